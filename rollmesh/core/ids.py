@@ -41,6 +41,14 @@ class RolloutId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=Fal
         return f"{self.group_id}/{self.index}"
 
 
+TICKET_BYTES = 16
+
+
+def new_ticket() -> bytes:
+    """Return 128 fresh random bits: the proof that a worker was given a group."""
+    return secrets.token_bytes(TICKET_BYTES)
+
+
 def new_id(prefix: str, num_bytes: int = 4) -> str:
     """A fresh random id such as `r7f3a9c1`, for runs, processes and incarnations."""
     return prefix + secrets.token_hex(num_bytes)

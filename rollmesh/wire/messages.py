@@ -4,13 +4,13 @@ Invariant: facts are past tense, asks imperative; positional (array_like) encodi
 only ever appended and any other change raises PROTOCOL in frames.py; the bytes of each are frozen
 in tests/golden. Headers stay small: tasks and results travel in the body, arrays in buffers.
 
-    client -> router   ClientHello ClientBeat ClientLeft AskGroup CancelGroup
+    client -> router   ClientHello ClientBeat ClientLeft AskGroup CancelGroup AttemptFailed
     router -> client   RouterHello GroupMoved GroupFailed AskRefused
     router -> worker   RouterHello RunGroup CancelRun DrainWorker
     worker -> router   WorkerHello WorkerBeat WorkerLeft GroupStarted GroupDelivered GroupReturned
                        GroupLost EnvFailed
     worker -> sink     GroupFinished (body GroupRecord, buffers int32 ids and float32 log-probs)
-    sink -> worker     GroupAcked
+    sink -> worker     GroupAcked ResultRefused
     cli <-> router <- launch   AskDrain DrainAnswered, WorkerExited
 
 What is said of engines stands in fleet.py, of a trainer's ranks in ranks.py, of GPUs between
@@ -102,6 +102,17 @@ class AskGroup(Message, frozen=True, tag="ask_group"):
     """Seconds it may still take until its end at the sink, counted when said; 0 is no limit."""
     excused: int = 0
     """Of `attempts`, as GroupMoved says them."""
+    ticket: bytes = b""
+    """Secret of the group, minted by its client. A result without it is refused."""
+
+
+class AttemptFailed(Message, frozen=True, tag="attempt_failed"):
+    """The client refused the result of this attempt: the attempt has failed."""
+
+    group_id: GroupId
+    attempt: int
+    worker_id: str
+    reason: str
 
 
 class CancelGroup(Message, frozen=True, tag="cancel_group"):
@@ -150,6 +161,8 @@ class RunGroup(Message, frozen=True, tag="run_group"):
     num_samples: int
     sink: str
     deadline_s: float = 0.0
+    ticket: bytes = b""
+    """As in AskGroup; its GroupFinished must carry it."""
 
 
 class CancelRun(Message, frozen=True, tag="cancel_run"):
@@ -243,7 +256,7 @@ class GroupReturned(Message, frozen=True, tag="group_returned"):
 
 
 class GroupLost(Message, frozen=True, tag="group_lost"):
-    """Its result was given up: the sink did not ack within the delivery deadline."""
+    """The worker dropped its result: the sink refused it, or did not ack it in time."""
 
     group_id: GroupId
     attempt: int
@@ -267,12 +280,22 @@ class GroupFinished(Message, frozen=True, tag="group_finished"):
     worker_id: str
     complete: bool
     """No sibling is cancelled, and none infra_error where worker.failed_sibling is `drop`."""
+    ticket: bytes = b""
+    """As in RunGroup."""
 
 
 class GroupAcked(Message, frozen=True, tag="group_acked"):
     group_id: GroupId
     attempt: int
     duplicate: bool
+
+
+class ResultRefused(Message, frozen=True, tag="result_refused"):
+    """The sink does not take this result, now or later: the worker drops it."""
+
+    group_id: GroupId
+    attempt: int
+    reason: str
 
 
 # launch and the cli
@@ -346,6 +369,8 @@ AnyMessage = (
     | PublisherLeft
     | GroupFinished
     | GroupAcked
+    | ResultRefused
+    | AttemptFailed
     | FleetAsk
     | FleetAnswered
     | WorkerExited

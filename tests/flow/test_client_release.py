@@ -8,19 +8,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollmesh.core.errors import EnvFailed, GroupIncomplete
-from rollmesh.core.types import GroupRecord, Task
+from rollmesh.core.types import Task
 from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.client.calls import AsyncRolloutClient
 from rollmesh.serve.client.sync import SyncRolloutClient
-from rollmesh.wire.bodies import encode_record
-from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import AskGroup, CancelGroup, GroupFailed, GroupFinished
+from rollmesh.wire.messages import AskGroup, CancelGroup, GroupFailed
 from rollmesh.wire.sockets import Dialer
 from tests.leftovers import MARK, assert_none_left, leftovers
-from tests.unit.serve.client.fake_router import FakeRouter, next_ack
+from tests.unit.serve.client.fake_router import (
+    FakeRouter,
+    finished,
+    next_ack,
+    result_of,
+    send_result,
+)
 
 TASK = Task(id="t", data={"what": "the client was asked for"})
 PATIENCE_S = 60.0
@@ -47,11 +52,11 @@ def end_next(router: FakeRouter, how: str) -> None:
     if how == "failed":
         router.say(route, GroupFailed(ask.group_id, "env_failed: no such module"))
         return
-    body = encode_record(GroupRecord(task=Task(id=MARK.decode())))
+    record = result_of(ask.group_id, task_id=MARK.decode())
     worker = Dialer(ask.sink, "w1")
     for _ in range(2 if how == "twice" else 1):
-        message = GroupFinished(ask.group_id, 1, "w1", how != "incomplete")
-        worker.send(Packet(message, "", body, (b"", b"")))
+        message = finished(ask.group_id, complete=how != "incomplete")
+        worker.send(msgspec.structs.replace(record, message=message))
         next_ack(worker)
     worker.close()
 
@@ -79,11 +84,11 @@ async def test_what_nobody_awaits_any_more_is_not_held(
     running.cancel()
     await asyncio.to_thread(router.expect, CancelGroup)
     worker = Dialer(ask.sink, "w1")
-    body = encode_record(GroupRecord(task=Task(id=MARK.decode())))
-    worker.send(Packet(GroupFinished(ask.group_id, 1, "w1", True), "", body, (b"", b"")))
+    send_result(worker, ask.group_id, task_id=MARK.decode())
     assert (await asyncio.to_thread(next_ack, worker)).duplicate
     worker.close()
-    del running, ask, body
+    del running, ask
+    router.asks.clear()
     await asyncio.sleep(0)
     assert_none_left(Asked)
 

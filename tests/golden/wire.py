@@ -21,6 +21,7 @@ from rollmesh.wire.frames import Packet, encode
 
 FILE = Path(__file__).with_name("wire.txt")
 GROUP = GroupId("r7f3a9c1", 300)
+TICKET = bytes(range(1, 17))
 ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy", "a12")
 SPEC = s.PipelineSpec(
     pipeline_id="p1",
@@ -40,13 +41,15 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.ClientHello("c1", 3, True),
     m.ClientBeat("c1", 7),
     m.ClientLeft("c1"),
-    m.AskGroup(GROUP, "c1", "guess", 16, "tcp://h:1", 2, -2, 90.5, 1),
+    m.AskGroup(GROUP, "c1", "guess", 16, "tcp://h:1", 2, -2, 90.5, 1, TICKET),
     m.CancelGroup(GROUP, "stale"),
+    m.AttemptFailed(GROUP, 2, "worker-0", "malformed result"),
+    m.ResultRefused(GROUP, 2, "malformed result"),
     m.RouterHello(0.5),
     m.GroupMoved(GROUP, m.GroupState.QUEUED, 2, "worker-0", 1, "no worker serves env 'x'"),
     m.GroupFailed(GROUP, "attempts_exhausted: 3 have begun"),
     m.AskRefused(GROUP, "overloaded", 1.5),
-    m.RunGroup(GROUP, 2, 16, "tcp://h:1", 90.5),
+    m.RunGroup(GROUP, 2, 16, "tcp://h:1", 90.5, TICKET),
     m.CancelRun(GROUP, "stale"),
     f.FleetChanged(9, (ENGINE,), 12, False),
     f.PublisherLeft(),
@@ -91,7 +94,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     m.GroupLost(GROUP, 2, "no ack in 600 s"),
     m.EnvFailed("worker-0", "guess", "no module named x", 4711, 1.5e9),
     f.EngineFaulted("http://e:1", "i1", "stream cut"),
-    m.GroupFinished(GROUP, 2, "worker-0", True),
+    m.GroupFinished(GROUP, 2, "worker-0", True, TICKET),
     m.GroupAcked(GROUP, 2, True),
     f.JoinEngine(3, "http://e:1"),
     f.BeginUpdate(3, "http://e:1", 12, 30.0, "c5d1e"),

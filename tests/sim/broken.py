@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet
@@ -28,28 +29,40 @@ from rollmesh.serve.client.entries import (
     StepTaken,
 )
 from rollmesh.serve.client.history import History
-from rollmesh.serve.client.sink import Sink
+from rollmesh.serve.client.sink import Action as SinkAction
+from rollmesh.serve.client.sink import Keep, Sink
 from rollmesh.serve.router.ledger import Ledger
+from rollmesh.testing.mesh_sim.asker import FORGED
 from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.trainer.pacing.course import Course
 from rollmesh.trainer.pacing.course_events import Action as CourseAction
 from rollmesh.trainer.pacing.course_events import Asked as CourseAsked
-from rollmesh.trainer.pacing.course_events import Came, Failed, Fate, Keep, Leave, Train, Turn
+from rollmesh.trainer.pacing.course_events import Came, Failed, Fate, Leave, Train, Turn
 from rollmesh.trainer.pacing.course_events import Event as CourseEvent
+from rollmesh.trainer.pacing.course_events import Keep as CourseKeep
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.due import Due
 from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import StalenessManager
 from rollmesh.trainer.staleness_events import Action as StalenessAction
 from rollmesh.wire.fleet import EnginePhase, FenceEngine
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import GroupFinished
 
 
 class SinkThatTakesEverything(Sink):
-    def has_ended(self, _group_id: GroupId) -> bool:
-        return False
+    def _arrived(self, route: bytes, message: GroupFinished, body: Buffer) -> list[SinkAction]:
+        asked = Asked(group_id=message.group_id, env="guess", num_samples=2)
+        known = message.group_id.run_id in self.ended and body != FORGED
+        return [Keep(route, message, body, asked)] if known else []
+
+
+class SinkThatNeedsNoTicket(Sink):
+    def _arrived(self, route: bytes, message: GroupFinished, body: Buffer) -> list[SinkAction]:
+        asked = self._find(message.group_id)
+        ticket = asked.ticket if asked else b""
+        return super()._arrived(route, msgspec.structs.replace(message, ticket=ticket), body)
 
 
 class LegThatForgetsAToken(GenerationMachine):
@@ -122,7 +135,10 @@ class BookThatAsksUnwritten(Book):
 
 
 class BookThatAcksUnwritten(Book):
-    def keep(self, message: GroupFinished, packet: Packet) -> RawResult:
+    def keep(
+        self, message: GroupFinished, packet: Packet, record: GroupRecord | None = None
+    ) -> RawResult:
+        del record
         return RawResult(message.group_id, 1, "", True, packet.body, (), 0)
 
 
@@ -188,7 +204,7 @@ class CourseThatAsksNothingAgain(Course):
 class CourseThatTrainsWhatFailed(Course):
     """As if what no rollout of it gives were something."""
 
-    def _come(self, came: Came, turn: Turn) -> Keep | Leave:
+    def _come(self, came: Came, turn: Turn) -> CourseKeep | Leave:
         every = frozenset(self.versions.steps)
         return super()._come(
             msgspec.structs.replace(came, rollouts=came.rollouts or (every,)), turn
@@ -236,6 +252,7 @@ def ready_and_taken(plan: Recovery) -> tuple[Filed, ...]:
 
 BROKEN = [
     Machines(sink=SinkThatTakesEverything),
+    Machines(sink=SinkThatNeedsNoTicket),
     Machines(generation=LegThatForgetsAToken),
     Machines(ledger=LedgerWithoutATick),
     Machines(ledger=LedgerThatForgivesKillers),

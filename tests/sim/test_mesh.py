@@ -109,6 +109,8 @@ FAULTS = {
     "journal_full",
     "held_ask",
     "refused_ask",
+    "forged",
+    "malformed",
     "straggler",
     "agent_failed",
     "masked",

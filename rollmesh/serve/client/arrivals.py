@@ -1,7 +1,9 @@
 """What a client hands out: finished groups with their arrays, and groups that ended without.
 
-Invariant: decoding happens on the taker's thread, so that the intake's acks never wait for it; a
-result that does not decode is a drop with that reason, never an exception. Driven by the taker.
+- A result is decoded once, by `check_result`, before it is acknowledged. One that is read from the
+  journal is decoded when it is taken.
+- `check_result` compares a result with its ask in all that a trainer relies on.
+- `open_result` never raises: a damaged record of the journal is a drop with that reason.
 """
 
 import msgspec
@@ -10,11 +12,16 @@ import numpy as np
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace, GroupRecord, RolloutRecord
+from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.client.entries import GroupBooked, SeenRollout
 from rollmesh.serve.client.sample_memory import Float32s, Int32s
 from rollmesh.serve.client.samples import check_counts
 from rollmesh.wire.bodies import decode_record
-from rollmesh.wire.frames import Buffer
+from rollmesh.wire.frames import Buffer, Packet
+from rollmesh.wire.messages import GroupFinished
+
+MAX_ROLLOUT_BYTES = 256 * 2**20
+"""A result has at most this much for each rollout that was asked for."""
 
 
 class RawResult(msgspec.Struct, frozen=True):
@@ -27,10 +34,17 @@ class RawResult(msgspec.Struct, frozen=True):
     body: Buffer
     buffers: tuple[Buffer, ...]
     position: int
+    record: GroupRecord | None = None
+    """The decoded body, where it has been checked already."""
 
     @property
     def num_bytes(self) -> int:
         return len(self.body) + sum(map(len, self.buffers))
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it takes, about: what was decoded from the body is held beside it."""
+        return self.num_bytes + (len(self.body) if self.record else 0)
 
     def filed(self) -> "Filed | RawResult":
         """Its place alone; itself where the journal has not got it all."""
@@ -94,14 +108,45 @@ def without_tokens(group_id: GroupId, record: GroupRecord) -> Finished:
     )
 
 
+def check_result(asked: Asked, message: GroupFinished, packet: Packet) -> GroupRecord:
+    """Decode the result of `asked`; WireError in one line where a trainer could not use it.
+
+    Its rollouts must be those that were asked for, its counts must add up to its buffers, and its
+    arrays hold only token ids and numbers. Of an incomplete result, only the rollouts are checked.
+    """
+    num_bytes = len(packet.body) + sum(map(len, packet.buffers))
+    if num_bytes > asked.num_samples * MAX_ROLLOUT_BYTES:
+        raise WireError(f"{num_bytes} bytes for {asked.num_samples} rollouts")
+    record = decode_record(packet.body)
+    indices = {rollout.index for rollout in record.rollouts}
+    if len(indices) < len(record.rollouts):
+        raise WireError("two of its rollouts have the same index")
+    if not indices <= set(range(asked.num_samples)):
+        raise WireError(f"its rollouts have other indices than 0 to {asked.num_samples - 1}")
+    if not message.complete:
+        return record
+    if len(indices) != asked.num_samples:
+        raise WireError(f"{len(indices)} rollouts where {asked.num_samples} were asked for")
+    if record.is_eval and not asked.is_eval:
+        raise WireError("it is marked as an evaluation, and the ask is none")
+    token_ids, logprobs = _arrays(packet.buffers)
+    check_counts(record, len(token_ids), len(logprobs))
+    if len(token_ids) and token_ids.min() < 0:
+        raise WireError("one of its token ids is negative")
+    if np.isnan(logprobs).any():
+        raise WireError("one of its log-probs is not a number")
+    return record
+
+
 def open_result(raw: RawResult) -> Arrival:
     """Decode a result; a Dropped with its reason where it is incomplete or malformed."""
     try:
-        record = decode_record(raw.body)
+        record = raw.record or decode_record(raw.body)
         if not raw.complete:
             return Dropped(raw.group_id, record.reason or "infra_error: incomplete", record)
         token_ids, logprobs = _arrays(raw.buffers)
-        check_counts(record, len(token_ids), len(logprobs))
+        if raw.record is None:
+            check_counts(record, len(token_ids), len(logprobs))
     except WireError as error:
         return Dropped(raw.group_id, f"malformed: {error}")
     return Finished(

@@ -14,13 +14,14 @@ import math
 
 import msgspec
 
-from rollmesh.core.ids import GroupId
+from rollmesh.core.ids import GroupId, new_ticket
 from rollmesh.serve.client.entries import Again, GroupTried
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
     AskGroup,
     AskRefused,
+    AttemptFailed,
     CancelGroup,
     ClientBeat,
     ClientHello,
@@ -80,6 +81,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     again: Again | None = None
     """As GroupAsked of entries.py; the router never hears of them."""
     body: Buffer = b""
+    ticket: bytes = msgspec.field(default_factory=new_ticket)
+    """Secret of the group: a result without it is refused."""
 
 
 class Cancelled(msgspec.Struct, frozen=True):
@@ -93,6 +96,15 @@ class Arrived(msgspec.Struct, frozen=True):
     """Event: the sink has kept the group's end."""
 
     group_id: GroupId
+
+
+class ResultFailed(msgspec.Struct, frozen=True):
+    """Event: the sink refused the result of an attempt, which did not fit the ask."""
+
+    group_id: GroupId
+    attempt: int
+    worker_id: str
+    reason: str
 
 
 class Closed(msgspec.Struct, frozen=True):
@@ -118,7 +130,7 @@ class Waits(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Asked | Cancelled | Arrived | Closed | Received | Ticked
+Event = Asked | Cancelled | Arrived | ResultFailed | Closed | Received | Ticked
 Action = Send | AskEnded | Waits | GroupTried
 """GroupTried is to be written down: of kept groups, how many attempts have begun."""
 
@@ -166,6 +178,11 @@ class Asks:
         """Cancels that are still being said."""
         return len(self._cancels)
 
+    def find(self, group_id: GroupId) -> Asked | None:
+        """Return the open ask of this group, if there is one."""
+        ask = self.open.get(group_id)
+        return ask.asked if ask else None
+
     def step(self, event: Event, now_s: float) -> list[Action]:
         """What to do about `event`; total, and deterministic."""
         match event:
@@ -176,6 +193,9 @@ class Asks:
             case Arrived(group_id):
                 self._forget(group_id)
                 return self._fill_place(now_s)
+            case ResultFailed(group_id, attempt, worker_id, reason):
+                failed = AttemptFailed(group_id, attempt, worker_id, reason)
+                return [Send(ROUTER, failed)] if group_id in self.open else []
             case Closed(for_good):
                 left = ClientLeft(self.settings.client_id)
                 return [Send(ROUTER, left)] if for_good or not self.settings.keep else []
@@ -349,6 +369,7 @@ class Asks:
             priority=asked.priority,
             deadline_s=max(ask.ends_s - now_s, MOMENT_S) if ask.ends_s < math.inf else 0.0,
             excused=ask.excused,
+            ticket=asked.ticket,
         )
         return Send(ROUTER, message, asked.body)
 

@@ -18,8 +18,9 @@ import msgspec
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import JournalError, WireError
-from rollmesh.core.ids import GroupId
+from rollmesh.core.ids import GroupId, new_ticket
 from rollmesh.core.journal import Journal
+from rollmesh.core.types import GroupRecord
 from rollmesh.serve.client.arrivals import Dropped, Filed, RawResult, booked_of, open_result
 from rollmesh.serve.client.asks import MOMENT_S, Asked
 from rollmesh.serve.client.chronicle import Chronicle, Place, groups_in
@@ -169,11 +170,17 @@ class Book:
             asked.num_drawn,
             asked.is_eval,
             asked.again,
+            asked.ticket,
         )
         self._write(entry, asked.body)
 
-    def keep(self, message: GroupFinished, packet: Packet) -> RawResult:
-        """Write a result down; an incomplete one leaves a word on each rollout, and no tokens."""
+    def keep(
+        self, message: GroupFinished, packet: Packet, record: GroupRecord | None = None
+    ) -> RawResult:
+        """Write a result to the journal; of an incomplete one only a summary of each rollout.
+
+        `record` is the decoded body, where the caller has decoded and checked it.
+        """
         result = RawResult(
             group_id=message.group_id,
             attempt=message.attempt,
@@ -182,6 +189,7 @@ class Book:
             body=packet.body,
             buffers=packet.buffers,
             position=-1,
+            record=record,
         )
         if message.complete:
             kept = GroupKept(message.group_id, message.attempt, message.worker_id)
@@ -383,4 +391,5 @@ def _asked_again(entry: GroupAsked, body: bytes, tried: GroupTried | None) -> As
         is_eval=entry.is_eval,
         again=entry.again,
         body=body,
+        ticket=entry.ticket or new_ticket(),
     )

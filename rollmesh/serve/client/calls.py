@@ -266,7 +266,7 @@ class AsyncRolloutClient:
             await self._news.wait()
         ended = self._ended.popleft()
         if isinstance(ended, RawResult):
-            self._num_held_bytes -= ended.num_bytes
+            self._num_held_bytes -= ended.held_bytes
         return self._client.open(ended)
 
     def _collect(self) -> None:
@@ -295,10 +295,10 @@ class AsyncRolloutClient:
     def _hold(self, arrival: Unopened) -> None:
         """`stream` will hand it out; until then it is here, or in the journal alone."""
         if isinstance(arrival, RawResult):
-            has_room = self._num_held_bytes + arrival.num_bytes <= MAX_HELD_BYTES
+            has_room = self._num_held_bytes + arrival.held_bytes <= MAX_HELD_BYTES
             arrival = arrival if has_room else arrival.filed()
         if isinstance(arrival, RawResult):
-            self._num_held_bytes += arrival.num_bytes
+            self._num_held_bytes += arrival.held_bytes
         self._ended.append(arrival)
 
     def _let_go(self, arrival: Unopened | Arrival) -> None:

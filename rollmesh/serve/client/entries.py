@@ -81,6 +81,8 @@ class GroupAsked(Entry, frozen=True, tag="group_asked"):
     is_eval: bool = False
     """It does not train."""
     again: Again | None = None
+    ticket: bytes = b""
+    """Secret of the group; empty in a journal of an earlier release."""
 
 
 class GroupTried(Entry, frozen=True, tag="group_tried"):

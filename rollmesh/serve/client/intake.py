@@ -1,10 +1,13 @@
 """The intake's thread: takes results in, writes them down, acks them, and talks to the router.
 
-Owns the sink's Hub, the Dialer to the router, the two machines and the book; the program's thread
-reaches it through two queues. Invariants: nothing here waits for the program, and nothing decodes
-a result; a result is written before it is acked; while the program leaves many bytes untaken, more
-stay with their workers, and those of earlier runs on the disk. Driven by its own thread, from
-`start` to `close`.
+It has the sink's Hub, the Dialer to the router, the two machines and the book. The program's thread
+reaches it through two queues.
+
+- Nothing here waits for the program.
+- A result is checked against its ask and written before it is acked. The program gets the decoded
+  record, so that no result is decoded twice.
+- While the program leaves many bytes untaken, more stay with their workers, and those of earlier
+  runs on the disk.
 """
 
 import math
@@ -18,10 +21,12 @@ from functools import partial
 
 import msgspec
 
-from rollmesh.core.errors import JournalError
+from rollmesh.core.errors import JournalError, WireError
+from rollmesh.core.heap import SOME_FREED_BYTES, Heap
 from rollmesh.core.ids import GroupId
-from rollmesh.core.logs import get_logger
-from rollmesh.serve.client.arrivals import Dropped, Filed, RawResult, Unopened
+from rollmesh.core.logs import get_logger, readable
+from rollmesh.runtime.keeper import TrimPlan
+from rollmesh.serve.client.arrivals import Dropped, Filed, RawResult, Unopened, check_result
 from rollmesh.serve.client.asks import Action as AskAction
 from rollmesh.serve.client.asks import (
     Arrived,
@@ -31,6 +36,7 @@ from rollmesh.serve.client.asks import (
     AsksSettings,
     Cancelled,
     Closed,
+    ResultFailed,
     Waits,
 )
 from rollmesh.serve.client.book import Book
@@ -43,9 +49,10 @@ from rollmesh.serve.client.entries import (
 )
 from rollmesh.serve.client.sink import Action as SinkAction
 from rollmesh.serve.client.sink import Book as BookDrop
-from rollmesh.serve.client.sink import Keep, Kept, Sink
+from rollmesh.serve.client.sink import Keep, Kept, Malformed, Sink
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import GroupFinished, ResultRefused
 from rollmesh.wire.sockets import Dialer, Doorbell, Hub, wait
 
 log = get_logger()
@@ -57,6 +64,10 @@ MAX_FILED_BYTES = 32 * 2**20
 """Of results that `take` hands out at a time and that stand on the disk."""
 RECENT_BEATS = 90
 """A router repeats why groups wait every 60 beats."""
+SAY_REFUSED_S = 10.0
+"""Refused results are logged at most this often, with their number."""
+MAX_NAME = 100
+"""Characters of a peer's name that are logged."""
 MAX_RESULTS = 64
 """Taken in before the router and the program are listened to again."""
 
@@ -91,7 +102,10 @@ class Intake:
         self._dialer = dialer
         self._book = book
         self._asks = Asks(settings)
-        self._sink = Sink(book.ended)
+        self._sink = Sink(book.ended, self._asks.find)
+        self._heap, self._trims = Heap(), TrimPlan()
+        self._refused_said_s = -math.inf
+        self._num_refused_said = 0
         self._bell = Doorbell()
         self._commands: deque[Command] = deque()
         self._held_asks: deque[Asked] = deque()
@@ -214,7 +228,7 @@ class Intake:
             if isinstance(arrival, Filed):
                 num_filed_bytes += arrival.num_bytes
             elif isinstance(arrival, RawResult):
-                self._num_untaken_bytes -= arrival.num_bytes
+                self._num_untaken_bytes -= arrival.held_bytes
             yield arrival
 
     # the thread
@@ -273,6 +287,7 @@ class Intake:
             self._receive_result(*result)
         self._hand_over()
         self._send_acks()
+        self._give_back_memory()
         self._say_held()
         self._do_asks(self._asks.step(Ticked(), time.monotonic()))
         self._hand_over()
@@ -340,12 +355,38 @@ class Intake:
         for action in self._sink.step(event, time.monotonic()):
             if isinstance(action, Keep):
                 self._keep(action, packet)
-            else:
-                self._do_sink(action)
+                continue
+            if isinstance(action, Send) and isinstance(action.message, ResultRefused):
+                assert isinstance(packet.message, GroupFinished)
+                self._log_refused(packet.message, action.message.reason)
+            self._do_sink(action)
+
+    def _log_refused(self, message: GroupFinished, reason: str) -> None:
+        """Log results of strangers: not one line each, since anybody may send many."""
+        now_s = time.monotonic()
+        if now_s < self._refused_said_s + SAY_REFUSED_S:
+            return
+        num_refused = self._sink.num_refused - self._num_refused_said
+        self._refused_said_s, self._num_refused_said = now_s, self._sink.num_refused
+        log.warning("result.refused", num_refused=num_refused, reason=reason, **_named(message))
+
+    def _refuse_malformed(self, keep: Keep, why: str) -> None:
+        """The attempt has failed; its group runs again, if an attempt is left."""
+        message, reason = keep.message, readable(f"malformed result: {why}")
+        log.warning("result.malformed", reason=reason, **_named(message))
+        for action in self._sink.step(Malformed(keep, reason), time.monotonic()):
+            self._do_sink(action)
+        failed = ResultFailed(message.group_id, message.attempt, message.worker_id, reason)
+        self._do_asks(self._asks.step(failed, time.monotonic()))
 
     def _keep(self, keep: Keep, packet: Packet) -> None:
         try:
-            result = self._book.keep(keep.message, packet)
+            record = check_result(keep.asked, keep.message, packet)
+        except WireError as error:
+            self._refuse_malformed(keep, str(error))
+            return
+        try:
+            result = self._book.keep(keep.message, packet, record)
         except JournalError as error:
             # Not acked: its worker sends it again.
             self._complain(error)
@@ -387,6 +428,13 @@ class Intake:
             self._hub.send(route, ack)
         self._acks.clear()
 
+    def _give_back_memory(self) -> None:
+        """Trim the heap after peers left: zmq may have gathered much for them."""
+        freed, now_s = self._hub.num_departed * SOME_FREED_BYTES, time.monotonic()
+        if self._trims.is_due(freed, now_s):
+            self._heap.trim()
+            self._trims.trimmed(freed, now_s)
+
     def _complain(self, error: JournalError) -> None:
         """Say what the disk does not take, once until it takes a result again."""
         if not self._is_disk_ill:
@@ -397,7 +445,7 @@ class Intake:
         self._wait_reason = "", 0.0
         self._fresh.append(arrival)
         if isinstance(arrival, RawResult):
-            self._num_fresh_bytes += arrival.num_bytes
+            self._num_fresh_bytes += arrival.held_bytes
 
     def _hand_over(self) -> None:
         """Let the program have what is fresh."""
@@ -412,3 +460,12 @@ class Intake:
             self._arrived.notify()
             if is_first and self._on_arrival:
                 self._on_arrival()
+
+
+def _named(message: GroupFinished) -> dict[str, str | int]:
+    """The group, worker and attempt that a result names, for a log line."""
+    return {
+        "group_id": readable(str(message.group_id)[:MAX_NAME]),
+        "worker_id": readable(message.worker_id[:MAX_NAME]),
+        "attempt": message.attempt,
+    }

@@ -308,7 +308,14 @@ class Deals:
         book = self._book
         self.look_again(group, again_beats)
         deadline_s = left_s(group, book.now_s)
-        run = RunGroup(group.group_id, group.attempt, group.num_samples, group.sink, deadline_s)
+        run = RunGroup(
+            group.group_id,
+            group.attempt,
+            group.num_samples,
+            group.sink,
+            deadline_s,
+            group.ticket,
+        )
         book.send(worker.route, run, group.body)
 
     def _cancel_run(self, worker: Worker, held: HeldGroup, reason: str) -> None:

@@ -93,6 +93,8 @@ class Group(msgspec.Struct, gc=False):
     """How long it had run at its worker's end; so long it is watched at the next."""
     queued_s: float = 0.0
     """When it began to wait."""
+    ticket: bytes = b""
+    """Secret of the group, for its worker; empty while only a worker has named the group."""
 
     @property
     def tries(self) -> int:

@@ -13,6 +13,7 @@ deals.py gives them to workers, crew.py sees these come and go, suspects.py asks
 Pure; driven by process.py and by the simulator, with a tick at least every half beat.
 """
 
+import hmac
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,9 @@ from rollmesh.wire.messages import (
     AskDrain,
     AskGroup,
     AskRefused,
+    AttemptFailed,
     CancelGroup,
+    CancelRun,
     ClientBeat,
     ClientHello,
     ClientLeft,
@@ -78,6 +81,7 @@ class Ledger:
         self._handlers: dict[type, Callable[[bytes, Any, Buffer], None]] = {
             AskGroup: self._on_ask,
             CancelGroup: self._on_cancel,
+            AttemptFailed: self._on_attempt_failed,
             ClientHello: self._on_client,
             ClientBeat: self._on_client,
             ClientLeft: self._on_client_left,
@@ -129,8 +133,13 @@ class Ledger:
             book.num["refusals"] += 1
             book.send(route, GroupFailed(ask.group_id, f"bad_ask: {mistake}"))
             return
+        group = book.groups.get(ask.group_id)
+        if group and group.client_id and not hmac.compare_digest(group.ticket, ask.ticket):
+            book.num["refusals"] += 1
+            book.send(route, GroupFailed(ask.group_id, "bad_ask: another client's group"))
+            return
         book.hear_client(ask.client_id, route)
-        if group := book.groups.get(ask.group_id):
+        if group:
             if not group.client_id:
                 self._adopt(group, ask, body)
             elif (group.client_id, group.sink) != (ask.client_id, ask.sink):
@@ -178,6 +187,7 @@ class Ledger:
             body=body,
             attempt=max(ask.attempts, 0),
             excused=excused_in(ask),
+            ticket=ask.ticket,
         )
         self.book.open(group)
         self.book.deadlines.set(group, ask.deadline_s, self.book.now_s)
@@ -195,6 +205,7 @@ class Ledger:
             self.book.takeover.note(group.group_id, Fate.KEPT, self.book.now_s)
         self.book.set_client(group, ask.client_id, body)
         group.sink, group.priority, group.env = ask.sink, ask.priority, ask.env
+        group.ticket = ask.ticket
         group.attempt = max(group.attempt, ask.attempts)
         group.excused = max(group.excused, excused_in(ask))
         self.deals.adopt(group, max(ask.num_samples, 1))
@@ -220,6 +231,20 @@ class Ledger:
         else:
             self.book.notes.add(answer, FOR_GOOD, self.book.now_s)
             self.book.send(route, answer)
+
+    def _on_attempt_failed(self, route: bytes, message: AttemptFailed, _: Buffer) -> None:
+        group = self.book.groups.get(message.group_id)
+        client = self.book.clients.get(group.client_id) if group else None
+        worker = self.crew.workers.get(group.worker_id) if group else None
+        if group is None or client is None or worker is None or client.route != route:
+            return
+        if message.worker_id != worker.worker_id or message.attempt < group.attempt:
+            return
+        # First, so that the worker drops the refused result before it may get the group again.
+        self.book.send(worker.route, CancelRun(group.group_id, message.reason))
+        worker.accepting = False  # until its next beat, so that others come first
+        why = f"{worker.worker_id}: {message.reason}"
+        self.deals.requeue(group, why, may_excuse=False)
 
     # workers
 

@@ -40,6 +40,7 @@ from rollmesh.wire.messages import (
     GroupReturned,
     GroupStarted,
     HeldGroup,
+    ResultRefused,
     RouterHello,
     RunGroup,
     WorkerHello,
@@ -166,6 +167,7 @@ class Running(msgspec.Struct):
     attempt: int
     num_samples: int
     sink: str
+    ticket: bytes
 
 
 class Duties:
@@ -293,11 +295,11 @@ class Duties:
                 is_relief = bool(self._worn) and reason == RELIEVED
                 worn_out, drained = (Cause.WORN_OUT, self._worn), (Cause.DRAINED, reason)
                 self._drain(*(worn_out if is_relief else drained))
-            case GroupAcked(group_id):
-                acked = self.outbox.step(event, now_s)
-                if acked:
+            case GroupAcked(group_id) | ResultRefused(group_id):
+                answered = self.outbox.step(event, now_s)
+                if answered and isinstance(event.message, GroupAcked):
                     self._remember(group_id)
-                actions += acked
+                actions += answered
             case _:
                 pass
         return actions
@@ -310,17 +312,18 @@ class Duties:
         if running := self.running.get(group_id):
             # A router that had given us up calls it a later attempt: the work goes on under that.
             # A client that came back listens elsewhere.
-            running.attempt, running.sink = max(running.attempt, attempt), ask.sink
+            running.attempt = max(running.attempt, attempt)
+            running.sink, running.ticket = ask.sink, ask.ticket
             return [started]
         if group_id in self.outbox.parcels:
-            self.outbox.readdress(group_id, attempt, ask.sink)
+            self.outbox.readdress(group_id, attempt, ask.sink, ask.ticket)
             return [started]
         if not self._takes_groups:
             return [Send(ROUTER, GroupReturned(group_id, attempt, "the worker is draining"))]
         if group_id in self.aborting:
             reason = "its last run is still coming to its end"
             return [Send(ROUTER, GroupReturned(group_id, attempt, reason))]
-        self.running[group_id] = Running(attempt, ask.num_samples, ask.sink)
+        self.running[group_id] = Running(attempt, ask.num_samples, ask.sink, ask.ticket)
         return [started, Begin(group_id, ask.num_samples, body, ask.deadline_s)]
 
     def _ended(self, ended: Ended, now_s: float) -> list[Action]:
@@ -329,7 +332,11 @@ class Duties:
             self.aborting.discard(ended.group_id)
             return [Forget(ended.group_id)]
         message = GroupFinished(
-            ended.group_id, group.attempt, self.settings.worker_id, ended.complete
+            ended.group_id,
+            group.attempt,
+            self.settings.worker_id,
+            ended.complete,
+            group.ticket,
         )
         actions: list[Action] = []
         actions += self.outbox.step(Packed(message, group.sink, ended.num_bytes), now_s)

@@ -4,6 +4,7 @@
                    SENT --a later one is acked--> sent again
     HELD | SENT --GroupAcked--> ACKED --told the router--> forgotten
     HELD | SENT --CancelRun--> forgotten
+    HELD | SENT --ResultRefused by its sink--> GroupLost, forgotten; the router decides
     HELD | SENT --no ack within delivery_timeout_s--> GroupLost, forgotten; the router decides
     SENT --its worker leaves, and the sink owes an ack for absent_s--> given back, forgotten
 
@@ -20,7 +21,13 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.messages import GroupAcked, GroupDelivered, GroupFinished, GroupLost
+from rollmesh.wire.messages import (
+    GroupAcked,
+    GroupDelivered,
+    GroupFinished,
+    GroupLost,
+    ResultRefused,
+)
 
 
 class ParcelState(enum.StrEnum):
@@ -117,18 +124,20 @@ class Outbox:
                 return [Forget(group_id)] if self._take_out(group_id) else []
             case Received(route, GroupAcked(group_id)):
                 return self._acked(route, group_id, now_s)
+            case Received(route, ResultRefused() as refused):
+                return self._refused(route, refused)
             case Received():
                 return []
             case Ticked():
                 lost = [each for each in self.parcels.values() if now_s >= each.lost_s]
-                given_up = [action for each in lost for action in self._give_up(each)]
+                given_up = [action for each in lost for action in self._overdue(each)]
                 return given_up + [self._send_again(p, now_s) for p in self._due(now_s)]
 
-    def readdress(self, group_id: GroupId, attempt: int, sink: str) -> None:
-        """The router calls what is held a later attempt, or its client listens elsewhere."""
+    def readdress(self, group_id: GroupId, attempt: int, sink: str, ticket: bytes) -> None:
+        """Take over what a repeated RunGroup names: a later attempt, another sink or ticket."""
         parcel = self.parcels[group_id]
         attempt = max(parcel.message.attempt, attempt)
-        parcel.message = msgspec.structs.replace(parcel.message, attempt=attempt)
+        parcel.message = msgspec.structs.replace(parcel.message, attempt=attempt, ticket=ticket)
         if sink != parcel.sink:
             parcel.sink, parcel.due_s, parcel.first_as = sink, 0.0, 0
             parcel.state = ParcelState.HELD
@@ -181,10 +190,19 @@ class Outbox:
             if parcel.state is ParcelState.SENT and parcel.sink.encode() == route
         ]
 
-    def _give_up(self, parcel: Parcel) -> list[Action]:
+    def _refused(self, route: bytes, refused: ResultRefused) -> list[Action]:
+        parcel = self.parcels.get(refused.group_id)
+        if parcel is None or parcel.sink.encode() != route:
+            return []
+        return self._give_up(parcel, f"{parcel.sink} refused its result: {refused.reason}")
+
+    def _overdue(self, parcel: Parcel) -> list[Action]:
+        waited = f"in {self.settings.delivery_timeout_s:g} s"
+        return self._give_up(parcel, f"{parcel.sink} did not ack {waited}")
+
+    def _give_up(self, parcel: Parcel, reason: str) -> list[Action]:
         message = parcel.message
         self._take_out(message.group_id)
-        reason = f"{parcel.sink} did not ack in {self.settings.delivery_timeout_s:g} s"
         lost = GroupLost(message.group_id, message.attempt, reason)
         return [Send(ROUTER, lost), Forget(message.group_id)]
 

@@ -6,18 +6,22 @@ asked for, and what a result is to them.
 """
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.client.asks import Action, Arrived, AskEnded, Asks, Event
+from rollmesh.serve.client.asks import Action, Arrived, AskEnded, Asks, Event, ResultFailed
 from rollmesh.serve.client.entries import GroupTried
 from rollmesh.serve.client.sink import Action as SinkAction
-from rollmesh.serve.client.sink import Book, Keep, Kept, Sink
+from rollmesh.serve.client.sink import Book, Keep, Kept, Malformed, Sink
 from rollmesh.testing.mesh_sim.endings import Endings
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import ROUTER, Received, Send
 
 TICK_S = 0.1
 BEAT_S = 0.2
+FORGED = b"forged"
+"""Begins the body of a result that no worker of the mesh has sent."""
+MALFORMED = b"\xc1malformed"
+"""Body of a worker's result that no client can read."""
 
 
 class Asker(Node):
@@ -76,10 +80,23 @@ class Asker(Node):
                 packet = Packet(action.message, "", action.body)
                 self._network.send(self, action.route.decode(), packet)
             case Keep():
-                if not self._network.strikes("not_kept"):
-                    self._keep(action)
+                self._check(action)
             case Book(group_id, reason):
                 self._booked(group_id, reason)
+
+    def _check(self, keep: Keep) -> None:
+        message, body = keep.message, bytes(keep.body)
+        assert not body.startswith(FORGED), f"{message.group_id} took a forged result"
+        if fault := self._fault_in(body):
+            for action in self.sink.step(Malformed(keep, fault), self._kernel.now_s(self)):
+                self._do_sink(action)
+            self._tell(ResultFailed(message.group_id, message.attempt, message.worker_id, fault))
+        elif not self._network.strikes("not_kept"):
+            self._keep(keep)
+
+    def _fault_in(self, body: Buffer) -> str:
+        """Why a result cannot be used; '' where it can."""
+        return "malformed result" if body == MALFORMED else ""
 
     def _keep(self, keep: Keep) -> None:
         for action in self.sink.step(Kept(keep), self._kernel.now_s(self)):

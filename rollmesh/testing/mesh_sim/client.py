@@ -35,7 +35,7 @@ from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.turns import GroupTurns
 from rollmesh.trainer.pacing.course_events import Turn
 from rollmesh.wire.bodies import encode_ask
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import UNREADABLE, Buffer, Packet
 from rollmesh.wire.messages import GroupAsk
 
 MAX_BYTES = (4_000, 24_000, 24_000)
@@ -66,7 +66,7 @@ class SimClient(Asker):
         self.max_bytes = MAX_BYTES[kernel.seed % len(MAX_BYTES)]
         self.book = self._open_book()
         self.asks = self._new_asks()
-        self.sink = network.machines.sink(self.book.ended)
+        self.sink = network.machines.sink(self.book.ended, self.asks.find)
 
     @property
     def run_id(self) -> str:
@@ -87,7 +87,7 @@ class SimClient(Asker):
             self.arrivals += self.book.begin(RunBegan(self.run_id, self.name, self.name), saved)
         except JournalError:
             raise Killed(self) from None
-        self.sink = self._network.machines.sink(self.book.ended)
+        self.sink = self._network.machines.sink(self.book.ended, self.asks.find)
         for asked in self.book.reopened():
             self._tell(asked)
 
@@ -180,6 +180,13 @@ class SimClient(Asker):
             self.book.note(tried)
         except JournalError:
             self._network.num["owed"] += 1
+
+    def _fault_in(self, body: Buffer) -> str:
+        try:
+            msgspec.msgpack.decode(body, type=GroupTurns)
+        except UNREADABLE as error:
+            return f"malformed result: {error}"
+        return ""
 
     def _keep(self, keep: Keep) -> None:
         message = keep.message

@@ -13,6 +13,7 @@ import msgspec
 from rollmesh.testing.mesh_sim.checks import look_at_ends, look_at_journal, unsettled
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.errands import POISON
+from rollmesh.testing.mesh_sim.forger import Forger
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.launch import SimLaunch
 from rollmesh.testing.mesh_sim.machines import REAL, Machines
@@ -46,6 +47,8 @@ CHAOS = Faults(
     double_client=0.15,
     lie=0.05,
     nonsense=2.0,
+    forged=4.0,
+    malformed=0.1,
     straggler=0.15,
     agent_failed=0.15,
     killed_before_write=0.008,
@@ -108,6 +111,7 @@ class Mesh:
         self.workers = [self._new_worker(index) for index in range(NUM_WORKERS)]
         self.visitors: list[Visitor] = []
         self._vandal = Vandal(self.kernel, self.network)
+        self._forger = Forger(self.kernel, self.network)
 
     def start(self) -> None:
         for node in (self.router, *self.workers[:-1]):
@@ -190,6 +194,7 @@ class Mesh:
         if network.strikes("nonsense", FATE_S):
             names = [self.router.name, self.client.name]
             self._vandal.act([*names, *(each.name for each in self.workers)])
+        self._forger.act([self.client, *self.visitors], FATE_S)
         self.kernel.after(FATE_S, self._fate)
 
     def _trouble(self, worker: SimWorker) -> None:

@@ -16,6 +16,8 @@ from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.testing.mesh_sim.transitions import Transitions
 from rollmesh.wire.frames import Packet, decode, encode
 
+MALFORMED_DIGIT = 4
+"""Of the seeds with malformed results. The others stay as they were before there were any."""
 ON_WIRE = 10
 """In every so manyth seed messages travel as their bytes, which is slower."""
 
@@ -65,6 +67,10 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Per second of the publisher: what an engine sampled is found not to be of its weights."""
     nonsense: float = 0.0
     """Per second: a message about nothing real, to anybody."""
+    forged: float = 0.0
+    """Per second: a stranger sends a client a result of its open, ended or unknown group."""
+    malformed: float = 0.0
+    """Per group that a worker has run, in seeds with MALFORMED_DIGIT: its result cannot be read."""
     straggler: float = 0.0
     """Per rollout: its tokens come slowly."""
     agent_failed: float = 0.0
@@ -119,6 +125,18 @@ class Network:
                 delay_s += rng.expovariate(2.0)
             arrive = partial(_arrive, node, receive, source.name, packet)
             self.kernel.after(delay_s, arrive, node)
+
+    def inject(self, source: str, target: str, packet: Packet) -> None:
+        """Hand over a message of a peer that is no node, at once, if its target runs."""
+        node, receive = self._receivers[target]
+        if node.alive and node.frozen_until_s <= self.kernel.now_s():
+            receive(source, packet)
+
+    def spoils_a_result(self) -> bool:
+        """Whether the result that a worker has just made is malformed."""
+        if self.kernel.seed % 10 != MALFORMED_DIGIT:
+            return False
+        return self.strikes("malformed")
 
     def answer(self, caller: Node, life: int, answer: Callable[[], None]) -> None:
         """Bring an answer back to `caller`, if it still lives the life in which it called."""

@@ -94,7 +94,7 @@ class Visitor(Asker):
         ended = IntervalSet()
         for group_id in self.endings.reasons:
             ended.add(group_id.seq)
-        self.sink = self._network.machines.sink({self.name: ended})
+        self.sink = self._network.machines.sink({self.name: ended}, self.asks.find)
 
     def _tick(self) -> None:
         self._tell(Ticked())

@@ -43,6 +43,7 @@ from rollmesh.serve.server.duties import (
 )
 from rollmesh.serve.server.duties import Action as DutyAction
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
+from rollmesh.testing.mesh_sim.asker import MALFORMED
 from rollmesh.testing.mesh_sim.engine import EngineChunk, SimEngine
 from rollmesh.testing.mesh_sim.errands import PLAIN, POISON, Errands
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
@@ -297,6 +298,7 @@ class SimWorker(Node):
         self.end("killed by signal 11")
 
     def _tell_ended(self, group_id: GroupId, *, complete: bool, payload: bytes = b"done") -> None:
+        payload = MALFORMED if self._network.spoils_a_result() else payload
         self.payloads[group_id] = payload
         ended = Ended(group_id, complete, len(payload))
         self._do(self.duties.step(ended, self._kernel.now_s(self)))

@@ -42,11 +42,17 @@ from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import AskGroup, GroupFailed, GroupFinished
+from rollmesh.wire.messages import (
+    AskGroup,
+    AttemptFailed,
+    GroupFailed,
+    GroupFinished,
+    ResultRefused,
+)
 from rollmesh.wire.sockets import Dialer
 from tests.disks import no_more_bytes, no_new_folders, small_disk
 from tests.leftovers import MARK, assert_none_left
-from tests.unit.serve.client.fake_router import FakeRouter, next_ack
+from tests.unit.serve.client.fake_router import FakeRouter, finished, next_ack, next_answer
 from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Killed, Life, Lives, bring
 
 ROOMY = JournalConfig()
@@ -165,9 +171,16 @@ class Site:
         rollouts = [rollout(at, outcome, (policy_version,)) for at in range(num_samples)]
         body = encode_record(GroupRecord(task=Task(id=MARK.decode()), rollouts=rollouts))
         if how == "malformed":
-            body = body[:-3]
+            self.worker.send(Packet(finished(group_id), "", body[:-3], (b"", b"")))
+            assert isinstance(next_answer(self.worker), ResultRefused)
+            _, failed, _ = self.router.expect(AttemptFailed)
+            reason = f"attempts_exhausted: 3 have begun; {failed.reason}"
+            self.router.say(route, GroupFailed(group_id, reason))
+            return
         if how == "stranger's":
-            self.send(GroupId("another-run", 0), body, num_samples)
+            unasked = GroupFinished(GroupId("another-run", 0), 1, "w1", True)
+            self.worker.send(Packet(unasked, "", body, (b"", b"")))
+            assert isinstance(next_answer(self.worker), ResultRefused)
         self.send(group_id, body, num_samples, complete=how != "incomplete")
         if how == "twice":
             self.send(group_id, body, num_samples)
@@ -175,7 +188,7 @@ class Site:
     def send(self, group_id: GroupId, body: bytes, num_samples: int, complete: bool = True) -> None:
         token_ids = np.array((PROMPT + ANSWER) * num_samples, np.int32).tobytes()
         logprobs = np.array((-5.5, -5.25) * num_samples, np.float32).tobytes()
-        message = GroupFinished(group_id, 1, "w1", complete)
+        message = finished(group_id, complete=complete)
         self.worker.send(Packet(message, "", body, (token_ids, logprobs)))
         next_ack(self.worker)
 

@@ -37,9 +37,9 @@ from rollmesh.trainer.weights.events import Probe, PublishReport
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.bodies import decode_ask, encode_record
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.messages import AskGroup, GroupFinished
+from rollmesh.wire.messages import AskGroup
 from rollmesh.wire.sockets import Dialer
-from tests.unit.serve.client.fake_router import FakeRouter, next_ack
+from tests.unit.serve.client.fake_router import FakeRouter, finished, next_ack
 
 PATIENCE_S = 60.0
 LOGPROBS = (-5.5, -5.25)
@@ -189,7 +189,7 @@ class Life:
         num, worker = len(record.rollouts), Dialer(self.client.address, "w1")
         token_ids = np.array((PROMPT + ANSWER) * num, np.int32).tobytes()
         recorded = np.array(logprobs * num, np.float32).tobytes()
-        message = GroupFinished(group_id, 1, "w1", not record.reason)
+        message = finished(group_id, complete=not record.reason)
         worker.send(Packet(message, "", encode_record(record), (token_ids, recorded)))
         next_ack(worker)
         worker.close()

@@ -1,10 +1,11 @@
-"""A router by hand, and a worker's way to a sink, for tests of what stands on a client."""
+"""A router by hand, and a worker's way to a sink, for tests of programs that use a client."""
 
-from typing import TypeVar
+import weakref
+from typing import ClassVar, TypeVar
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, Task
-from rollmesh.wire.bodies import encode_record
+from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
+from rollmesh.wire.bodies import decode_ask, encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
     AnyMessage,
@@ -14,6 +15,7 @@ from rollmesh.wire.messages import (
     GroupFinished,
     GroupMoved,
     GroupState,
+    ResultRefused,
     RouterHello,
 )
 from rollmesh.wire.sockets import Dialer, Hub, wait
@@ -24,7 +26,13 @@ M = TypeVar("M")
 class FakeRouter:
     """A hub that answers hellos, confirms asks, and remembers what it is told."""
 
+    open_here: ClassVar["weakref.WeakSet[FakeRouter]"] = weakref.WeakSet()
+    """Where a ticket may be looked up, since a worker's messages do not pass through a router."""
+
     def __init__(self) -> None:
+        self.open_here.add(self)
+        self.asks: dict[GroupId, tuple[AskGroup, bool]] = {}
+        """Each ask, and whether it is of an evaluation."""
         self.hub = Hub("tcp://127.0.0.1:0")
         self.packets: list[tuple[bytes, Packet]] = []
         self.routes: dict[GroupId, bytes] = {}
@@ -37,34 +45,71 @@ class FakeRouter:
                 if isinstance(packet.message, kind):
                     del self.packets[at]
                     return route, packet.message, packet
-            wait([self.hub], None, 0.1)
-            for route, packet in self.hub.receive():
-                match packet.message:
-                    case ClientHello():
-                        self.say(route, RouterHello(0.1))
-                    case AskGroup(group_id):
-                        self.routes[group_id] = route
-                        self.say(route, GroupMoved(group_id, GroupState.QUEUED, 0, ""))
-                self.packets.append((route, packet))
+            self.receive()
         raise AssertionError(f"no {kind.__name__}")
+
+    def receive(self) -> None:
+        if self.hub.socket.closed:
+            return
+        wait([self.hub], None, 0.1)
+        for route, packet in self.hub.receive():
+            match packet.message:
+                case ClientHello():
+                    self.say(route, RouterHello(0.1))
+                case AskGroup(group_id):
+                    self.routes[group_id] = route
+                    self.asks[group_id] = packet.message, decode_ask(packet.body).is_eval
+                    self.say(route, GroupMoved(group_id, GroupState.QUEUED, 0, ""))
+            self.packets.append((route, packet))
 
     def say(self, route: bytes, message: AnyMessage) -> None:
         self.hub.send(route, Packet(message, "i1"))
 
+    @classmethod
+    def ask_of(cls, group_id: GroupId) -> tuple[AskGroup, bool]:
+        """What any router of this process was asked for under this id."""
+        for _ in range(200):
+            for router in list(cls.open_here):
+                if group_id in router.asks:
+                    return router.asks[group_id]
+                router.receive()
+        raise AssertionError(f"no ask of {group_id}")
+
+
+def finished(group_id: GroupId, attempt: int = 1, *, complete: bool = True) -> GroupFinished:
+    """The header of a result, with the ticket of its group."""
+    ask, _ = FakeRouter.ask_of(group_id)
+    return GroupFinished(group_id, attempt, "w1", complete, ask.ticket)
+
+
+def result_of(group_id: GroupId, attempt: int = 1, task_id: str = "t") -> Packet:
+    """A complete result as a worker makes it, of rollouts without a single token."""
+    ask, is_eval = FakeRouter.ask_of(group_id)
+    indices = range(ask.num_samples)
+    rollouts = [RolloutRecord(index=index, outcome=Outcome.COMPLETED) for index in indices]
+    record = GroupRecord(task=Task(id=task_id), rollouts=rollouts, is_eval=is_eval)
+    return Packet(finished(group_id, attempt), "", encode_record(record), (b"", b""))
+
 
 def send_result(worker: Dialer, group_id: GroupId, attempt: int = 1, task_id: str = "t") -> None:
     """Send a complete result as a worker does."""
-    body = encode_record(GroupRecord(task=Task(id=task_id)))
-    worker.send(Packet(GroupFinished(group_id, attempt, "w1", True), "", body, (b"", b"")))
+    worker.send(result_of(group_id, attempt, task_id))
 
 
-def next_ack(worker: Dialer) -> GroupAcked:
+def next_answer(worker: Dialer) -> GroupAcked | ResultRefused:
+    """What the sink answers next."""
     for _ in range(200):
         wait([worker], None, 0.1)
         for packet in worker.receive(1):
-            assert isinstance(packet.message, GroupAcked)
+            assert isinstance(packet.message, GroupAcked | ResultRefused)
             return packet.message
-    raise AssertionError("no ack")
+    raise AssertionError("no answer")
+
+
+def next_ack(worker: Dialer) -> GroupAcked:
+    answer = next_answer(worker)
+    assert isinstance(answer, GroupAcked), answer
+    return answer
 
 
 def deliver(sink: str, group_id: GroupId, attempt: int = 1, task_id: str = "t") -> GroupAcked:

@@ -12,6 +12,7 @@ from rollmesh.serve.client.asks import (
     AsksSettings,
     Cancelled,
     Closed,
+    ResultFailed,
     Waits,
 )
 from rollmesh.serve.client.entries import GroupTried
@@ -20,6 +21,7 @@ from rollmesh.wire.messages import (
     AnyMessage,
     AskGroup,
     AskRefused,
+    AttemptFailed,
     CancelGroup,
     ClientBeat,
     ClientHello,
@@ -55,6 +57,29 @@ def hear(asks: Asks, message: AnyMessage, now_s: float, router: str = "i1") -> l
 
 def said(actions: list[Action]) -> list[AnyMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
+
+
+def test_each_ask_has_a_ticket_of_its_own_and_repeats_it() -> None:
+    asks = met_asks()
+    [first], [second] = said(ask(asks, ONE)), said(ask(asks, TWO))
+    assert isinstance(first, AskGroup)
+    assert isinstance(second, AskGroup)
+    assert len(first.ticket) == 16
+    assert first.ticket != second.ticket
+    again = [each for each in said(asks.step(Ticked(), 100.0)) if isinstance(each, AskGroup)]
+    assert {each.group_id: each.ticket for each in again} == {
+        ONE: first.ticket,
+        TWO: second.ticket,
+    }
+
+
+def test_a_refused_result_of_an_open_ask_is_reported_to_the_router() -> None:
+    asks = met_asks()
+    ask(asks, ONE)
+    assert said(asks.step(ResultFailed(ONE, 1, "w1", "malformed"), 0.0)) == [
+        AttemptFailed(ONE, 1, "w1", "malformed")
+    ]
+    assert asks.step(ResultFailed(TWO, 1, "w1", "malformed"), 0.0) == []
 
 
 def test_nothing_is_asked_before_a_router_answers_the_hello() -> None:

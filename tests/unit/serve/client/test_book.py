@@ -99,6 +99,7 @@ def asked(seq: int, deadline_s: float = 0.0) -> Asked:
         deadline_s=deadline_s,
         patience_s=9.0,
         body=b"task",
+        ticket=bytes(range(16)),
     )
 
 

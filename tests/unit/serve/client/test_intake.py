@@ -13,18 +13,23 @@ from structlog.testing import capture_logs
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import JournalError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, Task
 from rollmesh.serve.client import client as client_module
 from rollmesh.serve.client import intake
 from rollmesh.serve.client.client import QUEUE_RESULTS, Dropped, RolloutClient
 from rollmesh.serve.client.entries import Published, StateSaved
 from rollmesh.serve.client.intake import Taken
-from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.messages import AskGroup, GroupAcked, GroupFinished
 from rollmesh.wire.sockets import Dialer
 from tests.disks import full_disk, small_disk
-from tests.unit.serve.client.fake_router import FakeRouter, deliver, next_ack, send_result
+from tests.unit.serve.client.fake_router import (
+    FakeRouter,
+    deliver,
+    next_ack,
+    next_answer,
+    result_of,
+    send_result,
+)
 from tests.unit.serve.client.test_client import ask, open_client
 
 
@@ -45,11 +50,13 @@ def test_result_that_cannot_be_written_is_not_acked_until_it_can(
         with full_disk(2**20):
             for _ in range(3):
                 send_result(worker, unwritten, task_id="too long for the disk" * 2**16)
-            send_result(worker, foreign)  # needs no writing: its ack says that all were seen
-            assert next_ack(worker).group_id == foreign
+            worker.send(Packet(GroupFinished(foreign, 1, "w1", True)))
+            # Refused at once: the answer says that the sink has seen all before it.
+            assert next_answer(worker).group_id == foreign
         assert client.take(timeout_s=0) == []
         send_result(worker, unwritten)
         assert next_ack(worker) == GroupAcked(unwritten, 1, duplicate=False)
+    said = [each for each in said if each["event"] != "result.refused"]
     assert [each["event"] for each in said] == ["journal.failed", "journal.writes_again"]
     assert f"{tmp_path}/journal/" in said[0]["error"]
     assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [unwritten]
@@ -88,9 +95,7 @@ def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
     with closing(zmq.Context.instance().socket(zmq.DEALER)) as worker:
         worker.setsockopt(zmq.SNDHWM, 1)
         worker.connect(client.address)
-        body = encode_record(GroupRecord(task=Task(id="t")))
-        message = GroupFinished(second, 1, "w2", complete=True)
-        frames = encode(Packet(message, "", body, (bytes(4 * 2**20), b"")))
+        frames = encode(result_of(second, task_id="t" * 2**22))
         num_sent = 0
         while bool(worker.poll(500, zmq.POLLOUT)):
             worker.send_multipart(frames)

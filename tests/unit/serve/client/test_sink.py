@@ -1,20 +1,43 @@
 """The sink: a group ends once, and nothing is acked that was not kept."""
 
 from rollmesh.core.ids import GroupId, IntervalSet
-from rollmesh.serve.client.asks import AskEnded
-from rollmesh.serve.client.sink import Action, Book, Keep, Kept, Sink
+from rollmesh.serve.client.asks import Asked, AskEnded
+from rollmesh.serve.client.sink import (
+    NO_TICKET,
+    NOT_ASKED,
+    Action,
+    Book,
+    Keep,
+    Kept,
+    Malformed,
+    Sink,
+)
 from rollmesh.wire.machine import Received, Send
-from rollmesh.wire.messages import GroupAcked, GroupFinished, RouterHello
+from rollmesh.wire.messages import GroupAcked, GroupFinished, ResultRefused, RouterHello
 
 ONE = GroupId("r1", 1)
 
 
+ASKED = Asked(group_id=ONE, env="guess", num_samples=1)
+
+
 def new_sink() -> Sink:
-    return Sink({"r1": IntervalSet()})
+    return Sink({"r1": IntervalSet()}, {ONE: ASKED}.get)
 
 
-def arrive(sink: Sink, attempt: int = 1, route: bytes = b"w1") -> list[Action]:
-    return sink.step(Received(route, GroupFinished(ONE, attempt, "w1", True), b"record"), 0.0)
+def nothing_asked(_group_id: GroupId) -> Asked | None:
+    return None
+
+
+def arrive(
+    sink: Sink,
+    attempt: int = 1,
+    route: bytes = b"w1",
+    group_id: GroupId = ONE,
+    ticket: bytes = ASKED.ticket,
+) -> list[Action]:
+    message = GroupFinished(group_id, attempt, "w1", True, ticket)
+    return sink.step(Received(route, message, b"record"), 0.0)
 
 
 def test_result_is_acked_only_after_it_was_kept() -> None:
@@ -44,10 +67,37 @@ def test_later_attempt_is_acked_as_a_duplicate_and_not_kept() -> None:
     assert sink.num_duplicates == 1
 
 
-def test_result_of_an_unknown_run_is_acked_so_that_nobody_holds_it() -> None:
-    sink = Sink({})
-    assert arrive(sink) == [Send(b"w1", GroupAcked(ONE, 1, duplicate=True))]
-    assert sink.num_foreign == 1
+def test_result_without_the_ticket_of_its_group_is_refused() -> None:
+    sink = new_sink()
+    for ticket in (b"", ASKED.ticket[:-1], bytes(16)):
+        refused = Send(b"w1", ResultRefused(ONE, 1, NO_TICKET))
+        assert arrive(sink, ticket=ticket) == [refused]
+    assert sink.num_refused == 3
+    assert not sink.has_ended(ONE)
+
+
+def test_result_that_was_never_asked_for_is_refused() -> None:
+    sink = new_sink()
+    for group_id in (GroupId("r1", 2**62), GroupId("another-run", 0)):
+        refused = Send(b"w1", ResultRefused(group_id, 1, NOT_ASKED))
+        assert arrive(sink, group_id=group_id) == [refused]
+        assert not sink.has_ended(group_id)
+
+
+def test_malformed_result_is_refused_and_the_next_attempts_is_kept() -> None:
+    sink = new_sink()
+    [keep] = arrive(sink)
+    assert isinstance(keep, Keep)
+    refused = Send(b"w1", ResultRefused(ONE, 1, "malformed"))
+    assert sink.step(Malformed(keep, "malformed"), 0.0) == [refused]
+    assert not sink.has_ended(ONE)
+    [again] = arrive(sink, attempt=2)
+    assert isinstance(again, Keep)
+
+
+def test_late_copy_of_what_was_taken_needs_no_ticket_to_be_freed() -> None:
+    sink = Sink({"r1": IntervalSet([(0, 2)])}, nothing_asked)
+    assert arrive(sink, ticket=b"") == [Send(b"w1", GroupAcked(ONE, 1, duplicate=True))]
 
 
 def test_drop_is_booked_once_and_its_late_result_is_a_duplicate() -> None:
@@ -66,7 +116,7 @@ def test_drop_of_a_kept_group_is_not_booked() -> None:
 
 
 def test_what_a_journal_remembers_has_ended() -> None:
-    assert Sink({"r1": IntervalSet([(0, 2)])}).has_ended(ONE)
+    assert Sink({"r1": IntervalSet([(0, 2)])}, nothing_asked).has_ended(ONE)
 
 
 def test_messages_of_others_are_ignored() -> None:

@@ -10,6 +10,7 @@ from rollmesh.wire.header import Message
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     AskRefused,
+    AttemptFailed,
     CancelGroup,
     CancelRun,
     ClientBeat,
@@ -44,6 +45,48 @@ def test_a_group_goes_whole_to_one_worker_with_its_body_unopened(story: Story) -
     [run] = [s for s in sends if isinstance(s.message, RunGroup)]
     assert run == Send(b"w0", RunGroup(group(1), 1, 4, "tcp://sink"), b"\x00opaque")
     assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.ASSIGNED, 1, "w0")]
+
+
+def test_the_ticket_of_an_ask_reaches_its_worker_and_no_client(story: Story) -> None:
+    story.worker("w0")
+    sends = story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket of group"))
+    [run] = only(sends, RunGroup)
+    assert run.ticket == b"ticket of group"
+    assert not [each for each in sends if b"ticket" in repr(each).encode() and each.route == b"c"]
+
+
+def test_a_group_is_not_handed_to_a_client_that_does_not_know_its_ticket(story: Story) -> None:
+    running(story)
+    foreign = msgspec.structs.replace(ask(1), sink="tcp://thief", client_id="c2", ticket=b"guess")
+    [failed] = only(story.says("c2", foreign), GroupFailed)
+    assert failed.reason.startswith("bad_ask: ")
+    assert story.ledger.book.groups[group(1)].sink == "tcp://sink"
+
+
+def test_an_attempt_whose_result_was_malformed_is_followed_by_another(story: Story) -> None:
+    running(story)
+    story.worker("w1")
+    failed = AttemptFailed(group(1), 1, "w0", "malformed result: no rollouts")
+    assert not only(story.says("another", failed), RunGroup)
+    sends = story.says("c", failed)
+    assert next(s.route for s in sends if isinstance(s.message, CancelRun)) == b"w0"
+    [run] = [s for s in sends if isinstance(s.message, RunGroup)]
+    assert (run.route, run.message.attempt) == (b"w1", 2)  # type: ignore[union-attr]
+    assert not only(story.says("c", failed), RunGroup)  # said twice, it counts once
+
+
+def test_malformed_results_end_a_group_only_when_its_attempts_are_over(story: Story) -> None:
+    running(story)
+    ended: list[GroupFailed] = []
+    for attempt in range(1, SETTINGS.max_attempts + 1):
+        assert not ended
+        failed = AttemptFailed(group(1), attempt, "w0", "malformed result: no rollouts")
+        ended += only(story.says("c", failed), GroupFailed)
+        story.says("w0", beat("w0"))
+        story.says("w0", GroupStarted(group(1), attempt + 1))
+    [failed_group] = ended
+    assert failed_group.reason.startswith("attempts_exhausted: ")
+    assert "w0: malformed result" in failed_group.reason
 
 
 def test_an_ask_waits_for_the_first_worker(story: Story) -> None:

@@ -3,6 +3,7 @@
 import random
 
 from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.client.sink import Keep, Kept, Sink
 from rollmesh.serve.server.duties import (
     MAX_REMEMBERED_GROUPS,
@@ -40,6 +41,7 @@ from rollmesh.wire.messages import (
 
 ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
 SINK = "tcp://sink"
+TICKET = bytes(range(16))
 
 
 def new_duties(max_unacked_bytes: int = 1000, max_held_bytes: int = 10**6) -> Duties:
@@ -63,7 +65,7 @@ def hear(duties: Duties, message: AnyMessage, router: str = "i1") -> list[Action
 
 
 def run(duties: Duties, group_id: GroupId, attempt: int = 1) -> list[Action]:
-    return hear(duties, RunGroup(group_id, attempt, 4, SINK))
+    return hear(duties, RunGroup(group_id, attempt, 4, SINK, ticket=TICKET))
 
 
 def end(duties: Duties, group_id: GroupId) -> list[Action]:
@@ -121,7 +123,7 @@ def test_later_attempt_of_a_running_group_takes_over_its_work() -> None:
     run(duties, ONE)
     assert run(duties, ONE, attempt=2) == [Send(ROUTER, GroupStarted(ONE, 2))]
     [send] = end(duties, ONE)
-    assert send == Send(SINK.encode(), GroupFinished(ONE, 2, "w1", True))
+    assert send == Send(SINK.encode(), GroupFinished(ONE, 2, "w1", True, TICKET))
 
 
 def test_result_goes_to_where_its_client_listens_now() -> None:
@@ -366,7 +368,7 @@ def test_idle_worker_that_is_stopped_leaves_at_once() -> None:
 def test_every_group_is_kept_once_over_a_network_that_loses_and_repeats() -> None:
     for seed in range(50):
         rng = random.Random(seed)
-        duties, sink = new_duties(), Sink({"r1": IntervalSet()})
+        duties, sink = new_duties(), Sink({"r1": IntervalSet()}, asked)
         kept: list[GroupId] = []
         mail: list[Action] = []
         for seq in range(20):
@@ -380,6 +382,11 @@ def test_every_group_is_kept_once_over_a_network_that_loses_and_repeats() -> Non
                 break
         assert sorted(kept) == [GroupId("r1", seq) for seq in range(20)]
         assert duties.outbox.unacked_bytes == 0
+
+
+def asked(group_id: GroupId) -> Asked:
+    """The ask behind `run`."""
+    return Asked(group_id=group_id, env="guess", num_samples=4, ticket=TICKET)
 
 
 def _carry(action: Action, duties: Duties, sink: Sink, kept: list[GroupId]) -> list[Action]:

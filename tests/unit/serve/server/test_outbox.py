@@ -13,7 +13,14 @@ from rollmesh.serve.server.outbox import (
     Unwanted,
 )
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.messages import GroupAcked, GroupDelivered, GroupFinished, RouterHello
+from rollmesh.wire.messages import (
+    GroupAcked,
+    GroupDelivered,
+    GroupFinished,
+    GroupLost,
+    ResultRefused,
+    RouterHello,
+)
 
 SINK = "tcp://sink"
 
@@ -142,7 +149,7 @@ def test_sending_again_does_not_make_a_silent_sink_a_new_one() -> None:
     pack(outbox, 1)
     assert outbox.step(Ticked(), 9.0)
     assert outbox.is_stuck(10.0)
-    outbox.readdress(group(1), 1, "tcp://elsewhere")
+    outbox.readdress(group(1), 1, "tcp://elsewhere", b"")
     assert not outbox.is_stuck(10.0), "it was not sent there yet"
     outbox.step(Ticked(), 10.0)
     assert not outbox.is_stuck(19.9)
@@ -177,15 +184,36 @@ def test_group_is_packed_once() -> None:
 def test_renumbered_parcel_is_delivered_under_its_new_attempt() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
-    outbox.readdress(group(1), 2, "tcp://sink")
+    outbox.readdress(group(1), 2, "tcp://sink", b"")
     assert outbox.step(Ticked(), 1.0) == [Send(b"tcp://sink", finished(1, attempt=2))]
 
 
 def test_parcel_goes_at_once_to_where_its_client_listens_now() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
-    outbox.readdress(group(1), 1, "tcp://elsewhere")
+    outbox.readdress(group(1), 1, "tcp://elsewhere", b"")
     assert outbox.step(Ticked(), 0.1) == [Send(b"tcp://elsewhere", finished(1))]
+
+
+def test_refused_parcel_is_dropped_and_its_attempt_reported_as_lost() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    refused = ResultRefused(group(1), 1, "malformed")
+    assert outbox.step(Received(b"tcp://another", refused), 0.0) == []
+    lost = GroupLost(group(1), 1, "tcp://sink refused its result: malformed")
+    actions = outbox.step(Received(SINK.encode(), refused), 0.0)
+    assert actions == [Send(ROUTER, lost), Forget(group(1))]
+    assert outbox.unacked_bytes == 0
+
+
+def test_readdressed_parcel_carries_the_ticket_that_its_group_has_now() -> None:
+    outbox = new_outbox()
+    pack(outbox, 1)
+    outbox.readdress(group(1), 1, SINK, b"ticket")
+    [send] = outbox.step(Ticked(), 5.0)
+    assert isinstance(send, Send)
+    assert isinstance(send.message, GroupFinished)
+    assert send.message.ticket == b"ticket"
 
 
 @pytest.mark.parametrize("route", [b"", b"tcp://sink"])
