@@ -3,7 +3,8 @@
 Owns names, defaults and meanings; nobody else invents a key. Invariants: unknown keys are refused
 with their path, values are checked here once, and a loaded config never changes; what a run used
 is written to its folder as config.json and the run's processes read that file. Each room is handed
-only its own section. Secrets never stand here: they come from the environment or 0600 files.
+only its own section. Secrets come from the environment or 0600 files; settings of an environment
+that are named as secrets are refused if they are written out (core/secret_settings.py).
 Driven by the cli; the set of keys is frozen by tests/house.
 """
 
@@ -16,6 +17,7 @@ from rollmesh.core.config_tree import apply_override, explain, merge, read_file
 from rollmesh.core.engine_url import why_no_engine_url, why_no_host_entry
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.file_modes import FileMode
+from rollmesh.core.secret_settings import check_no_literals
 from rollmesh.core.types import (
     EVAL_SAMPLING,
     Branch,
@@ -361,7 +363,8 @@ class Config(Section, frozen=True):
     env: str = "guess"
     """The environment: `package.module:Class`, or a short name: guess, echo, gym, openenv."""
     env_settings: dict[str, Any] = {}
-    """Keyword arguments of the environment's constructor."""
+    """Keyword arguments of the environment's constructor. Secrets (`*_key`, `*_token`, `*_secret`,
+    `*password*`) are written { env = "NAME" } or { file = "PATH" }."""
     pass_threshold: float | None = None
     """A rollout with at least this reward succeeded, where the environment does not report success
     by the metric `success`. Not set: success is known only where all rewards are 0 or 1."""
@@ -416,6 +419,11 @@ def write_config(config: Config, path: Path) -> None:
 def convert(tree: dict[str, Any], source: str) -> Config:
     """Check `tree` and freeze it; ConfigError in one line naming `source` and the key."""
     try:
-        return msgspec.convert(tree, Config)
+        config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {explain(str(error), Config)}") from None
+    try:
+        check_no_literals(config.env_settings)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return config

@@ -10,7 +10,7 @@ come from `score`, `score_siblings` and `score_group` alone. Driven by the worke
 
 import abc
 from collections.abc import Awaitable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -77,6 +77,9 @@ class Env(abc.ABC):
     `InfraError` where it is not (the rollout runs again, up to a bound, then `infra_error`);
     any other exception counts as the agent's fault and is reported with its traceback.
     """
+
+    secret_settings: ClassVar[tuple[str, ...]] = ()
+    """Secrets among the settings, besides `*_key`, `*_token`, `*_secret` and `*password*`."""
 
     @abc.abstractmethod
     def tasks(self, split: str, seed: int) -> Iterator[Task]:

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Mapping
 
 from rollmesh.core.choices import close_names, instead_of
-from rollmesh.core.errors import EnvError
+from rollmesh.core.errors import ConfigError, EnvError
+from rollmesh.core.secret_settings import resolve
 from rollmesh.core.types import Json
 from rollmesh.envs.env import Env
 
@@ -27,12 +28,17 @@ BUILT_IN = {
 def load_env(target: str, settings: Mapping[str, Json]) -> Env:
     """The environment that `target` names, built with `settings` as keyword arguments.
 
-    Raises EnvError, one line, where it cannot be found or built.
+    Secrets are read from where the settings say. Raises EnvError, one line, where the environment
+    cannot be found or built.
     """
     env_class = find_env(target)
     _check_settings(target, env_class, settings)
     try:
-        return env_class(**settings)
+        resolved = resolve(settings, env_class.secret_settings)
+    except ConfigError as error:
+        raise EnvError(f'env = "{target}": {error}') from None
+    try:
+        return env_class(**resolved)
     except (Exception, SystemExit) as error:  # door: a user's constructor may raise anything
         raise EnvError(f'env = "{target}" could not be built: {_cause(error)}') from error
 

@@ -61,6 +61,13 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     healthcheck: Health = Health()
     network_mode: str = ""
     cap_drop: list[str] = []
+    cap_add: list[str] = []
+    security_opt: list[str] = []
+    read_only: bool = False
+    tmpfs: list[str] = []
+    pids_limit: int = 0
+    mem_limit: str = ""
+    networks: list[str] = []
     restart: str = "no"
     stop_grace_period: str = "10s"
 
@@ -89,6 +96,12 @@ class ConfigFile(msgspec.Struct, frozen=True):
     file: str
 
 
+class Network(msgspec.Struct, frozen=True):
+    """A network; an internal one has no route out."""
+
+    internal: bool = False
+
+
 class Compose(msgspec.Struct, frozen=True):
     """A compose file."""
 
@@ -96,6 +109,7 @@ class Compose(msgspec.Struct, frozen=True):
     services: dict[str, Service]
     configs: dict[str, ConfigFile]
     volumes: dict[str, None]
+    networks: dict[str, Network | None] = {}
 
 
 def read_compose(name: str, variables: Mapping[str, str] | None = None) -> Compose:

@@ -200,6 +200,30 @@ def test_ports_are_this_machines_and_serve_what_the_settings_bind(compose: Compo
     assert "--host=127.0.0.1" in on_host["dashboard"].command
 
 
+def test_a_worker_s_network_has_no_route_out(compose: Compose) -> None:
+    assert compose.services["worker"].networks == ["mesh"]
+    assert compose.networks["mesh"]
+    assert compose.networks["mesh"].internal
+    outside = {
+        n for n, s in compose.services.items() if not s.network_mode and s.networks != ["mesh"]
+    }
+    assert outside == {"router"}  # its status is published, which needs another network
+
+
+def test_every_container_of_ours_is_confined_and_bounded(compose: Compose) -> None:
+    for service in ours(compose).values():
+        assert service.cap_drop == ["ALL"]
+        assert service.cap_add == []
+        assert "no-new-privileges:true" in service.security_opt
+        assert service.read_only
+        assert [each for each in service.tmpfs if each.startswith("/tmp:")]
+        assert service.pids_limit > 0
+        assert service.mem_limit
+    engine = compose.services["engine"]
+    assert engine.cap_drop == ["ALL"]
+    assert "no-new-privileges:true" in engine.security_opt
+
+
 @pytest.mark.parametrize("bind", [SETTINGS.router.bind, SETTINGS.trainer.bind])
 def test_what_other_containers_reach_is_refused_without_keys(bind: str) -> None:
     with pytest.raises(AddressError, match="ROLLMESH_KEYS"):
