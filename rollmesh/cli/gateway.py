@@ -53,6 +53,8 @@ def main(argv: list[str]) -> int:
         journal=_journal(options),
         listen_fd=options.listen_fd,
         ready_fd=options.ready_fd,
+        tls=_tls(options),
+        is_plain=options.plain,
         say=lambda line: print(line, flush=True),
     )
     run(ask)
@@ -72,6 +74,15 @@ def _arguments() -> argparse.ArgumentParser:
     add_model_dir(arguments)
     arguments.add_argument("--host", help="where to listen (127.0.0.1)")
     arguments.add_argument("--port", type=int, help="where to listen (8100; 0 picks a free one)")
+    arguments.add_argument(
+        "--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM): serve https"
+    )
+    arguments.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+    arguments.add_argument(
+        "--plain",
+        action="store_true",
+        help="plain HTTP also on an address that other machines can reach, behind a proxy with TLS",
+    )
     arguments.add_argument(
         "--admin-token-file",
         type=Path,
@@ -159,6 +170,19 @@ def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) ->
         raise ModelError("--model-dir DIR is needed to capture tokens; --capture relay needs none")
     if options.capture == "tokens" and (why := why_no_folder(model)):
         raise ModelError(f"--model-dir {model}: {why}")
+
+
+def _tls(options: argparse.Namespace) -> tuple[Path, Path] | None:
+    """ConfigError if one file is given without the other."""
+    certificate, key = options.tls_cert, options.tls_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        given, missing = ("cert", "key") if key is None else ("key", "cert")
+        raise ConfigError(f"--tls-{given} {certificate or key}: --tls-{missing} is missing")
+    if options.plain:
+        raise ConfigError("--plain: --tls-cert and --tls-key serve https; leave --plain out")
+    return certificate, key
 
 
 def _journal(options: argparse.Namespace) -> Path | None:

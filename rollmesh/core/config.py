@@ -202,6 +202,9 @@ class InterceptionConfig(Section, frozen=True):
     """Images and long texts in memory; past it the longest unused go to a file."""
     spill_folder: str = ""
     """Where that file stands; empty: the system's folder for temporary files."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts (`host` or `host:port`) from which engines may fetch images that agents name by http(s)
+    addresses; elsewhere, and where the list is empty, only `data:` is taken (default: empty)."""
     retry_window_s: PositiveSeconds = 30.0
     """A generation that lost its reader is kept so long for a retry."""
     keepalive_s: PositiveSeconds = 15.0

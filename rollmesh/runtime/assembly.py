@@ -10,6 +10,7 @@ from pathlib import Path
 from rollmesh.core.config import Config
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.images import images
 from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
@@ -45,6 +46,7 @@ def new_runtime(
         answer_timeout_s=config.engine.answer_timeout_s,
     )
     sampler = Sampler(parts, generation)
+    images.allow_hosts(config.interception.image_hosts)
     lines = config.interception.rotating_lines
     runtime = Runtime(
         sampler,

@@ -10,6 +10,8 @@ by the readers of messages.
 
 import hashlib
 import re
+from collections.abc import Iterable
+from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -19,6 +21,8 @@ from rollmesh.runtime.blobs import Blob, BlobStore
 
 _DATA = re.compile(r"data:image/[A-Za-z0-9!#$&^_.+-]*;base64,")
 """Names of media types as in RFC 6838: such an address can stand in JSON as it is."""
+_PLAIN = re.compile(r"https?://[A-Za-z0-9.:\[\]_-]+([/?][!#-\[\]-~]*)?")
+"""No user, no backslash, no space: nothing by which two readers could find two hosts."""
 
 
 class ImageRef(msgspec.Struct, frozen=True, weakref=True, omit_defaults=True):
@@ -53,11 +57,17 @@ class ImageTable:
         self._store = store
         self._by_digest: WeakValueDictionary[str, ImageRef] = WeakValueDictionary()
         self._by_address: WeakValueDictionary[int, ImageRef] = WeakValueDictionary()
+        self._hosts: frozenset[str] = frozenset()
+
+    def allow_hosts(self, hosts: Iterable[str]) -> None:
+        """Take images that are at these hosts, `host` or `host:port`, and at no others: engines
+        fetch them, from wherever an agent's address says."""
+        self._hosts = frozenset(host.lower() for host in hosts)
 
     def hold(self, address: str) -> ImageRef:
-        """The image of a `data:` address, or one that only names where it is.
+        """The image of a `data:` address, or of one at an allowed host, which is not fetched here.
 
-        ValueError if it is garbled.
+        ValueError if it is garbled, or at another host.
         """
         if not address.startswith("data:"):
             return self._hold_elsewhere(address)
@@ -91,11 +101,20 @@ class ImageTable:
     def _hold_elsewhere(self, address: str) -> ImageRef:
         if not address.startswith(("http://", "https://")):
             raise ValueError("expected a data: or http(s) address")
+        self._check_host(address)
         digest = hashlib.sha256(address.encode()).hexdigest()
         image = self._by_digest.get(digest)
         if image is None or image.url != address:  # an image whose very bytes are this address
             image = self._by_digest[digest] = ImageRef(digest, address)
         return image
+
+    def _check_host(self, address: str) -> None:
+        # A library of the engine reads the address again, and may take another part for its host.
+        host = urlsplit(address).netloc.lower() if _PLAIN.fullmatch(address) else ""
+        if host not in self._hosts or not host:
+            shown = ascii(host[:80])[1:-1] or "this address"
+            why = f"images at {shown} are not fetched; send a data: address"
+            raise ValueError(f"{why}, or have the host added to interception.image_hosts")
 
 
 def _read_data(address: str) -> bytes:

@@ -152,6 +152,7 @@ async def before(
     engine: ScriptedEngine, model: Path, tmp_path: Path, *words: str
 ) -> AsyncIterator[Gateway]:
     argv = ["--model-dir", str(model), "--engine", engine.url, *words]
+    argv += ["--set", 'interception.image_hosts=["example.com"]']
     async with serving(tmp_path, *argv) as gateway:
         await gateway.until_ready()
         yield gateway

@@ -157,3 +157,18 @@ async def test_a_session_past_its_turns_gets_429_in_its_dialect(
         desk.say("I guess 4", at)
     assert (await running)[0] == 200
     await other.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://169.254.169.254/latest/meta-data", "http://127.0.0.1:8265/status"]
+)
+async def test_an_agents_image_address_is_not_passed_to_the_engine(
+    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    url: str,
+) -> None:
+    desk = await make_desk(always="I guess 4")
+    image = {"type": "image_url", "image_url": {"url": url}}
+    status, told = await desk.answer({"messages": [{"role": "user", "content": [image]}]})
+    assert status == 400
+    assert "interception.image_hosts" in told["error"]["message"]
+    assert not desk.sampler.generations

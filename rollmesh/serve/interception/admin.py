@@ -8,7 +8,8 @@
     DELETE /admin/sessions/ID
     GET    /healthz  (no token)    GET /metrics
 
-Invariants: all but /healthz need the admin token as a Bearer; a wrong body is refused in one line
+Invariants: all but /healthz need the admin token as a Bearer; /healthz shows the engines with it,
+or on loopback, and else "ok" alone; a wrong body is refused in one line
 that names the key, and changes nothing. Driven by the edge, which asks here before it takes a
 request for an agent's.
 """
@@ -21,6 +22,7 @@ from urllib.parse import unquote
 import msgspec
 
 from rollmesh.core.errors import SessionError
+from rollmesh.core.loopback import names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.serve.interception.auth import bears
@@ -78,6 +80,10 @@ class AdminKit(msgspec.Struct, frozen=True):
     """Training's."""
     exposition: Exposition
     health: Callable[[], dict[str, Any]]
+    scheme: str = "http"
+    """Of the addresses that are given out, where no proxy names another."""
+    is_public: bool = False
+    """Other machines can reach it."""
 
 
 class Admin:
@@ -90,7 +96,8 @@ class Admin:
     async def handle(self, request: Request, path: str) -> bool:
         """Answer a request that is ours; False for any other."""
         if path == "/healthz" and request.method == "GET":
-            request.answer(200, request.dated(JSON), msgspec.json.encode(self._kit.health()))
+            health = self._kit.health() if self._may_see(request) else {"status": "ok"}
+            request.answer(200, request.dated(JSON), _encode(health))
             return True
         if path != "/metrics" and path != "/admin" and not path.startswith("/admin/"):
             return False
@@ -109,6 +116,15 @@ class Admin:
         else:
             await request.answer_piecewise(status, request.dated(kind), body)
         return True
+
+    def _may_see(self, request: Request) -> bool:
+        """Whether /healthz shows the engines: with the token, or to this machine alone."""
+        headers = request.headers
+        if bears(self._token, headers):
+            return True
+        is_proxied = b"x-forwarded-for" in headers or b"forwarded" in headers
+        host = headers.get(b"host", b"").decode("latin-1")
+        return not self._kit.is_public and not is_proxied and names_loopback([host])
 
     def _check_token(self, request: Request) -> None:
         if not bears(self._token, request.headers):
@@ -154,7 +170,7 @@ class Admin:
         if len(metadata) > MAX_METADATA_BYTES:
             why = f"metadata: {len(metadata)} bytes; at most {MAX_METADATA_BYTES}"
             raise SessionError(413, "metadata_too_large", why)
-        base = _address(request)
+        base = _address(request, self._kit.scheme)
         policy = policy_of(asked.sampling, self._kit.sampling) if asked.sampling else None
         opened = self._kit.book.open(SessionWish(policy, asked.seed), metadata)
         answer = {
@@ -170,10 +186,11 @@ class Admin:
         return _encode(entry.describe())
 
 
-def _address(request: Request) -> str:
-    """How the caller reached us, which is how the agent on its side will."""
+def _address(request: Request, scheme: str) -> str:
+    """The address by which the caller reached us, and by which its agents will."""
     host = request.headers.get(b"host", b"").decode("latin-1")
-    scheme = request.headers.get(b"x-forwarded-proto", b"http").decode("latin-1").lower()
+    named = request.headers.get(b"x-forwarded-proto", scheme.encode())
+    scheme = named.decode("latin-1").lower()
     if not _HOST.fullmatch(host) or scheme not in ("http", "https"):
         raise SessionError(400, "invalid_host", f"Host: {host!r} is no address to give to agents")
     return f"{scheme}://{host}"

@@ -9,6 +9,7 @@ Driven by gateway.py.
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +43,7 @@ DRAIN_S = 30.0
 class Faced(Protocol):
     """An edge or a relay, as the process starts and stops it."""
 
-    async def start(self, listening: socket.socket) -> str: ...
+    async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str: ...
     async def stop(self) -> None: ...
 
 

@@ -13,6 +13,7 @@ it runs and gone at any end. Driven by the worker process and the gateway.
 """
 
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from urllib.parse import unquote
@@ -93,9 +94,9 @@ class Edge:
         """Of agents, that are open."""
         return self._server.num_connections
 
-    async def start(self, listening: socket.socket) -> str:
-        """Serve on the socket; returns its base address, `http://host:port`."""
-        return await self._server.start(listening)
+    async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str:
+        """Serve on the socket; returns its base address, `http://host:port`, https with `tls`."""
+        return await self._server.start(listening, tls)
 
     async def stop(self) -> None:
         """Close the socket and all connections; running exchanges get their time."""

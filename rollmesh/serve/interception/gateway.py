@@ -2,10 +2,11 @@
 
     rollmesh gateway --engine URL --model-dir DIR --admin-token-file F
 
-Invariants: it says Ready only when it serves, with all sessions that its journal holds; engines may
-come and go meanwhile, and a call waits for one within `engine_wait_s`; the first SIGTERM closes the
-socket and lets running calls end, the second ends the process at once. Other machines may reach it,
-since every route but /healthz needs a secret. Driven by `rollmesh gateway`.
+- It reports Ready only when it serves, with all sessions that its journal holds.
+- Engines may come and go; a call waits for one within `engine_wait_s`.
+- The first SIGTERM closes the socket and lets running calls end, the second ends the process.
+- Every route but /healthz needs a secret. An address that other machines can reach needs TLS, or
+  `--plain`.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import gc
 import hashlib
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -23,9 +25,11 @@ import uvloop
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
+from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.heap import Heap
 from rollmesh.core.inventory import Inventory
 from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.loopback import is_loopback
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import Ready, announce, listen, stop_event
 from rollmesh.runtime import blobs
@@ -60,20 +64,52 @@ class GatewayAsk(msgspec.Struct, frozen=True, kw_only=True):
     """Folder of what outlives the process; None for nothing."""
     listen_fd: int | None = None
     ready_fd: int | None = None
+    tls: tuple[Path, Path] | None = None
+    """Files of the certificate chain and its key, in PEM; None for plain HTTP."""
+    is_plain: bool = False
+    """Serve plain HTTP also where other machines can reach it."""
     say: Callable[[str], None]
-    """Tells the user where it serves."""
+    """Prints the address for the user."""
 
 
 def run(ask: GatewayAsk) -> None:
     """Serve until SIGTERM or SIGINT; UserError in one line where it cannot begin."""
     setup("gateway", ask.config.run_folder() if ask.ready_fd is not None else None)
     Heap().settle()
+    tls = _tls_of(ask)
     listening = listen(ask.config.interception.bind, ask.listen_fd)
+    _check_reach(ask, listening)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(ask, listening))
+        runner.run(_serve(ask, listening, tls))
 
 
-async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
+def _tls_of(ask: GatewayAsk) -> ssl.SSLContext | None:
+    """ConfigError where the files are no certificate and its key."""
+    if ask.tls is None:
+        return None
+    certificate, key = ask.tls
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:
+        why = error.strerror or "no certificate chain with its key, both in PEM"
+        raise ConfigError(f"--tls-cert {certificate} --tls-key {key}: {why}") from None
+    return context
+
+
+def _check_reach(ask: GatewayAsk, listening: socket.socket) -> None:
+    """AddressError where keys and prompts would be readable on a network."""
+    host = listening.getsockname()[0]
+    if ask.tls is None and not ask.is_plain and not is_loopback(host):
+        listening.close()
+        raise AddressError(
+            f"{host}: others can reach it, and keys and prompts would travel in clear; "
+            "give --tls-cert and --tls-key, or --plain behind a proxy that has TLS"
+        )
+
+
+async def _serve(ask: GatewayAsk, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
     interception = ask.config.interception
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
@@ -105,6 +141,8 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
             ask.config.sampling.policy(),
             exposition,
             lambda: _health(ask.capture, backend),
+            scheme="http" if tls is None else "https",
+            is_public=not is_loopback(listening.getsockname()[0]),
         )
         face = backend.serve(Admin(kit).handle)
         add_blobs(inventory)
@@ -118,7 +156,7 @@ async def _serve(ask: GatewayAsk, listening: socket.socket) -> None:
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
             keeper.start()
-            address = await face.start(listening)
+            address = await face.start(listening, tls)
             announce(ask.ready_fd, Ready("gateway", os.getpid(), address))
             ask.say(f"rollmesh gateway: {address} (capture {ask.capture})")
             log.info("gateway.started", address=address, capture=ask.capture)

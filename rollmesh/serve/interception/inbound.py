@@ -275,4 +275,7 @@ class Inbound(asyncio.Protocol):
             self._transport.close()
             return
         self._read_on()
-        self._transport.write_eof()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:  # TLS has no half-closed connections
+            self._transport.close()

@@ -8,6 +8,7 @@ lets running handlers end within a bound. Driven by edge.py and by the gateway.
 
 import asyncio
 import socket
+import ssl
 import sys
 from collections.abc import Awaitable, Callable
 
@@ -47,12 +48,14 @@ class HttpServer:
         self._emptied = asyncio.Event()
         self._sweeper: asyncio.TimerHandle | None = None
 
-    async def start(self, listening: socket.socket) -> str:
-        """Serve on the socket; returns its base address, `http://host:port`."""
+    async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str:
+        """Serve on the socket; returns its base address, `http://host:port`, https with `tls`."""
         address = http_address(listening)
+        if tls is not None:
+            address = address.replace("http://", "https://", 1)
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: Inbound(self, loop), sock=listening, backlog=BACKLOG
+            lambda: Inbound(self, loop), sock=listening, backlog=BACKLOG, ssl=tls
         )
         self._sweep(loop)
         return address

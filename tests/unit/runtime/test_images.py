@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import ContentLost
+from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import BlobStore
 from rollmesh.runtime.images import ImageTable, hold_image, images
 from tests.disks import lose_files
@@ -87,15 +88,19 @@ def test_an_image_that_the_disk_has_lost_is_held_anew_where_it_is_shown_again(
 def test_an_image_whose_bytes_are_an_address_does_not_pass_for_what_is_there() -> None:
     address = "https://example.com/b.png"
     bytes_alike = f"data:image/png;base64,{base64.b64encode(address.encode()).decode()}"
-    one, two = hold_image(bytes_alike), hold_image(address)
-    three = hold_image(bytes_alike)
+    table = ImageTable(blobs.store)
+    table.allow_hosts(["example.com"])
+    one, two = table.hold(bytes_alike), table.hold(address)
+    three = table.hold(bytes_alike)
     assert [each.text() for each in (one, two, three)] == [bytes_alike, address, bytes_alike]
-    assert hold_image(address).text() == address
+    assert table.hold(address).text() == address
 
 
 def test_an_image_elsewhere_is_held_as_its_address() -> None:
-    image = hold_image("https://example.com/a.png")
-    assert (image.address, image.text()) == ("https://example.com/a.png",) * 2
+    table = ImageTable(blobs.store)
+    table.allow_hosts(["example.com"])
+    image = table.hold("https://Example.com/a.png")
+    assert (image.address, image.text()) == ("https://Example.com/a.png",) * 2
 
 
 @pytest.mark.parametrize(
@@ -121,3 +126,25 @@ def test_garbled_base64_is_refused_and_not_held(text: str) -> None:
         with pytest.raises(ValueError, match="its base64 is garbled"):
             hold_image("data:image/png;base64," + text)
     assert len(images) == before
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://169.254.169.254/latest/meta-data",
+        "https://images.example.evil.example/a.png",
+        "https://images.example@evil.example/a.png",
+        "https://images.example\\@evil.example/a.png",
+        "https://images.example:8080/a.png",
+        "https://evil.example/?https://images.example/a.png",
+        "https:///a.png",
+        "http://images.example /a.png",
+    ],
+)
+def test_an_image_at_a_host_that_is_not_allowed_is_refused(address: str) -> None:
+    table = ImageTable(blobs.store)
+    table.allow_hosts(["images.example", "[::1]:8000"])
+    assert table.hold("https://images.example/a.png?b").url
+    assert table.hold("http://[::1]:8000/a.png").url
+    with pytest.raises(ValueError, match=r"interception\.image_hosts"):
+        table.hold(address)
