@@ -14,6 +14,7 @@ from rollmesh.cli.options import add_room, config_of, parser
 from rollmesh.cli.rooms import pass_gate
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.share import read_token
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
         weights=options.weights,
         run_folder=config_of(options).run_folder() if is_launched else None,
         ready_fd=options.ready_fd,
+        token=read_token(options.pipeline, options.pipeline_token),
     )
     return run(ask)
 
@@ -40,6 +42,9 @@ def _arguments() -> argparse.ArgumentParser:
     arguments = parser("coordinator", "Wake a pipeline's engines, and put them to sleep.")
     arguments.add_argument("--scheduler", required=True, help="tcp:// address of the scheduler")
     arguments.add_argument("--pipeline", required=True, help="its name at the scheduler")
+    arguments.add_argument(
+        "--pipeline-token", default="", metavar="FILE", help="file with the token of that name"
+    )
     arguments.add_argument("--router", required=True, help="tcp:// address of its router")
     arguments.add_argument(
         "--engine",

@@ -49,7 +49,7 @@ def add_listen(parser: argparse.ArgumentParser) -> None:
 
 
 def add_share(parser: argparse.ArgumentParser) -> None:
-    """`--scheduler` and `--pipeline`, for `share_of`."""
+    """`--scheduler`, `--pipeline` and `--pipeline-token`, for `share_of`."""
     parser.add_argument(
         "--scheduler",
         default="",
@@ -57,6 +57,13 @@ def add_share(parser: argparse.ArgumentParser) -> None:
         help="tcp:// address of the scheduler of a fleet that other runs share",
     )
     parser.add_argument("--pipeline", default="", metavar="ID", help="this run's name there")
+    parser.add_argument(
+        "--pipeline-token",
+        default="",
+        metavar="FILE",
+        help="file with the token of that name (default: ROLLMESH_PIPELINE_TOKEN_FILE, else "
+        "tokens/ID in the journal's folder of ./scheduler.toml)",
+    )
 
 
 def share_of(options: argparse.Namespace) -> Share | None:
@@ -67,7 +74,7 @@ def share_of(options: argparse.Namespace) -> Share | None:
         raise ConfigError(f"--scheduler and --pipeline go together: name {lacking}, too")
     if address and not address.startswith("tcp://"):
         raise ConfigError(f"--scheduler {address}: write it as tcp://HOST:PORT")
-    return Share(address, pipeline) if address else None
+    return Share(address, pipeline, options.pipeline_token) if address else None
 
 
 def add_model_dir(parser: argparse.ArgumentParser) -> None:

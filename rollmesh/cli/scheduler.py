@@ -16,8 +16,8 @@ from rollmesh.core.choices import instead_of
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import JournalDamaged, JournalError, UserError
 from rollmesh.core.process import OK, USAGE
+from rollmesh.core.share import FLEET_FILE
 from rollmesh.scheduler.admission.fleet_file import (
-    FLEET_FILE,
     admission_path,
     read_fleet,
     settings_of,
@@ -104,6 +104,7 @@ def init(argv: list[str]) -> int:
 
 def serve(argv: list[str]) -> int:
     """The service."""
+    from rollmesh.scheduler.admission.desk import Secrets
     from rollmesh.scheduler.planning.policies import by_name
     from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
     from rollmesh.scheduler.service.process import ServiceAsk, run
@@ -127,6 +128,7 @@ def serve(argv: list[str]) -> int:
         nodes=tuple(nodes),
         listen_fd=options.listen_fd,
         ready_fd=options.ready_fd,
+        operator_token=Secrets(Path(fleet.journal)).operator_token(),
     )
     allow_descriptors(PEERS, "a scheduler")
     try:
@@ -147,7 +149,7 @@ def admission(argv: list[str]) -> int:
 
     options = _arguments("admission", "Run admission: register, admit, kill...").parse_args(argv)
     fleet = read_fleet(options.fleet)
-    run(Path(admission_path(fleet)), fleet.bind, options.ready_fd)
+    run(Path(admission_path(fleet)), fleet.bind, Path(fleet.journal), options.ready_fd)
     return OK
 
 

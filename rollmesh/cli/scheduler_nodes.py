@@ -15,7 +15,8 @@ from rollmesh.cli.options import parser
 from rollmesh.core.errors import ConfigError, UserError
 from rollmesh.core.logs import setup
 from rollmesh.core.process import OK, Stop
-from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, read_fleet
+from rollmesh.core.share import FLEET_FILE
+from rollmesh.scheduler.admission.fleet_file import read_fleet
 
 
 def agent(argv: list[str]) -> int:

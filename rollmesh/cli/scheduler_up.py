@@ -22,7 +22,8 @@ from rollmesh.cli.options import parser
 from rollmesh.cli.scheduler_verbs import enrol
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import LAUNCHER_VARIABLE, OK, Ready, Stop
-from rollmesh.scheduler.admission.fleet_file import FLEET_FILE, read_fleet
+from rollmesh.core.share import FLEET_FILE
+from rollmesh.scheduler.admission.fleet_file import read_fleet
 
 AGAIN_S = 0.5
 START_S = 60.0

@@ -18,12 +18,12 @@ from rollmesh.cli.options import parser
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.process import OK
+from rollmesh.core.share import FLEET_FILE
 from rollmesh.launch.terminal import Terminal
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
-from rollmesh.scheduler.admission.desk import DEAD, LEAVING
+from rollmesh.scheduler.admission.desk import DEAD, LEAVING, Registered
 from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.admission.fleet_file import (
-    FLEET_FILE,
     FleetTables,
     admission_path,
     read_fleet,
@@ -175,7 +175,7 @@ def enrol(
         if admits:
             _ask_admission(address, AdmitPipeline(new_id("admit"), name))
         if is_told:
-            spec = msgspec.json.decode(answer.body, type=PipelineSpec)
+            spec = msgspec.json.decode(answer.body, type=Registered).spec
             clusters = [f"{each} on {_numbers(gpus)}" for each, gpus in spec.clusters.items()]
             generation = [f"generation on {_numbers(spec.generation)}"] * bool(spec.generation)
             print(f"{name}: {'; '.join([*clusters, *generation])}{', admitted' * admits}")

@@ -7,6 +7,7 @@ environment.
 """
 
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -98,6 +99,11 @@ def read_or_make_secret(path: Path) -> str:
         raise ConfigError(f"{path}: cannot make it: {why}; name another file") from None
     register_secret(secret)
     return secret
+
+
+def hash_token(token: str) -> str:
+    """SHA-256 in hex, which may be kept where the random token may not; '' for ''."""
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def make_secret_file(path: Path, raw: bytes) -> None:

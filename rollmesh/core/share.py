@@ -1,23 +1,71 @@
 """A run's part in a fleet of GPUs that other runs share.
 
-Owns what a process must know to find it. Invariant: it names the part, and who knows what is in it;
-how much that is at a time is the scheduler's word alone. Driven by the verbs, launch and the
-trainer.
+- It names the part and holds the token that may change it; how many GPUs that is at a time is the
+  scheduler's decision alone.
 """
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
 from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.secret_file import read_secret
+
+TOKEN_FILE_VARIABLE = "ROLLMESH_PIPELINE_TOKEN_FILE"
+"""Environment: path of the file with the pipeline's token."""
+FLEET_FILE = "scheduler.toml"
+"""The fleet's file where no other is named."""
+JOURNAL = "scheduler"
+"""The folder of the scheduler's journal where the fleet's file names no other."""
+TOKENS = "tokens"
+"""The folder in the journal's folder where admission keeps the token of each pipeline."""
 
 
 class Share(msgspec.Struct, frozen=True):
     """See the module."""
 
     scheduler: str
-    """tcp:// address of who knows the shares."""
+    """tcp:// address of the scheduler."""
     pipeline_id: str
-    """What the run is called there."""
+    """The pipeline's name there."""
+    token_file: str = ""
+    """The file with its token; '': `token_file` finds it."""
+
+    @property
+    def token(self) -> str:
+        """The pipeline's token; '' where there is no file of it.
+
+        ConfigError if others can read the file.
+        """
+        return read_token(self.pipeline_id, self.token_file)
+
+
+def token_file(
+    pipeline_id: str, named: str = "", environment: Mapping[str, str] = os.environ
+) -> Path | None:
+    """The file with a pipeline's token; None if there is none.
+
+    It is the file `named`, else that of ROLLMESH_PIPELINE_TOKEN_FILE, else the one that admission
+    keeps for the fleet of this folder's scheduler.toml.
+    """
+    if told := named or environment.get(TOKEN_FILE_VARIABLE, ""):
+        return Path(told)
+    try:
+        fleet = tomllib.loads(Path(FLEET_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    path = Path(str(fleet.get("journal", JOURNAL))) / TOKENS / pipeline_id
+    return path if "/" not in pipeline_id and path.is_file() else None
+
+
+def read_token(pipeline_id: str, named: str = "") -> str:
+    """The token of a pipeline; "" if there is no file of it, ConfigError if others can read it."""
+    path = token_file(pipeline_id, named)
+    return read_secret(path) if path else ""
 
 
 def check_may_share(config: Config) -> None:

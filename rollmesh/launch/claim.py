@@ -56,7 +56,8 @@ def take(share: Share, run: RunClaim) -> None:
         if earlier:
             end(earlier, share)
         after = earlier.run_id if earlier else ""
-        told = ask(share, ClaimPipeline(new_id("claim-"), share.pipeline_id, run, after), ANSWER_S)
+        claim = ClaimPipeline(new_id("claim-"), share.pipeline_id, run, after, share.token)
+        told = ask(share, claim, ANSWER_S)
         if told is None:
             raise AddressError(f"--scheduler {share.scheduler}: nobody answers any more")
         answer, _ = told
@@ -74,7 +75,7 @@ def give_back(share: Share, run: RunClaim) -> str:
 
     Return what to do where the scheduler did not answer, or ''.
     """
-    ended = ClaimPipeline(new_id("dead-"), share.pipeline_id, None, run.run_id)
+    ended = ClaimPipeline(new_id("dead-"), share.pipeline_id, None, run.run_id, share.token)
     told = ask(share, ended, LAST_S)
     if told and told[0].ok:
         _remove(run)

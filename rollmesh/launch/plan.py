@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.config import Config
-from rollmesh.core.share import Share
+from rollmesh.core.share import Share, token_file
 from rollmesh.launch.earlier import Earlier, weights_of
 
 
@@ -209,8 +209,12 @@ def plan_coordinator(config: Config, settings: tuple[str, ...], share: Share) ->
 
 
 def share_words(share: Share | None) -> tuple[str, ...]:
-    """How a process is told of it."""
-    return ("--scheduler", share.scheduler, "--pipeline", share.pipeline_id) if share else ()
+    """The options that name it to a process."""
+    if share is None:
+        return ()
+    file = token_file(share.pipeline_id, share.token_file)
+    words = ("--pipeline-token", str(file.absolute())) if file else ()
+    return ("--scheduler", share.scheduler, "--pipeline", share.pipeline_id, *words)
 
 
 def plan_worker(

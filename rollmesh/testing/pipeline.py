@@ -55,6 +55,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the scheduler."""
     pipeline: str
     """Its name there."""
+    pipeline_token: str = ""
+    """The file with its token; '': where core/share.py finds it."""
     engines: int = 4
     steps: int = 5
     rollouts: int = 8
@@ -231,10 +233,12 @@ async def run(plan: Plan, folder: Path) -> None:
         ).address
         words = ["--scheduler", plan.scheduler, "--pipeline", plan.pipeline, "--router", router]
         words += ["--weights", str(folder / "weights")]
+        words += ["--pipeline-token", plan.pipeline_token] * bool(plan.pipeline_token)
         stack.enter_context(running("coordinator", *settings, *words, *urls))
         rollouts = Rollouts(router, plan)
         stack.push_async_callback(rollouts.close)
-        hooks = stack.enter_context(closing(PipelineHooks(plan.scheduler, plan.pipeline)))
+        hooks = PipelineHooks(plan.scheduler, plan.pipeline, token_file=plan.pipeline_token)
+        stack.enter_context(closing(hooks))
         reading = asyncio.create_task(rollouts.read_table())
         await Pipeline(plan, hooks, engines).run(rollouts)
         reading.cancel()

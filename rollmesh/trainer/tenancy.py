@@ -281,4 +281,4 @@ def tenancy_of(share: Share | None, keys: Keys | None, stop: threading.Event) ->
     is none."""
     if share is None:
         return Unshared()
-    return Tenant(PipelineHooks(share.scheduler, share.pipeline_id, keys), stop)
+    return Tenant(PipelineHooks(share.scheduler, share.pipeline_id, keys, share.token_file), stop)

@@ -11,13 +11,14 @@
     node agent, cli -> scheduler   JoinNode NodeBeat DrainNode UndrainNode ReadScheduler
     scheduler -> any of these  SchedulerAnswered (its body: JSON where something was read)
 
-Invariants: that of messages.py, whose vocabulary holds these too; an ask with a key may be said
-again at any time, and is done once; whoever waits for a ticket says its ask again each second, and
-what nobody has said for long is forgotten, so that a lost client leaves nothing behind. Driven by
-scheduler/ and by serve/coordinator/.
+- An ask with a key may be sent again at any time, and is carried out once.
+- A client that waits for a ticket sends its ask again each second; an ask that is no longer sent is
+  forgotten after a while, so that a lost client leaves nothing behind.
+- A message that changes a pipeline carries the token of that pipeline, or the operator's.
 """
 
 import enum
+from typing import TypeVar
 
 import msgspec
 
@@ -116,6 +117,7 @@ class HooksWired(Message, frozen=True, tag="hooks_wired"):
     """Its rollouts will report; said again each second."""
 
     pipeline_id: str
+    token: str = ""
 
 
 class RequestGpus(Message, frozen=True, tag="request_gpus"):
@@ -128,6 +130,7 @@ class RequestGpus(Message, frozen=True, tag="request_gpus"):
     global_step: int = -1
     step_target_estimate: int = 0
     """Rollouts (not groups) that are to come; 0 is unknown, and gets the floor."""
+    token: str = ""
 
 
 class NotifyReleaseGpus(Message, frozen=True, tag="notify_release_gpus"):
@@ -137,6 +140,7 @@ class NotifyReleaseGpus(Message, frozen=True, tag="notify_release_gpus"):
     pipeline_id: str
     cluster: str
     global_step: int = -1
+    token: str = ""
 
 
 class NotifyReleaseThenRequestGpus(Message, frozen=True, tag="notify_release_then_request_gpus"):
@@ -150,6 +154,7 @@ class NotifyReleaseThenRequestGpus(Message, frozen=True, tag="notify_release_the
     release_global_step: int = -1
     global_step: int = -1
     step_target_estimate: int = 0
+    token: str = ""
 
 
 class TakeGpus(Message, frozen=True, tag="take_gpus"):
@@ -158,10 +163,12 @@ class TakeGpus(Message, frozen=True, tag="take_gpus"):
     key: str
     offer: int
     """Another is not taken by this: who was offered GPUs before may have died since."""
+    token: str = ""
 
 
 class WithdrawRequest(Message, frozen=True, tag="withdraw_request"):
     key: str
+    token: str = ""
 
 
 class ReportProgress(Message, frozen=True, tag="report_progress"):
@@ -176,6 +183,7 @@ class ReportProgress(Message, frozen=True, tag="report_progress"):
     target: int
     """Rollouts."""
     completed: int
+    token: str = ""
 
 
 class ClearProgress(Message, frozen=True, tag="clear_progress"):
@@ -184,6 +192,7 @@ class ClearProgress(Message, frozen=True, tag="clear_progress"):
     pipeline_id: str
     stream: str
     batch: int
+    token: str = ""
 
 
 class ReportPreempt(Message, frozen=True, tag="report_preempt"):
@@ -192,6 +201,7 @@ class ReportPreempt(Message, frozen=True, tag="report_preempt"):
     pipeline_id: str
     rank: int
     url: str
+    token: str = ""
 
 
 class TicketMoved(Message, frozen=True, tag="ticket_moved"):
@@ -215,6 +225,8 @@ class SchedulerHello(Message, frozen=True, tag="scheduler_hello"):
     pipeline is not known, or another coordinator of it lives."""
     newest_batch: int = 0
     """To hooks: of all progress known of their pipeline."""
+    error: str = ""
+    """Why nothing is taken from the sender: its token is missing or wrong."""
 
 
 # coordinators
@@ -226,6 +238,7 @@ class CoordinatorHello(Message, frozen=True, tag="coordinator_hello"):
     started_s: float = 0.0
     """Tells a process from an earlier one of its pipeline, whose news is ignored: unix time, or
     later than that where the clock has gone back since."""
+    token: str = ""
 
 
 class ResizeWorkers(Message, frozen=True, tag="resize_workers"):
@@ -249,6 +262,7 @@ class WorkersResized(Message, frozen=True, tag="workers_resized"):
     resize_id: int
     workers: tuple[WorkerTruth, ...]
     error: str = ""
+    token: str = ""
 
 
 # admission
@@ -259,11 +273,16 @@ class RegisterPipeline(Message, frozen=True, tag="register_pipeline"):
 
     key: str
     spec: PipelineSpec
+    token: str = ""
+    """The operator's."""
+    token_hash: str = ""
+    """SHA-256 of the pipeline's own token, in hex; replaces the one before."""
 
 
 class AdmitPipeline(Message, frozen=True, tag="admit_pipeline"):
     key: str
     pipeline_id: str
+    token: str = ""
 
 
 class CheckKill(Message, frozen=True, tag="check_kill"):
@@ -276,6 +295,7 @@ class CheckKill(Message, frozen=True, tag="check_kill"):
     pipeline_id: str
     run_id: str = ""
     """'': no run has it."""
+    token: str = ""
 
 
 class KillPipeline(Message, frozen=True, tag="kill_pipeline"):
@@ -285,6 +305,7 @@ class KillPipeline(Message, frozen=True, tag="kill_pipeline"):
     pipeline_id: str
     run_id: str = ""
     """Refused where another run has the name by now; '': whichever has it."""
+    token: str = ""
 
 
 class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
@@ -292,6 +313,7 @@ class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
 
     key: str
     pipeline_id: str
+    token: str = ""
 
 
 class RunClaim(msgspec.Struct, frozen=True, array_like=True):
@@ -323,6 +345,7 @@ class ClaimPipeline(Message, frozen=True, tag="claim_pipeline"):
     run: RunClaim | None
     after: str = ""
     """A run_id; '': no run had it."""
+    token: str = ""
 
 
 # nodes, and those who look
@@ -390,3 +413,12 @@ AdmissionMessage = (
 NodeMessage = JoinNode | NodeBeat | DrainNode | UndrainNode | ReadScheduler | SchedulerAnswered
 
 SchedulingMessage = HookMessage | CoordinatorMessage | AdmissionMessage | NodeMessage
+
+_M = TypeVar("_M", bound=Message)
+
+
+def signed(message: _M, token: str) -> _M:
+    """The message with the token, if it is of a kind that carries one."""
+    if not token or "token" not in message.__struct_fields__:
+        return message
+    return msgspec.structs.replace(message, token=token)

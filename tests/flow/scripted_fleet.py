@@ -56,6 +56,7 @@ class ScriptedFleet:
     def __init__(self, folder: Path, trains_on: dict[str, list[int]]) -> None:
         ports = free_ports(2)
         self.address = f"tcp://127.0.0.1:{ports[0]}"
+        self._tokens = folder / "scheduler" / "tokens"
         file = folder / "scheduler.toml"
         pipelines = [PIPELINE.format(*each) for each in trains_on.items()]
         file.write_text(HEAD.format(*ports, folder / "scheduler") + "".join(pipelines))
@@ -87,7 +88,8 @@ class ScriptedFleet:
     def begin(self, pipeline: str, *words: str) -> subprocess.Popen[bytes]:
         """One of them, with these options."""
         command = [sys.executable, "-m", "rollmesh.testing.pipeline", "--pipeline", pipeline]
-        return self._start([*command, "--scheduler", self.address, *words], self._writing)
+        share = ("--scheduler", self.address, "--pipeline-token", str(self._tokens / pipeline))
+        return self._start([*command, *share, *words], self._writing)
 
     def lines(self) -> Iterator[StepDone | Ended]:
         """What the pipelines tell, until all have ended; begin them before."""

@@ -109,7 +109,10 @@ def test_who_has_the_keys_is_in(fleet: KeyedFleet) -> None:
     words = ("--scheduler", fleet.address, "--name", "b", "--gpus", "2")
     fleet.start(*CLI, "scheduler", "agent", *words)
     command = (sys.executable, "-m", "rollmesh.testing.pipeline", "--pipeline", "math")
-    run = fleet.start(*command, "--scheduler", fleet.address, "--steps", "2")
+    token = str(fleet.folder / "scheduler" / "tokens" / "math")
+    run = fleet.start(
+        *command, "--scheduler", fleet.address, "--pipeline-token", token, "--steps", "2"
+    )
     assert run.stdout
     assert len(run.stdout.readlines()) == 3  # two steps, and the end
     assert run.wait(ENDS_WITHIN_S) == 0

@@ -10,11 +10,27 @@ import msgspec
 import pytest
 
 from rollmesh.core.process import Ready
+from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.admission.door import ask_admission
-from rollmesh.wire.scheduling import KillPipeline
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.explain import FleetView
+from rollmesh.wire.scheduling import KillPipeline, ReadScheduler
+from tests.ports import free_ports
 from tests.security.strangers import STRANGER, as_root, run_as_stranger
 
 ENDS_WITHIN_S = 60.0
+FLEET = """
+bind = "tcp://127.0.0.1:{}"
+http_bind = "127.0.0.1:{}"
+journal = "{}"
+
+[[nodes]]
+name = "here"
+gpus = 1
+
+[pipelines.math]
+generation = [0]
+"""
 IMPORTS = """
 import json
 from pathlib import Path
@@ -95,3 +111,41 @@ def test_our_own_user_ends_nothing_by_its_pid_either(
     answer = ask_admission(path, question, msgspec.json.encode(body), ENDS_WITHIN_S)
     assert not answer.ok
     assert victim.poll() is None
+
+
+CHANGE = """
+import sys
+for question in (
+    KillPipeline("k", "math"),
+    UnregisterPipeline("u", "math"),
+    ClaimPipeline("c", "math", RunClaim("r", "h", 7)),
+):
+    try:
+        print(ask(sys.argv[1], question, patience_s=2.0))
+    except AddressError as error:
+        print(error)
+"""
+MESSAGES = """
+from rollmesh.core.errors import AddressError
+from rollmesh.scheduler.admission.asking import ask
+from rollmesh.wire.scheduling import *
+"""
+
+
+@as_root
+def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> None:
+    ports = free_ports(2)
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    file = folder / "scheduler.toml"
+    file.write_text(FLEET.format(*ports, folder / "journal"))
+    words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(file)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as up:
+        assert up.stdout is not None
+        assert b"math: " in up.stdout.readline()
+        told = run_as_stranger(MESSAGES, CHANGE, address)
+        answer = ask(address, ReadScheduler("r", "math"), patience_s=ENDS_WITHIN_S)
+        [pipeline] = msgspec.json.decode(answer.body, type=FleetView).pipelines
+        up.terminate()
+    assert len(told.splitlines()) == 3
+    assert "ok=True" not in told
+    assert (pipeline.phase, pipeline.run) == (PipelinePhase.ADMITTED, None)

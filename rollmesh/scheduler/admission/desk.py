@@ -8,14 +8,17 @@
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
+from rollmesh.core.secret_file import hash_token, read_or_make_secret
+from rollmesh.core.share import TOKENS
 from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.fleet_file import PipelineTable
+from rollmesh.scheduler.admission.fleet_file import A_WORD, PipelineTable, is_word
 from rollmesh.scheduler.admission.killing import end
 from rollmesh.scheduler.planning.placement import Placed, Wish, check, place
 from rollmesh.scheduler.planning.state import Node, NodePhase, PipelinePhase, State
@@ -29,8 +32,10 @@ from rollmesh.wire.scheduling import (
     RegisterPipeline,
     RunClaim,
     UnregisterPipeline,
+    signed,
 )
 
+OPERATOR_TOKEN = "admission.token"
 Ask = Callable[[Question, float], Answer]
 """The scheduler, asked, with so many seconds of patience; AddressError if it does not answer."""
 PATIENCE_S = 5.0
@@ -78,11 +83,42 @@ class FleetSeen(msgspec.Struct, frozen=True):
         return state
 
 
+class Registered(msgspec.Struct, frozen=True):
+    """The body of the answer to a registration."""
+
+    spec: PipelineSpec
+    """With its place."""
+    token_file: str
+    """The file with its token, which its runs need; readable by admission's user."""
+
+
+class Secrets:
+    """The tokens that admission keeps in the journal's folder, 0600 in folders 0700."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+
+    def operator_token(self) -> str:
+        """The token that admission and the scheduler's service share; made if it is missing."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return read_or_make_secret(self._folder / OPERATOR_TOKEN)
+
+    def token_file(self, pipeline_id: str) -> Path:
+        """The file with the token of a pipeline, in a folder that is there."""
+        folder = self._folder / TOKENS
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder / pipeline_id
+
+
 class Desk:
     """See the module."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, ask: Ask, secrets: Secrets) -> None:
+        self._ask_unsigned = ask
+        self._secrets = secrets
+
+    def _ask(self, question: Question, patience_s: float) -> Answer:
+        return self._ask_unsigned(signed(question, self._secrets.operator_token()), patience_s)
 
     def on(self, message: AdmissionMessage, body: Buffer, uid: int) -> Answer:
         """What came of it, for a caller of that user id; UserError for the caller's mistake."""
@@ -97,16 +133,22 @@ class Desk:
                 return self._ask(message, PATIENCE_S)
 
     def _register(self, message: RegisterPipeline, body: Buffer) -> Answer:
-        """The spec, and the table in the body, which has sizes; the spec as placed goes back."""
+        """Register the spec, or the table in the body; the answer's body is a Registered."""
         state = self._seen().state()
         spec = message.spec
+        if not is_word(spec.pipeline_id):
+            raise ConfigError(f"pipeline {spec.pipeline_id!r}: {A_WORD}")
         before = state.pipelines.pop(spec.pipeline_id, None)
         if body:
             table = _decoded(body, PipelineTable)
             spec = placed(spec.pipeline_id, table, state, before.spec if before else None)
         check(spec, state)
-        answer = self._ask(RegisterPipeline(message.key, spec), PATIENCE_S)
-        return msgspec.structs.replace(answer, body=msgspec.json.encode(spec))
+        file = self._secrets.token_file(spec.pipeline_id)
+        token_hash = hash_token(read_or_make_secret(file))
+        answer = self._ask(RegisterPipeline(message.key, spec, token_hash=token_hash), PATIENCE_S)
+        return msgspec.structs.replace(
+            answer, body=msgspec.json.encode(Registered(spec, str(file)))
+        )
 
     def _kill(self, message: KillPipeline, body: Buffer, uid: int) -> Answer:
         """The processes of its run are ended, then its GPUs are free; how many there were."""

@@ -14,11 +14,10 @@ import msgspec
 
 from rollmesh.core.config_tree import explain, read_file
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.share import JOURNAL
 from rollmesh.scheduler.planning.state import MAX_NODE_GPUS
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
-FLEET_FILE = "scheduler.toml"
-"""What it is called where nobody names another."""
 ADMISSION_SOCKET = "admission.sock"
 EVERY_KEY = "docs/scheduler.md lists all keys"
 WRITES_ONE = "`rollmesh scheduler init` writes one"
@@ -88,7 +87,7 @@ class FleetTables(Table, frozen=True):
     admission: str = ""
     """Path of the unix socket of the admission process; '': admission.sock in the journal's folder.
     """
-    journal: str = "scheduler"
+    journal: str = JOURNAL
     """The folder of the scheduler's journal; as the others, told from where it is started."""
     policy: Policy = "fair"
     """Who generates where: weighted max-min, the known formula, or fixed parts."""
@@ -127,7 +126,7 @@ def fleet_of(tree: dict[str, Any], source: str) -> FleetTables:
 def pipeline_of(name: str, tree: Any, source: str) -> PipelineTable:
     """One [pipelines.NAME]; ConfigError as above."""
     where = f"pipelines.{name}"
-    if not _is_word(name):
+    if not is_word(name):
         raise ConfigError(f"{source}: {where}: {A_WORD}")
     clusters = tree.get("clusters") if isinstance(tree, dict) else None
     if isinstance(clusters, dict):
@@ -186,24 +185,25 @@ def _address_faults(fleet: FleetTables) -> Iterator[str]:
 def _node_faults(nodes: Sequence[NodeTable]) -> Iterator[str]:
     names = [node.name for node in nodes]
     for index, node in enumerate(nodes):
-        if not _is_word(node.name):
+        if not is_word(node.name):
             yield f"nodes[{index}].name: {A_WORD}"
         if names.count(node.name) > 1:
             yield f"nodes: {node.name!r} stands there twice; name each once"
-        if not all(map(_is_word, node.labels)):
+        if not all(map(is_word, node.labels)):
             yield f"nodes[{index}].labels: {A_WORD}"
 
 
-def _is_word(name: str) -> bool:
+def is_word(name: str) -> bool:
+    """Whether it may name a node, a pipeline or a label."""
     return bool(name) and name.isprintable() and not {" ", "/"} & set(name)
 
 
 def _misnamed(table: PipelineTable) -> str:
     """As below."""
     for name in table.clusters:
-        if not _is_word(name):
+        if not is_word(name):
             return f"clusters.{name}: {A_WORD}"
-    if not all(map(_is_word, table.labels)):
+    if not all(map(is_word, table.labels)):
         return f"labels: {A_WORD}"
     maps = {f"clusters.{name}": devices for name, devices in table.clusters.items()}
     for key, gpus in {**maps, "generation": table.generation}.items():

@@ -13,7 +13,7 @@ from rollmesh.core.errors import AddressError, RollmeshError, WireError
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
-from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.scheduler.admission.desk import Desk, Secrets
 from rollmesh.scheduler.admission.door import Caller, Door
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.scheduling import AdmissionMessage, SchedulerAnswered
@@ -24,10 +24,11 @@ log = get_logger()
 IDLE_S = 1.0
 
 
-def run(path: Path, scheduler: str, ready_fd: int | None) -> None:
+def run(path: Path, scheduler: str, journal: Path, ready_fd: int | None) -> None:
     """Answer at the unix socket `path`, for that scheduler, until SIGTERM or SIGINT.
 
-    AddressError if another process listens at `path`.
+    Tokens are in the folder of the scheduler's `journal`. AddressError if another process listens
+    at `path`.
     """
     try:
         door = Door(path)
@@ -40,7 +41,7 @@ def run(path: Path, scheduler: str, ready_fd: int | None) -> None:
     def ask_scheduler(question: Question, patience_s: float) -> Answer:
         return ask(scheduler, question, patience_s=patience_s)
 
-    desk = Desk(ask_scheduler)
+    desk = Desk(ask_scheduler, Secrets(journal))
     announce(ready_fd, Ready("admission", os.getpid(), str(door.path)))
     log.info("admission.started", address=str(door.path), scheduler=scheduler)
     while not stop.is_asked:

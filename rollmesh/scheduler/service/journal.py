@@ -4,10 +4,11 @@
     history   at_s, gpu, pipeline_id, cluster, rank, phase: who stood where, the newest rows of it
 
 Invariants: `keep` is one transaction, on the disk when it returns (synchronous = FULL: also a
-machine that loses power finds it); one process at a time has a journal; others may read it.
-Driven by process.py.
+machine that loses power finds it); one process at a time has a journal; its folder is 0700 and its
+files are 0600, so that only its own user reads it.
 """
 
+import contextlib
 import fcntl
 import os
 import sqlite3
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollmesh.core.errors import ConfigError, JournalDamaged, JournalError
+from rollmesh.core.file_modes import make_folder
 from rollmesh.scheduler.service.actions import Drop, Happened, Put, Row
 from rollmesh.scheduler.service.records import TABLES, Revived
 
@@ -39,7 +41,7 @@ class Journal:
         self._max_history = max_history
         self._num_unpruned = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, "private")
             self._lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             why = str(error.strerror).lower()
@@ -51,6 +53,7 @@ class Journal:
             told = "another scheduler has this journal; end it, or name another folder"
             raise ConfigError(f"journal = {folder}: {told}") from None
         self._path = folder / FILE_NAME
+        _make_private(self._path)
         try:
             self._database = sqlite3.connect(self._path, isolation_level=None)
         except sqlite3.Error as error:
@@ -143,3 +146,18 @@ class Journal:
             "DELETE FROM history WHERE rowid <= (SELECT MAX(rowid) FROM history) - ?",
             (self._max_history,),
         )
+
+
+def _make_private(path: Path) -> None:
+    """Make the file 0600 before SQLite does, and those beside it, which take its mode.
+
+    What cannot be done here is reported by SQLite.
+    """
+    for each in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if each == path else 0)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(each, flags, 0o600)
+            try:
+                os.fchmod(descriptor, 0o600)
+            finally:
+                os.close(descriptor)

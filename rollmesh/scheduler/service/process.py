@@ -17,6 +17,7 @@ from rollmesh.core.errors import AddressError, ConfigError, JournalError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen
+from rollmesh.core.secret_file import hash_token
 from rollmesh.scheduler.planning.plan import Policy
 from rollmesh.scheduler.service.actions import Action, Event, Note, Write
 from rollmesh.scheduler.service.face import board_of, face_of
@@ -52,6 +53,8 @@ class ServiceAsk(msgspec.Struct, frozen=True, kw_only=True):
     """That are there without an agent."""
     listen_fd: int | None = None
     ready_fd: int | None = None
+    operator_token: str = ""
+    """Shown by the admission process; '': any peer registers pipelines."""
 
 
 def run(ask: ServiceAsk) -> None:
@@ -106,7 +109,13 @@ class ServiceLoop:
         self._settings = ask.settings
         self._hub, self._journal, self._board, self._clock = hub, journal, board, clock
         revived = journal.load()
-        self.scheduler = Scheduler(ask.settings, ask.policy, revived, self.incarnation)
+        self.scheduler = Scheduler(
+            ask.settings,
+            ask.policy,
+            revived,
+            self.incarnation,
+            hash_token(ask.operator_token),
+        )
         start_s = max(clock.unix_s(), self.scheduler.book.now_s)
         self._ahead_s = start_s - clock.now_s()
         """Of the machine's time before the clock's."""

@@ -132,7 +132,9 @@ class Tenant(msgspec.Struct, kw_only=True):
     leavers: list[str] = []
     """Keys of those who asked that it leaves."""
     run: RunClaim | None = None
-    """Who has its name."""
+    """The run that has its name."""
+    token_hash: str = ""
+    """SHA-256 of its token, in hex; '': it was registered without one."""
 
 
 class Engine(msgspec.Struct, kw_only=True):

@@ -34,6 +34,7 @@ from rollmesh.scheduler.service.revival import revive
 from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.scheduler.service.tenants import Tenants
 from rollmesh.scheduler.service.tickets import Tickets, holders
+from rollmesh.scheduler.service.tokens import Tokens
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
@@ -85,8 +86,12 @@ class Scheduler:
         policy: Policy,
         revived: Revived | None = None,
         incarnation: str = "",
+        operator_hash: str = "",
     ) -> None:
-        """Goes on with what a life before has left; `incarnation` differs from any before."""
+        """Continue from `revived`, if it is given; `incarnation` differs from any before.
+
+        `operator_hash` is that of the operator's token (tokens.py).
+        """
         self.policy = policy
         self.book = revive(Book(settings, incarnation), revived or Revived())
         self.demands = self.DEMANDS(self.book)
@@ -94,6 +99,7 @@ class Scheduler:
         self.tickets = self.TICKETS(self.book, self.demands, self.intents)
         self.coordinators = self.COORDINATORS(self.book, self.intents)
         self.tenants = self.TENANTS(self.book, self.tickets, self.demands, self.intents)
+        self._tokens = Tokens(self.book, operator_hash)
         self._has_begun = False
         self._began_s, self._forgiven_s = 0.0, -math.inf
         self._is_settled = revived is None
@@ -132,7 +138,9 @@ class Scheduler:
         self._start(now_s)
         if isinstance(event, Ticked):
             self._on_tick()
-        elif handler := self._handlers.get(type(event.message)):
+        elif (handler := self._handlers.get(type(event.message))) and not self._tokens.is_refused(
+            event.route, event.message
+        ):
             handler(event.route, event.message)
         self._has_moved |= self.book.has_moved(_QUIET)
         if is_last:

@@ -135,6 +135,9 @@ class Tenants:
                 f for f in spec.__struct_fields__ if getattr(spec, f) != getattr(known.spec, f)
             ]
             if not differs:
+                if ask.token_hash and ask.token_hash != known.token_hash:
+                    known.token_hash = ask.token_hash
+                    book.mark("pipelines", name)
                 return ""
             fields = ", ".join(differs)
             return f"{name} is registered with another spec ({fields}); unregister it first"
@@ -145,7 +148,9 @@ class Tenants:
         except UserError as error:
             return str(error)
         book.numbers.seq += 1
-        book.tenants[name] = Tenant(pipeline_id=name, seq=book.numbers.seq, spec=spec)
+        book.tenants[name] = Tenant(
+            pipeline_id=name, seq=book.numbers.seq, spec=spec, token_hash=ask.token_hash
+        )
         book.links[name] = Link(heard_s=book.now_s)
         pipeline = book.state.add_pipeline(spec)
         book.mark("pipelines", name)

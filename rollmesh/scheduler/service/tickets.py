@@ -58,10 +58,14 @@ class Tickets:
 
     def on_ask(self, route: bytes, ask: Ask) -> None:
         """New, or said again."""
-        book = self._book
+        book, known = self._book, self._book.tickets.get(ask.key)
+        if known and _is_another(known, ask):
+            why = f"{ask.key!r} is the key of another ask; give each a key of its own"
+            book.send(route, TicketMoved(ask.key, TicketState.REFUSED, reason=why))
+            return
         book.askers[ask.key] = Asker(route, book.now_s)
         self._to_tell[ask.key] = None
-        if known := book.tickets.get(ask.key):
+        if known:
             if known.is_forsaken:
                 self._take_up(known, ask)
             return
@@ -395,3 +399,13 @@ def holders(book: Book, gpus: tuple[int, ...]) -> str:
         if owner:
             found.setdefault(f"{owner.pipeline_id}/{owner.cluster}", []).append(gpu)
     return "; ".join(f"{who} on {', '.join(map(str, on))}" for who, on in found.items())
+
+
+def _is_another(ticket: Ticket, ask: Ask) -> bool:
+    """Whether the ticket is not of this ask; one that a withdrawal overtook is of any."""
+    asked = (ask.pipeline_id, ask.cluster, isinstance(ask, NotifyReleaseGpus))
+    return bool(ticket.pipeline_id) and asked != (
+        ticket.pipeline_id,
+        ticket.cluster,
+        ticket.gives_up,
+    )

@@ -23,6 +23,7 @@ import time
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
+from rollmesh.core.share import read_token
 from rollmesh.serve.coordinator.claims import (
     Action,
     Claim,
@@ -41,13 +42,16 @@ from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     ClearProgress,
     GpuPriority,
+    HooksWired,
     NotifyReleaseGpus,
     NotifyReleaseThenRequestGpus,
     ReportPreempt,
     ReportProgress,
     RequestGpus,
+    SchedulerHello,
     TicketState,
     WithdrawRequest,
+    signed,
 )
 from rollmesh.wire.sockets import Dialer, Doorbell, wait
 
@@ -118,13 +122,21 @@ class Ticket:
 class PipelineHooks:
     """See the module."""
 
-    def __init__(self, scheduler: str, pipeline_id: str, keys: Keys | None = None) -> None:
-        """Dial the scheduler and say that this pipeline's rollouts will report; AddressError where
-        `scheduler` is no address, or one that needs keys, which are the environment's if not told.
+    def __init__(
+        self, scheduler: str, pipeline_id: str, keys: Keys | None = None, token_file: str = ""
+    ) -> None:
+        """Dial the scheduler and report that this pipeline's rollouts will send progress.
+
+        `keys` and `token_file`, the file with the pipeline's token, are the environment's by
+        default (core/share.py). AddressError where `scheduler` is no address, or one that needs
+        keys.
         """
         keys = keys or read_keys()
         check_dial(scheduler, keys)
         self.pipeline_id = pipeline_id
+        self._token_file = token_file
+        self._token = read_token(pipeline_id, token_file)
+        self._refusal = ""
         self._life = new_id("h")
         """Keys of no two lives of a program are equal."""
         self._claims = Claims(pipeline_id)
@@ -285,9 +297,16 @@ class PipelineHooks:
     def _turn(self) -> None:
         self._step(Ticked())
         for packet in self._dialer.receive():
+            if isinstance(packet.message, SchedulerHello):
+                self._log_refusal(packet.message.error)
             self._step(Received(ROUTER, packet.message, packet.body, packet.router))
         while self._said:
             self._step(self._said.popleft())
+
+    def _log_refusal(self, error: str) -> None:
+        if error and error != self._refusal:
+            log.error("scheduler.refuses", why=error, pipeline=self.pipeline_id)
+        self._refusal = error
 
     def _step(self, event: Event) -> None:
         for action in self._claims.step(event, time.monotonic()):
@@ -297,7 +316,9 @@ class PipelineHooks:
         told = {"pipeline": self.pipeline_id, "scheduler": self._dialer.address}
         match action:
             case Send(message=message):
-                self._dialer.send(Packet(message))
+                if isinstance(message, HooksWired) and not self._token:  # it may be there by now
+                    self._token = read_token(self.pipeline_id, self._token_file)
+                self._dialer.send(Packet(signed(message, self._token)))
             case Settled(key=key):
                 self._tickets.pop(key).settle(action)
             case Waits(claim, waited_s, reason):

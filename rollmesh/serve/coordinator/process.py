@@ -25,7 +25,7 @@ from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys, check_dial, read_keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.scheduling import WorkerPhase, WorkerTruth
+from rollmesh.wire.scheduling import SchedulerHello, WorkerPhase, WorkerTruth, signed
 from rollmesh.wire.sockets import Dialer
 
 TICK_S = 0.05
@@ -45,6 +45,8 @@ class CoordinatorAsk(msgspec.Struct, frozen=True, kw_only=True):
     run_folder: Path | None = None
     """Where the log goes; None logs to stderr."""
     ready_fd: int | None = None
+    token: str = ""
+    """The pipeline's, which the scheduler asks for."""
 
 
 def run(ask: CoordinatorAsk) -> int:
@@ -83,6 +85,7 @@ class CoordinatorShell:
         self._errands = Errands(self._http, ask.weights, self._step)
         self._incarnations = {SCHEDULER: "", ROUTER: ""}
         self._is_announced = False
+        self._refusal = ""
         self._logged: tuple[WorkerTruth, ...] = ()
         loop = asyncio.get_running_loop()
         # A name of this life alone: what was sent to the last one reaches nobody.
@@ -112,16 +115,26 @@ class CoordinatorShell:
 
     def _on_packet(self, route: bytes, packet: Packet) -> None:
         self._incarnations[route] = packet.router or self._incarnations[route]
+        if isinstance(packet.message, SchedulerHello):
+            self._log_refusal(packet.message.error)
         self._step(Received(route, packet.message, packet.body, packet.router))
 
     def _step(self, event: Event) -> None:
         for action in self.machine.step(event, self._clock.now_s()):
             if isinstance(action, Send):
-                packet = Packet(action.message, self._incarnations[action.route])
+                message = action.message
+                if action.route == SCHEDULER:
+                    message = signed(message, self._ask.token)
+                packet = Packet(message, self._incarnations[action.route])
                 self._dialers[action.route].send(packet)
             else:
                 self._errands.send(action)
         self._log_changes()
+
+    def _log_refusal(self, error: str) -> None:
+        if error and error != self._refusal:
+            log.error("scheduler.refuses", why=error)
+        self._refusal = error
 
     def _log_changes(self) -> None:
         truths = self.machine.truths()

@@ -20,6 +20,7 @@ from rollmesh.wire.scheduling import (
     SchedulerAnswered,
     UndrainNode,
     UnregisterPipeline,
+    signed,
 )
 
 SAY_S = 1.0
@@ -30,8 +31,9 @@ Ask = AdmissionMessage | JoinNode | DrainNode | UndrainNode
 class Clerk(Node):
     """See the module."""
 
-    def __init__(self, name: str, kernel: Kernel, network: Network) -> None:
+    def __init__(self, name: str, kernel: Kernel, network: Network, token: str = "") -> None:
         super().__init__(name)
+        self._token = token
         self._kernel = kernel
         self._network = network
         self._waiting: collections.deque[tuple[Ask, Callable[[], None]]] = collections.deque()
@@ -62,7 +64,7 @@ class Clerk(Node):
 
     def _say(self) -> None:
         if self._waiting:
-            self._network.send(self, "scheduler", Packet(self._waiting[0][0]))
+            self._network.send(self, "scheduler", Packet(signed(self._waiting[0][0], self._token)))
         self._kernel.after(SAY_S, self._say, self)
 
     def _receive(self, _source: str, packet: Packet) -> None:

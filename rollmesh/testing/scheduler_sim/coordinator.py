@@ -22,8 +22,10 @@ from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SimEngine
+from rollmesh.testing.scheduler_sim.tenant import token_of
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Ticked
+from rollmesh.wire.scheduling import signed
 
 TICK_S = 0.2
 CLOCK_S = 1e6
@@ -45,6 +47,7 @@ class SimCoordinator(Node):
     ) -> None:
         super().__init__(f"coordinator-{pipeline_id}")
         self._router = f"router-{pipeline_id}"
+        self._token = token_of(pipeline_id)
         self._engines = {engine.name: engine for engine in engines}
         self._settings = CoordinatorSettings(
             pipeline_id=pipeline_id, urls=tuple(self._engines), drain_s=0.5, settle_s=4.0
@@ -87,8 +90,10 @@ class SimCoordinator(Node):
         if isinstance(action, CallEngine):
             self._kernel.after(action.after_s, lambda: self._call(action), self)
             return
-        target = "scheduler" if action.route == SCHEDULER else self._router
-        self._network.send(self, target, Packet(action.message, "", action.body))
+        target, message = self._router, action.message
+        if action.route == SCHEDULER:
+            target, message = "scheduler", signed(message, self._token)
+        self._network.send(self, target, Packet(message, "", action.body))
 
     def _call(self, call: CallEngine) -> None:
         is_over = False

@@ -7,6 +7,7 @@ Invariant: who is killed or has left has no process and stands on no GPU. Driven
 
 import enum
 
+from rollmesh.core.secret_file import hash_token
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim.clerk import Clerk
@@ -16,7 +17,7 @@ from rollmesh.testing.scheduler_sim.plans import TenantPlan
 from rollmesh.testing.scheduler_sim.router import SimRouter
 from rollmesh.testing.scheduler_sim.scheduler import Parts
 from rollmesh.testing.scheduler_sim.space import Space
-from rollmesh.testing.scheduler_sim.tenant import SimTenant
+from rollmesh.testing.scheduler_sim.tenant import SimTenant, token_of
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
     KillPipeline,
@@ -68,7 +69,9 @@ class Tenancy:
         self.router = SimRouter(spec.pipeline_id, self.engines, kernel, network)
         num_serving = self.router.num_serving
         self.tenant = SimTenant(plan, kernel, network, space, num_serving, parts.claims)
-        self.clerk = Clerk(f"admission-{spec.pipeline_id}", kernel, network)
+        self.clerk = Clerk(
+            f"admission-{spec.pipeline_id}", kernel, network, token_of(spec.pipeline_id)
+        )
         self._kernel = kernel
 
     @property
@@ -89,7 +92,8 @@ class Tenancy:
         self.stage = Stage.AT_WORK
         clerk = self.clerk
         clerk.start()
-        clerk.ask(RegisterPipeline(clerk.key(), self.plan.spec))
+        token_hash = hash_token(token_of(self.pipeline_id))
+        clerk.ask(RegisterPipeline(clerk.key(), self.plan.spec, token_hash=token_hash))
         clerk.ask(AdmitPipeline(clerk.key(), self.pipeline_id))
         self.router.start()
         self.coordinator.start()

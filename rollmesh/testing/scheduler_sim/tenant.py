@@ -38,6 +38,7 @@ from rollmesh.wire.scheduling import (
     TakeGpus,
     TicketState,
     WithdrawRequest,
+    signed,
 )
 
 TICK_S = 0.25
@@ -53,6 +54,11 @@ CLOCK_BATCHES = 100 * HOUR_BATCHES
 
 Wait = Callable[[Callable[[], None]], None]
 """Begins something, and calls when that is over."""
+
+
+def token_of(pipeline_id: str) -> str:
+    """The token that all processes of a simulated pipeline have."""
+    return f"token-of-{pipeline_id}"
 
 
 class SimTenant(Node):
@@ -294,7 +300,8 @@ class SimTenant(Node):
             return
         if isinstance(message, TakeGpus) and message.key in self.asked:
             self.taken.add(self.asked[message.key][0].cluster)
-        self._network.send(self, "scheduler", Packet(message))
+        words = signed(message, token_of(self.pipeline_id))
+        self._network.send(self, "scheduler", Packet(words))
 
     def _settled(self, answer: Settled) -> None:
         ask, since_s = self.asked.pop(answer.key)

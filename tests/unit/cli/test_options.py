@@ -61,6 +61,8 @@ def test_a_share_is_a_scheduler_and_a_name_there() -> None:
     add_share(arguments)
     words = ["--scheduler", "tcp://h:7070", "--pipeline", "math"]
     assert share_of(arguments.parse_args(words)) == Share("tcp://h:7070", "math")
+    named = [*words, "--pipeline-token", "math.token"]
+    assert share_of(arguments.parse_args(named)) == Share("tcp://h:7070", "math", "math.token")
     assert share_of(arguments.parse_args([])) is None
 
 

@@ -43,6 +43,7 @@ from rollmesh.wire.scheduling import (
     WorkerPhase,
     WorkersResized,
     WorkerTruth,
+    signed,
 )
 from rollmesh.wire.sockets import Dialer, wait
 from tests.ports import free_ports
@@ -85,6 +86,10 @@ class Running:
         self.file.write_text(FILE.format(service, http, folder / "journal"))
         words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(self.file)]
         self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+
+    def token(self, pipeline_id: str) -> str:
+        """What its runs show."""
+        return (self.admission.parent / "tokens" / pipeline_id).read_text().strip()
 
     def pid_of(self, verb: str) -> int:
         """Of the child that has that verb, 0 if there is none now."""
@@ -133,11 +138,12 @@ class Tenant:
 
     def __init__(self, running: Running, pipeline_id: str) -> None:
         self._pipeline_id = pipeline_id
+        self._token = running.token(pipeline_id)
         self._dialer = Dialer(running.address, new_id("tenant"))
         self._truth = {rank: WorkerTruth(rank, WorkerPhase.ASLEEP, 0) for rank in range(4)}
 
     def say(self, message: AnyMessage) -> None:
-        self._dialer.send(Packet(message))
+        self._dialer.send(Packet(signed(message, self._token)))
 
     def until(self, state: TicketState, question: HookAsk) -> tuple[int, ...]:
         """Say it until its ticket is so; the GPUs."""
@@ -201,7 +207,8 @@ def test_a_killed_pipeline_holds_nothing_and_is_let_in_again(
 ) -> None:
     words = ["--admission", str(running.admission)]
     with claimed_run(tmp_path) as run:
-        assert running.ask(running.address, ClaimPipeline(new_id("k"), "math", run.claim)).ok
+        claim = ClaimPipeline(new_id("k"), "math", run.claim, token=running.token("math"))
+        assert running.ask(running.address, claim).ok
         tenant = Tenant(running, "math")
         train = RequestGpus("1", "math", "actor_train", GpuPriority.ACTOR_TRAINING)
         tenant.until(TicketState.GRANTED, train)

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.cli.main import main
 from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.scheduler.admission.desk import Desk, Secrets
 from rollmesh.scheduler.admission.door import Door
 from rollmesh.scheduler.admission.process import turn
 from rollmesh.scheduler.planning.state import PipelinePhase, Request
@@ -46,7 +46,7 @@ class Town(Fleet):
     def __init__(self) -> None:
         super().__init__()
         self.hub, self._door = Hub("tcp://127.0.0.1:0"), Door(Path("admission.sock"))
-        self._desk = Desk(self.ask)
+        self._desk = Desk(self.ask, Secrets(Path()))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()

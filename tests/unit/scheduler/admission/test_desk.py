@@ -7,8 +7,17 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
+from rollmesh.core.secret_file import hash_token
 from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.desk import DEAD, LEAVING, Desk, FleetSeen
+from rollmesh.scheduler.admission.desk import (
+    DEAD,
+    LEAVING,
+    Ask,
+    Desk,
+    FleetSeen,
+    Registered,
+    Secrets,
+)
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.wire.scheduling import (
@@ -16,6 +25,7 @@ from rollmesh.wire.scheduling import (
     CheckKill,
     KillPipeline,
     PipelineSpec,
+    ReadScheduler,
     RegisterPipeline,
     UnregisterPipeline,
 )
@@ -25,11 +35,22 @@ from tests.unit.scheduler.admission.fleet import Fleet
 US = os.getuid()
 
 
+@pytest.fixture(autouse=True)
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the scheduler's journal, in which we are."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def desk(ask: Ask) -> Desk:
+    return Desk(ask, Secrets(Path()))
+
+
 def register(fleet: Fleet, name: str, table: PipelineTable, key: str = "k") -> PipelineSpec:
     unplaced = PipelineSpec(pipeline_id=name, clusters={}, generation=())
-    answer = Desk(fleet.ask).on(RegisterPipeline(key, unplaced), msgspec.json.encode(table), US)
+    answer = desk(fleet.ask).on(RegisterPipeline(key, unplaced), msgspec.json.encode(table), US)
     assert answer.ok
-    spec = msgspec.json.decode(answer.body, type=PipelineSpec)
+    spec = msgspec.json.decode(answer.body, type=Registered).spec
     assert fleet.state.pipelines[name].spec == spec
     return spec
 
@@ -81,18 +102,18 @@ def test_what_does_not_fit_is_refused_before_the_scheduler_hears_of_it(
 def test_a_body_that_is_none_of_ours_is_refused() -> None:
     unplaced = PipelineSpec(pipeline_id="math", clusters={}, generation=())
     with pytest.raises(ConfigError, match="admission desk"):
-        Desk(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'", US)
+        desk(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'", US)
 
 
 def test_the_other_questions_are_the_schedulers() -> None:
     fleet = Fleet()
-    desk = Desk(fleet.ask)
-    refused = desk.on(AdmitPipeline("a", "math"), b"", US)
+    admission = desk(fleet.ask)
+    refused = admission.on(AdmitPipeline("a", "math"), b"", US)
     assert (refused.ok, refused.error) == (False, "no pipeline 'math'")
     register(fleet, "math", PipelineTable(workers=2))
-    assert desk.on(AdmitPipeline("b", "math"), b"", US).ok
+    assert admission.on(AdmitPipeline("b", "math"), b"", US).ok
     assert fleet.state.pipelines["math"].phase is PipelinePhase.ADMITTED
-    assert desk.on(UnregisterPipeline("c", "math"), b"", US).ok
+    assert admission.on(UnregisterPipeline("c", "math"), b"", US).ok
     assert not fleet.state.pipelines
 
 
@@ -106,10 +127,12 @@ def test_gpus_are_called_free_only_when_the_processes_have_ended(tmp_path: Path)
             seen.append((type(question).__name__, run.launch.poll()))
             return fleet.ask(question, patience_s)
 
-        answer = Desk(ask).on(KillPipeline("k", "math"), b"", US)
+        answer = desk(ask).on(KillPipeline("k", "math"), b"", US)
     assert (answer.ok, msgspec.json.decode(answer.body)) == (True, 1)
     assert seen == [("ReadScheduler", None), ("CheckKill", None), ("KillPipeline", -9)]
-    assert fleet.asked[-1] == KillPipeline("k", "math", run.claimed.run_id)
+    killed = fleet.asked[-1]
+    assert isinstance(killed, KillPipeline)
+    assert (killed.key, killed.run_id) == ("k", run.claimed.run_id)
 
 
 def test_nothing_is_ended_without_the_schedulers_agreement(tmp_path: Path) -> None:
@@ -122,7 +145,7 @@ def test_nothing_is_ended_without_the_schedulers_agreement(tmp_path: Path) -> No
             is_check = isinstance(question, CheckKill)
             return Answer(ok=False, error="no") if is_check else fleet.ask(question, patience_s)
 
-        assert Desk(ask).on(KillPipeline("k", "math"), b"", US) == Answer(ok=False, error="no")
+        assert desk(ask).on(KillPipeline("k", "math"), b"", US) == Answer(ok=False, error="no")
         assert run.launch.poll() is None
     assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
 
@@ -133,7 +156,7 @@ def test_processes_that_may_not_be_ended_keep_their_gpus(tmp_path: Path) -> None
     with claimed_run(tmp_path) as run:
         fleet.runs["math"] = run.claim
         with pytest.raises(UserError, match="user 65534 may not end it"):
-            Desk(fleet.ask).on(KillPipeline("k", "math"), b"", 65534)
+            desk(fleet.ask).on(KillPipeline("k", "math"), b"", 65534)
         assert run.launch.poll() is None
     assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
 
@@ -142,8 +165,8 @@ def test_without_a_claimed_run_only_a_user_who_knows_that_all_have_ended_frees_t
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
     with pytest.raises(UserError, match=r"no run has the name math, .* then say --dead"):
-        Desk(fleet.ask).on(KillPipeline("k", "math"), b"", US)
-    assert Desk(fleet.ask).on(KillPipeline("k", "math"), DEAD, US).ok
+        desk(fleet.ask).on(KillPipeline("k", "math"), b"", US)
+    assert desk(fleet.ask).on(KillPipeline("k", "math"), DEAD, US).ok
     assert not fleet.state.pipelines
 
 
@@ -166,6 +189,38 @@ def test_who_leaves_slowly_is_said_to_leave_and_who_does_not_is_a_fault() -> Non
         return fleet.ask(question, patience_s)
 
     with pytest.raises(AddressError, match="nobody answers"):
-        Desk(ask).on(UnregisterPipeline("k", "math"), b"", US)
+        desk(ask).on(UnregisterPipeline("k", "math"), b"", US)
     fleet.state.pipelines["math"].phase = PipelinePhase.LEAVING
-    assert Desk(ask).on(UnregisterPipeline("k", "math"), b"", US) == Answer(ok=True, body=LEAVING)
+    assert desk(ask).on(UnregisterPipeline("k", "math"), b"", US) == Answer(ok=True, body=LEAVING)
+
+
+def test_a_registered_pipeline_has_a_token_of_its_own_that_only_admissions_user_can_read(
+    journal: Path,
+) -> None:
+    fleet = Fleet()
+    for name in ("math", "code", "math"):
+        register(fleet, name, PipelineTable(workers=2))
+    asked = [each for each in fleet.asked if isinstance(each, RegisterPipeline)]
+    math, code, again = [each.token_hash for each in asked]
+    assert math == again != code
+    file = journal / "tokens" / "math"
+    assert hash_token(file.read_text().strip()) == math
+    assert file.read_text().strip() not in repr(fleet.asked)
+    modes = {each: each.stat().st_mode & 0o777 for each in (file, file.parent)}
+    assert list(modes.values()) == [0o600, 0o700]
+
+
+def test_what_admission_asks_carries_the_operators_token(journal: Path) -> None:
+    fleet = Fleet()
+    register(fleet, "math", PipelineTable(workers=2))
+    desk(fleet.ask).on(AdmitPipeline("a", "math"), b"", US)
+    token = (journal / "admission.token").read_text().strip()
+    signed = [each for each in fleet.asked if not isinstance(each, ReadScheduler)]
+    assert [getattr(each, "token", "") for each in signed] == [token, token]
+
+
+@pytest.mark.parametrize("name", ["../math", "a/b", "", " "])
+def test_a_name_that_is_no_word_makes_no_file(name: str, journal: Path) -> None:
+    with pytest.raises(ConfigError, match="a name is one word"):
+        register(Fleet(), name, PipelineTable(workers=2))
+    assert not (journal / "tokens").exists()

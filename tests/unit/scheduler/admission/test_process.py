@@ -12,7 +12,7 @@ import pytest
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.desk import Desk
+from rollmesh.scheduler.admission.desk import Desk, Registered, Secrets
 from rollmesh.scheduler.admission.door import Door, ask_admission
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
 from rollmesh.scheduler.admission.process import turn
@@ -39,7 +39,7 @@ class Serving:
         self.door.close()
 
     def _serve(self) -> None:
-        desk = Desk(self._ask)
+        desk = Desk(self._ask, Secrets(self.door.path.parent))
         while not self._stop.wait(0.02):
             turn(self.door, desk)
 
@@ -75,7 +75,7 @@ def test_a_question_is_answered_with_the_pipelines_place(serving: Serving, path:
     table = msgspec.json.encode(PipelineTable(workers=2))
     answer = ask_admission(path, question("math"), table, PROMPT_S)
     assert (answer.ok, answer.error) == (True, "")
-    spec = msgspec.json.decode(answer.body, type=PipelineSpec)
+    spec = msgspec.json.decode(answer.body, type=Registered).spec
     assert serving.fleet.state.pipelines["math"].spec == spec
 
 

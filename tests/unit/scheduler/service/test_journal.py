@@ -118,3 +118,20 @@ def test_journal_that_is_closed_twice_leaves_a_file_opened_since_alone(tmp_path:
     with (tmp_path / "other").open("wb") as other:
         journal.close()
         assert os.fstat(other.fileno())
+
+
+def test_a_journal_is_its_users_alone_also_one_that_was_open_to_others(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    for _ in range(2):
+        before = os.umask(0o022)
+        try:
+            with closing(Journal(folder)) as journal:
+                journal.keep([Put("tickets", "k", b"raw")])
+                modes = {each.name: each.stat().st_mode & 0o777 for each in folder.iterdir()}
+        finally:
+            os.umask(before)
+        names = [FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm", "scheduler.lock"]
+        assert modes == dict.fromkeys(names, 0o600)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o755)
+        (folder / FILE_NAME).chmod(0o644)

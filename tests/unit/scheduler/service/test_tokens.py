@@ -1,0 +1,165 @@
+"""Only a message with a pipeline's token, or the operator's, changes that pipeline."""
+
+import msgspec
+import pytest
+
+from rollmesh.core.secret_file import hash_token
+from rollmesh.scheduler.planning.policies.fair import Fair
+from rollmesh.scheduler.planning.state import PipelinePhase
+from rollmesh.scheduler.service.actions import Write
+from rollmesh.scheduler.service.records import Revived
+from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.wire.machine import Received, Send
+from rollmesh.wire.messages import AnyMessage
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    CheckKill,
+    ClaimPipeline,
+    ClearProgress,
+    CoordinatorHello,
+    HooksWired,
+    JoinNode,
+    KillPipeline,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    PipelineSpec,
+    RegisterPipeline,
+    ReportPreempt,
+    ReportProgress,
+    RequestGpus,
+    RunClaim,
+    SchedulerAnswered,
+    SchedulerHello,
+    TakeGpus,
+    TicketMoved,
+    TicketState,
+    UnregisterPipeline,
+    WithdrawRequest,
+    WorkerPhase,
+    WorkersResized,
+    WorkerTruth,
+    signed,
+)
+
+SPEC = PipelineSpec(pipeline_id="a", clusters={"actor_train": (0,)}, generation=(0,))
+TRUTH = (WorkerTruth(0, WorkerPhase.ASLEEP, 0),)
+REFUSED = TicketState.REFUSED
+CHANGES: tuple[AnyMessage, ...] = (
+    HooksWired("a"),
+    RequestGpus("new", "a", "actor_train", 1),
+    NotifyReleaseGpus("new", "a", "actor_train"),
+    NotifyReleaseThenRequestGpus("new", "a", "actor_train", "actor_infer", 6),
+    TakeGpus("t", 1),
+    WithdrawRequest("t"),
+    ReportProgress("a", "train", 1, 8, 3),
+    ClearProgress("a", "train", 1),
+    ReportPreempt("a", 0, "http://e:1"),
+    CoordinatorHello("a", TRUTH, 2.0),
+    WorkersResized("a", 1, TRUTH),
+    AdmitPipeline("new", "a"),
+    CheckKill("new", "a"),
+    KillPipeline("new", "a"),
+    UnregisterPipeline("new", "a"),
+    ClaimPipeline("new", "a", RunClaim("r", "h", 7)),
+)
+
+
+class Fleet:
+    """A scheduler that has an operator, and pipeline `a` with a token, which asks for GPUs."""
+
+    def __init__(self) -> None:
+        self.disk = Revived()
+        self.now_s = 0.0
+        self.begin(None)
+        self.say(JoinNode("n", "n0", 1, beats=False))
+        self.say(RegisterPipeline("r", SPEC, "operator", hash_token("of a")))
+        self.say(AdmitPipeline("ad", "a", "operator"))
+        self.say(HooksWired("a", "of a"))
+        self.say(CoordinatorHello("a", TRUTH, 1.0, "of a"))
+        assert self.say(RequestGpus("t", "a", "actor_train", 1, token="of a"))
+
+    def begin(self, revived: Revived | None) -> None:
+        operator_hash = hash_token("operator")
+        self.scheduler = Scheduler(SchedulerSettings(), Fair(), revived, "s", operator_hash)
+
+    def say(self, message: AnyMessage) -> list[AnyMessage]:
+        """Its answers."""
+        self.now_s += 0.1
+        actions = self.scheduler.step(Received(b"peer", message), self.now_s)
+        for each in actions:
+            if isinstance(each, Write):
+                self.disk.keep(each.rows)
+        return [each.message for each in actions if isinstance(each, Send)]
+
+    def rows(self) -> dict[str, dict[str, bytes]]:
+        """What is kept of pipelines, beside the time of the last write."""
+        tables = self.disk.tables
+        return {name: dict(tables[name]) for name in tables if name not in ("numbers", "answers")}
+
+
+@pytest.mark.parametrize("token", ["", "of b"])
+@pytest.mark.parametrize("message", CHANGES, ids=lambda each: type(each).__name__)
+def test_without_its_token_nothing_of_a_pipeline_changes_and_the_sender_is_told(
+    message: AnyMessage, token: str
+) -> None:
+    fleet = Fleet()
+    before = fleet.rows()
+    told = fleet.say(signed(message, token))
+    assert fleet.rows() == before
+    whys = [
+        getattr(each, "error", "") or getattr(each, "reason", "")
+        for each in told
+        if isinstance(each, SchedulerAnswered | SchedulerHello | TicketMoved)
+    ]
+    silent = isinstance(message, ReportProgress | ClearProgress | ReportPreempt | WorkersResized)
+    line = f"the token of a is {'wrong' if token else 'missing'}: `rollmesh scheduler register`"
+    assert [why.startswith(line) for why in whys] == [True] * (not silent)
+
+
+@pytest.mark.parametrize("token", ["of a", "operator"])
+@pytest.mark.parametrize("message", CHANGES, ids=lambda each: type(each).__name__)
+def test_with_its_token_or_the_operators_a_message_is_carried_out(
+    message: AnyMessage, token: str
+) -> None:
+    told = Fleet().say(signed(message, token))
+    assert "token of a" not in repr(told)
+
+
+def test_only_the_operator_registers() -> None:
+    fleet = Fleet()
+    other = msgspec.structs.replace(SPEC, pipeline_id="b")
+    for token in ("", "of a"):
+        [told] = fleet.say(RegisterPipeline(f"b-{token}", other, token, hash_token("x")))
+        assert isinstance(told, SchedulerAnswered)
+        assert told.error == "only the admission process of this scheduler registers pipelines"
+    assert set(fleet.scheduler.book.tenants) == {"a"}
+
+
+def test_a_token_outlives_the_scheduler_and_is_in_no_row() -> None:
+    fleet = Fleet()
+    fleet.begin(fleet.disk)
+    assert fleet.scheduler.book.state.pipelines["a"].phase is PipelinePhase.ADMITTED
+    assert not any(b"of a" in raw for rows in fleet.rows().values() for raw in rows.values())
+    [told] = fleet.say(KillPipeline("k", "a"))
+    assert isinstance(told, SchedulerAnswered)
+    assert not told.ok
+    assert fleet.say(KillPipeline("k2", "a", token="of a")) == [SchedulerAnswered("k2", True)]
+
+
+def test_a_token_that_was_lost_is_replaced_by_registering_again() -> None:
+    fleet = Fleet()
+    fleet.say(RegisterPipeline("again", SPEC, "operator", hash_token("new")))
+    [told] = fleet.say(CheckKill("old", "a", token="of a"))
+    assert isinstance(told, SchedulerAnswered)
+    assert not told.ok
+    assert fleet.say(CheckKill("new", "a", token="new")) == [SchedulerAnswered("new", True)]
+
+
+def test_a_pipeline_that_was_registered_without_a_token_is_the_operators_alone() -> None:
+    fleet = Fleet()
+    fleet.scheduler.book.tenants["a"].token_hash = ""
+    [told] = fleet.say(KillPipeline("k", "a", token="of a"))
+    assert told == SchedulerAnswered(
+        "k", False, "a was registered without a token; register it again"
+    )
