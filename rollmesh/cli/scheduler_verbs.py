@@ -17,6 +17,7 @@ from rich.text import Text
 from rollmesh.cli.options import parser
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
+from rollmesh.core.printable import printable
 from rollmesh.core.process import OK
 from rollmesh.core.share import FLEET_FILE
 from rollmesh.launch.terminal import Terminal
@@ -71,7 +72,7 @@ def status(argv: list[str]) -> int:
         head = ("pipeline", "phase", "awake", "left", "holds", "waits for")
         console.print(_table(head, [_row(each) for each in seen.pipelines]))
     for trouble in seen.troubles:
-        print(trouble)
+        print(printable(trouble))
     return OK
 
 
@@ -89,7 +90,8 @@ def explain(argv: list[str]) -> int:
         print(bytes(raw).decode())
     else:
         for each in seen.pipelines:
-            print("\n".join([*each.lines, *(f"lately: {line}" for line in each.lately)]))
+            lines = [*each.lines, *(f"lately: {line}" for line in each.lately)]
+            print("\n".join(map(printable, lines)))
     return OK
 
 
