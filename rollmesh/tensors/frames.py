@@ -36,10 +36,10 @@ from rollmesh.wire.frames import UNREADABLE
 PROTOCOL: Final = 1
 """Raised when a message changes other than by a field appended with a default."""
 LENGTH_BYTES: Final = 4
-MAX_HEADER_BYTES: Final = 2**23
+MAX_HEADER_BYTES: Final = 2**20
 """A longer header ends its connection before room is made for it."""
-MAX_IDS: Final = 2**16
-"""In one message; whoever has more asks again. Their places take 2 MB."""
+MAX_IDS: Final = 2**14
+"""In one message; whoever has more asks again. Their places take 400 kB."""
 NONCE_BYTES: Final = 32
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

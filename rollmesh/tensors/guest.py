@@ -1,6 +1,6 @@
 """One consumer at its owner's door: let in, answered, and cleaned up after.
 
-    ARRIVED --admit--> ANSWERED --hangs up, dies, talks nonsense, does not read--> LEFT
+    ADMITTED --> ANSWERED --hangs up, dies, talks nonsense, does not read--> LEFT
                                    LEFT --it holds no loans, or has hung up--> what it held is free
 
 Owns the connection and its thread. What it asks for is lent out of the store or sent, or it is told
@@ -43,15 +43,12 @@ from rollmesh.tensors.frames import (
     numbers_of,
 )
 from rollmesh.tensors.handles import RTensor, unpack
-from rollmesh.tensors.handshake import admit
 from rollmesh.tensors.line import Line, why_lost
 from rollmesh.tensors.neighbours import Neighbours
-from rollmesh.tensors.page import BEGINNING, answer_page
+from rollmesh.tensors.page import answer_page
 from rollmesh.tensors.pins import Place
 from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.store import OwnerStore
-from rollmesh.wire.keys import Keys
-from rollmesh.wire.sockets import HANDSHAKE_S
 
 log = get_logger()
 
@@ -65,25 +62,22 @@ class Host(msgspec.Struct, frozen=True):
     relay: Relay | None
     """Lends what the owner itself has fetched."""
     neighbours: Neighbours
-    keys: Keys | None
     admitted: Admitted
-    token: str
-    """What pages ask for."""
 
 
 class Guest:
     """See the module."""
 
-    def __init__(self, name: str, line: Line, host: Host) -> None:
-        """`name` is that under which the host pins what this one is lent."""
+    def __init__(self, name: str, line: Line, host: Host, proof: Proof) -> None:
+        """`name` is that under which the host pins what this one is lent; `proof` is what it sent
+        when it was admitted."""
+        self._proof = proof
         self.name = name
         self._line = line
         self._store = host.store
         self._relay = host.relay
         self._neighbours = host.neighbours
-        self._keys = host.keys
         self._admitted = host.admitted
-        self._token = host.token
         self._lends = "", ""
         """In which memory it lends what it fetches, and where."""
         self._num_lent = 0
@@ -91,11 +85,7 @@ class Guest:
     def serve(self) -> None:
         """Until it has left. Raises nothing."""
         try:
-            self._line.allow(HANDSHAKE_S)
-            if self._line.look_ahead() == BEGINNING:
-                answer_page(self._line, self._store, self._token)
-                return
-            self._let_in(admit(self._line, self._keys, self._admitted))
+            self._let_in(self._proof)
             while self._line.goes_on():
                 self._answer(decode_ask(self._line.receive()))
         except (OSError, WireError) as error:
@@ -155,6 +145,8 @@ class Guest:
     def _lend_carried(self, handles: list[RTensor]) -> None:
         if self._relay is None:
             raise TensorError("nothing is fetched for others here")
+        if any(each.owner == self._store.owner for each in handles):
+            raise TensorError("its owner is this process: fetch it, instead of having it carried")
         self._lend(self._relay.places(handles, self.name))
 
     def _lend(self, places: list[Place]) -> None:
@@ -201,6 +193,30 @@ class Guest:
         if self._relay is not None:
             self._relay.drop_peer(self.name)
         self._line.close()
+
+
+class Page:
+    """One request for a shard over HTTP, whose token was checked."""
+
+    def __init__(self, line: Line, store: OwnerStore, token: str) -> None:
+        self._line = line
+        self._store = store
+        self._token = token
+
+    def serve(self) -> None:
+        """Answer it. Raises nothing."""
+        try:
+            answer_page(self._line, self._store, self._token)
+        except (OSError, WireError) as error:
+            log.info("page.lost", why=why_lost(error))
+        except Exception:  # door: a page must not end its owner's thread without a log line
+            log.exception("page.failed")
+        finally:
+            self._line.close()
+
+    def cut(self) -> None:
+        """Stop; from any thread."""
+        self._line.cut()
 
 
 def _ids(column: bytes) -> list[int]:

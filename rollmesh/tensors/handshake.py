@@ -22,6 +22,7 @@ from rollmesh.tensors.frames import (
     NONCE_BYTES,
     PROTOCOL,
     Admitted,
+    Ask,
     Hello,
     Proof,
     Refused,
@@ -41,23 +42,56 @@ _OWNER, _CONSUMER = b"owner", b"consumer"
 _Greeting = TypeVar("_Greeting", Welcome, Admitted)
 
 
+class Declined(WireError):
+    """A consumer is not admitted; `answer` is the frame that tells it why."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.answer = frame(Refused(why))
+
+
+class Admission:
+    """The owner's half, without I/O: headers of the consumer in, frames for it out."""
+
+    def __init__(self, keys: Keys | None, admitted: Admitted) -> None:
+        self._secret = _secret(keys)
+        self._admitted = admitted
+        self._nonces = b""
+
+    def take(self, header: bytes) -> tuple[bytes, Proof | None]:
+        """The frame to send, and with the last one the consumer's proof; Declined, or WireError
+        for what is no message."""
+        ask = decode_ask(header)
+        if not self._nonces:
+            return self._welcome(ask), None
+        if not isinstance(ask, Proof) or not _is_proven(
+            ask.proof, self._secret, _CONSUMER, self._nonces
+        ):
+            raise Declined(f"it needs the keys of its mesh; set {KEYS_VARIABLE} to their file")
+        return frame(self._admitted), ask
+
+    def _welcome(self, hello: Ask) -> bytes:
+        if not isinstance(hello, Hello):
+            raise Declined("a handshake begins with hello")
+        if hello.protocol != PROTOCOL:
+            raise Declined(f"the consumer speaks protocol {hello.protocol}, its owner {PROTOCOL}")
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._nonces = hello.nonce + nonce
+        return frame(Welcome(PROTOCOL, nonce, _proof(self._secret, _OWNER, self._nonces)))
+
+
 def admit(line: Line, keys: Keys | None, admitted: Admitted) -> Proof:
-    """The owner's half; what the consumer said. WireError or OSError where that is to be sent away,
-    and has then been told."""
+    """The owner's half over a line; the consumer's proof. WireError or OSError where the consumer
+    is not admitted, and has received the reason."""
     line.allow(HANDSHAKE_S)
-    hello = decode_ask(line.receive(MAX_GREETING_BYTES))
-    if not isinstance(hello, Hello):
-        raise _refusal(line, "a handshake begins with hello")
-    if hello.protocol != PROTOCOL:
-        what = f"the consumer speaks protocol {hello.protocol}, its owner {PROTOCOL}"
-        raise _refusal(line, what)
-    secret, nonce = _secret(keys), secrets.token_bytes(NONCE_BYTES)
-    nonces = hello.nonce + nonce
-    line.send(frame(Welcome(PROTOCOL, nonce, _proof(secret, _OWNER, nonces))))
-    proof = decode_ask(line.receive(MAX_GREETING_BYTES))
-    if not isinstance(proof, Proof) or not _is_proven(proof.proof, secret, _CONSUMER, nonces):
-        raise _refusal(line, f"it needs the keys of its mesh; set {KEYS_VARIABLE} to their file")
-    line.send(frame(admitted))
+    admission, proof = Admission(keys, admitted), None
+    while proof is None:
+        try:
+            answer, proof = admission.take(line.receive(MAX_GREETING_BYTES))
+        except Declined as declined:
+            line.send(declined.answer)
+            raise
+        line.send(answer)
     line.allow(math.inf)
     return proof
 
@@ -87,11 +121,6 @@ def _answer(line: Line, owner: str, kind: type[_Greeting]) -> _Greeting:
     if not isinstance(answer, kind):
         raise WireError(f"{type(answer).__name__} where {kind.__name__} belongs")
     return answer
-
-
-def _refusal(line: Line, why: str) -> WireError:
-    line.send(frame(Refused(why)))
-    return WireError(why)
 
 
 def _secret(keys: Keys | None) -> bytes:

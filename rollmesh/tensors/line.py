@@ -27,19 +27,24 @@ MAX_BUFFERS: Final = 1024
 """In one system call: IOV_MAX of Linux."""
 WINDOW_BYTES: Final = 2**20
 """About so many bytes, or else one buffer, are offered to the kernel at once."""
+STEP_BYTES: Final = 2**16
+"""A header is received in steps of so many bytes."""
 HUNG_UP: Final = "hung up"
 
 
 class Line:
     """See the module."""
 
-    def __init__(self, connected: socket.socket, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, connected: socket.socket, patience_s: float = PATIENCE_S, received: bytes = b""
+    ) -> None:
+        """`received` was read from the socket already."""
         self.patience_s = patience_s
         self.num_received = 0
         """Bytes, so far."""
         self._socket = connected
         self._until_s = math.inf
-        self._prefix = b""
+        self._prefix = received
         """A length that was looked at."""
         close_in_children(connected)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -136,11 +141,12 @@ class Line:
             return
 
     def _take(self, num_bytes: int) -> bytes:
-        taken = bytearray(num_bytes)
-        view = memoryview(taken)
-        while view:
+        taken = bytearray()  # it grows as bytes arrive, since a length is only a claim
+        while len(taken) < num_bytes:
             self._socket.settimeout(self._wait_s())
-            view = view[self._counted(self._socket.recv_into(view)) :]
+            some = self._socket.recv(min(STEP_BYTES, num_bytes - len(taken)))
+            self._counted(len(some))
+            taken += some
         return bytes(taken)
 
     def _counted(self, num_bytes: int) -> int:

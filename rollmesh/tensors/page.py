@@ -23,6 +23,18 @@ MAX_REQUEST_BYTES: Final = 8192
 _PATH = "/tensors/"
 
 
+def shows_token(request: bytes, token: str) -> bool:
+    """Whether a whole request carries the token."""
+    return _shows(token, request.decode("latin-1").split("\r\n")[1:])
+
+
+def refused_page() -> bytes:
+    """The answer to a request without the token."""
+    why = f"send the token of {ADMIN_TOKEN_VARIABLE} as Bearer; the owner needs it set too"
+    text = f"{why}\n".encode()
+    return _head(HTTPStatus.UNAUTHORIZED, "text/plain", len(text)) + text
+
+
 def answer_page(line: Line, store: OwnerStore, token: str) -> None:
     """Read one request and answer it; OSError where the other end is gone."""
     request = line.receive_until(b"\r\n\r\n", MAX_REQUEST_BYTES).decode("latin-1")
@@ -30,8 +42,7 @@ def answer_page(line: Line, store: OwnerStore, token: str) -> None:
     path, *headers = request.split("\r\n")
     path = path.removeprefix(BEGINNING.decode()).partition(" ")[0]
     if not _shows(token, headers):
-        why = f"send the token of {ADMIN_TOKEN_VARIABLE} as Bearer; the owner needs it set too"
-        _say(line, HTTPStatus.UNAUTHORIZED, why)
+        line.send(refused_page())
         return
     shard_id = _id_in(path)
     if shard_id is None:
@@ -53,7 +64,7 @@ def _shows(token: str, headers: list[str]) -> bool:
         name, _, value = header.partition(":")
         if name.lower() == "authorization":
             said = value.strip().removeprefix("Bearer ")
-            return bool(token) and hmac.compare_digest(said.encode(), token.encode())
+            return bool(token) and hmac.compare_digest(said.encode("latin-1"), token.encode())
     return False
 
 

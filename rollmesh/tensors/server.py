@@ -1,4 +1,4 @@
-"""Where an owner is reached: the listening socket, and a thread for each consumer that dials.
+"""Where an owner is reached: the listening socket, and a thread for each admitted consumer.
 
     start --> SERVES --stop--> STOPPED
 
@@ -16,24 +16,20 @@ import threading
 from typing import Final
 
 from rollmesh.core.forks import close_in_children
-from rollmesh.core.logs import get_logger
 from rollmesh.core.process import listen
 from rollmesh.core.secret_file import admin_token
-from rollmesh.tensors.frames import Admitted
-from rollmesh.tensors.guest import Guest, Host
+from rollmesh.tensors.frames import Admitted, Proof
+from rollmesh.tensors.guest import Guest, Host, Page
 from rollmesh.tensors.handshake import memory_at
-from rollmesh.tensors.line import Line, why_lost
+from rollmesh.tensors.line import Line
+from rollmesh.tensors.lobby import Lobby
 from rollmesh.tensors.neighbours import Neighbours
 from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.store import OwnerStore
 from rollmesh.wire.keys import Keys, check_bind, check_told
 
-log = get_logger()
-
 MAX_GUESTS: Final = 4096
-"""Who dials beyond these is hung up on."""
-NO_ROOM_S: Final = 0.2
-"""Between two tries to let somebody in, where there is no descriptor."""
+"""Admitted consumers; one more is refused."""
 
 
 class TensorServer:
@@ -49,8 +45,10 @@ class TensorServer:
         self._store = store
         self._bind = bind
         admitted = Admitted(memory_at(store.folder), store.folder)
-        self._host = Host(store, relay, Neighbours(), keys, admitted, admin_token())
-        self._guests: dict[Guest, threading.Thread] = {}
+        self._host = Host(store, relay, Neighbours(), admitted)
+        self._host_token = admin_token()
+        self._lobby = Lobby(self, keys, admitted, self._host_token)
+        self._guests: dict[Guest | Page, threading.Thread] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._is_stopping = threading.Event()
@@ -66,7 +64,9 @@ class TensorServer:
         host, port = listening.getsockname()[:2]
         address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         self._store.owner = address
-        self._porter = threading.Thread(target=self._let_in, args=(listening,), daemon=True)
+        self._porter = threading.Thread(
+            target=self._lobby.run, args=(listening, self._is_stopping), daemon=True
+        )
         self._porter.name = f"{address} porter"
         self._porter.start()
         return address
@@ -87,27 +87,23 @@ class TensorServer:
         for _, thread in guests:
             thread.join()
 
-    def _let_in(self, listening: socket.socket) -> None:
-        while not self._is_stopping.is_set():
-            try:
-                connected, _ = listening.accept()
-            except ConnectionError:  # it has gone again
-                continue
-            except OSError as error:
-                if not self._is_stopping.wait(NO_ROOM_S):
-                    log.warning("server.full", address=self._store.owner, why=why_lost(error))
-                continue
-            try:
-                self._seat(Line(connected))
-            except (OSError, RuntimeError) as error:  # it has gone again, or is one too many
-                log.warning("guest.refused", address=self._store.owner, why=why_lost(error))
-                connected.close()
-
-    def _seat(self, line: Line) -> None:
+    def seat(self, line: Line, proof: Proof) -> None:
+        """Serve an admitted consumer in a thread of its own; RuntimeError where there are too
+        many."""
         if len(self._guests) >= MAX_GUESTS:
             raise RuntimeError(f"{MAX_GUESTS} consumers are here")
-        guest = Guest(f"{self._store.owner} guest {next(self._numbers)}", line, self._host)
-        thread = threading.Thread(target=self._serve, args=(guest,), name=guest.name, daemon=True)
+        name = f"{self._store.owner} guest {next(self._numbers)}"
+        guest = Guest(name, line, self._host, proof)
+        self._begin(guest, threading.Thread(target=self._serve, args=(guest,), name=name))
+
+    def show(self, line: Line) -> None:
+        """Answer a request for a page, whose token was checked, in a thread."""
+        name = f"{self._store.owner} guest {next(self._numbers)} page"
+        page = Page(line, self._store, self._host_token)
+        self._begin(page, threading.Thread(target=self._serve, args=(page,), name=name))
+
+    def _begin(self, guest: Guest | Page, thread: threading.Thread) -> None:
+        thread.daemon = True
         with self._lock:
             self._guests[guest] = thread
         try:
@@ -117,7 +113,7 @@ class TensorServer:
                 del self._guests[guest]
             raise
 
-    def _serve(self, guest: Guest) -> None:
+    def _serve(self, guest: Guest | Page) -> None:
         try:
             guest.serve()
         finally:

@@ -33,7 +33,7 @@ from rollmesh.tensors.frames import (
 )
 from rollmesh.tensors.guest import Guest, Host
 from rollmesh.tensors.handles import RTensor, pack
-from rollmesh.tensors.handshake import introduce
+from rollmesh.tensors.handshake import admit, introduce
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.neighbours import Neighbours
 from rollmesh.tensors.segment import Attached
@@ -80,8 +80,12 @@ def seated(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
         near = Line(socket.create_connection(listening.getsockname()), PATIENCE_S)
         far = Line(listening.accept()[0], patience_s)
     admitted = Admitted("memory", owner.store.folder)
-    host = Host(owner.store, None, Neighbours(), None, admitted, "")
-    thread = threading.Thread(target=Guest(f"guest {far}", far, host).serve)
+    host = Host(owner.store, None, Neighbours(), admitted)
+
+    def serve() -> None:
+        Guest(f"guest {far}", far, host, admit(far, None, admitted)).serve()
+
+    thread = threading.Thread(target=serve)
     thread.start()
     assert introduce(near, "owner", None) == admitted
     consumer = Consumer(near, thread)

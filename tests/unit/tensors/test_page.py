@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
-from rollmesh.tensors import guest
+from rollmesh.tensors import lobby
 from rollmesh.tensors.handles import Content
 from rollmesh.tensors.page import MAX_REQUEST_BYTES
 from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
@@ -87,7 +87,7 @@ def test_a_cleared_shard_is_said_to_be(owner: Owned) -> None:
 
 
 def test_who_drips_a_request_is_hung_up_on(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guest, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(lobby, "HANDSHAKE_S", 0.1)
     host, _, port = urlsplit(owner.address).netloc.partition(":")
     with socket.create_connection((host, int(port)), PATIENCE_S) as dripping:
         dripping.sendall(b"GET ")
