@@ -113,6 +113,9 @@ def _workers(router: RouterRow, logs: str) -> Iterator[RenderableType]:
             yield Text(f"{row.worker_id}: {what}", style="yellow")
         if row.waits_for:
             yield Text(f"{row.worker_id} waits for {row.waits_for}", style="yellow")
+        if row.isolation:
+            how = f"{row.worker_id} runs agents' programs with isolation = {row.isolation}"
+            yield Text(how, style="yellow" if row.isolation == "none" else "")
         if row.last_error:
             task = f"; task {row.last_task_id}" if row.last_task_id else ""
             log = f", log {logs}/{row.worker_id}.log" if task and logs else ""

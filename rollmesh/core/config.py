@@ -37,6 +37,7 @@ ProximalRule = Literal["recompute", "loglinear", "recorded"]
 PublishMode = Literal["disk", "tensor", "distributed"]
 StalePolicy = Literal["wait", "mask", "drop", "requeue"]
 StalenessFormula = Literal["under_way", "known"]
+IsolationMode = Literal["auto", "bwrap", "uid", "none"]
 FailedSibling = Literal["drop", "score_rest"]
 LEAST_HANG_S = 10.0
 """Smallest launch.hang_timeout_s; heartbeats are 2 s apart."""
@@ -153,6 +154,22 @@ class WorkerConfig(Section, frozen=True):
     """A worker that holds more memory finishes what it runs and starts afresh; 0: never."""
     recycle_rollouts: NonNegative = 0
     """A worker that has run so many rollouts does the same; 0: never."""
+    isolation: IsolationMode = "auto"
+    """What separates agents' programs from the host (docs/security.md): `bwrap` (namespaces), `uid`
+    (a user id each, needs root), `none`; `auto` takes the first of these that works (default)."""
+    isolation_first_uid: Positive = 200_000
+    """`uid`: the first user id of the range, which nothing else on the host may use (default:
+    200000)."""
+    isolation_num_uids: Positive = 1024
+    """`uid`: how many ids the range has; the workers of a host share them (default: 1024)."""
+    program_memory_bytes: NonNegative = 0
+    """Memory of one isolated program with all it starts, by cgroup; where this process may make
+    none, the data segment of each process (RLIMIT_DATA). 0 is no limit (default: 0)."""
+    program_max_processes: NonNegative = 1024
+    """Processes and threads of one isolated program, by cgroup or RLIMIT_NPROC; 0 is no limit
+    (default: 1024)."""
+    program_cpus: NonNegativeSeconds = 0.0
+    """CPUs that one isolated program may use, by cgroup alone; 0 is no limit (default: 0)."""
 
 
 class SamplingConfig(Section, frozen=True):

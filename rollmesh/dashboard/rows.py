@@ -40,6 +40,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     last_error: str = ""
     num_left_behind: int = 0
     waits_for: str = ""
+    isolation: str = ""
     last_place: ErrorPlace | None = None
     """Where in environment code `last_error` came from."""
     last_task_id: str = ""

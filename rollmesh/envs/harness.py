@@ -3,10 +3,13 @@
     scratch folder --prepare--> files of the task --program runs--> collect --> Transcript --> score
 
 The program finds its model in the environment variables that SDKs and agents read, and in the
-placeholders of its arguments, its variables and its configuration files. Invariants: of our own
-environment it sees only the variables named in `keep_env`; when `run` returns, for whatever reason,
-no process and no file of it is left; the session's key is cut out of what it printed. It runs as
-our user: this keeps rollouts apart, it is no sandbox. Driven by the worker; users derive from it.
+placeholders of its arguments, its variables and its configuration files.
+
+- It receives only the variables of the worker's environment that `keep_env` names.
+- `worker.isolation` decides what else it can reach (isolation.py). With "none" it runs as the
+  worker's user, and can read what that user can: other rollouts' folders, key files, the run.
+- When `run` returns, its slot is empty and its folders are removed.
+- The session's key is removed from its output.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Json, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.envs.hooks import call_hook
+from rollmesh.envs.isolation import Network
 from rollmesh.envs.program import Command, Ended, run_program
 from rollmesh.envs.scratch import Scratch, new_scratch, sweep
 
@@ -49,8 +53,15 @@ class HarnessEnv(Env):
         timeout_s: float = 900.0,
         max_output_bytes: int = 64 * 1024,
         exit_codes: Sequence[int] = (0,),
+        network: Network = "session",
+        read_only: Sequence[str] = (),
     ) -> None:
-        """`files` go into the home folder; any exit code but `exit_codes` is the agent's fault."""
+        """`files` go into the home folder; any exit code but `exit_codes` is the agent's fault.
+
+        Under bwrap the program has no network but its session's endpoint, or the host's with
+        `network = "host"`, and of the host it sees system folders, its own installation and the
+        paths of `read_only`.
+        """
         if not argv:
             raise EnvError("argv is empty; name the program of the agent")
         for text in (*argv, *(env or {}).values(), *(files or {}).values()):
@@ -58,6 +69,10 @@ class HarnessEnv(Env):
                 raise EnvError(f"argv, env and files hold texts; {text!r} is none")
         if timeout_s <= 0 or max_output_bytes <= 0:
             raise EnvError("timeout_s and max_output_bytes must be positive")
+        if network not in ("session", "host"):
+            raise EnvError(f'network = "{network}"; it is "session" or "host"')
+        self._network: Network = network
+        self._read_only = tuple(Path(path) for path in read_only)
         self._argv = tuple(argv)
         self._env = dict(env or {})
         self._files = dict(files or {})
@@ -118,6 +133,10 @@ class HarnessEnv(Env):
             argv=tuple(_filled(word, words) for word in self._argv),
             folder=scratch.work,
             env={**kept, **_home_variables(scratch.home), **_model_variables(agent), **own},
+            writable=(scratch.home,),
+            read_only=self._read_only,
+            base_url=agent.base_url,
+            network=self._network,
         )
 
     def _check(self, ended: Ended, output: str) -> None:

@@ -1,45 +1,40 @@
-"""One run of an agent's program: started, listened to, and gone afterwards with all it started.
+"""One run of an agent's program: started in a slot, its output read, and ended with all it started.
 
-    RUNNING --it ends, or its time is over, or we are cancelled--> SWEPT --> Ended
+    RUNNING --it ends, its time is over, or the rollout is cancelled--> SWEPT --> Ended
 
-Invariants: every process that descends from the program carries its mark (core/warden.py) and is
-dead before `run_program` returns, daemons and its process group included; of what it prints no more
-is held than asked for, and a program that prints without end is read on, so that it never blocks;
-it can read nothing of ours. Driven by harness.py.
+- The slot (isolation.py) decides what the program can reach. Without isolation it runs as the
+  worker's user and can read what that user can.
+- Every process of the slot has ended when `run_program` returns. Without isolation these are the
+  program's process group and what carries its mark (core/warden.py): a process that leaves both,
+  by emptying its environment, is missed.
+- Output is read to its end and only the excerpt that was asked for is kept.
 """
 
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
 from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
+from rollmesh.envs.isolation import Command as Command
+from rollmesh.envs.isolation import Slot, current
 
 log = get_logger()
 
 READ_BYTES = 64 * 1024
+MAX_SIGNAL = 64
 KILL_S = 5.0
 """What does not end within this time of its SIGKILL is in the kernel's hands."""
-
-
-class Command(msgspec.Struct, frozen=True):
-    """What to run; `env` is all of its environment, but for the mark."""
-
-    argv: tuple[str, ...]
-    folder: Path
-    env: Mapping[str, str]
 
 
 class Ended(msgspec.Struct, frozen=True):
     """How a program ended."""
 
     exit_code: int
-    """Negative: the signal that killed it."""
+    """Negative: the signal that killed it. Under bwrap an exit code of 129 to 192 counts as one."""
     output: str
     """stdout and stderr as they came; the middle is left out where there was too much."""
     is_overtime: bool
@@ -74,6 +69,11 @@ class Excerpt:
 
 async def run_program(command: Command, timeout_s: float, max_output_bytes: int) -> Ended:
     """Run it to its end, or for `timeout_s` seconds; InfraError where it cannot be started."""
+    async with current().slot(command) as slot:
+        return await _run(command, slot, timeout_s, max_output_bytes)
+
+
+async def _run(command: Command, slot: Slot, timeout_s: float, max_output_bytes: int) -> Ended:
     mark = new_mark("rollout")
     excerpt = Excerpt(max_output_bytes)
     try:
@@ -85,9 +85,17 @@ async def run_program(command: Command, timeout_s: float, max_output_bytes: int)
     process = None
     try:
         try:
-            process = await _start(command, mark, writing)
+            process = await _start(command, slot, mark, writing)
         finally:
             os.close(writing)
+        try:
+            await slot.begin()
+        except InfraError as error:
+            await slot.end()
+            async with asyncio.timeout(KILL_S):
+                await listening
+            told = excerpt.text().strip().splitlines()
+            raise InfraError(f"{error}: {told[-1]}" if told else str(error)) from None
         try:
             async with limit:
                 await process.wait()
@@ -95,23 +103,31 @@ async def run_program(command: Command, timeout_s: float, max_output_bytes: int)
             if not limit.expired():
                 raise
     finally:
-        # A second cancellation must not let go of what still runs.
-        await asyncio.shield(asyncio.ensure_future(_sweep(mark, process, listening)))
+        # A second cancellation must not abandon what still runs.
+        await asyncio.shield(asyncio.ensure_future(_sweep(mark, process, slot, listening)))
     assert process is not None
     if process.returncode is None:
         raise InfraError(f"{command.argv[0]} could not be ended within {KILL_S:g} s")
-    return Ended(process.returncode, excerpt.text(), limit.expired())
+    return Ended(_exit_code(process.returncode, slot), excerpt.text(), limit.expired())
 
 
-async def _start(command: Command, mark: str, writing: int) -> asyncio.subprocess.Process:
+def _exit_code(code: int, slot: Slot) -> int:
+    """bubblewrap ends with 128 + N where signal N killed the program."""
+    return 128 - code if slot.mode == "bwrap" and 128 < code <= 128 + MAX_SIGNAL else code
+
+
+async def _start(
+    command: Command, slot: Slot, mark: str, writing: int
+) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
-            *command.argv,
+            *slot.argv,
             cwd=command.folder,
             env={**command.env, MARK_VARIABLE: mark},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=writing,
             stderr=writing,
+            pass_fds=slot.passed,
             start_new_session=True,
         )
     except OSError as error:
@@ -119,19 +135,21 @@ async def _start(command: Command, mark: str, writing: int) -> asyncio.subproces
 
 
 async def _sweep(
-    mark: str, process: asyncio.subprocess.Process | None, listening: asyncio.Task[None]
+    mark: str, process: asyncio.subprocess.Process | None, slot: Slot, listening: asyncio.Task[None]
 ) -> None:
-    """End the program and all that carries its mark; then its pipe is at its end."""
+    """End the program and all of its slot; its pipe is then at its end."""
     if process is not None:
         _kill_group(process.pid)
-    await asyncio.to_thread(kill_marked, mark)
+    await slot.end()
+    if slot.mode != "bwrap":
+        await asyncio.to_thread(kill_marked, mark)
     try:
         async with asyncio.timeout(KILL_S):
             if process is not None:
                 await process.wait()
             await listening
     except TimeoutError:
-        # In the kernel's hands; or its pipe is held by what emptied its environment.
+        # The kernel holds it, or a process that emptied its environment holds its pipe.
         log.warning("program.left", mark=mark)
 
 

@@ -226,6 +226,8 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     """Where in environment code `last_error` came from."""
     last_task_id: str = ""
     """The task whose rollout ended in `last_error`."""
+    isolation: str = ""
+    """The weakest mode that agents' programs run in there; '' before the first program."""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):

@@ -47,6 +47,8 @@ class TheEnv(HarnessEnv):
     def score(self, task, transcript):
         return Score(reward=1.0)
 """
+ALONE = {"num_workers": 1, "isolation": "none"}
+"""Without a pid namespace, so that the programs know their pids here."""
 NUM_PROCESSES = 4
 """Two rollouts, each with its program and a daemon of that."""
 
@@ -70,7 +72,7 @@ async def are_gone(processes: list[psutil.Process]) -> None:
 async def test_agents_daemons_end_with_a_worker_that_was_started_by_hand(tmp_path: Path) -> None:
     async with open_mesh(tmp_path) as mesh:
         mesh.write_env("agents", SOURCE)
-        worker = await asyncio.to_thread(mesh.worker, "worker-0", ENV)
+        worker = await asyncio.to_thread(mesh.worker, "worker-0", ENV, isolation="none")
         ask(mesh.client(), env=ENV)
         processes = await begun(tmp_path)
         worker.kill()
@@ -81,7 +83,7 @@ async def test_agents_daemons_end_with_a_worker_that_was_started_by_hand(tmp_pat
 async def mesh(tmp_path: Path) -> AsyncIterator[LaunchedMesh]:
     (tmp_path / "agents.py").write_text(ENV_HEAD + SOURCE)
     async with ScriptedEngine(byte_token) as engine:
-        mesh = LaunchedMesh(tmp_path, engine.url, env=ENV, worker={"num_workers": 1})
+        mesh = LaunchedMesh(tmp_path, engine.url, env=ENV, worker=ALONE)
         try:
             await asyncio.to_thread(mesh.until_ready, "worker-0")
             yield mesh

@@ -98,6 +98,10 @@ class Edge:
         """Serve on the socket; returns its base address, `http://host:port`, https with `tls`."""
         return await self._server.start(listening, tls)
 
+    async def serve_also(self, listening: socket.socket) -> Callable[[], None]:
+        """Serve on one more socket; returns what closes it."""
+        return await self._server.serve_also(listening)
+
     async def stop(self) -> None:
         """Close the socket and all connections; running exchanges get their time."""
         await self._server.stop()

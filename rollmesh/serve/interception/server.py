@@ -42,6 +42,8 @@ class HttpServer:
         self.unix_s = SystemClock().unix_s
         self._drain_s = drain_s
         self._listener: asyncio.Server | None = None
+        self._more: set[asyncio.Server] = set()
+        """Listeners in the network namespaces of programs."""
         self._connections: set[Inbound] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
@@ -60,12 +62,27 @@ class HttpServer:
         self._sweep(loop)
         return address
 
+    async def serve_also(self, listening: socket.socket) -> Callable[[], None]:
+        """Serve on one more socket until the returned function is called, or `stop`."""
+        loop = asyncio.get_running_loop()
+        listener = await loop.create_server(
+            lambda: Inbound(self, loop), sock=listening, backlog=BACKLOG
+        )
+        self._more.add(listener)
+
+        def close() -> None:
+            self._more.discard(listener)
+            listener.close()
+
+        return close
+
     async def stop(self) -> None:
         """Close the socket and all connections; running handlers get their bound."""
         if self._listener is None:
             return
         self._is_stopping = True
-        self._listener.close()
+        for listener in (self._listener, *self._more):
+            listener.close()
         for each in list(self._connections):
             each.retire()
         if self._connections:

@@ -59,6 +59,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """Where in environment code `last_error` came from."""
     last_task_id: str
     """The task whose rollout ended in `last_error`."""
+    isolation: str
+    """The weakest mode that agents' programs run in there (worker.isolation); '' before the first
+    program."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):
@@ -192,6 +195,7 @@ def _worker_status(worker: Worker) -> WorkerStatus:
         longest_gap_s=worker.longest_gap_s,
         last_place=beat.last_place if beat else None,
         last_task_id=beat.last_task_id if beat else "",
+        isolation=beat.isolation if beat else "",
     )
 
 

@@ -58,6 +58,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes: int
     last_place: ErrorPlace | None = None
     last_task_id: str = ""
+    isolation: str = ""
 
 
 class BeatSettings(msgspec.Struct, frozen=True):

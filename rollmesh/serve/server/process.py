@@ -19,7 +19,7 @@ from pathlib import Path
 import uvloop
 
 from rollmesh.core.clock import SystemClock
-from rollmesh.core.config import Config
+from rollmesh.core.config import Config, WorkerConfig
 from rollmesh.core.errors import UserError
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger, setup
@@ -35,7 +35,9 @@ from rollmesh.core.process import (
     listen,
     stop_event,
 )
+from rollmesh.envs import isolation
 from rollmesh.envs.calls import Calls, Limit, tamed
+from rollmesh.envs.cgroups import Limits
 from rollmesh.envs.env import Env
 from rollmesh.envs.openai_client import close_pool
 from rollmesh.runtime import blobs
@@ -162,6 +164,7 @@ async def _serve(
         exposition.add(lambda: worker_figures(runtime, lag))
         address = await edge.start(listening)
         stack.push_async_callback(edge.stop)
+        isolation.settle(isolation.Isolation(isolation_settings(config.worker), edge.serve_also))
         beat_settings = BeatSettings(worker_id, settings.router, config.router.beat_s)
         beats = Beats(
             beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
@@ -181,6 +184,20 @@ async def _serve(
         leaving = await worker.serve(stop)
     log.info("worker.left", reason=str(leaving))
     return leaving
+
+
+def isolation_settings(config: WorkerConfig) -> isolation.IsolationSettings:
+    """The part of the worker's settings that is about agents' programs."""
+    return isolation.IsolationSettings(
+        mode=config.isolation,
+        first_uid=config.isolation_first_uid,
+        num_uids=config.isolation_num_uids,
+        limits=Limits(
+            memory_bytes=config.program_memory_bytes,
+            num_processes=config.program_max_processes,
+            num_cpus=config.program_cpus,
+        ),
+    )
 
 
 async def _close(env: Env) -> None:

@@ -25,6 +25,7 @@ from rollmesh.core.printable import printable
 from rollmesh.core.process import pid_space
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
+from rollmesh.envs.isolation import current
 from rollmesh.serve.server.beats import STARTED_S, Vitals, identity
 from rollmesh.serve.server.duties import (
     Abort,
@@ -125,6 +126,7 @@ class Worker:
             held_bytes=self._duties.budget.held_bytes,
             last_place=self._slots.last_place,
             last_task_id=printable(self._slots.last_task_id),
+            isolation=current().shown,
         )
 
     def report(self, fault: EngineFaulted) -> None:
