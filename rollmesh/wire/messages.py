@@ -28,7 +28,7 @@ import msgspec
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace, SamplingPolicy, Task
 from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged, PublisherLeft
-from rollmesh.wire.header import Message
+from rollmesh.wire.header import Message, Seconds
 from rollmesh.wire.ranks import RankMessage
 from rollmesh.wire.scheduling import SchedulingMessage
 
@@ -98,7 +98,7 @@ class AskGroup(Message, frozen=True, tag="ask_group"):
     """Attempts that already began, as far as the client knows; more than 0 in a re-assertion."""
     priority: int = 0
     """Higher runs first."""
-    deadline_s: float = 0.0
+    deadline_s: Seconds = 0.0
     """Seconds it may still take until its end at the sink, counted when said; 0 is no limit."""
     excused: int = 0
     """Of `attempts`, as GroupMoved says them."""
@@ -123,7 +123,7 @@ class CancelGroup(Message, frozen=True, tag="cancel_group"):
 class RouterHello(Message, frozen=True, tag="router_hello"):
     """The envelope carries the router's incarnation."""
 
-    beat_s: float
+    beat_s: Seconds
 
 
 class GroupMoved(Message, frozen=True, tag="group_moved"):
@@ -149,7 +149,7 @@ class AskRefused(Message, frozen=True, tag="ask_refused"):
 
     group_id: GroupId
     reason: str
-    retry_after_s: float
+    retry_after_s: Seconds
 
 
 # router and workers
@@ -160,7 +160,7 @@ class RunGroup(Message, frozen=True, tag="run_group"):
     attempt: int
     num_samples: int
     sink: str
-    deadline_s: float = 0.0
+    deadline_s: Seconds = 0.0
     ticket: bytes = b""
     """As in AskGroup; its GroupFinished must carry it."""
 
@@ -185,9 +185,9 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     pid: int
     host: str
     holds: tuple[HeldGroup, ...] = ()
-    started_s: float = 0.0
+    started_s: Seconds = 0.0
     """Unix time; tells a process from an earlier one of its name and pid; 0 is unknown."""
-    loads_for_s: float = 0.0
+    loads_for_s: Seconds = 0.0
     """It does not serve yet: it loads its environment, which may take so long."""
     pid_space: str = ""
     """Where `pid` is one (core/process.py); '' is unknown."""
@@ -202,7 +202,7 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     accepting: bool
     """False while draining or over a byte budget."""
     unacked_bytes: int
-    loop_lag_s: float
+    loop_lag_s: Seconds
     rss_bytes: int
     num_finished: int
     """Rollouts since the start."""
@@ -216,7 +216,7 @@ class WorkerBeat(Message, frozen=True, tag="worker_beat"):
     num_failed: int = 0
     """Rollouts since the start that ended in infra_error or agent_error."""
     last_error: str = ""
-    started_s: float = 0.0
+    started_s: Seconds = 0.0
     num_left_behind: int = 0
     waits_for: str = ""
     """Why it takes no new groups though it serves: a budget, in one line."""
@@ -234,7 +234,7 @@ class WorkerLeft(Message, frozen=True, tag="worker_left"):
     worker_id: str
     reason: str
     pid: int = 0
-    started_s: float = 0.0
+    started_s: Seconds = 0.0
 
 
 class GroupStarted(Message, frozen=True, tag="group_started"):
@@ -270,7 +270,7 @@ class EnvFailed(Message, frozen=True, tag="env_failed"):
     env: str
     error: str
     pid: int = 0
-    started_s: float = 0.0
+    started_s: Seconds = 0.0
 
 
 # workers and sinks
@@ -308,7 +308,7 @@ class WorkerExited(Message, frozen=True, tag="worker_exited"):
     pid: int
     cause: str
     """`killed by signal 9`, `exit code 1`, `out of memory`."""
-    started_s: float = 0.0
+    started_s: Seconds = 0.0
 
 
 class AskDrain(Message, frozen=True, tag="ask_drain"):

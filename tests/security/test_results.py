@@ -274,8 +274,9 @@ def gathered_and_given_back(address: str, pid: int) -> bool:
     before = process.memory_info().rss
     with stranger(address) as connection:
         connection.sendall(b"\x04" + bytes([len(READY)]) + READY)
+        frames = (b"\x03" + struct.pack(">Q", 2**16) + bytes([1]) * 2**16) * 16
         for _ in range(200):
-            connection.sendall(b"\x03" + struct.pack(">Q", MB) + bytes([1]) * MB)
+            connection.sendall(frames)
         look_until(lambda: process.memory_info().rss > before + 150 * MB)
     look_until(lambda: process.memory_info().rss < before + 40 * MB)
     return True

@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from rollmesh.core.errors import WireError
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.testing.mesh_sim.transitions import Transitions
@@ -117,7 +118,11 @@ class Network:
         if fate == "drop":
             return
         if self._is_on_wire:
-            packet = decode([bytes(frame) for frame in encode(packet)])
+            try:
+                packet = decode([bytes(frame) for frame in encode(packet)])
+            except WireError:
+                self.num["malformed_frame"] += 1
+                return
         rng, (node, receive) = self.kernel.rng, known
         for _ in range(2 if fate == "duplicate" else 1):
             delay_s = 0.0005 + 0.0025 * rng.random()

@@ -1,5 +1,6 @@
 """Frames: what was sent is what arrives, and whatever else arrives is a WireError, no more."""
 
+import math
 from array import array
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.frames import MAX_PART_BYTES, PROTOCOL, Packet, decode, encode
-from rollmesh.wire.messages import ClientLeft, GroupAcked, GroupFinished
+from rollmesh.wire.messages import ClientLeft, GroupAcked, GroupFinished, WorkerLeft
 
 ACKED = GroupAcked(GroupId("r1", 2), 1, False)
 
@@ -114,3 +115,10 @@ def test_a_damaged_header_is_a_packet_or_a_wire_error(data: st.DataObject) -> No
     except WireError:
         return
     assert isinstance(packet, Packet)
+
+
+@pytest.mark.parametrize("started_s", [math.inf, -math.inf, math.nan, 1e300])
+def test_a_time_that_is_not_finite_does_not_decode(started_s: float) -> None:
+    left = WorkerLeft("w0", "drained", 7, started_s)
+    with pytest.raises(WireError, match="not a header"):
+        decode([bytes(frame) for frame in encode(Packet(left))])
