@@ -38,6 +38,9 @@ DRIVEN_S = 3.0
 """A coordinator lives that was heard so shortly ago: it beats each second."""
 _DONE = {IntentKind.SLEEP: WorkerPhase.ASLEEP, IntentKind.WAKE: WorkerPhase.AWAKE}
 
+MAX_STARTED_S = 1e11
+"""Above any unix time of the next thousand years, and small enough that adding a second counts."""
+
 
 class Coordinators:
     """See the module."""
@@ -51,6 +54,10 @@ class Coordinators:
     def on_hello(self, route: bytes, hello: CoordinatorHello) -> None:
         """All of the truth."""
         book = self._book
+        if not 0.0 <= hello.started_s <= MAX_STARTED_S:  # also nan: no later one could exceed it
+            why = f"started_s = {hello.started_s} is no time; set this machine's clock"
+            book.send(route, SchedulerHello(book.incarnation, error=why))
+            return
         pipeline = book.state.pipelines.get(hello.pipeline_id)
         if pipeline is None:
             book.send(route, SchedulerHello(book.incarnation))

@@ -58,6 +58,13 @@ Ask = (
     | ClaimPipeline
 )
 
+MAX_NAME = 128
+"""Characters of a pipeline's or a node's name, and of a label."""
+MAX_LABELS = 64
+"""Labels of a node."""
+MAX_NODES, MAX_PIPELINES = 10_000, 10_000
+"""Names that the journal keeps."""
+
 
 class Tenants:
     """See the module."""
@@ -141,6 +148,8 @@ class Tenants:
                 return ""
             fields = ", ".join(differs)
             return f"{name} is registered with another spec ({fields}); unregister it first"
+        if len(book.tenants) >= MAX_PIPELINES:
+            return f"{MAX_PIPELINES} pipelines are registered, and no more can be"
         if not _is_word(name) or GENERATION_CLUSTER in spec.clusters:
             return f"{name!r}: a name is one word, and {GENERATION_CLUSTER} is `generation`"
         try:
@@ -237,8 +246,15 @@ class Tenants:
     def _on_join(self, ask: JoinNode) -> str:
         book = self._book
         known = book.machines.get(ask.name)
-        if not _is_word(ask.name):
-            return f"node {ask.name!r}: a name is one word, without spaces and slashes"
+        if not _is_word(ask.name) or not all(map(_is_word, ask.labels)):
+            return (
+                f"node {ask.name[:MAX_NAME]!r}: a name is one word, as a label is, of at most "
+                f"{MAX_NAME} characters, without spaces and slashes"
+            )
+        if len(ask.labels) > MAX_LABELS:
+            return f"node {ask.name!r} has {len(ask.labels)} labels; it has {MAX_LABELS} at most"
+        if known is None and len(book.machines) >= MAX_NODES:
+            return f"node {ask.name!r}: {MAX_NODES} nodes have joined, and no more can"
         if not 1 <= ask.num_gpus <= MAX_NODE_GPUS:
             return f"node {ask.name!r} has {ask.num_gpus} GPUs; it has from 1 to {MAX_NODE_GPUS}"
         if known and len(known.node.gpus) != ask.num_gpus:
@@ -317,4 +333,4 @@ class Tenants:
 
 
 def _is_word(name: str) -> bool:
-    return bool(name) and name.isprintable() and not {" ", "/"} & set(name)
+    return 0 < len(name) <= MAX_NAME and name.isprintable() and not {" ", "/"} & set(name)

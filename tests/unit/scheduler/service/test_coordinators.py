@@ -349,3 +349,14 @@ def test_a_run_drives_its_pipeline_while_its_coordinator_is_heard() -> None:
     assert stage.scheduler.known().driven == {"a"}
     stage.say(KillPipeline("k", "a"))
     assert stage.scheduler.known().driven == frozenset()
+
+
+@pytest.mark.parametrize("started_s", [float("inf"), float("-inf"), float("nan"), 1e300, -1.0])
+def test_a_coordinator_that_began_at_no_time_is_refused_and_blocks_no_later_one(
+    started_s: float,
+) -> None:
+    stage = Stage()
+    stage.pipeline("a", generation=(0,))
+    before = stage.scheduler.book.tenants["a"].started_s
+    stage.say(CoordinatorHello("a", (), started_s), b"stranger")
+    assert stage.scheduler.book.tenants["a"].started_s == before

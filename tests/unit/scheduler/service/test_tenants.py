@@ -3,6 +3,7 @@
 import pytest
 
 from rollmesh.scheduler.planning.state import Node, NodePhase, Pipeline, PipelinePhase
+from rollmesh.scheduler.service import tenants
 from rollmesh.scheduler.service.runs import Runs
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.tenants import Tenants
@@ -395,3 +396,18 @@ def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
         stage.say(NodeBeat("n1"))
         stage.run(0.5)
     assert stage.state("t") is TicketState.GRANTED
+
+
+def test_names_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenants, "MAX_NODES", 1)
+    stage = Stage()  # it has a node
+    asks = [
+        JoinNode("long", "n" * 129, 1),
+        JoinNode("label", "n0", 1, ("x" * 129,)),
+        JoinNode("labels", "n0", 1, tuple(f"l{n}" for n in range(65))),
+        JoinNode("many", "another", 1),
+    ]
+    for ask in asks:
+        stage.say(ask)
+        assert not stage.answers[ask.key].ok
+    assert len(stage.scheduler.book.machines) == 1
