@@ -161,7 +161,7 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
     [
         (["--capture", "relay"], "--engine URL: name at least one engine"),
         (["--engine", "localhost:30000"], "--engine localhost:30000: not an http://"),
-        (["--engine", "http://u:p@h"], "--engine h: name and password in a URL"),
+        (["--engine", "http://u:p@h"], "an engine's URL is scheme, host and port only"),
         (["--engine", "http://h"], "--model-dir DIR is needed to capture tokens"),
         (["--engine", "http://h", "--model-dir", "nowhere"], "--model-dir nowhere: no such folder"),
         (["--engine", "http://h", "--model-dir", ".", "--port", "0"], "no tokenizer.json in it"),

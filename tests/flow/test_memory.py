@@ -252,7 +252,10 @@ async def half_sent(gateway: Gateway, opened: Mapping[str, str]) -> asyncio.Stre
     """A call whose last byte does not come."""
     host, _, port = gateway.address.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    head = "POST /v1/chat/completions HTTP/1.1\r\nContent-Length: {}\r\nx-api-key: {}\r\n\r\n"
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        "Content-Length: {}\r\nx-api-key: {}\r\n\r\n"
+    )
     writer.write(head.format(BODY_BYTES + 1, opened["api_key"]).encode())
     writer.write(b'{"messages":[{"role":"user","content":"' + b"y" * (BODY_BYTES - 39))
     await writer.drain()
