@@ -86,6 +86,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
         2048,
         ErrorPlace("ValueError", "/h/my_env.py", 15, "score"),
         "t7",
+        "bwrap",
     ),
     m.WorkerLeft("worker-0", "drained", 4711, 1.5e9),
     m.GroupStarted(GROUP, 2),

@@ -89,11 +89,11 @@ async def test_an_engine_that_does_not_answer_is_named(model: Path) -> None:
         await check(config_of(model, url), makes_model=False)
 
 
-async def test_an_address_that_is_no_url_is_named(model: Path) -> None:
-    with pytest.raises(AddressError, match=r"engine\.urls: nonsense is no address"):
-        await check(config_of(model, "nonsense"), makes_model=False)
+def test_an_address_that_is_no_url_is_named(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"urls: nonsense: not an http"):
+        config_of(model, "nonsense")
 
 
-async def test_a_server_that_is_no_engine_is_named(model: Path, server: Server) -> None:
-    with pytest.raises(AddressError, match=r"is no SGLang: /model_info answers 404"):
-        await check(config_of(model, server.url("/other")), makes_model=False)
+def test_an_engine_url_with_a_path_is_named(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"http://h:1/other: an engine's URL is scheme, host and"):
+        config_of(model, "http://h:1/other")
