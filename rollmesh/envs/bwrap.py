@@ -20,7 +20,7 @@ ETC = (
 )
 NAMESPACES = ("user", "pid", "ipc", "uts")
 PREFIX_SIGNS = ("pyvenv.cfg", "lib/node_modules", "include/node", "conda-meta", "lib/python3*")
-"""What is in a folder that holds an installed program beside its `bin`."""
+"""Folders that an installation has beside its `bin`."""
 MAX_LINKS = 16
 
 
@@ -75,7 +75,7 @@ def named_files(argv: Sequence[str]) -> list[str]:
 
 
 def interpreter_of(program: str, env: Mapping[str, str]) -> str:
-    """What runs the program `program`: the program itself, or what its first line names."""
+    """The executable that runs `program`: itself, or the interpreter that its first line names."""
     path = shutil.which(program, path=env.get("PATH", os.defpath))
     if path is None:
         return program

@@ -25,7 +25,7 @@ _numbers = itertools.count()
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Of one slot; 0 is no limit."""
+    """Limits of one slot; 0 is no limit."""
 
     memory_bytes: int = 0
     num_processes: int = 0

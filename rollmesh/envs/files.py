@@ -57,7 +57,7 @@ def read_bytes(folder: Path, name: str, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_text(folder: Path, name: str, max_bytes: int = MAX_BYTES) -> str:
-    """The same as UTF-8 text; bytes that are none are replaced."""
+    """Read a file as `read_bytes` does, as UTF-8 text; invalid bytes are replaced."""
     return read_bytes(folder, name, max_bytes).decode("utf-8", "replace")
 
 
@@ -72,7 +72,7 @@ def open_beneath(root: int, name: str) -> int:
 
 
 def open_by_parts(root: int, name: str) -> int:
-    """The same where the kernel has no openat2."""
+    """Open a file without following links on a kernel that has no openat2."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or not parts:
         raise OSError(errno.EXDEV, "not a path below the folder", name)

@@ -33,6 +33,7 @@ import msgspec
 
 from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
+from rollmesh.core.loopback import is_loopback
 from rollmesh.envs import starter
 from rollmesh.envs.bwrap import bwrap_argv, interpreter_of, named_files, visible_paths
 from rollmesh.envs.cgroups import ControlGroup, Limits, new_group
@@ -114,6 +115,7 @@ class Isolation:
         self._settings = settings
         self._serve = serve
         self._modes: dict[tuple[str, Network], asyncio.Future[Mode]] = {}
+        self._has_warned = False
         self.shown = "none" if settings.mode == "none" else ""
         """The weakest mode that a program runs in, for people; '' before the first."""
 
@@ -126,6 +128,9 @@ class Isolation:
 
     async def _mode_for(self, command: Command) -> Mode:
         if self._settings.mode == "none":
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn_none(command.argv[0], 'set worker.isolation = "auto"')
             return "none"
         key = (command.argv[0], command.network)
         found = self._modes.get(key)
@@ -150,14 +155,13 @@ class Isolation:
             log.warning("isolation.refused", mode=mode, program=program, reason=why)
             if wanted != "auto":
                 raise InfraError(f'worker.isolation = "{mode}" cannot run {program}: {why}')
-        log.warning(
-            "isolation.none",
-            program=program,
-            effect="it can read and change what the worker's user can",
-            remedy="install bubblewrap, or run the worker as root",
-        )
+        self._warn_none(program, "install bubblewrap, or run the worker as root")
         self._show("none")
         return "none"
+
+    def _warn_none(self, program: str, remedy: str) -> None:
+        effect = "it can read and change what this process's user can"
+        log.warning("isolation.none", program=program, effect=effect, remedy=remedy)
 
     def _show(self, mode: Mode) -> None:
         order = ("", "bwrap", "uid", "none")
@@ -181,7 +185,7 @@ class Isolation:
             host = urlsplit(command.base_url).hostname or ""
             if self._serve is None:
                 return 'the endpoint is not of this process; use network = "host"'
-            if not (host.startswith("127.") or host in ("::1", "localhost", "0.0.0.0")):
+            if not (is_loopback(host) or host == "0.0.0.0"):
                 return f'{host}: an endpoint beyond loopback; use network = "host"'
         return ""
 

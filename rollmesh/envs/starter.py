@@ -23,7 +23,7 @@ NOT_STARTED = 127
 
 
 def main(words: list[str]) -> None:
-    """See the module."""
+    """Prepare the slot, report to the worker, and execute the program."""
     control = _socket.socket(fileno=int(words[0]))
     os.set_inheritable(int(words[0]), False)
     try:

@@ -182,7 +182,7 @@ def processes_named(word: str) -> list[str]:
     return found
 
 
-async def test_without_isolation_the_same_program_reads_its_hosts_files(tmp_path: Path) -> None:
+async def test_without_isolation_a_program_reads_a_file_of_its_host(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("found")
     code = "import sys; print(open(sys.argv[1]).read())"
     async with new_scratch() as scratch:

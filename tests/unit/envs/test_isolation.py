@@ -150,3 +150,13 @@ print(num)
     assert ended.exit_code == 0
     if mode == "uid" or os.geteuid() != 0 or os.access("/sys/fs/cgroup/pids", os.W_OK):
         assert 0 < int(ended.output) < 20
+
+
+async def test_a_program_without_isolation_is_warned_of_once(
+    settled: Callable[..., Isolation], caplog: pytest.LogCaptureFixture
+) -> None:
+    settled("none")
+    async with new_scratch() as scratch:
+        for _ in range(2):
+            await run_program(Command(("/bin/true",), scratch.work, {}), 60.0, 1000)
+    assert sum("isolation.none" in line for line in caplog.messages) == 1
