@@ -35,8 +35,6 @@ class HeldTensors(msgspec.Struct, frozen=True, array_like=True):
 class RankHello(Message, frozen=True, tag="rank_hello"):
     rank: int
     pid: int
-    store: str = ""
-    """Not used: where the ranks meet is in their specs, and in no message."""
 
 
 class RankReady(Message, frozen=True, tag="rank_ready"):
@@ -60,8 +58,6 @@ class RankLeft(Message, frozen=True, tag="rank_left"):
 
 class FormGroup(Message, frozen=True, tag="form_group"):
     ended_step: int
-    store: str = ""
-    """Not used, as in RankHello."""
 
 
 class ControllerBeat(Message, frozen=True, tag="controller_beat"):

@@ -21,8 +21,8 @@ from tests.flow.rank_crew import ROLE, SMALL
 WAIT_S = 60.0
 SETTINGS = CrewSettings(start_s=WAIT_S, beat_s=0.1, silence_s=WAIT_S)
 ATTACKS: list[AnyMessage] = [
-    RankHello(0, 1, "10.6.6.6:666"),
-    RankHello(1, 1, "10.6.6.6:666"),
+    RankHello(0, 1),
+    RankHello(1, 1),
     RankReady(1, "tcp://10.6.6.6:666"),
     CallEnded(0, 1, "forged"),
     ReportPreempt("a", 0, "http://h:1"),

@@ -80,7 +80,7 @@ def error_of(actions: Sequence[Action]) -> RankGone:
 def test_ranks_are_told_to_meet_once_all_have_said_hello() -> None:
     crew = Crew(routes(2), SETTINGS, 0.0)
     assert said(crew, RankHello(1, 101)) == []
-    formed = said(crew, RankHello(0, 100, "10.6.6.6:666"))
+    formed = said(crew, RankHello(0, 100))
     message = FormGroup(-1)
     assert told(formed, FormGroup) == [(b"rank-0", message), (b"rank-1", message)]
 

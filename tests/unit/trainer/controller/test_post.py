@@ -88,7 +88,7 @@ def tell(hub: Hub, message: RankMessage, body: bytes = b"") -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        FormGroup(4, "store"),
+        FormGroup(4),
         StageCall(4, 1, "actor", "train", 5),
         RunCall(4, 1),
         DropCall(4, 1),
