@@ -33,7 +33,7 @@ def stuck(api_key: str) -> dict[str, bytes]:
         "half a head": post[:-4],
         "half a body": post + b'Content-Length: 99\r\n\r\n{"messages',
         "half a chunk": post + b'Transfer-Encoding: chunked\r\n\r\n63\r\n{"messages',
-        TAKER: b"GET /openapi.json HTTP/1.1\r\n\r\n" * 30,
+        TAKER: b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 30,
     }
 
 
