@@ -1,6 +1,6 @@
 """The record of a run that has a pipeline's name: a file with the mark of its processes.
 
-- The mark never crosses a socket: whoever knew it could have the processes that carry it ended.
+- The mark never crosses a socket: a process that knows it could have its carriers ended.
 - The file is 0600 in a folder 0700, on the host of the run's launch.
 - A record counts only if a regular file holds it that its owner alone can read and write, and if it
   names the run and the pipeline that it is read for.

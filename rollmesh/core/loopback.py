@@ -1,7 +1,7 @@
 """Whether an address can be reached from this machine alone.
 
 The host is parsed as an address, never compared by its prefix: `127.0.0.1.example.org` is a name
-that anybody can register.
+that any person can register.
 """
 
 import ipaddress

@@ -214,7 +214,7 @@ def refusal_of(status: int, raw: bytes, *, is_generation: bool = False) -> Engin
 
 
 def describe(text: str) -> str:
-    """What an engine's error text is about, in words of our own."""
+    """Describe the subject of an engine's error text without quoting it."""
     known = (description for mark, description in _DESCRIPTIONS if mark in text)
     return next(known, "the engine's log has the reason")
 

@@ -59,7 +59,9 @@ def take(share: Share, run: RunClaim) -> None:
         claim = ClaimPipeline(new_id("claim-"), share.pipeline_id, run, after, share.token)
         told = ask(share, claim, ANSWER_S)
         if told is None:
-            raise AddressError(f"--scheduler {share.scheduler}: nobody answers any more")
+            raise AddressError(
+                f"--scheduler {share.scheduler}: the scheduler does not answer any more"
+            )
         answer, _ = told
         if not answer.ok:
             raise ConfigError(f"--pipeline {share.pipeline_id}: {answer.error}")

@@ -39,7 +39,7 @@ LENGTH_BYTES: Final = 4
 MAX_HEADER_BYTES: Final = 2**20
 """A longer header ends its connection before room is made for it."""
 MAX_IDS: Final = 2**14
-"""In one message; whoever has more asks again. Their places take 400 kB."""
+"""Shards named in one message; a consumer with more asks again. Their places take 400 kB."""
 NONCE_BYTES: Final = 32
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]

@@ -34,7 +34,7 @@ _END: Final = b"\r\n\r\n"
 
 
 class Server(Protocol):
-    """What the lobby passes consumers on to; OSError or RuntimeError where it takes no more."""
+    """The server that admitted consumers are passed to; OSError or RuntimeError if it is full."""
 
     def seat(self, line: Line, proof: Proof) -> None:
         """An admitted consumer."""
@@ -70,7 +70,7 @@ class _Arrival:
 
 
 class Lobby:
-    """See the module; `run` is the thread."""
+    """Accepts connections and admits consumers, in the thread that calls `run`."""
 
     def __init__(self, server: Server, keys: Keys | None, admitted: Admitted, token: str) -> None:
         self._server = server

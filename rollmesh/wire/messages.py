@@ -162,7 +162,7 @@ class RunGroup(Message, frozen=True, tag="run_group"):
     sink: str
     deadline_s: Seconds = 0.0
     ticket: bytes = b""
-    """As in AskGroup; its GroupFinished must carry it."""
+    """The ticket of AskGroup; GroupFinished must carry it."""
 
 
 class CancelRun(Message, frozen=True, tag="cancel_run"):
@@ -283,7 +283,7 @@ class GroupFinished(Message, frozen=True, tag="group_finished"):
     complete: bool
     """No sibling is cancelled, and none infra_error where worker.failed_sibling is `drop`."""
     ticket: bytes = b""
-    """As in RunGroup."""
+    """The ticket of RunGroup."""
 
 
 class GroupAcked(Message, frozen=True, tag="group_acked"):

@@ -2,7 +2,7 @@
 
 - Only a run that has the pipeline's name at the scheduler is ended: its launch, matched by pid and
   start time, and the processes that carry the mark in the record of that launch.
-- The record's owner and root may have a run ended, and nobody else.
+- Only the record's owner and root may have a run ended.
 - `end` returns only when all have ended, since their GPUs are then given to others.
 """
 

@@ -34,7 +34,7 @@ REMEDY = (
 
 
 class Tokens:
-    """See the module."""
+    """Checks the token of each message that changes a pipeline."""
 
     def __init__(self, book: Book, operator_hash: str = "") -> None:
         self._book = book

@@ -362,7 +362,7 @@ class Intake:
             self._do_sink(action)
 
     def _log_refused(self, message: GroupFinished, reason: str) -> None:
-        """Log results of strangers: not one line each, since anybody may send many."""
+        """Log refused results, at most one line in SAY_REFUSED_S: a stranger may send many."""
         now_s = time.monotonic()
         if now_s < self._refused_said_s + SAY_REFUSED_S:
             return

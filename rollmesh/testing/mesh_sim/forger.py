@@ -20,7 +20,7 @@ NEVER_ASKED = 2**62
 
 
 class Forger:
-    """See the module."""
+    """A peer that sends forged results and results of groups that were never asked for."""
 
     def __init__(self, kernel: Kernel, network: Network) -> None:
         self._rng = random.Random(f"forger {kernel.seed}")
