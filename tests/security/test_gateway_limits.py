@@ -11,6 +11,9 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.scopes import OpenSession
+from rollmesh.serve.interception.inbound import Limits
+from rollmesh.serve.interception.relay.headers import forwarded
+from rollmesh.serve.interception.request import JSON, Request
 from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures among them
     Desk,
     MakeDesk,
@@ -18,6 +21,7 @@ from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures am
     prompts,
     tokenizer,
 )
+from tests.unit.serve.interception.http_client import serving
 
 MIB = 2**20
 NUM_SILENT = 20
@@ -172,3 +176,44 @@ async def test_an_agents_image_address_is_not_passed_to_the_engine(
     assert status == 400
     assert "interception.image_hosts" in told["error"]["message"]
     assert not desk.sampler.generations
+
+
+def test_a_relay_forwards_neither_nominated_headers_nor_the_agents_choice_of_organisation() -> None:
+    sent = [
+        (b"Connection", b"keep-alive, X-Hop"),
+        (b"X-Hop", b"one"),
+        (b"OpenAI-Organization", b"org-other"),
+        (b"OpenAI-Project", b"proj-other"),
+        (b"X-Stays", b"two"),
+    ]
+    lines = forwarded(sent, "secret", b"key", prefers_x_api_key=False)
+    assert lines == b"X-Stays: two\r\nAuthorization: Bearer key\r\n"
+
+
+async def keyed(request: Request) -> None:
+    """A handler that knows the key `known`."""
+    if request.headers.get(b"x-api-key") == b"known":
+        request.owner = "session"
+    request.answer(200, request.dated(JSON), b"{}")
+
+
+WITH_KEY = b"GET / HTTP/1.1\r\nHost: x\r\nX-API-Key: known\r\n\r\n"
+
+
+async def test_when_connections_are_full_the_oldest_without_a_key_is_closed() -> None:
+    async with serving(keyed, limits=Limits(num_connections=3)) as place:
+        known = await place.client()
+        known.send(WITH_KEY)
+        assert (await known.answer())[0] == 200
+        strangers = [await place.client() for _ in range(6)]
+        for stranger in strangers[:4]:
+            assert await stranger.rest() == b""
+        known.send(WITH_KEY)
+        assert (await known.answer())[0] == 200
+        assert place.server.num_connections == 3
+
+
+async def test_a_connection_that_never_showed_a_known_key_ends_early() -> None:
+    async with serving(keyed, limits=Limits(unknown_s=0.0)) as place:
+        stranger = await place.client()
+        assert await stranger.rest() == b""

@@ -45,6 +45,11 @@ class Limits(msgspec.Struct, frozen=True):
     """Kept connections, and clients that take nothing; the pools of clients keep 90 s at most."""
     head_s: float = 20.0
     """From a request's first byte to the end of its head."""
+    unknown_s: float = 10.0
+    """From the beginning of a connection on which no known key was shown."""
+    num_connections: int | None = None
+    """Open ones, at most; past it the oldest that has not shown a known key is closed. None: 80 %
+    of the files that the process may hold open, so that engines can still be dialled."""
     linger_s: float = 5.0
     """To take an answer before which not all was read: closing at once would destroy it."""
 
@@ -83,9 +88,10 @@ class Inbound(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = RequestParser(self)
         self._task: asyncio.Task[None] | None = None
-        self._since_s = loop.time()
-        """When it last got on."""
-        self._current: Request | None = None
+        self._since_s = self._opened_s = loop.time()
+        """When it last made progress, and when it began."""
+        self.was_known = False
+        self.current: Request | None = None
         """Which is handled."""
         self._is_paused = False
         self._num_unasked_bytes = 0
@@ -117,7 +123,7 @@ class Inbound(asyncio.Protocol):
 
     def retire(self) -> None:
         """Close once nothing is handled."""
-        last = self._current or next(iter(self._parser.requests), None)
+        last = self.current or next(iter(self._parser.requests), None)
         if last:
             last.keeps = False
         elif self._transport:
@@ -136,14 +142,17 @@ class Inbound(asyncio.Protocol):
             self._num_unsent_bytes, self._since_s = num_unsent, now_s
         waited_s = now_s - self._since_s
         limits = self._house.limits
+        is_strange = not is_known(self) and now_s - self._opened_s > limits.unknown_s
         if self.state is InboundState.LEAVING:
             if waited_s > limits.linger_s:
                 self.hang_up()
         elif self.state is InboundState.READING:
-            if waited_s > limits.head_s:
+            if is_strange or waited_s > limits.head_s:
                 self._parser.fail(408, "the request's head stopped coming")
                 self._tell()
-        elif waited_s > limits.idle_s and (self.is_clogged or self.state is InboundState.IDLE):
+        elif (self.is_clogged or self.state is InboundState.IDLE) and (
+            is_strange or waited_s > limits.idle_s
+        ):
             self.hang_up()
 
     # what its requests do
@@ -185,7 +194,7 @@ class Inbound(asyncio.Protocol):
     def eof_received(self) -> None:
         """The client hung up: the connection is closed in both directions; at once where an answer
         is under way, since a client that takes none of it would hold its handler."""
-        if self._current and not self._current.is_answered:
+        if self.current and not self.current.is_answered:
             self.hang_up()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -232,7 +241,7 @@ class Inbound(asyncio.Protocol):
 
     async def _serve_one(self, request: Request) -> bool:
         """Whether the connection goes on."""
-        self.state, self._current = InboundState.BUSY, request
+        self.state, self.current = InboundState.BUSY, request
         if not self._parser.requests and self._is_paused:
             # While nothing is read it would not be seen that the client hangs up.
             self._num_unasked_bytes = 0
@@ -256,7 +265,8 @@ class Inbound(asyncio.Protocol):
                 self._refuse(Fault(500, "a fault in the server"))
             return False
         finally:
-            self._current = None
+            self.current = None
+            self.was_known = self.was_known or request.owner is not None
             request.release_body()
         return request.keeps
 
@@ -279,3 +289,9 @@ class Inbound(asyncio.Protocol):
             self._transport.write_eof()
         else:  # TLS has no half-closed connections
             self._transport.close()
+
+
+def is_known(inbound: Inbound) -> bool:
+    """Whether a request on the connection has shown a known key."""
+    current = inbound.current
+    return inbound.was_known or (current is not None and current.owner is not None)

@@ -7,6 +7,7 @@ lets running handlers end within a bound. Driven by edge.py and by the gateway.
 """
 
 import asyncio
+import resource
 import socket
 import ssl
 import sys
@@ -15,11 +16,14 @@ from collections.abc import Awaitable, Callable
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.process import http_address
 from rollmesh.serve.interception.bodies import Bodies
-from rollmesh.serve.interception.inbound import Inbound, Limits
+from rollmesh.serve.interception.inbound import Inbound, Limits, is_known
 from rollmesh.serve.interception.request import Request
 
 BACKLOG = 1024
 SWEEP_S = 1.0
+
+FILES_FRACTION = 0.8
+"""Connections may take this part of the files that the process may hold open."""
 
 Handler = Callable[[Request], Awaitable[None]]
 """Answers its request."""
@@ -44,7 +48,9 @@ class HttpServer:
         self._listener: asyncio.Server | None = None
         self._more: set[asyncio.Server] = set()
         """Listeners in the network namespaces of programs."""
-        self._connections: set[Inbound] = set()
+        self._connections: dict[Inbound, None] = {}
+        """The oldest first."""
+        self._max_connections = self.limits.num_connections or _share_of_files()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
         self._emptied = asyncio.Event()
@@ -109,13 +115,16 @@ class HttpServer:
 
     def opened(self, inbound: Inbound) -> None:
         """It is there."""
-        self._connections.add(inbound)
+        self._connections[inbound] = None
+        if len(self._connections) > self._max_connections:
+            # The new one is the last to go: it has not shown a key yet.
+            next(each for each in self._connections if not is_known(each)).hang_up()
         if self._is_stopping:
             inbound.hang_up()
 
     def lost(self, inbound: Inbound) -> None:
         """It is gone."""
-        self._connections.discard(inbound)
+        self._connections.pop(inbound, None)
         if not self._connections:
             self._emptied.set()
 
@@ -133,3 +142,8 @@ class HttpServer:
         limits = self.limits
         period_s = min(SWEEP_S, limits.idle_s / 4, limits.head_s / 4, limits.linger_s / 4)
         self._sweeper = loop.call_later(period_s, self._sweep, loop)
+
+
+def _share_of_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else int(FILES_FRACTION * soft)

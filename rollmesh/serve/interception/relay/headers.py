@@ -30,6 +30,9 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     b"authorization",
     b"x-api-key",
     b"accept-encoding",  # the answer is read here too
+    b"openai-organization",  # whom the provider bills is not the agent's to choose
+    b"openai-project",
+    b"anthropic-organization",
 }
 _NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"set-cookie"}
 
@@ -37,17 +40,25 @@ _NOT_RETURNED = _HOP_BY_HOP | {b"content-length", b"set-cookie"}
 def forwarded(sent: Iterable[Header], secret: str, key: bytes, prefers_x_api_key: bool) -> bytes:
     """The lines for the upstream of what an agent sent, who showed us `secret`.
 
-    `key` is the provider's, empty for none; it goes where the agent's own stood.
+    `key` is the provider's, empty for none; it replaces the agent's own. Lines that `Connection`
+    names belong to one connection (RFC 9110, 7.6.1) and are left out.
     """
     shown = secret.encode("utf-8", "surrogateescape")
     lines: list[bytes] = []
+    sent = list(sent)
+    nominated = {
+        option.strip().lower()
+        for name, value in sent
+        if name.lower() == b"connection"
+        for option in value.split(b",")
+    }
     for name, value in sent:
         lower = name.lower()
         if lower == b"x-api-key":
             prefers_x_api_key = True
         elif lower == b"authorization":
             prefers_x_api_key = False
-        if lower not in _NOT_FORWARDED and shown not in value:
+        if lower not in _NOT_FORWARDED and lower not in nominated and shown not in value:
             lines.append(b"%b: %b\r\n" % (name, value))
     if key:
         line = b"x-api-key: %b\r\n" if prefers_x_api_key else b"Authorization: Bearer %b\r\n"
