@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.cli.make_model import is_made
-from rollmesh.cli.options import add_set, add_share, add_view, parser, share_of
+from rollmesh.cli.options import add_no_keys, add_set, add_share, add_view, parser, share_of
 from rollmesh.cli.resume import add_resume, resume_command, settings_of
 from rollmesh.core.config import Config
 from rollmesh.launch.run import Order, launch
@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     add_share(arguments)
     add_resume(arguments)
     add_set(arguments)
+    add_no_keys(arguments)
     add_view(arguments)
     options = arguments.parse_args(argv)
     if options.seed is not None:
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
         config=config,
         make_model=() if is_there else make_model,
         is_live=options.is_live,
+        has_keys=options.has_keys,
         about="" if is_there else ABOUT,
         resume=options.resume,
         share=share_of(options),

@@ -6,7 +6,7 @@ It succeeds only when the router has agreed; launch does not start a drained wor
 import time
 from pathlib import Path
 
-from rollmesh.cli.options import parser
+from rollmesh.cli.options import add_run, parser
 from rollmesh.cli.router_call import ask, facing, router_address
 from rollmesh.cli.run_folder import run_folder
 from rollmesh.cli.standing import of_folder
@@ -14,6 +14,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
 from rollmesh.core.run_state import ENDED
 from rollmesh.launch.folder import read_addresses
+from rollmesh.wire.key_search import has_keys
 from rollmesh.wire.messages import AddressesAnswered, AskAddresses, AskDrain, DrainAnswered
 
 
@@ -26,16 +27,19 @@ def main(argv: list[str]) -> int:
     where.add_argument(
         "--router", metavar="ADDRESS", help="of the router: tcp://host:port or http://host:port"
     )
+    add_run(arguments)
     options = arguments.parse_args(argv)
+    run = options.run
     if options.router:
         router = router_address(options.router)
     else:
-        router = router_of(run_folder(options.run_folder))
+        folder = run_folder(options.run_folder or run)
+        router, run = router_of(folder), run or (folder if has_keys(folder) else None)
     reason = "asked for by `rollmesh drain`"
-    answer = ask(router, AskDrain(1, options.worker, reason), DrainAnswered)
+    answer = ask(router, AskDrain(1, options.worker, reason), DrainAnswered, run)
     if not answer.ok:
         raise UserError(answer.error)
-    addresses = ask(router, AskAddresses(2), AddressesAnswered)
+    addresses = ask(router, AskAddresses(2), AddressesAnswered, run)
     print(f"{options.worker} takes nothing new; its process ends when what it runs is done")
     print(f"router: {router}, status {facing(addresses.status_url, router)}")
     return OK

@@ -20,6 +20,8 @@ from rollmesh.cli.endpoint import Upstream, add_upstream, relay, upstream_of
 from rollmesh.cli.evaltable import progress, show
 from rollmesh.cli.options import (
     add_model_dir,
+    add_no_keys,
+    add_run,
     add_set,
     config_of,
     lay_model_over,
@@ -38,12 +40,15 @@ from rollmesh.envs.loading import load_env
 from rollmesh.envs.openai_client import close_pool
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import move_aside
+from rollmesh.launch.keys import keys_of
 from rollmesh.launch.machine import End
 from rollmesh.launch.serving import ServingMesh
 from rollmesh.serve.client.plan import Plan, pose, read_plan, write_plan
 from rollmesh.serve.client.results import Row, rows_in
 from rollmesh.serve.client.scores import Report, report_of
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.key_search import find_keys
+from rollmesh.wire.keys import Keys, Role
+from rollmesh.wire.sockets import check_admitted
 
 SETTINGS: dict[str, Any] = {"worker": {"failed_sibling": "score_rest"}}
 FOLDER = Path("runs/eval")
@@ -61,6 +66,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the mesh to use; '' to start one."""
     upstream: Upstream | None
     """The endpoint to evaluate instead, without a mesh."""
+    run: Path | None
+    """With `router`: the run folder that has its keys."""
+    has_keys: bool
+    """Make keys for the mesh that it starts."""
     resumes: bool
     says_json: bool
 
@@ -106,6 +115,8 @@ def arguments() -> argparse.ArgumentParser:
     found.add_argument("--json", action="store_true", help="report as JSON, not as a table")
     found.add_argument("--config", type=Path, help="mesh.toml, for all other settings")
     add_set(found)
+    add_run(found)
+    add_no_keys(found)
     return found
 
 
@@ -145,6 +156,8 @@ def order_of(options: argparse.Namespace) -> Order:
         folder=options.out,
         router=options.router,
         upstream=upstream,
+        run=options.run,
+        has_keys=options.has_keys,
         resumes=options.resume,
         says_json=options.json,
     )
@@ -189,10 +202,10 @@ async def carry_out(order: Order, tasks: list[Task]) -> End:
     open_folder(order)
     async with AsyncExitStack() as stack:
         teller = stack.enter_context(progress(order.plan, len(tasks), status_of(order)))
-        router, stop = await _enter_mesh(order, stack)
+        router, keys, stop = await _enter_mesh(order, stack)
         if stop.done():
             return stop.result()
-        site = Site(router, order.folder, order.config.journal, read_keys())
+        site = Site(router, order.folder, order.config.journal, keys)
         evaluating = evaluate(order.plan, tasks, site, teller.on_rows, teller.on_client)
         work = asyncio.create_task(evaluating, name="evaluation")
         try:
@@ -237,14 +250,20 @@ async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> End:
         return stop.result()
 
 
-async def _enter_mesh(order: Order, stack: AsyncExitStack) -> tuple[str, asyncio.Task[End]]:
-    """The router's address, and what is done when the evaluation must end."""
+async def _enter_mesh(
+    order: Order, stack: AsyncExitStack
+) -> tuple[str, Keys | None, asyncio.Task[End]]:
+    """The router's address, the keys for it, and a task that ends when the evaluation must."""
     if order.router:
+        keys = find_keys(order.router, Role.CLIENT, order.run)
+        check_admitted(order.router, keys)
         stop = asyncio.create_task(_stopped(), name="stop")
         stack.callback(stop.cancel)
-        return order.router, stop
-    mesh = await stack.enter_async_context(ServingMesh(mesh_config(order), resume_command(order)))
-    return "" if mesh.end.done() else mesh.router, mesh.end
+        return order.router, keys, stop
+    started = ServingMesh(mesh_config(order), resume_command(order), has_keys=order.has_keys)
+    mesh = await stack.enter_async_context(started)
+    keys = keys_of(mesh.keys, Role.CLIENT)
+    return "" if mesh.end.done() else mesh.router, keys, mesh.end
 
 
 async def _stopped() -> End:

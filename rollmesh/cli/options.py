@@ -17,6 +17,7 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.core.handed import process_engine_key
 from rollmesh.core.model_folder import resolve_model
 from rollmesh.core.share import Share
+from rollmesh.wire.keys import KEYS_VARIABLE
 
 
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -41,6 +42,27 @@ def add_room(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, help="mesh.toml, or a run folder's config.json")
     add_set(parser)
     parser.add_argument("--ready-fd", type=int, help="report on this descriptor when serving")
+
+
+def add_no_keys(parser: argparse.ArgumentParser) -> None:
+    """`--no-keys`, for verbs that start a mesh."""
+    parser.add_argument(
+        "--no-keys",
+        dest="has_keys",
+        action="store_false",
+        help="make no keys for this run: any user of this machine can then join its mesh",
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """`--run`, for verbs that dial a mesh."""
+    parser.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help=f"run folder with the mesh's keys (default: {KEYS_VARIABLE}, or the run under runs/ "
+        "whose router has that address)",
+    )
 
 
 def add_listen(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ http://host:port   the status address
 """
 
 import time
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -16,9 +17,10 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.dashboard.rows import RouterRow
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import check_dial, read_keys
+from rollmesh.wire.key_search import find_keys
+from rollmesh.wire.keys import Role
 from rollmesh.wire.messages import AddressesAnswered, AskAddresses, AskDrain, DrainAnswered
-from rollmesh.wire.sockets import Dialer, wait
+from rollmesh.wire.sockets import Dialer, check_admitted, wait
 
 ANSWER_S = 3.0
 REPEAT_S = 0.5
@@ -36,11 +38,11 @@ def check_router(address: str) -> None:
         )
 
 
-def status_of(address: str) -> RouterRow:
+def status_of(address: str, run: Path | None = None) -> RouterRow:
     """Return the report of the router at either address; AddressError, one line, without one."""
     check_router(address)
     if address.startswith("tcp://"):
-        answer = ask(address, AskAddresses(1), AddressesAnswered)
+        answer = ask(address, AskAddresses(1), AddressesAnswered, run)
         return _get(facing(answer.status_url, address), asked=address)
     return _get(address.rstrip("/"), asked=address)
 
@@ -63,10 +65,18 @@ def facing(address: str, known: str) -> str:
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port}"
 
 
-def ask(router: str, message: AskAddresses | AskDrain, kind: type[Answer]) -> Answer:
-    """The router's answer, of type `kind`; AddressError if there is none in time."""
-    keys = read_keys()
-    check_dial(router, keys)
+def ask(
+    router: str,
+    message: AskAddresses | AskDrain,
+    kind: type[Answer],
+    run: Path | None = None,
+) -> Answer:
+    """The router's answer, of type `kind`; AddressError if there is none in time.
+
+    `run` is the run folder whose keys it takes; see find_keys.
+    """
+    keys = find_keys(router, Role.OPERATOR, run)
+    check_admitted(router, keys)
     dialer = Dialer(router, new_id("verb"), keys)
     try:
         end_s = time.monotonic() + ANSWER_S

@@ -112,9 +112,9 @@ def of_folder(folder: Path, unix_s: float) -> Standing:
     return Standing(told.time_s, run, router, processes, max(0.0, unix_s - told.time_s))
 
 
-def of_router(address: str, unix_s: float) -> Standing:
+def of_router(address: str, unix_s: float, run: Path | None = None) -> Standing:
     """Return the router's report, asked at either address; AddressError, one line, without one."""
-    return Standing(unix_s, None, status_of(address), [])
+    return Standing(unix_s, None, status_of(address, run), [])
 
 
 def _view_of(folder: Path) -> RunView:

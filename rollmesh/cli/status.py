@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from rollmesh.cli.options import parser
+from rollmesh.cli.options import add_run, parser
 from rollmesh.cli.run_folder import run_folder
 from rollmesh.cli.standing import Standing, of_folder, of_router
 from rollmesh.cli.tables import paint
@@ -38,10 +38,11 @@ def main(argv: list[str]) -> int:
     where.add_argument(
         "--router", metavar="ADDRESS", help="of a router: tcp://host:port or http://host:port"
     )
+    add_run(arguments)
     arguments.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = arguments.parse_args(argv)
-    look = looker(options.run_folder, options.router)
+    look = looker(options.run_folder, options.router, options.run)
     with unread():
         if options.is_json:
             tell_json(look, options.watch)
@@ -50,11 +51,11 @@ def main(argv: list[str]) -> int:
     return OK
 
 
-def looker(folder: Path | None, router: str | None) -> Look:
+def looker(folder: Path | None, router: str | None, run: Path | None = None) -> Look:
     """What takes a look each time it is called; UserError where there is nothing to look at."""
     if router:
-        return lambda: of_router(router, time.time())
-    chosen = run_folder(folder)
+        return lambda: of_router(router, time.time(), run)
+    chosen = run_folder(folder or run)
     return lambda: of_folder(chosen, time.time())
 
 

@@ -6,7 +6,7 @@ the run went. Driven by people, and in containers as the main process.
 
 from pathlib import Path
 
-from rollmesh.cli.options import add_set, add_share, add_view, parser, share_of
+from rollmesh.cli.options import add_no_keys, add_set, add_share, add_view, parser, share_of
 from rollmesh.cli.resume import add_resume, resume_command, settings_of
 from rollmesh.launch.run import Order, launch
 
@@ -24,12 +24,14 @@ def main(argv: list[str]) -> int:
     add_share(arguments)
     add_resume(arguments)
     add_set(arguments)
+    add_no_keys(arguments)
     add_view(arguments)
     options = arguments.parse_args(argv)
     return launch(
         Order(
             config=settings_of(options),
             is_live=options.is_live,
+            has_keys=options.has_keys,
             resume=options.resume,
             share=share_of(options),
             resume_command=resume_command("up", argv),

@@ -16,6 +16,7 @@ from rollmesh.cli.options import (
     add_listen,
     add_model_dir,
     add_room,
+    add_run,
     config_of,
     lay_model_over,
     model_defaults,
@@ -31,6 +32,9 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.model_folder import why_no_folder
 from rollmesh.core.process import is_launched
 from rollmesh.core.warden import guard, mark_self
+from rollmesh.wire.key_search import find_keys
+from rollmesh.wire.keys import Role
+from rollmesh.wire.sockets import check_admitted
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +55,9 @@ def main(argv: list[str]) -> int:
     num_rollouts = config.worker.max_rollouts
     allow_descriptors(PER_ROLLOUT * num_rollouts, f"worker.max_rollouts = {num_rollouts}")
     worker_id = options.worker_id or new_worker_id()
-    return run(config, options.router, worker_id, options.listen_fd, options.ready_fd)
+    keys = find_keys(options.router, Role.WORKER, options.run)
+    check_admitted(options.router, keys)
+    return run(config, options.router, worker_id, options.listen_fd, options.ready_fd, keys)
 
 
 def new_worker_id() -> str:
@@ -67,6 +73,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     add_model_dir(arguments)
     arguments.add_argument("--worker-id", help="its name in the mesh (HOST-PID-RANDOM)")
+    add_run(arguments)
     add_room(arguments)
     add_listen(arguments)
     return arguments

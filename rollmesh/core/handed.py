@@ -33,6 +33,7 @@ from rollmesh.core.secret_file import (
 SECRETS_VARIABLE = "ROLLMESH_SECRETS_FD"
 """Environment: the descriptor to read secrets from."""
 KEYS_VARIABLE = "ROLLMESH_KEYS"
+WORKER_FILE = "worker.json"
 SECRET_VARIABLES = (
     KEYS_VARIABLE,
     ADMIN_TOKEN_VARIABLE,
@@ -127,9 +128,12 @@ def protect_memory() -> None:
 
 
 def read_key_file(name: str) -> str:
-    """The text of the key file `name`; ConfigError if it cannot be read or is not private."""
+    """The text of the key file `name`, of a key folder that of its worker's file; ConfigError if it
+    cannot be read or is not private."""
+    path = Path(name)
     try:
-        return read_private(Path(name)).decode("utf-8", "replace")
+        raw = read_private(path / WORKER_FILE if path.is_dir() else path)
+        return raw.decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{KEYS_VARIABLE}={name}: {str(error.strerror).lower()}") from None
     except ConfigError as error:

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -73,14 +73,23 @@ class BeatReader(asyncio.Protocol):
 class ChildProcess:
     """A process that keeps to the protocol of core/process.py."""
 
-    def __init__(self, plan: ChildPlan, argv: list[str], log_folder: Path, mark: str) -> None:
-        """`argv` is the plan's, with the addresses filled in; `mark` is no other process's."""
+    def __init__(
+        self,
+        plan: ChildPlan,
+        argv: list[str],
+        log_folder: Path,
+        mark: str,
+        variables: Mapping[str, str] = {},
+    ) -> None:
+        """`argv` is the plan's, with the addresses filled in; `mark` is no other process's;
+        `variables` are set in its environment."""
         self.role = plan.role
         self.pid = 0
         """0 before the start and after the end."""
         self._plan = plan
         self._argv = argv
         self._mark = mark
+        self._variables = variables
         self._output = log_folder / f"{plan.role}.out"
         self._report = new_pipe()
         self._gate = new_pipe()
@@ -167,6 +176,7 @@ class ChildProcess:
         """The child's environment, and the descriptor of its secrets if it takes them so."""
         environment = {
             **os.environ,
+            **self._variables,
             LAUNCHER_VARIABLE: str(os.getpid()),
             MARK_VARIABLE: self._mark,
             BEAT_VARIABLE: str(self._beats.writing.fileno()),

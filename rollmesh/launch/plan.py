@@ -60,6 +60,8 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The setting that `bind` stands in, for people."""
     loads: str = ""
     """The name of the thing it loads before it reports, for the line about a crash in that load."""
+    key: str = ""
+    """Role of the key that it gets; '' for none."""
     is_worker: bool = False
     """Whether the router knows it by its role, and is told of its end."""
 
@@ -103,6 +105,7 @@ def plan_mesh(
         ChildPlan(
             role="trainer",
             argv=(*ROLLMESH, "train", *settings, "--router", "{router}", *share_words(share)),
+            key="publisher",
             on_death=OnDeath.FINISH,
             needs=("router",),
             gate=(*model_first, *([COORDINATOR] if share else [])),
@@ -189,6 +192,7 @@ def plan_router(config: Config, settings: tuple[str, ...]) -> ChildPlan:
     return ChildPlan(
         role="router",
         argv=(*ROLLMESH, "router", *settings, *engine_words(config)),
+        key="hub",
         again=("--bind", "{router}"),
         on_death=OnDeath.RESTART,
         bind=config.router.http_bind,
@@ -203,6 +207,7 @@ def plan_coordinator(config: Config, settings: tuple[str, ...], share: Share) ->
     return ChildPlan(
         role=COORDINATOR,
         argv=(*ROLLMESH, "coordinator", *words, "--weights", str(weights_of(config))),
+        key="publisher",
         on_death=OnDeath.RESTART,
         needs=("router",),
     )
@@ -224,6 +229,7 @@ def plan_worker(
     return ChildPlan(
         role=role,
         argv=(*ROLLMESH, "worker", *settings, "--router", "{router}", "--worker-id", role),
+        key="worker",
         is_worker=True,
         loads=f"env = {config.env}",
         on_death=OnDeath.REPLACE,

@@ -31,6 +31,7 @@ from rollmesh.launch.claim import claim_of, give_back, take
 from rollmesh.launch.complaints import Complaints, RolloutFailures
 from rollmesh.launch.earlier import find_earlier
 from rollmesh.launch.folder import RunFolder, config_path
+from rollmesh.launch.keys import make_run_keys
 from rollmesh.launch.machine import End
 from rollmesh.launch.plan import plan_mesh
 from rollmesh.launch.progress import Progress
@@ -69,6 +70,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """In a fleet, where its GPUs are not its own."""
     resume_command: str = ""
     """The command that resumes the run, for people; '' if there is none."""
+    has_keys: bool = True
+    """Make keys for the run, unless the user has named some."""
 
 
 def launch(order: Order) -> int:
@@ -102,17 +105,20 @@ class Run:
             folder = RunFolder(config, resume=order.resume, resume_command=order.resume_command)
             setup("launch", folder.path, on_console=False)
             try:
-                sampler, end = await self._follow(mesh, folder)
+                keys = make_run_keys(folder.path, plans) if order.has_keys else None
+                sampler, end = await self._follow(mesh, folder, keys)
             except BaseException as error:
                 folder.end(RunState.FAILED, f"launch failed: {type(error).__name__}: {error}")
                 raise
         self._sum_up(end, folder, sampler)
         return end.code
 
-    async def _follow(self, mesh: Mesh, folder: RunFolder) -> tuple[Sampler, End]:
+    async def _follow(
+        self, mesh: Mesh, folder: RunFolder, keys: Path | None
+    ) -> tuple[Sampler, End]:
         """Run it, and show how it goes."""
         config = self._order.config
-        supervisor = Supervisor(mesh, config.launch, folder, self._clock)
+        supervisor = Supervisor(mesh, config.launch, folder, self._clock, keys)
         sampler = Sampler(supervisor, folder, self._clock)
         progress = Progress(config.trainer.num_steps)
         scene = Scene(config.run.name, progress, sampler, supervisor)

@@ -10,6 +10,7 @@ none is left. The first SIGINT or SIGTERM ends the mesh, and `end` tells it. Dri
 
 import asyncio
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Self
 
 from rollmesh.core.clock import SystemClock
@@ -17,6 +18,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.logs import setup
 from rollmesh.core.run_state import RunState
 from rollmesh.launch.folder import RunFolder, config_path
+from rollmesh.launch.keys import make_run_keys
 from rollmesh.launch.machine import End, MeshState
 from rollmesh.launch.plan import plan_serving
 from rollmesh.launch.sampler import Sampler
@@ -29,13 +31,16 @@ ROUTER = "router"
 class ServingMesh:
     """See the module."""
 
-    def __init__(self, config: Config, resume_command: str = "") -> None:
+    def __init__(self, config: Config, resume_command: str = "", *, has_keys: bool = True) -> None:
         """`config` has been checked; an older run folder of its name is moved aside."""
         self.end: asyncio.Task[End]
         """Done when the mesh has ended, by itself or by a signal."""
         self.folder: RunFolder
         self._config = config
         self._resume_command = resume_command
+        self._has_keys = has_keys
+        self.keys: Path | None = None
+        """The key folder of its run, if it has one."""
         self._supervisor: Supervisor
         self._left_as: RunState | None = None
         """The state of the run, once the program has left the block while the mesh served."""
@@ -50,10 +55,13 @@ class ServingMesh:
         """Start, and wait until all serve or the mesh has ended."""
         config = self._config
         settings = ("--config", str(config_path(config)))
-        mesh = open_mesh(plan_serving(config, settings, router_words=("--fixed-weights",)))
+        plans = plan_serving(config, settings, router_words=("--fixed-weights",))
+        mesh = open_mesh(plans)
         self.folder = RunFolder(config, resume_command=self._resume_command)
         setup("launch", self.folder.path, on_console=False)
-        self._supervisor = Supervisor(mesh, config.launch, self.folder, SystemClock())
+        self.keys = make_run_keys(self.folder.path, plans) if self._has_keys else None
+        clock = SystemClock()
+        self._supervisor = Supervisor(mesh, config.launch, self.folder, clock, self.keys)
         self.end = asyncio.create_task(self._run(), name="mesh")
         async with AsyncExitStack() as undo:
             undo.push_async_callback(self.__aexit__)

@@ -13,7 +13,7 @@ from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.share import Share
 from rollmesh.wire.frames import Buffer, Packet
-from rollmesh.wire.keys import check_dial, read_keys
+from rollmesh.wire.keys import Role, check_dial, read_scheduler_keys
 from rollmesh.wire.scheduling import (
     ClaimPipeline,
     PipelineSpec,
@@ -75,7 +75,7 @@ def check_share(
 
 def admitted(share: Share, wait_s: float, say: Callable[[str], object]) -> None:
     """Return once the pipeline is admitted; raise UserError if it is not within `wait_s`."""
-    check_dial(share.scheduler, read_keys())
+    check_dial(share.scheduler, read_scheduler_keys(role=Role.CLIENT))
     end_s, has_said = time.monotonic() + wait_s, False
     while True:
         try:
@@ -117,7 +117,7 @@ def ask(
     share: Share, question: Question, patience_s: float
 ) -> tuple[SchedulerAnswered, Buffer] | None:
     """What is answered, said again until it is; None where nobody answers in time."""
-    check_dial(share.scheduler, keys := read_keys())
+    check_dial(share.scheduler, keys := read_scheduler_keys(role=Role.CLIENT))
     dialer = Dialer(share.scheduler, new_id("launch-"), keys)
     try:
         return _answer(dialer, question, time.monotonic() + patience_s)

@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import socket
+from pathlib import Path
 from typing import NamedTuple
 
 from rollmesh.core.clock import Clock
@@ -21,6 +22,7 @@ from rollmesh.core.warden import guard, new_mark, sweep_memory
 from rollmesh.launch.child import ChildProcess, Hooks
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.herald import Herald
+from rollmesh.launch.keys import key_variables
 from rollmesh.launch.machine import (
     Aborted,
     Action,
@@ -64,8 +66,14 @@ class Supervisor:
     """A running mesh."""
 
     def __init__(
-        self, mesh: "Mesh", settings: LaunchConfig, folder: RunFolder, clock: Clock
+        self,
+        mesh: "Mesh",
+        settings: LaunchConfig,
+        folder: RunFolder,
+        clock: Clock,
+        keys: Path | None = None,
     ) -> None:
+        """`keys` is the run's key folder, if it has one."""
         self.machine = Supervision(mesh.plans, settings)
         self.ready: dict[str, Ready] = {}
         """What each child reported last."""
@@ -78,7 +86,8 @@ class Supervisor:
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._processes: dict[str, ChildProcess] = {}
-        self._herald = Herald()
+        self._keys = keys
+        self._herald = Herald(keys)
         self._mark = mesh.mark
         self._num_started = 0
         self._sockets = mesh.sockets
@@ -146,7 +155,9 @@ class Supervisor:
                 argv = fill((*plan.argv, *again), self._addresses)
                 self._num_started += 1
                 mark = f"{self._mark}/{role}.{self._num_started}"
-                self._processes[role] = ChildProcess(plan, argv, self._folder.logs, mark)
+                self._processes[role] = ChildProcess(
+                    plan, argv, self._folder.logs, mark, key_variables(plan, self._keys)
+                )
                 tasks.create_task(self._child(plan), name=role)
             case Release(role):
                 self._processes[role].release()

@@ -3,8 +3,9 @@
     consumer: Hello(its nonce)            owner: Welcome(its nonce, proof over both)
     consumer: Proof(proof over both)      owner: Admitted | Refused
 
-A proof is HMAC-SHA256 (RFC 2104), keyed with what both secrets of the key file give, over who
-speaks and both nonces; so neither end's proof is ever the other's, nor one of an earlier time.
+A proof is HMAC-SHA256 (RFC 2104), keyed with the secret of the key file that a trainer and its
+ranks share, over the speaker's part and both nonces; so neither end's proof is ever the other's,
+nor one of an earlier time.
 Invariant: an end that has keys goes on only with one that proved them, within HANDSHAKE_S. What
 follows is neither encrypted nor signed: keys keep strangers out, not who can read or change what is
 on the wire between machines. Without keys, on loopback, there is nothing to prove. Driven by
@@ -127,8 +128,7 @@ def _secret(keys: Keys | None) -> bytes:
     """What only who has the key file can know; b'' without keys."""
     if keys is None:
         return b""
-    both = f"{keys.hub_secret}{keys.dialer_secret}".encode()
-    return hmac.digest(both, b"rollmesh tensors", "sha256")
+    return hmac.digest(keys.secret.encode(), b"rollmesh tensors", "sha256")
 
 
 def _proof(secret: bytes, speaker: bytes, nonces: bytes) -> bytes:

@@ -34,7 +34,7 @@ from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import FleetAnswered, FleetChanged, ReadFleet
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.keys import Role, read_keys
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
 from rollmesh.wire.sockets import Dialer
 
@@ -122,7 +122,7 @@ class Rollouts:
         self.num_legs = 0
         self._plan = plan
         self._view = FleetView()
-        self._dialer = Dialer(router, f"rollouts-{plan.pipeline}", read_keys())
+        self._dialer = Dialer(router, f"rollouts-{plan.pipeline}", read_keys(role=Role.PUBLISHER))
         self._sampler = Sampler(
             SamplerParts(view=self._view, vocab_size=TO_THE_END, report=lambda _: None)
         )

@@ -47,7 +47,7 @@ from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
 from rollmesh.trainer.tenancy import SLEEP_S, STOP_SHARE, Tenancy, tenancy_of
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.keys import Role, read_keys
 
 log = get_logger()
 
@@ -72,7 +72,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         log.warning(event, why=why, fix=fix)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
-    tenancy = tenancy_of(share, read_keys(), stop)
+    tenancy = tenancy_of(share, None, stop)
     client, savepoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = staleness_of(config, revival)
@@ -90,7 +90,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.room)
     pacer.go_on(recovery)
     background = BackgroundLoop("publisher")
-    shell = PublishShell(router, config.publish, read_keys(), client.client_id)
+    shell = PublishShell(router, config.publish, read_keys(role=Role.PUBLISHER), client.client_id)
     weights = Weights(folder / "weights", background, shell.is_loading, shell.fleet)
     weights.policy_version = recovery.policy_version - 1
 
@@ -198,7 +198,9 @@ def policy_of(config: Config, staleness: Staleness) -> Trainee:
     from rollmesh.trainer.ranked import RankedPolicy  # noqa: PLC0415 - only where it is wanted
 
     folder = config.run_folder()
-    return RankedPolicy(config.model.path, config.trainer, folder, read_keys(), staleness)
+    return RankedPolicy(
+        config.model.path, config.trainer, folder, read_keys(role=Role.PUBLISHER), staleness
+    )
 
 
 def with_device(config: Config) -> Config:

@@ -1,97 +1,227 @@
-"""Who may dial whom: loopback needs nothing, everything else needs CURVE keys.
+"""Key pairs of a mesh: one for its hub and one for each member, with a role.
 
-One key file per mesh (0600, made by `new_keys`) holds the hub's key pair and the dialers' key pair.
-A hub accepts only the dialers' public key; dialers accept only the hub's. Invariants: there is no
-default secret, and an address that other machines can reach is refused without keys. The transport
-is CurveZMQ (rfc.zeromq.org/spec/26). Driven by sockets.py; the file's path comes from the
-environment variable ROLLMESH_KEYS.
+    FOLDER/hub.json       the hub's pair; the router holds it, and no worker host does
+    FOLDER/NAME.json      a member's pair, its role and the hub's public key; this file is copied
+    FOLDER/members.json   names, roles and public keys of the members that hubs let in
+
+- Files are 0600 and the folder is 0700; other modes and owners are refused.
+- ROLLMESH_KEYS names a folder, of which a process takes the file of its role, or one file.
+- There is no default secret, and an address that other machines can reach is refused without keys.
+- The transport is CurveZMQ (rfc.zeromq.org/spec/26).
 """
 
-import functools
+import enum
+import errno
 import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.handed import KEYS_VARIABLE as KEYS_VARIABLE
-from rollmesh.core.handed import handed, read_key_file
+from rollmesh.core.handed import handed
 from rollmesh.core.loopback import is_loopback
-from rollmesh.core.secret_file import make_secret_file
+from rollmesh.core.secret_file import make_secret_file, read_private
+
+SCHEDULER_KEYS_VARIABLE = "ROLLMESH_SCHEDULER_KEYS"
+"""Keys of a fleet's scheduler where these are not those of the mesh; empty: none."""
+MEMBERS = "members.json"
+HUB = "hub"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-class Keys(msgspec.Struct, frozen=True):
-    """Z85 texts of both pairs."""
+class Role(enum.StrEnum):
+    """What the holder of a key is; members.py says what each role may send."""
 
+    HUB = "hub"
+    """The router or the scheduler; its key may send anything."""
+    WORKER = "worker"
+    CLIENT = "client"
+    PUBLISHER = "publisher"
+    """A client that also changes engines: a trainer, a coordinator."""
+    OPERATOR = "operator"
+    """A person's verbs, and launch."""
+    NODE = "node"
+    """The agent of a node of a scheduler's fleet."""
+
+
+MAKEABLE = tuple(role for role in Role if role is not Role.HUB)
+ONE_OF_EACH = tuple([(role.value, role) for role in MAKEABLE])
+_MAY_STAND_FOR = {Role.CLIENT: (Role.PUBLISHER,)}
+"""Roles whose keys do where another role is asked for, besides the hub's."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """The public part of a key file."""
+
+    name: str
+    role: Role
+    public: str
+    """Z85 text."""
+
+
+class Keys(msgspec.Struct, frozen=True, kw_only=True):
+    """A key file."""
+
+    name: str
+    role: Role
+    public: str
+    secret: str
     hub_public: str
-    hub_secret: str
-    dialer_public: str
-    dialer_secret: str
+    folder: str = ""
+    """Where members.json is; '' for a file that was copied without it. Not in the file."""
+
+    @property
+    def member(self) -> Member:
+        """The public part."""
+        return Member(self.name, self.role, self.public)
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
-        """Make `socket` a CURVE server that lets only our dialers in."""
-        _gate().public_keys.add(self.dialer_public.encode())
+        """Make `socket` a CURVE server with this pair."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.hub_secret)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.secret)
 
-    def sign(self, socket: "zmq.Socket[bytes]") -> None:
-        """Make `socket` a CURVE client of our hub."""
-        socket.setsockopt_string(zmq.CURVE_SERVERKEY, self.hub_public)
-        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.dialer_public)
-        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.dialer_secret)
-
-
-class _Gate:
-    """What pyzmq's authenticator asks for each connection."""
-
-    def __init__(self) -> None:
-        self.public_keys: set[bytes] = set()
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        return key in self.public_keys
+    def sign(self, socket: "zmq.Socket[bytes]", server: str = "") -> None:
+        """Make `socket` a CURVE client of the server with that public key (default: the hub)."""
+        socket.setsockopt_string(zmq.CURVE_SERVERKEY, server or self.hub_public)
+        socket.setsockopt_string(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt_string(zmq.CURVE_SECRETKEY, self.secret)
 
 
-@functools.cache
-def _gate() -> _Gate:
-    # One ZAP handler serves a zmq context, so there is one gate for all hubs of the process.
-    gate = _Gate()
-    authenticator = ThreadAuthenticator(zmq.Context.instance())
-    authenticator.start()
-    authenticator.configure_curve_callback("*", gate)
-    return gate
+def new_keys(folder: Path, members: Iterable[tuple[str, Role]] = ONE_OF_EACH) -> Keys:
+    """Make a key folder with these members and return the hub's keys.
+
+    FileExistsError if there is a file or folder of that name; OSError if it cannot be made.
+    """
+    if folder.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    part.mkdir(mode=0o700)
+    try:
+        public, secret = _pair()
+        hub = Keys(name=HUB, role=Role.HUB, public=public, secret=secret, hub_public=public)
+        made = [hub, *(_member_keys(hub, name, role) for name, role in members)]
+        for each in made:
+            _write(part / f"{each.name}.json", _encoded(each))
+        _write(part / MEMBERS, msgspec.json.encode([each.member for each in made[1:]]))
+        try:
+            part.rename(folder)  # never replaces a folder that holds files
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):
+                raise FileExistsError(errno.EEXIST, "file exists", str(folder)) from None
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return msgspec.structs.replace(hub, folder=str(folder))
 
 
-def new_keys(path: Path) -> Keys:
-    """Write fresh keys to `path`, readable by its owner only; FileExistsError if it is there."""
-    hub_public, hub_secret = zmq.curve_keypair()
-    dialer_public, dialer_secret = zmq.curve_keypair()
-    keys = Keys(
-        hub_public.decode(), hub_secret.decode(), dialer_public.decode(), dialer_secret.decode()
-    )
-    make_secret_file(path, msgspec.json.encode(keys))
+def add_member(folder: Path, role: Role, name: str) -> Path:
+    """Make a member's pair; the path of its key file. ConfigError if the name is taken."""
+    if not _NAME.fullmatch(name) or name == "members":
+        raise ConfigError(f"--name {name}: use letters, digits, '.', '_' and '-'")
+    hub, path = read_key_file(folder / f"{HUB}.json"), folder / f"{name}.json"
+    members = read_members(folder)
+    if path.exists() or any(each.name == name for each in members):
+        raise ConfigError(f"{path}: there is a key of that name; choose another by --name")
+    keys = _member_keys(hub, name, role)
+    make_secret_file(path, _encoded(keys))
+    _write_members(folder, [*members, keys.member])
+    return path
+
+
+def remove_member(folder: Path, name: str) -> None:
+    """Revoke a member's key: hubs let it in no longer; ConfigError if there is none."""
+    members = read_members(folder)
+    if all(each.name != name for each in members):
+        known = ", ".join(each.name for each in members) or "none"
+        raise ConfigError(f"{folder}: no key is named {name!r}; there are: {known}")
+    _write_members(folder, [each for each in members if each.name != name])
+    (folder / f"{name}.json").unlink(missing_ok=True)
+
+
+def read_members(folder: Path) -> list[Member]:
+    """The members of a key folder; ConfigError if it is none."""
+    path = folder / MEMBERS
+    try:
+        return msgspec.json.decode(read_private(path), type=list[Member])
+    except OSError as error:
+        raise ConfigError(f"{path}: {str(error.strerror).lower()}; not a key folder") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: not a list of members: {error}") from None
+
+
+def read_key_file(path: Path, role: Role | None = None) -> Keys:
+    """The keys of a file, or of the file of `role` (default: the hub) in a folder.
+
+    ConfigError in one line if it cannot be read, is not private, or is of another role.
+    """
+    if path.is_dir():
+        path = path / f"{role or HUB}.json"
+    try:
+        keys = decode_keys(read_private(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {str(error.strerror).lower()}") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a key file: {error}") from None
+    try:
+        check_role(keys, role)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    folder = str(path.parent) if (path.parent / MEMBERS).is_file() else ""
+    return msgspec.structs.replace(keys, folder=folder)
+
+
+def check_role(keys: Keys, role: Role | None) -> Keys:
+    """The same keys; ConfigError if they do not do for `role`."""
+    if role and keys.role not in (role, Role.HUB, *_MAY_STAND_FOR.get(role, ())):
+        raise ConfigError(
+            f"it is a key of role {keys.role}, and role {role} is needed; "
+            f"`rollmesh keys add {role}` makes one"
+        )
     return keys
 
 
-def read_keys(environment: dict[str, str] | Any = os.environ) -> Keys | None:
-    """The keys that were handed over, or those of the file that ROLLMESH_KEYS names, or None.
+def decode_keys(raw: bytes | str) -> Keys:
+    """The keys that a file's text holds; MsgspecError if it holds none."""
+    keys = msgspec.json.decode(raw, type=Keys)
+    for text in (keys.public, keys.secret, keys.hub_public):
+        if len(text) != 40 or not text.isascii():
+            raise msgspec.ValidationError("a key is 40 characters of Z85")
+    return msgspec.structs.replace(keys, folder="")
 
-    ConfigError if the file is open to others.
-    """
-    raw = handed(KEYS_VARIABLE) if environment is os.environ else None
+
+def read_keys(
+    environment: Mapping[str, str] | Any = os.environ, role: Role | None = None
+) -> Keys | None:
+    """The keys that were handed over, or those of the file or folder that ROLLMESH_KEYS names, or
+    None; errors as read_key_file."""
+    text = handed(KEYS_VARIABLE) if environment is os.environ else None
     name = environment.get(KEYS_VARIABLE)
-    if raw is None:
+    try:
+        if text is not None:
+            return check_role(decode_keys(text), role)
         if not name:
             return None
-        raw = read_key_file(name)
-    try:
-        return msgspec.json.decode(raw, type=Keys)
+        return read_key_file(Path(name), role)
     except msgspec.MsgspecError as error:
-        source = f"{KEYS_VARIABLE}={name}" if name else KEYS_VARIABLE
-        raise ConfigError(f"{source}: not a key file: {error}") from None
+        raise ConfigError(f"{KEYS_VARIABLE}: not a key file: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{KEYS_VARIABLE}={error}") from None
+
+
+def read_scheduler_keys(
+    environment: Mapping[str, str] | Any = os.environ, role: Role | None = None
+) -> Keys | None:
+    """The keys for a fleet's scheduler: of ROLLMESH_SCHEDULER_KEYS if that is set, else those of
+    the mesh."""
+    name = environment.get(SCHEDULER_KEYS_VARIABLE)
+    return read_keys(environment if name is None else {KEYS_VARIABLE: name}, role)
 
 
 def check_bind(bind: str, keys: Keys | None) -> None:
@@ -103,7 +233,7 @@ def check_bind(bind: str, keys: Keys | None) -> None:
 
 
 def check_dial(address: str, keys: Keys | None) -> None:
-    """AddressError if who listens at `address` is bound to ask for keys, and there are none."""
+    """AddressError if `address` is on another machine, which needs keys, and there are none."""
     if not keys and address.startswith("tcp://") and not _is_local(address):
         raise AddressError(
             f"{address}: another machine lets in nobody without keys; "
@@ -118,9 +248,40 @@ def _is_local(address: str) -> bool:
 
 
 def check_told(address: str) -> None:
-    """AddressError if `address` is bound and then told to peers, who could not dial it."""
+    """AddressError if `address` is bound and then sent to peers, which could not dial it."""
     if address.startswith(("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")):
         raise AddressError(
             f"{address}: peers are told it and cannot dial it; "
             "name this machine's own address, or an interface, such as tcp://eth0:5556"
         )
+
+
+def _pair() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def _member_keys(hub: Keys, name: str, role: Role) -> Keys:
+    public, secret = _pair()
+    return Keys(name=name, role=role, public=public, secret=secret, hub_public=hub.public)
+
+
+def _encoded(keys: Keys) -> bytes:
+    fields = msgspec.structs.asdict(keys)
+    del fields["folder"]
+    return msgspec.json.format(msgspec.json.encode(fields)) + b"\n"
+
+
+def _write(path: Path, raw: bytes) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(raw)
+
+
+def _write_members(folder: Path, members: list[Member]) -> None:
+    """Replace the list whole: hubs may read it at any moment."""
+    part = folder / f".{MEMBERS}.{secrets.token_hex(4)}"
+    try:
+        _write(part, msgspec.json.encode(members))
+        part.replace(folder / MEMBERS)
+    finally:
+        part.unlink(missing_ok=True)

@@ -13,15 +13,19 @@ import asyncio
 import contextlib
 import math
 import os
+import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from rollmesh.core.errors import AddressError, WireError
 from rollmesh.core.heap import SOME_FREED_BYTES, note_freed
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
-from rollmesh.wire.keys import Keys, check_bind
+from rollmesh.wire.keys import KEYS_VARIABLE, Keys, check_bind
+from rollmesh.wire.members import Access, gate
 from rollmesh.wire.news import spread
 
 QUEUE_MESSAGES = 4096
@@ -42,6 +46,10 @@ HANDSHAKE_S = 10.0
 """Whoever has not shown its keys by then, or is no peer at all, is cut off."""
 SPARE_DESCRIPTORS = 16
 """A socket, and zmq's own at the first, take up to 12."""
+GREET_S = 3.0
+"""How long `refusal` waits for a hub's greeting."""
+SERVER_KEY = "#"
+"""Between an address and the public key of the socket there."""
 LINGER_MS = 200
 """How long a closed socket may still send what was queued."""
 FRAME_COST_BYTES = 64
@@ -98,30 +106,46 @@ class Hub:
         keys: Keys | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         queue_messages: int = QUEUE_MESSAGES,
+        access: Access | None = None,
     ) -> None:
         """Bind `bind` (`tcp://host:0` picks a port); AddressError if it is taken or needs keys.
 
         `queue_messages` of a peer may have arrived and not been received; the others stay with it.
+        With keys, `access` decides which peers are let in and what each may send (default: those
+        that hold the same key file).
         """
         check_bind(bind, keys)
         self.socket = _open(zmq.ROUTER, max_frame_bytes)
         self.socket.setsockopt(zmq.RCVHWM, queue_messages)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        if keys:
+        self._access = (access or Access(keys)) if keys else None
+        self._domain = ""
+        if keys and self._access:
             keys.guard(self.socket)
+            self._domain = gate().open(self.socket, self._access)
         try:
             self.socket.bind(bind)
         except zmq.ZMQError as error:
             self.socket.close()
+            if self._domain:
+                gate().close(self._domain)
             why = str(error.strerror).lower()
             raise AddressError(f"{bind}: cannot listen there: {why}; choose another") from None
         self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._departures = _departures_of(self.socket)
+        own = keys.public if keys and keys.public != keys.hub_public else ""
+        self.peer_address = f"{self.address}{SERVER_KEY}{own}" if own else self.address
+        """What peers dial: with this socket's public key where that is not the mesh's hub's."""
         self.num_malformed = 0
         self.num_unsent = 0
         self.num_departed = 0
         """Connections that have ended. What zmq had gathered of their messages is free memory."""
+
+    @property
+    def num_refused(self) -> int:
+        """Messages that their senders' keys may not send."""
+        return self._access.num_refused if self._access else 0
 
     def send(self, route: bytes, packet: Packet) -> bool:
         """Queue `packet` for the peer; False (and counted) if it is gone or its queue is full."""
@@ -138,15 +162,18 @@ class Hub:
         """What has arrived, without waiting."""
         self._count_departures()
         for _ in range(max_packets):
-            frames = _receive(self.socket)
-            if frames is None:
+            received = _receive_from(self.socket)
+            if received is None:
                 return
+            frames, last = received
             try:
                 packet = decode(frames[1:])
             except WireError:
                 self.num_malformed += 1
                 continue
             for each in spread(packet):
+                if self._access and not self._access.takes(_sender(last), each.message):
+                    continue
                 yield frames[0], each
 
     def close(self) -> None:
@@ -156,6 +183,8 @@ class Hub:
         self.socket.disable_monitor()
         self._departures.close()
         self.socket.close(linger=LINGER_MS)
+        if self._domain:
+            gate().close(self._domain)
 
     def _count_departures(self) -> None:
         """Count what has ended, so that the keeper of the heap gives its memory back."""
@@ -170,21 +199,31 @@ class Hub:
 class Dialer:
     """A DEALER that dials one Hub and keeps redialling it."""
 
-    def __init__(self, address: str, identity: str, keys: Keys | None = None) -> None:
-        """`identity` is the route that the Hub sees; AddressError if `address` is no address."""
+    def __init__(
+        self, address: str, identity: str, keys: Keys | None = None, *, is_secret: bool = False
+    ) -> None:
+        """`identity` is the route that the Hub sees; AddressError if `address` is no address.
+
+        With keys the route gets a random end, so that no other peer can take it over, unless it
+        `is_secret` by itself.
+        """
+        target, _, server = address.partition(SERVER_KEY)
+        if server and not keys:
+            raise AddressError(f"{target}: it asks for keys; set {KEYS_VARIABLE} to the key file")
         self.socket = _open(zmq.DEALER, MAX_FRAME_BYTES)
-        self.socket.setsockopt_string(zmq.IDENTITY, identity)
+        end = f"~{secrets.token_hex(8)}" if keys and not is_secret else ""
+        self.socket.setsockopt_string(zmq.IDENTITY, f"{identity}{end}")
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         if keys:
-            keys.sign(self.socket)
+            _sign(self.socket, target, keys, server)
         try:
-            self.socket.connect(address)
+            self.socket.connect(target)
         except zmq.ZMQError as error:
             self.socket.close()
             why = str(error.strerror).lower()
-            raise AddressError(f"{address}: {why}; write it as tcp://host:port") from None
-        self.address = address
+            raise AddressError(f"{target}: {why}; write it as tcp://host:port") from None
+        self.address = target
         self.num_malformed = 0
         self.num_unsent = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -315,6 +354,12 @@ def _send(socket: "zmq.Socket[bytes]", frames: list[Buffer]) -> bool:
 
 
 def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
+    received = _receive_from(socket)
+    return received[0] if received else None
+
+
+def _receive_from(socket: "zmq.Socket[bytes]") -> tuple[list[bytes], zmq.Frame] | None:
+    """A message's frames, and the last of them as zmq has it, which knows its sender."""
     try:
         frame = socket.recv(_DONTWAIT, copy=False)
     except zmq.ZMQError:
@@ -327,4 +372,68 @@ def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
         if num_bytes <= MAX_MESSAGE_BYTES:
             frames.append(frame.bytes)
     # Without its body it does not decode, so it is counted as malformed.
-    return frames if num_bytes <= MAX_MESSAGE_BYTES else frames[:1]
+    return (frames if num_bytes <= MAX_MESSAGE_BYTES else frames[:1]), frame
+
+
+def _sender(frame: zmq.Frame) -> str:
+    """The public key that its connection proved, as Z85 text."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def _sign(socket: "zmq.Socket[bytes]", address: str, keys: Keys, server: str) -> None:
+    try:
+        keys.sign(socket, server)
+    except zmq.ZMQError:
+        socket.close()
+        raise AddressError(f"{address}: its public key, {server!r}, is none") from None
+
+
+_NO_PEER = frozenset({zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED, zmq.EVENT_DISCONNECTED})
+_REFUSALS = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "refuses our key: it was removed, or is of another mesh",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "does not have the hub's key that our key file names",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "takes no keys, or only keys: one of us has none",
+}
+
+
+def refusal(address: str, keys: Keys | None, timeout_s: float = GREET_S) -> str:
+    """Why a hub that listens at `address` does not let these keys in; '' if it does, or if nothing
+    answers there in time."""
+    target, _, server = address.partition(SERVER_KEY)
+    socket = _open(zmq.DEALER, MAX_FRAME_BYTES)
+    monitor = socket.get_monitor_socket(zmq.EVENT_ALL)
+    try:
+        if keys:
+            _sign(socket, target, keys, server)
+        try:
+            socket.connect(target)
+        except zmq.ZMQError:
+            return ""  # no address: the Dialer names it
+        end_s = time.monotonic() + timeout_s
+        while (left_s := end_s - time.monotonic()) > 0:
+            if not monitor.poll(math.ceil(left_s * 1000)):
+                break
+            event = recv_monitor_message(monitor)["event"]
+            if event in _REFUSALS:
+                return _REFUSALS[zmq.Event(event)]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED or event in _NO_PEER:
+                break
+        return ""
+    finally:
+        if not socket.closed:
+            socket.disable_monitor()
+            socket.close(linger=0)
+        monitor.close(linger=0)
+
+
+def check_admitted(address: str, keys: Keys | None) -> None:
+    """AddressError in one line if the hub at `address` answers and does not let these keys in."""
+    if why := refusal(address, keys):
+        ours = f"key {keys.name} ({keys.folder or KEYS_VARIABLE})" if keys else "no key"
+        raise AddressError(
+            f"{address.partition(SERVER_KEY)[0]}: {why} (we have {ours}); name the key file of "
+            f"its mesh by {KEYS_VARIABLE}, or its run by --run"
+        )

@@ -171,7 +171,12 @@ def test_every_volume_and_dependency_is_declared(compose: Compose) -> None:
 
 
 def test_a_volume_is_written_by_its_maker_alone(compose: Compose) -> None:
-    makers = {"/keys": "keys", "/runs": "trainer", "/models/policy": "make-model"}
+    makers = {
+        "/keys": "keys",
+        "/worker-keys": "keys",
+        "/runs": "trainer",
+        "/models/policy": "make-model",
+    }
     for name, service in compose.services.items():
         for target in service.mounts():
             assert service.is_read_only(target) or name == makers[target]

@@ -12,7 +12,7 @@ import msgspec
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.wire.frames import Buffer, Packet
-from rollmesh.wire.keys import check_dial, read_keys
+from rollmesh.wire.keys import Role, check_dial, read_scheduler_keys
 from rollmesh.wire.scheduling import (
     AdmissionMessage,
     DrainNode,
@@ -42,7 +42,7 @@ def ask(
     address: str, question: Question, body: Buffer = b"", patience_s: float = PATIENCE_S
 ) -> Answer:
     """The answer of who serves at `address`; AddressError if there is none in time."""
-    keys = read_keys()
+    keys = read_scheduler_keys(role=Role.OPERATOR)
     check_dial(address, keys)
     dialer = Dialer(address, new_id("ask"), keys)
     try:

@@ -21,7 +21,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import check_dial, read_keys
+from rollmesh.wire.keys import Role, check_dial, read_scheduler_keys
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import JoinNode, NodeBeat, SchedulerAnswered
 from rollmesh.wire.sockets import Dialer, wait
@@ -83,7 +83,7 @@ class Agent:
 
 def serve(scheduler: str, agent: Agent, stop: threading.Event) -> None:
     """Beat until `stop` is set; UserError with the scheduler's reason if it refuses the node."""
-    keys = read_keys()
+    keys = read_scheduler_keys(role=Role.NODE)
     check_dial(scheduler, keys)
     dialer = Dialer(scheduler, new_id("node"), keys)
     try:

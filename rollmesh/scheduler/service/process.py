@@ -27,8 +27,9 @@ from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.scheduler.service.status import Status, status_of
 from rollmesh.serve.face import Board
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.keys import Role, read_scheduler_keys
 from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.members import SCHEDULER, Access
 from rollmesh.wire.scheduling import JoinNode
 from rollmesh.wire.sockets import Doorbell, Hub, wait
 
@@ -94,7 +95,9 @@ def run(ask: ServiceAsk) -> None:
 def open_hub(bind: str) -> Hub:
     """The scheduler's Hub; AddressError names the setting."""
     try:
-        return Hub(bind, read_keys())
+        keys = read_scheduler_keys(role=Role.HUB)
+        access = Access(keys, SCHEDULER) if keys else None
+        return Hub(bind, keys, access=access)
     except AddressError as error:
         raise AddressError(f"bind = {error}") from None
 

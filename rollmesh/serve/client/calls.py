@@ -39,7 +39,9 @@ from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.endings import error_of
-from rollmesh.wire.keys import Keys, check_dial, read_keys
+from rollmesh.wire.key_search import find_keys
+from rollmesh.wire.keys import Keys, Role, check_dial
+from rollmesh.wire.sockets import check_admitted
 
 MAX_CALLS = 4096
 """Groups asked for and not handed out."""
@@ -100,10 +102,12 @@ class AsyncRolloutClient:
     ) -> None:
         """Arguments as RolloutClient's; without a `folder` its journal is gone with it.
 
-        Without `keys` they are those of the file that ROLLMESH_KEYS names, if it names one.
+        Without `keys` they are those that ROLLMESH_KEYS names, or those of the run under runs/
+        whose router has that address. AddressError if the router does not let them in.
         """
-        keys = keys or read_keys()
+        keys = keys or find_keys(router, Role.CLIENT)
         check_dial(router, keys)
+        check_admitted(router, keys)
         if keep and folder is None:
             raise ConfigError("keep: name a folder, by which the next client finds what is kept")
         with ExitStack() as undo:

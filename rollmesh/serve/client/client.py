@@ -55,8 +55,9 @@ from rollmesh.serve.client.history import History
 from rollmesh.serve.client.intake import MAX_FILED_BYTES, Cover, Intake, Note, Taken
 from rollmesh.wire.bodies import decode_ask, encode_ask
 from rollmesh.wire.keys import Keys, check_told
+from rollmesh.wire.members import SINK, Access
 from rollmesh.wire.messages import GroupAsk
-from rollmesh.wire.sockets import Dialer, Hub
+from rollmesh.wire.sockets import SERVER_KEY, Dialer, Hub
 
 __all__ = ["Arrival", "Dropped", "Finished", "RolloutClient"]
 
@@ -126,7 +127,8 @@ class RolloutClient:
             client_id = (earlier and earlier.client_id) or new_id("c")
             hub = undo.enter_context(closing(listen(bind, earlier.sink if earlier else "", keys)))
             dialer = undo.enter_context(closing(Dialer(router, client_id, keys)))
-            settings = AsksSettings(client_id=client_id, sink=hub.address, weight=weight, keep=keep)
+            sink = hub.peer_address
+            settings = AsksSettings(client_id=client_id, sink=sink, weight=weight, keep=keep)
             self._intake = Intake(hub, dialer, book, settings)
             self._book = book
             undo.pop_all()
@@ -357,14 +359,20 @@ def check_terms(terms: Terms) -> None:
 
 def listen(bind: str, earlier: str, keys: Keys | None) -> Hub:
     """Where an earlier client listened, if that is free and `bind` allows it; else at `bind`."""
+    earlier = earlier.partition(SERVER_KEY)[0]
     host, _, port = bind.rpartition(":")
     for _ in range(NUM_LISTENS if port == "0" and earlier.rpartition(":")[0] == host else 0):
         try:
-            return Hub(earlier, keys, queue_messages=QUEUE_RESULTS)
+            return _sink_hub(earlier, keys)
         except AddressError:
             time.sleep(LISTEN_AGAIN_S)  # zmq gives a port of this process back in its own time
-    # Somebody else has the port: what workers hold for it runs again, for the new address.
-    return Hub(bind, keys, queue_messages=QUEUE_RESULTS)
+    # Another process has the port: results that workers hold for it run again, for the new address.
+    return _sink_hub(bind, keys)
+
+
+def _sink_hub(bind: str, keys: Keys | None) -> Hub:
+    access = Access(keys, SINK, is_open=not keys.folder) if keys else None
+    return Hub(bind, keys, queue_messages=QUEUE_RESULTS, access=access)
 
 
 def facing(router: str) -> str:

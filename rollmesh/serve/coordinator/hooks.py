@@ -36,7 +36,7 @@ from rollmesh.serve.coordinator.claims import (
     Waits,
 )
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import Keys, check_dial, read_keys
+from rollmesh.wire.keys import Keys, Role, check_dial, read_scheduler_keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -131,7 +131,7 @@ class PipelineHooks:
         default (core/share.py). AddressError where `scheduler` is no address, or one that needs
         keys.
         """
-        keys = keys or read_keys()
+        keys = keys or read_scheduler_keys(role=Role.CLIENT)
         check_dial(scheduler, keys)
         self.pipeline_id = pipeline_id
         self._token_file = token_file

@@ -8,6 +8,7 @@ which launch starts for a run on a shared fleet.
 
 import asyncio
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rollmesh.serve.coordinator.errands import Errands
 from rollmesh.serve.coordinator.events import SCHEDULER, CoordinatorSettings, Event
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import Keys, check_dial, read_keys
+from rollmesh.wire.keys import Keys, Role, check_dial, read_keys, read_scheduler_keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.scheduling import SchedulerHello, WorkerPhase, WorkerTruth, signed
 from rollmesh.wire.sockets import Dialer
@@ -49,18 +50,24 @@ class CoordinatorAsk(msgspec.Struct, frozen=True, kw_only=True):
     """The pipeline's, which the scheduler asks for."""
 
 
+KeysByRoute = Mapping[bytes, Keys | None]
+
+
 def run(ask: CoordinatorAsk) -> int:
     """Coordinate until SIGTERM or SIGINT; AddressError, one line, where an address is none."""
     setup(ROLE, ask.run_folder)
-    keys = read_keys()
-    for address in (ask.scheduler, ask.router):
-        check_dial(address, keys)
+    keys = {
+        SCHEDULER: read_scheduler_keys(role=Role.PUBLISHER),
+        ROUTER: read_keys(role=Role.PUBLISHER),
+    }
+    check_dial(ask.scheduler, keys[SCHEDULER])
+    check_dial(ask.router, keys[ROUTER])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(ask, keys))
     return OK
 
 
-async def _serve(ask: CoordinatorAsk, keys: Keys | None) -> None:
+async def _serve(ask: CoordinatorAsk, keys: KeysByRoute) -> None:
     stop = stop_event(asyncio.get_running_loop())
     shell = CoordinatorShell(ask, keys)
     log.info("coordinator.started", pipeline_id=ask.settings.pipeline_id)
@@ -75,8 +82,9 @@ class CoordinatorShell:
     """Used from one event loop."""
 
     def __init__(
-        self, ask: CoordinatorAsk, keys: Keys | None = None, clock: Clock | None = None
+        self, ask: CoordinatorAsk, keys: KeysByRoute | None = None, clock: Clock | None = None
     ) -> None:
+        keys = keys or {}
         self._ask = ask
         self._clock = clock or SystemClock()
         started_s = self._clock.unix_s()
@@ -91,8 +99,8 @@ class CoordinatorShell:
         # A name of this life alone: what was sent to the last one reaches nobody.
         name = new_id("coordinator-")
         self._dialers = {
-            SCHEDULER: Dialer(ask.scheduler, name, keys),
-            ROUTER: Dialer(ask.router, name, keys),
+            SCHEDULER: Dialer(ask.scheduler, name, keys.get(SCHEDULER)),
+            ROUTER: Dialer(ask.router, name, keys.get(ROUTER)),
         }
         for route, dialer in self._dialers.items():
             dialer.attach(loop, partial(self._on_packet, route))

@@ -32,8 +32,9 @@ from rollmesh.serve.router.status import Status, figures_of, status_of
 from rollmesh.serve.router.workers import WorkerState
 from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft, SleepEngine
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.keys import Role, read_keys
 from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.members import ROUTER, Access
 from rollmesh.wire.messages import (
     AddressesAnswered,
     AnyMessage,
@@ -117,7 +118,9 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
 def open_hub(bind: str) -> Hub:
     """The router's Hub; AddressError names the setting."""
     try:
-        return Hub(bind, read_keys())
+        keys = read_keys(role=Role.HUB)
+        access = Access(keys, ROUTER) if keys else None
+        return Hub(bind, keys, access=access)
     except AddressError as error:
         raise AddressError(f"router.bind = {error}") from None
 
@@ -275,6 +278,7 @@ class RouterLoop:
             "received": self._num_received,
             "packets_failed": self._num_failed,
             "malformed": self._hub.num_malformed,
+            "refused": self._hub.num_refused,
             "unsent": self._hub.num_unsent,
         }
         status = status_of(self.incarnation, self._ledger, self._fleet.table(), counts)

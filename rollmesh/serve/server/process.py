@@ -53,7 +53,7 @@ from rollmesh.serve.server.loading import load_in_time
 from rollmesh.serve.server.pauses import FleetPauses
 from rollmesh.serve.server.rollouts import Stage, one_line
 from rollmesh.serve.server.worker import Worker, WorkerSettings
-from rollmesh.wire.keys import check_dial, read_keys
+from rollmesh.wire.keys import Keys, check_dial
 from rollmesh.wire.machine import ROUTER
 
 log = get_logger()
@@ -67,7 +67,12 @@ EXIT_S = 1.0
 
 
 def run(
-    config: Config, router: str, worker_id: str, listen_fd: int | None, ready_fd: int | None
+    config: Config,
+    router: str,
+    worker_id: str,
+    listen_fd: int | None,
+    ready_fd: int | None,
+    keys: Keys | None,
 ) -> int:
     """Serve until stopped by SIGTERM or SIGINT, drained, or worn out; return the exit code.
 
@@ -79,7 +84,7 @@ def run(
     Heap().settle()
     folder = config.interception.spill_folder
     blobs.settle(config.interception.max_blob_bytes, Path(folder) if folder else None)
-    settings = WorkerSettings(worker_id, router, config, read_keys())
+    settings = WorkerSettings(worker_id, router, config, keys)
     check_dial(router, settings.keys)
     env = load_in_time(settings)
     listening = listen(config.interception.bind, listen_fd)

@@ -15,7 +15,7 @@ from rollmesh.core.process import die_with_parent
 from rollmesh.core.redaction import redact_output
 from rollmesh.trainer.controller.rank import RankProcess
 from rollmesh.trainer.controller.spec import from_argument
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.keys import Role, read_keys
 
 
 def main() -> int:
@@ -29,7 +29,7 @@ def main() -> int:
     if spec.reads_secret:
         spec = msgspec.structs.replace(spec, secret=sys.stdin.readline().strip())
     setup(f"rank-{spec.rank}", Path(spec.folder) if spec.folder else None)
-    return RankProcess(spec, read_keys()).run()
+    return RankProcess(spec, read_keys(role=Role.PUBLISHER)).run()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class CrewHub:
         self._hub = Hub(bind, keys)
         self._specs = [
             msgspec.structs.replace(spec, secret=secrets.token_hex(SECRET_BYTES))
-            for spec in specs(self._hub.address)
+            for spec in specs(self._hub.peer_address)
         ]
         routes = [route_of(spec).encode() for spec in self._specs]
         self._crew = Crew(routes, settings, time.monotonic())

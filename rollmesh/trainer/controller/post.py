@@ -44,7 +44,7 @@ class Post:
         """AddressError where the controller's address is none."""
         self._spec = spec
         self._listener = listener
-        self._dialer = Dialer(spec.controller, route_of(spec), keys)
+        self._dialer = Dialer(spec.controller, route_of(spec), keys, is_secret=True)
         self._bell = Doorbell()
         self._outbox: deque[tuple[RankMessage, Buffer]] = deque()
         self._ended_step = NO_STEP

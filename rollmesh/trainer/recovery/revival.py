@@ -24,7 +24,7 @@ from rollmesh.trainer.books.records import RunRecords, Tally, read_recoveries
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.shelf import Saved, Savepoints
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings, StalenessState
-from rollmesh.wire.keys import read_keys
+from rollmesh.wire.keys import Role, read_keys
 
 log = get_logger()
 
@@ -52,7 +52,9 @@ def open_client(config: Config, router: str) -> RolloutClient:
     """The run's client; UserError where another trainer has its journal, or that is damaged."""
     folder, bind = config.run_folder(), config.trainer.bind
     try:
-        return RolloutClient(router, config.journal, folder, read_keys(), bind=bind, keep=True)
+        return RolloutClient(
+            router, config.journal, folder, read_keys(role=Role.PUBLISHER), bind=bind, keep=True
+        )
     except JournalDamaged as error:
         raise UserError(
             f"{error}; put back what stood there, or move journal/ and weights/ out of {folder}: "

@@ -1,15 +1,31 @@
-"""Keys: loopback needs none, everything else does; a mesh lets in its own peers and nobody else."""
+"""Keys: loopback needs none, everything else does; a mesh lets in its own members only."""
 
 import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.keys import KEYS_VARIABLE, Keys, check_bind, check_dial, new_keys, read_keys
+from rollmesh.wire.keys import (
+    KEYS_VARIABLE,
+    MAKEABLE,
+    SCHEDULER_KEYS_VARIABLE,
+    Keys,
+    Role,
+    add_member,
+    check_bind,
+    check_dial,
+    new_keys,
+    read_key_file,
+    read_keys,
+    read_members,
+    read_scheduler_keys,
+    remove_member,
+)
 from rollmesh.wire.messages import ClientHello
 from rollmesh.wire.sockets import Dialer, Hub, wait
 
@@ -38,11 +54,11 @@ def test_peers_with_the_mesh_keys_are_let_in(hub: Hub, keys: Keys) -> None:
 
 def test_peers_with_other_keys_or_none_are_not_heard(hub: Hub, keys: Keys, tmp_path: Path) -> None:
     others = new_keys(tmp_path / "others.json")
-    right_hub_wrong_dialer = Keys(keys.hub_public, "", others.dialer_public, others.dialer_secret)
+    right_hub_wrong_pair = msgspec.structs.replace(others, hub_public=keys.hub_public)
     with (
         closing(Dialer(hub.address, "naked")) as naked,
         closing(Dialer(hub.address, "stranger", others)) as stranger,
-        closing(Dialer(hub.address, "thief", right_hub_wrong_dialer)) as thief,
+        closing(Dialer(hub.address, "thief", right_hub_wrong_pair)) as thief,
         closing(Dialer(hub.address, "friend", keys)) as friend,
     ):
         for dialer, name in ((naked, "naked"), (stranger, "stranger"), (thief, "thief")):
@@ -53,13 +69,64 @@ def test_peers_with_other_keys_or_none_are_not_heard(hub: Hub, keys: Keys, tmp_p
         assert heard(hub, 0.1) == []
 
 
-def test_a_key_file_is_its_owners_alone_and_never_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    first = new_keys(path)
-    assert path.stat().st_mode & 0o777 == 0o600
+def test_key_files_are_their_owners_alone_and_never_overwritten(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    first = new_keys(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {each.stat().st_mode & 0o777 for each in folder.iterdir()} == {0o600}
     with pytest.raises(FileExistsError):
-        new_keys(path)
-    assert read_keys({KEYS_VARIABLE: str(path)}) == first
+        new_keys(folder)
+    assert read_keys({KEYS_VARIABLE: str(folder)}) == first
+    assert [each.name for each in tmp_path.iterdir()] == ["keys"]
+
+
+def test_a_process_takes_the_file_of_its_role_from_a_folder(tmp_path: Path) -> None:
+    hub = new_keys(tmp_path / "keys")
+    for role in MAKEABLE:
+        keys = read_key_file(tmp_path / "keys", role)
+        assert (keys.role, keys.hub_public) == (role, hub.public)
+        assert hub.secret not in (tmp_path / "keys" / f"{role}.json").read_text()
+
+
+def test_a_key_of_another_role_is_refused_in_one_line(tmp_path: Path) -> None:
+    new_keys(tmp_path / "keys")
+    path = tmp_path / "keys" / "worker.json"
+    with pytest.raises(ConfigError, match=f"{path}: it is a key of role worker, and role operator"):
+        read_keys({KEYS_VARIABLE: str(path)}, Role.OPERATOR)
+    assert read_keys({KEYS_VARIABLE: str(path)}, Role.WORKER)
+
+
+def test_a_publishers_key_serves_as_a_clients(tmp_path: Path) -> None:
+    new_keys(tmp_path / "keys")
+    keys = read_key_file(tmp_path / "keys" / "publisher.json", Role.CLIENT)
+    assert keys.role is Role.PUBLISHER
+
+
+def test_members_are_added_and_removed_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    new_keys(folder, [])
+    path = add_member(folder, Role.WORKER, "gpu-7")
+    assert [(each.name, each.role) for each in read_members(folder)] == [("gpu-7", Role.WORKER)]
+    assert read_key_file(path).member == read_members(folder)[0]
+    with pytest.raises(ConfigError, match="a key of that name"):
+        add_member(folder, Role.CLIENT, "gpu-7")
+    with pytest.raises(ConfigError, match="--name"):
+        add_member(folder, Role.CLIENT, "../hub")
+    remove_member(folder, "gpu-7")
+    assert read_members(folder) == []
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="no key is named 'gpu-7'; there are: none"):
+        remove_member(folder, "gpu-7")
+
+
+def test_a_scheduler_may_have_keys_of_its_own(tmp_path: Path) -> None:
+    mesh, fleet = new_keys(tmp_path / "mesh"), new_keys(tmp_path / "fleet")
+    environment = {KEYS_VARIABLE: str(tmp_path / "mesh")}
+    assert read_scheduler_keys(environment) == mesh
+    environment[SCHEDULER_KEYS_VARIABLE] = str(tmp_path / "fleet")
+    assert read_scheduler_keys(environment) == fleet
+    environment[SCHEDULER_KEYS_VARIABLE] = ""
+    assert read_scheduler_keys(environment) is None
 
 
 def test_no_variable_means_no_keys() -> None:
@@ -67,8 +134,8 @@ def test_no_variable_means_no_keys() -> None:
 
 
 def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    new_keys(path)
+    new_keys(tmp_path / "keys")
+    path = tmp_path / "keys" / "hub.json"
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
         read_keys({KEYS_VARIABLE: str(path)})
@@ -76,8 +143,8 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "keys.json"
-    new_keys(path)
+    new_keys(tmp_path / "keys")
+    path = tmp_path / "keys" / "hub.json"
     os.chown(path, 65534, -1)
     with pytest.raises(ConfigError, match=f"{path}: it belongs to uid 65534"):
         read_keys({KEYS_VARIABLE: str(path)})

@@ -31,6 +31,7 @@ from rollmesh.serve.client.calls import AsyncRolloutClient
 from rollmesh.serve.client.client import Dropped, Finished
 from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.keys import new_keys, read_keys
+from rollmesh.wire.members import ROUTER, Access
 from rollmesh.wire.messages import AskGroup, AskRefused, CancelGroup, ClientLeft, GroupFailed
 from rollmesh.wire.sockets import Hub
 from tests.unit.serve.client.fake_router import FakeRouter, deliver
@@ -328,7 +329,9 @@ async def test_keys_are_those_of_the_file_that_the_environment_names(
     monkeypatch.setenv("ROLLMESH_KEYS", str(tmp_path / "keys.json"))
     guarded = FakeRouter()
     guarded.hub.close()
-    guarded.hub = Hub("tcp://127.0.0.1:0", read_keys())
+    keys = read_keys()
+    assert keys
+    guarded.hub = Hub("tcp://127.0.0.1:0", keys, access=Access(keys, ROUTER))
     async with asyncio.timeout(PATIENCE_S), AsyncRolloutClient(guarded.hub.address) as client:
         asked = await client.ask(TASK, 1, env="guess")
         assert (await next_ask(guarded)).group_id == asked

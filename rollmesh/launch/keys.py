@@ -1,0 +1,67 @@
+"""Keys of a run: made when it starts, so that no other user of the machine belongs to its mesh.
+
+- They are in RUN/keys, which only the owner can read; a resumed run keeps its own.
+- Each process gets the file of its role and no other; the hub's secret is the router's alone.
+- A user's own keys (ROLLMESH_KEYS) are used instead, and `--no-keys` makes none.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.launch.plan import ChildPlan
+from rollmesh.wire.key_search import RUN_KEYS
+from rollmesh.wire.keys import (
+    HUB,
+    KEYS_VARIABLE,
+    ONE_OF_EACH,
+    SCHEDULER_KEYS_VARIABLE,
+    Keys,
+    Role,
+    add_member,
+    new_keys,
+    read_key_file,
+    read_keys,
+    read_members,
+)
+
+
+def make_run_keys(run: Path, plans: Sequence[ChildPlan]) -> Path | None:
+    """Make the keys of a run, or those that a resumed one lacks; None if the user has named some.
+
+    ConfigError if they cannot be made.
+    """
+    if os.environ.get(KEYS_VARIABLE):
+        return None
+    folder = run / RUN_KEYS
+    named = [(plan.role, Role(plan.key)) for plan in plans if plan.key and plan.key != HUB]
+    try:
+        if not folder.is_dir():
+            new_keys(folder, [*ONE_OF_EACH, *named])
+            return folder
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot make it: {str(error.strerror).lower()}") from None
+    known = {each.name for each in read_members(folder)}
+    for name, role in named:
+        if name not in known:
+            add_member(folder, role, name)
+    return folder
+
+
+def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:
+    """The environment variables by which a process finds its keys."""
+    if folder is None:
+        return {}
+    if not plan.key:
+        return {KEYS_VARIABLE: "", SCHEDULER_KEYS_VARIABLE: ""}
+    name = HUB if plan.key == HUB else plan.role
+    return {
+        KEYS_VARIABLE: str((folder / f"{name}.json").absolute()),
+        SCHEDULER_KEYS_VARIABLE: os.environ.get(SCHEDULER_KEYS_VARIABLE, ""),
+    }
+
+
+def keys_of(folder: Path | None, role: Role) -> Keys | None:
+    """The keys of that role: the run's, or else the user's."""
+    return read_key_file(folder, role) if folder else read_keys(role=role)

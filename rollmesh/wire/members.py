@@ -1,0 +1,268 @@
+"""Which peers a hub lets in, and what each may send: the one place where roles are checked.
+
+- A connection is let in if its public key is a member's. The list is read again for each new
+  connection, and at most once a second for messages, so a removed key is refused within a second.
+- A message is taken if the table of the hub has its type for the role of its sender.
+- A worker's or client's name, and a run's group ids, belong to the key that used them first, for as
+  long as the hub runs and that key is a member's. A worker's name that is the name of a key belongs
+  to that key.
+"""
+
+import functools
+import os
+import threading
+import time
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from rollmesh.core.errors import ConfigError
+from rollmesh.core.logs import get_logger
+from rollmesh.wire.fleet import EngineFaulted, FleetAsk, PublisherLeft, ReadFleet
+from rollmesh.wire.header import Message
+from rollmesh.wire.keys import HUB, MEMBERS, Keys, Member, Role, read_members
+from rollmesh.wire.messages import (
+    AskAddresses,
+    AskDrain,
+    AskGroup,
+    CancelGroup,
+    ClientBeat,
+    ClientHello,
+    ClientLeft,
+    EnvFailed,
+    GroupDelivered,
+    GroupFinished,
+    GroupLost,
+    GroupReturned,
+    GroupStarted,
+    WorkerBeat,
+    WorkerExited,
+    WorkerHello,
+    WorkerLeft,
+)
+from rollmesh.wire.scheduling import (
+    AdmissionMessage,
+    ClaimPipeline,
+    CoordinatorMessage,
+    DrainNode,
+    HookMessage,
+    JoinNode,
+    NodeBeat,
+    ReadScheduler,
+    UndrainNode,
+)
+
+log = get_logger()
+
+LOOK_AGAIN_S = 1.0
+MAX_NAMES = 10_000
+"""Names that one key may hold; past it the one bound first is free again."""
+MAX_COMPLAINTS = 256
+"""Pairs of key and message type whose refusals are counted for the log."""
+
+Table = Mapping[Role, frozenset[type]]
+
+_CLIENT = frozenset({ClientHello, ClientBeat, ClientLeft, AskGroup, CancelGroup, AskAddresses})
+ROUTER: Table = {
+    Role.WORKER: frozenset(
+        {
+            WorkerHello,
+            WorkerBeat,
+            WorkerLeft,
+            GroupStarted,
+            GroupDelivered,
+            GroupReturned,
+            GroupLost,
+            EnvFailed,
+            EngineFaulted,
+        }
+    ),
+    Role.CLIENT: _CLIENT,
+    Role.PUBLISHER: _CLIENT | {*typing.get_args(FleetAsk), PublisherLeft},
+    Role.OPERATOR: frozenset({AskDrain, AskAddresses, WorkerExited, ReadFleet}),
+}
+SINK: Table = {Role.WORKER: frozenset({GroupFinished})}
+_PIPELINE = frozenset(
+    {
+        *typing.get_args(HookMessage),
+        *typing.get_args(CoordinatorMessage),
+        ClaimPipeline,
+        ReadScheduler,
+    }
+)
+SCHEDULER: Table = {
+    Role.CLIENT: _PIPELINE,
+    Role.PUBLISHER: _PIPELINE,
+    Role.OPERATOR: frozenset(
+        {*typing.get_args(AdmissionMessage), JoinNode, DrainNode, UndrainNode, ReadScheduler}
+    ),
+    Role.NODE: frozenset({JoinNode, NodeBeat}),
+}
+OWN: Table = {}
+"""Of a hub whose peers hold its own key file, such as a trainer's ranks."""
+
+_OF_WORKERS = frozenset({WorkerHello, WorkerBeat, WorkerLeft, EnvFailed, GroupFinished})
+_OF_CLIENTS = frozenset({ClientHello, ClientBeat, ClientLeft})
+
+
+class Access:
+    """The members of one hub, its table, and the names that their keys hold."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        table: Table = OWN,
+        *,
+        is_open: bool = False,
+        look_again_s: float = LOOK_AGAIN_S,
+    ) -> None:
+        """`is_open`: a key that is not in the list is a worker's, for a client whose key file was
+        copied without the list; results show their tickets there."""
+        self.num_refused = 0
+        self._table = table
+        self._is_open = is_open
+        self._look_again_s = look_again_s
+        self._own = (
+            Member(HUB, Role.HUB, keys.hub_public),
+            Member(keys.name, Role.HUB, keys.public),
+        )
+        self._path = Path(keys.folder) / MEMBERS if keys.folder and table else None
+        self._lock = threading.Lock()
+        self._members: dict[str, Member] = {}
+        self._by_name: dict[str, str] = {}
+        self._stamp: tuple[int, int, int] | None = None
+        self._looked_s = 0.0
+        self._holders: dict[tuple[str, str], str] = {}
+        """By kind and name, the public key that holds it."""
+        self._names: dict[str, dict[tuple[str, str], None]] = {}
+        """By public key, oldest first."""
+        self._complaints: dict[tuple[str, str], int] = {}
+        self._take([])
+        self.look()
+
+    def look(self) -> None:
+        """Read the list of members again if it has changed; an unreadable list changes nothing."""
+        if self._path is None:
+            return
+        with self._lock:
+            self._looked_s = time.monotonic()
+            try:
+                found = os.stat(self._path)
+                stamp = (found.st_mtime_ns, found.st_ino, found.st_size)
+                if stamp != self._stamp:
+                    self._take(read_members(self._path.parent))
+                    self._stamp = stamp
+            except (OSError, ConfigError) as error:
+                log.warning("members.unreadable", error=str(error), path=str(self._path))
+
+    def admits(self, public: str) -> bool:
+        """Whether a connection with this public key is let in."""
+        self.look()
+        return self._is_open or public in self._members
+
+    def takes(self, public: str, message: Message) -> bool:
+        """Whether the key may send `message`; a refusal is counted and logged."""
+        if time.monotonic() - self._looked_s > self._look_again_s:
+            self.look()
+        member = self._members.get(public)
+        if member is None:
+            if not self._is_open:
+                return self._refuse(f"removed key {public}", message, "it was removed")
+            member = Member(f"key {public}", Role.WORKER, public)
+        if member.role is Role.HUB:
+            return True
+        if type(message) not in self._table.get(member.role, ()):
+            return self._refuse(member.name, message, f"role {member.role} may not send it")
+        new = [name for name in _names_in(message) if self._holders.get(name) != public]
+        for name in new:
+            if not self._is_free(public, name):
+                return self._refuse(member.name, message, f"{name[0]} {name[1]} is another key's")
+        for name in new:
+            self._bind(public, name)
+        return True
+
+    def _take(self, members: list[Member]) -> None:
+        known = (*members, *self._own)
+        self._members = {each.public: each for each in known}
+        self._by_name = {each.name: each.public for each in known}
+
+    def _is_free(self, public: str, name: tuple[str, str]) -> bool:
+        if name[0] == "worker" and self._by_name.get(name[1], public) != public:
+            return False
+        holder = self._holders.get(name)
+        return holder is None or not (self._is_open or holder in self._members)
+
+    def _bind(self, public: str, name: tuple[str, str]) -> None:
+        if before := self._holders.pop(name, None):
+            self._names[before].pop(name, None)
+        names = self._names.setdefault(public, {})
+        if len(names) >= MAX_NAMES:
+            oldest = next(iter(names))
+            del names[oldest], self._holders[oldest]
+        names[name] = None
+        self._holders[name] = public
+
+    def _refuse(self, sender: str, message: Message, why: str) -> bool:
+        self.num_refused += 1
+        complaint = (sender, type(message).__name__)
+        if complaint not in self._complaints and len(self._complaints) >= MAX_COMPLAINTS:
+            self._complaints.clear()
+        number = self._complaints[complaint] = self._complaints.get(complaint, 0) + 1
+        if number & (number - 1) == 0:  # the first, second, fourth...: a flood fills no disk
+            log.warning(
+                "message.refused", key=sender, message=complaint[1], why=why[:200], number=number
+            )
+        return False
+
+
+def _names_in(message: Message) -> tuple[tuple[str, str], ...]:
+    """The names in whose behalf `message` is sent."""
+    kind = type(message)
+    if kind in _OF_WORKERS:
+        return (("worker", message.worker_id),)  # type: ignore[attr-defined]
+    if kind in _OF_CLIENTS:
+        return (("client", message.client_id),)  # type: ignore[attr-defined]
+    if isinstance(message, AskGroup):
+        return (("client", message.client_id), ("run", message.group_id.run_id))
+    if isinstance(message, CancelGroup):
+        return (("run", message.group_id.run_id),)
+    return ()
+
+
+class Gate:
+    """Answers libzmq's question for each new connection (rfc.zeromq.org/spec/27), by hub."""
+
+    def __init__(self) -> None:
+        # One ZAP handler serves a zmq context; a domain tells the hubs of the process apart.
+        self._authenticator = ThreadAuthenticator(zmq.Context.instance())
+        self._authenticator.start()
+        self._accesses: dict[str, Access] = {}
+        self._num_domains = 0
+
+    def open(self, socket: "zmq.Socket[bytes]", access: Access) -> str:
+        """Let the members of `access` in at `socket`; the domain, for `close`."""
+        self._num_domains += 1
+        domain = f"hub-{self._num_domains}"
+        self._accesses[domain] = access
+        self._authenticator.configure_curve_callback(domain, self)
+        socket.setsockopt_string(zmq.ZAP_DOMAIN, domain)
+        return domain
+
+    def close(self, domain: str) -> None:
+        """Forget a hub."""
+        self._accesses.pop(domain, None)
+        self._authenticator.credentials_providers.pop(domain, None)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether the key is let in."""
+        access = self._accesses.get(domain)
+        return access is not None and access.admits(key.decode("ascii", "replace"))
+
+
+@functools.cache
+def gate() -> Gate:
+    """The gate of this process."""
+    return Gate()
