@@ -1,12 +1,10 @@
-"""Numbers that stand for bytes, equal in every process.
+"""Numbers that identify bytes, equal in every process.
 
-Python's own hash is salted anew in each, so what outlives a process is known by these: requests by
-`key_of`, units of a history by `unit_key`. Both begin with the CRC-32 of all bytes (RFC 1952),
-which is as quick as Python's hash. Of a request SHA-256 of how it ends is the other half: two of a
-session's requests that are equally long and end alike are still told apart but for one time in
-2**32. Of a unit it is the length, for it is looked up among the few that follow one spot.
-Invariant: equal parts give equal keys, wherever and whenever. Pure; driven by the dialects, by
-deeds.py and by walk.py.
+- Python's own hash is salted in each process, so what outlives a process is identified by these:
+  requests by `key_of`, units of a history by `unit_key`.
+- `key_of` is the CRC-32 of all bytes and 32 bits of SHA-256 of how each part ends. It is quick for
+  long requests, and may be equal for two requests of one session that were made for it.
+- `unit_key` is BLAKE2b of all bytes: an agent cannot make two units of one key.
 """
 
 import hashlib
@@ -26,5 +24,5 @@ def key_of(*parts: bytes) -> int:
 
 
 def unit_key(unit: bytes) -> int:
-    """63 bits of a unit, which has less than 2 GiB."""
-    return len(unit) << 32 | zlib.crc32(unit)
+    """63 bits of the BLAKE2b digest of a unit."""
+    return int.from_bytes(hashlib.blake2b(unit, digest_size=8).digest(), "little") >> 1

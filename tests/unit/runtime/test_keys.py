@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zlib
 
 from rollmesh.runtime.keys import TAIL_BYTES, key_of, unit_key
 
@@ -27,6 +28,12 @@ def test_texts_that_differ_anywhere_have_other_keys() -> None:
     all_texts = [text, text + b"x", *others]
     assert len({key_of(each) for each in all_texts}) == len(all_texts)
     assert len({unit_key(each) for each in all_texts}) == len(all_texts)
+
+
+def test_two_units_of_one_length_and_crc_have_other_keys() -> None:
+    # "plumless" and "buckeroo" are a known collision of CRC-32.
+    assert zlib.crc32(b"plumless") == zlib.crc32(b"buckeroo")
+    assert unit_key(b"plumless") != unit_key(b"buckeroo")
 
 
 def test_bytes_that_move_from_one_part_to_the_next_change_the_key() -> None:
