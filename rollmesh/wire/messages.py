@@ -118,6 +118,8 @@ class AttemptFailed(Message, frozen=True, tag="attempt_failed"):
 class CancelGroup(Message, frozen=True, tag="cancel_group"):
     group_id: GroupId
     reason: str
+    ticket: bytes = b""
+    """The ticket of AskGroup. A cancel with another one changes nothing."""
 
 
 class RouterHello(Message, frozen=True, tag="router_hello"):
@@ -247,6 +249,8 @@ class GroupDelivered(Message, frozen=True, tag="group_delivered"):
 
     group_id: GroupId
     attempt: int
+    ticket: bytes = b""
+    """The ticket of RunGroup. A report with another one changes nothing."""
 
 
 class GroupReturned(Message, frozen=True, tag="group_returned"):

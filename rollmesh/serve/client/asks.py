@@ -152,6 +152,7 @@ class _Ask(msgspec.Struct):
 
 class _Cancel(msgspec.Struct):
     reason: str
+    ticket: bytes
     num_left: int
     say_again_s: float
 
@@ -219,7 +220,7 @@ class Asks:
             return []
         if not self.router and not ask.attempts:
             return [AskEnded(group_id, reason)]  # nobody has heard of it
-        cancel = _Cancel(reason, self.settings.num_cancels, now_s)
+        cancel = _Cancel(reason, ask.asked.ticket, self.settings.num_cancels, now_s)
         self._cancels[group_id] = cancel
         return [AskEnded(group_id, reason), *self._say_cancel(group_id, cancel, now_s)]
 
@@ -379,4 +380,4 @@ class Asks:
         self._note_due(cancel.say_again_s)
         if cancel.num_left <= 0:
             del self._cancels[group_id]
-        return [Send(ROUTER, CancelGroup(group_id, cancel.reason))]
+        return [Send(ROUTER, CancelGroup(group_id, cancel.reason, cancel.ticket))]

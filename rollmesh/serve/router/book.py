@@ -161,7 +161,7 @@ class Book:
         is none for its client.
         """
         assert not group.worker_id
-        self.notes.add(answer, num_attempts, self.now_s)
+        self.notes.add(answer, num_attempts, self.now_s, group.ticket)
         if is_told:
             self.tell_client(group, answer)
         self.drop(group, state_after(answer))

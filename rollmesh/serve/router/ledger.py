@@ -134,7 +134,7 @@ class Ledger:
             book.send(route, GroupFailed(ask.group_id, f"bad_ask: {mistake}"))
             return
         group = book.groups.get(ask.group_id)
-        if group and group.client_id and not hmac.compare_digest(group.ticket, ask.ticket):
+        if group and not _is_theirs(group, ask.ticket):
             book.num["refusals"] += 1
             book.send(route, GroupFailed(ask.group_id, "bad_ask: another client's group"))
             return
@@ -226,11 +226,16 @@ class Ledger:
         # The note keeps an ask that is still on its way from running: cancelled is for good.
         answer = GroupMoved(message.group_id, GroupState.CANCELLED, 0, "")
         if group := self.book.groups.get(message.group_id):
+            if not _is_theirs(group, message.ticket):
+                self.book.num["refusals"] += 1
+                return
             self.deals.take_away(group, tell_worker=message.reason)
             self.book.end(group, answer)
-        else:
-            self.book.notes.add(answer, FOR_GOOD, self.book.now_s)
+        elif self.book.notes.is_theirs(message.group_id, message.ticket):
+            self.book.notes.add(answer, FOR_GOOD, self.book.now_s, message.ticket)
             self.book.send(route, answer)
+        else:
+            self.book.num["refusals"] += 1
 
     def _on_attempt_failed(self, route: bytes, message: AttemptFailed, _: Buffer) -> None:
         group = self.book.groups.get(message.group_id)
@@ -317,6 +322,9 @@ class Ledger:
         if group is None:
             self._on_late_delivery(message)
             return
+        if not _is_theirs(group, message.ticket):
+            self.book.num["refusals"] += 1
+            return
         speaker = self.crew.workers.at(route)
         is_here = speaker is not None and speaker.worker_id == group.worker_id
         moved = GroupMoved(group.group_id, GroupState.DONE, message.attempt, group.worker_id)
@@ -327,11 +335,12 @@ class Ledger:
     def _on_late_delivery(self, message: GroupDelivered) -> None:
         """Of a group that has ended: a client that had all it wanted may say goodbye first."""
         book, group_id = self.book, message.group_id
-        if book.notes.reason(group_id).startswith(CLIENT_LEFT):
+        is_theirs = book.notes.is_theirs(group_id, message.ticket)
+        if is_theirs and book.notes.reason(group_id).startswith(CLIENT_LEFT):
             book.num_in[GroupState.CANCELLED] -= 1
             book.num_in[GroupState.DONE] += 1
             done = GroupMoved(group_id, GroupState.DONE, message.attempt, "")
-            book.notes.add(done, message.attempt, book.now_s)
+            book.notes.add(done, message.attempt, book.now_s, message.ticket)
 
     def _on_returned(self, route: bytes, message: GroupReturned, _: Buffer) -> None:
         worker, group = self._speaker(route), self.book.groups.get(message.group_id)
@@ -398,3 +407,11 @@ class Ledger:
                 self.book.takeover.note(group.group_id, Fate.AGAIN, self.book.now_s)
                 self.book.unwait(group)
                 self.deals.place(group)
+
+
+def _is_theirs(group: Group, ticket: bytes) -> bool:
+    """Whether a message with this ticket may change the group.
+
+    The ticket of a group that a worker claimed and no client has asked for yet is not known.
+    """
+    return not group.client_id or hmac.compare_digest(group.ticket, ticket)

@@ -4,6 +4,7 @@ Invariant: notes are torn after a few beats, those of failures later, and there 
 most. Driven by book.py and ledger.py.
 """
 
+import hmac
 import sys
 from collections import OrderedDict
 
@@ -26,6 +27,8 @@ class Note(msgspec.Struct, frozen=True):
     answer: GroupMoved | GroupFailed
     num_attempts: int
     until_s: float
+    ticket: bytes = b""
+    """The ticket of the group or of its cancel; b"" if it was not known."""
 
 
 class Notes:
@@ -41,11 +44,17 @@ class Notes:
     def __contains__(self, group_id: object) -> bool:
         return group_id in self._notes
 
-    def add(self, answer: GroupMoved | GroupFailed, num_attempts: int, now_s: float) -> None:
+    def add(
+        self,
+        answer: GroupMoved | GroupFailed,
+        num_attempts: int,
+        now_s: float,
+        ticket: bytes = b"",
+    ) -> None:
         """Remember for a while that the group ended."""
         beats = FAILURE_NOTES if isinstance(answer, GroupFailed) else 1
         until_s = now_s + beats * self._note_s
-        self._notes[answer.group_id] = Note(answer, num_attempts, until_s)
+        self._notes[answer.group_id] = Note(answer, num_attempts, until_s, ticket)
         self._notes.move_to_end(answer.group_id)
         if len(self._notes) > MAX_NOTES:
             self._notes.popitem(last=False)
@@ -53,7 +62,14 @@ class Notes:
     def late_answer(self, ask: AskGroup) -> GroupMoved | GroupFailed | None:
         """The answer to an ask that comes after its group's end; None if it is a new one."""
         note = self._notes.get(ask.group_id)
-        return note.answer if note and ask.attempts < note.num_attempts else None
+        if note is None or ask.attempts >= note.num_attempts:
+            return None
+        return note.answer if self.is_theirs(ask.group_id, ask.ticket) else None
+
+    def is_theirs(self, group_id: GroupId, ticket: bytes) -> bool:
+        """Whether the note of the group, if there is one, was made under this ticket or none."""
+        note = self._notes.get(group_id)
+        return not note or not note.ticket or hmac.compare_digest(note.ticket, ticket)
 
     def reason(self, group_id: GroupId) -> str:
         """Why the group failed; '' if it did not, as far as is remembered."""

@@ -307,7 +307,7 @@ class Duties:
     def _asked_to_run(self, ask: RunGroup, body: Buffer) -> list[Action]:
         group_id, attempt = ask.group_id, ask.attempt
         if group_id in self._delivered:
-            return [Send(ROUTER, GroupDelivered(group_id, attempt))]
+            return [Send(ROUTER, GroupDelivered(group_id, attempt, ask.ticket))]
         started = Send(ROUTER, GroupStarted(group_id, attempt))
         if running := self.running.get(group_id):
             # A router that had given us up calls it a later attempt: the work goes on under that.

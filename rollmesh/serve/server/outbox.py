@@ -160,7 +160,7 @@ class Outbox:
             return []
         parcel.state = ParcelState.ACKED
         actions: list[Action] = [
-            Send(ROUTER, GroupDelivered(group_id, parcel.message.attempt)),
+            Send(ROUTER, GroupDelivered(group_id, parcel.message.attempt, parcel.message.ticket)),
             Forget(group_id),
         ]
         others = self._of_sink(route)

@@ -228,12 +228,13 @@ def test_open_ask_whose_group_the_router_calls_done_is_said_again() -> None:
 
 def test_cancel_is_said_until_confirmed_and_a_bounded_number_of_times() -> None:
     asks = met_asks()
-    ask(asks, ONE)
+    [asked] = [m for m in said(ask(asks, ONE)) if isinstance(m, AskGroup)]
     ended, cancel = asks.step(Cancelled(ONE, "stale"), 0.0)
     assert ended == AskEnded(ONE, "stale")
-    assert cancel == Send(ROUTER, CancelGroup(ONE, "stale"))
+    said_first = CancelGroup(ONE, "stale", asked.ticket)
+    assert cancel == Send(ROUTER, said_first)
     again = [m for t in range(1, 30) for m in said(asks.step(Ticked(), t))]
-    assert [m for m in again if isinstance(m, CancelGroup)] == [CancelGroup(ONE, "stale")] * 2
+    assert [m for m in again if isinstance(m, CancelGroup)] == [said_first] * 2
     assert asks.num_cancels == 0
     ask(asks, TWO)
     asks.step(Cancelled(TWO, "stale"), 30.0)
@@ -259,12 +260,13 @@ def test_cancelling_what_is_not_open_says_nothing() -> None:
 
 def test_late_ask_ends_and_its_group_is_cancelled() -> None:
     asks = met_asks()
-    asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=5.0), 0.0)
+    asked = Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=5.0)
+    asks.step(asked, 0.0)
     assert not any(isinstance(a, AskEnded) for a in asks.step(Ticked(), 4.9))
     late = "deadline: no result within 5 s"
     actions = asks.step(Ticked(), 5.0)
     assert AskEnded(ONE, late) in actions
-    assert CancelGroup(ONE, late) in said(actions)
+    assert CancelGroup(ONE, late, asked.ticket) in said(actions)
     assert not asks.open
 
 

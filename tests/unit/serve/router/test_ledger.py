@@ -55,6 +55,28 @@ def test_the_ticket_of_an_ask_reaches_its_worker_and_no_client(story: Story) -> 
     assert not [each for each in sends if b"ticket" in repr(each).encode() and each.route == b"c"]
 
 
+def test_a_group_is_ended_only_by_a_message_that_carries_its_ticket(story: Story) -> None:
+    story.worker("w0")
+    story.worker("w1")
+    story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket"))
+    assert not story.says("w1", GroupDelivered(group(1), 1))
+    assert not story.says("c2", CancelGroup(group(1), "mine now"))
+    assert group(1) in story.ledger.book.groups
+    [moved] = only(story.says("w0", GroupDelivered(group(1), 1, b"ticket")), GroupMoved)
+    assert moved.state is GroupState.DONE
+
+
+def test_a_cancel_of_another_client_keeps_no_later_ask_from_running(story: Story) -> None:
+    story.worker("w0")
+    story.says("c2", CancelGroup(group(1), "before it was asked", b"guess"))
+    assert only(story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket")), RunGroup)
+    [moved] = only(story.says("c", CancelGroup(group(1), "enough", b"ticket")), GroupMoved)
+    assert moved.state is GroupState.CANCELLED
+    assert not story.says("c2", CancelGroup(group(1), "again", b"guess"))
+    late = story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket"))
+    assert not only(late, RunGroup)
+
+
 def test_a_group_is_not_handed_to_a_client_that_does_not_know_its_ticket(story: Story) -> None:
     running(story)
     foreign = msgspec.structs.replace(ask(1), sink="tcp://thief", client_id="c2", ticket=b"guess")

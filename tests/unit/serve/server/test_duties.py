@@ -142,8 +142,8 @@ def test_late_ask_for_a_delivered_group_is_answered_and_not_run() -> None:
     duties = new_duties()
     run(duties, ONE)
     end(duties, ONE)
-    assert ack(duties, ONE) == [Send(ROUTER, GroupDelivered(ONE, 1)), Forget(ONE)]
-    assert run(duties, ONE, attempt=2) == [Send(ROUTER, GroupDelivered(ONE, 2))]
+    assert ack(duties, ONE) == [Send(ROUTER, GroupDelivered(ONE, 1, TICKET)), Forget(ONE)]
+    assert run(duties, ONE, attempt=2) == [Send(ROUTER, GroupDelivered(ONE, 2, TICKET))]
 
 
 def test_memory_of_delivered_groups_is_bounded() -> None:
@@ -154,7 +154,7 @@ def test_memory_of_delivered_groups_is_bounded() -> None:
         ack(duties, GroupId("r1", seq))
     assert Begin(GroupId("r1", 0), 4, b"ask") in run(duties, GroupId("r1", 0), attempt=2)
     kept = GroupId("r1", 2)
-    assert run(duties, kept, attempt=2) == [Send(ROUTER, GroupDelivered(kept, 2))]
+    assert run(duties, kept, attempt=2) == [Send(ROUTER, GroupDelivered(kept, 2, TICKET))]
 
 
 def test_new_router_hears_of_all_that_is_held_before_anything_else() -> None:
