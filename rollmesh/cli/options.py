@@ -16,8 +16,8 @@ from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.handed import process_engine_key
 from rollmesh.core.model_folder import resolve_model
-from rollmesh.core.share import Share
-from rollmesh.wire.keys import KEYS_VARIABLE
+from rollmesh.core.share import Share, fleet_keys, token_file
+from rollmesh.wire.keys import KEYS_VARIABLE, use_scheduler_keys
 
 
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
@@ -50,7 +50,7 @@ def add_no_keys(parser: argparse.ArgumentParser) -> None:
         "--no-keys",
         dest="has_keys",
         action="store_false",
-        help="make no keys for this run: any user of this machine can then join its mesh",
+        help="make no keys: any user of this machine can then join",
     )
 
 
@@ -96,7 +96,10 @@ def share_of(options: argparse.Namespace) -> Share | None:
         raise ConfigError(f"--scheduler and --pipeline go together: name {lacking}, too")
     if address and not address.startswith("tcp://"):
         raise ConfigError(f"--scheduler {address}: write it as tcp://HOST:PORT")
-    return Share(address, pipeline, options.pipeline_token) if address else None
+    if not address:
+        return None
+    use_scheduler_keys(fleet_keys(token_file(pipeline, options.pipeline_token)))
+    return Share(address, pipeline, options.pipeline_token)
 
 
 def add_model_dir(parser: argparse.ArgumentParser) -> None:

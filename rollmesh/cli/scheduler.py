@@ -19,9 +19,11 @@ from rollmesh.core.process import OK, USAGE
 from rollmesh.core.share import FLEET_FILE
 from rollmesh.scheduler.admission.fleet_file import (
     admission_path,
+    keys_of_fleet,
     read_fleet,
     settings_of,
 )
+from rollmesh.wire.keys import use_scheduler_keys
 from rollmesh.wire.scheduling import JoinNode
 
 VERBS = {
@@ -114,6 +116,7 @@ def serve(argv: list[str]) -> int:
     arguments.add_argument("--listen-fd", type=int, help="serve HTTP on this inherited socket")
     options = arguments.parse_args(argv)
     fleet = read_fleet(options.fleet)
+    use_scheduler_keys(keys_of_fleet(fleet))
     fair = settings_of(fleet.fair, FairSettings, f"{options.fleet}: [fair]")
     nodes = [
         JoinNode(f"file-{node.name}", node.name, node.gpus, node.labels, beats=False)
@@ -149,6 +152,7 @@ def admission(argv: list[str]) -> int:
 
     options = _arguments("admission", "Run admission: register, admit, kill...").parse_args(argv)
     fleet = read_fleet(options.fleet)
+    use_scheduler_keys(keys_of_fleet(fleet))
     run(Path(admission_path(fleet)), fleet.bind, Path(fleet.journal), options.ready_fd)
     return OK
 

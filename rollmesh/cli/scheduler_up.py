@@ -18,12 +18,18 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.cli.options import parser
+from rollmesh.cli.options import add_no_keys, parser
 from rollmesh.cli.scheduler_verbs import enrol
-from rollmesh.core.errors import UserError
+from rollmesh.core.errors import ConfigError, UserError
 from rollmesh.core.process import LAUNCHER_VARIABLE, OK, Ready, Stop
-from rollmesh.core.share import FLEET_FILE
+from rollmesh.core.share import FLEET_FILE, KEYS
 from rollmesh.scheduler.admission.fleet_file import read_fleet
+from rollmesh.wire.keys import (
+    KEYS_VARIABLE,
+    SCHEDULER_KEYS_VARIABLE,
+    new_keys,
+    use_scheduler_keys,
+)
 
 AGAIN_S = 0.5
 START_S = 60.0
@@ -82,12 +88,28 @@ class Child:
             self._process.wait()
 
 
+def use_keys(folder: Path, *, has_keys: bool) -> None:
+    """Make the fleet's keys where there are none; ConfigError if it has keys and may have none."""
+    if os.environ.get(KEYS_VARIABLE) or SCHEDULER_KEYS_VARIABLE in os.environ:
+        return
+    if not has_keys and folder.exists():
+        raise ConfigError(f"--no-keys: the fleet has keys; remove {folder} to do without")
+    if has_keys:
+        if not folder.exists():
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new_keys(folder)
+        use_scheduler_keys(folder)
+
+
 def main(argv: list[str]) -> int:
     """Start both, let all in, and keep both until stopped."""
     arguments = parser("scheduler up", "Start the service and admission, and let all pipelines in.")
     arguments.add_argument("fleet", type=Path, nargs="?", default=Path(FLEET_FILE))
-    path: Path = arguments.parse_args(argv).fleet
+    add_no_keys(arguments)
+    options = arguments.parse_args(argv)
+    path: Path = options.fleet
     fleet = read_fleet(path)
+    use_keys(Path(fleet.journal) / KEYS, has_keys=options.has_keys)
     stop = Stop()  # both die with us
     children = [Child("serve", path), Child("admission", path)]
     try:

@@ -27,10 +27,12 @@ from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.admission.fleet_file import (
     FleetTables,
     admission_path,
+    keys_of_fleet,
     read_fleet,
 )
 from rollmesh.scheduler.service.explain import FleetView, PipelineView
 from rollmesh.wire.frames import Buffer
+from rollmesh.wire.keys import use_scheduler_keys
 from rollmesh.wire.scheduling import (
     AdmissionMessage,
     AdmitPipeline,
@@ -191,6 +193,7 @@ def _parsed(arguments: argparse.ArgumentParser, argv: list[str], whom: str) -> a
     options = arguments.parse_args(argv)
     if getattr(options, whom) is None:
         fleet = read_fleet(options.fleet)
+        use_scheduler_keys(keys_of_fleet(fleet))
         setattr(options, whom, fleet.bind if whom == "scheduler" else admission_path(fleet))
     return options
 

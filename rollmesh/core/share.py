@@ -23,6 +23,8 @@ JOURNAL = "scheduler"
 """The folder of the scheduler's journal where the fleet's file names no other."""
 TOKENS = "tokens"
 """The folder in the journal's folder where admission keeps the token of each pipeline."""
+KEYS = "keys"
+"""The key folder in the journal's folder, made by `rollmesh scheduler up`."""
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -54,12 +56,28 @@ def token_file(
     """
     if told := named or environment.get(TOKEN_FILE_VARIABLE, ""):
         return Path(told)
+    journal = _journal()
+    path = journal / TOKENS / pipeline_id if journal else None
+    return path if path and "/" not in pipeline_id and path.is_file() else None
+
+
+def fleet_keys(token: Path | None = None) -> Path | None:
+    """The keys that `rollmesh scheduler up` made in the journal's folder; None if there are none.
+
+    `token` is the file of a pipeline's token there; by default this folder's scheduler.toml names
+    the journal.
+    """
+    journal = token.absolute().parent.parent if token else _journal()
+    keys = journal.absolute() / KEYS if journal else None
+    return keys if keys and keys.is_dir() else None
+
+
+def _journal() -> Path | None:
+    """The journal's folder of this folder's scheduler.toml."""
     try:
-        fleet = tomllib.loads(Path(FLEET_FILE).read_text())
+        return Path(str(tomllib.loads(Path(FLEET_FILE).read_text()).get("journal", JOURNAL)))
     except (OSError, ValueError):
         return None
-    path = Path(str(fleet.get("journal", JOURNAL))) / TOKENS / pipeline_id
-    return path if "/" not in pipeline_id and path.is_file() else None
 
 
 def read_token(pipeline_id: str, named: str = "") -> str:

@@ -28,6 +28,7 @@ from rollmesh.core.handed import KEYS_VARIABLE as KEYS_VARIABLE
 from rollmesh.core.handed import handed
 from rollmesh.core.loopback import is_loopback
 from rollmesh.core.secret_file import make_secret_file, read_private
+from rollmesh.core.share import fleet_keys
 
 SCHEDULER_KEYS_VARIABLE = "ROLLMESH_SCHEDULER_KEYS"
 """Keys of a fleet's scheduler where these are not those of the mesh; empty: none."""
@@ -215,13 +216,26 @@ def read_keys(
         raise ConfigError(f"{KEYS_VARIABLE}={error}") from None
 
 
-def read_scheduler_keys(
-    environment: Mapping[str, str] | Any = os.environ, role: Role | None = None
-) -> Keys | None:
-    """The keys for a fleet's scheduler: of ROLLMESH_SCHEDULER_KEYS if that is set, else those of
-    the mesh."""
-    name = environment.get(SCHEDULER_KEYS_VARIABLE)
-    return read_keys(environment if name is None else {KEYS_VARIABLE: name}, role)
+def read_scheduler_keys(role: Role | None = None, token: Path | None = None) -> Keys | None:
+    """The keys for a fleet's scheduler, or None.
+
+    They are those of ROLLMESH_SCHEDULER_KEYS if that is set, else those of the mesh, else those
+    that `fleet_keys` finds; `token` is the file of a pipeline's token.
+    """
+    name = os.environ.get(SCHEDULER_KEYS_VARIABLE)
+    if name is not None:
+        return read_keys({KEYS_VARIABLE: name}, role)
+    if keys := read_keys(role=role):
+        return keys
+    folder = fleet_keys(token)
+    return read_key_file(folder, role) if folder else None
+
+
+def use_scheduler_keys(folder: Path | None) -> None:
+    """Let this process and its children use the scheduler's keys in `folder`, unless the user has
+    named some."""
+    if folder and not os.environ.get(KEYS_VARIABLE):
+        os.environ.setdefault(SCHEDULER_KEYS_VARIABLE, str(folder.absolute()))
 
 
 def check_bind(bind: str, keys: Keys | None) -> None:

@@ -63,7 +63,8 @@ class ScriptedFleet:
         reading, self._writing = os.pipe()
         self._lines = os.fdopen(reading, "rb")
         self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(file)]
+        words = ("scheduler", "up", "--no-keys", str(file))
+        command = [sys.executable, "-m", "rollmesh.cli.main", *words]
         self._up = self._start(command, subprocess.PIPE)
         assert self._up.stdout
         self._up.stdout.readline()  # all pipelines are let in by then

@@ -97,7 +97,8 @@ class SharedFleet:
 
     def view(self) -> FleetView:
         """How the scheduler says that it stands."""
-        answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
+        with contextlib.chdir(self.folder):  # scheduler.toml is there, by which keys are found
+            answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
         return msgspec.json.decode(answer.body, type=FleetView)
 
     def stood(self) -> dict[int, list[tuple[str, str, int, str]]]:

@@ -5,17 +5,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from rollmesh.core.errors import UserError
 from rollmesh.core.process import Ready
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.explain import FleetView
-from rollmesh.wire.scheduling import KillPipeline, ReadScheduler
+from rollmesh.serve.coordinator.hooks import PipelineHooks
+from rollmesh.wire.scheduling import GpuPriority, KillPipeline, ReadScheduler
 from tests.ports import free_ports
 from tests.security.strangers import STRANGER, as_root, run_as_stranger
 
@@ -115,6 +118,7 @@ def test_our_own_user_ends_nothing_by_its_pid_either(
     assert victim.poll() is None
 
 
+CLI = (sys.executable, "-m", "rollmesh.cli.main")
 CHANGE = """
 import sys
 for question in (
@@ -133,6 +137,13 @@ from rollmesh.scheduler.admission.asking import ask
 from rollmesh.wire.scheduling import *
 """
 
+READ = """
+try:
+    print(ask(sys.argv[1], ReadScheduler("r"), patience_s=2.0))
+except AddressError as error:
+    print(error)
+"""
+
 
 @as_root
 def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> None:
@@ -140,7 +151,7 @@ def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> No
     address = f"tcp://127.0.0.1:{ports[0]}"
     file = folder / "scheduler.toml"
     file.write_text(FLEET.format(*ports, folder / "journal"))
-    words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(file)]
+    words = [*CLI, "scheduler", "up", "--no-keys", str(file)]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as up:
         assert up.stdout is not None
         assert b"math: " in up.stdout.readline()
@@ -151,3 +162,25 @@ def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> No
     assert len(told.splitlines()) == 3
     assert "ok=True" not in told
     assert (pipeline.phase, pipeline.run) == (PipelinePhase.ADMITTED, None)
+
+
+@as_root
+def test_a_scheduler_with_keys_of_its_own_answers_its_members_only(folder: Path) -> None:
+    ports = free_ports(2)
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    file = folder / "scheduler.toml"
+    file.write_text(FLEET.format(*ports, folder / "journal"))
+    with subprocess.Popen([*CLI, "scheduler", "up", str(file)], stdout=subprocess.PIPE) as up:
+        assert up.stdout is not None
+        assert b"math: " in up.stdout.readline()
+        stranger = run_as_stranger(MESSAGES, READ, address)
+        status = [*CLI, "scheduler", "status", "--fleet", str(file)]
+        shown = subprocess.run(status, capture_output=True, text=True, timeout=100, check=False)
+        token = folder / "journal" / "tokens" / "math"
+        with closing(PipelineHooks(address, "math", token_file=str(token))) as hooks:
+            ticket = hooks.request_gpus("critic", GpuPriority.CRITIC_TRAINING)
+            with pytest.raises(UserError, match="critic"):  # refused, so it was answered
+                ticket.wait(timeout_s=ENDS_WITHIN_S)
+        up.terminate()
+    assert "ok=True" not in stranger
+    assert "math" in shown.stdout, shown.stderr

@@ -14,7 +14,7 @@ import msgspec
 
 from rollmesh.core.config_tree import explain, read_file
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.share import JOURNAL
+from rollmesh.core.share import JOURNAL, KEYS
 from rollmesh.scheduler.planning.state import MAX_NODE_GPUS
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
@@ -103,6 +103,12 @@ class FleetTables(Table, frozen=True):
 def admission_path(fleet: FleetTables) -> str:
     """Path of the admission process's socket."""
     return fleet.admission or str(Path(fleet.journal) / ADMISSION_SOCKET)
+
+
+def keys_of_fleet(fleet: FleetTables) -> Path | None:
+    """The key folder that `rollmesh scheduler up` made for it; None if there is none."""
+    folder = Path(fleet.journal) / KEYS
+    return folder if folder.is_dir() else None
 
 
 def read_fleet(path: Path) -> FleetTables:

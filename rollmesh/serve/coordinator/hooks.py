@@ -24,6 +24,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.share import read_token
+from rollmesh.core.share import token_file as find_token_file
 from rollmesh.serve.coordinator.claims import (
     Action,
     Claim,
@@ -131,7 +132,7 @@ class PipelineHooks:
         default (core/share.py). AddressError where `scheduler` is no address, or one that needs
         keys.
         """
-        keys = keys or read_scheduler_keys(role=Role.CLIENT)
+        keys = keys or read_scheduler_keys(Role.CLIENT, find_token_file(pipeline_id, token_file))
         check_dial(scheduler, keys)
         self.pipeline_id = pipeline_id
         self._token_file = token_file

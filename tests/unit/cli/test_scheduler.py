@@ -56,7 +56,6 @@ def complaint(verb: str, path: Path) -> str:
         ("admission", "polcy = 'fair'", "unknown key 'polcy'"),
         ("up", "polcy = 'fair'", "unknown key 'polcy'"),
         ("serve", "bind = 'tcp://0.0.0.0:0'", "others can reach it"),
-        ("up", "bind = 'tcp://0.0.0.0:0'", "others can reach it"),
         ("admission", "admission = 'tcp://h:1'", "admission: 'tcp://h:1' is no path"),
     ],
 )

@@ -84,8 +84,9 @@ class Running:
         self.admission = folder / "journal" / "admission.sock"
         self.file = folder / "scheduler.toml"
         self.file.write_text(FILE.format(service, http, folder / "journal"))
-        words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", "up", str(self.file)]
-        self.process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        words = ("scheduler", "up", "--no-keys", str(self.file))
+        command = [sys.executable, "-m", "rollmesh.cli.main", *words]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def token(self, pipeline_id: str) -> str:
         """What its runs show."""

@@ -119,14 +119,30 @@ def test_members_are_added_and_removed_by_name(tmp_path: Path) -> None:
         remove_member(folder, "gpu-7")
 
 
-def test_a_scheduler_may_have_keys_of_its_own(tmp_path: Path) -> None:
+def test_a_scheduler_may_have_keys_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh, fleet = new_keys(tmp_path / "mesh"), new_keys(tmp_path / "fleet")
-    environment = {KEYS_VARIABLE: str(tmp_path / "mesh")}
-    assert read_scheduler_keys(environment) == mesh
-    environment[SCHEDULER_KEYS_VARIABLE] = str(tmp_path / "fleet")
-    assert read_scheduler_keys(environment) == fleet
-    environment[SCHEDULER_KEYS_VARIABLE] = ""
-    assert read_scheduler_keys(environment) is None
+    monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / "mesh"))
+    assert read_scheduler_keys() == mesh
+    monkeypatch.setenv(SCHEDULER_KEYS_VARIABLE, str(tmp_path / "fleet"))
+    assert read_scheduler_keys() == fleet
+    monkeypatch.setenv(SCHEDULER_KEYS_VARIABLE, "")
+    assert read_scheduler_keys() is None
+
+
+def test_keys_of_a_fleet_are_found_beside_a_token_and_by_this_folders_scheduler_toml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (KEYS_VARIABLE, SCHEDULER_KEYS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "journal").mkdir()
+    fleet = new_keys(tmp_path / "journal" / "keys")
+    assert read_scheduler_keys() is None
+    assert read_scheduler_keys(token=tmp_path / "journal" / "tokens" / "math") == fleet
+    (tmp_path / "scheduler.toml").write_text('journal = "journal"')
+    assert read_scheduler_keys() == fleet
 
 
 def test_no_variable_means_no_keys() -> None:
