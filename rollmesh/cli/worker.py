@@ -27,11 +27,18 @@ from rollmesh.cli.rooms import pass_gate
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import ConfigError, ModelError
-from rollmesh.core.handed import begin_without_secrets, protect_memory
+from rollmesh.core.handed import begin_without_secrets, protect_memory, read_root_files
 from rollmesh.core.ids import new_id
 from rollmesh.core.model_folder import why_no_folder
 from rollmesh.core.process import is_launched
 from rollmesh.core.warden import guard, mark_self
+from rollmesh.envs.spawning import (
+    SPAWNER_VARIABLE,
+    account_of,
+    acting_as,
+    process_spawner,
+    split,
+)
 from rollmesh.wire.key_search import find_keys
 from rollmesh.wire.keys import Role
 from rollmesh.wire.sockets import check_admitted
@@ -40,7 +47,9 @@ from rollmesh.wire.sockets import check_admitted
 def main(argv: list[str]) -> int:
     """Work until stopped, drained or worn out; the exit code says which."""
     mark = "" if is_launched() else mark_self("worker")
+    _leave_root(argv)
     begin_without_secrets()
+    process_spawner()
     protect_memory()
     if mark:
         guard(mark)
@@ -60,6 +69,20 @@ def main(argv: list[str]) -> int:
     return run(config, options.router, worker_id, options.listen_fd, options.ready_fd, keys)
 
 
+def _leave_root(argv: list[str]) -> None:
+    """With --user, become this user and leave the right to change users to a spawner.
+
+    Settings are read as the user, and of the secrets only root's files are read before.
+    """
+    options, _ = _arguments().parse_known_args(argv)
+    if options.user is None or SPAWNER_VARIABLE in os.environ:
+        return
+    account = account_of(options.user)
+    with acting_as(account):
+        worker = config_of(options, model_defaults(options)).worker
+    split(account, worker.isolation_first_uid, worker.isolation_num_uids, read_root_files)
+
+
 def new_worker_id() -> str:
     """`HOST-PID-RANDOM`: says where to look, and is nobody else's after a restart."""
     return f"{socket.gethostname()}-{os.getpid()}-{new_id('', 2)}"
@@ -74,6 +97,11 @@ def _arguments() -> argparse.ArgumentParser:
     add_model_dir(arguments)
     arguments.add_argument("--worker-id", help="its name in the mesh (HOST-PID-RANDOM)")
     add_run(arguments)
+    arguments.add_argument(
+        "--user",
+        help="started as root: become this user (name or uid) and start agents' programs as users "
+        "of their own, by a process that keeps CAP_SETUID and CAP_SETGID",
+    )
     add_room(arguments)
     add_listen(arguments)
     return arguments

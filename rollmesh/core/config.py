@@ -156,10 +156,11 @@ class WorkerConfig(Section, frozen=True):
     """A worker that has run so many rollouts does the same; 0: never."""
     isolation: IsolationMode = "auto"
     """What separates agents' programs from the host (docs/security.md): `bwrap` (namespaces), `uid`
-    (a user id each, needs root), `none`; `auto` takes the first of these that works (default)."""
+    (a user id each, needs root or `rollmesh worker --user`), `none`; `auto` takes the first of
+    these that works (default)."""
     isolation_first_uid: Positive = 200_000
-    """`uid`: the first user id of the range, which nothing else on the host may use (default:
-    200000)."""
+    """`uid`: the first user id of the range, which nothing else on the host may use. With `--user`
+    the range of the same length above it is used too (default: 200000)."""
     isolation_num_uids: Positive = 1024
     """`uid`: how many ids the range has; the workers of a host share them (default: 1024)."""
     program_memory_bytes: NonNegative = 0

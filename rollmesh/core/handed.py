@@ -100,16 +100,38 @@ def receive(environment: MutableMapping[str, str] = os.environ) -> None:
         register_content(text)
 
 
+def read_root_files(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Read secrets of files that belong to root, in a process that will become another user.
+
+    They are then found by `handed`, and their variables are removed. ConfigError as in secrets_in.
+    """
+    files = {
+        name: environment[name]
+        for name in (KEYS_VARIABLE, ADMIN_TOKEN_FILE_VARIABLE, ENGINE_KEY_FILE_VARIABLE)
+        if _is_of_root(environment.get(name, ""))
+    }
+    _handed.update(secrets_in(files))
+    for name in files:
+        del environment[name]
+
+
+def _is_of_root(path: str) -> bool:
+    try:
+        return bool(path) and os.stat(path).st_uid == 0
+    except OSError:
+        return False
+
+
 def begin_without_secrets(environment: Mapping[str, str] = os.environ) -> None:
     """Receive secrets; where the environment holds some, execute this process again without them.
 
     ConfigError in one line for a key file that cannot be used.
     """
+    receive()
     secrets = secrets_in(environment)
     if not secrets and not any(name in environment for name in SECRET_VARIABLES):
-        receive()
         return
-    reading = open_pipe(secrets)
+    reading = open_pipe({**_handed, **secrets})
     os.set_inheritable(reading, True)
     cleared = {**without_secrets(environment), SECRETS_VARIABLE: str(reading)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], cleared)

@@ -15,6 +15,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import platform
 import re
@@ -38,6 +39,8 @@ from rollmesh.envs import starter
 from rollmesh.envs.bwrap import bwrap_argv, interpreter_of, named_files, visible_paths
 from rollmesh.envs.cgroups import ControlGroup, Limits, new_group
 from rollmesh.envs.slot_uids import end_processes, give, slot_uid
+from rollmesh.envs.spawner import CONTROL
+from rollmesh.envs.spawning import Spawned, Spawner, process_spawner
 
 log = get_logger()
 
@@ -105,6 +108,25 @@ class Slot(msgspec.Struct):
     """To be awaited once it is started; InfraError where the program cannot be executed."""
     end: Callable[[], Awaitable[None]] = nothing
     """Kills what is in it; returns when all of it has ended."""
+    spawn: Callable[[Mapping[str, str], int], Spawned] | None = None
+    """Starts it with an environment and an output through the spawner, where the worker cannot."""
+
+    async def start(
+        self, folder: Path, env: Mapping[str, str], output: int
+    ) -> asyncio.subprocess.Process | Spawned:
+        """Start the program in the slot; OSError or InfraError."""
+        if self.spawn is not None:
+            return self.spawn(env, output)
+        return await asyncio.create_subprocess_exec(
+            *self.argv,
+            cwd=folder,
+            env=dict(env),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=self.passed,
+            start_new_session=True,
+        )
 
 
 class Isolation:
@@ -178,7 +200,9 @@ class Isolation:
 
     def _missing(self, mode: Mode, command: Command) -> str:
         if mode == "uid":
-            return "" if os.geteuid() == 0 else "it needs root, to become another user"
+            if os.geteuid() == 0 or process_spawner() is not None:
+                return ""
+            return "it needs root, to become another user, or rollmesh worker --user"
         if not sys.platform.startswith("linux") or shutil.which("bwrap") is None:
             return "bwrap: not installed (Debian, Ubuntu: apt install bubblewrap)"
         if command.network == "session" and command.base_url:
@@ -204,16 +228,7 @@ class Isolation:
         async with self._open(mode, probe) as slot:
             output = ProbeOutput()
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *slot.argv,
-                    cwd=probe.folder,
-                    env=dict(probe.env),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output.writing,
-                    stderr=output.writing,
-                    pass_fds=slot.passed,
-                    start_new_session=True,
-                )
+                process = await slot.start(probe.folder, probe.env, output.writing)
             except OSError as error:
                 output.close()
                 return f"{slot.argv[0]}: {error.strerror}"
@@ -256,7 +271,9 @@ class Isolation:
         starting = _Starting(command, mode, uid, group, self._serve)
         stack.push_async_callback(starting.close)
         argv = starting.argv(settings.limits)
-        return Slot(mode, argv, starting.passed, starting.begin, starting.end)
+        spawner = process_spawner() if mode == "uid" else None
+        spawn = None if spawner is None else functools.partial(starting.spawn, spawner, argv)
+        return Slot(mode, argv, starting.passed, starting.begin, starting.end, spawn)
 
 
 class ProbeOutput:
@@ -312,9 +329,11 @@ class _Starting:
         if is_bwrap and (os.geteuid() == 0 or _kernel() < NPROC_PER_NAMESPACE):
             num_processes = 0  # root is not limited, and an older kernel counts the worker's too
         has_group = self._group is not None
+        is_spawned = self._uid and process_spawner() is not None
+        uid, control = (0, CONTROL) if is_spawned else (self._uid, self._theirs.fileno())
         words = (
-            *(INTERPRETER, "-I", "-S", STARTER, str(self._theirs.fileno())),
-            *(host, str((url.port or 80) if host else 0), str(self._uid)),
+            *(INTERPRETER, "-I", "-S", STARTER, str(control)),
+            *(host, str((url.port or 80) if host else 0), str(uid)),
             *(("0", "0") if has_group else (str(num_processes), str(limits.memory_bytes))),
             *command.argv,
         )
@@ -351,10 +370,20 @@ class _Starting:
         if data:
             raise InfraError(f"{program}: cannot be run: {data.decode('utf-8', 'replace')}")
 
+    def spawn(
+        self, spawner: Spawner, argv: tuple[str, ...], env: Mapping[str, str], output: int
+    ) -> Spawned:
+        """Start the program as the slot's user through the spawner."""
+        control, folder = self._theirs.fileno(), self._command.folder
+        reading = spawner.run(self._uid, argv, folder, env, output, control)
+        return Spawned(reading, functools.partial(spawner.kill, self._uid))
+
     async def end(self) -> None:
         """Kill what is in the slot; returns when all of it has ended."""
         if self._uid:
             await asyncio.to_thread(end_processes, self._uid)
+            if (spawner := process_spawner()) is not None:
+                await asyncio.to_thread(spawner.share, self._uid, _writable(self._command))
         if self._first >= 0:
             descriptor, self._first = self._first, -1
             await asyncio.to_thread(_end_namespace, descriptor)
@@ -394,7 +423,7 @@ async def _begun(slot: Slot) -> str:
     return ""
 
 
-async def _killed(process: asyncio.subprocess.Process) -> None:
+async def _killed(process: asyncio.subprocess.Process | Spawned) -> None:
     if process.returncode is None:
         process.kill()
         await process.wait()

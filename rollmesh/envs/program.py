@@ -21,8 +21,11 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
 from rollmesh.envs.isolation import Command as Command
 from rollmesh.envs.isolation import Slot, current
+from rollmesh.envs.spawning import Spawned
 
 log = get_logger()
+
+Process = asyncio.subprocess.Process | Spawned
 
 READ_BYTES = 64 * 1024
 MAX_SIGNAL = 64
@@ -116,29 +119,18 @@ def _exit_code(code: int, slot: Slot) -> int:
     return 128 - code if slot.mode == "bwrap" and 128 < code <= 128 + MAX_SIGNAL else code
 
 
-async def _start(
-    command: Command, slot: Slot, mark: str, writing: int
-) -> asyncio.subprocess.Process:
+async def _start(command: Command, slot: Slot, mark: str, writing: int) -> Process:
     try:
-        return await asyncio.create_subprocess_exec(
-            *slot.argv,
-            cwd=command.folder,
-            env={**command.env, MARK_VARIABLE: mark},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=writing,
-            stderr=writing,
-            pass_fds=slot.passed,
-            start_new_session=True,
-        )
+        return await slot.start(command.folder, {**command.env, MARK_VARIABLE: mark}, writing)
     except OSError as error:
         raise InfraError(f"{command.argv[0]}: cannot be run: {error.strerror}") from None
 
 
 async def _sweep(
-    mark: str, process: asyncio.subprocess.Process | None, slot: Slot, listening: asyncio.Task[None]
+    mark: str, process: Process | None, slot: Slot, listening: asyncio.Task[None]
 ) -> None:
     """End the program and all of its slot; its pipe is then at its end."""
-    if process is not None:
+    if isinstance(process, asyncio.subprocess.Process):
         _kill_group(process.pid)
     await slot.end()
     if slot.mode != "bwrap":

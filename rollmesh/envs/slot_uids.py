@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rollmesh.core.errors import InfraError
+from rollmesh.envs.spawning import process_spawner
 
 KILL_S = 5.0
 PAUSE_S = 0.005
@@ -32,7 +33,7 @@ os.kill(-1, 9)
 @contextlib.contextmanager
 def slot_uid(first: int, num: int) -> Iterator[int]:
     """A user id of the range while the block runs; InfraError where all are in use."""
-    folder = Path(tempfile.gettempdir()) / "rollmesh.uids"
+    folder = Path(tempfile.gettempdir()) / f"rollmesh.uids.{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -56,6 +57,9 @@ def slot_uid(first: int, num: int) -> Iterator[int]:
 
 def end_processes(uid: int) -> None:
     """Kill every process of `uid` until none is left; InfraError after KILL_S."""
+    if (spawner := process_spawner()) is not None:
+        spawner.end(uid)
+        return
     until_s = time.monotonic() + KILL_S
     while _any_of(uid):
         # A process that forks without end outruns a list of pids, but not one signal to them all.
@@ -85,11 +89,17 @@ def _any_of(uid: int) -> bool:
 
 
 def give(folder: Path, uid: int) -> None:
-    """Make `uid` the owner of the folder and of all that is in it, and let it in."""
+    """Let `uid` into the folder and all that is in it: as owner, or by its group without rights."""
+    group_only = process_spawner() is not None
+    owner = -1 if group_only else uid
     if folder.parent.lstat().st_uid == os.geteuid():
         folder.parent.chmod(folder.parent.stat().st_mode | 0o011)
-    os.chown(folder, uid, uid, follow_symlinks=False)
-    folder.chmod(0o700)
+    os.chown(folder, owner, uid, follow_symlinks=False)
+    folder.chmod(0o2770 if group_only else 0o700)
     for inside, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            os.chown(os.path.join(inside, name), uid, uid, follow_symlinks=False)
+            path = os.path.join(inside, name)
+            os.chown(path, owner, uid, follow_symlinks=False)
+            if group_only and not os.path.islink(path):
+                mode = os.lstat(path).st_mode & 0o777
+                os.chmod(path, mode | (0o2070 if name in folders else mode >> 3 & 0o070 | 0o060))

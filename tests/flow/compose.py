@@ -60,6 +60,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     depends_on: dict[str, Condition] = {}
     healthcheck: Health = Health()
     network_mode: str = ""
+    user: str = ""
+    init: bool = False
     cap_drop: list[str] = []
     cap_add: list[str] = []
     security_opt: list[str] = []

@@ -74,7 +74,9 @@ class Containers:
         folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._folder))
         container = Container(service, self.address(name, len(own)), folder)
         own.append(container)
-        words = [*self._entry(service), *service.command]
+        # The image's user does not exist on this machine.
+        command = [word for word in service.command if word != "--user=rollmesh"]
+        words = [*self._entry(service), *command]
         container.environment = self._environment(container)
         with (folder / "log").open("wb") as log:
             container.process = subprocess.Popen(

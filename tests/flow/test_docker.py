@@ -216,9 +216,13 @@ def test_a_worker_s_network_has_no_route_out(compose: Compose) -> None:
 
 
 def test_every_container_of_ours_is_confined_and_bounded(compose: Compose) -> None:
-    for service in ours(compose).values():
+    for name, service in ours(compose).items():
+        is_worker = name == "worker"
         assert service.cap_drop == ["ALL"]
-        assert service.cap_add == []
+        assert service.cap_add == (["SETUID", "SETGID"] if is_worker else [])
+        assert service.user == ("0:0" if is_worker else "")
+        assert ("--user=rollmesh" in service.command) == is_worker
+        assert service.init != is_worker  # root's init without CAP_KILL cannot signal the worker
         assert "no-new-privileges:true" in service.security_opt
         assert service.read_only
         assert [each for each in service.tmpfs if each.startswith("/tmp:")]

@@ -71,6 +71,13 @@ def byte_token(policy_version: int, context: Sequence[int]) -> int:
     return 1 + zlib.crc32(repr((policy_version, list(context))).encode()) % 200
 
 
+CONFINED = (
+    *("setpriv", "--no-new-privs", "--inh-caps=-all"),
+    "--bounding-set=-all,+setuid,+setgid",
+)
+"""Starts a process with the capabilities that docker/compose.yaml leaves a worker."""
+
+
 class Process:
     """One `rollmesh VERB` that has said Ready."""
 
@@ -84,9 +91,9 @@ class Process:
 
 
 @contextmanager
-def running(folder: Path, *words: str) -> Iterator[Process]:
+def running(folder: Path, *words: str, before: tuple[str, ...] = ()) -> Iterator[Process]:
     reading, writing = os.pipe()
-    argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--ready-fd", str(writing)]
+    argv = [*before, sys.executable, "-m", "rollmesh.cli.main", *words, "--ready-fd", str(writing)]
     popen = subprocess.Popen(argv, pass_fds=[writing], cwd=folder)
     os.close(writing)
     try:
@@ -139,6 +146,11 @@ class Mesh:
     def worker(self, worker_id: str, env: str = "echo", **worker: object) -> Process:
         words = self.worker_words(worker_id, env, **worker)
         return self._stack.enter_context(running(self.folder, *words))
+
+    def confined_worker(self, worker_id: str, env: str, **worker: object) -> Process:
+        """A worker of user 65534 that was started with CAP_SETUID and CAP_SETGID only."""
+        words = (*self.worker_words(worker_id, env, **worker), "--user=65534")
+        return self._stack.enter_context(running(self.folder, *words, before=CONFINED))
 
     def write_env(self, name: str, source: str) -> str:
         """Write the module of an environment with the class TheEnv; what a setting calls it."""

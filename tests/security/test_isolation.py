@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +118,7 @@ class TheEnv(HarnessEnv):
 """
 
 
-@pytest.fixture(params=["bwrap", "uid"])
+@pytest.fixture(params=["bwrap", "uid", "spawner"])
 def mode(request: pytest.FixtureRequest) -> str:
     if request.param == "bwrap":
         if shutil.which("bwrap") is None:
@@ -130,12 +132,26 @@ def mode(request: pytest.FixtureRequest) -> str:
     return mode
 
 
+@pytest.fixture
+def open_folder(mode: str, tmp_path: Path) -> Iterator[Path]:
+    """A folder that a worker of user 65534 can reach; the key in it is root's."""
+    if mode != "spawner":
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="attack-", dir="/tmp") as name:
+        os.chown(name, 0, 65534)
+        os.chmod(name, 0o750)
+        yield Path(name)
+
+
 async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, open_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    tmp_path = open_folder
     new_keys(tmp_path / "mesh.json")
     monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / "mesh.json"))
     monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN", ADMIN_TOKEN)
+    keys = read_keys()
     async with open_mesh(tmp_path) as mesh:
         told = {
             "keys": str(tmp_path / "mesh.json"),
@@ -146,9 +162,13 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
             "is_in_namespace": mode == "bwrap",
         }
         env = mesh.write_env("attack", ENV.format(told=told, python=SYSTEM_PYTHON, attack=ATTACK))
-        mesh.worker("w1", env, isolation=mode)
+        if mode == "spawner":
+            mesh.confined_worker("w1", env, isolation="uid")
+            mode = "uid"
+        else:
+            mesh.worker("w1", env, isolation=mode)
         folder = tmp_path / "client"
-        client = RolloutClient(mesh.router.ready.address, JournalConfig(), folder, read_keys())
+        client = RolloutClient(mesh.router.ready.address, JournalConfig(), folder, keys)
         client.start()
         try:
             ask(client, num_samples=2, env=env)
