@@ -130,8 +130,22 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
     if name in IMAGE_FAMILIES:
         placing = PlaceholderRenderer(renderer)
         return Family(placing, style, image_id=placing.image_id)
+    refuse_processors(renderer)
     opening = CALL_OPENING_OF_FAMILY.get(name, "")
     return Family(renderer, style, opening, is_framed=name == "qwen3")
+
+
+def refuse_processors(renderer: Any) -> None:
+    """Make a renderer of the library refuse to load an image processor.
+
+    Some families load it with `trust_remote_code=True`, which runs code of the model's folder.
+    """
+
+    def refused() -> Any:
+        raise ModelError("images: this family's processor would run code of the model's folder")
+
+    if hasattr(renderer, "_get_processor"):
+        setattr(renderer, "_get_processor", refused)  # noqa: B010 - private there: no setting
 
 
 def chats_of(folder: Path, name: str) -> str:

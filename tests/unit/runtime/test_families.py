@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import renderers
+from renderers.kimi_k25 import KimiK25Renderer
 
 from rollmesh.core.errors import ConfigError, ModelError
 from rollmesh.runtime.calls import CallStyle
-from rollmesh.runtime.families import chats_of, choose_family
+from rollmesh.runtime.families import chats_of, choose_family, refuse_processors
 from rollmesh.runtime.templates import TemplateRenderer
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import write_model_folder
@@ -25,6 +26,13 @@ def test_an_unknown_model_type_gets_the_folders_own_template(tmp_path: Path) -> 
     folder = write_model_folder(tmp_path, model_type="never_heard_of")
     family = choose_family(folder, "auto", load_tokenizer(folder))
     assert isinstance(family.renderer, TemplateRenderer)
+
+
+def test_a_family_never_loads_a_processor_that_runs_code_of_the_folder() -> None:
+    renderer = KimiK25Renderer.__new__(KimiK25Renderer)
+    refuse_processors(renderer)
+    with pytest.raises(ModelError, match="would run code"):
+        renderer._get_processor()  # noqa: SLF001 - where the library loads it
 
 
 def test_an_unknown_family_is_refused_by_name(model_folder: Path, tokenizer: Tokenizer) -> None:
