@@ -50,6 +50,9 @@ Logger = structlog.typing.FilteringBoundLogger
 MAX_FILE_BYTES = 32 * 2**20
 """A role's log is rolled over once at this size: at most twice as much stays on disk."""
 
+MAX_KEYS = 256
+"""Keys that an `Occasional` counts by themselves; further ones are counted together."""
+
 _HANDLER = "rollmesh."
 _SECRET_KEYS = frozenset(
     {"api_key", "path_secret", "secret", "authorization", "x-api-key", "password", "admin_token"}
@@ -59,6 +62,23 @@ _SECRET_KEYS = frozenset(
 def get_logger() -> Logger:
     """The logger of a module: `log = get_logger()` at its head."""
     return cast(Logger, structlog.get_logger())
+
+
+class Occasional:
+    """Decides which of many equal events are logged, so that peers cannot rotate a log away.
+
+    Of the events of a key, the first, second, fourth, eighth... are logged.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[object, int] = {}
+
+    def number(self, key: object) -> int:
+        """Count an event of `key`. Return its number if it is to be logged, else 0."""
+        if key not in self._counts and len(self._counts) >= MAX_KEYS:
+            key = ""
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        return 0 if count & (count - 1) else count
 
 
 def setup(role: str, folder: Path | None, on_console: bool | None = None) -> None:

@@ -10,7 +10,7 @@ import select
 from pathlib import Path
 
 from rollmesh.core.errors import AddressError, RollmeshError, WireError
-from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import Desk, Secrets
@@ -20,6 +20,7 @@ from rollmesh.wire.scheduling import AdmissionMessage, SchedulerAnswered
 from rollmesh.wire.sockets import Doorbell
 
 log = get_logger()
+_strangers = Occasional()
 
 IDLE_S = 1.0
 
@@ -72,7 +73,10 @@ def _serve(caller: Caller, desk: Desk) -> None:
     else:
         answer = Answer(ok=False, error=f"user {caller.uid} may not ask admission; ask its user")
     kind = type(question).__name__
-    log.info("question.answered", kind=kind, uid=caller.uid, error=answer.error)
+    is_member = caller.uid in (0, os.geteuid())
+    if is_member or (number := _strangers.number(caller.uid)):
+        more = {} if is_member else {"number": number}
+        log.info("question.answered", kind=kind, uid=caller.uid, error=answer.error, **more)
     told = SchedulerAnswered(question.key, answer.ok, answer.error)
     caller.answer(Packet(told, body=answer.body))
 

@@ -15,7 +15,7 @@ import msgspec
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
 from rollmesh.core.ids import new_id
-from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen
 from rollmesh.core.secret_file import hash_token
 from rollmesh.scheduler.planning.plan import Policy
@@ -126,6 +126,7 @@ class ServiceLoop:
         """That are not carried out yet."""
         self._is_stuck = False
         self._num_failed = 0
+        self._failures = Occasional()
         self._next_tick_s = self._next_status_s = clock.now_s()
 
     def join(self, nodes: tuple[JoinNode, ...]) -> None:
@@ -175,7 +176,8 @@ class ServiceLoop:
         except Exception:  # door: one peer's message must not end the fleet
             self._num_failed += 1
             kind = type(event.message).__name__ if isinstance(event, Received) else "tick"
-            log.exception("step.failed", kind=kind)
+            if number := self._failures.number(kind):
+                log.exception("step.failed", kind=kind, number=number)
 
     def _carry_out(self) -> None:
         """All that the steps since ask for: one transaction, then the rest."""

@@ -17,7 +17,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError
 from rollmesh.core.heap import Heap, note_freed
 from rollmesh.core.ids import new_id
-from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen, pid_space
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
@@ -149,6 +149,7 @@ class RouterLoop:
         self._fleet = fleet
         self._num_received = 0
         self._num_failed = 0
+        self._failures = Occasional()
         self._pids = LocalPids(pid_space())
         self._away: dict[str, str] = {}
         self._news = News()
@@ -164,12 +165,7 @@ class RouterLoop:
     def turn(self) -> None:
         """Take what has arrived, then tick if it is time."""
         for route, packet in self._hub.receive():
-            self._num_received += 1
-            try:
-                self._on_packet(route, packet)
-            except Exception:  # door: one peer's message must not end the mesh
-                self._num_failed += 1
-                log.exception("packet.failed", kind=type(packet.message).__name__)
+            self._take(route, packet)
         for answer in self._side.take_answers():
             self._step_fleet(answer)
         now_s = self._clock.now_s()
@@ -197,6 +193,17 @@ class RouterLoop:
     def close(self) -> None:
         """Watch no process any more."""
         self._pids.close()
+
+    def _take(self, route: bytes, packet: Packet) -> None:
+        """Handle a message; an exception that it causes is counted and logged in powers of two."""
+        self._num_received += 1
+        try:
+            self._on_packet(route, packet)
+        except Exception:  # door: one peer's message must not end the mesh
+            self._num_failed += 1
+            kind = type(packet.message).__name__
+            if number := self._failures.number(kind):
+                log.exception("packet.failed", kind=kind, number=number)
 
     def _on_packet(self, route: bytes, packet: Packet) -> None:
         message = packet.message

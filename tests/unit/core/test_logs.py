@@ -205,3 +205,16 @@ def test_a_log_that_cannot_be_opened_is_one_line_and_stderr_has_the_events(
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"rollmesh: {tmp_path}/logs/router.log: ")
     assert "router.started" in second
+
+
+def test_equal_events_are_logged_in_powers_of_two() -> None:
+    occasional = logs.Occasional()
+    numbers = [occasional.number("refused") for _ in range(1000)]
+    assert [each for each in numbers if each] == [2**n for n in range(10)]
+    assert occasional.number("another") == 1
+
+
+def test_keys_without_end_are_counted_together() -> None:
+    occasional = logs.Occasional()
+    logged = [n for n in range(100_000) if occasional.number(n)]
+    assert len(logged) < logs.MAX_KEYS + 20
