@@ -1,13 +1,17 @@
-"""How many files and sockets a process may hold open: as many as it needs, or one clear line.
+"""How many files and sockets a process may hold open, and what to say when none is left.
 
-Invariant: asked before anything is opened, since a process that runs out of descriptors half-way
-hangs or fails in ways that name no cause; the limit is only ever raised, and children inherit it.
-Driven by launch and by the rooms that are started by hand; a worker looks at what it has taken.
+- The limit is checked before anything is opened, since a process that runs out of descriptors
+  half-way hangs or fails in ways that name no cause.
+- The limit is only ever raised, and children inherit it.
+- A connection that fails for want of descriptors, ports or memory here is told from one that its
+  peer refuses (`shortage_of`), so that no peer is blamed for it.
 """
 
 import errno
 import os
 import resource
+import socket
+import ssl
 
 from rollmesh.core.errors import ConfigError
 
@@ -44,3 +48,47 @@ def share_in_use() -> float:
     except OSError as error:
         return 1.0 if error.errno in (errno.EMFILE, errno.ENFILE) else 0.0
     return 0.0 if limit == resource.RLIM_INFINITY else num / limit
+
+
+def shortage_of(error: OSError) -> str:
+    """Why a dial failed here, in a line with the remedy; '' where it failed on the way or there."""
+    number = error.errno
+    is_vague = number is None or isinstance(error, socket.gaierror | ssl.SSLError)
+    if is_vague and not isinstance(error, ConnectionError | TimeoutError):
+        # The resolver and TLS read files, and do not say that they could not open one.
+        number = _why_none_opens()
+    match number:
+        case errno.EMFILE:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            wanted = max(ENOUGH, 2 * limit)
+            return (
+                f"this process has no file descriptor left for a connection (RLIMIT_NOFILE is "
+                f"{limit}); start it with a higher limit: ulimit -n {wanted}"
+            )
+        case errno.ENFILE:
+            return (
+                "this machine has no file descriptor left for a connection; raise its limit: "
+                "sysctl fs.file-max"
+            )
+        case errno.EADDRNOTAVAIL:
+            return (
+                "this machine has no local address or port left for a connection; widen the range: "
+                "sysctl net.ipv4.ip_local_port_range"
+            )
+        case errno.ENOBUFS | errno.ENOMEM:
+            return "this machine has no memory left for a connection; lower its load"
+    return ""
+
+
+def require_one() -> None:
+    """Raise OSError if no descriptor is left."""
+    os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+
+def _why_none_opens() -> int | None:
+    """The number of the error with which no file can be opened now; None where one can."""
+    try:
+        require_one()
+    except OSError as error:
+        return error.errno
+    return None

@@ -175,6 +175,11 @@ class RequestLost(EngineUnavailable):
     """Not all of the request could be read to be sent, so no engine has it, or is to be blamed."""
 
 
+class LocalShortage(EngineUnavailable):
+    """No connection to an engine could be opened for want of descriptors, ports or memory in this
+    process or on this machine; it says nothing about the engine."""
+
+
 class EngineRefused(EngineError):
     """The engine says that the request itself is wrong; a retry would fail alike."""
 

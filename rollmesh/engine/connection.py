@@ -75,7 +75,7 @@ class Call:
     def attach(
         self, *, connection: "Connection | None" = None, opening: "asyncio.Task[None] | None" = None
     ) -> None:
-        """What carries the call from now on. The client's."""
+        """Set what carries the call from now on. For the client only."""
         self._connection, self._opening = connection, opening
 
     def over(self) -> Receiver:

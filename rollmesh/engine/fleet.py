@@ -15,6 +15,7 @@
 - A version counts only if its publisher verified it or a fresh process came up with it.
 - Of two running publishers the one with the newer version wins.
 - A request to fence never removes the last engine.
+- A probe that fails for a shortage of this process changes no phase.
 
 Pure; driven by the router's fleet shell and by the simulator.
 """
@@ -93,6 +94,8 @@ class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
     """Of that version, where the engine has one."""
     detail: str = ""
     """Why it is not ok, in one line."""
+    is_local: bool = False
+    """It is not ok since no connection could be opened here, by no fault of the engine."""
 
 
 class ProbeEngine(msgspec.Struct, frozen=True):
@@ -334,6 +337,11 @@ class Fleet:
         if engine is None or engine.probe_serial != probed.serial:
             return
         engine.probe_serial = None
+        if probed.is_local:
+            engine.next_probe_s = now_s + self._settings.join_probe_s
+            if engine.row.phase is EnginePhase.JOINING:
+                engine.set(EnginePhase.JOINING, probed.detail)
+            return
         if not probed.ok:
             self._on_failed_probe(engine, probed.detail, now_s)
             return

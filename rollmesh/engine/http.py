@@ -1,11 +1,16 @@
-"""HTTP/1.1 to engines and providers: pooled connections, answers told by callbacks, no task a call.
+"""HTTP/1.1 to engines and providers: pooled connections, answers by callbacks, no task per call.
 
     call:  CONNECTING --connected--> SENT --head, data...--> ended | failed | closed by its caller
+           CONNECTING --no descriptor, port or memory left here--> CONNECTING, after a while
 
-Owns every connection to an origin. Invariants: `send` never tells anything at once; a request that
-meets a connection which the server has just closed is sent once more, if no byte of an answer came;
-idle connections are closed before the server closes them. There is no time limit on an answer:
-whoever waits closes the call. Driven by client.py and by the relay.
+- `send` never calls the receiver at once.
+- A request on a connection that the server has just closed is sent once more, if no byte of an
+  answer has come.
+- Idle connections are closed before the server closes them.
+- A dial that fails for a shortage of this process or machine is repeated for `shortage_wait_s`,
+  then ends in LocalShortage, so that no caller takes it for a failure of the engine. A connection
+  of the same origin that becomes idle meanwhile carries the call.
+- There is no time limit on an answer: the caller closes the call.
 """
 
 import asyncio
@@ -21,7 +26,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rollmesh.core.errors import AddressError, EngineUnavailable
+from rollmesh.core.descriptors import require_one, shortage_of
+from rollmesh.core.errors import AddressError, EngineUnavailable, LocalShortage
+from rollmesh.core.logs import get_logger
 from rollmesh.engine.connection import Call, Connection, Receiver, Target, one_line
 from rollmesh.engine.parser import Headers
 from rollmesh.engine.pieces import Piece
@@ -29,12 +36,21 @@ from rollmesh.engine.pieces import Piece
 IDLE_S = 4.0
 """Idle connections are closed after this; SGLang's server closes its own after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
+SHORTAGE_WAIT_S = 30.0
+"""Dials that fail for a shortage of this process or machine are repeated for this long."""
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 1.0
+"""Pauses between such dials; each is twice as long as the one before, up to the last."""
+SHORTAGE_LOG_S = 30.0
+"""A shortage that lasts is logged this often."""
 KEEPALIVE_S = 15
 """A peer that is silent for so long is asked whether it is there, where silence is minded."""
 _CLOSED = "this process hung up"
 _TARGET = re.compile(r"[\x21-\x7e]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e\x80-\xff\t]*")
+
+log = get_logger()
 
 
 class Response(msgspec.Struct, frozen=True):
@@ -79,12 +95,22 @@ def target(method: str, url: str, headers: Iterable[tuple[str, str]] = ()) -> Ta
 class HttpClient:
     """Calls any number of origins; used from one event loop, as `async with HttpClient()`."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None, *, minds_silence: bool = False) -> None:
-        """`tls` is for https; by default the system's authorities are trusted. Who waits for an
-        answer without a limit minds silence: a machine that is gone without a word is then an
-        error within a minute or so."""
+    def __init__(
+        self,
+        tls: ssl.SSLContext | None = None,
+        *,
+        minds_silence: bool = False,
+        shortage_wait_s: float = SHORTAGE_WAIT_S,
+    ) -> None:
+        """`tls` is for https; by default the system's authorities are trusted. With
+        `minds_silence` a peer that vanishes without closing its connection is an error within a
+        minute or so; callers need it that wait for an answer without a limit."""
         self._tls = tls
         self._minds_silence = minds_silence
+        self._shortage_wait_s = shortage_wait_s
+        self._shortage_logged_s = float("-inf")
+        self.held: dict[Call, str] = {}
+        """Calls that wait until a connection can be opened here, and why it cannot."""
         self._idle: dict[str, list[Connection]] = {}
         self._connections: set[Connection] = set()
         self._opening: dict[asyncio.Task[None], Call] = {}
@@ -110,27 +136,35 @@ class HttpClient:
     def send(self, target: Target, body: Sequence[Piece], receiver: Receiver) -> Call:
         """Begin a call; no body means a request without one. Never tells anything at once."""
         call = Call(target, body, receiver)
-        idle = self._idle.get(target.origin)
+        if not self._begin_on_idle(call):
+            self.connect(call)
+        return call
+
+    def _begin_on_idle(self, call: Call) -> bool:
+        """Carry `call` by an idle connection, if there is one."""
+        idle = self._idle.get(call.target.origin)
         oldest_s = self._loop.time() - IDLE_S
         while idle:
             connection = idle.pop()
             if connection.idle_since_s > oldest_s and _is_open(connection):
                 connection.begin(call)
-                return call
+                return True
             connection.hang_up()
-        self.connect(call)
-        return call
+        return False
 
     async def fetch(
         self, target: Target, body: Sequence[Piece] = (), *, timeout_s: float
     ) -> Response:
-        """A whole answer, whatever its status; EngineUnavailable also when time is over."""
+        """A whole answer, whatever its status; EngineUnavailable also when time is over, and
+        LocalShortage if it is over before a connection could be opened here."""
         whole = _Whole()
         call = self.send(target, body, whole)
         try:
             async with asyncio.timeout(timeout_s):
                 return await whole.response
         except TimeoutError:
+            if call in self.held:
+                raise LocalShortage(self.held[call]) from None
             told = f"{target.origin}: no answer within {timeout_s:g} s"
             raise EngineUnavailable(told) from None
         finally:
@@ -201,8 +235,46 @@ class HttpClient:
             self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
 
     async def _open(self, call: Call) -> None:
-        target = call.target
+        """Begin `call` on a new connection; while none can be opened here, on an idle one."""
+        until_s = self._loop.time() + self._shortage_wait_s
+        pause_s = FIRST_PAUSE_S
+        try:
+            while not (call in self.held and self._begin_on_idle(call)):
+                try:
+                    connection = await self._dial(call.target)
+                except (OSError, TimeoutError) as error:
+                    if failure := self._failure_of(call, error, until_s):
+                        call.over().on_error(failure)
+                        return
+                    await asyncio.sleep(min(pause_s, until_s - self._loop.time()))
+                    pause_s = min(2 * pause_s, LAST_PAUSE_S)
+                else:
+                    connection.begin(call)
+                    return
+        finally:
+            self.held.pop(call, None)
+
+    def _failure_of(self, call: Call, error: OSError, until_s: float) -> EngineUnavailable | None:
+        """The error that ends a call that was not dialed; None if it is held to be dialed again."""
+        shortage = shortage_of(error)
+        if not shortage:
+            return EngineUnavailable(f"{call.target.origin}: cannot connect: {one_line(error)}")
+        now_s = self._loop.time()
+        if now_s >= self._shortage_logged_s + SHORTAGE_LOG_S:
+            self._shortage_logged_s = now_s
+            log.error("connections.short", why=shortage, num_connections=self.num_connections)
+        for idle in self._idle.values():
+            while idle:  # another origin's may be all that there is
+                idle.pop().hang_up()
+        if now_s >= until_s:
+            return LocalShortage(shortage)
+        self.held[call] = shortage
+        return None
+
+    async def _dial(self, target: Target) -> Connection:
+        """A new connection; OSError or TimeoutError."""
         if target.is_tls and self._tls is None:
+            require_one()  # without a descriptor the context would come without authorities
             self._tls = ssl.create_default_context()
         connection = Connection(self, target.origin)
         try:
@@ -213,18 +285,13 @@ class HttpClient:
                     target.port,
                     ssl=self._tls if target.is_tls else None,
                 )
-        except asyncio.CancelledError:
-            # It may have been made just now, and uvloop closes it without a word to it.
+        except BaseException:
+            # If cancelled, it may have been made just now, and uvloop closes it without a callback.
             self.lost(connection)
             raise
-        except (OSError, TimeoutError) as error:
-            self.lost(connection)
-            told = f"{target.origin}: cannot connect: {one_line(error)}"
-            call.over().on_error(EngineUnavailable(told))
-            return
         if self._minds_silence and connection.transport:
             _mind_silence(connection.transport.get_extra_info("socket"))
-        connection.begin(call)
+        return connection
 
 
 class _Whole:

@@ -20,7 +20,7 @@ from rollmesh.engine.fleet import (
     PublishTable,
 )
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.probe import probe_engine
+from rollmesh.engine.probe import PROBE_SHORTAGE_WAIT_S, probe_engine
 from rollmesh.engine.view import FleetView
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, JoinEngine
 from rollmesh.wire.machine import Received, Ticked
@@ -56,7 +56,8 @@ class FleetKeeper:
 
     async def run(self) -> None:
         """Tick and probe until cancelled."""
-        async with HttpClient() as http, asyncio.TaskGroup() as probes:
+        http = HttpClient(shortage_wait_s=PROBE_SHORTAGE_WAIT_S)
+        async with http, asyncio.TaskGroup() as probes:
             while True:
                 self._step(Ticked())
                 asked, self._asked = self._asked, []
@@ -71,7 +72,7 @@ class FleetKeeper:
             answer = EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=repr(error))
         if answer.ok:
             self._silent.discard(ask.url)
-        elif ask.url not in self._silent:
+        elif ask.url not in self._silent and not answer.is_local:
             self._silent.add(ask.url)
             log.warning("engine.unreachable", engine=ask.url, why=answer.detail)
         self._step(answer)

@@ -1,19 +1,22 @@
-"""Asking an engine who it is: the I/O behind the fleet machine's ProbeEngine and ContinueEngine.
+"""The requests behind the fleet machine's ProbeEngine and ContinueEngine.
 
-Invariant: every ask is answered by exactly one EngineProbed, whatever the engine does. Never uses
-/health, which generates and hangs while the engine is paused. Driven by the router's fleet shell.
+- Every ask is answered by exactly one EngineProbed, whatever the engine does.
+- /health is never used: it generates, and hangs while the engine is paused.
 """
 
 import asyncio
 import hashlib
 from typing import Any
 
-from rollmesh.core.errors import AddressError, EngineError
+from rollmesh.core.errors import AddressError, EngineError, LocalShortage
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.member import adapter_name
 
+PROBE_SHORTAGE_WAIT_S = 0.0
+"""Of the HttpClient for probes: a dial that fails for a shortage here is not repeated, since the
+fleet asks again, and must learn in time that the engine is not to blame."""
 PROBE_TIMEOUT_S = 2.0
 """Shorter than the fleet's own patience, so that a failure comes with its reason."""
 
@@ -22,7 +25,7 @@ _IDENTITY_KEYS = ("incarnation", "random_seed", "pid", "start_time")
 
 
 async def probe_engine(ask: ProbeEngine | ContinueEngine, http: HttpClient) -> EngineProbed:
-    """Resume the engine first where it was asked for; then read its weights, life and load."""
+    """Resume the engine first if `ask` says so; then read its weights, incarnation and load."""
     try:
         client = EngineClient(ask.url, http)
         async with asyncio.timeout(PROBE_TIMEOUT_S):
@@ -32,6 +35,10 @@ async def probe_engine(ask: ProbeEngine | ContinueEngine, http: HttpClient) -> E
             load = await client.loads()
             adapter = adapter_name(model.policy_version)
             is_there = adapter in await client.adapters()
+    except LocalShortage as error:
+        return EngineProbed(
+            url=ask.url, serial=ask.serial, ok=False, is_local=True, detail=str(error)
+        )
     except (AddressError, EngineError, TimeoutError) as error:
         detail = str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s"
         return EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=detail)

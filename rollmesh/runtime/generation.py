@@ -18,7 +18,13 @@ Pure; driven by legs.py and by the simulator.
 import enum
 from collections.abc import Callable
 
-from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, RequestLost
+from rollmesh.core.errors import (
+    EngineError,
+    EngineRefused,
+    EngineUnavailable,
+    LocalShortage,
+    RequestLost,
+)
 from rollmesh.engine.answers import UNVERSIONED
 from rollmesh.runtime.generation_events import (
     AbortLeg,
@@ -34,6 +40,7 @@ from rollmesh.runtime.generation_events import (
     Joined,
     Left,
     LegFailed,
+    LegHeld,
     LegSampled,
     ReportFault,
     Sealed,
@@ -47,8 +54,12 @@ from rollmesh.runtime.patience import GenerationSettings, Patience
 from rollmesh.runtime.sampled import SampledTokens
 from rollmesh.wire.machine import Ticked
 
-_FINAL: dict[str, type[EngineError]] = {"refused": EngineRefused, "lost": RequestLost}
-"""Failures that another try would meet again."""
+_FINAL: dict[str, type[EngineError]] = {
+    "refused": EngineRefused,
+    "lost": RequestLost,
+    "local": LocalShortage,
+}
+"""Failures that another try would meet again, or that were tried for long enough."""
 _CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar cannot be resumed"
 
 
@@ -71,6 +82,7 @@ Event = (
     | EngineLost
     | EngineMissed
     | LegSampled
+    | LegHeld
     | LegFailed
     | Ticked
 )
@@ -158,7 +170,7 @@ class GenerationMachine:
                 return self._on_joined()
             case Left():
                 return self._on_left()
-            case LegFailed():
+            case LegFailed() | LegHeld():
                 return self._on_failed(event)
             case UpdateBegun() | EngineLost():
                 return self._on_engine(event)
@@ -274,9 +286,12 @@ class GenerationMachine:
         self._patience.on_older_weights(leg.url, policy_version, leg.policy_version)
         return [*stop, leave, *self._on_cut(False)]
 
-    def _on_failed(self, failed: LegFailed) -> list[Action]:
+    def _on_failed(self, failed: LegFailed | LegHeld) -> list[Action]:
         leg = self._leg
         if leg is None or failed.leg != leg.number:
+            return []
+        if isinstance(failed, LegHeld):
+            leg.sign_s = self._clock_s
             return []
         self._leg = None
         if final := _FINAL.get(failed.kind):

@@ -15,6 +15,7 @@ from rollmesh.core.errors import (
     EngineError,
     EngineOverloaded,
     EngineRefused,
+    LocalShortage,
     RequestLost,
 )
 from rollmesh.core.types import SamplingParams, VersionRun
@@ -133,17 +134,25 @@ class LegSampled(msgspec.Struct, frozen=True):
     """One per token where they were asked for."""
 
 
-LegFailure = Literal["fault", "broke", "refused", "lost", "overloaded"]
-"""`refused`: the engine says that the request is wrong, and another try would fail alike, as it
-would of one that is `lost`, by no engine's fault;
-`overloaded`: its queue is full, which is no fault of its; `broke`: it failed at the request before
-the first token."""
+LegFailure = Literal["fault", "broke", "refused", "lost", "local", "overloaded"]
+"""`refused`: the engine says that the request is wrong, so another try would fail alike.
+`lost`: the request could not be read, so another try would fail alike; no engine's fault.
+`local`: no connection could be opened here for as long as a call waits; no engine's fault.
+`overloaded`: the engine's queue is full, which is no fault.
+`broke`: the engine failed at the request before the first token."""
 KIND_OF_ERROR: dict[type[EngineError], LegFailure] = {
     EngineBroke: "broke",
     EngineOverloaded: "overloaded",
     EngineRefused: "refused",
+    LocalShortage: "local",
     RequestLost: "lost",
 }
+
+
+class LegHeld(msgspec.Struct, frozen=True):
+    """The leg waits until a connection can be opened here: the engine has not got it."""
+
+    leg: int
 
 
 class LegFailed(msgspec.Struct, frozen=True):

@@ -41,7 +41,7 @@ class Leg:
         self.offset = offset
         self.phase = LegPhase.OPEN
         self.sign_s = now_s
-        """Last sign of life."""
+        """When it showed a sign of life last, or was known to wait here."""
         self._start = start
         self._aborted_s = 0.0
         self.leaves_for_update = False

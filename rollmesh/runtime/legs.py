@@ -38,6 +38,7 @@ from rollmesh.runtime.generation_events import (
     FleetMoved,
     GenerationRequest,
     LegFailed,
+    LegHeld,
     LegSampled,
     ReportFault,
     StartLeg,
@@ -96,7 +97,7 @@ class _Leg:
 
 
 class EngineWait(msgspec.Struct, frozen=True):
-    """Generations for which no engine is fit now."""
+    """Generations for which no engine is fit now, or no connection can be opened."""
 
     num_calls: int
     since_s: float
@@ -134,7 +135,7 @@ class Sampler:
         self._tasks: set[asyncio.Task[None]] = set()
         self.clients: dict[str, EngineClient] = {}
         """Of engines that are in the table, or run legs of ours still."""
-        self._http = HttpClient()
+        self._http = HttpClient(shortage_wait_s=self._settings.engine_wait_s)
         self._timer: asyncio.TimerHandle | None = None
         self._avoid_until_s: dict[str, float] = {}
         self._fell_back_s: dict[tuple[str, int, int], float] = {}
@@ -242,22 +243,32 @@ class Sampler:
         self._timer = None
         if self._live:
             self._timer = self._loop.call_later(TICK_S, self._tick)
+        held = self._held_legs()
+        for generation, number in held:
+            self._drive(generation, LegHeld(number))
         for generation in list(self._live):
             self._drive(generation, Ticked())
-        self._note_wait()
+        self._note_wait(len(held))
 
-    def _note_wait(self) -> None:
-        """Keep `waiting` true, and log a wait that lasts."""
+    def _held_legs(self) -> list[tuple[Generation, int]]:
+        """Legs that wait until a connection can be opened here."""
+        calls = self._http.held
+        return [key for key, leg in self._legs.items() if leg.call in calls] if calls else []
+
+    def _note_wait(self, num_held: int) -> None:
+        """Keep `waiting` true, and log a wait that lasts; `num_held` calls wait for a connection,
+        which the HTTP client logs."""
         view, now_s = self._parts.view, self._clock.now_s()
         waiting = [
             each.machine.min_policy_version
             for each in self._live
             if each.machine.waits_for_engine and not view.serves(each.machine.min_policy_version)
         ]
-        if not waiting:
-            self._wait = None
-            return
         since_s = self._wait.since_s if self._wait else now_s
+        if not waiting:
+            why = next(iter(self._http.held.values()), "")
+            self._wait = EngineWait(num_held, since_s, why) if num_held else None
+            return
         why = view.why_waiting(max(waiting)) or "the fleet table has no engine"
         self._wait = EngineWait(len(waiting), since_s, why)
         if now_s >= max(since_s + WAIT_LOG_AFTER_S, self._wait_logged_s + WAIT_LOG_S):

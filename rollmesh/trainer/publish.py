@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from rollmesh.core.config import PublishConfig
-from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable
+from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable, LocalShortage
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.published import WeightsProbe, leave_probe
@@ -48,6 +48,9 @@ from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.sockets import Dialer
 
 TICK_S = 0.1
+SHORTAGE_WAIT_S = 1.0
+"""A dial that fails for a shortage here is repeated for this long, then by the publisher, whose
+lease is longer."""
 
 log = get_logger()
 
@@ -158,7 +161,7 @@ class PublishShell:
         if self._dialer:
             return
         loop = asyncio.get_running_loop()
-        self._http = HttpClient()
+        self._http = HttpClient(shortage_wait_s=SHORTAGE_WAIT_S)
         self._dialer = Dialer(self._router, new_id("publisher-"), self._keys)
         self._dialer.attach(loop, self._on_packet)
         self._timer = loop.call_later(TICK_S, self._tick)
@@ -240,7 +243,8 @@ class PublishShell:
             client = EngineClient(call.url, self._http)
             called = await carry_out(client, call, self._shipping)
         except (AddressError, EngineError) as error:
-            called = EngineCalled(call.url, call.serial, False, str(error))
+            is_local = isinstance(error, LocalShortage)
+            called = EngineCalled(call.url, call.serial, False, str(error), is_local=is_local)
         if self._latest.get(call.url) is asyncio.current_task():
             del self._latest[call.url]
             self._step(called)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.core.errors import AddressError, EngineError, EngineRefused
+from rollmesh.core.errors import AddressError, EngineError, EngineRefused, LocalShortage
 from rollmesh.core.published import find_probe, newest_adapter, newest_published
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.client import OUTCOME_S, EngineClient
@@ -32,10 +32,15 @@ LOOK_AGAIN_S = 0.05
 
 
 async def carry_out(call: CallEngine, http: HttpClient, weights: Path) -> EngineDone:
-    """Do it, and answer; `weights` is where the run publishes."""
+    """Do it, and answer; `weights` is where the run publishes.
+
+    LocalShortage if not all of it could be sent, by no fault of the engine; it may be repeated.
+    """
     try:
         engine = _Engine(EngineClient(call.url, http), weights)
         done = await engine.do(call)
+    except LocalShortage:
+        raise
     except (AddressError, EngineError, TimeoutError) as error:
         detail = str(error) or "it took too long"
         return _failed(call, detail)

@@ -15,12 +15,15 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from rollmesh.core.errors import LocalShortage
 from rollmesh.engine.http import HttpClient
 from rollmesh.serve.coordinator.deeds import carry_out
 from rollmesh.serve.coordinator.events import CallEngine, Deed, EngineDone
 
 LOOKS = frozenset({Deed.LOOK, Deed.PROBE})
 """What changes nothing at an engine."""
+AGAIN_S = 0.5
+"""Between two tries of a call that could not be sent."""
 
 
 class _Errand:
@@ -73,7 +76,20 @@ class Errands:
         async with self._gates.setdefault(call.url, asyncio.Lock()):
             await asyncio.sleep(call.after_s)
             errand.is_sent = True
-            done = await carry_out(call, self._http, self._weights)
+            done = await self._carry_out(errand)
         if self._newest.get(call.url) is errand:
             del self._newest[call.url]
             self._tell(done)
+
+    async def _carry_out(self, errand: _Errand) -> EngineDone:
+        """Its outcome. What could not be sent for a shortage here is repeated until a newer call
+        comes, since it says nothing about the engine."""
+        call = errand.call
+        while True:
+            try:
+                return await carry_out(call, self._http, self._weights)
+            except LocalShortage as error:
+                if self._newest.get(call.url) is not errand:
+                    why = str(error)
+                    return EngineDone(url=call.url, serial=call.serial, ok=False, detail=why)
+            await asyncio.sleep(AGAIN_S)

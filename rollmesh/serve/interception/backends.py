@@ -150,7 +150,7 @@ class RelayBackend:
         """`key` is the provider's, '' where it wants none."""
         self._config = config
         self._clock = SystemClock()
-        self._client = HttpClient()
+        self._client = HttpClient(shortage_wait_s=config.interception.engine_wait_s)
         self._upstreams = Upstreams(urls, key, self._client, self._clock)
         self.capture = RelayCapture(self._upstreams, self._clock, config.interception, archive)
         self._edge = RelayEdge(RelayKit(self.capture, self._upstreams, config.interception))

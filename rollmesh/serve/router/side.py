@@ -12,7 +12,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import Exposition, Source
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.probe import probe_engine
+from rollmesh.engine.probe import PROBE_SHORTAGE_WAIT_S, probe_engine
 from rollmesh.serve.face import Board, Face
 from rollmesh.serve.router.status import Status
 from rollmesh.wire.sockets import Doorbell
@@ -59,7 +59,8 @@ class SideThread:
         self._face.close()
 
     async def _probe(self) -> None:
-        async with HttpClient() as http, asyncio.TaskGroup() as probes:
+        http = HttpClient(shortage_wait_s=PROBE_SHORTAGE_WAIT_S)
+        async with http, asyncio.TaskGroup() as probes:
             while ask := await self._asks.get():
                 probes.create_task(self._answer(ask, http))
 

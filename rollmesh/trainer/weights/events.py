@@ -93,6 +93,8 @@ class EngineCalled(msgspec.Struct, frozen=True):
     """After DRAINING: that it runs, or that wait there."""
     policy_version: int = UNVERSIONED
     """After SCORING: the version that the engine names."""
+    is_local: bool = False
+    """No connection could be opened here, by no fault of the engine, which did not get the call."""
 
 
 # actions

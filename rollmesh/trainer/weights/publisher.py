@@ -3,6 +3,7 @@
     WAITING -> BEGINNING -> DRAINING -> PAUSING -> FLUSHING -> LOADING -> RESUMING -> SCORING
     SCORING -> FINISHING --the router agrees--> done, forgotten
     DRAINING .. SCORING --a call fails or takes too long--> UNDOING -> FAILING -> WAITING (retried)
+    DRAINING .. SCORING --a call cannot be sent--> the same call; the lease gets short --> WAITING
     BEGINNING --refused--> WAITING;  FINISHING --the lease lapsed--> WAITING
 
 Invariants: an engine is touched only under a lease and given back before the lease ends; it is
@@ -101,6 +102,8 @@ class _Update:
         self.not_before_s = 0.0
         self.failure = ""
         """Why the last try failed; '' before the first has."""
+        self.shortage = ""
+        """Why the last call could not be sent, by no fault of the engine; '' if it was."""
 
 
 class Publisher:
@@ -301,8 +304,11 @@ class Publisher:
         update = self._updates.get(called.url)
         if update is None or called.serial != update.serial:
             return []
+        update.shortage = called.detail if called.is_local else ""
         if update.phase is UpdatePhase.UNDOING:
             return self._finish(update, UpdatePhase.FAILING, now_s)
+        if called.is_local:
+            return self._call(update, update.phase, now_s)
         failure = "" if called.ok else called.detail or "it does not say why"
         doubted: list[Action] = []
         if update.phase is UpdatePhase.SCORING and not failure:
@@ -353,7 +359,7 @@ class Publisher:
     # steps
 
     def _begin(self, update: _Update, now_s: float) -> list[Action]:
-        update.failure = ""
+        update.failure = update.shortage = ""
         update.begun_s = now_s
         update.phase = UpdatePhase.BEGINNING
         return self._lease(update, now_s)
@@ -442,6 +448,11 @@ class Publisher:
             self._wait(update, now_s)
             return []
         is_late = spent_s >= self._settings.lease_s * self._settings.lease_share
+        if is_late and update.phase in NEXT_PHASE and update.shortage:
+            # The engine is not given back as failed: the next lease follows this one.
+            update.failure = f"{update.phase.value}: {update.shortage}"
+            self._wait(update, now_s)
+            return []
         if is_late and update.phase in NEXT_PHASE:
             return self._undo(update, f"{update.phase.value}: took too long", now_s)
         if update.ask and now_s >= update.sent_s + self._settings.repeat_s:

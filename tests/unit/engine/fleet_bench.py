@@ -55,6 +55,7 @@ class Bench:
         incarnation: str = "i1",
         ok: bool = True,
         adapter: str = "",
+        is_local: bool = False,
     ) -> None:
         ask = self.pending.pop(url)
         probed = EngineProbed(
@@ -65,6 +66,7 @@ class Bench:
             policy_version=policy_version,
             adapter=adapter,
             detail="" if ok else "connection refused",
+            is_local=is_local,
         )
         self.take(self.fleet.step(probed, self.now_s))
 

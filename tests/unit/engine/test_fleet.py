@@ -471,3 +471,15 @@ def test_a_publisher_that_has_only_announced_itself_is_known() -> None:
     assert bench.fleet.table().has_publisher
     bench.tick(FleetSettings().publisher_grace_s)
     assert not bench.fleet.table().has_publisher
+
+
+def test_probes_that_fail_for_want_of_a_descriptor_here_change_no_phase() -> None:
+    bench = ready(A)
+    for url, phase in ((A, EnginePhase.READY), (B, EnginePhase.JOINING)):
+        if url == B:
+            bench.ask(JoinEngine(2, B))
+        for _ in range(10):
+            bench.tick(1.0)
+            bench.answer(url, ok=False, is_local=True)
+            assert bench.phase(url) is phase
+        assert bench.row(url).detail == ("" if url == A else "connection refused")

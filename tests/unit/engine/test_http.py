@@ -1,17 +1,22 @@
 """The pooled client: which connection carries a call, targets, https, and its end."""
 
 import asyncio
+import errno
+import os
 import shutil
 import ssl
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import uvloop
 
-from rollmesh.core.errors import AddressError, EngineUnavailable
+from rollmesh.core.descriptors import shortage_of
+from rollmesh.core.errors import AddressError, EngineUnavailable, LocalShortage
 from rollmesh.engine import connection, http
 from rollmesh.engine.http import HttpClient, target
+from tests.shortage import no_descriptor_left
 from tests.unit.engine.http_peer import (
     CHUNKED,
     OK,
@@ -311,3 +316,90 @@ def test_calls_that_end_at_any_moment_of_their_connecting_leave_no_connection() 
     for new_loop in (asyncio.new_event_loop, uvloop.new_event_loop):
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(main())
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_call_without_a_descriptor_is_held_until_there_is_one(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], host: str
+) -> None:
+    async def check() -> None:
+        ear = Ear()
+        async with serving(forever) as server, HttpClient() as client:
+            url = server.url.replace("127.0.0.1", host)
+            with no_descriptor_left():
+                client.send(target("GET", url), (), ear)
+                while len(client.held) < 1:  # noqa: ASYNC110 - nothing tells
+                    await asyncio.sleep(0)
+                assert not ear.ends
+                assert "ulimit -n" in next(iter(client.held.values()))
+                with pytest.raises(LocalShortage, match="RLIMIT_NOFILE is 3"):
+                    await client.fetch(target("GET", url), timeout_s=0.1)
+            await ear.until(lambda: ear.ends)
+            assert (ear.status, ear.ends, client.held) == (200, [None], {})
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(check())
+
+
+async def test_a_call_that_is_held_for_too_long_ends_and_names_the_remedy() -> None:
+    ear = Ear()
+    async with serving(forever) as server, HttpClient(shortage_wait_s=0.1) as client:
+        with no_descriptor_left():
+            client.send(target("GET", server.url), (), ear)
+            await ear.until(lambda: ear.ends)
+    [error] = ear.ends
+    assert isinstance(error, LocalShortage)
+    assert "ulimit -n" in str(error)
+    assert not client.held
+
+
+async def test_a_held_call_is_carried_by_a_connection_that_becomes_idle() -> None:
+    first, held, may_answer = Ear(), Ear(), asyncio.Event()
+
+    async def script(wire: Wire) -> None:
+        await wire.read()
+        await may_answer.wait()
+        await wire.answer(OK)
+        await wire.read()
+        await wire.answer(OK)
+
+    async with serving(script) as server, HttpClient() as client:
+        client.send(target("GET", server.url), (), first)
+        while not server.num_connections:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0)
+        with no_descriptor_left():
+            client.send(target("GET", server.url), (), held)
+            while not client.held:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+            may_answer.set()
+            await held.until(lambda: held.ends)
+        assert (first.ends, held.ends, server.num_connections) == ([None], [None], 1)
+
+
+async def test_a_held_call_can_be_closed() -> None:
+    ear = Ear()
+    async with serving(forever) as server, HttpClient() as client:
+        with no_descriptor_left():
+            call = client.send(target("GET", server.url), (), ear)
+            while not client.held:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+            call.close()
+            while client.held:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+    assert not ear.ends
+
+
+@pytest.mark.parametrize("number", [errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM, errno.ENFILE])
+def test_other_shortages_of_this_machine_are_no_failures_of_a_peer(number: int) -> None:
+    assert "this machine has no" in shortage_of(OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize("number", [errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ETIMEDOUT])
+def test_a_peer_that_refuses_a_connection_is_not_excused_when_descriptors_are_short(
+    number: int,
+) -> None:
+    with no_descriptor_left():
+        assert not shortage_of(OSError(number, os.strerror(number)))

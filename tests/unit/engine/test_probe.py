@@ -4,6 +4,7 @@ from rollmesh.engine.fleet import ContinueEngine, EngineProbed, ProbeEngine
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import incarnation_of, probe_engine
 from rollmesh.testing.engine import ScriptedEngine
+from tests.shortage import no_descriptor_left
 
 
 async def probe(ask: ProbeEngine | ContinueEngine) -> EngineProbed:
@@ -51,3 +52,12 @@ async def test_weights_without_a_number_have_no_version() -> None:
 
 def test_incarnation_follows_the_seed_that_a_server_draws_at_its_start() -> None:
     assert incarnation_of({"random_seed": 1}) != incarnation_of({"random_seed": 2})
+
+
+async def test_a_probe_without_a_descriptor_here_is_not_the_engines_failure() -> None:
+    async with ScriptedEngine() as engine, HttpClient(shortage_wait_s=0.0) as http:
+        with no_descriptor_left():
+            probed = await probe_engine(ProbeEngine(engine.url, 1), http)
+        assert (probed.ok, probed.is_local) == (False, True)
+        assert "ulimit -n" in probed.detail
+        assert (await probe_engine(ProbeEngine(engine.url, 2), http)).ok

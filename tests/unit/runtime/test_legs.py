@@ -9,7 +9,13 @@ from collections.abc import AsyncIterator
 import pytest
 from structlog.testing import capture_logs
 
-from rollmesh.core.errors import EngineOverloaded, EngineRefused, EngineUnavailable, RequestLost
+from rollmesh.core.errors import (
+    EngineOverloaded,
+    EngineRefused,
+    EngineUnavailable,
+    LocalShortage,
+    RequestLost,
+)
 from rollmesh.core.types import Grammar, VersionRun
 from rollmesh.engine.pieces import PART_BYTES
 from rollmesh.runtime.generation import GenerationState
@@ -20,6 +26,7 @@ from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.faults import Fault
 from rollmesh.wire.fleet import EnginePhase, FleetChanged
+from tests.shortage import no_descriptor_left
 from tests.unit.engine.http_peer import Unread
 from tests.unit.runtime.legs_bench import PAUSES, TO_THE_END, Bench, expected, until
 
@@ -440,4 +447,35 @@ async def test_call_that_waits_for_a_publisher_is_shown_and_logged_with_its_reas
         assert why in told
     await until(lambda: bench.sampler.waiting() is None)
     assert engine.num_seen("/generate") == 0
+    await bench.sampler.close()
+
+
+async def test_a_leg_that_waits_for_a_descriptor_is_not_silent_and_faults_no_engine(
+    engine: ScriptedEngine,
+) -> None:
+    clock = FakeClock()
+    bench = Bench(engine, clock=clock, settings=GenerationSettings(answer_timeout_s=1.0))
+    with no_descriptor_left():
+        generation = bench.start(stream=True)
+        while (bench.sampler.waiting() or {}).get("waited_s", 0.0) < 5.0:
+            clock.advance(0.1)
+            await asyncio.sleep(0)
+        assert "ulimit -n" in (bench.sampler.waiting() or {})["why"]
+        assert generation.state is GenerationState.RUNNING
+    await generation.wait(TO_THE_END)
+    assert list(generation.token_ids) == expected(6)
+    assert (bench.faults, engine.num_seen("/generate")) == ([], 1)
+    await bench.sampler.close()
+
+
+async def test_a_turn_that_waited_too_long_for_a_descriptor_names_the_remedy(
+    engine: ScriptedEngine,
+) -> None:
+    bench = Bench(engine, settings=GenerationSettings(engine_wait_s=0.1))
+    with no_descriptor_left():
+        generation = bench.start()
+        await generation.wait(TO_THE_END)
+    assert generation.state is GenerationState.VOID
+    assert isinstance(generation.error, LocalShortage)
+    assert bench.faults == []
     await bench.sampler.close()

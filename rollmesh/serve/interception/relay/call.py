@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.core.clock import Clock, SystemClock
-from rollmesh.core.errors import EngineUnavailable, RequestLost, SessionError
+from rollmesh.core.errors import EngineUnavailable, LocalShortage, RequestLost, SessionError
 from rollmesh.engine.parser import Headers
 from rollmesh.serve.interception.pieces import Piece, held, joined
 from rollmesh.serve.interception.relay.ends import StreamEnd
@@ -308,7 +308,8 @@ class RelayCall:
             return
         if self._carrier.fail(error, retries=self.state is CallState.WAITING):
             return
-        shown = str(error) if isinstance(error, RequestLost) else _without_host(str(error))
+        is_ours = isinstance(error, RequestLost | LocalShortage)
+        shown = str(error) if is_ours else _without_host(str(error))
         self.cut(_unavailable(str(error)), _unavailable(shown))
 
     def _begin(self) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import urljoin
 import msgspec
 
 from rollmesh.core.clock import Clock
-from rollmesh.core.errors import AddressError, EngineUnavailable, RequestLost
+from rollmesh.core.errors import AddressError, EngineUnavailable, LocalShortage, RequestLost
 from rollmesh.engine.connection import Call, Target
 from rollmesh.engine.http import HttpClient, target
 from rollmesh.engine.parser import Headers
@@ -150,7 +150,7 @@ class _Carrier:
 
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
         self._drop()
-        if isinstance(error, RequestLost):
+        if isinstance(error, RequestLost | LocalShortage):  # another upstream would get no more
             return False
         self._upstreams.fail(self._tried[-1], error)
         upstream = self._upstreams.choose(None, self._tried) if retries else None

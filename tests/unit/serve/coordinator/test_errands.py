@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.engine.connection import Call
 from rollmesh.engine.http import HttpClient
+from rollmesh.serve.coordinator import errands as errands_module
 from rollmesh.serve.coordinator.errands import Errands
 from rollmesh.serve.coordinator.events import CallEngine, Deed, EngineDone
 from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token
+from tests.shortage import no_descriptor_left
 
 RESUME, RELEASE = "/resume_memory_occupation", "/release_memory_occupation"
 
@@ -182,4 +185,32 @@ async def test_a_look_is_broken_off_for_what_is_newer(office: Office, tmp_path: 
         assert (await office.of_last()).ok
         assert [each.serial for each in office.told] == [2]
         assert office.engine.tenure is Tenure.BARE
+        await errands.close()
+
+
+class CountsDials(HttpClient):
+    """Counts the connections that it tried to open; gives up at the first shortage."""
+
+    def __init__(self) -> None:
+        super().__init__(shortage_wait_s=0.0)
+        self.num_dials = 0
+
+    def connect(self, call: Call) -> None:
+        self.num_dials += 1
+        super().connect(call)
+
+
+async def test_an_order_that_cannot_be_sent_for_want_of_a_descriptor_is_repeated(
+    office: Office, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errands_module, "AGAIN_S", 0.0)
+    async with CountsDials() as http:
+        errands = Errands(http, tmp_path, office.hear)
+        with no_descriptor_left():
+            office.send(errands, Deed.RELEASE)
+            while http.num_dials < 3:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0)
+            assert not office.told
+        assert (await office.of_last()).ok
+        assert [each.serial for each in office.told] == [1]
         await errands.close()

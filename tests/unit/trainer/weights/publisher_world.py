@@ -53,6 +53,8 @@ class ModelEngine:
         self.adapter = ""
         self.broken: UpdatePhase | None = None
         """The step that fails."""
+        self.out_of_reach: UpdatePhase | None = None
+        """The step whose call the publisher cannot send."""
         self.is_starting = False
         """Its socket is there, and nobody at it yet: calls wait."""
         self.is_idle = False
@@ -65,6 +67,9 @@ class ModelEngine:
     def call(self, call: CallEngine) -> EngineCalled:
         if not self.is_up or call.phase is self.broken:
             return EngineCalled(call.url, call.serial, False, "broken")
+        if call.phase is self.out_of_reach:
+            why = "no descriptor"
+            return EngineCalled(call.url, call.serial, False, why, is_local=True)
         match call.phase:
             case UpdatePhase.DRAINING:
                 num = self.num_requests

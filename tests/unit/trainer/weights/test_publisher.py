@@ -466,3 +466,22 @@ def test_random_losses_and_crashes_end_with_every_engine_at_the_newest_version(s
         assert (mesh.phase(url), mesh.policy_version(url)) == (EnginePhase.READY, policy_version)
         assert engine.weights == policy_version
         assert not engine.is_paused
+
+
+@pytest.mark.parametrize(
+    "step", ["draining", "pausing", "flushing", "loading", "resuming", "scoring"]
+)
+def test_a_publisher_without_descriptors_fences_no_engine(step: str) -> None:
+    mesh = Mesh(A)
+    mesh.run(1.0)
+    mesh.engines[A].out_of_reach = UpdatePhase(step)
+    mesh.publish(target(1))
+    for _ in range(300):  # three leases
+        mesh.run(0.1)
+        assert mesh.phase() in (EnginePhase.READY, EnginePhase.UPDATING)
+    [report] = mesh.reports
+    assert [text.startswith(f"{A}: {step}: no descriptor") for text in report.failed] == [True]
+    mesh.engines[A].out_of_reach = None
+    mesh.run(15.0)
+    assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
+    assert not mesh.engines[A].is_paused
