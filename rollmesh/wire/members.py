@@ -20,7 +20,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.logs import get_logger
+from rollmesh.core.logs import Occasional, get_logger
 from rollmesh.wire.fleet import EngineFaulted, FleetAsk, PublisherLeft, ReadFleet
 from rollmesh.wire.header import Message
 from rollmesh.wire.keys import HUB, MEMBERS, Keys, Member, Role, read_members
@@ -60,8 +60,6 @@ log = get_logger()
 LOOK_AGAIN_S = 1.0
 MAX_NAMES = 10_000
 """Names that one key may hold; past it the one bound first is free again."""
-MAX_COMPLAINTS = 256
-"""Pairs of key and message type whose refusals are counted for the log."""
 
 Table = Mapping[Role, frozenset[type]]
 
@@ -102,7 +100,7 @@ SCHEDULER: Table = {
     Role.NODE: frozenset({JoinNode, NodeBeat}),
 }
 OWN: Table = {}
-"""Of a hub whose peers hold its own key file, such as a trainer's ranks."""
+"""For a hub whose peers hold its own key file, such as the ranks of a trainer."""
 
 _OF_WORKERS = frozenset({WorkerHello, WorkerBeat, WorkerLeft, EnvFailed, GroupFinished})
 _OF_CLIENTS = frozenset({ClientHello, ClientBeat, ClientLeft})
@@ -139,7 +137,7 @@ class Access:
         """By kind and name, the public key that holds it."""
         self._names: dict[str, dict[tuple[str, str], None]] = {}
         """By public key, oldest first."""
-        self._complaints: dict[tuple[str, str], int] = {}
+        self._refusals = Occasional()
         self._take([])
         self.look()
 
@@ -207,19 +205,14 @@ class Access:
 
     def _refuse(self, sender: str, message: Message, why: str) -> bool:
         self.num_refused += 1
-        complaint = (sender, type(message).__name__)
-        if complaint not in self._complaints and len(self._complaints) >= MAX_COMPLAINTS:
-            self._complaints.clear()
-        number = self._complaints[complaint] = self._complaints.get(complaint, 0) + 1
-        if number & (number - 1) == 0:  # the first, second, fourth...: a flood fills no disk
-            log.warning(
-                "message.refused", key=sender, message=complaint[1], why=why[:200], number=number
-            )
+        kind = type(message).__name__
+        if number := self._refusals.number((sender, kind)):
+            log.warning("message.refused", key=sender, message=kind, why=why[:200], number=number)
         return False
 
 
 def _names_in(message: Message) -> tuple[tuple[str, str], ...]:
-    """The names in whose behalf `message` is sent."""
+    """The names that `message` claims for its sender."""
     kind = type(message)
     if kind in _OF_WORKERS:
         return (("worker", message.worker_id),)  # type: ignore[attr-defined]
