@@ -56,9 +56,10 @@ def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:
     if not plan.key:
         return {KEYS_VARIABLE: "", SCHEDULER_KEYS_VARIABLE: ""}
     name = HUB if plan.key == HUB else plan.role
+    scheduler = os.environ.get(SCHEDULER_KEYS_VARIABLE, "")
     return {
         KEYS_VARIABLE: str((folder / f"{name}.json").absolute()),
-        SCHEDULER_KEYS_VARIABLE: os.environ.get(SCHEDULER_KEYS_VARIABLE, ""),
+        SCHEDULER_KEYS_VARIABLE: scheduler if plan.key == Role.PUBLISHER else "",
     }
 
 

@@ -72,7 +72,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         log.warning(event, why=why, fix=fix)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
-    tenancy = tenancy_of(share, None, stop)
+    tenancy = tenancy_of(share, stop)
     client, savepoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = staleness_of(config, revival)

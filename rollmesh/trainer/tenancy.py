@@ -30,7 +30,6 @@ from rollmesh.core.share import Share
 from rollmesh.core.types import GroupRecord
 from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
 from rollmesh.trainer.lodging import Lodger
-from rollmesh.wire.keys import Keys
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
 
 log = get_logger()
@@ -276,9 +275,9 @@ def left_in_mid_turn(record: GroupRecord) -> Iterator[str]:
                     yield rollout.engines[before.engine]
 
 
-def tenancy_of(share: Share | None, keys: Keys | None, stop: threading.Event) -> Tenancy:
-    """What a run is on the fleet, where it shares one; AddressError where the scheduler's address
-    is none."""
+def tenancy_of(share: Share | None, stop: threading.Event) -> Tenancy:
+    """The run's part in a fleet, if it shares one; AddressError for a bad address of the scheduler."""
     if share is None:
         return Unshared()
-    return Tenant(PipelineHooks(share.scheduler, share.pipeline_id, keys, share.token_file), stop)
+    hooks = PipelineHooks(share.scheduler, share.pipeline_id, token_file=share.token_file)
+    return Tenant(hooks, stop)

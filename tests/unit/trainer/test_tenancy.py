@@ -351,7 +351,7 @@ def test_a_loop_that_is_stopped_waits_for_no_gpus(scheduler: FakeScheduler, begi
 
 
 def test_a_run_that_shares_nothing_asks_nobody(stop: threading.Event) -> None:
-    tenancy = tenancy_of(None, None, stop)
+    tenancy = tenancy_of(None, stop)
     assert isinstance(tenancy, Unshared)
     assert tenancy.settle_in()
     assert tenancy.may_ask(0, 8)
@@ -359,7 +359,7 @@ def test_a_run_that_shares_nothing_asks_nobody(stop: threading.Event) -> None:
 
 
 def test_a_run_with_a_share_is_a_tenant(scheduler: FakeScheduler, stop: threading.Event) -> None:
-    tenancy = tenancy_of(Share(scheduler.hub.address, "p"), None, stop)
+    tenancy = tenancy_of(Share(scheduler.hub.address, "p"), stop)
     assert isinstance(tenancy, Tenant)
     with scheduler.granting():
         tenancy.leave()
