@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ import pytest
 
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import Ready
+from rollmesh.core.share import FLEET_FILE
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.planning.state import PipelinePhase
@@ -145,20 +146,28 @@ except AddressError as error:
 """
 
 
+@contextmanager
+def scheduler_up(folder: Path, *words: str) -> Iterator[str]:
+    """The address of a scheduler that `rollmesh scheduler up` has started."""
+    ports = free_ports(2)
+    file = folder / FLEET_FILE
+    file.write_text(FLEET.format(*ports, folder / "journal"))
+    command = [*CLI, "scheduler", "up", *words, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as up:
+        try:
+            assert up.stdout is not None
+            assert b"math: " in up.stdout.readline()
+            yield f"tcp://127.0.0.1:{ports[0]}"
+        finally:
+            up.terminate()
+
+
 @as_root
 def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> None:
-    ports = free_ports(2)
-    address = f"tcp://127.0.0.1:{ports[0]}"
-    file = folder / "scheduler.toml"
-    file.write_text(FLEET.format(*ports, folder / "journal"))
-    words = [*CLI, "scheduler", "up", "--no-keys", str(file)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as up:
-        assert up.stdout is not None
-        assert b"math: " in up.stdout.readline()
+    with scheduler_up(folder, "--no-keys") as address:
         told = run_as_stranger(MESSAGES, CHANGE, address)
         answer = ask(address, ReadScheduler("r", "math"), patience_s=ENDS_WITHIN_S)
-        [pipeline] = msgspec.json.decode(answer.body, type=FleetView).pipelines
-        up.terminate()
+    [pipeline] = msgspec.json.decode(answer.body, type=FleetView).pipelines
     assert len(told.splitlines()) == 3
     assert "ok=True" not in told
     assert (pipeline.phase, pipeline.run) == (PipelinePhase.ADMITTED, None)
@@ -166,21 +175,14 @@ def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> No
 
 @as_root
 def test_a_scheduler_with_keys_of_its_own_answers_its_members_only(folder: Path) -> None:
-    ports = free_ports(2)
-    address = f"tcp://127.0.0.1:{ports[0]}"
-    file = folder / "scheduler.toml"
-    file.write_text(FLEET.format(*ports, folder / "journal"))
-    with subprocess.Popen([*CLI, "scheduler", "up", str(file)], stdout=subprocess.PIPE) as up:
-        assert up.stdout is not None
-        assert b"math: " in up.stdout.readline()
+    with scheduler_up(folder) as address:
         stranger = run_as_stranger(MESSAGES, READ, address)
-        status = [*CLI, "scheduler", "status", "--fleet", str(file)]
+        status = [*CLI, "scheduler", "status", "--fleet", str(folder / FLEET_FILE)]
         shown = subprocess.run(status, capture_output=True, text=True, timeout=100, check=False)
         token = folder / "journal" / "tokens" / "math"
         with closing(PipelineHooks(address, "math", token_file=str(token))) as hooks:
             ticket = hooks.request_gpus("critic", GpuPriority.CRITIC_TRAINING)
             with pytest.raises(UserError, match="critic"):  # refused, so it was answered
                 ticket.wait(timeout_s=ENDS_WITHIN_S)
-        up.terminate()
     assert "ok=True" not in stranger
     assert "math" in shown.stdout, shown.stderr
