@@ -3,8 +3,8 @@
 - The limit is checked before anything is opened, since a process that runs out of descriptors
   half-way hangs or fails in ways that name no cause.
 - The limit is only ever raised, and children inherit it.
-- A connection that fails for want of descriptors, ports or memory here is told from one that its
-  peer refuses (`shortage_of`), so that no peer is blamed for it.
+- `shortage_of` distinguishes a connection that fails because this process or machine lacks
+  descriptors, ports or memory from one that its peer refuses, so that no peer is blamed for it.
 """
 
 import errno

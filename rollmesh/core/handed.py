@@ -33,7 +33,8 @@ from rollmesh.core.secret_file import (
 SECRETS_VARIABLE = "ROLLMESH_SECRETS_FD"
 """Environment: the descriptor to read secrets from."""
 KEYS_VARIABLE = "ROLLMESH_KEYS"
-WORKER_FILE = "worker.json"
+_WORKER_FILE = "worker.json"
+"""The workers' file in a key folder (wire/keys.py)."""
 SECRET_VARIABLES = (
     KEYS_VARIABLE,
     ADMIN_TOKEN_VARIABLE,
@@ -64,7 +65,7 @@ def secrets_in(environment: Mapping[str, str]) -> dict[str, str]:
     unprotected file."""
     found = {}
     if keys := environment.get(KEYS_VARIABLE):
-        found[KEYS_VARIABLE] = read_key_file(keys)
+        found[KEYS_VARIABLE] = _text_of_keys(keys)
     token_file = environment.get(ADMIN_TOKEN_FILE_VARIABLE)
     token = environment.get(ADMIN_TOKEN_VARIABLE)
     if token or token_file:
@@ -149,12 +150,12 @@ def protect_memory() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def read_key_file(name: str) -> str:
+def _text_of_keys(name: str) -> str:
     """The text of the key file `name`, of a key folder that of its worker's file; ConfigError if it
     cannot be read or is not private."""
     path = Path(name)
     try:
-        raw = read_private(path / WORKER_FILE if path.is_dir() else path)
+        raw = read_private(path / _WORKER_FILE if path.is_dir() else path)
         return raw.decode("utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"{KEYS_VARIABLE}={name}: {str(error.strerror).lower()}") from None

@@ -15,8 +15,8 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.engine.member import adapter_name
 
 PROBE_SHORTAGE_WAIT_S = 0.0
-"""Of the HttpClient for probes: a dial that fails for a shortage here is not repeated, since the
-fleet asks again, and must learn in time that the engine is not to blame."""
+"""A probe's dial that fails for a shortage here is not repeated: the fleet asks again, and must
+learn in time that the engine is not to blame."""
 PROBE_TIMEOUT_S = 2.0
 """Shorter than the fleet's own patience, so that a failure comes with its reason."""
 

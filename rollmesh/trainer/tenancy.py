@@ -276,7 +276,7 @@ def left_in_mid_turn(record: GroupRecord) -> Iterator[str]:
 
 
 def tenancy_of(share: Share | None, stop: threading.Event) -> Tenancy:
-    """The run's part in a fleet, if it shares one; AddressError for a bad address of the scheduler."""
+    """The run's part in a fleet, if it shares one; AddressError for a bad scheduler address."""
     if share is None:
         return Unshared()
     hooks = PipelineHooks(share.scheduler, share.pipeline_id, token_file=share.token_file)

@@ -38,7 +38,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Role(enum.StrEnum):
-    """What the holder of a key is; members.py says what each role may send."""
+    """The part of a key's holder in the mesh; members.py has the messages of each role."""
 
     HUB = "hub"
     """The router or the scheduler; its key may send anything."""
@@ -54,8 +54,8 @@ class Role(enum.StrEnum):
 
 MAKEABLE = tuple(role for role in Role if role is not Role.HUB)
 ONE_OF_EACH = tuple([(role.value, role) for role in MAKEABLE])
-_MAY_STAND_FOR = {Role.CLIENT: (Role.PUBLISHER,)}
-"""Roles whose keys do where another role is asked for, besides the hub's."""
+_ALSO_GOOD = {Role.CLIENT: (Role.PUBLISHER,)}
+"""By role, the other roles whose keys are accepted in its place, besides the hub's."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -179,8 +179,8 @@ def read_key_file(path: Path, role: Role | None = None) -> Keys:
 
 
 def check_role(keys: Keys, role: Role | None) -> Keys:
-    """The same keys; ConfigError if they do not do for `role`."""
-    if role and keys.role not in (role, Role.HUB, *_MAY_STAND_FOR.get(role, ())):
+    """The same keys; ConfigError if they are not good for `role`."""
+    if role and keys.role not in (role, Role.HUB, *_ALSO_GOOD.get(role, ())):
         raise ConfigError(
             f"it is a key of role {keys.role}, and role {role} is needed; "
             f"`rollmesh keys add {role}` makes one"

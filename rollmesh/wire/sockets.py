@@ -136,7 +136,7 @@ class Hub:
         self._departures = _departures_of(self.socket)
         own = keys.public if keys and keys.public != keys.hub_public else ""
         self.peer_address = f"{self.address}{SERVER_KEY}{own}" if own else self.address
-        """What peers dial: with this socket's public key where that is not the mesh's hub's."""
+        """The address for peers, with the public key of this socket if that is not the hub's."""
         self.num_malformed = 0
         self.num_unsent = 0
         self.num_departed = 0

@@ -91,7 +91,7 @@ def end(process: "subprocess.Popen[Any]") -> None:
 
 
 def strange(router: str, run: str) -> dict[str, Any]:
-    """What another user of this machine gets to see."""
+    """The answers that another user of this machine gets."""
     command = (sys.executable, "-c", STRANGER, router, run)
     done = subprocess.run(command, check=True, capture_output=True, timeout=120)
     answer: dict[str, Any] = json.loads(done.stdout)
@@ -230,12 +230,12 @@ def test_the_verbs_find_the_keys_of_a_run(run: Run, tmp_path: Path) -> None:
     [line] = done.stderr.decode().splitlines()
     assert run.router in line
     assert "--run" in line
-    drained = (*CLI, "drain", "nobody", str(run.folder))
+    drained = (*CLI, "drain", "worker-9", str(run.folder))
     done = subprocess.run(drained, cwd=tmp_path, capture_output=True, timeout=120)
-    assert b"no worker 'nobody'; there are: worker-0" in done.stderr
+    assert b"no worker 'worker-9'; there are: worker-0" in done.stderr
 
 
 def test_drain_answers_are_only_for_operators(run: Run) -> None:
-    answers = run.heard(run.keys("operator"), AskDrain(5, "nobody", ""), until=DrainAnswered)
+    answers = run.heard(run.keys("operator"), AskDrain(5, "worker-9", ""), until=DrainAnswered)
     assert answers
-    assert run.heard(run.keys("client"), AskDrain(5, "nobody", "")) == []
+    assert run.heard(run.keys("client"), AskDrain(5, "worker-9", "")) == []

@@ -1,4 +1,4 @@
-"""What a hub takes from whom: roles, names, and keys that are removed while it runs."""
+"""A hub takes from each key what its role may send, under its own names, until it is removed."""
 
 import functools
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Ring:
         return dialer
 
     def taken(self, *sent: tuple[str, Message]) -> list[Message]:
-        """What the router's hub takes of these messages, each from the key of that name."""
+        """Send each message with the key of that name; return those that the router's hub took."""
         taken: list[Message] = []
         for name, message in sent:
             dialer = self.dial(name)
