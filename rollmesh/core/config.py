@@ -93,6 +93,10 @@ class EngineConfig(Section, frozen=True):
     answer_timeout_s: PositiveSeconds = 90.0
     """A leg with no sign of life for this long is given up and resumed elsewhere; longer than
     somebody else's trainer pauses an engine."""
+    max_inflight: NonNegative = 0
+    """Requests that a worker or gateway has at one engine at a time; the others wait there, and
+    sessions take turns for each free place (default: 0, an eighth more than the engine reports to
+    run at a time, or no limit if it reports nothing)."""
 
     def __post_init__(self) -> None:
         for url in self.urls:

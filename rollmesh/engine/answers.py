@@ -113,6 +113,7 @@ class _Load(msgspec.Struct):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     num_used_tokens: int = 0
+    max_running_requests: int = 0
 
 
 class _Loads(msgspec.Struct):
@@ -145,6 +146,8 @@ class EngineLoad(msgspec.Struct, frozen=True):
     num_waiting: int
     num_tokens: int = 0
     """Whose keys and values are held for what runs."""
+    max_running: int = 0
+    """Requests that it runs at a time; 0 where it does not report it."""
 
 
 _answers = msgspec.json.Decoder(Answer)
@@ -320,7 +323,10 @@ def load_of(raw: bytes) -> EngineLoad:
         raise EngineUnavailable(f"answered what is no load: {error}") from None
     running = sum(load.num_running_reqs for load in loads)
     waiting = sum(load.num_waiting_reqs for load in loads)
-    return EngineLoad(running, waiting, sum(load.num_used_tokens for load in loads))
+    num_tokens = sum(load.num_used_tokens for load in loads)
+    return EngineLoad(
+        running, waiting, num_tokens, sum(load.max_running_requests for load in loads)
+    )
 
 
 def update_of(raw: bytes) -> str:

@@ -90,6 +90,7 @@ class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int = UNVERSIONED
     num_running: int = 0
     num_waiting: int = 0
+    max_running: int = 0
     adapter: str = ""
     """Of that version, where the engine has one."""
     detail: str = ""
@@ -354,6 +355,7 @@ class Fleet:
             incarnation=probed.incarnation,
             num_running=probed.num_running,
             num_waiting=probed.num_waiting,
+            max_running=probed.max_running,
         )
         if engine.trusted is Trust.FRESH or self._settings.believes_engines:
             engine.trusted = probed.policy_version

@@ -50,6 +50,7 @@ async def probe_engine(ask: ProbeEngine | ContinueEngine, http: HttpClient) -> E
         policy_version=model.policy_version,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
+        max_running=load.max_running,
         adapter=adapter if is_there else "",
     )
 

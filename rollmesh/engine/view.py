@@ -32,6 +32,9 @@ class _Load:
 
     def __init__(self) -> None:
         self.num_own = 0
+        """Legs of this process that run there."""
+        self.num_queued = 0
+        """Generations of this process that wait for a free place there."""
         self.num_others = 0
         """Pushed with the table, without our own at that time."""
         self.num_overfull = 0
@@ -40,7 +43,7 @@ class _Load:
 
     @property
     def total(self) -> int:
-        return self.num_own + self.num_others
+        return self.num_own + self.num_queued + self.num_others
 
     def judge(self, least: int) -> None:
         """A new table came, whose least loaded engine has `least` requests."""
@@ -78,7 +81,7 @@ class FleetView:
             load = self._loads.setdefault(row.url, _Load())
             load.num_others = max(0, row.num_running + row.num_waiting - load.num_own)
         for url in self._loads.keys() - self._rows.keys():
-            if not self._loads[url].num_own:
+            if not self._loads[url].num_own and not self._loads[url].num_queued:
                 del self._loads[url]
         self._judge()
         for listener in self.listeners:
@@ -162,16 +165,14 @@ class FleetView:
                 return f"{row.url}: {row.phase.value}, {row.detail}".removesuffix(", ")
         return ""
 
-    def begin(self, url: str) -> None:
-        """A leg of ours runs at `url` from now on."""
+    def count(self, url: str, *, legs: int = 0, queued: int = 0) -> None:
+        """Add to our own load of an engine: legs that run there, and generations that wait for a
+        free place there."""
         load = self._loads.get(url)
         if load is None:
             load = self._loads[url] = _Load()
-        load.num_own += 1
-
-    def end(self, url: str) -> None:
-        """It ended."""
-        self._loads[url].num_own -= 1
+        load.num_own += legs
+        load.num_queued += queued
 
     @property
     def num_sticky(self) -> int:

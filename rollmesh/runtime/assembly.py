@@ -39,6 +39,7 @@ def new_runtime(
         vocab_size=tokenizer.vocab_size,
         report=report,
         new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
+        max_inflight=config.engine.max_inflight,
     )
     generation = GenerationSettings(
         retry_window_s=config.interception.retry_window_s,

@@ -10,7 +10,8 @@ Invariants:
   repeated until its stream ends, because one sent before the engine knows the rid does nothing.
 - With a publisher, tokens of weights older than the session has seen, or than the engine's row in
   the fleet table, are dropped. Without one no token is dropped, and a fall-back is reported.
-- Readers are woken at every end. Deadlines count only time in which engines were not being updated.
+- Readers are woken at every end. Deadlines count only time in which engines were not being updated,
+  and in which the generation was not queued for a free place at its engine.
 
 Pure; driven by legs.py and by the simulator.
 """
@@ -32,6 +33,7 @@ from rollmesh.runtime.generation_events import (
     ChooseEngine,
     DropLeg,
     EngineChosen,
+    EngineFull,
     EngineLost,
     EngineMissed,
     FellBack,
@@ -81,6 +83,7 @@ Event = (
     | UpdateBegun
     | EngineLost
     | EngineMissed
+    | EngineFull
     | LegSampled
     | LegHeld
     | LegFailed
@@ -131,6 +134,7 @@ class GenerationMachine:
         """The newest that the session has seen; without a publisher, the last."""
         self._patience = Patience(settings)
         self._is_paused = False
+        self._is_queued = False
         self._seen_s = now_s
         self._clock_s = 0.0
         """Un-paused seconds since the start; all times below are of this clock."""
@@ -158,13 +162,13 @@ class GenerationMachine:
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Take one event; what concerns an earlier leg changes nothing."""
-        if not self._is_paused:
+        if not self._is_paused and not self.is_queued:
             self._clock_s += max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
         match event:
             case LegSampled():
                 return self._on_sampled(event)
-            case EngineChosen() | EngineMissed():
+            case EngineChosen() | EngineMissed() | EngineFull():
                 return self._on_choice(event)
             case Joined():
                 return self._on_joined()
@@ -178,6 +182,7 @@ class GenerationMachine:
                 return self._on_sealed(event)
             case FleetMoved():
                 self._is_paused = event.is_paused
+                self._is_queued = False
         return self._tend()
 
     # readers
@@ -195,6 +200,7 @@ class GenerationMachine:
         if self.num_readers or self.state is not GenerationState.RUNNING:
             return []
         self.state = GenerationState.PARKED
+        self._is_queued = False
         self._parked_s = self._clock_s
         return self._abort()
 
@@ -203,7 +209,10 @@ class GenerationMachine:
 
     # legs
 
-    def _on_choice(self, chosen: EngineChosen | EngineMissed) -> list[Action]:
+    def _on_choice(self, chosen: EngineChosen | EngineMissed | EngineFull) -> list[Action]:
+        self._is_queued = isinstance(chosen, EngineFull)
+        if isinstance(chosen, EngineFull):
+            return []
         if isinstance(chosen, EngineMissed):
             self._patience.on_missing(chosen.why, is_behind=chosen.is_behind)
             is_over = chosen.is_for_good and not self._is_ended
@@ -368,6 +377,11 @@ class GenerationMachine:
         return self.state is GenerationState.RUNNING and self._leg is None
 
     @property
+    def is_queued(self) -> bool:
+        """Whether it waits for a free place at its engine, and needs no answer until then."""
+        return self._is_queued and self.waits_for_engine
+
+    @property
     def _is_bound(self) -> bool:
         """A reader saw tokens, and no other leg can go on from them."""
         is_seen = self.request.stream and self.state is GenerationState.RUNNING
@@ -406,6 +420,8 @@ class GenerationMachine:
     def _tend(self) -> list[Action]:
         if self._leg:
             actions = self._tend_leg(self._leg)
+        elif self.is_queued:
+            actions = []
         elif self.state is GenerationState.RUNNING:
             if self._clock_s - self._waiting_since_s >= self._settings.engine_wait_s:
                 return self._void(self._patience.without_engine())

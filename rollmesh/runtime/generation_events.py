@@ -101,6 +101,14 @@ class EngineMissed(msgspec.Struct, frozen=True):
     """Engines are READY with older weights than the session has seen."""
 
 
+class EngineFull(msgspec.Struct, frozen=True):
+    """The answer to ChooseEngine where the engine has as many requests of ours as it may have.
+
+    EngineChosen follows when it is the turn of the generation's session; until then no deadline
+    runs.
+    """
+
+
 class FleetMoved(msgspec.Struct, frozen=True):
     """The fleet table changed."""
 

@@ -1,10 +1,11 @@
-"""The shell of generations: carries their legs to engines and wakes their readers.
+"""The shell of generations: sends their legs to engines and wakes their readers.
 
-Owns every call, timer and task that a generation needs; `close` ends them all. A leg is no task:
-what the engine client tells of it goes straight into the generation's machine. Invariants: a
-generation is kept exactly until it is at an end and its leg's stream has ended; a leg counts in the
-fleet view for as long as its connection is open; whatever happens to a leg becomes an event of its
-machine. Driven by sessions (start, join, wait, leave, seal) and by the fleet view's changes.
+- It owns every call, timer and task that a generation needs, and `close` ends them all. A leg is no
+  task: what the engine client receives of it goes straight into the generation's machine.
+- A generation is kept exactly until it has ended and its leg's stream has ended.
+- A leg counts in the fleet view for as long as its connection is open. Whatever happens to it
+  becomes an event of its machine.
+- A generation whose engine has no free place is queued; see engine_queues.py.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from rollmesh.engine.connection import Call
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.leg import LegRequest
 from rollmesh.engine.view import FleetView, is_leased, is_lost
+from rollmesh.runtime.engine_queues import EngineQueues
 from rollmesh.runtime.generation import Action, Event, GenerationMachine
 from rollmesh.runtime.generation_events import (
     KIND_OF_ERROR,
@@ -32,6 +34,7 @@ from rollmesh.runtime.generation_events import (
     ChooseEngine,
     DropLeg,
     EngineChosen,
+    EngineFull,
     EngineLost,
     EngineMissed,
     FellBack,
@@ -115,6 +118,8 @@ class SamplerParts(msgspec.Struct, frozen=True, kw_only=True):
     """Tells the router."""
     new_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
     """Makes a StopStrings with a fresh detokenizer; needed where agents send stop strings."""
+    max_inflight: int = 0
+    """Legs that are sent to one engine at a time; 0: an eighth more than it runs at a time."""
 
 
 class Sampler:
@@ -132,6 +137,7 @@ class Sampler:
         self._live: set[Generation] = set()
         self._legs: dict[tuple[Generation, int], _Leg] = {}
         """Those whose connection is open, by their number within the generation."""
+        self._queues = EngineQueues(parts.view, parts.max_inflight)
         self._tasks: set[asyncio.Task[None]] = set()
         self.clients: dict[str, EngineClient] = {}
         """Of engines that are in the table, or run legs of ours still."""
@@ -167,7 +173,7 @@ class Sampler:
         self._live.add(generation)
         # Where all sleep, or are updated, no table may come that says so anew.
         moved = FleetMoved(self._parts.view.is_paused(machine.min_policy_version))
-        self._drive(generation, self._chosen(machine) or moved)
+        self._drive(generation, self._chosen(generation) or moved)
         if self._timer is None:
             self._timer = self._loop.call_later(TICK_S, self._tick)
         return generation
@@ -184,6 +190,7 @@ class Sampler:
         """How long each table is; all are empty when nothing is sampled."""
         return {
             "generations": len(self._live),
+            "generations_queued": len(self._queues),
             "legs": len(self._legs),
             "engine_tasks": len(self._tasks),
         }
@@ -224,17 +231,26 @@ class Sampler:
             self._drive(leg.generation, LegFailed(leg.number, f"{type(error).__name__}: {error}"))
 
     def drop(self, leg: _Leg) -> None:
-        """The leg's connection is over, or is to be."""
+        """Close the leg's connection, if it is open, and give its place to the next generation."""
         if self._legs.pop((leg.generation, leg.number), None) is None:
             return
-        self._parts.view.end(leg.url)
+        self._parts.view.count(leg.url, legs=-1)
         if leg.call:
             leg.call.close()
             leg.call = None
+        if self._queues:
+            self._fill(leg.url)
+
+    def _fill(self, url: str) -> None:
+        """Start legs of the generations that are queued for an engine while it has free places."""
+        while (generation := self._queues.next(url)) is not None:
+            self._carry_out(generation, ChooseEngine(generation.machine.min_policy_version))
 
     def _drive(self, generation: Generation, event: Event) -> None:
         for action in generation.machine.step(event, self._clock.now_s()):
             self._carry_out(generation, action)
+        if self._queues and not generation.machine.is_queued:
+            self._queues.leave(generation)
         if generation.machine.is_settled:
             self._live.discard(generation)
 
@@ -293,6 +309,8 @@ class Sampler:
             self._drive(generation, FleetMoved(is_paused))
             if machine.leg_url and row and is_leased(row):
                 self._drive(generation, UpdateBegun(row.url))
+        for url in self._queues.urls():
+            self._fill(url)
 
     # actions
 
@@ -302,7 +320,7 @@ class Sampler:
                 generation.wake()
             case ChooseEngine():
                 machine, view = generation.machine, self._parts.view
-                chosen = self._chosen(machine)
+                chosen = self._chosen(generation)
                 least = machine.min_policy_version
                 never = "" if chosen else view.why_never(least)
                 why = never or view.why_waiting(least)
@@ -352,8 +370,9 @@ class Sampler:
         elif is_news:
             log.info("engine.avoided", url=url)
 
-    def _chosen(self, machine: GenerationMachine) -> EngineChosen | None:
-        """The engine for the next leg, if there is one."""
+    def _chosen(self, generation: Generation) -> EngineChosen | EngineFull | None:
+        """The engine for the next leg, if there is one; it is queued if that one has no place."""
+        machine = generation.machine
         avoid = self._avoid_until_s
         if avoid:
             now_s = self._clock.now_s()
@@ -363,6 +382,8 @@ class Sampler:
         row = self._parts.view.choose(key, machine.min_policy_version, avoid)
         if row is None:
             return None
+        if not self._queues.admit(generation, row):
+            return EngineFull()
         return EngineChosen(
             row.url,
             row.incarnation,
@@ -399,7 +420,7 @@ class Sampler:
             self._drive(generation, _failed(start.leg, error))
             return
         self._legs[generation, start.leg] = leg
-        self._parts.view.begin(start.url)
+        self._parts.view.count(start.url, legs=1)
 
     async def _abort_leg(self, action: AbortLeg) -> None:
         try:

@@ -99,6 +99,8 @@ class ScriptedEngine:
         """Weight updates fail with this message."""
         self.update_is_idle = False
         """Weight updates claim success and change nothing but the label."""
+        self.max_running = 0
+        """What it reports as the number of requests that it runs at a time; it runs all."""
         self.num_deaf_aborts = 0
         """So many aborts do nothing, as one does that comes before its request."""
         self.is_paused = False
@@ -261,6 +263,7 @@ class ScriptedEngine:
             case "/v1/loads":
                 tokens = sum(len(live.prompt) + len(live.output) for live in self._live.values())
                 load = {"num_running_reqs": len(self._live), "num_used_tokens": tokens}
+                load["max_running_requests"] = self.max_running
                 return _json({"loads": [load]})
         return web.Response(status=404)
 

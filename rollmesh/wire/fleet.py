@@ -44,6 +44,8 @@ class EngineRow(msgspec.Struct, frozen=True, array_like=True):
     """Why it is not READY, in one line."""
     adapter: str = ""
     """Its weights of this version are its own and the adapter of this name: requests name it."""
+    max_running: int = 0
+    """Requests that it runs at a time, over all of its ranks; 0 where it does not report it."""
 
 
 class FleetChanged(Message, frozen=True, tag="fleet_changed"):

@@ -22,7 +22,7 @@ from rollmesh.wire.frames import Packet, encode
 FILE = Path(__file__).with_name("wire.txt")
 GROUP = GroupId("r7f3a9c1", 300)
 TICKET = bytes(range(1, 17))
-ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy", "a12")
+ENGINE = f.EngineRow("http://e:1", "i1", f.EnginePhase.READY, 12, 3, 4, "busy", "a12", 64)
 SPEC = s.PipelineSpec(
     pipeline_id="p1",
     clusters={"actor_train": (0, 1)},

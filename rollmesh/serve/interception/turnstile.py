@@ -14,8 +14,9 @@ of agents that act together come together.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Hashable
+
+from rollmesh.core.fair_queue import FairQueue
 
 LONG_BYTES = 256 * 1024
 """A shorter piece of work delays no other."""
@@ -26,12 +27,11 @@ class Turnstile:
 
     def __init__(self) -> None:
         self._is_turning = False
-        self._lines: dict[Hashable, deque[asyncio.Future[None]]] = {}
-        """Waiters by their session; the next session first."""
+        self._line = FairQueue[asyncio.Future[None]]()
 
     def __len__(self) -> int:
         """Number of waiters."""
-        return sum(map(len, self._lines.values()))
+        return len(self._line)
 
     async def pass_through(self, num_bytes: int, owner: Hashable = None) -> None:
         """Wait for the turn of a piece of work on so many bytes, which `owner` asked for."""
@@ -43,12 +43,14 @@ class Turnstile:
             loop.call_soon(self._turn)
             return
         turn = loop.create_future()
-        self._lines.setdefault(owner, deque()).append(turn)
+        self._line.put(owner, turn)
         await turn
 
     def _turn(self) -> None:
         """Let the next one through, after all that was due when the last one passed."""
-        chosen = self._next()
+        chosen = self._line.take()
+        while chosen is not None and chosen.done():  # its caller was cancelled
+            chosen = self._line.take()
         if chosen is None:
             self._is_turning = False
             return
@@ -56,16 +58,3 @@ class Turnstile:
         loop = asyncio.get_running_loop()
         # It continues in the next turn of the loop, and this comes again in the one after it.
         loop.call_soon(loop.call_soon, self._turn)
-
-    def _next(self) -> "asyncio.Future[None] | None":
-        """The first waiter of the next session, which then is the last."""
-        while self._lines:
-            owner, line = next(iter(self._lines.items()))
-            del self._lines[owner]
-            while line:
-                waiter = line.popleft()
-                if not waiter.done():
-                    if line:
-                        self._lines[owner] = line
-                    return waiter
-        return None

@@ -94,7 +94,7 @@ def test_session_stays_with_its_engine_although_others_are_idle() -> None:
     home = chosen(view)
     assert home
     for _ in range(9):
-        view.begin(home)
+        view.count(home, legs=1)
     assert chosen(view) == home
     assert chosen(view, session="other") != home
 
@@ -107,7 +107,7 @@ class Lopsided:
         self.keys = [f"s{n}" for n in range(64)]
         assert {chosen(self.view, key) for key in self.keys} == {A}
         for _ in range(num_own):
-            self.view.begin(A)
+            self.view.count(A, legs=1)
         self.rows = (row(A, running=num_running), row(B, running=num_beside))
         self.epoch = 1
 
@@ -177,9 +177,9 @@ def test_sessions_do_not_move_to_an_engine_that_is_sick_or_behind() -> None:
 
 def test_legs_of_ours_are_counted_for_each_engine() -> None:
     view = view_of(row(A), row(B))
-    view.begin(A)
-    view.begin(A)
-    view.end(A)
+    view.count(A, legs=1)
+    view.count(A, legs=1)
+    view.count(A, legs=-1)
     assert (view.num_legs(A), view.num_legs(B), view.num_legs("http://c")) == (1, 0, 0)
 
 
@@ -187,17 +187,17 @@ def test_least_loaded_engine_counts_own_legs_and_pushed_load() -> None:
     view = view_of(row(A, running=3), row(B, running=5))
     assert chosen(view, "s1") == A
     for _ in range(3):
-        view.begin(A)
+        view.count(A, legs=1)
     assert chosen(view, "s2") == B
     for _ in range(3):
-        view.end(A)
+        view.count(A, legs=-1)
     assert chosen(view, "s3") == A
 
 
 def test_own_legs_in_a_pushed_load_are_not_counted_twice() -> None:
     view = view_of(row(A), row(B))
     for _ in range(4):
-        view.begin(A)
+        view.count(A, legs=1)
     view.update(FleetChanged(2, (row(A, running=4), row(B, running=5))), "router")
     assert chosen(view) == A
 

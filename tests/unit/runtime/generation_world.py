@@ -19,6 +19,7 @@ from rollmesh.runtime.generation_events import (
     ChooseEngine,
     DropLeg,
     EngineChosen,
+    EngineFull,
     FleetMoved,
     GenerationRequest,
     Joined,
@@ -49,7 +50,7 @@ class World:
             params=params,
             stream=self.rng.random() < 0.5,
         )
-        settings = GenerationSettings(max_fruitless_legs=10_000, engine_wait_s=10_000.0)
+        settings = GenerationSettings(max_fruitless_legs=10_000, engine_wait_s=1e4, sick_s=1e4)
         self.machine = GenerationMachine(self.request, settings, "r", 0.0)
         self.now_s = 0.0
         self.policy_version = 0
@@ -57,6 +58,8 @@ class World:
         self.legs: dict[int, list[int]] = {}
         """Live legs at engines: what each has in its context."""
         self.aborted: set[int] = set()
+        self.is_queued = False
+        """Whether a place at the engine is to be given to it."""
         self.num_woken = 0
 
     def step(self, event: Event) -> None:
@@ -72,8 +75,13 @@ class World:
 
     def carry_out(self, action: Action) -> None:
         match action:
-            case ChooseEngine() if self.rng.random() < 0.7:
-                self.step(EngineChosen("http://a", "i1", self.policy_version))
+            case ChooseEngine():
+                chance = self.rng.random()
+                if chance < 0.6:
+                    self.step(EngineChosen("http://a", "i1", self.policy_version))
+                elif chance < 0.7:
+                    self.is_queued = True
+                    self.step(EngineFull())
             case StartLeg(leg, max_new_tokens=num_left):
                 context = self.machine.context()
                 assert num_left == 30 - (len(context) - 4)
@@ -107,6 +115,9 @@ class World:
     def progress(self) -> None:
         for leg in list(self.legs):
             self.sample(leg)
+        if self.is_queued:
+            self.is_queued = False
+            self.step(EngineChosen("http://a", "i1", self.policy_version))
         self.step(Ticked())
 
     def sample(self, leg: int) -> None:

@@ -61,7 +61,13 @@ class Bench:
         """All engines in `phase`, at the versions that they serve."""
         self.epoch += 1
         rows = tuple(
-            EngineRow(engine.url, incarnation, phase, policy_version_of(engine.weight_version))
+            EngineRow(
+                engine.url,
+                incarnation,
+                phase,
+                policy_version_of(engine.weight_version),
+                max_running=engine.max_running,
+            )
             for engine in self.engines
         )
         table = FleetChanged(self.epoch, rows, has_publisher=has_publisher)
@@ -73,13 +79,14 @@ class Bench:
         stream: bool = False,
         num_tokens: int = 6,
         session_key: str = "s",
+        prompt_ids: Sequence[int] = PROMPT,
         params: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Generation:
         request = GenerationRequest(
             generation_id="g",
             session_key=session_key,
-            prompt_ids=PROMPT,
+            prompt_ids=prompt_ids,
             params=SamplingParams(max_tokens=num_tokens, **(params or {})),
             stream=stream,
             **fields,

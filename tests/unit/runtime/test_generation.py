@@ -17,6 +17,7 @@ from rollmesh.runtime.generation_events import (
     ChooseEngine,
     DropLeg,
     EngineChosen,
+    EngineFull,
     EngineLost,
     EngineMissed,
     FellBack,
@@ -219,6 +220,30 @@ def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
     bench.step(Ticked(), after_s=1.0)
     assert isinstance(bench.machine.error, EngineUnavailable)
     assert "no engine is ready (last: http://a: joining, conn" in str(bench.machine.error)
+
+
+def test_turn_that_is_queued_for_its_engine_needs_no_answer_and_meets_no_deadline() -> None:
+    bench = Bench()
+    bench.step(Joined())
+    bench.step(Ticked())
+    assert bench.step(EngineFull()) == []
+    assert bench.step(Ticked(), after_s=1000.0) == []
+    assert bench.machine.is_queued
+    assert bench.step(FleetMoved(is_paused=False)) == [ChooseEngine(0)]
+    bench.step(EngineFull())
+    [start] = bench.step(ENGINE)
+    assert isinstance(start, StartLeg)
+    assert not bench.machine.is_queued
+
+
+def test_turn_that_was_left_while_it_was_queued_is_parked_and_expires() -> None:
+    bench = Bench()
+    bench.step(Joined())
+    bench.step(EngineFull())
+    bench.step(Left())
+    assert not bench.machine.is_queued
+    bench.step(Ticked(), after_s=1000.0)
+    assert bench.machine.state is GenerationState.VOID
 
 
 def test_turn_that_waits_for_newer_weights_than_are_served_ends_in_time_and_says_so() -> None:

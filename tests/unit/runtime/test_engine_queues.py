@@ -1,0 +1,172 @@
+"""Generations wait for free places of an engine, and sessions take turns for them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.engine import ScriptedEngine, endless_token
+from rollmesh.wire.fleet import EnginePhase
+from tests.unit.runtime.legs_bench import PAUSES, TO_THE_END, Bench
+
+PLACES = 8
+SENT = 9
+"""What an engine gets that runs 8 requests at a time: an eighth more."""
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(endless_token) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def narrow(engine: ScriptedEngine) -> AsyncIterator[Bench]:
+    """An engine that runs 8 requests at a time, and holds them."""
+    engine.max_running = PLACES
+    engine.hold()
+    bench = Bench(engine)
+    yield bench
+    await bench.sampler.close()
+
+
+def sessions_of(engine: ScriptedEngine) -> str:
+    """The sessions of requests in the order in which the engine got them: their first token."""
+    firsts = [each.body["input_ids"][0] for each in engine.seen if each.path == "/generate"]
+    return "".join(map(chr, firsts))
+
+
+def turns_of(bench: Bench, session: str, num_turns: int, **fields: Any) -> list[Generation]:
+    prompt = [ord(session), 6, 7]
+    return [
+        bench.start(session_key=session, num_tokens=1, prompt_ids=prompt, **fields)
+        for _ in range(num_turns)
+    ]
+
+
+async def finished(*generations: Generation) -> None:
+    async with asyncio.timeout(60):
+        for each in generations:
+            await each.wait(TO_THE_END)
+            assert each.state is GenerationState.COMMITTED
+
+
+async def one_more(engine: ScriptedEngine) -> None:
+    """Let one token be sampled, which frees a place, until the next request has come."""
+    num_seen = engine.num_seen("/generate")
+    await engine.allow(1)
+    await engine.until(lambda: engine.num_seen("/generate") > num_seen)
+
+
+async def test_a_session_with_many_turns_does_not_delay_another_at_the_engine(
+    engine: ScriptedEngine, narrow: Bench
+) -> None:
+    long = turns_of(narrow, "a", 64)
+    await engine.until(lambda: engine.num_live == SENT)
+    for _ in range(4):
+        [single] = turns_of(narrow, "b", 1)
+        before = engine.num_sampled
+        while not single.token_ids:
+            await one_more(engine)
+        # Its place came after at most one turn of each of those that were sent before it.
+        assert engine.num_sampled - before <= SENT + 2
+    assert narrow.sampler.entries()["generations_queued"] > 32
+    await engine.release()
+    await finished(*long)
+    assert sessions_of(engine).count("b") == 4
+    assert narrow.sampler.entries()["generations_queued"] == narrow.num_running() == 0
+
+
+async def test_sessions_take_turns_for_free_places_of_an_engine(
+    engine: ScriptedEngine, narrow: Bench
+) -> None:
+    turns = [each for name in "abc" for each in turns_of(narrow, name, 12)]
+    await engine.release()
+    await finished(*turns)
+    # Each request takes the place of one that has ended, so their order is that of the turns.
+    assert sessions_of(engine) == "a" * SENT + "abc" * 3 + "bc" * 9
+
+
+async def test_an_engine_that_reports_no_limit_gets_all_requests_at_once(
+    engine: ScriptedEngine,
+) -> None:
+    bench = Bench(engine)
+    engine.hold()
+    turns = turns_of(bench, "a", 64)
+    await engine.until(lambda: engine.num_live == 64)
+    await engine.release()
+    await finished(*turns)
+    await bench.sampler.close()
+
+
+async def test_turns_that_are_left_or_sealed_leave_the_queue_for_an_engine(
+    engine: ScriptedEngine, narrow: Bench
+) -> None:
+    turns = turns_of(narrow, "a", SENT + 3)
+    left, sealed, last = turns[SENT:]
+    left.leave()
+    sealed.seal("over")
+    assert narrow.sampler.entries()["generations_queued"] == 1
+    assert left.state is GenerationState.PARKED
+    await engine.release()
+    await finished(*turns[:SENT], last)
+    assert engine.num_seen("/generate") == SENT + 1
+    left.join()
+    await finished(left)
+    assert narrow.faults == []
+
+
+@PAUSES
+@pytest.mark.parametrize("params", [{}, {"presence_penalty": 1.0}])
+async def test_turns_in_the_queue_leave_an_engine_that_gets_new_weights(
+    engine: ScriptedEngine, narrow: Bench, phase: EnginePhase, params: dict[str, Any]
+) -> None:
+    turns = turns_of(narrow, "a", SENT + 3, params=params)
+    await engine.until(lambda: engine.num_live == SENT)
+    narrow.push(phase)
+    assert narrow.sampler.entries()["generations_queued"] == 0
+    await engine.release()
+    narrow.push()
+    await finished(*turns)
+    assert narrow.faults == []
+
+
+async def test_turns_in_the_queue_continue_elsewhere_when_their_engine_is_fenced(
+    engine: ScriptedEngine, narrow: Bench
+) -> None:
+    async with ScriptedEngine(endless_token) as other:
+        turns = turns_of(narrow, "a", SENT + 3)
+        await engine.until(lambda: engine.num_live == SENT)
+        narrow.engines = (other,)
+        narrow.push()
+        await finished(*turns)
+        assert narrow.num_running() == 0
+        assert (engine.num_seen("/generate"), other.num_seen("/generate")) == (SENT, SENT + 3)
+
+
+async def test_a_turn_in_the_queue_is_not_silent_and_does_not_run_out_of_time(
+    engine: ScriptedEngine,
+) -> None:
+    clock = FakeClock()
+    engine.max_running = PLACES
+    engine.hold()
+    settings = GenerationSettings(engine_wait_s=1.0, answer_timeout_s=1.0)
+    bench = Bench(engine, clock=clock, settings=settings)
+    long = [bench.start(num_tokens=10_000) for _ in range(SENT)]  # may be silent for 1,001 s
+    [queued] = turns_of(bench, "b", 1, stream=True)
+    without_engine = bench.start(min_policy_version=7)
+    clock.advance(900.0)
+    await without_engine.wait(TO_THE_END)
+    assert without_engine.state is GenerationState.VOID
+    assert queued.state is GenerationState.RUNNING
+    for each in long:
+        each.seal("over")
+    await engine.release()
+    await finished(queued)
+    assert bench.faults == []
+    await bench.sampler.close()
