@@ -3,6 +3,7 @@
 - Version 1 and 2 of cgroups(7) are used where this process may make groups; elsewhere there are
   none, and resource limits take their place as far as they can.
 - A group is removed when its slot ends; with version 2 what is left in it is killed first.
+- `sweep_groups` removes what a killed process could not.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from rollmesh.core.logs import get_logger
 log = get_logger()
 
 ROOT = Path("/sys/fs/cgroup")
+PREFIX = "rollmesh-"
 CPU_PERIOD_US = 100_000
 REMOVE_S = 2.0
 """How long a group that processes are still leaving is tried to be removed."""
@@ -80,7 +82,7 @@ def new_group(limits: Limits) -> ControlGroup | None:
     files = limits.files(is_unified=is_unified)
     if not files:
         return None
-    name = f"rollmesh-{os.getpid()}-{next(_numbers)}"
+    name = f"{PREFIX}{os.getpid()}-{next(_numbers)}"
     made: list[Path] = []
     try:
         if is_unified:
@@ -95,6 +97,33 @@ def new_group(limits: Limits) -> ControlGroup | None:
         ControlGroup(tuple(made)).close()
         return None
     return ControlGroup(tuple(made))
+
+
+def sweep_groups() -> None:
+    """Remove the empty groups of processes that have ended."""
+    try:
+        if (ROOT / "cgroup.controllers").exists():
+            own = _own_folder("")
+            places = {own, own.parent}
+        else:
+            controllers = Limits(1, 1, 1.0).files(is_unified=False)
+            places = {_own_folder(controller) for controller in controllers}
+    except OSError:
+        return
+    for place in places:
+        remove_ended(place)
+
+
+def remove_ended(place: Path) -> None:
+    """Remove the empty groups in `place` of processes that have ended.
+
+    A group with processes in it is kept: its owner may be in another pid namespace.
+    """
+    for folder in place.glob(f"{PREFIX}*-*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def _make_in(parent: Path, name: str, files: dict[str, dict[str, str]]) -> Path:

@@ -37,9 +37,10 @@ from rollmesh.core.process import (
 )
 from rollmesh.envs import isolation
 from rollmesh.envs.calls import Calls, Limit, tamed
-from rollmesh.envs.cgroups import Limits
+from rollmesh.envs.cgroups import Limits, sweep_groups
 from rollmesh.envs.env import Env
 from rollmesh.envs.openai_client import close_pool
+from rollmesh.envs.scratch import sweep
 from rollmesh.runtime import blobs
 from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
 from rollmesh.runtime.keeper import Keeper
@@ -170,6 +171,8 @@ async def _serve(
         address = await edge.start(listening)
         stack.push_async_callback(edge.stop)
         isolation.settle(isolation.Isolation(isolation_settings(config.worker), edge.serve_also))
+        _sweep_killed()
+        stack.callback(_sweep_killed)
         beat_settings = BeatSettings(worker_id, settings.router, config.router.beat_s)
         beats = Beats(
             beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
@@ -203,6 +206,12 @@ def isolation_settings(config: WorkerConfig) -> isolation.IsolationSettings:
             num_cpus=config.program_cpus,
         ),
     )
+
+
+def _sweep_killed() -> None:
+    """Remove control groups and scratch folders of workers that were killed."""
+    sweep_groups()
+    sweep()
 
 
 async def _close(env: Env) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import InfraError
-from rollmesh.envs import isolation
+from rollmesh.envs import cgroups, isolation
 from rollmesh.envs.cgroups import Limits
 from rollmesh.envs.isolation import Command, Isolation, IsolationSettings
 from rollmesh.envs.program import Ended, run_program
@@ -160,3 +160,15 @@ async def test_a_program_without_isolation_is_warned_of_once(
         for _ in range(2):
             await run_program(Command(("/bin/true",), scratch.work, {}), 60.0, 1000)
     assert sum("isolation.none" in line for line in caplog.messages) == 1
+
+
+def test_the_control_groups_of_a_killed_process_are_removed_and_those_in_use_are_kept(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    gone, running = f"rollmesh-{ended.pid}-0", f"rollmesh-{os.getpid()}-0"
+    for name in (gone, running, "rollmesh-x-0"):
+        (tmp_path / name).mkdir()
+    cgroups.remove_ended(tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {running, "rollmesh-x-0"}
