@@ -169,7 +169,7 @@ class GatewayArm(Arm):
         await self._carry(talk(door) for door in doors)
 
     def _request(self, method: bytes, below: bytes, body: bytes) -> bytes:
-        line = b"%b /admin/sessions%b HTTP/1.1\r\nHost: x\r\n" % (method, below)
+        line = b"%b /admin/sessions%b HTTP/1.1\r\n" % (method, below)
         length = b"Content-Length: %d\r\n\r\n" % len(body)
         return line + self._head + b"Content-Type: application/json\r\n" + length + body
 
