@@ -45,21 +45,19 @@ def forwarded(sent: Iterable[Header], secret: str, key: bytes, prefers_x_api_key
     """
     shown = secret.encode("utf-8", "surrogateescape")
     lines: list[bytes] = []
-    sent = list(sent)
-    nominated = {
-        option.strip().lower()
-        for name, value in sent
-        if name.lower() == b"connection"
-        for option in value.split(b",")
-    }
+    nominated: set[bytes] = set()
     for name, value in sent:
         lower = name.lower()
         if lower == b"x-api-key":
             prefers_x_api_key = True
         elif lower == b"authorization":
             prefers_x_api_key = False
-        if lower not in _NOT_FORWARDED and lower not in nominated and shown not in value:
+        elif lower == b"connection":
+            nominated.update(option.strip().lower() for option in value.split(b","))
+        elif lower not in _NOT_FORWARDED and shown not in value:
             lines.append(b"%b: %b\r\n" % (name, value))
+    if nominated - _NOT_FORWARDED:
+        lines = [line for line in lines if line.partition(b":")[0].lower() not in nominated]
     if key:
         line = b"x-api-key: %b\r\n" if prefers_x_api_key else b"Authorization: Bearer %b\r\n"
         lines.append(line % key)
