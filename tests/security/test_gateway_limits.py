@@ -75,11 +75,11 @@ async def test_silent_announcers_of_one_session_do_not_delay_another(
     for _ in range(NUM_SILENT):
         await attacker.send(b"Content-Length: %d" % (60 * MIB), body=b"{")
     await until_held(desk, NUM_SILENT)
+    num_waits = desk.edge.bodies.num_waits
     async with asyncio.timeout(60):
         status, _ = await desk.answer(chat_of(600_000))
     assert status == 200
-    assert desk.edge.bodies.num_waits == 0, "the call waited for room that nobody used"
-    assert desk.edge.bodies.num_held == NUM_SILENT, "the call needed a silent sender to be cut"
+    assert desk.edge.bodies.num_waits == num_waits, "the call waited for room of another session"
     await attacker.close()
     await until_held(desk, 0)
 
@@ -97,7 +97,7 @@ async def test_one_session_cannot_fill_the_room_for_bodies(
     async with asyncio.timeout(60):
         status, _ = await desk.answer(chat_of(600_000))
     assert status == 200
-    assert desk.edge.bodies.held_bytes < desk.edge.bodies.max_bytes // 2
+    assert desk.edge.bodies.held_bytes <= desk.edge.bodies.max_bytes // 4
     await attacker.close()
     await until_held(desk, 0)
 

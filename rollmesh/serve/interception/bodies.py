@@ -11,8 +11,10 @@
 - Room is given in the order of arrival: a body continues if no older body waits for room and its
   bytes fit. The oldest body that is still being read may pass the limit itself once all others
   together are within it, so that the bodies cannot block each other.
-- One owner (a session) holds at most a quarter of the room, by the same rule: its oldest body may
-  pass its quarter. A body that waits for its owner's quarter delays no other owner.
+- One owner (a session) holds at most a quarter of the room, or one body where that is longer. For
+  this rule a body that is being read counts with the length that it may reach, to all bodies of its
+  owner but the oldest. So there is always room for the oldest, and it waits for whole bodies only.
+  A body that waits for its owner's quarter delays no other owner.
 - While a body waits for room, senders that are silent or slow are cut (`Pace`), so that each wait
   ends.
 
@@ -60,12 +62,16 @@ class Bodies:
         """The reservation of a body that is whole already: counted, without a wait."""
         return Reservation(self, num_bytes, self._share(owner))
 
-    def begin(self, owner: Hashable = None) -> "Reservation":
-        """The reservation of a body of which more is to come; None is an owner without a limit."""
-        reservation = Reservation(self, 0, self._share(owner))
+    def begin(self, owner: Hashable = None, final_bytes: int = 0) -> "Reservation":
+        """The reservation of a body of which more is to come; None is an owner without a limit.
+
+        `final_bytes` is its length in the end, or its limit where that is unknown.
+        """
+        reservation = Reservation(self, 0, self._share(owner), final_bytes)
         self.readers[reservation] = None
         if reservation.share:
             reservation.share.readers[reservation] = None
+            reservation.share.expected_bytes += final_bytes
         return reservation
 
     def drop(self, share: "Share") -> None:
@@ -128,20 +134,21 @@ class Bodies:
         if share is None:
             return True
         others_bytes = share.held_bytes - reservation.num_bytes
-        if others_bytes + reservation.wanted_bytes <= self.max_owner_bytes:
-            return True
-        is_oldest = reservation is next(iter(share.readers))
-        return is_oldest and others_bytes <= self.max_owner_bytes
+        if reservation is not next(iter(share.readers)):
+            others_bytes += share.expected_bytes - reservation.expected_bytes
+        return not others_bytes or others_bytes + reservation.wanted_bytes <= self.max_owner_bytes
 
 
 class Share:
     """The part of the room that one owner holds."""
 
-    __slots__ = ("held_bytes", "num_held", "owner", "readers")
+    __slots__ = ("expected_bytes", "held_bytes", "num_held", "owner", "readers")
 
     def __init__(self, owner: Hashable) -> None:
         self.owner = owner
         self.held_bytes = 0
+        self.expected_bytes = 0
+        """That are still to come, of bodies that are not whole."""
         self.num_held = 0
         self.readers: dict[Reservation, None] = {}
         """Bodies of this owner that are not whole, the oldest first."""
@@ -150,19 +157,27 @@ class Share:
 class Reservation:
     """The room of one body."""
 
-    __slots__ = ("_bodies", "num_bytes", "share", "turn", "wanted_bytes")
+    __slots__ = ("_bodies", "_final_bytes", "num_bytes", "share", "turn", "wanted_bytes")
 
-    def __init__(self, bodies: Bodies, num_bytes: int, share: Share | None) -> None:
+    def __init__(
+        self, bodies: Bodies, num_bytes: int, share: Share | None, final_bytes: int = 0
+    ) -> None:
         self.num_bytes = self.wanted_bytes = num_bytes
         self.share = share
         self.turn: asyncio.Future[None] | None = None
         """While it waits."""
         self._bodies = bodies
+        self._final_bytes = final_bytes
         bodies.held_bytes += num_bytes
         bodies.num_held += 1
         if share:
             share.held_bytes += num_bytes
             share.num_held += 1
+
+    @property
+    def expected_bytes(self) -> int:
+        """That are still to come."""
+        return max(0, self._final_bytes - self.num_bytes)
 
     async def reach(self, num_bytes: int) -> None:
         """Wait until so much may be held; if cancelled, it holds what it held."""
@@ -185,6 +200,8 @@ class Reservation:
         self._bodies.readers.pop(self, None)
         if self.share:
             self.share.readers.pop(self, None)
+            self.share.expected_bytes -= self.expected_bytes
+        self._final_bytes = 0
         self._become(num_bytes)
 
     def release(self) -> None:
@@ -200,9 +217,12 @@ class Reservation:
 
     def _become(self, num_bytes: int) -> None:
         self._bodies.held_bytes += num_bytes - self.num_bytes
+        expected_bytes = self.expected_bytes
         if self.share:
             self.share.held_bytes += num_bytes - self.num_bytes
         self.num_bytes = self.wanted_bytes = num_bytes
+        if self.share:
+            self.share.expected_bytes += self.expected_bytes - expected_bytes
         self._bodies.wake()
 
 

@@ -182,8 +182,9 @@ class Request:
 
     async def _read_on(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
         """Read a body that is not whole."""
-        self._check_length(max_bytes)
-        self._reservation = self._wire.bodies.begin(self.owner)
+        length = self._check_length(max_bytes)
+        final_bytes = max_bytes + length if self._is_encoded else length or max_bytes
+        self._reservation = self._wire.bodies.begin(self.owner, final_bytes)
         # Until there is room for what is here, nothing more is read.
         await self._reservation.reach(self.num_bytes)
         if self._is_chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
@@ -200,7 +201,9 @@ class Request:
     async def _inflated(self, body: bytes, max_bytes: int) -> bytes:
         """The decompressed body, for which room is taken step by step."""
         inflater = _Inflater(self.headers[b"content-encoding"], len(body), max_bytes)
-        reservation = self._reservation = self._reservation or self._wire.bodies.begin(self.owner)
+        if self._reservation is None:
+            self._reservation = self._wire.bodies.begin(self.owner, max_bytes + len(body))
+        reservation = self._reservation
         with memoryview(body) as whole:
             for start in range(0, len(whole), _INPUT_BYTES):
                 rest = bytes(whole[start : start + _INPUT_BYTES])
@@ -236,12 +239,13 @@ class Request:
                 async with asyncio.timeout_at(look_s):
                     await self._wire.want()
 
-    def _check_length(self, max_bytes: int) -> None:
-        """SessionError 413 if the body is too long, or is announced as such."""
+    def _check_length(self, max_bytes: int) -> int:
+        """The announced length, 0 for none; SessionError 413 if it or what has come is too long."""
         # Python counts the digits of an integer and refuses too many; llhttp does not mind zeros.
         length = int(self.headers.get(b"content-length", b"").lstrip(b"0") or b"0")
         if max(length, self.num_bytes) > max_bytes:
             raise _too_large(max_bytes)
+        return length
 
     def _count_whole(self) -> None:
         if self.num_bytes >= COUNTED_BYTES:

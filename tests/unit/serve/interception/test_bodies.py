@@ -243,7 +243,7 @@ def test_a_session_takes_a_quarter_of_the_room_at_most(runner: asyncio.Runner) -
         await ground.until(num_held=8)
         while not ground.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event
             await asyncio.sleep(0)
-        assert ground.bodies.held_bytes <= LIMIT // 4 + 900_000
+        assert ground.bodies.held_bytes <= LIMIT // 4
         other = await ground.sender(sized(b"y" * 2 * MIB, b"X-API-Key: modest"))
         assert await other.answer() == (200, b"%d" % (2 * MIB))
         for client in greedy:
@@ -303,10 +303,13 @@ def test_a_small_body_waits_for_nobody(runner: asyncio.Runner) -> None:
 
 
 class Sender:
-    """A body that comes in steps, is used for a while, and is let go."""
+    """A body that comes in steps, is used for a while, and is released."""
 
-    def __init__(self, bodies: Bodies, rng: random.Random) -> None:
+    def __init__(self, bodies: Bodies, rng: random.Random, owner: str | None = None) -> None:
         self.num_bytes = rng.choice([10, 60, 100])
+        self.owner = owner
+        self.final_bytes = rng.choice([self.num_bytes, 100])
+        """Announced, or the limit."""
         self.reservation: Reservation | None = None
         self._bodies = bodies
         self._rng = rng
@@ -314,7 +317,7 @@ class Sender:
         self._gives_up = rng.random() < 0.1
 
     async def run(self) -> None:
-        self.reservation = reservation = self._bodies.begin()
+        self.reservation = reservation = self._bodies.begin(self.owner, self.final_bytes)
         try:
             if self._is_chunked:
                 for size in range(10, self.num_bytes + 1, 10):
@@ -329,6 +332,9 @@ class Sender:
             await self._pause()
         finally:
             reservation.release()
+
+    def held_bytes(self) -> int:
+        return self.reservation.num_bytes if self.reservation else 0
 
     async def _pause(self) -> None:
         for _ in range(self._rng.randrange(6)):
@@ -355,6 +361,38 @@ def test_nobody_waits_for_ever_and_the_limit_is_passed_by_one_body_at_most(seed:
             await asyncio.sleep(0)
             assert bodies.held_bytes <= bodies.max_bytes + 100
         assert not [task for task in tasks if not task.done()], "somebody waits for ever"
+        assert bodies.num_waits > 0
+        assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_owner_holds_a_quarter_or_one_body_and_each_of_its_bodies_ends(seed: int) -> None:
+    async def main() -> None:
+        rng = random.Random(seed)
+        bodies = Bodies(rng.choice([320, 480, 1000]))
+        senders = [Sender(bodies, rng, rng.choice("abc")) for _ in range(90)]
+        tasks: list[asyncio.Task[None]] = []
+
+        def check() -> None:
+            for owner in "abc":
+                held = [each.held_bytes() for each in senders if each.owner == owner]
+                assert sum(held) <= max(bodies.max_owner_bytes, *held)
+
+        for sender in senders:
+            tasks.append(asyncio.create_task(sender.run()))
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            if rng.random() < 0.1:
+                rng.choice(tasks).cancel()
+            check()
+        for _ in range(100_000):
+            if all(task.done() for task in tasks):
+                break
+            await asyncio.sleep(0)
+            check()
+        assert not [task for task in tasks if not task.done()], "a body waits without end"
         assert bodies.num_waits > 0
         assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
 
