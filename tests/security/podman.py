@@ -1,0 +1,125 @@
+"""The images of docker/Dockerfile as containers of podman, on a base that mmdebstrap makes.
+
+The image is the Dockerfile's stage `runtime`. The packages are those of the Python that runs the
+tests, mounted read-only, so nothing is downloaded but the base's Debian packages (once).
+"""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.flow.compose import DOCKER, Service
+from tests.flow.slim_image import make_script
+from tests.house.source import ROOT
+
+TOOLS = ("podman", "runc", "mmdebstrap")
+SUITE = "bookworm"
+BASE = f"localhost/rollmesh-test-base:{SUITE}"
+IMAGE = "localhost/rollmesh-test-runtime"
+LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024")
+BUILD_S = 300.0
+PYTHON = "/usr/bin/python3"
+"""In the container."""
+
+
+def podman(*words: str, timeout_s: float = 60.0) -> str:
+    """Standard output of `podman WORDS`; AssertionError with what it said if it fails."""
+    argv = ["podman", "--runtime", "runc", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, f"{' '.join(argv)}: {done.stderr}"
+    return done.stdout.strip()
+
+
+def why_no_image() -> str:
+    """Make the image, if it is not there; '' or why it cannot be made here."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} is not installed"
+    if sys.version_info[:2] != (3, 11):
+        return f"Debian {SUITE} has Python 3.11, and the tests run another"
+    try:
+        if not podman("images", "--quiet", BASE):
+            _make_base()
+        _make_image()
+        podman("run", "--rm", *LIMITS, f"--entrypoint={PYTHON}", IMAGE, "--version")
+    except (AssertionError, subprocess.SubprocessError) as error:
+        return f"no containers here: {str(error).splitlines()[0]}"
+    return ""
+
+
+def _make_base() -> None:
+    debootstrap = ["mmdebstrap", "--quiet", "--variant=minbase", "--include=python3", SUITE, "-"]
+    with subprocess.Popen(debootstrap, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as made:
+        words = ["podman", "import", "-", BASE]
+        done = subprocess.run(words, stdin=made.stdout, capture_output=True, check=False)
+    assert (made.returncode, done.returncode) == (0, 0), "mmdebstrap failed"
+
+
+def _make_image() -> None:
+    # Debian's podman 4.3 does not know the interval of health checks at the start.
+    text = (DOCKER / "Dockerfile").read_text().replace(" --start-interval=1s", "")
+    words = ["podman", "build", "--isolation=chroot", "--format=docker", "--target=runtime"]
+    words += [f"--build-arg=BASE={BASE}", f"--tag={IMAGE}", "--file=-", str(DOCKER)]
+    done = subprocess.run(
+        words, input=text, capture_output=True, text=True, timeout=BUILD_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class ServiceContainer:
+    """One container of a service; its options are the service's own, but for the network."""
+
+    def __init__(
+        self,
+        name: str,
+        service: Service,
+        command: Sequence[str],
+        mounts: dict[Path, str],
+        folder: Path,
+    ) -> None:
+        """`mounts` are read-only: the container's path by the host's; `folder` is for scripts."""
+        self.name = name
+        self._grace_s = service.grace_s()
+        packages = sysconfig.get_path("purelib")
+        (folder / "opt" / "bin").mkdir(parents=True)
+        make_script(folder / "opt" / "bin", PYTHON)
+        mounts = {**mounts, folder / "opt": "/opt/rollmesh", Path(packages): packages}
+        mounts[ROOT / "rollmesh"] = "/opt/source/rollmesh"
+        words = ["create", f"--name={name}", "--network=host", *LIMITS]
+        words += [f"--user={service.user}"] if service.user else []
+        words += [f"--cap-drop={each}" for each in service.cap_drop]
+        words += [f"--cap-add={each}" for each in service.cap_add]
+        words += [f"--security-opt={each}" for each in service.security_opt]
+        words += [f"--tmpfs={each}" for each in service.tmpfs]
+        words += ["--read-only"] * service.read_only + ["--init"] * service.init
+        words += [f"--pids-limit={service.pids_limit}", f"--memory={service.mem_limit}"]
+        words += [f"--volume={source}:{target}:ro" for source, target in mounts.items()]
+        variables = {**service.environment, "PYTHONPATH": f"/opt/source:{packages}:/opt/envs"}
+        words += [f"--env={key}={value}" for key, value in variables.items()]
+        podman(*words, IMAGE, *command)
+
+    def start(self) -> None:
+        podman("start", self.name)
+
+    def run(self, *words: str) -> str:
+        """Standard output of a command in the running container."""
+        return podman("exec", self.name, *words)
+
+    def pids(self) -> list[int]:
+        """Processes of the container, by the host's numbers; its first process first."""
+        return [int(each) for each in podman("top", self.name, "hpid").split()[1:]]
+
+    def stop(self) -> int:
+        """End it as `docker stop` does; its exit code."""
+        podman("stop", f"--time={self._grace_s}", self.name, timeout_s=self._grace_s + 30.0)
+        return int(podman("inspect", "--format={{.State.ExitCode}}", self.name))
+
+    def logs(self) -> str:
+        words = ["podman", "logs", self.name]
+        return subprocess.run(words, capture_output=True, text=True, check=False).stderr
+
+    def remove(self) -> None:
+        podman("rm", "--force", "--time=0", self.name)

@@ -1,0 +1,137 @@
+"""The worker's container of docker/compose.yaml, run by podman: rights, programs, end."""
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from rollmesh.cli.main import main
+from rollmesh.core.config import JournalConfig, WorkerConfig
+from rollmesh.core.process import INTERRUPTED, OK
+from rollmesh.core.types import Outcome
+from rollmesh.serve.client.arrivals import Finished
+from rollmesh.serve.client.client import RolloutClient
+from rollmesh.wire.keys import KEYS_VARIABLE, read_keys
+from tests.flow.compose import read_compose
+from tests.flow.worker_mesh import Mesh, ask, open_mesh, take
+from tests.ports import free_ports
+from tests.security.podman import PYTHON, ServiceContainer, why_no_image
+from tests.security.test_isolation import ATTACK, ENV
+
+WORKER = read_compose("compose.yaml").services["worker"]
+USER = 10001
+"""`rollmesh` of the Dockerfile."""
+SETUID_AND_SETGID = 1 << 7 | 1 << 6
+
+
+@pytest.fixture(scope="module")
+def _image() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root may start containers with capabilities")
+    if why := why_no_image():
+        pytest.skip(why)
+
+
+@pytest.fixture(params=[USER, 0])
+def worker_keys(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """The volume `worker-keys`, made as the service `keys` makes it, or with a file of root."""
+    folder = tmp_path / "worker-keys"
+    folder.mkdir()
+    words = ["keys", "--export", f"worker={folder}/worker.json", str(tmp_path / "keys")]
+    assert main(words) == OK
+    os.chown(folder / "worker.json", request.param, request.param)
+    monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / "keys"))
+    return folder
+
+
+@pytest.fixture
+def started() -> Iterator[list[ServiceContainer]]:
+    """Containers that are removed after the test."""
+    containers: list[ServiceContainer] = []
+    yield containers
+    for each in containers:
+        each.remove()
+
+
+def rights_of(pid: int) -> tuple[set[int], int]:
+    """User ids and capabilities of a process: effective, permitted, and of its bounding set."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    masks = re.findall(r"^Cap(?:Eff|Prm):\t(\w+)$", text, re.MULTILINE)
+    uids = re.findall(r"^Uid:\t(.*)$", text, re.MULTILINE)[0].split()
+    return set(map(int, uids)), int(masks[0], 16) | int(masks[1], 16)
+
+
+def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, str]:
+    """The container of a worker whose agents attack it, and the name of its environment."""
+    folder = mesh.folder
+    told = {
+        "keys": "/worker-keys/worker.json",
+        "folder": "/proc/1/root",
+        "engine": mesh.engine.url,
+        "token": "no token is in this container",
+        "leftover": "left-behind-by-an-agent",
+        "is_in_namespace": False,
+    }
+    env = mesh.write_env("attack", ENV.format(told=told, python=PYTHON, attack=ATTACK))
+    (folder / "envs").mkdir()
+    (folder / "attack.py").rename(folder / "envs" / "attack.py")
+    [port] = free_ports(1)
+    address = f"127.0.0.1:{port}"
+    settings = {"env": env, "env_settings": {}, "model": {"path": "/models/policy"}}
+    settings["interception"] = {"bind": address}
+    (folder / "mesh.json").write_bytes(msgspec.json.encode(settings))
+    os.chmod(folder / "mesh.json", 0o644)
+    router = mesh.router.ready.address
+    words = [word.replace("tcp://router:5555", router) for word in WORKER.command]
+    words = [word.replace("mesh.toml", "mesh.json") for word in words]
+    health = {"ROLLMESH_HEALTH": f"http://{address}/healthz"}
+    service = msgspec.structs.replace(
+        WORKER, mem_limit="8g", environment={**WORKER.environment, **health}
+    )
+    mounts = {
+        worker_keys: "/worker-keys",
+        folder / "model": "/models/policy",
+        folder / "mesh.json": "/etc/rollmesh/mesh.json",
+        folder / "envs": "/opt/envs",
+    }
+    name = f"rollmesh-test-{secrets.token_hex(4)}"
+    return ServiceContainer(name, service, words, mounts, folder / "container"), env
+
+
+@pytest.mark.usefixtures("_image")
+async def test_a_worker_s_container_keeps_no_rights_and_its_agents_reach_nothing(
+    tmp_path: Path, worker_keys: Path, started: list[ServiceContainer]
+) -> None:
+    async with open_mesh(tmp_path) as mesh:
+        container, env = attacked_worker(mesh, worker_keys)
+        started.append(container)
+        container.start()
+        router, keys = mesh.router.ready.address, read_keys()
+        client = RolloutClient(router, JournalConfig(), tmp_path / "client", keys)
+        client.start()
+        try:
+            ask(client, num_samples=2, env=env)
+            [arrival] = await take(client)
+        finally:
+            client.close()
+        assert isinstance(arrival, Finished), (arrival, container.logs())
+        for rollout in arrival.record.rollouts:
+            assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
+            assert rollout.metrics.pop("uid") >= WorkerConfig().isolation_first_uid
+            # Programs share the worker's network: its engine, and its metrics, which need no token.
+            expected = {"calls": 200, "answer": 0, "engine": 1.0, "metrics": 1.0}
+            assert (rollout.reward, rollout.metrics) == (0.0, expected)
+        container.run("rollmesh", "healthy")
+        pids = container.pids()
+        rights = [rights_of(pid) for pid in pids]
+        assert rights[0] == ({USER}, 0), "the worker, which is the container's first process"
+        assert [each for each in rights[1:] if each[1]] == [({0}, SETUID_AND_SETGID)], "the spawner"
+        assert container.stop() in (OK, INTERRUPTED), container.logs()
+        assert [pid for pid in pids if psutil.pid_exists(pid)] == []
