@@ -75,6 +75,7 @@ def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, st
         "keys": "/worker-keys/worker.json",
         "folder": "/proc/1/root",
         "engine": mesh.engine.url,
+        "router": mesh.router.ready.address,
         "token": "no token is in this container",
         "leftover": "left-behind-by-an-agent",
         "is_in_namespace": False,
@@ -126,7 +127,7 @@ async def test_a_worker_s_container_keeps_no_rights_and_its_agents_reach_nothing
             assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
             assert rollout.metrics.pop("uid") >= WorkerConfig().isolation_first_uid
             # Programs share the worker's network: its engine, and its metrics, which need no token.
-            expected = {"calls": 200, "answer": 0, "engine": 1.0, "metrics": 1.0}
+            expected = {"calls": 200, "answer": 0, "engine": 1.0, "router": 1.0, "metrics": 1.0}
             assert (rollout.reward, rollout.metrics) == (0.0, expected)
         container.run("rollmesh", "healthy")
         pids = container.pids()

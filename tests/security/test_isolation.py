@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from rollmesh.serve.client.arrivals import Finished
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys, read_keys
 from tests.flow.worker_mesh import ask, open_mesh, take
+from tests.house.source import ROOT
 
 ADMIN_TOKEN = "open-sesame"
 LEFTOVER = "left-behind-by-an-agent"
@@ -25,7 +28,8 @@ SYSTEM_PYTHON = shutil.which("python3", path="/usr/local/bin:/usr/bin") or ""
 NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/")
 
 ATTACK = """
-import glob, json, os, signal, sys, urllib.request
+import ctypes, errno, glob, json, os, signal, socket, sys, urllib.request
+from urllib.parse import urlsplit
 told = json.loads(sys.argv[1])
 reached = []
 
@@ -42,6 +46,23 @@ def status(url, **words):
     with urllib.request.urlopen(request, timeout=20) as reply:
         return reply.status
 
+def inspect(pid):
+    PTRACE_SEIZE = 0x4206
+    return libc.ptrace(PTRACE_SEIZE, pid, None, None) == 0
+
+def read_memory(pid):
+    here = ctypes.create_string_buffer(8)
+    local = (ctypes.c_size_t * 2)(ctypes.addressof(here), 8)
+    remote = (ctypes.c_size_t * 2)(0x10000, 8)
+    done = libc.process_vm_readv(pid, local, 1, remote, 1, 0)
+    # An address that is not mapped is looked up only after the right to read was checked.
+    return done > 0 or ctypes.get_errno() == errno.EFAULT
+
+def connect(url):
+    with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=20):
+        return True
+
+libc = ctypes.CDLL(None, use_errno=True)
 own = os.environ["OPENAI_API_KEY"].encode()
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if int(pid) == os.getpid():
@@ -51,6 +72,15 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
         is_siblings = b"OPENAI_API_KEY=" in text and own not in text
         return is_siblings or told["token"].encode() in text or b"ROLLMESH_KEYS" in text
     attempt("environ", environ)
+    try:
+        is_ours = os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except OSError:
+        continue
+    if not is_ours:
+        attempt("ptrace", lambda: inspect(int(pid)))
+        attempt("process_vm_readv", lambda: read_memory(int(pid)))
+        attempt("root", lambda: os.listdir(f"/proc/{pid}/root/tmp"))
+        attempt("descriptors", lambda: os.listdir(f"/proc/{pid}/fd"))
     if int(pid) == told["worker"]:
         attempt("memory", lambda: open(f"/proc/{pid}/mem", "rb"))
         attempt("kill", lambda: os.kill(int(pid), 0) is None and not told["is_in_namespace"])
@@ -63,6 +93,7 @@ for folder in glob.glob(os.path.dirname(home) + "/rollmesh-*"):
         attempt("sibling", lambda: open(os.path.join(folder, "work", "forged"), "w"))
 root = os.environ["ANTHROPIC_BASE_URL"]
 attempt("engine", lambda: status(told["engine"] + "/model_info"))
+attempt("router", lambda: connect(told["router"]))
 attempt("metrics", lambda: status(root + "/metrics"))
 attempt("admin", lambda: status(root + "/admin/sessions", data=b"{}"))
 bearer = {"Authorization": "Bearer " + "0" * 43, "Content-Type": "application/json"}
@@ -118,6 +149,61 @@ class TheEnv(HarnessEnv):
 """
 
 
+FORGE = """
+import json, sys, time
+import zmq
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
+from rollmesh.wire.bodies import encode_record
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import Keys, Role
+from rollmesh.wire.messages import GroupFinished, WorkerHello
+from rollmesh.wire.sockets import SERVER_KEY, Dialer, wait
+
+told, asked = json.loads(sys.argv[1]), json.load(open("asked.json"))
+public, secret = (each.decode() for each in zmq.curve_keypair())
+own_pair = Keys(
+    name="mallory", role=Role.WORKER, public=public, secret=secret, hub_public=told["hub_public"]
+)
+rollouts = [RolloutRecord(index=at, outcome=Outcome.COMPLETED, reward=1.0) for at in range(2)]
+body = encode_record(GroupRecord(task=Task(id="t"), rollouts=rollouts))
+sink, _, _ = asked["sink"].partition(SERVER_KEY)
+dialers = []
+for keys, address in ((None, sink), (own_pair, asked["sink"])):
+    router = Dialer(told["router"], "mallory", keys)
+    router.send(Packet(WorkerHello("mallory", asked["env_name"], 10_000, 0, "here")))
+    results = Dialer(address, "mallory", keys)
+    for ticket in (b"", bytes(16)):
+        finished = GroupFinished(GroupId(asked["run_id"], 0), 1, "mallory", True, ticket)
+        results.send(Packet(finished, "", body, (b"", b"")))
+    dialers += [router, results]
+num_answers, end_s = 0, time.monotonic() + 2.0
+while time.monotonic() < end_s:
+    wait(dialers, None, 0.1)
+    num_answers += sum(len(list(each.receive())) for each in dialers)
+print(json.dumps({"answers": num_answers}))
+"""
+
+FORGING_ENV = """
+import json
+from rollmesh.envs.harness import HarnessEnv
+
+class TheEnv(HarnessEnv):
+    def __init__(self):
+        argv = [{python!r}, "-c", {forge!r}, json.dumps({told!r})]
+        super().__init__(argv=argv, timeout_s=90, read_only={packages!r})
+
+    def tasks(self, split, seed):
+        yield Task(id="t")
+
+    async def prepare(self, task, work):
+        (work / "asked.json").write_text(json.dumps(task.data))
+
+    def score(self, task, transcript):
+        return Score(0.0, json.loads(transcript.data["output"].splitlines()[-1]))
+"""
+
+
 @pytest.fixture(params=["bwrap", "uid", "spawner"])
 def mode(request: pytest.FixtureRequest) -> str:
     if request.param == "bwrap":
@@ -157,6 +243,7 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
             "keys": str(tmp_path / "mesh.json"),
             "folder": str(tmp_path),
             "engine": mesh.engine.url,
+            "router": mesh.router.ready.address,
             "token": ADMIN_TOKEN,
             "leftover": LEFTOVER,
             "is_in_namespace": mode == "bwrap",
@@ -179,7 +266,8 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
         rollouts = arrival.record.rollouts
         expected: dict[str, Any] = {"calls": 200, "answer": 0}
         if mode == "uid":
-            expected["engine"] = 1.0  # no network isolation, as documented
+            # No network isolation, as documented: the router asks for keys, engines for API keys.
+            expected |= {"engine": 1.0, "router": 1.0}
         for rollout in rollouts:
             assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
             uid = rollout.metrics.pop("uid")
@@ -187,6 +275,40 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
             assert (rollout.reward, rollout.metrics) == (0.0, expected)
         assert not processes_named(LEFTOVER)
         await mesh.until(lambda: mesh.worker_status("w1")["isolation"] == mode)
+
+
+async def test_a_program_that_joins_as_a_worker_gets_no_group_and_sets_no_reward(
+    mode: str, open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path = open_folder
+    new_keys(tmp_path / "mesh.json")
+    monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / "mesh.json"))
+    keys = read_keys()
+    assert keys is not None
+    async with open_mesh(tmp_path) as mesh:
+        told = {"router": mesh.router.ready.address, "hub_public": keys.hub_public}
+        packages = [sysconfig.get_path("purelib"), str(ROOT / "rollmesh")]
+        source = FORGING_ENV.format(
+            told=told, python=sys.executable, packages=packages, forge=FORGE
+        )
+        env = mesh.write_env("forging", source)
+        if mode == "spawner":
+            mesh.confined_worker("w1", env, isolation="uid")
+        else:
+            mesh.worker("w1", env, isolation=mode)
+        folder = tmp_path / "client"
+        client = RolloutClient(mesh.router.ready.address, JournalConfig(), folder, keys)
+        client.start()
+        try:
+            ask(client, env=env, sink=client.address, env_name=env, run_id=client.run_id)
+            [arrival] = await take(client)
+        finally:
+            client.close()
+        assert isinstance(arrival, Finished), arrival
+        for rollout in arrival.record.rollouts:
+            assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
+            assert (rollout.reward, rollout.metrics) == (0.0, {"answers": 0.0})
+        assert [each["worker_id"] for each in mesh.status()["workers"]] == ["w1"]
 
 
 def processes_named(word: str) -> list[str]:
