@@ -79,7 +79,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
     if not is_ours:
         attempt("ptrace", lambda: inspect(int(pid)))
         attempt("process_vm_readv", lambda: read_memory(int(pid)))
-        attempt("root", lambda: os.listdir(f"/proc/{pid}/root/tmp"))
+        attempt("folder", lambda: os.listdir(f"/proc/{pid}/cwd"))
         attempt("descriptors", lambda: os.listdir(f"/proc/{pid}/fd"))
     if int(pid) == told["worker"]:
         attempt("memory", lambda: open(f"/proc/{pid}/mem", "rb"))
