@@ -52,7 +52,7 @@ test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest tests/contract/test_tensor_backends.py tests/contract/test_ray_fleet.py $(ARGS)
 
 chaos: $(STAMP)
-	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py tests/flow/test_recovery.py tests/flow/test_publications.py tests/contract/test_pauses.py tests/security/test_kills_under_isolation.py
+	@nice -n 15 $(BIN)/python -m pytest -m chaos -s tests/flow/test_chaos.py tests/flow/test_recovery.py tests/flow/test_publications.py tests/contract/test_pauses.py tests/security/test_kills_under_isolation.py tests/security/test_fuzz.py
 	@$(BIN)/python -m tests.sim.search $(ARGS)
 	@$(BIN)/python -m tests.sim.scheduler_search $(ARGS)
 

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from rollmesh.core.errors import EngineRefused
 from rollmesh.core.ids import new_id
+from rollmesh.engine.answers import one_line
 from rollmesh.engine.embedded.adapter_routes import AdapterRoutes
 from rollmesh.engine.embedded.answers import Answer, Answering
 from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks, GenerateBody
@@ -114,6 +115,9 @@ class Routes:
             return await handler(request)
         except EngineRefused as error:
             return reply(refusal(error), status=400)
+        except web.RequestPayloadError as error:
+            why = EngineRefused(f"the body cannot be read: {one_line(str(error))}")
+            return reply(refusal(why), status=400)
 
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         body = self._decoder.read(await request.read())

@@ -23,6 +23,7 @@ from aiohttp import web
 from torch import Tensor
 
 from rollmesh.core.errors import ModelError
+from rollmesh.engine.answers import one_line
 from rollmesh.engine.embedded.engine import Engine, Update
 from rollmesh.engine.embedded.groups import (
     DEVICES,
@@ -260,8 +261,8 @@ class WeightRoutes:
         self._staging.drop()
         try:
             model = await loop.run_in_executor(None, make)
-        except ModelError as error:
-            return str(error)
+        except (ModelError, OSError, ValueError) as error:
+            return one_line(str(error))
         done: asyncio.Future[str] = loop.create_future()
 
         def when_done(message: str) -> None:

@@ -31,7 +31,7 @@ from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.secret_file import ADMIN_TOKEN_FILE_VARIABLE
 from rollmesh.scheduler.nodes.agent import Agent, serve
 from rollmesh.scheduler.nodes.keeper import Keeper
-from rollmesh.wire.keys import KEYS_VARIABLE
+from rollmesh.wire.keys import KEYS_VARIABLE, SCHEDULER_KEYS_VARIABLE
 
 NAMESPACE = "rollmesh"
 SERVICE = "rollmesh-scheduler"
@@ -41,7 +41,7 @@ READY_S = 120.0
 """In which a service has to serve, and Ray to answer."""
 DIAL_S = 10.0
 """A cluster has so long to be there."""
-HANDED_ON = (KEYS_VARIABLE, ADMIN_TOKEN_FILE_VARIABLE)
+HANDED_ON = (KEYS_VARIABLE, SCHEDULER_KEYS_VARIABLE, ADMIN_TOKEN_FILE_VARIABLE)
 """Environment: names of files that have to be on each node."""
 
 

@@ -28,6 +28,7 @@ from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.serve.interception.auth import bears
 from rollmesh.serve.interception.book import Entry, SessionBook
 from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.dialects.asks import Int64
 from rollmesh.serve.interception.ending import refuse
 from rollmesh.serve.interception.pieces import Piece
 from rollmesh.serve.interception.request import JSON, Request
@@ -52,7 +53,7 @@ class OpenBody(msgspec.Struct, forbid_unknown_fields=True):
     """Any JSON; given back as it is."""
     sampling: Wish | None = None
     """Left out, training's rules."""
-    seed: int | None = None
+    seed: Int64 | None = None
     """From which turns get their seeds where a rule forces them; random if left out."""
 
 

@@ -1,5 +1,6 @@
 """Logs: one shape for every source, bounded files, and never a secret."""
 
+import asyncio
 import logging
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from rollmesh.core import logs
 from rollmesh.core.ids import GroupId
@@ -218,3 +220,21 @@ def test_keys_without_end_are_counted_together() -> None:
     occasional = logs.Occasional()
     logged = [n for n in range(100_000) if occasional.number(n)]
     assert len(logged) < logs.MAX_KEYS + 20
+
+
+async def test_bytes_that_are_no_http_write_no_line(tmp_path: Path) -> None:
+    async def answer(_: web.BaseRequest) -> web.Response:
+        return web.Response()
+
+    logs.setup("server", tmp_path, on_console=False)
+    runner = web.ServerRunner(web.Server(answer, access_log=None))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    [(host, port)] = runner.addresses
+    for garbage in (b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 100, b"POST / HTTP/1.1\r\nA b\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(garbage)
+        assert (await reader.read()).startswith(b"HTTP/1.0 400")
+        writer.close()
+    await runner.cleanup()
+    assert lines(tmp_path, "server") == []

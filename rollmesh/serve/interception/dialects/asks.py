@@ -23,7 +23,9 @@ ANY_OBJECT = '{"type": "object"}'
 _REGEX_MARK = re.compile(r"[\\.^$*+?{}\[\]()|]")
 _ESCAPED = r"\\\g<0>"
 
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Journals hold no larger integers."""
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Portion = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -69,7 +71,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     temperature: NotNegative | None = None
     top_p: Share | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: Portion | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

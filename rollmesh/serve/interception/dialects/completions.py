@@ -17,7 +17,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.runtime.deltas import Delta
 from rollmesh.runtime.turns import Turn
 from rollmesh.serve.interception.dialects import unopened
-from rollmesh.serve.interception.dialects.asks import NumTops, SamplingBody, TokenId
+from rollmesh.serve.interception.dialects.asks import Int64, NumTops, SamplingBody, TokenId
 from rollmesh.serve.interception.dialects.chat_answers import usage
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Stream
 from rollmesh.serve.interception.dialects.failures import openai_failure, openai_failure_body
@@ -38,7 +38,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     prompt: unopened.Prompt
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Int64 | None = None
     logprobs: NumTops | bool | None = None
 
 

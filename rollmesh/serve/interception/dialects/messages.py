@@ -13,7 +13,13 @@ import orjson
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.turns import SamplingAsk, ToolChoice, Turn
-from rollmesh.serve.interception.dialects.asks import AtLeastOne, NotNegative, Share, schema_text
+from rollmesh.serve.interception.dialects.asks import (
+    AtLeastOne,
+    Int64,
+    NotNegative,
+    Share,
+    schema_text,
+)
 from rollmesh.serve.interception.dialects.dialect import Asked, Call
 from rollmesh.serve.interception.dialects.frames import present, read_body
 from rollmesh.serve.interception.dialects.message_events import MessageCall, failure
@@ -54,7 +60,7 @@ class MessagesBody(msgspec.Struct, kw_only=True):
     stop_sequences: list[str] | None = None
     temperature: NotNegative | None = None
     top_p: Share | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     output_format: OutputFormat | None = None
     output_config: OutputConfig | None = None
 

@@ -89,7 +89,7 @@ def spell_out(units: list[bytes], find: FindAnswer) -> list[bytes]:
 
 
 def _spelled_out(unit: bytes, find: FindAnswer) -> bytes:
-    items = orjson.loads(unit)
+    items = _items(unit)
     named = [_Named.read(item.get("id")) if _is_reference(item) else None for item in items]
     if not any(named):
         return unit
@@ -143,9 +143,18 @@ class _Named(msgspec.Struct, frozen=True):
         raise refusal("item_not_found", why)
 
 
+def _items(raw: bytes) -> list[Any]:
+    """The items of a unit, whose JSON was checked but for its numbers; SessionError 400."""
+    try:
+        found: list[Any] = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise refusal("invalid_body", f"an item of the input is no JSON: {error}") from None
+    return found
+
+
 def read_unit(raw: bytes, position: int) -> list[ChatMessage]:
     """The chat message of one unit; SessionError 400 says what is wrong with it."""
-    items = orjson.loads(raw)
+    items = _items(raw)
     first = items[0]
     if ItemHead(first.get("type"), first.get("role")).is_assistants:
         message = _assistant(items, position)
