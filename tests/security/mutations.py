@@ -91,17 +91,21 @@ class Mutator:
         request = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode() + body
         return self.raw(request) if self.rng.random() < 0.3 else request
 
+    def msgpack(self, data: bytes) -> bytes:
+        """MessagePack of a changed value, or with bytes changed."""
+        if self.rng.random() < 0.8:
+            value = self.value(msgspec.msgpack.decode(data))
+            try:
+                return msgspec.msgpack.encode(value)
+            except (OverflowError, UnicodeEncodeError, RecursionError):
+                pass  # not everything that JSON holds
+        return self.raw(data)
+
     def frames(self) -> list[bytes]:
         """Frames of a message of the wire, most often with parts of the message replaced."""
         header = self.rng.choice(MESSAGES)
-        if self.rng.random() < 0.7:
-            parts = msgspec.msgpack.decode(header)
-            try:
-                header = msgspec.msgpack.encode(self.value(parts))
-            except (OverflowError, msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-                header = self.raw(header)
-        elif self.rng.random() < 0.8:
-            header = self.raw(header)
+        if self.rng.random() < 0.9:
+            header = self.msgpack(header)
         num_frames = self.rng.choice([0, 1, 1, 1, 2, 3])
         return [
             header,

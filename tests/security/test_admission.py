@@ -65,6 +65,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def path(folder: Path) -> Iterator[Path]:
     """The socket of an admission process, which has no scheduler."""
+    with admission_process(folder) as (_, path):
+        yield path
+
+
+@contextmanager
+def admission_process(folder: Path) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+    """An admission process without a scheduler, and its socket."""
     file = folder / "scheduler.toml"
     file.write_text(f'bind = "tcp://127.0.0.1:1"\njournal = "{folder}/journal"\n')
     reading, writing = os.pipe()
@@ -73,7 +80,7 @@ def path(folder: Path) -> Iterator[Path]:
     with subprocess.Popen(argv, pass_fds=[writing]) as admission:
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
-            yield Path(msgspec.json.decode(pipe.readline(), type=Ready).address)
+            yield admission, Path(msgspec.json.decode(pipe.readline(), type=Ready).address)
         admission.terminate()
 
 

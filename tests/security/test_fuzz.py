@@ -11,25 +11,45 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from rollmesh.scheduler.admission.asking import ask as ask_scheduler
+from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.serve.client.client import Finished, RolloutClient
+from rollmesh.tensors.frames import (
+    NONCE_BYTES,
+    Ask,
+    Clear,
+    End,
+    Fetch,
+    Hello,
+    Proof,
+    Returned,
+    Take,
+    frame,
+)
+from rollmesh.tensors.peer import Peers
 from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.wire.scheduling import KillPipeline, ReadScheduler
 from tests.contract.processes import embedded_engine
 from tests.flow.gateway_process import Gateway, next_token, sampling, serving
 from tests.flow.worker_mesh import Mesh, ask, look_until, open_mesh, take
 from tests.security.mutations import Mutator
+from tests.security.test_admission import admission_process, scheduler_up
 from tests.unit.engine.embedded.tiny_models import write_model
+from tests.unit.tensors.owners import owned
 
 SHORT_S, LONG_S = 2.0, 60.0
 BATCH = 8
@@ -62,6 +82,8 @@ CALLS: dict[str, Any] = {
         "stream": True,
     },
 }
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Surface(Protocol):
@@ -143,6 +165,36 @@ class FrameSurface:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+
+class StreamSurface:
+    """Bytes to a socket of ours, one connection for each input."""
+
+    def __init__(
+        self,
+        pid: int,
+        connect: Callable[[], Awaitable[Connection]],
+        make: Callable[[Mutator], bytes],
+        check: Callable[[], Any],
+    ) -> None:
+        self.pid = pid
+        self.max_growth_bytes = MAX_GROWTH_BYTES
+        self.check = check
+        self._connect, self._make = connect, make
+
+    async def send(self, mutator: Mutator) -> None:
+        reader, writer = await self._connect()
+        try:
+            writer.write(self._make(mutator))
+            writer.write_eof()
+            async with asyncio.timeout(ANSWER_S):
+                await reader.read()
+        except TimeoutError:
+            raise
+        except OSError:  # it has been cut
+            pass
+        finally:
+            writer.close()
 
 
 class Meddler:
@@ -376,6 +428,83 @@ async def upstream_answers(folder: Path, mutator: Mutator) -> AsyncIterator[Surf
         yield AnswerSurface(served, await served.open(), meddler)
 
 
+@asynccontextmanager
+async def scheduler(folder: Path, _: Mutator) -> AsyncIterator[Surface]:
+    """Messages to a scheduler without keys."""
+    with scheduler_up(folder, "--no-keys") as address:
+        port = int(address.rpartition(":")[2])
+        [pid] = {
+            each.pid
+            for each in psutil.net_connections("tcp4")
+            if each.status == psutil.CONN_LISTEN and each.laddr[1:] == (port,) and each.pid
+        }
+
+        async def check() -> None:
+            answer = await asyncio.to_thread(ask_scheduler, address, ReadScheduler("r", "math"))
+            assert answer.ok, answer
+
+        surface = FrameSurface(pid, address, check)
+        yield surface
+        surface.close()
+
+
+@asynccontextmanager
+async def admission(folder: Path, _: Mutator) -> AsyncIterator[Surface]:
+    """Questions to the unix socket of an admission process, by its own user."""
+    with admission_process(folder) as (process, path):
+
+        def make(mutator: Mutator) -> bytes:
+            raw = msgspec.msgpack.encode(mutator.frames())
+            whole = len(raw).to_bytes(4, "big") + raw
+            return mutator.raw(whole) if mutator.rng.random() < 0.2 else whole
+
+        async def check() -> None:
+            question = KillPipeline("k", "nope")
+            assert not (await asyncio.to_thread(ask_admission, path, question)).ok
+
+        def connect() -> Awaitable[Connection]:
+            return asyncio.open_unix_connection(path)
+
+        yield StreamSurface(process.pid, connect, make, check)
+
+
+@asynccontextmanager
+async def tensors(_folder: Path, _: Mutator) -> AsyncIterator[Surface]:
+    """A consumer's messages to the tensor port, which is in this process."""
+    ids = (7).to_bytes(8, "little")
+    asks: list[Ask] = [
+        Fetch(ids, True),
+        Fetch(ids, False),
+        Clear(ids),
+        Take(ids, 1),
+        End(1),
+        Returned(ids),
+    ]
+    greeting = frame(Hello(1, bytes(NONCE_BYTES))) + frame(Proof(b""))
+    with owned() as owner:
+        parts = urlsplit(owner.address)
+
+        def connect() -> Awaitable[Connection]:
+            return asyncio.open_connection(parts.hostname, parts.port)
+
+        def make(mutator: Mutator) -> bytes:
+            if mutator.rng.random() < 0.2:
+                return mutator.raw(greeting)
+            chosen = [mutator.msgpack(frame(mutator.rng.choice(asks))[4:]) for _ in range(3)]
+            return greeting + b"".join(len(each).to_bytes(4, "little") + each for each in chosen)
+
+        def fetched() -> int:
+            with closing(Peers(None)) as peers:
+                return len(peers.fetch(owner.address, owner.put([64])))
+
+        async def check() -> None:
+            assert await asyncio.to_thread(fetched) == 1
+
+        surface = StreamSurface(psutil.Process().pid, connect, make, check)
+        surface.max_growth_bytes *= 4  # the inputs are made in this process too
+        yield surface
+
+
 SURFACES: list[Callable[[Path, Mutator], AbstractAsyncContextManager[Surface]]] = [
     gateway,
     admin,
@@ -385,6 +514,9 @@ SURFACES: list[Callable[[Path, Mutator], AbstractAsyncContextManager[Surface]]] 
     status,
     engine_answers,
     upstream_answers,
+    scheduler,
+    admission,
+    tensors,
 ]
 SURFACE = pytest.mark.parametrize("surface", SURFACES, ids=lambda each: each.__name__)
 Opened = Callable[[Path, Mutator], AbstractAsyncContextManager[Surface]]
@@ -395,8 +527,8 @@ async def fuzz(surface: Opened, folder: Path, seed: int, lasts_s: float) -> int:
     mutator, num_inputs = Mutator(seed), 0
     async with surface(folder, mutator) as target:
         await target.check()
-        await asyncio.gather(*[target.send(mutator) for _ in range(20 * BATCH)])
-        await target.check()
+        for _ in range(20):
+            await asyncio.gather(*[target.send(mutator) for _ in range(BATCH)])
         process = psutil.Process(target.pid)
         before, num_files = process.memory_info().rss, process.num_fds()
         end_s = time.monotonic() + lasts_s
