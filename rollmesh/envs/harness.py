@@ -25,7 +25,7 @@ from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.envs.hooks import call_hook
 from rollmesh.envs.isolation import Network
 from rollmesh.envs.program import Command, Ended, run_program
-from rollmesh.envs.scratch import Scratch, new_scratch, sweep
+from rollmesh.envs.scratch import Scratch, new_scratch
 
 log = get_logger()
 
@@ -80,7 +80,6 @@ class HarnessEnv(Env):
         self._timeout_s = timeout_s
         self._max_output_bytes = max_output_bytes
         self._exit_codes = frozenset(exit_codes)
-        self._has_swept = False
 
     def question(self, task: Task) -> str:
         """What {question} stands for. Default: the task's `question`."""
@@ -98,9 +97,6 @@ class HarnessEnv(Env):
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         """One run of the program; AgentFailed where it ends in an exit code that it must not."""
-        if not self._has_swept:
-            self._has_swept = True
-            await asyncio.to_thread(sweep)
         async with new_scratch() as scratch:
             words = self._words(task, agent, scratch)
             files = {path: _filled(text, words) for path, text in self._files.items()}

@@ -32,12 +32,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.loopback import is_loopback
 from rollmesh.envs import starter
 from rollmesh.envs.bwrap import bwrap_argv, interpreter_of, named_files, visible_paths
-from rollmesh.envs.cgroups import ControlGroup, Limits, new_group
+from rollmesh.envs.cgroups import ControlGroup, Limits, new_group, sweep_groups
+from rollmesh.envs.scratch import sweep
 from rollmesh.envs.slot_uids import end_processes, give, slot_uid
 from rollmesh.envs.spawner import CONTROL
 from rollmesh.envs.spawning import Spawned, Spawner, process_spawner
@@ -473,6 +475,32 @@ _in_use = [Isolation(IsolationSettings())]
 def settle(isolation: Isolation) -> None:
     """Run this process's programs in the slots of `isolation`; until then they run in none."""
     _in_use[0] = isolation
+
+
+def isolate_programs(config: WorkerConfig, serve: Serve) -> None:
+    """Run this process's programs as [worker] says, their endpoint served by `serve`.
+
+    What processes that were killed have left of theirs is removed before.
+    """
+    remove_left_behind()
+    limits = Limits(
+        memory_bytes=config.program_memory_bytes,
+        num_processes=config.program_max_processes,
+        num_cpus=config.program_cpus,
+    )
+    settings = IsolationSettings(
+        mode=config.isolation,
+        first_uid=config.isolation_first_uid,
+        num_uids=config.isolation_num_uids,
+        limits=limits,
+    )
+    settle(Isolation(settings, serve))
+
+
+def remove_left_behind() -> None:
+    """Remove control groups and scratch folders of processes that were killed."""
+    sweep_groups()
+    sweep()
 
 
 def current() -> Isolation:

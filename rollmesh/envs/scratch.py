@@ -3,8 +3,8 @@
     rollmesh-x1y2/  home/  work/  lock       held while the rollout runs and its worker lives
 
 Invariants: readable by our user alone, below the system's temporary folder (TMPDIR), and removed
-whatever its program did to permissions; what a worker left that was killed is removed by the next
-that makes one there. Driven by harness.py.
+whatever its program did to permissions; `sweep` removes those of workers that were killed. Driven
+by harness.py.
 """
 
 import asyncio

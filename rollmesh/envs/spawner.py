@@ -34,6 +34,8 @@ PAUSE_S = 0.005
 NOT_STARTED = 127
 MAX_MESSAGE_BYTES = 64
 MAX_DESCRIPTORS = 4
+MAX_REQUEST_BYTES = 8 * 2**20
+"""Linux takes at most 6 MiB of arguments and variables (execve(2))."""
 CONTROL = 3
 """The descriptor at which a program's starter finds its control socket."""
 prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -79,8 +81,9 @@ def _serve(worker: socket.socket, uids: range, children: dict[int, int], used: s
         return False
     status = descriptors[1] if len(descriptors) > 1 else -1
     try:
-        with os.fdopen(os.dup(descriptors[0]), "rb") as file:
-            request = json.loads(file.read())
+        if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):  # to read a pipe may block
+            raise ValueError
+        request = json.loads(os.pread(descriptors[0], MAX_REQUEST_BYTES, 0))
         uid, action = int(request["uid"]), str(request["do"])
         if uid not in uids or action not in ("run", "end", "share"):
             raise ValueError
@@ -89,7 +92,7 @@ def _serve(worker: socket.socket, uids: range, children: dict[int, int], used: s
         used.add(uid)
         pid = _fork(uid, len(uids), request, tuple(descriptors[2:]))
         children[pid] = os.dup(status)
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
+    except Exception:  # noqa: BLE001 - door: JSON raises more than ValueError
         if status >= 0:
             _report(os.dup(status), NOT_STARTED)
     finally:
@@ -104,7 +107,12 @@ def _fork(uid: int, num_uids: int, request: dict[str, Any], descriptors: tuple[i
     The next request may be to end the slot, and an earlier child must not escape it as root.
     """
     waiting, changed = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(waiting)
+        os.close(changed)
+        raise
     if pid:
         os.close(changed)
         os.read(waiting, 1)
@@ -208,7 +216,8 @@ def _wait(flags: int = 0) -> tuple[int, int] | None:
 
 
 def _report(status: int, code: int) -> None:
-    with contextlib.suppress(OSError):  # the worker may not wait for it any more
+    with contextlib.suppress(OSError):  # the worker may not wait for it, or its pipe is full
+        os.set_blocking(status, False)
         os.write(status, str(code).encode())
     os.close(status)
 

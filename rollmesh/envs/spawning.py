@@ -24,7 +24,7 @@ from rollmesh.envs import spawner
 SPAWNER_VARIABLE = "ROLLMESH_SPAWNER_FD"
 _CAP_SETGID, _CAP_SETUID = 6, 7
 _TRIES = 3
-ENDED = "the process that starts programs as other users has ended; restart the worker"
+ENDED = "the process that starts programs as other users has ended"
 
 
 def account_of(user: str) -> pwd.struct_passwd:
@@ -109,6 +109,15 @@ class Spawner:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+
+    def has_ended(self) -> bool:
+        """Whether its process is gone, so that no program can be started or ended any more."""
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def run(
         self,
