@@ -11,7 +11,7 @@ from collections import deque
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
@@ -62,7 +62,7 @@ class Life:
     """`num_ended` of `num_asked` groups have ended for their clients."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.ledger = Ledger(RouterConfig(), 0.0)
+        self.ledger = GroupScheduler(RouterConfig(), 0.0)
         self.num_asked = self.num_ended = 0
         self._now_s = 10.0
         self._beat_s = RouterConfig().beat_s

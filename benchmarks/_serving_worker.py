@@ -26,12 +26,10 @@ from rollmesh.core.process import Ready, announce, die_with_parent, stop_event
 from rollmesh.core.types import SamplingParams, Task, VersionRun
 from rollmesh.envs.calls import Calls
 from rollmesh.envs.env import Endpoint, Transcript
-from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
-from rollmesh.runtime.branches import RootKind
-from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
-from rollmesh.runtime.registry import Runtime
-from rollmesh.serve.server.beats import Beats, BeatSettings
-from rollmesh.serve.server.rollouts import Stage
+from rollmesh.runtime.registry import GC_THRESHOLDS, Runtime, new_runtime
+from rollmesh.runtime.token_graph import ROOT, RootKind, Sampled, TokenGraph
+from rollmesh.serve.server.rollouts import WorkerContext
+from rollmesh.serve.server.transport import HeartbeatSettings, HeartbeatThread
 from rollmesh.serve.server.worker import Worker, WorkerSettings
 from rollmesh.wire.machine import ROUTER
 
@@ -49,7 +47,7 @@ class ToldEnv(PlainEnv):
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         session = self._runtime.find(agent.api_key)
-        held = session._holdings  # noqa: SLF001 - the calls that would fill it are left out
+        held = session._conversation  # noqa: SLF001 - the calls that would fill it are left out
         num_turns = task.data["num_turns"]
         if num_turns not in self._graphs:
             self._graphs[num_turns] = self._graph(num_turns)
@@ -71,11 +69,13 @@ async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int)
     loop, config = asyncio.get_running_loop(), settings.config
     stop, worker = stop_event(loop), Worker(settings)
     runtime, sampler = new_runtime(config, worker.view, worker.report)
-    beat_settings = BeatSettings(settings.worker_id, settings.router, config.router.beat_s)
-    beats = Beats(beat_settings, None, worker.vitals, lambda packet: worker.hear(ROUTER, packet))
+    beat_settings = HeartbeatSettings(settings.worker_id, settings.router, config.router.beat_s)
+    beats = HeartbeatThread(
+        beat_settings, None, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
+    )
     env = ToldEnv(runtime, answers)
     url, clock = "http://nowhere/v1", SystemClock()
-    stage = Stage(env, runtime, url, "policy", config.worker, clock, Calls())
+    stage = WorkerContext(env, runtime, url, "policy", config.worker, clock, Calls())
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     worker.begin(stage)

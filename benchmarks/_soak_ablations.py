@@ -19,10 +19,10 @@ from pathlib import Path
 
 from rollmesh.core.heap import Heap
 from rollmesh.runtime import blobs
-from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.chat import Turn
+from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.scopes import Scope
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.turns import Turn
 from rollmesh.serve.interception.request import Request
 
 HEAP = ("mallopt", "keeper")

@@ -23,7 +23,7 @@ from benchmarks._soak_mesh import Arm, Soaked, SoakMesh
 from benchmarks._soak_relay import SoakRelay
 from benchmarks._soak_watch import MB, Held, Scrape, Series, Watch, peak_bytes
 from benchmarks._soak_worker import read_beats, read_lags
-from rollmesh.runtime.keeper import LOOK_S, MIN_INTERVAL_S
+from rollmesh.runtime.heap_trimmer import LOOK_S, MIN_INTERVAL_S
 
 IDLE_S = 3.0
 REST_S = 10.0

@@ -20,7 +20,7 @@ import uvloop
 
 from benchmarks._soak_ablations import ablate
 from rollmesh.cli import main as cli
-from rollmesh.serve.server.beats import Beats
+from rollmesh.serve.server.transport import HeartbeatThread
 
 PROBE_S = 0.005
 NUM_BUFFERED = 400
@@ -52,14 +52,14 @@ class LagMeter:
 
 def note_beats(path: Path) -> None:
     """Have each beat's time.monotonic in a file, as doubles."""
-    beat, file = Beats._beat, path.open("wb", buffering=0)  # noqa: SLF001 - where a beat is sent
+    beat, file = HeartbeatThread._beat, path.open("wb", buffering=0)  # noqa: SLF001 - where a beat is sent
 
     @wraps(beat)
-    def noted(beats: Beats) -> None:
+    def noted(beats: HeartbeatThread) -> None:
         beat(beats)
         file.write(array("d", [time.monotonic()]).tobytes())
 
-    Beats._beat = noted  # type: ignore[assignment, method-assign]  # noqa: SLF001 - likewise
+    HeartbeatThread._beat = noted  # type: ignore[assignment, method-assign]  # noqa: SLF001 - likewise
 
 
 def beats_in(lag: Path) -> Path:

@@ -32,8 +32,7 @@ from rollmesh.core.types import (
     VersionRun,
 )
 from rollmesh.serve.client.arrivals import Finished
-from rollmesh.serve.client.sample_memory import BYTES_PER_TOKEN, Lay, lay_plainly
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import BYTES_PER_TOKEN, Lay, Sample, lay_plainly
 from rollmesh.tensors.handles import RTensor, pack
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.trainer.pacing.room import StoreRoom, moved

@@ -16,9 +16,9 @@ import numpy as np
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Task
-from rollmesh.serve.client.book import open_book
 from rollmesh.serve.client.client import RolloutClient
-from rollmesh.serve.client.entries import RunBegan
+from rollmesh.serve.client.journal import open_journal
+from rollmesh.serve.client.journal_entries import RunBegan
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import GroupFinished
@@ -74,7 +74,7 @@ def save(folder: Path, size_mb: int) -> dict[str, float]:
 
 def journal(folder: Path, size_mb: int) -> dict[str, float]:
     """A client's book with so much that nobody took."""
-    book = open_book(folder, JournalConfig())
+    book = open_journal(folder, JournalConfig())
     book.begin(RunBegan("r1"), saved=None)
     body = encode_record(GroupRecord(task=Task(id="t")))
     token_ids = np.random.default_rng(0).bytes(RESULT_MB * MB)

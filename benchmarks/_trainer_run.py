@@ -36,8 +36,8 @@ from rollmesh.core.types import (
 )
 from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.arrivals import Arrival, Finished, Unopened
-from rollmesh.serve.client.entries import StateSaved
-from rollmesh.serve.client.history import History
+from rollmesh.serve.client.journal import History
+from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.meter.fencing import FenceAsked

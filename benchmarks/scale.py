@@ -23,9 +23,8 @@ from benchmarks._report import Goal, parser, report
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.heap import Heap
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.counts import entries
-from rollmesh.serve.router.ledger import Ledger
-from rollmesh.serve.router.status import status_of
+from rollmesh.serve.router.group_scheduler import GroupScheduler
+from rollmesh.serve.router.status import entries, status_of
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -70,7 +69,7 @@ class Mesh:
         self.now_s = 100.0
         config = RouterConfig(max_queued_groups=10 * NUM_QUEUED)
         self.beat_s = config.beat_s
-        self.ledger = Ledger(config, 0.0)
+        self.ledger = GroupScheduler(config, 0.0)
         self.num_asked = 0
         self._names = [f"worker-{number}" for number in range(num_workers)]
         for number in range(NUM_CLIENTS):
@@ -185,7 +184,7 @@ def live(num_groups: int) -> dict[str, float]:
     life.rest()
     return {
         "life.rollouts": float(GROUP_OF_FOUR * life.num_asked),
-        "life.workers_lost": float(life.ledger.book.num["workers_lost"]),
+        "life.workers_lost": float(life.ledger.table.num["workers_lost"]),
         "life.rss_mb": points[-1][1] / MB,
         "life.mb_per_100k_groups": slope * 100_000 / MB,
         "life.entries_at_rest": float(sum(entries(life.ledger).values())),
@@ -210,7 +209,7 @@ def measure(is_quick: bool) -> dict[str, float]:
     before = rss().rss
     figures["asks.us_if_queued"] = cpu_us(lambda: mesh.ask(NUM_QUEUED), NUM_QUEUED)
     queued_bytes = rss().rss - before
-    assert len(mesh.ledger.book.queue) == NUM_QUEUED
+    assert len(mesh.ledger.table.queue) == NUM_QUEUED
     figures["queue.rollouts"] = float(NUM_QUEUED * GROUP)
     figures["queue.mb"] = queued_bytes / MB
     figures["queue.bytes_per_group_over_its_ask"] = queued_bytes / NUM_QUEUED - ASK_BYTES

@@ -15,8 +15,7 @@ import tokenizers
 
 from benchmarks._corpus import Texts, model_folder
 from benchmarks._report import Goal, parser, report
-from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.deltas import Reading
+from rollmesh.runtime.chat import Reading, read_message
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import load_tokenizer

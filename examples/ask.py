@@ -15,7 +15,7 @@ from rollmesh.core.config import load_config
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.arrivals import Arrival, Dropped
-from rollmesh.serve.client.sync import SyncRolloutClient
+from rollmesh.serve.client.sync_client import SyncRolloutClient
 
 
 def told(arrival: Arrival) -> str:

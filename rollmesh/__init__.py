@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from rollmesh.envs.tasks import read_tasks, rounds
     from rollmesh.envs.tool_env import ToolEnv
     from rollmesh.serve.client.arrivals import Dropped, Finished
-    from rollmesh.serve.client.calls import AsyncRolloutClient
+    from rollmesh.serve.client.async_client import AsyncRolloutClient
     from rollmesh.serve.client.client import RolloutClient
     from rollmesh.serve.client.gateway import Gateway, GatewaySession
-    from rollmesh.serve.client.sync import SyncRolloutClient
+    from rollmesh.serve.client.sync_client import SyncRolloutClient
 
 __version__ = "0.1.0"
 
@@ -85,11 +85,11 @@ TARGETS = (
     "rollmesh.envs.tool_env:ToolEnv",
     "rollmesh.serve.client.arrivals:Dropped",
     "rollmesh.serve.client.arrivals:Finished",
-    "rollmesh.serve.client.calls:AsyncRolloutClient",
+    "rollmesh.serve.client.async_client:AsyncRolloutClient",
     "rollmesh.serve.client.client:RolloutClient",
     "rollmesh.serve.client.gateway:Gateway",
     "rollmesh.serve.client.gateway:GatewaySession",
-    "rollmesh.serve.client.sync:SyncRolloutClient",
+    "rollmesh.serve.client.sync_client:SyncRolloutClient",
 )
 """Where each public name is defined, as `module:name`."""
 

@@ -16,8 +16,8 @@ import pytest
 
 from rollmesh.core.types import GroupRecord, NodeRow, RolloutRecord
 from rollmesh.serve.client import arrivals
+from rollmesh.serve.client.arrivals import Keep
 from rollmesh.serve.client.samples import Cut, Sample
-from rollmesh.serve.client.sink import Keep
 from rollmesh.wire.messages import GroupFinished
 
 MARK = b"what a result's body holds"
@@ -29,7 +29,7 @@ CONSUMED = (
     GroupFinished,
     Keep,
     arrivals.RawResult,
-    arrivals.Filed,
+    arrivals.StoredResult,
     arrivals.Finished,
     arrivals.Dropped,
     Sample,

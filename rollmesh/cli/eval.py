@@ -36,6 +36,8 @@ from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
 from rollmesh.envs.env import Env
+from rollmesh.envs.forwarding import forward_to
+from rollmesh.envs.isolation import isolate_programs
 from rollmesh.envs.loading import load_env
 from rollmesh.envs.openai_client import close_pool
 from rollmesh.launch.checks import check
@@ -43,8 +45,7 @@ from rollmesh.launch.folder import move_aside
 from rollmesh.launch.keys import keys_of
 from rollmesh.launch.machine import End
 from rollmesh.launch.serving import ServingMesh
-from rollmesh.serve.client.plan import Plan, pose, read_plan, write_plan
-from rollmesh.serve.client.results import Row, rows_in
+from rollmesh.serve.client.evaluation_files import Plan, Row, pose, read_plan, rows_in, write_plan
 from rollmesh.serve.client.scores import Report, report_of
 from rollmesh.wire.key_search import find_keys
 from rollmesh.wire.keys import Keys, Role
@@ -229,6 +230,7 @@ async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> End:
     open_folder(order)
     with relay(order.upstream) as gateway:
         settings = order.config.worker
+        isolate_programs(settings, forward_to(gateway.url))
         rollouts = LocalRollouts(env, gateway, order.upstream.model, settings, is_relay=True)
         client = LocalClient(rollouts)
         stop = asyncio.create_task(_stopped(), name="stop")

@@ -19,9 +19,8 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.launch.screen import NONE, unread
 from rollmesh.launch.terminal import Terminal
-from rollmesh.serve.client.plan import Plan
-from rollmesh.serve.client.scores import CONFIDENCE, Estimate, Report
-from rollmesh.serve.client.success import SUCCESS
+from rollmesh.serve.client.evaluation_files import Plan
+from rollmesh.serve.client.scores import CONFIDENCE, SUCCESS, Estimate, Report
 
 SUMMARY = "summary.json"
 LOGS = "logs"

@@ -23,7 +23,7 @@ from rollmesh.serve.server.rollouts import Fault, check_score, fault_of, give_sc
 
 if TYPE_CHECKING:
     from rollmesh.serve.client.arrivals import Arrival
-    from rollmesh.serve.client.calls import CallOptions
+    from rollmesh.serve.client.async_client import CallOptions
 
 SEEDS = 2**63
 

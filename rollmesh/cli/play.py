@@ -36,10 +36,12 @@ from rollmesh.core.printable import printable, printable_lines
 from rollmesh.core.process import FAILED, OK
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
 from rollmesh.envs.env import Env
+from rollmesh.envs.forwarding import forward_to
+from rollmesh.envs.isolation import isolate_programs
 from rollmesh.envs.loading import load_env
 from rollmesh.envs.openai_client import close_pool
+from rollmesh.serve.client.evaluation_files import Plan, pose
 from rollmesh.serve.client.gateway import Gateway
-from rollmesh.serve.client.plan import Plan, pose
 
 if TYPE_CHECKING:
     from rollmesh.cli.local_client import LocalRollouts, Played
@@ -133,6 +135,7 @@ async def play(
     """Play the tasks one after the other; the exit code."""
     from rollmesh.cli.local_client import LocalRollouts
 
+    isolate_programs(config.worker, forward_to(found.url))
     model, is_relay = (upstream.model, True) if upstream else (MODEL_NAME, False)
     rollouts = LocalRollouts(env, found, model, config.worker, is_relay=is_relay)
     seeds = random.Random(f"play/{config.run.seed}")

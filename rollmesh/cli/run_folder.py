@@ -11,7 +11,7 @@ import msgspec
 from rollmesh.core.errors import UserError
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.dashboard.rows import RunSection
-from rollmesh.serve.client.plan import PLAN
+from rollmesh.serve.client.evaluation_files import PLAN
 
 SETTINGS = "config.json"
 

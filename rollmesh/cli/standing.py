@@ -18,7 +18,7 @@ from rollmesh.core.tail import Tail
 from rollmesh.dashboard.rows import ConfigRow, ProcessRow, RouterRow, StepRow, TelemetryRow
 from rollmesh.dashboard.view import RunView
 from rollmesh.launch.folder import Pid, read_addresses, read_pids, read_summary
-from rollmesh.serve.client.plan import PLAN
+from rollmesh.serve.client.evaluation_files import PLAN
 
 EDGE_BYTES = 4 * 2**20
 """So much of a file's head and end is looked at; a telemetry line of 1,000 workers has 0.4 MB."""

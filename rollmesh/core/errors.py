@@ -53,9 +53,13 @@ import traceback
 from copy import copy
 from typing import Any, Literal, Self
 
+import msgspec
+
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord
 
+DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what they are decoded as."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the system says of a disk that is full, and may have room again."""
 

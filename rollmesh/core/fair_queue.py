@@ -12,7 +12,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class FairQueue(Generic[T]):
-    """See the module. Every operation takes constant time."""
+    """The queue; every operation takes constant time."""
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, dict[T, None]] = {}

@@ -121,17 +121,17 @@ def setup(role: str, folder: Path | None, on_console: bool | None = None) -> Non
     logging.captureWarnings(True)
 
 
-_OF_PEERS = ("aiohttp.http_exceptions", "aiohttp.client_exceptions", "aiohttp.web_protocol")
-"""Modules whose errors, in aiohttp's server, are about what a peer sent."""
+_PEER_ERRORS = ("aiohttp.http_exceptions", "aiohttp.client_exceptions", "aiohttp.web_protocol")
+"""Modules whose exceptions, in aiohttp's server, are about what a peer sent."""
 
 
 def _is_no_peers_fault(record: logging.LogRecord) -> bool:
-    """Whether a record is about anything but a request that is no HTTP, or a peer that hung up.
+    """Whether a record is about anything but a malformed request or a closed connection.
 
     aiohttp logs each of them as an error with a traceback, so strangers could rotate a log away.
     """
     error = record.exc_info[1] if record.exc_info else None
-    return type(error).__module__ not in _OF_PEERS
+    return type(error).__module__ not in _PEER_ERRORS
 
 
 class _Role:

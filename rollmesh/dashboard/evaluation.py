@@ -12,8 +12,7 @@ import msgspec
 from rollmesh.core.types import TRAINED_OUTCOMES
 from rollmesh.dashboard.rowfile import RowFile
 from rollmesh.dashboard.rows import FailedRow
-from rollmesh.serve.client.plan import PLAN, Plan
-from rollmesh.serve.client.results import RESULTS, Row
+from rollmesh.serve.client.evaluation_files import PLAN, RESULTS, Plan, Row
 from rollmesh.serve.client.scores import report_of
 
 MAX_FAILED = 20

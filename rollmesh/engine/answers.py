@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollmesh.core.errors import (
+    DECODE_ERRORS,
     EngineBroke,
     EngineError,
     EngineOverloaded,
@@ -167,7 +168,6 @@ MAX_TEXT = 300
 """Characters of an engine's own text that an agent is shown."""
 UNAUTHORIZED = 401
 _WANTS_KEY = "the engine wants an API key, or another one; set ROLLMESH_ENGINE_KEY_FILE"
-UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _DESCRIPTIONS = (
     (OF_ADAPTERS, f"the {OF_ADAPTERS} is not loaded"),
     ("already exists", "it already exists"),
@@ -351,7 +351,7 @@ def error_text(raw: bytes) -> str:
     for decoder in (_answers, _updates, _refusals):
         try:
             answer = decoder.decode(raw)
-        except UNDECODABLE:
+        except DECODE_ERRORS:
             continue
         text = answer.error.message if isinstance(answer, Answer) and answer.error else ""
         text = text or getattr(answer, "message", "") or getattr(answer, "error_message", "")

@@ -7,7 +7,7 @@
 
 Invariant: every failure is EngineUnavailable (worth a retry) or EngineRefused (it would fail
 alike), and names the engine. Sources: SGLang's http_server.py and io_struct.py. Driven by
-runtime/legs.py, probe.py and the publisher.
+runtime/sampler.py, probe.py and the publisher.
 """
 
 from collections.abc import Sequence

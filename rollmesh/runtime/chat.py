@@ -1,21 +1,91 @@
-"""Chat messages: how they are read, what they mean, and how templates take them.
+"""Chat messages, the turn that a call asks for, and the pieces of an answer.
 
-OpenAI's shape is the common one; readers of other dialects make it. Invariants: unknown keys are
-ignored everywhere; what cannot be read is a SessionError 400 naming the message; meanings are equal
-for part lists and strings, for moved cache markers, extra keys and outer white space, and for
-system texts that differ in rotating lines alone. Driven by the dialects, history.py and prompts.py.
+All dialects decode requests to these types and encode answers from them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 import orjson
 
-from rollmesh.core.errors import ConfigError, SessionError
+from rollmesh.core.errors import DECODE_ERRORS, ConfigError, SessionError
 from rollmesh.core.memo import Memo
+from rollmesh.core.types import DialectName, Grammar
 from rollmesh.runtime.images import ImageRef, hold_image
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of a finished reply."""
+
+    id: str
+    name: str
+    arguments: str
+    """JSON text as the model wrote it; cut short where the reply was."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A finished reply, parsed."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class CallDelta(msgspec.Struct, frozen=True):
+    """A piece of one call; `id` and `name` stand in a call's first piece only."""
+
+    index: int
+    """Of the call in its reply."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """The next piece of the arguments' JSON text."""
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """A piece of a reply; its tokens are those from the last delta's `num_tokens` on."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+    num_tokens: int = 0
+    """Tokens of the reply up to and with this piece."""
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """How one reply is to be read."""
+
+    stop: tuple[str, ...] = ()
+    """Text ends before the first of them."""
+    reads_calls: bool = False
+    """Whether tool-call markup is a call, not text."""
+    call_id_prefix: str = "call"
+    """Calls get ids `<prefix>_0`, `_1`..."""
+    lead: tuple[int, ...] = ()
+    """What stands between the generation prompt and the sampled tokens (Prompts.lead)."""
+    tools: bytes = b""
+    """A JSON array in chat shape: XML arguments are read by their declared types."""
+
+
+class DeltaReader(Protocol):
+    """Reads one generation's tokens: `feed` as they come, then `end`, then `answer`."""
+
+    def feed(self, token_ids: Sequence[int]) -> Delta | None:
+        """The piece that `token_ids` complete; None while there is nothing to tell."""
+
+    def end(self, num_tokens: int) -> Delta:
+        """The rest, when no more tokens will come; `num_tokens` is the reply's length."""
+
+    def answer(self) -> Answer:
+        """The fold of all deltas; after `end`."""
+
+
+def whole_calls(calls: Sequence[ToolCall]) -> tuple[CallDelta, ...]:
+    """Finished calls as deltas of one piece each."""
+    return tuple(CallDelta(n, c.id, c.name, c.arguments) for n, c in enumerate(calls))
+
 
 ROLES = {
     "system": "system",
@@ -178,7 +248,7 @@ def read_message(raw: bytes, position: int) -> ChatMessage:
     """Parse one message; SessionError 400 names its position and what is wrong."""
     try:
         message = _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise _bad_message(position, str(error)) from None
     if message.role not in ROLES:
         raise _bad_message(position, f"unknown role {message.role!r}")
@@ -274,3 +344,113 @@ def _call_for_template(call: Call) -> dict[str, Any]:
 
 def _bad_message(position: int, why: str, code: str = "invalid_messages") -> SessionError:
     return SessionError(400, code, f"messages[{position}]: {why}")
+
+
+ReadUnit = Callable[[bytes, int], list[ChatMessage]]
+"""Reads one history unit; the number is its position, for the text of a SessionError 400."""
+
+
+FindAnswer = Callable[[str], ChatMessage | None]
+"""The answer with this ReplyHead.id in the session of the request; None if it has no such."""
+SpellOut = Callable[[list[bytes], FindAnswer], list[bytes]]
+"""Units with the items that they name by id; SessionError 400 for an unknown id."""
+
+
+class SamplingAsk(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling fields as the agent sent them; None where it did not."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_p: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+    stop: tuple[str, ...] = ()
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether the model may, must not or must call a tool, or which one."""
+
+    kind: Literal["auto", "none", "required", "named"] = "auto"
+    name: str = ""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What is shown with an answer: that alone of a Turn is kept until then."""
+
+    model: str
+    """As the agent names it; given back, otherwise without effect."""
+    include_usage: bool
+    logprobs: bool
+    num_top_logprobs: int
+    return_token_ids: bool
+    prompt_text: str | None
+    """A raw prompt that came as text."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoded request."""
+
+    messages: list[bytes]
+    """History units in the dialect's own JSON, unopened, in order; system text is the first."""
+    messages_raw: bytes = b""
+    """More units, behind those: a JSON array whose elements they are, unopened.
+
+    Cheaper than the list where a history grows at its end: what was there before is not split.
+    """
+    read: ReadUnit | None = None
+    """Reads a unit that is not held yet; None where units are chat messages."""
+    spell_out: SpellOut | None = None
+    """Replaces references to answers of this session in `messages`; None where there are none."""
+    tools: bytes = b""
+    """A JSON array in chat shape, unopened; empty where the agent offers none."""
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_calls: bool = True
+    """False where the turn is to end after one tool call."""
+    num_choices: int = 1
+    num_top_logprobs: int = 0
+    previous_reply: str = ""
+    """ReplyHead.id of the reply to go on from; then the units are what follows it."""
+    begins_anew: bool = False
+    """The first unit is a system text that takes the place of that reply's own."""
+    prompt_ids: tuple[int, ...] | None = None
+    prompt_text: str | None = None
+    """A raw prompt instead of messages: either as tokens or as text."""
+    ask: SamplingAsk = SamplingAsk()
+    model: str = ""
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    digest: int = 0
+    """Identifies the body (and its Idempotency-Key), in this process and those after it."""
+    is_retry: bool = False
+    """The client says that it sent this before."""
+    dialect: DialectName = ""
+    """What it was decoded from."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it has a raw prompt, and no messages."""
+        return self.prompt_ids is not None or self.prompt_text is not None
+
+    def wish(self) -> "Wish":
+        """How its answers are to be shown."""
+        return Wish(
+            self.model,
+            self.include_usage,
+            self.logprobs,
+            self.num_top_logprobs,
+            self.return_token_ids,
+            self.prompt_text,
+        )
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool-call markup in the answer is a call, not text."""
+        return bool(self.tools) and self.tool_choice.kind != "none"

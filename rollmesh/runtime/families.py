@@ -1,23 +1,255 @@
-"""Which renderer a model's chats go through, and how that library is loaded into a slim process.
+"""Which renderer a model's chats go through: a library family, or the folder's Jinja template.
 
-Owns the choice: a family of the library renderers by name or by the model's type, else the
-folder's own chat template. Invariant: a worker never loads the openai SDK on the library's behalf.
-Driven by prompts.py, once per process.
+- The renderer library is loaded without the openai SDK.
+- A template's model is parsed as Qwen's models write (`<think>`, `<tool_call>`), if these marks are
+  single tokens of its vocabulary.
+- A prompt has one placeholder for each image of its chat, in order. SGLang expands them by the
+  model's processor, and so does the trainer. SGLang 0.5.21 with a tiny Qwen3-VL returns our ids but
+  for that, and refuses ids that are expanded or a wrong number of images.
 """
 
+import hashlib
+import json
+import re
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import orjson
 
-from rollmesh.core.errors import ConfigError, ModelError
-from rollmesh.runtime.calls import CallStyle
-from rollmesh.runtime.templates import TemplateRenderer, opens_reasoning, template_digest
+from rollmesh.core.errors import ConfigError, ModelError, SessionError
+from rollmesh.runtime.chat import ROLES, ChatMessage, Part
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.vision import PlaceholderRenderer
+from rollmesh.runtime.tool_calls import CallStyle
+
+
+class PlaceholderRenderer:
+    """A multimodal renderer of the library, as families.Renderer; its image processor stays out."""
+
+    def __init__(self, renderer: Any) -> None:
+        self._renderer = renderer
+        kinds: dict[int, int] = renderer.mm_token_type_id_map
+        self.image_id = next(i for i, kind in kinds.items() if kind == 1)
+
+    def render_ids(
+        self, messages: list[Any], *, tools: list[Any] | None, add_generation_prompt: bool
+    ) -> list[int]:
+        """Token ids of the rendered chat."""
+        rendered = self._renderer.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            process_multimodal=False,
+        )
+        ids: list[int] = rendered.token_ids
+        return ids
+
+    def get_stop_token_ids(self) -> list[int]:
+        """The ids that end a turn."""
+        ids: list[int] = self._renderer.get_stop_token_ids()
+        return ids
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None,
+    ) -> Any:
+        """As the library's."""
+        return self._renderer.bridge_to_next_turn(
+            previous_prompt_ids,
+            previous_completion_ids,
+            new_messages,
+            tools=tools,
+            process_multimodal=False,
+        )
+
+
+def with_images(message: ChatMessage) -> dict[str, Any]:
+    """A message as multimodal renderers take it."""
+    if not message.images():
+        return message.for_template()
+    assert isinstance(message.content, list)
+    plain = ChatMessage(message.role, "", tool_call_id=message.tool_call_id)
+    return {**plain.for_template(), "content": [_part(part) for part in message.content]}
+
+
+def check_placeholders(
+    token_ids: Sequence[int], messages: Sequence[ChatMessage], image_id: int
+) -> None:
+    """SessionError 400 unless each image has its placeholder and each placeholder its image."""
+    num_images = sum([len(message.images()) for message in messages])
+    num_places = token_ids.count(image_id)
+    if num_places != num_images:
+        roles = {ROLES[message.role] for message in messages if message.images()}
+        where = f" (messages with images: {', '.join(sorted(roles))})" if roles else ""
+        raise SessionError(
+            400,
+            "unsupported_content",
+            f"{num_images} images are shown{where}, but this model's chat format has a place for "
+            f"{num_places}: users and tools can show images, and their marks cannot be written",
+        )
+
+
+def check_sampled(sampled_ids: Sequence[int], image_id: int) -> None:
+    """SessionError 400 where a turn to go on from holds a placeholder that shows no image.
+
+    A model may sample the mark like any token. It trains as one; but in a prompt neither an engine
+    nor a trainer's processor could tell it from the place of an image.
+    """
+    if image_id in sampled_ids:
+        raise SessionError(
+            400,
+            "unsupported_content",
+            "the model itself wrote the mark of an image in an earlier turn, and no engine could "
+            "tell it from the place of one: go on without that turn",
+        )
+
+
+def _part(part: Part | str) -> dict[str, Any]:
+    if isinstance(part, Part) and part.image is not None:
+        return {"type": "image"}
+    return {"type": "text", "text": part if isinstance(part, str) else part.said() or ""}
+
+
+_OPENS_REASONING = re.compile(r"assistant(\\n|\n)<think>(\\n|\n)['\"]")
+"""As templates spell it: the end of a string, its line breaks escaped or not."""
+
+
+class TemplateRenderer:
+    """Satisfies families.Renderer for any folder that has a chat template."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        import jinja2.sandbox  # noqa: PLC0415 - 10 MB that known families do without
+
+        settings = _read_json(folder / "tokenizer_config.json")
+        source = _template_source(folder, settings)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _refuse
+        self.style = CallStyle.XML if "<function=" in source else CallStyle.JSON
+        """By what the template shows the model."""
+        self._template = environment.from_string(source)
+        self._faults = jinja2.TemplateError
+        self._tokenizer = tokenizer
+        self._specials = {
+            key: text
+            for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+            if (text := _token_text(settings.get(key)))
+        }
+        self._stop_ids = _stop_ids(folder, tokenizer, self._specials.get("eos_token", ""))
+
+    def render_ids(
+        self,
+        messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Token ids of the rendered chat; SessionError 400 where the template refuses it."""
+        try:
+            text = self._template.render(
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=add_generation_prompt,
+                **self._specials,
+            )
+        except (self._faults, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise SessionError(
+                400,
+                "invalid_messages",
+                f"the model's chat template refuses these messages: {error}",
+            ) from None
+        return self._tokenizer.encode(text)
+
+    def get_stop_token_ids(self) -> list[int]:
+        """The ids that end a turn."""
+        return self._stop_ids
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[Any],
+        *,
+        tools: list[Any] | None = None,
+    ) -> None:
+        """None: an arbitrary template cannot be bridged."""
+        del previous_prompt_ids, previous_completion_ids, new_messages, tools
+
+
+def opens_reasoning(folder: Path) -> bool:
+    """Whether the folder's own template ends each prompt in an open `<think>`.
+
+    The models that always think share a type with those that may, and differ from them in this.
+    """
+    settings = _read_json(folder / "tokenizer_config.json")
+    return _OPENS_REASONING.search(_find_source(folder, settings)) is not None
+
+
+def template_digest(folder: Path) -> str:
+    """Of the folder's own template, so that another one is told from it."""
+    source = _find_source(folder, _read_json(folder / "tokenizer_config.json"))
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+def _template_source(folder: Path, settings: dict[str, Any]) -> str:
+    source = _find_source(folder, settings)
+    if not source:
+        raise ModelError(
+            f"{folder}: no chat template in it; name a family in model.renderer, such as qwen3"
+        )
+    return source
+
+
+def _find_source(folder: Path, settings: dict[str, Any]) -> str:
+    beside = folder / "chat_template.jinja"
+    source = beside.read_text() if beside.is_file() else settings.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else ""
+
+
+def _stop_ids(folder: Path, tokenizer: Tokenizer, eos_token: str) -> list[int]:
+    """End-of-turn ids: those of the generation config, and the tokenizer's own."""
+    eos = _read_json(folder / "generation_config.json").get("eos_token_id", [])
+    ids = list(eos) if isinstance(eos, list) else [eos]
+    own = tokenizer.convert_tokens_to_ids(eos_token) if eos_token else None
+    if own is not None and own not in ids:
+        ids.append(own)
+    return [int(i) for i in ids if i is not None]
+
+
+def _token_text(value: Any) -> str:
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        tree = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise ModelError(f"{path}: not JSON: {error}") from None
+    return tree if isinstance(tree, dict) else {}
+
+
+def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+    # Templates are written for the standard library's spacing.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
+
 
 FAMILY_OF_MODEL_TYPE = {
     "qwen3": "qwen3",
@@ -29,7 +261,7 @@ FAMILY_OF_MODEL_TYPE = {
 """`model_type` of config.json where the published models of the type share one chat format; those
 that always think do not, see opens_reasoning."""
 IMAGE_FAMILIES = ("qwen3-vl",)
-"""Those whose images SGLang takes beside exact token ids (vision.py)."""
+"""Those whose images SGLang takes beside exact token ids (families.py)."""
 
 
 STYLE_OF_FAMILY = {
@@ -43,7 +275,7 @@ STYLE_OF_FAMILY = {
     "nemotron-3-ultra": CallStyle.XML,
     "nemotron-3.5": CallStyle.XML,
 }
-"""Families that frame by marks; the others are parsed when their replies have ended (parsed.py)."""
+"""Families that frame by marks; others are parsed when their replies end (parsers.py)."""
 CALL_OPENING_OF_FAMILY = {
     "glm-5": "<tool_call>",
     "glm-5.1": "<tool_call>",
@@ -92,7 +324,7 @@ class Family(msgspec.Struct, frozen=True):
     call_opening: str = ""
     """The token before which replies need no parser, if they need one; empty if it is not known."""
     is_framed: bool = False
-    """Its messages are texts in Qwen3's fixed frames (frames.py)."""
+    """Its messages are texts in Qwen3's fixed frames (prompts.py)."""
     image_id: int | None = None
     """The placeholder of an image; None where the format, or the engine, has texts only."""
 

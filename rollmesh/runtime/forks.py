@@ -1,12 +1,7 @@
-"""Where a session's history did not extend what was sampled, why, and what that cost.
+"""Forks: where a request does not extend the sampled history, why, and how many tokens that costs.
 
-Owns the causes, and the log of one session: a row for each fork, and counts of the differences that
-were healed instead. Invariant: a request that goes on from the end of its line, and one that comes
-before the model has answered anything, is no fork. Driven by holdings.py.
-
-A cause is read off the trie: what the request shares with what is held, and what stands behind the
-place where they part. A sub-agent, a title call and the main line after one look alike when they
-begin, so they have one cause; the branch of their nodes tells them apart once the session is over.
+Differences that keep the meaning (dropped reasoning, re-serialised arguments, cache markers) are no
+forks. They are healed, and counted by kind.
 """
 
 import bisect
@@ -16,13 +11,113 @@ from typing import Any
 
 import msgspec
 
+from rollmesh.core.errors import DECODE_ERRORS
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.chat import ROLES, ChatMessage, canonical
-from rollmesh.runtime.healing import HealedKind, healed_keys, healed_kinds
-from rollmesh.runtime.history import History
-from rollmesh.runtime.match import Match, read_chat
-from rollmesh.runtime.spot import Spot
-from rollmesh.runtime.walk import Alias
+from rollmesh.runtime.history import MessageHistory
+from rollmesh.runtime.message_trie import Alias, Match, MessageNode, read_chat
+
+
+class _Plain(msgspec.Struct, forbid_unknown_fields=True):
+    """A message without anything to see past, as most are."""
+
+    role: str
+    content: str | None = None
+
+
+_KNOWN_KEYS = frozenset(
+    ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "type", "id")
+)
+_plain = msgspec.json.Decoder(_Plain)
+_EMPTY: tuple[object, ...] = (None, [], {}, "")
+
+
+class HealedKind(enum.StrEnum):
+    """What was seen past."""
+
+    DROPPED_REASONING = "dropped_reasoning"
+    INLINED_REASONING = "inlined_reasoning"
+    CHANGED_REASONING = "changed_reasoning"
+    RESERIALISED_ARGUMENTS = "reserialised_arguments"
+    CHANGED_CALL = "changed_call"
+    """Known by its call ids, though name, arguments or text are others."""
+    CHANGED_CALL_IDS = "changed_call_ids"
+    CHANGED_TEXT = "changed_text"
+    """Of an answer that is known by its calls."""
+    WHITE_SPACE = "white_space"
+    SYSTEM_LINE = "system_line"
+    PART_LIST = "part_list"
+    CACHE_MARKER = "cache_marker"
+    EXTRA_KEYS = "extra_keys"
+
+
+def healed_kinds(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
+    """What differs between two messages of one meaning, as they were read."""
+    if held == got:
+        return set()
+    kinds = _of_text(held, got)
+    if isinstance(got.content, list) is not isinstance(held.content, list):
+        kinds.add(HealedKind.PART_LIST)
+    if held.role == "assistant":
+        kinds |= _of_reasoning(held, got)
+        kinds |= _of_calls(held, got)
+    return kinds
+
+
+def healed_keys(unit: bytes) -> set[HealedKind]:
+    """Kinds that show in a unit's bytes alone: keys that readers ignore."""
+    kinds: set[HealedKind] = set()
+    try:
+        _plain.decode(unit)
+    except DECODE_ERRORS:
+        pass
+    else:
+        return kinds
+    if b'"cache_control"' in unit:
+        kinds.add(HealedKind.CACHE_MARKER)
+    try:
+        opened: Any = msgspec.json.decode(unit)
+    except DECODE_ERRORS:
+        return kinds
+    if isinstance(opened, dict) and any(
+        key not in _KNOWN_KEYS and value not in _EMPTY for key, value in opened.items()
+    ):
+        kinds.add(HealedKind.EXTRA_KEYS)
+    return kinds
+
+
+def _of_text(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
+    ours, theirs = held.text(), got.text()
+    if ours == theirs:
+        return set()
+    if "</think>" in theirs and "</think>" not in ours:
+        return {HealedKind.INLINED_REASONING}
+    if ours.strip() == theirs.strip():
+        return {HealedKind.WHITE_SPACE}
+    return {HealedKind.CHANGED_TEXT if held.role == "assistant" else HealedKind.SYSTEM_LINE}
+
+
+def _of_reasoning(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
+    ours, theirs = (str(each.reasoning_content or "").strip() for each in (held, got))
+    if ours == theirs or "</think>" in got.text():
+        return set()
+    return {HealedKind.CHANGED_REASONING if theirs else HealedKind.DROPPED_REASONING}
+
+
+def _of_calls(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
+    kinds = set()
+    for ours, theirs in zip(held.tool_calls or (), got.tool_calls or (), strict=False):
+        if ours.id != theirs.id:
+            kinds.add(HealedKind.CHANGED_CALL_IDS)
+        if ours.function == theirs.function:
+            continue
+        same = ours.function.name == theirs.function.name
+        if same and ours.parsed_arguments() == theirs.parsed_arguments():
+            kinds.add(HealedKind.RESERIALISED_ARGUMENTS)
+        else:
+            kinds.add(HealedKind.CHANGED_CALL)
+    return kinds
+
 
 EXCERPT_CHARS = 80
 _CHARS_BEFORE = 20
@@ -64,13 +159,13 @@ class ForkLog:
         self.healed: dict[str, int] = {}
         """How often, by kind."""
 
-    def add_healed(self, history: History, match: Match) -> None:
+    def add_healed(self, history: MessageHistory, match: Match) -> None:
         """Count what was seen past when `match` was found."""
-        for alias in match.walk.aliases:
+        for alias in match.lookup.aliases:
             kinds = healed_keys(alias.unit) if len(alias.messages) == 1 else set()
             for held, message in zip(_held_as(history, alias), alias.messages, strict=True):
                 kinds |= healed_kinds(held, message)
-            if match.walk.read is not read_chat:
+            if match.lookup.read is not read_chat:
                 kinds.discard(HealedKind.PART_LIST)  # other dialects have nothing but parts
             for kind in kinds:
                 self.healed[kind] = self.healed.get(kind, 0) + 1
@@ -79,22 +174,22 @@ class ForkLog:
         return ForkReport(list(self.rows), dict(self.healed))
 
 
-def cause_of(history: History, match: Match) -> ForkCause | None:
+def cause_of(history: MessageHistory, match: Match) -> ForkCause | None:
     """Why `match` is a fork; None where it extends the end of a line, or begins the first."""
     if match.is_held or not history.sampled:
         return None
-    if match.spot.parent is None:
+    if match.message_node.parent is None:
         return _cause_at_root(history, match)
     at = _place_of_deepest(match)
     echo = next((n for n in range(at, len(match.new)) if _is_answer(match.new[n])), None)
     if echo is None:
-        return ForkCause.REWOUND if match.spot.continued else None
-    if not match.spot.continued and not _is_known_answer(history, match.new[echo]):
+        return ForkCause.REWOUND if match.message_node.continued else None
+    if not match.message_node.continued and not _is_known_answer(history, match.new[echo]):
         return None  # answers of others behind the line's end are context like any other
     return _cause_of_echo(history, match, at, echo)
 
 
-def where(history: History, match: Match) -> tuple[int, str, str]:
+def where(history: MessageHistory, match: Match) -> tuple[int, str, str]:
     """(index of the first differing message, an excerpt of it as held, and as it came)."""
     at = _place_of_deepest(match)
     got = _shown(match.new[at]) if at < len(match.new) else ""
@@ -119,15 +214,15 @@ def _shown(message: ChatMessage) -> str:
     return " ".join([text for text in (message.text(), *calls) if text])
 
 
-def newest_node(history: History, match: Match) -> int:
+def newest_node(history: MessageHistory, match: Match) -> int:
     """The last node of the line that `match` leaves; -1 where there is none."""
-    spot = match.deepest
-    if spot.parent is None and not spot.children:
-        spot = history.sampled[-1] if history.sampled else spot
-    node = spot.node
-    while (after := _newest_child(spot)) is not None:
-        spot = after
-        node = spot.node if spot.node >= 0 else node
+    message_node = match.deepest
+    if message_node.parent is None and not message_node.children:
+        message_node = history.sampled[-1] if history.sampled else message_node
+    node = message_node.node
+    while (after := _newest_child(message_node)) is not None:
+        message_node = after
+        node = message_node.node if message_node.node >= 0 else node
     return node
 
 
@@ -139,26 +234,29 @@ def first_difference(one: Sequence[Any], two: Sequence[Any]) -> int:
     return bisect.bisect_left(range(size), True, key=lambda n: one[: n + 1] != two[: n + 1])
 
 
-def _held_as(history: History, alias: Alias) -> list[ChatMessage]:
+def _held_as(history: MessageHistory, alias: Alias) -> list[ChatMessage]:
     """What is held for each message of `alias`; what the assistant said in a row may be one."""
-    spots: list[Spot] = []
-    spot: Spot | None = alias.spot
-    while spot is not None and spot is not alias.start:
-        spots += [spot] if spot.said else []
-        spot = spot.parent
-    spots.reverse()
+    message_nodes: list[MessageNode] = []
+    message_node: MessageNode | None = alias.message_node
+    while message_node is not None and message_node is not alias.start:
+        message_nodes += [message_node] if message_node.said else []
+        message_node = message_node.parent
+    message_nodes.reverse()
     held: list[ChatMessage] = []
     for num_left in range(len(alias.messages) - 1, -1, -1):
-        one = history.read(spots.pop())
-        while len(spots) > num_left and (before := history.read(spots[-1])).is_text_of_assistant:
+        one = history.read(message_nodes.pop())
+        while (
+            len(message_nodes) > num_left
+            and (before := history.read(message_nodes[-1])).is_text_of_assistant
+        ):
             one = before.joined(one)
-            spots.pop()
+            message_nodes.pop()
         held.append(one)
     return held[::-1]
 
 
-def _cause_at_root(history: History, match: Match) -> ForkCause:
-    new, root = match.new, match.spot
+def _cause_at_root(history: MessageHistory, match: Match) -> ForkCause:
+    new, root = match.new, match.message_node
     for other in history.roots.values():
         if other is not root and _shares_talk(other, new, history):
             return ForkCause.TOOLS_CHANGED
@@ -179,16 +277,18 @@ def _cause_at_root(history: History, match: Match) -> ForkCause:
     return ForkCause.COMPACTED if _quotes_an_answer(history, new[at:]) else ForkCause.RESTARTED
 
 
-def _cause_of_echo(history: History, match: Match, at: int, echo: int) -> ForkCause:
+def _cause_of_echo(history: MessageHistory, match: Match, at: int, echo: int) -> ForkCause:
     """Edited if the answer is in its old place, compacted if it moved up, or its calls as text."""
-    spot: Spot | None = match.deepest
+    message_node: MessageNode | None = match.deepest
     for _ in range(at, echo + 1):
-        spot = _newest_child(spot) if spot else None
+        message_node = _newest_child(message_node) if message_node else None
     keys = match.new[echo].meanings()
-    in_place = spot is not None and bool(set(keys) & set(history.read(spot).meanings()))
+    in_place = message_node is not None and bool(
+        set(keys) & set(history.read(message_node).meanings())
+    )
     if not in_place and _is_known_answer(history, match.new[echo]):
         return ForkCause.COMPACTED
-    if spot is not None and _writes_out_calls(match.new[echo], history.read(spot)):
+    if message_node is not None and _writes_out_calls(match.new[echo], history.read(message_node)):
         return ForkCause.CALLS_AS_TEXT
     return ForkCause.EDITED
 
@@ -205,49 +305,55 @@ def _writes_out_calls(message: ChatMessage, held: ChatMessage) -> bool:
 
 def _place_of_deepest(match: Match) -> int:
     """How many of `match.new` are held."""
-    return max(0, match.deepest.depth - match.spot.depth)
+    return max(0, match.deepest.depth - match.message_node.depth)
 
 
-def _shares_talk(start: Spot, messages: Sequence[ChatMessage], history: History) -> bool:
+def _shares_talk(
+    start: MessageNode, messages: Sequence[ChatMessage], history: MessageHistory
+) -> bool:
     """Whether a user's message or an answer of ours is held behind `start` as it stands here."""
-    spot: Spot | None = start
+    message_node: MessageNode | None = start
     for message in messages:
-        spot = spot.find(message.meanings(history.rotating)) if spot else None
-        if spot is None:
+        message_node = (
+            message_node.find(message.meanings(history.rotating)) if message_node else None
+        )
+        if message_node is None:
             return False
         if not _is_system(message):
             return True
     return False
 
 
-def _is_known_answer(history: History, message: ChatMessage) -> bool:
+def _is_known_answer(history: MessageHistory, message: ChatMessage) -> bool:
     keys = set(message.meanings())
     newest = history.sampled[-_MAX_LOOKED_AT:]
-    return any(not keys.isdisjoint(history.read(spot).meanings()) for spot in newest)
+    return any(
+        not keys.isdisjoint(history.read(message_node).meanings()) for message_node in newest
+    )
 
 
-def _quotes_an_answer(history: History, messages: Sequence[ChatMessage]) -> bool:
+def _quotes_an_answer(history: MessageHistory, messages: Sequence[ChatMessage]) -> bool:
     """Whether an answer stands in the text of a message: a summary that was asked for."""
     text = "\n".join([message.text() for message in messages])
-    for spot in history.sampled[-_MAX_LOOKED_AT:]:
-        answer = history.read(spot).text().strip()
+    for message_node in history.sampled[-_MAX_LOOKED_AT:]:
+        answer = history.read(message_node).text().strip()
         if len(answer) >= _MIN_SUMMARY_CHARS and answer in text:
             return True
     return False
 
 
-def _children(spot: Spot) -> list[Spot]:
+def _children(message_node: MessageNode) -> list[MessageNode]:
     """The spots one message below, each once."""
-    found = dict.fromkeys((spot.children or {}).values())
-    spots = []
+    found = dict.fromkeys((message_node.children or {}).values())
+    message_nodes = []
     for child in found:
-        if child.parent is spot:
-            spots += [child] if child.said else _children(child)
-    return spots
+        if child.parent is message_node:
+            message_nodes += [child] if child.said else _children(child)
+    return message_nodes
 
 
-def _newest_child(spot: Spot) -> Spot | None:
-    return next(reversed(_children(spot)), None)
+def _newest_child(message_node: MessageNode) -> MessageNode | None:
+    return next(reversed(_children(message_node)), None)
 
 
 def _is_answer(message: ChatMessage) -> bool:

@@ -1,22 +1,22 @@
-"""One sampled turn: exact tokens gathered over as many engine legs as it takes.
+"""A generation: one sampled turn, gathered over as many engine legs as it takes.
 
     RUNNING --last reader leaves--> PARKED --a reader joins--> RUNNING
     RUNNING | PARKED --stop, length--> COMMITTED
     RUNNING | PARKED --sealed, refused, no engine or no room in time, retry window over--> VOID
 
-Invariants:
 - No token is lost or doubled over legs; a leg resumes from the exact tokens so far.
-- An abort that was not requested is resumed and never becomes `length`. An abort of ours is
-  repeated until its stream ends, because one sent before the engine knows the rid does nothing.
+- An abort that was not requested is resumed and never becomes `length`. A requested abort is
+  repeated until its stream ends, because an engine that does not know the rid yet ignores it.
 - With a publisher, tokens of weights older than the session has seen, or than the engine's row in
   the fleet table, are dropped. Without one no token is dropped, and a fall-back is reported.
-- Readers are woken at every end. Deadlines count only time in which engines were not being updated,
-  and in which the generation was not queued for a free place at its engine.
-
-Pure; driven by legs.py and by the simulator.
+- Readers are woken at every end. Deadlines count neither updates of engines nor the wait for a free
+  place at an engine.
+- GenerationMachine is pure. `Generation` is what replies and sessions read of it.
 """
 
+import asyncio
 import enum
+from array import array
 from collections.abc import Callable
 
 from rollmesh.core.errors import (
@@ -26,7 +26,8 @@ from rollmesh.core.errors import (
     LocalShortage,
     RequestLost,
 )
-from rollmesh.engine.answers import UNVERSIONED
+from rollmesh.core.types import VersionRun
+from rollmesh.engine.answers import UNVERSIONED, TopLogprobs
 from rollmesh.runtime.generation_events import (
     AbortLeg,
     AvoidEngine,
@@ -41,19 +42,21 @@ from rollmesh.runtime.generation_events import (
     GenerationRequest,
     Joined,
     Left,
+    Leg,
     LegFailed,
     LegHeld,
+    LegPhase,
     LegSampled,
     ReportFault,
+    SampledTokens,
     Sealed,
     StartLeg,
     StopMatcher,
     UpdateBegun,
     WakeReaders,
+    is_resumable,
 )
-from rollmesh.runtime.leg import Leg, LegPhase, is_resumable
-from rollmesh.runtime.patience import GenerationSettings, Patience
-from rollmesh.runtime.sampled import SampledTokens
+from rollmesh.runtime.sampling import GenerationSettings, Patience
 from rollmesh.wire.machine import Ticked
 
 _FINAL: dict[str, type[EngineError]] = {
@@ -66,7 +69,7 @@ _CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar can
 
 
 class GenerationState(enum.StrEnum):
-    """See the module's drawing."""
+    """States of a generation."""
 
     RUNNING = "running"
     PARKED = "parked"
@@ -102,7 +105,7 @@ Action = (
 
 
 class GenerationMachine:
-    """See the module. Its public attributes are a read-only view for everyone but itself."""
+    """The pure machine of one generation; its attributes are read-only for others."""
 
     def __init__(
         self,
@@ -446,3 +449,76 @@ class GenerationMachine:
             return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
         repeats = leg.wants_repeat(self._seen_s, settings.abort_repeat_s)
         return [leg.abort(now_s, self._seen_s)] if repeats else []
+
+
+Drive = Callable[["Generation", Event], None]
+
+
+class Generation:
+    """A generation as readers see it; new tokens and every end wake those that wait."""
+
+    def __init__(
+        self, machine: GenerationMachine, drive: Drive, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.machine = machine
+        sampled = machine.sampled
+        self.token_ids: array[int] = sampled.token_ids
+        """All sampled tokens so far, the stop token included."""
+        self.logprobs: array[float] = sampled.logprobs
+        """One per token."""
+        self.top_logprobs: list[TopLogprobs] = sampled.top_logprobs
+        """One per token where the request asked for them."""
+        self.policy_versions: list[VersionRun] = sampled.policy_versions
+        """Runs that add up to the tokens."""
+        self.engines: list[str] = sampled.engines
+        """Where they ran; runs name places in it."""
+        self._drive = drive
+        self._loop = loop
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def state(self) -> GenerationState:
+        return self.machine.state
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop` or `length` once COMMITTED, else ''."""
+        return self.machine.finish_reason
+
+    @property
+    def matched_stop(self) -> int | str | None:
+        """The token or string that stopped it."""
+        return self.machine.matched_stop
+
+    @property
+    def error(self) -> EngineError | None:
+        """Why it is VOID."""
+        return self.machine.error
+
+    def join(self) -> None:
+        """A reader comes; a parked generation goes on from its exact tokens."""
+        self._drive(self, Joined())
+
+    def leave(self) -> None:
+        """A reader goes; the last one parks a running generation."""
+        self._drive(self, Left())
+
+    def seal(self, reason: str) -> None:
+        """End it, VOID, unless it is COMMITTED; every waiter is woken."""
+        self._drive(self, Sealed(reason))
+
+    async def wait(self, num_tokens: int) -> bool:
+        """Until there are more than `num_tokens` tokens (True) or no more will come (False)."""
+        while len(self.token_ids) <= num_tokens:
+            if self.state in (GenerationState.COMMITTED, GenerationState.VOID):
+                return False
+            self._waiters.append(waiter := self._loop.create_future())
+            await waiter
+        return True
+
+    def wake(self) -> None:
+        """Let every waiter look again; the sampler's."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)

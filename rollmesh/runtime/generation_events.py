@@ -1,10 +1,14 @@
-"""What the generation machine is asked, told and asks for, as small frozen structs.
+"""Events and actions of the generation machine, its sampled tokens and its current leg.
 
-A leg is one `/generate` call, numbered from 0 within its generation; what concerns a leg that is no
-longer the current one is ignored. Invariant: values only. Driven by generation.py and by whoever
-carries its actions out: legs.py, and the simulator.
+    no leg --StartLeg--> OPEN --AbortLeg--> ABORTING --its stream ends, or DropLeg--> no leg
+
+A leg is one `/generate` request, numbered from 0 within its generation. Events of another leg than
+the current one are ignored. A leg's times are of the generation's clock, which stops during engine
+updates; aborts are repeated by the wall clock.
 """
 
+import enum
+from array import array
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -19,8 +23,106 @@ from rollmesh.core.errors import (
     RequestLost,
 )
 from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.engine.answers import Finish, TopLogprobs
+from rollmesh.engine.answers import UNVERSIONED, Finish, TopLogprobs
 from rollmesh.engine.leg import Image
+
+
+class SampledTokens:
+    """Grows at its end; `truncate` takes back what lies behind a stop.
+
+    Its arrays and lists stay the same objects: readers hold them.
+    """
+
+    def __init__(self) -> None:
+        self.token_ids = array("i")
+        self.logprobs = array("f")
+        self.policy_versions: list[VersionRun] = []
+        """Whose engines are places in `engines`."""
+        self.engines: list[str] = []
+        """That a leg ran at, in order."""
+        self.top_logprobs: list[TopLogprobs] = []
+        self._engine = -1
+        """Of the leg that runs."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def begin_leg(self, engine: str) -> None:
+        """What comes from now on is sampled there."""
+        if engine not in self.engines:
+            self.engines.append(engine)
+        self._engine = self.engines.index(engine)
+
+    def append(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        policy_version: int,
+        top_logprobs: Sequence[TopLogprobs] = (),
+    ) -> None:
+        """Add tokens of one version; the sequences are of one length, the last may be empty."""
+        if token_ids:
+            # Made of a list at once and then joined, which is twice as fast as item by item.
+            self.token_ids += array("i", token_ids)
+            self.logprobs += array("f", logprobs)
+            if top_logprobs:
+                self.top_logprobs.extend(top_logprobs)
+            self._add_run(VersionRun(policy_version, len(token_ids), self._engine))
+
+    def restate(self, offset: int, runs: Sequence[VersionRun]) -> None:
+        """Replace the versions of this leg's tokens, which are those from `offset` on.
+
+        Only if `runs` add up to so many.
+        """
+        said = [VersionRun(run.policy_version, run.num_tokens, self._engine) for run in runs]
+        if not offset and self.policy_versions == said:
+            return
+        if sum(run.num_tokens for run in runs) == len(self) - offset:
+            self._truncate_runs(offset)
+            for run in said:
+                self._add_run(run)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens`."""
+        del self.token_ids[num_tokens:]
+        del self.logprobs[num_tokens:]
+        del self.top_logprobs[num_tokens:]
+        self._truncate_runs(num_tokens)
+
+    def _add_run(self, run: VersionRun) -> None:
+        runs = self.policy_versions
+        if runs and _is_like(runs[-1], run):
+            runs[-1] = _of(runs[-1], runs[-1].num_tokens + run.num_tokens)
+        else:
+            runs.append(run)
+
+    def _truncate_runs(self, num_tokens: int) -> None:
+        total = sum(run.num_tokens for run in self.policy_versions)
+        while total > num_tokens:
+            last = self.policy_versions.pop()
+            total -= last.num_tokens
+            if total < num_tokens:
+                self.policy_versions.append(_of(last, num_tokens - total))
+                total = num_tokens
+
+
+def fall_back(runs: Sequence[VersionRun], seen: int) -> tuple[int, int]:
+    """(version that a session wants next, number of moves to older weights), of a turn that began
+    when the session had `seen` this version; unnumbered runs are not compared."""
+    num_falls = 0
+    for run in runs:
+        if run.policy_version != UNVERSIONED:
+            num_falls += run.policy_version < seen
+            seen = run.policy_version
+    return seen, num_falls
+
+
+def _is_like(run: VersionRun, other: VersionRun) -> bool:
+    return run.policy_version == other.policy_version and run.engine == other.engine
+
+
+def _of(run: VersionRun, num_tokens: int) -> VersionRun:
+    return VersionRun(run.policy_version, num_tokens, run.engine)
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +157,7 @@ class StopHit(msgspec.Struct, frozen=True):
 
 
 class StopMatcher(Protocol):
-    """Finds stop strings in what one generation sampled; see stops.py."""
+    """Finds stop strings in what one generation sampled; see tool_calls.py."""
 
     def push(self, token_ids: Sequence[int]) -> StopHit | None:
         """Take the next tokens; the first hit, if they complete one."""
@@ -232,3 +334,77 @@ class FellBack(msgspec.Struct, frozen=True):
 
 class WakeReaders(msgspec.Struct, frozen=True):
     """There are new tokens, or the generation is at an end."""
+
+
+SLOWEST_TOKEN_S = 0.1
+"""A plain leg shows no sign of life before its end, so it is given this much more per token."""
+
+
+MAX_ABORT_REPEAT_S = 0.25
+
+
+class LegPhase(enum.Enum):
+    """States of a leg."""
+
+    OPEN = "open"
+    ABORTING = "aborting"
+
+
+class Leg:
+    """The open leg of a generation, which had `offset` tokens when it began."""
+
+    def __init__(self, start: StartLeg, chosen: EngineChosen, offset: int, now_s: float) -> None:
+        self.number = start.leg
+        self.url = start.url
+        self.incarnation = chosen.incarnation
+        self.policy_version = chosen.policy_version
+        """The engine's when it was chosen; an older one has it only if it was started again or
+        serves a run that counts anew."""
+        self.has_publisher = chosen.has_publisher
+        """Whether tokens of older weights are refused."""
+        self.offset = offset
+        self.phase = LegPhase.OPEN
+        self.sign_s = now_s
+        """When it showed a sign of life last, or was known to wait here."""
+        self._start = start
+        self._aborted_s = 0.0
+        self.leaves_for_update = False
+        """Its engine is to get new weights: an abort is no sign of anything."""
+        self._repeated_s = 0.0
+        """By the wall's clock."""
+        self._num_aborts = 0
+
+    def is_silent(self, now_s: float, answer_timeout_s: float) -> bool:
+        """Whether an open leg has shown no sign of life for too long."""
+        patience_s = answer_timeout_s
+        if not self._start.stream:
+            patience_s += SLOWEST_TOKEN_S * self._start.max_new_tokens
+        return now_s - self.sign_s >= patience_s
+
+    def abort(self, now_s: float, wall_s: float) -> AbortLeg:
+        """Ask for its end, again if it was asked for already."""
+        if self.phase is LegPhase.OPEN:
+            self.phase = LegPhase.ABORTING
+            self._aborted_s = now_s
+        self._repeated_s = wall_s
+        self._num_aborts += 1
+        return AbortLeg(self.number, self._start.rid, self.url)
+
+    def is_deaf(self, now_s: float, abort_timeout_s: float) -> bool:
+        """Whether it has ignored aborts for too long."""
+        return now_s - self._aborted_s >= abort_timeout_s
+
+    def wants_repeat(self, wall_s: float, abort_repeat_s: float) -> bool:
+        """Whether an abort that may have come too early is due again; each time a little later."""
+        wait_s = abort_repeat_s * 2.0 ** (self._num_aborts - 1)
+        return wall_s - self._repeated_s >= min(wait_s, MAX_ABORT_REPEAT_S)
+
+
+def is_resumable(params: SamplingParams) -> bool:
+    """Whether a leg that begins with sampled tokens as its prompt samples on as if uncut.
+
+    Engines count penalties over a request's own output only (SGLang, penaltylib), which a resumed
+    leg has none of, and hold a grammar against that output from its begin.
+    """
+    no_additive = params.frequency_penalty == 0.0 and params.presence_penalty == 0.0
+    return no_additive and params.repetition_penalty == 1.0 and params.grammar is None

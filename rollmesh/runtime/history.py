@@ -1,12 +1,11 @@
-"""Which part of a request's messages the session already holds as exact tokens.
+"""The message history of a session: which messages of a request are held as exact tokens.
 
-Owns a trie of messages: each Spot (spot.py) is a history up to one message and knows the graph node
-whose tokens end there, if one does. A request walks down it (walk.py); an array of units that
-begins like one seen before is not even split (stretches.py). Codex shows a cut answer and the next
-one as adjacent items, which are one message: that leads to the newer's spot too. Invariants: each
-distinct message is stored once, in the common shape, whatever dialect brought it, a long one as a
-blob; further spellings are remembered by hash alone, at most ALIASES_PER_SPOT of them per spot.
-`match` changes nothing, so that it may run twice, or only to count. Driven by holdings.py.
+- A trie of messages (message_trie.py). Each distinct message is stored once, in the common form of
+  all dialects, a long one as a blob. Other spellings are known by hash, at most ALIASES_PER_SPOT
+  for each node.
+- `match` changes nothing, so it may run twice, or only to count.
+- Codex sends a cut answer and the next one as adjacent items, which are one message: both lead to
+  the node of the newer answer.
 """
 
 import bisect
@@ -17,15 +16,20 @@ import msgspec
 from rollmesh.core.memo import Memo
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.chat import ChatMessage, Rotating, read_held, read_tools
+from rollmesh.runtime.chat import ChatMessage, Rotating, Turn, read_held, read_tools
 from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.match import Match, conclude, read_chat
-from rollmesh.runtime.openings import Line, Link
-from rollmesh.runtime.readings import Readings
-from rollmesh.runtime.spot import BARE, Spot
-from rollmesh.runtime.stretches import Stretches, split_array
-from rollmesh.runtime.turns import Turn
-from rollmesh.runtime.walk import Walk
+from rollmesh.runtime.message_trie import (
+    BARE,
+    Lookup,
+    Match,
+    MessageNode,
+    ParseCache,
+    PrefixIndex,
+    conclude,
+    read_chat,
+    split_array,
+)
+from rollmesh.runtime.shared_prefixes import PrefixMessage, PrefixTokens
 
 ALIASES_PER_SPOT = 4
 LONG_BYTES = 16 * 1024
@@ -38,26 +42,26 @@ tracemalloc counts them (487 over 1,000 spots with an alias to every second)."""
 class _LateAnswer(NamedTuple):
     """A sampled message on its way into the trie."""
 
-    context: Spot
+    context: MessageNode
     message: ChatMessage
     node: int
     is_void: bool
 
 
-class History:
+class MessageHistory:
     """One per session."""
 
     __slots__ = (
         "_begun", "_late", "_long", "_num_aliases", "_num_late_bytes",
-        "_num_short_bytes", "_num_spots", "_numbered", "_readings", "_stretches", "blob_bytes",
+        "_num_short_bytes", "_num_spots", "_numbered", "_parse_cache", "_prefixes", "blob_bytes",
         "images", "roots", "rotating", "sampled",
     )  # fmt: skip
 
     def __init__(self, rotating: Rotating = None) -> None:
         self.rotating = rotating
-        self.roots: dict[int, Spot] = {}
+        self.roots: dict[int, MessageNode] = {}
         """By the meaning of the tools on offer."""
-        self.sampled: list[Spot] = []
+        self.sampled: list[MessageNode] = []
         """Answers of the model, in order."""
         self.images: dict[str, ImageRef] = {}
         """Those that held messages show, by digest."""
@@ -65,79 +69,79 @@ class History:
         """Of images and long messages, each counted once, though other sessions may hold it too."""
         self._long: set[Blob] = set()
         self._num_short_bytes = 0
-        self._begun: tuple[Line, Spot] | None = None
+        self._begun: tuple[PrefixTokens, MessageNode] | None = None
         """The opening and its end, while nothing has asked for more than that."""
         self._late: list[_LateAnswer] = []
         """Answers that nothing has asked for yet."""
         self._num_late_bytes = 0
-        self._stretches = Stretches()
-        self._readings: Readings | None = None
+        self._prefixes = PrefixIndex()
+        self._parse_cache: ParseCache | None = None
         """Made for the first unit that shows an image."""
         self._num_aliases = 0
         self._num_spots = 0
-        self._numbered: list[Spot] | None = None
+        self._numbered: list[MessageNode] | None = None
         """By their numbers, where it is made again of what another process did."""
 
-    def match(self, turn: Turn, start: Spot | None = None) -> Match:
+    def match(self, turn: Turn, start: MessageNode | None = None) -> Match:
         """Find the deepest held history that `turn` begins with; SessionError 400 if unreadable.
 
         From `start` on where it is given, else from the root of the turn's tools.
         """
         self.catch_up()
         tools_key = tools_key_of(turn.tools)
-        root = start or self.roots.get(tools_key) or Spot(None, b"")
-        walk = self._walk_from(root, turn)
-        walk.go(turn.messages)
+        root = start or self.roots.get(tools_key) or MessageNode(None, b"")
+        lookup = self._walk_from(root, turn)
+        lookup.go(turn.messages)
         if turn.messages_raw:
-            walk = self._walk_array(walk, turn.messages_raw)
-        return conclude(walk, tools_key)
+            lookup = self._walk_array(lookup, turn.messages_raw)
+        return conclude(lookup, tools_key)
 
     def from_root(self, match: Match, turn: Turn) -> Match:
         """The same request on no held history at all."""
-        root = self.roots.get(match.tools_key) or Spot(None, b"")
-        walk = self._walk_from(root, turn)
-        walk.is_stopped = True
-        walk.go(turn.messages)
+        root = self.roots.get(match.tools_key) or MessageNode(None, b"")
+        lookup = self._walk_from(root, turn)
+        lookup.is_stopped = True
+        lookup.go(turn.messages)
         if turn.messages_raw:
-            walk.go(split_array(turn.messages_raw))
-        walk.array, walk.array_start = match.walk.array, match.walk.array_start
-        walk.stretch = match.walk.stretch
-        again = conclude(walk, match.tools_key)
+            lookup.go(split_array(turn.messages_raw))
+        lookup.array, lookup.array_start = match.lookup.array, match.lookup.array_start
+        lookup.prefix_hash = match.lookup.prefix_hash
+        again = conclude(lookup, match.tools_key)
         again.deepest = match.deepest
         return again
 
-    def hold(self, match: Match, node: int) -> Spot:
+    def hold(self, match: Match, node: int) -> MessageNode:
         """Hold the matched request's new messages; `node` ends with the last of them."""
-        for alias in match.walk.aliases:
-            self._add_alias(alias.start, hash(alias.unit), alias.spot)
-        for each in match.walk.renamed or ():
-            each.start.adopt(each.spot, [each.key])
+        for alias in match.lookup.aliases:
+            self._add_alias(alias.start, hash(alias.unit), alias.message_node)
+        for each in match.lookup.renamed or ():
+            each.start.adopt(each.message_node, [each.key])
         if match.is_held:
             self._remember(match, match.deepest)
-            return match.spot
-        spot = match.spot
-        if spot.parent is None:
-            spot = self.roots.setdefault(match.tools_key, spot)
+            return match.message_node
+        message_node = match.message_node
+        if message_node.parent is None:
+            message_node = self.roots.setdefault(match.tools_key, message_node)
         at = 0
         for unit_key, end in match.ends:
-            start = spot
-            spots: list[Spot] = []
+            start = message_node
+            message_nodes: list[MessageNode] = []
             for n in range(at, end):
-                spot = self._hold_message(spot, match.new[n], match.raws[n])
-                spots.append(spot)
-            if spot is not start.child(unit_key):
-                self._add_alias(start, unit_key, spot)
-            if self.images and match.walk.array:
-                self._remember_reading(match, unit_key, match.new[at:end], spots)
+                message_node = self._hold_message(message_node, match.new[n], match.raws[n])
+                message_nodes.append(message_node)
+            if message_node is not start.child(unit_key):
+                self._add_alias(start, unit_key, message_node)
+            if self.images and match.lookup.array:
+                self._remember_reading(match, unit_key, match.new[at:end], message_nodes)
             at = end
-        self._remember(match, spot)
-        if spot.sampled:
-            spot = spot.child(BARE) or self._new_spot(spot, b"", [BARE])
-        spot.node = node
-        return spot
+        self._remember(match, message_node)
+        if message_node.sampled:
+            message_node = message_node.child(BARE) or self._new_spot(message_node, b"", [BARE])
+        message_node.node = node
+        return message_node
 
     def add_sampled(
-        self, context: Spot, message: ChatMessage, node: int, is_void: bool = False
+        self, context: MessageNode, message: ChatMessage, node: int, is_void: bool = False
     ) -> None:
         """Hold the message that the model sampled after `context`.
 
@@ -146,18 +150,18 @@ class History:
         self._late.append(_LateAnswer(context, message, node, is_void))
         self._num_late_bytes += len(message.text())
 
-    def answer_at(self, node: int) -> Spot | None:
+    def answer_at(self, node: int) -> MessageNode | None:
         """The answer that was sampled as `node`; None if it is no message of a chat."""
         self.catch_up()
-        at = bisect.bisect_left(self.sampled, node, key=lambda spot: spot.node)
+        at = bisect.bisect_left(self.sampled, node, key=lambda message_node: message_node.node)
         found = self.sampled[at] if at < len(self.sampled) else None
         return found if found and found.node == node else None
 
-    def raws_to(self, context: Spot) -> list[bytes]:
+    def raws_to(self, context: MessageNode) -> list[bytes]:
         """The messages down to and with `context`, in the common shape."""
         if self._begun and self._begun[1] is context:
             return list(self._begun[0].raws)
-        return [spot.raw for spot in context.line()]
+        return [message_node.raw for message_node in context.line()]
 
     @property
     def num_bytes(self) -> int:
@@ -166,9 +170,9 @@ class History:
         texts = self._num_short_bytes + self._num_late_bytes
         return texts + begun + SPOT_BYTES * self._num_spots
 
-    def begin(self, line: Line, node: int) -> Spot:
+    def begin(self, line: PrefixTokens, node: int) -> MessageNode:
         """Hold a whole line, before anything else; `node` ends with the last of its messages."""
-        end = Spot(None, b"")
+        end = MessageNode(None, b"")
         end.node = node
         for image in line.images.values():
             self._hold_image(image)
@@ -185,128 +189,141 @@ class History:
             for answer in late:
                 self._add_answer(answer)
 
-    def line(self, match: Match, spot: Spot) -> Line:
+    def line(self, match: Match, message_node: MessageNode) -> PrefixTokens:
         """The line down to `spot`, which is all that there is; `match` made it."""
-        spots = [self.roots[match.tools_key], *spot.line()]
-        places = {each: place for place, each in enumerate(spots)}
+        message_nodes = [self.roots[match.tools_key], *message_node.line()]
+        places = {each: place for place, each in enumerate(message_nodes)}
         links = [
-            Link(place, key, places[child])
-            for place, each in enumerate(spots)
+            PrefixMessage(place, key, places[child])
+            for place, each in enumerate(message_nodes)
             for key, child in (each.children or {}).items()
         ]
-        stretch = self._stretches.newest
-        return Line(
+        prefix_hash = self._prefixes.newest
+        return PrefixTokens(
             tools_key=match.tools_key,
-            raws=tuple([each.raw for each in spots[1:]]),
+            raws=tuple([each.raw for each in message_nodes[1:]]),
             links=tuple(links),
-            segments=stretch.segments if stretch else (),
-            num_units=stretch.num_units if stretch else 0,
+            segments=prefix_hash.segments if prefix_hash else (),
+            num_units=prefix_hash.num_units if prefix_hash else 0,
             ends=match.unit_ends(),
             images=dict(self.images),
         )
 
-    def regain(self) -> list[Spot]:
+    def regain(self) -> list[MessageNode]:
         """It is made again, of what another process did: its spots, which come by their numbers."""
         self._numbered = []
         return self._numbered
 
-    def add_way(self, start: Spot, key: int, spot: Spot) -> None:
-        """A unit of this key (keys.py) leads from `start` to `spot`, as another process found."""
-        self._add_alias(start, key, spot)
+    def add_way(self, start: MessageNode, key: int, message_node: MessageNode) -> None:
+        """A unit of this key leads from `start` to `end`, as another process found."""
+        self._add_alias(start, key, message_node)
 
     def forget(self) -> None:
         """Cut the ties between spots, which hold each other."""
-        spots = list(self.roots.values())
-        while spots:
-            spot = spots.pop()
-            spots += dict.fromkeys((spot.children or {}).values())
-            spot.children = None
+        message_nodes = list(self.roots.values())
+        while message_nodes:
+            message_node = message_nodes.pop()
+            message_nodes += dict.fromkeys((message_node.children or {}).values())
+            message_node.children = None
         self.roots.clear()
         self.sampled.clear()
         self._numbered = None
-        self._stretches = Stretches()
-        self._readings = None
+        self._prefixes = PrefixIndex()
+        self._parse_cache = None
         self._late.clear()
         self._num_late_bytes = 0
         self._begun = None
 
-    def read(self, spot: Spot) -> ChatMessage:
+    def read(self, message_node: MessageNode) -> ChatMessage:
         """The message of a spot that has one."""
-        return read_held(spot.raw, self.images)
+        return read_held(message_node.raw, self.images)
 
-    def _walk_from(self, root: Spot, turn: Turn) -> Walk:
-        walk = Walk(root, turn.read or read_chat, self.rotating, self._readings)
-        walk.renamed = None if self._numbered is None else []
-        return walk
+    def _walk_from(self, root: MessageNode, turn: Turn) -> Lookup:
+        lookup = Lookup(root, turn.read or read_chat, self.rotating, self._parse_cache)
+        lookup.renamed = None if self._numbered is None else []
+        return lookup
 
-    def _walk_array(self, walk: Walk, array: bytes) -> Walk:
-        start = None if walk.is_stopped else walk.spot
-        walk.num_leapt = -len(walk.units)
-        known = self._stretches.find(start, array) if start else None
-        onward = walk.leap(known, array) if known else None
+    def _walk_array(self, lookup: Lookup, array: bytes) -> Lookup:
+        start = None if lookup.is_stopped else lookup.message_node
+        lookup.num_leapt = -len(lookup.units)
+        known = self._prefixes.find(start, array) if start else None
+        onward = lookup.leap(known, array) if known else None
         if onward is None:
-            onward = walk
-            walk.go(split_array(array))
+            onward = lookup
+            lookup.go(split_array(array))
         onward.array, onward.array_start = array, start
         return onward
 
-    def _remember(self, match: Match, end: Spot) -> None:
-        walk = match.walk
-        start = walk.array_start
+    def _remember(self, match: Match, end: MessageNode) -> None:
+        lookup = match.lookup
+        start = lookup.array_start
         if start is None or (start.parent is None and start is not self.roots.get(match.tools_key)):
             return
-        self._stretches.add(walk.stretch, start, walk.array, end, walk.num_units)
+        self._prefixes.add(lookup.prefix_hash, start, lookup.array, end, lookup.num_units)
 
     def _remember_reading(
-        self, match: Match, unit_key: int, messages: list[ChatMessage], spots: list[Spot]
+        self,
+        match: Match,
+        unit_key: int,
+        messages: list[ChatMessage],
+        message_nodes: list[MessageNode],
     ) -> None:
-        self._readings = self._readings or Readings(self.images)
-        self._readings.keep(match.walk.read, unit_key, messages, [spot.said for spot in spots])
+        self._parse_cache = self._parse_cache or ParseCache(self.images)
+        self._parse_cache.keep(
+            match.lookup.read,
+            unit_key,
+            messages,
+            [message_node.said for message_node in message_nodes],
+        )
 
-    def _link(self, line: Line, end: Spot) -> None:
-        spots = [self.roots.setdefault(line.tools_key, Spot(None, b""))]
+    def _link(self, line: PrefixTokens, end: MessageNode) -> None:
+        message_nodes = [self.roots.setdefault(line.tools_key, MessageNode(None, b""))]
         for raw in line.raws[:-1]:
-            spots.append(self._new_spot(spots[-1], raw, []))
-        end.follow(spots[-1], self._kept(line.raws[-1]))
-        spots.append(self._counted(end))
+            message_nodes.append(self._new_spot(message_nodes[-1], raw, []))
+        end.follow(message_nodes[-1], self._kept(line.raws[-1]))
+        message_nodes.append(self._counted(end))
         for link in line.links:
-            spots[link.start].adopt(spots[link.end], (link.key,))
+            message_nodes[link.start].adopt(message_nodes[link.end], (link.key,))
         if line.segments:
-            self._stretches.begin(spots[0], line.segments, end, line.num_units)
+            self._prefixes.begin(message_nodes[0], line.segments, end, line.num_units)
 
     def _add_answer(self, answer: "_LateAnswer") -> None:
         context, message = answer.context, answer.message
         keys = message.meanings()
         if answer.is_void:
             keys = [key for key in keys if context.child(key) is None]
-        spot = self._new_spot(context, message.as_json(), keys)
-        spot.node, spot.sampled = answer.node, True
+        message_node = self._new_spot(context, message.as_json(), keys)
+        message_node.node, message_node.sampled = answer.node, True
         if not answer.is_void:
-            self.sampled.append(spot)
+            self.sampled.append(message_node)
             before = context.anchor()
             before.continued = before.sampled
-        self._join(context, message, spot)
+        self._join(context, message, message_node)
 
-    def _hold_message(self, spot: Spot, message: ChatMessage, raw: bytes) -> Spot:
-        keys = message.meanings(self.rotating) if spot.children else ()
-        if child := spot.child(hash(raw)) or spot.find(keys):
+    def _hold_message(
+        self, message_node: MessageNode, message: ChatMessage, raw: bytes
+    ) -> MessageNode:
+        keys = message.meanings(self.rotating) if message_node.children else ()
+        if child := message_node.child(hash(raw)) or message_node.find(keys):
             return child
         for image in message.images():
             self._hold_image(image)
         own = message.meanings(self.rotating, is_ours=False)
-        return self._new_spot(spot, raw, [hash(raw), *own])
+        return self._new_spot(message_node, raw, [hash(raw), *own])
 
-    def _join(self, spot: Spot | None, message: ChatMessage, answer: Spot) -> None:
+    def _join(
+        self, message_node: MessageNode | None, message: ChatMessage, answer: MessageNode
+    ) -> None:
         """Know `answer` too where it is shown as one with the assistant's messages before it."""
-        while spot is not None and spot.parent is not None:
-            if spot.said:
-                before = self.read(spot) if b'"assistant"' in spot.raw else None
+        while message_node is not None and message_node.parent is not None:
+            if message_node.said:
+                before = self.read(message_node) if b'"assistant"' in message_node.raw else None
                 if before is None or not before.is_text_of_assistant:
                     return
-                message, above = before.joined(message), spot.parent
+                message, above = before.joined(message), message_node.parent
                 keys = message.meanings(is_ours=False)
                 above.adopt(answer, [key for key in keys if above.child(key) is None])
-            spot = spot.parent
+            message_node = message_node.parent
 
     def _hold_image(self, image: ImageRef) -> None:
         if image.digest not in self.images:
@@ -323,24 +340,24 @@ class History:
             self.blob_bytes += blob.num_bytes
         return blob
 
-    def _new_spot(self, parent: Spot, raw: bytes, keys: list[int]) -> Spot:
-        spot = Spot(parent, self._kept(raw))
-        parent.adopt(spot, keys)
-        return self._counted(spot)
+    def _new_spot(self, parent: MessageNode, raw: bytes, keys: list[int]) -> MessageNode:
+        message_node = MessageNode(parent, self._kept(raw))
+        parent.adopt(message_node, keys)
+        return self._counted(message_node)
 
-    def _counted(self, spot: Spot) -> Spot:
-        spot.number = self._num_spots
+    def _counted(self, message_node: MessageNode) -> MessageNode:
+        message_node.number = self._num_spots
         self._num_spots += 1
         if self._numbered is not None:
-            self._numbered.append(spot)
-        if isinstance(spot.said, bytes):
-            self._num_short_bytes += len(spot.said)
-        return spot
+            self._numbered.append(message_node)
+        if isinstance(message_node.said, bytes):
+            self._num_short_bytes += len(message_node.said)
+        return message_node
 
-    def _add_alias(self, start: Spot, key: int, spot: Spot) -> None:
+    def _add_alias(self, start: MessageNode, key: int, message_node: MessageNode) -> None:
         if self._num_aliases < ALIASES_PER_SPOT * self._num_spots:
             self._num_aliases += 1
-            start.adopt(spot, [key])
+            start.adopt(message_node, [key])
 
 
 @Memo

@@ -1,28 +1,34 @@
-"""The scopes of a worker: which rollouts are here, and the session of each of them.
+"""The scopes of a worker or a gateway, and how their runtime is put together.
 
-Owns every Scope and the doors that lead to sessions. Invariant: scopes and only scopes; when one
-has ended nothing of it is left here but, for a while, its name. Driven by the worker or the
-gateway, which register and clean up, and by the HTTP edge, which finds sessions.
+A scope that has ended leaves nothing here but, for a while, its name.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.config import Config
 from rollmesh.core.errors import TrajectoryEnded
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.engine.view import FleetView
 from rollmesh.runtime.chat import compile_rotating
-from rollmesh.runtime.doors import Doors
-from rollmesh.runtime.kit import AnySampler, SessionKit, Totals
-from rollmesh.runtime.loans import Loan
-from rollmesh.runtime.openings import Openings
+from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.images import images
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.redo import KeptSession
-from rollmesh.runtime.scopes import OpenSession, Scope, ScopeState
+from rollmesh.runtime.restore import StoredSession
+from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.scopes import Loan, OpenSession, Scope, ScopeState
 from rollmesh.runtime.session import Session
+from rollmesh.runtime.session_deps import AnySampler, SessionDeps, SessionKeys, Totals
+from rollmesh.runtime.shared_prefixes import SharedPrefixes
+from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tool_calls import StopStrings
+from rollmesh.wire.fleet import EngineFaulted
 
 MAX_REMEMBERED = 1024
 """Rollouts that have ended, by name: who asks for one is told so."""
@@ -45,19 +51,19 @@ class Runtime:
         self.prompts = prompts
         self._totals = Totals()
         rotating = compile_rotating(rotating_lines)
-        self.kit = SessionKit(
+        self.deps = SessionDeps(
             sampler,
             prompts,
             clock or SystemClock(),
             max_context_tokens,
             self._totals,
-            Openings(),
+            SharedPrefixes(),
             rotating,
             max_session_bytes=max_session_bytes,
             max_turns_at_once=max_turns_at_once,
         )
-        self._doors: Doors[Session] = Doors()
-        self.on_sealed = self.kit.on_sealed
+        self._session_keys: SessionKeys[Session] = SessionKeys()
+        self.on_sealed = self.deps.on_sealed
         """Who is told of each session that is sealed, by its rollout."""
         self._scopes: dict[RolloutId, Scope] = {}
         self._groups: dict[GroupId, list[Scope]] = {}
@@ -71,7 +77,7 @@ class Runtime:
         seed: int,
         *,
         is_grouped: bool = True,
-        kept: KeptSession | None = None,
+        kept: StoredSession | None = None,
         min_policy_version: int = -1,
     ) -> OpenSession:
         """Open a session for the rollout's agent; a rollout that is run again gets another.
@@ -83,7 +89,7 @@ class Runtime:
             scope.give_up("the rollout is run again")
             scope = None
         if scope is None:
-            scope = Scope(rollout_id, self.kit, self._doors, is_grouped)
+            scope = Scope(rollout_id, self.deps, self._session_keys, is_grouped)
             self._scopes[rollout_id] = scope
             scope.on_end(partial(self._forget, rollout_id))
             if is_grouped:
@@ -131,7 +137,7 @@ class Runtime:
 
     def find(self, secret: str) -> Session:
         """The session of a secret; SessionError 401 if there is none, 410 if its time is over."""
-        return self._doors.find(secret)
+        return self._session_keys.find(secret)
 
     def entries(self) -> dict[str, int]:
         """How long each table is; nothing is in them while no rollout is here."""
@@ -139,13 +145,16 @@ class Runtime:
         return {
             "scopes": len(self._scopes),
             "groups": len(self._groups),
-            "doors": len(self._doors),
+            "doors": len(self._session_keys),
             "loans": sum([scope.num_loans for scope in scopes]),
         }
 
     def cache_entries(self) -> dict[str, int]:
         """What is kept within bounds though no rollout is here."""
-        return {"ended_rollouts": len(self._ended), "openings": self.kit.openings.num_openings}
+        return {
+            "ended_rollouts": len(self._ended),
+            "openings": self.deps.shared_prefixes.num_openings,
+        }
 
     def held(self) -> dict[str, int]:
         """Bytes of all sessions, by what they are."""
@@ -176,3 +185,44 @@ class Runtime:
         self._ended[rollout_id] = None
         if len(self._ended) > MAX_REMEMBERED:
             del self._ended[next(iter(self._ended))]
+
+
+GC_THRESHOLDS = (10_000, 100, 50)
+"""Collections of young objects now and then, while the cache still has them: ten thousand cost
+under 1 ms, fifty thousand 14. Cycles are rare here, so of older ones hardly ever."""
+
+
+def new_runtime(
+    config: Config, view: FleetView, report: Callable[[EngineFaulted], None]
+) -> tuple[Runtime, Sampler]:
+    """A runtime, and the sampler to close when it ends; faults of engines go to `report`.
+
+    ModelError or ConfigError in one line where the model's folder or renderer is none.
+    """
+    folder = Path(config.model.path)
+    tokenizer = load_tokenizer(folder)
+    prompts = Prompts(choose_family(folder, config.model.renderer, tokenizer), tokenizer)
+    parts = SamplerParts(
+        view=view,
+        vocab_size=tokenizer.vocab_size,
+        report=report,
+        new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
+        max_inflight=config.engine.max_inflight,
+    )
+    generation = GenerationSettings(
+        retry_window_s=config.interception.retry_window_s,
+        engine_wait_s=config.interception.engine_wait_s,
+        answer_timeout_s=config.engine.answer_timeout_s,
+    )
+    sampler = Sampler(parts, generation)
+    images.allow_hosts(config.interception.image_hosts)
+    lines = config.interception.rotating_lines
+    runtime = Runtime(
+        sampler,
+        prompts,
+        config.model.max_context_tokens,
+        rotating_lines=lines,
+        max_session_bytes=config.interception.max_session_bytes,
+        max_turns_at_once=config.interception.max_turns_at_once,
+    )
+    return runtime, sampler

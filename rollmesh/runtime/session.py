@@ -1,53 +1,159 @@
-"""One rollout's view of the model: its calls, its exact tokens, its replies.
+"""A session: the model calls of one rollout, their exact tokens and their replies.
 
-    OPEN --a limit of ours ends it--> SPENT
-    OPEN, SPENT --seal--> SEALED --lent to a child: reopen--> what it was before
+    OPEN --a limit is reached--> SPENT
+    OPEN, SPENT --seal--> SEALED --lent to a child task: reopen--> the state before
 
-Owns the rollout's holdings (tokens, messages, forks), its answers and its reply table. Each call
-is matched against the history, extends the graph by its new tokens and gets one reply per choice:
-new generations, or those that the same request already has (reply_table.py; one that is shown back
-as far as it was finished is that turn still, echoes.py). SPENT, it begins no new call, and those
-under way come to their end; SEALED, every call and every waiting reader gets a SessionError 410.
-Invariant: a reply is in the graph before its last byte leaves; what was not delivered when the
-session is sealed is void. Driven by the HTTP edge and the worker.
+- Each call is matched against the conversation, adds its new tokens to the token graph, and gets
+  one reply per choice: new generations, or the replies of an equal request.
+- SPENT, a session begins no new call, and running calls finish. SEALED, every call and every
+  waiting reader gets a SessionError 410, and replies that were not delivered are void.
+- A reply is in the graph before its last byte is sent.
 """
 
 import asyncio
 import enum
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.heap import note_freed
-from rollmesh.core.types import SamplingParams
-from rollmesh.runtime.answers import Answers, no_such
-from rollmesh.runtime.chat import ChatMessage
-from rollmesh.runtime.deltas import Answer
-from rollmesh.runtime.diary import NO_DIARY, Diary
-from rollmesh.runtime.echoes import find_shown
+from rollmesh.core.types import FieldPolicy, ForkRow, NodeRow, SamplingParams
+from rollmesh.runtime.chat import Answer, ChatMessage, Turn
+from rollmesh.runtime.conversation import Conversation, Prompt, as_message, find_shown, shared_tools
 from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.graph import Path
-from rollmesh.runtime.holdings import Holdings, Prompt, shared_tools
-from rollmesh.runtime.kit import SessionAsk, SessionKit
-from rollmesh.runtime.plan import lead_of, plan_of
-from rollmesh.runtime.record import SessionRecord, record_of
-from rollmesh.runtime.redo import Past
-from rollmesh.runtime.reply import (
+from rollmesh.runtime.generation_events import GenerationRequest, fall_back
+from rollmesh.runtime.images import ImageRef
+from rollmesh.runtime.message_trie import NO_NODE, MessageNode
+from rollmesh.runtime.replies import (
     RETRY_AFTER_S,
     VOID_FINISH,
+    Answers,
     Reply,
     ReplyHead,
     ReplySource,
     ReplyState,
+    ReplyTable,
     failure_of,
+    no_such,
     sampled_of,
 )
-from rollmesh.runtime.reply_table import ReplyTable
-from rollmesh.runtime.sampled import fall_back
-from rollmesh.runtime.spot import NO_NODE, Spot
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.restore import RestoredState
+from rollmesh.runtime.sampling import derive_seed, resolve
+from rollmesh.runtime.session_deps import SessionDeps, SessionOptions
+from rollmesh.runtime.session_log import NO_DIARY, EventRecorder
+from rollmesh.runtime.token_graph import Path, branches_of
+
+
+class SamplingPlan(msgspec.Struct, frozen=True):
+    """The parameters of each choice of a call; choices differ only in their seeds."""
+
+    lead: tuple[int, ...]
+    choices: tuple[SamplingParams, ...]
+
+
+def lead_of(turn: Turn, ask: SessionOptions, deps: SessionDeps) -> tuple[int, ...]:
+    """Tokens that stand behind the prompt as context; none behind a raw one."""
+    if turn.is_raw or (turn.ask.grammar is None and turn.tool_choice.kind == "auto"):
+        return ()
+    is_free = ask.sampling.grammar.policy is not FieldPolicy.FORCE
+    grammar = turn.ask.grammar if is_free else None
+    return deps.prompts.lead(turn.tool_choice, grammar, turn.tools)
+
+
+def plan_sampling(
+    turn: Turn, num_prompt: int, call: int, ask: SessionOptions, deps: SessionDeps
+) -> SamplingPlan:
+    """What to sample behind `num_prompt` tokens, as the session's calls from number `call` on.
+
+    SessionError 400 where the context is full, or a token is none of the model's.
+    """
+    prompts, max_tokens = deps.prompts, deps.max_context_tokens
+    lead = lead_of(turn, ask, deps)
+    num_prompt += len(lead)
+    if num_prompt >= max_tokens:
+        raise SessionError(
+            400,
+            "context_length_exceeded",
+            f"This model's maximum context length is {max_tokens} tokens. "
+            f"However, your messages resulted in {num_prompt} tokens.",
+        )
+    bias = turn.ask.logit_bias
+    if bias and not all(0 <= token_id < prompts.vocab_size for token_id, _ in bias):
+        why = f"logit_bias: expected token ids from 0 to {prompts.vocab_size - 1}"
+        raise SessionError(400, "invalid_logit_bias", why)
+    ends = prompts.stop_token_ids
+    if turn.reads_calls and not turn.parallel_calls:
+        ends = (*ends, *prompts.call_end_ids)
+    choices = [
+        resolve(
+            ask.sampling,
+            turn.ask,
+            room_tokens=max_tokens - num_prompt,
+            derived_seed=derive_seed(ask.seed, ask.rollout_id.index, call + choice),
+            stop_token_ids=ends,
+            choice=choice,
+        )
+        for choice in range(turn.num_choices)
+    ]
+    return SamplingPlan(lead, tuple(choices))
+
+
+class SessionRecord(msgspec.Struct, frozen=True):
+    """The rows and arrays of a sealed session's graph, and the messages of its main branch."""
+
+    nodes: list[NodeRow]
+    token_ids: memoryview
+    """Bytes of int32: all nodes' tokens in row order."""
+    logprobs: memoryview
+    """Bytes of float32: the sampled nodes' in row order."""
+    engines: list[str]
+    """That sampled them; see RolloutRecord."""
+    messages: msgspec.Raw
+    """The main line's messages, a JSON array, for people."""
+    num_calls: int
+    forks: list[ForkRow]
+    images: dict[str, ImageRef]
+    """That its nodes show, by their digests; not read."""
+    healed: dict[str, int]
+    """Differences that did not fork, by kind."""
+
+    @property
+    def num_forks(self) -> int:
+        return len(self.forks)
+
+
+def record_of(
+    held: Conversation,
+    delivered: Collection[Reply],
+    num_calls: int,
+    parse: Callable[[Reply], Answer],
+) -> SessionRecord:
+    """The record of a session with these delivered replies; `parse` reads one of them."""
+    branches, nodes = branches_of(held.graph, held.root_kinds), held.graph.nodes
+    last = max(
+        delivered,
+        key=lambda reply: (branches[nodes[reply.node].root] == "main", reply.node),
+        default=None,
+    )
+    messages: list[bytes] = []
+    if last is not None:
+        line = held.history.raws_to(last.source.context)
+        messages = [*line, as_message(parse(last)).as_json()]
+    report = held.fork_report()
+    return SessionRecord(
+        nodes=held.graph.rows(branches),
+        token_ids=memoryview(held.graph.token_ids).cast("B"),
+        logprobs=memoryview(held.graph.logprobs).cast("B"),
+        engines=held.graph.engines,
+        messages=msgspec.Raw(b"[" + b",".join(messages) + b"]"),
+        num_calls=num_calls,
+        forks=report.forks,
+        images=dict(held.history.images),
+        healed=report.healed,
+    )
+
 
 OFF_LOOP_BYTES = 32 * 1024
 """Longer new text is tokenised in a thread, so that other calls go on."""
@@ -56,7 +162,7 @@ OVER_LIMIT = "session_over_limit"
 
 
 class SessionState(enum.Enum):
-    """See the module's drawing."""
+    """States of a session."""
 
     OPEN = "open"
     SPENT = "spent"
@@ -64,15 +170,31 @@ class SessionState(enum.Enum):
 
 
 class Session:
-    """See the module."""
+    """The calls, tokens and replies of one rollout."""
 
     __slots__ = (
-        "__weakref__", "_ask", "_held", "_kit", "_min_policy_version", "_replies",
-        "_sealed_because", "answers", "diary", "engine_fault", "num_calls", "num_fell_back",
-        "rollout_id", "sampling", "session_id", "spent_because", "state",
+        "__weakref__",
+        "_ask",
+        "_deps",
+        "_held",
+        "_min_policy_version",
+        "_replies",
+        "_sealed_because",
+        "answers",
+        "engine_fault",
+        "num_calls",
+        "num_fell_back",
+        "recorder",
+        "rollout_id",
+        "sampling",
+        "session_id",
+        "spent_because",
+        "state",
     )  # fmt: skip
 
-    def __init__(self, ask: SessionAsk, kit: SessionKit, past: Past | None = None) -> None:
+    def __init__(
+        self, ask: SessionOptions, deps: SessionDeps, past: RestoredState | None = None
+    ) -> None:
         """With a `past` it goes on from there."""
         self.session_id = ask.session_id
         self.rollout_id = ask.rollout_id
@@ -87,12 +209,12 @@ class Session:
         self.sampling: list[Reply] = []
         """Replies whose tokens are not in the graph yet."""
         self._ask = ask
-        self._kit = kit
-        self.diary = Diary(ask.scribe) if ask.scribe else NO_DIARY
-        self._held: Holdings | None = None
+        self._deps = deps
+        self.recorder = EventRecorder(ask.event_writer) if ask.event_writer else NO_DIARY
+        self._held: Conversation | None = None
         """Made by the first call: most sessions of a large run wait for theirs."""
         self._replies = ReplyTable()
-        self.answers = Answers(ask.session_id, kit.prompts)
+        self.answers = Answers(ask.session_id, deps.prompts)
         self._sealed_because = ""
         self._min_policy_version = ask.min_policy_version
         if past is not None:
@@ -107,11 +229,14 @@ class Session:
         """
         if (replies := self._known(turn)) is not None:
             return replies
-        self.diary.check()
+        self.recorder.check()
         if (siblings := self._replies.newest(turn.digest)) is not None:
-            return self._start(turn, self._holdings.again(siblings[0].source.context))
-        if self._held is None and (opening := self._kit.openings.find(turn)) is not None:
-            return self._start(turn, self._holdings.begin(opening))
+            return self._start(turn, self._conversation.again(siblings[0].source.context))
+        if (
+            self._held is None
+            and (shared_prefix := self._deps.shared_prefixes.find(turn)) is not None
+        ):
+            return self._start(turn, self._conversation.begin(shared_prefix))
         turn = self._spelled_out(turn)
         prompt = await self._build(turn)
         # Other calls may have gone on meanwhile; what they changed decides.
@@ -125,9 +250,9 @@ class Session:
         SessionError as `attach`, but for the overflow.
         """
         self._check_open()
-        held = self._holdings
+        held = self._conversation
         prompt = await self._build(self._spelled_out(turn))
-        return held.num_tokens(prompt) + len(lead_of(turn, self._ask, self._kit))
+        return held.num_tokens(prompt) + len(lead_of(turn, self._ask, self._deps))
 
     def finish(self, reply: Reply) -> Answer:
         """What an ended reply says; commits it first. SessionError where it has no good end."""
@@ -144,13 +269,13 @@ class Session:
         reply.answer = None
         if reply.state is ReplyState.COMMITTED:
             for node in self._replies.delivered(reply):
-                self._holdings.graph.nodes[node].superseded = True
-            self.diary.delivered(reply)
+                self._conversation.graph.nodes[node].superseded = True
+            self.recorder.delivered(reply)
 
     def left(self, reply: Reply) -> None:
         """A connection reads `reply` no more."""
         reply.leave()
-        self.diary.left(reply)
+        self.recorder.left(reply)
 
     def node_of(self, name: int | str) -> int:
         """The node of the answer with this ReplyHead.id, or with this very number.
@@ -179,7 +304,7 @@ class Session:
             self._void(reply)
         for replies in self._replies.all():
             self._withdraw(replies)
-        for told in self._kit.on_sealed:
+        for told in self._deps.on_sealed:
             told(self.rollout_id)
 
     def reopen(self) -> None:
@@ -193,7 +318,7 @@ class Session:
         `truncated` for this reason, whatever its agent makes of that. Idempotent."""
         if self.state is SessionState.OPEN:
             self.state, self.spent_because = SessionState.SPENT, reason
-            self.diary.noted(self.engine_fault, self.spent_because)
+            self.recorder.noted(self.engine_fault, self.spent_because)
 
     def fork_report(self) -> ForkReport:
         """Where histories did not extend what was sampled, and what was healed instead."""
@@ -203,7 +328,7 @@ class Session:
         """What the rollout leaves behind; the session must be sealed."""
         assert self.state is SessionState.SEALED
         delivered = [r for rs in self._replies.all() for r in rs if r.state is ReplyState.DELIVERED]
-        return record_of(self._holdings, delivered, self.num_calls, self.answers.read)
+        return record_of(self._conversation, delivered, self.num_calls, self.answers.read)
 
     def forget(self) -> None:
         """Let go of everything, at once and without the garbage collector; after the record."""
@@ -211,7 +336,7 @@ class Session:
         note_freed(self.held_bytes)
         if self._held is not None:
             self._held.history.forget()
-        self._held, self.diary, self._replies = None, NO_DIARY, ReplyTable()
+        self._held, self.recorder, self._replies = None, NO_DIARY, ReplyTable()
         self.answers.forget()
 
     def held(self) -> dict[str, int]:
@@ -226,14 +351,14 @@ class Session:
     # a call
 
     @property
-    def _holdings(self) -> Holdings:
+    def _conversation(self) -> Conversation:
         if self._held is None:
-            self._held = Holdings(self._kit.prompts, self._kit.rotating)
+            self._held = Conversation(self._deps.prompts, self._deps.rotating)
         return self._held
 
     async def _build(self, turn: Turn) -> Prompt:
         """The new tokens of a turn's prompt; of a long text in a thread."""
-        held = self._holdings
+        held = self._conversation
         if turn.is_raw:
             if len(turn.prompt_text or "") <= OFF_LOOP_BYTES:
                 return held.build_raw(turn)
@@ -256,9 +381,9 @@ class Session:
 
     def _find_answer(self, reply_id: str) -> ChatMessage | None:
         node = self.answers.node_of(reply_id)
-        history = self._holdings.history
-        spot = history.answer_at(node) if node != NO_NODE else None
-        return history.read(spot) if spot else None
+        history = self._conversation.history
+        message_node = history.answer_at(node) if node != NO_NODE else None
+        return history.read(message_node) if message_node else None
 
     def _check_open(self) -> None:
         if self.state is SessionState.SEALED:
@@ -283,16 +408,19 @@ class Session:
                 self._void(reply)
             elif reply.state is ReplyState.COMMITTED:
                 reply.state = ReplyState.VOID
-                self._holdings.graph.nodes[reply.node].finish_reason = VOID_FINISH
+                self._conversation.graph.nodes[reply.node].finish_reason = VOID_FINISH
 
     def _start(self, turn: Turn, prompt: Prompt) -> tuple[Reply, ...]:
         self._check_turns(turn.num_choices)
-        held = self._holdings
-        plan = plan_of(turn, held.num_tokens(prompt), self.num_calls, self._ask, self._kit)
-        told = self.diary.telling(held)
+        held = self._conversation
+        plan = plan_sampling(turn, held.num_tokens(prompt), self.num_calls, self._ask, self._deps)
+        told = self.recorder.telling(held)
         context = held.hold(prompt, self.num_calls)
-        if self.num_calls == 0 and (opening := held.opening(prompt, context)) is not None:
-            self._kit.openings.keep(turn, opening)
+        if (
+            self.num_calls == 0
+            and (shared_prefix := held.shared_prefix(prompt, context)) is not None
+        ):
+            self._deps.shared_prefixes.keep(turn, shared_prefix)
         source = ReplySource(
             context,
             held.lead_to(context.node, plan.lead),
@@ -304,15 +432,15 @@ class Session:
         )
         replies = tuple([self._sample(turn, source, p, n) for n, p in enumerate(plan.choices)])
         self._replies.put(turn.digest, replies)
-        self.diary.begun(turn, prompt, replies, told)
-        if (num_bytes := self.held_bytes) > self._kit.max_session_bytes:
-            self.end_early(self._kit.over_limit(num_bytes))
+        self.recorder.begun(turn, prompt, replies, told)
+        if (num_bytes := self.held_bytes) > self._deps.max_session_bytes:
+            self.end_early(self._deps.over_limit(num_bytes))
         return replies
 
     def _check_turns(self, num_choices: int) -> None:
         """SessionError 429 if that many more turns are too many; those that have ended, and are not
         read yet, do not count."""
-        limit = self._kit.max_turns_at_once
+        limit = self._deps.max_turns_at_once
         if len(self.sampling) + num_choices <= limit:
             return
         num_turns = sum(not reply.is_ended for reply in self.sampling)
@@ -324,9 +452,9 @@ class Session:
     def _sample(
         self, turn: Turn, source: ReplySource, params: SamplingParams, choice: int
     ) -> Reply:
-        held, kit = self._holdings, self._kit
+        held, deps = self._conversation, self._deps
         name = self.answers.begin()
-        generation = kit.sampler.start(
+        generation = deps.sampler.start(
             GenerationRequest(
                 generation_id=name,
                 session_key=self.session_id,
@@ -340,10 +468,10 @@ class Session:
             )
         )
         self.num_calls += 1
-        kit.totals.num_calls += 1
+        deps.totals.num_calls += 1
         head = ReplyHead(
             id=name,
-            created_s=int(kit.clock.unix_s()),
+            created_s=int(deps.clock.unix_s()),
             num_prompt_tokens=held.graph.depth_of(source.node),
             reads_calls=turn.reads_calls,
             params=params,
@@ -356,14 +484,14 @@ class Session:
         self.sampling.append(reply)
         return reply
 
-    def _spot_named(self, reply_id: str) -> Spot | None:
+    def _spot_named(self, reply_id: str) -> MessageNode | None:
         """The answer with this id; None for no id. SessionError 400 if there is none such."""
         if not reply_id:
             return None
-        spot = self._holdings.history.answer_at(self.node_of(reply_id))
-        if spot is None:
+        message_node = self._conversation.history.answer_at(self.node_of(reply_id))
+        if message_node is None:
             raise no_such(reply_id)
-        return spot
+        return message_node
 
     # a reply's end
 
@@ -395,7 +523,7 @@ class Session:
             reply.failure = failure_of(generation.error)
             if isinstance(generation.error, EngineUnavailable):
                 self.engine_fault = str(generation.error)
-                self.diary.noted(self.engine_fault, self.spent_because)
+                self.recorder.noted(self.engine_fault, self.spent_because)
         if len(generation.token_ids):
             self._enter(reply, VOID_FINISH)
             if self.state is not SessionState.SEALED:
@@ -403,26 +531,26 @@ class Session:
         else:
             self.sampling.remove(reply)
             reply.settle(NO_NODE)
-            self.diary.ended(reply, None)
+            self.recorder.ended(reply, None)
         self._withdraw(self._replies.pop(reply.source.digest))
 
     def _enter(self, reply: Reply, finish_reason: str) -> None:
         sampled = sampled_of(reply, finish_reason)
-        reply.settle(self._holdings.graph.add_sampled(reply.source.node, sampled))
+        reply.settle(self._conversation.graph.add_sampled(reply.source.node, sampled))
         self.sampling.remove(reply)
-        self._kit.totals.num_tokens += len(sampled.token_ids)
+        self._deps.totals.num_tokens += len(sampled.token_ids)
         last, num_falls = fall_back(sampled.policy_versions, reply.head.min_policy_version)
         self.num_fell_back += num_falls
         self._min_policy_version = last if num_falls else max(self._min_policy_version, last)
-        self.diary.ended(reply, sampled)
+        self.recorder.ended(reply, sampled)
 
     def _hold_answer(self, reply: Reply, answer: Answer) -> None:
         is_void = reply.state is ReplyState.VOID
-        self._holdings.hold_answer(reply.source, answer, reply.node, is_void)
+        self._conversation.hold_answer(reply.source, answer, reply.node, is_void)
         if not is_void:
             self.answers.put(reply)
 
-    def _regain(self, past: Past) -> None:
+    def _regain(self, past: RestoredState) -> None:
         self._held, self._replies, self.answers = past.held, past.replies, past.answers
         self.num_calls, self._min_policy_version = past.num_calls, past.min_policy_version
         self.num_fell_back = past.num_fell_back

@@ -30,8 +30,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from rollmesh.core.errors import MissReason, WireError
-from rollmesh.wire.frames import UNREADABLE
+from rollmesh.core.errors import DECODE_ERRORS, MissReason, WireError
 
 PROTOCOL: Final = 1
 """Raised when a message changes other than by a field appended with a default."""
@@ -196,7 +195,7 @@ def decode_ask(header: bytes) -> Ask:
     """What a consumer said; WireError on anything else."""
     try:
         return _asks.decode(header)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"not an ask: {error}") from None
 
 
@@ -204,7 +203,7 @@ def decode_answer(header: bytes) -> Answer:
     """What an owner said; WireError on anything else."""
     try:
         return _answers.decode(header)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"not an answer: {error}") from None
 
 

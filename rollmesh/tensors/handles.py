@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import msgspec
 import numpy as np
 
-from rollmesh.core.errors import WireError
-from rollmesh.wire.frames import UNREADABLE
+from rollmesh.core.errors import DECODE_ERRORS, WireError
 
 if TYPE_CHECKING:
     from rollmesh.tensors.torch_bridge import ReadOnlyTensor
@@ -112,7 +111,7 @@ def unpack(buffer: bytes | bytearray | memoryview) -> list[RTensor]:
     """The inverse of `pack`; WireError in one line on anything else."""
     try:
         packed = _decoder.decode(buffer)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"not a pack of handles: {error}") from None
     if packed.layout != PACK_LAYOUT:
         raise WireError(f"handles are packed in layout {packed.layout}, we read {PACK_LAYOUT}")

@@ -19,8 +19,8 @@ from rollmesh.core.types import (
     Task,
     VersionRun,
 )
-from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, Unopened
-from rollmesh.serve.client.entries import Again, GroupParted
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, StoredResult, Unopened
+from rollmesh.serve.client.journal_entries import Again, GroupParted
 
 PROMPT = (7, 8, 9)
 ANSWER = (1, 2)
@@ -86,7 +86,7 @@ class ScriptedClient:
 
     def open(self, arrival: Unopened) -> Arrival:
         """Of an earlier life's: what stands at its place on the disk, which is `filed`."""
-        assert isinstance(arrival, Filed)
+        assert isinstance(arrival, StoredResult)
         return self.filed[arrival.position]
 
     def hand_out(self, position: int) -> None:

@@ -100,7 +100,9 @@ class ScriptedEngine:
         self.update_is_idle = False
         """Weight updates claim success and change nothing but the label."""
         self.max_running = 0
-        """What it reports as the number of requests that it runs at a time; it runs all."""
+        """The limit of running requests that it reports and does not keep; 0 for none."""
+        self.api_key = ""
+        """If set, requests without it are refused with 401, and are not in `seen`."""
         self.num_deaf_aborts = 0
         """So many aborts do nothing, as one does that comes before its request."""
         self.is_paused = False
@@ -217,6 +219,8 @@ class ScriptedEngine:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         raw = await request.content.read()  # of any length
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return _json({"error": "Unauthorized"}, 401)
         body = orjson.loads(raw) if raw else {}
         self.seen.append(SeenRequest(request.path, body))
         await self._notify()

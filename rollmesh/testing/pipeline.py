@@ -29,7 +29,7 @@ from rollmesh.core.types import SamplingParams
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerParts
 from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import FleetAnswered, FleetChanged, ReadFleet

@@ -13,6 +13,7 @@ from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import (
     Action,
     Event,
+    Generation,
     GenerationMachine,
     GenerationState,
 )
@@ -26,8 +27,7 @@ from rollmesh.runtime.generation_events import (
     StartLeg,
     StopMatcher,
 )
-from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.machine import Ticked
 

@@ -25,7 +25,7 @@ from rollmesh.core.errors import JournalError, NoRoom, RankGone, UserError, kind
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
-from rollmesh.serve.client.entries import NOT_COUNTED, StepTaken
+from rollmesh.serve.client.journal_entries import NOT_COUNTED, StepTaken
 from rollmesh.serve.client.samples import sibling_rewards
 from rollmesh.trainer.books.records import lives_of, share, write_summary
 from rollmesh.trainer.learning.advantages import are_equal

@@ -23,9 +23,7 @@ from rollmesh.core.errors import CallFailed, NoRoom, SavepointError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import Branch, Json
 from rollmesh.engine.in_memory import Part
-from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.sample_memory import arrays_in
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import Sample, SampledRun, arrays_in
 from rollmesh.tensors.handles import RTensor
 from rollmesh.tensors.plane import use
 from rollmesh.tensors.segment import SHARED_MEMORY

@@ -10,7 +10,7 @@ import time
 import msgspec
 
 from rollmesh.core.errors import UserError
-from rollmesh.serve.client.entries import StateSaved, num_in
+from rollmesh.serve.client.journal_entries import StateSaved, num_in
 from rollmesh.trainer.parts import Parts
 from rollmesh.trainer.savepoints.due import Due
 from rollmesh.trainer.savepoints.shelf import CHECKPOINT, Saved

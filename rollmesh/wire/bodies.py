@@ -10,9 +10,9 @@ ends: clients and workers.
 
 import msgspec
 
-from rollmesh.core.errors import WireError
+from rollmesh.core.errors import DECODE_ERRORS, WireError
 from rollmesh.core.types import GroupRecord
-from rollmesh.wire.frames import UNREADABLE, Buffer
+from rollmesh.wire.frames import Buffer
 from rollmesh.wire.messages import GroupAsk
 
 MAX_ASK_BYTES = 32 * 2**20
@@ -41,7 +41,7 @@ def decode_ask(body: Buffer) -> GroupAsk:
     """The inverse of `encode_ask`; WireError on anything else."""
     try:
         return _ask_decoder.decode(body)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"not a group's ask: {error}") from None
 
 
@@ -54,5 +54,5 @@ def decode_record(body: Buffer) -> GroupRecord:
     """The inverse of `encode_record`; WireError on anything else."""
     try:
         return _record_decoder.decode(body)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"not a group's record: {error}") from None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.core.errors import WireError
+from rollmesh.core.errors import DECODE_ERRORS, WireError
 from rollmesh.wire.messages import AnyMessage
 
 PROTOCOL = 1
@@ -25,10 +25,6 @@ Buffer = bytes | bytearray | memoryview
 
 MAX_SAID = 200
 """Characters of an error's text that may quote a peer."""
-
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises on bytes from outside: besides its own errors also text that is not UTF-8 and
-nesting without end."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -99,7 +95,7 @@ def decode(frames: Sequence[Buffer]) -> Packet:
         raise WireError(f"{len(frames)} frames where a header and a body belong")
     try:
         envelope = _envelopes.decode(frames[0])
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(_foreign(frames[0]) or f"not a header: {error}") from None
     if envelope.protocol != PROTOCOL:
         raise WireError(_foreign(frames[0]))
@@ -123,7 +119,7 @@ def _foreign(header: Buffer) -> str:
     """That a header is of another protocol, whose messages we need not be able to read; or ''."""
     try:
         protocol = _fronts.decode(header).protocol
-    except UNREADABLE:
+    except DECODE_ERRORS:
         return ""
     same = protocol == PROTOCOL
     return "" if same else f"the peer speaks protocol {protocol}, we speak {PROTOCOL}"

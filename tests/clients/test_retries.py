@@ -19,11 +19,11 @@ from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.legs import Sampler, SamplerParts
-from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.reply import RETRY_AFTER_S
+from rollmesh.runtime.replies import RETRY_AFTER_S
+from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.testing.agent_engine import Say, steps

@@ -14,10 +14,9 @@ import pytest
 from rollmesh.core.types import Grammar, SamplingParams
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation import Generation, GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.legs import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerParts
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 from tests.contract.engines import WAIT_S, EngineUnderContract
 

@@ -15,8 +15,8 @@ from rollmesh.core.types import SamplingParams
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.generation_view import Generation
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.events import Probe
 from tests.contract.engines import EngineUnderContract

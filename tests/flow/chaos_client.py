@@ -16,7 +16,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.journal import Journal
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, Finished, RolloutClient
-from rollmesh.serve.client.entries import AnyEntry, GroupAsked, GroupBooked, GroupKept
+from rollmesh.serve.client.journal_entries import AnyEntry, GroupAsked, GroupBooked, GroupKept
 
 GROUP_SIZE = 2
 JOURNAL = msgspec.msgpack.Decoder(AnyEntry)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.serve.client.results import RESULTS, Row
+from rollmesh.serve.client.evaluation_files import RESULTS, Row
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from tests.flow.worker_mesh import LOOK_S, PATIENCE_S, TURNS

@@ -13,7 +13,7 @@ import pytest
 from rollmesh.core.errors import DeadlineExceeded, Overloaded
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
-from rollmesh.serve.client.calls import AsyncRolloutClient
+from rollmesh.serve.client.async_client import AsyncRolloutClient
 from rollmesh.serve.client.client import Finished
 from tests.flow.worker_mesh import PATIENCE_S, TURNS, Mesh, open_mesh
 

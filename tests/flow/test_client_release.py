@@ -14,8 +14,8 @@ import pytest
 from rollmesh.core.errors import EnvFailed, GroupIncomplete
 from rollmesh.core.types import Task
 from rollmesh.serve.client.asks import Asked
-from rollmesh.serve.client.calls import AsyncRolloutClient
-from rollmesh.serve.client.sync import SyncRolloutClient
+from rollmesh.serve.client.async_client import AsyncRolloutClient
+from rollmesh.serve.client.sync_client import SyncRolloutClient
 from rollmesh.wire.messages import AskGroup, CancelGroup, GroupFailed
 from rollmesh.wire.sockets import Dialer
 from tests.leftovers import MARK, assert_none_left, leftovers

@@ -281,3 +281,11 @@ def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: Househ
     open_plane = msgspec.structs.replace(plan(1), plane=PlaneSpec(bind="tcp://0.0.0.0:0"))
     with pytest.raises(AddressError, match=r"0\.0\.0\.0"):
         TrainController(open_plane, home)
+
+
+def test_rows_that_are_released_shortly_after_a_call_are_no_leak(
+    plane: Plane, pairs: TrainController
+) -> None:
+    rows = pairs.take(plane.remotize([torch.ones(8), torch.ones(8)]), 90)
+    pairs.call("sums.keep_briefly", rows)
+    assert pairs.end_step(90).leaks == ()

@@ -17,7 +17,7 @@ from rollmesh.core.published import WeightsProbe, leave_probe
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.member import adapter_name
-from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.generation import Generation
 from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token
 from rollmesh.wire.fleet import EnginePhase
 from rollmesh.wire.scheduling import WorkerPhase

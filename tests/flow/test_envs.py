@@ -22,12 +22,12 @@ from rollmesh.engine.view import FleetView
 from rollmesh.envs.env import Endpoint, Env
 from rollmesh.envs.loading import load_env
 from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.serve.client.results import RESULTS, Row
+from rollmesh.serve.client.evaluation_files import RESULTS, Row
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.testing.agent_engine import Say, Script, ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine

@@ -29,13 +29,13 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.sampler import Sampler, SamplerParts
 from rollmesh.runtime.scopes import OpenSession
-from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.serve.client.samples import Sample, cut
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model

@@ -8,7 +8,7 @@ import pytest
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.serve.client.sample_memory import lay_plainly
+from rollmesh.serve.client.samples import lay_plainly
 from rollmesh.tensors.plane import current
 from rollmesh.tensors.store import StorageStats
 from rollmesh.testing.client import ScriptedClient

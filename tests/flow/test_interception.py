@@ -17,11 +17,11 @@ from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.legs import Sampler, SamplerParts
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.sampler import Sampler, SamplerParts
 from rollmesh.runtime.scopes import OpenSession
+from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.interception.ending import ExchangeState

@@ -25,8 +25,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from rollmesh.core.process import Ready
 from rollmesh.core.run_state import RunRecord, RunState
 from rollmesh.core.types import EVAL_SAMPLING, ErrorPlace
-from rollmesh.serve.client.plan import Plan, write_plan
-from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.evaluation_files import Plan, Row, write_plan
 from rollmesh.serve.client.scores import report_of
 from rollmesh.testing.run_folder import FakeRun
 from tests.flow.demo import start

@@ -14,16 +14,14 @@ import psutil
 import pytest
 
 from rollmesh.core.process import INTERRUPTED, USAGE
-from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.flow.demo import follow, read
 from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, handed_over
 from tests.flow.test_update import Process
 from tests.flow.trained_mesh import Story
+from tests.flow.trained_mesh import model as model  # the fixture
 from tests.flow.worker_mesh import look_until
 
 NUM_STEPS = 5
@@ -33,14 +31,6 @@ EXACT = 1e-3
 FEW: dict[str, Any] = {**RUN["trainer"], "num_steps": 2}
 MANY: dict[str, Any] = {**RUN["trainer"], "num_steps": 40}
 """Its trainer is still at work when a test that has seen the second step kills it."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny one with random weights."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_model(folder, texts_of(GuessEnv()), TinyShape(), seed=0)
-    return folder
 
 
 @pytest.fixture

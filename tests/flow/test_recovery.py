@@ -14,9 +14,8 @@ import pytest
 
 from rollmesh.core.process import OK
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
 from tests.flow.trained_mesh import Story, TrainedMesh
+from tests.flow.trained_mesh import model as model  # the fixture
 
 NUM_KILLS = 5
 MOST_STEPS = 4
@@ -24,14 +23,6 @@ MOST_STEPS = 4
 LONGEST_PAUSE_S = 0.4
 """Between the last of them and the kill: of a step's length, or of a trainer's beginning."""
 CURVE = ("loss", "entropy", "kl", "grad_norm", "success", "reward", "num_tokens", "age_histogram")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny one with random weights."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_model(folder, texts_of(GuessEnv()), TinyShape(), seed=0)
-    return folder
 
 
 @pytest.fixture

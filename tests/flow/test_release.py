@@ -29,27 +29,24 @@ from rollmesh.engine.leg import LegRequest
 from rollmesh.envs.calls import Calls
 from rollmesh.envs.chat import ChatClient, Message
 from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
-from rollmesh.runtime.assembly import new_runtime
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.graph import TokenGraph
-from rollmesh.runtime.history import History
-from rollmesh.runtime.holdings import Holdings
-from rollmesh.runtime.loans import Loan
-from rollmesh.runtime.record import SessionRecord
-from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.reply import Reply
-from rollmesh.runtime.scopes import Scope
-from rollmesh.runtime.session import Session
-from rollmesh.runtime.spot import Spot
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.chat import Turn
+from rollmesh.runtime.conversation import Conversation
+from rollmesh.runtime.generation import Generation
+from rollmesh.runtime.history import MessageHistory
+from rollmesh.runtime.message_trie import MessageNode
+from rollmesh.runtime.registry import Runtime, new_runtime
+from rollmesh.runtime.replies import Reply
+from rollmesh.runtime.scopes import Loan, Scope
+from rollmesh.runtime.session import Session, SessionRecord
+from rollmesh.runtime.token_graph import TokenGraph
 from rollmesh.serve.interception.counts import add_edge
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.serve.interception.exchange import Exchange
 from rollmesh.serve.interception.request import Request
 from rollmesh.serve.server.groups import Payload
-from rollmesh.serve.server.outbox import Parcel
-from rollmesh.serve.server.rollouts import Played, Stage
+from rollmesh.serve.server.outbox import PendingResult
+from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext
 from rollmesh.serve.server.worker import Worker, WorkerSettings
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
@@ -82,9 +79,20 @@ class Tool:
 
 
 OF_A_ROLLOUT = (
-    *(Scope, Loan, Session, Holdings, History, TokenGraph, Spot, Reply, Generation, Turn),
+    *(
+        Scope,
+        Loan,
+        Session,
+        Conversation,
+        MessageHistory,
+        TokenGraph,
+        MessageNode,
+        Reply,
+        Generation,
+        Turn,
+    ),
     *(Exchange, Request, Blob, LegRequest, SessionRecord, RolloutRecord, GroupRecord),
-    *(Played, Payload, Parcel, Transcript, Sibling, Endpoint, Tool),
+    *(RolloutResult, Payload, PendingResult, Transcript, Sibling, Endpoint, Tool),
 )
 NEVER_SEEN = {Turn, SessionRecord, GroupRecord, LegRequest}  # made and read without a pause
 PASSING = (Generation, Request)
@@ -322,7 +330,9 @@ async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
         stack.push_async_callback(env.close)
         mesh = Mesh(env, runtime, worker, router)
         calls = Calls(grace_s=0.1)
-        stage = Stage(env, runtime, f"{address}/v1", "policy", config.worker, SystemClock(), calls)
+        stage = WorkerContext(
+            env, runtime, f"{address}/v1", "policy", config.worker, SystemClock(), calls
+        )
         worker.begin(stage)
         stop = asyncio.Event()
         serving = asyncio.create_task(worker.serve(stop))

@@ -12,6 +12,7 @@ import pytest
 from rollmesh.launch.folder import read_pids
 from tests.flow.demo import follow, read, start
 from tests.flow.trained_mesh import Story
+from tests.flow.worker_mesh import look_until
 
 SETTINGS = {"trainer.num_steps": 10_000, "trainer.checkpoint_steps": 3, "publish.lease_s": 3.0}
 """More steps than are done before a kill, however fast the machine."""
@@ -42,6 +43,7 @@ def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path
         until(run, 2)
         os.kill(pids(run)["trainer"], signal.SIGKILL)
         next(follow(run / "recoveries.jsonl"))
+        look_until(lambda: list((run / "savepoints").glob("*-step-*")))
         processes = [psutil.Process(each) for each in pids(run).values() if psutil.pid_exists(each)]
         os.kill(pids(run)["launch"], signal.SIGKILL)
         ended(process)

@@ -26,7 +26,7 @@ from rollmesh.core.config import load_config
 from rollmesh.core.inventory import Inventory
 from rollmesh.core.process import listen
 from rollmesh.runtime import blobs
-from rollmesh.runtime.generation_view import Generation
+from rollmesh.runtime.generation import Generation
 from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.book import SessionBook
 from rollmesh.serve.interception.capture import Opened, SessionWish
@@ -136,7 +136,7 @@ def ours() -> Counter[str]:
     gc.collect()
     names = (f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
     rooms = ("rollmesh.runtime.", "rollmesh.serve.")
-    return Counter(n for n in names if n.startswith(rooms) and ".openings." not in n)
+    return Counter(n for n in names if n.startswith(rooms) and ".shared_prefixes." not in n)
 
 
 @pytest.mark.parametrize("capturing", [captured_in_tokens, captured_by_relay])

@@ -22,8 +22,8 @@ from rollmesh.core.process import Ready
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.generation_view import Generation
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.events import Probe

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.serve.client.results import RESULTS, Row
+from rollmesh.serve.client.evaluation_files import RESULTS, Row
 from rollmesh.serve.client.trajectories import TRAJECTORIES
 from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
 from rollmesh.testing.engine import ScriptedEngine

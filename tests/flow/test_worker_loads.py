@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.client.client import Dropped, Finished
-from rollmesh.serve.router.pids import CAUSE
+from rollmesh.serve.router.process import CAUSE
 from tests.flow.worker_mesh import PATIENCE_S, Mesh, ask, ended, open_mesh, take
 
 

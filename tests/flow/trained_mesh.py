@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.ids import GroupId
 from rollmesh.core.journal import Journal
 from rollmesh.core.process import Ready
 from rollmesh.core.types import Task
+from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_addresses
 from rollmesh.launch.plan import plan_serving
-from rollmesh.serve.client.entries import AnyEntry, GroupAsked, Published, StepTaken
+from rollmesh.serve.client.journal_entries import AnyEntry, GroupAsked, Published, StepTaken
+from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
+from rollmesh.trainer.models.warmstart import texts_of
 from rollmesh.wire.bodies import decode_ask
 
 HERE = Path(__file__).parent
@@ -46,6 +50,14 @@ SETTINGS = {
         "max_logprob_gap": 1.0,
     },
 }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with random weights, for the tests that import this."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    write_tiny_model(folder, texts_of(GuessEnv()), TinyShape(), seed=0)
+    return folder
 
 
 class TrainedMesh:

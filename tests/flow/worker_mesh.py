@@ -25,6 +25,7 @@ from rollmesh.testing.engine import NextToken, ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import Keys
 from rollmesh.wire.messages import (
     AskGroup,
     ClientBeat,
@@ -183,9 +184,9 @@ class Mesh:
         """Why it left, as it has logged."""
         return last_reason(self.folder / "mesh" / "logs" / f"{worker_id}.log")
 
-    def client(self) -> RolloutClient:
+    def client(self, keys: Keys | None = None) -> RolloutClient:
         folder = self.folder / "client"
-        client = RolloutClient(self.router.ready.address, JournalConfig(), folder)
+        client = RolloutClient(self.router.ready.address, JournalConfig(), folder, keys)
         client.start()
         self._stack.callback(client.close)
         return client

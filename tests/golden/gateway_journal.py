@@ -1,10 +1,10 @@
-"""What the entries and deeds of a gateway's journal look like, and the file that freezes that.
+"""The format of a gateway's journal, and the file that freezes it.
 
-    python -m tests.golden.gateway_journal     writes gateway_journal.json anew; only together with
-                                               a new FORMAT
+    python -m tests.golden.gateway_journal     writes gateway_journal.json again; only together
+                                               with a new FORMAT
 
-Invariant: every field with its type and its default stands there, and no word of a docstring.
-Driven by test_gateway_journal.py.
+Every field is there with its type and its default. Class names and docstrings are no part of the
+format: `without_names` compares without them.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.runtime.deeds import AnyDeed
+from rollmesh.runtime.session_log import AnyDeed
 from rollmesh.serve.interception.archive.entries import FORMAT, AnyEntry
 from rollmesh.serve.interception.relay.deeds import RelayDeed
 
@@ -25,6 +25,25 @@ def shapes() -> dict[str, Any]:
     told = {name: _but_words(msgspec.json.schema(kind)) for name, kind in KINDS.items()}
     shape: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **told}))
     return shape
+
+
+def without_names(shape: dict[str, Any]) -> Any:
+    """A schema with each reference replaced by what it refers to."""
+    defs = shape.get("$defs", {})
+
+    def inlined(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inlined(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return inlined(defs[part["$ref"].rpartition("/")[2]])
+        found = {key: inlined(each) for key, each in part.items() if key not in ("$defs", "title")}
+        if "anyOf" in found:  # in the order of class names
+            found["anyOf"].sort(key=lambda each: msgspec.json.encode(each, order="sorted"))
+        return found
+
+    return inlined(shape)
 
 
 def _but_words(shape: Any, *, is_set: bool = False) -> Any:

@@ -16,7 +16,7 @@ from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBac
 from rollmesh.serve.interception.book import SessionBook
 from rollmesh.serve.interception.counts import add_blobs
 from rollmesh.serve.interception.request import Request
-from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.status import figures_of, status_of
 from rollmesh.serve.server.worker import Worker, WorkerSettings
 from rollmesh.testing.model_folder import write_model_folder
@@ -49,7 +49,7 @@ def of_gateway(backend: Backend) -> Iterable[Figure]:
 
 
 def of_router() -> Iterable[Figure]:
-    return figures_of(status_of("i1", Ledger(RouterConfig(), 0.0), FleetChanged(1, ()), {}))
+    return figures_of(status_of("i1", GroupScheduler(RouterConfig(), 0.0), FleetChanged(1, ()), {}))
 
 
 async def all_figures(folder: Path) -> dict[str, list[Figure]]:

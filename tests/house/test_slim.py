@@ -57,7 +57,7 @@ def test_who_owns_tensors_and_makes_none_never_loads_torch() -> None:
 
 def test_who_asks_for_rollouts_never_loads_torch() -> None:
     names = modules_of("serve/client")
-    assert "rollmesh.serve.client.sample_memory" in names
+    assert "rollmesh.serve.client.samples" in names
     assert heavy_imports(names, ["torch", "transformers", "ray"]) == {}
 
 

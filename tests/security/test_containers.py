@@ -1,5 +1,7 @@
 """The worker's container of docker/compose.yaml, run by podman: rights, programs, end."""
 
+import functools
+import operator
 import os
 import re
 import secrets
@@ -11,16 +13,15 @@ import psutil
 import pytest
 
 from rollmesh.cli.main import main
-from rollmesh.core.config import JournalConfig, WorkerConfig
+from rollmesh.core.config import WorkerConfig
 from rollmesh.core.process import INTERRUPTED, OK
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.arrivals import Finished
-from rollmesh.serve.client.client import RolloutClient
 from rollmesh.wire.keys import KEYS_VARIABLE, read_keys
 from tests.flow.compose import read_compose
 from tests.flow.worker_mesh import Mesh, ask, open_mesh, take
 from tests.ports import free_ports
-from tests.security.podman import PYTHON, ServiceContainer, why_no_image
+from tests.security.podman import PYTHON, ServiceContainer, make_image, why_no_containers
 from tests.security.test_isolation import ATTACK, ENV
 
 WORKER = read_compose("compose.yaml").services["worker"]
@@ -33,8 +34,9 @@ SETUID_AND_SETGID = 1 << 7 | 1 << 6
 def _image() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may start containers with capabilities")
-    if why := why_no_image():
+    if why := why_no_containers():
         pytest.skip(why)
+    make_image()
 
 
 @pytest.fixture(params=[USER, 0])
@@ -61,11 +63,14 @@ def started() -> Iterator[list[ServiceContainer]]:
 
 
 def rights_of(pid: int) -> tuple[set[int], int]:
-    """User ids and capabilities of a process: effective, permitted, and of its bounding set."""
+    """User ids of a process, and the capabilities that it has or could get by any means."""
     text = Path(f"/proc/{pid}/status").read_text()
-    masks = re.findall(r"^Cap(?:Eff|Prm):\t(\w+)$", text, re.MULTILINE)
+    assert "\nNoNewPrivs:\t1\n" in text
+    masks = dict(re.findall(r"^Cap(\w+):\t(\w+)$", text, re.MULTILINE))
+    assert int(masks["Bnd"], 16) == SETUID_AND_SETGID
     uids = re.findall(r"^Uid:\t(.*)$", text, re.MULTILINE)[0].split()
-    return set(map(int, uids)), int(masks[0], 16) | int(masks[1], 16)
+    held = [int(masks[each], 16) for each in ("Eff", "Prm", "Inh", "Amb")]
+    return set(map(int, uids)), functools.reduce(operator.or_, held)
 
 
 def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, str]:
@@ -114,22 +119,20 @@ async def test_a_worker_s_container_keeps_no_rights_and_its_agents_reach_nothing
         container, env = attacked_worker(mesh, worker_keys)
         started.append(container)
         container.start()
-        router, keys = mesh.router.ready.address, read_keys()
-        client = RolloutClient(router, JournalConfig(), tmp_path / "client", keys)
-        client.start()
-        try:
-            ask(client, num_samples=2, env=env)
-            [arrival] = await take(client)
-        finally:
-            client.close()
+        client = mesh.client(read_keys())
+        ask(client, num_samples=2, env=env)
+        [arrival] = await take(client)
         assert isinstance(arrival, Finished), (arrival, container.logs())
         for rollout in arrival.record.rollouts:
             assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
             assert rollout.metrics.pop("uid") >= WorkerConfig().isolation_first_uid
             # Programs share the worker's network: its engine, and its metrics, which need no token.
-            expected = {"calls": 200, "answer": 0, "engine": 1.0, "router": 1.0, "metrics": 1.0}
+            expected = {"calls": 200, "answer": 0, "router": 1.0, "metrics": 1.0}
+            expected |= {"engine": 1.0, "weights": 1.0}
             assert (rollout.reward, rollout.metrics) == (0.0, expected)
         container.run("rollmesh", "healthy")
+        with pytest.raises(AssertionError, match="Read-only file system"):
+            container.run("touch", "/etc/rollmesh/made")
         pids = container.pids()
         rights = [rights_of(pid) for pid in pids]
         assert rights[0] == ({USER}, 0), "the worker, which is the container's first process"

@@ -13,7 +13,7 @@ GENERATE = "/generate"
 NUM_TURNS = 64
 NUM_PLACES = 8
 NUM_SENT = NUM_PLACES + 1
-"""What an engine gets that runs so many requests at a time: an eighth more."""
+"""Requests sent to an engine that runs NUM_PLACES at a time: an eighth more."""
 LONG = 100
 """Tokens: prompts of the second session are longer, those of the first are shorter."""
 

@@ -1,6 +1,7 @@
 """A harness program that tries to reach keys, siblings, the engine and the host."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,25 +11,30 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from rollmesh.core.config import JournalConfig
+from rollmesh.core.process import RECYCLED
 from rollmesh.core.types import Outcome
+from rollmesh.envs import spawner
 from rollmesh.envs.program import Command, run_program
 from rollmesh.envs.scratch import new_scratch
+from rollmesh.envs.spawning import ENDED
 from rollmesh.serve.client.arrivals import Finished
-from rollmesh.serve.client.client import RolloutClient
+from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys, read_keys
-from tests.flow.worker_mesh import ask, open_mesh, take
+from tests.flow.test_without_mesh import rollmesh
+from tests.flow.worker_mesh import ask, leaves, open_mesh, take
 from tests.house.source import ROOT
 
 ADMIN_TOKEN = "open-sesame"
+ENGINE_KEY = "the-key-of-the-engines"
 LEFTOVER = "left-behind-by-an-agent"
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/local/bin:/usr/bin") or ""
 NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/")
 
 ATTACK = """
-import ctypes, errno, glob, json, os, signal, socket, sys, urllib.request
+import ctypes, errno, glob, json, os, re, signal, socket, sys, urllib.request
 from urllib.parse import urlsplit
 told = json.loads(sys.argv[1])
 reached = []
@@ -62,15 +68,33 @@ def connect(url):
     with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=20):
         return True
 
+def call(key):
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    return status(chat, data=json.dumps(body).encode(), headers=headers)
+
+def send(path, message, key):
+    # Whatever an engine that takes the request answers, the request has reached it.
+    headers = {"Authorization": "Bearer " + key} if key else {}
+    try:
+        return status(told["engine"] + path, data=json.dumps(message).encode(), headers=headers)
+    except urllib.error.HTTPError as error:
+        return error.code not in (401, 403)
+
+root = os.environ["ANTHROPIC_BASE_URL"]
+chat = root + "/v1/chat/completions"
+body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 libc = ctypes.CDLL(None, use_errno=True)
 own = os.environ["OPENAI_API_KEY"].encode()
+found = set()
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if int(pid) == os.getpid():
         continue
     def environ():
         text = open(f"/proc/{pid}/environ", "rb").read()
-        is_siblings = b"OPENAI_API_KEY=" in text and own not in text
-        return is_siblings or told["token"].encode() in text or b"ROLLMESH_KEYS" in text
+        keys = set(re.findall(rb"OPENAI_API_KEY=([^\\0]+)", text)) - {own}
+        found.update(keys)
+        secrets = (told["token"].encode(), b"ROLLMESH_KEYS", b"ROLLMESH_ENGINE_KEY")
+        return keys or any(each in text for each in secrets)
     attempt("environ", environ)
     try:
         is_ours = os.stat(f"/proc/{pid}").st_uid == os.getuid()
@@ -91,15 +115,19 @@ for folder in glob.glob(os.path.dirname(home) + "/rollmesh-*"):
     if folder != home:
         attempt("sibling", lambda: os.listdir(os.path.join(folder, "work")))
         attempt("sibling", lambda: open(os.path.join(folder, "work", "forged"), "w"))
-root = os.environ["ANTHROPIC_BASE_URL"]
-attempt("engine", lambda: status(told["engine"] + "/model_info"))
+for key in found:
+    attempt("call_as_sibling", lambda: call(key.decode()))
+for key in {"", *os.environ.values()}:
+    attempt("engine", lambda: send("/generate", {"input_ids": [1]}, key))
+    attempt("engine", lambda: send("/model_info", {}, key))
+    weights = {"model_path": "/", "weight_version": "666", "new_version": "666"}
+    for name in ("s_from_disk", "s_from_tensor", "s_from_distributed", "_version"):
+        attempt("weights", lambda: send("/update_weight" + name, weights, key))
+    attempt("weights", lambda: send("/stage_weights", weights, key))
 attempt("router", lambda: connect(told["router"]))
 attempt("metrics", lambda: status(root + "/metrics"))
 attempt("admin", lambda: status(root + "/admin/sessions", data=b"{}"))
-bearer = {"Authorization": "Bearer " + "0" * 43, "Content-Type": "application/json"}
-body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-chat = root + "/v1/chat/completions"
-attempt("other_session", lambda: status(chat, data=json.dumps(body).encode(), headers=bearer))
+attempt("other_session", lambda: call("0" * 43))
 attempt("system", lambda: open("/usr/planted", "w"))
 os.symlink(told["keys"], "answer.txt")
 if os.fork() == 0:
@@ -109,9 +137,7 @@ if os.fork() == 0:
         os.execve(sys.executable, [sys.executable, "-c", wait, told["leftover"]], {})
     os._exit(0)
 os.wait()
-bearer["Authorization"] = "Bearer " + os.environ["OPENAI_API_KEY"]
-calls = status(chat, data=json.dumps(body).encode(), headers=bearer)
-print(json.dumps({"calls": calls, "reached": reached, "uid": os.getuid()}))
+print(json.dumps({"calls": call(own.decode()), "reached": reached, "uid": os.getuid()}))
 """
 
 ENV = """
@@ -237,8 +263,10 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
     new_keys(tmp_path / "mesh.json")
     monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / "mesh.json"))
     monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN", ADMIN_TOKEN)
+    monkeypatch.setenv("ROLLMESH_ENGINE_KEY", ENGINE_KEY)
     keys = read_keys()
     async with open_mesh(tmp_path) as mesh:
+        mesh.engine.api_key = ENGINE_KEY
         told = {
             "keys": str(tmp_path / "mesh.json"),
             "folder": str(tmp_path),
@@ -254,20 +282,15 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
             mode = "uid"
         else:
             mesh.worker("w1", env, isolation=mode)
-        folder = tmp_path / "client"
-        client = RolloutClient(mesh.router.ready.address, JournalConfig(), folder, keys)
-        client.start()
-        try:
-            ask(client, num_samples=2, env=env)
-            [arrival] = await take(client)
-        finally:
-            client.close()
+        client = mesh.client(keys)
+        ask(client, num_samples=2, env=env)
+        [arrival] = await take(client)
         assert isinstance(arrival, Finished), arrival
         rollouts = arrival.record.rollouts
         expected: dict[str, Any] = {"calls": 200, "answer": 0}
         if mode == "uid":
-            # No network isolation, as documented: the router asks for keys, engines for API keys.
-            expected |= {"engine": 1.0, "router": 1.0}
+            # No network isolation, as documented: the port is reached, and messages need keys.
+            expected["router"] = 1.0
         for rollout in rollouts:
             assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
             uid = rollout.metrics.pop("uid")
@@ -296,19 +319,29 @@ async def test_a_program_that_joins_as_a_worker_gets_no_group_and_sets_no_reward
             mesh.confined_worker("w1", env, isolation="uid")
         else:
             mesh.worker("w1", env, isolation=mode)
-        folder = tmp_path / "client"
-        client = RolloutClient(mesh.router.ready.address, JournalConfig(), folder, keys)
-        client.start()
-        try:
-            ask(client, env=env, sink=client.address, env_name=env, run_id=client.run_id)
-            [arrival] = await take(client)
-        finally:
-            client.close()
+        client = mesh.client(keys)
+        ask(client, env=env, sink=client.address, env_name=env, run_id=client.run_id)
+        [arrival] = await take(client)
         assert isinstance(arrival, Finished), arrival
         for rollout in arrival.record.rollouts:
             assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
             assert (rollout.reward, rollout.metrics) == (0.0, {"answers": 0.0})
         assert [each["worker_id"] for each in mesh.status()["workers"]] == ["w1"]
+
+
+@pytest.mark.parametrize("mode", ["spawner"], indirect=True)
+async def test_a_worker_whose_spawner_was_killed_leaves(
+    open_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    new_keys(open_folder / "mesh.json")
+    monkeypatch.setenv(KEYS_VARIABLE, str(open_folder / "mesh.json"))
+    async with open_mesh(open_folder) as mesh:
+        worker = mesh.confined_worker("w1", "echo", isolation="uid")
+        children = psutil.Process(worker.ready.pid).children()
+        [process] = [each for each in children if spawner.__file__ in each.cmdline()]
+        process.kill()
+        assert await leaves(worker) == RECYCLED
+        assert ENDED in capfd.readouterr().err
 
 
 def processes_named(word: str) -> list[str]:
@@ -322,6 +355,52 @@ def processes_named(word: str) -> list[str]:
         if word.encode() in words:
             found.append(path.parent.name)
     return found
+
+
+READER_ENV = """
+from rollmesh.core.types import Score, Task
+from rollmesh.envs.harness import HarnessEnv
+
+CODE = {code!r}
+
+class TheEnv(HarnessEnv):
+    def __init__(self):
+        super().__init__(argv=({python!r}, "-c", CODE))
+
+    def tasks(self, split, seed):
+        yield Task(id="t")
+
+    async def score(self, task, transcript):
+        return Score(reward=float(transcript.data["output"] == "four, and nothing"))
+"""
+READER = """
+import json, os, urllib.request
+headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+body = json.dumps({{"model": "m", "messages": [{{"role": "user", "content": "hi"}}]}}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+answer = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+try:
+    found = open("{secret}").read()
+except OSError:
+    found = "nothing"
+print(answer["choices"][0]["message"]["content"], found, sep=", and ", end="")
+"""
+
+
+@pytest.mark.parametrize("mode", ["bwrap"], indirect=True)
+@pytest.mark.parametrize("verb", ["play", "eval"])
+async def test_programs_of_a_verb_without_workers_are_isolated(
+    verb: str, mode: str, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("a secret")
+    code = READER.format(secret=tmp_path / "secret")
+    (tmp_path / "reading.py").write_text(READER_ENV.format(code=code, python=SYSTEM_PYTHON))
+    async with ChatEndpoint(lambda _: Answer("four")) as served:
+        env = ["reading:TheEnv"] if verb == "play" else ["--env", "reading:TheEnv"]
+        words = [*env, "--base-url", served.endpoint.base_url, "--set", f"worker.isolation={mode}"]
+        exit_code, out, err = await rollmesh(tmp_path, verb, *words, PYTHONPATH=str(tmp_path))
+    assert exit_code == 0, err
+    assert re.search(r"reward +1", out), out
 
 
 async def test_without_isolation_a_program_reads_a_file_of_its_host(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Unmodified agents under `rollmesh up` with isolation, while a process of each role is killed.
 
-The agents use the stock OpenAI client or httpx. Nothing is lost, tokens are exact, and no process,
-control group or scratch folder is left. Network namespaces end with their last process.
+Launch is killed last, and `--resume` goes on. The agents use the stock OpenAI client or httpx.
+Nothing is lost, tokens are exact, and no process, control group or scratch folder is left. Network
+namespaces end with their last process.
 """
 
+import itertools
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,29 +21,22 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_pids
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.controller.processes import MODULE
 from tests.flow.demo import Running, follow, read
 from tests.flow.test_run import kept, logprob_gaps
 from tests.flow.trained_mesh import Story
+from tests.flow.trained_mesh import model as model  # the fixture
 from tests.security.test_isolation import mode as mode  # the fixture
 from tests.security.test_isolation import processes_named
 
 MODES = pytest.mark.parametrize("mode", ["bwrap", "uid"], indirect=True)
-ROLES = ("worker-0", "router", "engine-0", "trainer", "worker-1")
-FIRST_UID, NUM_UIDS = 731_000, 64
+ROLES = ("worker-0", "router", "engine-0", "dashboard", "trainer", "rank", "worker-1")
+MANY_STEPS, NUM_MORE = 10_000, 2
+"""Before launch is killed, and after it."""
+FIRST_UIDS, NUM_UIDS = {"bwrap": 731_000, "uid": 732_000}, 64
 ENDS_WITHIN_S = 240
 GAP = 1e-3
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny one with random weights."""
-    folder = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_model(folder, texts_of(GuessEnv()), TinyShape(), seed=0)
-    return folder
 
 
 @pytest.fixture
@@ -58,45 +52,71 @@ class Run:
 
     def __init__(self, folder: Path, model: Path, scratch: Path, **sections: Any) -> None:
         self.run = folder / "run"
-        self._pids: dict[str, int] = {}
-        """Processes that replaced others, by role."""
+        self._scratch = scratch
+        self._settings = folder / "mesh.json"
         values = {
             "run": {"name": "run", "folder": str(folder), "seed": 1},
             "model": {"path": str(model), "max_context_tokens": 512},
             "sampling": {"max_tokens": 8},
             "publish": {"lease_s": 3.0},
-            "dashboard": {"enabled": False},
+            "dashboard": {"bind": "127.0.0.1:0"},
             **sections,
         }
-        settings = folder / "mesh.json"
-        settings.write_bytes(msgspec.json.encode(values))
-        self.process = Running(
-            [sys.executable, "-m", "rollmesh.cli.main", "up", str(settings), "--no-live"],
-            env=os.environ | {"TMPDIR": str(scratch)},
+        self._settings.write_bytes(msgspec.json.encode(values))
+        self.process = self._start()
+
+    def _start(self, *words: str) -> Running:
+        argv = ["up", str(self._settings), "--no-live", *words]
+        return Running(
+            [sys.executable, "-m", "rollmesh.cli.main", *argv],
+            env=os.environ | {"TMPDIR": str(self._scratch)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
 
-    def until_step(self, number: int) -> None:
-        """Until the trainer has finished step `number`."""
-        with closing(follow(self.run / "metrics.jsonl")) as rows:
-            next(row for row in rows if row["step"] >= number)
+    def close(self) -> None:
+        self.process.kill()  # all that it started ends with it
+        self.process.communicate()
+
+    def until_next_step(self) -> None:
+        """Until the trainer has finished a step that it has not finished now."""
+        path = self.run / "metrics.jsonl"
+        num_rows = path.read_bytes().count(b"\n") if path.exists() else 0
+        with closing(follow(path)) as rows:
+            next(itertools.islice(rows, num_rows, None))
 
     def kill(self, role: str) -> None:
         """End its process now, and wait until another one serves, or trains."""
-        before = self._pids.get(role) or {row.role: row.pid for row in read_pids(self.run)}[role]
-        os.kill(before, signal.SIGKILL)
+        child = "trainer" if role == "rank" else role
+        pid = {row.role: row.pid for row in read_pids(self.run)}[child]
+        victim = psutil.Process(pid)
+        if role == "rank":
+            victim = [each for each in victim.children() if MODULE in each.cmdline()][-1]
+        victim.kill()
         with closing(follow(self.run / "logs" / "launch.log")) as events:
-            of_role = (each for each in events if each.get("child") == role)
-            next(each for each in of_role if each.get("pid") == before)
-            exited = next(each for each in of_role if each["event"] == "child.exited")
-            assert exited["code"] == -signal.SIGKILL
-            started = next(each for each in of_role if each["event"] == "child.started")
-            self._pids[role] = started["pid"]
-            if role != "trainer":
-                next(each for each in of_role if each["event"] == "child.ready")
+            of_child = (each for each in events if each.get("child") == child)
+            next(each for each in of_child if each.get("pid") == pid)
+            next(each for each in of_child if each["event"] == "child.exited")
+            next(each for each in of_child if each["event"] == "child.started")
+            if child != "trainer":
+                next(each for each in of_child if each["event"] == "child.ready")
+
+    def kill_launch(self) -> int:
+        """End launch now, with which all its processes end, and go on with the run for some steps.
+
+        Returns how many steps it has then.
+        """
+        processes = [
+            psutil.Process(row.pid) for row in read_pids(self.run) if psutil.pid_exists(row.pid)
+        ]
+        self.process.kill()
+        self.process.communicate(timeout=ENDS_WITHIN_S)
+        assert psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1] == []
+        num_steps = max(Story(self.run).num_steps_taken) + NUM_MORE
+        self.process = self._start("--resume", "--set", f"trainer.num_steps={num_steps}")
+        return num_steps
 
 
 def check_whole(run: Path, num_steps: int) -> None:
@@ -129,12 +149,12 @@ def check_exact(run: Path, weights: Path) -> None:
     assert num_tokens >= 100
 
 
-def check_nothing_left(run: Path, scratch: Path, mark: str) -> None:
+def check_nothing_left(run: Path, scratch: Path, mark: str, first_uid: int) -> None:
     """No process, control group or scratch folder of the run."""
     pids = {row.pid for row in read_pids(run)}
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
     assert processes_named(mark) == []
-    slots = range(FIRST_UID, FIRST_UID + NUM_UIDS)
+    slots = range(first_uid, first_uid + NUM_UIDS)
     of_slots = [each for each in psutil.process_iter(["uids"]) if each.info["uids"]]
     assert [each for each in of_slots if each.info["uids"].real in slots] == []
     names = {f"rollmesh-{pid}-" for pid in pids}
@@ -152,7 +172,7 @@ def train_and_kill(
     folder: Path, model: Path, scratch: Path, mode: str, kind: str, roles: tuple[str, ...]
 ) -> None:
     """Train to the last step, killing the processes of `roles` in turn, and check what is left."""
-    mark, num_steps = f"agent-{secrets.token_hex(8)}", len(roles) + 2
+    mark = f"agent-{secrets.token_hex(8)}"
     run = Run(
         folder,
         model,
@@ -163,30 +183,32 @@ def train_and_kill(
             "num_workers": 2,
             "max_rollouts": 4,
             "isolation": mode,
-            "isolation_first_uid": FIRST_UID,
+            "isolation_first_uid": FIRST_UIDS[mode],
             "isolation_num_uids": NUM_UIDS,
         },
         trainer={
-            "num_steps": num_steps,
+            "num_steps": MANY_STEPS,
             "groups_per_step": 2,
             "samples_per_group": 2,
             "max_running_groups": 3,
             "checkpoint_steps": 2,
             "eval_rollouts": 0,
             "device": "cpu",
+            "num_ranks": 2,
             "max_logprob_gap": 1.0,
         },
         launch={"max_restarts": 1000},
     )
-    with run.process as process, kept(run.run / "weights", run.run / "all_weights"):
-        for step, role in enumerate(roles):
-            run.until_step(step)
+    with closing(run), kept(run.run / "weights", run.run / "all_weights"):
+        for role in roles:
+            run.until_next_step()
             run.kill(role)
-        out, _ = process.communicate(timeout=ENDS_WITHIN_S)
-    assert process.returncode == 0, out
+        num_steps = run.kill_launch()
+        out, _ = run.process.communicate(timeout=ENDS_WITHIN_S)
+    assert run.process.returncode == 0, out
     check_whole(run.run, num_steps)
     check_exact(run.run, run.run / "all_weights")
-    check_nothing_left(run.run, scratch, mark)
+    check_nothing_left(run.run, scratch, mark, FIRST_UIDS[mode])
 
 
 @MODES
@@ -203,4 +225,4 @@ def test_agents_train_to_the_last_step_while_each_role_is_killed(
 def test_agents_with_the_openai_client_train_on_through_forty_kills(
     mode: str, tmp_path: Path, model: Path, scratch: Path
 ) -> None:
-    train_and_kill(tmp_path, model, scratch, mode, "openai", ROLES * 8)
+    train_and_kill(tmp_path, model, scratch, mode, "openai", ROLES * 6)

@@ -18,20 +18,18 @@ from rollmesh.engine.member import Member
 from rollmesh.runtime.generation import Action as GenerationAction
 from rollmesh.runtime.generation import Event as GenerationEvent
 from rollmesh.runtime.generation import GenerationMachine
-from rollmesh.serve.client.arrivals import Filed, RawResult
+from rollmesh.serve.client.arrivals import Action as SinkAction
+from rollmesh.serve.client.arrivals import Keep, RawResult, ResultSink, StoredResult
 from rollmesh.serve.client.asks import Asked
-from rollmesh.serve.client.book import Book, Records
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.journal import ClientJournal, History, Records
+from rollmesh.serve.client.journal_entries import (
     GroupsTaken,
     GroupTried,
     StateSaved,
     StepEntry,
     StepTaken,
 )
-from rollmesh.serve.client.history import History
-from rollmesh.serve.client.sink import Action as SinkAction
-from rollmesh.serve.client.sink import Keep, Sink
-from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.testing.mesh_sim.asker import FORGED
 from rollmesh.testing.mesh_sim.machines import Machines
 from rollmesh.trainer.pacing.course import Course
@@ -51,14 +49,14 @@ from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import GroupFinished
 
 
-class SinkThatTakesEverything(Sink):
+class SinkThatTakesEverything(ResultSink):
     def _arrived(self, route: bytes, message: GroupFinished, body: Buffer) -> list[SinkAction]:
         asked = Asked(group_id=message.group_id, env="guess", num_samples=2)
         known = message.group_id.run_id in self.ended and body != FORGED
         return [Keep(route, message, body, asked)] if known else []
 
 
-class SinkThatNeedsNoTicket(Sink):
+class SinkThatNeedsNoTicket(ResultSink):
     def _arrived(self, route: bytes, message: GroupFinished, body: Buffer) -> list[SinkAction]:
         asked = self._find(message.group_id)
         ticket = asked.ticket if asked else b""
@@ -70,21 +68,21 @@ class LegThatForgetsAToken(GenerationMachine):
         return [*self.request.prompt_ids, *self.sampled.token_ids[1:]]
 
 
-class LedgerWithoutATick(Ledger):
+class LedgerWithoutATick(GroupScheduler):
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
         return [] if isinstance(event, Ticked) else super().step(event, now_s)
 
 
-class LedgerThatForgivesKillers(Ledger):
+class LedgerThatForgivesKillers(GroupScheduler):
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
-        for group in self.book.groups.values():
+        for group in self.table.groups.values():
             group.deaths = ()
         return super().step(event, now_s)
 
 
-class LedgerThatExcusesAll(Ledger):
+class LedgerThatExcusesAll(GroupScheduler):
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
-        for group in self.book.groups.values():
+        for group in self.table.groups.values():
             group.excused = group.attempt
         return super().step(event, now_s)
 
@@ -111,14 +109,14 @@ class LegThatTakesOlderWeights(GenerationMachine):
         return super().step(event, now_s)
 
 
-class BookThatForgetsWhatStepsTook(Book):
+class BookThatForgetsWhatStepsTook(ClientJournal):
     def note(self, entry: StepEntry | GroupTried) -> None:
         super().note(entry)
         if isinstance(entry, StepTaken):
             super().note(GroupsTaken(entry.group_ids))  # type: ignore[arg-type]
 
 
-class BookThatWritesAfterTheAct(Book):
+class BookThatWritesAfterTheAct(ClientJournal):
     def __init__(self, journal: Records, max_bytes: int) -> None:
         super().__init__(journal, max_bytes)
         self._late: StepEntry | GroupTried | None = None
@@ -129,12 +127,12 @@ class BookThatWritesAfterTheAct(Book):
             super().note(late)
 
 
-class BookThatAsksUnwritten(Book):
+class BookThatAsksUnwritten(ClientJournal):
     def ask(self, asked: Asked) -> None:
         pass
 
 
-class BookThatAcksUnwritten(Book):
+class BookThatAcksUnwritten(ClientJournal):
     def keep(
         self, message: GroupFinished, packet: Packet, record: GroupRecord | None = None
     ) -> RawResult:
@@ -142,25 +140,25 @@ class BookThatAcksUnwritten(Book):
         return RawResult(message.group_id, 1, "", True, packet.body, (), 0)
 
 
-class BookThatLetsGoOfAll(Book):
+class BookThatLetsGoOfAll(ClientJournal):
     def cover(self, saved: StateSaved) -> None:
         super().cover(saved)
         self._journal.drop_before(self._journal.end)
 
 
-class BookThatLetsGoOfNothing(Book):
+class BookThatLetsGoOfNothing(ClientJournal):
     def cover(self, saved: StateSaved) -> None:
         self.note(saved)  # type: ignore[arg-type]
 
 
-class BookThatForgetsWhatWasPublished(Book):
+class BookThatForgetsWhatWasPublished(ClientJournal):
     """As soon as a savepoint covers it."""
 
     def cover(self, saved: StateSaved) -> None:
         super().cover(msgspec.structs.replace(saved, step_of_version={}))
 
 
-class BookThatIsNeverFull(Book):
+class BookThatIsNeverFull(ClientJournal):
     is_full = False
 
 
@@ -246,7 +244,7 @@ def plan_that(**otherwise: Callable[[Recovery], Any]) -> Machines:
     return Machines(plan=plan)
 
 
-def ready_and_taken(plan: Recovery) -> tuple[Filed, ...]:
+def ready_and_taken(plan: Recovery) -> tuple[StoredResult, ...]:
     return (*plan.ready, *plan.results.values())
 
 
@@ -254,9 +252,9 @@ BROKEN = [
     Machines(sink=SinkThatTakesEverything),
     Machines(sink=SinkThatNeedsNoTicket),
     Machines(generation=LegThatForgetsAToken),
-    Machines(ledger=LedgerWithoutATick),
-    Machines(ledger=LedgerThatForgivesKillers),
-    Machines(ledger=LedgerThatExcusesAll),
+    Machines(group_scheduler=LedgerWithoutATick),
+    Machines(group_scheduler=LedgerThatForgivesKillers),
+    Machines(group_scheduler=LedgerThatExcusesAll),
     Machines(fleet=FleetWhoseLeasesLast),
     Machines(fleet=FleetThatFencesTheLastEngine),
     Machines(generation=LegThatTakesOlderWeights),

@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollmesh.core.errors import EngineRefused
+from rollmesh.core.errors import DECODE_ERRORS, EngineRefused
 from rollmesh.engine.embedded.adapters import Shelf
 from rollmesh.engine.embedded.checkpoint import Architecture
 from rollmesh.engine.embedded.params import ParamsReader, SamplingBody
-from rollmesh.engine.embedded.replies import UNREADABLE
 from rollmesh.engine.embedded.request import Request, Tokens
 
 TextEncoder = Callable[[str], list[int]]
@@ -87,7 +86,7 @@ class AskDecoder:
         """The body, if its types are right; EngineRefused in one line if not."""
         try:
             return self._body.decode(raw)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             raise EngineRefused(f"bad request: {error}") from None
 
     def decode(self, body: GenerateBody, encode_text: TextEncoder | None = None) -> Asks:

@@ -10,11 +10,9 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from rollmesh.core.errors import EngineRefused
+from rollmesh.core.errors import DECODE_ERRORS, EngineRefused
 
 Body = TypeVar("Body")
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding a body may raise."""
 
 
 def reply(value: Any, status: int = 200) -> web.Response:
@@ -32,5 +30,5 @@ def read_body(raw: bytes, kind: type[Body]) -> Body:
     """A JSON body as `kind`; EngineRefused in one line if it is not one."""
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise EngineRefused(f"bad request: {error}") from None

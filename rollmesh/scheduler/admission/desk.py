@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollmesh.core.errors import AddressError, ConfigError, UserError
+from rollmesh.core.errors import DECODE_ERRORS, AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.secret_file import hash_token, read_or_make_secret
 from rollmesh.core.share import TOKENS
@@ -22,7 +22,7 @@ from rollmesh.scheduler.admission.fleet_file import A_WORD, PipelineTable, is_wo
 from rollmesh.scheduler.admission.killing import end
 from rollmesh.scheduler.planning.placement import Placed, Wish, check, place
 from rollmesh.scheduler.planning.state import Node, NodePhase, PipelinePhase, State
-from rollmesh.wire.frames import UNREADABLE, Buffer
+from rollmesh.wire.frames import Buffer
 from rollmesh.wire.scheduling import (
     AdmissionMessage,
     CheckKill,
@@ -235,5 +235,5 @@ def _spec_of(pipeline_id: str, table: PipelineTable, places: Placed) -> Pipeline
 def _decoded(body: Buffer, kind: type[_Body]) -> _Body:
     try:
         return msgspec.json.decode(body, type=kind)
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise ConfigError(f"not what an admission desk is told: {error}") from None

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.core.errors import AddressError, WireError
+from rollmesh.core.errors import DECODE_ERRORS, AddressError, WireError
 from rollmesh.scheduler.admission.asking import PATIENCE_S, Answer
-from rollmesh.wire.frames import UNREADABLE, Buffer, Packet, decode, encode
+from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.scheduling import AdmissionMessage, SchedulerAnswered
 
 READ_S = 2.0
@@ -189,7 +189,7 @@ def _receive(connection: socket.socket, until_s: float) -> Packet:
     raw = _read(connection, length, until_s)
     try:
         frames = msgspec.msgpack.decode(raw, type=list[bytes])
-    except UNREADABLE as error:
+    except DECODE_ERRORS as error:
         raise WireError(f"not a packet: {error}") from None
     return decode(frames)
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollmesh.core.errors import JournalDamaged
+from rollmesh.core.errors import DECODE_ERRORS, JournalDamaged
 from rollmesh.scheduler.planning.habits import Habits
 from rollmesh.scheduler.planning.state import (
     FIXED,
@@ -250,5 +250,5 @@ class Revived(msgspec.Struct):
         rows = self.tables.get(table, {})
         try:
             return [msgspec.msgpack.decode(raw, type=kind) for raw in rows.values()]
-        except msgspec.MsgspecError as error:
+        except DECODE_ERRORS as error:
             raise JournalDamaged(f"the journal's table {table} cannot be read: {error}") from None

@@ -1,26 +1,36 @@
-"""What a client hands out: finished groups with their arrays, and groups that ended without.
+"""Results that arrive: checked, kept once, and returned as Finished or Dropped.
 
-- A result is decoded once, by `check_result`, before it is acknowledged. One that is read from the
-  journal is decoded when it is taken.
-- `check_result` compares a result with its ask in all that a trainer relies on.
+    open --GroupFinished--> Keep: decode, check and write it --Kept----> ended, acked
+       |                                     +---------------Malformed-> open, refused
+       |                                     +---------------nothing---> open (sent again)
+       +------AskEnded-------------------------------------------------> ended, recorded as a drop
+
+- A result needs the ticket of its group, which only the worker that runs the group has. It is
+  compared with its ask in all that a trainer relies on.
+- A group ends once, whatever the number of attempts and copies. Ended groups are remembered as
+  intervals, so that late copies are acked as duplicates.
+- Nothing is acked that was not written. A refused result is not acked: its worker drops it and
+  reports the attempt as lost.
 - `open_result` never raises: a damaged record of the journal is a drop with that reason.
 """
 
+import hmac
 import math
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from rollmesh.core.errors import WireError
-from rollmesh.core.ids import GroupId
+from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.types import ErrorPlace, GroupRecord, RolloutRecord
-from rollmesh.serve.client.asks import Asked
-from rollmesh.serve.client.entries import GroupBooked, SeenRollout
-from rollmesh.serve.client.sample_memory import Float32s, Int32s
-from rollmesh.serve.client.samples import check_counts
+from rollmesh.serve.client.asks import Asked, AskEnded
+from rollmesh.serve.client.journal_entries import GroupBooked, SeenRollout
+from rollmesh.serve.client.samples import Float32s, Int32s, check_counts
 from rollmesh.wire.bodies import decode_record
 from rollmesh.wire.frames import Buffer, Packet
-from rollmesh.wire.messages import GroupFinished
+from rollmesh.wire.machine import Received, Send
+from rollmesh.wire.messages import GroupAcked, GroupFinished, ResultRefused
 
 MAX_ROLLOUT_BYTES = 256 * 2**20
 """A result has at most this much for each rollout that was asked for."""
@@ -48,14 +58,16 @@ class RawResult(msgspec.Struct, frozen=True):
         """Memory that it takes, about: what was decoded from the body is held beside it."""
         return self.num_bytes + (len(self.body) if self.record else 0)
 
-    def filed(self) -> "Filed | RawResult":
+    def filed(self) -> "StoredResult | RawResult":
         """Its place alone; itself where the journal has not got it all."""
         if not self.complete:
             return self
-        return Filed(self.group_id, self.attempt, self.worker_id, self.position, self.num_bytes)
+        return StoredResult(
+            self.group_id, self.attempt, self.worker_id, self.position, self.num_bytes
+        )
 
 
-class Filed(msgspec.Struct, frozen=True):
+class StoredResult(msgspec.Struct, frozen=True):
     """A complete result that is in the journal and not in memory."""
 
     group_id: GroupId
@@ -93,7 +105,7 @@ class Dropped(msgspec.Struct, frozen=True):
 
 
 Arrival = Finished | Dropped
-Unopened = RawResult | Filed | Dropped
+Unopened = RawResult | StoredResult | Dropped
 """As the intake hands it over."""
 
 
@@ -195,3 +207,99 @@ def _arrays(buffers: tuple[Buffer, ...]) -> tuple[Int32s, Float32s]:
         return np.frombuffer(buffers[0], np.int32), np.frombuffer(buffers[1], np.float32)
     except ValueError as error:
         raise WireError(str(error)) from None
+
+
+NOT_ASKED = "its group is not an open ask of this client"
+NO_TICKET = "it does not carry the ticket of its group"
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """Event: the result that `Keep` named is safe."""
+
+    keep: "Keep"
+
+
+class Malformed(msgspec.Struct, frozen=True):
+    """Event: the result that `Keep` named does not fit its ask."""
+
+    keep: "Keep"
+    reason: str
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Action: check this result against its ask, make it safe, and step Kept or Malformed.
+
+    Without either it is as if the result had not come.
+    """
+
+    route: bytes
+    message: GroupFinished
+    body: Buffer
+    asked: Asked
+
+
+class RecordDrop(msgspec.Struct, frozen=True):
+    """Action: the group ended without a result; write that down and hand it out."""
+
+    group_id: GroupId
+    reason: str
+    retry_after_s: float = 0.0
+
+
+Event = Received | Kept | Malformed | AskEnded
+Action = Send | Keep | RecordDrop
+
+
+class ResultSink:
+    """The ended groups of each run; `runs` restores what a journal remembers."""
+
+    def __init__(
+        self, runs: dict[str, IntervalSet], find: Callable[[GroupId], Asked | None]
+    ) -> None:
+        """`find` returns the open ask of a group, if there is one."""
+        self.ended = runs
+        self._find = find
+        self.num_duplicates = 0
+        self.num_refused = 0
+
+    def has_ended(self, group_id: GroupId) -> bool:
+        """True once the group's result was kept or its drop booked."""
+        return group_id.seq in self.ended.get(group_id.run_id, ())
+
+    def step(self, event: Event, now_s: float) -> list[Action]:
+        """What to do about `event`; total, and deterministic."""
+        del now_s
+        match event:
+            case Received(route, GroupFinished() as message, body):
+                return self._arrived(route, message, body)
+            case Received():
+                return []
+            case Kept(keep):
+                ended = self.ended[keep.message.group_id.run_id]
+                is_first = ended.add(keep.message.group_id.seq)
+                return [_ack(keep.route, keep.message, duplicate=not is_first)]
+            case Malformed(keep, reason):
+                return [self._refuse(keep.route, keep.message, reason)]
+            case AskEnded(group_id, reason, retry_after_s):
+                known = self.ended.get(group_id.run_id)
+                fresh = known is not None and known.add(group_id.seq)
+                return [RecordDrop(group_id, reason, retry_after_s)] if fresh else []
+
+    def _arrived(self, route: bytes, message: GroupFinished, body: Buffer) -> list[Action]:
+        if self.has_ended(message.group_id):
+            self.num_duplicates += 1
+            return [_ack(route, message, duplicate=True)]
+        asked = self._find(message.group_id)
+        if asked is None:
+            return [self._refuse(route, message, NOT_ASKED)]
+        if not hmac.compare_digest(message.ticket, asked.ticket):
+            return [self._refuse(route, message, NO_TICKET)]
+        return [Keep(route, message, body, asked)]
+
+    def _refuse(self, route: bytes, message: GroupFinished, reason: str) -> Send:
+        self.num_refused += 1
+        return Send(route, ResultRefused(message.group_id, message.attempt, reason))
+
+
+def _ack(route: bytes, message: GroupFinished, *, duplicate: bool) -> Send:
+    return Send(route, GroupAcked(message.group_id, message.attempt, duplicate))

@@ -1,13 +1,13 @@
-"""What this client asked for and has not got yet: the truth that a router's queue only mirrors.
+"""The machine of open asks: groups that were requested and have not ended.
 
-    OPEN --------silence, AskRefused, a new router: said again--------> OPEN
+    OPEN --------silence, AskRefused, a new router: sent again--------> OPEN
     OPEN --result at the sink, GroupFailed, CANCELLED, cancelled here,
-           its deadline, refused for longer than its patience--------> forgotten
+           its deadline, refused for longer than its patience--------> removed
 
-Invariants: an ask is kept until it ended at the sink, so whatever the network and the router lose,
-it is said again; an ended ask leaves nothing behind but, for a while, its CancelGroup. All asks
-are idempotent by their group id. A turn in which nothing is due costs the same whatever number is
-open. Driven by intake.py, and by the simulator.
+- An ask is kept until it ended at the sink, and sent again, whatever the network and the router
+  lose. AskMachine are idempotent by their group id.
+- An ended ask leaves nothing but, for a while, its CancelGroup.
+- A turn in which nothing is due costs the same for any number of open asks.
 """
 
 import math
@@ -15,7 +15,7 @@ import math
 import msgspec
 
 from rollmesh.core.ids import GroupId, new_ticket
-from rollmesh.serve.client.entries import Again, GroupTried
+from rollmesh.serve.client.journal_entries import Again, GroupTried
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -33,7 +33,7 @@ from rollmesh.wire.messages import (
 )
 
 
-class AsksSettings(msgspec.Struct, frozen=True, kw_only=True):
+class AskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks, and how patiently."""
 
     client_id: str
@@ -79,7 +79,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     num_drawn: int = 0
     is_eval: bool = False
     again: Again | None = None
-    """As GroupAsked of entries.py; the router never hears of them."""
+    """As GroupAsked of journal_entries.py; the router never hears of them."""
     body: Buffer = b""
     ticket: bytes = msgspec.field(default_factory=new_ticket)
     """Secret of the group: a result without it is refused."""
@@ -157,10 +157,10 @@ class _Cancel(msgspec.Struct):
     say_again_s: float
 
 
-class Asks:
+class AskMachine:
     """The open asks of one client."""
 
-    def __init__(self, settings: AsksSettings) -> None:
+    def __init__(self, settings: AskSettings) -> None:
         self.settings = settings
         self.router = ""
         """The incarnation last heard; '' before the first."""
@@ -172,7 +172,7 @@ class Asks:
         self._next_due_s = math.inf
         """No ask and no cancel is due before."""
         self._refused_ids: dict[GroupId, None] = {}
-        """Asks that wait after a refusal, the longest first."""
+        """AskMachine that wait after a refusal, the longest first."""
 
     @property
     def num_cancels(self) -> int:

@@ -1,16 +1,16 @@
-"""RolloutClient: ask the mesh for groups of rollouts and take what comes back, from any program.
+"""RolloutClient: ask the mesh for groups of rollouts and take the results, from any program.
 
     client = RolloutClient(router, config.journal, run_folder)
     client.start()
     group_id = client.ask(task, env="guess", num_samples=8, sampling=SamplingPolicy(), seed=0)
     for arrival in client.take(timeout_s=1.0): ...
 
-Invariants: every group asked for is handed out by `take` once, as Finished or as Dropped with its
-reason; what was handed out is in the journal, and a new client on the same folder hands out again
-what was neither trained nor marked as done with. With `keep` that new client also goes on with
-what is open: it has the same name in the mesh and listens where the old one did. Every method may
-be called from any thread and none waits for the network; in a forked process they are errors.
-Driven by the trainer, calls.py, and users' own code.
+- `take` returns every group once, as Finished or as Dropped with its reason.
+- What was taken is in the journal. A new client on the same folder returns again what was neither
+  trained nor marked as done. With `keep` it also has the name and address of the old one, and open
+  asks go on.
+- Every method may be called from any thread, and none waits for the network. In a forked process
+  they are errors.
 """
 
 import math
@@ -38,10 +38,18 @@ from rollmesh.core.errors import (
 from rollmesh.core.ids import GroupId, new_id
 from rollmesh.core.printable import printable
 from rollmesh.core.types import SamplingPolicy, Task
-from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, Unopened, open_result
-from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AsksSettings, Cancelled
-from rollmesh.serve.client.book import open_book
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.arrivals import (
+    Arrival,
+    Dropped,
+    Finished,
+    StoredResult,
+    Unopened,
+    open_result,
+)
+from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S, Asked, AskSettings, Cancelled
+from rollmesh.serve.client.intake import MAX_FILED_BYTES, Cover, IntakeThread, Note, Taken
+from rollmesh.serve.client.journal import History, open_journal
+from rollmesh.serve.client.journal_entries import (
     Again,
     GroupParted,
     Published,
@@ -51,8 +59,6 @@ from rollmesh.serve.client.entries import (
     StepEntry,
     StepTaken,
 )
-from rollmesh.serve.client.history import History
-from rollmesh.serve.client.intake import MAX_FILED_BYTES, Cover, Intake, Note, Taken
 from rollmesh.wire.bodies import decode_ask, encode_ask
 from rollmesh.wire.keys import Keys, check_told
 from rollmesh.wire.members import SINK, Access
@@ -119,18 +125,18 @@ class RolloutClient:
         with ExitStack() as undo:
             bind = bind or f"tcp://{facing(router)}:0"
             check_told(bind)
-            book = undo.enter_context(closing(open_book(folder, journal)))
-            self.history = book.history() if keep else History()
+            client_journal = undo.enter_context(closing(open_journal(folder, journal)))
+            self.history = client_journal.history() if keep else History()
             """With `keep`, until `start`: what earlier clients here left."""
-            self.run_id = fresh_run_id(book.ended)
-            earlier = book.earlier if keep else None
+            self.run_id = fresh_run_id(client_journal.ended)
+            earlier = client_journal.earlier if keep else None
             client_id = (earlier and earlier.client_id) or new_id("c")
             hub = undo.enter_context(closing(listen(bind, earlier.sink if earlier else "", keys)))
             dialer = undo.enter_context(closing(Dialer(router, client_id, keys)))
             sink = hub.peer_address
-            settings = AsksSettings(client_id=client_id, sink=sink, weight=weight, keep=keep)
-            self._intake = Intake(hub, dialer, book, settings)
-            self._book = book
+            settings = AskSettings(client_id=client_id, sink=sink, weight=weight, keep=keep)
+            self._intake = IntakeThread(hub, dialer, client_journal, settings)
+            self._client_journal = client_journal
             undo.pop_all()
         self.redo = RedoNotes(self._note)
         """For what happens to the steps that a program does again."""
@@ -247,7 +253,7 @@ class RolloutClient:
 
     def open(self, arrival: Unopened) -> Arrival:
         """Decode a result, and read it first where it stands on the disk; never an error."""
-        if isinstance(arrival, Filed):
+        if isinstance(arrival, StoredResult):
             try:
                 arrival = self._intake.load(arrival)
             except JournalError as error:
@@ -296,7 +302,7 @@ class RolloutClient:
     @property
     def is_journal_full(self) -> bool:
         """Asks wait, since the journal is over its byte budget: it is time for a savepoint."""
-        return self._book.is_full
+        return self._client_journal.is_full
 
     def _take(self, timeout_s: float, max_filed_bytes: float) -> list[Unopened]:
         self._check_ours()

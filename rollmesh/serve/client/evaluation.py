@@ -1,13 +1,13 @@
-"""One evaluation: the first tasks of an environment, n rollouts of each, their rows in a folder.
+"""An evaluation: the first tasks of an environment, n rollouts of each, their rows in a folder.
 
-    folder/eval.json      what is evaluated
-    folder/results.jsonl  a row per rollout, see results.py
-    folder/trajectories.jsonl  its messages and samples, see trajectories.py
-    folder/journal/       the client's
+    folder/eval.json           the plan
+    folder/results.jsonl       a row per rollout
+    folder/trajectories.jsonl  its messages and samples
+    folder/journal/            the client's journal
 
-Invariants: what came to a result is neither asked for again nor counted twice, however often the
-process was killed and the evaluation gone on with; a task without a result is asked for again by
-the next one. Tasks of one id are one task, posed so many times. Driven by `rollmesh eval`.
+- A task with a result is neither requested nor counted again, however often the evaluation was
+  killed and resumed. A task without a result is requested again when it is resumed.
+- Tasks with equal ids are one task, asked several times.
 """
 
 import random
@@ -24,10 +24,8 @@ from rollmesh.core.errors import AddressError, EnvError, JournalError, UserError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import RolloutRecord, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
-from rollmesh.serve.client.calls import AsyncRolloutClient, CallOptions
-from rollmesh.serve.client.endings import code_of
-from rollmesh.serve.client.plan import Plan
-from rollmesh.serve.client.results import Results, Row
+from rollmesh.serve.client.async_client import AsyncRolloutClient, CallOptions, code_of
+from rollmesh.serve.client.evaluation_files import Plan, Results, Row
 from rollmesh.serve.client.trajectories import Trajectories
 from rollmesh.wire.keys import Keys
 
@@ -133,12 +131,12 @@ class Evaluation:
         self._on_rows(len(self._results.rows))
         stream = self._client.stream()
         for _ in range(self._client.num_ended):
-            self._book(await anext(stream))
+            self._client_journal(await anext(stream))
         missing = self._missing()
         for task, seed in islice(missing, WINDOW):
             await self._ask(task, seed)
         async for arrival in stream:
-            self._book(arrival)
+            self._client_journal(arrival)
             for task, seed in islice(missing, 1):
                 await self._ask(task, seed)
 
@@ -166,7 +164,7 @@ class Evaluation:
             raise EnvError(f'env = "{self._plan.env}": {error}') from None
         self._posed[group_id] = task
 
-    def _book(self, arrival: Arrival) -> None:
+    def _client_journal(self, arrival: Arrival) -> None:
         task = self._posed.pop(arrival.group_id, None)
         if task is None:  # an earlier process had asked, and did not get to write it down
             assert isinstance(arrival, Finished)

@@ -71,7 +71,7 @@ class Gateway:
             raise AddressError(
                 f"{url}: no admin token; name its file, or set {ADMIN_TOKEN_VARIABLE}"
             )
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"}
         self._client = httpx.Client(headers=headers, timeout=ANSWER_S)
 
@@ -110,10 +110,10 @@ class Gateway:
         """Send one request of the admin API; AddressError where it fails."""
         raw = None if body is None else msgspec.json.encode(body)
         try:
-            reply = self._client.request(method, self._url + path, content=raw)
+            reply = self._client.request(method, self.url + path, content=raw)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
-            raise AddressError(f"{self._url}: no answer ({why}); is the gateway running?") from None
+            raise AddressError(f"{self.url}: no answer ({why}); is the gateway running?") from None
         answer: dict[str, Any] | None = None
         with contextlib.suppress(msgspec.MsgspecError):
             answer = msgspec.json.decode(reply.content, type=dict[str, Any])
@@ -122,4 +122,4 @@ class Gateway:
         fault = (answer or {}).get("error")
         said = fault.get("message") if isinstance(fault, dict) else fault
         why = said or "not a rollmesh gateway?"
-        raise AddressError(f"{self._url}{path}: HTTP {reply.status_code}: {why}")
+        raise AddressError(f"{self.url}{path}: HTTP {reply.status_code}: {why}")

@@ -1,13 +1,9 @@
-"""The intake's thread: takes results in, writes them down, acks them, and talks to the router.
+"""The client's thread: receives results, journals and acks them, and talks to the router.
 
-It has the sink's Hub, the Dialer to the router, the two machines and the book. The program's thread
-reaches it through two queues.
-
-- Nothing here waits for the program.
-- A result is checked against its ask and written before it is acked. The program gets the decoded
-  record, so that no result is decoded twice.
-- While the program leaves many bytes untaken, more stay with their workers, and those of earlier
-  runs on the disk.
+- Nothing here waits for the program, which reaches the thread by two queues.
+- A result is checked against its ask and written before it is acked. It is decoded once.
+- While the program leaves many bytes untaken, further results stay with their workers, and those of
+  earlier runs on the disk.
 """
 
 import math
@@ -25,31 +21,40 @@ from rollmesh.core.errors import JournalError, WireError
 from rollmesh.core.heap import SOME_FREED_BYTES, Heap
 from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger, readable
-from rollmesh.runtime.keeper import TrimPlan
-from rollmesh.serve.client.arrivals import Dropped, Filed, RawResult, Unopened, check_result
+from rollmesh.runtime.heap_trimmer import TrimPlan
+from rollmesh.serve.client.arrivals import Action as SinkAction
+from rollmesh.serve.client.arrivals import (
+    Dropped,
+    Keep,
+    Kept,
+    Malformed,
+    RawResult,
+    RecordDrop,
+    ResultSink,
+    StoredResult,
+    Unopened,
+    check_result,
+)
 from rollmesh.serve.client.asks import Action as AskAction
 from rollmesh.serve.client.asks import (
     Arrived,
     Asked,
     AskEnded,
-    Asks,
-    AsksSettings,
+    AskMachine,
+    AskSettings,
     Cancelled,
     Closed,
     ResultFailed,
     Waits,
 )
-from rollmesh.serve.client.book import Book
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.journal import ClientJournal
+from rollmesh.serve.client.journal_entries import (
     GroupParted,
     GroupTried,
     RunBegan,
     StateSaved,
     StepEntry,
 )
-from rollmesh.serve.client.sink import Action as SinkAction
-from rollmesh.serve.client.sink import Book as BookDrop
-from rollmesh.serve.client.sink import Keep, Kept, Malformed, Sink
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import GroupFinished, ResultRefused
@@ -94,15 +99,17 @@ class Taken(msgspec.Struct, frozen=True):
 Command = Asked | Cancelled | Note | Cover | Taken | GroupParted
 
 
-class Intake:
-    """See the module. `arrivals` is filled by the thread and emptied by `take`."""
+class IntakeThread:
+    """The thread; it fills `arrivals`, which `take` empties."""
 
-    def __init__(self, hub: Hub, dialer: Dialer, book: Book, settings: AsksSettings) -> None:
+    def __init__(
+        self, hub: Hub, dialer: Dialer, client_journal: ClientJournal, settings: AskSettings
+    ) -> None:
         self._hub = hub
         self._dialer = dialer
-        self._book = book
-        self._asks = Asks(settings)
-        self._sink = Sink(book.ended, self._asks.find)
+        self._client_journal = client_journal
+        self._asks = AskMachine(settings)
+        self._sink = ResultSink(client_journal.ended, self._asks.find)
         self._heap, self._trims = Heap(), TrimPlan()
         self._refused_said_s = -math.inf
         self._num_refused_said = 0
@@ -134,13 +141,13 @@ class Intake:
     def start(self, run_id: str, saved: StateSaved | None) -> list[Asked]:
         """Begin a run of this id and serve; the open asks of earlier runs, which go on or end.
 
-        `saved` as Book.begin has it. JournalError if the book cannot be written.
+        `saved` as ClientJournal.begin has it. JournalError if the book cannot be written.
         """
         settings = self._asks.settings
         began = RunBegan(run_id, settings.client_id, settings.sink)
-        for result in self._book.begin(began, saved):
+        for result in self._client_journal.begin(began, saved):
             self._hand_out(result)
-        reopened = self._book.reopened()
+        reopened = self._client_journal.reopened()
         for asked in reopened:
             if settings.keep:
                 self._do_asks(self._asks.step(asked, time.monotonic()))
@@ -177,7 +184,7 @@ class Intake:
                 return False
         self._dialer.close()
         self._hub.close()
-        self._book.close()
+        self._client_journal.close()
         self._bell.close()
         return True
 
@@ -217,15 +224,15 @@ class Intake:
         is_recent = time.monotonic() - since_s < RECENT_BEATS * self._asks.beat_s
         return reason if is_recent else ""
 
-    def load(self, filed: Filed) -> RawResult:
+    def load(self, filed: StoredResult) -> RawResult:
         """A result that stands on the disk; JournalError where it cannot be read."""
-        return self._book.load(filed)
+        return self._client_journal.load(filed)
 
     def _taken_out(self, max_filed_bytes: float) -> Iterator[Unopened]:
         num_filed_bytes = 0
         while self._arrivals and num_filed_bytes <= max_filed_bytes:
             arrival = self._arrivals.popleft()
-            if isinstance(arrival, Filed):
+            if isinstance(arrival, StoredResult):
                 num_filed_bytes += arrival.num_bytes
             elif isinstance(arrival, RawResult):
                 self._num_untaken_bytes -= arrival.held_bytes
@@ -302,41 +309,43 @@ class Intake:
                 self._do_asks(ended or [AskEnded(group_id, command.reason)])
             case Note(entry, written):
                 try:
-                    self._book.note(entry)
+                    self._client_journal.note(entry)
                     written.set_result(None)
                 except JournalError as error:
                     self._complain(error)
                     written.set_exception(error)
             case Cover(saved):
-                self._write_down(partial(self._book.cover, saved))
+                self._write_down(partial(self._client_journal.cover, saved))
             case Taken(group_ids):
-                self._write_down(partial(self._book.take, group_ids))
+                self._write_down(partial(self._client_journal.take, group_ids))
             case GroupParted():
-                self._write_down(partial(self._book.part, command))
+                self._write_down(partial(self._client_journal.part, command))
 
     def _ask(self, asked: Asked) -> None:
         is_first = not self._held_asks
         self._held_asks.append(asked)
         if not is_first:
             return
-        if self._book.is_full:
+        if self._client_journal.is_full:
             log.warning(
                 "journal.full",
-                size_bytes=self._book.size_bytes,
+                size_bytes=self._client_journal.size_bytes,
                 fix="raise journal.max_bytes or write checkpoints more often",
             )
         self._say_held()
 
     def _say_held(self) -> None:
         """In their order, as far as budget and disk let them be written."""
-        while self._held_asks and not self._book.is_full and self._say(self._held_asks[0]):
+        while (
+            self._held_asks and not self._client_journal.is_full and self._say(self._held_asks[0])
+        ):
             self._held_asks.popleft()
 
     def _say(self, asked: Asked) -> bool:
         """Whether it is said: what the disk does not take no router hears of."""
         if self._asks.settings.keep:
             try:
-                self._book.ask(asked)
+                self._client_journal.ask(asked)
             except JournalError as error:
                 self._complain(error)
                 return False
@@ -386,7 +395,7 @@ class Intake:
             self._refuse_malformed(keep, str(error))
             return
         try:
-            result = self._book.keep(keep.message, packet, record)
+            result = self._client_journal.keep(keep.message, packet, record)
         except JournalError as error:
             # Not acked: its worker sends it again.
             self._complain(error)
@@ -411,14 +420,14 @@ class Intake:
                     log.warning("groups.wait", reason=reason)
                     self._wait_reason = reason, time.monotonic()
                 case GroupTried():
-                    self._write_down(partial(self._book.note, action))
+                    self._write_down(partial(self._client_journal.note, action))
 
     def _do_sink(self, action: SinkAction) -> None:
         match action:
             case Send(route, message):
                 self._acks.append((route, Packet(message)))
-            case BookDrop(group_id, reason, retry_after_s):
-                self._write_down(partial(self._book.drop, group_id, reason))
+            case RecordDrop(group_id, reason, retry_after_s):
+                self._write_down(partial(self._client_journal.drop, group_id, reason))
                 self._hand_out(Dropped(group_id, reason, retry_after_s=retry_after_s))
             case Keep():
                 raise AssertionError("a result is kept with its packet")

@@ -1,42 +1,145 @@
 """From a rollout's node table to training samples: paths cut so that no token trains twice.
 
-A sample is the path from a root to one sampled node, all its tokens in the order the model saw
-them. Invariants: each sampled token that trains has mask 1 in exactly one sample; every sampled
-token that does not train is counted in `Cut.unused` with its reason; memory is linear in the
-paths. The weights of one rollout's samples add up to 1 and are proportional to their trained
-tokens, so sum(weight * mean over the sample's trained tokens) is the mean over the rollout's
-tokens: the same number however its graph was cut into leaves. A token goes once from the buffers
-that arrived to where the taker has it laid. Driven by whoever takes arrivals.
+    token_ids int32 [T] | logprobs float32 [T] | policy_versions int32 [T] | loss_mask bool [T]
+
+- A sample is the path from a root to one sampled node, all its tokens in the order of the model's
+  context. Each sampled token that trains has mask 1 in exactly one sample. Every other sampled
+  token is counted in `Cut.unused` with its reason. Memory is linear in the paths.
+- The weights of one rollout's samples add up to 1 and are proportional to their trained tokens, so
+  sum(weight * mean over the sample's trained tokens) is the mean over the rollout's tokens.
+- The arrays of a sample are one piece of memory, in a place that the taker chooses (plain or shared
+  memory), and are written once.
+- Runs say where trained tokens come from: engine, policy version, dialect and fork.
+
 Shapes: T is the number of tokens of one sample.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import (
     TRAINED_OUTCOMES,
     Branch,
+    DialectName,
     GroupRecord,
     NodeRow,
     RolloutRecord,
     reward_fault,
 )
-from rollmesh.runtime.samples import Claim, claims_of, images_on, reasons_of, temperature_of
-from rollmesh.serve.client.runs import SampledRun, causes_of, runs_of
-from rollmesh.serve.client.sample_memory import (
-    Bools,
-    Float32s,
-    Int32s,
-    Laid,
-    Lay,
-    SampleArrays,
-    lay_plainly,
+from rollmesh.runtime.token_graph import (
+    SamplePath,
+    images_on,
+    reasons_of,
+    sample_paths,
+    temperature_of,
 )
 from rollmesh.tensors.handles import RTensor
+
+
+class SampledRun(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive trained tokens of a sample that have all this in common."""
+
+    num_tokens: int
+    policy_version: int
+    engine: str = ""
+    """Its address; '' where nobody wrote it down, as in records of before."""
+    dialect: DialectName = ""
+    cause: str = ""
+    """Of the fork that its prompt stands behind (ForkRow); '' where there is none."""
+
+    @property
+    def origin(self) -> tuple[int, str, str, str]:
+        """(policy version, engine, dialect, cause)"""
+        return self.policy_version, self.engine, self.dialect, self.cause
+
+
+def causes_of(rollout: RolloutRecord) -> list[str]:
+    """For each row of its table the cause of the nearest fork at or above it, or ''."""
+    forked = {fork.node: fork.cause for fork in rollout.forks}
+    causes: list[str] = []
+    for row, node in enumerate(rollout.nodes):
+        above = causes[node.parent] if node.parent >= 0 else ""
+        causes.append(forked.get(row, above))
+    return causes
+
+
+def runs_of(
+    rollout: RolloutRecord, causes: Sequence[str], claim: SamplePath
+) -> tuple[SampledRun, ...]:
+    """The runs of a claim's trained tokens; `causes` are those of the rollout's rows."""
+    runs: list[SampledRun] = []
+    for row in claim.path:
+        node = rollout.nodes[row]
+        for run in node.policy_versions if row in claim.trained else ():
+            engine = rollout.engines[run.engine] if run.engine >= 0 else ""
+            origin = run.policy_version, engine, node.dialect, causes[row]
+            if runs and runs[-1].origin == origin:
+                runs[-1] = SampledRun(runs[-1].num_tokens + run.num_tokens, *origin)
+            elif run.num_tokens:
+                runs.append(SampledRun(run.num_tokens, *origin))
+    return tuple(runs)
+
+
+Int32s = npt.NDArray[np.int32]
+Float32s = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+BYTES_PER_TOKEN = 13
+
+
+class SampleArrays(NamedTuple):
+    """Of one sample; each [T]."""
+
+    token_ids: Int32s
+    logprobs: Float32s
+    policy_versions: Int32s
+    loss_mask: Bools
+
+
+class Laid(NamedTuple):
+    """One sample's arrays, filled."""
+
+    arrays: SampleArrays
+    handle: RTensor | None = None
+    """Handle of the piece, if other processes may fetch it."""
+
+
+Fill = Callable[[Sequence[SampleArrays]], None]
+"""Writes all elements of all of them."""
+
+
+class Lay(Protocol):
+    """A way to memory."""
+
+    def __call__(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
+        """The arrays of samples of these lengths, which `fill` has filled; where that raises, none
+        is left behind."""
+
+
+def arrays_in(memory: npt.NDArray[np.uint8]) -> SampleArrays:
+    """The arrays that lie in a piece, uint8 [13 * T]: views, writable where it is."""
+    num_tokens = len(memory) // BYTES_PER_TOKEN
+    words = memory[: 12 * num_tokens].reshape(3, 4 * num_tokens)
+    token_ids, logprobs, policy_versions = words
+    return SampleArrays(
+        token_ids.view(np.int32),
+        logprobs.view(np.float32),
+        policy_versions.view(np.int32),
+        memory[12 * num_tokens :].view(np.bool_),
+    )
+
+
+def lay_plainly(lengths: Sequence[int], fill: Fill) -> list[Laid]:
+    """In memory of this process alone."""
+    arrays = [arrays_in(np.empty(BYTES_PER_TOKEN * each, np.uint8)) for each in lengths]
+    fill(arrays)
+    return [Laid(each) for each in arrays]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +170,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[SampledRun, ...] = ()
     """Of its trained tokens, in order: their counts add up to those of loss_mask."""
     handle: RTensor | None = None
-    """Of its arrays, where other processes may fetch them; see sample_memory.py."""
+    """Of its arrays, where other processes may fetch them; see samples.py."""
 
     @property
     def group_id(self) -> GroupId:
@@ -185,7 +288,7 @@ class _Paths:
             token_at += node.num_tokens
             logprob_at += node.num_tokens if node.sampled else 0
 
-    def write(self, claim: Claim, arrays: SampleArrays) -> None:
+    def write(self, claim: SamplePath, arrays: SampleArrays) -> None:
         """All that a claim's path says of its tokens."""
         token_ids, logprobs, policy_versions, loss_mask = arrays
         at = 0
@@ -209,7 +312,7 @@ class _Draft(msgspec.Struct, frozen=True):
 
     rollout_id: RolloutId
     paths: _Paths
-    claim: Claim
+    claim: SamplePath
     num_tokens: int
     reward: float
     weight: float
@@ -245,7 +348,7 @@ def _drafts(
     rollout_id: RolloutId, rollout: RolloutRecord, paths: _Paths, reasons: Sequence[str]
 ) -> list[_Draft]:
     nodes = rollout.nodes
-    claims = claims_of(nodes, [not reason for reason in reasons])
+    claims = sample_paths(nodes, [not reason for reason in reasons])
     trained = [sum(nodes[row].num_tokens for row in claim.trained) for claim in claims]
     causes = causes_of(rollout)
     drafts = []

@@ -1,23 +1,59 @@
-"""Figures of an evaluation from its rows: means, pass@k, intervals, failures by cause.
+"""Figures of an evaluation: success, means, pass@k, confidence intervals, failures by cause.
 
-Invariants: pure; a rollout that brought no result for reasons that are not the agent's counts
-nowhere but among the failures, and one whose agent broke counts as lost. Rollouts of one task are
-not independent, so errors are clustered by task (E. Miller, "Adding Error Bars to Evals",
-arXiv:2411.00640); intervals of shares are Wilson's score interval (JASA 22, 1927) with the number
-of independent rollouts that would give such an error (E. Korn and B. Graubard, Survey Methodology
-24, 1998).
+    success:  metric `success` of Score, 1 or 0, if the environment reports it; missing is failed
+              reward >= pass_threshold, if that is set
+              reward == 1, if all rewards seen are 0 or 1
+              otherwise unknown: success and pass@k are left out
+
+- Rollouts lost to infrastructure faults are excluded and counted among the failures; a rollout
+  whose agent broke counts as failed.
+- Errors are clustered by task (E. Miller, "Adding Error Bars to Evals", arXiv:2411.00640).
+  Intervals of shares are Wilson's score interval (JASA 22, 1927) with the effective number of
+  independent rollouts (E. Korn and B. Graubard, Survey Methodology 24, 1998).
+- Pure.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import NormalDist, fmean
 
 import msgspec
 
 from rollmesh.core.types import TRAINED_OUTCOMES, Outcome
-from rollmesh.serve.client.results import Row
-from rollmesh.serve.client.success import SuccessRule
+from rollmesh.serve.client.evaluation_files import Row
+
+SUCCESS = "success"
+"""The metric of Score by which an environment reports success."""
+
+
+class SuccessRule(msgspec.Struct):
+    """The rule for one environment, by what its rollouts have brought so far."""
+
+    pass_threshold: float | None = None
+    is_reported: bool = False
+    """A rollout had the metric `success`."""
+    is_binary: bool = True
+    """All rewards were 0 or 1."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the success of a rollout can be decided."""
+        return self.is_reported or self.pass_threshold is not None or self.is_binary
+
+    def see(self, reward: float | None, metrics: Mapping[str, float]) -> None:
+        """Take note of a rollout; a reward of None is no reward."""
+        self.is_reported = self.is_reported or SUCCESS in metrics
+        self.is_binary = self.is_binary and reward in (None, 0.0, 1.0)
+
+    def success_of(self, reward: float, metrics: Mapping[str, float]) -> float | None:
+        """The rollout's success in [0, 1], 1 where it passed; None where that is unknown."""
+        if self.is_reported:
+            return min(max(metrics.get(SUCCESS, 0.0), 0.0), 1.0)
+        if self.pass_threshold is not None:
+            return float(reward >= self.pass_threshold)
+        return reward if self.is_binary else None
+
 
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -75,7 +111,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     turns_per_rollout: float | None
     s_per_rollout: float | None
     success: Estimate | None = None
-    """Share of rollouts that succeeded, by the rule of success.py; None where it is not known."""
+    """Share of rollouts that succeeded, by the rule of scores.py; None where it is not known."""
     pass_at: dict[int, Estimate] = {}
     """By k: the probability that at least one of k rollouts of a task succeeds, over the tasks with
     that many rollouts; empty where success is not known."""

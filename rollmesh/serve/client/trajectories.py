@@ -17,7 +17,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import Branch, GroupRecord, RolloutRecord
 from rollmesh.serve.client.arrivals import Arrival, Dropped
-from rollmesh.serve.client.results import append
+from rollmesh.serve.client.evaluation_files import append
 from rollmesh.serve.client.samples import Sample, cut
 
 TRAJECTORIES = "trajectories.jsonl"

@@ -21,7 +21,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import DECODE_ERRORS, SessionError
 from rollmesh.core.loopback import names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import Outcome, SamplingPolicy
@@ -203,7 +203,7 @@ async def _read(request: Request, kind: type[B]) -> B:
     try:
         raw.decode()  # metadata is kept unopened, and must come out as the text it is
         return msgspec.json.decode(raw or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise SessionError(400, "invalid_body", f"the body: {error}") from None
 
 

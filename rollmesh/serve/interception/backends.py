@@ -22,7 +22,7 @@ from rollmesh.core.inventory import Inventory
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.assembly import new_runtime
+from rollmesh.runtime.registry import new_runtime
 from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.bodies import Bodies
 from rollmesh.serve.interception.book import SessionBook

@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.core.types import Outcome, SamplingPolicy
-from rollmesh.runtime.doors import Locks
+from rollmesh.runtime.session_deps import Locks
 from rollmesh.serve.interception.account import Account
 
 NO_COUNTS: Mapping[str, int] = {}

@@ -11,8 +11,8 @@ from rollmesh.core.inventory import Inventory
 from rollmesh.engine.http import HttpClient
 from rollmesh.runtime import blobs
 from rollmesh.runtime.images import images
-from rollmesh.runtime.legs import Sampler
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.sampler import Sampler
 from rollmesh.serve.interception.bodies import Bodies
 from rollmesh.serve.interception.book import SessionBook
 from rollmesh.serve.interception.edge import Edge

@@ -1,7 +1,7 @@
 """The samples of a finished session as plain lists, for the gateway's answers.
 
 T is the number of tokens of one sample. Invariants: samples are those of the intake, as cut by
-runtime/samples.py, so each sampled token has mask 1 in exactly one of them; void and superseded
+runtime/token_graph.py, so each sampled token has mask 1 in exactly one of them; void and superseded
 turns train nowhere; rewards are put in later (account.py), since they may change. Driven by
 tokens.py and relay/account.py.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 from rollmesh.core.types import Branch, NodeRow
-from rollmesh.runtime.samples import claims_of, reasons_of, temperature_of
+from rollmesh.runtime.token_graph import reasons_of, sample_paths, temperature_of
 
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
 
@@ -31,7 +31,7 @@ def cut_samples(
     ids_of = _spans(nodes, token_ids, lambda node: node.num_tokens)
     logprobs_of = _spans(nodes, logprobs, lambda node: node.num_tokens if node.sampled else 0)
     trains = [not reason for reason in reasons_of(nodes, BRANCHES)]
-    for claim in claims_of(nodes, trains):
+    for claim in sample_paths(nodes, trains):
         last = nodes[claim.path[-1]]
         sample: dict[str, Any] = {
             "token_ids": [],

@@ -134,7 +134,7 @@ class Edge:
 
     def _look_up(self, request: Request, path: str) -> bytes:
         if path.endswith("/healthz"):
-            waiting = self._kit.runtime.kit.sampler.waiting()
+            waiting = self._kit.runtime.deps.sampler.waiting()
             return msgspec.json.encode({"status": "ok"} | ({"waiting": waiting} if waiting else {}))
         if path.endswith("/openapi.json"):
             return openapi_document()

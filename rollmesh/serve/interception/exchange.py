@@ -21,7 +21,7 @@ import msgspec
 
 from rollmesh.core.errors import ContentLost, SessionError
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.reply import Reply, ReplyHead
+from rollmesh.runtime.replies import Reply, ReplyHead
 from rollmesh.runtime.session import Session, SessionState
 from rollmesh.serve.interception.auth import find_secret
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
@@ -132,7 +132,7 @@ class Exchange:
                 for reply in replies:
                     await reply.wait(_TO_THE_END)
                     session.finish(reply)
-                await session.diary.written()
+                await session.recorder.written()
                 self.request.answer(200, lines, call.whole(views))
                 self.state = ExchangeState.STREAMING
             await self._drained(session)
@@ -164,7 +164,7 @@ class Exchange:
         """Join the replies to all turns; the call's history is let go of."""
         turns, call.turns = call.turns, ()
         views: list[ReplyView] = []
-        self._kit.runtime.kit.check_fits(sum([turn.num_choices for turn in turns]))
+        self._kit.runtime.deps.check_fits(sum([turn.num_choices for turn in turns]))
         await self._kit.turnstile.pass_through(self._num_bytes, session.session_id)
         for number, turn in enumerate(turns):
             if number:
@@ -218,7 +218,7 @@ class Exchange:
             if delta is not None:
                 await self._send(session, stream.piece(choice, delta))
         session.finish(reply)
-        await session.diary.written()
+        await session.recorder.written()
         rest = reply.token_ids(num_read)
         delta = reader.feed(rest) if len(rest) else None
         events = stream.piece(choice, delta) if delta is not None else b""

@@ -33,9 +33,9 @@ from rollmesh.core.loopback import is_loopback
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import Ready, announce, listen, stop_event
 from rollmesh.runtime import blobs
-from rollmesh.runtime.assembly import GC_THRESHOLDS
 from rollmesh.runtime.families import chats_of
-from rollmesh.runtime.keeper import Keeper
+from rollmesh.runtime.heap_trimmer import HeapTrimmer
+from rollmesh.runtime.registry import GC_THRESHOLDS
 from rollmesh.serve.interception.admin import Admin, AdminKit
 from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.archive.entries import FORMAT, Began
@@ -114,7 +114,7 @@ async def _serve(ask: GatewayAsk, listening: socket.socket, tls: ssl.SSLContext 
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
     async with AsyncExitStack() as stack:
-        keeper = Keeper(SystemClock())
+        keeper = HeapTrimmer(SystemClock())
         stack.callback(keeper.close)
         folder = interception.spill_folder
         blobs.settle(interception.max_blob_bytes, Path(folder) if folder else None)

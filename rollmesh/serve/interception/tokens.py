@@ -15,13 +15,13 @@ import msgspec
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import Outcome, SamplingPolicy
-from rollmesh.runtime.deeds import AnyDeed
 from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.redo import KeptSession, Past, Redo
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.samples import images_on
+from rollmesh.runtime.restore import RestoredState, SessionReplay, StoredSession
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import Session
+from rollmesh.runtime.session_log import AnyDeed
+from rollmesh.runtime.token_graph import images_on
 from rollmesh.serve.interception.account import Account, Hole, Writer
 from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.archive.scribe import SessionScribe
@@ -151,7 +151,7 @@ class TokenRegaining:
         self._capture = capture
         self._standing = standing
         self._scribe = scribe
-        self._redo = Redo(standing.session_id, capture.kit, standing.read)
+        self._redo = SessionReplay(standing.session_id, capture.kit, standing.read)
 
     def take(self, deeds: bytes) -> None:
         for deed in _decode(deeds):
@@ -177,7 +177,7 @@ class TokenCapture:
         self, runtime: Runtime, sampling: SamplingPolicy, archive: Archive | None = None
     ) -> None:
         """`sampling` is for sessions that wish for no other."""
-        self.kit = runtime.kit
+        self.kit = runtime.deps
         self._runtime = runtime
         self._sampling = sampling
         self._archive = archive
@@ -190,7 +190,7 @@ class TokenCapture:
         kept = None
         if self._archive is not None:
             session_id = new_id("s", 6)
-            kept = KeptSession(session_id, SessionScribe(self._archive, session_id))
+            kept = StoredSession(session_id, SessionScribe(self._archive, session_id))
         opened = self._register(sampling, seed, kept)
         captured = TokenSession(opened.session)
         return Opened(captured, opened.api_key, opened.path_secret, sampling, seed)
@@ -199,9 +199,11 @@ class TokenCapture:
         assert self._archive is not None
         return TokenRegaining(self, standing, SessionScribe(self._archive, standing.session_id))
 
-    def stand(self, standing: Standing, scribe: SessionScribe, past: Past | None) -> TokenSession:
+    def stand(
+        self, standing: Standing, scribe: SessionScribe, past: RestoredState | None
+    ) -> TokenSession:
         """A session that another process has opened, with what it did; a Regaining's."""
-        kept = KeptSession(standing.session_id, scribe, standing.locks, past)
+        kept = StoredSession(standing.session_id, scribe, standing.locks, past)
         opened = self._register(standing.sampling or self._sampling, standing.seed, kept)
         return TokenSession(opened.session)
 
@@ -210,7 +212,7 @@ class TokenCapture:
         self._runtime.cleanup_rollout(captured.session.rollout_id)
 
     def _register(
-        self, sampling: SamplingPolicy, seed: int, kept: KeptSession | None
+        self, sampling: SamplingPolicy, seed: int, kept: StoredSession | None
     ) -> OpenSession:
         rollout_id = RolloutId(GroupId(self._name, self._num_opened), 0)
         self._num_opened += 1

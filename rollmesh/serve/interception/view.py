@@ -6,10 +6,9 @@ is byte-equal. Made by exchange.py, read by the dialects.
 
 from collections.abc import Callable, Sequence
 
-from rollmesh.runtime.deltas import Answer, Delta, whole_calls
-from rollmesh.runtime.reply import Reply, ReplyHead
+from rollmesh.runtime.chat import Answer, Delta, Wish, whole_calls
+from rollmesh.runtime.replies import Reply, ReplyHead
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.turns import Wish
 from rollmesh.serve.interception.dialects.listing import TokenListing
 
 

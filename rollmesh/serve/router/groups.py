@@ -1,13 +1,14 @@
-"""One group as the ledger knows it, who asked for it, and the queue for a worker.
+"""A group, the client that asked for it, the queue, and the incarnations of workers.
 
     QUEUED --assigned--> ASSIGNED --GroupStarted--> RUNNING --GroupDelivered--> DONE
     QUEUED <--returned-- ASSIGNED                   any of the three --> FAILED | CANCELLED
     QUEUED <--its worker lost-- ASSIGNED, RUNNING;  QUEUED --claimed by a worker--> RUNNING
 
-Invariants: a group is in the queue exactly while it is QUEUED and not held back for claims; the
-queue gives the highest priority first and, within one, takes turns among clients, as many in a row
-as a client's weight; clients that are away come after all others. A suspect (suspects.py) waits
-apart. Driven by book.py.
+- A group is in the queue while it is QUEUED and not held back for claims. A suspect waits apart.
+- The queue takes the highest priority first. Within one, clients take turns, each for as many
+  groups in a row as its weight. Clients that are away come last.
+- A worker's name outlives its process. An incarnation tells its processes apart, and what an ended
+  process had sent before does not revive it.
 """
 
 import bisect
@@ -17,9 +18,73 @@ from collections import OrderedDict
 import msgspec
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.lives import Life
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.messages import GroupState
+
+MAX_ENDS = 1024
+
+
+class Incarnation(msgspec.Struct, frozen=True, gc=False):
+    """One process of a worker, as far as it is known."""
+
+    worker_id: str
+    pid: int = 0
+    started_s: float = 0.0
+    """Unix time; a container's pid is 1 in every life."""
+    host: str = ""
+
+    def may_be(self, other: "Incarnation") -> bool:
+        """Whether nothing that is known of both tells them apart."""
+        return (
+            self.worker_id == other.worker_id
+            and (self.pid == other.pid or not self.pid or not other.pid)
+            and (self.started_s == other.started_s or not self.started_s or not other.started_s)
+            and (self.host == other.host or not self.host or not other.host)
+        )
+
+
+class IncarnationEnd(msgspec.Struct, frozen=True):
+    """A process that has ended."""
+
+    incarnation: Incarnation
+    group_ids: tuple[GroupId, ...]
+    """What it had."""
+    until_s: float
+    """So long what it had said before may still come."""
+
+
+class EndedIncarnations:
+    """Notes of processes that have ended, by worker id and pid."""
+
+    def __init__(self, remember_s: float) -> None:
+        self._remember_s = remember_s
+        self._ends: OrderedDict[tuple[str, int], IncarnationEnd] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(
+        self, incarnation: Incarnation, group_ids: tuple[GroupId, ...], now_s: float
+    ) -> IncarnationEnd:
+        """`life` has ended, with these groups."""
+        end = IncarnationEnd(incarnation, group_ids, now_s + self._remember_s)
+        self._ends[incarnation.worker_id, incarnation.pid] = end
+        if len(self._ends) > MAX_ENDS:
+            self._ends.popitem(last=False)
+        return end
+
+    def find(self, incarnation: Incarnation) -> IncarnationEnd | None:
+        """The note of it, if there is one."""
+        end = self._ends.get((incarnation.worker_id, incarnation.pid))
+        return end if end and end.incarnation.may_be(incarnation) else None
+
+    def cover(self, incarnation: Incarnation, now_s: float) -> bool:
+        """Whether what `life` says was said before its end: that of its pid was this or later."""
+        end = self._ends.get((incarnation.worker_id, incarnation.pid))
+        if end is None or now_s >= end.until_s:
+            return False
+        return not end.incarnation.started_s or incarnation.started_s <= end.incarnation.started_s
+
 
 _FROM_ANY = (GroupState.DONE, GroupState.FAILED, GroupState.CANCELLED)
 TRANSITIONS: dict[GroupState, tuple[GroupState, ...]] = {
@@ -44,7 +109,7 @@ so. Each time lasts as long as a stall does, some ten seconds."""
 class Death(msgspec.Struct, frozen=True, gc=False):
     """A worker ended, or seemed to, while it ran a group."""
 
-    life: Life
+    incarnation: Incarnation
     cause: str
     is_certain: bool
     """False while the worker is only silent or stalled."""
@@ -107,7 +172,7 @@ class Group(msgspec.Struct, gc=False):
         self.excused = min(self.excused + (self.num_cuts <= MAX_CUTS), self.attempt)
 
 
-class Client(msgspec.Struct):
+class GroupClient(msgspec.Struct):
     """Who asks."""
 
     client_id: str
@@ -138,12 +203,12 @@ class _Lanes(msgspec.Struct):
     """In their order, however many there are: the last one is first."""
 
 
-class FairQueue:
+class GroupQueue:
     """Groups that wait, by environment, priority and client."""
 
     def __init__(self) -> None:
         self.away: set[str] = set()
-        """Clients that have fallen silent; clients.py says who."""
+        """Clients that have fallen silent; membership.py says who."""
         self._lanes: dict[str, _Lanes] = {}
         self._num = 0
 

@@ -1,13 +1,19 @@
-"""The router process: one synchronous loop that polls, drains, steps the machines and sends.
+"""The router process: one synchronous loop that polls, receives, steps the machines and sends.
 
-Owns the Hub, the ledger, the fleet and their clock. Invariants: a turn never blocks on a peer, an
-engine or an HTTP reader: sends are hints that a full queue refuses, HTTP and probes live in the
-side thread; bodies pass through unopened; whatever arrives, the loop goes on. Every message carries
-the router's incarnation, by which peers notice a restart. Driven by `rollmesh router`.
+- A turn never blocks on a peer, an engine or an HTTP reader. A full queue refuses a send. The HTTP
+  server and the probes of engines run in a side thread. Bodies pass through unopened. No message
+  ends the loop.
+- Every message carries the router's incarnation, by which peers notice a restart.
+- The kernel reports the end of local workers by pidfds, at most MAX_PIDS, one look late, so that
+  launch, which knows the cause, reports first. A pid of another pid namespace is not watched.
 """
 
+import asyncio
+import collections
 import gc
 import os
+import select
+import socket
 import typing
 
 import msgspec
@@ -18,18 +24,26 @@ from rollmesh.core.errors import AddressError
 from rollmesh.core.heap import Heap, note_freed
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import Occasional, get_logger, setup
+from rollmesh.core.metrics import Exposition, Source
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen, pid_space
 from rollmesh.engine.fleet import Action as FleetAction
+from rollmesh.engine.fleet import (
+    ContinueEngine,
+    EngineProbed,
+    Fleet,
+    FleetSettings,
+    ProbeEngine,
+    PublishTable,
+)
 from rollmesh.engine.fleet import Event as FleetEvent
-from rollmesh.engine.fleet import Fleet, FleetSettings, PublishTable
+from rollmesh.engine.http import HttpClient
 from rollmesh.engine.member import UNVERSIONED
-from rollmesh.runtime.keeper import Keeper
-from rollmesh.serve.face import Board
-from rollmesh.serve.router.ledger import Ledger
-from rollmesh.serve.router.pids import LocalPids
-from rollmesh.serve.router.side import SideThread
-from rollmesh.serve.router.status import Status, figures_of, status_of
-from rollmesh.serve.router.workers import WorkerState
+from rollmesh.engine.probe import PROBE_SHORTAGE_WAIT_S, probe_engine
+from rollmesh.runtime.heap_trimmer import HeapTrimmer
+from rollmesh.serve.face import Board, Face
+from rollmesh.serve.router.group_scheduler import GroupScheduler
+from rollmesh.serve.router.status import RouterStatus, figures_of, status_of
+from rollmesh.serve.router.workers import WorkerHealth
 from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft, SleepEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Role, read_keys
@@ -48,7 +62,118 @@ from rollmesh.wire.messages import (
 from rollmesh.wire.news import News
 from rollmesh.wire.sockets import Doorbell, Hub, wait
 
+MAX_PIDS = 512
+CAUSE = "its process is gone"
+
+
+class LocalPids:
+    """Watches the processes of workers on this machine."""
+
+    def __init__(self, space: str) -> None:
+        """`space` is that of our pids, as workers say theirs in their hello; '' watches nobody."""
+        self._space = space
+        self._poll = select.poll()
+        self._worker_of: dict[int, tuple[str, int]] = {}
+        """Worker id and pid, by pidfd."""
+        self._ended: list[WorkerExited] = []
+
+    def watch(self, hello: WorkerHello) -> None:
+        """Tell when this worker's process ends, if that is one of ours."""
+        worker = (hello.worker_id, hello.pid)
+        is_known = worker in self._worker_of.values()
+        is_ours = bool(self._space) and hello.pid_space == self._space
+        if not is_ours or is_known or len(self._worker_of) >= MAX_PIDS:
+            return
+        try:
+            pidfd = os.pidfd_open(hello.pid)
+        except (OSError, OverflowError):  # not here, no pid at all, or a kernel without pidfds
+            return
+        self._worker_of[pidfd] = worker
+        self._poll.register(pidfd, select.POLLIN)
+
+    def take_ended(self) -> list[WorkerExited]:
+        """Who was seen to have ended at the last look; looks again."""
+        ended, self._ended = self._ended, []
+        for pidfd, _ in self._poll.poll(0):
+            worker_id, pid = self._unwatch(pidfd)
+            self._ended.append(WorkerExited(worker_id, pid, CAUSE))
+        return ended
+
+    def forget(self, exited: WorkerExited) -> None:
+        """Somebody else has told of this end, and knows its cause."""
+        worker = (exited.worker_id, exited.pid)
+        self._ended = [each for each in self._ended if (each.worker_id, each.pid) != worker]
+        for pidfd in [each for each, known in self._worker_of.items() if known == worker]:
+            self._unwatch(pidfd)
+
+    def close(self) -> None:
+        """Stop watching all processes."""
+        for pidfd in self._worker_of:
+            os.close(pidfd)
+        self._worker_of.clear()
+
+    def _unwatch(self, pidfd: int) -> tuple[str, int]:
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        return self._worker_of.pop(pidfd)
+
+
 log = get_logger()
+
+
+class SideThread:
+    """Serves HTTP and probes engines beside the router's loop."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        board: Board[RouterStatus],
+        bell: Doorbell,
+        figures: Source | None = None,
+    ) -> None:
+        """Serves on `listening` from `start` on, and `figures` with the board's; AddressError if
+        that needs a token."""
+        exposition = Exposition("router")
+        if figures:
+            exposition.add(figures)
+        setting = "router.http_bind"
+        self._face = Face(listening, board, exposition, setting=setting, until=self._probe)
+        self._bell = bell
+        self._answers: collections.deque[EngineProbed] = collections.deque()
+        self._asks: asyncio.Queue[ProbeEngine | ContinueEngine | None] = asyncio.Queue()
+
+    def start(self) -> None:
+        """Returns when the HTTP face serves."""
+        self._face.start()
+
+    def probe(self, ask: ProbeEngine | ContinueEngine) -> None:
+        """Do it; the answer will be in `take_answers`, and the bell is rung."""
+        self._face.call(self._asks.put_nowait, ask)
+
+    def take_answers(self) -> list[EngineProbed]:
+        """The answers since the last call."""
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def close(self) -> None:
+        """Returns when the thread has ended."""
+        self._face.call(self._asks.put_nowait, None)
+        self._face.close()
+
+    async def _probe(self) -> None:
+        http = HttpClient(shortage_wait_s=PROBE_SHORTAGE_WAIT_S)
+        async with http, asyncio.TaskGroup() as probes:
+            while ask := await self._asks.get():
+                probes.create_task(self._answer(ask, http))
+
+    async def _answer(self, ask: ProbeEngine | ContinueEngine, http: HttpClient) -> None:
+        try:
+            answer = await probe_engine(ask, http)
+        except Exception as error:  # door: an engine's answer must not end the thread
+            log.exception("probe.failed", engine=ask.url)
+            answer = EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=repr(error))
+        self._answers.append(answer)
+        self._bell.ring()
+
 
 STATUS_SHARE = 0.05
 """So much of the loop's time may go into snapshots; that of 10,000 workers takes 20 ms."""
@@ -82,7 +207,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     bell, clock = Doorbell(), SystemClock()
     listening = listen(config.router.http_bind, listen_fd)
     board = Board("router", clock, figures_of)
-    keeper = Keeper(clock)
+    keeper = HeapTrimmer(clock)
     side = SideThread(listening, board, bell, keeper.figures)
     hub = open_hub(config.router.bind)
     fleet = Fleet(
@@ -134,7 +259,7 @@ class RouterLoop:
         fleet: Fleet,
         hub: Hub,
         side: SideThread,
-        board: Board[Status],
+        board: Board[RouterStatus],
         clock: Clock,
         status_url: str,
     ) -> None:
@@ -145,7 +270,7 @@ class RouterLoop:
         self._side = side
         self._board = board
         self._clock = clock
-        self._ledger = Ledger(config.router, clock.now_s())
+        self._group_scheduler = GroupScheduler(config.router, clock.now_s())
         self._fleet = fleet
         self._num_received = 0
         self._num_failed = 0
@@ -177,11 +302,11 @@ class RouterLoop:
             for exited in self._pids.take_ended():
                 self._on_packet(b"", Packet(exited))
             self._step_fleet(Ticked())
-            self._ledger.causes.see_engines(self._fleet.why_none_serves())
-            self._send(self._ledger.step(Ticked(), now_s))
+            self._group_scheduler.blocked_reasons.see_engines(self._fleet.why_none_serves())
+            self._send(self._group_scheduler.step(Ticked(), now_s))
             self._log_takeover(now_s)
             self._log_losses()
-            for each in self._ledger.clients.take_forgotten():
+            for each in self._group_scheduler.clients.take_forgotten():
                 log.warning("client.forgotten", **msgspec.structs.asdict(each))
             if now_s >= self._next_status_s:
                 self._hang_status()
@@ -217,7 +342,7 @@ class RouterLoop:
             return
         if isinstance(message, WorkerHello):
             self._log_new(message)
-        self._send(self._ledger.step(event, self._clock.now_s()))
+        self._send(self._group_scheduler.step(event, self._clock.now_s()))
         if type(message) in _OF_WORKERS:
             self._note_worker(route, message)
 
@@ -237,7 +362,7 @@ class RouterLoop:
 
     def _log_new(self, hello: WorkerHello) -> None:
         """A hello is said again until it is answered: a router that was away gets hundreds."""
-        known = self._ledger.crew.workers.get(hello.worker_id)
+        known = self._group_scheduler.membership.workers.get(hello.worker_id)
         if hello.loads_for_s > 0:
             log.info("worker.loading", worker_id=hello.worker_id, env=hello.env, pid=hello.pid)
         elif known is None or known.hello.pid != hello.pid:
@@ -250,7 +375,7 @@ class RouterLoop:
     def _carry_out(self, action: FleetAction) -> None:
         if isinstance(action, PublishTable):
             table = Packet(self._fleet.table(), self.incarnation)
-            self._hub.send_all(self._ledger.worker_routes(), table)
+            self._hub.send_all(self._group_scheduler.worker_routes(), table)
         elif isinstance(action, Send):
             self._send([action])
         else:
@@ -267,12 +392,15 @@ class RouterLoop:
 
     def _log_takeover(self, now_s: float) -> None:
         """Where work was found that a router before us had given out."""
-        if found := self._ledger.book.takeover.tell(now_s):
+        if found := self._group_scheduler.table.takeover.tell(now_s):
             log.info("router.recovered", **found)
 
     def _log_losses(self) -> None:
-        states = {worker.worker_id: worker.state.value for worker in self._ledger.crew.workers}
-        away = {name: state for name, state in states.items() if state != WorkerState.LIVE.value}
+        states = {
+            worker.worker_id: worker.state.value
+            for worker in self._group_scheduler.membership.workers
+        }
+        away = {name: state for name, state in states.items() if state != WorkerHealth.LIVE.value}
         for worker_id, state in away.items() - self._away.items():
             log.warning(f"worker.{state}", worker_id=worker_id)
         for worker_id in (self._away.keys() - away.keys()) & states.keys():
@@ -288,12 +416,15 @@ class RouterLoop:
             "refused": self._hub.num_refused,
             "unsent": self._hub.num_unsent,
         }
-        status = status_of(self.incarnation, self._ledger, self._fleet.table(), counts)
+        status = status_of(self.incarnation, self._group_scheduler, self._fleet.table(), counts)
         status = msgspec.structs.replace(
             status, address=self._hub.address, status_url=self._status_url
         )
         self._board.hang(status)
-        before, self._num_body_bytes = self._num_body_bytes, self._ledger.book.num_body_bytes
+        before, self._num_body_bytes = (
+            self._num_body_bytes,
+            self._group_scheduler.table.num_body_bytes,
+        )
         note_freed(max(0, before - self._num_body_bytes))
         spent_s = self._clock.now_s() - now_s
         self._next_status_s = now_s + spent_s / STATUS_SHARE

@@ -1,7 +1,6 @@
-"""What the router tells people and Prometheus: a snapshot of ledger and fleet, as plain values.
+"""A snapshot of the router for people and Prometheus.
 
-Invariant: a snapshot is made by the thread that owns the machines and never changes afterwards, so
-any thread may read it. Driven by process.py, once per tick; served by side.py.
+The thread that owns the machines makes it, and it never changes, so any thread may read it.
 """
 
 import itertools
@@ -12,11 +11,42 @@ import msgspec
 from rollmesh.core.inventory import counted
 from rollmesh.core.metrics import Figure
 from rollmesh.core.types import ErrorPlace
-from rollmesh.serve.router.counts import cache_entries, entries, held
-from rollmesh.serve.router.ledger import Ledger
-from rollmesh.serve.router.workers import Worker, WorkerState
+from rollmesh.serve.router.group_scheduler import GroupScheduler
+from rollmesh.serve.router.workers import WorkerEntry, WorkerHealth
 from rollmesh.wire.fleet import FleetChanged
 from rollmesh.wire.messages import GroupState, WorkerHello
+
+
+def held(group_scheduler: GroupScheduler) -> Mapping[str, int]:
+    """Bytes in memory, by what."""
+    return {"asks": group_scheduler.table.num_body_bytes}
+
+
+def entries(group_scheduler: GroupScheduler) -> Mapping[str, int]:
+    """By table."""
+    table, workers = group_scheduler.table, list(group_scheduler.membership.workers)
+    return {
+        "groups": len(table.groups),
+        "waiting_groups": table.num_waiting,
+        "client_groups": sum([len(groups) for groups in table.of_client.values()]),
+        "worker_groups": sum([len(worker.groups) for worker in workers]),
+    }
+
+
+def cache_entries(group_scheduler: GroupScheduler, num_engines: int) -> Mapping[str, int]:
+    """By cache."""
+    table, workers = group_scheduler.table, list(group_scheduler.membership.workers)
+    return {
+        "clients": len(table.clients),
+        "workers": len(workers),
+        "lost_groups": sum([len(worker.lost_groups) for worker in workers]),
+        "engines": num_engines,
+        "notes": len(table.tombstones),
+        "ended_workers": group_scheduler.membership.num_ends,
+        "loading_workers": len(group_scheduler.env_loads.now()),
+        "agenda": group_scheduler.assignments.num_noted + len(table.deadlines),
+    }
+
 
 DOWN = ("lost", "stalled", "loading")
 MAX_CLIENTS = 100
@@ -85,7 +115,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     detail: str
 
 
-class Status(msgspec.Struct, frozen=True):
+class RouterStatus(msgspec.Struct, frozen=True):
     """The answer of GET /status."""
 
     incarnation: str
@@ -110,27 +140,27 @@ class Status(msgspec.Struct, frozen=True):
     held_bytes: Mapping[str, int] = {}
     entries: Mapping[str, int] = {}
     cache_entries: Mapping[str, int] = {}
-    """See counts.py."""
+    """See status.py."""
 
 
 def status_of(
-    incarnation: str, ledger: Ledger, table: FleetChanged, counts: dict[str, int]
-) -> Status:
+    incarnation: str, group_scheduler: GroupScheduler, table: FleetChanged, counts: dict[str, int]
+) -> RouterStatus:
     """The state of the router; `counts` are the socket's own."""
-    num_in = ledger.book.num_in
+    num_in = group_scheduler.table.num_in
     open_states = (GroupState.QUEUED, GroupState.ASSIGNED, GroupState.RUNNING)
-    return Status(
+    return RouterStatus(
         incarnation=incarnation,
         workers=[
-            *map(_worker_status, ledger.crew.workers),
-            *map(_loading_status, ledger.loads.now()),
+            *map(_worker_status, group_scheduler.membership.workers),
+            *map(_loading_status, group_scheduler.env_loads.now()),
         ],
         queue={state.value: num_in[state] for state in open_states},
         num_done=num_in[GroupState.DONE],
         num_failed=num_in[GroupState.FAILED],
         num_cancelled=num_in[GroupState.CANCELLED],
-        num_clients=len(ledger.book.clients),
-        clients=_clients(ledger),
+        num_clients=len(group_scheduler.table.clients),
+        clients=_clients(group_scheduler),
         engines=[
             EngineStatus(
                 row.url,
@@ -142,34 +172,34 @@ def status_of(
             )
             for row in table.engines
         ],
-        counts={**ledger.book.num, **counts},
-        causes=ledger.causes.standing(),
-        held_bytes=held(ledger),
-        entries=entries(ledger),
-        cache_entries=cache_entries(ledger, len(table.engines)),
+        counts={**group_scheduler.table.num, **counts},
+        causes=group_scheduler.blocked_reasons.standing(),
+        held_bytes=held(group_scheduler),
+        entries=entries(group_scheduler),
+        cache_entries=cache_entries(group_scheduler, len(table.engines)),
     )
 
 
-def _clients(ledger: Ledger) -> list[ClientStatus]:
-    clients = itertools.islice(ledger.book.clients.values(), MAX_CLIENTS)
-    groups = ledger.book.of_client
+def _clients(group_scheduler: GroupScheduler) -> list[ClientStatus]:
+    clients = itertools.islice(group_scheduler.table.clients.values(), MAX_CLIENTS)
+    groups = group_scheduler.table.of_client
     return [
         ClientStatus(each.client_id, each.weight, each.keep, len(groups.get(each.client_id, ())))
         for each in clients
     ]
 
 
-def _state_of(worker: Worker) -> str:
+def _state_of(worker: WorkerEntry) -> str:
     """`live`, `stalled` or `lost`, or what a live one says that it does instead of serving."""
-    if worker.state is not WorkerState.LIVE:
+    if worker.state is not WorkerHealth.LIVE:
         return worker.state.value
     if worker.drain_reason:
         return "draining"
     said = worker.beat.state if worker.beat else "serving"
-    return WorkerState.LIVE.value if said == "serving" else said
+    return WorkerHealth.LIVE.value if said == "serving" else said
 
 
-def _worker_status(worker: Worker) -> WorkerStatus:
+def _worker_status(worker: WorkerEntry) -> WorkerStatus:
     beat = worker.beat
     return WorkerStatus(
         worker_id=worker.worker_id,
@@ -201,11 +231,11 @@ def _worker_status(worker: Worker) -> WorkerStatus:
 
 def _loading_status(hello: WorkerHello) -> WorkerStatus:
     """One that does not serve yet."""
-    nothing_yet = Worker(hello, b"", 0.0)
+    nothing_yet = WorkerEntry(hello, b"", 0.0)
     return msgspec.structs.replace(_worker_status(nothing_yet), state="loading")
 
 
-def figures_of(status: Status) -> Iterator[Figure]:
+def figures_of(status: RouterStatus) -> Iterator[Figure]:
     """The same for Prometheus."""
     for state, number in status.queue.items():
         yield Figure("router_groups", number, "Groups that have not ended.", {"state": state})

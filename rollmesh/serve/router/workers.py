@@ -1,14 +1,15 @@
-"""The workers: who is alive, how many slots are free, and who is next to be given something.
+"""The workers that the router knows: health, free slots, and which one is next.
 
     worker: LIVE --beats missed--> LOST --a beat--> LIVE
-            LIVE --its loop held for long--> STALLED --a beat of a free loop--> LIVE
-            any --WorkerLeft, its process has ended, silence for long--> forgotten
+            LIVE --its loop is held for long--> STALLED --a beat of a free loop--> LIVE
+            any --WorkerLeft, its process has ended, silence for long--> removed
 
-Invariants: nothing is assigned to a worker that is not LIVE, or that was told to drain; time in
-which the router itself did not run counts against nobody. A worker's load is the smaller of what
-was given to it and what it says it runs, so slots of finished siblings are free before their group
-ends. A choice costs the logarithm of the number of workers: whatever changes a worker's room calls
-`rank`. Driven by crew.py.
+- Nothing is assigned to a worker that is not LIVE or is draining. Time in which the router itself
+  did not run counts against no worker.
+- A worker's load is the smaller of its assignments and its own report, so slots of finished
+  siblings are free before their group ends.
+- A choice costs the logarithm of the number of workers: every change of a worker's room calls
+  `rank`.
 """
 
 import enum
@@ -16,8 +17,7 @@ import heapq
 from collections.abc import Iterator
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.groups import Group
-from rollmesh.serve.router.lives import Life
+from rollmesh.serve.router.groups import Group, Incarnation
 from rollmesh.wire.messages import WorkerBeat, WorkerHello
 
 SPARE_RANKS = 64
@@ -33,27 +33,27 @@ NUM_TIERS = 3
 """The fit, those with a suspect, those whose loop lags."""
 
 
-class WorkerState(enum.StrEnum):
-    """See the module."""
+class WorkerHealth(enum.StrEnum):
+    """Whether a worker is LIVE, LOST or STALLED."""
 
     LIVE = "live"
     STALLED = "stalled"
     LOST = "lost"
 
 
-def life_of(hello: WorkerHello) -> Life:
+def incarnation_of(hello: WorkerHello) -> Incarnation:
     """Which process says so."""
-    return Life(hello.worker_id, hello.pid, hello.started_s, hello.host)
+    return Incarnation(hello.worker_id, hello.pid, hello.started_s, hello.host)
 
 
-class Worker:
+class WorkerEntry:
     """One worker process."""
 
     def __init__(self, hello: WorkerHello, route: bytes, now_s: float) -> None:
         self.hello = hello
-        self.life = life_of(hello)
+        self.incarnation = incarnation_of(hello)
         self.route = route
-        self.state = WorkerState.LIVE
+        self.state = WorkerHealth.LIVE
         self.heard_s = now_s
         self.beat: WorkerBeat | None = None
         self.longest_gap_s = 0.0
@@ -100,7 +100,7 @@ class Worker:
     @property
     def is_open(self) -> bool:
         """Whether anything may be given to it, room provided."""
-        return self.state is WorkerState.LIVE and self.accepting and not self.drain_reason
+        return self.state is WorkerHealth.LIVE and self.accepting and not self.drain_reason
 
     def can_take(self, num_samples: int) -> bool:
         """Whether a group fits; a group larger than any worker goes to one that is idle."""
@@ -140,44 +140,44 @@ class Worker:
         self._fresh = [0, self._fresh[0]]
 
 
-class Workers:
+class WorkerTable:
     """All workers, by name, by route, and those with room in the order of their turn."""
 
     def __init__(self, slow_lag_s: float) -> None:
         """Who lags by more than `slow_lag_s` gets work only when the others are full."""
         self._slow_lag_s = slow_lag_s
-        self._by_id: dict[str, Worker] = {}
-        self._by_route: dict[bytes, Worker] = {}
-        self._orders: dict[str, tuple[list[tuple[Rank, int, Worker]], ...]] = {}
-        self._by_env: dict[str, dict[str, Worker]] = {}
+        self._by_id: dict[str, WorkerEntry] = {}
+        self._by_route: dict[bytes, WorkerEntry] = {}
+        self._orders: dict[str, tuple[list[tuple[Rank, int, WorkerEntry]], ...]] = {}
+        self._by_env: dict[str, dict[str, WorkerEntry]] = {}
         self._count = 0
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(list(self._by_id.values()))
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def get(self, worker_id: str) -> Worker | None:
+    def get(self, worker_id: str) -> WorkerEntry | None:
         return self._by_id.get(worker_id)
 
-    def at(self, route: bytes) -> Worker | None:
+    def at(self, route: bytes) -> WorkerEntry | None:
         """Who speaks from `route`."""
         return self._by_route.get(route)
 
-    def add(self, worker: Worker) -> None:
+    def add(self, worker: WorkerEntry) -> None:
         self._by_id[worker.worker_id] = worker
         self._by_route[worker.route] = worker
         self._by_env.setdefault(worker.hello.env, {})[worker.worker_id] = worker
         self.rank(worker)
 
-    def move(self, worker: Worker, route: bytes) -> None:
+    def move(self, worker: WorkerEntry, route: bytes) -> None:
         """`worker` dialled again and has another route."""
         self._by_route.pop(worker.route, None)
         worker.route = route
         self._by_route[route] = worker
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: WorkerEntry) -> None:
         worker.rank = None
         self._by_id.pop(worker.worker_id, None)
         if self._by_route.get(worker.route) is worker:
@@ -190,18 +190,18 @@ class Workers:
 
     def serve(self, env: str) -> bool:
         """Whether a live worker has `env`."""
-        return any(w.state is WorkerState.LIVE for w in self._by_env.get(env, {}).values())
+        return any(w.state is WorkerHealth.LIVE for w in self._by_env.get(env, {}).values())
 
-    def full(self, env: str) -> list[Worker]:
+    def full(self, env: str) -> list[WorkerEntry]:
         """The live workers of `env`, if each of them is over a budget; else none."""
-        live = [w for w in self._by_env.get(env, {}).values() if w.state is WorkerState.LIVE]
+        live = [w for w in self._by_env.get(env, {}).values() if w.state is WorkerHealth.LIVE]
         return live if all(w.waits_for for w in live) else []
 
     def envs(self) -> list[str]:
         """What live workers have."""
         return [env for env in self._by_env if self.serve(env)]
 
-    def rank(self, worker: Worker) -> None:
+    def rank(self, worker: WorkerEntry) -> None:
         """Put `worker` where it belongs in the order; to be called when its room has changed."""
         rank = self._rank_of(worker) if worker.is_open else None
         if rank == worker.rank:
@@ -219,7 +219,7 @@ class Workers:
             order[:] = [entry for entry in order if entry[2].rank is entry[0]]
             heapq.heapify(order)
 
-    def best_for(self, env: str, num_samples: int) -> Worker | None:
+    def best_for(self, env: str, num_samples: int) -> WorkerEntry | None:
         """The worker with the most free slots that can take `num_samples` rollouts of `env`.
 
         One that runs a suspect gets it when others are full; one whose loop lags comes last.
@@ -235,7 +235,7 @@ class Workers:
                     break
         return None
 
-    def spare_for(self, env: str, num_samples: int) -> Worker | None:
+    def spare_for(self, env: str, num_samples: int) -> WorkerEntry | None:
         """The same for a client that is away: a worker whose results mostly find their sinks."""
         fitting = [
             w
@@ -244,10 +244,10 @@ class Workers:
         ]
         return min(fitting, key=self._rank_of, default=None)
 
-    def apart_for(self, env: str, num_samples: int, *, strictly: bool) -> Worker | None:
+    def apart_for(self, env: str, num_samples: int, *, strictly: bool) -> WorkerEntry | None:
         """The same for a suspect: a worker without another one; if not `strictly`, then any."""
 
-        def worth(worker: Worker) -> tuple[bool, Rank]:
+        def worth(worker: WorkerEntry) -> tuple[bool, Rank]:
             return worker.watch_until_s > 0, self._rank_of(worker)
 
         fitting = [
@@ -257,7 +257,7 @@ class Workers:
         ]
         return min(fitting, key=worth, default=None)
 
-    def _rank_of(self, worker: Worker) -> Rank:
+    def _rank_of(self, worker: WorkerEntry) -> Rank:
         # The idle go first in their tier, so that what fits anywhere in it fits the first.
         load, beat = worker.load, worker.beat
         lags = beat is not None and beat.loop_lag_s > self._slow_lag_s

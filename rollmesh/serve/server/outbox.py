@@ -1,18 +1,16 @@
-"""Finished groups on their way to their sinks: sent until acked, at least once.
+"""Results on their way to their sinks: sent until they are acked, at least once.
 
-    HELD --sent--> SENT --its sink is silent--> one of that sink's is sent again, each time later
-                   SENT --a later one is acked--> sent again
-    HELD | SENT --GroupAcked--> ACKED --told the router--> forgotten
-    HELD | SENT --CancelRun--> forgotten
-    HELD | SENT --ResultRefused by its sink--> GroupLost, forgotten; the router decides
-    HELD | SENT --no ack within delivery_timeout_s--> GroupLost, forgotten; the router decides
-    SENT --its worker leaves, and the sink owes an ack for absent_s--> given back, forgotten
+    HELD --sent--> SENT --its sink is silent--> one result of it is sent again, each time later
+                   SENT --a later result is acked--> sent again
+    HELD | SENT --GroupAcked--> ACKED --the router is informed--> removed
+    HELD | SENT --CancelRun--> removed
+    HELD | SENT --ResultRefused by the sink--> GroupLost, removed; the router decides
+    HELD | SENT --no ack in delivery_timeout_s--> GroupLost, removed; the router decides
+    SENT --the worker leaves, and the sink owes an ack for absent_s--> returned, removed
 
-Invariants: a parcel is held until its sink acked it, nobody wants it, or its time is over; its
-bytes are counted all that time; parcels of one sink go out in the order in which they were packed,
-and an ack of a later one says that the earlier were lost. What a sink does not read waits in its
-socket's queue, so a silent one does not get all of them again and again. The machine knows sizes
-only: its shell keeps the payloads by group id. Driven by duties.py.
+- A result's bytes are counted until it is removed. Results of one sink are sent in order, and an
+  ack of a later one means that earlier ones were lost.
+- Pure: the machine knows sizes; the worker has the payloads by group id.
 """
 
 import enum
@@ -30,7 +28,7 @@ from rollmesh.wire.messages import (
 )
 
 
-class ParcelState(enum.StrEnum):
+class PendingState(enum.StrEnum):
     """HELD -> SENT -> ACKED, see above."""
 
     HELD = "held"
@@ -75,13 +73,13 @@ Event = Packed | Unwanted | Received | Ticked
 Action = Send | Forget
 
 
-class Parcel(msgspec.Struct):
+class PendingResult(msgspec.Struct):
     """One finished group."""
 
     message: GroupFinished
     sink: str
     num_bytes: int
-    state: ParcelState = ParcelState.HELD
+    state: PendingState = PendingState.HELD
     first_as: int = 0
     """Place of its first sending to this sink among all sendings."""
     sent_as: int = 0
@@ -99,7 +97,7 @@ class Outbox:
 
     def __init__(self, settings: OutboxSettings) -> None:
         self.settings = settings
-        self.parcels: dict[GroupId, Parcel] = {}
+        self.results: dict[GroupId, PendingResult] = {}
         self.unacked_bytes = 0
         self.num_resent = 0
         self._num_sendings = 0
@@ -108,18 +106,18 @@ class Outbox:
         """What to do about `event`; total, and deterministic."""
         match event:
             case Packed(message, sink, num_bytes):
-                if message.group_id in self.parcels:
+                if message.group_id in self.results:
                     return []
-                parcel = Parcel(
+                result = PendingResult(
                     message,
                     sink,
                     num_bytes,
                     wait_s=self.settings.resend_s,
                     lost_s=now_s + self.settings.delivery_timeout_s,
                 )
-                self.parcels[message.group_id] = parcel
+                self.results[message.group_id] = result
                 self.unacked_bytes += num_bytes
-                return [self._send(parcel, now_s)]
+                return [self._send(result, now_s)]
             case Unwanted(group_id):
                 return [Forget(group_id)] if self._take_out(group_id) else []
             case Received(route, GroupAcked(group_id)):
@@ -129,48 +127,48 @@ class Outbox:
             case Received():
                 return []
             case Ticked():
-                lost = [each for each in self.parcels.values() if now_s >= each.lost_s]
+                lost = [each for each in self.results.values() if now_s >= each.lost_s]
                 given_up = [action for each in lost for action in self._overdue(each)]
                 return given_up + [self._send_again(p, now_s) for p in self._due(now_s)]
 
     def readdress(self, group_id: GroupId, attempt: int, sink: str, ticket: bytes) -> None:
         """Take over what a repeated RunGroup names: a later attempt, another sink or ticket."""
-        parcel = self.parcels[group_id]
-        attempt = max(parcel.message.attempt, attempt)
-        parcel.message = msgspec.structs.replace(parcel.message, attempt=attempt, ticket=ticket)
-        if sink != parcel.sink:
-            parcel.sink, parcel.due_s, parcel.first_as = sink, 0.0, 0
-            parcel.state = ParcelState.HELD
+        result = self.results[group_id]
+        attempt = max(result.message.attempt, attempt)
+        result.message = msgspec.structs.replace(result.message, attempt=attempt, ticket=ticket)
+        if sink != result.sink:
+            result.sink, result.due_s, result.first_as = sink, 0.0, 0
+            result.state = PendingState.HELD
 
     def is_stuck(self, now_s: float) -> bool:
         """Whether nothing is left but what waits for sinks that are away."""
         latest_s = now_s - self.settings.absent_s
         return all(
-            parcel.state is ParcelState.SENT and parcel.owed_s <= latest_s
-            for parcel in self.parcels.values()
+            result.state is PendingState.SENT and result.owed_s <= latest_s
+            for result in self.results.values()
         )
 
     def give_back(self) -> list[Forget]:
         """The worker leaves: what is here runs again, elsewhere."""
-        return [Forget(group_id) for group_id in list(self.parcels) if self._take_out(group_id)]
+        return [Forget(group_id) for group_id in list(self.results) if self._take_out(group_id)]
 
     def _acked(self, route: bytes, group_id: GroupId, now_s: float) -> list[Action]:
-        parcel = self._take_out(group_id)
-        if parcel is None:
+        result = self._take_out(group_id)
+        if result is None:
             return []
-        parcel.state = ParcelState.ACKED
+        result.state = PendingState.ACKED
         actions: list[Action] = [
-            Send(ROUTER, GroupDelivered(group_id, parcel.message.attempt, parcel.message.ticket)),
+            Send(ROUTER, GroupDelivered(group_id, result.message.attempt, result.message.ticket)),
             Forget(group_id),
         ]
         others = self._of_sink(route)
         for other in others:
             other.owed_s = now_s
-        for other in (lost := self._lost(parcel, others)):
+        for other in (lost := self._lost(result, others)):
             other.wait_s = self.settings.resend_s / 2  # the sink is there
         return actions + [self._send_again(other, now_s) for other in lost]
 
-    def _lost(self, acked: Parcel, others: list[Parcel]) -> list[Parcel]:
+    def _lost(self, acked: PendingResult, others: list[PendingResult]) -> list[PendingResult]:
         """Of the `others` of its sink, those to be sent again.
 
         A sink acks in the order of arrival, so what was sent before was lost on the way. Of one
@@ -180,67 +178,67 @@ class Outbox:
         # What was sent later goes first: mostly that is all there is.
         earlier = [each for each in others if each.sent_as < acked.sent_as]
         lost = [each for each in earlier if each.sent_as < acked.first_as]
-        return lost or sorted(earlier, key=lambda parcel: parcel.sent_as)[:1]
+        return lost or sorted(earlier, key=lambda result: result.sent_as)[:1]
 
-    def _of_sink(self, route: bytes) -> list[Parcel]:
+    def _of_sink(self, route: bytes) -> list[PendingResult]:
         """What was sent to the sink of this route, and is not acked."""
         return [
-            parcel
-            for parcel in self.parcels.values()
-            if parcel.state is ParcelState.SENT and parcel.sink.encode() == route
+            result
+            for result in self.results.values()
+            if result.state is PendingState.SENT and result.sink.encode() == route
         ]
 
     def _refused(self, route: bytes, refused: ResultRefused) -> list[Action]:
-        parcel = self.parcels.get(refused.group_id)
-        if parcel is None or parcel.sink.encode() != route:
+        result = self.results.get(refused.group_id)
+        if result is None or result.sink.encode() != route:
             return []
-        return self._give_up(parcel, f"{parcel.sink} refused its result: {refused.reason}")
+        return self._give_up(result, f"{result.sink} refused its result: {refused.reason}")
 
-    def _overdue(self, parcel: Parcel) -> list[Action]:
+    def _overdue(self, result: PendingResult) -> list[Action]:
         waited = f"in {self.settings.delivery_timeout_s:g} s"
-        return self._give_up(parcel, f"{parcel.sink} did not ack {waited}")
+        return self._give_up(result, f"{result.sink} did not ack {waited}")
 
-    def _give_up(self, parcel: Parcel, reason: str) -> list[Action]:
-        message = parcel.message
+    def _give_up(self, result: PendingResult, reason: str) -> list[Action]:
+        message = result.message
         self._take_out(message.group_id)
         lost = GroupLost(message.group_id, message.attempt, reason)
         return [Send(ROUTER, lost), Forget(message.group_id)]
 
-    def _take_out(self, group_id: GroupId) -> Parcel | None:
-        parcel = self.parcels.pop(group_id, None)
-        if parcel is not None:
-            self.unacked_bytes -= parcel.num_bytes
-        return parcel
+    def _take_out(self, group_id: GroupId) -> PendingResult | None:
+        result = self.results.pop(group_id, None)
+        if result is not None:
+            self.unacked_bytes -= result.num_bytes
+        return result
 
-    def _due(self, now_s: float) -> list[Parcel]:
+    def _due(self, now_s: float) -> list[PendingResult]:
         """What was never sent to its sink; of the rest one for each sink, longest on its way."""
-        due = [parcel for parcel in self.parcels.values() if now_s >= parcel.due_s]
-        fresh = [parcel for parcel in due if parcel.state is ParcelState.HELD]
-        of_sink: dict[str, list[Parcel]] = {}
-        for parcel in due:
-            if parcel.state is ParcelState.SENT:
-                of_sink.setdefault(parcel.sink, []).append(parcel)
-        return fresh + [self._probe(parcels, now_s) for parcels in of_sink.values()]
+        due = [result for result in self.results.values() if now_s >= result.due_s]
+        fresh = [result for result in due if result.state is PendingState.HELD]
+        of_sink: dict[str, list[PendingResult]] = {}
+        for result in due:
+            if result.state is PendingState.SENT:
+                of_sink.setdefault(result.sink, []).append(result)
+        return fresh + [self._probe(results, now_s) for results in of_sink.values()]
 
-    def _probe(self, parcels: list[Parcel], now_s: float) -> Parcel:
+    def _probe(self, results: list[PendingResult], now_s: float) -> PendingResult:
         """One of those of a silent sink; the others wait as long as it will."""
-        probe = min(parcels, key=lambda parcel: parcel.sent_as)
-        probe.wait_s = max(parcel.wait_s for parcel in parcels)
+        probe = min(results, key=lambda result: result.sent_as)
+        probe.wait_s = max(result.wait_s for result in results)
         wait_s = min(2 * probe.wait_s, self.settings.max_resend_s)
-        for parcel in parcels:
-            parcel.wait_s, parcel.due_s = probe.wait_s, now_s + wait_s
+        for result in results:
+            result.wait_s, result.due_s = probe.wait_s, now_s + wait_s
         return probe
 
-    def _send_again(self, parcel: Parcel, now_s: float) -> Send:
+    def _send_again(self, result: PendingResult, now_s: float) -> Send:
         self.num_resent += 1
-        parcel.wait_s = min(2 * parcel.wait_s, self.settings.max_resend_s)
-        return self._send(parcel, now_s)
+        result.wait_s = min(2 * result.wait_s, self.settings.max_resend_s)
+        return self._send(result, now_s)
 
-    def _send(self, parcel: Parcel, now_s: float) -> Send:
+    def _send(self, result: PendingResult, now_s: float) -> Send:
         self._num_sendings += 1
-        parcel.sent_as = self._num_sendings
-        parcel.first_as = parcel.first_as or self._num_sendings
-        if parcel.state is ParcelState.HELD:
-            parcel.state, parcel.owed_s = ParcelState.SENT, now_s
-        parcel.due_s = now_s + parcel.wait_s
-        return Send(parcel.sink.encode(), parcel.message)
+        result.sent_as = self._num_sendings
+        result.first_as = result.first_as or self._num_sendings
+        if result.state is PendingState.HELD:
+            result.state, result.owed_s = PendingState.SENT, now_s
+        result.due_s = now_s + result.wait_s
+        return Send(result.sink.encode(), result.message)

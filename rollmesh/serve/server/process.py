@@ -1,9 +1,17 @@
-"""The worker process: loads the environment, serves the edge, works, and goes when told.
+"""The worker process: loads the environment, serves agents, runs groups, and leaves.
 
-Invariants: an environment that does not load ends the process before anything else starts; the
-process says Ready only when its edge serves and its hello is out; what environment code leaves
-running, or lets out of its tasks, neither ends the process nor keeps it from ending; no torch, no
-numpy. Driven by `rollmesh worker`.
+    LOADING --built-----------------> the environment
+       +----it raises, or exits-----> reported --> EnvError: one line, exit code 2
+       +----load_timeout_s is over--> reported --> the same line, and the process ends at once
+       +----the process crashes-----> the router, which knows that it was loading, sees its end
+
+- An environment that does not load ends the process before anything else starts. The failure is
+  sent until the router answers, since groups wait for that environment.
+- Ready is written when agents can connect and the hello is sent.
+- Tasks, threads and exceptions that environment code leaves behind neither end the process nor keep
+  it from ending. Neither torch nor numpy is imported.
+- GET /metrics requires the admin token, or without one a loopback Host on a loopback address.
+- Time limits of rollouts do not count while no engine is READY and one is asleep or being updated.
 """
 
 import asyncio
@@ -12,18 +20,23 @@ import os
 import socket
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
 
-from rollmesh.core.clock import SystemClock
-from rollmesh.core.config import Config, WorkerConfig
-from rollmesh.core.errors import UserError
+from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.errors import EnvError, SessionError, UserError
+from rollmesh.core.handed import handed
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.metrics import Exposition
+from rollmesh.core.loopback import is_loopback, names_loopback
+from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
+from rollmesh.core.printable import printable
 from rollmesh.core.process import (
     FAILED,
     INTERRUPTED,
@@ -33,29 +46,173 @@ from rollmesh.core.process import (
     Ready,
     announce,
     listen,
+    pid_space,
     stop_event,
 )
-from rollmesh.envs import isolation
+from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
+from rollmesh.engine.member import UNVERSIONED
+from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import Calls, Limit, tamed
-from rollmesh.envs.cgroups import Limits, sweep_groups
 from rollmesh.envs.env import Env
+from rollmesh.envs.isolation import isolate_programs, remove_left_behind
+from rollmesh.envs.loading import load_env
 from rollmesh.envs.openai_client import close_pool
-from rollmesh.envs.scratch import sweep
 from rollmesh.runtime import blobs
-from rollmesh.runtime.assembly import GC_THRESHOLDS, new_runtime
-from rollmesh.runtime.keeper import Keeper
+from rollmesh.runtime.heap_trimmer import HeapTrimmer
+from rollmesh.runtime.registry import GC_THRESHOLDS, Runtime, new_runtime
+from rollmesh.serve.interception.auth import bears
 from rollmesh.serve.interception.counts import add_blobs, add_edge
 from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.ending import refuse
 from rollmesh.serve.interception.gauges import LoopLag
-from rollmesh.serve.server.beats import Beats, BeatSettings
-from rollmesh.serve.server.duties import Cause, Leaving
-from rollmesh.serve.server.face import Face, worker_figures
-from rollmesh.serve.server.loading import load_in_time
-from rollmesh.serve.server.pauses import FleetPauses
-from rollmesh.serve.server.rollouts import Stage, one_line
+from rollmesh.serve.interception.request import Request
+from rollmesh.serve.server.rollouts import WorkerContext, one_line
+from rollmesh.serve.server.stack import whereabouts
+from rollmesh.serve.server.transport import STARTED_S, HeartbeatSettings, HeartbeatThread, identity
 from rollmesh.serve.server.worker import Worker, WorkerSettings
+from rollmesh.serve.server.worker_machine import Cause, Leaving
+from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys, check_dial
 from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.messages import EnvFailed, RouterHello, WorkerHello
+from rollmesh.wire.sockets import Dialer, wait
+
+
+class FleetPauses:
+    """Seconds in which the fleet could serve no request, through no fault of its callers."""
+
+    def __init__(self, view: FleetView, clock: Clock) -> None:
+        self._view = view
+        self._clock = clock
+        self._sum_s = 0.0
+        self._since_s: float | None = None
+        """Of the pause that is now."""
+        view.listeners.append(self._on_table)
+
+    def paused_s(self) -> float:
+        """So far, with the pause that is now."""
+        now_s = self._clock.now_s()
+        return self._sum_s + (0.0 if self._since_s is None else now_s - self._since_s)
+
+    def _on_table(self) -> None:
+        self._sum_s = self.paused_s()
+        is_paused = self._view.is_paused(UNVERSIONED)
+        self._since_s = self._clock.now_s() if is_paused else None
+
+
+REPORT_S = 5.0
+"""How long a worker that cannot begin tries to tell its router."""
+REPEAT_S = 0.2
+ANNOUNCE_S = 0.3
+"""How long a load waits for its router to know of it."""
+
+
+def load_in_time(settings: WorkerSettings) -> Env:
+    """The environment of the settings; EnvError, one line, if it cannot be had."""
+    announce_loading(settings)
+    config = settings.config
+    say = threading.Lock()  # who takes it first has the last word
+    watch = threading.Timer(
+        config.worker.load_timeout_s, _give_up, (settings, threading.get_ident(), say)
+    )
+    watch.daemon = True
+    watch.start()
+    try:
+        env = load_env(config.env, config.env_settings)
+    except EnvError as error:
+        say.acquire()
+        report(settings, str(error))
+        raise
+    finally:
+        watch.cancel()
+    say.acquire()
+    return env
+
+
+def announce_loading(settings: WorkerSettings) -> None:
+    """Tell the router that this process loads, and for how long at most, in case it crashes."""
+    config = settings.config
+    hello = WorkerHello(
+        worker_id=settings.worker_id,
+        env=config.env,
+        max_rollouts=config.worker.max_rollouts,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started_s=STARTED_S,
+        loads_for_s=config.worker.load_timeout_s,
+        pid_space=pid_space(),
+    )
+    _tell(settings, hello, ANNOUNCE_S)
+
+
+def report(settings: WorkerSettings, error: str) -> None:
+    """Tell the router that this worker has no environment."""
+    failed = EnvFailed(
+        settings.worker_id, settings.config.env, printable(error), os.getpid(), STARTED_S
+    )
+    _tell(settings, failed, REPORT_S)
+
+
+def _tell(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:
+    """Say it again and again until the router answers, or the time is over."""
+    dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.load", settings.keys)
+    until_s = time.monotonic() + for_s
+    is_heard = False
+    while not is_heard and time.monotonic() < until_s:
+        dialer.send(Packet(message))
+        wait([dialer], None, REPEAT_S)
+        is_heard = any(isinstance(each.message, RouterHello) for each in dialer.receive())
+    dialer.close()
+
+
+def _give_up(settings: WorkerSettings, main_thread: int, say: threading.Lock) -> None:
+    if not say.acquire(blocking=False):
+        return
+    config = settings.config
+    error = (
+        f'env = "{config.env}" was not loaded within worker.load_timeout_s = '
+        f"{config.worker.load_timeout_s:g}; it is in {whereabouts(main_thread)}"
+    )
+    report(settings, error)
+    sys.stderr.write(f"rollmesh: {error}\n")
+    sys.stderr.flush()
+    os._exit(USAGE)
+
+
+ROUTE = "/metrics"
+
+
+class MetricsEndpoint:
+    """Answers GET /metrics; `handle` is a handler of the interception server."""
+
+    def __init__(self, exposition: Exposition, listening: socket.socket) -> None:
+        host = listening.getsockname()[0]
+        self._exposition = exposition
+        self._token = (handed(ADMIN_TOKEN_VARIABLE) or admin_token()).encode()
+        self._is_open = not self._token and is_loopback(host)
+
+    async def handle(self, request: Request, path: str) -> bool:
+        """Answer a request that is ours; False for any other."""
+        if path != ROUTE or request.method != "GET":
+            return False
+        host = request.headers.get(b"host", b"").decode("latin-1")
+        is_open = self._is_open and names_loopback([host])
+        if is_open or bears(self._token, request.headers):
+            lines = request.dated(CONTENT_TYPE.encode())
+            request.answer(200, lines, self._exposition.render())
+        else:
+            why = f"send the token of {ADMIN_TOKEN_VARIABLE} as `Authorization: Bearer TOKEN`"
+            error = SessionError(401, "invalid_admin_token", why)
+            refuse(request, why.encode() + b"\n", error)
+        return True
+
+
+def worker_figures(runtime: Runtime, lag: LoopLag) -> Iterator[Figure]:
+    """A source for the exposition, but for its arguments."""
+    yield Figure("calls_total", runtime.num_calls, "Calls that asked for sampling.")
+    yield Figure("sampled_tokens_total", runtime.num_tokens, "Sampled tokens.")
+    yield Figure("loop_lag_seconds", lag.take(), "Worst lag of the event loop since last asked.")
+
 
 log = get_logger()
 
@@ -157,10 +314,12 @@ async def _serve(
         runtime, sampler = new_runtime(config, worker.view, worker.report)
         stack.push_async_callback(sampler.close)
         model_name = Path(config.model.path).name or "policy"
-        keeper = Keeper(SystemClock())
+        keeper = HeapTrimmer(SystemClock())
         stack.callback(keeper.close)
         exposition = Exposition("worker")
-        edge = Edge(runtime, config.interception, model_name, Face(exposition, listening).handle)
+        edge = Edge(
+            runtime, config.interception, model_name, MetricsEndpoint(exposition, listening).handle
+        )
         add_blobs(worker.inventory)
         add_edge(worker.inventory, runtime, sampler, edge)
         lag = LoopLag(loop)
@@ -170,21 +329,22 @@ async def _serve(
         exposition.add(lambda: worker_figures(runtime, lag))
         address = await edge.start(listening)
         stack.push_async_callback(edge.stop)
-        isolation.settle(isolation.Isolation(isolation_settings(config.worker), edge.serve_also))
-        _sweep_killed()
-        stack.callback(_sweep_killed)
-        beat_settings = BeatSettings(worker_id, settings.router, config.router.beat_s)
-        beats = Beats(
+        isolate_programs(config.worker, edge.serve_also)
+        stack.callback(remove_left_behind)
+        beat_settings = HeartbeatSettings(worker_id, settings.router, config.router.beat_s)
+        beats = HeartbeatThread(
             beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
         )
         clock = SystemClock()
         paused_s = FleetPauses(worker.view, clock).paused_s
         url = f"{address}/v1"
-        stage = Stage(env, runtime, url, model_name, config.worker, clock, calls, paused_s)
+        context = WorkerContext(
+            env, runtime, url, model_name, config.worker, clock, calls, paused_s
+        )
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         keeper.start()
-        worker.begin(stage)
+        worker.begin(context)
         beats.start(loop)
         stack.callback(beats.close)
         announce(ready_fd, Ready(worker_id, os.getpid(), address))
@@ -192,26 +352,6 @@ async def _serve(
         leaving = await worker.serve(stop)
     log.info("worker.left", reason=str(leaving))
     return leaving
-
-
-def isolation_settings(config: WorkerConfig) -> isolation.IsolationSettings:
-    """The part of the worker's settings that is about agents' programs."""
-    return isolation.IsolationSettings(
-        mode=config.isolation,
-        first_uid=config.isolation_first_uid,
-        num_uids=config.isolation_num_uids,
-        limits=Limits(
-            memory_bytes=config.program_memory_bytes,
-            num_processes=config.program_max_processes,
-            num_cpus=config.program_cpus,
-        ),
-    )
-
-
-def _sweep_killed() -> None:
-    """Remove control groups and scratch folders of workers that were killed."""
-    sweep_groups()
-    sweep()
 
 
 async def _close(env: Env) -> None:

@@ -1,16 +1,16 @@
-"""One rollout: a session, the environment's agent in it, an outcome, a score.
+"""A rollout: a session, the environment's agent in it, an outcome and a score.
 
-    run --Transcript--> score --Score--> COMPLETED, or TRUNCATED where a limit ended the agent
-     +--time is over---------> TRUNCATED, without a reward
+    run --Transcript--> score --Score--> COMPLETED, or TRUNCATED if a limit ended the agent
+     +--timeout--------------> TRUNCATED, without a reward
      +--its task is cancelled--> the session is sealed, which aborts at the engine; no record
      +--AgentFailed, any other error of env code--> AGENT_ERROR
-     +--InfraError, or its last call got no answer--> again in a fresh session, then INFRA_ERROR
-    score --InfraError--> again;  any other error, time is over--> INFRA_ERROR
+     +--InfraError, or its last call was not answered--> again in a new session, then INFRA_ERROR
+    score --InfraError--> again;  any other error, timeout--> INFRA_ERROR
 
-A session that a limit of ours ended is TRUNCATED for that reason, whatever its agent made of it:
-scored where it ended well, without a reward where not. Invariants: a reward comes from the
-environment alone, so a fault of the infrastructure is never a reward of zero; the session is sealed
-when its run is over, however that ended. Driven by groups.py.
+- A session that a limit of rollmesh ended is TRUNCATED for that reason: with a score if its agent
+  ended well, else without a reward.
+- Only the environment gives a reward, so a fault of the infrastructure is never a reward of zero.
+- The session is sealed when its run is over, however that ended.
 """
 
 import math
@@ -29,9 +29,9 @@ from rollmesh.core.printable import printable
 from rollmesh.core.types import ErrorPlace, Outcome, RolloutRecord, Score, reward_fault
 from rollmesh.envs.calls import Calls, Limit, OvertimeError, never_paused, nothing
 from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.runtime.record import SessionRecord
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.scopes import OpenSession
+from rollmesh.runtime.session import SessionRecord
 from rollmesh.serve.server.stack import cause_of, place_of
 from rollmesh.wire.messages import GroupAsk
 
@@ -41,7 +41,7 @@ MAX_ERROR_CHARS = 500
 """Length of an error's text, without its place."""
 
 
-class Stage(msgspec.Struct, frozen=True):
+class WorkerContext(msgspec.Struct, frozen=True):
     """What rollouts of a worker are played on."""
 
     env: Env
@@ -67,7 +67,7 @@ class Fault(NamedTuple):
 NO_FAULT = Fault("", None)
 
 
-class Played(msgspec.Struct):
+class RolloutResult(msgspec.Struct):
     """A rollout that came to its end."""
 
     record: RolloutRecord
@@ -93,17 +93,17 @@ class _Verdict(msgspec.Struct, frozen=True):
     is_worth_retry: bool = False
 
 
-async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
+async def play(context: WorkerContext, rollout_id: RolloutId, ask: GroupAsk) -> RolloutResult:
     """Run a rollout to its outcome, again where the infrastructure failed it; never raises."""
-    started_s, started_unix_s = stage.clock.now_s(), stage.clock.unix_s()
-    for retries_left in range(stage.settings.num_infra_retries, -1, -1):
-        opened = stage.runtime.register_trajectory(
+    started_s, started_unix_s = context.clock.now_s(), context.clock.unix_s()
+    for retries_left in range(context.settings.num_infra_retries, -1, -1):
+        opened = context.runtime.register_trajectory(
             rollout_id, ask.sampling, ask.seed, min_policy_version=ask.min_policy_version
         )
         try:
-            verdict = await _play_once(stage, opened, ask)
+            verdict = await _play_once(context, opened, ask)
         finally:
-            stage.runtime.cleanup_rollout(rollout_id)
+            context.runtime.cleanup_rollout(rollout_id)
         if not (verdict.is_worth_retry and retries_left):
             break
         log.warning("rollout.retried", rollout_id=str(rollout_id), error=verdict.error)
@@ -113,16 +113,16 @@ async def play(stage: Stage, rollout_id: RolloutId, ask: GroupAsk) -> Played:
         error=verdict.error,
         place=verdict.place,
         started_s=started_unix_s,
-        duration_s=stage.clock.now_s() - started_s,
+        duration_s=context.clock.now_s() - started_s,
     )
     give_score(record, verdict.score)
-    return Played(record, verdict.transcript, verdict.score)
+    return RolloutResult(record, verdict.transcript, verdict.score)
 
 
-def cut_short(index: int) -> Played:
+def cut_short(index: int) -> RolloutResult:
     """A rollout that was ended before its outcome, since nobody wants it any more."""
     error = "its group ended first"
-    return Played(RolloutRecord(index=index, outcome=Outcome.CANCELLED, error=error))
+    return RolloutResult(RolloutRecord(index=index, outcome=Outcome.CANCELLED, error=error))
 
 
 def give_score(record: RolloutRecord, score: Score | None) -> None:
@@ -198,33 +198,33 @@ def _shown(value: object) -> str:
     return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-async def _play_once(stage: Stage, opened: OpenSession, ask: GroupAsk) -> _Verdict:
-    agent = Endpoint(stage.base_url, opened.api_key, stage.model_name)
+async def _play_once(context: WorkerContext, opened: OpenSession, ask: GroupAsk) -> _Verdict:
+    agent = Endpoint(context.base_url, opened.api_key, context.model_name)
 
     def when_over() -> None:
         opened.session.seal("the rollout was ended")
 
-    settings = stage.settings
-    limit = Limit("run_timeout_s", settings.run_timeout_s, when_over, stage.paused_s)
+    settings = context.settings
+    limit = Limit("run_timeout_s", settings.run_timeout_s, when_over, context.paused_s)
     try:
-        transcript = await stage.calls.call(limit, stage.env.run, ask.task, agent)
+        transcript = await context.calls.call(limit, context.env.run, ask.task, agent)
         if not isinstance(transcript, Transcript):
             raise TypeError(f"run gave {type(transcript).__name__} and not a Transcript")
     except OvertimeError as error:
         return _Verdict(Outcome.TRUNCATED, str(error))
     except InfraError as error:
-        return _blame(opened, fault_of(error, stage.env.run), is_agents=False)
+        return _blame(opened, fault_of(error, context.env.run), is_agents=False)
     except AgentFailed as error:
-        return _blame(opened, fault_of(error, stage.env.run))
+        return _blame(opened, fault_of(error, context.env.run))
     except Exception as error:  # door: env and agent code may raise anything
         if not opened.session.spent_because:
             rollout_id = str(opened.session.rollout_id)
             log.exception("rollout.failed", rollout_id=rollout_id, task_id=ask.task.id)
-        return _blame(opened, fault_of(error, stage.env.run))
+        return _blame(opened, fault_of(error, context.env.run))
     if opened.session.engine_fault:
         # An agent may swallow a failed call and go on to lose: that is no reward of zero.
         return _blame(opened, NO_FAULT)
-    return await _score(stage, opened, ask, transcript)
+    return await _score(context, opened, ask, transcript)
 
 
 def _blame(opened: OpenSession, fault: Fault, *, is_agents: bool = True) -> _Verdict:
@@ -246,17 +246,17 @@ def _infra_error(fault: Fault, *, is_worth_retry: bool = True) -> _Verdict:
 
 
 async def _score(
-    stage: Stage, opened: OpenSession, ask: GroupAsk, transcript: Transcript
+    context: WorkerContext, opened: OpenSession, ask: GroupAsk, transcript: Transcript
 ) -> _Verdict:
     try:
-        limit = score_limit(stage.settings)
-        found = await stage.calls.call(limit, stage.env.score, ask.task, transcript)
-        score = check_score(found, f"{type(stage.env).__name__}.score")
+        limit = score_limit(context.settings)
+        found = await context.calls.call(limit, context.env.score, ask.task, transcript)
+        score = check_score(found, f"{type(context.env).__name__}.score")
     except Exception as error:  # door: env code may raise anything
         is_worth_retry = isinstance(error, InfraError)
         if not is_worth_retry:
             log.exception("score.failed", task_id=ask.task.id)
-        fault = fault_of(error, stage.env.score)
+        fault = fault_of(error, context.env.score)
         fault = fault._replace(text=f"score: {fault.text}")
         return _infra_error(fault, is_worth_retry=is_worth_retry)
     spent = opened.session.spent_because

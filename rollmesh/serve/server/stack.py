@@ -1,4 +1,5 @@
-"""Places in source code: where a thread is, and where an exception of environment code came from.
+"""[rollmesh/serve/server/stack.py]
+Places in source code: where a thread is, and where an exception of environment code came from.
 
 - A place is in a file of the user's where there is one: not in a library, the standard library or
   rollmesh, since the user can change something only there.

@@ -1,9 +1,13 @@
-"""The worker: carries out its duties, one task per group, until it has left.
+"""The worker: carries out the actions of its machine, one task per group, until it has left.
 
-Joins the Duties machine, the sockets, the rollouts and the fleet view; owns the payloads of
-finished groups until their sinks acked them. Invariants: one TaskGroup owns every group's task;
-each group that was begun ends for the machine, however its task ends; whatever a group's code does,
-the worker goes on. Driven by process.py.
+    FRESH --a limit is passed--> WORN OUT (leaves as soon as the router can spare it)
+             --its memory is far past, its spawner has ended--> URGENT (drains now)
+
+- One TaskGroup owns every group's task, and the worker holds the results until their sinks ack
+  them.
+- Each group that began ends for the machine, however its task ends.
+- The reason of wear names the setting. A worn worker asks by its exit code for another in its
+  place.
 """
 
 import asyncio
@@ -13,7 +17,7 @@ import socket
 
 import msgspec
 
-from rollmesh.core.config import Config
+from rollmesh.core.config import Config, WorkerConfig
 from rollmesh.core.descriptors import share_in_use
 from rollmesh.core.errors import WireError
 from rollmesh.core.heap import note_freed
@@ -26,13 +30,15 @@ from rollmesh.core.process import pid_space
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
 from rollmesh.envs.isolation import current
-from rollmesh.serve.server.beats import STARTED_S, Vitals, identity
-from rollmesh.serve.server.duties import (
+from rollmesh.envs.spawning import ENDED, process_spawner
+from rollmesh.serve.server.groups import Payload, Slots, empty_payload, run_group
+from rollmesh.serve.server.outbox import Forget, OutboxSettings
+from rollmesh.serve.server.rollouts import WorkerContext, one_line
+from rollmesh.serve.server.transport import STARTED_S, Vitals, WorkerTransport, identity
+from rollmesh.serve.server.worker_machine import (
     Abort,
     Action,
     Begin,
-    Duties,
-    DutiesSettings,
     Ended,
     EnginesSeen,
     Event,
@@ -40,21 +46,58 @@ from rollmesh.serve.server.duties import (
     Left,
     StopAsked,
     Stopping,
+    WorkerMachine,
+    WorkerMachineSettings,
     WorkerState,
     WornOut,
 )
-from rollmesh.serve.server.groups import Payload, empty_payload, run_group
-from rollmesh.serve.server.outbox import Forget, OutboxSettings
-from rollmesh.serve.server.post import Post
-from rollmesh.serve.server.rollouts import Stage, one_line
-from rollmesh.serve.server.slots import Slots
-from rollmesh.serve.server.wear import Wear, is_urgent, worn_out
 from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.fleet import EngineFaulted, FleetChanged
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage, GroupFinished
+
+MAX_LEFT_BEHIND = 100
+"""Calls of environment code that were given up and never ended: threads and coroutines."""
+URGENT_SHARE = 1.25
+"""With so much more memory than it may have, a worker waits for nobody."""
+MAX_OPEN_SHARE, URGENT_OPEN_SHARE = 0.9, 0.97
+"""The same of open files: without one, all that it runs fails."""
+
+
+class Wear(msgspec.Struct, frozen=True):
+    """What a worker has gathered."""
+
+    rss_bytes: int
+    num_rollouts: int
+    num_left_behind: int
+    open_share: float = 0.0
+    """Of the files that it may hold open, those that it does."""
+    has_lost_spawner: bool = False
+
+
+def worn_out(settings: WorkerConfig, wear: Wear) -> str:
+    """Why the worker should make place for a fresh one; '' if it should not."""
+    if wear.has_lost_spawner:
+        return ENDED
+    if 0 < settings.max_rss_bytes < wear.rss_bytes:
+        return f"{wear.rss_bytes} bytes of memory, worker.max_rss_bytes = {settings.max_rss_bytes}"
+    if 0 < settings.recycle_rollouts <= wear.num_rollouts:
+        limit = settings.recycle_rollouts
+        return f"{wear.num_rollouts} rollouts, worker.recycle_rollouts = {limit}"
+    if wear.num_left_behind >= MAX_LEFT_BEHIND:
+        return f"{wear.num_left_behind} calls of its environment never ended"
+    if wear.open_share >= MAX_OPEN_SHARE:
+        return f"{wear.open_share:.0%} of the files that it may hold open are (ulimit -n)"
+    return ""
+
+
+def is_urgent(settings: WorkerConfig, wear: Wear) -> bool:
+    """Whether it should not wait until it can be spared."""
+    is_heavy = 0 < URGENT_SHARE * settings.max_rss_bytes < wear.rss_bytes
+    return is_heavy or wear.open_share >= URGENT_OPEN_SHARE or wear.has_lost_spawner
+
 
 log = get_logger()
 
@@ -73,15 +116,15 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class Worker:
-    """See the module; `view` is its copy of the fleet table."""
+    """Runs groups; `view` is its copy of the fleet table."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         config, worker_id = settings.config, settings.worker_id
         self.view = FleetView()
         self._worker_id = worker_id
         self._tick_s = config.router.beat_s / 2
-        self._duties = Duties(
-            DutiesSettings(
+        self._machine = WorkerMachine(
+            WorkerMachineSettings(
                 worker_id=worker_id,
                 env=config.env,
                 max_rollouts=config.worker.max_rollouts,
@@ -96,13 +139,13 @@ class Worker:
             )
         )
         self._slots = Slots(config.worker.max_rollouts)
-        self._post = Post(settings.router, identity(worker_id), settings.keys, self.hear)
+        self._post = WorkerTransport(settings.router, identity(worker_id), settings.keys, self.hear)
         self._payloads: dict[GroupId, Payload] = {}
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._num_left_behind = 0
         """As of the last tick: counting them is for the loop's thread."""
         self._left = asyncio.Event()
-        self._stage: Stage | None = None
+        self._context: WorkerContext | None = None
         self._group: asyncio.TaskGroup | None = None
         self.inventory = Inventory()
         """What this process holds; its budget is of that."""
@@ -110,20 +153,20 @@ class Worker:
 
     def vitals(self) -> Vitals:
         """For the beats; from any thread."""
-        runtime = self._stage.runtime if self._stage else None
+        runtime = self._context.runtime if self._context else None
         return Vitals(
-            state=self._duties.state.value,
+            state=self._machine.state.value,
             num_running=self._slots.num_open,
-            accepting=self._duties.accepting,
-            unacked_bytes=self._duties.outbox.unacked_bytes,
+            accepting=self._machine.accepting,
+            unacked_bytes=self._machine.outbox.unacked_bytes,
             num_finished=self._slots.num_finished,
             num_failed=self._slots.num_failed,
             last_error=self._slots.last_error,
             num_calls=runtime.num_calls if runtime else 0,
             num_tokens=runtime.num_tokens if runtime else 0,
             num_left_behind=self._num_left_behind,
-            waits_for=self._duties.waits_for,
-            held_bytes=self._duties.budget.held_bytes,
+            waits_for=self._machine.waits_for,
+            held_bytes=self._machine.budget.held_bytes,
             last_place=self._slots.last_place,
             last_task_id=printable(self._slots.last_task_id),
             isolation=current().shown,
@@ -131,23 +174,23 @@ class Worker:
 
     def report(self, fault: EngineFaulted) -> None:
         """Tell the router of an engine's fault."""
-        self._post.send(ROUTER, Packet(fault, self._duties.router))
+        self._post.send(ROUTER, Packet(fault, self._machine.router))
 
     def hear(self, route: bytes, packet: Packet) -> None:
         """A packet came in."""
         if isinstance(packet.message, FleetChanged):
             self.view.update(packet.message, packet.router)
-        router = self._duties.router
+        router = self._machine.router
         self._step(Received(route, packet.message, packet.body, packet.router))
-        if router not in ("", self._duties.router):
-            held = self._duties.holds()
+        if router not in ("", self._machine.router):
+            held = self._machine.holds()
             num_finished = sum(each.finished for each in held)
             num_running = len(held) - num_finished
             log.info("worker.reasserted", num_running=num_running, num_undelivered=num_finished)
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, context: WorkerContext) -> None:
         """Say hello; groups run on `stage` once `serve` is called."""
-        self._stage = stage
+        self._context = context
         self._step(Ticked())
 
     async def serve(self, stop: asyncio.Event) -> Leaving:
@@ -166,43 +209,44 @@ class Worker:
                     task.cancel()
         finally:
             self._post.close()
-        assert self._duties.leaving is not None
-        return self._duties.leaving
+        assert self._machine.leaving is not None
+        return self._machine.leaving
 
     async def _tick(self) -> None:
-        stage = self._stage
-        assert stage is not None
+        context = self._context
+        assert context is not None
         while True:
             self._step(Ticked())
             self._step(EnginesSeen(self.view.any_serves()))
-            self._duties.weigh(self.inventory.held_bytes())
+            self._machine.weigh(self.inventory.held_bytes())
             self._look_for_wear()
-            stage.runtime.look_for_leaks()
+            context.runtime.look_for_leaks()
             self._post.look_for_silence()
             await asyncio.sleep(self._tick_s)
 
     def _look_for_wear(self) -> None:
-        stage = self._stage
-        assert stage is not None
+        context = self._context
+        assert context is not None
         self._num_left_behind = num_left_behind()
         wear = Wear(
             rss_bytes=rss_bytes(),
             num_rollouts=self._slots.num_finished,
             num_left_behind=self._num_left_behind,
             open_share=share_in_use(),
+            has_lost_spawner=(spawner := process_spawner()) is not None and spawner.has_ended(),
         )
-        why, urgent = worn_out(stage.settings, wear), is_urgent(stage.settings, wear)
-        state = self._duties.state
+        why, urgent = worn_out(context.settings, wear), is_urgent(context.settings, wear)
+        state = self._machine.state
         if why and (state is WorkerState.SERVING or (urgent and state is WorkerState.WORN)):
             log.info("worker.worn_out", reason=why, is_urgent=urgent)
             self._step(WornOut(why, urgent))
 
     async def _finish(self) -> None:
         """Let what runs come to its end, for a while."""
-        assert self._stage is not None
+        assert self._context is not None
         self._step(StopAsked(STOPPED))
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._stage.settings.drain_timeout_s):
+            async with asyncio.timeout(self._context.settings.drain_timeout_s):
                 await self._left.wait()
 
     async def _farewell(self) -> None:
@@ -211,25 +255,25 @@ class Worker:
             async with asyncio.timeout(FAREWELL_S):
                 await self._left.wait()
         except TimeoutError:
-            num_held = len(self._duties.holds())
+            num_held = len(self._machine.holds())
             log.warning("worker.left_undelivered", num_groups=num_held)
-            self._post.send(ROUTER, Packet(self._duties.farewell(), self._duties.router))
+            self._post.send(ROUTER, Packet(self._machine.farewell(), self._machine.router))
 
     def _step(self, event: Event) -> None:
-        assert self._stage is not None
-        for action in self._duties.step(event, self._stage.clock.now_s()):
+        assert self._context is not None
+        for action in self._machine.step(event, self._context.clock.now_s()):
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
-        assert self._stage is not None
+        assert self._context is not None
         match action:
             case Send(route, message):
                 payload = self._payload_of(message)
                 body, buffers = (payload.body, payload.buffers) if payload else (b"", ())
-                self._post.send(route, Packet(message, self._duties.router, body, buffers))
+                self._post.send(route, Packet(message, self._machine.router, body, buffers))
             case Begin():
                 assert self._group is not None
-                task = self._group.create_task(self._run(self._stage, action))
+                task = self._group.create_task(self._run(self._context, action))
                 self._tasks[action.group_id] = task
                 task.add_done_callback(lambda done: self._ended(action.group_id, done))
             case Abort(group_id, reason):
@@ -245,14 +289,14 @@ class Worker:
                 self._left.set()
 
     def _held(self) -> dict[str, int]:
-        return {"outbox": self._duties.outbox.unacked_bytes}
+        return {"outbox": self._machine.outbox.unacked_bytes}
 
     def _tables(self) -> dict[str, int]:
-        duties = self._duties
+        machine = self._machine
         return {
-            "running_groups": len(duties.running),
-            "aborting_groups": len(duties.aborting),
-            "parcels": len(duties.outbox.parcels),
+            "running_groups": len(machine.running),
+            "aborting_groups": len(machine.aborting),
+            "parcels": len(machine.outbox.results),
             "payloads": len(self._payloads),
             "group_tasks": len(self._tasks),
             "open_slots": self._slots.num_open,
@@ -260,7 +304,7 @@ class Worker:
         }
 
     def _caches(self) -> dict[str, int]:
-        return {"delivered_groups": self._duties.num_remembered, "sinks": self._post.num_sinks}
+        return {"delivered_groups": self._machine.num_remembered, "sinks": self._post.num_sinks}
 
     def _payload_of(self, message: AnyMessage) -> Payload | None:
         return self._payloads[message.group_id] if isinstance(message, GroupFinished) else None
@@ -268,21 +312,21 @@ class Worker:
     def _ended(self, group_id: GroupId, task: asyncio.Task[None]) -> None:
         """A group's task is over; the machine knows whether anybody still wants what it left."""
         del self._tasks[group_id]
-        if task.cancelled() and group_id in self._duties.running:
+        if task.cancelled() and group_id in self._machine.running:
             # Not by us: this worker falls, and what it ran must run elsewhere, not end here.
             log.error("group.fell", group_id=str(group_id))
             return
         payload = self._payloads.setdefault(group_id, empty_payload("cancelled"))
         self._step(Ended(group_id, payload.complete, payload.num_bytes))
 
-    async def _run(self, stage: Stage, begin: Begin) -> None:
+    async def _run(self, context: WorkerContext, begin: Begin) -> None:
         # Not the task's result: that of one that a deadline has cut waits for the collector, since
         # the TaskGroup in it is in a cycle with the cancellation that it has caught.
-        self._payloads[begin.group_id] = await self._payload(stage, begin)
+        self._payloads[begin.group_id] = await self._payload(context, begin)
 
-    async def _payload(self, stage: Stage, begin: Begin) -> Payload:
+    async def _payload(self, context: WorkerContext, begin: Begin) -> Payload:
         try:
-            return await run_group(stage, self._slots, begin, decode_ask(begin.body))
+            return await run_group(context, self._slots, begin, decode_ask(begin.body))
         except WireError as error:
             return empty_payload(f"bad_ask: {error}")
         except Exception as error:  # door: one group must not end the worker

@@ -1,15 +1,14 @@
-"""What every client of the simulated mesh is: asks to the router, and a sink for what comes back.
+"""A client of the simulated mesh: AskMachine and ResultSink, joined as in RolloutClient.
 
-Joins Asks and Sink as `RolloutClient` does; its journal's write is synchronous, as in the process.
-Invariant: a group ends once. Driven by the kernel's messages; client.py and visitor.py say what is
-asked for, and what a result is to them.
+Its journal is written synchronously, as in the process. A group ends once. Subclasses say what is
+requested and what they do with a result.
 """
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.client.asks import Action, Arrived, AskEnded, Asks, Event, ResultFailed
-from rollmesh.serve.client.entries import GroupTried
-from rollmesh.serve.client.sink import Action as SinkAction
-from rollmesh.serve.client.sink import Book, Keep, Kept, Malformed, Sink
+from rollmesh.serve.client.arrivals import Action as SinkAction
+from rollmesh.serve.client.arrivals import Keep, Kept, Malformed, RecordDrop, ResultSink
+from rollmesh.serve.client.asks import Action, Arrived, AskEnded, AskMachine, Event, ResultFailed
+from rollmesh.serve.client.journal_entries import GroupTried
 from rollmesh.testing.mesh_sim.endings import Endings
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
@@ -27,8 +26,8 @@ MALFORMED = b"\xc1malformed"
 class Asker(Node):
     """See the module."""
 
-    asks: Asks
-    sink: Sink
+    asks: AskMachine
+    sink: ResultSink
 
     def __init__(self, name: str, kernel: Kernel, network: Network) -> None:
         super().__init__(name)
@@ -81,7 +80,7 @@ class Asker(Node):
                 self._network.send(self, action.route.decode(), packet)
             case Keep():
                 self._check(action)
-            case Book(group_id, reason):
+            case RecordDrop(group_id, reason):
                 self._booked(group_id, reason)
 
     def _check(self, keep: Keep) -> None:

@@ -12,13 +12,13 @@ from collections import deque
 
 import msgspec
 
-from rollmesh.core.errors import JournalError
+from rollmesh.core.errors import DECODE_ERRORS, JournalError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy
-from rollmesh.serve.client.arrivals import Filed
-from rollmesh.serve.client.asks import Arrived, Asked, Asks, AsksSettings
-from rollmesh.serve.client.book import Book
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.arrivals import Keep, Kept, StoredResult
+from rollmesh.serve.client.asks import Arrived, Asked, AskMachine, AskSettings
+from rollmesh.serve.client.journal import ClientJournal, History
+from rollmesh.serve.client.journal_entries import (
     GroupParted,
     GroupTried,
     Published,
@@ -26,8 +26,6 @@ from rollmesh.serve.client.entries import (
     StateSaved,
     StepTaken,
 )
-from rollmesh.serve.client.history import History
-from rollmesh.serve.client.sink import Keep, Kept
 from rollmesh.testing.mesh_sim.asker import BEAT_S, Asker
 from rollmesh.testing.mesh_sim.disk import SimDisk
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed
@@ -35,7 +33,7 @@ from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.turns import GroupTurns
 from rollmesh.trainer.pacing.course_events import Turn
 from rollmesh.wire.bodies import encode_ask
-from rollmesh.wire.frames import UNREADABLE, Buffer, Packet
+from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.messages import GroupAsk
 
 MAX_BYTES = (4_000, 24_000, 24_000)
@@ -60,7 +58,7 @@ class SimClient(Asker):
     def __init__(self, kernel: Kernel, network: Network) -> None:
         super().__init__("client", kernel, network)
         self.disk = SimDisk(self, network)
-        self.arrivals: deque[Ended | Filed] = deque()
+        self.arrivals: deque[Ended | StoredResult] = deque()
         self._held_asks: deque[Asked] = deque()
         self._num_asked = 0
         self.max_bytes = MAX_BYTES[kernel.seed % len(MAX_BYTES)]
@@ -129,7 +127,7 @@ class SimClient(Asker):
         num = min(most, len(self.arrivals))
         return [self._open(self.arrivals.popleft()) for _ in range(num)]
 
-    def open(self, filed: Filed) -> GroupTurns:
+    def open(self, filed: StoredResult) -> GroupTurns:
         """A result that stands on the disk."""
         return msgspec.msgpack.decode(self.book.load(filed).body, type=GroupTurns)
 
@@ -154,15 +152,15 @@ class SimClient(Asker):
         except JournalError:
             self._network.num["owed"] += 1
 
-    def _new_asks(self) -> Asks:
-        settings = AsksSettings(client_id=self.name, sink=self.name, beat_s=BEAT_S, keep=True)
-        return Asks(settings)
+    def _new_asks(self) -> AskMachine:
+        settings = AskSettings(client_id=self.name, sink=self.name, beat_s=BEAT_S, keep=True)
+        return AskMachine(settings)
 
-    def _open_book(self) -> Book:
+    def _open_book(self) -> ClientJournal:
         return self._network.machines.book(self.disk, self.max_bytes)
 
-    def _open(self, arrival: Ended | Filed) -> Ended:
-        if isinstance(arrival, Filed):
+    def _open(self, arrival: Ended | StoredResult) -> Ended:
+        if isinstance(arrival, StoredResult):
             return Ended(arrival.group_id, self.open(arrival))
         return arrival
 
@@ -184,7 +182,7 @@ class SimClient(Asker):
     def _fault_in(self, body: Buffer) -> str:
         try:
             msgspec.msgpack.decode(body, type=GroupTurns)
-        except UNREADABLE as error:
+        except DECODE_ERRORS as error:
             return f"malformed result: {error}"
         return ""
 

@@ -59,7 +59,7 @@ class Kernel:
         self.time_s = 0.0
         self.num_events = 0
         self.on_killed: Callable[[Node], None] = lambda node: node.crash()
-        self._agenda: list[tuple[float, float, int, Node | None, int, Callable[[], None]]] = []
+        self._timers: list[tuple[float, float, int, Node | None, int, Callable[[], None]]] = []
         """Heap of calls, ordered by the time to run, the time that was due at first, and a count.
 
         Each freeze postpones the time to run, possibly more than once; the other two never change,
@@ -84,19 +84,19 @@ class Kernel:
         # The count keeps calls of one instant in the order in which they were put here.
         self._count += 1
         due_s = self.time_s + delay_s
-        heapq.heappush(self._agenda, (due_s, due_s, self._count, node, life, call))
+        heapq.heappush(self._timers, (due_s, due_s, self._count, node, life, call))
 
     def run(self, max_events: int, until_s: float) -> None:
         """Run until `max_events` have run, or it is `until_s`; the clock then shows that."""
-        agenda, last = self._agenda, self.num_events + max_events
-        while agenda and self.num_events < last and agenda[0][0] <= until_s:
-            self.time_s, due_s, count, node, life, call = heapq.heappop(agenda)
+        timers, last = self._timers, self.num_events + max_events
+        while timers and self.num_events < last and timers[0][0] <= until_s:
+            self.time_s, due_s, count, node, life, call = heapq.heappop(timers)
             if node:
                 if node.life != life:
                     continue
                 if node.frozen_until_s > self.time_s:
                     entry = (node.frozen_until_s, due_s, count, node, life, call)
-                    heapq.heappush(agenda, entry)
+                    heapq.heappush(timers, entry)
                     continue
             self.num_events += 1
             try:

@@ -10,10 +10,9 @@ import msgspec
 
 from rollmesh.engine.fleet import Fleet
 from rollmesh.runtime.generation import GenerationMachine
-from rollmesh.serve.client.book import Book
-from rollmesh.serve.client.history import History
-from rollmesh.serve.client.sink import Sink
-from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.client.arrivals import ResultSink
+from rollmesh.serve.client.journal import ClientJournal, History
+from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.trainer.pacing.course import Course
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.due import Due
@@ -24,11 +23,11 @@ from rollmesh.trainer.staleness import StalenessManager
 class Machines(msgspec.Struct, frozen=True, kw_only=True):
     """What nodes build themselves from."""
 
-    ledger: type[Ledger] = Ledger
+    group_scheduler: type[GroupScheduler] = GroupScheduler
     fleet: type[Fleet] = Fleet
-    sink: type[Sink] = Sink
+    sink: type[ResultSink] = ResultSink
     generation: type[GenerationMachine] = GenerationMachine
-    book: type[Book] = Book
+    book: type[ClientJournal] = ClientJournal
     staleness: type[StalenessManager] = StalenessManager
     course: type[Course] = Course
     due: type[Due] = Due

@@ -17,7 +17,7 @@ from rollmesh.runtime.generation import (
     GenerationState,
 )
 from rollmesh.runtime.generation_events import GenerationRequest, Joined, Left, WakeReaders
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.mesh_sim.engine import STOP_TOKEN
 from rollmesh.testing.mesh_sim.kernel import Kernel
 from rollmesh.testing.mesh_sim.turns import Turn

@@ -17,8 +17,8 @@ from rollmesh.engine.fleet import (
     ProbeEngine,
     PublishTable,
 )
-from rollmesh.serve.router.counts import entries
 from rollmesh.serve.router.groups import MAX_UNBEGUN
+from rollmesh.serve.router.status import entries
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
@@ -103,11 +103,15 @@ class SimRouter(Node):
 
     def held(self) -> int:
         """Everything that should be gone when nothing is left to do."""
-        return sum(entries(self.ledger).values()) + self.ledger.book.num_body_bytes
+        return (
+            sum(entries(self.group_scheduler).values()) + self.group_scheduler.table.num_body_bytes
+        )
 
     def _begin_life(self) -> None:
         self._num_groups = 0
-        self.ledger = self._network.machines.ledger(self._settings, self._kernel.now_s(self))
+        self.group_scheduler = self._network.machines.group_scheduler(
+            self._settings, self._kernel.now_s(self)
+        )
         self.fleet = self._network.machines.fleet(FLEET)
         self._unconfirmed.clear()
 
@@ -115,8 +119,8 @@ class SimRouter(Node):
         return self._kernel.now_s(self)
 
     def _tick(self) -> None:
-        self._do(self.ledger.step(Ticked(), self._now_s()))
-        states = {each.worker_id: each.state for each in self.ledger.crew.workers}
+        self._do(self.group_scheduler.step(Ticked(), self._now_s()))
+        states = {each.worker_id: each.state for each in self.group_scheduler.membership.workers}
         self._network.transitions.watch("crew", states)
         self._check_seats()
         self._do_fleet(self.fleet.step(Ticked(), self._now_s()))
@@ -131,7 +135,7 @@ class SimRouter(Node):
             if isinstance(packet.message, FenceEngine):
                 self._check_fence(packet.message, before)
             return
-        self._do(self.ledger.step(event, self._now_s()))
+        self._do(self.group_scheduler.step(event, self._now_s()))
         if isinstance(packet.message, WorkerHello):
             self._send(Send(event.route, self.fleet.table()))
 
@@ -150,10 +154,10 @@ class SimRouter(Node):
 
     def _check_seats(self) -> None:
         """A group and its worker know of each other, and of no third."""
-        seated = {g: w.worker_id for w in self.ledger.crew.workers for g in w.groups}
-        groups = self.ledger.book.groups.values()
+        seated = {g: w.worker_id for w in self.group_scheduler.membership.workers for g in w.groups}
+        groups = self.group_scheduler.table.groups.values()
         assert seated == {g.group_id: g.worker_id for g in groups if g.worker_id}
-        assert sum(len(w.groups) for w in self.ledger.crew.workers) == len(seated)
+        assert sum(len(w.groups) for w in self.group_scheduler.membership.workers) == len(seated)
 
     def _note_excuses(self, message: AnyMessage) -> None:
         """Whose attempts may not count after this message, at most."""
@@ -169,7 +173,7 @@ class SimRouter(Node):
             self._excuses.update(self._given[message.worker_id].keys())
 
     def _do(self, sends: list[Send]) -> None:
-        groups = self.ledger.book.groups
+        groups = self.group_scheduler.table.groups
         if sends or len(groups) != self._num_groups:
             self._num_groups = len(groups)
             states = {group_id: group.state for group_id, group in groups.items()}
@@ -189,7 +193,7 @@ class SimRouter(Node):
                     if action.route:
                         self._send(action)
                 case PublishTable():
-                    for route in self.ledger.worker_routes():
+                    for route in self.group_scheduler.worker_routes():
                         self._send(Send(route, table))
                 case ProbeEngine(url, serial):
                     self._probe(url, serial, resume=False)

@@ -19,8 +19,8 @@ import msgspec
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
 from rollmesh.serve.client.asks import Cancelled
-from rollmesh.serve.client.entries import GroupParted, Published, StepTaken, num_in
-from rollmesh.serve.client.history import History
+from rollmesh.serve.client.journal import History
+from rollmesh.serve.client.journal_entries import GroupParted, Published, StepTaken, num_in
 from rollmesh.testing.mesh_sim.asker import TICK_S
 from rollmesh.testing.mesh_sim.client import NUM_SAMPLES, Ended, SimClient
 from rollmesh.testing.mesh_sim.engine import SimEngine
@@ -104,7 +104,7 @@ class SimTrainer(SimClient):
         self.publisher: SimPublisher | None = None
         self.zombies: list[SimPublisher] = []
         """Publishers whose trainer is dead."""
-        self.ledger: list[Leave] = []
+        self.group_scheduler: list[Leave] = []
         """How groups have left; a life goes on from what its savepoint covers of it."""
         self._engines = engines
         self._num_to_ask = num_groups
@@ -137,7 +137,7 @@ class SimTrainer(SimClient):
         save = self._newest_save()
         history = self.open_book()
         plan = self._network.machines.plan(save.state if save else None, history)
-        del self.ledger[save.num_left if save else 0 :]
+        del self.group_scheduler[save.num_left if save else 0 :]
         self._forget_all(plan, list(save.weights) if save else [])
         self.witness.recovered(history, plan)
         self._do(self.course.go_on(plan))
@@ -186,7 +186,7 @@ class SimTrainer(SimClient):
 
     def look_at_ledger(self) -> None:
         """Check the ledger, at rest."""
-        self.witness.look_at_ledger(self.ledger, self.waiting)
+        self.witness.look_at_ledger(self.group_scheduler, self.waiting)
 
     def _newest_save(self) -> Save | None:
         if self._shelf and self._network.strikes("save_broke"):
@@ -303,7 +303,7 @@ class SimTrainer(SimClient):
     def _leave(self, leave: Leave) -> None:
         assert leave.fate not in (Fate.STRANGE, Fate.FOREIGN), f"{leave.group_id}: {leave.why}"
         self._network.num[f"left_{leave.fate}"] += 1
-        self.ledger.append(leave)
+        self.group_scheduler.append(leave)
         if leave.group_id in self.waiting:
             self.waiting.discard(leave.group_id)
             if leave.fate is not Fate.TRAINED:
@@ -370,7 +370,7 @@ class SimTrainer(SimClient):
             ended=self.course.gone,
             waiting=self.course.to_ask_again,
         )
-        save = Save(state, tuple(self._weights), len(self.ledger))
+        save = Save(state, tuple(self._weights), len(self.group_scheduler))
         delay_s = self._kernel.rng.uniform(*SAVE_S)
         self._kernel.after(delay_s, lambda: self._end_save(save), self)
 

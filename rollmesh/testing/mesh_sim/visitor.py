@@ -11,8 +11,8 @@ lives. Driven by the kernel and by mesh.py.
 import msgspec
 
 from rollmesh.core.ids import GroupId, IntervalSet
-from rollmesh.serve.client.asks import Asked, Asks, AsksSettings, Cancelled, Closed
-from rollmesh.serve.client.entries import GroupTried
+from rollmesh.serve.client.asks import Asked, AskMachine, AskSettings, Cancelled, Closed
+from rollmesh.serve.client.journal_entries import GroupTried
 from rollmesh.testing.mesh_sim.asker import BEAT_S, TICK_S, Asker
 from rollmesh.testing.mesh_sim.errands import PLAIN, POISON
 from rollmesh.testing.mesh_sim.kernel import Kernel
@@ -83,14 +83,14 @@ class Visitor(Asker):
         self._tries[tried.group_id] = tried
 
     def _begin_life(self) -> None:
-        settings = AsksSettings(
+        settings = AskSettings(
             client_id=self._client_id,
             sink=self.name,
             beat_s=BEAT_S,
             weight=self._weight,
             keep=self.keep,
         )
-        self.asks = Asks(settings)
+        self.asks = AskMachine(settings)
         ended = IntervalSet()
         for group_id in self.endings.reasons:
             ended.add(group_id.seq)

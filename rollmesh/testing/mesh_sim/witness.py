@@ -10,7 +10,8 @@ groups, in order, whoever trained them how often. Driven by the disk and by trai
 import msgspec
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.journal import History
+from rollmesh.serve.client.journal_entries import (
     GroupAsked,
     GroupBooked,
     GroupKept,
@@ -20,7 +21,6 @@ from rollmesh.serve.client.entries import (
     StepTaken,
     decode_entry,
 )
-from rollmesh.serve.client.history import History
 from rollmesh.testing.mesh_sim.endings import Endings
 from rollmesh.testing.mesh_sim.turns import GroupTurns
 from rollmesh.trainer.pacing.course import MAX_REQUEUES
@@ -148,11 +148,11 @@ class Witness:
         history = {step: ids for step, ids in self.steps.items() if step <= newest}
         assert made_of == {step: history[step] for step in history.keys() - self._lost_steps}
 
-    def look_at_ledger(self, ledger: list[Leave], waiting: set[GroupId]) -> None:
+    def look_at_ledger(self, group_scheduler: list[Leave], waiting: set[GroupId]) -> None:
         """Check, at rest, that each group that was asked for has left once with a fate that fits
         its result, or waits."""
-        fates = {each.group_id: each.fate for each in ledger}
-        assert len(fates) == len(ledger), "a group left twice"
+        fates = {each.group_id: each.fate for each in group_scheduler}
+        assert len(fates) == len(group_scheduler), "a group left twice"
         assert not waiting & fates.keys(), "what has left waits for a step"
         missing = self.asked.keys() - fates.keys() - waiting - self._unwritten
         assert not missing, f"nobody knows what became of {missing}"

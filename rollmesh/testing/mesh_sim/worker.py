@@ -1,4 +1,4 @@
-"""A simulated worker: Duties for its groups, a rollout's machine for each turn, legs to engines.
+"""A simulated worker: its machine for groups, a machine for each turn, legs to engines.
 
     UP --crash, killed by a task, drained, recycled--> its process ended --launch--> UP
 
@@ -28,21 +28,21 @@ from rollmesh.runtime.generation_events import (
     Sealed,
     StartLeg,
     UpdateBegun,
+    is_resumable,
 )
-from rollmesh.runtime.leg import is_resumable
-from rollmesh.serve.server.duties import (
+from rollmesh.serve.server.outbox import Forget, OutboxSettings
+from rollmesh.serve.server.worker_machine import (
     Abort,
     Begin,
-    Duties,
-    DutiesSettings,
     Ended,
     Left,
     StopAsked,
     Stopping,
+    WorkerMachine,
+    WorkerMachineSettings,
     WornOut,
 )
-from rollmesh.serve.server.duties import Action as DutyAction
-from rollmesh.serve.server.outbox import Forget, OutboxSettings
+from rollmesh.serve.server.worker_machine import Action as DutyAction
 from rollmesh.testing.mesh_sim.asker import MALFORMED
 from rollmesh.testing.mesh_sim.engine import EngineChunk, SimEngine
 from rollmesh.testing.mesh_sim.errands import PLAIN, POISON, Errands
@@ -175,8 +175,8 @@ class SimWorker(Node):
         self.groups: dict[GroupId, list[SimRollout]] = {}
         self.payloads: dict[GroupId, bytes] = {}
         self.errands = Errands(self._kernel, self, self._end_errand, self._be_killed)
-        self.duties = Duties(
-            DutiesSettings(
+        self.duties = WorkerMachine(
+            WorkerMachineSettings(
                 worker_id=self.name,
                 env="guess",
                 max_rollouts=6,
@@ -312,7 +312,7 @@ class SimWorker(Node):
         self._network.send(self, target, packet)
 
     def _watch(self) -> None:
-        parcels = self.duties.outbox.parcels.items()
+        parcels = self.duties.outbox.results.items()
         if not parcels and not self._has_parcels:
             return
         self._has_parcels = bool(parcels)

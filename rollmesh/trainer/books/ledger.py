@@ -12,7 +12,7 @@ counted. Driven by the pacer; read by `rollmesh trace bias`.
 """
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.client.entries import SeenRollout
+from rollmesh.serve.client.journal_entries import SeenRollout
 from rollmesh.trainer.books.records import RunRecords, Tally
 
 

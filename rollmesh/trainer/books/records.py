@@ -29,7 +29,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import ErrorPlace, GroupRecord, Json, RolloutRecord
 from rollmesh.serve.client.client import TriesAgain
 from rollmesh.serve.client.samples import Sample
-from rollmesh.serve.client.success import SuccessRule
+from rollmesh.serve.client.scores import SuccessRule
 from rollmesh.serve.client.trajectories import encode_row, trajectory_row
 from rollmesh.trainer.books.lasting import open_lasting
 from rollmesh.trainer.meter.exactness import ExactnessBook

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.core.errors import WireError
+from rollmesh.core.errors import DECODE_ERRORS, WireError
 from rollmesh.tensors.handles import RTensor, pack, unpack
 from rollmesh.tensors.nested import collect, transform
-from rollmesh.wire.frames import UNREADABLE, Buffer
+from rollmesh.wire.frames import Buffer
 
 LAYOUT = 1
 _HANDLE, _TUPLE = 1, 2
@@ -52,7 +52,7 @@ def decode(body: Buffer) -> Any:
         if told.layout != LAYOUT:
             raise WireError(f"a call's values are in layout {told.layout}, we read {LAYOUT}")
         return _Unpacking(unpack(told.handles)).of(told.values)
-    except (*UNREADABLE, TypeError, IndexError) as error:
+    except (*DECODE_ERRORS, TypeError, IndexError) as error:
         raise WireError(f"not a call's values: {error}") from None
 
 

@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmesh.core.types import Json
-from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import Sample, SampledRun
 
 ALL_VERSIONS = -1
 MAX_ORIGINS = 1024

@@ -14,7 +14,7 @@ import msgspec
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Branch, SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Unopened
-from rollmesh.serve.client.entries import Again
+from rollmesh.serve.client.journal_entries import Again
 from rollmesh.trainer.books.records import Tally
 from rollmesh.trainer.pacing.course import Course
 from rollmesh.trainer.pacing.course_events import Asked, Turn

@@ -21,7 +21,7 @@ import msgspec
 
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.types import Task
-from rollmesh.serve.client.entries import NOT_NOTED, Again, Groups, StepTaken
+from rollmesh.serve.client.journal_entries import NOT_NOTED, Again, Groups, StepTaken
 from rollmesh.trainer.pacing.course_events import (
     UNKNOWN,
     Action,

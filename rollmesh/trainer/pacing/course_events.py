@@ -10,7 +10,7 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
-from rollmesh.serve.client.entries import Again, GroupParted, StepTaken
+from rollmesh.serve.client.journal_entries import Again, GroupParted, StepTaken
 
 UNKNOWN = Task(id="")
 """Of what ended while nobody was here its record knows the task, if there is one."""

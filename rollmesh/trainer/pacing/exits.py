@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import GroupRecord, RolloutRecord
 from rollmesh.serve.client.arrivals import seen_of
-from rollmesh.serve.client.entries import GroupBooked
-from rollmesh.serve.client.success import SuccessRule
+from rollmesh.serve.client.journal_entries import GroupBooked
+from rollmesh.serve.client.scores import SuccessRule
 from rollmesh.trainer.books.ledger import DropLedger
 from rollmesh.trainer.books.records import RunRecords, Tally, mean
 from rollmesh.trainer.pacing.stock import ReadyGroup

@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 import numpy as np
 
-from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.sample_memory import Bools, SampleArrays, lay_plainly
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import Bools, Sample, SampleArrays, SampledRun, lay_plainly
 
 
 def without_versions(samples: Sequence[Sample], stale: Collection[int]) -> list[Sample]:

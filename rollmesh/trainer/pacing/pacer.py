@@ -12,10 +12,9 @@ import msgspec
 from rollmesh.core.errors import EnvError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
-from rollmesh.serve.client.arrivals import Arrival, Dropped, Filed, Finished, booked_of
-from rollmesh.serve.client.entries import GroupBooked, GroupParted, StepTaken
-from rollmesh.serve.client.sample_memory import lay_plainly
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, StoredResult, booked_of
+from rollmesh.serve.client.journal_entries import GroupBooked, GroupParted, StepTaken
+from rollmesh.serve.client.samples import Sample, lay_plainly
 from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.pacing.asker import Asker, Asking, Client
 from rollmesh.trainer.pacing.course import Course
@@ -120,7 +119,7 @@ class Pacer:
         self._step = step
         return self._carry_out(self.course.step(Take(step)))
 
-    def retake(self, again: StepTaken, results: Mapping[GroupId, Filed]) -> Batch | None:
+    def retake(self, again: StepTaken, results: Mapping[GroupId, StoredResult]) -> Batch | None:
         """The batch of a step that an earlier life took, of the same groups; None where none of
         them can be read any more."""
         self._step = again.step

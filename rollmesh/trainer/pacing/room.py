@@ -13,16 +13,16 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.serve.client.sample_memory import (
+from rollmesh.serve.client.samples import (
     BYTES_PER_TOKEN,
     Fill,
     Laid,
     Lay,
+    Sample,
     SampleArrays,
     arrays_in,
     lay_plainly,
 )
-from rollmesh.serve.client.samples import Sample
 from rollmesh.tensors.holdings import Kind
 from rollmesh.tensors.store import OwnerStore
 

@@ -21,8 +21,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Branch, GroupRecord, RolloutRecord
 from rollmesh.serve.client.arrivals import Finished
-from rollmesh.serve.client.sample_memory import BYTES_PER_TOKEN, Lay, lay_plainly
-from rollmesh.serve.client.samples import Sample, cut
+from rollmesh.serve.client.samples import BYTES_PER_TOKEN, Lay, Sample, cut, lay_plainly
 from rollmesh.trainer.pacing.masking import without_versions
 from rollmesh.trainer.pacing.room import Room, moved
 

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from rollmesh.core.ids import GroupId, IntervalSet
-from rollmesh.serve.client.arrivals import Filed
-from rollmesh.serve.client.chronicle import KILLED
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.arrivals import StoredResult
+from rollmesh.serve.client.journal import History, OpenAsk
+from rollmesh.serve.client.journal_entries import (
     Again,
     GroupBooked,
     GroupParted,
@@ -31,7 +31,7 @@ from rollmesh.serve.client.entries import (
     StateSaved,
     StepTaken,
 )
-from rollmesh.serve.client.history import History, OpenAsk
+from rollmesh.serve.client.journal_state import KILLED
 from rollmesh.trainer.savepoints.state import LoopState, Waiting
 from rollmesh.trainer.staleness_events import GroupAsked
 
@@ -62,7 +62,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """Groups, in all lives, those for evaluation among them."""
     evals: Groups
     """Of these, those that were asked for and do not train."""
-    results: dict[GroupId, Filed]
+    results: dict[GroupId, StoredResult]
     """Of `redo` and `parted`."""
     parted: tuple[GroupParted, ...]
     """Results that earlier processes have dropped, or that were in a poisoned step, which the
@@ -72,7 +72,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks to ask for again; those of `parted` come after them."""
     again: dict[GroupId, Again]
     """What groups that are to come ask for again."""
-    ready: tuple[Filed, ...]
+    ready: tuple[StoredResult, ...]
     """The client hands them out; oldest first."""
     open_asks: tuple[OpenAsk, ...]
     """They go on."""
@@ -180,7 +180,7 @@ def under_way(recovery: Recovery, num_rollouts: int) -> list[GroupAsked]:
 
 
 def _whole(
-    taken: Sequence[StepTaken], kept: dict[GroupId, Filed]
+    taken: Sequence[StepTaken], kept: dict[GroupId, StoredResult]
 ) -> tuple[list[StepTaken], list[str]]:
     """The steps with the groups whose results are there, and what is not."""
     redo, lines = [], []

@@ -18,8 +18,8 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalDamaged, JournalError, UserError
 from rollmesh.core.logs import get_logger
 from rollmesh.serve.client.client import RolloutClient
-from rollmesh.serve.client.entries import num_in
-from rollmesh.serve.client.history import History
+from rollmesh.serve.client.journal import History
+from rollmesh.serve.client.journal_entries import num_in
 from rollmesh.trainer.books.records import RunRecords, Tally, read_recoveries
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.shelf import Saved, Savepoints

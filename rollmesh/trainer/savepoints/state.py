@@ -8,7 +8,7 @@ recovery; no torch here, so that the simulator has it too.
 import msgspec
 
 from rollmesh.core.types import Json, Task
-from rollmesh.serve.client.entries import Again, StateSaved
+from rollmesh.serve.client.journal_entries import Again, StateSaved
 
 
 class Waiting(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ from rollmesh.core.process import FAILED, OK
 from rollmesh.core.types import FieldPolicy
 from rollmesh.launch.machine import End
 from rollmesh.serve.client import evaluation
-from rollmesh.serve.client.results import RESULTS, Row
+from rollmesh.serve.client.evaluation_files import RESULTS, Row
 
 
 def refused(words: list[str]) -> str:

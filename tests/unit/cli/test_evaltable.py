@@ -10,8 +10,7 @@ from rich.progress import Progress
 
 from rollmesh.cli.evaltable import SUMMARY, Teller, show
 from rollmesh.core.types import EVAL_SAMPLING
-from rollmesh.serve.client.plan import Plan
-from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.evaluation_files import Plan, Row
 from rollmesh.serve.client.scores import Report, report_of
 
 PLAN = Plan(

@@ -5,14 +5,14 @@ import random
 import pytest
 
 from rollmesh.core.memo import MAX_BYTES, MAX_TEXT_BYTES, Memo
-from rollmesh.runtime import calls, chat, history, holdings
+from rollmesh.runtime import chat, conversation, history, tool_calls
 from rollmesh.serve.interception.dialects import chat as chat_dialect
 from rollmesh.serve.interception.dialects import tools
 
 OF_TOOLS = [
-    calls.string_parameters,
+    tool_calls.string_parameters,
     history.tools_key_of,
-    holdings.shared_tools,
+    conversation.shared_tools,
     tools.tools_of_messages,
     tools.tools_of_responses,
     tools._names,  # noqa: SLF001 - one of those that read tools

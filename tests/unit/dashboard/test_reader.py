@@ -10,8 +10,7 @@ from rollmesh.core.run_state import STATE_FILE
 from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.dashboard.evaluation import EvalView
 from rollmesh.dashboard.reader import PageEvent, RunReader
-from rollmesh.serve.client.plan import Plan, write_plan
-from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.evaluation_files import Plan, Row, write_plan
 from rollmesh.testing.run_folder import START_S, FakeRun
 
 

@@ -18,7 +18,7 @@ from rollmesh.runtime.generation_events import (
     LegSampled,
     StartLeg,
 )
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_world import PROMPT

@@ -29,7 +29,7 @@ from rollmesh.runtime.generation_events import (
     StartLeg,
     WakeReaders,
 )
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN, chain_token
 from rollmesh.wire.machine import Ticked
 

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.runtime.chat import ChatMessage, Rotating, compile_rotating, read_message
+from rollmesh.runtime.chat import ChatMessage, Rotating, Turn, compile_rotating, read_message
 from rollmesh.runtime.forks import ForkCause, ForkLog, cause_of, where
-from rollmesh.runtime.history import History
-from rollmesh.runtime.match import Match
-from rollmesh.runtime.spot import Spot
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.history import MessageHistory
+from rollmesh.runtime.message_trie import Match, MessageNode
 
 Message = dict[str, object]
 
@@ -42,24 +40,24 @@ class Held:
     """Asks and answers."""
 
     def __init__(self, rotating: Rotating = ROTATING) -> None:
-        self.history = History(rotating)
+        self.history = MessageHistory(rotating)
         self.log = ForkLog()
         self.num_nodes = 0
         self.cause: ForkCause | None = None
         """Of the newest request."""
         self.where = (0, "", "")
 
-    def ask(self, asked: Turn) -> tuple[Match, Spot]:
+    def ask(self, asked: Turn) -> tuple[Match, MessageNode]:
         match = self.history.match(asked)
         self.cause = cause_of(self.history, match)
         self.where = where(self.history, match)
         self.log.add_healed(self.history, match)
         if match.is_held:
-            return match, self.history.hold(match, match.spot.node)
+            return match, self.history.hold(match, match.message_node.node)
         self.num_nodes += 1
         return match, self.history.hold(match, self.num_nodes - 1)
 
-    def say(self, context: Spot, message: Message) -> Spot:
+    def say(self, context: MessageNode, message: Message) -> MessageNode:
         self.num_nodes += 1
         read = read_message(msgspec.json.encode(message), 0)
         self.history.add_sampled(context, read, self.num_nodes - 1)
@@ -74,8 +72,8 @@ class Held:
                 _, context = self.ask(turn(*messages[:n], tools=tools))
                 self.say(context, message)
 
-    def texts(self, spot: Spot) -> Sequence[str]:
-        return [self.history.read(each).text() for each in spot.line()]
+    def texts(self, message_node: MessageNode) -> Sequence[str]:
+        return [self.history.read(each).text() for each in message_node.line()]
 
 
 def texts(messages: Sequence[ChatMessage]) -> Sequence[str]:

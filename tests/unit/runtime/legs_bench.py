@@ -5,7 +5,7 @@ test_legs.py.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +13,11 @@ import pytest
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.legs import Sampler, SamplerParts
-from rollmesh.runtime.patience import GenerationSettings
-from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import VOCAB_SIZE, ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
@@ -27,6 +27,12 @@ TO_THE_END = 2**31
 PATIENCE_S = 60.0
 PAUSES = pytest.mark.parametrize("phase", [EnginePhase.UPDATING, EnginePhase.ASLEEP])
 """In which what can go on leaves an engine, and what has none waits."""
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(endless_token) as engine:
+        yield engine
 
 
 class Bench:

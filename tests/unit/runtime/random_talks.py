@@ -10,15 +10,13 @@ import re
 import msgspec
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.deeds import Scribe
-from rollmesh.runtime.deltas import Answer
-from rollmesh.runtime.openings import Openings
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.chat import Answer, Turn, read_message
 from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.replies import Reply
+from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.session_log import EventWriter
+from rollmesh.runtime.shared_prefixes import SharedPrefixes
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import Turn
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
 from tests.unit.runtime.session_world import Message, open_session
@@ -41,13 +39,15 @@ class RandomTalks:
         prompts: Prompts,
         tokenizer: Tokenizer,
         seed: int,
-        openings: Openings | None = None,
-        scribe: Scribe | None = None,
+        shared_prefixes: SharedPrefixes | None = None,
+        event_writer: EventWriter | None = None,
     ) -> None:
         self.clock = FakeClock()
         settings = GenerationSettings(retry_window_s=WINDOW_S, max_fruitless_legs=0)
         self.sampler = ScriptedSampler(None, settings, self.clock)
-        self.session = open_session(self.sampler, prompts, openings=openings, scribe=scribe)
+        self.session = open_session(
+            self.sampler, prompts, shared_prefixes=shared_prefixes, event_writer=event_writer
+        )
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._chance = random.Random(seed)
@@ -142,7 +142,7 @@ class RandomTalks:
     async def _end(self, replies: tuple[Reply, ...], messages: list[Message], tools: bytes) -> None:
         try:
             answers = [self.session.finish(reply) for reply in replies]
-            await self.session.diary.written()
+            await self.session.recorder.written()
         except SessionError:
             return
         if self._chance.random() < 0.9:

@@ -4,9 +4,9 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.deeds import AnyDeed, Shown, Text
 from rollmesh.runtime.history import LONG_BYTES
 from rollmesh.runtime.images import ImageRef
+from rollmesh.runtime.session_log import AnyDeed, ImageShown, Text
 
 
 class ListScribe:
@@ -31,17 +31,17 @@ class ListScribe:
     def same(self, text: bytes) -> Text:
         return self._keep(text) if text else b""
 
-    def image(self, image: ImageRef) -> Shown | None:
+    def image(self, image: ImageRef) -> ImageShown | None:
         if image.digest in self._shown:
             return None
         self._shown.add(image.digest)
         address = image.address
-        return Shown(
+        return ImageShown(
             image.digest, address if isinstance(address, str) else self._keep(address.read())
         )
 
-    def put(self, deed: AnyDeed) -> None:
-        self._owed.append(deed)
+    def put(self, event: AnyDeed) -> None:
+        self._owed.append(event)
 
     def be_due(self) -> None:
         if not self.is_full:
@@ -53,10 +53,10 @@ class ListScribe:
         self._write()
 
     def _write(self) -> None:
-        self.records += [msgspec.msgpack.encode(deed) for deed in self._owed]
+        self.records += [msgspec.msgpack.encode(event) for event in self._owed]
         self._owed.clear()
 
-    def deeds(self) -> list[AnyDeed]:
+    def events(self) -> list[AnyDeed]:
         """What another process would read."""
         kind: type[AnyDeed] = AnyDeed  # type: ignore[assignment]
         return [msgspec.msgpack.decode(raw, type=kind) for raw in self.records]

@@ -6,16 +6,14 @@ import msgspec
 
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
-from rollmesh.runtime.chat import Rotating
-from rollmesh.runtime.deeds import Scribe
-from rollmesh.runtime.deltas import Answer
-from rollmesh.runtime.kit import SessionAsk, SessionKit, Totals
-from rollmesh.runtime.openings import Openings
+from rollmesh.runtime.chat import Answer, Rotating, Turn
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.redo import Redo
-from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.replies import Reply
+from rollmesh.runtime.restore import SessionReplay
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.session_deps import SessionDeps, SessionOptions, Totals
+from rollmesh.runtime.session_log import EventWriter
+from rollmesh.runtime.shared_prefixes import SharedPrefixes
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.scribe_world import ListScribe
 
@@ -51,30 +49,32 @@ def open_session(
     max_context_tokens: int = 4096,
     sampling: SamplingPolicy | None = None,
     rotating: Rotating = None,
-    openings: Openings | None = None,
-    scribe: Scribe | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
+    event_writer: EventWriter | None = None,
 ) -> Session:
-    kit = SessionKit(
+    deps = SessionDeps(
         sampler,
         prompts,
         sampler.clock,
         max_context_tokens,
         Totals(),
-        openings or Openings(),
+        shared_prefixes or SharedPrefixes(),
         rotating,
     )
     rollout_id = RolloutId(GroupId("r", 0), 0)
-    return Session(SessionAsk("s1", rollout_id, sampling or SamplingPolicy(), 7, scribe), kit)
+    return Session(
+        SessionOptions("s1", rollout_id, sampling or SamplingPolicy(), 7, event_writer), deps
+    )
 
 
-def regained(before: Session, scribe: ListScribe) -> Session:
+def regained(before: Session, event_writer: ListScribe) -> Session:
     """The session as another process makes it again of what was written; with the same scribe."""
-    kit = msgspec.structs.replace(before._kit, openings=Openings())  # noqa: SLF001 - another process makes its own
-    ask = msgspec.structs.replace(before._ask, scribe=scribe)  # noqa: SLF001 - likewise
-    redo = Redo(ask.session_id, kit, scribe.read)
-    for deed in scribe.deeds():
-        redo.take(deed)
-    return Session(ask, kit, redo.past())
+    deps = msgspec.structs.replace(before._deps, shared_prefixes=SharedPrefixes())  # noqa: SLF001 - another process makes its own
+    ask = msgspec.structs.replace(before._ask, event_writer=event_writer)  # noqa: SLF001 - likewise
+    redo = SessionReplay(ask.session_id, deps, event_writer.read)
+    for event in event_writer.events():
+        redo.take(event)
+    return Session(ask, deps, redo.past())
 
 
 async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
@@ -92,7 +92,7 @@ async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, Answer]]:
         for reply in replies:
             await reply.wait(TO_THE_END)
         answers = [(reply, session.finish(reply)) for reply in replies]
-        await session.diary.written()
+        await session.recorder.written()
         for reply in replies:
             session.delivered(reply)
         return answers

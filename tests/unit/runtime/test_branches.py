@@ -1,9 +1,16 @@
 """Which chats of a session are its main line."""
 
 from rollmesh.core.types import SamplingParams
-from rollmesh.runtime.branches import Chat, RootKind, assign, branches_of
-from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.token_graph import (
+    ROOT,
+    RootChat,
+    RootKind,
+    Sampled,
+    TokenGraph,
+    assign,
+    branches_of,
+)
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import Message, Say, call, open_session, said, turn
 
@@ -48,16 +55,16 @@ def test_without_tools_the_line_of_the_first_call_is_main_and_nothing_is_a_side_
 
 
 def test_of_lines_that_last_equally_long_the_last_active_one_is_main() -> None:
-    chats = {0: Chat(MAIN, 0, 4), 1: Chat(HELPER, 1, 5)}
+    chats = {0: RootChat(MAIN, 0, 4), 1: RootChat(HELPER, 1, 5)}
     assert assign(chats) == {0: "subagent", 1: "main"}
 
 
 def test_a_last_call_without_tools_stays_on_the_line_that_began_with_them() -> None:
     """The last call of an agent that is out of steps: the same messages, and no tools."""
     chats = {
-        0: Chat(RootKind(5, 1, 9), 0, 3),
-        1: Chat(RootKind(0, 1, 9), 4, 5),
-        2: Chat(RootKind(0, 2, 8), 6, 20),
+        0: RootChat(RootKind(5, 1, 9), 0, 3),
+        1: RootChat(RootKind(0, 1, 9), 4, 5),
+        2: RootChat(RootKind(0, 2, 8), 6, 20),
     }
     assert assign(chats) == {0: "main", 1: "main", 2: "side"}
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from renderers.parsing import _parse_xml_tool_calls
 
-from rollmesh.runtime.calls import (
-    CallReader,
+from rollmesh.runtime.tool_calls import (
+    CallParser,
     CallStyle,
     JsonCall,
     XmlCall,
@@ -34,7 +34,7 @@ JSON = st.recursive(
 )
 
 
-def told(reader: CallReader, text: str, sizes: list[int]) -> str:
+def told(reader: CallParser, text: str, sizes: list[int]) -> str:
     """All that a reader tells of a closed block that comes in pieces."""
     pieces, at = [], 0
     for size in [*sizes, len(text)]:

@@ -1,6 +1,6 @@
 """Deltas fold to the answer, and calls come whole where they come in one piece."""
 
-from rollmesh.runtime.deltas import CallDelta, ToolCall, whole_calls
+from rollmesh.runtime.chat import CallDelta, ToolCall, whole_calls
 
 
 def test_finished_calls_are_deltas_of_one_piece_each() -> None:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from rollmesh.core.types import EVAL_SAMPLING
+from rollmesh.runtime.chat import SamplingAsk
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import SamplingAsk
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import (
     MORE,

@@ -10,8 +10,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.runtime.encoder import MAX_CHARS
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokenizer import MAX_CHARS, Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import MARKS, SPECIAL_TOKENS, library_texts
 
 LOOK_ALIKES = ["<|im_start|", "<think", "<|im_end|> ", "</tool_call>\n", "<", "|>", "<|im_end|>>"]

@@ -6,23 +6,17 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.generation import Generation, GenerationState
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase
 from tests.unit.runtime.legs_bench import PAUSES, TO_THE_END, Bench
+from tests.unit.runtime.legs_bench import engine as engine  # the fixture
 
 PLACES = 8
 SENT = 9
-"""What an engine gets that runs 8 requests at a time: an eighth more."""
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[ScriptedEngine]:
-    async with ScriptedEngine(endless_token) as engine:
-        yield engine
+"""Requests sent to an engine that runs 8 at a time: an eighth more."""
 
 
 @pytest.fixture

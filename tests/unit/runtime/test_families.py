@@ -9,10 +9,9 @@ import renderers
 from renderers.kimi_k25 import KimiK25Renderer
 
 from rollmesh.core.errors import ConfigError, ModelError
-from rollmesh.runtime.calls import CallStyle
-from rollmesh.runtime.families import chats_of, choose_family, refuse_processors
-from rollmesh.runtime.templates import TemplateRenderer
+from rollmesh.runtime.families import TemplateRenderer, chats_of, choose_family, refuse_processors
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tool_calls import CallStyle
 from rollmesh.testing.model_folder import write_model_folder
 
 

@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from rollmesh.runtime.chat import read_message
+from rollmesh.runtime.chat import Turn, read_message
 from rollmesh.runtime.forks import ForkCause, first_difference
-from rollmesh.runtime.turns import Turn
 from tests.unit.runtime.history_world import (
     MORE,
     SAID,

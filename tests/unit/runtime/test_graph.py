@@ -6,7 +6,7 @@ import tracemalloc
 from array import array
 
 from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
+from rollmesh.runtime.token_graph import ROOT, Sampled, TokenGraph
 
 PARAMS = SamplingParams(max_tokens=8)
 

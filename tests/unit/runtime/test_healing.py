@@ -6,11 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.runtime.chat import compile_rotating
-from rollmesh.runtime.healing import HealedKind
+from rollmesh.runtime.chat import Turn, compile_rotating
+from rollmesh.runtime.forks import HealedKind
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.turns import Turn
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import TOOLS, Message, Say, call, open_session
 

@@ -14,9 +14,8 @@ import pytest
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.chat import ChatMessage, read_message
+from rollmesh.runtime.chat import ChatMessage, Turn, read_message
 from rollmesh.runtime.history import ALIASES_PER_SPOT, LONG_BYTES, SPOT_BYTES
-from rollmesh.runtime.turns import Turn
 from tests.disks import no_room_in_memory
 from tests.unit.runtime.history_world import (
     MORE,
@@ -56,14 +55,14 @@ def test_the_first_request_is_new() -> None:
 
 def test_an_extension_builds_on_what_was_sampled(held: Held) -> None:
     match, _ = held.ask(turn(SYSTEM, USER, SAID, MORE))
-    assert match.spot.node == 1
+    assert match.message_node.node == 1
     assert texts(match.new) == ["higher"]
 
 
 def test_the_same_messages_again_are_held(held: Held) -> None:
-    match, spot = held.ask(turn(SYSTEM, USER))
+    match, message_node = held.ask(turn(SYSTEM, USER))
     assert match.is_held
-    assert spot.node == 0
+    assert message_node.node == 0
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_the_same_messages_again_are_held(held: Held) -> None:
 )
 def test_an_echo_that_means_the_same_is_found(held: Held, echo: Message) -> None:
     match, _ = held.ask(turn(SYSTEM, USER, echo, MORE))
-    assert match.spot.node == 1
+    assert match.message_node.node == 1
     again, _ = held.ask(turn(SYSTEM, USER, echo, MORE))
     assert again.is_held
 
@@ -91,7 +90,7 @@ def test_a_date_that_moves_on_changes_nothing() -> None:
     _, context = held.ask(asked("Monday"))
     held.say(context, SAID)
     match, _ = held.ask(asked("Tuesday", SAID, MORE))
-    assert match.spot.node == 1
+    assert match.message_node.node == 1
     other, _ = Held(None).ask(asked("Monday"))
     assert len(other.new) == 2
 
@@ -100,19 +99,19 @@ def test_tools_in_other_spelling_are_the_same_tools() -> None:
     held = Held()
     held.talk(USER, SAID, tools=TOOLS)
     other = b'[ {"function": {"name": "f"}, "type": "function"} ]'
-    assert held.ask(turn(USER, SAID, MORE, tools=other))[0].spot.node == 1
+    assert held.ask(turn(USER, SAID, MORE, tools=other))[0].message_node.node == 1
 
 
 def test_asking_on_after_an_answer_leaves_the_answer_its_tokens(held: Held) -> None:
     asked_on = turn(SYSTEM, USER, SAID)
     match, context = held.ask(asked_on)
-    assert (match.spot.node, match.new) == (1, [])
+    assert (match.message_node.node, match.new) == (1, [])
     assert held.ask(asked_on)[0].is_held
-    assert held.ask(turn(SYSTEM, USER, SAID, MORE))[0].spot.node == 1
+    assert held.ask(turn(SYSTEM, USER, SAID, MORE))[0].message_node.node == 1
     more = said("or 5")
     answer = held.say(context, more)
     match, last = held.ask(turn(SYSTEM, USER, SAID, more, MORE))
-    assert match.spot is answer
+    assert match.message_node is answer
     assert held.texts(last) == ["rules", "guess", "4", "or 5", "higher"]
 
 
@@ -130,7 +129,7 @@ def test_a_cut_answer_and_the_next_one_shown_as_one_lead_to_the_next(seen: str) 
     answer = held.say(context, made)
     result: Message = {"role": "tool", "tool_call_id": "call_s_1_0", "content": "42"}
     match, _ = held.ask(turn(USER, {**made, "content": seen}, result))
-    assert match.spot is answer
+    assert match.message_node is answer
     assert len(match.new) == 1
     assert held.ask(turn(USER, said(seen), made, result))[0].is_held
     assert held.cause is None
@@ -147,18 +146,18 @@ def test_an_answer_behind_an_agents_call_or_empty_turn_is_known_by_itself(name: 
     _, context = held.ask(turn(USER, made(name)))
     answer = held.say(context, SAID)
     for other in (made("g"), made(name, "4")):
-        assert held.ask(turn(USER, other, MORE))[0].spot.parent is None
-    assert held.ask(turn(USER, made(name), SAID, MORE))[0].spot is answer
+        assert held.ask(turn(USER, other, MORE))[0].message_node.parent is None
+    assert held.ask(turn(USER, made(name), SAID, MORE))[0].message_node is answer
 
 
 def test_each_message_is_held_once(held: Held) -> None:
     before = held.history.num_bytes
     asked = turn(SYSTEM, USER, SAID, MORE)
-    _, spot = held.ask(asked)
+    _, message_node = held.ask(asked)
     assert held.history.num_bytes == before + len(asked.messages[-1]) + SPOT_BYTES
-    assert [each.raw for each in spot.line()] == [
+    assert [each.raw for each in message_node.line()] == [
         *asked.messages[:2],
-        spot.line()[2].raw,
+        message_node.line()[2].raw,
         asked.messages[3],
     ]
 
@@ -170,10 +169,10 @@ def test_a_long_message_is_one_blob_however_many_turns_and_siblings_show_it(held
     sibling = Held()
     sibling.talk(SYSTEM, LONG, SAID)
     before = held.history.num_bytes
-    _, spot = held.ask(turn(SYSTEM, USER, SAID, LONG))
+    _, message_node = held.ask(turn(SYSTEM, USER, SAID, LONG))
     _, edited = held.ask(turn(SYSTEM, user("other"), LONG, MORE))
     assert held.history.num_bytes < before + 6 * SPOT_BYTES
-    blob = spot.said
+    blob = message_node.said
     assert isinstance(blob, Blob)
     assert [each.said for each in edited.line() if each.said is blob] == [blob]
     assert blob in [each.said for each in sibling.history.sampled[0].line()]
@@ -181,7 +180,7 @@ def test_a_long_message_is_one_blob_however_many_turns_and_siblings_show_it(held
     ended = weakref.ref(blob)
     for history in (held.history, sibling.history):
         history.forget()
-    del spot, edited, blob, history, held.history, sibling.history
+    del message_node, edited, blob, history, held.history, sibling.history
     assert ended() is None
 
 
@@ -204,9 +203,9 @@ def test_a_history_goes_on_whose_long_messages_are_spilled(held: Held, spilling:
     told = said("y" * LONG_BYTES)
     answer = held.say(context, told)
     assert blobs.spill_over() > 2 * LONG_BYTES
-    match, spot = held.ask(turn(SYSTEM, USER, SAID, LONG, told, MORE))
-    assert (match.spot, texts(match.new)) == (answer, ["higher"])
-    assert held.texts(spot)[3:] == ["x" * LONG_BYTES, "y" * LONG_BYTES, "higher"]
+    match, message_node = held.ask(turn(SYSTEM, USER, SAID, LONG, told, MORE))
+    assert (match.message_node, texts(match.new)) == (answer, ["higher"])
+    assert held.texts(message_node)[3:] == ["x" * LONG_BYTES, "y" * LONG_BYTES, "higher"]
     match, _ = held.ask(turn(SYSTEM, LONG, told))
     assert match.deepest.depth == 1
 
@@ -216,9 +215,9 @@ def test_of_two_answers_with_one_text_the_reasoning_tells_which(held: Held) -> N
     answers: list[Message] = [
         {"role": "assistant", "content": "so", "reasoning_content": why} for why in ("a", "b")
     ]
-    spots = [held.say(context, answer) for answer in answers]
-    for answer, spot in zip(answers, spots, strict=True):
-        assert held.ask(turn(SYSTEM, user("why"), answer, MORE))[0].spot is spot
+    message_nodes = [held.say(context, answer) for answer in answers]
+    for answer, message_node in zip(answers, message_nodes, strict=True):
+        assert held.ask(turn(SYSTEM, user("why"), answer, MORE))[0].message_node is message_node
 
 
 def read_blocks(unit: bytes, position: int) -> list[ChatMessage]:
@@ -237,7 +236,7 @@ def test_units_of_another_dialect_mean_the_same_messages(held: Held) -> None:
     match, _ = held.ask(
         block_turn([("system", "rules"), ("user", "guess")], [("assistant", "4")], [("user", "on")])
     )
-    assert match.spot.node == 1
+    assert match.message_node.node == 1
     assert texts(match.new) == ["on"]
     assert held.ask(turn(SYSTEM, USER, SAID, user("on")))[0].is_held
 
@@ -248,7 +247,7 @@ def test_a_unit_of_several_messages_is_read_once() -> None:
     _, context = held.ask(block_turn(unit))
     held.say(context, SAID)
     asked = msgspec.structs.replace(block_turn(unit, [("assistant", "4")]), read=_refuse_user)
-    assert held.ask(asked)[0].spot.node == 1
+    assert held.ask(asked)[0].message_node.node == 1
 
 
 def _refuse_user(unit: bytes, position: int) -> list[ChatMessage]:
@@ -258,7 +257,7 @@ def _refuse_user(unit: bytes, position: int) -> list[ChatMessage]:
 
 def test_a_unit_that_says_nothing_changes_nothing(held: Held) -> None:
     asked = block_turn([("system", "rules"), ("user", "guess")], [], [("assistant", "4")], [])
-    assert held.ask(asked)[0].spot.node == 1
+    assert held.ask(asked)[0].message_node.node == 1
     with pytest.raises(SessionError, match="at least one"):
         held.ask(block_turn([]))
 
@@ -272,17 +271,17 @@ def test_a_unit_that_is_only_half_known_goes_on_from_the_last_answer(held: Held)
             [("user", "a"), ("user", "b")],
         )
     )
-    assert match.spot.node == 1
+    assert match.message_node.node == 1
     assert texts(match.new) == ["a", "b"]
 
 
 def test_spellings_that_are_remembered_are_bounded(held: Held) -> None:
     for n in range(100):
         echo = {"role": "assistant", "content": "4", "nonce": n}
-        assert held.ask(turn(SYSTEM, USER, echo))[0].spot.node <= 2
-    spots = {id(spot): spot for spot in _all_spots(held)}
-    num_keys = sum(len(spot.children or {}) for spot in spots.values())
-    assert num_keys <= (ALIASES_PER_SPOT + 3) * len(spots)
+        assert held.ask(turn(SYSTEM, USER, echo))[0].message_node.node <= 2
+    message_nodes = {id(message_node): message_node for message_node in _all_spots(held)}
+    num_keys = sum(len(message_node.children or {}) for message_node in message_nodes.values())
+    assert num_keys <= (ALIASES_PER_SPOT + 3) * len(message_nodes)
 
 
 def test_counting_what_is_held_takes_the_same_however_many_answers_wait(held: Held) -> None:
@@ -303,12 +302,12 @@ def test_counting_what_is_held_takes_the_same_however_many_answers_wait(held: He
     assert held.history.num_bytes > num_bytes
 
 
-def _all_spots(held: Held) -> list:  # type: ignore[type-arg] # of spots
+def _all_spots(held: Held) -> list:  # type: ignore[type-arg] # of message_nodes
     waiting, found = list(held.history.roots.values()), []
     while waiting:
-        spot = waiting.pop()
-        found.append(spot)
-        waiting += dict.fromkeys((spot.children or {}).values())
+        message_node = waiting.pop()
+        found.append(message_node)
+        waiting += dict.fromkeys((message_node.children or {}).values())
     return found
 
 
@@ -317,8 +316,8 @@ def test_a_growing_array_is_split_behind_what_is_known() -> None:
     messages: list[Message] = [SYSTEM, USER]
     for n in range(40):
         match, context = held.ask(array_turn(*messages))
-        assert len(match.walk.units) == (1 if n else 2)
-        assert match.spot.node == (2 * n - 1 if n else -1)
+        assert len(match.lookup.units) == (1 if n else 2)
+        assert match.message_node.node == (2 * n - 1 if n else -1)
         held.say(context, said(f"a{n}"))
         messages += [said(f"a{n}"), user(f"u{n}")]
 
@@ -329,7 +328,7 @@ def test_an_array_that_parts_from_a_known_one_is_read_as_a_whole() -> None:
     held.say(context, SAID)
     held.ask(array_turn(SYSTEM, USER, SAID, MORE))
     match, _ = held.ask(array_turn(SYSTEM, USER, SAID, user("lower")))
-    assert match.spot.node == 1
+    assert match.message_node.node == 1
     assert texts(match.new) == ["lower"]
     edited, _ = held.ask(array_turn(SYSTEM, USER, said("5"), MORE))
     assert texts(edited.new) == ["rules", "guess", "5", "higher"]
@@ -363,7 +362,7 @@ def test_the_same_array_again_is_held_without_splitting_it() -> None:
     held.ask(array_turn(SYSTEM, USER))
     match, _ = held.ask(array_turn(SYSTEM, USER))
     assert match.is_held
-    assert match.walk.units == []
+    assert match.lookup.units == []
 
 
 def test_a_bad_message_is_named_by_its_place_in_the_request() -> None:

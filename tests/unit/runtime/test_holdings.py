@@ -8,16 +8,15 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
+from rollmesh.runtime.chat import ToolChoice, Turn
+from rollmesh.runtime.conversation import Conversation, Prompt
 from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.graph import NODE_BYTES, ROOT
 from rollmesh.runtime.history import SPOT_BYTES
-from rollmesh.runtime.holdings import Holdings, Prompt
 from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.samples import claims_of, reasons_of
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
+from rollmesh.runtime.token_graph import NODE_BYTES, ROOT, reasons_of, sample_paths
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import ToolChoice, Turn
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.random_talks import RandomTalks
 from tests.unit.runtime.session_world import (
@@ -205,18 +204,18 @@ def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts:
     address = "data:image/png;base64," + "aW1hZ2Vz" * 70
     part = {"type": "image_url", "image_url": {"url": address}}
     asked = Turn(messages=[msgspec.json.encode({"role": "user", "content": [part]})])
-    sessions = [Holdings(prompts, None) for _ in range(2)]
+    sessions = [Conversation(prompts, None) for _ in range(2)]
     for held in sessions:
         match = held.match(asked, None).match
-        spot = held.hold(Prompt(match, ROOT, (1,)), 0)
-        assert len(spot.raw) < 200
-        assert held.images(spot.node) == (hold_image(address).address,)
+        message_node = held.hold(Prompt(match, ROOT, (1,)), 0)
+        assert len(message_node.raw) < 200
+        assert held.images(message_node.node) == (hold_image(address).address,)
         counts = held.held()
         assert (counts["graph"], counts["blobs"]) == (NODE_BYTES + 4, len(address))
-        assert counts["history"] == SPOT_BYTES + len(spot.raw)
+        assert counts["history"] == SPOT_BYTES + len(message_node.raw)
     left = weakref.ref(hold_image(address))
     assert sessions[0].history.images == sessions[1].history.images
-    del match, spot, held
+    del match, message_node, held
     for held in sessions:
         held.history.forget()
     held, sessions = sessions[0], []
@@ -294,7 +293,7 @@ async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_t
     talks.session.seal("done")
     nodes = talks.session.record().nodes
     reasons = reasons_of(nodes, ["main", "side", "subagent"])
-    claims = claims_of(nodes, [not reason for reason in reasons])
+    claims = sample_paths(nodes, [not reason for reason in reasons])
     claimed = sorted(row for claim in claims for row in claim.trained)
     assert claimed == [row for row, reason in enumerate(reasons) if not reason]
     sampled = [row for row, node in enumerate(nodes) if node.sampled and node.num_tokens]

@@ -3,11 +3,11 @@
 import threading
 
 from rollmesh.core.heap import SOME_FREED_BYTES, Heap, note_freed
-from rollmesh.runtime.keeper import (
+from rollmesh.runtime.heap_trimmer import (
     MIN_FREED_BYTES,
     MIN_INTERVAL_S,
     SETTLED_S,
-    Keeper,
+    HeapTrimmer,
     TrimPlan,
 )
 from rollmesh.testing.clock import FakeClock
@@ -53,13 +53,13 @@ class Library:
         return 1
 
 
-def figures(kept: Keeper) -> dict[str, float]:
+def figures(kept: HeapTrimmer) -> dict[str, float]:
     return {figure.name: figure.value for figure in kept.figures()}
 
 
 def test_a_turn_trims_when_it_is_due_and_the_figures_tell() -> None:
     library, clock = Library(), FakeClock(100.0)
-    kept = Keeper(clock, Heap(lambda: library))
+    kept = HeapTrimmer(clock, Heap(lambda: library))
     kept.turn()
     clock.advance(MIN_INTERVAL_S)
     note_freed(MIN_FREED_BYTES)
@@ -72,7 +72,7 @@ def test_a_turn_trims_when_it_is_due_and_the_figures_tell() -> None:
 
 def test_the_keepers_thread_trims_and_ends() -> None:
     library = Library()
-    kept = Keeper(FakeClock(100.0), Heap(lambda: library))
+    kept = HeapTrimmer(FakeClock(100.0), Heap(lambda: library))
     note_freed(MIN_FREED_BYTES)
     kept.start()
     try:
@@ -84,7 +84,7 @@ def test_the_keepers_thread_trims_and_ends() -> None:
 
 
 def test_where_nothing_can_be_trimmed_the_keeper_goes_on() -> None:
-    kept = Keeper(FakeClock(), Heap(object))
+    kept = HeapTrimmer(FakeClock(), Heap(object))
     note_freed(MIN_FREED_BYTES)
     kept.start()
     kept.close()

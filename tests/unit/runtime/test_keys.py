@@ -5,9 +5,9 @@ import subprocess
 import sys
 import zlib
 
-from rollmesh.runtime.keys import TAIL_BYTES, key_of, unit_key
+from rollmesh.runtime.message_trie import TAIL_BYTES, key_of, unit_key
 
-PROGRAM = """from rollmesh.runtime.keys import key_of, unit_key
+PROGRAM = """from rollmesh.runtime.message_trie import key_of, unit_key
 print(key_of(b'a' * 9000, b'b'), unit_key(b'c' * 9000))
 """
 

@@ -8,6 +8,7 @@ from rollmesh.core.types import Grammar, SamplingParams
 from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import (
+    MAX_ABORT_REPEAT_S,
     AbortLeg,
     ChooseEngine,
     DropLeg,
@@ -15,10 +16,12 @@ from rollmesh.runtime.generation_events import (
     EngineLost,
     FleetMoved,
     Joined,
+    Leg,
+    LegPhase,
     StartLeg,
     UpdateBegun,
+    is_resumable,
 )
-from rollmesh.runtime.leg import MAX_ABORT_REPEAT_S, Leg, LegPhase, is_resumable
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_bench import ENGINE, Bench, running
 from tests.unit.runtime.generation_world import ABORT as CUT

@@ -18,10 +18,9 @@ from rollmesh.core.errors import (
 )
 from rollmesh.core.types import Grammar, VersionRun
 from rollmesh.engine.pieces import PART_BYTES
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_view import Generation
-from rollmesh.runtime.patience import GenerationSettings
-from rollmesh.runtime.sampled import fall_back
+from rollmesh.runtime.generation import Generation, GenerationState
+from rollmesh.runtime.generation_events import fall_back
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.faults import Fault
@@ -29,12 +28,7 @@ from rollmesh.wire.fleet import EnginePhase, FleetChanged
 from tests.shortage import no_descriptor_left
 from tests.unit.engine.http_peer import Unread
 from tests.unit.runtime.legs_bench import PAUSES, TO_THE_END, Bench, expected, until
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[ScriptedEngine]:
-    async with ScriptedEngine(endless_token) as engine:
-        yield engine
+from tests.unit.runtime.legs_bench import engine as engine  # the fixture
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.runtime.calls import CallStyle
-from rollmesh.runtime.deltas import Answer, Delta, DeltaReader, Reading, ToolCall
+from rollmesh.runtime.chat import Answer, Delta, DeltaReader, Reading, ToolCall
 from rollmesh.runtime.families import Family, Parser
-from rollmesh.runtime.marked import MarkedReader, Marks
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.streaming_parser import Marks, StreamingParser
 from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tool_calls import CallStyle
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "s": "}\\"\xe9"}}\n</tool_call>'
 XML = (
@@ -125,8 +125,8 @@ def test_however_a_reply_is_cut_it_says_the_same(
     marks = marks_of(tokenizer, style, opens)
     marks = marks if reads_calls else marks.without_calls()
     reading = Reading(stop, reads_calls, tools=TOOLS)
-    cut = read(MarkedReader(tokenizer, marks, reading), ids, sizes)
-    assert cut == read(MarkedReader(tokenizer, marks, reading), ids, [])
+    cut = read(StreamingParser(tokenizer, marks, reading), ids, sizes)
+    assert cut == read(StreamingParser(tokenizer, marks, reading), ids, [])
 
 
 @given(
@@ -295,7 +295,7 @@ def test_markup_is_text_where_no_calls_are_read(
 def test_xml_values_are_json_by_their_declared_types(tokenizer: Tokenizer) -> None:
     marks = marks_of(tokenizer, CallStyle.XML)
     ids = tokenizer.encode(f"so\n{XML}{END}")
-    reader = MarkedReader(tokenizer, marks, Reading(reads_calls=True, tools=TOOLS))
+    reader = StreamingParser(tokenizer, marks, Reading(reads_calls=True, tools=TOOLS))
     answer = read(reader, ids, [1] * len(ids))
     assert answer.content == "so"
     assert [call.arguments for call in answer.tool_calls] == ['{"s": "  one\\ntwo", "n": 12}']

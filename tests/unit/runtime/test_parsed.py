@@ -14,8 +14,7 @@ import renderers
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.deltas import Answer, DeltaReader, Reading
+from rollmesh.runtime.chat import Answer, DeltaReader, Reading, read_message
 from rollmesh.runtime.families import Family, choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer

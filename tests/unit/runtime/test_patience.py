@@ -9,7 +9,7 @@ from rollmesh.runtime.generation_events import (
     LegFailed,
     ReportFault,
 )
-from rollmesh.runtime.patience import MAX_SAID_CHARS, GenerationSettings, Patience
+from rollmesh.runtime.sampling import MAX_SAID_CHARS, GenerationSettings, Patience
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.machine import Ticked

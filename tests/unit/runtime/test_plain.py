@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.runtime.deltas import Answer
-from rollmesh.runtime.plain import PlainReader
+from rollmesh.runtime.chat import Answer
+from rollmesh.runtime.parsers import PlainTextParser
 from rollmesh.runtime.tokenizer import Tokenizer
 
 
@@ -13,7 +13,7 @@ def read(
     tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...]
 ) -> tuple[str, Answer]:
     """What the pieces say, joined, and the answer."""
-    reader = PlainReader(tokenizer, tokenizer.encode("<|im_end|>"), stop)
+    reader = PlainTextParser(tokenizer, tokenizer.encode("<|im_end|>"), stop)
     deltas = [reader.feed(chunk) for chunk in chunks]
     last = reader.end(sum(map(len, chunks)))
     return "".join([delta.content for delta in deltas if delta]) + last.content, reader.answer()

@@ -3,8 +3,8 @@
 import random
 
 from rollmesh.core.types import SamplingParams
-from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
-from rollmesh.runtime.prompt_json import KEPT_FROM_TOKENS, PromptJson, encode
+from rollmesh.runtime.conversation import KEPT_FROM_TOKENS, PromptJson, encode
+from rollmesh.runtime.token_graph import ROOT, Sampled, TokenGraph
 
 
 def grow(graph: TokenGraph, parent: int, chance: random.Random) -> int:

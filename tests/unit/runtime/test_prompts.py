@@ -6,12 +6,10 @@ import msgspec
 import pytest
 
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.deltas import Answer, Reading, ToolCall
+from rollmesh.runtime.chat import Answer, Reading, ToolCall, ToolChoice, read_message
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.runtime.turns import ToolChoice
 from rollmesh.testing.model_folder import write_model_folder
 
 TOOLS = b'[{"type":"function","function":{"name":"f","parameters":{}}}]'

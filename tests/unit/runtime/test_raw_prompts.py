@@ -3,9 +3,9 @@
 import pytest
 
 from rollmesh.core.errors import SessionError
+from rollmesh.runtime.chat import Turn
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import Turn
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import (
     Say,

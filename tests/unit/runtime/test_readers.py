@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.runtime.deltas import Answer, Reading
+from rollmesh.runtime.chat import Answer, Reading
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer
 

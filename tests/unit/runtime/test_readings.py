@@ -5,10 +5,8 @@ import base64
 import msgspec
 import pytest
 
-from rollmesh.runtime.chat import ChatMessage, read_message
-from rollmesh.runtime.match import read_chat
-from rollmesh.runtime.readings import MAX_UNITS, MIN_UNIT_BYTES, Readings
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.chat import ChatMessage, Turn, read_message
+from rollmesh.runtime.message_trie import MAX_UNITS, MIN_UNIT_BYTES, ParseCache, read_chat
 from tests.unit.runtime.history_world import Held
 from tests.unit.runtime.session_world import SYSTEM, USER, Message, said
 
@@ -82,10 +80,10 @@ def test_another_reader_reads_for_himself() -> None:
 def test_the_newest_units_are_known() -> None:
     (message,) = read_chat(msgspec.json.encode(shot(1)), 0)
     images = {image.digest: image for image in message.images()}
-    readings = Readings(images)
+    parse_cache = ParseCache(images)
     units = [b"%d" % n + b"x" * MIN_UNIT_BYTES for n in range(MAX_UNITS + 1)]
     for unit in units:
-        readings.keep(read_chat, hash(unit), [message], [message.as_json()])
-    assert len(readings) == MAX_UNITS
-    assert readings.find(read_chat, units[0]) is None
-    assert readings.find(read_chat, units[-1]) == [message]
+        parse_cache.keep(read_chat, hash(unit), [message], [message.as_json()])
+    assert len(parse_cache) == MAX_UNITS
+    assert parse_cache.find(read_chat, units[0]) is None
+    assert parse_cache.find(read_chat, units[-1]) == [message]

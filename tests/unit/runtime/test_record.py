@@ -1,8 +1,7 @@
 """Replies as messages."""
 
-from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.deltas import Answer, ToolCall
-from rollmesh.runtime.holdings import as_message
+from rollmesh.runtime.chat import Answer, ToolCall, read_message
+from rollmesh.runtime.conversation import as_message
 
 
 def test_a_reply_reads_back_as_the_message_it_makes() -> None:

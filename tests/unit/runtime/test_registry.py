@@ -11,10 +11,10 @@ from rollmesh.core.errors import SessionError, TrajectoryEnded
 from rollmesh.core.heap import freed_bytes
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.chat import Turn
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import MAX_REMEMBERED, Runtime
 from rollmesh.runtime.session import Session, SessionState
-from rollmesh.runtime.turns import Turn
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import MORE, USER, call, said, turn
 

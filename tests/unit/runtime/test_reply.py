@@ -8,14 +8,13 @@ import pytest
 
 from rollmesh.core.errors import EngineRefused, SessionError
 from rollmesh.core.types import EVAL_SAMPLING
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.chat import SamplingAsk
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.reply import Reply, ReplyState, failure_of
-from rollmesh.runtime.reply_table import MAX_LISTED
-from rollmesh.runtime.samples import reasons_of
-from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.replies import MAX_LISTED, Reply, ReplyState, failure_of
+from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.token_graph import reasons_of
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import SamplingAsk
+from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
 from tests.unit.runtime.session_world import (

@@ -1,7 +1,7 @@
 """Sampled tokens and the runs of versions they came from."""
 
 from rollmesh.core.types import VersionRun
-from rollmesh.runtime.sampled import SampledTokens
+from rollmesh.runtime.generation_events import SampledTokens
 
 
 def sampled(*versions: int) -> SampledTokens:

@@ -3,8 +3,8 @@
 import msgspec
 
 from rollmesh.core.types import EVAL_SAMPLING, SamplingParams, SamplingPolicy
+from rollmesh.runtime.chat import SamplingAsk
 from rollmesh.runtime.sampling import derive_seed, resolve
-from rollmesh.runtime.turns import SamplingAsk
 
 ASK = SamplingAsk(temperature=0.0, top_p=0.5, seed=1, frequency_penalty=1.0, max_tokens=9)
 

@@ -9,14 +9,14 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, Grammar, SamplingPolicy, SamplingRule
+from rollmesh.runtime.chat import SamplingAsk
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.patience import GenerationSettings
 from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.reply import Reply
+from rollmesh.runtime.replies import Reply
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.turns import SamplingAsk
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler, logprob_at
 from tests.unit.runtime.session_world import (

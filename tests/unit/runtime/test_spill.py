@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.spill import PAGE_BYTES, Extent, FreeSpace, SpillFile
+from rollmesh.runtime.blobs import PAGE_BYTES, Extent, FreeSpace, SpillFile
 from tests.disks import full_disk
 
 
@@ -78,7 +78,7 @@ KILLED = """
 import sys
 from itertools import pairwise
 from pathlib import Path
-from rollmesh.runtime.spill import SpillFile
+from rollmesh.runtime.blobs import SpillFile
 folder = Path(sys.argv[1])
 file = SpillFile(folder)
 file.write(b"a" * 1000)

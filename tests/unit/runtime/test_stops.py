@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rollmesh.runtime.generation_events import StopHit
-from rollmesh.runtime.stops import StopStrings
+from rollmesh.runtime.tool_calls import StopStrings
 
 
 class Letters:

@@ -1,15 +1,14 @@
 """Arrays that begin like one seen before."""
 
-from rollmesh.runtime.spot import Spot
-from rollmesh.runtime.stretches import MAX_STRETCHES, Stretches, split_array
+from rollmesh.runtime.message_trie import MAX_STRETCHES, MessageNode, PrefixIndex, split_array
 
-START, END = Spot(None, b""), Spot(None, b"{}")
+START, END = MessageNode(None, b""), MessageNode(None, b"{}")
 
 
 def test_an_array_that_goes_on_is_known_by_its_beginning() -> None:
-    stretches = Stretches()
-    stretches.add(None, START, b'[{"a":1}]', END, 1)
-    found = stretches.find(START, b'[{"a":1}, {"b":2}]')
+    prefixes = PrefixIndex()
+    prefixes.add(None, START, b'[{"a":1}]', END, 1)
+    found = prefixes.find(START, b'[{"a":1}, {"b":2}]')
     assert found is not None
     assert found.end is END
     assert list(found.rest(b'[{"a":1}, {"b":2}]')) == [b'{"b":2}']
@@ -17,63 +16,63 @@ def test_an_array_that_goes_on_is_known_by_its_beginning() -> None:
 
 
 def test_other_beginnings_and_other_starts_are_not_known() -> None:
-    stretches = Stretches()
-    stretches.add(None, START, b'[{"a":1}]', END, 1)
-    assert stretches.find(START, b'[{"a":2}]') is None
-    assert stretches.find(START, b'[{"a"') is None
-    assert stretches.find(END, b'[{"a":1}]') is None
+    prefixes = PrefixIndex()
+    prefixes.add(None, START, b'[{"a":1}]', END, 1)
+    assert prefixes.find(START, b'[{"a":2}]') is None
+    assert prefixes.find(START, b'[{"a"') is None
+    assert prefixes.find(END, b'[{"a":1}]') is None
 
 
 def test_a_long_line_is_one_stretch_of_few_segments() -> None:
-    stretches = Stretches()
+    prefixes = PrefixIndex()
     array = b'[{"n":0}]'
-    stretches.add(None, START, array, END, 1)
+    prefixes.add(None, START, array, END, 1)
     for n in range(1, 50):
         array = array[:-1] + b',{"n":%d}]' % n
-        known = stretches.find(START, array)
+        known = prefixes.find(START, array)
         assert known is not None
         assert known.num_units == n
-        stretches.add(known, START, array, END, n + 1)
+        prefixes.add(known, START, array, END, n + 1)
     assert known is not None
     assert len(known.segments) <= 16
 
 
 def test_the_newest_few_are_kept() -> None:
-    stretches = Stretches()
+    prefixes = PrefixIndex()
     arrays = [b'[{"n":%d}]' % n for n in range(MAX_STRETCHES + 1)]
     for array in arrays:
-        stretches.add(None, START, array, END, 1)
-    assert stretches.find(START, arrays[0]) is None
-    assert all(stretches.find(START, array) for array in arrays[1:])
+        prefixes.add(None, START, array, END, 1)
+    assert prefixes.find(START, arrays[0]) is None
+    assert all(prefixes.find(START, array) for array in arrays[1:])
 
 
 def test_space_before_the_bracket_is_no_known_beginning() -> None:
-    stretches = Stretches()
-    stretches.add(None, START, b'[{"a":1} ]', END, 1)
-    assert stretches.find(START, b'[{"a":1} ]') is None
+    prefixes = PrefixIndex()
+    prefixes.add(None, START, b'[{"a":1} ]', END, 1)
+    assert prefixes.find(START, b'[{"a":1} ]') is None
     assert list(split_array(b'[{"a":1} ]')) == [b'{"a":1}']
 
 
 def test_of_a_history_that_is_edited_at_each_turn_only_some_arrays_are_kept() -> None:
-    stretches = Stretches()
+    prefixes = PrefixIndex()
     num_turns = 8 * MAX_STRETCHES
     known = []
     for n in range(num_turns):
         array = b'[{"n":%d}]' % n
-        stretches.add(None, START, array, END, 1)
-        known.append(stretches.find(START, array) is not None)
+        prefixes.add(None, START, array, END, 1)
+        known.append(prefixes.find(START, array) is not None)
     assert all(known[: 2 * MAX_STRETCHES])
     assert sum(known[2 * MAX_STRETCHES :]) == (num_turns - 2 * MAX_STRETCHES) // MAX_STRETCHES
 
 
 def test_a_history_that_is_edited_no_more_is_soon_known_again() -> None:
-    stretches = Stretches()
+    prefixes = PrefixIndex()
     for n in range(3 * MAX_STRETCHES + 1):
-        stretches.add(None, START, b'[{"n":%d}]' % n, END, 1)
+        prefixes.add(None, START, b'[{"n":%d}]' % n, END, 1)
     array, num_strange = b'[{"m":0}]', 0
     for m in range(1, 50):
-        found = stretches.find(START, array)
+        found = prefixes.find(START, array)
         num_strange += found is None
-        stretches.add(found, START, array, END, m)
+        prefixes.add(found, START, array, END, m)
         array = array[:-1] + b',{"m":%d}]' % m
     assert num_strange <= MAX_STRETCHES

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.errors import ModelError, SessionError
-from rollmesh.runtime.templates import TemplateRenderer
+from rollmesh.runtime.families import TemplateRenderer
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import write_model_folder
 

@@ -1,6 +1,6 @@
 """What a turn asks for."""
 
-from rollmesh.runtime.turns import ToolChoice, Turn
+from rollmesh.runtime.chat import ToolChoice, Turn
 
 
 def test_calls_are_read_only_where_tools_are_offered_and_allowed() -> None:

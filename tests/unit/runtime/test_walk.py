@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from rollmesh.runtime.match import Match
+from rollmesh.runtime.chat import Turn
+from rollmesh.runtime.message_trie import Lookup, Match
 from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.turns import Turn
-from rollmesh.runtime.walk import Walk
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.history_world import Held, array_turn
 from tests.unit.runtime.session_world import MORE, SYSTEM, USER, Message, Say, open_session, said
@@ -25,8 +24,8 @@ def test_units_that_were_passed_are_let_go() -> None:
     _, context = held.ask(array_turn(SYSTEM, USER))
     held.say(context, said("4"))
     match, _ = held.ask(array_turn(SYSTEM, USER, said("4"), MORE))
-    walk = match.walk
-    assert (walk.num_units, walk.units, walk.pending) == (4, [msgspec.json.encode(MORE)], {})
+    lookup = match.lookup
+    assert (lookup.num_units, lookup.units, lookup.pending) == (4, [msgspec.json.encode(MORE)], {})
 
 
 def test_a_unit_that_cannot_be_read_is_named_by_its_place_in_the_array() -> None:
@@ -61,7 +60,7 @@ async def test_nothing_of_a_request_is_held_while_its_turn_is_sampled(
         gc.collect()
         num_references = sys.getrefcount(kept)
         assert num_references == 2
-        assert not [each for each in gc.get_objects() if type(each) in (Walk, Match)]
+        assert not [each for each in gc.get_objects() if type(each) in (Lookup, Match)]
         sampler.generations[-1].end(*say(answer))
         session.finish(reply)
         session.delivered(reply)

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import Sample, SampledRun
 
 
 def new_sample(

@@ -14,7 +14,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from rollmesh.core.config import LossWeight, ProximalRule
 from rollmesh.core.errors import ModelError, NoRoom
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.serve.client.runs import SampledRun
+from rollmesh.serve.client.samples import SampledRun
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.team import Alone
 from rollmesh.trainer.weights.carriers.cargo import Cargo

@@ -11,7 +11,7 @@ import pytest
 from rollmesh.core.config import Config, JournalConfig, RunConfig
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import Ready
-from rollmesh.serve.client.entries import StateSaved
+from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer import process
 from rollmesh.trainer.process import close_publisher, write_books
 from rollmesh.trainer.publish import PublishShell

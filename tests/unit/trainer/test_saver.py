@@ -4,7 +4,7 @@ import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.client.entries import StepTaken
+from rollmesh.serve.client.journal_entries import StepTaken
 from rollmesh.wire.messages import AskGroup
 from tests.unit.trainer.trainer_lives import PATIENCE_S, PERIOD_STEPS, Killed, Life, Lives
 

@@ -16,8 +16,8 @@ what has the number of an earlier one is its copy. Written by archive.py, read b
 import msgspec
 
 from rollmesh.core.types import Outcome, SamplingPolicy
-from rollmesh.runtime.deeds import Text
-from rollmesh.runtime.doors import Locks
+from rollmesh.runtime.session_deps import Locks
+from rollmesh.runtime.session_log import Text
 from rollmesh.serve.interception.account import Hole
 
 FORMAT = 2

@@ -7,8 +7,8 @@ comes back is told in the same bytes. Driven by book.py, which files, and by rec
 from collections.abc import Callable
 
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.deeds import Text
-from rollmesh.runtime.doors import locks_of
+from rollmesh.runtime.session_deps import locks_of
+from rollmesh.runtime.session_log import Text
 from rollmesh.serve.interception import capture
 from rollmesh.serve.interception.account import Account, Finished, Hole
 from rollmesh.serve.interception.archive import entries

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.core.errors import ConfigError, JournalError
+from rollmesh.core.errors import DECODE_ERRORS, ConfigError, JournalError
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
@@ -158,7 +158,7 @@ class Recovery:
     def _read_entry(self, frames: list[bytes]) -> AnyEntry:
         try:
             entry: AnyEntry = decode(frames[0])
-        except (msgspec.MsgspecError, IndexError):
+        except (*DECODE_ERRORS, IndexError):
             raise ConfigError(
                 f"--journal {self._archive.folder}: it has records that no gateway of this release "
                 "has written; go on with the release that did, or name another folder"

@@ -9,9 +9,9 @@ from collections import OrderedDict
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import Blob, hold
-from rollmesh.runtime.deeds import Shown, Text
 from rollmesh.runtime.history import LONG_BYTES
 from rollmesh.runtime.images import ImageRef
+from rollmesh.runtime.session_log import ImageShown, Text
 from rollmesh.serve.interception.archive.archive import Archive, digest_of
 from rollmesh.serve.interception.archive.page import Page
 
@@ -79,13 +79,13 @@ class SessionScribe(Page):
     def same(self, text: bytes) -> Text:
         return self.texts.same(text)
 
-    def image(self, image: ImageRef) -> Shown | None:
+    def image(self, image: ImageRef) -> ImageShown | None:
         if image.digest in self.shown:
             return None
         self.shown |= {image.digest}
         if image.data is None:
-            return Shown(image.digest, image.url)
-        return Shown(image.digest, self._archive.name(self.session_id, image.data))
+            return ImageShown(image.digest, image.url)
+        return ImageShown(image.digest, self._archive.name(self.session_id, image.data))
 
     async def written(self) -> None:
         if not self.is_owing:

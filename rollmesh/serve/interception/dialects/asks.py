@@ -11,8 +11,9 @@ from typing import Annotated
 
 import msgspec
 
+from rollmesh.core.errors import DECODE_ERRORS
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.turns import SamplingAsk
+from rollmesh.runtime.chat import SamplingAsk
 from rollmesh.serve.interception.dialects.frames import present, refusal
 from rollmesh.serve.interception.dialects.unopened import AnySchema, Schema, absent
 
@@ -157,7 +158,7 @@ def schema_text(raw: bytes, key: str) -> str:
     try:
         msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         return raw.decode()
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         why = f"{key}: expected a JSON schema, which is an object: {error}"
         raise refusal("invalid_request", why) from None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rollmesh.runtime.deltas import CallDelta, Delta, ToolCall
+from rollmesh.runtime.chat import CallDelta, Delta, ToolCall
 from rollmesh.serve.interception.view import ReplyView
 
 

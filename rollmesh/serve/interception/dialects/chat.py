@@ -14,8 +14,7 @@ import orjson
 from rollmesh.core.errors import SessionError
 from rollmesh.core.memo import Memo
 from rollmesh.runtime.chat import Call as ToolCall
-from rollmesh.runtime.chat import ChatMessage, Function, read_message
-from rollmesh.runtime.turns import ToolChoice, Turn
+from rollmesh.runtime.chat import ChatMessage, Function, ToolChoice, Turn, read_message
 from rollmesh.serve.interception.dialects.asks import AtLeastOne, NumTops, SamplingBody
 from rollmesh.serve.interception.dialects.chat_answers import ChatCall
 from rollmesh.serve.interception.dialects.dialect import Asked, Call

@@ -11,8 +11,7 @@ from typing import Any
 import orjson
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.deltas import Answer, CallDelta, Delta, ToolCall
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.chat import Answer, CallDelta, Delta, ToolCall, Turn
 from rollmesh.serve.interception.dialects.dialect import Stream
 from rollmesh.serve.interception.dialects.failures import openai_failure
 from rollmesh.serve.interception.dialects.frames import DONE, event

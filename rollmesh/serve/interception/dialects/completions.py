@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import msgspec
 import orjson
 
-from rollmesh.core.errors import SessionError
-from rollmesh.runtime.deltas import Delta
-from rollmesh.runtime.turns import Turn
+from rollmesh.core.errors import DECODE_ERRORS, SessionError
+from rollmesh.runtime.chat import Delta, Turn
 from rollmesh.serve.interception.dialects import unopened
 from rollmesh.serve.interception.dialects.asks import Int64, NumTops, SamplingBody, TokenId
 from rollmesh.serve.interception.dialects.chat_answers import usage
@@ -71,7 +70,7 @@ def read_prompts(raw: bytes) -> list[Prompt]:
     for decoder in (_texts, _ids, _batch):
         try:
             return _prompts_of(decoder.decode(raw))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except DECODE_ERRORS:
             continue
     why = f"prompt: expected a text, token ids, or 1 to {MAX_PROMPTS} of either in a list"
     raise refusal("invalid_prompt", why)

@@ -14,9 +14,8 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.deltas import Delta
-from rollmesh.runtime.keys import key_of
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.chat import Delta, Turn
+from rollmesh.runtime.message_trie import key_of
 from rollmesh.serve.interception.view import ReplyView
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
-from rollmesh.core.errors import SessionError
+from rollmesh.core.errors import DECODE_ERRORS, SessionError
 
 DONE = b"data: [DONE]\n\n"
 """What ends a stream of OpenAI's older APIs."""
@@ -33,7 +33,7 @@ def read_body(decoder: "msgspec.json.Decoder[Body]", body: bytes, kind: str) -> 
         if not body.isascii():
             body.decode()  # most of it is kept unopened, and must come out as the text it is
         return decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         raise refusal("invalid_request", f"the body is no {kind}: {error}") from None
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import orjson
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.deltas import CallDelta, Delta, ToolCall
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.chat import CallDelta, Delta, ToolCall, Turn
 from rollmesh.serve.interception.dialects.blocks import Said, Thought, blocks_of, parts_of
 from rollmesh.serve.interception.dialects.dialect import Stream
 from rollmesh.serve.interception.dialects.frames import named_event

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import orjson
 
+from rollmesh.core.errors import DECODE_ERRORS
 from rollmesh.runtime.chat import ChatMessage, read_message
 from rollmesh.serve.interception.dialects.frames import refusal
 
@@ -30,7 +31,7 @@ def read_unit(raw: bytes, position: int) -> list[ChatMessage]:
     """The chat messages of one message; SessionError 400 names it and what is wrong."""
     try:
         message = _decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except DECODE_ERRORS as error:
         why = f"messages[{position}]: {error}"
         raise refusal("invalid_messages", why) from None
     if isinstance(message.content, str) or message.content is None:

@@ -12,7 +12,7 @@ import orjson
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.turns import SamplingAsk, ToolChoice, Turn
+from rollmesh.runtime.chat import SamplingAsk, ToolChoice, Turn
 from rollmesh.serve.interception.dialects.asks import (
     AtLeastOne,
     Int64,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.runtime.deltas import ToolCall
+from rollmesh.runtime.chat import ToolCall
 from rollmesh.serve.interception.view import ReplyView
 
 ID_PREFIX = "resp_"

@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.runtime.chat import ChatMessage, read_message
-from rollmesh.runtime.turns import FindAnswer
+from rollmesh.runtime.chat import ChatMessage, FindAnswer, read_message
 from rollmesh.serve.interception.dialects.frames import refusal
 
 _CALLS = frozenset({"function_call", "custom_tool_call"})

@@ -12,7 +12,7 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.turns import SamplingAsk, Turn
+from rollmesh.runtime.chat import SamplingAsk, Turn
 from rollmesh.serve.interception.dialects.asks import (
     ANY_OBJECT,
     AtLeastOne,

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.memo import Memo
-from rollmesh.runtime.chat import read_tools
-from rollmesh.runtime.turns import ToolChoice
+from rollmesh.runtime.chat import ToolChoice, read_tools
 from rollmesh.serve.interception.dialects.frames import refusal
 
 _KINDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}

@@ -18,7 +18,7 @@ from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
 from rollmesh.engine.answers import policy_version_of
 from rollmesh.runtime.chat import Rotating
 from rollmesh.runtime.forks import excerpts
-from rollmesh.runtime.graph import ROOT, Sampled, TokenGraph
+from rollmesh.runtime.token_graph import ROOT, Sampled, TokenGraph
 from rollmesh.serve.interception.account import Account, Hole, Writer
 from rollmesh.serve.interception.cutting import cut_samples
 from rollmesh.serve.interception.pieces import Piece, cut, joined

@@ -8,7 +8,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import new_id
-from rollmesh.runtime.doors import Doors, Locks
+from rollmesh.runtime.session_deps import Locks, SessionKeys
 from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.capture import (
     CapturedSession,
@@ -36,7 +36,7 @@ class RelayCapture:
         self._upstreams = upstreams
         self._clock = clock
         self._config = config
-        self._doors: Doors[RelaySession] = Doors()
+        self._doors: SessionKeys[RelaySession] = SessionKeys()
         self._locks: dict[str, Locks] = {}
         """By session id."""
         self.totals = RelayTotals()

@@ -1,14 +1,14 @@
-"""What a relayed session did, in words that outlive its process, and how it is made again of them.
+"""The events of a relayed session, and how it is restored from them.
 
-    Called      a call has come to its end: its request and its answer
-    Untaken     who read a whole answer has gone without its last byte (True), or had it after all
-    Spent       a limit of ours ended the session
+    Called             a call ended: its request and its answer
+    DeliveryChanged    a reader of a whole answer left before its last byte (True), or not (False)
+    Spent              a limit ended the session
 
-Owns the words that are a relay's own, and RelayPast. A history stands in a deed from the first
-message on that no deed has told; spots are numbered as they are told. Invariants: a whole answer is
-written before its last byte leaves; it counts as delivered unless a deed says that nobody took it;
-of a call that never came to an end in its process only the number is known, and it is cut. Put by
-session.py, taken by capture.py.
+- An event has the history from the first message that no earlier event has. Messages are numbered
+  in order.
+- A whole answer is written before its last byte is sent. It counts as delivered, unless an event
+  says otherwise.
+- Of a call that did not end in its process only the number is known, and it counts as cut.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.deeds import Deed, Text, Untaken
+from rollmesh.runtime.session_log import DeliveryChanged, SessionEvent, Text
 from rollmesh.serve.interception.pieces import Piece, cut
 from rollmesh.serve.interception.relay.call import ANSWERED, Asked, CallState, Ended, RelayCall
 from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
@@ -36,7 +36,7 @@ class AskedAgain(msgspec.Struct, frozen=True, array_like=True):
     fork: str
 
 
-class Called(Deed, frozen=True, tag="called"):
+class Called(SessionEvent, frozen=True, tag="called"):
     """See the module."""
 
     number: int
@@ -53,13 +53,13 @@ class Called(Deed, frozen=True, tag="called"):
     failure: tuple[int, str, str] | None
 
 
-class Spent(Deed, frozen=True, tag="spent"):
+class Spent(SessionEvent, frozen=True, tag="spent"):
     """See the module."""
 
     because: str
 
 
-RelayDeed = Called | Untaken | Spent
+RelayDeed = Called | DeliveryChanged | Spent
 
 decode = msgspec.msgpack.Decoder(list[RelayDeed]).decode
 
@@ -128,7 +128,7 @@ class RelayPast:
         match deed:
             case Called():
                 self._call(deed)
-            case Untaken(number, is_untaken):
+            case DeliveryChanged(number, is_untaken):
                 self.calls[number].is_delivered = not is_untaken
                 self.calls[number].is_untaken = is_untaken
             case Spent(because):

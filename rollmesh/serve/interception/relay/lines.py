@@ -1,4 +1,4 @@
-"""Read the kind of each relayed chat, by which runtime/branches.py finds the session's branches.
+"""Read the kind of each relayed chat, by which runtime/token_graph.py finds the session's branches.
 
 A kind is read from the request alone: its tools without cache markers, its system text (`system`,
 `instructions`, leading system messages) without rotating lines, and the first message behind that.
@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from rollmesh.core.types import Branch
-from rollmesh.runtime.branches import Chat, RootKind, assign
 from rollmesh.runtime.chat import ROLES, Rotating, settled
+from rollmesh.runtime.token_graph import RootChat, RootKind, assign
 from rollmesh.serve.interception.pieces import Piece, joined
 from rollmesh.serve.interception.relay.call import CallState, RelayCall
 from rollmesh.serve.interception.relay.threads import Request, Spot
@@ -24,7 +24,7 @@ def branches_of_calls(calls: Iterable[RelayCall], rotating: Rotating) -> dict[in
         number, request = call.asked.number, call.asked.request
         if request is not None and call.state is CallState.WHOLE and call.status == 200:
             num_calls = 1 if _is_lone(request) else 2
-            chats[number] = Chat(kinds.of(request), number, number, num_calls)
+            chats[number] = RootChat(kinds.of(request), number, number, num_calls)
     return assign(chats)
 
 

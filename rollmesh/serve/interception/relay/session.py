@@ -20,8 +20,8 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import ContentLost, SessionError
 from rollmesh.core.types import Outcome
 from rollmesh.runtime.chat import compile_rotating
-from rollmesh.runtime.deeds import Untaken
 from rollmesh.runtime.session import OVER_LIMIT
+from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception.account import Account
 from rollmesh.serve.interception.capture import NO_COUNTS
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES
@@ -288,7 +288,7 @@ class RelaySession:
     def _tell_untaken(self, call: RelayCall, *, is_untaken: bool) -> None:
         if self._scribe is not None and is_untaken != call.is_untaken:
             call.is_untaken = is_untaken
-            self._scribe.tell(Untaken(call.asked.number, is_untaken))
+            self._scribe.tell(DeliveryChanged(call.asked.number, is_untaken))
 
     def _write_again(self) -> None:
         """What the disk did not take, since somebody asks for it."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollmesh.core.errors import DECODE_ERRORS
 from rollmesh.engine.pieces import size_of
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ROLES
@@ -164,7 +165,7 @@ class Threads:
         """Keep what is new in a body that has come in."""
         try:
             read = self._read_on(body) or self._read(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except DECODE_ERRORS:
             return Taken(None, body.pieces())
         fields, spot = read.fields, read.spot
         tools, system = (self._keep(bytes(fields.pop(key, b""))) for key in ("tools", "system"))

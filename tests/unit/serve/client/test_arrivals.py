@@ -16,7 +16,7 @@ from rollmesh.core.types import (
     VersionRun,
 )
 from rollmesh.serve.client.arrivals import Dropped, Finished, RawResult, booked_of, open_result
-from rollmesh.serve.client.entries import decode_entry, encode_entry
+from rollmesh.serve.client.journal_entries import decode_entry, encode_entry
 from rollmesh.wire.bodies import encode_record
 
 IDS = np.array([7, 8, 9], np.int32).tobytes()

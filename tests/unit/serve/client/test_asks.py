@@ -8,14 +8,14 @@ from rollmesh.serve.client.asks import (
     Arrived,
     Asked,
     AskEnded,
-    Asks,
-    AsksSettings,
+    AskMachine,
+    AskSettings,
     Cancelled,
     Closed,
     ResultFailed,
     Waits,
 )
-from rollmesh.serve.client.entries import GroupTried
+from rollmesh.serve.client.journal_entries import GroupTried
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
@@ -35,11 +35,11 @@ from rollmesh.wire.messages import (
 ONE, TWO, THREE = GroupId("r1", 1), GroupId("r1", 2), GroupId("r1", 3)
 
 
-def new_asks(keep: bool = False) -> Asks:
-    return Asks(AsksSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=keep))
+def new_asks(keep: bool = False) -> AskMachine:
+    return AskMachine(AskSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=keep))
 
 
-def met_asks() -> Asks:
+def met_asks() -> AskMachine:
     asks = new_asks()
     hear(asks, RouterHello(1.0), now_s=0.0)
     hear(asks, RouterHello(1.0), now_s=0.0)  # the answer to the hello that followed
@@ -47,11 +47,11 @@ def met_asks() -> Asks:
     return asks
 
 
-def ask(asks: Asks, group_id: GroupId, now_s: float = 0.0) -> list[Action]:
+def ask(asks: AskMachine, group_id: GroupId, now_s: float = 0.0) -> list[Action]:
     return asks.step(Asked(group_id=group_id, env="guess", num_samples=4, body=b"task"), now_s)
 
 
-def hear(asks: Asks, message: AnyMessage, now_s: float, router: str = "i1") -> list[Action]:
+def hear(asks: AskMachine, message: AnyMessage, now_s: float, router: str = "i1") -> list[Action]:
     return asks.step(Received(ROUTER, message, router=router), now_s)
 
 
@@ -287,7 +287,7 @@ def test_deadline_comes_even_where_no_router_answers() -> None:
     assert AskEnded(ONE, "deadline: no result within 5 s") in asks.step(Ticked(), 5.0)
 
 
-def refused_waits(asks: Asks, num_refusals: int) -> list[float]:
+def refused_waits(asks: AskMachine, num_refusals: int) -> list[float]:
     """How long the ask waits after each refusal, on a router that always says one second."""
     waits: list[float] = []
     now_s = 0.0
@@ -349,8 +349,8 @@ def test_every_open_ask_is_said_on_time_though_others_come_and_go() -> None:
 
 
 def test_kept_client_leaves_without_a_word() -> None:
-    settings = AsksSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=True, weight=2)
-    asks = Asks(settings)
+    settings = AskSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=True, weight=2)
+    asks = AskMachine(settings)
     assert said(asks.step(Ticked(), 0.0)) == [ClientHello("c1", 2, True)]
     assert asks.step(Closed(), 1.0) == []
     assert said(asks.step(Closed(for_good=True), 1.0)) == [ClientLeft("c1")]

@@ -16,7 +16,7 @@ from rollmesh.core.errors import (
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Task
 from rollmesh.serve.client.arrivals import Dropped
-from rollmesh.serve.client.endings import error_of
+from rollmesh.serve.client.async_client import error_of
 
 GROUP = GroupId("r1", 3)
 

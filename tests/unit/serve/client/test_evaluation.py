@@ -13,8 +13,7 @@ from rollmesh.core.errors import EnvError, UserError
 from rollmesh.core.types import EVAL_SAMPLING, Task
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.evaluation import Site, evaluate, rows_of
-from rollmesh.serve.client.plan import Plan
-from rollmesh.serve.client.results import RESULTS, Results, rows_in
+from rollmesh.serve.client.evaluation_files import RESULTS, Plan, Results, rows_in
 from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.messages import AskGroup, CancelGroup, GroupFailed
 from tests.unit.serve.client.fake_router import FakeRouter, deliver

@@ -7,8 +7,8 @@ import pytest
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.serve.client.client import Finished, RolloutClient
-from rollmesh.serve.client.entries import Published, StateSaved, StepTaken
-from rollmesh.serve.client.history import History
+from rollmesh.serve.client.journal import History
+from rollmesh.serve.client.journal_entries import Published, StateSaved, StepTaken
 from tests.unit.serve.client.fake_router import FakeRouter, deliver
 from tests.unit.serve.client.test_client import ask
 

@@ -16,8 +16,8 @@ from rollmesh.core.ids import GroupId
 from rollmesh.serve.client import client as client_module
 from rollmesh.serve.client import intake
 from rollmesh.serve.client.client import QUEUE_RESULTS, Dropped, RolloutClient
-from rollmesh.serve.client.entries import Published, StateSaved
 from rollmesh.serve.client.intake import Taken
+from rollmesh.serve.client.journal_entries import Published, StateSaved
 from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.messages import AskGroup, GroupAcked, GroupFinished
 from rollmesh.wire.sockets import Dialer

@@ -11,7 +11,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
 from rollmesh.serve.client.arrivals import Dropped, Finished
 from rollmesh.serve.client.evaluation import rows_of
-from rollmesh.serve.client.results import RESULTS, Results, Row
+from rollmesh.serve.client.evaluation_files import RESULTS, Results, Row
 
 
 def finished(seq: int, task_id: str = "t", num_samples: int = 2) -> Finished:

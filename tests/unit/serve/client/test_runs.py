@@ -20,8 +20,7 @@ from rollmesh.core.types import (
     Task,
     VersionRun,
 )
-from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.samples import Sample, cut
+from rollmesh.serve.client.samples import Sample, SampledRun, cut
 
 ENGINES = ["http://a", "http://b"]
 

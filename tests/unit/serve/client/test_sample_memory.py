@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.serve.client.sample_memory import (
+from rollmesh.serve.client.samples import (
     BYTES_PER_TOKEN,
     SampleArrays,
     arrays_in,

@@ -19,16 +19,17 @@ from rollmesh.core.types import (
     Task,
     VersionRun,
 )
-from rollmesh.serve.client.sample_memory import (
+from rollmesh.serve.client.samples import (
     BYTES_PER_TOKEN,
+    Cut,
     Fill,
     Laid,
     Lay,
     SampleArrays,
     arrays_in,
+    cut,
     lay_plainly,
 )
-from rollmesh.serve.client.samples import Cut, cut
 from rollmesh.tensors.handles import UNTAGGED, RTensor
 
 GROUP = GroupId("r1", 7)

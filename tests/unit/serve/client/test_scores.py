@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.types import Outcome
-from rollmesh.serve.client.results import Row
+from rollmesh.serve.client.evaluation_files import Row
 from rollmesh.serve.client.scores import (
     Cluster,
     Estimate,

@@ -1,17 +1,17 @@
 """The sink: a group ends once, and nothing is acked that was not kept."""
 
 from rollmesh.core.ids import GroupId, IntervalSet
-from rollmesh.serve.client.asks import Asked, AskEnded
-from rollmesh.serve.client.sink import (
+from rollmesh.serve.client.arrivals import (
     NO_TICKET,
     NOT_ASKED,
     Action,
-    Book,
     Keep,
     Kept,
     Malformed,
-    Sink,
+    RecordDrop,
+    ResultSink,
 )
+from rollmesh.serve.client.asks import Asked, AskEnded
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.messages import GroupAcked, GroupFinished, ResultRefused, RouterHello
 
@@ -21,8 +21,8 @@ ONE = GroupId("r1", 1)
 ASKED = Asked(group_id=ONE, env="guess", num_samples=1)
 
 
-def new_sink() -> Sink:
-    return Sink({"r1": IntervalSet()}, {ONE: ASKED}.get)
+def new_sink() -> ResultSink:
+    return ResultSink({"r1": IntervalSet()}, {ONE: ASKED}.get)
 
 
 def nothing_asked(_group_id: GroupId) -> Asked | None:
@@ -30,7 +30,7 @@ def nothing_asked(_group_id: GroupId) -> Asked | None:
 
 
 def arrive(
-    sink: Sink,
+    sink: ResultSink,
     attempt: int = 1,
     route: bytes = b"w1",
     group_id: GroupId = ONE,
@@ -96,13 +96,13 @@ def test_malformed_result_is_refused_and_the_next_attempts_is_kept() -> None:
 
 
 def test_late_copy_of_what_was_taken_needs_no_ticket_to_be_freed() -> None:
-    sink = Sink({"r1": IntervalSet([(0, 2)])}, nothing_asked)
+    sink = ResultSink({"r1": IntervalSet([(0, 2)])}, nothing_asked)
     assert arrive(sink, ticket=b"") == [Send(b"w1", GroupAcked(ONE, 1, duplicate=True))]
 
 
 def test_drop_is_booked_once_and_its_late_result_is_a_duplicate() -> None:
     sink = new_sink()
-    assert sink.step(AskEnded(ONE, "stale"), 0.0) == [Book(ONE, "stale")]
+    assert sink.step(AskEnded(ONE, "stale"), 0.0) == [RecordDrop(ONE, "stale")]
     assert sink.step(AskEnded(ONE, "stale"), 0.0) == []
     assert arrive(sink) == [Send(b"w1", GroupAcked(ONE, 1, duplicate=True))]
 
@@ -116,7 +116,7 @@ def test_drop_of_a_kept_group_is_not_booked() -> None:
 
 
 def test_what_a_journal_remembers_has_ended() -> None:
-    assert Sink({"r1": IntervalSet([(0, 2)])}, nothing_asked).has_ended(ONE)
+    assert ResultSink({"r1": IntervalSet([(0, 2)])}, nothing_asked).has_ended(ONE)
 
 
 def test_messages_of_others_are_ignored() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.serve.client.success import SuccessRule
+from rollmesh.serve.client.scores import SuccessRule
 
 Seen = list[tuple[float, dict[str, float]]]
 

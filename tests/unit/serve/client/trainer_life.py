@@ -9,8 +9,8 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
 from rollmesh.serve.client.asks import Asked
-from rollmesh.serve.client.book import Book, open_book
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.journal import ClientJournal, open_journal
+from rollmesh.serve.client.journal_entries import (
     Again,
     GroupParted,
     GroupTried,
@@ -49,15 +49,17 @@ class Trainer:
         self.gone: dict[str, IntervalSet] = {}
         self.step_of_version = {0: 0}
         self.num_lives = self.num_asked = self.num_steps = self.policy_version = 0
-        self.book: Book
+        self.client_journal: ClientJournal
         self.rise()
 
     def rise(self) -> None:
         """A new life, of which the one before need not have ended well."""
-        self.book = open_book(self.folder, self._config)
-        self.plan = plan_recovery(self.saved, self.book.history())
+        self.client_journal = open_journal(self.folder, self._config)
+        self.plan = plan_recovery(self.saved, self.client_journal.history())
         self.num_lives += 1
-        self.book.begin(RunBegan(f"r{self.num_lives}", "c1", "tcp://sink"), self.plan.saved)
+        self.client_journal.begin(
+            RunBegan(f"r{self.num_lives}", "c1", "tcp://sink"), self.plan.saved
+        )
 
     def do(self, act: str, pick: int) -> None:
         """One act, if there is anything to do it with."""
@@ -67,7 +69,7 @@ class Trainer:
             case "keep" | "fail" | "drop" if self.open:
                 self._end(act, self.open.pop(pick % len(self.open)))
             case "try" if self.open:
-                self.book.note(GroupTried(self.open[pick % len(self.open)], pick + 2, 0))
+                self.client_journal.note(GroupTried(self.open[pick % len(self.open)], pick + 2, 0))
             case "step" if len(self.ready) >= BATCH:
                 self._step()
             case "part" if self.ready:
@@ -75,11 +77,11 @@ class Trainer:
             case "publish":
                 self.policy_version += 1
                 self.step_of_version[self.policy_version] = self.num_steps
-                self.book.note(Published(self.policy_version, self.num_steps))
+                self.client_journal.note(Published(self.policy_version, self.num_steps))
             case "copy" | "tell" | "save":
                 self._save(act)
             case "rise":
-                self.book.close()
+                self.client_journal.close()
                 self.rise()
 
     def _save(self, act: str) -> None:
@@ -100,7 +102,7 @@ class Trainer:
 
     def tell_of_savepoint(self) -> None:
         if self.saved:
-            self.book.cover(self.saved.told())
+            self.client_journal.cover(self.saved.told())
 
     def _ask(self) -> None:
         group_id = GroupId(f"r{self.num_lives}", self.num_asked)
@@ -111,7 +113,7 @@ class Trainer:
         if is_eval := self.num_asked % EVAL_PERIOD == 0:
             self.evals.add(group_id)
         ask = GroupAsk(task=Task(id=str(group_id)), sampling=SamplingPolicy(), seed=0)
-        self.book.ask(
+        self.client_journal.ask(
             Asked(
                 group_id=group_id,
                 env="guess",
@@ -127,20 +129,20 @@ class Trainer:
 
     def _end(self, act: str, group_id: GroupId) -> None:
         if act == "drop":
-            self.book.ended[group_id.run_id].add(group_id.seq)
-            self.book.drop(group_id, "deadline: over")
+            self.client_journal.ended[group_id.run_id].add(group_id.seq)
+            self.client_journal.drop(group_id, "deadline: over")
         else:
             message = GroupFinished(group_id, 1, "w1", act == "keep")
             body = encode_record(GroupRecord(task=Task(id="t"), reason="infra_error: no GPU"))
-            self.book.keep(message, Packet(message, "", body, (b"ids!" * 20, b"lps!")))
-            self.book.ended[group_id.run_id].add(group_id.seq)
+            self.client_journal.keep(message, Packet(message, "", body, (b"ids!" * 20, b"lps!")))
+            self.client_journal.ended[group_id.run_id].add(group_id.seq)
         if act == "keep":
             self.ready.append(group_id)
         else:
             self._leave(group_id)
 
     def _part(self, group_id: GroupId) -> None:
-        self.book.part(GroupParted(group_id, "requeued: age 9", self.num_steps, 1))
+        self.client_journal.part(GroupParted(group_id, "requeued: age 9", self.num_steps, 1))
         self.waiting.append(Again(group_id, 1))
         self._leave(group_id)
 
@@ -151,7 +153,7 @@ class Trainer:
     def _step(self) -> None:
         taken = tuple(self.ready[:BATCH])
         del self.ready[:BATCH]
-        self.book.note(StepTaken(self.num_steps, taken))
+        self.client_journal.note(StepTaken(self.num_steps, taken))
         self.trained[self.num_steps] = taken
         self.num_steps += 1
         for group_id in taken:

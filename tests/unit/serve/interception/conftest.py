@@ -19,8 +19,8 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.scopes import OpenSession
-from rollmesh.runtime.stops import StopStrings
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.serve.interception.edge import Edge
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder

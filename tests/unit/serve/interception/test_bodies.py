@@ -4,6 +4,7 @@ wait ends."""
 import asyncio
 import gzip
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -341,62 +342,51 @@ class Sender:
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_nobody_waits_for_ever_and_the_limit_is_passed_by_one_body_at_most(seed: int) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        bodies = Bodies(120)
-        senders = [Sender(bodies, rng) for _ in range(60)]
-        tasks: list[asyncio.Task[None]] = []
-        for sender in senders:
-            tasks.append(asyncio.create_task(sender.run()))
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
-            if rng.random() < 0.1:
-                rng.choice(tasks).cancel()
-            assert bodies.held_bytes <= bodies.max_bytes + 100
-        for _ in range(100_000):
-            if all(task.done() for task in tasks):
-                break
+async def run_senders(
+    senders: Sequence[Sender], bodies: Bodies, rng: random.Random, check: Callable[[], None]
+) -> None:
+    """Run all of them to their end, a tenth cancelled on the way; `check` holds at each moment."""
+    tasks: list[asyncio.Task[None]] = []
+    for sender in senders:
+        tasks.append(asyncio.create_task(sender.run()))
+        for _ in range(rng.randrange(4)):
             await asyncio.sleep(0)
-            assert bodies.held_bytes <= bodies.max_bytes + 100
-        assert not [task for task in tasks if not task.done()], "somebody waits for ever"
-        assert bodies.num_waits > 0
-        assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
-
-    asyncio.run(main())
+        if rng.random() < 0.1:
+            rng.choice(tasks).cancel()
+        check()
+    for _ in range(100_000):
+        if all(task.done() for task in tasks):
+            break
+        await asyncio.sleep(0)
+        check()
+    assert not [task for task in tasks if not task.done()], "a body waits without end"
+    assert bodies.num_waits > 0
+    assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_owner_holds_a_quarter_or_one_body_and_each_of_its_bodies_ends(seed: int) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        bodies = Bodies(rng.choice([320, 480, 1000]))
-        senders = [Sender(bodies, rng, rng.choice("abc")) for _ in range(90)]
-        tasks: list[asyncio.Task[None]] = []
+async def test_nobody_waits_for_ever_and_the_limit_is_passed_by_one_body_at_most(seed: int) -> None:
+    rng = random.Random(seed)
+    bodies = Bodies(120)
 
-        def check() -> None:
-            for owner in "abc":
-                held = [each.held_bytes() for each in senders if each.owner == owner]
-                assert sum(held) <= max(bodies.max_owner_bytes, *held)
+    def check() -> None:
+        assert bodies.held_bytes <= bodies.max_bytes + 100
 
-        for sender in senders:
-            tasks.append(asyncio.create_task(sender.run()))
-            for _ in range(rng.randrange(4)):
-                await asyncio.sleep(0)
-            if rng.random() < 0.1:
-                rng.choice(tasks).cancel()
-            check()
-        for _ in range(100_000):
-            if all(task.done() for task in tasks):
-                break
-            await asyncio.sleep(0)
-            check()
-        assert not [task for task in tasks if not task.done()], "a body waits without end"
-        assert bodies.num_waits > 0
-        assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
+    await run_senders([Sender(bodies, rng) for _ in range(60)], bodies, rng, check)
 
-    asyncio.run(main())
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_an_owner_holds_a_quarter_or_one_body_and_each_of_its_bodies_ends(seed: int) -> None:
+    rng = random.Random(seed)
+    bodies = Bodies(rng.choice([320, 480, 1000]))
+    senders = [Sender(bodies, rng, rng.choice("abc")) for _ in range(90)]
+
+    def check() -> None:
+        for owner in "abc":
+            held = [each.held_bytes() for each in senders if each.owner == owner]
+            assert sum(held) <= max(bodies.max_owner_bytes, *held)
+
+    await run_senders(senders, bodies, rng, check)
 
 
 def test_places_are_given_in_the_order_of_arrival() -> None:

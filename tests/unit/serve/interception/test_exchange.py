@@ -11,9 +11,9 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime import blobs
-from rollmesh.runtime.diary import Diary
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.history import LONG_BYTES
+from rollmesh.runtime.session_log import EventRecorder
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.ending import ExchangeState
 from tests.disks import lose_files, no_room_in_memory
@@ -270,7 +270,7 @@ async def test_an_answer_that_is_not_written_is_not_given_whole(
     make_desk: MakeDesk, ask: dict[str, Any]
 ) -> None:
     desk, scribe = await make_desk(), ListScribe()
-    desk.opened.session.diary = Diary(scribe)
+    desk.opened.session.recorder = EventRecorder(scribe)
     asking = asyncio.ensure_future(told(desk, ask))
     await started(desk)
     scribe.is_full = True

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rollmesh.runtime.doors import locks_of
 from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.session_deps import locks_of
 from rollmesh.serve.interception.archive.scribe import SessionScribe
 from rollmesh.serve.interception.capture import Standing
 from rollmesh.serve.interception.tokens import TokenRegaining

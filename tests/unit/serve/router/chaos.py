@@ -11,8 +11,8 @@ from collections import Counter
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.ledger import Ledger
-from rollmesh.serve.router.workers import WorkerState
+from rollmesh.serve.router.group_scheduler import GroupScheduler
+from rollmesh.serve.router.workers import WorkerHealth
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
     AnyMessage,
@@ -50,7 +50,7 @@ class Town:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.now_s = 0.0
-        self.ledger = Ledger(SETTINGS, 0.0)
+        self.group_scheduler = GroupScheduler(SETTINGS, 0.0)
         self.num_restarts = 0
         self.pids = dict.fromkeys((f"w{n}" for n in range(NUM_WORKERS)), 1)
         self.frozen_until_s = dict.fromkeys(self.pids, 0.0)
@@ -63,7 +63,7 @@ class Town:
         self.num_excuses: Counter[GroupId] = Counter()
         """Attempts that the ledger was told of as handed back, or cut short by who left."""
         self.is_calm = False
-        self._agenda: list[tuple[float, int, str, AnyMessage]] = []
+        self._timers: list[tuple[float, int, str, AnyMessage]] = []
         self._count = 0
 
     def run(self, chaos_s: float, calm_s: float) -> None:
@@ -73,37 +73,37 @@ class Town:
             self.now_s += 0.5
             self._peers_act()
             self._deliver()
-            self._take(self.ledger.step(Ticked(), self.now_s))
+            self._take(self.group_scheduler.step(Ticked(), self.now_s))
             self.check()
 
     def check(self) -> None:
         """What holds after every step."""
-        book, crew = self.ledger.book, self.ledger.crew
+        table, membership = self.group_scheduler.table, self.group_scheduler.membership
         held_by: Counter[GroupId] = Counter()
-        for worker in crew.workers:
+        for worker in membership.workers:
             held_by.update(list(worker.groups))
             seated = sum(group.num_samples for group in worker.groups.values())
             assert worker.load <= seated
             assert all(g.worker_id == worker.worker_id for g in worker.groups.values())
-            assert worker.state is WorkerState.LIVE or not worker.groups
-        in_queue = {group.group_id for group in book.queue.of_env("guess")}
-        assert len(in_queue) == len(book.queue)
-        for group_id, group in book.groups.items():
+            assert worker.state is WorkerHealth.LIVE or not worker.groups
+        in_queue = {group.group_id for group in table.queue.of_env("guess")}
+        assert len(in_queue) == len(table.queue)
+        for group_id, group in table.groups.items():
             is_queued = group.state is GroupState.QUEUED
             assert held_by[group_id] == (not is_queued)
-            places = (group_id in in_queue, group_id in book.held, group_id in book.suspects)
+            places = (group_id in in_queue, group_id in table.held, group_id in table.suspects)
             assert sum(places) == is_queued
             assert 0 <= group.excused <= max(group.attempt, 0)
             assert group.tries <= SETTINGS.max_attempts
-        assert len(held_by) + book.num_waiting == len(book.groups)
-        waiting = [group for group in book.groups.values() if group.state is GroupState.QUEUED]
-        assert book.num_waiting_bytes == sum(len(group.body) for group in waiting)
-        assert sum(map(len, book.of_client.values())) == sum(
-            bool(group.client_id) for group in book.groups.values()
+        assert len(held_by) + table.num_waiting == len(table.groups)
+        waiting = [group for group in table.groups.values() if group.state is GroupState.QUEUED]
+        assert table.num_waiting_bytes == sum(len(group.body) for group in waiting)
+        assert sum(map(len, table.of_client.values())) == sum(
+            bool(group.client_id) for group in table.groups.values()
         )
-        counted = Counter(group.state for group in book.groups.values())
+        counted = Counter(group.state for group in table.groups.values())
         for state in (GroupState.QUEUED, GroupState.ASSIGNED, GroupState.RUNNING):
-            assert book.num_in[state] == counted[state]
+            assert table.num_in[state] == counted[state]
 
     # the wire
 
@@ -118,16 +118,16 @@ class Town:
             delay_s = 0.1 if self.is_calm else rng.expovariate(3.0)
             self._count += 1
             key = f"{target} {route}"
-            heapq.heappush(self._agenda, (self.now_s + delay_s, self._count, key, message))
+            heapq.heappush(self._timers, (self.now_s + delay_s, self._count, key, message))
 
     def _deliver(self) -> None:
-        while self._agenda and self._agenda[0][0] <= self.now_s:
-            _, _, key, message = heapq.heappop(self._agenda)
+        while self._timers and self._timers[0][0] <= self.now_s:
+            _, _, key, message = heapq.heappop(self._timers)
             target, route = key.split()
             if target == "router":
                 self._note_excuses(message)
                 event = Received(route.encode(), message, b"task")
-                self._take(self.ledger.step(event, self.now_s))
+                self._take(self.group_scheduler.step(event, self.now_s))
                 self.check()
             elif target in ("launch", "cli"):
                 pass
@@ -142,16 +142,16 @@ class Town:
         if isinstance(message, GroupReturned):
             self.num_excuses[message.group_id] += 1
         elif isinstance(message, WorkerLeft):
-            worker = self.ledger.crew.workers.get(message.worker_id)
+            worker = self.group_scheduler.membership.workers.get(message.worker_id)
             self.num_excuses.update(list(worker.groups) if worker else ())
 
     def _take(self, sends: list[Send]) -> None:
         for send in sends:
             target = send.route.decode()
             if isinstance(send.message, RunGroup):
-                worker = self.ledger.crew.workers.at(send.route)
+                worker = self.group_scheduler.membership.workers.at(send.route)
                 assert worker is not None
-                assert worker.state is WorkerState.LIVE
+                assert worker.state is WorkerHealth.LIVE
                 most = SETTINGS.max_attempts + self.num_excuses[send.message.group_id]
                 assert 1 <= send.message.attempt <= most
             self._put(target, "router", send.message)
@@ -177,7 +177,7 @@ class Town:
             self._worker_acts(name)
         if not self.is_calm and rng.random() < 0.01:
             self.num_restarts += 1
-            self.ledger = Ledger(SETTINGS, self.now_s)
+            self.group_scheduler = GroupScheduler(SETTINGS, self.now_s)
 
     def _worker_acts(self, name: str) -> None:
         rng, runs = self.rng, self.runs[name]
@@ -214,7 +214,7 @@ class Town:
         runs = self.runs[name]
         match message:
             case RouterHello():
-                if self.ledger.crew.workers.get(name) is None:
+                if self.group_scheduler.membership.workers.get(name) is None:
                     self._hello(name)
             case RunGroup(group_id=group_id, attempt=attempt):
                 if group_id in self.delivered:

@@ -4,8 +4,8 @@ from typing import TypeVar
 
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.counts import entries, held
-from rollmesh.serve.router.ledger import Ledger
+from rollmesh.serve.router.group_scheduler import GroupScheduler
+from rollmesh.serve.router.status import entries, held
 from rollmesh.wire.header import Message
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import (
@@ -49,11 +49,11 @@ class Story:
 
     def __init__(self, settings: RouterConfig = SETTINGS, started_s: float = 0.0) -> None:
         self.now_s = started_s
-        self.ledger = Ledger(settings, started_s)
+        self.group_scheduler = GroupScheduler(settings, started_s)
 
     def says(self, route: bytes | str, message: Message, body: bytes = b"") -> list[Send]:
         route = route.encode() if isinstance(route, str) else route
-        return self.ledger.step(Received(route, message, body), self.now_s)  # type: ignore[arg-type]
+        return self.group_scheduler.step(Received(route, message, body), self.now_s)  # type: ignore[arg-type]
 
     def worker(self, name: str, *holds: HeldGroup, pid: int = 1) -> list[Send]:
         return self.says(name, hello(name, *holds, pid=pid))
@@ -68,20 +68,20 @@ class Story:
             self.now_s += 0.5
             for name in beating:
                 sends += self.says(name, ClientBeat(name, 0) if name == "c" else beat(name))
-            sends += self.ledger.step(Ticked(), self.now_s)
+            sends += self.group_scheduler.step(Ticked(), self.now_s)
         return sends
 
     def state(self, seq: int) -> GroupState | None:
-        found = self.ledger.book.groups.get(group(seq))
+        found = self.group_scheduler.table.groups.get(group(seq))
         return found.state if found else None
 
     def holder(self, seq: int) -> str:
-        return self.ledger.book.groups[group(seq)].worker_id
+        return self.group_scheduler.table.groups[group(seq)].worker_id
 
     def is_empty(self) -> bool:
-        book = self.ledger.book
-        counted = {**held(self.ledger), **entries(self.ledger)}
-        return not book.held and not any(counted.values())
+        table = self.group_scheduler.table
+        counted = {**held(self.group_scheduler), **entries(self.group_scheduler)}
+        return not table.held and not any(counted.values())
 
 
 def only(sends: list[Send], kind: type[M], route: bytes | str | None = None) -> list[M]:

@@ -6,62 +6,62 @@ from operator import attrgetter
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.agenda import SPARE_ENTRIES, Agenda
+from rollmesh.serve.router.group_table import SPARE_ENTRIES, TimerHeap
 from rollmesh.serve.router.groups import Group
 
 
 @pytest.fixture
-def agenda() -> Agenda:
-    return Agenda(attrgetter("say_again_s"))
+def timers() -> TimerHeap:
+    return TimerHeap(attrgetter("say_again_s"))
 
 
-def put(agenda: Agenda, seq: int, at_s: float) -> Group:
+def put(timers: TimerHeap, seq: int, at_s: float) -> Group:
     group = Group(GroupId("r1", seq), "guess", 4, "tcp://sink", "c", say_again_s=at_s)
-    agenda.put(group)
+    timers.put(group)
     return group
 
 
-def due(agenda: Agenda, now_s: float) -> list[int]:
-    return [group.group_id.seq for group in agenda.take_due(now_s)]
+def due(timers: TimerHeap, now_s: float) -> list[int]:
+    return [group.group_id.seq for group in timers.take_due(now_s)]
 
 
-def test_groups_come_due_in_their_order_and_once(agenda: Agenda) -> None:
+def test_groups_come_due_in_their_order_and_once(timers: TimerHeap) -> None:
     for seq, at_s in ((0, 3.0), (1, 1.0), (2, 9.0)):
-        put(agenda, seq, at_s)
-    assert due(agenda, 5.0) == [1, 0]
-    assert due(agenda, 5.0) == []
-    assert due(agenda, 9.0) == [2]
+        put(timers, seq, at_s)
+    assert due(timers, 5.0) == [1, 0]
+    assert due(timers, 5.0) == []
+    assert due(timers, 9.0) == [2]
 
 
 @pytest.mark.parametrize("newest_s", [1.0, 7.0])
-def test_a_group_is_due_at_its_newest_time_alone(agenda: Agenda, newest_s: float) -> None:
-    group = put(agenda, 0, 3.0)
+def test_a_group_is_due_at_its_newest_time_alone(timers: TimerHeap, newest_s: float) -> None:
+    group = put(timers, 0, 3.0)
     group.say_again_s = newest_s
-    agenda.put(group)
-    found = [now_s for now_s in (0.5, 2.0, 4.0, 8.0) if due(agenda, now_s)]
+    timers.put(group)
+    found = [now_s for now_s in (0.5, 2.0, 4.0, 8.0) if due(timers, now_s)]
     assert found == [min(now_s for now_s in (2.0, 4.0, 8.0) if now_s >= newest_s)]
 
 
-def test_one_that_is_put_off_while_it_is_looked_at_is_not_due_again(agenda: Agenda) -> None:
-    put(agenda, 0, 1.0)
+def test_one_that_is_put_off_while_it_is_looked_at_is_not_due_again(timers: TimerHeap) -> None:
+    put(timers, 0, 1.0)
     seen = []
-    for group in agenda.take_due(5.0):
+    for group in timers.take_due(5.0):
         seen.append(group.group_id.seq)
         group.say_again_s = 6.0
-        agenda.put(group)
+        timers.put(group)
     assert seen == [0]
-    assert due(agenda, 6.0) == [0]
+    assert due(timers, 6.0) == [0]
 
 
-def test_what_is_never_due_any_more_is_not_kept(agenda: Agenda) -> None:
+def test_what_is_never_due_any_more_is_not_kept(timers: TimerHeap) -> None:
     for seq in range(5 * SPARE_ENTRIES):
-        put(agenda, seq, 1e6).say_again_s = math.inf
-    assert len(agenda) <= SPARE_ENTRIES + 1
+        put(timers, seq, 1e6).say_again_s = math.inf
+    assert len(timers) <= SPARE_ENTRIES + 1
 
 
-def test_all_that_are_still_due_survive_the_tidying(agenda: Agenda) -> None:
+def test_all_that_are_still_due_survive_the_tidying(timers: TimerHeap) -> None:
     for seq in range(5 * SPARE_ENTRIES):
-        group = put(agenda, seq, 1e6 + seq)
+        group = put(timers, seq, 1e6 + seq)
         if seq % 2:
             group.say_again_s = math.inf
-    assert due(agenda, 1e9) == list(range(0, 5 * SPARE_ENTRIES, 2))
+    assert due(timers, 1e9) == list(range(0, 5 * SPARE_ENTRIES, 2))

@@ -30,16 +30,18 @@ def test_every_ask_ends_once_whatever_is_lost_doubled_late_or_dead(seed: int) ->
     assert town.num_asked == NUM_GROUPS
     assert town.open == {}
     assert set(town.ends.values()) == {1}
-    assert town.ledger.book.groups == {}
-    assert not any(GroupId("r1", seq) in town.ledger.book.notes for seq in range(NUM_GROUPS))
-    assert sum(worker.load for worker in town.ledger.crew.workers) == 0
+    assert town.group_scheduler.table.groups == {}
+    assert not any(
+        GroupId("r1", seq) in town.group_scheduler.table.tombstones for seq in range(NUM_GROUPS)
+    )
+    assert sum(worker.load for worker in town.group_scheduler.membership.workers) == 0
 
 
 def test_the_chaos_reaches_every_corner() -> None:
     num: Counter[str] = Counter()
     for seed in SEEDS:
         town = lived(seed)
-        num.update(town.ledger.book.num)
+        num.update(town.group_scheduler.table.num)
         num["lives"] += town.num_restarts
     corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "lives")
     assert not [corner for corner in corners if not num[corner]]
@@ -56,9 +58,9 @@ def test_whatever_a_peer_says_the_tables_hold() -> None:
             else:
                 route = vandal.rng.choice((*WORKERS, *CLIENTS, "other")).encode()
                 event = Received(route, vandal.message(), b"task")
-            for send in town.ledger.step(event, town.now_s):
+            for send in town.group_scheduler.step(event, town.now_s):
                 encode(Packet(send.message, "i1", send.body))
             town.check()
-        num.update(town.ledger.book.num)
+        num.update(town.group_scheduler.table.num)
     corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "refusals")
     assert not [corner for corner in corners if not num[corner]]

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollmesh.serve.router.causes import STANDING_BEATS, TELL_BEATS
+from rollmesh.serve.router.blocked_reasons import STANDING_BEATS, TELL_BEATS
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     CancelGroup,
@@ -25,13 +25,13 @@ def test_a_group_whose_env_nobody_serves_is_told_so_again_and_again(story: Story
     story.worker("w0")
     story.asks(ask(1, env="typo"))
     assert not reasons(story.passes(STANDING_S, "w0", "c"))
-    assert story.ledger.causes.standing() == []
+    assert story.group_scheduler.blocked_reasons.standing() == []
     sends = story.passes(1, "w0", "c")
     told = "no worker has served env 'typo' for 20 s; there are workers of guess"
     assert reasons(sends) == [told]
     [moved] = [each for each in only(sends, GroupMoved) if each.reason]
     assert (moved.group_id, moved.state) == (group(1), GroupState.QUEUED)
-    assert story.ledger.causes.standing() == [told]
+    assert story.group_scheduler.blocked_reasons.standing() == [told]
     assert len(reasons(story.passes(3 * TELL_S, "w0", "c"))) == 3
     assert story.state(1) is GroupState.QUEUED, "a worker may yet come"
 
@@ -43,17 +43,17 @@ def test_of_many_groups_one_is_told_to_each_client(story: Story) -> None:
     sends = story.passes(STANDING_S + 1, "c")
     told = [moved.group_id.seq for moved in only(sends, GroupMoved) if moved.reason]
     assert sorted(told) == [0, 4]
-    [cause] = story.ledger.causes.standing()
+    [cause] = story.group_scheduler.blocked_reasons.standing()
     assert cause == "no worker has served env 'guess' for 20 s; there is no worker"
 
 
 def test_a_worker_that_comes_ends_the_cause(story: Story) -> None:
     story.asks(ask(1, env="echo"))
     story.passes(STANDING_S + 1, "c")
-    assert story.ledger.causes.standing()
+    assert story.group_scheduler.blocked_reasons.standing()
     story.says("w1", hello("w1", env="echo"))
     story.passes(0.5, "c")
-    assert story.ledger.causes.standing() == []
+    assert story.group_scheduler.blocked_reasons.standing() == []
 
 
 def test_a_cause_ends_with_the_last_group_that_waits(story: Story) -> None:
@@ -61,7 +61,7 @@ def test_a_cause_ends_with_the_last_group_that_waits(story: Story) -> None:
     story.passes(STANDING_S + 1, "c")
     story.says("c", CancelGroup(group(1), "enough"))
     story.passes(0.5, "c")
-    assert story.ledger.causes.standing() == []
+    assert story.group_scheduler.blocked_reasons.standing() == []
 
 
 WAITS_FOR = "held_bytes: 9 held, worker.max_held_bytes = 8"
@@ -85,10 +85,10 @@ def test_groups_whose_workers_are_all_full_wait_and_are_told_so(story: Story) ->
         sends += story.passes(1, "c")
     told = f"over_budget: for 20 s no worker of env 'guess' has room; w0 waits for {WAITS_FOR}"
     assert reasons(sends) == [told]
-    assert story.ledger.causes.standing()[0].startswith("over_budget: ")
+    assert story.group_scheduler.blocked_reasons.standing()[0].startswith("over_budget: ")
     story.says("w1", beat("w1"))
     story.passes(0.5, "c")
-    assert story.ledger.causes.standing() == []
+    assert story.group_scheduler.blocked_reasons.standing() == []
     assert story.state(1) is GroupState.ASSIGNED
 
 
@@ -103,7 +103,7 @@ def test_one_full_worker_beside_one_that_serves_is_no_cause(story: Story) -> Non
         assert not reasons(story.passes(1, "c"))
         story.says("w0", beat("w0", num_running=8))
     assert story.state(3) is GroupState.QUEUED
-    assert story.ledger.causes.standing() == []
+    assert story.group_scheduler.blocked_reasons.standing() == []
 
 
 def test_workers_that_are_replaced_are_no_cause(story: Story) -> None:
@@ -121,7 +121,7 @@ def test_what_a_worker_loads_is_no_cause(story: Story) -> None:
     story.asks(ask(1))
     story.says("w0", msgspec.structs.replace(hello("w0"), loads_for_s=120.0))
     assert not reasons(story.passes(STANDING_S + 1, "c"))
-    assert story.ledger.causes.standing() == []
+    assert story.group_scheduler.blocked_reasons.standing() == []
 
 
 DEAD = "http://e is fenced: does not answer: connection refused"
@@ -131,13 +131,15 @@ def test_while_no_engine_serves_that_is_the_only_cause_and_workers_are_not_asked
     story: Story,
 ) -> None:
     story.asks(ask(1, env="typo"))
-    story.ledger.causes.see_engines(DEAD)
+    story.group_scheduler.blocked_reasons.see_engines(DEAD)
     assert not reasons(story.passes(STANDING_S, "c"))
     sends = story.passes(1, "c")
     assert reasons(sends) == [f"no engine serves: {DEAD} (for 20 s)"]
-    assert story.ledger.causes.standing() == [f"no engine serves: {DEAD} (for 20 s)"]
+    assert story.group_scheduler.blocked_reasons.standing() == [
+        f"no engine serves: {DEAD} (for 20 s)"
+    ]
     assert len(reasons(story.passes(3 * TELL_S, "c"))) == 3
-    story.ledger.causes.see_engines("")
+    story.group_scheduler.blocked_reasons.see_engines("")
     sends = story.passes(TELL_S, "c")
     assert all(each.startswith("no worker has served env 'typo'") for each in reasons(sends))
     assert reasons(sends)
@@ -149,7 +151,7 @@ def test_a_group_that_runs_while_no_engine_serves_is_a_reason_to_tell_its_client
     story.worker("w0")
     story.asks(ask(1))
     story.says("w0", GroupStarted(group(1), 1))
-    story.ledger.causes.see_engines(DEAD)
+    story.group_scheduler.blocked_reasons.see_engines(DEAD)
     sends = story.passes(STANDING_S + 1, "w0", "c")
     [moved] = [each for each in only(sends, GroupMoved) if each.reason]
     assert (moved.group_id, moved.state) == (group(1), GroupState.RUNNING)
@@ -157,6 +159,6 @@ def test_a_group_that_runs_while_no_engine_serves_is_a_reason_to_tell_its_client
 
 
 def test_an_engine_that_serves_nobody_while_nothing_is_asked_for_is_no_cause(story: Story) -> None:
-    story.ledger.causes.see_engines(DEAD)
+    story.group_scheduler.blocked_reasons.see_engines(DEAD)
     story.passes(STANDING_S + 1, "c")
-    assert story.ledger.causes.standing() == []
+    assert story.group_scheduler.blocked_reasons.standing() == []

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from rollmesh.serve.client.asks import Asks, AsksSettings, Closed
-from rollmesh.serve.router.clients import KEPT_S, Forgotten
+from rollmesh.serve.client.asks import AskMachine, AskSettings, Closed
+from rollmesh.serve.router.membership import KEPT_S, Forgotten
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     CancelRun,
@@ -39,9 +39,9 @@ def test_a_vanished_client_has_a_grace_and_then_its_groups_end(story: Story) -> 
     assert story.state(1) is GroupState.RUNNING
     [failed] = only(story.passes(2, "w0"), GroupFailed)
     assert failed.reason.startswith("client_left: silent for")
-    assert story.ledger.book.num_in[GroupState.CANCELLED] == 1
+    assert story.group_scheduler.table.num_in[GroupState.CANCELLED] == 1
     assert story.is_empty()
-    assert story.ledger.book.clients == {}
+    assert story.group_scheduler.table.clients == {}
 
 
 def test_a_client_that_comes_back_in_time_loses_nothing(story: Story) -> None:
@@ -61,11 +61,11 @@ def test_a_client_that_asked_for_it_is_waited_for(story: Story) -> None:
     story.says("w0", GroupDelivered(group(1), 1))
     story.passes(1, "w0")
     assert story.is_empty()
-    assert story.ledger.book.clients == {}, "with nothing left to keep, it is forgotten"
+    assert story.group_scheduler.table.clients == {}, "with nothing left to keep, it is forgotten"
 
 
 def test_a_kept_client_that_leaves_for_good_takes_its_groups_along(story: Story) -> None:
-    asks = Asks(AsksSettings(client_id="c", sink="tcp://sink", keep=True))
+    asks = AskMachine(AskSettings(client_id="c", sink="tcp://sink", keep=True))
     assert asks.step(Closed(), 0.0) == []
     [left] = asks.step(Closed(for_good=True), 0.0)
     kept(story)
@@ -76,7 +76,7 @@ def test_a_kept_client_that_leaves_for_good_takes_its_groups_along(story: Story)
     assert cancel.group_id == group(1)
     assert story.state(1) is None
     assert story.holder(2) == "w0"
-    assert story.ledger.clients.take_forgotten() == [], "it was not given up"
+    assert story.group_scheduler.clients.take_forgotten() == [], "it was not given up"
 
 
 def test_a_kept_group_whose_result_nobody_takes_runs_again_when_its_client_asks_again(
@@ -111,11 +111,11 @@ def test_a_kept_client_that_is_silent_for_an_hour_is_forgotten_in_one_line(story
     assert story.state(1) is GroupState.RUNNING
     sends = story.passes(1, "w0")
     assert [run.group_id for run in only(sends, CancelRun, "w0")] == [group(1), group(2)]
-    [forgotten] = story.ledger.clients.take_forgotten()
+    [forgotten] = story.group_scheduler.clients.take_forgotten()
     assert forgotten == Forgotten("c", 2, "client_left: silent for 3600 s")
-    assert story.ledger.clients.take_forgotten() == []
+    assert story.group_scheduler.clients.take_forgotten() == []
     assert story.is_empty()
-    assert story.ledger.book.num_in[GroupState.CANCELLED] == 2
+    assert story.group_scheduler.table.num_in[GroupState.CANCELLED] == 2
 
 
 def test_a_forgotten_client_that_comes_back_loses_the_work_and_no_group(story: Story) -> None:

@@ -6,10 +6,9 @@ import sys
 import pytest
 
 from benchmarks._ledger_life import Life
-from rollmesh.serve.router.agenda import SPARE_ENTRIES
-from rollmesh.serve.router.counts import cache_entries, entries, held
-from rollmesh.serve.router.lives import MAX_ENDS
-from rollmesh.serve.router.notes import MAX_NOTES
+from rollmesh.serve.router.group_table import MAX_NOTES, SPARE_ENTRIES
+from rollmesh.serve.router.groups import MAX_ENDS
+from rollmesh.serve.router.status import cache_entries, entries, held
 
 NUM_GROUPS = 10_000
 """At a time; a million rollouts go through one ledger in `python -m benchmarks.scale`."""
@@ -25,24 +24,24 @@ def num_blocks() -> int:
 
 @pytest.mark.usefixtures("young_heap")
 def test_eighty_thousand_rollouts_through_one_ledger_leave_nothing() -> None:
-    life = Life()
+    incarnation = Life()
     left: list[int] = []
     num_ends: list[int] = []
     for _ in range(2):
-        life.run(NUM_GROUPS)
-        busy = cache_entries(life.ledger, 0)
+        incarnation.run(NUM_GROUPS)
+        busy = cache_entries(incarnation.ledger, 0)
         assert busy["notes"] <= MAX_NOTES
         assert busy["agenda"] <= 2 * SPARE_ENTRIES
-        life.rest()
-        num_ends.append(life.ledger.crew.num_ends)
+        incarnation.rest()
+        num_ends.append(incarnation.ledger.membership.num_ends)
         left.append(num_blocks())
-    assert life.num_ended == life.num_asked == 2 * NUM_GROUPS
-    counts = life.ledger.book.num
+    assert incarnation.num_ended == incarnation.num_asked == 2 * NUM_GROUPS
+    counts = incarnation.ledger.table.num
     assert counts["workers_lost"] > 5
     assert counts["requeues"] > 50
-    assert set(entries(life.ledger).values()) | set(held(life.ledger).values()) == {0}
-    assert not life.ledger.book.of_client
-    caches = cache_entries(life.ledger, 0)
+    assert set(entries(incarnation.ledger).values()) | set(held(incarnation.ledger).values()) == {0}
+    assert not incarnation.ledger.table.of_client
+    caches = cache_entries(incarnation.ledger, 0)
     assert 0 < caches["ended_workers"] <= MAX_ENDS
     assert {name for name, number in caches.items() if number} == {"ended_workers"}
     assert left[1] - left[0] <= BLOCKS_PER_END * (num_ends[1] - num_ends[0]) + SPARE_BLOCKS

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.workers import WorkerState
+from rollmesh.serve.router.workers import WorkerHealth
 from rollmesh.wire.machine import Send, Ticked
 from rollmesh.wire.messages import (
     AskDrain,
@@ -35,7 +35,7 @@ def test_group_runs_again_when_its_worker_dies(story: Story) -> None:
     [run] = only(sends, RunGroup, "w1")
     assert run.attempt == 2
     assert story.holder(1) == "w1"
-    assert story.ledger.book.num["workers_lost"] == 1
+    assert story.group_scheduler.table.num["workers_lost"] == 1
 
 
 def test_nothing_is_given_to_a_silent_worker(story: Story) -> None:
@@ -48,7 +48,7 @@ def test_a_worker_that_beats_is_never_given_up(story: Story) -> None:
     running(story)
     story.passes(60, "w0", "c")
     assert story.holder(1) == "w0"
-    assert story.ledger.book.groups[group(1)].attempt == 1
+    assert story.group_scheduler.table.groups[group(1)].attempt == 1
 
 
 def test_a_group_that_fails_again_and_again_ends_at_its_bound(story: Story) -> None:
@@ -136,7 +136,7 @@ def test_a_result_of_a_worker_given_up_ends_the_group_and_the_next_attempt(story
 def test_a_router_that_slept_blames_nobody(story: Story) -> None:
     running(story)
     story.now_s += 100.0
-    story.ledger.step(Ticked(), story.now_s)
+    story.group_scheduler.step(Ticked(), story.now_s)
     assert story.state(1) is GroupState.RUNNING
     story.passes(4, "c")
     assert story.state(1) is GroupState.QUEUED
@@ -146,7 +146,7 @@ def test_a_router_that_slept_notices_silence_as_soon_as_before(story: Story) -> 
     running(story)
     story.now_s += 100.0
     story.says("w0", beat("w0"))
-    story.ledger.step(Ticked(), story.now_s)
+    story.group_scheduler.step(Ticked(), story.now_s)
     story.passes(4, "c")
     assert story.state(1) is GroupState.QUEUED
 
@@ -154,9 +154,9 @@ def test_a_router_that_slept_notices_silence_as_soon_as_before(story: Story) -> 
 def test_a_lost_worker_is_forgotten_in_the_end(story: Story) -> None:
     story.worker("w0")
     story.passes(5)
-    assert len(story.ledger.crew.workers) == 1
+    assert len(story.group_scheduler.membership.workers) == 1
     story.passes(600)
-    assert len(story.ledger.crew.workers) == 0
+    assert len(story.group_scheduler.membership.workers) == 0
 
 
 # exits, stalls, drains
@@ -167,8 +167,8 @@ def test_a_worker_whose_process_ended_is_gone_at_once(story: Story) -> None:
     story.worker("w1")
     [run] = only(story.says("launch", WorkerExited("w0", 1, "killed by signal 9")), RunGroup, "w1")
     assert run.attempt == 2
-    assert story.ledger.crew.workers.get("w0") is None
-    assert story.ledger.book.num["workers_lost"] == 1
+    assert story.group_scheduler.membership.workers.get("w0") is None
+    assert story.group_scheduler.table.num["workers_lost"] == 1
 
 
 def test_what_an_ended_process_had_said_before_does_not_raise_it(story: Story) -> None:
@@ -176,7 +176,7 @@ def test_what_an_ended_process_had_said_before_does_not_raise_it(story: Story) -
     story.says("launch", WorkerExited("w0", 1, "killed by signal 9"))
     story.says("w0", hello("w0"))
     story.says("w0", beat("w0"))
-    assert story.ledger.crew.workers.get("w0") is None
+    assert story.group_scheduler.membership.workers.get("w0") is None
     story.worker("w0", pid=2)
     assert story.holder(1) == "w0"
 
@@ -185,7 +185,7 @@ def test_a_hello_that_is_heard_late_does_not_end_the_next_process(story: Story) 
     running(story)
     story.worker("w0", pid=2)
     story.says("w0", hello("w0", HeldGroup(group(1), 1, False)))
-    worker = story.ledger.crew.workers.get("w0")
+    worker = story.group_scheduler.membership.workers.get("w0")
     assert worker is not None
     assert worker.hello.pid == 2
 
@@ -197,9 +197,9 @@ def test_a_clock_that_was_set_back_keeps_no_process_out(story: Story) -> None:
     assert only(sends, RouterHello, "w0")
     again = msgspec.structs.replace(hello("w0", pid=6), started_s=2.0)
     story.says("w0", again)
-    worker = story.ledger.crew.workers.get("w0")
+    worker = story.group_scheduler.membership.workers.get("w0")
     assert worker is not None
-    assert (worker.hello.pid, worker.state) == (6, WorkerState.LIVE)
+    assert (worker.hello.pid, worker.state) == (6, WorkerHealth.LIVE)
 
 
 def test_a_beat_of_a_new_process_does_not_raise_the_old_one(story: Story) -> None:
@@ -215,7 +215,7 @@ def test_a_beat_of_a_new_process_does_not_raise_the_old_one(story: Story) -> Non
 
 
 def test_a_new_process_of_the_same_pid_is_another_one(story: Story) -> None:
-    # As a container's, which is process 1 of its host in every life.
+    # As a container's, which is process 1 of its host in every incarnation.
     running(story)
     again = msgspec.structs.replace(hello("w0"), started_s=9.0)
     [run] = only(story.says("w0", again), RunGroup)
@@ -226,11 +226,11 @@ def test_a_container_that_is_killed_again_at_once_is_another_process_each_time(
     story: Story,
 ) -> None:
     running(story)
-    lives = [msgspec.structs.replace(hello("w0"), started_s=each) for each in (2.0, 3.0)]
-    story.says("w0", lives[0])
-    [failed] = only(story.says("w0", lives[1]), GroupFailed)
+    incarnations = [msgspec.structs.replace(hello("w0"), started_s=each) for each in (2.0, 3.0)]
+    story.says("w0", incarnations[0])
+    [failed] = only(story.says("w0", incarnations[1]), GroupFailed)
     assert failed.reason.startswith("quarantined: 2 workers")
-    assert [each.hello.started_s for each in story.ledger.crew.workers] == [3.0]
+    assert [each.hello.started_s for each in story.group_scheduler.membership.workers] == [3.0]
 
 
 def test_an_exit_that_is_heard_late_does_not_end_the_next_process(story: Story) -> None:
@@ -238,7 +238,7 @@ def test_an_exit_that_is_heard_late_does_not_end_the_next_process(story: Story) 
     story.worker("w0", pid=2)
     story.says("launch", WorkerExited("w0", 1, "out of memory"))
     assert story.holder(1) == "w0"
-    [death] = story.ledger.book.groups[group(1)].deaths
+    [death] = story.group_scheduler.table.groups[group(1)].deaths
     assert death.cause == "out of memory"
 
 
@@ -248,24 +248,24 @@ def test_a_goodbye_that_is_heard_late_does_not_end_the_next_process(story: Story
     assert story.holder(1) == "w0"
     story.says("w0", WorkerLeft("w0", "stopped", 1, 1.0))
     assert story.holder(1) == "w0"
-    assert story.ledger.crew.workers.get("w0") is not None
+    assert story.group_scheduler.membership.workers.get("w0") is not None
 
 
 def test_a_process_that_has_left_is_not_raised_by_what_it_had_said(story: Story) -> None:
     story.says("w0", WorkerLeft("w0", "stopped", 1, 1.0))
     story.worker("w0")
-    assert story.ledger.crew.workers.get("w0") is None
+    assert story.group_scheduler.membership.workers.get("w0") is None
     story.worker("w0", pid=2)
-    assert story.ledger.crew.workers.get("w0") is not None
+    assert story.group_scheduler.membership.workers.get("w0") is not None
 
 
 def test_who_left_in_peace_has_killed_nothing_though_its_end_is_heard_first(story: Story) -> None:
     running(story)
     story.says("launch", WorkerExited("w0", 1, "exit code 0"))
-    assert story.ledger.book.groups[group(1)].deaths
+    assert story.group_scheduler.table.groups[group(1)].deaths
     for _ in range(2):
         story.says("w0", WorkerLeft("w0", "stopped", 1, 1.0))
-    found = story.ledger.book.groups[group(1)]
+    found = story.group_scheduler.table.groups[group(1)]
     assert (found.deaths, found.attempt, found.tries) == ((), 1, 0)
     [run] = only(story.worker("w0", pid=2), RunGroup)
     assert run.attempt == 2
@@ -292,8 +292,8 @@ def test_a_process_that_does_not_serve_yet_tells_that_the_earlier_one_has_ended(
     story.worker("w1")
     [run] = only(story.says("w0", message), RunGroup, "w1")
     assert run.attempt == 2
-    [death] = story.ledger.book.groups[group(1)].deaths
-    assert (death.life.pid, death.cause) == (1, "its process was replaced")
+    [death] = story.group_scheduler.table.groups[group(1)].deaths
+    assert (death.incarnation.pid, death.cause) == (1, "its process was replaced")
 
 
 def test_a_name_that_another_host_takes_accuses_no_group(story: Story) -> None:
@@ -302,7 +302,9 @@ def test_a_name_that_another_host_takes_accuses_no_group(story: Story) -> None:
     for pid in (1, 2, 3):
         at = msgspec.structs.replace(hello("w0", pid=pid), host=f"node-{pid}")
         assert not only(story.says("w0", at), GroupFailed)
-    assert [death.is_certain for death in story.ledger.book.groups[group(1)].deaths] == [False] * 2
+    assert [death.is_certain for death in story.group_scheduler.table.groups[group(1)].deaths] == [
+        False
+    ] * 2
     story.says("launch", WorkerExited("w0", 1, "killed by signal 9"))
     [failed] = only(story.says("launch", WorkerExited("w0", 2, "out of memory")), GroupFailed)
     assert failed.reason.endswith("(w0: killed by signal 9; w0: out of memory)")
@@ -315,9 +317,9 @@ def test_a_stalled_worker_is_given_up_only_past_its_own_longer_limit(story: Stor
         assert not only(story.says("w0", beat("w0", 4, lag_s=lag_s)), RunGroup)
     [run] = only(story.says("w0", beat("w0", 4, lag_s=61.0)), RunGroup, "w1")
     assert run.attempt == 2
-    worker = story.ledger.crew.workers.get("w0")
+    worker = story.group_scheduler.membership.workers.get("w0")
     assert worker is not None
-    assert worker.state is WorkerState.STALLED
+    assert worker.state is WorkerHealth.STALLED
 
 
 def test_a_stalled_worker_gets_nothing_until_its_loop_is_free(story: Story) -> None:
@@ -334,8 +336,8 @@ def test_a_freed_loop_keeps_what_nobody_else_began(story: Story) -> None:
     assert story.state(1) is GroupState.QUEUED
     story.says("w0", beat("w0", 4))
     assert (story.state(1), story.holder(1)) == (GroupState.RUNNING, "w0")
-    assert story.ledger.book.groups[group(1)].attempt == 1
-    assert story.ledger.book.groups[group(1)].deaths == ()
+    assert story.group_scheduler.table.groups[group(1)].attempt == 1
+    assert story.group_scheduler.table.groups[group(1)].deaths == ()
 
 
 def test_a_stalled_worker_that_speaks_of_a_group_lives(story: Story) -> None:
@@ -343,9 +345,9 @@ def test_a_stalled_worker_that_speaks_of_a_group_lives(story: Story) -> None:
     story.says("w0", beat("w0", 4, lag_s=61.0))
     story.says("w0", GroupStarted(group(1), 1))
     assert story.holder(1) == "w0"
-    worker = story.ledger.crew.workers.get("w0")
+    worker = story.group_scheduler.membership.workers.get("w0")
     assert worker is not None
-    assert worker.state is WorkerState.LIVE
+    assert worker.state is WorkerHealth.LIVE
 
 
 def test_a_drained_worker_finishes_and_gets_nothing_new(story: Story) -> None:
@@ -362,7 +364,7 @@ def test_a_drain_is_said_again_until_a_beat_shows_it(story: Story) -> None:
     story.worker("w0")
     story.says("cli", AskDrain(7, "w0", ""))
     assert only(story.passes(5, "w0"), DrainWorker)
-    worker = story.ledger.crew.workers.get("w0")
+    worker = story.group_scheduler.membership.workers.get("w0")
     assert worker is not None
     story.says("w0", msgspec.structs.replace(beat("w0"), state="draining"))
     assert not only([s for _ in range(10) for s in silent(story)], DrainWorker)
@@ -372,7 +374,7 @@ def silent(story: Story) -> list[Send]:
     """Half a second in which the draining worker beats."""
     story.now_s += 0.5
     sends = story.says("w0", msgspec.structs.replace(beat("w0"), state="draining"))
-    return sends + story.ledger.step(Ticked(), story.now_s)
+    return sends + story.group_scheduler.step(Ticked(), story.now_s)
 
 
 def test_a_drain_of_nobody_names_who_is_there(story: Story) -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.deadlines import Deadlines, left_s
+from rollmesh.serve.router.group_table import Deadlines, left_s
 from rollmesh.serve.router.groups import Group
 from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, RunGroup
 from tests.unit.serve.router.story import Story, ask, group, only

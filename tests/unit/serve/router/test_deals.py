@@ -3,9 +3,8 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.deals import GIVE_UP_BEATS, TELL_UNBEGUN
+from rollmesh.serve.router.assignments import GIVE_UP_BEATS, SUSPECT_WAIT_BEATS, TELL_UNBEGUN
 from rollmesh.serve.router.groups import MAX_CUTS, MAX_UNBEGUN
-from rollmesh.serve.router.suspects import SUSPECT_WAIT_BEATS
 from rollmesh.serve.router.workers import SPARE_RANKS
 from rollmesh.wire.header import Message
 from rollmesh.wire.machine import Send, Ticked
@@ -136,7 +135,7 @@ def test_nothing_is_repeated_to_the_deaf(story: Story) -> None:
     for _ in range(6):
         story.now_s += 0.5
         story.says("w0", beat("w0", lag_s=3.0))
-        assert not only(story.ledger.step(Ticked(), story.now_s), RunGroup)
+        assert not only(story.group_scheduler.step(Ticked(), story.now_s), RunGroup)
     assert only(story.passes(2, "w0", "c"), RunGroup)
 
 
@@ -145,13 +144,13 @@ def test_many_workers_share_evenly_and_the_order_keeps_nothing_of_the_past(story
     for name in names:
         story.worker(name)
     settings = msgspec.structs.replace(SETTINGS, max_queued_groups=1000)
-    story.ledger.settings = settings
+    story.group_scheduler.settings = settings
     for seq in range(400):
         story.asks(ask(seq, n=1))
         story.says(story.holder(seq), GroupDelivered(group(seq), 1))
-    workers = [story.ledger.crew.workers.get(name) for name in names]
+    workers = [story.group_scheduler.membership.workers.get(name) for name in names]
     assert {worker.num_assigned for worker in workers if worker} == {20}
-    orders = story.ledger.crew.workers._orders  # noqa: SLF001 - what is kept is the promise
+    orders = story.group_scheduler.membership.workers._orders  # noqa: SLF001 - what is kept is the promise
     assert sum(map(len, orders["guess"])) <= SPARE_RANKS + 3 * len(names)
 
 
@@ -232,7 +231,7 @@ def test_a_returned_group_runs_elsewhere_and_the_attempt_does_not_count(story: S
     story.asks(ask(1))
     [run] = only(story.says("w0", GroupReturned(group(1), 1, "draining")), RunGroup, "w1")
     assert run.attempt == 2
-    assert story.ledger.book.groups[group(1)].tries == 1
+    assert story.group_scheduler.table.groups[group(1)].tries == 1
 
 
 def test_a_returned_group_is_not_thrown_back_at_once(story: Story) -> None:
@@ -261,10 +260,10 @@ def test_attempts_that_never_began_do_not_count_when_another_task_holds_the_loop
     sends = story.passes(3 * SETTINGS.max_attempts * GIVE_UP_BEATS, "w0", "c")
     assert not only(sends, GroupFailed)
     assert len(only(sends, GroupMoved)) > 2 * SETTINGS.max_attempts
-    attempt = story.ledger.book.groups[group(1)].attempt
+    attempt = story.group_scheduler.table.groups[group(1)].attempt
     story.says("w0", GroupStarted(group(1), attempt))
     assert story.state(1) is GroupState.RUNNING
-    assert story.ledger.book.groups[group(1)].tries == 1
+    assert story.group_scheduler.table.groups[group(1)].tries == 1
 
 
 def test_worker_whose_loop_turns_again_has_what_it_did_not_begin_as_before(story: Story) -> None:
@@ -282,7 +281,7 @@ def test_attempts_that_workers_lose_before_they_begin_do_not_count(story: Story)
         [run] = only(story.worker(f"w{number}"), RunGroup)
         assert run.attempt == number
         story.says(f"w{number}", beat(f"w{number}", lag_s=STALL_S))
-        assert story.ledger.book.groups[group(1)].tries == 0
+        assert story.group_scheduler.table.groups[group(1)].tries == 0
         story.now_s += SUSPECT_WAIT_BEATS  # it waits so long for a worker of its own
 
 
@@ -290,10 +289,10 @@ def test_an_attempt_that_had_begun_after_all_counts_again(story: Story) -> None:
     story.worker("w0")
     story.asks(ask(1))
     story.says("w0", beat("w0", lag_s=STALL_S))
-    assert story.ledger.book.groups[group(1)].tries == 0
+    assert story.group_scheduler.table.groups[group(1)].tries == 0
     story.says("w0", GroupStarted(group(1), 1))
     assert story.state(1) is GroupState.RUNNING
-    assert story.ledger.book.groups[group(1)].tries == 1
+    assert story.group_scheduler.table.groups[group(1)].tries == 1
 
 
 def test_a_group_that_never_begins_is_reported_to_its_client_and_ends_in_the_end(
@@ -310,16 +309,20 @@ def test_a_group_that_never_begins_is_reported_to_its_client_and_ends_in_the_end
     times = MAX_UNBEGUN + 1
     given = f"given to workers {times} times without beginning"
     assert failed.reason == f"attempts_exhausted: {given}; {why}"
-    assert story.ledger.book.num["unbegun"] == times
+    assert story.group_scheduler.table.num["unbegun"] == times
 
 
 def test_attempts_that_a_worker_in_peace_cut_short_do_not_count(story: Story) -> None:
     story.asks(ask(1))
-    for life in range(1, 6):
-        story.worker("w0", pid=life)
-        story.says("w0", GroupStarted(group(1), life))
+    for incarnation in range(1, 6):
+        story.worker("w0", pid=incarnation)
+        story.says("w0", GroupStarted(group(1), incarnation))
         [moved] = only(story.says("w0", WorkerLeft("w0", "stopped: an update")), GroupMoved)
-        assert (moved.state, moved.attempt, moved.excused) == (GroupState.QUEUED, life, life)
+        assert (moved.state, moved.attempt, moved.excused) == (
+            GroupState.QUEUED,
+            incarnation,
+            incarnation,
+        )
     [run] = only(story.worker("w0", pid=6), RunGroup)
     assert run.attempt == 6, "sinks and workers tell attempts by their numbers, which only rise"
 
@@ -327,10 +330,10 @@ def test_attempts_that_a_worker_in_peace_cut_short_do_not_count(story: Story) ->
 def test_a_task_that_makes_its_workers_leave_in_peace_ends_all_the_same(story: Story) -> None:
     story.asks(ask(1))
     failed: list[GroupFailed] = []
-    for life in range(1, MAX_CUTS + SETTINGS.max_attempts + 1):
+    for incarnation in range(1, MAX_CUTS + SETTINGS.max_attempts + 1):
         assert not failed
-        story.worker("w0", pid=life)
-        story.says("w0", GroupStarted(group(1), life))
+        story.worker("w0", pid=incarnation)
+        story.says("w0", GroupStarted(group(1), incarnation))
         failed = only(story.says("w0", WorkerLeft("w0", "stopped: by its task")), GroupFailed)
     [last] = failed
     assert last.reason == "attempts_exhausted: 3 have begun; w0 left: stopped: by its task"
@@ -338,8 +341,8 @@ def test_a_task_that_makes_its_workers_leave_in_peace_ends_all_the_same(story: S
 
 def test_a_failed_group_stays_so_whatever_number_its_attempts_had(story: Story) -> None:
     story.asks(ask(1))
-    for life in range(1, 6):
-        story.worker("w0", pid=life)
+    for incarnation in range(1, 6):
+        story.worker("w0", pid=incarnation)
         story.says("w0", WorkerLeft("w0", "stopped: an update"))
     story.worker("w0", pid=6)
     story.says("c", CancelGroup(group(1), "enough"))
@@ -364,4 +367,4 @@ def test_a_failed_group_stays_so_whatever_number_its_attempts_had(story: Story) 
 def test_a_message_about_nothing_known_changes_nothing(story: Story, message: Message) -> None:
     story.says("stranger", message)
     assert story.is_empty()
-    assert len(story.ledger.crew.workers) == 0
+    assert len(story.group_scheduler.membership.workers) == 0

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.groups import TRANSITIONS, FairQueue, Group
+from rollmesh.serve.router.groups import TRANSITIONS, Group, GroupQueue
 from rollmesh.wire.messages import GroupState
 
 
@@ -13,7 +13,7 @@ def waiting(seq: int, client: str = "c", env: str = "guess", priority: int = 0) 
     return Group(GroupId("r1", seq), env, 4, "tcp://sink", client, priority, b"12345")
 
 
-def drained(queue: FairQueue, env: str = "guess", **weights: int) -> list[int]:
+def drained(queue: GroupQueue, env: str = "guess", **weights: int) -> list[int]:
     order = []
     while group := queue.head(env):
         queue.take(group, weights.get(group.client_id, 1))
@@ -22,21 +22,21 @@ def drained(queue: FairQueue, env: str = "guess", **weights: int) -> list[int]:
 
 
 def test_a_client_is_served_in_its_order() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     for seq in (3, 1, 2):
         queue.push(waiting(seq))
     assert drained(queue) == [3, 1, 2]
 
 
 def test_what_comes_back_goes_first() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     queue.push(waiting(1))
     queue.push(waiting(2), first=True)
     assert drained(queue) == [2, 1]
 
 
 def test_a_client_with_little_waits_for_one_turn_of_each_other() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     for seq in range(4):
         queue.push(waiting(seq, "greedy"))
     for seq in (10, 11):
@@ -46,7 +46,7 @@ def test_a_client_with_little_waits_for_one_turn_of_each_other() -> None:
 
 
 def test_a_client_has_as_many_turns_in_a_row_as_its_weight() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     for seq in range(7):
         queue.push(waiting(seq, "heavy"))
     for seq in range(10, 13):
@@ -55,7 +55,7 @@ def test_a_client_has_as_many_turns_in_a_row_as_its_weight() -> None:
 
 
 def test_a_higher_priority_goes_before_all_turns() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     queue.push(waiting(1, "a"))
     queue.push(waiting(2, "b", priority=1))
     queue.push(waiting(3, "a", priority=-1))
@@ -63,7 +63,7 @@ def test_a_higher_priority_goes_before_all_turns() -> None:
 
 
 def test_groups_of_ever_so_many_priorities_go_in_their_order() -> None:
-    queue, rng = FairQueue(), random.Random(3)
+    queue, rng = GroupQueue(), random.Random(3)
     groups = [waiting(seq, priority=rng.randrange(-200, 200)) for seq in range(500)]
     for each in groups:
         queue.push(each)
@@ -77,7 +77,7 @@ def test_groups_of_ever_so_many_priorities_go_in_their_order() -> None:
 
 
 def test_the_first_of_each_client_is_known() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     for seq, client in enumerate(("a", "a", "b", "b")):
         queue.push(waiting(seq, client))
     queue.push(waiting(9, "c", env="echo"))
@@ -87,7 +87,7 @@ def test_the_first_of_each_client_is_known() -> None:
 
 
 def test_environments_do_not_wait_for_each_other() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     queue.push(waiting(1, env="echo"))
     queue.push(waiting(2))
     assert drained(queue) == [2]
@@ -95,7 +95,7 @@ def test_environments_do_not_wait_for_each_other() -> None:
 
 
 def test_a_group_may_leave_from_the_middle() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     groups = [waiting(seq) for seq in range(3)]
     for group in groups:
         queue.push(group)
@@ -105,7 +105,7 @@ def test_a_group_may_leave_from_the_middle() -> None:
 
 
 def test_the_length_follows_and_nothing_is_kept() -> None:
-    queue = FairQueue()
+    queue = GroupQueue()
     groups = [waiting(seq, f"c{seq}", f"env{seq}", seq) for seq in range(5)]
     for group in groups:
         queue.push(group)

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from rollmesh.serve.router.loads import LATE_S, MAX_LOAD_S
+from rollmesh.serve.router.blocked_reasons import LATE_S, MAX_LOAD_S
 from rollmesh.serve.router.status import status_of
 from rollmesh.wire.fleet import FleetChanged
 from rollmesh.wire.messages import (
@@ -84,14 +84,17 @@ def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(story
 
 def test_a_load_without_end_ends(story: Story) -> None:
     story.says("w0", msgspec.structs.replace(loading("w0"), loads_for_s=math.inf))
-    assert story.ledger.loads.take_overdue(MAX_LOAD_S) == []
-    assert story.ledger.loads.take_overdue(MAX_LOAD_S + LATE_S) == ["guess"]
-    assert story.ledger.loads.now() == []
+    assert story.group_scheduler.env_loads.take_overdue(MAX_LOAD_S) == []
+    assert story.group_scheduler.env_loads.take_overdue(MAX_LOAD_S + LATE_S) == ["guess"]
+    assert story.group_scheduler.env_loads.now() == []
 
 
 def test_a_worker_that_loads_is_shown(story: Story) -> None:
     def states() -> list[str]:
-        return [row.state for row in status_of("i", story.ledger, FleetChanged(1, ()), {}).workers]
+        return [
+            row.state
+            for row in status_of("i", story.group_scheduler, FleetChanged(1, ()), {}).workers
+        ]
 
     story.says("w0", loading("w0"))
     assert states() == ["loading"]

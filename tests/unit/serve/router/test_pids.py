@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from rollmesh.serve.router.pids import CAUSE, LocalPids
+from rollmesh.serve.router.process import CAUSE, LocalPids
 from rollmesh.wire.messages import WorkerExited, WorkerHello
 
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.relief import SUCCESSOR_S
+from rollmesh.serve.router.membership import SUCCESSOR_S
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import RELIEVED, DrainWorker, WorkerLeft
 from tests.unit.serve.router.story import Story, beat, only
@@ -70,6 +70,8 @@ def test_of_many_a_quarter_leaves_at_a_time(story: Story) -> None:
 
 def test_a_worker_of_another_environment_cannot_stand_in(story: Story) -> None:
     fleet = Fleet(story, 2)
-    other = msgspec.structs.replace(fleet.story.ledger.crew.workers.get("w1").hello, env="other")  # type: ignore[union-attr]
+    worker = fleet.story.group_scheduler.membership.workers.get("w1")
+    assert worker
+    other = msgspec.structs.replace(worker.hello, env="other")
     story.says("w1", msgspec.structs.replace(other, pid=7, started_s=7.0))
     assert fleet.pass_by(1) == ["w0", "w1"]

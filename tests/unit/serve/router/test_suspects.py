@@ -3,16 +3,15 @@
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.groups import Group
-from rollmesh.serve.router.lives import Life
-from rollmesh.serve.router.suspects import (
+from rollmesh.serve.router.assignments import (
     SUSPECT_WAIT_BEATS,
-    absolve,
-    blame,
-    confirm,
-    verdict,
+    confirm_death,
+    quarantine_reason,
+    record_death,
+    withdraw_death,
 )
-from rollmesh.serve.router.workers import Worker
+from rollmesh.serve.router.groups import Group, Incarnation
+from rollmesh.serve.router.workers import WorkerEntry
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     GroupDelivered,
@@ -49,28 +48,30 @@ def exits(story: Story, name: str, pid: int, cause: str = KILLED) -> list[Send]:
 
 def test_one_death_makes_a_suspect_and_two_a_culprit(suspect: Group) -> None:
     for name, pid in (("w0", 1), ("w1", 5)):
-        assert verdict(suspect) == ""
-        blame(suspect, Worker(hello(name, pid=pid), b"", 0.0), KILLED, 9.0, is_certain=True)
-    assert verdict(suspect) == (
+        assert quarantine_reason(suspect) == ""
+        record_death(
+            suspect, WorkerEntry(hello(name, pid=pid), b"", 0.0), KILLED, 9.0, is_certain=True
+        )
+    assert quarantine_reason(suspect) == (
         "quarantined: 2 workers ended under it (w0: killed by signal 9; w1: killed by signal 9)"
     )
 
 
 def test_one_end_counts_once_however_often_it_is_told(suspect: Group) -> None:
-    worker = Worker(hello("w0"), b"", 0.0)
-    blame(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
-    blame(suspect, worker, "its process was replaced", 4.0, is_certain=True)
-    confirm(suspect, Life("w0", 1), "out of memory")
+    worker = WorkerEntry(hello("w0"), b"", 0.0)
+    record_death(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
+    record_death(suspect, worker, "its process was replaced", 4.0, is_certain=True)
+    confirm_death(suspect, Incarnation("w0", 1), "out of memory")
     [death] = suspect.deaths
     assert (death.cause, death.is_certain) == ("out of memory", True)
 
 
 def test_who_speaks_again_was_not_killed(suspect: Group) -> None:
-    worker = Worker(hello("w0"), b"", 0.0)
-    blame(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
-    assert absolve(suspect, worker.life)
+    worker = WorkerEntry(hello("w0"), b"", 0.0)
+    record_death(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
+    assert withdraw_death(suspect, worker.incarnation)
     assert suspect.deaths == ()
-    assert not absolve(suspect, worker.life)
+    assert not withdraw_death(suspect, worker.incarnation)
 
 
 def test_a_suspect_is_not_given_to_the_worker_that_just_left(story: Story) -> None:
@@ -163,12 +164,12 @@ def test_suspects_are_kept_apart_and_the_innocent_are_spared(story: Story) -> No
     for _ in range(4):
         for run in starts(story, sends):
             holder = story.holder(run.group_id.seq)
-            worker = story.ledger.crew.workers.get(holder)
+            worker = story.group_scheduler.membership.workers.get(holder)
             assert worker is not None
             assert len(worker.groups) == 1, "each suspect has a worker of its own"
         sends = []
         for name in list(pids):
-            worker = story.ledger.crew.workers.get(name)
+            worker = story.group_scheduler.membership.workers.get(name)
             assert worker is not None
             for group_id in list(worker.groups):
                 if group_id == poison:

@@ -1,27 +1,27 @@
 """One line says what became of the work that an earlier router had."""
 
-from rollmesh.serve.router.takeover import Fate, Takeover
+from rollmesh.serve.router.group_table import Takeover, TakeoverOutcome
 from rollmesh.wire.messages import GroupState, HeldGroup
 from tests.unit.serve.router.story import SETTLED_S, Story, ask, group, hello, running
 
-NONE = {f"num_{fate}": 0 for fate in Fate}
+NONE = {f"num_{fate}": 0 for fate in TakeoverOutcome}
 LONG_S = 9.0
 """Until all is found, and told."""
 
 
 def told(story: Story) -> dict[str, int] | None:
-    return story.ledger.book.takeover.tell(story.now_s)
+    return story.group_scheduler.table.takeover.tell(story.now_s)
 
 
 def test_a_line_is_due_when_nothing_more_was_found_for_a_while() -> None:
     takeover = Takeover(wait_s=3.0)
-    takeover.note(group(1), Fate.KEPT, 1.0)
-    takeover.note(group(2), Fate.AGAIN, 1.0)
-    takeover.note(group(2), Fate.KEPT, 2.0)
+    takeover.note(group(1), TakeoverOutcome.KEPT, 1.0)
+    takeover.note(group(2), TakeoverOutcome.AGAIN, 1.0)
+    takeover.note(group(2), TakeoverOutcome.KEPT, 2.0)
     assert takeover.tell(4.9) is None
     assert takeover.tell(5.0) == {**NONE, "num_kept": 2}
     assert takeover.tell(9.0) is None
-    takeover.note(group(3), Fate.AGAIN, 9.0)
+    takeover.note(group(3), TakeoverOutcome.AGAIN, 9.0)
     assert takeover.tell(12.0) == {**NONE, "num_run_again": 1}
 
 

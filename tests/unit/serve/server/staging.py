@@ -16,7 +16,7 @@ from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.interception.edge import Edge
-from rollmesh.serve.server.rollouts import Stage
+from rollmesh.serve.server.rollouts import WorkerContext
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
@@ -57,13 +57,15 @@ class ScriptedEnv(Env):
 
 def new_stage(
     folder: Path, env: Env, sampler: ScriptedSampler | None = None, **settings: float | str
-) -> Stage:
+) -> WorkerContext:
     """The stage of a worker; `settings` are those of WorkerConfig."""
     tokenizer = load_tokenizer(write_model_folder(folder))
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
     runtime = Runtime(sampler or ScriptedSampler(), prompts, max_context_tokens=100)
     config = WorkerConfig(**settings)  # type: ignore[arg-type]
-    return Stage(env, runtime, "http://edge/v1", "policy", config, FakeClock(), Calls(grace_s=0.01))
+    return WorkerContext(
+        env, runtime, "http://edge/v1", "policy", config, FakeClock(), Calls(grace_s=0.01)
+    )
 
 
 def speaking(folder: Path, text: str) -> ScriptedSampler:
@@ -73,12 +75,12 @@ def speaking(folder: Path, text: str) -> ScriptedSampler:
 
 
 @asynccontextmanager
-async def served(stage: Stage) -> AsyncIterator[tuple[Stage, Edge]]:
+async def served(context: WorkerContext) -> AsyncIterator[tuple[WorkerContext, Edge]]:
     """The stage with its sessions on a free port."""
-    edge = Edge(stage.runtime, InterceptionConfig(), "policy")
+    edge = Edge(context.runtime, InterceptionConfig(), "policy")
     base = await edge.start(listen("127.0.0.1:0"))
     try:
-        yield msgspec.structs.replace(stage, base_url=f"{base}/v1"), edge
+        yield msgspec.structs.replace(context, base_url=f"{base}/v1"), edge
     finally:
-        await stage.env.close()
+        await context.env.close()
         await edge.stop()

@@ -1,6 +1,6 @@
 """A worker's budget of bytes: full at the limit, light well below it, and never full for good."""
 
-from rollmesh.serve.server.budget import ROOM_SHARE, Budget, BudgetState
+from rollmesh.serve.server.worker_machine import ROOM_SHARE, Budget, BudgetState
 
 LIMIT = 1000
 ROOM = int(ROOM_SHARE * LIMIT)

@@ -7,14 +7,14 @@ import pytest
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
 from rollmesh.serve.interception.request import Request
-from rollmesh.serve.server.face import ROUTE, Face
+from rollmesh.serve.server.process import ROUTE, MetricsEndpoint
 from tests.unit.serve.interception.http_client import serving, status_of
 
 OPEN, ELSEWHERE = "127.0.0.1", "0.0.0.0"
 NOT_OURS = 299
 
 
-async def asked(face: Face, line: bytes, *headers: bytes) -> bytes:
+async def asked(face: MetricsEndpoint, line: bytes, *headers: bytes) -> bytes:
     async def handle(request: Request) -> None:
         if not await face.handle(request, request.path):
             request.answer(NOT_OURS, b"", b"")
@@ -24,11 +24,11 @@ async def asked(face: Face, line: bytes, *headers: bytes) -> bytes:
         return await place.ask(b"\r\n".join(head))
 
 
-def face_of(host: str) -> Face:
+def face_of(host: str) -> MetricsEndpoint:
     """Of an edge at `host`, where nothing listens."""
     with socket.socket() as bound:
         bound.bind((host, 0))
-        return Face(Exposition("worker"), bound)
+        return MetricsEndpoint(Exposition("worker"), bound)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ from rollmesh.core.errors import InfraError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.serve.server.duties import Begin
-from rollmesh.serve.server.groups import Payload, empty_payload, run_group
-from rollmesh.serve.server.slots import Slots
+from rollmesh.serve.server.groups import Payload, Slots, empty_payload, run_group
+from rollmesh.serve.server.worker_machine import Begin
 from rollmesh.wire.bodies import decode_record
 from tests.unit.serve.server.staging import ASK, ScriptedEnv, new_stage
 
@@ -29,9 +28,9 @@ async def run(
     deadline_s: float = 0.0,
     **settings: float | str,
 ) -> tuple[Payload, GroupRecord]:
-    stage = new_stage(folder, env, None, **settings)
+    context = new_stage(folder, env, None, **settings)
     begin = Begin(GROUP, 3, b"", deadline_s)
-    payload = await run_group(stage, slots or Slots(2), begin, ASK)
+    payload = await run_group(context, slots or Slots(2), begin, ASK)
     return payload, decode_record(payload.body)
 
 

@@ -9,7 +9,7 @@ from rollmesh.serve.server.outbox import (
     Outbox,
     OutboxSettings,
     Packed,
-    ParcelState,
+    PendingState,
     Unwanted,
 )
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -48,7 +48,7 @@ def ack(outbox: Outbox, seq: int, now_s: float = 0.0, sink: str = SINK) -> list[
 def test_parcel_goes_to_its_sink_at_once() -> None:
     outbox = new_outbox()
     assert pack(outbox, 1) == [Send(b"tcp://sink", finished(1))]
-    assert outbox.parcels[group(1)].state is ParcelState.SENT
+    assert outbox.results[group(1)].state is PendingState.SENT
     assert outbox.unacked_bytes == 100
 
 
@@ -56,7 +56,7 @@ def test_acked_parcel_is_reported_and_forgotten() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     assert ack(outbox, 1) == [Send(ROUTER, GroupDelivered(group(1), 1)), Forget(group(1))]
-    assert not outbox.parcels
+    assert not outbox.results
     assert outbox.unacked_bytes == 0
     assert ack(outbox, 1) == []
 
@@ -91,7 +91,7 @@ def test_new_sink_gets_one_more_for_each_that_it_acks() -> None:
     for seq in range(50):
         pack(outbox, seq)
     [probe] = sent_in(outbox, 1, 2)
-    while outbox.parcels:
+    while outbox.results:
         assert isinstance(probe.message, GroupFinished)
         actions = ack(outbox, probe.message.group_id.seq, 2.0)
         for action in actions:
@@ -108,7 +108,7 @@ def test_sink_that_is_merely_slow_gets_no_parcel_more_than_twice() -> None:
     for seq in range(50):
         ack(outbox, seq, 3.0 + seq / 10)
         outbox.step(Ticked(), 3.0 + seq / 10)
-    assert not outbox.parcels
+    assert not outbox.results
     assert outbox.num_resent <= 50
 
 
@@ -122,7 +122,7 @@ def test_ack_of_a_later_parcel_brings_the_lost_earlier_ones_at_once() -> None:
         finished(1),
         finished(2),
     ]
-    assert outbox.parcels[group(4)].sent_as == 4
+    assert outbox.results[group(4)].sent_as == 4
 
 
 def test_late_ack_of_a_parcel_on_its_second_way_ends_it() -> None:
@@ -163,7 +163,7 @@ def test_what_waits_for_one_sink_is_not_stuck_for_another_that_is_away() -> None
     assert not outbox.is_stuck(10.0)
     assert outbox.is_stuck(15.0)
     assert outbox.give_back() == [Forget(group(1)), Forget(group(2))]
-    assert (outbox.parcels, outbox.unacked_bytes) == ({}, 0)
+    assert (outbox.results, outbox.unacked_bytes) == ({}, 0)
 
 
 def test_unwanted_parcel_is_forgotten() -> None:

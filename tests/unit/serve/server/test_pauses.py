@@ -1,7 +1,7 @@
 """Time in which nobody can be served: while all engines sleep, and no longer."""
 
 from rollmesh.engine.view import FleetView
-from rollmesh.serve.server.pauses import FleetPauses
+from rollmesh.serve.server.process import FleetPauses
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 

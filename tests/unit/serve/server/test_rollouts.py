@@ -14,10 +14,10 @@ from rollmesh.core.errors import AgentFailed, InfraError, SessionError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import ErrorPlace, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Transcript
-from rollmesh.runtime.patience import GenerationSettings
+from rollmesh.runtime.chat import Turn
+from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.session import SessionState
-from rollmesh.runtime.turns import Turn
-from rollmesh.serve.server.rollouts import Played, Stage, check_score, one_line, play
+from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext, check_score, one_line, play
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.serve.server.staging import ASK, ScriptedEnv, Step, new_stage
 
@@ -25,8 +25,8 @@ ROLLOUT = RolloutId(GroupId("r1", 3), 2)
 GOOD = Transcript()
 
 
-async def play_on(stage: Stage) -> Played:
-    return await play(stage, ROLLOUT, ASK)
+async def play_on(context: WorkerContext) -> RolloutResult:
+    return await play(context, ROLLOUT, ASK)
 
 
 async def test_completed_rollout_has_its_score(tmp_path: Path) -> None:
@@ -95,19 +95,19 @@ async def test_first_call_waits_for_the_policy_version_of_the_ask(tmp_path: Path
     sampler = ScriptedSampler()
 
     async def begin(agent: Endpoint) -> Transcript:
-        session = stage.runtime.find(agent.api_key)
+        session = context.runtime.find(agent.api_key)
         await session.attach(Turn(messages=[b'{"role":"user","content":"hi"}']))
         return GOOD
 
-    stage = new_stage(tmp_path, ScriptedEnv(begin), sampler)
-    await play(stage, ROLLOUT, msgspec.structs.replace(ASK, min_policy_version=3))
+    context = new_stage(tmp_path, ScriptedEnv(begin), sampler)
+    await play(context, ROLLOUT, msgspec.structs.replace(ASK, min_policy_version=3))
     assert [request.min_policy_version for request in sampler.requests] == [3]
 
 
 async def test_infrastructures_fault_is_run_again_in_a_fresh_session(tmp_path: Path) -> None:
     env = ScriptedEnv(InfraError("engine gone"), GOOD)
-    stage = new_stage(tmp_path, env)
-    played = await play_on(stage)
+    context = new_stage(tmp_path, env)
+    played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.COMPLETED, 1.0)
     first, second = env.agents
     assert first.api_key != second.api_key
@@ -128,7 +128,7 @@ async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
     sampler = ScriptedSampler(settings=GenerationSettings(max_fruitless_legs=0))
 
     async def swallow(agent: Endpoint) -> Transcript:
-        session = stage.runtime.find(agent.api_key)
+        session = context.runtime.find(agent.api_key)
         turn = Turn(messages=[b'{"role":"user","content":"hi"}'])
         (reply,) = await session.attach(turn)
         reply.join()
@@ -140,17 +140,17 @@ async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
         return end
 
     env = ScriptedEnv(swallow)
-    stage = new_stage(tmp_path, env, sampler, num_infra_retries=1)
-    played = await play_on(stage)
+    context = new_stage(tmp_path, env, sampler, num_infra_retries=1)
+    played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert "no engine" in played.record.error
     assert played.record.place is None, "no line of the environment is at fault"
     assert len(env.agents) == 2
 
 
-async def spend(stage: Stage, agent: Endpoint) -> SessionError:
+async def spend(context: WorkerContext, agent: Endpoint) -> SessionError:
     """The session is over a limit; what the agent's next call is told."""
-    session = stage.runtime.find(agent.api_key)
+    session = context.runtime.find(agent.api_key)
     session.end_early("max_session_bytes = 7 is reached")
     with pytest.raises(SessionError) as caught:
         await session.attach(Turn(messages=[b'{"role":"user","content":"hi"}']))
@@ -162,12 +162,12 @@ async def test_agent_that_crashes_on_the_end_of_its_session_is_truncated(
     tmp_path: Path, crash: type[Exception]
 ) -> None:
     async def run(agent: Endpoint) -> Transcript:
-        refusal = await spend(stage, agent)
+        refusal = await spend(context, agent)
         raise refusal if crash is SessionError else crash("no more")
 
     env = ScriptedEnv(run)
-    stage = new_stage(tmp_path, env, num_infra_retries=1)
-    played = await play_on(stage)
+    context = new_stage(tmp_path, env, num_infra_retries=1)
+    played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, None)
     assert played.record.error == "max_session_bytes = 7 is reached"
     assert len(env.agents) == 1
@@ -177,13 +177,13 @@ async def test_agent_that_ends_well_after_the_end_of_its_session_is_truncated_an
     tmp_path: Path,
 ) -> None:
     async def run(agent: Endpoint) -> Transcript:
-        refusal = await spend(stage, agent)
+        refusal = await spend(context, agent)
         assert (refusal.status, refusal.code) == (400, "session_over_limit")
         return GOOD
 
     env = ScriptedEnv(run, reward=3)
-    stage = new_stage(tmp_path, env)
-    played = await play_on(stage)
+    context = new_stage(tmp_path, env)
+    played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, 3.0)
     assert played.record.error == "max_session_bytes = 7 is reached"
 
@@ -283,16 +283,16 @@ async def test_a_reward_of_none_names_the_environment_and_its_method(tmp_path: P
 
 async def test_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> None:
     env = ScriptedEnv(InfraError("gone"), GOOD)
-    stage = new_stage(tmp_path, env)
-    await play_on(stage)
+    context = new_stage(tmp_path, env)
+    await play_on(context)
     for agent in env.agents:
         with pytest.raises(SessionError) as caught:
-            stage.runtime.find(agent.api_key)
+            context.runtime.find(agent.api_key)
         assert caught.value.status == 410
-    assert stage.runtime.resolve_trajectory(ROLLOUT).state is SessionState.SEALED
-    stage.runtime.cleanup_group(ROLLOUT.group_id)
+    assert context.runtime.resolve_trajectory(ROLLOUT).state is SessionState.SEALED
+    context.runtime.cleanup_group(ROLLOUT.group_id)
     with pytest.raises(SessionError) as caught:
-        stage.runtime.find(env.agents[0].api_key)
+        context.runtime.find(env.agents[0].api_key)
     assert caught.value.status == 401
 
 
@@ -307,20 +307,20 @@ async def test_cancelled_rollout_seals_its_session_before_its_code_has_ended(
         try:
             await hang(agent)
         finally:
-            seen.append(stage.runtime.find(agent.api_key).state)
+            seen.append(context.runtime.find(agent.api_key).state)
             told.set()
         return GOOD
 
     env = ScriptedEnv(linger)
-    stage = new_stage(tmp_path, env)
-    task = asyncio.ensure_future(play_on(stage))
+    context = new_stage(tmp_path, env)
+    task = asyncio.ensure_future(play_on(context))
     await started.wait()
     task.cancel()
     await told.wait()
     assert seen == [SessionState.SEALED]
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert stage.runtime.resolve_trajectory(ROLLOUT).record().nodes == []
+    assert context.runtime.resolve_trajectory(ROLLOUT).record().nodes == []
 
 
 def test_errors_are_one_bounded_line() -> None:

@@ -14,9 +14,8 @@ from rollmesh.core.types import GroupRecord, Score, Task
 from rollmesh.envs.chat import ChatClient, ChatReply, Message
 from rollmesh.envs.env import Endpoint, Sibling, Transcript
 from rollmesh.serve.client.samples import Cut, cut
-from rollmesh.serve.server.duties import Begin
-from rollmesh.serve.server.groups import Payload, run_group
-from rollmesh.serve.server.slots import Slots
+from rollmesh.serve.server.groups import Payload, Slots, run_group
+from rollmesh.serve.server.worker_machine import Begin
 from rollmesh.wire.bodies import decode_record
 from tests.unit.serve.server.staging import ASK, ScriptedEnv, new_stage, served, speaking
 
@@ -58,11 +57,11 @@ async def go_on(env: Asking, sibling: Sibling) -> ChatReply:
 async def run(
     folder: Path, env: Asking, begin: Begin = BEGIN, **settings: float
 ) -> tuple[Payload, GroupRecord]:
-    stage = new_stage(folder, env, speaking(folder, "4"), **settings)
-    async with served(stage) as (stage, edge):
-        payload = await run_group(stage, Slots(2), begin, ASK)
-        assert stage.runtime.entries() == NONE
-        assert len(edge.intercepts) == sum(stage.runtime.held().values()) == 0
+    context = new_stage(folder, env, speaking(folder, "4"), **settings)
+    async with served(context) as (context, edge):
+        payload = await run_group(context, Slots(2), begin, ASK)
+        assert context.runtime.entries() == NONE
+        assert len(edge.intercepts) == sum(context.runtime.held().values()) == 0
     return payload, decode_record(payload.body)
 
 
@@ -135,11 +134,11 @@ async def test_keys_of_children_are_over_when_the_group_is_scored(
         early.append(getattr(sibling, which))
 
     env = Asking(keep)
-    stage = new_stage(tmp_path, env, speaking(tmp_path, "4"))
-    async with served(stage) as (stage, _):
+    context = new_stage(tmp_path, env, speaking(tmp_path, "4"))
+    async with served(context) as (context, _):
         for seq in range(2):
             env.siblings = []
-            payload = await run_group(stage, Slots(2), Begin(GroupId("r1", seq), 1, b""), ASK)
+            payload = await run_group(context, Slots(2), Begin(GroupId("r1", seq), 1, b""), ASK)
             assert payload.complete, payload.body
     assert len(early) == 2
 
@@ -174,14 +173,14 @@ async def test_a_group_that_is_cancelled_while_it_is_scored_leaves_nothing(
         await asyncio.get_running_loop().create_future()
 
     env = Asking(stay)
-    stage = new_stage(tmp_path, env, speaking(tmp_path, "4"))
-    async with served(stage) as (stage, edge):
-        task = asyncio.create_task(run_group(stage, Slots(2), BEGIN, ASK))
+    context = new_stage(tmp_path, env, speaking(tmp_path, "4"))
+    async with served(context) as (context, edge):
+        task = asyncio.create_task(run_group(context, Slots(2), BEGIN, ASK))
         await asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert stage.runtime.entries() == NONE
+        assert context.runtime.entries() == NONE
         assert len(edge.intercepts) == 0
 
 
@@ -210,8 +209,8 @@ async def test_siblings_of_an_environment_that_scores_by_numbers_are_scored_by_t
             return [Score(score.reward + place) for place, score in enumerate(scores)]
 
     env: Any = Ranking(Transcript())
-    stage = new_stage(tmp_path, env)
-    record = decode_record((await run_group(stage, Slots(2), BEGIN, ASK)).body)
+    context = new_stage(tmp_path, env)
+    record = decode_record((await run_group(context, Slots(2), BEGIN, ASK)).body)
     assert [rollout.reward for rollout in record.rollouts] == [1.0, 2.0]
     # Who asks the default of the larger hook gets the same.
     siblings = [

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.serve.server.slots import Slots
+from rollmesh.serve.server.groups import Slots
 
 
 async def hold(slots: Slots, gate: asyncio.Event, order: list[int], number: int) -> None:

@@ -3,7 +3,8 @@
 import pytest
 
 from rollmesh.core.config import WorkerConfig
-from rollmesh.serve.server.wear import MAX_LEFT_BEHIND, Wear, is_urgent, worn_out
+from rollmesh.envs.spawning import ENDED
+from rollmesh.serve.server.worker import MAX_LEFT_BEHIND, Wear, is_urgent, worn_out
 
 LIMITED = WorkerConfig(max_rss_bytes=1000, recycle_rollouts=10)
 FRESH = Wear(rss_bytes=1000, num_rollouts=9, num_left_behind=MAX_LEFT_BEHIND - 1)
@@ -24,6 +25,7 @@ def test_worker_without_limits_stays_for_ever() -> None:
         (Wear(0, 10, 0), "10 rollouts, worker.recycle_rollouts = 10"),
         (Wear(0, 0, MAX_LEFT_BEHIND), "100 calls of its environment never ended"),
         (Wear(0, 0, 0, 0.9), "90% of the files that it may hold open are (ulimit -n)"),
+        (Wear(0, 0, 0, has_lost_spawner=True), ENDED),
     ],
 )
 def test_reason_names_the_limit_that_was_passed(wear: Wear, told: str) -> None:
@@ -41,3 +43,7 @@ def test_memory_far_past_its_limit_is_urgent(rss_bytes: int, urgent: bool) -> No
 @pytest.mark.parametrize(("share", "urgent"), [(0.9, False), (0.97, True), (1.0, True)])
 def test_worker_without_a_file_to_open_waits_for_nobody(share: float, urgent: bool) -> None:
     assert is_urgent(WorkerConfig(), Wear(0, 0, 0, share)) is urgent
+
+
+def test_worker_that_cannot_start_programs_waits_for_nobody() -> None:
+    assert is_urgent(WorkerConfig(), Wear(0, 0, 0, has_lost_spawner=True))

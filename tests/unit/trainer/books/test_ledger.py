@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace, Outcome
-from rollmesh.serve.client.entries import SeenRollout
+from rollmesh.serve.client.journal_entries import SeenRollout
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.bias import DropRow
 from rollmesh.trainer.books.ledger import DropLedger

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollmesh.core.ids import GroupId, RolloutId
-from rollmesh.serve.client.runs import SampledRun
+from rollmesh.serve.client.samples import SampledRun
 from rollmesh.trainer.policy import Policy
 from tests.unit.trainer.exact import SETTINGS, pair, two_groups
 

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import Sample, SampledRun
 from rollmesh.trainer.meter.exactness import (
     MAX_ORIGINS,
     ExactnessBook,

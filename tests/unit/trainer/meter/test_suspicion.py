@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.serve.client.runs import SampledRun
+from rollmesh.serve.client.samples import SampledRun
 from rollmesh.trainer.meter.exactness import Findings, RunGap, find
 from rollmesh.trainer.meter.suspicion import MEMORY_STEPS, MIN_SAMPLES, Suspicion
 from tests.unit.trainer.samples import new_sample

@@ -6,9 +6,15 @@ import pytest
 from rollmesh.core.config import StalePolicy
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Task
-from rollmesh.serve.client.arrivals import Filed
-from rollmesh.serve.client.entries import Again, GroupBooked, GroupParted, StepTaken, decode_entry
-from rollmesh.serve.client.history import History, OpenAsk
+from rollmesh.serve.client.arrivals import StoredResult
+from rollmesh.serve.client.journal import History, OpenAsk
+from rollmesh.serve.client.journal_entries import (
+    Again,
+    GroupBooked,
+    GroupParted,
+    StepTaken,
+    decode_entry,
+)
 from rollmesh.trainer.pacing.course import MAX_REQUEUES, Course
 from rollmesh.trainer.pacing.course_events import (
     UNKNOWN,
@@ -246,7 +252,9 @@ def earlier(**more: tuple[int, ...]) -> Recovery:
     """Steps 2 and 3 were taken after a savepoint of two, which knows of the groups 0 to 3."""
     told = History(
         steps=(StepTaken(2, (group(5), group(4)), 0), StepTaken(3, (group(6), group(7)), 0)),
-        results=tuple(Filed(group(seq), 1, "w", seq, 9) for seq in (4, 5, 6, 7, *more["ready"])),
+        results=tuple(
+            StoredResult(group(seq), 1, "w", seq, 9) for seq in (4, 5, 6, 7, *more["ready"])
+        ),
         drops=(GroupBooked(group(10), "deadline: over"),),
         open_asks=(
             OpenAsk(

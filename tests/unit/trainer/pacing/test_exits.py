@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
-from rollmesh.serve.client.entries import GroupBooked, SeenRollout
+from rollmesh.serve.client.journal_entries import GroupBooked, SeenRollout
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import rollout
 from rollmesh.testing.clock import FakeClock

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.serve.client.runs import SampledRun
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import Sample, SampledRun
 from rollmesh.trainer.pacing.masking import without_versions
 from tests.unit.trainer.pacing.pacer_stage import MANY, staged
 from tests.unit.trainer.samples import new_sample

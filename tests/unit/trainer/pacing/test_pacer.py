@@ -9,8 +9,8 @@ from rollmesh.core.errors import EnvError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Outcome, Task
 from rollmesh.serve.client.arrivals import Arrival
-from rollmesh.serve.client.entries import StateSaved
-from rollmesh.serve.client.history import History
+from rollmesh.serve.client.journal import History
+from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.pacing.versions import SPARE_VERSIONS

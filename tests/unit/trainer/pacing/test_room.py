@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.core.errors import StoreFull
-from rollmesh.serve.client.sample_memory import BYTES_PER_TOKEN, SampleArrays, lay_plainly
-from rollmesh.serve.client.samples import Sample
+from rollmesh.serve.client.samples import BYTES_PER_TOKEN, Sample, SampleArrays, lay_plainly
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.segment import Attached
 from rollmesh.tensors.store import OwnerStore, StoreSettings

@@ -8,9 +8,9 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Outcome, Task
-from rollmesh.serve.client.arrivals import Filed
-from rollmesh.serve.client.entries import GroupBooked, Published, StateSaved, StepTaken
-from rollmesh.serve.client.history import History, OpenAsk
+from rollmesh.serve.client.arrivals import StoredResult
+from rollmesh.serve.client.journal import History, OpenAsk
+from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateSaved, StepTaken
 from rollmesh.trainer.pacing.course import Course
 from rollmesh.trainer.pacing.course_events import Arrived, Came, Minted, Retake, StepDone, Turn
 from rollmesh.trainer.recovery.plan import plan_recovery
@@ -26,8 +26,8 @@ def group(seq: int, run_id: str = "r1") -> GroupId:
     return GroupId(run_id, seq)
 
 
-def filed(seq: int) -> Filed:
-    return Filed(group(seq), 1, "w1", 100 * seq, 10)
+def filed(seq: int) -> StoredResult:
+    return StoredResult(group(seq), 1, "w1", 100 * seq, 10)
 
 
 def open_ask(seq: int, *, asked_step: int = 0, is_eval: bool = False) -> OpenAsk:

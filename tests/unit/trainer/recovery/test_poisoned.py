@@ -5,8 +5,7 @@ import threading
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import UserError, kind_and_place
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.client.chronicle import Chronicle, Place
-from rollmesh.serve.client.entries import (
+from rollmesh.serve.client.journal_entries import (
     AnyEntry,
     GroupKept,
     StateSaved,
@@ -14,6 +13,7 @@ from rollmesh.serve.client.entries import (
     StepEnded,
     StepTaken,
 )
+from rollmesh.serve.client.journal_state import JournalPosition, JournalState
 from rollmesh.trainer.recovery.plan import MAX_ERRORS, MAX_KILLS, poison_in
 from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Killed, KilledHard, Life, Lives
 
@@ -126,10 +126,10 @@ def test_being_killed_after_a_redone_step_is_no_fault_of_the_step(begin: Lives) 
 
 def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:
     """What a journal with these entries tells of deaths in steps."""
-    chronicle = Chronicle()
+    chronicle = JournalState()
     group_id = GroupId("r", 0)
     for at, entry in enumerate((GroupKept(group_id, 1, "w"), StepTaken(0, (group_id,)), *entries)):
-        chronicle.replay(entry, Place(at, 0))
+        chronicle.replay(entry, JournalPosition(at, 0))
     return chronicle.deaths.by_step()
 
 

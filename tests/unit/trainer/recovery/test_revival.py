@@ -10,10 +10,10 @@ from rollmesh.core.config import Config, JournalConfig, RunConfig, StalePolicy, 
 from rollmesh.core.errors import EnvError, UserError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Outcome, Task
-from rollmesh.serve.client.arrivals import Dropped, Filed
+from rollmesh.serve.client.arrivals import Dropped, StoredResult
 from rollmesh.serve.client.client import RolloutClient
-from rollmesh.serve.client.entries import GroupBooked, Published, StateSaved, StepTaken
-from rollmesh.serve.client.history import History, OpenAsk
+from rollmesh.serve.client.journal import History, OpenAsk
+from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateSaved, StepTaken
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, read_recoveries
 from rollmesh.trainer.pacing import pacer
@@ -207,13 +207,13 @@ def earlier(seq: int) -> GroupId:
 
 def left(
     client: ScriptedClient, *seqs: int, outcomes: dict[int, Outcome] | None = None
-) -> tuple[Filed, ...]:
+) -> tuple[StoredResult, ...]:
     """Groups of an earlier life, whose results stand on its disk."""
     for seq in seqs:
         client.asked[earlier(seq)] = (Task(id=f"t{seq}"), 4)
         client.finish(earlier(seq), outcomes)
     client.filed |= {each.group_id.seq: each for each in client.take(0.0)}
-    return tuple(Filed(earlier(seq), 1, "worker-0", seq, 100) for seq in seqs)
+    return tuple(StoredResult(earlier(seq), 1, "worker-0", seq, 100) for seq in seqs)
 
 
 def open_ask(seq: int, asked_step: int = 0) -> OpenAsk:

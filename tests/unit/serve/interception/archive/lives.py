@@ -6,10 +6,11 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import ConfigError
 from rollmesh.core.types import Outcome, SamplingPolicy
+from rollmesh.runtime.chat import Turn
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.turns import Turn
 from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.archive.entries import FORMAT, Began
 from rollmesh.serve.interception.archive.recovery import Recovered, Recovery
@@ -40,7 +41,11 @@ class Life:
         self.runtime = runtime
         self.capture = TokenCapture(runtime, SamplingPolicy(), self.archive)
         self.book = SessionBook(self.capture, clock, RETENTION_S, archive=self.archive)
-        self.recovered: Recovered = Recovery(self.archive, self.capture, self.book).run(BEGAN)
+        try:
+            self.recovered: Recovered = Recovery(self.archive, self.capture, self.book).run(BEGAN)
+        except ConfigError:
+            self.archive.close_journal()
+            raise
 
     def open(self) -> Opened:
         return self.book.open(SessionWish(seed=7), b'{"task":1}')

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.types import Outcome
-from rollmesh.runtime.deeds import Untaken
-from rollmesh.runtime.doors import locks_of
+from rollmesh.runtime.session_deps import locks_of
+from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.archive.entries import (
     Finished,
@@ -49,7 +49,7 @@ class Crowd:
             self.archive.name(name, b"%d" % self.rng.randrange(6) * self.rng.choice([80, 300]))
         page = Page(name, self.archive.due)
         for call in range(self.rng.randrange(1, 12)):
-            page.put(Untaken(call, is_untaken=True))
+            page.put(DeliveryChanged(call, is_untaken=True))
         page.be_due()
         self.archive.due.write()
 

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.turns import ToolChoice
+from rollmesh.runtime.chat import ToolChoice
 from rollmesh.serve.interception.dialects.chat import ChatDialect
 from rollmesh.serve.interception.dialects.dialect import Asked
 from tests.unit.serve.interception.conftest import MakeDesk

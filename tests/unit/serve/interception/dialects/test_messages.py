@@ -8,8 +8,7 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.chat import ChatMessage
-from rollmesh.runtime.turns import ToolChoice, Turn
+from rollmesh.runtime.chat import ChatMessage, ToolChoice, Turn
 from rollmesh.serve.interception.dialects.dialect import Asked
 from rollmesh.serve.interception.dialects.message_units import read_unit
 from rollmesh.serve.interception.dialects.messages import MessagesDialect

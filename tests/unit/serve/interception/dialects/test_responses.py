@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.turns import Turn
+from rollmesh.runtime.chat import Turn
 from rollmesh.serve.interception.dialects.dialect import Asked
 from rollmesh.serve.interception.dialects.response_units import read_unit
 from rollmesh.serve.interception.dialects.responses import ResponsesDialect

@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig, JournalConfig
 from rollmesh.runtime import blobs
-from rollmesh.runtime.deeds import Untaken
+from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.relay.deeds import Called, decode
@@ -161,7 +161,7 @@ async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_writt
     records = [frames for _, frames in archive.journal.replay()]
     deeds = [deed for frames in records if len(frames) > 1 for deed in decode(frames[1])]
     assert isinstance(deeds[0], Called)
-    assert deeds[1:] == [Untaken(0, is_untaken=True), Untaken(0, is_untaken=False)]
+    assert deeds[1:] == [DeliveryChanged(0, is_untaken=True), DeliveryChanged(0, is_untaken=False)]
     archive.close_journal()
 
 

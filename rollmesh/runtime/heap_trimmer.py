@@ -1,0 +1,116 @@
+"""A thread that returns freed memory to the system (malloc_trim) and spills cold blobs.
+
+    QUIET --MIN_FREED_BYTES freed, or SOME_FREED_BYTES and then none for SETTLED_S-->
+    DUE --MIN_INTERVAL_S after the last trim--> trimmed --> QUIET
+
+A trim holds the arena's lock for milliseconds, so it never runs on the event loop. TrimPlan decides
+and is pure. If the heap cannot be trimmed, one warning says so, and blobs are still spilled.
+"""
+
+import threading
+from collections.abc import Iterator
+
+from rollmesh.core import heap
+from rollmesh.core.clock import Clock
+from rollmesh.core.heap import SOME_FREED_BYTES, Heap
+from rollmesh.core.logs import get_logger
+from rollmesh.core.metrics import Figure
+from rollmesh.runtime import blobs
+
+LOOK_S = 0.5
+MIN_FREED_BYTES = 32 * 2**20
+SETTLED_S = 2.0
+MIN_INTERVAL_S = 3.0
+
+log = get_logger()
+
+
+class TrimPlan:
+    """When to trim; told what was freed since the start."""
+
+    def __init__(self, freed_bytes: int = 0) -> None:
+        self._trimmed_s = float("-inf")
+        self._trimmed_bytes = freed_bytes
+        """Freed before the last trim, or before this began."""
+        self._seen_bytes = freed_bytes
+        self._moved_s = 0.0
+        """When something was freed last."""
+
+    def is_due(self, freed_bytes: int, now_s: float) -> bool:
+        """Whether a trim is worth its time now."""
+        if freed_bytes > self._seen_bytes:
+            self._seen_bytes, self._moved_s = freed_bytes, now_s
+        if now_s - self._trimmed_s < MIN_INTERVAL_S:
+            return False
+        freed = freed_bytes - self._trimmed_bytes
+        is_settled = now_s - self._moved_s >= SETTLED_S
+        return freed >= MIN_FREED_BYTES or (freed >= SOME_FREED_BYTES and is_settled)
+
+    def trimmed(self, freed_bytes: int, now_s: float) -> None:
+        """It was done, as of so many freed bytes."""
+        self._trimmed_bytes, self._trimmed_s = freed_bytes, now_s
+
+
+class HeapTrimmer:
+    """The thread, from `start` to `close`."""
+
+    def __init__(self, clock: Clock, own_heap: Heap | None = None) -> None:
+        self.num_trims = 0
+        self.last_trim_s = 0.0
+        self.worst_trim_s = 0.0
+        self.total_trim_s = 0.0
+        self._clock = clock
+        self._heap = own_heap or Heap()
+        self._plan = TrimPlan(_freed_bytes())
+        self._last_fault = ""
+        """Said once, since it may come with each turn."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+
+    def start(self) -> None:
+        """Keep memory from now on."""
+        if not self._heap.can_trim:
+            log.info("trim.off", why="malloc is not glibc's")
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def turn(self) -> None:
+        """Spill what is over, trim if it is due; the thread does this each LOOK_S."""
+        blobs.spill_over()
+        now_s, freed = self._clock.now_s(), _freed_bytes()
+        if not self._heap.can_trim or not self._plan.is_due(freed, now_s):
+            return
+        took_s = self._heap.trim() or 0.0
+        self._plan.trimmed(freed, self._clock.now_s())
+        self.num_trims += 1
+        self.last_trim_s = took_s
+        self.worst_trim_s = max(self.worst_trim_s, took_s)
+        self.total_trim_s += took_s
+
+    def figures(self) -> Iterator[Figure]:
+        """A source for the exposition."""
+        yield Figure("trim_on", self._heap.can_trim, "Whether freed memory is given back.")
+        yield Figure("trims_total", self.num_trims, "Times it was.")
+        yield Figure("trim_seconds_total", self.total_trim_s, "All trims together.")
+        yield Figure("trim_last_seconds", self.last_trim_s, "The last trim.")
+        yield Figure("trim_worst_seconds", self.worst_trim_s, "The longest trim.")
+        yield Figure("freed_bytes_total", _freed_bytes(), "Of bodies, sessions, results and blobs.")
+        yield Figure("spilled_bytes", blobs.spilled_bytes(), "Of blobs that are on disk.")
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            try:
+                self.turn()
+            except Exception as error:  # door: memory is kept on, whatever one turn met
+                if str(error) != self._last_fault:
+                    self._last_fault = str(error)
+                    log.exception("keeper.failed")
+
+
+def _freed_bytes() -> int:
+    return heap.freed_bytes() + blobs.freed_bytes()

@@ -1,0 +1,459 @@
+"""The trie of a session's messages, and how a request is looked up in it.
+
+    root --system--> . --user--> [context node] --assistant--> [sampled node] --tool--> [context]
+
+- A unit of a request is looked up by its bytes (BLAKE2b), and only if these are new it is parsed
+  and looked up by meaning. A lookup changes nothing; history.py stores the aliases that it found.
+- A request that ends with the model's own answer gets a node without a message behind the answer's.
+- A prefix of an array that was sent before is found by its hash, and not parsed again. Units with
+  images are kept as they were parsed, for agents that drop their oldest screenshots.
+- Keys are equal in every process: Python's own hash is salted.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from rollmesh.core.errors import DECODE_ERRORS, SessionError
+from rollmesh.runtime.blobs import Blob
+from rollmesh.runtime.chat import ChatMessage, ReadUnit, Rotating, read_held, read_message
+from rollmesh.runtime.images import ImageRef
+from rollmesh.runtime.shared_prefixes import SAME_BYTES, UnitEnd
+
+TAIL_BYTES = 2048
+
+
+def key_of(*parts: bytes) -> int:
+    """64 bits of the parts, in their order."""
+    checksum, tails = 0, []
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+        tails += [b"%d:" % len(part), part[-TAIL_BYTES:]]
+    digest = hashlib.sha256(b"".join(tails)).digest()
+    return int.from_bytes(digest[:4] + checksum.to_bytes(4, "little"), "little", signed=True)
+
+
+def unit_key(unit: bytes) -> int:
+    """63 bits of the BLAKE2b digest of a unit."""
+    return int.from_bytes(hashlib.blake2b(unit, digest_size=8).digest(), "little") >> 1
+
+
+NO_NODE = -1
+NO_NUMBER = -1
+"""Of a root, and of a spot that is not in the trie yet."""
+BARE = hash("asked with nothing new after an answer")
+
+
+class MessageNode:
+    """A history up to and with one message."""
+
+    __slots__ = (
+        "__weakref__", "children", "continued", "depth", "node", "number", "parent", "said",
+        "sampled",
+    )  # fmt: skip
+
+    def __init__(self, parent: "MessageNode | None", said: bytes | Blob) -> None:
+        self.follow(parent, said)
+        self.children: dict[int, MessageNode] | None = None
+        """By meanings, and by the hashes of units that lead there or further down."""
+        self.node = NO_NODE
+        """The graph node that ends with this message (a context's also ends the prompt)."""
+        self.number = NO_NUMBER
+        """Of the spots of its session, in the order in which they were made."""
+        self.sampled = False
+        """This message is one that the model sampled here."""
+        self.continued = False
+        """The model has answered a request that went on from this answer."""
+
+    def follow(self, parent: "MessageNode | None", said: bytes | Blob) -> None:
+        """Stand behind `parent`, for one message more."""
+        self.parent = parent
+        self.depth: int = (parent.depth if parent else 0) + bool(said)
+        """Messages up to and with this one."""
+        self.said = said
+        """The message in the common shape; empty at a root and at a bare spot."""
+
+    @property
+    def raw(self) -> bytes:
+        """The same, read."""
+        return self.said if isinstance(self.said, bytes) else self.said.read()
+
+    def child(self, key: int) -> "MessageNode | None":
+        if not self.children:
+            return None
+        found = self.children.get(key)
+        if found is None and (bare := self.children.get(BARE)) is not None:
+            return bare.child(key)
+        return found
+
+    def find(self, keys: Iterable[int]) -> "MessageNode | None":
+        """The child under the first key that has one."""
+        if not self.children:
+            return None
+        return next((found for key in keys if (found := self.child(key)) is not None), None)
+
+    def adopt(self, message_node: "MessageNode", keys: Iterable[int]) -> None:
+        """Make `spot` a child under each key; a newer sibling of the same meaning wins."""
+        if self.children is None:
+            self.children = {}
+        for key in keys:
+            self.children[key] = message_node
+
+    def line(self) -> "list[MessageNode]":
+        """The spots of this history that have a message, in order."""
+        message_nodes: list[MessageNode] = []
+        message_node: MessageNode | None = self
+        while message_node is not None:
+            if message_node.said:
+                message_nodes.append(message_node)
+            message_node = message_node.parent
+        message_nodes.reverse()
+        return message_nodes
+
+    def anchor(self) -> "MessageNode":
+        """The last sampled message of this history, else its root."""
+        message_node = self
+        while not message_node.sampled and message_node.parent is not None:
+            message_node = message_node.parent
+        return message_node
+
+    def asked(self) -> "MessageNode | None":
+        """The spot whose node a request that ends with this message was sampled after."""
+        message_node = self.child(BARE) if self.sampled else self
+        return message_node if message_node is not None and message_node.node != NO_NODE else None
+
+
+MAX_STRETCHES = 8
+_MAX_SEGMENTS = 16
+
+_split = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+class PrefixHash(msgspec.Struct, frozen=True):
+    """Units in a row, without the bracket that closes them."""
+
+    start: MessageNode
+    """What they follow."""
+    end: MessageNode
+    """Their last message."""
+    segments: tuple[tuple[int, int], ...]
+    """(offset of its end, hash of its bytes); the first begins at 0."""
+    num_units: int
+    """Of the request up to here."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.segments[-1][0]
+
+    def begins(self, array: bytes) -> bool:
+        """Whether `array` goes on from these very bytes."""
+        if len(array) <= self.num_bytes or array[self.num_bytes] not in b",]":
+            return False
+        view, at = memoryview(array), 0
+        for end, digest in self.segments:
+            if hash(view[at:end]) != digest:
+                return False
+            at = end
+        return True
+
+    def rest(self, array: bytes) -> Iterator[bytes]:
+        """The units of `array` behind these."""
+        behind = self.num_bytes + 1
+        if array[self.num_bytes] == ord("]"):
+            return iter(())
+        return split_array(b"".join((b"[", memoryview(array)[behind:])))
+
+
+class PrefixIndex:
+    """The newest of one session."""
+
+    __slots__ = ("_newest_last", "_num_strangers")
+
+    def __init__(self) -> None:
+        self._newest_last: tuple[PrefixHash, ...] = ()
+        self._num_strangers = 0
+        """Arrays in a row that began like none before."""
+
+    @property
+    def newest(self) -> PrefixHash | None:
+        return self._newest_last[-1] if self._newest_last else None
+
+    def begin(
+        self,
+        start: MessageNode,
+        segments: tuple[tuple[int, int], ...],
+        end: MessageNode,
+        num_units: int,
+    ) -> None:
+        """Know one stretch, of which another session has learned."""
+        self._newest_last = (PrefixHash(start, end, segments, num_units),)
+
+    def find(self, start: MessageNode, array: bytes) -> PrefixHash | None:
+        """The one that `array`, standing behind `start`, goes on from."""
+        for prefix_hash in reversed(self._newest_last):
+            if prefix_hash.start is start and prefix_hash.begins(array):
+                return prefix_hash
+        return None
+
+    def add(
+        self, known: PrefixHash | None, start: MessageNode, array: bytes, end: MessageNode, num: int
+    ) -> None:
+        """Remember all of `array`, `num` units; it begins with `known` and takes its place.
+
+        Of an agent that edits its history at each turn only some arrays are: to hash them all would
+        be in vain.
+        """
+        self._num_strangers = 0 if known else self._num_strangers + 1
+        if self._num_strangers > 2 * MAX_STRETCHES and self._num_strangers % MAX_STRETCHES:
+            return
+        stop = len(array) - 1
+        segments = known.segments if known else ()
+        if known and known.num_bytes == stop:
+            return
+        if array[stop - 1 :] != b"}]":
+            return  # white space before the bracket: the next array will differ there
+        at = known.num_bytes if known and len(segments) < _MAX_SEGMENTS else 0
+        segment = (stop, hash(memoryview(array)[at:stop]))
+        segments = (*segments, segment) if at else (segment,)
+        kept = [each for each in self._newest_last if each is not known]
+        self._newest_last = (*kept[1 - MAX_STRETCHES :], PrefixHash(start, end, segments, num))
+
+
+def split_array(array: bytes) -> Iterator[bytes]:
+    """The elements of a JSON array, unopened, each copied in its turn; SessionError 400 if it is
+    none."""
+    try:
+        return map(bytes, _split(array))
+    except DECODE_ERRORS as error:
+        raise SessionError(400, "invalid_messages", f"messages: {error}") from None
+
+
+MIN_UNIT_BYTES = 4096
+"""Shorter ones are read sooner than they are looked up."""
+MAX_UNITS = 1024
+"""The newest: agents that move a cache marker spell a unit anew at each turn."""
+
+_Key = tuple[ReadUnit, int]
+"""The reader of the unit, and the hash of its bytes."""
+
+
+class ParseCache:
+    """One per session; `images` are those that it holds, by their digests."""
+
+    __slots__ = ("_images", "_said")
+
+    def __init__(self, images: dict[str, ImageRef]) -> None:
+        self._images = images
+        self._said: dict[_Key, Sequence[bytes | Blob]] = {}
+
+    def __len__(self) -> int:
+        """Units that are known."""
+        return len(self._said)
+
+    def find(self, read: ReadUnit, unit: bytes) -> list[ChatMessage] | None:
+        """The messages of `unit`; None where it has to be read."""
+        if len(unit) < MIN_UNIT_BYTES or not self._said:
+            return None
+        said = self._said.get((read, hash(unit)))
+        if said is None:
+            return None
+        raws = [each if isinstance(each, bytes) else each.read() for each in said]
+        return [read_held(raw, self._images) for raw in raws]
+
+    def keep(
+        self,
+        read: ReadUnit,
+        unit_key: int,
+        messages: Sequence[ChatMessage],
+        said: Sequence[bytes | Blob],
+    ) -> None:
+        """The unit of this hash was read as `messages`, which are held as `said`."""
+        shows = any(each.images() for each in messages)
+        # An assistant's message may be held as one that says less or more: see meanings().
+        if shows and all(each.role != "assistant" for each in messages):
+            self._said[read, unit_key] = said
+            if len(self._said) > MAX_UNITS:
+                del self._said[next(iter(self._said))]
+
+
+class Alias(msgspec.Struct, frozen=True):
+    """A unit whose bytes were new and whose meaning was not."""
+
+    start: MessageNode
+    unit: bytes
+    message_node: MessageNode
+    messages: list[ChatMessage]
+
+
+class Renamed(msgspec.Struct, frozen=True):
+    """A unit that another process knew, and what its bytes hash to in this one."""
+
+    start: MessageNode
+    key: int
+    message_node: MessageNode
+
+
+class Lookup:
+    """One request's way down the trie, unit by unit."""
+
+    __slots__ = (
+        "aliases",
+        "anchor",
+        "array",
+        "array_start",
+        "is_stopped",
+        "message_node",
+        "num_leapt",
+        "parse_cache",
+        "pending",
+        "prefix_hash",
+        "read",
+        "renamed",
+        "rotating",
+        "units",
+    )  # fmt: skip
+
+    def __init__(
+        self, start: MessageNode, read: ReadUnit, rotating: Rotating, parse_cache: ParseCache | None
+    ) -> None:
+        self.message_node = start
+        self.anchor: MessageNode | None = start if start.sampled or start.parent is None else None
+        """The last sampled message on the way; None while none is known."""
+        self.units: list[bytes] = []
+        """Those behind the anchor."""
+        self.num_leapt = 0
+        """Position of the first of `units`; in an array, elements count from 0."""
+        self.pending: dict[int, list[ChatMessage]] = {}
+        """What was read on the way, by place in `units`."""
+        self.aliases: list[Alias] = []
+        self.renamed: list[Renamed] | None = None
+        """None where the history was made in this process alone."""
+        self.is_stopped = False
+        """The next message is not held."""
+        self.array = b""
+        """The request's array of units, the spot that it follows, and what is known of it."""
+        self.array_start: MessageNode | None = None
+        self.prefix_hash: PrefixHash | None = None
+        self.read = read
+        self.parse_cache = parse_cache
+        self.rotating = rotating
+
+    @property
+    def num_units(self) -> int:
+        """Of the request, or of its array, up to here."""
+        return self.num_leapt + len(self.units)
+
+    def go(self, units: Iterable[bytes]) -> None:
+        """Lookup on while units are known."""
+        for unit in units:
+            self.units.append(unit)
+            if not self.is_stopped:
+                self._step(unit)
+
+    def leap(self, prefix_hash: PrefixHash, array: bytes) -> "Lookup | None":
+        """The same walk over a known stretch; None where what lies in it has to be read."""
+        lookup = Lookup(prefix_hash.end, self.read, self.rotating, self.parse_cache)
+        lookup.aliases = list(self.aliases)
+        lookup.renamed = None if self.renamed is None else list(self.renamed)
+        lookup.num_leapt, lookup.prefix_hash = prefix_hash.num_units, prefix_hash
+        lookup.go(prefix_hash.rest(array))
+        if lookup.anchor is None and (lookup.is_stopped or lookup.message_node.asked() is None):
+            return None
+        return lookup
+
+    def messages_of(self, place: int) -> list[ChatMessage]:
+        """The messages of the unit at `place`."""
+        found = self.pending.get(place)
+        return self._read(place) if found is None else found
+
+    def _read(self, place: int) -> list[ChatMessage]:
+        unit = self.units[place]
+        found = self.parse_cache.find(self.read, unit) if self.parse_cache else None
+        return self.read(unit, self.num_leapt + place) if found is None else found
+
+    def _step(self, unit: bytes) -> None:
+        if not self.message_node.children:
+            self.is_stopped = True
+            return
+        if child := self.message_node.child(hash(unit)):
+            return self._arrive(child)
+        if self.renamed is not None and (child := self.message_node.child(unit_key(unit))):
+            self.renamed.append(Renamed(self.message_node, hash(unit), child))
+            return self._arrive(child)
+        place = len(self.units) - 1
+        messages = self.pending[place] = self._read(place)
+        start = self.message_node
+        for message in messages:
+            found = self.message_node.find(message.meanings(self.rotating))
+            if found is None:
+                self.is_stopped = True
+                return
+            self.message_node = found
+        self._arrive(self.message_node)
+        self.aliases.append(Alias(start, unit, self.message_node, messages))
+
+    def _arrive(self, message_node: MessageNode) -> None:
+        self.message_node = message_node
+        if message_node.sampled:
+            self.anchor = message_node
+            self.num_leapt += len(self.units)
+            self.units.clear()
+            self.pending.clear()
+
+
+class Match(msgspec.Struct):
+    """The result of a lookup: the last held node and the new messages behind it."""
+
+    message_node: MessageNode
+    """The deepest spot to build on: the whole request's, or the last sampled message's."""
+    deepest: MessageNode
+    """The last spot that the request was found to share."""
+    tools_key: int
+    """The meaning of the tools on offer."""
+    lookup: Lookup
+    new: list[ChatMessage] = []
+    """The messages after `spot`, read."""
+    raws: list[bytes] = []
+    """The same in the common shape."""
+    ends: list[tuple[int, int]] = []
+    """Of each unit of `new`: its hash, and how many of `new` end with it."""
+
+    @property
+    def is_held(self) -> bool:
+        """The very same messages were asked before: a sibling, no new context."""
+        return not self.new and self.message_node.node != NO_NODE and not self.message_node.sampled
+
+    def unit_ends(self) -> tuple[UnitEnd, ...]:
+        """`ends` in keys that outlive the process."""
+        ends: list[UnitEnd] = []
+        at = 0
+        for unit, (_, end) in zip(self.lookup.units, self.ends, strict=True):
+            is_message = end == at + 1 and self.raws[at] is unit
+            ends.append((SAME_BYTES if is_message else unit_key(unit), end))
+            at = end
+        return tuple(ends)
+
+
+def conclude(lookup: Lookup, tools_key: int) -> Match:
+    """What `walk` has found; SessionError 400 where that is no message at all."""
+    if not lookup.is_stopped and (asked := lookup.message_node.asked()) is not None:
+        return Match(asked, lookup.message_node, tools_key, lookup)
+    assert lookup.anchor is not None
+    match = Match(lookup.anchor, lookup.message_node, tools_key, lookup)
+    for place, unit in enumerate(lookup.units):
+        messages = lookup.messages_of(place)
+        # Parts may have keys of the client's own, which say nothing and are not held.
+        is_common = lookup.read is read_chat and not isinstance(messages[0].content, list)
+        match.new += messages
+        match.raws += [unit] if is_common else [message.as_json() for message in messages]
+        match.ends.append((hash(unit), len(match.new)))
+    if lookup.anchor.parent is None and not match.new:
+        raise SessionError(400, "invalid_messages", "messages: expected at least one")
+    return match
+
+
+def read_chat(raw: bytes, position: int) -> list[ChatMessage]:
+    """Reads a unit that is one chat message."""
+    return [read_message(raw, position)]

@@ -1,0 +1,233 @@
+"""Parsers of sampled replies: which one a model family gets.
+
+- Families with one-token marks: streaming_parser.py. Raw prompts: plain text up to a stop string.
+- Other families are parsed by the renderer library when the reply ends. If such a family opens its
+  calls by one known token, reasoning and content before it are streamed (GLM, MiniMax); otherwise
+  the stream comes in one piece (gpt-oss, DeepSeek, Kimi, Gemma, Llama and others).
+- Streamed pieces are never taken back. Tool calls that the library finds malformed are text.
+"""
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from rollmesh.runtime.chat import (
+    Answer,
+    Delta,
+    DeltaReader,
+    Reading,
+    ToolCall,
+    read_tools,
+    whole_calls,
+)
+from rollmesh.runtime.families import Family, Parser
+from rollmesh.runtime.streaming_parser import Marks, StreamingParser
+from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tool_calls import CallStyle, arguments_text, begun, call_opening
+
+
+class PlainTextParser:
+    """Satisfies DeltaReader."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Collection[int], stop: tuple[str, ...]) -> None:
+        self._text = tokenizer.stream()
+        self._ends = ends
+        self._stop = stop
+        self._told: list[str] = []
+        self._waiting = ""
+        """May be the beginning of a stop string."""
+        self._is_over = False
+        self._num_tokens = 0
+
+    def feed(self, token_ids: Sequence[int]) -> Delta | None:
+        """The piece that `token_ids` complete; None while there is nothing to tell."""
+        self._num_tokens += len(token_ids)
+        piece = self._take(self._text.feed([i for i in token_ids if i not in self._ends]))
+        return Delta(piece, num_tokens=self._num_tokens) if piece else None
+
+    def end(self, num_tokens: int) -> Delta:
+        """The rest, when no more tokens will come."""
+        piece = self._take(self._text.end())
+        if not self._is_over:
+            piece += self._waiting
+            self._told.append(self._waiting)
+            self._waiting = ""
+        self._is_over = True
+        return Delta(piece, num_tokens=num_tokens)
+
+    def answer(self) -> Answer:
+        """The fold of all deltas; after `end`."""
+        return Answer("".join(self._told))
+
+    def _take(self, text: str) -> str:
+        if self._is_over:
+            return ""
+        text = self._waiting + text
+        cuts = [at for word in self._stop if (at := text.find(word)) >= 0]
+        size = min(cuts) if cuts else len(text) - begun(text, self._stop)
+        self._is_over = bool(cuts)
+        text, self._waiting = text[:size], text[size:]
+        self._told.append(text)
+        return text
+
+
+class BatchParser:
+    """Satisfies DeltaReader."""
+
+    def __init__(
+        self,
+        parser: Parser,
+        tokenizer: Tokenizer,
+        opening: list[int],
+        reading: Reading,
+        told: StreamingParser | None = None,
+    ) -> None:
+        """`opening` is the generation prompt; `told` reads what may be told before the end."""
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._opening = [*opening, *reading.lead]
+        self._reading = reading
+        self._told = told
+        self._token_ids: list[int] = []
+        self._answer = Answer("")
+
+    def feed(self, token_ids: Sequence[int]) -> Delta | None:
+        """The piece that needs no parse; None while there is none."""
+        self._token_ids.extend(token_ids)
+        return self._told.feed(token_ids) if self._told else None
+
+    def end(self, num_tokens: int) -> Delta:
+        """The rest."""
+        parsed = self._parse()
+        told, last = Answer(""), Delta()
+        if self._told is not None:
+            last, told = self._told.end(num_tokens), self._told.answer()
+        content = _rest(parsed.content, told.content)
+        reasoning = _rest(parsed.reasoning, told.reasoning)
+        self._answer = Answer(told.content + content, told.reasoning + reasoning, parsed.tool_calls)
+        calls = whole_calls(parsed.tool_calls)
+        return Delta(last.content + content, last.reasoning + reasoning, calls, num_tokens)
+
+    def answer(self) -> Answer:
+        """The fold of all deltas; after `end`."""
+        return self._answer
+
+    def _parse(self) -> Answer:
+        reading = self._reading
+        parsed = self._parser.parse_response(
+            self._token_ids,
+            tools=read_tools(reading.tools) if reading.tools else None,
+            prompt_ids=self._opening,
+        )
+        reasoning = str(parsed.reasoning_content or "").strip()
+        if parsed.tool_calls and not reading.reads_calls:
+            stops = self._parser.get_stop_token_ids()
+            said = self._tokenizer.decode([i for i in self._token_ids if i not in stops])
+            return Answer(_before(reading.stop, said.strip()))
+        calls: list[ToolCall] = []
+        texts = [str(parsed.content)]
+        for call in parsed.tool_calls or ():
+            if str(call.status) == "ok":
+                name = f"{reading.call_id_prefix}_{len(calls)}"
+                calls.append(ToolCall(name, str(call.name), arguments_text(call.arguments)))
+            else:
+                texts.append(str(call.raw))
+        content = "\n".join(filter(None, texts)).strip()
+        return Answer(
+            _before(reading.stop, content), _before(reading.stop, reasoning), tuple(calls)
+        )
+
+
+def _rest(whole: str, told: str) -> str:
+    return whole[len(told) :] if whole.startswith(told) else ""
+
+
+def _before(stops: tuple[str, ...], text: str) -> str:
+    """`text` up to the first stop string in it."""
+    cuts = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(cuts)].rstrip() if cuts else text
+
+
+_EMPTY_REASONING = "\n</think>\n\n"
+
+
+class TurnFrame(msgspec.Struct, frozen=True):
+    """What stands around each sampled turn."""
+
+    opening: list[int]
+    """The generation prompt."""
+    stops: tuple[int, ...]
+
+
+class Parsers:
+    """One per process."""
+
+    def __init__(self, family: Family, tokenizer: Tokenizer, turn: TurnFrame) -> None:
+        self._family = family
+        self._tokenizer = tokenizer
+        self._opening = turn.opening
+        self._marks = self._find_marks(turn)
+        self._text_marks = self._marks.without_calls()
+        opens_calls = tokenizer.convert_tokens_to_ids(family.call_opening)
+        self._marks_before_calls = self._text_marks.ending_at(opens_calls)
+
+    def new(self, reading: Reading) -> DeltaReader:
+        """A reader for one reply."""
+        style, tokenizer = self._family.style, self._tokenizer
+        if isinstance(style, CallStyle):
+            marks = self._marks if reading.reads_calls else self._text_marks
+            return StreamingParser(tokenizer, marks, reading)
+        if not self._family.call_opening:
+            return BatchParser(style, tokenizer, self._opening, reading)
+        if not reading.reads_calls:
+            return StreamingParser(tokenizer, self._text_marks, reading)
+        told = StreamingParser(tokenizer, self._marks_before_calls, reading)
+        return BatchParser(style, tokenizer, self._opening, reading, told)
+
+    def answer(self, reading: Reading, token_ids: Sequence[int]) -> Answer:
+        """The fold of a finished reply's deltas; a reply without marks is looked up in one go."""
+        if (said := self._all_content(reading, token_ids)) is not None:
+            return Answer(self._tokenizer.decode(said).strip())
+        reader = self.new(reading)
+        reader.feed(token_ids)
+        reader.end(len(token_ids))
+        return reader.answer()
+
+    def lead(self, name: str | None) -> list[int]:
+        """The end of an open reasoning and, for a `name`, the beginning of a call; '' is any."""
+        style, marks = self._family.style, self._marks
+        if not isinstance(style, CallStyle):
+            return []
+        text = _EMPTY_REASONING if marks.opens_in_reasoning else ""
+        if name is not None and marks.tool_call is not None:
+            text += "<tool_call>\n" + call_opening(style, name)
+        return self._tokenizer.encode(text)
+
+    def _all_content(self, reading: Reading, token_ids: Sequence[int]) -> Sequence[int] | None:
+        """The reply without the mark of its end, if it is nothing but content; else None."""
+        marks = self._marks
+        is_read_by_marks = isinstance(self._family.style, CallStyle)
+        if not is_read_by_marks or marks.opens_in_reasoning or reading.stop or reading.lead:
+            return None
+        said = token_ids[:-1] if len(token_ids) and token_ids[-1] in marks.stops else token_ids
+        return said if marks.ids.isdisjoint(said) else None
+
+    @property
+    def call_end_ids(self) -> tuple[int, ...]:
+        """Ends of a call."""
+        end = self._marks.end_tool_call
+        return (end,) if end is not None and isinstance(self._family.style, CallStyle) else ()
+
+    def _find_marks(self, turn: TurnFrame) -> Marks:
+        convert, style = self._tokenizer.convert_tokens_to_ids, self._family.style
+        think, end_think = convert("<think>"), convert("</think>")
+        in_reasoning = think in turn.opening and end_think not in turn.opening
+        return Marks(
+            think=think,
+            end_think=end_think,
+            tool_call=convert("<tool_call>"),
+            end_tool_call=convert("</tool_call>"),
+            stops=frozenset(turn.stops),
+            opens_in_reasoning=think is not None and in_reasoning,
+            style=style if isinstance(style, CallStyle) else CallStyle.JSON,
+        )

@@ -1,0 +1,300 @@
+"""Restore a session from its events.
+
+    events --SessionReplay.take, in order--> ... --past--> a Session that continues
+
+- Events are applied by the code that applied them first (conversation, history, reply table).
+- Tokens come from the events alone. A reply that was written counts as delivered, since its client
+  may have read it, unless an DeliveryChanged event says otherwise.
+- A call of which not all choices were written has no reply: its request, sent again, is a new call.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import assert_never
+
+import msgspec
+
+from rollmesh.runtime.chat import read_held
+from rollmesh.runtime.conversation import Conversation, Prompt, RawPrompt, shared_tools
+from rollmesh.runtime.forks import ForkCause, ForkLog
+from rollmesh.runtime.generation_events import fall_back
+from rollmesh.runtime.history import tools_key_of
+from rollmesh.runtime.images import ImageRef, images
+from rollmesh.runtime.message_trie import NO_NODE, NO_NUMBER, Lookup, Match, MessageNode, read_chat
+from rollmesh.runtime.replies import (
+    VOID_FINISH,
+    Answers,
+    Reply,
+    ReplyHead,
+    ReplySource,
+    ReplyState,
+    ReplyTable,
+    number_of,
+)
+from rollmesh.runtime.session_deps import Locks, SessionDeps
+from rollmesh.runtime.session_log import (
+    AnyDeed,
+    CallBegan,
+    CallFailed,
+    ChatMessages,
+    ChoiceEnded,
+    DeliveryChanged,
+    EventWriter,
+    RawMessages,
+    RepeatedNode,
+    Text,
+)
+from rollmesh.runtime.shared_prefixes import SAME_BYTES
+from rollmesh.runtime.token_graph import Sampled
+
+
+class RestoredState(msgspec.Struct):
+    """What a session goes on from."""
+
+    held: Conversation
+    answers: Answers
+    replies: ReplyTable
+    num_calls: int = 0
+    min_policy_version: int = -1
+    num_fell_back: int = 0
+    engine_fault: str = ""
+    spent_because: str = ""
+
+
+class StoredSession(msgspec.Struct, frozen=True):
+    """A session that outlives its process."""
+
+    session_id: str
+    event_writer: EventWriter
+    locks: Locks | None = None
+    """Of the secrets that lead to it already."""
+    past: RestoredState | None = None
+
+
+class SessionReplay:
+    """One per session; `take` its deeds, then ask for its `past`."""
+
+    def __init__(self, session_id: str, deps: SessionDeps, read: Callable[[int], bytes]) -> None:
+        """`read` gives the text that is kept under a number."""
+        self._past = RestoredState(
+            Conversation(deps.prompts, deps.rotating),
+            Answers(session_id, deps.prompts),
+            ReplyTable(),
+        )
+        self._message_nodes = self._past.held.history.regain()
+        self._raw: dict[int, tuple[MessageNode, str | None]] = {}
+        """RawMessages prompts by their nodes, with their texts where they came as text."""
+        self._of_node: dict[int, Reply] = {}
+        self._calls: dict[int, tuple[Reply, ...]] = {}
+        """All choices of a request, by the number of each; those that may still change."""
+        self._older: dict[int, set[int]] = {}
+        """Nodes that the delivery of these replies has superseded, by who they are."""
+        self._read = read
+        self._prompts = deps.prompts
+
+    def take(self, event: AnyDeed) -> None:
+        """Do one again."""
+        match event:
+            case CallBegan():
+                self._ask(event)
+            case ChoiceEnded():
+                self._answer(event)
+            case DeliveryChanged():
+                self._take_back(event)
+            case CallFailed():
+                self._past.engine_fault = event.engine_fault
+                self._past.spent_because = event.spent_because
+            case _:
+                assert_never(event)
+
+    def past(self) -> RestoredState:
+        """After the last: calls that nobody has answered yet will not be."""
+        for replies in list(self._past.replies.all()):
+            if any(reply.node == NO_NODE for reply in replies):
+                self._withdraw(replies)
+        return self._past
+
+    # a call
+
+    def _ask(self, event: CallBegan) -> None:
+        past, held = self._past, self._past.held
+        tools = shared_tools(self._text(event.tools)) if event.tools != b"" else b""
+        prompt, text = self._prompt(event, tools)
+        context = held.hold(prompt, event.call)
+        if event.is_raw:
+            self._raw[context.node] = context, text
+        source = ReplySource(
+            context,
+            held.lead_to(context.node, event.lead),
+            event.lead,
+            tools,
+            event.is_raw,
+            text,
+            event.digest,
+        )
+        replies = tuple([self._reply(event, source, choice) for choice in range(len(event.params))])
+        past.replies.put_again(event.digest, replies)
+        self._calls |= {event.call + choice: replies for choice in range(len(replies))}
+        past.num_calls = max(past.num_calls, event.call + len(replies))
+
+    def _reply(self, event: CallBegan, source: ReplySource, choice: int) -> Reply:
+        past = self._past
+        head = ReplyHead(
+            id=past.answers.begin(),
+            created_s=event.created_s,
+            num_prompt_tokens=past.held.graph.depth_of(source.node),
+            reads_calls=event.reads_calls,
+            params=event.params[choice],
+            index=choice,
+            ask=event.ask,
+            dialect=event.dialect,
+            min_policy_version=past.min_policy_version,
+        )
+        return Reply(head, source, None, past.held.graph)
+
+    def _prompt(self, event: CallBegan, tools: bytes) -> tuple[Prompt, str | None]:
+        """What was held for a call, and the raw prompt as text, if it came as text."""
+        token_ids = array("i")
+        token_ids.frombytes(event.token_ids)
+        place = event.place
+        if isinstance(place, ChatMessages):
+            match = self._match(place, tools_key_of(tools))
+            cause = ForkCause(place.cause) if place.cause else None
+            return Prompt(match, event.parent, token_ids, cause), None
+        if isinstance(place, RepeatedNode):
+            message_node = self._spot_again(place)
+            return self._past.held.again(message_node), self._raw[message_node.node][
+                1
+            ] if event.is_raw else None
+        text = self._whole_text(place, event.parent)
+        key = hash(text) if text is not None else hash(self._ids_to(event.parent, token_ids))
+        raw = RawPrompt(key, event.parent, token_ids)
+        return Prompt(None, event.parent, token_ids, raw=raw), text
+
+    def _match(self, place: ChatMessages, tools_key: int) -> Match:
+        history = self._past.held.history
+        history.catch_up()
+        root = history.roots.get(tools_key) or MessageNode(None, b"")
+        for way in place.ways:
+            history.add_way(
+                self._message_node(way.start, root), way.key, self._message_node(way.end, root)
+            )
+        if place.healed:
+            log = self._past.held.fork_log = self._past.held.fork_log or ForkLog()
+            for kind, number in place.healed.items():
+                log.healed[kind] = log.healed.get(kind, 0) + number
+        shown = {**history.images}
+        for each in place.images:
+            shown[each.digest] = self._image(each.digest, each.address)
+        raws = [self._text(text) for text in place.messages]
+        message_node, ends, at = self._message_node(place.message_node, root), [], 0
+        for key, end in place.ends:
+            ends.append((hash(raws[at]) if key == SAME_BYTES else key, end))
+            at = end
+        lookup = Lookup(message_node, read_chat, history.rotating, None)
+        new = [read_held(raw, shown) for raw in raws]
+        deepest = self._message_node(place.deepest, root)
+        return Match(message_node, deepest, tools_key, lookup, new, raws, ends)
+
+    # its end
+
+    def _answer(self, event: ChoiceEnded) -> None:
+        past, graph = self._past, self._past.held.graph
+        replies = self._calls[event.call]
+        reply = next(each for each in replies if number_of(each) == event.call)
+        is_void = event.finish_reason == VOID_FINISH
+        reply.state = ReplyState.VOID if is_void else ReplyState.COMMITTED
+        if event.token_ids or not is_void:
+            token_ids, logprobs = array("i"), array("f")
+            token_ids.frombytes(event.token_ids)
+            logprobs.frombytes(event.logprobs)
+            sampled = Sampled(
+                token_ids,
+                logprobs,
+                event.policy_versions,
+                reply.head.params,
+                event.finish_reason,
+                event.engines,
+                reply.head.dialect,
+            )
+            node = graph.add_sampled(reply.source.node, sampled)
+            reply.settle(node, event.matched_stop, event.top_logprobs)
+            self._of_node[reply.node] = reply
+            answer = past.answers.read(reply)
+            past.held.hold_answer(reply.source, answer, reply.node, is_void)
+            last, num_falls = fall_back(event.policy_versions, reply.head.min_policy_version)
+            past.num_fell_back += num_falls
+            past.min_policy_version = last if num_falls else max(past.min_policy_version, last)
+        if is_void:
+            self._withdraw(replies)
+            return
+        past.answers.put(reply)
+        past.engine_fault = ""
+        if all(each.node != NO_NODE for each in replies):
+            for each in replies:
+                self._deliver(each, replies)
+
+    def _take_back(self, event: DeliveryChanged) -> None:
+        replies = self._calls[event.call]
+        reply = next(each for each in replies if number_of(each) == event.call)
+        if reply.state is ReplyState.VOID:
+            return
+        reply.is_untaken = event.is_untaken
+        if not event.is_untaken:
+            self._deliver(reply, replies)
+        elif reply.state is ReplyState.DELIVERED:
+            reply.state = ReplyState.COMMITTED
+            older = self._older.pop(id(replies), set())
+            self._past.replies.take_back(reply, older)
+            self._supersede(older, is_so=False)
+
+    def _deliver(self, reply: Reply, replies: tuple[Reply, ...]) -> None:
+        older = set(self._past.replies.delivered(reply))
+        self._older.setdefault(id(replies), set()).update(older)
+        self._supersede(older, is_so=True)
+
+    def _supersede(self, nodes: set[int], *, is_so: bool) -> None:
+        for node in nodes:
+            self._past.held.graph.nodes[node].superseded = is_so
+
+    def _withdraw(self, replies: tuple[Reply, ...]) -> None:
+        """The choices of a request stand or fall together."""
+        past = self._past
+        if past.replies.newest(replies[0].source.digest) is replies:
+            past.replies.pop(replies[0].source.digest)
+        for reply in replies:
+            if reply.state is not ReplyState.VOID and reply.node != NO_NODE:
+                past.held.graph.nodes[reply.node].finish_reason = VOID_FINISH
+            reply.state = ReplyState.VOID
+
+    # what deeds name
+
+    def _message_node(self, number: int, root: MessageNode) -> MessageNode:
+        return root if number == NO_NUMBER else self._message_nodes[number]
+
+    def _spot_again(self, place: RepeatedNode) -> MessageNode:
+        self._past.held.history.catch_up()
+        if place.message_node == NO_NUMBER:
+            return self._raw[place.node][0]
+        return self._message_nodes[place.message_node]
+
+    def _text(self, text: Text) -> bytes:
+        return self._read(text) if isinstance(text, int) else text
+
+    def _image(self, digest: str, address: str | int) -> ImageRef:
+        if isinstance(address, str):
+            return images.regain(digest, address)
+        return images.regain(digest, self._read(address))
+
+    def _whole_text(self, place: RawMessages, parent: int) -> str | None:
+        if place.text is None:
+            return None
+        rest = self._text(place.text).decode()
+        if parent == NO_NODE:
+            return rest
+        answer = self._of_node[parent]
+        said = self._prompts.text(answer.token_ids())
+        return (answer.source.prompt_text or "") + said + rest
+
+    def _ids_to(self, parent: int, token_ids: "array[int]") -> tuple[int, ...]:
+        return (*self._past.held.graph.path_ids(parent), *token_ids)

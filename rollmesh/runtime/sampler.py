@@ -1,0 +1,510 @@
+"""Runs generations: sends their legs to engines, queues those that wait, wakes their readers.
+
+- The sampler owns every request, timer and task of its generations, and `close` ends them all. A
+  leg is no task: received tokens go straight into the generation's machine.
+- A generation is kept until it and the stream of its leg have ended. A leg counts in the fleet view
+  while its connection is open.
+- An engine gets an eighth more requests of this process than it runs at a time, or
+  `engine.max_inflight`. Other generations are queued, and sessions take turns for free places.
+  While generations are queued for an engine, it has no free place.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.errors import EngineError
+from rollmesh.core.fair_queue import FairQueue
+from rollmesh.core.ids import new_id
+from rollmesh.core.logs import get_logger
+from rollmesh.engine.answers import LegChunk
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.connection import Call
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.leg import LegRequest
+from rollmesh.engine.view import FleetView, is_leased, is_lost
+from rollmesh.runtime.generation import Action, Event, Generation, GenerationMachine
+from rollmesh.runtime.generation_events import (
+    KIND_OF_ERROR,
+    AbortLeg,
+    AvoidEngine,
+    ChooseEngine,
+    DropLeg,
+    EngineChosen,
+    EngineFull,
+    EngineLost,
+    EngineMissed,
+    FellBack,
+    FleetMoved,
+    GenerationRequest,
+    LegFailed,
+    LegHeld,
+    LegSampled,
+    ReportFault,
+    StartLeg,
+    StopMatcher,
+    UpdateBegun,
+    WakeReaders,
+)
+from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.wire.fleet import EngineFaulted, EngineRow
+from rollmesh.wire.machine import Ticked
+
+MARGIN_DIVISOR = 8
+"""An engine gets 1/8 more requests than it runs at a time, so that it has the next one when one
+ends."""
+
+
+class EngineQueues:
+    """The queues of one sampler: one for each engine for which generations wait."""
+
+    def __init__(self, view: FleetView, max_inflight: int = 0) -> None:
+        self._view = view
+        self._max_inflight = max_inflight
+        self._queues: dict[str, FairQueue[Generation]] = {}
+        """By the engine's URL; none is empty."""
+        self._urls: dict[Generation, str] = {}
+
+    def __len__(self) -> int:
+        """Number of generations that wait."""
+        return len(self._urls)
+
+    def urls(self) -> list[str]:
+        """Engines for which generations wait."""
+        return list(self._queues)
+
+    def admit(self, generation: Generation, row: EngineRow) -> bool:
+        """Whether its leg may start at this engine now; if not, it waits for its turn there."""
+        url = self._urls.get(generation)
+        if url == row.url:
+            return False
+        if url is not None:
+            self.leave(generation)
+        if not self._is_full(row):
+            return True
+        self._urls[generation] = row.url
+        session_key = generation.machine.request.session_key
+        self._queues.setdefault(row.url, FairQueue()).put(session_key, generation)
+        self._view.count(row.url, queued=1)
+        return False
+
+    def leave(self, generation: Generation) -> None:
+        """It waits no more, if it did."""
+        url = self._urls.pop(generation, None)
+        if url is None:
+            return
+        self._view.count(url, queued=-1)
+        queue = self._queues[url]
+        queue.remove(generation)
+        if not queue:
+            del self._queues[url]
+
+    def next(self, url: str) -> Generation | None:
+        """Take the generation whose turn it is out of the queue, if the engine has a free place."""
+        queue, row = self._queues.get(url), self._view.find(url)
+        if not queue or row is None or self._is_full(row):
+            return None
+        generation = queue.take()
+        assert generation is not None
+        del self._urls[generation]
+        self._view.count(url, queued=-1)
+        if not queue:
+            del self._queues[url]
+        return generation
+
+    def _is_full(self, row: EngineRow) -> bool:
+        limit = self._max_inflight
+        if not limit and row.max_running:
+            limit = row.max_running + max(1, row.max_running // MARGIN_DIVISOR)
+        return bool(limit) and self._view.num_legs(row.url) >= limit
+
+
+TICK_S = 0.1
+AVOID_S = 1.0
+"""An engine that failed a leg is chosen for so long only where there is no other."""
+FELL_BACK_LOG_S = 60.0
+"""Fall-backs between the same two versions are logged once in this time."""
+WAIT_LOG_AFTER_S = 5.0
+WAIT_LOG_S = 30.0
+"""Calls that wait for an engine are logged after the first of these, then this often."""
+
+log = get_logger()
+
+
+class _Leg:
+    """Hears one leg's tokens from its engine and hands them to the generation."""
+
+    __slots__ = ("_sampler", "call", "generation", "number", "url")
+
+    def __init__(self, sampler: "Sampler", generation: Generation, start: StartLeg) -> None:
+        self.generation = generation
+        self.number = start.leg
+        self.url = start.url
+        self.call: Call | None = None
+        self._sampler = sampler
+
+    def on_chunk(self, chunk: LegChunk) -> None:
+        sampled = LegSampled(
+            self.number,
+            chunk.token_ids,
+            chunk.logprobs,
+            chunk.policy_version,
+            chunk.finish,
+            chunk.policy_versions,
+            chunk.top_logprobs,
+        )
+        self._sampler.hear(self, sampled)
+
+    def on_end(self) -> None:
+        self.call = None
+        self._sampler.drop(self)
+
+    def on_error(self, error: EngineError) -> None:
+        self._sampler.drop(self)
+        self._sampler.hear(self, _failed(self.number, error))
+
+
+class EngineWait(msgspec.Struct, frozen=True):
+    """Generations for which no engine is fit now, or no connection can be opened."""
+
+    num_calls: int
+    since_s: float
+    """On the sampler's clock."""
+    why: str
+
+
+class SamplerParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a sampler stands on."""
+
+    view: FleetView
+    vocab_size: int
+    """The model's; ids from here on never reach an engine."""
+    report: Callable[[EngineFaulted], None]
+    """Tells the router."""
+    new_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
+    """Makes a StopStrings with a fresh detokenizer; needed where agents send stop strings."""
+    max_inflight: int = 0
+    """Legs that are sent to one engine at a time; 0: an eighth more than it runs at a time."""
+
+
+class Sampler:
+    """Starts generations and drives them; one per worker, used from one event loop."""
+
+    def __init__(
+        self,
+        parts: SamplerParts,
+        settings: GenerationSettings | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._parts = parts
+        self._settings = settings or GenerationSettings()
+        self._clock = clock or SystemClock()
+        self._live: set[Generation] = set()
+        self._legs: dict[tuple[Generation, int], _Leg] = {}
+        """Those whose connection is open, by their number within the generation."""
+        self._queues = EngineQueues(parts.view, parts.max_inflight)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.clients: dict[str, EngineClient] = {}
+        """Of engines that are in the table, or run legs of ours still."""
+        self._http = HttpClient(shortage_wait_s=self._settings.engine_wait_s)
+        self._timer: asyncio.TimerHandle | None = None
+        self._avoid_until_s: dict[str, float] = {}
+        self._fell_back_s: dict[tuple[str, int, int], float] = {}
+        """When a fall-back was logged, by engine, session's version and engine's version."""
+        self._wait: EngineWait | None = None
+        self._wait_logged_s = float("-inf")
+        self._rid_prefix = new_id("g")
+        self._num_started = 0
+        parts.view.listeners.append(self._on_table)
+
+    @functools.cached_property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        """The loop that this is used from; on CPython 3.11 each asking costs a system call."""
+        return asyncio.get_running_loop()
+
+    def start(self, request: GenerationRequest) -> Generation:
+        """Begin to sample; the caller joins at once, since only a reader's leaving parks it."""
+        rid = f"{self._rid_prefix}.{self._num_started}"
+        self._num_started += 1
+        make, stops = self._parts.new_matcher, request.params.stop
+        machine = GenerationMachine(
+            request,
+            self._settings,
+            rid,
+            self._clock.now_s(),
+            (lambda: make(stops)) if make and stops else None,
+        )
+        generation = Generation(machine, self._drive, self._loop)
+        self._live.add(generation)
+        # Where all sleep, or are updated, no table may come that says so anew.
+        moved = FleetMoved(self._parts.view.is_paused(machine.min_policy_version))
+        self._drive(generation, self._chosen(generation) or moved)
+        if self._timer is None:
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+        return generation
+
+    def waiting(self) -> dict[str, Any] | None:
+        """How many calls wait for an engine, for how long and why; None where none does."""
+        wait = self._wait
+        if wait is None:
+            return None
+        waited_s = round(self._clock.now_s() - wait.since_s, 1)
+        return {"num_calls": wait.num_calls, "waited_s": waited_s, "why": wait.why}
+
+    def entries(self) -> dict[str, int]:
+        """How long each table is; all are empty when nothing is sampled."""
+        return {
+            "generations": len(self._live),
+            "generations_queued": len(self._queues),
+            "legs": len(self._legs),
+            "engine_tasks": len(self._tasks),
+        }
+
+    def cache_entries(self) -> dict[str, int]:
+        """What is kept of engines: clients, and connections for the next call."""
+        return {
+            "engine_clients": len(self.clients),
+            "engines_avoided": len(self._avoid_until_s),
+            "engine_connections": self._http.num_connections,
+            "sticky_sessions": self._parts.view.num_sticky,
+        }
+
+    async def close(self) -> None:
+        """Seal what runs, abort its legs, hang up."""
+        self._parts.view.listeners.remove(self._on_table)
+        for generation in list(self._live):
+            generation.seal("the worker stops")
+        if self._timer:
+            self._timer.cancel()
+        aborts = [task for task in self._tasks if task.get_name().startswith("abort")]
+        if aborts:
+            await asyncio.wait(aborts, timeout=TICK_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http.close()
+
+    # events
+
+    def hear(self, leg: _Leg, event: LegSampled | LegFailed) -> None:
+        """An engine told something of a leg."""
+        try:
+            self._drive(leg.generation, event)
+        except Exception as error:  # door: one leg's fault must not end its connection's loop
+            log.error("leg.broken", url=leg.url, exc_info=True)
+            self.drop(leg)
+            self._drive(leg.generation, LegFailed(leg.number, f"{type(error).__name__}: {error}"))
+
+    def drop(self, leg: _Leg) -> None:
+        """Close the leg's connection, if it is open, and give its place to the next generation."""
+        if self._legs.pop((leg.generation, leg.number), None) is None:
+            return
+        self._parts.view.count(leg.url, legs=-1)
+        if leg.call:
+            leg.call.close()
+            leg.call = None
+        if self._queues:
+            self._fill(leg.url)
+
+    def _fill(self, url: str) -> None:
+        """Start legs of the generations that are queued for an engine while it has free places."""
+        while (generation := self._queues.next(url)) is not None:
+            self._carry_out(generation, ChooseEngine(generation.machine.min_policy_version))
+
+    def _drive(self, generation: Generation, event: Event) -> None:
+        for action in generation.machine.step(event, self._clock.now_s()):
+            self._carry_out(generation, action)
+        if self._queues and not generation.machine.is_queued:
+            self._queues.leave(generation)
+        if generation.machine.is_settled:
+            self._live.discard(generation)
+
+    def _tick(self) -> None:
+        # Armed first: no fault below may stop the time of all generations.
+        self._timer = None
+        if self._live:
+            self._timer = self._loop.call_later(TICK_S, self._tick)
+        held = self._held_legs()
+        for generation, number in held:
+            self._drive(generation, LegHeld(number))
+        for generation in list(self._live):
+            self._drive(generation, Ticked())
+        self._note_wait(len(held))
+
+    def _held_legs(self) -> list[tuple[Generation, int]]:
+        """Legs that wait until a connection can be opened here."""
+        calls = self._http.held
+        return [key for key, leg in self._legs.items() if leg.call in calls] if calls else []
+
+    def _note_wait(self, num_held: int) -> None:
+        """Keep `waiting` true, and log a wait that lasts; `num_held` calls wait for a connection,
+        which the HTTP client logs."""
+        view, now_s = self._parts.view, self._clock.now_s()
+        waiting = [
+            each.machine.min_policy_version
+            for each in self._live
+            if each.machine.waits_for_engine and not view.serves(each.machine.min_policy_version)
+        ]
+        since_s = self._wait.since_s if self._wait else now_s
+        if not waiting:
+            why = next(iter(self._http.held.values()), "")
+            self._wait = EngineWait(num_held, since_s, why) if num_held else None
+            return
+        why = view.why_waiting(max(waiting)) or "the fleet table has no engine"
+        self._wait = EngineWait(len(waiting), since_s, why)
+        if now_s >= max(since_s + WAIT_LOG_AFTER_S, self._wait_logged_s + WAIT_LOG_S):
+            self._wait_logged_s = now_s
+            say = log.info if view.is_paused(max(waiting)) else log.warning
+            say("engine.awaited", num_calls=len(waiting), waited_s=round(now_s - since_s), why=why)
+
+    def _on_table(self) -> None:
+        view = self._parts.view
+        for url in list(self.clients):
+            if view.find(url) is None and not view.num_legs(url):
+                del self.clients[url]
+        for generation in list(self._live):
+            machine = generation.machine
+            row = view.find(machine.leg_url) if machine.leg_url else None
+            if machine.leg_url and (row is None or is_lost(row, machine.leg_incarnation)):
+                self._drive(generation, EngineLost(machine.leg_url))
+            if machine.leg_url and row:
+                is_paused = is_leased(row)
+            else:
+                is_paused = view.is_paused(machine.min_policy_version)
+            self._drive(generation, FleetMoved(is_paused))
+            if machine.leg_url and row and is_leased(row):
+                self._drive(generation, UpdateBegun(row.url))
+        for url in self._queues.urls():
+            self._fill(url)
+
+    # actions
+
+    def _carry_out(self, generation: Generation, action: Action) -> None:
+        match action:
+            case WakeReaders():
+                generation.wake()
+            case ChooseEngine():
+                machine, view = generation.machine, self._parts.view
+                chosen = self._chosen(generation)
+                least = machine.min_policy_version
+                never = "" if chosen else view.why_never(least)
+                why = never or view.why_waiting(least)
+                missed = EngineMissed(why, bool(never), view.is_behind(least))
+                self._drive(generation, chosen or missed)
+            case StartLeg():
+                self._start_leg(generation, action)
+            case AbortLeg():
+                self._spawn(self._abort_leg(action), f"abort {action.rid}")
+                # An abort that came before its request did nothing, and ticks are far apart.
+                wait_s = self._settings.abort_repeat_s
+                self._loop.call_later(wait_s, self._drive, generation, Ticked())
+            case DropLeg():
+                leg = self._legs.get((generation, action.leg))
+                if leg:
+                    self.drop(leg)
+            case FellBack():
+                self._log_fall(action)
+            case AvoidEngine() | ReportFault():
+                self._shun(action)
+
+    def _log_fall(self, fall: FellBack) -> None:
+        now_s = self._clock.now_s()
+        key = (fall.url, fall.session_version, fall.policy_version)
+        last_s = self._fell_back_s.get(key, float("-inf"))
+        if now_s < last_s + FELL_BACK_LOG_S:
+            return
+        recent = self._fell_back_s.items()
+        self._fell_back_s = {each: at for each, at in recent if now_s < at + FELL_BACK_LOG_S}
+        self._fell_back_s[key] = now_s
+        log.warning(
+            "engine.fell_back",
+            url=fall.url,
+            session_version=fall.session_version,
+            policy_version=fall.policy_version,
+        )
+
+    def _shun(self, action: AvoidEngine | ReportFault) -> None:
+        """Choose others for a moment; said once a moment, whatever the number of its legs."""
+        now_s, url = self._clock.now_s(), action.url
+        is_news = self._avoid_until_s.get(url, now_s) <= now_s
+        self._avoid_until_s[url] = now_s + AVOID_S
+        if isinstance(action, ReportFault):
+            self._parts.report(EngineFaulted(url, action.incarnation, action.detail))
+            if is_news:
+                log.warning("engine.faulted", url=url, detail=action.detail)
+        elif is_news:
+            log.info("engine.avoided", url=url)
+
+    def _chosen(self, generation: Generation) -> EngineChosen | EngineFull | None:
+        """The engine for the next leg, if there is one; it is queued if that one has no place."""
+        machine = generation.machine
+        avoid = self._avoid_until_s
+        if avoid:
+            now_s = self._clock.now_s()
+            for url in [u for u, until_s in avoid.items() if until_s <= now_s]:
+                del avoid[url]
+        key = machine.request.session_key
+        row = self._parts.view.choose(key, machine.min_policy_version, avoid)
+        if row is None:
+            return None
+        if not self._queues.admit(generation, row):
+            return EngineFull()
+        return EngineChosen(
+            row.url,
+            row.incarnation,
+            row.policy_version,
+            row.adapter,
+            self._parts.view.has_publisher,
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self._loop.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _start_leg(self, generation: Generation, start: StartLeg) -> None:
+        request = generation.machine.request
+        leg = _Leg(self, generation, start)
+        asked = LegRequest(
+            rid=start.rid,
+            prompt_ids=request.prompt_ids,
+            prompt_json=request.prompt_json,
+            sampled_ids=generation.token_ids,
+            params=request.params,
+            max_new_tokens=start.max_new_tokens,
+            extra_key=start.extra_key,
+            stream=start.stream,
+            num_top_logprobs=request.num_top_logprobs,
+            images=request.images,
+            adapter=start.adapter,
+        )
+        try:
+            leg.call = self._client(start.url).generate(asked, leg)
+        except EngineError as error:
+            self._drive(generation, _failed(start.leg, error))
+            return
+        self._legs[generation, start.leg] = leg
+        self._parts.view.count(start.url, legs=1)
+
+    async def _abort_leg(self, action: AbortLeg) -> None:
+        try:
+            await self._client(action.url).abort(action.rid)
+        except EngineError as error:
+            # The machine asks again until the leg's stream has ended.
+            log.debug("abort.failed", rid=action.rid, error=str(error))
+
+    def _client(self, url: str) -> EngineClient:
+        client = self.clients.get(url)
+        if client is None:
+            client = EngineClient(url, self._http, self._parts.vocab_size)
+            self.clients[url] = client
+        return client
+
+
+def _failed(number: int, error: EngineError) -> LegFailed:
+    return LegFailed(number, str(error), KIND_OF_ERROR.get(type(error), "fault"))

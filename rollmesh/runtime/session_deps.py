@@ -1,0 +1,159 @@
+"""The keys that lead to sessions, and the dependencies that all sessions of a process share.
+
+Agents find a session by one of two random 256-bit secrets: an API key, or a path for clients that
+cannot set one. A secret is returned once, and only its SHA-256 is kept.
+"""
+
+import hashlib
+import secrets
+import sys
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from rollmesh.core.clock import Clock
+from rollmesh.core.errors import SessionError
+from rollmesh.core.ids import RolloutId
+from rollmesh.core.redaction import register_lookup
+from rollmesh.core.types import SamplingPolicy
+from rollmesh.runtime.chat import Rotating
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.replies import LiveGeneration
+from rollmesh.runtime.session_log import EventWriter
+from rollmesh.runtime.shared_prefixes import SharedPrefixes
+
+SECRET_BYTES = 32
+
+S = TypeVar("S")
+
+Locks = tuple[bytes, bytes]
+"""The digests of a session's secrets."""
+
+
+class NewSessionKeys(NamedTuple):
+    """What is told of a session's secrets, once, and what closes its doors."""
+
+    api_key: str
+    path_secret: str
+    locks: Locks
+
+
+class SessionKeys(Generic[S]):
+    """One table for all sessions of a process."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, S | None] = {}
+        """By the digest of either secret; None where its time is over."""
+        register_lookup(self.is_secret)
+
+    def __len__(self) -> int:
+        """How many secrets are known."""
+        return len(self._sessions)
+
+    def is_secret(self, word: str) -> bool:
+        """Return whether the word is a secret of a session here, open or over."""
+        return _digest(word) in self._sessions
+
+    def make(self, session: S) -> NewSessionKeys:
+        """Two new secrets that lead to `session`."""
+        api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
+        path_secret = secrets.token_urlsafe(SECRET_BYTES)
+        locks = locks_of(api_key, path_secret)
+        for lock in locks:
+            self._sessions[lock] = session
+        return NewSessionKeys(api_key, path_secret, locks)
+
+    def reopen(self, locks: Locks, session: S) -> None:
+        """The secrets of these digests lead to `session`, as they did in another process."""
+        for lock in locks:
+            self._sessions[lock] = session
+
+    def find(self, secret: str) -> S:
+        """The session of a secret; SessionError 401 if there is none, 410 if there was one."""
+        lock = _digest(secret)
+        session = self._sessions.get(lock)
+        if session is None:
+            if lock in self._sessions:
+                raise SessionError(410, "session_sealed", "this key's session is over")
+            raise SessionError(401, "invalid_api_key", "Incorrect API key: no session here has it.")
+        return session
+
+    def retire(self, locks: Locks) -> None:
+        """Either secret is answered by a 410 from now on, until its doors are closed."""
+        for lock in locks:
+            self._sessions[lock] = None
+
+    def close(self, locks: Locks) -> None:
+        """Neither secret leads anywhere from now on."""
+        for lock in locks:
+            del self._sessions[lock]
+
+
+def locks_of(api_key: str, path_secret: str) -> Locks:
+    """The digests of these secrets."""
+    return _digest(api_key), _digest(path_secret)
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+class AnySampler(Protocol):
+    """What starts generations; legs.Sampler is the real one."""
+
+    def start(self, request: GenerationRequest) -> LiveGeneration: ...
+    def waiting(self) -> dict[str, Any] | None:
+        """How many calls wait for an engine, for how long and why; None where none does."""
+
+
+class Totals(msgspec.Struct):
+    """Plain integers, counted on the hot path and read by a collector."""
+
+    num_calls: int = 0
+    """Generations started."""
+    num_tokens: int = 0
+    """Sampled."""
+
+
+class SessionDeps(msgspec.Struct, frozen=True):
+    """What all sessions of a process share."""
+
+    sampler: AnySampler
+    prompts: Prompts
+    clock: Clock
+    max_context_tokens: int
+    totals: Totals
+    shared_prefixes: SharedPrefixes
+    rotating: Rotating = None
+    on_sealed: list[Callable[[RolloutId], None]] = []
+    """Told of each session that is sealed, by its rollout."""
+    max_session_bytes: int = sys.maxsize
+    max_turns_at_once: int = sys.maxsize
+
+    def check_fits(self, num_choices: int) -> None:
+        """SessionError 400 if one call asks for more choices than a session may sample at once."""
+        limit = self.max_turns_at_once
+        if num_choices > limit:
+            why = f"the call asks for {num_choices} answers (prompts x n), at most {limit} are"
+            why = f"{why} sampled at once for one session (interception.max_turns_at_once)"
+            raise SessionError(400, "too_many_choices", why)
+
+    def over_limit(self, held_bytes: int) -> str:
+        """Why a session that holds so much, which is more than it may, is to end."""
+        limit = self.max_session_bytes
+        return f"the session holds {held_bytes} bytes, interception.max_session_bytes = {limit}"
+
+
+class SessionOptions(msgspec.Struct, frozen=True):
+    """What a session is opened with."""
+
+    session_id: str
+    rollout_id: RolloutId
+    sampling: SamplingPolicy
+    seed: int
+    event_writer: EventWriter | None = None
+    """Writes down what the session does; None where nothing of it outlives the process."""
+    min_policy_version: int = -1
+    """The oldest weights that may answer its first call; -1: any."""

@@ -1,0 +1,344 @@
+"""The events of a session, which are enough to restore it, token by token, in another process.
+
+    attach --CallBegan--> ... --Sampled--> finish --written--> the last byte is sent
+    a limit, an engine fault --CallFailed-->    a reply not delivered --DeliveryChanged-->
+
+- Events name message nodes and graph nodes by number, so they are replayed in order, from the
+  first.
+- Tokens are those that the engine received and returned; nothing is rendered or tokenised again.
+- Events are on disk when `written` returns, before the last byte of the reply is sent.
+  DeliveryChanged and CallFailed delay no reply when the disk is full; they are written later.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from rollmesh.core.types import DialectName, SamplingParams, VersionRun
+from rollmesh.runtime.blobs import Blob
+from rollmesh.runtime.chat import SamplingAsk, Turn
+from rollmesh.runtime.conversation import Conversation, Prompt
+from rollmesh.runtime.images import ImageRef
+from rollmesh.runtime.message_trie import NO_NUMBER, Match, MessageNode, unit_key
+from rollmesh.runtime.replies import VOID_FINISH, Reply, ReplyState, number_of
+from rollmesh.runtime.shared_prefixes import UnitEnd
+from rollmesh.runtime.token_graph import ROOT, Sampled
+
+Text = bytes | int
+"""A text, or the number under which a long one is kept."""
+
+
+class SessionEvent(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+    """Something that a session did."""
+
+
+class ImageShown(msgspec.Struct, frozen=True, array_like=True):
+    """An image that a session was shown for the first time."""
+
+    digest: str
+    address: str | int
+    """Where it is, or the number under which it is kept."""
+
+
+class AliasAdded(msgspec.Struct, frozen=True, array_like=True):
+    """A unit whose bytes were new and whose meaning was not: from one spot it leads to another."""
+
+    start: int
+    key: int
+    end: int
+
+
+class ChatMessages(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
+    """New messages behind what was held; spots by their numbers, -1 is the root of its tools."""
+
+    message_node: int
+    deepest: int
+    is_held: bool
+    messages: tuple[Text, ...] = ()
+    ends: tuple[UnitEnd, ...] = ()
+    ways: tuple[AliasAdded, ...] = ()
+    images: tuple[ImageShown, ...] = ()
+    healed: dict[str, int] = {}
+    """Differences that were seen past, by kind."""
+    cause: str = ""
+    """Of a fork, where it was known before the history was asked."""
+
+
+class RawMessages(msgspec.Struct, frozen=True, array_like=True, tag="raw"):
+    """A raw prompt; its text is what follows the text of the answer that it goes on from."""
+
+    text: Text | None
+
+
+class RepeatedNode(msgspec.Struct, frozen=True, array_like=True, tag="again"):
+    """What a held spot ends, once more; a raw prompt's is known by its node alone."""
+
+    message_node: int
+    node: int
+
+
+class CallBegan(SessionEvent, frozen=True, tag="asked"):
+    """A call began: what was new in its prompt, and what its choices are sampled with."""
+
+    call: int
+    """Number of its first choice."""
+    digest: int
+    place: ChatMessages | RawMessages | RepeatedNode
+    parent: int
+    """The node that its new tokens follow."""
+    token_ids: bytes
+    """Int32."""
+    lead: tuple[int, ...]
+    tools: Text
+    params: tuple[SamplingParams, ...]
+    ask: SamplingAsk
+    created_s: int
+    reads_calls: bool
+    is_raw: bool
+    dialect: DialectName
+
+
+class ChoiceEnded(SessionEvent, frozen=True, tag="answered"):
+    """A choice came to its end, good or `void`; void without tokens, it has no node."""
+
+    call: int
+    token_ids: bytes
+    logprobs: bytes
+    """Float32."""
+    policy_versions: tuple[VersionRun, ...]
+    engines: tuple[str, ...]
+    finish_reason: str
+    matched_stop: str | None = None
+    top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
+
+
+class DeliveryChanged(SessionEvent, frozen=True, tag="untaken"):
+    """The last byte of a choice was not handed over (True), or was after all (False)."""
+
+    call: int
+    is_untaken: bool
+
+
+class CallFailed(SessionEvent, frozen=True, tag="noted"):
+    """Why its newest call got no answer ('' for it did), and what limit ended it."""
+
+    engine_fault: str
+    spent_because: str
+
+
+AnyDeed = CallBegan | ChoiceEnded | DeliveryChanged | CallFailed
+
+
+class EventWriter(Protocol):
+    """Writes down what one session does."""
+
+    def check(self) -> None:
+        """SessionError 503 or 507 while nothing more can be written."""
+
+    def text(self, text: bytes | Blob) -> Text:
+        """How a deed names a text that may be long."""
+
+    def same(self, text: bytes) -> Text:
+        """How a deed names a text that comes again and again."""
+
+    def image(self, image: ImageRef) -> ImageShown | None:
+        """How a deed tells an image; None where one did before."""
+
+    def put(self, event: AnyDeed) -> None:
+        """It is done, and written with what is due next."""
+
+    def be_due(self) -> None:
+        """What was put is to be written soon, if the disk takes it; nobody waits."""
+
+    async def written(self) -> None:
+        """Until all that was put is written; SessionError 507 where the disk does not take it."""
+
+
+class PromptChanges:
+    """Around the begin of a call, to see what holding its prompt changed."""
+
+    def __init__(self, event_writer: EventWriter, held: Conversation) -> None:
+        self.event_writer = event_writer
+        self.held = held
+        self._healed = dict(held.fork_log.healed) if held.fork_log else {}
+        """Before."""
+
+    def healed(self) -> dict[str, int]:
+        """What was seen past, by kind."""
+        now = self.held.fork_log.healed if self.held.fork_log else {}
+        before = self._healed
+        return {kind: n - before.get(kind, 0) for kind, n in now.items() if n != before.get(kind)}
+
+    def shown(self, images: Iterable[ImageRef]) -> tuple[ImageShown, ...]:
+        """Those of `images` that no deed has told yet."""
+        told = (self.event_writer.image(image) for image in images)
+        return tuple([each for each in told if each is not None])
+
+
+def asked(turn: Turn, prompt: Prompt, replies: Sequence[Reply], told: PromptChanges) -> CallBegan:
+    """The deed of a call whose `prompt` is held by now."""
+    head, source = replies[0].head, replies[0].source
+    new_ids = (
+        prompt.token_ids if prompt.line is None else told.held.graph.ids_of(source.context.node)
+    )
+    return CallBegan(
+        call=number_of(replies[0]),
+        digest=source.digest,
+        place=_place_of(turn, prompt, source.context, told),
+        parent=prompt.parent if prompt.line is None else ROOT,
+        token_ids=_bytes_of("i", new_ids),
+        lead=source.lead,
+        tools=told.event_writer.same(source.tools),
+        params=tuple([reply.head.params for reply in replies]),
+        ask=head.ask,
+        created_s=head.created_s,
+        reads_calls=head.reads_calls,
+        is_raw=source.is_raw,
+        dialect=head.dialect,
+    )
+
+
+def answered(reply: Reply, sampled: Sampled) -> ChoiceEnded:
+    """The deed of a choice that has come to its end, and is in the graph."""
+    top = reply.top_logprobs()
+    return ChoiceEnded(
+        call=number_of(reply),
+        token_ids=_bytes_of("i", sampled.token_ids),
+        logprobs=_bytes_of("f", sampled.logprobs),
+        policy_versions=sampled.policy_versions,
+        engines=tuple(sampled.engines),
+        finish_reason=sampled.finish_reason,
+        matched_stop=reply.matched_stop,
+        top_logprobs=tuple(top) if top else (),
+    )
+
+
+def _bytes_of(kind: Literal["i", "f"], values: Sequence[float]) -> bytes:
+    """The bytes of values as int32 or float32, which most arrays are already."""
+    return (values if isinstance(values, array) else array(kind, values)).tobytes()
+
+
+def _place_of(
+    turn: Turn, prompt: Prompt, context: MessageNode, told: PromptChanges
+) -> ChatMessages | RawMessages | RepeatedNode:
+    if prompt.line is not None:
+        return ChatMessages(
+            NO_NUMBER,
+            NO_NUMBER,
+            is_held=False,
+            messages=tuple([told.event_writer.text(raw) for raw in prompt.line.raws]),
+            ends=prompt.line.ends,
+            images=told.shown(prompt.line.images.values()),
+        )
+    if prompt.match is not None:
+        return _chat_of(prompt, prompt.match, told)
+    if prompt.raw is None or prompt.parent == context.node:
+        told.held.history.catch_up()  # a message_node is numbered then
+        return RepeatedNode(context.number, context.node)
+    if turn.prompt_text is None:
+        return RawMessages(None)
+    return RawMessages(told.event_writer.text(turn.prompt_text[prompt.raw.num_chars :].encode()))
+
+
+def _chat_of(prompt: Prompt, match: Match, told: PromptChanges) -> ChatMessages:
+    ways = [
+        AliasAdded(alias.start.number, unit_key(alias.unit), alias.message_node.number)
+        for alias in match.lookup.aliases
+    ]
+    images = [image for m in match.new if isinstance(m.content, list) for image in m.images()]
+    return ChatMessages(
+        match.message_node.number,
+        match.deepest.number,
+        match.is_held,
+        messages=tuple([told.event_writer.text(raw) for raw in match.raws]),
+        ends=() if match.is_held else match.unit_ends(),
+        ways=tuple(ways),
+        images=told.shown(images),
+        healed=told.healed() if ways else {},
+        cause=prompt.cause or "",
+    )
+
+
+class NullRecorder:
+    """Of a session of which nothing outlives its process."""
+
+    __slots__ = ()
+
+    def check(self) -> None:
+        """SessionError 503 or 507 while no call may begin."""
+
+    def telling(self, held: Conversation) -> PromptChanges | None:
+        """Before a prompt is held."""
+
+    def begun(
+        self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], told: PromptChanges | None
+    ) -> None:
+        """A call has begun; `told` is from before."""
+
+    def ended(self, reply: Reply, sampled: Sampled | None) -> None:
+        """A choice has come to its end; void without tokens, nothing of it was sampled."""
+
+    def noted(self, engine_fault: str, spent_because: str) -> None:
+        """Why the newest call got no answer, or what limit ended the session."""
+
+    def left(self, reply: Reply) -> None:
+        """A connection reads it no more."""
+
+    def delivered(self, reply: Reply) -> None:
+        """Its last byte was handed over."""
+
+    async def written(self) -> None:
+        """Until all that was put is on disk; SessionError 507 where that does not take it."""
+
+
+NO_DIARY = NullRecorder()
+
+
+class EventRecorder(NullRecorder):
+    """One per session that has a scribe."""
+
+    __slots__ = ("_event_writer",)
+
+    def __init__(self, event_writer: EventWriter) -> None:
+        self._event_writer = event_writer
+
+    def check(self) -> None:
+        self._event_writer.check()
+
+    def telling(self, held: Conversation) -> PromptChanges:
+        return PromptChanges(self._event_writer, held)
+
+    def begun(
+        self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], told: PromptChanges | None
+    ) -> None:
+        assert told is not None
+        self._event_writer.put(asked(turn, prompt, replies, told))
+
+    def ended(self, reply: Reply, sampled: Sampled | None) -> None:
+        if sampled is not None:
+            self._event_writer.put(answered(reply, sampled))
+        else:
+            number = number_of(reply)
+            self._event_writer.put(ChoiceEnded(number, b"", b"", (), (), VOID_FINISH))
+
+    def noted(self, engine_fault: str, spent_because: str) -> None:
+        self._event_writer.put(CallFailed(engine_fault, spent_because))
+        self._event_writer.be_due()
+
+    def left(self, reply: Reply) -> None:
+        if reply.state is ReplyState.COMMITTED and not reply.is_untaken:
+            self._mark(reply, is_untaken=True)
+
+    def delivered(self, reply: Reply) -> None:
+        if reply.is_untaken:
+            self._mark(reply, is_untaken=False)
+
+    def _mark(self, reply: Reply, *, is_untaken: bool) -> None:
+        reply.is_untaken = is_untaken
+        self._event_writer.put(DeliveryChanged(number_of(reply), is_untaken))
+        self._event_writer.be_due()
+
+    async def written(self) -> None:
+        await self._event_writer.written()

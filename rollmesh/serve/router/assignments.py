@@ -1,0 +1,399 @@
+"""Assignments of groups to workers, from the first RunGroup to the end of the attempt.
+
+    CLEAR --its worker fell silent, stalled or ended--> SUSPECT --its worker beats again--> CLEAR
+                     SUSPECT --MAX_DEATHS workers have ended under it--> quarantined: FAILED
+
+- An attempt that did not begin is excused, at most MAX_UNBEGUN times. An attempt of a lost worker
+  is taken back; if the worker returns before another attempt began, it keeps the group.
+- RunGroup means "make sure that this attempt runs". It is repeated until the worker confirms, and
+  sometimes while the group runs, but not to a worker that cannot receive it.
+- Any group of a worker that ended may have killed it, so each is a suspect. A suspect runs where no
+  other suspect is watched, which lasts as long as it had run when its worker ended. It waits at
+  most SUSPECT_WAIT_BEATS for such a worker. Silence makes a suspect, but only ended workers count.
+"""
+
+import math
+from operator import attrgetter
+
+from rollmesh.serve.router.group_table import GroupTable, TimerHeap, left_s, moved
+from rollmesh.serve.router.groups import MAX_UNBEGUN, Death, Group, Incarnation
+from rollmesh.serve.router.workers import WorkerEntry, WorkerTable
+from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, HeldGroup, RunGroup
+
+MAX_DEATHS = 2
+MAX_WATCH_BEATS = 60
+"""No suspect is watched longer, however long it had run."""
+SUSPECT_WAIT_BEATS = 60
+"""A suspect that found no worker of its own for so long runs beside another."""
+
+
+def record_death(
+    group: Group, worker: WorkerEntry, cause: str, now_s: float, *, is_certain: bool
+) -> None:
+    """`worker` has ended, or seems to have, while it ran `group`."""
+    others = [each for each in group.deaths if each.incarnation != worker.incarnation]
+    death = Death(worker.incarnation, cause, is_certain)
+    group.deaths = (*others, death)
+    if group.worker_id == worker.worker_id:
+        group.ran_s = max(group.ran_s, now_s - group.assigned_s)
+
+
+def withdraw_death(group: Group, incarnation: Incarnation) -> bool:
+    """That process lives after all, or left in peace; whether it had been held against `group`."""
+    before = group.deaths
+    group.deaths = tuple(each for each in before if each.incarnation != incarnation)
+    return len(group.deaths) < len(before)
+
+
+def confirm_death(group: Group, incarnation: Incarnation, cause: str) -> None:
+    """That process has ended for certain, and the cause is known better now."""
+    group.deaths = tuple(
+        Death(each.incarnation, cause, is_certain=True)
+        if each.incarnation.may_be(incarnation)
+        else each
+        for each in group.deaths
+    )
+
+
+def quarantine_reason(group: Group) -> str:
+    """Why the group is quarantined; '' if it is not."""
+    deaths = [each for each in group.deaths if each.is_certain]
+    if len(deaths) < MAX_DEATHS:
+        return ""
+    causes = "; ".join(f"{each.incarnation.worker_id}: {each.cause}" for each in deaths)
+    return f"quarantined: {len(deaths)} workers ended under it ({causes})"
+
+
+def may_be_quarantined(group: Group) -> bool:
+    """Whether word of a worker that fell silent may yet make a culprit of the group."""
+    return len(group.deaths) >= MAX_DEATHS
+
+
+def watch_suspect(group: Group, worker: WorkerEntry, now_s: float, beat_s: float) -> None:
+    """`worker` runs `group` from now on; if that is a suspect, no other comes for a while."""
+    if group.deaths:
+        until_s = now_s + min(group.ran_s, MAX_WATCH_BEATS * beat_s)
+        worker.watch_until_s = max(worker.watch_until_s, until_s)
+
+
+def unwatch_suspect(worker: WorkerEntry, now_s: float) -> bool:
+    """Look whether the watched time is over; True if it just ended."""
+    if not worker.watch_until_s:
+        return False
+    if now_s < worker.watch_until_s and any(group.deaths for group in worker.groups.values()):
+        return False
+    worker.watch_until_s = 0.0
+    return True
+
+
+CLAIM_BEATS = 3
+"""A group that only a worker knows of is cancelled unless a client asks for it in this time."""
+START_BEATS = 2
+"""RunGroup is repeated this often until the worker says that the group started."""
+GIVE_UP_BEATS = 20
+"""A live worker that does not start a group in this time loses it."""
+CONFIRM_BEATS = 20
+"""RunGroup is repeated this often while a group runs, in case its GroupDelivered was lost."""
+TELL_UNBEGUN = 3
+"""A group that was given out so often without beginning is news for its client."""
+TELL_UNBEGUN_BEATS = 60
+"""A client receives such news this often, whatever the number of its groups."""
+
+
+class Assignments:
+    """Assigns groups to workers and follows each attempt to its end."""
+
+    def __init__(
+        self, table: GroupTable, workers: WorkerTable, beat_s: float, max_attempts: int
+    ) -> None:
+        self._table = table
+        self._workers = workers
+        self._beat_s = beat_s
+        self._max_attempts = max_attempts
+        self._timers = TimerHeap(attrgetter("say_again_s"))
+        self._stirred: dict[str, None] = {}
+        """Environments of which `dispatch` looks at the queues."""
+        self._changed: list[WorkerEntry] = []
+        """Whose room changed while suspects wait."""
+        self._wide: set[str] = set()
+        """Environments whose suspects are to look at all workers, not only at those."""
+
+    @property
+    def num_noted(self) -> int:
+        """Times at which it looks after groups, of those that have ended, too."""
+        return len(self._timers)
+
+    def stir_worker(self, worker: WorkerEntry) -> None:
+        """The worker's room changed."""
+        self._workers.rank(worker)
+        self._stirred[worker.hello.env] = None
+        if self._table.suspects:
+            self._changed.append(worker)
+
+    def dispatch(self) -> None:
+        """Give out what can be given out."""
+        table = self._table
+        while self._stirred:
+            env, _ = self._stirred.popitem()
+            if table.suspects:
+                self._place_suspects(env)
+            while group := table.queue.head(env):
+                worker = self._worker_for(group)
+                if worker is None:
+                    break
+                table.take(group)
+                self._assign(group, worker)
+        self._changed.clear()
+
+    def _worker_for(self, group: Group) -> WorkerEntry | None:
+        is_away = group.client_id in self._table.queue.away
+        choose = self._workers.spare_for if is_away else self._workers.best_for
+        return choose(group.env, group.num_samples)
+
+    def place(self, group: Group) -> None:
+        """A new group goes to a worker at once, or waits for one behind those that wait."""
+        table, env = self._table, group.env
+        if env in self._stirred or table.suspects or table.queue.head(env):
+            table.wait(group)
+            self._stirred[env] = None
+            self.dispatch()
+        elif worker := self._worker_for(group):
+            self._assign(group, worker)
+        else:
+            table.wait(group)
+
+    # workers speak of groups
+
+    def claim(self, worker: WorkerEntry, held: HeldGroup) -> None:
+        """`worker` says that it runs this group, or holds its result."""
+        table, group = self._table, self._table.groups.get(held.group_id)
+        if group is None:
+            if held.group_id in table.tombstones:
+                self._cancel_run(worker, held, "it has ended")
+            else:
+                self._keep_unasked(worker, held)
+        elif group.state is GroupState.QUEUED:
+            if group.is_unbegun and held.attempt >= group.attempt:
+                group.excused -= 1  # it had begun after all
+            group.is_unbegun = False
+            group.attempt = max(group.attempt, held.attempt)
+            group.is_finished = held.finished
+            self.recognise(worker, group)
+        elif group.worker_id != worker.worker_id:
+            self._cancel_run(worker, held, f"{group.worker_id} runs attempt {group.attempt}")
+        elif held.attempt >= group.attempt:
+            group.is_finished = held.finished
+            if group.client_id:
+                self.look_again(group, CONFIRM_BEATS)
+            if group.state is GroupState.ASSIGNED:
+                table.enter(group, GroupState.RUNNING)
+                table.tell_client(group)
+
+    def recognise(self, worker: WorkerEntry, group: Group) -> None:
+        """A waiting group turns out to be with `worker` already: it runs there, or was given to it
+        and has not begun."""
+        table = self._table
+        table.num["claims"] += 1
+        table.unwait(group)
+        is_unbegun = group.is_unbegun
+        group.excused -= is_unbegun
+        table.enter(group, GroupState.ASSIGNED if is_unbegun else GroupState.RUNNING)
+        self._seat(group, worker)
+        self.look_again(group, CONFIRM_BEATS)
+        table.tell_client(group)
+
+    def hand_back(self, worker: WorkerEntry, group: Group, reason: str) -> None:
+        """`worker` did not begin the group: the attempt does not count."""
+        # Until its next beat says otherwise it takes nothing, or it would be asked at once again.
+        worker.accepting = False
+        self._table.num["returns"] += 1
+        group.excused += 1
+        self.requeue(group, reason, may_excuse=False)
+
+    # groups come back, or end
+
+    def take_away(self, group: Group, tell_worker: str = "") -> None:
+        """No worker has the group any more; one that had it is told why, if `tell_worker`."""
+        worker = self._workers.get(group.worker_id or group.last_worker_id)
+        if worker and tell_worker:
+            self._table.send(worker.route, CancelRun(group.group_id, tell_worker))
+        if worker and group.worker_id:
+            worker.unseat(group)
+            unwatch_suspect(worker, self._table.now_s)
+            self.stir_worker(worker)
+        group.worker_id, group.say_again_s = "", math.inf
+
+    def requeue(self, group: Group, why: str, *, may_excuse: bool = True) -> None:
+        """The attempt is over without a result: another begins, if one is left.
+
+        An attempt that its worker did not confirm is excused, unless `may_excuse` is False.
+        """
+        if culprit := quarantine_reason(group):
+            self._table.num["quarantined"] += 1
+            self.fail(group, culprit)
+            return
+        is_unbegun = may_excuse and group.state is GroupState.ASSIGNED
+        if is_unbegun:
+            self._table.num["unbegun"] += 1
+            group.num_unbegun += 1
+            group.excused += 1
+        if group.num_unbegun > MAX_UNBEGUN:
+            given = f"given to workers {group.num_unbegun} times without beginning"
+            self.fail(group, f"attempts_exhausted: {given}; {why}")
+            return
+        if group.tries >= self._max_attempts:
+            self.fail(group, f"attempts_exhausted: {group.tries} have begun; {why}")
+            return
+        self._table.num["requeues"] += 1
+        worker_id = group.worker_id
+        self.take_away(group)
+        group.last_worker_id, group.is_unbegun = worker_id, is_unbegun
+        self._table.enter(group, GroupState.QUEUED)
+        self._table.wait(group, first=True)
+        self._table.tell_client(group, moved(group, self._news_of_unbegun(group, why)))
+        self._stirred[group.env] = None
+        if group.deaths:
+            self._wide.add(group.env)
+
+    def _news_of_unbegun(self, group: Group, why: str) -> str:
+        """Why its client is to know that the group does not begin; '' while it is no news."""
+        client, now_s = self._table.clients.get(group.client_id), self._table.now_s
+        is_news = group.is_unbegun and group.num_unbegun >= TELL_UNBEGUN
+        if not is_news or client is None:
+            return ""
+        if now_s < client.unbegun_said_s + TELL_UNBEGUN_BEATS * self._beat_s:
+            return ""
+        client.unbegun_said_s = now_s
+        times = f"{group.num_unbegun} times"
+        return f"{group.group_id} was given to workers {times} and never began; {why}"
+
+    def fail(self, group: Group, reason: str) -> None:
+        """The group will not run (again): its client is told, and a worker that has it."""
+        self.take_away(group, tell_worker=reason)
+        self._table.end(group, GroupFailed(group.group_id, reason))
+
+    def forget(self, group: Group) -> None:
+        """The group, which no client asks for, ends without a word."""
+        self.take_away(group)
+        self._table.drop(group, GroupState.CANCELLED)
+
+    def adopt(self, group: Group, num_samples: int) -> None:
+        """A client asks for a group that a worker had claimed."""
+        self.look_again(group, CONFIRM_BEATS)
+        worker = self._workers.get(group.worker_id)
+        assert worker is not None
+        worker.resize(group, num_samples)
+        self.stir_worker(worker)
+
+    def look_again(self, group: Group, beats: int) -> None:
+        """In so many beats something is to be said to the worker that has `group`."""
+        group.say_again_s = self._table.now_s + beats * self._beat_s
+        self._timers.put(group)
+
+    def look_after_groups(self) -> None:
+        """What time brings to groups that are with workers, and to suspects that wait."""
+        for worker in self._workers:
+            if unwatch_suspect(worker, self._table.now_s):
+                self.stir_worker(worker)
+        for group in self._timers.take_due(self._table.now_s):
+            holder = self._workers.get(group.worker_id)
+            assert holder is not None
+            self._say_again(group, holder)
+        envs = dict.fromkeys(group.env for group in self._table.suspects.values())
+        self._stirred |= envs
+        self._wide.update(envs)
+
+    def _say_again(self, group: Group, worker: WorkerEntry) -> None:
+        now_s = self._table.now_s
+        is_assigned = group.state is GroupState.ASSIGNED
+        if not group.client_id:
+            held = HeldGroup(group.group_id, group.attempt, group.is_finished)
+            self.forget(group)
+            self._cancel_run(worker, held, "no client asks for it")
+        elif is_assigned and now_s >= group.assigned_s + GIVE_UP_BEATS * self._beat_s:
+            worker.accepting = False
+            self.requeue(group, f"{worker.worker_id} did not start it")
+        elif not worker.hears(now_s, 2 * self._beat_s):
+            self.look_again(group, START_BEATS)
+        else:
+            self._say_run(group, worker, START_BEATS if is_assigned else CONFIRM_BEATS)
+
+    def _place_suspects(self, env: str) -> None:
+        """They go before all others. To look at all workers is left to ticks and new suspects."""
+        latest_s = self._table.now_s - SUSPECT_WAIT_BEATS * self._beat_s
+        ready = [
+            group
+            for group in self._table.suspects.values()
+            if group.env == env and (group.queued_s <= latest_s or not may_be_quarantined(group))
+        ]
+        ready.sort(key=lambda group: -group.priority)
+        if env not in self._wide:
+            self._place_at_changed(ready)
+            return
+        self._wide.discard(env)
+        for group in ready:
+            strictly = group.queued_s > latest_s
+            worker = self._workers.apart_for(env, group.num_samples, strictly=strictly)
+            if worker is None:
+                break
+            self._table.unwait(group)
+            self._assign(group, worker)
+
+    def _place_at_changed(self, ready: list[Group]) -> None:
+        for worker in self._changed:
+            # Who has just left or ended is no longer among the workers.
+            is_here = self._workers.get(worker.worker_id) is worker
+            fits = (each for each in ready if worker.can_take(each.num_samples))
+            group = next(fits, None) if is_here and not worker.watch_until_s else None
+            if group and group.env == worker.hello.env:
+                ready.remove(group)
+                self._table.unwait(group)
+                self._assign(group, worker)
+
+    def _assign(self, group: Group, worker: WorkerEntry) -> None:
+        table = self._table
+        table.enter(group, GroupState.ASSIGNED)
+        group.attempt += 1
+        worker.num_assigned += 1
+        self._seat(group, worker)
+        self._say_run(group, worker, START_BEATS)
+        table.tell_client(group)
+
+    def _seat(self, group: Group, worker: WorkerEntry) -> None:
+        last = self._workers.get(group.last_worker_id)
+        if last and last is not worker:
+            reason = f"{worker.worker_id} runs attempt {group.attempt}"
+            self._table.send(last.route, CancelRun(group.group_id, reason))
+        group.worker_id, group.last_worker_id = worker.worker_id, ""
+        group.is_unbegun = False
+        group.assigned_s = self._table.now_s
+        worker.seat(group)
+        watch_suspect(group, worker, self._table.now_s, self._beat_s)
+        self._workers.rank(worker)
+
+    def _say_run(self, group: Group, worker: WorkerEntry, again_beats: int) -> None:
+        table = self._table
+        self.look_again(group, again_beats)
+        deadline_s = left_s(group, table.now_s)
+        run = RunGroup(
+            group.group_id,
+            group.attempt,
+            group.num_samples,
+            group.sink,
+            deadline_s,
+            group.ticket,
+        )
+        table.send(worker.route, run, group.body)
+
+    def _cancel_run(self, worker: WorkerEntry, held: HeldGroup, reason: str) -> None:
+        # A result that is there already goes to its sink, which knows whether it wants it.
+        if not held.finished:
+            self._table.send(worker.route, CancelRun(held.group_id, reason))
+
+    def _keep_unasked(self, worker: WorkerEntry, held: HeldGroup) -> None:
+        group = Group(held.group_id, worker.hello.env, 1, "", "", attempt=held.attempt)
+        group.state = GroupState.RUNNING
+        group.is_finished = held.finished
+        self._table.open(group)
+        self._seat(group, worker)
+        self.look_again(group, CLAIM_BEATS)

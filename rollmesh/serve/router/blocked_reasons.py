@@ -1,0 +1,209 @@
+"""Why groups are blocked, and which workers load their environments.
+
+    fleet:               SERVES --no engine serves--> DOWN --STANDING_BEATS--> reported
+    environment:         SERVED --no live worker has it--> UNSERVED --STANDING_BEATS--> reported
+                         SERVED --all its live workers are over a budget--> FULL --> reported
+    load of a worker:    LOADING --its hello--> serves
+                         LOADING --EnvFailed, its process ended, timeout--> FAILED, unless another
+                         worker serves or loads the environment
+
+- What is usual at a start or a replacement is no reason. A reason is sent to each waiting client,
+  repeatedly, and ends no group. While no engine serves, that is the only reason.
+- Groups that wait for an environment learn of a failed load at once, unless another worker may
+  still serve it. A worker that was stopped or killed says nothing about its environment.
+"""
+
+from collections import OrderedDict
+
+import msgspec
+
+from rollmesh.serve.router.group_table import GroupTable, moved
+from rollmesh.serve.router.workers import WorkerTable
+from rollmesh.wire.messages import WorkerHello
+
+MAX_LOADS = 4096
+MAX_ERRORS = 256
+"""Environments whose failure is remembered."""
+LATE_S = 30.0
+"""Having loaded, a worker makes itself ready to serve; who needs longer will not come."""
+MAX_LOAD_S = 86_400.0
+"""Nobody is waited for longer, whatever it says."""
+FROM_OUTSIDE = frozenset({"killed by signal 9", "killed by signal 15"})
+"""Ends that somebody wanted."""
+
+
+class _Load(msgspec.Struct, frozen=True):
+    """A worker that loads."""
+
+    said: WorkerHello
+    until_s: float
+
+
+class EnvLoads:
+    """Loads of environments by workers."""
+
+    def __init__(self, workers: WorkerTable) -> None:
+        self._workers = workers
+        self._errors: dict[str, str] = {}
+        """By environment."""
+        self._env_loads: OrderedDict[str, _Load] = OrderedDict()
+        """By worker id, the oldest first."""
+
+    def now(self) -> list[WorkerHello]:
+        """What loads."""
+        return [load.said for load in self._env_loads.values()]
+
+    def begin(self, said: WorkerHello, now_s: float) -> None:
+        """A worker begins to load, or says so again."""
+        known = self._env_loads.get(said.worker_id)
+        if known and known.said == said:
+            return
+        until_s = now_s + min(said.loads_for_s, MAX_LOAD_S) + LATE_S
+        self._env_loads[said.worker_id] = _Load(said, until_s)
+        if len(self._env_loads) > MAX_LOADS:
+            self._env_loads.popitem(last=False)
+
+    def why_none(self, env: str) -> str:
+        """Why there is no `env`; '' where somebody serves it, or may be about to."""
+        error = self._errors.get(env)
+        if error is None or self._workers.serve(env):
+            return ""
+        return "" if self.bring(env) else error
+
+    def bring(self, env: str) -> bool:
+        """Whether a worker loads `env`."""
+        return any(load.said.env == env for load in self._env_loads.values())
+
+    def succeed(self, worker_id: str, env: str) -> None:
+        """A worker serves."""
+        self._env_loads.pop(worker_id, None)
+        self._errors.pop(env, None)
+
+    def fail(self, worker_id: str, env: str, error: str) -> None:
+        """A worker has said that it has no environment."""
+        self._env_loads.pop(worker_id, None)
+        if len(self._errors) < MAX_ERRORS:
+            self._errors[env] = error
+
+    def hear_of_exit(self, worker_id: str, pid: int, cause: str) -> str:
+        """A process has ended; the environment of which that was a failed load, or ''."""
+        load = self._env_loads.get(worker_id)
+        if load is None or load.said.pid != pid:
+            return ""
+        if cause in FROM_OUTSIDE:
+            del self._env_loads[worker_id]
+            return ""
+        error = f"{worker_id} ended before it served {load.said.env}: {cause}"
+        self.fail(worker_id, load.said.env, error)
+        return load.said.env
+
+    def take_overdue(self, now_s: float) -> list[str]:
+        """The environments of workers from which nothing more is to be expected."""
+        late = [load.said for load in self._env_loads.values() if now_s >= load.until_s]
+        for said in late:
+            limit_s = said.loads_for_s + LATE_S
+            error = f"{said.worker_id} has not served {said.env} within {limit_s:g} s, nor said why"
+            self.fail(said.worker_id, said.env, error)
+        return [said.env for said in late]
+
+
+STANDING_BEATS = 20
+"""An environment without a worker for so long is a cause."""
+TELL_BEATS = 60
+"""Clients are told of it so often."""
+MAX_NAMES = 5
+
+
+class _Waiting:
+    """An environment whose groups nobody takes."""
+
+    def __init__(self, since_s: float, tell_s: float) -> None:
+        self.since_s = since_s
+        self.tell_s = tell_s
+
+
+class BlockedReasons:
+    """Why groups wait for long, by fleet and environment."""
+
+    def __init__(
+        self, table: GroupTable, workers: WorkerTable, env_loads: EnvLoads, beat_s: float
+    ) -> None:
+        self._table = table
+        self._workers = workers
+        self._env_loads = env_loads
+        self._standing_s = STANDING_BEATS * beat_s
+        self._tell_s = TELL_BEATS * beat_s
+        self._waits: dict[str, _Waiting] = {}
+        self._why_no_engine = ""
+        self._no_engine: _Waiting | None = None
+
+    def see_engines(self, why_none: str) -> None:
+        """Take why no engine serves, as the fleet table has it; '' while one does."""
+        self._why_no_engine = why_none
+
+    def look(self) -> None:
+        """See what has come and gone, and send clients that wait the reason."""
+        now_s = self._table.now_s
+        self._look_at_engines(now_s)
+        suspects = (group.env for group in self._table.suspects.values())
+        waited_for = dict.fromkeys((*self._table.queue.envs(), *suspects))
+        waiting = [env for env in waited_for if not self._may_be_served(env)]
+        for env in self._waits.keys() - set(waiting):
+            del self._waits[env]
+        for env in waiting:
+            wait = self._waits.get(env)
+            if wait is None:
+                self._waits[env] = _Waiting(now_s, now_s + self._standing_s)
+            elif now_s >= wait.tell_s:
+                wait.tell_s = now_s + self._tell_s
+                if not self._engine_cause():
+                    self._tell(env)
+
+    def _look_at_engines(self, now_s: float) -> None:
+        if not self._why_no_engine or not self._table.groups:
+            self._no_engine = None
+        elif self._no_engine is None:
+            self._no_engine = _Waiting(now_s, now_s + self._standing_s)
+        elif now_s >= self._no_engine.tell_s:
+            self._no_engine.tell_s = now_s + self._tell_s
+            for client_id, groups in self._table.of_client.items():
+                if client := self._table.clients.get(client_id):
+                    first = next(iter(groups.values()))
+                    self._table.send(client.route, moved(first, self._engine_cause()))
+
+    def _engine_cause(self) -> str:
+        """That no engine has served for long, and why; '' where that is not so."""
+        waited_s = self._table.now_s - self._no_engine.since_s if self._no_engine else 0.0
+        if waited_s < self._standing_s:
+            return ""
+        return f"no engine serves: {self._why_no_engine} (for {waited_s:.0f} s)"
+
+    def standing(self) -> list[str]:
+        """All of them, in words."""
+        if engine_cause := self._engine_cause():
+            return [engine_cause]
+        since_s = self._table.now_s - self._standing_s
+        waits = self._waits.items()
+        return [self._reason(env) for env, each in waits if each.since_s <= since_s]
+
+    def _may_be_served(self, env: str) -> bool:
+        if self._env_loads.bring(env):
+            return True
+        return self._workers.serve(env) and not self._workers.full(env)
+
+    def _reason(self, env: str) -> str:
+        waited_s = self._table.now_s - self._waits[env].since_s
+        if full := self._workers.full(env):
+            first = f"{full[0].worker_id} waits for {full[0].waits_for}"
+            return f"over_budget: for {waited_s:.0f} s no worker of env {env!r} has room; {first}"
+        others = self._workers.envs()
+        names = ", ".join(others[:MAX_NAMES]) + (", ..." if len(others) > MAX_NAMES else "")
+        there_are = f"there are workers of {names}" if others else "there is no worker"
+        return f"no worker has served env {env!r} for {waited_s:.0f} s; {there_are}"
+
+    def _tell(self, env: str) -> None:
+        """One group for each client: it knows which others it wants of that environment."""
+        reason = self._reason(env)
+        for group in self._table.queue.firsts(env):
+            if client := self._table.clients.get(group.client_id):
+                self._table.send(client.route, moved(group, reason))

@@ -1,0 +1,324 @@
+"""The worker's sockets, and the thread that sends its heartbeats.
+
+- One Dialer to the router and one to each sink. Sends never block. A silent router is dialled again
+  and again. The least recently used Dialers of sinks are closed, but none that may still send an
+  ack.
+- Heartbeats have a Dialer and a thread of their own, so they go on while the event loop is held.
+  Each probe asks the loop to answer. An answer later than `STALL_S` is a stall, and the function at
+  the top of the loop's stack is named in the next beat and in the log. No fault ends the thread.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from rollmesh.core.descriptors import share_in_use
+from rollmesh.core.errors import AddressError
+from rollmesh.core.ids import new_id
+from rollmesh.core.logs import get_logger
+from rollmesh.core.metrics import rss_bytes
+from rollmesh.core.types import ErrorPlace
+from rollmesh.serve.server.stack import whereabouts
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import Keys
+from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.messages import GroupDelivered, GroupStarted, RouterHello, WorkerBeat
+from rollmesh.wire.news import MOMENT_S, News
+from rollmesh.wire.sockets import Dialer
+
+log = get_logger()
+
+MAX_SINKS, MAX_BUSY_SINKS = 64, 384
+"""Dialled at the same time; the second while they may still owe an ack. zmq has 1,023 sockets."""
+ACK_S = 2.0
+"""What is not acked in this time is sent again anyhow."""
+NUM_SPARE, FEW_LEFT_SHARE = 24, 0.8
+"""Descriptors held back, and given up where environment code has taken all others: a worker that
+leaves for that must still bring what it has to a sink that it had not dialled."""
+SILENT_S = 5.0
+"""A router speaks each second; one that does not for so long is told of, each time later."""
+
+Hear = Callable[[bytes, Packet], None]
+"""Told of each packet with its route: ROUTER, or the sink's address."""
+
+
+class _Sink(msgspec.Struct):
+    dialer: Dialer
+    used_s: float = 0.0
+
+
+class WorkerTransport:
+    """The sockets to the router and the sinks."""
+
+    def __init__(self, router: str, identity: str, keys: Keys | None, hear: Hear) -> None:
+        self._identity = identity
+        self._keys = keys
+        self._hear = hear
+        self._router = Dialer(router, identity, keys)
+        self._sinks: OrderedDict[bytes, _Sink] = OrderedDict()
+        """The one used longest ago first."""
+        self._spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(NUM_SPARE)]
+        self._news = News()
+        self._news_of = ""
+        """The router's incarnation as its news has it."""
+        self._telling: asyncio.TimerHandle | None = None
+        self._heard_s = 0.0
+        self._told_s = SILENT_S
+
+    @property
+    def num_sinks(self) -> int:
+        """That are dialled."""
+        return len(self._sinks)
+
+    def start(self) -> None:
+        """Begin to hand over what the router says."""
+        loop = asyncio.get_running_loop()
+        self._heard_s = loop.time()
+        self._router.attach(loop, self._hear_router)
+
+    def look_for_silence(self) -> None:
+        """Say so where the router has not spoken for long."""
+        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        if silent_s >= self._told_s:
+            self._told_s *= 2
+            what = f"no word from {self._router.address} for {silent_s:.0f} s; we keep dialling"
+            log.warning("router.silent", error=f"{what}; are its address and our keys right?")
+
+    def send(self, route: bytes, packet: Packet) -> None:
+        """Send to the router or to a sink, which is dialled if need be."""
+        if route == ROUTER:
+            self._send_router(packet)
+        elif sink := self._sink(route):
+            sink.send(packet)
+
+    def close(self) -> None:
+        """Close all sockets; what was queued goes out in the background for a moment."""
+        self._tell()
+        for dialer in (self._router, *(each.dialer for each in self._sinks.values())):
+            dialer.close()
+        self._sinks.clear()
+        self._give_up_spare()
+
+    def _send_router(self, packet: Packet) -> None:
+        if not isinstance(packet.message, GroupStarted | GroupDelivered):
+            self._tell()  # what was said before stays before
+            self._router.send(packet)
+            return
+        if packet.router != self._news_of:
+            self._tell()
+            self._news_of = packet.router
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_later(MOMENT_S, self._tell)
+        self._news.add(ROUTER, packet.message, 0.0)
+
+    def _tell(self) -> None:
+        """Say what has waited for a moment."""
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        for told in self._news.take():
+            self._router.send(Packet(told.message, self._news_of))
+
+    def _hear_router(self, packet: Packet) -> None:
+        if self._told_s > SILENT_S:
+            log.info("router.back", address=self._router.address)
+            self._told_s = SILENT_S
+        self._heard_s = asyncio.get_running_loop().time()
+        self._hear(ROUTER, packet)
+
+    def _sink(self, route: bytes) -> Dialer | None:
+        loop = asyncio.get_running_loop()
+        sink = self._sinks.get(route)
+        if sink is None:
+            self._make_place(loop.time())
+            try:
+                dialer = self._dial(route.decode("utf-8", "replace"))
+            except AddressError as error:
+                # The asking client's mistake; it gives up, or goes, and the group is cancelled.
+                log.error("sink.refused", error=str(error))
+                return None
+            dialer.attach(loop, lambda packet: self._hear(route, packet))
+            sink = self._sinks[route] = _Sink(dialer)
+        sink.used_s = loop.time()
+        self._sinks.move_to_end(route)
+        return sink.dialer
+
+    def _dial(self, address: str) -> Dialer:
+        try:
+            return Dialer(address, self._identity, self._keys)
+        except AddressError:
+            if not self._spare or share_in_use() < FEW_LEFT_SHARE:
+                raise
+        self._give_up_spare()
+        return Dialer(address, self._identity, self._keys)
+
+    def _give_up_spare(self) -> None:
+        while self._spare:
+            os.close(self._spare.pop())
+
+    def _make_place(self, now_s: float) -> None:
+        """For one more sink: those go that were used longest ago, and not just now, if may be."""
+        while len(self._sinks) >= MAX_SINKS:
+            route, oldest = next(iter(self._sinks.items()))
+            if now_s - oldest.used_s < ACK_S and len(self._sinks) < MAX_BUSY_SINKS:
+                break
+            del self._sinks[route]
+            oldest.dialer.close()
+
+
+STARTED_S = time.time()
+"""Of this process: read once, since hello and beats must say the same, whatever the clock does."""
+_PROCESS = new_id("p")
+STALL_S = 0.05
+PROBE_S = 0.1
+
+
+def identity(worker_id: str) -> str:
+    """What the sockets of this process are called.
+
+    Its own: zmq gives a name to who came last, and who had it before hears nothing more, though its
+    connection stands; so two workers of one id would be deaf in turn, and for good.
+    """
+    return f"{worker_id}.{_PROCESS}"
+
+
+class Vitals(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker says of itself."""
+
+    state: str
+    num_running: int
+    accepting: bool
+    unacked_bytes: int
+    num_finished: int
+    num_failed: int
+    last_error: str
+    num_calls: int
+    num_tokens: int
+    num_left_behind: int
+    waits_for: str
+    held_bytes: int
+    last_place: ErrorPlace | None = None
+    last_task_id: str = ""
+    isolation: str = ""
+
+
+class HeartbeatSettings(msgspec.Struct, frozen=True):
+    """Who beats, where to and how often."""
+
+    worker_id: str
+    router: str
+    beat_s: float
+
+
+class _Owed(msgspec.Struct):
+    """A sign that the loop was asked for."""
+
+    sign: threading.Event
+    asked_s: float
+    is_logged: bool = False
+
+
+class HeartbeatThread:
+    """Sends heartbeats; `hear` is called on the loop with a RouterHello that arrived."""
+
+    def __init__(
+        self,
+        settings: HeartbeatSettings,
+        keys: Keys | None,
+        vitals: Callable[[], Vitals],
+        hear: Callable[[Packet], None],
+    ) -> None:
+        self._settings = settings
+        self._vitals = vitals
+        self._hear = hear
+        self._dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.beat", keys)
+        self._closing = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._lag_s = 0.0
+        self._stalled_in = ""
+        self._owed: _Owed | None = None
+        self._last_fault = ""
+        """Of this thread; said once, since it may come with each turn."""
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch `loop`, which runs on the calling thread."""
+        self._loop, self._loop_thread = loop, threading.get_ident()
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and its socket."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._dialer.close()
+
+    def _run(self) -> None:
+        next_beat_s = time.monotonic()
+        while not self._closing.is_set():
+            if time.monotonic() >= next_beat_s:
+                next_beat_s = time.monotonic() + self._settings.beat_s
+                self._try(self._beat)
+            self._try(self._listen)
+            self._try(self._probe)
+            self._closing.wait(min(PROBE_S, max(0.0, next_beat_s - time.monotonic())))
+
+    def _try(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # door: a worker that lives must not be lost for one fault here
+            if str(error) != self._last_fault:
+                self._last_fault = str(error)
+                log.exception("beat.failed")
+
+    def _beat(self) -> None:
+        vitals = self._vitals()
+        beat = WorkerBeat(
+            worker_id=self._settings.worker_id,
+            loop_lag_s=self._lag_s,
+            rss_bytes=rss_bytes(),
+            stalled_in=self._stalled_in,
+            started_s=STARTED_S,
+            **msgspec.structs.asdict(vitals),
+        )
+        self._lag_s, self._stalled_in = 0.0, ""
+        self._dialer.send(Packet(beat))
+
+    def _listen(self) -> None:
+        for packet in self._dialer.receive():
+            if isinstance(packet.message, RouterHello):
+                self._call(self._hear, packet)
+
+    def _probe(self) -> None:
+        """Ask the loop for a sign, unless it still owes one; note how long it takes."""
+        if self._owed is None:
+            owed = _Owed(threading.Event(), time.monotonic())
+            if not self._call(owed.sign.set):
+                return
+            self._owed = owed
+        answered = self._owed.sign.wait(STALL_S)
+        self._lag_s = max(self._lag_s, time.monotonic() - self._owed.asked_s)
+        if not answered:
+            self._stalled_in = whereabouts(self._loop_thread)
+            if not self._owed.is_logged:
+                log.warning("loop.stalled", stalled_in=self._stalled_in)
+                self._owed.is_logged = True
+            return
+        if self._owed.is_logged:
+            log.warning("loop.freed", lag_s=round(self._lag_s, 3))
+        self._owed = None
+
+    def _call(self, function: Callable[..., object], *args: object) -> bool:
+        """Run `function` on the loop; False if the loop is closed."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return False
+        return True

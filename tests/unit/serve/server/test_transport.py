@@ -1,0 +1,163 @@
+"""The worker's sockets: sinks are dialled when needed, forgotten when there are many."""
+
+import asyncio
+
+import pytest
+import structlog
+
+from rollmesh.core.ids import GroupId
+from rollmesh.serve.server import transport
+from rollmesh.serve.server.transport import WorkerTransport
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.messages import (
+    AnyMessage,
+    GroupAcked,
+    GroupDelivered,
+    GroupFinished,
+    GroupStarted,
+    RouterHello,
+    WorkerLeft,
+)
+from rollmesh.wire.sockets import Hub, wait
+
+FINISHED = Packet(GroupFinished(GroupId("r1", 1), 1, "w1", True))
+
+
+def next_route(hub: Hub) -> bytes:
+    for _ in range(100):
+        wait([hub], None, 0.1)
+        for route, _ in hub.receive(1):
+            return route
+    raise AssertionError("nothing came")
+
+
+async def test_router_and_sink_hear_us_and_we_hear_them_by_their_routes() -> None:
+    router, sink = Hub("tcp://127.0.0.1:0"), Hub("tcp://127.0.0.1:0")
+    heard: list[tuple[bytes, Packet]] = []
+    news = asyncio.Event()
+
+    def hear(route: bytes, packet: Packet) -> None:
+        heard.append((route, packet))
+        news.set()
+
+    post = WorkerTransport(router.address, "w1", None, hear)
+    post.start()
+    post.send(ROUTER, FINISHED)
+    post.send(sink.address.encode(), FINISHED)
+    assert await asyncio.to_thread(next_route, router) == b"w1"
+    assert await asyncio.to_thread(next_route, sink) == b"w1"
+    router.send(b"w1", Packet(RouterHello(1.0)))
+    async with asyncio.timeout(60):
+        await news.wait()
+        news.clear()
+        sink.send(b"w1", Packet(GroupAcked(GroupId("r1", 1), 1, False)))
+        await news.wait()
+    assert [route for route, _ in heard] == [ROUTER, sink.address.encode()]
+    post.close()
+    router.close()
+    sink.close()
+
+
+async def test_bad_sink_address_costs_only_itself() -> None:
+    router = Hub("tcp://127.0.0.1:0")
+    post = WorkerTransport(router.address, "w1", None, lambda route, packet: None)
+    post.start()
+    for route in (b"nonsense", b"\xff\xfe"):
+        post.send(route, FINISHED)
+    post.send(ROUTER, FINISHED)
+    assert await asyncio.to_thread(next_route, router) == b"w1"
+    post.close()
+    router.close()
+
+
+async def test_sink_that_was_quiet_longest_is_dialled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "MAX_SINKS", 1)
+    monkeypatch.setattr(transport, "MAX_BUSY_SINKS", 1)
+    hubs = [Hub("tcp://127.0.0.1:0") for _ in range(3)]
+    router, first, second = hubs
+    post = WorkerTransport(router.address, "w1", None, lambda route, packet: None)
+    post.start()
+    for sink in (first, second, first):
+        post.send(sink.address.encode(), FINISHED)
+        assert await asyncio.to_thread(next_route, sink) == b"w1"
+    post.close()
+    for hub in hubs:
+        hub.close()
+
+
+async def test_sinks_that_were_all_just_used_are_heard_though_they_are_many() -> None:
+    """Their acks come after the last of them was dialled."""
+    router, num_sinks = Hub("tcp://127.0.0.1:0"), 2 * transport.MAX_SINKS
+    sinks = [Hub("tcp://127.0.0.1:0") for _ in range(num_sinks)]
+    heard: set[bytes] = set()
+    all_heard = asyncio.Event()
+
+    def hear(route: bytes, _: Packet) -> None:
+        heard.add(route)
+        if len(heard) == num_sinks:
+            all_heard.set()
+
+    post = WorkerTransport(router.address, "w1", None, hear)
+    for sink in sinks:
+        post.send(sink.address.encode(), FINISHED)
+    for sink in sinks:
+        route = await asyncio.to_thread(next_route, sink)
+        sink.send(route, Packet(GroupAcked(GroupId("r1", 1), 1, False)))
+    async with asyncio.timeout(60):
+        await all_heard.wait()
+    assert heard == {sink.address.encode() for sink in sinks}
+    post.close()
+    for hub in (router, *sinks):
+        hub.close()
+
+
+async def test_router_that_stays_silent_is_told_of_once_and_again_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "SILENT_S", 1e-9)
+    router, news = Hub("tcp://127.0.0.1:0"), asyncio.Event()
+    post = WorkerTransport(router.address, "w1", None, lambda route, packet: news.set())
+    with structlog.testing.capture_logs() as logs:
+        post.start()
+        post.look_for_silence()
+        assert [each["event"] for each in logs] == ["router.silent"]
+        assert router.address in logs[0]["error"]
+        post.send(ROUTER, FINISHED)
+        router.send(await asyncio.to_thread(next_route, router), Packet(RouterHello(1.0)))
+        async with asyncio.timeout(60):
+            await news.wait()
+        assert [each["event"] for each in logs] == ["router.silent", "router.back"]
+    post.close()
+    router.close()
+
+
+def all_at(hub: Hub, number: int) -> list[AnyMessage]:
+    heard: list[AnyMessage] = []
+    for _ in range(100):
+        wait([hub], None, 0.1)
+        heard += [packet.message for _, packet in hub.receive()]
+        if len(heard) >= number:
+            return heard
+    raise AssertionError(f"only {heard} came")
+
+
+async def test_news_is_told_by_itself_and_never_after_what_was_said_later() -> None:
+    router = Hub("tcp://127.0.0.1:0")
+    post = WorkerTransport(router.address, "w1", None, lambda route, packet: None)
+    post.start()
+    one, two = GroupId("r1", 1), GroupId("r1", 2)
+    for message in (GroupStarted(one, 1), GroupStarted(two, 1), GroupDelivered(one, 1)):
+        post.send(ROUTER, Packet(message))
+    told = await asyncio.to_thread(all_at, router, 2)
+    assert told == [GroupDelivered(one, 1), GroupStarted(two, 1)]
+    left = WorkerLeft("w1", "drained")
+    post.send(ROUTER, Packet(GroupDelivered(two, 1)))
+    post.send(ROUTER, Packet(left))
+    assert await asyncio.to_thread(all_at, router, 2) == [GroupDelivered(two, 1), left]
+    post.send(ROUTER, Packet(GroupStarted(one, 2)))
+    post.close()
+    assert await asyncio.to_thread(all_at, router, 1) == [GroupStarted(one, 2)]
+    router.close()

@@ -1,0 +1,409 @@
+"""A worker's duties: a group runs here once, and a new router hears of all that is held."""
+
+import random
+
+from rollmesh.core.ids import GroupId, IntervalSet
+from rollmesh.serve.client.arrivals import Keep, Kept, ResultSink
+from rollmesh.serve.client.asks import Asked
+from rollmesh.serve.server.outbox import Forget, OutboxSettings
+from rollmesh.serve.server.worker_machine import (
+    MAX_REMEMBERED_GROUPS,
+    Abort,
+    Action,
+    Begin,
+    Ended,
+    Left,
+    StopAsked,
+    Stopping,
+    WorkerMachine,
+    WorkerMachineSettings,
+    WorkerState,
+    WornOut,
+)
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+from rollmesh.wire.messages import (
+    RELIEVED,
+    AnyMessage,
+    CancelRun,
+    DrainWorker,
+    GroupAcked,
+    GroupDelivered,
+    GroupFinished,
+    GroupLost,
+    GroupReturned,
+    GroupStarted,
+    HeldGroup,
+    RouterHello,
+    RunGroup,
+    WorkerHello,
+    WorkerLeft,
+)
+
+ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
+SINK = "tcp://sink"
+TICKET = bytes(range(16))
+
+
+def new_duties(max_unacked_bytes: int = 1000, max_held_bytes: int = 10**6) -> WorkerMachine:
+    machine = WorkerMachine(
+        WorkerMachineSettings(
+            worker_id="w1",
+            env="guess",
+            max_rollouts=8,
+            max_unacked_bytes=max_unacked_bytes,
+            max_held_bytes=max_held_bytes,
+            outbox=OutboxSettings(resend_s=1.0, delivery_timeout_s=60.0, absent_s=10.0),
+        )
+    )
+    hear(machine, RouterHello(1.0))
+    hear(machine, RouterHello(1.0))  # the answer to the hello that followed
+    return machine
+
+
+def hear(machine: WorkerMachine, message: AnyMessage, router: str = "i1") -> list[Action]:
+    return machine.step(Received(ROUTER, message, b"ask", router), 0.0)
+
+
+def run(machine: WorkerMachine, group_id: GroupId, attempt: int = 1) -> list[Action]:
+    return hear(machine, RunGroup(group_id, attempt, 4, SINK, ticket=TICKET))
+
+
+def end(machine: WorkerMachine, group_id: GroupId) -> list[Action]:
+    return machine.step(Ended(group_id, True, 500), 0.0)
+
+
+def ack(machine: WorkerMachine, group_id: GroupId) -> list[Action]:
+    return machine.step(Received(SINK.encode(), GroupAcked(group_id, 1, False)), 0.0)
+
+
+def ended_and_acked(machine: WorkerMachine, group_id: GroupId) -> None:
+    end(machine, group_id)
+    ack(machine, group_id)
+
+
+def said(actions: list[Action]) -> list[AnyMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def test_worker_says_hello_until_a_router_answers() -> None:
+    machine = WorkerMachine(
+        WorkerMachineSettings(worker_id="w1", env="guess", max_rollouts=8, hello_s=1.0)
+    )
+    ticks = [len(said(machine.step(Ticked(), t / 2))) for t in range(4)]
+    assert ticks == [1, 0, 1, 0]
+    [hello] = said(hear(machine, RouterHello(1.0)))
+    assert isinstance(hello, WorkerHello)
+    assert hear(machine, RouterHello(1.0)) == []
+    assert said(machine.step(Ticked(), 9.0)) == []
+
+
+def test_router_that_has_forgotten_us_hears_of_all_that_is_held() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    [hello] = said(hear(machine, RouterHello(1.0)))
+    assert isinstance(hello, WorkerHello)
+    assert hello.holds == (HeldGroup(ONE, 1, False),)
+    assert hear(machine, RouterHello(1.0)) == []
+
+
+def test_group_is_begun_with_its_body_and_reported() -> None:
+    machine = new_duties()
+    assert run(machine, ONE) == [Send(ROUTER, GroupStarted(ONE, 1)), Begin(ONE, 4, b"ask")]
+    assert machine.num_rollouts == 4
+
+
+def test_repeated_ask_does_not_run_twice() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    assert run(machine, ONE) == [Send(ROUTER, GroupStarted(ONE, 1))]
+    end(machine, ONE)
+    assert run(machine, ONE) == [Send(ROUTER, GroupStarted(ONE, 1))]
+
+
+def test_later_attempt_of_a_running_group_takes_over_its_work() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    assert run(machine, ONE, attempt=2) == [Send(ROUTER, GroupStarted(ONE, 2))]
+    [send] = end(machine, ONE)
+    assert send == Send(SINK.encode(), GroupFinished(ONE, 2, "w1", True, TICKET))
+
+
+def test_result_goes_to_where_its_client_listens_now() -> None:
+    machine = new_duties()
+    for group_id in (ONE, TWO):
+        run(machine, group_id)
+    end(machine, TWO)
+    for group_id in (ONE, TWO):
+        hear(machine, RunGroup(group_id, 1, 4, "tcp://elsewhere"))
+    elsewhere = b"tcp://elsewhere"
+    assert end(machine, ONE) == [Send(elsewhere, GroupFinished(ONE, 1, "w1", True))]
+    assert Send(elsewhere, GroupFinished(TWO, 1, "w1", True)) in machine.step(Ticked(), 0.0)
+
+
+def test_late_ask_for_a_delivered_group_is_answered_and_not_run() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    end(machine, ONE)
+    assert ack(machine, ONE) == [Send(ROUTER, GroupDelivered(ONE, 1, TICKET)), Forget(ONE)]
+    assert run(machine, ONE, attempt=2) == [Send(ROUTER, GroupDelivered(ONE, 2, TICKET))]
+
+
+def test_memory_of_delivered_groups_is_bounded() -> None:
+    machine = new_duties()
+    for seq in range(0, 2 * MAX_REMEMBERED_GROUPS + 2, 2):  # the others go to another worker
+        run(machine, GroupId("r1", seq))
+        end(machine, GroupId("r1", seq))
+        ack(machine, GroupId("r1", seq))
+    assert Begin(GroupId("r1", 0), 4, b"ask") in run(machine, GroupId("r1", 0), attempt=2)
+    kept = GroupId("r1", 2)
+    assert run(machine, kept, attempt=2) == [Send(ROUTER, GroupDelivered(kept, 2, TICKET))]
+
+
+def test_new_router_hears_of_all_that_is_held_before_anything_else() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    run(machine, TWO)
+    end(machine, TWO)
+    hello, started = said(
+        machine.step(Received(ROUTER, RunGroup(GroupId("r1", 3), 1, 1, SINK), b"", "i2"), 0.0)
+    )
+    assert isinstance(hello, WorkerHello)
+    assert hello.holds == (HeldGroup(ONE, 1, False), HeldGroup(TWO, 1, True))
+    assert isinstance(started, GroupStarted)
+
+
+def test_cancelled_run_is_aborted_and_forgotten_when_it_has_ended() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    assert hear(machine, CancelRun(ONE, "stale")) == [Abort(ONE, "stale")]
+    [returned] = said(run(machine, ONE, attempt=2))
+    assert isinstance(returned, GroupReturned)
+    assert end(machine, ONE) == [Forget(ONE)]
+    assert Begin(ONE, 4, b"ask") in run(machine, ONE, attempt=3)
+
+
+def test_cancelled_parcel_is_forgotten() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    end(machine, ONE)
+    assert hear(machine, CancelRun(ONE, "stale")) == [Forget(ONE)]
+    assert not machine.holds()
+
+
+def test_worker_over_its_byte_budget_does_not_accept() -> None:
+    machine = new_duties(max_unacked_bytes=500)
+    accepting = [machine.accepting]
+    run(machine, ONE)
+    for act in (end, ack):
+        act(machine, ONE)
+        accepting.append(machine.accepting)
+    assert accepting == [True, False, True]
+
+
+def test_worker_says_which_budget_it_waits_for() -> None:
+    machine = new_duties(max_unacked_bytes=500, max_held_bytes=1000)
+    run(machine, ONE)
+    told = []
+    for act in (
+        lambda: machine.weigh(999),
+        lambda: machine.weigh(1000),
+        lambda: machine.weigh(10),
+        lambda: end(machine, ONE),
+        lambda: ack(machine, ONE),
+    ):
+        act()
+        told.append((machine.accepting, machine.waits_for))
+    assert told == [
+        (True, ""),
+        (False, "held_bytes: 1000 held, worker.max_held_bytes = 1000"),
+        (True, ""),
+        (False, "unacked_bytes: 500 unacked, worker.max_unacked_bytes = 500"),
+        (True, ""),
+    ]
+
+
+def test_worker_without_groups_takes_some_whatever_it_counts() -> None:
+    machine = new_duties(max_held_bytes=1000)
+    accepting = []
+    for act in (machine.holds, lambda: run(machine, ONE), lambda: ended_and_acked(machine, ONE)):
+        act()
+        machine.weigh(5000)
+        accepting.append(machine.accepting)
+    assert accepting == [True, False, True], "nothing that it has would ever make it lighter"
+
+
+def test_full_worker_runs_what_was_on_its_way() -> None:
+    machine = new_duties(max_held_bytes=1000)
+    run(machine, ONE)
+    machine.weigh(1000)
+    assert Begin(TWO, 4, b"ask") in run(machine, TWO)
+
+
+def test_draining_worker_finishes_and_leaves() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    assert hear(machine, DrainWorker("shrink")) == []
+    assert not machine.accepting
+    [returned] = said(run(machine, TWO))
+    assert isinstance(returned, GroupReturned)
+    end(machine, ONE)
+    actions = ack(machine, ONE)
+    assert actions[-2:] == [Send(ROUTER, WorkerLeft("w1", "drained: shrink")), Left()]
+    assert machine.state is WorkerState.LEFT
+
+
+def test_draining_worker_whose_sink_is_away_gives_back_what_it_cannot_deliver() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    run(machine, TWO)
+    end(machine, ONE)
+    hear(machine, DrainWorker("shrink"))
+    assert Left(1) not in machine.step(Ticked(), 59.0), "another group still runs"
+    machine = new_duties()
+    run(machine, ONE)
+    end(machine, ONE)
+    hear(machine, DrainWorker("shrink"))
+    assert machine.state is WorkerState.DRAINING
+    machine.step(Ticked(), 9.9)
+    assert machine.state is WorkerState.DRAINING, "its sink may only be slow"
+    left = Send(ROUTER, WorkerLeft("w1", "drained: shrink"))
+    assert machine.step(Ticked(), 10.0)[-3:] == [Forget(ONE), left, Left(1)]
+    assert (machine.state, machine.holds()) == (WorkerState.LEFT, [])
+
+
+def end_one_when_worn(machine: WorkerMachine) -> None:
+    run(machine, ONE)
+    end(machine, ONE)
+    machine.step(WornOut("9 rollouts"), 0.0)
+
+
+def test_worn_worker_waits_for_its_sink_since_nobody_waits_for_it() -> None:
+    machine = new_duties()
+    end_one_when_worn(machine)
+    hear(machine, DrainWorker(RELIEVED))
+    machine.step(Ticked(), 59.0)
+    assert machine.state is WorkerState.DRAINING
+    machine.step(StopAsked("SIGTERM"), 59.0)
+    assert (machine.state, str(machine.leaving)) == (WorkerState.LEFT, "stopped: SIGTERM")
+
+
+def test_worn_worker_that_somebody_drains_waits_for_no_sink_that_is_away() -> None:
+    machine = new_duties()
+    end_one_when_worn(machine)
+    hear(machine, DrainWorker("shrink"))
+    machine.step(Ticked(), 59.0)
+    assert (machine.state, str(machine.leaving)) == (WorkerState.LEFT, "drained: shrink")
+
+
+def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    assert machine.step(WornOut("9 rollouts"), 0.0) == []
+    assert hear(machine, DrainWorker(RELIEVED)) == []
+    [returned] = said(run(machine, TWO))
+    assert isinstance(returned, GroupReturned)
+    end(machine, ONE)
+    assert ack(machine, ONE)[-2:] == [
+        Send(ROUTER, WorkerLeft("w1", "recycled: 9 rollouts")),
+        Left(),
+    ]
+
+
+def test_worn_worker_serves_on_until_it_may_leave_or_is_stopped() -> None:
+    machine = new_duties()
+    machine.step(WornOut("9 rollouts"), 0.0)
+    assert (machine.state, machine.accepting) == (WorkerState.WORN, True)
+    assert Begin(ONE, 4, b"ask") in run(machine, ONE)
+    machine.step(StopAsked("SIGTERM"), 0.0)
+    assert str(machine.leaving) == "stopped: SIGTERM", "no other follows it"
+
+
+def test_worker_far_past_its_memory_does_not_wait_until_it_may_leave() -> None:
+    machine = new_duties()
+    machine.step(WornOut("900 MB"), 0.0)
+    actions = machine.step(WornOut("990 MB", is_urgent=True), 0.0)
+    assert actions == [Send(ROUTER, WorkerLeft("w1", "recycled: 990 MB")), Left()]
+
+
+def test_result_that_its_sink_never_acks_is_given_up_and_the_router_told() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    end(machine, ONE)
+    actions = machine.step(Ticked(), 60.0)
+    lost = GroupLost(ONE, 1, "tcp://sink did not ack in 60 s")
+    assert actions == [Send(ROUTER, lost), Forget(ONE)]
+    assert (machine.holds(), machine.outbox.unacked_bytes) == ([], 0)
+    assert Begin(ONE, 4, b"ask") in run(machine, ONE, attempt=2)
+
+
+def test_deadline_of_an_ask_goes_with_the_group() -> None:
+    [_, begin] = hear(new_duties(), RunGroup(ONE, 1, 4, SINK, deadline_s=7.5))
+    assert begin == Begin(ONE, 4, b"ask", 7.5)
+
+
+def test_stopping_worker_aborts_what_runs_and_delivers_what_is_finished() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    run(machine, TWO)
+    end(machine, TWO)
+    assert machine.step(Stopping("SIGTERM"), 0.0) == [Abort(ONE, "SIGTERM")]
+    assert end(machine, ONE) == [Forget(ONE)]
+    assert Left() in ack(machine, TWO)
+
+
+def test_worker_that_is_asked_to_stop_finishes_what_it_runs_and_takes_nothing_new() -> None:
+    machine = new_duties()
+    run(machine, ONE)
+    assert machine.step(StopAsked("SIGTERM"), 0.0) == []
+    [returned] = run(machine, TWO)
+    assert isinstance(returned, Send)
+    assert isinstance(returned.message, GroupReturned)
+    end(machine, ONE)
+    assert Left() in ack(machine, ONE)
+    assert str(machine.leaving) == "stopped: SIGTERM"
+
+
+def test_idle_worker_that_is_stopped_leaves_at_once() -> None:
+    assert Left() in new_duties().step(Stopping("SIGTERM"), 0.0)
+
+
+def test_every_group_is_kept_once_over_a_network_that_loses_and_repeats() -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        machine, sink = new_duties(), ResultSink({"r1": IntervalSet()}, asked)
+        kept: list[GroupId] = []
+        mail: list[Action] = []
+        for seq in range(20):
+            mail += run(machine, GroupId("r1", seq)) + end(machine, GroupId("r1", seq))
+        for tick in range(1, 2000):
+            rng.shuffle(mail)
+            answers = [_carry(action, machine, sink, kept) for action in mail if rng.random() < 0.6]
+            mail = [answer for some in answers for answer in some]
+            mail += machine.step(Ticked(), float(tick))
+            if not machine.holds():
+                break
+        assert sorted(kept) == [GroupId("r1", seq) for seq in range(20)]
+        assert machine.outbox.unacked_bytes == 0
+
+
+def asked(group_id: GroupId) -> Asked:
+    """The ask behind `run`."""
+    return Asked(group_id=group_id, env="guess", num_samples=4, ticket=TICKET)
+
+
+def _carry(
+    action: Action, machine: WorkerMachine, sink: ResultSink, kept: list[GroupId]
+) -> list[Action]:
+    """What the worker does next when `action` reaches the other side and its answer comes back."""
+    if not isinstance(action, Send) or action.route != SINK.encode():
+        return []
+    answers: list[Action] = []
+    for reaction in sink.step(Received(b"w1", action.message), 0.0):
+        replies = [reaction]
+        if isinstance(reaction, Keep):
+            kept.append(reaction.message.group_id)
+            replies = sink.step(Kept(reaction), 0.0)
+        for reply in replies:
+            assert isinstance(reply, Send)
+            answers += machine.step(Received(action.route, reply.message), 0.0)
+    return answers
