@@ -1,7 +1,8 @@
 # Each target sets itself up: its own .venv, pinned by constraints.txt. Needed: Python 3.11+ and make.
 #
 #   make demo ARGS="--seed 0"   train the tiny agent, watch it learn
-#   make test ARGS="-k ledger"  the whole test suite, or a part of it
+#   make test ARGS="-k router"  the quick tests, or a part of them (8 minutes on two cores)
+#   make test-all               the slow ones too, as CI runs them
 #   make chaos                  faults, searched for long: 5,000 rollouts, 50 trainers, 100,000 simulated meshes
 #   make check                  format, lint, types, arrows, house rules
 #   make bench BENCH=name       every benchmark, or one
@@ -27,7 +28,7 @@ ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test chaos clients test-clients test-sglang test-ray check format lint types arrows house bench \
+.PHONY: help demo test test-all chaos clients test-clients test-sglang test-ray check format lint types arrows house bench \
         bench-peers setup sglang clean
 .DEFAULT_GOAL := help
 
@@ -39,7 +40,12 @@ demo: $(STAMP)
 
 # Two processes share the test files, in the order of their folders: the long files of tests/flow
 # come early, so that neither is left alone with one. ARGS="-n0" is one process, which a debugger needs.
+QUICK := not slow and not clients and not chaos
+
 test: $(STAMP)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(QUICK)" $(ARGS)
+
+test-all: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-clients: $(STAMP) clients

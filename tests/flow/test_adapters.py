@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -13,6 +14,7 @@ EXACT = 1e-3
 """As for whole weights: float32 on both sides is within 1e-5."""
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_samples_what_it_trained_and_leaves_a_whole_model(tmp_path: Path) -> None:
     settings = {"trainer.lora_rank": RANK, "trainer.num_steps": 3, "trainer.learning_rate": 0.02}
     process = start(tmp_path, **settings, **{"trainer.max_staleness": 0})  # so all is exact

@@ -188,6 +188,7 @@ async def weather(mesh: LaunchedMesh, seed: int, num_rollouts: int, num_blows: i
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1])
 async def test_every_rollout_ends_once_whatever_is_killed_or_stopped(
     mesh: LaunchedMesh, seed: int

@@ -151,6 +151,7 @@ def test_an_answer_is_of_the_newest_step_of_its_arguments_unless_that_is_said(
     controller.clear_batches(plain, controller.call("sums.echo", [e["new"] for e in plain]))
 
 
+@pytest.mark.slow
 def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_word(
     home: Household, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -158,6 +158,7 @@ async def test_a_killed_coordinator_comes_back_with_the_truth_and_turns_do_not_n
     await worker.close()
 
 
+@pytest.mark.slow
 async def test_a_woken_engine_alone_loads_the_newest_weights_and_proves_them(
     torch_mesh: SleepingMesh, models: list[Path]
 ) -> None:
@@ -222,6 +223,7 @@ async def scores_of_base(mesh: SleepingMesh) -> list[float]:
     return base
 
 
+@pytest.mark.slow
 async def test_a_hung_engine_is_lost_alone_and_sleeps_when_it_is_back(
     torch_mesh: SleepingMesh, torch_engines: list[Process]
 ) -> None:

@@ -40,6 +40,7 @@ async def test_an_evaluation_starts_a_mesh_and_reports_every_rollout(verb: Verb)
     assert (told["run"]["name"], told["run"]["phase"]) == ("out", "done")
 
 
+@pytest.mark.slow
 async def test_killed_evaluation_goes_on_where_it_stopped(verb: Verb) -> None:
     one_at_a_time = ["--set", "worker.max_rollouts=2"]
     async with ScriptedEngine(byte_token) as engine:

@@ -103,6 +103,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeyedFlee
     fleet.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_who_has_the_keys_is_in(fleet: KeyedFleet) -> None:
     """Service, admission, agent, coordinator and hooks."""

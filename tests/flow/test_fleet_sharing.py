@@ -13,6 +13,8 @@ from rollmesh.wire.scheduling import WorkerPhase
 from tests.flow.scripted_fleet import ENDS_WITHIN_S, ScriptedFleet
 from tests.flow.worker_mesh import look_until
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 3
 EIGHT = {f"p{index}": [index % 4] for index in range(6)} | {"p6": [0, 1], "p7": [0, 1, 2, 3]}
 TWO = {"ill": [0, 1], "well": [2, 3]}

@@ -172,6 +172,7 @@ def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
     assert told["end"]["code"] == 130
 
 
+@pytest.mark.slow
 def test_a_suspended_process_is_killed_and_started_again_and_a_busy_one_is_not(mesh: Mesh) -> None:
     mesh.add("trainer", "busy", OnDeath.FINISH)
     mesh.add("router", "serves", OnDeath.RESTART)

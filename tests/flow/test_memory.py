@@ -33,6 +33,8 @@ from tests.flow.worker_mesh import (
     take,
 )
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 FIGURE = re.compile(
     r'^rollmesh_(held_bytes|entries)\{(?:what|table)="(\w+)"\} (\S+)$', re.MULTILINE

@@ -317,6 +317,7 @@ def test_a_trajectory_has_an_address_of_its_own(
     assert all_of(browser, ".tokens .sampled")
 
 
+@pytest.mark.slow
 def test_the_page_of_a_running_demo_shows_it_learn(
     browser: webdriver.Chrome, tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def test_two_pipelines_share_four_slots_and_both_train_to_their_end(fleet: Share
     check_slots(fleet)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_scheduler_that_is_killed_in_mid_run_costs_them_nothing(fleet: SharedFleet) -> None:
     runs = {pipeline: fleet.begin(pipeline) for pipeline in TRAINS_ON}
@@ -118,6 +119,7 @@ def test_a_scheduler_that_is_killed_in_mid_run_costs_them_nothing(fleet: SharedF
     assert fleet.view().scheduler != before
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_that_is_stopped_gives_back_what_it_had_and_one_whose_trainer_dies_goes_on(
     fleet: SharedFleet,
@@ -136,6 +138,7 @@ def test_one_that_is_stopped_gives_back_what_it_had_and_one_whose_trainer_dies_g
     check_given_back(fleet)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_launch_that_is_killed_is_followed_by_the_next_of_its_pipeline_and_nobody_is_called(
     fleet: SharedFleet,
@@ -153,6 +156,7 @@ def test_a_launch_that_is_killed_is_followed_by_the_next_of_its_pipeline_and_nob
     assert [each for rows in fleet.stood().values() for each in handed_over(rows)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_of_two_runs_of_one_pipeline_in_the_same_moment_one_is_refused_in_one_line(
     fleet: SharedFleet,
@@ -170,6 +174,7 @@ def test_of_two_runs_of_one_pipeline_in_the_same_moment_one_is_refused_in_one_li
     check_given_back(fleet)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", [{"num_ranks": 2}, {"lora_rank": 4, "max_staleness": 0}], ids=str)
 def test_ranks_and_adapters_train_on_a_share_as_well(

@@ -11,6 +11,8 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.controller.plain import PlainRank
 from tests.flow.rank_crew import plan
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN = [
     *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),

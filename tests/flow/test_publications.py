@@ -31,6 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num",
     [20, pytest.param(1000, marks=[pytest.mark.chaos, pytest.mark.timeout(3600)])],
@@ -49,6 +50,7 @@ def test_exact_bfloat16_engine_accepts_every_publication(
         assert run.doubted() == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_bfloat16_engine_that_ignores_updates_of_small_steps_is_found(
     model: Path, tmp_path: Path
@@ -76,6 +78,7 @@ def _find(model: Path, folder: Path, exact: str, stuck: str) -> PublishReport:
     raise AssertionError("no engine was found to ignore updates")
 
 
+@pytest.mark.slow
 async def test_run_whose_engine_accepts_nothing_says_why_and_ends(
     model: Path, tmp_path: Path
 ) -> None:

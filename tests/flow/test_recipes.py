@@ -20,6 +20,8 @@ from tests.flow.rank_crew import SMALL, household
 from tests.unit.trainer.roles.rows import drawn
 from tests.unit.trainer.roles.stock import one_by_one, write_soft_capped
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 20
 ALIKE = 1e-4
 """The bound of the promise; losses were within 1e-5. Of larger figures (a divergence of 70 nats)

@@ -43,6 +43,7 @@ def test_a_trainer_that_is_killed_five_times_loses_nothing_and_trains_nothing_tw
     check(mesh, kill_often(mesh, NUM_KILLS, seed=1))
 
 
+@pytest.mark.slow
 def test_a_journal_at_its_byte_budget_forces_savepoints_and_loses_nothing(
     tmp_path: Path, model: Path
 ) -> None:

@@ -41,6 +41,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "demo"

@@ -16,6 +16,8 @@ from benchmarks._soak_figures import left_over, slope
 from benchmarks._soak_run import Seen
 from benchmarks._soak_watch import Held
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "rss_soak.py"
 NUM_ROLLOUTS = 16
 SEED = 17
@@ -32,7 +34,6 @@ def soaked(folder: Path, *words: str) -> dict[str, float]:
     return figures
 
 
-@pytest.mark.slow
 def test_browsing_leaves_nothing_at_rest(tmp_path: Path) -> None:
     figures = soaked(tmp_path, "--rollouts", str(NUM_ROLLOUTS), "--keep", "3")
     told = (tmp_path / "soak.md").read_text()

@@ -110,6 +110,7 @@ def logprob_gaps(model: Any, sample: dict[str, Any], policy_version: int) -> lis
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tensor", "distributed"])
 def test_a_run_brings_its_weights_without_a_file_and_writes_it_all_the_same(
     mode: str, ended: Path, tmp_path: Path

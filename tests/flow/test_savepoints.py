@@ -27,6 +27,8 @@ from tests.flow.savepoint_victims import EARLIER, LATER, Row
 from tests.flow.test_ranked import SETTINGS, batch
 from tests.house.source import ROOT
 
+pytestmark = pytest.mark.slow
+
 FIRST, ALL = 2, 4
 """Steps before the savepoint, and in all."""
 NUM_RANKS = 3
