@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.scheduler.simulator.comparison import (
     POLICIES,
     STATIC,

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._report import Goal
 from benchmarks._soak_ablations import HEAP, MEASURES
 from benchmarks._soak_figures import figures_of
 from benchmarks._soak_mesh import Arm
 from benchmarks._soak_relay import BARE
 from benchmarks._soak_run import Plan, Seen, run_arm
+from benchmarks.lib.report import Goal
 
 __all__ = ["MEASURES", "Findings", "run"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.process import Ready
 
 GOALS = [

@@ -21,7 +21,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from benchmarks._report import parser, report
+from benchmarks.lib.report import parser, report
 from rollmesh.core.heap import Heap
 from rollmesh.core.metrics import rss_bytes
 

@@ -19,8 +19,8 @@ import uvloop
 
 from benchmarks import _calls, _kept, _sessions, _streams
 from benchmarks._arms import pin_load
-from benchmarks._report import Goal, parser, report
 from benchmarks._rounds import Bench
+from benchmarks.lib.report import Goal, parser, report
 
 CASES: dict[str, Callable[[Bench], Awaitable[None]]] = {
     "repeated": _calls.repeated,

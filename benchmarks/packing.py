@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._packing_padded import PaddedPolicy
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.envs.guess import GuessEnv

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from benchmarks.packing import demo_batch
 from rollmesh.core.config import ProximalRule, TrainerConfig
 from rollmesh.envs.guess import GuessEnv

@@ -29,7 +29,7 @@ import httpx
 import msgspec
 import psutil
 
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.process import Ready

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import matplotlib
 import psutil
 
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.launch.folder import read_pids, read_summary
 from rollmesh.trainer.books.picture import moving_mean, read_rows
 from rollmesh.trainer.books.records import read_recoveries

@@ -26,8 +26,8 @@ if not __package__:
 import os
 
 from benchmarks import _soak_arms, _soak_paper
-from benchmarks._report import parser, report
 from benchmarks._soak_load import Shape
+from benchmarks.lib.report import parser, report
 
 DEFAULT_MINUTES, QUICK_MINUTES = 5.0, 1.0
 SEED_ROLLOUTS = 24

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from benchmarks.packing import SETTINGS, demo_batch, made_up
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample

@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks._ledger_life import GROUP as GROUP_OF_FOUR
 from benchmarks._ledger_life import Life
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import RouterConfig
 from rollmesh.core.heap import Heap
 from rollmesh.core.ids import GroupId

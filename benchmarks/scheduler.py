@@ -20,8 +20,8 @@ from collections.abc import Callable
 from statistics import median
 
 from benchmarks import _scheduler_results as results
-from benchmarks._report import Goal, parser, report
 from benchmarks._scheduler_fleet import PlannedFleet
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.scheduler.planning.ops import Plan
 from rollmesh.scheduler.planning.plan import plan
 from rollmesh.scheduler.planning.policies import by_name

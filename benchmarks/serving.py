@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from benchmarks import _serving_cases
-from benchmarks._report import Goal, parser, report
 from benchmarks._serving_cases import Bench
 from benchmarks._serving_router import router
+from benchmarks.lib.report import Goal, parser, report
 
 CASES: dict[str, Callable[[Bench], None]] = {
     "router": router,

@@ -18,11 +18,11 @@ Driven by `make bench`.
 
 from pathlib import Path
 
-from benchmarks._report import Goal, parser, report
 from benchmarks._staleness_arms import FAR, arms
 from benchmarks._staleness_paper import draw, table
 from benchmarks._staleness_shape import Shape
 from benchmarks._staleness_world import Outcome, World
+from benchmarks.lib.report import Goal, parser, report
 
 SHAPES = {"long": Shape(), "short": Shape(rare_share=0.0, task_spread=0.4)}
 """By their tails: 2 % of the tasks are very long, or none is."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from benchmarks import _tensors_cases, _tensors_intake, _tensors_locks, _tensors_steps
-from benchmarks._report import Goal, parser, report
 from benchmarks._tensors_mesh import Bench
+from benchmarks.lib.report import Goal, parser, report
 
 NUM_STEPS, QUICK_STEPS = 500, 20
 CASES: dict[str, Callable[[Bench], None]] = {

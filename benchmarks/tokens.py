@@ -14,7 +14,7 @@ import msgspec
 import tokenizers
 
 from benchmarks._corpus import Texts, model_folder
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.runtime.chat import Reading, read_message
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 
 FEW_STEPS, MANY_STEPS, QUICK_STEPS = 20, 200, 60
 LONGEST, QUICK_LONGEST = 4096, 1024

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks._arms import Child, cores
-from benchmarks._report import Goal, parser, report
+from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import PublishMode, TrainerConfig
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient

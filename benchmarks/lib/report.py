@@ -1,10 +1,9 @@
-"""What every benchmark shares: its arguments, its table, its last line of JSON, its verdict.
+"""What every benchmark shares: its arguments, its table, its last line of JSON and its exit code.
 
     --quick   shorter, with the same goals      --json    the last line is one JSON object
-    --check   exit code 1 if a goal is missed   --only    of several cases, these
+    --check   exit code 1 if a goal is missed   --only    some of several cases
 
-Invariant: a goal names a figure and is missed only by that figure; goals are not lowered. Driven
-by the benchmarks' main functions.
+- A goal names a figure and is missed only by that figure; goals are not lowered.
 """
 
 import argparse
