@@ -52,7 +52,7 @@ def bwrap_argv(
             words += ["--symlink", os.readlink(path), str(path)]
         else:
             words += ["--ro-bind-try", str(path), str(path)]
-            bound.append(path)
+        bound.append(path)  # what is below a link is found through it
     for path in writable:
         words += ["--bind", str(path), str(path)]
     return [*words, "--chdir", str(folder), "--remount-ro", "/", "--", *argv]

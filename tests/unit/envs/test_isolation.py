@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -96,6 +97,17 @@ async def test_under_bwrap_the_endpoint_is_reached_at_its_own_address_and_no_oth
         words = (port, str(other.getsockname()[1]))
         ended = await run(code, *words, base_url=f"http://127.0.0.1:{port}/v1")
         assert ended.output == "b'hello'\nConnection refused\n"
+
+
+async def test_under_bwrap_an_interpreter_is_found_through_a_link_to_its_environment(
+    settled: Callable[..., Isolation], tmp_path: Path
+) -> None:
+    needs_bwrap()
+    settled("bwrap")
+    venv.create(tmp_path / "there", symlinks=True)
+    (tmp_path / "venv").symlink_to("there")
+    ended = await run("print('ran')", python=str(tmp_path / "venv" / "bin" / "python"))
+    assert ended.output == "ran\n"
 
 
 async def test_auto_tries_the_next_mode_and_none_is_shown(
