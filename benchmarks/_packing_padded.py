@@ -18,10 +18,10 @@ from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.advantages import sample_advantages
-from rollmesh.trainer.learning.descent import Descent
-from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
-from rollmesh.trainer.models.checkpoint import load_model
+from rollmesh.trainer.algorithms.advantages import sample_advantages
+from rollmesh.trainer.algorithms.loss import TokenTerms, ppo_loss, token_logprobs
+from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.models.folders import load_model
 
 
 class PaddedPolicy:
@@ -30,7 +30,7 @@ class PaddedPolicy:
     def __init__(self, folder: Path, settings: TrainerConfig) -> None:
         self._settings = settings
         self._model = load_model(folder)
-        self._descent = Descent(self._model, settings)
+        self._descent = ModelOptimizer(self._model, settings)
         self.num_tokens = 0
         """Of the forwards of the last step, padding and all."""
 
@@ -56,7 +56,7 @@ class PaddedPolicy:
                 advantages_N=batch["advantages_N"],
                 weights_N=batch["weights_N"],
             )
-            torch.autograd.backward(policy_loss(terms, self._settings).value)
+            torch.autograd.backward(ppo_loss(terms, self._settings).value)
         return self._descent.step(loss=0.0) or math.nan
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[dict[str, Tensor]]:

@@ -18,12 +18,13 @@ from benchmarks._staleness_shape import Group, Shape
 from rollmesh.core.config import StalePolicy
 from rollmesh.core.ids import GroupId
 from rollmesh.trainer.compat import KnownStaleness
-from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.trainer.staleness_events import (
+from rollmesh.trainer.staleness import (
     BatchTaken,
+    GroupAdmitted,
     GroupArrived,
-    GroupAsked,
     GroupStale,
+    StalenessManager,
+    StalenessSettings,
     StepPublished,
     TakeBatch,
 )
@@ -84,7 +85,7 @@ class Managed:
         return self._manager.capacity
 
     def asked(self, group: Group) -> None:
-        self._manager.step(GroupAsked(group.group_id, len(group.lengths)))
+        self._manager.step(GroupAdmitted(group.group_id, len(group.lengths)))
 
     def arrived(self, group: Group, newest_steps: tuple[int, ...]) -> None:
         num = len(group.lengths)

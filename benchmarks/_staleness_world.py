@@ -19,7 +19,7 @@ import msgspec
 from benchmarks._staleness_arms import Arm
 from benchmarks._staleness_shape import Group, Lengths, Shape, Task
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.pacing.course import MAX_REQUEUES
+from rollmesh.trainer.pacing.lifecycle import MAX_REQUEUES
 
 
 class Outcome(msgspec.Struct):

@@ -35,8 +35,7 @@ from rollmesh.serve.client.arrivals import Finished
 from rollmesh.serve.client.samples import BYTES_PER_TOKEN, Lay, Sample, lay_plainly
 from rollmesh.tensors.handles import RTensor, pack
 from rollmesh.tensors.store import OwnerStore, StoreSettings
-from rollmesh.trainer.pacing.room import StoreRoom, moved
-from rollmesh.trainer.pacing.stock import cut_group
+from rollmesh.trainer.pacing.ready_queue import StoreAllocator, copy_samples, cut_group
 
 SIZES = {"small": (512, 5_120), "big": (1_024, 23_600)}
 """Samples, and tokens of each."""
@@ -68,10 +67,10 @@ def intake(bench: Bench) -> None:
 
 
 def _compare(bench: Bench, name: str, groups: Sequence[Finished], store: OwnerStore) -> None:
-    room = StoreRoom(store)
+    room = StoreAllocator(store)
     arms: dict[str, tuple[Lay, Callable[[list[Sample]], list[Sample]]]] = {
         "room": (room.lay, lambda samples: samples),
-        "plain": (lay_plainly, lambda samples: moved(samples, room.lay)),
+        "plain": (lay_plainly, lambda samples: copy_samples(samples, room.lay)),
     }
     laps: dict[str, list[Costs]] = {arm: [] for arm in arms}
     for step in range(3 if bench.is_quick else 9):

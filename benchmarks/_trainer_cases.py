@@ -44,7 +44,7 @@ def reset_peak() -> None:
 def save(folder: Path, size_mb: int) -> dict[str, float]:
     """A model of so many megabytes is written twice, as a checkpoint and its successor."""
     # Here, since torch would be nine tenths of what the other cases measure.
-    from rollmesh.trainer.models.checkpoint import save_model  # noqa: PLC0415 - see above
+    from rollmesh.trainer.models.folders import save_model  # noqa: PLC0415 - see above
     from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model  # noqa: PLC0415 - see above
 
     num_layers = max(1, round(size_mb * MB / (4 * (4 * WIDTH**2 + 3 * WIDTH * 4 * WIDTH))))

@@ -39,11 +39,11 @@ from rollmesh.serve.client.arrivals import Arrival, Finished, Unopened
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.pacing.pacer import Pacer
-from rollmesh.trainer.parts import Parts
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
 from rollmesh.trainer.recovery.plan import plan_recovery
@@ -240,7 +240,7 @@ def main() -> None:
     pacer = Pacer(client, staleness_of(config), tasks, asking, books)
     weights = Weights(folder / "weights", BackgroundLoop("publisher"))
     policy = Policy(config.model.path, config.trainer)
-    parts = Parts(
+    parts = TrainerDeps(
         client=client,  # type: ignore[arg-type]
         pacer=pacer,
         policy=policy,

@@ -28,9 +28,14 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.batches import pack
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import GameTokens, random_games, texts_of
+from rollmesh.trainer.algorithms.batches import pack
+from rollmesh.trainer.models.tiny import (
+    GameTokens,
+    TinyShape,
+    random_games,
+    texts_of,
+    write_tiny_model,
+)
 from rollmesh.trainer.policy import Policy
 
 GROUPS, SIBLINGS = 16, 16

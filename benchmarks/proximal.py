@@ -28,13 +28,11 @@ from benchmarks.packing import demo_batch
 from rollmesh.core.config import ProximalRule, TrainerConfig
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.attention import packed_logits, packs
-from rollmesh.trainer.learning.batches import pack
-from rollmesh.trainer.learning.loss import token_logprobs
-from rollmesh.trainer.learning.proximal import Sight, proximal_logprobs
-from rollmesh.trainer.models.checkpoint import load_model
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.algorithms.attention import enable_packing, packed_logits
+from rollmesh.trainer.algorithms.batches import pack
+from rollmesh.trainer.algorithms.loss import ProximalInputs, proximal_logprobs, token_logprobs
+from rollmesh.trainer.models.folders import load_model
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 
 RULES: tuple[ProximalRule, ...] = ("recompute", "loglinear", "recorded")
@@ -73,7 +71,7 @@ def times(folder: Path, samples: list[Sample], num_rounds: int) -> dict[str, flo
 def logprobs(folder: Path, samples: list[Sample]) -> Tensor:
     """[N], of all trained tokens."""
     model = load_model(folder)
-    assert packs(model)
+    assert enable_packing(model)
     ones = np.ones(len(samples), np.float32)
     told = []
     for batch in pack(samples, ones, ones, SETTINGS.microbatch_tokens, "cpu"):
@@ -111,7 +109,7 @@ def errors(by_moment: Mapping[int, Tensor]) -> dict[str, float]:
         ages_N = torch.full(recorded_N.shape, age * MINIBATCHES)
         told: dict[str, list[Tensor]] = {"interpolated": [], "recorded": [], "now": []}
         for done in range(1, MINIBATCHES):
-            sight = Sight(by_moment[began + done], None, recorded_N, ages_N, done)
+            sight = ProximalInputs(by_moment[began + done], None, recorded_N, ages_N, done)
             told["interpolated"].append(proximal_logprobs("loglinear", sight))
             told["recorded"].append(recorded_N)
             told["now"].append(sight.now_N)

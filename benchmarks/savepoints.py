@@ -23,8 +23,7 @@ from benchmarks.lib.report import Goal, parser, report
 from benchmarks.packing import SETTINGS, demo_batch, made_up
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.savepoints.state import LoopState

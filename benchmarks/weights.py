@@ -30,10 +30,9 @@ from rollmesh.core.config import PublishMode, TrainerConfig
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.team import weights_of
+from rollmesh.trainer.ranks import named_weights
 from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.modes import carrier_of
 from rollmesh.trainer.weights.carriers.shipping import Shipping
@@ -68,7 +67,7 @@ class Stepped(Policy):
 
     def tensors(self) -> list[torch.Tensor]:
         """What a folder has."""
-        return list(weights_of(self._model).values())
+        return list(named_weights(self._model).values())
 
 
 class Bench:

@@ -13,12 +13,13 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.trainer.compat import KnownStaleness
-from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.trainer.staleness_events import (
+from rollmesh.trainer.staleness import (
     BatchTaken,
+    GroupAdmitted,
     GroupArrived,
-    GroupAsked,
     GroupEnded,
+    StalenessManager,
+    StalenessSettings,
     StepPublished,
     TakeBatch,
 )
@@ -121,7 +122,7 @@ def ours() -> Trained:
     staleness = StalenessManager(settings)
     while trained.step < STEPS:
         for _ in range(staleness.capacity):
-            staleness.step(GroupAsked(elsewhere.ask(trained.step).group_id, num_rollouts=1))
+            staleness.step(GroupAdmitted(elsewhere.ask(trained.step).group_id, num_rollouts=1))
         for each in elsewhere.go_on():
             if each.is_good:
                 staleness.step(GroupArrived(each.group_id, 1, each.asked_step))
@@ -135,7 +136,7 @@ def ours() -> Trained:
             if trained.step == STEPS // 2:
                 staleness = StalenessManager(settings, trained.step, None, staleness.state)
                 for each in [*elsewhere.running, *ready.values()]:
-                    staleness.step(GroupAsked(each.group_id, 1, each.asked_step))
+                    staleness.step(GroupAdmitted(each.group_id, 1, each.asked_step))
                 for each in ready.values():
                     staleness.step(GroupArrived(each.group_id, 1, each.asked_step))
     print(

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.trainer.staleness_events import (
+from rollmesh.trainer.staleness import (
     BatchTaken,
+    GroupAdmitted,
     GroupArrived,
-    GroupAsked,
+    StalenessManager,
+    StalenessSettings,
     StepPublished,
     TakeBatch,
 )
@@ -36,7 +37,7 @@ class Ahead(Generic[_Batch]):
         """What `step` trains."""
         while self.staleness.capacity:
             group_id = GroupId("ahead", self._num_drawn)
-            self.staleness.step(GroupAsked(group_id, 1))
+            self.staleness.step(GroupAdmitted(group_id, 1))
             self._drawn[group_id] = self._draw(self._num_drawn)
             self._num_drawn += 1
             self.staleness.step(GroupArrived(group_id, 1, self.staleness.published_step))

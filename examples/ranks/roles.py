@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.rendezvous import RankContext
 
 
 class Writer:
     """A small recurrent language model, and its optimiser."""
 
-    def __init__(self, place: Place, vocab_size: int, learning_rate: float, seed: int) -> None:
+    def __init__(
+        self, place: RankContext, vocab_size: int, learning_rate: float, seed: int
+    ) -> None:
         torch.manual_seed(seed)
         self._heads = place.mesh.get_group("data")
         self._embed = nn.Embedding(vocab_size, 32)

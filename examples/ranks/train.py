@@ -19,23 +19,22 @@ from torch import Tensor
 from examples.ranks.ahead import Ahead
 from rollmesh.tensors.plane import current, use
 from rollmesh.trainer.controller.answers import Reduce
-from rollmesh.trainer.controller.controller import Call, Held, RankPlan, TrainController
-from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.controller.household import Household
-from rollmesh.trainer.controller.plain import PlainRank
-from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TensorUsage, TrainController
+from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec, Topology
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
+from rollmesh.trainer.controller.torchrun import PlainRank
 from rollmesh.trainer.staleness import Staleness
 
 VOCAB = 17
 ROWS = 10
 MAX_STALENESS = 1
-TRAIN = Call(
+TRAIN = RoleCall(
     "writer.train",
-    rule=Rule(uneven="pad"),
+    rule=DispatchRule(uneven="pad"),
     reduce=Reduce(rules={"loss": "sum", "num_tokens": "sum"}),
 )
-SCORE = Call("writer.score", rule=Rule(uneven="pad"))
+SCORE = RoleCall("writer.score", rule=DispatchRule(uneven="pad"))
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 0))
 """What torchrun says; 0 of 0 where a controller leads."""
 
@@ -63,7 +62,7 @@ def trainer(num_ranks: int, staleness: Staleness) -> Iterator[TrainController | 
             yield rank
         return
     with (
-        contextlib.closing(Household(PlaneSpec(), None)) as home,
+        contextlib.closing(TensorRuntime(PlaneSpec(), None)) as home,
         TrainController(plan, home, staleness=staleness) as controller,
     ):
         use(home.plane)
@@ -87,7 +86,9 @@ def train(num_ranks: int, num_steps: int) -> None:
     say(f"{held.num_cleared} shards of an unseen batch are freed; worst surprise {worst:.2f}")
 
 
-def told(step: int, report: dict[str, float], held: Held, staleness: Staleness | None) -> None:
+def told(
+    step: int, report: dict[str, float], held: TensorUsage, staleness: Staleness | None
+) -> None:
     """A line of a step."""
     left = sum(each.stored.total_bytes + each.buffered.total_bytes for each in held.processes)
     num_ready = staleness.ready if staleness else 0

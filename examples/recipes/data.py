@@ -1,7 +1,7 @@
 """A made-up language for recipes: answers that count on from their prompt, and answers that do not.
 
-A row is what roles are handed (rollmesh/trainer/roles/rows.py). Rows come in pairs, the better one
-first; the pairs of one prompt are one group.
+Rows have the form that roles expect (rollmesh/trainer/roles/learner.py). Rows come in pairs, the
+better one first; the pairs of one prompt are one group.
 """
 
 import random

@@ -15,14 +15,12 @@ from pathlib import Path
 from examples.recipes.data import batch
 from rollmesh.core.config import TrainerConfig
 from rollmesh.tensors.plane import Plane, use
-from rollmesh.trainer.controller.controller import Call, Held, RankPlan, TrainController
-from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.controller.household import Household
-from rollmesh.trainer.controller.spec import PlaneSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TensorUsage, TrainController
+from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.controller.spec import PlaneSpec, Topology
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.roles.recipes import RECIPES, Report, Rows, role_specs
-from rollmesh.trainer.roles.saved import SavedRoles
+from rollmesh.trainer.roles.recipes import RECIPES, Report, Rows, SavedRoles, role_specs
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.savepoints.state import LoopState
 
@@ -40,7 +38,7 @@ def train(recipe: str, num_ranks: int, num_steps: int, folder: Path, run: Path |
     roles = role_specs(RECIPES[recipe].roles, str(folder), TRAINER, LOSSES)
     plan = RankPlan(topology=Topology(num_ranks), roles=roles)
     with (
-        contextlib.closing(Household(PlaneSpec(), None)) as home,
+        contextlib.closing(TensorRuntime(PlaneSpec(), None)) as home,
         TrainController(plan, home) as controller,
     ):
         use(home.plane)
@@ -71,20 +69,20 @@ def share_right(
 ) -> float:
     """Of unseen pairs, how many are rated the right way round."""
     rows = plane.remotize(batch(UNSEEN, is_upside_down))
-    rule = Rule(uneven="pad")
+    rule = DispatchRule(uneven="pad")
     ratings: list[float]
     if "scorer" in RECIPES[recipe].roles:
-        ratings = controller.call(Call("scorer.rewards", rule=rule), rows)
+        ratings = controller.call(RoleCall("scorer.rewards", rule=rule), rows)
         controller.clear_batches(rows)
     else:
-        logprobs = controller.call(Call("actor.logprobs", rule=rule), rows)
+        logprobs = controller.call(RoleCall("actor.logprobs", rule=rule), rows)
         ratings = [float(each.sum()) for each in plane.localize(logprobs)]
         controller.clear_batches(rows, logprobs)
     pairs = [*zip(ratings[::2], ratings[1::2], strict=True)]
     return sum(better > worse for better, worse in pairs) / len(pairs)
 
 
-def tell(step: int, report: Report, held: Held) -> None:
+def tell(step: int, report: Report, held: TensorUsage) -> None:
     """A line of a step."""
     left = sum(each.stored.total_bytes + each.buffered.total_bytes for each in held.processes)
     said = "  ".join(f"{name} {value:.4g}" for name, value in report.items())

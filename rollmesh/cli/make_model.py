@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 def make_model(folder: Path, seed: int) -> None:
     """Write the model; UserError where that cannot be."""
-    from rollmesh.trainer.models.warmstart import write_model
+    from rollmesh.trainer.models.tiny import write_model
 
     try:
         write_model(folder, seed, LAST_FILE)

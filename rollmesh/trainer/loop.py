@@ -27,17 +27,17 @@ from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.journal_entries import NOT_COUNTED, StepTaken
 from rollmesh.serve.client.samples import sibling_rewards
+from rollmesh.trainer.algorithms.advantages import rewards_equal
+from rollmesh.trainer.algorithms.optimizer import MAX_SKIPPED, skipped_too_often
+from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.books.records import lives_of, share, write_summary
-from rollmesh.trainer.learning.advantages import are_equal
-from rollmesh.trainer.learning.descent import MAX_SKIPPED, skipped_too_often
-from rollmesh.trainer.learning.report import StepReport
+from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.meter.exactness import Findings, find
 from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.meter.suspicion import Suspicion
-from rollmesh.trainer.pacing.exits import figures_of
+from rollmesh.trainer.pacing.accounting import step_means
 from rollmesh.trainer.pacing.pacer import Batch
 from rollmesh.trainer.pacing.versions import spans_versions
-from rollmesh.trainer.parts import Parts
 from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.saver import Saver
 from rollmesh.trainer.weights.refusals import Refusals
@@ -67,7 +67,7 @@ MEASURE_S = 0.2
 class TrainLoop:
     """One run."""
 
-    def __init__(self, config: Config, parts: Parts, stop: threading.Event) -> None:
+    def __init__(self, config: Config, parts: TrainerDeps, stop: threading.Event) -> None:
         self._config = config
         self._parts = parts
         self._stop = stop
@@ -98,7 +98,7 @@ class TrainLoop:
         num_done, num_steps = recovery.next_step, self._config.trainer.num_steps
         # Whatever the engines were started with: from here on they sample from our weights.
         self._publish(num_done)
-        self._parts.tenancy.step_out()
+        self._parts.gpu_lease.release_until_step()
         self._await_publication()
         if num_done or self._has_measured():
             num_done += sum(1 for _ in itertools.takewhile(self._do, range(num_done, num_steps)))
@@ -116,7 +116,7 @@ class TrainLoop:
         """
         if self._stop.is_set() or not self._may_train(again.step):
             return False
-        self._parts.policy.know_as(policy_version)
+        self._parts.policy.set_policy_version(policy_version)
         self._parts.client.redo.begun(again.step, self._tries_again)
         self._train_again(again, recovery)
         self._parts.client.redo.ended(again.step, again=self._tries_again)
@@ -157,11 +157,11 @@ class TrainLoop:
         num_rollouts, tally = self._config.trainer.eval_rollouts, self._parts.tally
         if not num_rollouts or tally.reward_untrained is not None:
             return True
-        pacer, tenancy = self._parts.pacer, self._parts.tenancy
+        pacer, gpu_lease = self._parts.pacer, self._parts.gpu_lease
         while num_to_come := self._num_to_measure(num_rollouts):
             if self._stop.is_set():
                 return False
-            if tenancy.may_ask(UNTRAINED, num_to_come, "eval"):
+            if gpu_lease.may_ask(UNTRAINED, num_to_come, "eval"):
                 pacer.measure(num_rollouts)
             self._saver.tend(0)  # a full journal holds asks back until there is one
             self._look_at_publication(0.0)
@@ -173,22 +173,22 @@ class TrainLoop:
     def _num_to_measure(self, num_rollouts: int) -> int:
         """Of an evaluation of so many, those that have not ended or are still to be asked for."""
         num_left = num_rollouts - self._parts.tally.num_evals
-        return self._parts.pacer.course.num_measuring + max(0, num_left)
+        return self._parts.pacer.lifecycle.num_measuring + max(0, num_left)
 
     def _end_evaluation(self) -> None:
         """Record the mean reward of the untrained policy."""
         self._parts.records.step({"step": UNTRAINED} | self._parts.tally.end_evaluation())
 
     def _next_batch(self, step: int) -> Batch | None:
-        pacer, trainer, tenancy = self._parts.pacer, self._config.trainer, self._parts.tenancy
+        pacer, trainer, gpu_lease = self._parts.pacer, self._config.trainer, self._parts.gpu_lease
         while not self._stop.is_set():
             self._look_at_publication(0.0)
             self._saver.tend(step)
             batch = pacer.take(step)
             num_to_come = self._num_to_come(step + bool(batch))
-            tenancy.hand_over(step, num_to_come, is_next_there=batch is not None)
+            gpu_lease.hand_over(step, num_to_come, is_next_there=batch is not None)
             # Before the step, so that workers are busy while it computes.
-            if tenancy.may_ask(step, num_to_come):
+            if gpu_lease.may_ask(step, num_to_come):
                 num_steps_left = trainer.num_steps - step - bool(batch)
                 pacer.ask(num_steps_left * trainer.groups_per_step)
             if batch:
@@ -204,7 +204,7 @@ class TrainLoop:
 
     def _may_train(self, step: int) -> bool:
         """Once the GPUs for it are there; not where the run is to end meanwhile."""
-        while not self._parts.tenancy.may_train(step):
+        while not self._parts.gpu_lease.may_train(step):
             if self._stop.is_set():
                 return False
             self._saver.settle()
@@ -220,7 +220,7 @@ class TrainLoop:
     def _train(self, batch: Batch, wait_s: float) -> dict[str, Any]:
         """What is told of the step."""
         started_s = time.monotonic()
-        made = self._parts.pacer.course.versions.steps
+        made = self._parts.pacer.lifecycle.versions.steps
         with self._death_noted(batch.step):
             report = self._parts.policy.step(batch.samples(), batch.step, step_of_version=made)
         step_s = time.monotonic() - started_s
@@ -334,7 +334,7 @@ class TrainLoop:
     def _count_equal(self, batch: Batch) -> int:
         """Count the groups whose siblings all have the same reward; warn where no group differs."""
         num_groups = len(batch.groups)
-        num_equal = sum(are_equal(sibling_rewards(group.record)) for group in batch.groups)
+        num_equal = sum(rewards_equal(sibling_rewards(group.record)) for group in batch.groups)
         tally = self._parts.tally
         tally.num_groups += num_groups
         tally.num_equal_groups += num_equal
@@ -346,11 +346,11 @@ class TrainLoop:
     def _record(self, batch: Batch, told: dict[str, Any]) -> None:
         samples, pacer = batch.samples(), self._parts.pacer
         tally = self._parts.tally
-        figures = figures_of((group.record for group in batch.groups), tally.rule)
+        figures = step_means((group.record for group in batch.groups), tally.rule)
         tally.add_step(figures["reward"], figures.get("success"))
         num_equal = self._count_equal(batch)
-        ages = collections.Counter(pacer.course.versions.age([s], batch.step) for s in samples)
-        made = pacer.course.versions.steps.items()
+        ages = collections.Counter(pacer.lifecycle.versions.age([s], batch.step) for s in samples)
+        made = pacer.lifecycle.versions.steps.items()
         row: dict[str, Any] = {
             "step": batch.step,
             "policy_version": max(each for each, step in made if step <= batch.step + 1),
@@ -368,7 +368,7 @@ class TrainLoop:
         log.info("step.trained", step=batch.step, reward=figures["reward"], **times)
         pacer.trained(batch)
         for group in batch.groups:
-            self._parts.tenancy.tell_moved(group.record)
+            self._parts.gpu_lease.report_moved(group.record)
         self._may_trim_s = self._trimmed_s + TRIM_S
         self._parts.records.flush()
         if time.monotonic() - self._counted_s >= COUNT_AGAIN_S:

@@ -10,43 +10,60 @@ with the recording by more than `max_logprob_gap` on average, and single tokens 
 from its device nothing of it is there, and it can be saved still. Driven by the train loop, on its
 thread.
 Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
+
+Compute with the weights as an engine of a coarser dtype holds them.
+
+- One module's weights are rounded at a time, in place, and restored after its forward, so that the
+  memory needed is a copy of the largest module.
+- The weights are as they were when the context ends, also where the forward fails.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.adapters import Adapters
-from rollmesh.trainer.learning.advantages import sample_advantages
-from rollmesh.trainer.learning.attention import PROBE_STRIDE, packed_logits, packs
-from rollmesh.trainer.learning.batches import TokenBatch, nothing, pack
-from rollmesh.trainer.learning.descent import Descent
-from rollmesh.trainer.learning.device import device_of
-from rollmesh.trainer.learning.importance import Moment
-from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
-from rollmesh.trainer.learning.minibatches import minibatches_of, weigh
-from rollmesh.trainer.learning.proximal import Sight, needs_forward, proximal_logprobs
-from rollmesh.trainer.learning.report import StepMeter, StepReport
-from rollmesh.trainer.learning.rounding import rounded
-from rollmesh.trainer.models.checkpoint import (
-    is_written_as_held,
-    load_model,
-    save_face,
-    save_model,
-    told_of,
-    write_face,
+from rollmesh.trainer.algorithms.advantages import sample_advantages
+from rollmesh.trainer.algorithms.attention import PROBE_STRIDE, enable_packing, packed_logits
+from rollmesh.trainer.algorithms.batches import (
+    TokenBatch,
+    assign_minibatches,
+    empty_batch,
+    pack,
+    token_weights,
 )
-from rollmesh.trainer.pacing.room import PlainRoom
+from rollmesh.trainer.algorithms.lora import LoraAdapters
+from rollmesh.trainer.algorithms.loss import (
+    ProximalInputs,
+    TokenTerms,
+    needs_extra_forward,
+    ppo_loss,
+    proximal_logprobs,
+    token_logprobs,
+)
+from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.algorithms.step_report import StepMeter, StepReport, TokenAges
+from rollmesh.trainer.models.device import resolve_device
+from rollmesh.trainer.models.folders import (
+    begin_without_weights,
+    disk_errors,
+    has_native_layout,
+    load_model,
+    save_model,
+    write_config_files,
+)
+from rollmesh.trainer.pacing.ready_queue import LocalAllocator
+from rollmesh.trainer.ranks import Ranks, SingleRank, check_finite, is_finite, named_weights
 from rollmesh.trainer.savepoints.imprint import Imprint
-from rollmesh.trainer.team import Alone, Ranks, check_finite, is_finite, weights_of
 from rollmesh.trainer.weights.carriers.hold import Hold
 from rollmesh.trainer.weights.events import Probe
 
@@ -60,19 +77,19 @@ class Policy:
     def __init__(self, path: str, settings: TrainerConfig, ranks: Ranks | None = None) -> None:
         """Trained with `ranks`, each of which has one; default: alone."""
         torch.set_num_threads(settings.num_threads)
-        self.room = PlainRoom()
+        self.allocator = LocalAllocator()
         """Where samples lie that train here."""
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleRank()
         self._source = Path(path)
         self._settings = settings
-        self._device = device_of(settings.device)
+        self._device = resolve_device(settings.device)
         model, rank = load_model(self._source), settings.lora_rank
-        self._adapters = Adapters(model, rank, self._source) if rank else None
+        self._adapters = LoraAdapters(model, rank, self._source) if rank else None
         self._model = model.to(self._device)
         # A batch of one token at most is one of a single sequence.
-        self._max_tokens = settings.microbatch_tokens if packs(self._model) else 1
-        self._ranks.share(self._model)
-        self._descent = Descent(self._model, settings)
+        self._max_tokens = settings.microbatch_tokens if enable_packing(self._model) else 1
+        self._ranks.shard(self._model)
+        self._descent = ModelOptimizer(self._model, settings)
         self._imprint = Imprint(self._model, self._descent, self._ranks)
         self._hold = Hold()
         self._policy_version: int | None = 0
@@ -91,12 +108,12 @@ class Policy:
         not in it are not old. The report is of all ranks.
         """
         rate = self._descent.warm_up(step)
-        meter = StepMeter(samples, Moment(step, step_of_version or {}), self._policy_version)
+        meter = StepMeter(samples, TokenAges(step, step_of_version or {}), self._policy_version)
         if minibatches is None:
-            minibatches = minibatches_of(samples, self._settings.num_minibatches)
+            minibatches = assign_minibatches(samples, self._settings.num_minibatches)
         plan = self._plan(samples, np.array(minibatches, np.int64))
         began = None
-        if needs_forward(self._settings.proximal, len(plan)):
+        if needs_extra_forward(self._settings.proximal, len(plan)):
             began = self._logprobs(plan)
         for at, batches in enumerate(plan):
             self._minibatch(at, batches, began[at] if began else None, meter)
@@ -116,7 +133,7 @@ class Policy:
         if self._adapters:
             self._adapters.save_merged(folder, self._ranks)
         else:
-            state = self._ranks.state(self._model)
+            state = self._ranks.full_state(self._model)
             if self._ranks.is_first:
                 save_model(self._model, self._source, folder, state)
         if policy_version is not None:
@@ -131,7 +148,7 @@ class Policy:
         weights that hold NaN or infinity.
         """
         check_finite(self._model, self._ranks, folder)
-        with told_of(folder):
+        with disk_errors(folder):
             return self._lay(folder, policy_version)
 
     def _lay(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
@@ -139,14 +156,14 @@ class Policy:
             self._adapters.save(folder, self._ranks)
             self._policy_version = policy_version
             return ()
-        if not is_written_as_held(self._model):
+        if not has_native_layout(self._model):
             self.save(folder, policy_version)
             return ()
-        weights = weights_of(self._model)
-        part = self._hold.lay(weights, self._ranks.own(weights), folder.parent)
+        weights = named_weights(self._model)
+        part = self._hold.lay(weights, self._ranks.owned(weights), folder.parent)
         # Behind what all ranks do together: one whose disk is full leaves no other waiting.
         if self._ranks.is_first:
-            save_face(self._model, self._source, folder)
+            begin_without_weights(self._model, self._source, folder)
         self._policy_version = policy_version
         return (part,)
 
@@ -156,8 +173,10 @@ class Policy:
         Stock transformers loads `folder/model`, unless it has to convert what such a model holds.
         """
         check_finite(self._model, self._ranks, folder)
-        is_plain = is_written_as_held(self._model) and not self._adapters
-        face = functools.partial(write_face, self._model, self._source) if is_plain else None
+        is_plain = has_native_layout(self._model) and not self._adapters
+        face = (
+            functools.partial(write_config_files, self._model, self._source) if is_plain else None
+        )
         self._imprint.take(folder, face)
 
     def is_snapshot_written(self) -> bool:
@@ -173,7 +192,7 @@ class Policy:
         """Whether no weight is NaN or infinite; a collective."""
         return is_finite(self._model, self._ranks)
 
-    def know_as(self, policy_version: int | None) -> None:
+    def set_policy_version(self, policy_version: int | None) -> None:
         """The weights held now were published under this name, or under none."""
         self._policy_version = policy_version
 
@@ -182,7 +201,7 @@ class Policy:
         vocab_size = int(self._model.config.vocab_size)
         token_ids = [(PROBE_STRIDE * (at + 1)) % vocab_size for at in range(PROBE_TOKENS)]
         logprobs = self._scores(token_ids)
-        with rounded(self._model, torch.bfloat16):
+        with rounded_weights(self._model, torch.bfloat16):
             coarse = self._scores(token_ids)
         return Probe(tuple(token_ids), logprobs, coarse)
 
@@ -194,13 +213,13 @@ class Policy:
         logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
         return tuple(logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0].tolist())
 
-    def vacate(self) -> None:
+    def offload(self) -> None:
         """As Lodger has it; what torch itself keeps on a device (its context) stays."""
         self._move(HOST)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
-    def occupy(self) -> None:
+    def reload(self) -> None:
         """As Lodger has it."""
         self._move(self._device)
 
@@ -218,7 +237,7 @@ class Policy:
     ) -> list[list[TokenBatch]]:
         """The batches of each minibatch; at all ranks as many."""
         advantages = sample_advantages(samples, self._settings.advantage)
-        num = int(self._ranks.most(minibatches.max(initial=-1) + 1))
+        num = int(self._ranks.max(minibatches.max(initial=-1) + 1))
         parts = [np.flatnonzero(minibatches == each) for each in range(num)]
         return [self._batches(samples, part, advantages[part]) for part in parts]
 
@@ -230,13 +249,13 @@ class Policy:
     ) -> list[TokenBatch]:
         """Of one minibatch; their `samples_N` count through the whole step's."""
         samples = [of_step[row] for row in part]
-        weights, own = weigh(samples, self._settings.loss_weight)
-        weights /= max(1.0, self._ranks.total([own])[0])
+        weights, own = token_weights(samples, self._settings.loss_weight)
+        weights /= max(1.0, self._ranks.sum([own])[0])
         packed = pack(samples, advantages, weights, self._max_tokens, self._device)
         rows = torch.from_numpy(part).to(self._device)
         batches = [each._replace(samples_N=rows[each.samples_N]) for each in packed]
-        num_missing = int(self._ranks.most(len(batches))) - len(batches)
-        return batches + [nothing(self._device)] * num_missing
+        num_missing = int(self._ranks.max(len(batches))) - len(batches)
+        return batches + [empty_batch(self._device)] * num_missing
 
     @torch.no_grad()
     def _logprobs(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:
@@ -264,10 +283,10 @@ class Policy:
                 advantages_N=batch.advantages_N,
                 weights_N=batch.weights_N.masked_fill(masked_N, 0.0),
             )
-            loss = policy_loss(terms, self._settings)
+            loss = ppo_loss(terms, self._settings)
             torch.autograd.backward(loss.value)
             meter.add(batch, terms, sight.earliest_N, loss)
-        [loss_of_all] = self._ranks.total([meter.minibatch_loss])
+        [loss_of_all] = self._ranks.sum([meter.minibatch_loss])
         meter.end_minibatch(self._descent.step(loss_of_all))
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -278,6 +297,33 @@ class Policy:
 
     def _sight(
         self, at: int, batch: TokenBatch, now_N: Tensor, began_N: Tensor | None, meter: StepMeter
-    ) -> Sight:
+    ) -> ProximalInputs:
         ages_N = meter.moment.ages(batch.policy_versions_N) * self._settings.num_minibatches
-        return Sight(now_N, began_N, batch.recorded_N, ages_N, num_done=at)
+        return ProximalInputs(now_N, began_N, batch.recorded_N, ages_N, num_done=at)
+
+
+@contextmanager
+def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Round the weights of `model` to `dtype` within; for forwards without gradients alone."""
+    kept: dict[nn.Module, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def round_weights(module: nn.Module, *_: Any) -> None:
+        weights = [*module.parameters(recurse=False)]
+        kept[module] = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.copy_(weight.to(dtype))
+
+    @torch.no_grad()
+    def restore(module: nn.Module, *_: Any) -> None:
+        for weight, was in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
+            weight.copy_(was)
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                before = module.register_forward_pre_hook(round_weights)
+                after = module.register_forward_hook(restore, always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+        yield

@@ -24,14 +24,14 @@ from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.books.picture import draw_learning
 from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, write_summary
-from rollmesh.trainer.learning.device import Caution, cautions, device_of
+from rollmesh.trainer.deps import TrainablePolicy, TrainerDeps
+from rollmesh.trainer.gpu_lease import SLEEP_S, STOP_SHARE, GpuLease, gpu_lease_of
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.meter.fencing import FenceAsked
-from rollmesh.trainer.models.checkpoint import num_parameters_in
-from rollmesh.trainer.pacing.asker import Asking
+from rollmesh.trainer.models.device import SettingsWarning, resolve_device, settings_warnings
+from rollmesh.trainer.models.folders import num_parameters_in
 from rollmesh.trainer.pacing.pacer import Pacer
-from rollmesh.trainer.pacing.tasks import endless_tasks
-from rollmesh.trainer.parts import Parts, Trainee
+from rollmesh.trainer.pacing.requester import RequestSettings, endless_tasks
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.recovery.plan import Recovery
@@ -45,7 +45,6 @@ from rollmesh.trainer.recovery.revival import (
 )
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.tenancy import SLEEP_S, STOP_SHARE, Tenancy, tenancy_of
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 from rollmesh.wire.keys import Role, read_keys
 
@@ -72,14 +71,14 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         log.warning(event, why=why, fix=fix)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
-    tenancy = tenancy_of(share, stop)
+    gpu_lease = gpu_lease_of(share, stop)
     client, savepoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = staleness_of(config, revival)
     hurried_s = min(STOP_SHARE * config.launch.stop_timeout_s, MAX_HURRIED_S)
-    policy = build(config, staleness, tenancy)
+    policy = build(config, staleness, gpu_lease)
     if policy is None:
-        leave_unbuilt(client, tenancy, hurried_s)
+        leave_unbuilt(client, gpu_lease, hurried_s)
         return INTERRUPTED
     if revival.saved:
         savepoints.restore(revival.saved, policy)
@@ -87,7 +86,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     tally = restored_tally(config, revival)
     tell(revival, records)
     tasks = endless_tasks(env, config.env, config.run.seed, recovery.num_tasks)
-    pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.room)
+    pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.allocator)
     pacer.go_on(recovery)
     background = BackgroundLoop("publisher")
     shell = PublishShell(router, config.publish, read_keys(role=Role.PUBLISHER), client.client_id)
@@ -97,7 +96,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     def fence(asked: FenceAsked) -> None:
         background.post(lambda: shell.fence(asked))
 
-    parts = Parts(
+    parts = TrainerDeps(
         client=client,
         pacer=pacer,
         policy=policy,
@@ -107,7 +106,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         tally=tally,
         savepoints=savepoints,
         fence=fence,
-        tenancy=tenancy,
+        gpu_lease=gpu_lease,
     )
     gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
     loop = TrainLoop(config, parts, stop)
@@ -118,7 +117,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
 def train(
     loop: TrainLoop,
     recovery: Recovery,
-    parts: Parts,
+    parts: TrainerDeps,
     publisher: tuple[BackgroundLoop, PublishShell],
     hurried_s: float,
 ) -> bool:
@@ -127,14 +126,14 @@ def train(
     is_done = False
     folder = parts.savepoints.folder.parent
     with told_in_one_line(), ExitStack() as leaving:
-        leaving.callback(lambda: parts.tenancy.close(SLEEP_S if is_done else hurried_s))
+        leaving.callback(lambda: parts.gpu_lease.close(SLEEP_S if is_done else hurried_s))
         leaving.callback(parts.policy.close)
         leaving.callback(parts.pacer.close)
         leaving.callback(write_books, folder, parts.tally, parts.pacer)
         leaving.callback(parts.records.close)
         # When the run is not done, its groups keep running for the next trainer.
         leaving.callback(lambda: parts.client.close(for_good=is_done))
-        leaving.callback(parts.tenancy.leave)
+        leaving.callback(parts.gpu_lease.leave)
         leaving.callback(close_publisher, *publisher, hurried_s)
         is_done = loop.run(recovery)
     return is_done
@@ -169,25 +168,25 @@ def told_in_one_line() -> Iterator[None]:
         raise UserError(f"{error}; {error.remedy}, then --resume") from None
 
 
-def build(config: Config, staleness: Staleness, tenancy: Tenancy) -> Trainee | None:
+def build(config: Config, staleness: Staleness, gpu_lease: GpuLease) -> TrainablePolicy | None:
     """The policy, once the GPUs are there that it is on; None where the run is to end before.
 
     What an earlier life has written down stands as it was."""
-    if not tenancy.settle_in():
+    if not gpu_lease.acquire():
         return None
     policy = policy_of(config, staleness)
-    tenancy.lodge(policy)
+    gpu_lease.attach(policy)
     return policy
 
 
-def leave_unbuilt(client: RolloutClient, tenancy: Tenancy, patience_s: float) -> None:
+def leave_unbuilt(client: RolloutClient, gpu_lease: GpuLease, patience_s: float) -> None:
     """There is nothing but what was asked for, and what came for an earlier life."""
-    tenancy.leave()
+    gpu_lease.leave()
     client.close()
-    tenancy.close(patience_s)
+    gpu_lease.close(patience_s)
 
 
-def policy_of(config: Config, staleness: Staleness) -> Trainee:
+def policy_of(config: Config, staleness: Staleness) -> TrainablePolicy:
     """Make the policy that the settings ask for, in this process or on several ranks.
 
     `staleness` paces what it trains.
@@ -207,14 +206,14 @@ def with_device(config: Config) -> Config:
     """Return the settings with the device that `auto` means here; ConfigError for one that is
     missing."""
     trainer = config.trainer
-    device = str(device_of(trainer.device, trainer.num_ranks))
+    device = str(resolve_device(trainer.device, trainer.num_ranks))
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, device=device))
 
 
-def cautions_of(config: Config) -> list[Caution]:
+def cautions_of(config: Config) -> list[SettingsWarning]:
     """Return the warnings about a device or a learning rate that does not fit the model."""
     num_parameters = num_parameters_in(Path(config.model.path))
-    return cautions(config, torch.device(config.trainer.device), num_parameters)
+    return settings_warnings(config, torch.device(config.trainer.device), num_parameters)
 
 
 def stop_by_signal() -> threading.Event:
@@ -247,9 +246,9 @@ def close_publisher(background: BackgroundLoop, shell: PublishShell, finish_s: f
         background.close()
 
 
-def asking_of(config: Config) -> Asking:
+def asking_of(config: Config) -> RequestSettings:
     """What all asks of the run share; training forces the sampling that the loss assumes."""
-    return Asking(
+    return RequestSettings(
         env=config.env,
         num_samples=config.trainer.samples_per_group,
         sampling=config.sampling.policy(),

@@ -27,19 +27,18 @@ from rollmesh.serve.client.samples import Sample, SampledRun, arrays_in
 from rollmesh.tensors.handles import RTensor
 from rollmesh.tensors.plane import use
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.trainer.controller.controller import Call, RankPlan, TrainController
-from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.controller.household import Household
-from rollmesh.trainer.controller.meeting import Place, gather
-from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
-from rollmesh.trainer.controller.topology import Topology
-from rollmesh.trainer.learning.device import device_of
-from rollmesh.trainer.learning.minibatches import minibatches_of
-from rollmesh.trainer.learning.report import StepReport
-from rollmesh.trainer.pacing.room import StoreRoom, moved
+from rollmesh.trainer.algorithms.batches import assign_minibatches
+from rollmesh.trainer.algorithms.step_report import StepReport
+from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TrainController
+from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.controller.rendezvous import RankContext, gather
+from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec, Topology
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
+from rollmesh.trainer.models.device import resolve_device
+from rollmesh.trainer.pacing.ready_queue import StoreAllocator, copy_samples
 from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.ranks import ShardedRanks, not_finite_error
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.team import Team, not_finite
 from rollmesh.trainer.weights.events import Probe
 from rollmesh.wire.keys import Keys
 
@@ -49,7 +48,7 @@ MAX_ROOM_BYTES = 2**34
 how many wait."""
 
 
-class _Plain(msgspec.Struct, frozen=True):
+class _SampleFields(msgspec.Struct, frozen=True):
     """What a sample is besides its arrays."""
 
     rollout_id: RolloutId
@@ -84,7 +83,7 @@ class RankedPolicy:
     ) -> None:
         """Start the ranks; RankGone where one cannot load the model. `staleness` paces what they
         train, to look at."""
-        device = str(device_of(settings.device, settings.num_ranks))
+        device = str(resolve_device(settings.device, settings.num_ranks))
         settings = msgspec.structs.replace(settings, device=device)
         actor = RoleSpec(
             make="rollmesh.trainer.ranked:PolicyRole",
@@ -98,9 +97,9 @@ class RankedPolicy:
             folder=str(folder),
         )
         self._num_minibatches = settings.num_minibatches
-        self._home = Household(PlaneSpec(store_bytes=room_bytes()), keys)
+        self._home = TensorRuntime(PlaneSpec(store_bytes=room_bytes()), keys)
         assert self._home.plane.store is not None
-        self.room = StoreRoom(self._home.plane.store)
+        self.allocator = StoreAllocator(self._home.plane.store)
         """Where samples lie that train here."""
         self._controller = TrainController(plan, self._home, keys, staleness)
         self._before = use(self._home.plane)
@@ -131,12 +130,12 @@ class RankedPolicy:
     ) -> StepReport:
         """As Policy has it; RankError where a rank fails or is gone. Samples that lie elsewhere
         than in the room are brought there first."""
-        minibatches = minibatches_of(samples, self._num_minibatches)
+        minibatches = assign_minibatches(samples, self._num_minibatches)
         groups = [sample.group_id for sample in samples]
-        rule = Rule(groups=groups, parts=minibatches, uneven="pad")
+        rule = DispatchRule(groups=groups, parts=minibatches, uneven="pad")
         rows = self._rows(samples, minibatches, step)
         made = _made(samples, step_of_version or {})
-        told = self._controller.call(Call(f"{ROLE}.step", rule=rule), rows, step, made)
+        told = self._controller.call(RoleCall(f"{ROLE}.step", rule=rule), rows, step, made)
         return msgspec.convert(told, StepReport)
 
     def end_step(self, step: int) -> None:
@@ -173,19 +172,19 @@ class RankedPolicy:
         except CallFailed as error:
             raise SavepointError(str(error)) from None
 
-    def know_as(self, policy_version: int | None) -> None:
+    def set_policy_version(self, policy_version: int | None) -> None:
         """As Policy has it."""
-        self._controller.call(f"{ROLE}.know_as", policy_version)
+        self._controller.call(f"{ROLE}.set_policy_version", policy_version)
 
     def probe(self) -> Probe:
         """As Policy has it."""
         told = self._controller.call(f"{ROLE}.probe")
         return msgspec.convert(told, Probe)
 
-    def vacate(self) -> None:
+    def offload(self) -> None:
         """As Lodger has it; on GPUs core/share.py refuses it."""
 
-    def occupy(self) -> None:
+    def reload(self) -> None:
         """As Lodger has it."""
 
     def close(self) -> None:
@@ -204,15 +203,15 @@ class RankedPolicy:
         ]
 
     def _handles(self, samples: Sequence[Sample]) -> list[RTensor]:
-        outside = [sample for sample in samples if not self.room.holds(sample)]
-        brought = iter(moved(outside, self.room.lay))
+        outside = [sample for sample in samples if not self.allocator.holds(sample)]
+        brought = iter(copy_samples(outside, self.allocator.lay))
         found = [each.handle or next(brought).handle for each in samples]
         return [handle for handle in found if handle is not None]
 
     def _check_finite(self, folder: Path) -> None:
         """Raise NotFinite here: an error at a rank would reach the trainer as a failed call."""
         if not self._controller.call(f"{ROLE}.is_finite"):
-            raise not_finite(folder)
+            raise not_finite_error(folder)
 
     def _leave(self) -> None:
         use(self._before)
@@ -222,9 +221,9 @@ class RankedPolicy:
 class PolicyRole:
     """One rank's policy."""
 
-    def __init__(self, place: Place, path: str, trainer: Mapping[str, Json]) -> None:
+    def __init__(self, place: RankContext, path: str, trainer: Mapping[str, Json]) -> None:
         settings = msgspec.convert(trainer, TrainerConfig)
-        self._policy = Policy(path, settings, Team(place.mesh["data"]))
+        self._policy = Policy(path, settings, ShardedRanks(place.mesh["data"]))
 
     def step(
         self,
@@ -276,9 +275,9 @@ class PolicyRole:
         """Whether no weight of any rank is NaN or infinite."""
         return self._policy.is_finite()
 
-    def know_as(self, policy_version: int | None) -> None:
+    def set_policy_version(self, policy_version: int | None) -> None:
         """Name the weights held now."""
-        self._policy.know_as(policy_version)
+        self._policy.set_policy_version(policy_version)
 
     def probe(self) -> dict[str, Any]:
         """What the weights say of a fixed text."""
@@ -302,7 +301,7 @@ def _made(samples: Sequence[Sample], step_of_version: Mapping[int, int]) -> list
 
 
 def _plain(sample: Sample) -> Any:
-    plain = msgspec.convert(sample, _Plain, from_attributes=True)
+    plain = msgspec.convert(sample, _SampleFields, from_attributes=True)
     runs = tuple([SampledRun(run.num_tokens, run.policy_version) for run in sample.runs])
     return msgspec.to_builtins(msgspec.structs.replace(plain, runs=runs))
 
@@ -310,5 +309,5 @@ def _plain(sample: Sample) -> Any:
 def _sample(row: Mapping[str, Any]) -> Sample:
     """The inverse: a sample whose arrays are those that were fetched, read-only."""
     memory: Tensor = row["arrays"]
-    plain = msgspec.convert(row["plain"], _Plain)
+    plain = msgspec.convert(row["plain"], _SampleFields)
     return Sample(**arrays_in(memory.numpy())._asdict(), **msgspec.structs.asdict(plain))

@@ -11,7 +11,7 @@ import msgspec
 
 from rollmesh.core.errors import UserError
 from rollmesh.serve.client.journal_entries import StateSaved, num_in
-from rollmesh.trainer.parts import Parts
+from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.savepoints.due import Due
 from rollmesh.trainer.savepoints.shelf import CHECKPOINT, Saved
 from rollmesh.trainer.savepoints.state import LoopState
@@ -23,7 +23,7 @@ WAIT_S = 1.0
 class Saver:
     """See the module."""
 
-    def __init__(self, parts: Parts, period_steps: int) -> None:
+    def __init__(self, parts: TrainerDeps, period_steps: int) -> None:
         self._parts = parts
         self._period_steps = period_steps
         self._due = Due(period_steps, 0)
@@ -77,7 +77,7 @@ class Saver:
             self._parts.policy.save(folder / CHECKPOINT)
 
     def _is_due(self) -> bool:
-        num_gone, is_full = self._parts.pacer.course.num_gone, self._parts.client.is_journal_full
+        num_gone, is_full = self._parts.pacer.lifecycle.num_gone, self._parts.client.is_journal_full
         return self._due.is_now(num_gone, time.monotonic(), is_full=is_full)
 
     def _begin(self, num_steps: int) -> None:
@@ -93,10 +93,10 @@ class Saver:
         return LoopState(
             num_steps=num_steps,
             policy_version=parts.weights.policy_version,
-            step_of_version=dict(parts.pacer.course.versions.steps),
+            step_of_version=dict(parts.pacer.lifecycle.versions.steps),
             num_tasks=parts.pacer.asker.num_drawn,
-            ended=parts.pacer.course.gone,
-            waiting=parts.pacer.course.to_ask_again,
+            ended=parts.pacer.lifecycle.gone,
+            waiting=parts.pacer.lifecycle.to_ask_again,
             staleness=msgspec.to_builtins(parts.pacer.pacing, str_keys=True),
             tally=parts.tally.state(),
             offsets=parts.records.offsets(),

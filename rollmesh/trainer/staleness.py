@@ -1,4 +1,9 @@
-"""Bounded staleness: how many rollouts may be under way, and which may still be trained.
+"""What StalenessManager is told, and what it says, as small frozen structs.
+
+Invariant: values only, in rollouts and train steps. Driven by staleness.py, and by whoever carries
+out what it says: the pacer, the simulators, and loops of one's own.
+
+Bounded staleness: how many rollouts may be under way, and which may still be trained.
 
 The bound is on age where it counts, when a batch is taken: age = the train step that takes a sample
 minus the train step whose weights sampled its oldest token. What keeps it without waste:
@@ -35,18 +40,78 @@ import msgspec
 
 from rollmesh.core.config import StalenessFormula, StalePolicy
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.staleness_events import (
-    Action,
-    BatchTaken,
-    Event,
-    GroupArrived,
-    GroupAsked,
-    GroupEnded,
-    GroupStale,
-    StepPublished,
-    StepRetaken,
-    TakeBatch,
-)
+
+
+class GroupAdmitted(msgspec.Struct, frozen=True):
+    group_id: GroupId
+    num_rollouts: int
+    asked_step: int = -1
+    """Steps done by the weights that engines had at the ask; -1: those that they have now."""
+
+
+class GroupArrived(msgspec.Struct, frozen=True):
+    group_id: GroupId
+    num_rollouts: int
+    """That train; at least one."""
+    oldest_step: int
+    """Train step whose weights sampled the group's oldest token."""
+    newest_steps: tuple[int, ...] = ()
+    """The same of each rollout's newest token; only `mask` asks for it."""
+
+
+class GroupEnded(msgspec.Struct, frozen=True):
+    """It will not train: failed, cancelled, or nothing in it trains."""
+
+    group_id: GroupId
+
+
+class TakeBatch(msgspec.Struct, frozen=True):
+    """The trainer is free; it is about to do `step`."""
+
+    step: int
+    num_rollouts: int = 0
+    """That it wants, at least; 0: a batch of the settings."""
+
+
+class StepPublished(msgspec.Struct, frozen=True):
+    """Weights after `step` train steps are what engines sample with from now on."""
+
+    step: int
+    policy_version: int | None = None
+    """Their name; None: the step's number is."""
+
+
+class StepRetaken(msgspec.Struct, frozen=True):
+    """A recovery does `step` again: these groups, asked or ready, are its. Their age was judged
+    when it took them first."""
+
+    step: int
+    group_ids: tuple[GroupId, ...]
+    oldest_step: int = 0
+    """As its BatchTaken said, where older tokens were masked."""
+
+
+Event = GroupAdmitted | GroupArrived | GroupEnded | TakeBatch | StepPublished | StepRetaken
+
+
+class BatchTaken(msgspec.Struct, frozen=True):
+    """Train these, oldest first."""
+
+    step: int
+    group_ids: tuple[GroupId, ...]
+    oldest_step: int
+    """Tokens of older weights are past the bound; only `mask` leaves any in a batch."""
+
+
+class GroupStale(msgspec.Struct, frozen=True):
+    """Too old for any step; it belongs in the drop ledger."""
+
+    group_id: GroupId
+    age: int
+
+
+Action = BatchTaken | GroupStale
+
 
 KNOWN_STEPS = 1000
 """Of so many published steps the policy versions are known."""
@@ -67,7 +132,7 @@ class StalenessSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The formula of the capacity."""
 
 
-class Phase(enum.StrEnum):
+class GroupPhase(enum.StrEnum):
     """Where a group stands; drawn in the module's docstring."""
 
     ASKED = "asked"
@@ -120,7 +185,7 @@ class Staleness(Protocol):
 
 
 class _Entry(msgspec.Struct):
-    phase: Phase
+    phase: GroupPhase
     num_rollouts: int
     floor_step: int
     """No token of the group that may train is older than the weights after so many steps."""
@@ -148,7 +213,7 @@ class StalenessManager:
         self._batch = settings.batch
         self._next_step = published_step
         self._entries: dict[GroupId, _Entry] = {}
-        self._num = collections.Counter[Phase]()
+        self._num = collections.Counter[GroupPhase]()
         self._taken = collections.Counter[int]()
         """Rollouts of each step whose weights are not published."""
         self._consumed = was.consumed + was.training
@@ -164,17 +229,17 @@ class StalenessManager:
     @property
     def running(self) -> int:
         with self._lock:
-            return self._num[Phase.ASKED]
+            return self._num[GroupPhase.ASKED]
 
     @property
     def ready(self) -> int:
         with self._lock:
-            return self._num[Phase.READY]
+            return self._num[GroupPhase.READY]
 
     @property
     def training(self) -> int:
         with self._lock:
-            return self._num[Phase.TRAINING]
+            return self._num[GroupPhase.TRAINING]
 
     @property
     def consumed(self) -> int:
@@ -203,9 +268,9 @@ class StalenessManager:
         with self._lock:
             return StalenessState(
                 capacity=self._capacity(),
-                running=self._num[Phase.ASKED],
-                ready=self._num[Phase.READY],
-                training=self._num[Phase.TRAINING],
+                running=self._num[GroupPhase.ASKED],
+                ready=self._num[GroupPhase.READY],
+                training=self._num[GroupPhase.TRAINING],
                 consumed=self._consumed,
                 oldest_version=self._oldest_version(),
                 histogram=dict(self._histogram),
@@ -215,7 +280,7 @@ class StalenessManager:
         """Apply `event`; events about unknown groups change nothing."""
         with self._lock:
             match event:
-                case GroupAsked():
+                case GroupAdmitted():
                     self._enter(event)
                 case GroupArrived():
                     self._arrive(event)
@@ -230,7 +295,7 @@ class StalenessManager:
         return []
 
     def _capacity(self) -> int:
-        settings, running = self.settings, self._num[Phase.ASKED]
+        settings, running = self.settings, self._num[GroupPhase.ASKED]
         if self._next_step - self._published_step > settings.max_staleness:
             return 0  # no step could take it any more
         room = self._known_room() if settings.formula == "known" else self._room()
@@ -238,44 +303,46 @@ class StalenessManager:
 
     def _room(self) -> int:
         training = sum(min(num, self._batch) for num in self._taken.values())
-        under_way = self._num[Phase.READY] + training + self._num[Phase.ASKED]
+        under_way = self._num[GroupPhase.READY] + training + self._num[GroupPhase.ASKED]
         return (self.settings.max_staleness + 1) * self._batch - under_way
 
     def _known_room(self) -> int:
         """By known_formula.py, in rollouts, and at least what the next batch lacks: otherwise steps
         that consumed more than a batch would in the end leave no room."""
-        num_next = self._num[Phase.READY] + self._num[Phase.ASKED]
-        accepted = self._uncounted + self._consumed + self._num[Phase.TRAINING]
+        num_next = self._num[GroupPhase.READY] + self._num[GroupPhase.ASKED]
+        accepted = self._uncounted + self._consumed + self._num[GroupPhase.TRAINING]
         steps = self.settings.max_staleness + self._published_step + 1
         return max(steps * self._batch - accepted - num_next, self._batch - num_next)
 
     def _oldest_version(self) -> int | None:
-        waiting = [e.floor_step for e in self._entries.values() if e.phase is not Phase.TRAINING]
+        waiting = [
+            e.floor_step for e in self._entries.values() if e.phase is not GroupPhase.TRAINING
+        ]
         if not waiting:
             return None
         first = min(self._version_of_step)
         known = (step for step in self._version_of_step if step <= min(waiting))
         return self._version_of_step[max(known, default=first)]
 
-    def _enter(self, event: GroupAsked) -> None:
+    def _enter(self, event: GroupAdmitted) -> None:
         if event.group_id not in self._entries:
             floor_step = self._published_step if event.asked_step < 0 else event.asked_step
-            entry = _Entry(Phase.ASKED, event.num_rollouts, floor_step)
+            entry = _Entry(GroupPhase.ASKED, event.num_rollouts, floor_step)
             self._entries[event.group_id] = entry
-            self._num[Phase.ASKED] += event.num_rollouts
+            self._num[GroupPhase.ASKED] += event.num_rollouts
 
     def _arrive(self, event: GroupArrived) -> None:
         entry = self._entries.get(event.group_id)
-        if entry and entry.phase is Phase.ASKED:
+        if entry and entry.phase is GroupPhase.ASKED:
             entry.floor_step, entry.newest_steps = event.oldest_step, event.newest_steps
-            self._move(entry, Phase.READY, event.num_rollouts)
+            self._move(entry, GroupPhase.READY, event.num_rollouts)
 
     def _take(self, event: TakeBatch) -> list[Action]:
         wanted = event.num_rollouts or self.settings.batch
         self._batch = max(self.settings.batch, wanted)
         oldest_allowed = event.step - self.settings.max_staleness
         actions = self._judge(event.step, oldest_allowed)
-        if self._num[Phase.READY] < wanted or self._is_awaited(oldest_allowed):
+        if self._num[GroupPhase.READY] < wanted or self._is_awaited(oldest_allowed):
             return actions
         group_ids = self._oldest_ready(wanted, oldest_allowed)
         self._train(event.step, group_ids)
@@ -285,7 +352,7 @@ class StalenessManager:
         """Part with what no step can take any more."""
         stale: list[Action] = []
         for group_id, entry in list(self._entries.items()):
-            is_past = entry.phase is Phase.READY and entry.floor_step < oldest_allowed
+            is_past = entry.phase is GroupPhase.READY and entry.floor_step < oldest_allowed
             is_masked = self.settings.policy == "mask"
             if is_past and not (is_masked and self._mask(entry, oldest_allowed)):
                 self._leave([group_id])
@@ -297,14 +364,14 @@ class StalenessManager:
         num_left = sum(newest >= oldest_step for newest in entry.newest_steps)
         if num_left:
             entry.floor_step = oldest_step
-            self._move(entry, Phase.READY, num_left)
+            self._move(entry, GroupPhase.READY, num_left)
         return num_left > 0
 
     def _is_awaited(self, oldest_allowed: int) -> bool:
         # Exactly at the bound: it can join this step, and would be too old for the next. One that
         # is past it already leaves when it comes, so nobody waits for it.
         return self.settings.policy == "wait" and any(
-            entry.phase is Phase.ASKED and entry.floor_step == oldest_allowed
+            entry.phase is GroupPhase.ASKED and entry.floor_step == oldest_allowed
             for entry in self._entries.values()
         )
 
@@ -312,7 +379,7 @@ class StalenessManager:
         ready = sorted(
             (entry.floor_step, group_id)
             for group_id, entry in self._entries.items()
-            if entry.phase is Phase.READY
+            if entry.phase is GroupPhase.READY
         )
         taken, num_taken = [], 0
         for floor_step, group_id in ready:
@@ -325,7 +392,7 @@ class StalenessManager:
     def _retake(self, event: StepRetaken) -> None:
         for group_id in event.group_ids:
             entry = self._entries.get(group_id)
-            if entry and entry.phase is Phase.READY and entry.floor_step < event.oldest_step:
+            if entry and entry.phase is GroupPhase.READY and entry.floor_step < event.oldest_step:
                 self._mask(entry, event.oldest_step)
         self._train(event.step, event.group_ids)
 
@@ -333,9 +400,9 @@ class StalenessManager:
         self._next_step = max(self._next_step, step + 1)
         for group_id in group_ids:
             entry = self._entries.get(group_id)
-            if entry and entry.phase is not Phase.TRAINING:
+            if entry and entry.phase is not GroupPhase.TRAINING:
                 entry.taken_step = step
-                self._move(entry, Phase.TRAINING, entry.num_rollouts)
+                self._move(entry, GroupPhase.TRAINING, entry.num_rollouts)
                 self._taken[step] += entry.num_rollouts
                 self._histogram[step - entry.floor_step] += entry.num_rollouts
 
@@ -344,7 +411,7 @@ class StalenessManager:
         done = [
             group_id
             for group_id, entry in self._entries.items()
-            if entry.phase is Phase.TRAINING and entry.taken_step < self._published_step
+            if entry.phase is GroupPhase.TRAINING and entry.taken_step < self._published_step
         ]
         self._consumed += sum(self._entries[group_id].num_rollouts for group_id in done)
         self._leave(done)
@@ -359,10 +426,10 @@ class StalenessManager:
             entry = self._entries.pop(group_id, None)
             if entry:
                 self._num[entry.phase] -= entry.num_rollouts
-                if entry.phase is Phase.TRAINING:
+                if entry.phase is GroupPhase.TRAINING:
                     self._taken[entry.taken_step] -= entry.num_rollouts
 
-    def _move(self, entry: _Entry, phase: Phase, num_rollouts: int) -> None:
+    def _move(self, entry: _Entry, phase: GroupPhase, num_rollouts: int) -> None:
         self._num[entry.phase] -= entry.num_rollouts
         self._num[phase] += num_rollouts
         entry.phase, entry.num_rollouts = phase, num_rollouts

@@ -7,7 +7,7 @@
                          StageCall RunCall DropCall (a StageCall's body: the arguments)
                          ReadTensors                (body: ids to be cleared, 8 bytes each)
 
-Bodies of calls are read by trainer/controller/parcels.py; tensors do not travel here, their handles
+Bodies of calls are read by trainer/controller/answers.py; tensors do not travel here, their handles
 do, packed. Whatever a controller says carries the newest step that has ended, so a rank that missed
 one broadcast is told by the next word. Invariant: that of messages.py, whose vocabulary holds these
 too. Driven by trainer/controller.

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.rendezvous import RankContext
 
 
 class Witness:
     """Changes nothing."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankContext) -> None:
         self._rank = place.rank
 
     def look(

@@ -13,14 +13,13 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.core.ids import GroupId
 from rollmesh.tensors.plane import current
 from rollmesh.trainer.controller.answers import Reduce
-from rollmesh.trainer.controller.controller import Call
-from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.controller.plain import PlainRank
-from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.trainer.staleness_events import GroupAsked
+from rollmesh.trainer.controller.controller import RoleCall
+from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.controller.torchrun import PlainRank
+from rollmesh.trainer.staleness import GroupAdmitted, StalenessManager, StalenessSettings
 from tests.flow.rank_crew import plan
 
-PAD = Rule(uneven="pad")
+PAD = DispatchRule(uneven="pad")
 
 
 def main() -> None:
@@ -33,10 +32,10 @@ def main() -> None:
         taken = controller.take(current().remotize(rows), 0)
         said["is_as_it_was"] = taken is rows
         said["plane"] = [each is None for each in (current().store, current().buffer)]
-        own = controller.call(Call("sums.double", rule=PAD), taken)
+        own = controller.call(RoleCall("sums.double", rule=PAD), taken)
         said["own"] = [own["total"], own["num_rows"], len(own["twice"])]
         reduce = Reduce(rules={"total": "sum", "num_rows": "mean"})
-        of_all = controller.call(Call("sums.double", rule=PAD, reduce=reduce), taken)
+        of_all = controller.call(RoleCall("sums.double", rule=PAD, reduce=reduce), taken)
         said["of_all"] = [of_all["total"], of_all["num_rows"], len(of_all["twice"])]
         said["twice"] = of_all["twice"][0].tolist()
         if rank == 0:  # who states no reduction calls for himself alone, and hangs nobody
@@ -49,7 +48,7 @@ def main() -> None:
             said["held"] = [len(held.processes), len(held.leaks), held.num_cleared]
         assert controller.staleness is not None
         before = controller.staleness.capacity
-        manager.step(GroupAsked(GroupId("loop", 0), 1))
+        manager.step(GroupAdmitted(GroupId("loop", 0), 1))
         said["capacity"] = [before, controller.staleness.capacity]
     if rank == 0:
         sys.stdout.write(json.dumps(said) + "\n")

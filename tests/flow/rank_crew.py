@@ -14,10 +14,9 @@ import torch
 from rollmesh.tensors.handles import pack
 from rollmesh.tensors.plane import use
 from rollmesh.trainer.controller.controller import RankPlan, TrainController
-from rollmesh.trainer.controller.crew import CrewSettings
-from rollmesh.trainer.controller.household import Household
-from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.rank_group import RankGroupSettings
+from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec, Topology
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 
 SMALL = PlaneSpec(store_bytes=2**24, buffer_bytes=2**24)
 ROLE = "tests.flow.rank_roles:Arithmetic"
@@ -29,16 +28,16 @@ def plan(num_ranks: int, width: int = 1, make: str = ROLE, told_s: float = 10.0)
         topology=Topology(num_ranks, width),
         roles={"sums": RoleSpec(make=make, settings={"colour": "blue"} if make == ROLE else {})},
         plane=SMALL,
-        settings=CrewSettings(
+        settings=RankGroupSettings(
             start_s=60.0, beat_s=0.1, silence_s=20.0, settle_s=1.0, told_s=told_s
         ),
     )
 
 
 @contextlib.contextmanager
-def household(lease_s: float = SMALL.lease_s) -> Iterator[Household]:
+def household(lease_s: float = SMALL.lease_s) -> Iterator[TensorRuntime]:
     """This process's own plane, served to others."""
-    home = Household(msgspec.structs.replace(SMALL, lease_s=lease_s), None)
+    home = TensorRuntime(msgspec.structs.replace(SMALL, lease_s=lease_s), None)
     before = use(home.plane)
     try:
         yield home

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.rendezvous import RankContext
 
 
 class Arithmetic:
     """Small sums, and what goes wrong."""
 
-    def __init__(self, place: Place, **settings: Any) -> None:
+    def __init__(self, place: RankContext, **settings: Any) -> None:
         self._place = place
         self._settings = settings
         self._kept: list[Any] = []
@@ -102,5 +102,5 @@ class Arithmetic:
 class Broken:
     """A role that cannot be made."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankContext) -> None:
         raise RuntimeError(f"rank {place.rank} has no such model")

@@ -25,13 +25,13 @@ from typing import Any
 import msgspec
 
 from rollmesh.trainer import savepoints
-from rollmesh.trainer.models import checkpoint
+from rollmesh.trainer.models import folders
 from rollmesh.trainer.savepoints.manifest import prove
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.savepoints.state import LoopState
 from tests.unit.trainer.savepoints.subjects import Trained, same
 
-WATCHED = (str(Path(savepoints.__file__).parent), str(checkpoint.__file__))
+WATCHED = (str(Path(savepoints.__file__).parent), str(folders.__file__))
 FIRST, EARLIER, LATER, AGAIN = 1, 2, 3, 4
 """Steps done at the savepoints."""
 WAIT_S = 60.0

@@ -18,37 +18,37 @@ from rollmesh.core.errors import CallFailed, RankGone
 from rollmesh.tensors.handles import RTensor, unpack
 from rollmesh.tensors.plane import Plane
 from rollmesh.trainer.controller.answers import Reduce
-from rollmesh.trainer.controller.controller import Call, Held, TrainController
-from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.controller.household import Household
+from rollmesh.trainer.controller.controller import RoleCall, TensorUsage, TrainController
+from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from tests.flow.rank_crew import household, plan
 
 GONE_S = 60.0
-DOUBLE = Call(
+DOUBLE = RoleCall(
     "sums.double",
-    rule=Rule(uneven="pad"),
+    rule=DispatchRule(uneven="pad"),
     reduce=Reduce(rules={"total": "sum", "num_rows": "sum"}),
 )
 
 
-def of_step(step: int) -> Call:
+def of_step(step: int) -> RoleCall:
     """The same, its answer the step's."""
     return msgspec.structs.replace(DOUBLE, step=step)
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Household]:
+def home() -> Iterator[TensorRuntime]:
     with household() as own:
         yield own
 
 
 @pytest.fixture(scope="module")
-def plane(home: Household) -> Plane:
+def plane(home: TensorRuntime) -> Plane:
     return home.plane
 
 
 @pytest.fixture(scope="module")
-def controller(home: Household) -> Iterator[TrainController]:
+def controller(home: TensorRuntime) -> Iterator[TrainController]:
     """Two heads."""
     with TrainController(plan(2), home) as started:
         yield started
@@ -67,7 +67,7 @@ def shared_memory(process: psutil.Process) -> set[Path]:
     return {path for path in mapped if path.name.startswith("rollmesh-")}
 
 
-def total_bytes(held: Held) -> dict[int, int]:
+def total_bytes(held: TensorUsage) -> dict[int, int]:
     """By process: all that is stored, retained or buffered."""
     return {
         each.rank: each.stored.total_bytes + each.stored.retained_bytes + each.buffered.total_bytes
@@ -213,7 +213,9 @@ def test_ranks_listen_on_loopback_alone(controller: TrainController) -> None:
     assert set(listening) == {"127.0.0.1"}
 
 
-def test_ranks_beside_a_head_compute_on_what_it_was_given(home: Household, plane: Plane) -> None:
+def test_ranks_beside_a_head_compute_on_what_it_was_given(
+    home: TensorRuntime, plane: Plane
+) -> None:
     tensors = [torch.arange(5, dtype=torch.bfloat16), torch.ones(0), torch.tensor(3.5)]
     handles = plane.remotize(tensors)
     with TrainController(plan(2, width=2), home) as controller:
@@ -223,7 +225,7 @@ def test_ranks_beside_a_head_compute_on_what_it_was_given(home: Household, plane
 
 
 def test_a_rank_that_is_killed_in_a_call_ends_it_and_all_ranks(
-    home: Household, tmp_path: Path
+    home: TensorRuntime, tmp_path: Path
 ) -> None:
     with TrainController(plan(2), home) as controller:
         processes = [psutil.Process(pid) for pid in controller.pids()]
@@ -244,7 +246,7 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_and_all_ranks(
     assert not [path for path in memory if path.exists()]
 
 
-def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: Household) -> None:
+def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: TensorRuntime) -> None:
     with (
         TrainController(plan(2), home) as controller,
         pytest.raises(
@@ -254,7 +256,7 @@ def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: Household) ->
         controller.call("sums.fail_and_leave_alone", 1)
 
 
-def test_a_role_that_cannot_be_made_ends_the_start_with_its_reason(home: Household) -> None:
+def test_a_role_that_cannot_be_made_ends_the_start_with_its_reason(home: TensorRuntime) -> None:
     broken = TrainController(plan(1, make="tests.flow.rank_roles:Broken"), home)
     with pytest.raises(RankGone, match="RuntimeError: rank 0 has no such model"):
         broken.start()

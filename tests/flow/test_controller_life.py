@@ -18,12 +18,11 @@ import torch
 from rollmesh.core.errors import AddressError, CallFailed, ConfigError, RankError, RankGone
 from rollmesh.tensors.plane import Plane
 from rollmesh.trainer.controller.answers import Reduce
-from rollmesh.trainer.controller.controller import Call, RankPlan, TrainController
-from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
-from rollmesh.trainer.controller.household import Household
-from rollmesh.trainer.controller.hub import CrewHub
-from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TrainController
+from rollmesh.trainer.controller.hub import RankHub
+from rollmesh.trainer.controller.rank_group import NO_STEP, RankGroupSettings
+from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, Topology
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from tests.flow.rank_crew import SMALL, household, plan
 
 GONE_S = 60.0
@@ -31,18 +30,18 @@ ALL = Reduce(default="sum")
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Household]:
+def home() -> Iterator[TensorRuntime]:
     with household() as own:
         yield own
 
 
 @pytest.fixture(scope="module")
-def plane(home: Household) -> Plane:
+def plane(home: TensorRuntime) -> Plane:
     return home.plane
 
 
 @pytest.fixture(scope="module")
-def pairs(home: Household) -> Iterator[TrainController]:
+def pairs(home: TensorRuntime) -> Iterator[TrainController]:
     """Two heads, and a rank beside each."""
     with TrainController(plan(4, width=2), home) as started:
         yield started
@@ -68,7 +67,7 @@ def test_ranks_beside_both_heads_compute_on_what_their_own_head_was_given(
     plane: Plane, pairs: TrainController
 ) -> None:
     rows = pairs.take(plane.remotize([torch.full((3,), float(n)) for n in (1, 2, 3, 4)]), 1)
-    answer = pairs.call(Call("sums.digest", reduce=ALL), rows, scale=1.0)
+    answer = pairs.call(RoleCall("sums.digest", reduce=ALL), rows, scale=1.0)
     assert answer == (30.0, 30.0), "both of a group the same, all rows once over both groups"
     pairs.call("sums.echo", rows)
     stored = {each.rank: each.stored.num_tensors for each in pairs.clear_batches().processes}
@@ -86,7 +85,7 @@ def test_calls_of_several_threads_run_in_one_order_at_all_ranks(
     def ask(number: int) -> float:
         if number % 2:
             return float(pairs.call("sums.all_of", float(number))["total"])
-        call = Call("sums.digest", reduce=ALL)
+        call = RoleCall("sums.digest", reduce=ALL)
         return float(pairs.call(call, rows, scale=float(number))[1])
 
     with ThreadPoolExecutor(6) as threads:
@@ -102,7 +101,7 @@ def test_what_cannot_be_staged_at_one_head_is_run_by_no_rank_of_any_group(
     good, bad = plane.remotize([torch.ones(2), torch.ones(2)])
     pairs.clear_batches(bad)
     before = pairs.begin("sums.all_of", 1.0)
-    failing = pairs.begin(Call("sums.digest", reduce=ALL), [good, bad], scale=1.0)
+    failing = pairs.begin(RoleCall("sums.digest", reduce=ALL), [good, bad], scale=1.0)
     after = pairs.begin("sums.all_of", 2.0)
     assert (before.result()["total"], after.result()["total"]) == (10.0, 14.0)
     with pytest.raises(CallFailed, match="cleared"):
@@ -117,7 +116,7 @@ def test_arguments_are_fetched_while_an_earlier_call_runs(
     running = pairs.begin("sums.wait_for", 0, str(flag), str(gate))
     assert flag.read_bytes() == b"here"
     rows = pairs.take(plane.remotize([torch.ones(2), torch.ones(2)]), 2)
-    waiting = pairs.begin(Call("sums.digest", reduce=ALL), rows, scale=1.0)
+    waiting = pairs.begin(RoleCall("sums.digest", reduce=ALL), rows, scale=1.0)
     heads = (1, 3)  # after this process's own: ranks 0 and 2
     while not all(pairs.clear_batches().processes[at].buffered.num_tensors for at in heads):
         """Its step thread waits for us, so what is fetched is fetched beside it."""
@@ -149,7 +148,7 @@ def test_a_call_that_fails_while_it_looks_at_its_rows_leaves_nothing(
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_rank_that_is_killed_beside_a_head_ends_the_call_and_all_ranks(
-    home: Household, tmp_path: Path, rank: int
+    home: TensorRuntime, tmp_path: Path, rank: int
 ) -> None:
     flag = tmp_path / "flag"
     os.mkfifo(flag)
@@ -163,7 +162,7 @@ def test_a_rank_that_is_killed_beside_a_head_ends_the_call_and_all_ranks(
         assert have_ended(processes)
 
 
-def test_a_controller_is_closed_once_and_answers_nobody_later(home: Household) -> None:
+def test_a_controller_is_closed_once_and_answers_nobody_later(home: TensorRuntime) -> None:
     controller = TrainController(plan(1), home)
     controller.start()
     processes = processes_of(controller)
@@ -181,7 +180,7 @@ def test_a_rank_that_cannot_clear_says_why_and_hears_the_next() -> None:
         one = RankSpec(controller=address, rank=0, topology=Topology(1), roles={}, plane=SMALL)
         return [one]
 
-    hub = CrewHub("tcp://127.0.0.1:0", None, CrewSettings(beat_s=0.1), alone)
+    hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(beat_s=0.1), alone)
     hub.start()
     hub.formed.result()
     for ids, error in ((b"no ids", "6 bytes are no list of ids"), (b"", "")):
@@ -190,7 +189,7 @@ def test_a_rank_that_cannot_clear_says_why_and_hears_the_next() -> None:
     hub.close("done")
 
 
-def test_a_controller_that_never_started_can_be_closed(home: Household) -> None:
+def test_a_controller_that_never_started_can_be_closed(home: TensorRuntime) -> None:
     controller = TrainController(plan(1), home)
     controller.close()
     with pytest.raises(RankError, match="the controller is closed"):
@@ -198,7 +197,7 @@ def test_a_controller_that_never_started_can_be_closed(home: Household) -> None:
 
 
 def test_a_close_in_mid_call_fails_that_call_and_waits_for_nobody_who_waits(
-    home: Household, tmp_path: Path
+    home: TensorRuntime, tmp_path: Path
 ) -> None:
     flag, gate = pipes(tmp_path)
     controller = TrainController(plan(1), home)
@@ -216,7 +215,7 @@ def test_a_close_in_mid_call_fails_that_call_and_waits_for_nobody_who_waits(
     assert have_ended(processes)
 
 
-def test_a_controller_that_nobody_has_any_more_ends_its_ranks(home: Household) -> None:
+def test_a_controller_that_nobody_has_any_more_ends_its_ranks(home: TensorRuntime) -> None:
     controller = TrainController(plan(1), home)
     controller.start()
     processes = processes_of(controller)
@@ -230,7 +229,7 @@ def test_a_controller_that_nobody_has_any_more_ends_its_ranks(home: Household) -
 
 
 def test_what_a_role_prints_goes_to_the_runs_folder(
-    home: Household, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    home: TensorRuntime, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told = msgspec.structs.replace(plan(1), folder=str(tmp_path))
     with TrainController(told, home) as controller:
@@ -239,7 +238,7 @@ def test_what_a_role_prints_goes_to_the_runs_folder(
     assert "so far" not in capfd.readouterr().out
 
 
-def failing_start(told: RankPlan, home: Household) -> str:
+def failing_start(told: RankPlan, home: TensorRuntime) -> str:
     """The line that it ends with."""
     with pytest.raises(RankGone) as caught, TrainController(told, home):
         raise AssertionError("it has begun")
@@ -253,13 +252,15 @@ def failing_start(told: RankPlan, home: Household) -> str:
         ("tests.flow.rank_roles:Actor", "'tests.flow.rank_roles:Actor' is nothing to make a role"),
     ],
 )
-def test_a_role_that_cannot_be_imported_is_one_line(home: Household, make: str, said: str) -> None:
+def test_a_role_that_cannot_be_imported_is_one_line(
+    home: TensorRuntime, make: str, said: str
+) -> None:
     line = failing_start(plan(1, make=make), home)
     assert line.startswith(f"rank 0 is gone: {said}")
     assert "\n" not in line
 
 
-def test_an_address_that_is_taken_is_one_line(home: Household) -> None:
+def test_an_address_that_is_taken_is_one_line(home: TensorRuntime) -> None:
     bind = home.address
     line = failing_start(msgspec.structs.replace(plan(1), plane=PlaneSpec(bind=bind)), home)
     taken = f"{bind.removeprefix('tcp://')}: cannot listen there: address already in use"
@@ -267,14 +268,14 @@ def test_an_address_that_is_taken_is_one_line(home: Household) -> None:
 
 
 def test_a_device_that_is_not_there_is_one_line(
-    home: Household, monkeypatch: pytest.MonkeyPatch
+    home: TensorRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as its rank is started with
     told = msgspec.structs.replace(plan(1), device="cuda")
     assert 'device = "cuda": torch sees no GPU here' in failing_start(told, home)
 
 
-def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: Household) -> None:
+def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: TensorRuntime) -> None:
     for num_ranks, width in ((0, 1), (4, 3), (2, 0)):
         with pytest.raises(ConfigError, match=f"{num_ranks} ranks do not divide into groups"):
             plan(num_ranks, width)

@@ -13,24 +13,24 @@ import torch
 from rollmesh.core.errors import CallFailed, OwnerGone, ShardMissing, TensorError
 from rollmesh.tensors.handles import UNTAGGED, RTensor, unpack
 from rollmesh.tensors.plane import Plane
-from rollmesh.trainer.controller.controller import Call, Held, TrainController
-from rollmesh.trainer.controller.household import Household
+from rollmesh.trainer.controller.controller import RoleCall, TensorUsage, TrainController
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from tests.flow.rank_crew import household, plan
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Household]:
+def home() -> Iterator[TensorRuntime]:
     with household() as own:
         yield own
 
 
 @pytest.fixture(scope="module")
-def plane(home: Household) -> Plane:
+def plane(home: TensorRuntime) -> Plane:
     return home.plane
 
 
 @pytest.fixture(scope="module")
-def controller(home: Household) -> Iterator[TrainController]:
+def controller(home: TensorRuntime) -> Iterator[TrainController]:
     with TrainController(plan(2), home) as started:
         yield started
 
@@ -47,12 +47,12 @@ def other_owner() -> Iterator[tuple["subprocess.Popen[bytes]", list[RTensor]]]:
             owner.kill()
 
 
-def tags(held: Held) -> set[int]:
+def tags(held: TensorUsage) -> set[int]:
     """Of all that is stored anywhere."""
     return {step for each in held.processes for step, _ in each.stored.bytes_by_step}
 
 
-def bytes_of_ranks(held: Held) -> int:
+def bytes_of_ranks(held: TensorUsage) -> int:
     """What ranks own."""
     return sum(each.stored.total_bytes for each in held.processes if each.rank >= 0)
 
@@ -61,7 +61,7 @@ def test_what_ranks_answered_is_taken_at_the_ranks(
     plane: Plane, controller: TrainController
 ) -> None:
     rows = plane.remotize([torch.ones(4), torch.ones(4)])
-    answer = controller.call(Call("sums.echo", UNTAGGED), rows)
+    answer = controller.call(RoleCall("sums.echo", UNTAGGED), rows)
     assert tags(controller.clear_batches()) == {UNTAGGED}
     taken = controller.take([rows, answer], step=1)
     assert {each.step for each in (*taken[0], taken[1][0]["new"])} == {1}
@@ -116,7 +116,7 @@ def test_what_a_rank_answers_as_it_came_is_not_stored_anew(
     plane: Plane, controller: TrainController
 ) -> None:
     rows = controller.take(plane.remotize([torch.ones(4), torch.zeros(4)]), step=10)
-    answer = controller.call(Call("sums.echo", 10), rows)
+    answer = controller.call(RoleCall("sums.echo", 10), rows)
     assert [each["same"] for each in answer] == rows
     assert bytes_of_ranks(controller.clear_batches()) == 2 * 16, "what was computed, and no more"
     assert controller.end_step(10).leaks == ()
@@ -126,12 +126,12 @@ def test_what_outlives_its_call_otherwise_than_its_argument_is_stored_anew(
     plane: Plane, controller: TrainController
 ) -> None:
     rows = plane.remotize([torch.ones(4), torch.zeros(4)])
-    of_step = controller.call(Call("sums.echo", 11), rows)
+    of_step = controller.call(RoleCall("sums.echo", 11), rows)
     controller.end_step(11)
     assert torch.equal(plane.localize(rows[0]), torch.ones(4)), "nobody took the argument"
     assert not {each["same"].shard_id for each in of_step} & {each.shard_id for each in rows}
     taken = controller.take(rows, step=12)
-    kept = controller.call(Call("sums.echo", UNTAGGED), taken)
+    kept = controller.call(RoleCall("sums.echo", UNTAGGED), taken)
     controller.end_step(12)
     assert torch.equal(plane.localize(kept[0]["same"]), torch.ones(4))
     assert tags(controller.clear_batches(kept)) == set()
@@ -153,7 +153,7 @@ def test_an_answer_is_of_the_newest_step_of_its_arguments_unless_that_is_said(
 
 @pytest.mark.slow
 def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_word(
-    home: Household, caplog: pytest.LogCaptureFixture
+    home: TensorRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TrainController(plan(2, told_s=0.5), home) as controller:
         rows = controller.take(home.plane.remotize([torch.ones(4), torch.ones(4)]), step=30)
@@ -168,7 +168,7 @@ def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_wor
         held = controller.clear_batches()
         assert (tags(held) & {30}, held.leaks, held.missing) == (set(), (), ())
         with pytest.raises(CallFailed, match="step 30 has ended"):
-            controller.call(Call("sums.echo", 30), home.plane.remotize([torch.ones(4)] * 2))
+            controller.call(RoleCall("sums.echo", 30), home.plane.remotize([torch.ones(4)] * 2))
 
 
 def test_a_living_controllers_shards_are_not_leased() -> None:

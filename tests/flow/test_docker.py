@@ -23,8 +23,7 @@ from rollmesh.core.process import INTERRUPTED
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.server.worker import FAREWELL_S
 from rollmesh.testing.model_folder import write_model_folder
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.wire.keys import check_bind
 from tests.flow.compose import DOCKER, Build, Compose, Service, read_compose
 from tests.flow.containers import Container, Containers

@@ -14,13 +14,12 @@ from rollmesh.tensors.store import StorageStats
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.controller.controller import Call, TrainController
-from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
-from rollmesh.trainer.pacing.asker import Asking
+from rollmesh.trainer.controller.controller import RoleCall, TrainController
+from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
-from rollmesh.trainer.pacing.room import Room, StoreRoom, moved
+from rollmesh.trainer.pacing.ready_queue import SampleAllocator, StoreAllocator, copy_samples
+from rollmesh.trainer.pacing.requester import RequestSettings
 from rollmesh.trainer.ranked import RankedPolicy
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from tests.flow.intake_roles import where
@@ -29,7 +28,7 @@ from tests.flow.rank_crew import household, plan
 GROUPS, SAMPLES = 3, 4
 PACE = StalenessSettings(batch=GROUPS * SAMPLES, max_staleness=1, max_concurrent=400)
 SETTINGS = TrainerConfig(max_logprob_gap=1e9, max_token_gap=1e9, num_ranks=2)
-ASKING = Asking(
+ASKING = RequestSettings(
     env="guess", num_samples=SAMPLES, sampling=SamplingPolicy(), seed=0, branches=("main",)
 )
 
@@ -37,7 +36,7 @@ ASKING = Asking(
 class Intake:
     """A pacer whose groups the test ends."""
 
-    def __init__(self, folder: Path, room: Room, staleness: StalenessManager) -> None:
+    def __init__(self, folder: Path, room: SampleAllocator, staleness: StalenessManager) -> None:
         self.client, self.records = ScriptedClient(), RunRecords(folder, FakeClock())
         tasks = (Task(id=f"t{number}") for number in itertools.count())
         self.pacer = Pacer(self.client, staleness, tasks, ASKING, (self.records, Tally()), room)
@@ -68,13 +67,13 @@ def folder(tmp_path: Path) -> Path:
 def test_two_ranks_look_at_the_very_bytes_that_the_intake_wrote(folder: Path) -> None:
     with household() as home:
         assert home.plane.store is not None
-        intake = Intake(folder, StoreRoom(home.plane.store), StalenessManager(PACE))
+        intake = Intake(folder, StoreAllocator(home.plane.store), StalenessManager(PACE))
         with TrainController(plan(2, make="tests.flow.intake_roles:Witness"), home) as controller:
             samples = intake.batch(0).samples()
             written = [where(sample.token_ids.ctypes.data) for sample in samples]
             handles = controller.take([sample.handle for sample in samples], 0)
             groups = [sample.group_id for sample in samples]
-            call = Call("sums.look", rule=Rule(groups=groups, uneven="pad"))
+            call = RoleCall("sums.look", rule=DispatchRule(groups=groups, uneven="pad"))
             seen = controller.call(call, [{"arrays": handle} for handle in handles])
             assert [each["lies"] for each in seen] == written
             assert {each["rank"] for each in seen} == {0, 1}
@@ -91,7 +90,7 @@ def test_a_step_takes_what_the_intake_wrote_and_nothing_is_left_of_it(
     staleness = StalenessManager(PACE)
     model = str(tmp_path / "model")
     with RankedPolicy(model, SETTINGS, folder, staleness=staleness) as policy:
-        intake = Intake(folder, policy.room, staleness)
+        intake = Intake(folder, policy.allocator, staleness)
         assert policy.staleness is staleness
         assert staleness.capacity == 2 * GROUPS * SAMPLES
         for step in range(3):
@@ -100,8 +99,8 @@ def test_a_step_takes_what_the_intake_wrote_and_nothing_is_left_of_it(
             assert before.num_tensors == GROUPS * SAMPLES
             samples = batch.samples()
             if step == 2:  # one of them has found no room
-                policy.room.clear(samples[:1])
-                samples[:1] = moved(samples[:1], lay_plainly)
+                policy.allocator.clear(samples[:1])
+                samples[:1] = copy_samples(samples[:1], lay_plainly)
             policy.step(samples, step)
             after = stored()
             assert after.num_tensors == before.num_tensors

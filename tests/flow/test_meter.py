@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from tests.flow.lying_engine import Lie, honest, running
 
 OFF = 0.5

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.controller.plain import PlainRank
+from rollmesh.trainer.controller.torchrun import PlainRank
 from tests.flow.rank_crew import plan
 
 pytestmark = pytest.mark.slow

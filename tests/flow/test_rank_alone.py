@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from rollmesh.core.process import FAILED
-from rollmesh.trainer.controller.parcels import encode
+from rollmesh.trainer.controller.answers import encode_values
 from rollmesh.trainer.controller.processes import MODULE
-from rollmesh.trainer.controller.spec import RankSpec, RoleSpec, to_argument
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.spec import RankSpec, RoleSpec, Topology, to_argument
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import (
@@ -27,7 +26,7 @@ from rollmesh.wire.sockets import Hub, wait
 from tests.flow.rank_crew import ROLE, SMALL
 
 WAIT_S = 60.0
-SUM = encode(((1.0,), {}, None))
+SUM = encode_values(((1.0,), {}, None))
 
 
 class Led:

@@ -13,9 +13,8 @@ from rollmesh.core.config import LossWeight, ProximalRule, TrainerConfig
 from rollmesh.core.errors import NotFinite
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.report import StepReport
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.algorithms.step_report import StepReport
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranked import RankedPolicy
 from rollmesh.trainer.weights.carriers.cargo import Cargo

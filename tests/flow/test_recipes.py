@@ -11,9 +11,9 @@ import pytest
 
 from examples.recipes.train import LOSSES, rows_for, share_right
 from rollmesh.core.config import TrainerConfig
-from rollmesh.trainer.controller.controller import Call, Held, RankPlan, TrainController
-from rollmesh.trainer.controller.dispatch import Rule
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TensorUsage, TrainController
+from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.controller.spec import Topology
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.roles.recipes import RECIPES, Report, role_specs
 from tests.flow.rank_crew import SMALL, household
@@ -37,7 +37,7 @@ class Course(NamedTuple):
     """What 20 steps of a recipe reported, left, and were good for."""
 
     reports: list[Report]
-    held: list[Held]
+    held: list[TensorUsage]
     right_before: float
     right_after: float
 
@@ -121,7 +121,9 @@ def test_a_model_that_cannot_be_packed_makes_as_many_forward_passes_at_each_rank
         batch = controller.take(home.plane.remotize(rows), 0)
         # Three pairs for two ranks: one has two of its own, the other one and padding.
         preferred = RECIPES["dpo"].step(controller, batch, 0)
-        untouched = controller.call(Call("reference.logprobs", 0, Rule(uneven="pad")), batch)
+        untouched = controller.call(
+            RoleCall("reference.logprobs", 0, DispatchRule(uneven="pad")), batch
+        )
         for each, (_, logprobs) in zip(home.plane.localize(untouched), told, strict=True):
             assert each.tolist() == pytest.approx(logprobs.tolist(), abs=1e-5)
         texts = RECIPES["sft"].step(controller, batch, 0)

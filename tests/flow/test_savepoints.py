@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from rollmesh.core.errors import CallFailed, SavepointError
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranked import RankedPolicy
 from rollmesh.trainer.savepoints.shelf import Saved, Savepoints, Subject

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rollmesh.core.errors import RankGone
-from rollmesh.trainer.controller.controller import Call, TrainController
+from rollmesh.trainer.controller.controller import RoleCall, TrainController
 from tests.flow.rank_crew import household, plan
 
 
@@ -20,7 +20,7 @@ def test_a_rank_that_scribbles_ends_and_names_the_line_and_nobody_else_sees_it(
     with household() as home:
         row = home.plane.remotize(torch.ones(1000))
         with TrainController(crew, home) as controller, pytest.raises(RankGone, match="signal 11"):
-            controller.call(Call("sums.scribble"), [row])
+            controller.call(RoleCall("sums.scribble"), [row])
         assert torch.equal(home.plane.localize(row), torch.ones(1000))
     told = (tmp_path / "logs" / "rank-0.out").read_text()
     assert "Segmentation fault" in told

@@ -20,7 +20,7 @@ from rollmesh.core.errors import EngineUnavailable
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.trainer.models.checkpoint import part_of
+from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.weights.carriers import distributed
 from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.distributed import MUSTER_S, DistributedCarrier
@@ -62,7 +62,9 @@ def cargo(folders: list[Path], tmp_path: Path) -> Iterator[Cargo]:
     """The second set, as a policy hands it over."""
     weights = load_file(folders[1] / "model.safetensors")
     folder, hold = tmp_path / "v000005", Hold()
-    shutil.copytree(folders[1], part_of(folder), ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        folders[1], partial_path(folder), ignore=shutil.ignore_patterns("*.safetensors")
+    )
     yield Cargo(5, str(folder), (hold.lay(weights, set(weights), tmp_path),))
     hold.close()
 

@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.tensors.segment import SHARED_MEMORY, sweep
-from rollmesh.trainer.models.checkpoint import load_model
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.folders import load_model
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
 
 

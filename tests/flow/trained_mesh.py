@@ -25,8 +25,7 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import read_addresses
 from rollmesh.launch.plan import plan_serving
 from rollmesh.serve.client.journal_entries import AnyEntry, GroupAsked, Published, StepTaken
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.wire.bodies import decode_ask
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.trainer.models.checkpoint import part_of
+from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.shards import write_shards
@@ -26,9 +26,9 @@ def main() -> None:
     write_folder(Cargo(1, str(first), policy.hand_over(first, 1)))
     cargo = Cargo(2, str(second), policy.hand_over(second, 2))
     if stage == "written":
-        write_shards(part_of(second), cargo.parts)
+        write_shards(partial_path(second), cargo.parts)
     else:  # a pipe without a reader: who opens it to write waits for one
-        os.mkfifo(part_of(second) / "model.safetensors")
+        os.mkfifo(partial_path(second) / "model.safetensors")
         threading.Thread(target=write_folder, args=[cargo]).start()
     sys.stdout.write(f"{cargo.parts[0].path}\n")
     sys.stdout.flush()

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
-from rollmesh.trainer.learning.proximal import Sight, proximal_logprobs
+from rollmesh.trainer.algorithms.loss import (
+    ProximalInputs,
+    TokenTerms,
+    ppo_loss,
+    proximal_logprobs,
+    token_logprobs,
+)
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("loss.json").read_text())
 EXTREMES = [30.0, -30.0, 400.0, -400.0, math.inf, -math.inf, math.nan]
@@ -105,7 +110,7 @@ def ours(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     logprobs, entropies = token_logprobs(logits, tensors["targets"], tensors["temperatures"])
     current = logprobs.detach()
     recorded = current + tensors["shift_recorded"]
-    sight = Sight(
+    sight = ProximalInputs(
         now_N=current,
         began_N=current + tensors["shift_proximal"] if settings.proximal == "recompute" else None,
         recorded_N=recorded,
@@ -120,7 +125,7 @@ def ours(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         advantages_N=tensors["advantages"],
         weights_N=tensors["weights"],
     )
-    loss = policy_loss(terms, settings)
+    loss = ppo_loss(terms, settings)
     torch.autograd.backward(loss.value)
     assert logits.grad is not None
     is_number = torch.isfinite(recorded)

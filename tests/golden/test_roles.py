@@ -13,15 +13,17 @@ from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.roles.divergence import Estimate, divergence
 from rollmesh.trainer.roles.language import LanguageTerms
 from rollmesh.trainer.roles.losses import (
+    Estimate,
+    divergence,
     duel_loss,
+    gae,
     preference_margins,
+    token_rewards,
     value_loss,
 )
 from rollmesh.trainer.roles.recipes import role_specs
-from rollmesh.trainer.roles.returns import estimate, token_rewards
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("roles.json").read_text())
 NUM = 40
@@ -179,19 +181,19 @@ def test_advantages_are_sums_of_discounted_surprises(discount: float, trace: flo
     ]
     returns = [a + v for a, v in zip(advantages, ahead, strict=False)]
     given = token_rewards(3.0, torch.from_numpy(drifts), 0.02)
-    ours = estimate(given, torch.from_numpy(values), discount, trace)
+    ours = gae(given, torch.from_numpy(values), discount, trace)
     reference = (advantages, returns)
     assert_equal((ours[0].tolist(), ours[1].tolist()), reference, f"returns {discount} {trace}")
 
 
 def test_with_a_whole_trace_a_token_is_owed_all_that_comes_after_it() -> None:
     rewards, values = torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.5, -1.0, 1.5])
-    told = estimate(rewards, values, 1.0, 1.0)
+    told = gae(rewards, values, 1.0, 1.0)
     assert told.returns_N.tolist() == [2.0, 2.0, 2.0]
     assert told.advantages_N.tolist() == [1.5, 3.0, 0.5]
 
 
 def test_a_rollout_without_trained_tokens_has_no_returns() -> None:
     none = torch.zeros(0)
-    told = estimate(token_rewards(1.0, none, 0.1), none, 1.0, 0.95)
+    told = gae(token_rewards(1.0, none, 0.1), none, 1.0, 0.95)
     assert (len(told.advantages_N), len(told.returns_N)) == (0, 0)

@@ -6,11 +6,10 @@ from contextlib import closing, contextmanager
 
 from structlog.testing import capture_logs
 
-from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
-from rollmesh.trainer.controller.hub import CrewHub
-from rollmesh.trainer.controller.parcels import decode, encode
-from rollmesh.trainer.controller.spec import RankSpec, RoleSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.answers import decode_values, encode_values
+from rollmesh.trainer.controller.hub import RankHub
+from rollmesh.trainer.controller.rank_group import NO_STEP, RankGroupSettings
+from rollmesh.trainer.controller.spec import RankSpec, RoleSpec, Topology
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import CallEnded, RankBeat, RankHello, RankLeft, RankReady
@@ -19,7 +18,7 @@ from rollmesh.wire.sockets import Dialer
 from tests.flow.rank_crew import ROLE, SMALL
 
 WAIT_S = 60.0
-SETTINGS = CrewSettings(start_s=WAIT_S, beat_s=0.1, silence_s=WAIT_S)
+SETTINGS = RankGroupSettings(start_s=WAIT_S, beat_s=0.1, silence_s=WAIT_S)
 ATTACKS: list[AnyMessage] = [
     RankHello(0, 1),
     RankHello(1, 1),
@@ -36,7 +35,7 @@ class Led:
 
     def __init__(self) -> None:
         self.address = ""
-        self.hub = CrewHub("tcp://127.0.0.1:0", None, SETTINGS, self._specs)
+        self.hub = RankHub("tcp://127.0.0.1:0", None, SETTINGS, self._specs)
 
     def _specs(self, address: str) -> Sequence[RankSpec]:
         self.address = address
@@ -53,9 +52,9 @@ class Led:
 
     def sum_of_ranks(self) -> float:
         """What a collective call of both ranks gives."""
-        body = encode(((1.0,), {}, None))
+        body = encode_values(((1.0,), {}, None))
         bodies = self.hub.call("sums", "all_of", NO_STEP, (body, body)).result(WAIT_S)
-        return float(decode(bodies[0])["total"])
+        return float(decode_values(bodies[0])["total"])
 
     def attack(self, name: str) -> None:
         """Send every attack under this route; returns when the controller has received them."""

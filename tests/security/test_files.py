@@ -9,8 +9,7 @@ import pytest
 from rollmesh.core.config import Config, RunConfig
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.launch.folder import RunFolder
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from tests.flow.demo import SHORT, start_with
 
 PATIENCE_S = 110

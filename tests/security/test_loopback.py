@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rollmesh.core.errors import AddressError
-from rollmesh.trainer.controller.meeting import bind_collectives
+from rollmesh.trainer.controller.rendezvous import bind_collectives
 from rollmesh.wire.keys import KEYS_VARIABLE, check_bind, check_dial
 
 LOOK_ALIKES = (

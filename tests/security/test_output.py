@@ -10,8 +10,7 @@ import msgspec
 
 from rollmesh.core.redaction import redact, register_content, register_secret
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 
 TITLE, CLIPBOARD, CLEAR, REORDER = "\x1b]0;PWNED\x07", "\x1b]52;c;UFdORUQ=\x07", "\x1b[2J", "\u202e"
 ATTACK = f"{TITLE}{CLIPBOARD}{CLEAR}\x9b2J{REORDER}"

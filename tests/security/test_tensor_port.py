@@ -16,8 +16,8 @@ from rollmesh.tensors.handles import pack
 from rollmesh.tensors.handshake import introduce
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.peer import Peers
-from rollmesh.trainer.controller.household import Household
 from rollmesh.trainer.controller.spec import PlaneSpec
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from tests.unit.tensors.owners import Owned, owned
 
 WAIT_S = 60.0
@@ -109,7 +109,7 @@ def test_an_owner_does_not_carry_what_is_its_own() -> None:
     spec = PlaneSpec(store_bytes=2**24, buffer_bytes=2**24)
     with ExitStack() as stack:
         home, other = (
-            stack.enter_context(closing(Household(spec, None))),
+            stack.enter_context(closing(TensorRuntime(spec, None))),
             stack.enter_context(owned()),
         )
         with dial(home.address) as connected:

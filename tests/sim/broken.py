@@ -32,17 +32,24 @@ from rollmesh.serve.client.journal_entries import (
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.testing.mesh_sim.asker import FORGED
 from rollmesh.testing.mesh_sim.machines import Machines
-from rollmesh.trainer.pacing.course import Course
-from rollmesh.trainer.pacing.course_events import Action as CourseAction
-from rollmesh.trainer.pacing.course_events import Asked as CourseAsked
-from rollmesh.trainer.pacing.course_events import Came, Failed, Fate, Leave, Train, Turn
-from rollmesh.trainer.pacing.course_events import Event as CourseEvent
-from rollmesh.trainer.pacing.course_events import Keep as CourseKeep
+from rollmesh.trainer.pacing.lifecycle import Action as CourseAction
+from rollmesh.trainer.pacing.lifecycle import Event as CourseEvent
+from rollmesh.trainer.pacing.lifecycle import (
+    GroupLeft,
+    GroupLifecycle,
+    GroupOutcome,
+    GroupRequest,
+    ResultArrived,
+    ResultMissing,
+    TrainGroups,
+)
+from rollmesh.trainer.pacing.lifecycle import GroupRequested as CourseAsked
+from rollmesh.trainer.pacing.lifecycle import QueueGroup as CourseKeep
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.due import Due
 from rollmesh.trainer.savepoints.state import LoopState
+from rollmesh.trainer.staleness import Action as StalenessAction
 from rollmesh.trainer.staleness import StalenessManager
-from rollmesh.trainer.staleness_events import Action as StalenessAction
 from rollmesh.wire.fleet import EnginePhase, FenceEngine
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -167,62 +174,66 @@ class StalenessThatJudgesNobody(StalenessManager):
         return []
 
 
-class CourseThatMasksNothing(Course):
-    def _train(self, taken: StepTaken) -> Train:
-        return Train(super()._train(taken).taken)
+class CourseThatMasksNothing(GroupLifecycle):
+    def _train(self, taken: StepTaken) -> TrainGroups:
+        return TrainGroups(super()._train(taken).taken)
 
 
-class CourseThatMasksAll(Course):
+class CourseThatMasksAll(GroupLifecycle):
     """Of groups that have anything old, what is not."""
 
-    def _train(self, taken: StepTaken) -> Train:
+    def _train(self, taken: StepTaken) -> TrainGroups:
         train = super()._train(taken)
-        return Train(taken, frozenset(self.versions.steps) if train.stale else train.stale)
+        return TrainGroups(taken, frozenset(self.versions.steps) if train.stale else train.stale)
 
 
-class CourseThatForgetsWhoLeft(Course):
+class CourseThatForgetsWhoLeft(GroupLifecycle):
     """But for those that were trained."""
 
-    def _leave(self, group_id: GroupId, fate: Fate, *told: Any) -> Leave:
-        return (super()._leave if fate is Fate.TRAINED else Leave)(group_id, fate, *told)
+    def _leave(self, group_id: GroupId, fate: GroupOutcome, *told: Any) -> GroupLeft:
+        return (super()._leave if fate is GroupOutcome.TRAINED else GroupLeft)(
+            group_id, fate, *told
+        )
 
 
-class CourseThatForgetsWhatItTrained(Course):
-    def _leave(self, group_id: GroupId, fate: Fate, *told: Any) -> Leave:
-        return (Leave if fate is Fate.TRAINED else super()._leave)(group_id, fate, *told)
+class CourseThatForgetsWhatItTrained(GroupLifecycle):
+    def _leave(self, group_id: GroupId, fate: GroupOutcome, *told: Any) -> GroupLeft:
+        return (GroupLeft if fate is GroupOutcome.TRAINED else super()._leave)(
+            group_id, fate, *told
+        )
 
 
-class CourseThatAsksNothingAgain(Course):
+class CourseThatAsksNothingAgain(GroupLifecycle):
     to_ask_again = ()
 
     def next_again(self) -> None:
         """Whatever came too late."""
 
 
-class CourseThatTrainsWhatFailed(Course):
+class CourseThatTrainsWhatFailed(GroupLifecycle):
     """As if what no rollout of it gives were something."""
 
-    def _come(self, came: Came, turn: Turn) -> CourseKeep | Leave:
+    def _come(self, came: ResultArrived, turn: GroupRequest) -> CourseKeep | GroupLeft:
         every = frozenset(self.versions.steps)
         return super()._come(
             msgspec.structs.replace(came, rollouts=came.rollouts or (every,)), turn
         )
 
 
-class CourseThatCountsEvaluations(Course):
+class CourseThatCountsEvaluations(GroupLifecycle):
     """As if they were to train."""
 
     def _ask(self, asked: CourseAsked) -> None:
-        super()._ask(CourseAsked(asked.group_id, Turn(asked.turn.task)))
+        super()._ask(CourseAsked(asked.group_id, GroupRequest(asked.turn.task)))
 
 
-class CourseThatCountsWhatFailed(Course):
+class CourseThatCountsWhatFailed(GroupLifecycle):
     """For ever, among those that run."""
 
     def step(self, event: CourseEvent) -> list[CourseAction]:
-        if isinstance(event, Failed):
+        if isinstance(event, ResultMissing):
             self._open.pop(event.group_id)
-            return [Leave(event.group_id, Fate.FAILED)]
+            return [GroupLeft(event.group_id, GroupOutcome.FAILED)]
         return super().step(event)
 
 

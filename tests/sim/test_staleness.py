@@ -12,8 +12,13 @@ from benchmarks._staleness_shape import Group, Shape
 from benchmarks._staleness_world import Outcome, World
 from rollmesh.core.config import StalePolicy
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.staleness import StalenessManager, StalenessState
-from rollmesh.trainer.staleness_events import GroupArrived, GroupAsked, StepRetaken
+from rollmesh.trainer.staleness import (
+    GroupAdmitted,
+    GroupArrived,
+    StalenessManager,
+    StalenessState,
+    StepRetaken,
+)
 
 NUM_ARMS = len(arms(Shape()))
 
@@ -133,7 +138,7 @@ class Crashing(Managed):
         told = StalenessState(consumed=was.consumed)
         self._manager = StalenessManager(was.settings, self._published, restored=told)
         for group in self._asked.values():
-            event = GroupAsked(group.group_id, len(group.lengths), group.asked_step)
+            event = GroupAdmitted(group.group_id, len(group.lengths), group.asked_step)
             self._manager.step(event)
             if group.group_id in self._arrived:
                 num = len(group.lengths)

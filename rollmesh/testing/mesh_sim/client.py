@@ -31,7 +31,7 @@ from rollmesh.testing.mesh_sim.disk import SimDisk
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.turns import GroupTurns
-from rollmesh.trainer.pacing.course_events import Turn
+from rollmesh.trainer.pacing.lifecycle import GroupRequest
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.messages import GroupAsk
@@ -89,7 +89,9 @@ class SimClient(Asker):
         for asked in self.book.reopened():
             self._tell(asked)
 
-    def ask(self, turn: Turn, asked_step: int, num_drawn: int, min_policy_version: int) -> GroupId:
+    def ask(
+        self, turn: GroupRequest, asked_step: int, num_drawn: int, min_policy_version: int
+    ) -> GroupId:
         """Ask for a group."""
         group_id = GroupId(self.run_id, self._num_asked)
         self._num_asked += 1

@@ -13,7 +13,7 @@ from rollmesh.runtime.generation import GenerationMachine
 from rollmesh.serve.client.arrivals import ResultSink
 from rollmesh.serve.client.journal import ClientJournal, History
 from rollmesh.serve.router.group_scheduler import GroupScheduler
-from rollmesh.trainer.pacing.course import Course
+from rollmesh.trainer.pacing.lifecycle import GroupLifecycle
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.due import Due
 from rollmesh.trainer.savepoints.state import LoopState
@@ -29,7 +29,7 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     generation: type[GenerationMachine] = GenerationMachine
     book: type[ClientJournal] = ClientJournal
     staleness: type[StalenessManager] = StalenessManager
-    course: type[Course] = Course
+    course: type[GroupLifecycle] = GroupLifecycle
     due: type[Due] = Due
     plan: Callable[[LoopState | None, History], Recovery] = plan_recovery
 

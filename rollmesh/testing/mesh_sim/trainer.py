@@ -28,23 +28,23 @@ from rollmesh.testing.mesh_sim.kernel import Kernel
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.publisher import SimPublisher
 from rollmesh.testing.mesh_sim.witness import Witness
-from rollmesh.trainer.pacing.course import Course
-from rollmesh.trainer.pacing.course_events import (
+from rollmesh.trainer.pacing.lifecycle import (
     Action,
-    Arrived,
-    Asked,
-    Came,
-    Failed,
-    Fate,
-    Keep,
-    Leave,
-    Minted,
-    Parted,
-    Retake,
-    StepDone,
-    Take,
-    Train,
-    Turn,
+    DropReplayed,
+    GroupLeft,
+    GroupLifecycle,
+    GroupOutcome,
+    GroupRequest,
+    GroupRequested,
+    QueueGroup,
+    ResultArrived,
+    ResultMissing,
+    RetakeStep,
+    StepTrained,
+    TakeStep,
+    TrainGroups,
+    VersionCreated,
+    VersionPublished,
 )
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.state import LoopState
@@ -89,7 +89,7 @@ class SimTrainer(SimClient):
     """See the module."""
 
     staleness: StalenessManager
-    course: Course
+    course: GroupLifecycle
     waiting: set[GroupId]
     """Groups whose results are here, and have not left."""
 
@@ -104,7 +104,7 @@ class SimTrainer(SimClient):
         self.publisher: SimPublisher | None = None
         self.zombies: list[SimPublisher] = []
         """Publishers whose trainer is dead."""
-        self.group_scheduler: list[Leave] = []
+        self.group_scheduler: list[GroupLeft] = []
         """How groups have left; a life goes on from what its savepoint covers of it."""
         self._engines = engines
         self._num_to_ask = num_groups
@@ -239,7 +239,7 @@ class SimTrainer(SimClient):
         while self.course.may_ask(self._num_to_ask) and (turn := self._next_turn()):
             self._ask(turn)
         self._save_if_due()
-        self._do(self.course.step(Take(self._num_steps)))
+        self._do(self.course.step(TakeStep(self._num_steps)))
 
     @property
     def _is_measuring(self) -> bool:
@@ -248,20 +248,20 @@ class SimTrainer(SimClient):
     def _measure(self) -> None:
         while self._num_evals < self._num_to_measure:
             self._num_evals += 1
-            self._ask(Turn(self._draw(), is_eval=True))
+            self._ask(GroupRequest(self._draw(), is_eval=True))
 
-    def _ask(self, turn: Turn) -> None:
+    def _ask(self, turn: GroupRequest) -> None:
         step = self.staleness.published_step
         policy_version = self.course.versions.named(step)
         assert policy_version is not None
         group_id = self.ask(turn, step, self._num_drawn, policy_version)
-        self.course.step(Asked(group_id, turn))
+        self.course.step(GroupRequested(group_id, turn))
 
-    def _next_turn(self) -> Turn | None:
+    def _next_turn(self) -> GroupRequest | None:
         again = self.course.next_again()
         if again or self._num_drawn >= self._num_to_ask:
             return again
-        return Turn(self._draw())
+        return GroupRequest(self._draw())
 
     def _draw(self) -> Task:
         self._num_drawn += 1
@@ -270,43 +270,45 @@ class SimTrainer(SimClient):
     def _stay_parted(self, entry: GroupParted, plan: Recovery) -> None:
         turns = self.open(plan.results[entry.group_id])
         task = Task(id=self.witness.asked[entry.group_id])
-        self._do(self.course.step(Parted(entry, task, len(turns.rollouts()))))
+        self._do(self.course.step(DropReplayed(entry, task, len(turns.rollouts()))))
 
     def _take_again(self, again: StepTaken) -> None:
         for group_id in again.group_ids:
             self._book(Ended(group_id, self.open(self._filed[group_id])))
-        self._do(self.course.step(Retake(again)))
+        self._do(self.course.step(RetakeStep(again)))
         assert self._is_training, f"step {again.step} is not redone"
 
     def _book(self, ended: Ended) -> None:
         group_id, turns = ended.group_id, ended.turns
         if turns is None:
-            self._do(self.course.step(Failed(group_id, ended.reason)))
+            self._do(self.course.step(ResultMissing(group_id, ended.reason)))
             return
         task = Task(id=self.witness.asked[group_id])
         self.waiting.add(group_id)
-        self._do(self.course.step(Came(group_id, task, turns.rollouts())))
+        self._do(self.course.step(ResultArrived(group_id, task, turns.rollouts())))
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case Keep():
+                case QueueGroup():
                     pass
-                case Leave():
+                case GroupLeft():
                     self._leave(action)
-                case Train(taken):
+                case TrainGroups(taken):
                     if taken.step >= self._next_step:
                         self.note(taken)
                     self._network.num["masked"] += self.witness.trains(action)
                     self._train(taken)
 
-    def _leave(self, leave: Leave) -> None:
-        assert leave.fate not in (Fate.STRANGE, Fate.FOREIGN), f"{leave.group_id}: {leave.why}"
+    def _leave(self, leave: GroupLeft) -> None:
+        assert leave.fate not in (GroupOutcome.STRANGE, GroupOutcome.FOREIGN), (
+            f"{leave.group_id}: {leave.why}"
+        )
         self._network.num[f"left_{leave.fate}"] += 1
         self.group_scheduler.append(leave)
         if leave.group_id in self.waiting:
             self.waiting.discard(leave.group_id)
-            if leave.fate is not Fate.TRAINED:
+            if leave.fate is not GroupOutcome.TRAINED:
                 why = leave.why or leave.fate
                 self.part(GroupParted(leave.group_id, why, self._num_steps, leave.times))
 
@@ -326,7 +328,7 @@ class SimTrainer(SimClient):
 
     def _book_step(self, num_steps: int) -> None:
         self._is_training = False
-        self._do(self.course.step(StepDone()))
+        self._do(self.course.step(StepTrained()))
         self._due.stepped(num_steps)
         self._num_steps = num_steps
         if num_steps <= self._next_step and not self._redo:
@@ -340,7 +342,7 @@ class SimTrainer(SimClient):
             self._kernel.after(TICK_S, lambda: self._publish(num_steps, and_then), self)
             return
         self._policy_version += 1
-        self.course.step(Minted(self._policy_version, num_steps))
+        self.course.step(VersionCreated(self._policy_version, num_steps))
         self.note(Published(self._policy_version, num_steps))
         self.publisher.publish(self._policy_version)
         and_then()
@@ -348,7 +350,7 @@ class SimTrainer(SimClient):
     def _published(self, life: int, policy_version: int) -> None:
         if life != self.life or not self.alive:
             return  # its publisher has outlived it
-        self.course.step(Arrived(self.course.versions.steps[policy_version]))
+        self.course.step(VersionPublished(self.course.versions.steps[policy_version]))
         if not self._is_admitting:
             self._is_admitting = True
             self.witness.admitted(self.course.gone, self.staleness)

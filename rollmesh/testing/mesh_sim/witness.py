@@ -23,8 +23,7 @@ from rollmesh.serve.client.journal_entries import (
 )
 from rollmesh.testing.mesh_sim.endings import Endings
 from rollmesh.testing.mesh_sim.turns import GroupTurns
-from rollmesh.trainer.pacing.course import MAX_REQUEUES
-from rollmesh.trainer.pacing.course_events import Fate, Leave, Train
+from rollmesh.trainer.pacing.lifecycle import MAX_REQUEUES, GroupLeft, GroupOutcome, TrainGroups
 from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.wire.bodies import decode_ask
@@ -123,7 +122,7 @@ class Witness:
         formula = max(0, min(settings.max_concurrent - waiting, room))
         assert staleness.capacity == formula, f"capacity {staleness.capacity}, not {formula}"
 
-    def trains(self, train: Train) -> bool:
+    def trains(self, train: TrainGroups) -> bool:
         """A step begins, for the first time or again; whether anything of it is masked."""
         taken, bound = train.taken, self.settings.max_staleness
         left: list[Rollouts] = []
@@ -148,7 +147,7 @@ class Witness:
         history = {step: ids for step, ids in self.steps.items() if step <= newest}
         assert made_of == {step: history[step] for step in history.keys() - self._lost_steps}
 
-    def look_at_ledger(self, group_scheduler: list[Leave], waiting: set[GroupId]) -> None:
+    def look_at_ledger(self, group_scheduler: list[GroupLeft], waiting: set[GroupId]) -> None:
         """Check, at rest, that each group that was asked for has left once with a fate that fits
         its result, or waits."""
         fates = {each.group_id: each.fate for each in group_scheduler}
@@ -165,21 +164,25 @@ class Witness:
         missing = to_ask - self._again - self._unwritten
         assert not missing, f"the tasks of {missing} were to be asked for again"
 
-    def _fates_of(self, group_id: GroupId) -> set[Fate]:
+    def _fates_of(self, group_id: GroupId) -> set[GroupOutcome]:
         has_result = not self.endings.reasons[group_id]
         if group_id in self._evals:
-            return {Fate.MEASURED if has_result else Fate.UNMEASURED}
+            return {GroupOutcome.MEASURED if has_result else GroupOutcome.UNMEASURED}
         if not has_result:
-            return {Fate.FAILED}
+            return {GroupOutcome.FAILED}
         if not self._rollouts[group_id]:
-            return {Fate.BARREN}
+            return {GroupOutcome.BARREN}
         if group_id in self._taken:
-            return {Fate.TRAINED}
+            return {GroupOutcome.TRAINED}
         # With `wait`, a group is too old only if it was sampled by older weights than it was asked
         # for: an earlier incarnation of the trainer asked for it.
         if self.settings.policy == "wait" and self.num_lives == 1:
             return set()
-        return {Fate.STALE, Fate.REQUEUED} if self.settings.policy == "requeue" else {Fate.STALE}
+        return (
+            {GroupOutcome.STALE, GroupOutcome.REQUEUED}
+            if self.settings.policy == "requeue"
+            else {GroupOutcome.STALE}
+        )
 
     def _asked(self, asked: GroupAsked, task_id: str) -> None:
         group_id = asked.group_id

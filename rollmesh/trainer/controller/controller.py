@@ -26,18 +26,20 @@ from rollmesh.core.logs import get_logger
 from rollmesh.tensors.handles import UNTAGGED, RTensor
 from rollmesh.tensors.nested import collect, transform
 from rollmesh.tensors.segment import SHARED_MEMORY, sweep
-from rollmesh.trainer.controller.answers import Reduce, join
-from rollmesh.trainer.controller.clearing import clear_everywhere
-from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
-from rollmesh.trainer.controller.dispatch import Arguments, Rule, cut
-from rollmesh.trainer.controller.elsewhere import Elsewhere
-from rollmesh.trainer.controller.household import Household, held
-from rollmesh.trainer.controller.hub import Bodies, CrewHub
-from rollmesh.trainer.controller.leaks import Leak, RankTensors, leaks
-from rollmesh.trainer.controller.parcels import decode, encode
-from rollmesh.trainer.controller.shares import Share
-from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, RoleSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.answers import Reduce, decode_values, encode_values, merge_answers
+from rollmesh.trainer.controller.dispatch import Arguments, DispatchRule, HeadShare, split_call
+from rollmesh.trainer.controller.hub import Bodies, RankHub
+from rollmesh.trainer.controller.rank_group import NO_STEP, RankGroupSettings
+from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, RoleSpec, Topology
+from rollmesh.trainer.controller.tensor_runtime import (
+    Leak,
+    OtherOwners,
+    RankTensors,
+    TensorRuntime,
+    clear_everywhere,
+    find_leaks,
+    held_tensors,
+)
 from rollmesh.trainer.staleness import Staleness
 from rollmesh.wire.keys import Keys, check_bind
 
@@ -60,14 +62,14 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """torch threads of each."""
     plane: PlaneSpec = PlaneSpec()
     """Of each."""
-    settings: CrewSettings = CrewSettings()
+    settings: RankGroupSettings = RankGroupSettings()
     bind: str = "tcp://127.0.0.1:0"
     """Where they dial."""
     folder: str = ""
     """The run's, for logs."""
 
 
-class Call(msgspec.Struct, frozen=True):
+class RoleCall(msgspec.Struct, frozen=True):
     """Which method, and how its rows are dealt and its answers become one."""
 
     method: str
@@ -76,11 +78,11 @@ class Call(msgspec.Struct, frozen=True):
     """Whose the tensors in the answer are, so that they are freed with it. None: of the newest step
     that took an argument, so that whoever computes on a batch leaves nothing behind; UNTAGGED: of
     none, for what has to outlive it."""
-    rule: Rule = Rule()
+    rule: DispatchRule = DispatchRule()
     reduce: Reduce = Reduce()
 
 
-class Held(msgspec.Struct, frozen=True):
+class TensorUsage(msgspec.Struct, frozen=True):
     """What all processes hold of tensors."""
 
     processes: tuple[RankTensors, ...]
@@ -98,7 +100,7 @@ class TrainController:
     def __init__(
         self,
         plan: RankPlan,
-        home: Household,
+        home: TensorRuntime,
         keys: Keys | None = None,
         staleness: Staleness | None = None,
     ) -> None:
@@ -109,9 +111,9 @@ class TrainController:
         self._home = home
         self._plane = home.plane
         self._heads = plan.topology.heads()
-        self._elsewhere = Elsewhere(home.plane)
+        self._elsewhere = OtherOwners(home.plane)
         self._staleness = staleness
-        self._hub = CrewHub(plan.bind, keys, plan.settings, self._specs)
+        self._hub = RankHub(plan.bind, keys, plan.settings, self._specs)
         weakref.finalize(self, self._hub.let_go).atexit = False
         self._ended_step = NO_STEP
 
@@ -154,7 +156,7 @@ class TrainController:
         self._plane.take(handles, step)
         return transform(batch, RTensor, lambda found: [each.tagged(step) for each in found])
 
-    def call(self, what: Call | str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> Any:
         """Call a role's method at all ranks, and wait for what they answer together.
 
         Tensors in the answer are handles, owned by the ranks. DispatchError where rows or answers
@@ -163,21 +165,21 @@ class TrainController:
         """
         return self.begin(what, *args, **kwargs).result()
 
-    def begin(self, what: Call | str, *args: Any, **kwargs: Any) -> "Begun":
+    def begin(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> "PendingCall":
         """The same without the wait: arguments are fetched while an earlier call runs."""
-        call = Call(what) if isinstance(what, str) else what
-        dispatch = cut(Arguments(args, kwargs), len(self._heads), call.rule)
+        call = RoleCall(what) if isinstance(what, str) else what
+        dispatch = split_call(Arguments(args, kwargs), len(self._heads), call.rule)
         bodies = [b""] * self._plan.topology.num_ranks
         for at, (head, part) in enumerate(zip(self._heads, dispatch.parts, strict=True)):
             share = dispatch.shares[at] if dispatch.shares else None
             rows = (len(share.rows), share.num_real) if share else None
-            bodies[head] = encode((part.args, part.kwargs, rows))
+            bodies[head] = encode_values((part.args, part.kwargs, rows))
         role, _, method = call.method.partition(".")
         step = _newest_step((args, kwargs)) if call.step is None else call.step
         answers = self._hub.call(role, method, step, tuple(bodies))
-        return Begun(self, answers, self._heads, dispatch.shares, call.reduce)
+        return PendingCall(self, answers, self._heads, dispatch.shares, call.reduce)
 
-    def end_step(self, step: int) -> Held:
+    def end_step(self, step: int) -> TensorUsage:
         """Free all of `step` and of those before it, everywhere, and look at what is left.
 
         A leak is a warning that names rank, tag and bytes; nothing is raised.
@@ -187,7 +189,7 @@ class TrainController:
         self._elsewhere.end_step(step)
         return self._look()
 
-    def clear_batches(self, *targets: Any) -> Held:
+    def clear_batches(self, *targets: Any) -> TensorUsage:
         """Free the shards of `targets` everywhere, and look at what is left; without targets, only
         look."""
         num_cleared = clear_everywhere(self._plane, self._hub, targets)
@@ -201,7 +203,7 @@ class TrainController:
         """Owners that learn of a step's end without being asked: this process and the ranks."""
         return self._hub.owners() | {self._home.address, ""}
 
-    def _look(self) -> Held:
+    def _look(self) -> TensorUsage:
         """What all processes hold; leaks are logged.
 
         Gloo may hold a tensor for a while after the collective has returned: a leak is reported if
@@ -221,18 +223,18 @@ class TrainController:
             log.debug("tensors.clean", ended_step=self._ended_step)
         return now
 
-    def _held(self) -> Held:
+    def _held(self) -> TensorUsage:
         self._home.settle()
         # By the first answers ranks have told each other what they look at no longer, so that the
         # owners among them count right from then on.
         self._hub.ask(self._ended_step, b"").result()
         told = self._hub.ask(self._ended_step, b"").result()
-        own = RankTensors(CONTROLLER, *held(self._plane))
+        own = RankTensors(CONTROLLER, *held_tensors(self._plane))
         others = [RankTensors(each.rank, each.stored, each.buffered) for each in told.told]
-        return Held(
+        return TensorUsage(
             (own, *others),
             told.missing,
-            tuple(leaks((own, *others), self._ended_step, self._hub.num_open)),
+            tuple(find_leaks((own, *others), self._ended_step, self._hub.num_open)),
         )
 
     def _specs(self, address: str) -> Sequence[RankSpec]:
@@ -254,7 +256,7 @@ class TrainController:
         ]
 
 
-class Begun:
+class PendingCall:
     """A call that is under way."""
 
     def __init__(
@@ -262,7 +264,7 @@ class Begun:
         controller: TrainController,
         bodies: "concurrent.futures.Future[Bodies]",
         heads: Sequence[int],
-        shares: Sequence[Share] | None,
+        shares: Sequence[HeadShare] | None,
         reduce: Reduce,
     ) -> None:
         self._controller = controller  # which nobody lets go of before its call has ended
@@ -274,8 +276,8 @@ class Begun:
     def result(self) -> Any:
         """What all heads answered, as one; raises as `call` does."""
         bodies = self._bodies.result()
-        answers = [decode(bodies[head]) for head in self._heads]
-        return join(answers, self._shares, self._reduce)
+        answers = [decode_values(bodies[head]) for head in self._heads]
+        return merge_answers(answers, self._shares, self._reduce)
 
 
 def _newest_step(values: Any) -> int:

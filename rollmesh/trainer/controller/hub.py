@@ -22,21 +22,23 @@ import msgspec
 
 from rollmesh.core.errors import RankError
 from rollmesh.core.logs import get_logger
-from rollmesh.trainer.controller.calls import Answered, CallMade, Failed
-from rollmesh.trainer.controller.crew import (
-    Action,
-    Broken,
-    Crew,
-    CrewSettings,
-    EndAsked,
-    Event,
-    Formed,
-    RankExited,
-    Tell,
-    TensorsAsked,
-    Told,
-)
 from rollmesh.trainer.controller.processes import RankProcesses
+from rollmesh.trainer.controller.rank_group import (
+    Action,
+    CallAnswered,
+    CallRaised,
+    CallRequested,
+    EndRequested,
+    Event,
+    RankExited,
+    RankGroup,
+    RankGroupSettings,
+    RanksFormed,
+    RanksLost,
+    SendToRank,
+    TensorReport,
+    TensorsQueried,
+)
 from rollmesh.trainer.controller.spec import RankSpec, route_of
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys
@@ -55,10 +57,12 @@ SpecOf = Callable[[str], Sequence[RankSpec]]
 """The ranks' specs, once the address is known that they dial."""
 
 
-class CrewHub:
+class RankHub:
     """See the module."""
 
-    def __init__(self, bind: str, keys: Keys | None, settings: CrewSettings, specs: SpecOf) -> None:
+    def __init__(
+        self, bind: str, keys: Keys | None, settings: RankGroupSettings, specs: SpecOf
+    ) -> None:
         """AddressError where `bind` is taken, or needs keys."""
         self._hub = Hub(bind, keys)
         self._specs = [
@@ -66,12 +70,12 @@ class CrewHub:
             for spec in specs(self._hub.peer_address)
         ]
         routes = [route_of(spec).encode() for spec in self._specs]
-        self._crew = Crew(routes, settings, time.monotonic())
+        self._crew = RankGroup(routes, settings, time.monotonic())
         self._has_logged_foreign = False
         self._events: deque[Event] = deque()
         self._bell = Doorbell()
         self._calls: dict[int, concurrent.futures.Future[Bodies]] = {}
-        self._asks: dict[int, concurrent.futures.Future[Told]] = {}
+        self._asks: dict[int, concurrent.futures.Future[TensorReport]] = {}
         self._numbers = itertools.count(1)
         self._processes = RankProcesses(self._on_exit)
         self.formed: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -94,14 +98,14 @@ class CrewHub:
         """Make a call; `bodies` are those of the ranks."""
         call_id = next(self._numbers)
         future = self._calls[call_id] = concurrent.futures.Future()
-        self._tell(CallMade(call_id, role, method, step, bodies))
+        self._tell(CallRequested(call_id, role, method, step, bodies))
         return future
 
-    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[Told]":
+    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[TensorReport]":
         """Ask of tensors."""
         ask_id = next(self._numbers)
         future = self._asks[ask_id] = concurrent.futures.Future()
-        self._tell(TensorsAsked(ask_id, ended_step, shard_ids))
+        self._tell(TensorsQueried(ask_id, ended_step, shard_ids))
         return future
 
     def pids(self) -> list[int]:
@@ -149,7 +153,7 @@ class CrewHub:
         threading.Thread(target=self.close, args=(reason,), name="closing", daemon=True).start()
 
     def _end_ranks(self, reason: str) -> None:
-        self._tell(EndAsked(reason))
+        self._tell(EndRequested(reason))
         if not self._processes.wait(END_S):
             log.warning("ranks.killed", why=f"they did not end in {END_S:.0f} s")
             self._processes.kill()
@@ -193,18 +197,18 @@ class CrewHub:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Tell(route, message, body):
+            case SendToRank(route, message, body):
                 # One that is not taken is missed by the rank at the next beat.
                 self._hub.send(route, Packet(message, body=body))
-            case Answered(call_id, bodies):
+            case CallAnswered(call_id, bodies):
                 self._calls.pop(call_id).set_result(bodies)
-            case Failed(call_id, error):
+            case CallRaised(call_id, error):
                 self._calls.pop(call_id).set_exception(error)
-            case Told(ask_id):
+            case TensorReport(ask_id):
                 self._asks.pop(ask_id).set_result(action)
-            case Formed():
+            case RanksFormed():
                 self.formed.set_result(None)
-            case Broken(error):
+            case RanksLost(error):
                 log.error("crew.broken", rank=error.rank, cause=error.cause)
                 self._processes.kill()
                 if not self.formed.done():
@@ -219,7 +223,7 @@ class CrewHub:
         for ask_id in [*self._asks]:
             ask = self._asks.pop(ask_id, None)
             if ask is not None:
-                ask.set_result(Told(ask_id, (), nobody))
+                ask.set_result(TensorReport(ask_id, (), nobody))
 
 
 def _fail(future: "concurrent.futures.Future[Any]", error: RankError) -> None:

@@ -1,4 +1,12 @@
-"""A rank process: its roles' methods run on the main thread, whatever they need is there before.
+"""A rank's talk with its controller: one thread that owns the socket and computes nothing.
+
+Invariants: a message from the controller is heard, and a beat goes out, however long a step takes;
+whatever is heard frees what it says has ended, before anything else is done about it. A controller
+that is silent for `silence_s`, or of which a message was lost, ends the rank: nobody would ever
+call it again. So does a message that cannot be dealt with. Driven by rank.py; `say` may be called
+from any thread.
+
+A rank process: its roles' methods run on the main thread, whatever they need is there before.
 
     main thread    meets the others, makes the roles, runs one call after the other
     fetch thread   has the arguments of the calls that come next brought here, in their order
@@ -18,9 +26,11 @@ import gc
 import os
 import queue
 import threading
+import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import torch
@@ -31,15 +41,19 @@ from rollmesh.core.process import FAILED, OK
 from rollmesh.tensors.handles import UNTAGGED, RTensor
 from rollmesh.tensors.nested import transform
 from rollmesh.tensors.plane import use
-from rollmesh.trainer.controller.answers import without_padding
-from rollmesh.trainer.controller.cast import Cast
+from rollmesh.trainer.controller.answers import (
+    decode_values,
+    encode_values,
+    fill_handles,
+    handles_of,
+    without_padding,
+)
 from rollmesh.trainer.controller.dispatch import Arguments
-from rollmesh.trainer.controller.household import Household, held
-from rollmesh.trainer.controller.meeting import Meeting, Place, give, take
-from rollmesh.trainer.controller.parcels import decode, encode, fill, handles_of
-from rollmesh.trainer.controller.post import Post
-from rollmesh.trainer.controller.spec import RankSpec
-from rollmesh.wire.frames import Buffer
+from rollmesh.trainer.controller.rank_group import NO_STEP
+from rollmesh.trainer.controller.rendezvous import RankContext, Rendezvous, RoleRegistry, give, take
+from rollmesh.trainer.controller.spec import RankSpec, route_of
+from rollmesh.trainer.controller.tensor_runtime import TensorRuntime, held_tensors
+from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import (
@@ -49,23 +63,127 @@ from rollmesh.wire.ranks import (
     DropCall,
     EndRank,
     FormGroup,
+    RankBeat,
     RankHello,
     RankLeft,
+    RankMessage,
     RankReady,
     ReadTensors,
     RunCall,
     StageCall,
     TensorsTold,
 )
+from rollmesh.wire.sockets import Dialer, Doorbell, wait
 
 log = get_logger()
+
+
+class ChannelListener(Protocol):
+    """Who is told, on the thread of the post."""
+
+    def hear(self, message: AnyMessage, body: Buffer) -> None:
+        """All that the controller says, a beat too."""
+
+    def end_step(self, step: int) -> None:
+        """All up to `step` is to be freed."""
+
+    def lose(self, why: str) -> None:
+        """There is no controller any more."""
+
+
+class RankChannel:
+    """See the module."""
+
+    def __init__(self, spec: RankSpec, keys: Keys | None, listener: ChannelListener) -> None:
+        """AddressError where the controller's address is none."""
+        self._spec = spec
+        self._listener = listener
+        self._dialer = Dialer(spec.controller, route_of(spec), keys, is_secret=True)
+        self._bell = Doorbell()
+        self._outbox: deque[tuple[RankMessage, Buffer]] = deque()
+        self._ended_step = NO_STEP
+        self._num_heard = 0
+        self._num_said = 0
+        self._heard_s = self._beat_at_s = time.monotonic()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="post", daemon=True)
+
+    def start(self) -> None:
+        """Talk from now on."""
+        self._thread.start()
+
+    def say(self, message: RankMessage, body: Buffer = b"") -> None:
+        """Tell the controller, in the order of calls; nobody, once we have closed."""
+        if not self._is_closing.is_set():
+            self._outbox.append((message, body))
+            self._bell.ring()
+
+    def close(self) -> None:
+        """Say what is still to be said, and fall silent."""
+        if self._is_closing.is_set():
+            return
+        self._is_closing.set()
+        self._bell.ring()
+        self._thread.join()
+        self._dialer.close()
+        self._bell.close()
+
+    def _run(self) -> None:
+        try:
+            self._talk()
+        except Exception as error:  # door: a rank that hears nothing any more is no rank
+            log.exception("post.failed", rank=self._spec.rank)
+            self._listener.lose(f"its own thread failed: {type(error).__name__}: {error}")
+
+    def _talk(self) -> None:
+        while not self._is_closing.is_set():
+            wait([self._dialer], self._bell, self._spec.beat_s)
+            for packet in self._dialer.receive():
+                self._take(packet)
+            now_s = time.monotonic()
+            if now_s >= self._beat_at_s:
+                self._beat_at_s = now_s + self._spec.beat_s
+                self._judge(now_s)
+                # Behind what waits: it says how much came before it.
+                self._say_all()
+                self._send(RankBeat(self._spec.rank, self._ended_step, self._num_said))
+            self._say_all()
+        self._say_all()
+
+    def _take(self, packet: Packet) -> None:
+        self._heard_s = time.monotonic()
+        message = packet.message
+        ended_step = getattr(message, "ended_step", NO_STEP)
+        if ended_step > self._ended_step:
+            self._ended_step = ended_step
+            self._listener.end_step(ended_step)
+        if isinstance(message, ControllerBeat) and message.num_said != self._num_heard:
+            num_lost = message.num_said - self._num_heard
+            self._listener.lose(f"{num_lost} of the controller's messages were lost")
+        self._num_heard += 1
+        self._listener.hear(message, packet.body)
+
+    def _judge(self, now_s: float) -> None:
+        silent_s = now_s - self._heard_s
+        if silent_s >= self._spec.silence_s:
+            self._listener.lose(f"the controller is silent for {silent_s:.0f} s")
+
+    def _say_all(self) -> None:
+        while self._outbox:
+            self._send(*self._outbox.popleft())
+
+    def _send(self, message: RankMessage, body: Buffer = b"") -> None:
+        # One that was not taken is missed by the controller at the next beat.
+        self._dialer.send(Packet(message, body=body))
+        self._num_said += 1
+
 
 EXPIRE_BEATS = 20
 """Beats of the controller between two looks at leases."""
 ID_BYTES = 8
 
 
-class _Staged(msgspec.Struct):
+class _StagedCall(msgspec.Struct):
     """A call whose arguments are here, or will come from this group's head."""
 
     message: StageCall
@@ -92,10 +210,10 @@ class RankProcess:
 
     def __init__(self, spec: RankSpec, keys: Keys | None) -> None:
         self._spec = spec
-        self._post = Post(spec, keys, self)
+        self._post = RankChannel(spec, keys, self)
         try:
-            self._household = Household(spec.plane, keys)
-            self._meeting = Meeting(spec)
+            self._household = TensorRuntime(spec.plane, keys)
+            self._meeting = Rendezvous(spec)
         except RollmeshError as error:
             self._post.start()  # to nobody but a controller that hears why
             self._post.say(RankLeft(spec.rank, _said(error)))
@@ -103,9 +221,9 @@ class RankProcess:
             raise
         self._plane = self._household.plane
         use(self._plane)
-        self._place: Place | None = None
-        self._cast: Cast | None = None
-        self._staged: dict[int, _Staged] = {}
+        self._place: RankContext | None = None
+        self._cast: RoleRegistry | None = None
+        self._staged: dict[int, _StagedCall] = {}
         """In the order in which they are to be run."""
         self._to_stage: queue.SimpleQueue[tuple[StageCall, bytes]] = queue.SimpleQueue()
         self._to_read: queue.SimpleQueue[tuple[ReadTensors, bytes]] = queue.SimpleQueue()
@@ -180,17 +298,17 @@ class RankProcess:
                 error = _said(failure)
             self._post.say(CallStaged(self._spec.rank, message.call_id, error))
 
-    def _stage(self, message: StageCall, body: bytes) -> _Staged:
+    def _stage(self, message: StageCall, body: bytes) -> _StagedCall:
         assert self._cast is not None, "calls come when roles stand"
         role, name = message.role, message.method
         if not body:
-            return _Staged(message, self._cast.method(role, name))
-        values = decode(body)
+            return _StagedCall(message, self._cast.method(role, name))
+        values = decode_values(body)
         handles = handles_of(values)
         tensors = self._plane.localize(handles)
-        args, kwargs, rows = fill(values, tensors)
+        args, kwargs, rows = fill_handles(values, tensors)
         method = self._cast.fitting(role, name, args, kwargs)
-        return _Staged(message, method, body, handles, tensors, Arguments(args, kwargs), rows)
+        return _StagedCall(message, method, body, handles, tensors, Arguments(args, kwargs), rows)
 
     # counted, on the count thread
 
@@ -206,7 +324,7 @@ class RankProcess:
             self._household.settle()
         except Exception as failure:  # noqa: BLE001 - door: what is not cleared is told, and tried again
             error = _said(failure)
-        rank, (stored, buffered) = self._spec.rank, held(self._plane)
+        rank, (stored, buffered) = self._spec.rank, held_tensors(self._plane)
         return TensorsTold(
             rank, message.ask_id, message.ended_step, num_cleared, stored, buffered, error
         )
@@ -225,7 +343,7 @@ class RankProcess:
         try:
             place = self._place = self._meeting.join()
             torch.set_num_threads(self._spec.num_threads)
-            self._cast = Cast(self._spec.roles, place)
+            self._cast = RoleRegistry(self._spec.roles, place)
         except Exception as failure:  # door: a role's maker may raise anything
             log.exception("rank.not_ready", rank=self._spec.rank)
             self._post.say(RankLeft(self._spec.rank, _said(failure)))
@@ -248,7 +366,7 @@ class RankProcess:
         del staged
         self._post.say(CallEnded(self._spec.rank, call_id, error), body)
 
-    def _answer(self, staged: _Staged) -> bytes:
+    def _answer(self, staged: _StagedCall) -> bytes:
         assert self._place is not None
         given = staged.arguments
         if self._spec.topology.tensor_parallel > 1:
@@ -263,10 +381,10 @@ class RankProcess:
             return b""
         if staged.rows is not None:
             result = without_padding(result, *staged.rows)
-        return encode(self._plane.remotize(_given_back(result, staged), staged.message.step))
+        return encode_values(self._plane.remotize(_given_back(result, staged), staged.message.step))
 
 
-def _given_back(result: Any, staged: _Staged) -> Any:
+def _given_back(result: Any, staged: _StagedCall) -> Any:
     """With the very handle for each argument that is answered as it came: nothing is stored anew.
 
     Only one that the call's own step took: it lives as long as an answer has to, and no longer.

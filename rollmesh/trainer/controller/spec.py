@@ -1,4 +1,12 @@
-"""What a rank process is started with: where its controller is, who it is, and what roles it has.
+"""Which rank does what: data-parallel heads, and the ranks that compute beside them.
+
+    rank     0 1 | 2 3 | 4 5        num_ranks = 6, tensor_parallel = 2
+    group      0 |   1 |   2        one per data-parallel head
+    head     0   | 2   | 4          the first of its group; 1, 3 and 5 follow theirs
+
+Invariant: consecutive ranks form a group, and its first is its head. Pure; driven by both ends.
+
+What a rank process is started with: where its controller is, who it is, and what roles it has.
 
 Invariant: all that a rank makes, and all code that it imports, is named here, on its command line;
 what arrives over a socket names neither a module nor a file. Driven by processes.py, which starts
@@ -10,7 +18,24 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.controller.topology import Topology
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """Of one controller's ranks."""
+
+    num_ranks: int
+    tensor_parallel: int = 1
+    """Ranks that compute one row together."""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1 or self.tensor_parallel < 1 or self.num_ranks % self.tensor_parallel:
+            raise ConfigError(
+                f"{self.num_ranks} ranks do not divide into groups of {self.tensor_parallel}"
+            )
+
+    def heads(self) -> range:
+        """The ranks that are given data."""
+        return range(0, self.num_ranks, self.tensor_parallel)
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):

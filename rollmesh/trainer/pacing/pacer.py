@@ -16,27 +16,31 @@ from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, StoredRes
 from rollmesh.serve.client.journal_entries import GroupBooked, GroupParted, StepTaken
 from rollmesh.serve.client.samples import Sample, lay_plainly
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.pacing.asker import Asker, Asking, Client
-from rollmesh.trainer.pacing.course import Course
-from rollmesh.trainer.pacing.course_events import (
+from rollmesh.trainer.pacing.accounting import FirstFailures, GroupAccounting
+from rollmesh.trainer.pacing.lifecycle import (
     UNKNOWN,
     Action,
-    Arrived,
-    Came,
-    Failed,
-    Fate,
-    Leave,
-    Minted,
-    Parted,
-    Retake,
-    StepDone,
-    Take,
-    Train,
+    DropReplayed,
+    GroupLeft,
+    GroupLifecycle,
+    GroupOutcome,
+    ResultArrived,
+    ResultMissing,
+    RetakeStep,
+    StepTrained,
+    TakeStep,
+    TrainGroups,
+    VersionCreated,
+    VersionPublished,
 )
-from rollmesh.trainer.pacing.exits import Exits
-from rollmesh.trainer.pacing.first_failures import FirstFailures
-from rollmesh.trainer.pacing.room import PlainRoom, Room
-from rollmesh.trainer.pacing.stock import ReadyGroup, Stock, cut_group
+from rollmesh.trainer.pacing.ready_queue import (
+    LocalAllocator,
+    ReadyGroup,
+    ReadyQueue,
+    SampleAllocator,
+    cut_group,
+)
+from rollmesh.trainer.pacing.requester import GroupRequester, GroupSource, RequestSettings
 from rollmesh.trainer.pacing.versions import versions_of
 from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.staleness import StalenessManager, StalenessState
@@ -68,24 +72,24 @@ class Pacer:
 
     def __init__(
         self,
-        client: Client,
+        client: GroupSource,
         staleness: StalenessManager,
         tasks: Iterator[Task],
-        asking: Asking,
+        asking: RequestSettings,
         books: tuple[RunRecords, Tally],
-        room: Room | None = None,
+        allocator: SampleAllocator | None = None,
     ) -> None:
-        """`room` is where the policy wants samples to lie; default: in memory of this process."""
+        """`allocator` allocates samples where the policy wants them (default: in this process)."""
         self._client = client
         self._staleness = staleness
         self._asking = asking
-        self.course = Course(staleness, asking.num_samples)
+        self.lifecycle = GroupLifecycle(staleness, asking.num_samples)
         """Who is where, and who has left."""
         self._tally = books[1]
-        self._exits = Exits(books, asking.env, self.course.versions)
-        self.asker = Asker(client, tasks, asking, books[1], self.course)
+        self._exits = GroupAccounting(books, asking.env, self.lifecycle.versions)
+        self.asker = GroupRequester(client, tasks, asking, books[1], self.lifecycle)
         """What was asked for."""
-        self._stock = Stock(room or PlainRoom())
+        self._stock = ReadyQueue(allocator or LocalAllocator())
         self._first_failures = FirstFailures(asking.env)
         self._in_step: Batch | None = None
         self._step = 0
@@ -95,14 +99,14 @@ class Pacer:
         """Before anything else: with what earlier lives of this run left."""
         self.asker.go_on(recovery)
         self._first_failures.has_succeeded = self._tally.num_trained > 0
-        for leave, booked in zip(self.course.go_on(recovery), recovery.drops, strict=True):
+        for leave, booked in zip(self.lifecycle.go_on(recovery), recovery.drops, strict=True):
             self._book_failed(leave, booked)
         for entry in recovery.parted:
             self._book_parted(entry, self._client.open(recovery.results[entry.group_id]))
 
     def ask(self, num_needed: int) -> None:
         """Ask for groups as the bound allows, until `num_needed` are under way to be trained."""
-        while self.course.may_ask(num_needed):
+        while self.lifecycle.may_ask(num_needed):
             self.asker.ask(self._staleness.published_step)
 
     def collect(self, timeout_s: float) -> None:
@@ -117,7 +121,7 @@ class Pacer:
         """The batch of `step`, or None as long as there is none; ConfigError where it is more than
         the policy's room can hold."""
         self._step = step
-        return self._carry_out(self.course.step(Take(step)))
+        return self._carry_out(self.lifecycle.step(TakeStep(step)))
 
     def retake(self, again: StepTaken, results: Mapping[GroupId, StoredResult]) -> Batch | None:
         """The batch of a step that an earlier life took, of the same groups; None where none of
@@ -125,22 +129,22 @@ class Pacer:
         self._step = again.step
         for group_id in again.group_ids:
             self._book(self._client.open(results[group_id]))
-        return self._carry_out(self.course.step(Retake(again)))
+        return self._carry_out(self.lifecycle.step(RetakeStep(again)))
 
     def trained(self, batch: Batch) -> None:
         """Book a batch that its step consumed."""
         self._in_step = None
-        self.course.step(StepDone())
+        self.lifecycle.step(StepTrained())
         for group in batch.groups:
             self._exits.trained(group, batch.step)
 
     def publishing(self, policy_version: int, step: int) -> None:
         """`policy_version` holds the weights after `step` steps; some tokens may have it soon."""
-        self.course.step(Minted(policy_version, step))
+        self.lifecycle.step(VersionCreated(policy_version, step))
 
     def published(self, step: int) -> None:
         """Engines sample with the weights after `step` steps."""
-        self.course.step(Arrived(step))
+        self.lifecycle.step(VersionPublished(step))
 
     @property
     def pacing(self) -> StalenessState:
@@ -151,7 +155,7 @@ class Pacer:
         """Ask for single rollouts that do not train until there are `num_rollouts`, those that
         earlier lives asked for among them; whether all have ended."""
         # Not what was asked for less what was measured: a savepoint that broke may have taken some.
-        num_out = self.course.num_measuring
+        num_out = self.lifecycle.num_measuring
         num_left = num_rollouts - self._tally.num_evals
         for _ in range(min(num_left, EVAL_WINDOW - num_out)):
             self.asker.evaluate(self._staleness.published_step)
@@ -167,7 +171,7 @@ class Pacer:
 
     def cancel_open(self, reason: str) -> None:
         """Nobody will want what is asked for and has not ended."""
-        for group_id in [*self.course.open_ids]:
+        for group_id in [*self.lifecycle.open_ids]:
             self._client.cancel(group_id, reason)
 
     def num_open(self) -> int:
@@ -185,13 +189,13 @@ class Pacer:
         batch = None
         for action in actions:
             match action:
-                case Leave():
+                case GroupLeft():
                     self._part(self._stock.give_up(action.group_id), action)
-                case Train():
+                case TrainGroups():
                     batch = self._batch(action)
         return batch
 
-    def _batch(self, train: Train) -> Batch:
+    def _batch(self, train: TrainGroups) -> Batch:
         step, group_ids = train.taken.step, train.taken.group_ids
         if train.stale:
             for group_id in group_ids:
@@ -200,25 +204,25 @@ class Pacer:
         return self._in_step
 
     def _book(self, arrival: Arrival) -> None:
-        if arrival.record is not None and self.course.turn(arrival.group_id) is not None:
+        if arrival.record is not None and self.lifecycle.turn(arrival.group_id) is not None:
             self._first_failures.note(arrival.record)
         self._book_arrival(arrival)
         self._first_failures.check()
 
     def _book_arrival(self, arrival: Arrival) -> None:
         if isinstance(arrival, Dropped):
-            [action] = self.course.step(Failed(arrival.group_id, arrival.reason))
-            assert isinstance(action, Leave)
+            [action] = self.lifecycle.step(ResultMissing(arrival.group_id, arrival.reason))
+            assert isinstance(action, GroupLeft)
             self._book_failed(action, booked_of(arrival, self._step, action.turn.task.id))
             self._look_for_life(arrival.reason)
         else:
             self._book_finished(arrival)
 
-    def _book_failed(self, leave: Leave, booked: GroupBooked) -> None:
+    def _book_failed(self, leave: GroupLeft, booked: GroupBooked) -> None:
         match leave.fate:
-            case Fate.STRANGE:
+            case GroupOutcome.STRANGE:
                 self._exits.strange(booked.group_id)
-            case Fate.UNMEASURED | Fate.MEASURED:
+            case GroupOutcome.UNMEASURED | GroupOutcome.MEASURED:
                 self._exits.unmeasured(booked.group_id, booked.task_id, booked.reason)
             case _:
                 self._exits.ended(booked, self._asking.num_samples)
@@ -233,15 +237,15 @@ class Pacer:
                 cut_group(arrival, self._asking.branches, lay_plainly),
             )
             num_rollouts = sum(map(bool, group.samples))
-        [leave] = self.course.step(Parted(entry, task, num_rollouts))
-        assert isinstance(leave, Leave)
+        [leave] = self.lifecycle.step(DropReplayed(entry, task, num_rollouts))
+        assert isinstance(leave, GroupLeft)
         if group:
             self._see_off(group, leave, entry.step)
         else:
             self._book_failed(leave, GroupBooked(entry.group_id, entry.reason, entry.step))
 
     def _book_finished(self, finished: Finished) -> None:
-        turn, record = self.course.turn(finished.group_id), finished.record
+        turn, record = self.lifecycle.turn(finished.group_id), finished.record
         if turn is None:
             self._exits.strange(finished.group_id)
             return
@@ -252,28 +256,28 @@ class Pacer:
             else self._stock.cut(finished, self._asking.branches)
         )
         versions = tuple(versions_of(samples) for samples in group.samples if samples)
-        came = Came(finished.group_id, record.task, versions, is_eval)
-        [action] = self.course.step(came)
-        if isinstance(action, Leave):
+        came = ResultArrived(finished.group_id, record.task, versions, is_eval)
+        [action] = self.lifecycle.step(came)
+        if isinstance(action, GroupLeft):
             self._part(group, action)
         else:
             self._stock.keep(group)
 
-    def _part(self, group: ReadyGroup, leave: Leave) -> None:
+    def _part(self, group: ReadyGroup, leave: GroupLeft) -> None:
         """With one that came, and does not train."""
         why = leave.why or leave.fate
         self._client.done_with([group.group_id], why, self._step, leave.times)
         why = self._see_off(group, leave, self._step)
         self._stock.clear([group])
-        if leave.fate is Fate.BARREN:
+        if leave.fate is GroupOutcome.BARREN:
             self._look_for_life(why)
 
-    def _see_off(self, group: ReadyGroup, leave: Leave, step: int) -> str:
+    def _see_off(self, group: ReadyGroup, leave: GroupLeft, step: int) -> str:
         """Book it before `step`; why it does not train."""
         match leave.fate:
-            case Fate.MEASURED:
+            case GroupOutcome.MEASURED:
                 self._exits.measured(group)
-            case Fate.BARREN:
+            case GroupOutcome.BARREN:
                 return self._exits.barren(group, step)
             case _:
                 self._exits.dropped(group, step, leave.why)
@@ -282,7 +286,7 @@ class Pacer:
     def _look_for_life(self, why: str) -> None:
         """Raise EnvError if too many groups in a row gave nothing to train."""
         self._first_failures.check()
-        num_barren = self.course.num_barren
+        num_barren = self.lifecycle.num_barren
         num_groups = self._staleness.settings.max_concurrent // self._asking.num_samples
         if num_barren >= BARREN_ROUNDS * num_groups:
             raise EnvError(

@@ -13,7 +13,7 @@ SPARE_VERSIONS = 1000
 which step it is of."""
 
 
-class Versions:
+class VersionSteps:
     """See the module."""
 
     def __init__(self, max_staleness: int) -> None:

@@ -33,7 +33,7 @@ from rollmesh.serve.client.journal_entries import (
 )
 from rollmesh.serve.client.journal_state import KILLED
 from rollmesh.trainer.savepoints.state import LoopState, Waiting
-from rollmesh.trainer.staleness_events import GroupAsked
+from rollmesh.trainer.staleness import GroupAdmitted
 
 NUM_NAMED = 4
 """Groups that a line names."""
@@ -162,7 +162,7 @@ def poison_in(deaths: Sequence[str]) -> str:
     return ""
 
 
-def under_way(recovery: Recovery, num_rollouts: int) -> list[GroupAsked]:
+def under_way(recovery: Recovery, num_rollouts: int) -> list[GroupAdmitted]:
     """What a StalenessManager must hear before its capacity is asked for; groups of `num_rollouts`.
 
     That a result of these is there it hears when that is handed out, or when its step is redone.
@@ -170,9 +170,9 @@ def under_way(recovery: Recovery, num_rollouts: int) -> list[GroupAsked]:
     here = [group_id for step in recovery.redo for group_id in step.group_ids]
     here += [each.group_id for each in recovery.ready if not recovery.is_eval(each.group_id)]
     return [
-        *(GroupAsked(group_id, num_rollouts) for group_id in here),
+        *(GroupAdmitted(group_id, num_rollouts) for group_id in here),
         *(
-            GroupAsked(each.group_id, each.num_samples, each.asked_step)
+            GroupAdmitted(each.group_id, each.num_samples, each.asked_step)
             for each in recovery.open_asks
             if not each.is_eval
         ),

@@ -18,13 +18,17 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.types import Json
-from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.learning.loss import TokenTerms, policy_loss, token_logprobs
-from rollmesh.trainer.models.checkpoint import load_model
-from rollmesh.trainer.roles.divergence import NO_LOSS, Estimate, divergence
-from rollmesh.trainer.roles.learner import Learner, Terms
-from rollmesh.trainer.roles.losses import duel_loss, preference_margins
-from rollmesh.trainer.roles.rows import Row, RowBatch
+from rollmesh.trainer.algorithms.loss import TokenTerms, ppo_loss, token_logprobs
+from rollmesh.trainer.controller.rendezvous import RankContext
+from rollmesh.trainer.models.folders import load_model
+from rollmesh.trainer.roles.learner import Learner, Row, RowBatch, Terms
+from rollmesh.trainer.roles.losses import (
+    NO_LOSS,
+    Estimate,
+    divergence,
+    duel_loss,
+    preference_margins,
+)
 
 
 class LanguageTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,7 +53,7 @@ class LanguageModel:
 
     def __init__(
         self,
-        place: Place,
+        place: RankContext,
         path: str,
         trainer: Mapping[str, Json] | None = None,
         losses: Mapping[str, Json] | None = None,
@@ -136,7 +140,7 @@ class LanguageModel:
             advantages_N=batch.column("advantages"),
             weights_N=torch.ones_like(before_N),
         )
-        loss = policy_loss(terms, self._settings)
+        loss = ppo_loss(terms, self._settings)
         reference_N = batch.column("reference", before_N)
         kl = divergence(logprobs_N, reference_N, self._terms.kl_estimate).sum()
         return {

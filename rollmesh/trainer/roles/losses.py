@@ -4,9 +4,40 @@ Each gives a loss for each token or pair, which carries the gradient; who calls 
 step and divides by their number at all ranks. Invariant: no gradient flows through what was
 computed before the step (old values, returns, references). Pure. Driven by the roles.
 Shapes: N trained tokens, P pairs.
+
+What a rollout's tokens earned, and how much more than its critic foresaw.
+
+With values V_0 .. V_{n-1}, each of what stood before one of the n trained tokens, rewards r_0 ..
+r_{n-1} that followed them, discount g and trace decay a:
+
+    delta_t      =  r_t + g V_{t+1} - V_t             V_n = 0: the rollout has ended
+    advantage_t  =  delta_t + g a advantage_{t+1}     advantage_n = 0
+    return_t     =  advantage_t + V_t                 what the critic learns
+
+Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
+Estimation", eq. 16. Only trained tokens are steps: what tools and users say in between is the
+environment's answer, which takes no time. The reward of the whole comes with its last token, and
+each token pays for leaving the reference (Ouyang et al. 2022, "Training language models to follow
+instructions with human feedback", eq. 2; Schulman 2020's k1). Sums are in float64. Pure. Driven by
+the scalar role. Shapes: N trained tokens of one rollout.
+
+Estimates of KL(policy || reference) from the log-probs of sampled tokens, in nats.
+
+With d = l - r, of the log-probs of one token under the policy (l) and under the reference (r):
+
+          value               its mean is the KL   the mean of its gradient is
+    k1    d                   yes                  0: no loss, but what shapes rewards
+    k2    d^2 / 2             near d = 0           the KL's gradient, exactly
+    k3    exp(-d) - 1 + d     yes                  the gradient of KL(reference || policy)
+
+Means are over tokens that the policy sampled. Sources: Schulman 2020, "Approximating KL
+Divergence"; for gradients Tang and Munos 2025, "On a few pitfalls in KL divergence gradient
+estimation for RL"; k3 as a loss: Shao et al. 2024, "DeepSeekMath", eq. 4.
+Shapes: N trained tokens.
 """
 
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,3 +87,46 @@ def duel_loss(margins_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return -(1.0 - label_smoothing) * logsigmoid(margins_P) - label_smoothing * logsigmoid(
         -margins_P
     )
+
+
+class Returns(NamedTuple):
+    """Of one rollout."""
+
+    advantages_N: Tensor
+    returns_N: Tensor
+
+
+def token_rewards(reward: float, divergence_N: Tensor, kl_coef: float) -> Tensor:
+    """[N] float32: each token's price, and the reward with the last."""
+    rewards_N = -kl_coef * divergence_N.float()
+    rewards_N[-1:] += reward
+    return rewards_N
+
+
+def gae(rewards_N: Tensor, values_N: Tensor, discount: float, trace: float) -> Returns:
+    """The formulas above, in float32."""
+    values = values_N.double()
+    nexts = torch.cat([values[1:], values.new_zeros(1)])[: len(values)]
+    deltas = (rewards_N.double() + discount * nexts - values).tolist()
+    backwards = accumulate(reversed(deltas), lambda later, delta: delta + discount * trace * later)
+    advantages = torch.tensor([*backwards][::-1], dtype=torch.float64)
+    return Returns(advantages.float(), (advantages + values).float())
+
+
+Estimate = Literal["k1", "k2", "k3"]
+NO_LOSS = (
+    'kl_estimate = "k1" trains nothing: its expected gradient is 0; use "k2", whose gradient is '
+    'the divergence\'s, or "k3"'
+)
+
+
+def divergence(logprobs_N: Tensor, reference_N: Tensor, estimate: Estimate) -> Tensor:
+    """[N], in nats."""
+    drift_N = logprobs_N - reference_N
+    match estimate:
+        case "k1":
+            return drift_N
+        case "k2":
+            return drift_N.square() / 2
+        case "k3":
+            return torch.expm1(-drift_N) + drift_N

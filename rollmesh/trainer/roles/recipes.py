@@ -12,22 +12,30 @@ a column, handles again: no tensor passes through here. Invariants: those of the
 step is the same on any number of ranks; all that a step makes is tagged by it, and freed by
 `end_step(step)`, which is the caller's. Driven by a train loop, on a TrainController or, under a
 plain torchrun, on a PlainRank, whose rows are tensors.
+
+The roles of a trainer as one subject of savepoints, each that learns in a folder of its own.
+
+    savepoint/actor/model/...  savepoint/critic/model/...
+
+Invariant: what is saved is of one moment, between two calls; a role that is frozen has nothing to
+keep. Driven by savepoints/shelf.py, for a train loop on a TrainController.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.errors import ConfigError
+from rollmesh.core.errors import CallFailed, ConfigError, SavepointError
 from rollmesh.core.types import Json, reward_fault
-from rollmesh.trainer.controller.controller import Call
-from rollmesh.trainer.controller.dispatch import Rule
+from rollmesh.trainer.algorithms.advantages import group_advantages
+from rollmesh.trainer.controller.controller import RoleCall
+from rollmesh.trainer.controller.dispatch import DispatchRule
 from rollmesh.trainer.controller.spec import RoleSpec
-from rollmesh.trainer.learning.advantages import group_advantages
-from rollmesh.trainer.roles.divergence import NO_LOSS
-from rollmesh.trainer.roles.rows import Row
+from rollmesh.trainer.roles.learner import Row
+from rollmesh.trainer.roles.losses import NO_LOSS
 
 Rows = Sequence[Row]
 Report = dict[str, float]
@@ -39,14 +47,14 @@ PPO_EPOCHS = 2
 """Optimiser steps on one batch."""
 
 
-class Trainer(Protocol):
+class RoleCaller(Protocol):
     """A TrainController or a PlainRank."""
 
-    def call(self, what: Call | str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> Any:
         """See TrainController."""
 
 
-def ppo(trainer: Trainer, rows: Rows, step: int) -> Report:
+def ppo(trainer: RoleCaller, rows: Rows, step: int) -> Report:
     """Schulman et al. 2017: clipped ratios, advantages against a critic that learns beside."""
     rows = _with(
         rows,
@@ -61,7 +69,7 @@ def ppo(trainer: Trainer, rows: Rows, step: int) -> Report:
     return policy | {"value_loss": values["loss"]}
 
 
-def grpo(trainer: Trainer, rows: Rows, step: int) -> Report:
+def grpo(trainer: RoleCaller, rows: Rows, step: int) -> Report:
     """Shao et al. 2024: a rollout's advantage is over its siblings, so that no critic is needed."""
     rows = _with(
         rows,
@@ -71,18 +79,18 @@ def grpo(trainer: Trainer, rows: Rows, step: int) -> Report:
     return _trained(trainer, "actor.train_policy", rows, step)
 
 
-def dpo(trainer: Trainer, rows: Rows, step: int) -> Report:
+def dpo(trainer: RoleCaller, rows: Rows, step: int) -> Report:
     """Rafailov et al. 2023: a policy learns preferences without a reward model."""
     rows = _with(rows, reference=_told(trainer, "reference.logprobs", rows, step))
     return _trained(trainer, "actor.train_preference", rows, step, group_size=2)
 
 
-def sft(trainer: Trainer, rows: Rows, step: int) -> Report:
+def sft(trainer: RoleCaller, rows: Rows, step: int) -> Report:
     """Supervised training on texts."""
     return _trained(trainer, "actor.train_text", rows, step)
 
 
-def reward(trainer: Trainer, rows: Rows, step: int) -> Report:
+def reward(trainer: RoleCaller, rows: Rows, step: int) -> Report:
     """Ouyang et al. 2022: a model learns which of two answers is worth more."""
     return _trained(trainer, "scorer.train_rewards", rows, step, group_size=2)
 
@@ -90,7 +98,7 @@ def reward(trainer: Trainer, rows: Rows, step: int) -> Report:
 class Recipe(NamedTuple):
     """What a step is, and who plays in it."""
 
-    step: Callable[[Trainer, Rows, int], Report]
+    step: Callable[[RoleCaller, Rows, int], Report]
     roles: tuple[str, ...]
 
 
@@ -125,14 +133,16 @@ def role_specs(
     return specs
 
 
-def _told(trainer: Trainer, method: str, rows: Rows, step: int) -> Any:
+def _told(trainer: RoleCaller, method: str, rows: Rows, step: int) -> Any:
     """Columns, handles of this step."""
-    return trainer.call(Call(method, step, Rule(uneven="pad")), rows)
+    return trainer.call(RoleCall(method, step, DispatchRule(uneven="pad")), rows)
 
 
-def _trained(trainer: Trainer, method: str, rows: Rows, step: int, group_size: int = 1) -> Report:
-    rule = Rule(group_size=group_size, uneven="pad")
-    report: Report = trainer.call(Call(method, step, rule), rows, step)
+def _trained(
+    trainer: RoleCaller, method: str, rows: Rows, step: int, group_size: int = 1
+) -> Report:
+    rule = DispatchRule(group_size=group_size, uneven="pad")
+    report: Report = trainer.call(RoleCall(method, step, rule), rows, step)
     return report
 
 
@@ -163,3 +173,30 @@ def _over_siblings(rows: Rows) -> list[float]:
         for at, advantage in zip(members, told, strict=True):
             advantages[at] = advantage
     return advantages
+
+
+class SavedRoles:
+    """See the module; a Subject."""
+
+    def __init__(self, trainer: RoleCaller, roles: Sequence[str]) -> None:
+        """The `roles` that learn, by their names."""
+        self._trainer = trainer
+        self._roles = roles
+
+    def snapshot(self, folder: Path) -> None:
+        """As Subject has it."""
+        for role in self._roles:
+            self._trainer.call(f"{role}.snapshot", str(folder.absolute() / role))
+
+    def is_snapshot_written(self) -> bool:
+        """As Subject has it; every role is asked."""
+        told = [self._trainer.call(f"{role}.is_snapshot_written") for role in self._roles]
+        return all(told)
+
+    def restore(self, folder: Path) -> None:
+        """As Subject has it."""
+        try:
+            for role in self._roles:
+                self._trainer.call(f"{role}.restore", str(folder.absolute() / role))
+        except CallFailed as error:
+            raise SavepointError(str(error)) from None

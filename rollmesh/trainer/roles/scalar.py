@@ -20,13 +20,17 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.types import Json
-from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.models.checkpoint import load_scorer
-from rollmesh.trainer.roles.divergence import divergence
-from rollmesh.trainer.roles.learner import Learner, Terms
-from rollmesh.trainer.roles.losses import duel_loss, value_loss
-from rollmesh.trainer.roles.returns import Returns, estimate, token_rewards
-from rollmesh.trainer.roles.rows import Row, RowBatch
+from rollmesh.trainer.controller.rendezvous import RankContext
+from rollmesh.trainer.models.folders import load_scorer
+from rollmesh.trainer.roles.learner import Learner, Row, RowBatch, Terms
+from rollmesh.trainer.roles.losses import (
+    Returns,
+    divergence,
+    duel_loss,
+    gae,
+    token_rewards,
+    value_loss,
+)
 
 SPREAD_FLOOR = 1e-8
 
@@ -49,7 +53,7 @@ class ScalarModel:
 
     def __init__(
         self,
-        place: Place,
+        place: RankContext,
         path: str,
         trainer: Mapping[str, Json] | None = None,
         losses: Mapping[str, Json] | None = None,
@@ -126,7 +130,7 @@ class ScalarModel:
         if self._terms.kl_coef:
             kl_N = divergence(row["proximal"], row["reference"], "k1")
         rewards_N = token_rewards(row["reward"], kl_N, self._terms.kl_coef)
-        return estimate(rewards_N, values_N, self._terms.discount, self._terms.trace)
+        return gae(rewards_N, values_N, self._terms.discount, self._terms.trace)
 
     def _moments(self, parts: Sequence[Tensor]) -> tuple[float, float]:
         """(mean, standard deviation) over all ranks."""

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from rollmesh.core.errors import SavepointError
-from rollmesh.trainer.learning.descent import Descent
-from rollmesh.trainer.models.layout import SUFFIX
+from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.models.safetensors_layout import SUFFIX
+from rollmesh.trainer.ranks import Ranks
 from rollmesh.trainer.savepoints.chance import chance_now, restore_chance
 from rollmesh.trainer.savepoints.manifest import tell, write_pieces
 from rollmesh.trainer.savepoints.slots import Slot, read_rows, slots_of
 from rollmesh.trainer.savepoints.tray import Tray
-from rollmesh.trainer.team import Ranks
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """Folders, and the stems of the files in them."""
@@ -39,7 +39,7 @@ Papers = Callable[[Path], None]
 class Imprint:
     """Of the parameters of `model` that train, its buffers, and their optimiser."""
 
-    def __init__(self, model: nn.Module, descent: Descent, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, descent: ModelOptimizer, ranks: Ranks) -> None:
         """`model` is shared with the other ranks already."""
         self._model = model
         self._descent = descent
@@ -72,7 +72,7 @@ class Imprint:
         writing, own = self._writing, _DONE
         if writing:
             own = _WRITING if not writing.done() else _FAILED if writing.exception() else _DONE
-        worst = self._ranks.most(own)
+        worst = self._ranks.max(own)
         if own == _FAILED and writing:
             self._writing = None
             writing.result()

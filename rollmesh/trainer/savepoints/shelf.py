@@ -26,7 +26,7 @@ import msgspec
 
 from rollmesh.core.errors import CallFailed, SavepointError
 from rollmesh.core.logs import get_logger
-from rollmesh.trainer.models.checkpoint import begin_folder, end_folder
+from rollmesh.trainer.models.folders import begin_folder, end_folder
 from rollmesh.trainer.savepoints.imprint import MODEL
 from rollmesh.trainer.savepoints.manifest import prove, seal, sync_folder, tell, write_file
 from rollmesh.trainer.savepoints.state import LoopState

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from rollmesh.core.errors import SavepointError
-from rollmesh.trainer.models.layout import CODES, SUFFIX, Whole
-from rollmesh.trainer.team import Ranks
+from rollmesh.trainer.models.safetensors_layout import DTYPE_NAMES, SUFFIX, TensorSpec
+from rollmesh.trainer.ranks import Ranks
 
 
 class Slot(NamedTuple):
     """See the module."""
 
-    whole: Whole
+    whole: TensorSpec
     rows: Tensor
     """Of this rank."""
     first_row: int
@@ -52,7 +52,7 @@ def read_rows(folder: Path, slots: Sequence[Slot]) -> None:
 
 
 def _slot(name: str, tensor: Tensor, ranks: Ranks) -> Slot:
-    whole = Whole(name, tensor.dtype, tuple(tensor.shape))
+    whole = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
     if not isinstance(tensor, DTensor):
         return Slot(whole, tensor, 0, ranks.is_first)
     assert tensor.placements == (Shard(0),), f"{name} is not split by rows"
@@ -78,7 +78,9 @@ def _opened(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _compare(folder: Path, slots: Sequence[Slot], files: dict[str, Any]) -> None:
-    wanted = {each.whole.name: (CODES[each.whole.dtype], [*each.whole.shape]) for each in slots}
+    wanted = {
+        each.whole.name: (DTYPE_NAMES[each.whole.dtype], [*each.whole.shape]) for each in slots
+    }
     told = {name: file.get_slice(name) for name, file in files.items()}
     found = {name: (each.get_dtype(), each.get_shape()) for name, each in told.items()}
     if wanted == found:

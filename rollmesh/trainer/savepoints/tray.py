@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollmesh.trainer.models.layout import INDEX, lay_out
+from rollmesh.trainer.models.safetensors_layout import INDEX, plan_layout
 from rollmesh.trainer.savepoints.manifest import Buffer
 from rollmesh.trainer.savepoints.slots import Slot
 
@@ -77,7 +77,7 @@ class Tray:
 
     def _place(self, folder: str, members: Sequence[Slot], end: int) -> int:
         """Its slots from `end` on; where they end."""
-        layout = lay_out([each.whole for each in members], folder)
+        layout = plan_layout([each.whole for each in members], folder)
         self._heads |= {f"{folder}/{name}": head for name, head in layout.heads.items()}
         if layout.table:
             self._heads[f"{folder}/{folder}{INDEX}"] = layout.table

@@ -48,7 +48,7 @@ def test_a_verb_whose_extra_is_not_installed_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "rollmesh.trainer.models.warmstart", raising=False)
+    monkeypatch.delitem(sys.modules, "rollmesh.trainer.models.tiny", raising=False)
     assert main(["make-model", str(tmp_path / "M")]) == 2
     told = capsys.readouterr().err
     assert told == "rollmesh: make-model needs torch: pip install 'rollmesh[train]'\n"

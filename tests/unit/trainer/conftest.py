@@ -10,9 +10,8 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed has it, an
 from torch.distributed.device_mesh import init_device_mesh
 
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.controller.rendezvous import RankContext
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
 from tests.unit.trainer.trainer_lives import Lives
 
@@ -26,14 +25,14 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def place() -> Iterator[Place]:
+def place() -> Iterator[RankContext]:
     """What is shared with all ranks is shared with nobody."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "tensor"))
-    yield Place(0, 1, mesh, "cpu")
+    yield RankContext(0, 1, mesh, "cpu")
     dist.destroy_process_group()
 
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from rollmesh.core.config import StalenessFormula, StalePolicy
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.trainer.staleness_events import (
+from rollmesh.trainer.staleness import (
     BatchTaken,
+    GroupAdmitted,
     GroupArrived,
-    GroupAsked,
     GroupEnded,
     GroupStale,
+    StalenessManager,
+    StalenessSettings,
     StepPublished,
     TakeBatch,
 )
@@ -89,7 +90,7 @@ class Run:
 
     def ask(self) -> None:
         while self.m.capacity > 0:
-            self.m.step(GroupAsked(group(self.seq), self.sizes.size))
+            self.m.step(GroupAdmitted(group(self.seq), self.sizes.size))
             self.running[group(self.seq)] = self.m.published_step
             self.seq += 1
 

@@ -12,10 +12,9 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.core.share import check_may_share
 from rollmesh.serve.coordinator.claims import Said
 from rollmesh.serve.coordinator.hooks import PipelineHooks
-from rollmesh.trainer.lodging import Lodger
+from rollmesh.trainer.gpu_lease import TRAIN_CLUSTER, Offloadable, ScheduledGpus
 from rollmesh.trainer.process import build
 from rollmesh.trainer.recovery.revival import staleness_of
-from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Tenant
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,
@@ -47,17 +46,17 @@ class Guest:
     def __init__(self, told: list[object]) -> None:
         self._told = told
 
-    def vacate(self) -> None:
+    def offload(self) -> None:
         self._told.append("vacated")
 
-    def occupy(self) -> None:
+    def reload(self) -> None:
         self._told.append("occupied")
 
 
-class StaysOnGpus(Tenant):
+class StaysOnGpus(ScheduledGpus):
     """The fault: what it trains stays where it is when the GPUs are given up."""
 
-    def lodge(self, lodger: Lodger) -> None:
+    def attach(self, lodger: Offloadable) -> None:
         del lodger
 
 
@@ -79,19 +78,19 @@ def was_alone(told: list[object]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", [Tenant, StaysOnGpus])
+@pytest.mark.parametrize("kind", [ScheduledGpus, StaysOnGpus])
 @pytest.mark.parametrize("is_next_there", [False, True])
 def test_nothing_of_a_run_is_on_gpus_that_it_does_not_hold(
-    kind: type[Tenant], is_next_there: bool, scheduler: FakeScheduler
+    kind: type[ScheduledGpus], is_next_there: bool, scheduler: FakeScheduler
 ) -> None:
     """What was said is noted as it is said, between what is done on the GPUs."""
     with closing(NotedHooks(scheduler.hub.address, "p")) as hooks, scheduler.granting(*ALL):
         told = hooks.told
         tenant = kind(hooks, threading.Event())
-        assert tenant.settle_in()
+        assert tenant.acquire()
         told += ["granted", "built"]
-        tenant.lodge(Guest(told))
-        tenant.step_out()
+        tenant.attach(Guest(told))
+        tenant.release_until_step()
         for step in range(2):
             while not tenant.may_ask(step, 8):
                 pass
@@ -102,8 +101,8 @@ def test_nothing_of_a_run_is_on_gpus_that_it_does_not_hold(
             tenant.hand_over(step + 1, 8, is_next_there=is_next_there)
         tenant.leave()
         tenant.close(PATIENCE_S)
-    assert was_alone(told) is (kind is Tenant)
-    assert ("occupied" in told) is (kind is Tenant)
+    assert was_alone(told) is (kind is ScheduledGpus)
+    assert ("occupied" in told) is (kind is ScheduledGpus)
 
 
 def nowhere(tmp_path: Path) -> Config:
@@ -116,7 +115,7 @@ def test_no_model_is_loaded_before_its_gpus_are_granted(
 ) -> None:
     config = nowhere(tmp_path)
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        tenant, ends = Tenant(hooks, threading.Event()), list[Exception]()
+        tenant, ends = ScheduledGpus(hooks, threading.Event()), list[Exception]()
 
         def load() -> None:
             try:
@@ -141,7 +140,7 @@ def test_a_run_that_is_stopped_before_that_loads_none(
     config, stop = nowhere(tmp_path), threading.Event()
     stop.set()
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        assert build(config, staleness_of(config), Tenant(hooks, stop)) is None
+        assert build(config, staleness_of(config), ScheduledGpus(hooks, stop)) is None
 
 
 def test_ranks_on_gpus_cannot_leave_them_and_are_refused_in_one_line() -> None:

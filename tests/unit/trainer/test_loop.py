@@ -25,15 +25,14 @@ from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
+from rollmesh.trainer.algorithms.batches import TokenBatch
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.learning.batches import TokenBatch
+from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
-from rollmesh.trainer.pacing.room import PlainRoom
-from rollmesh.trainer.pacing.stock import ReadyGroup
-from rollmesh.trainer.parts import Parts
+from rollmesh.trainer.pacing.ready_queue import LocalAllocator, ReadyGroup
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
 from rollmesh.trainer.recovery.plan import plan_recovery
@@ -129,7 +128,7 @@ class Site:
         self.weights = Weights(folder / "weights", self.background)
         self.policy = policy = WatchedPolicy(config, self.records)
         self.fenced: list[FenceAsked] = []
-        parts = Parts(
+        parts = TrainerDeps(
             client=self.client,
             pacer=pacer,
             policy=policy,
@@ -262,7 +261,7 @@ def test_an_evaluation_ends_though_the_journal_is_full_of_it(
         life.hear_ask()  # the first that trains
     assert life.tally.reward_untrained == 0.0
     again = begin(SMALL, "trainer.eval_rollouts=3")
-    assert (again.tally.num_evals, again.pacer.course.num_measuring) == (num_rollouts, 0)
+    assert (again.tally.num_evals, again.pacer.lifecycle.num_measuring) == (num_rollouts, 0)
     assert again.tally.reward_untrained == 0.0
     assert len(again.rows("trajectories.jsonl")) == num_rollouts
 
@@ -315,7 +314,7 @@ def test_a_run_that_began_without_an_evaluation_goes_on_without_one(begin: Lives
     assert [row["step"] for row in again.rows("metrics.jsonl")] == [0]
 
 
-class FillingRoom(PlainRoom):
+class FillingRoom(LocalAllocator):
     """Has something done as the batch of the second step is taken from it."""
 
     def __init__(self, fill: Callable[[], object]) -> None:
@@ -336,9 +335,9 @@ def test_a_savepoint_is_settled_while_a_full_disk_refuses_a_note(
 ) -> None:
     with ExitStack() as full:
         disk = small_disk(monkeypatch, tmp_path / "run" / "journal", 0)
-        room = FillingRoom(lambda: full.enter_context(disk))
-        life = begin(ROOMY, "run.name=run", "trainer.checkpoint_steps=1", room=room)
-        life.policy.may_be_written = room.is_full.is_set
+        allocator = FillingRoom(lambda: full.enter_context(disk))
+        life = begin(ROOMY, "run.name=run", "trainer.checkpoint_steps=1", allocator=allocator)
+        life.policy.may_be_written = allocator.is_full.is_set
         with running(life):
             for _ in range(2):
                 group_id, task = life.hear_ask()
@@ -354,20 +353,20 @@ def test_a_savepoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
 ) -> None:
     rows = tmp_path / "run" / "metrics.jsonl"
     with ExitStack() as full, capture_logs() as told:
-        room = FillingRoom(lambda: full.enter_context(no_more_bytes(rows)))
+        allocator = FillingRoom(lambda: full.enter_context(no_more_bytes(rows)))
         # Nothing is published between the two steps, which would look after savepoints as well.
         settings = ("run.name=run", "trainer.checkpoint_steps=1", "publish.every_steps=5")
-        life = begin(ROOMY, *settings, room=room)
+        life = begin(ROOMY, *settings, allocator=allocator)
         part = life.savepoints.folder / "000001-step-1.part"
 
         has_failed = threading.Event()  # what it leaves is removed behind the loop, in its own time
 
         def finds_no_room() -> bool:
-            if room.is_full.is_set() and not has_failed.is_set():
+            if allocator.is_full.is_set() and not has_failed.is_set():
                 has_failed.set()
                 full.close()
                 raise SavepointError(f"{part}: No space left on device")
-            return room.is_full.is_set()
+            return allocator.is_full.is_set()
 
         life.policy.may_be_written = finds_no_room
         with running(life):

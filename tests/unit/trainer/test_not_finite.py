@@ -15,8 +15,8 @@ from rollmesh.core.errors import NotFinite
 from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import rollout
-from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.learning.descent import MAX_SKIPPED
+from rollmesh.trainer.algorithms.optimizer import MAX_SKIPPED
+from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.roles.language import LanguageModel
 from tests.unit.trainer.exact import SETTINGS, pair, two_groups
@@ -126,7 +126,7 @@ def test_five_skipped_steps_in_a_row_end_the_run_in_one_line(begin: Lives) -> No
 
 @pytest.mark.parametrize("method", ["train_text", "train_policy", "train_preference"])
 def test_a_role_skips_what_is_not_finite_and_ends_after_five(
-    place: Place, tiny_folder: Path, method: str
+    place: RankContext, tiny_folder: Path, method: str
 ) -> None:
     role = LanguageModel(place, str(tiny_folder), {"learning_rate": 1e-2})
     rows = [each | {"advantages": math.inf, "reference": math.nan} for each in drawn(1, 4, 4)]
@@ -141,7 +141,7 @@ def test_a_role_skips_what_is_not_finite_and_ends_after_five(
 
 
 def test_a_role_whose_weights_are_not_finite_is_not_saved(
-    place: Place, broken_folder: Path, tmp_path: Path
+    place: RankContext, broken_folder: Path, tmp_path: Path
 ) -> None:
     role = LanguageModel(place, str(broken_folder), {})
     for save in (role.save, role.snapshot):

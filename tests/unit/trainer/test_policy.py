@@ -16,7 +16,7 @@ from rollmesh.core.errors import ModelError, NoRoom
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.serve.client.samples import SampledRun
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.team import Alone
+from rollmesh.trainer.ranks import SingleRank
 from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.shipping import write_folder
 from tests.disks import no_new_folders
@@ -231,17 +231,17 @@ def test_step_without_samples_changes_nothing_and_says_so(tiny_folder: Path) -> 
     assert math.isfinite(report.entropy)
 
 
-class Others(Alone):
+class Others(SingleRank):
     """Other ranks: one of them has `most` to do, and each sum is larger by what they have."""
 
     def __init__(self, most: int = 1, sums: float = 0.0) -> None:
         self._most = most
         self._sums = sums
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def sum(self, values: Sequence[float]) -> list[float]:
         return [value + self._sums for value in values]
 
-    def most(self, value: float) -> float:
+    def max(self, value: float) -> float:
         return max(value, self._most)
 
 
@@ -330,12 +330,12 @@ def test_one_that_leaves_its_gpu_between_steps_trains_as_if_it_had_stayed(
         stays.step(samples, step)
         leaves.step(samples, step)
         before = torch.cuda.memory_allocated()
-        leaves.vacate()
+        leaves.offload()
         assert torch.cuda.memory_allocated() < before
         folder = tmp_path / str(step)
         folder.mkdir()
         leaves.snapshot(folder)
-        leaves.occupy()
+        leaves.reload()
         assert leaves.probe() == stays.probe()
 
 
@@ -343,8 +343,8 @@ def test_on_a_host_nothing_moves_and_all_goes_on(tiny_folder: Path) -> None:
     policy, samples = Policy(str(tiny_folder), SETTINGS), two_groups(tiny_folder)
     policy.step(samples, 0)
     before = policy.probe()
-    policy.vacate()
-    policy.occupy()
+    policy.offload()
+    policy.reload()
     assert policy.probe() == before
     policy.step(samples, 1)
     assert policy.probe() != before

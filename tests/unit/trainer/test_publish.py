@@ -17,7 +17,7 @@ from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngi
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.probe import probe_engine
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
-from rollmesh.trainer.models.checkpoint import part_of
+from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.hold import Hold
@@ -211,7 +211,7 @@ async def test_what_is_undone_goes_on_no_more_and_only_then_the_engine_does(
         mesh = Mesh(first, second, settings=PublishConfig(lease_s=1.0))
         mesh.shell._shipping = Shipping(way, 1.0)  # noqa: SLF001 - settings name only real ways
         hold, folder = Hold(), tmp_path / "v000001"
-        part_of(folder).mkdir()
+        partial_path(folder).mkdir()
         part = hold.lay({"w": torch.zeros(4)}, {"w"}, tmp_path)
         try:
             publication = asyncio.create_task(mesh.shell.publish(1, folder, None, (part,)))

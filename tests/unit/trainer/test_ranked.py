@@ -5,14 +5,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.ranked import PolicyRole
 from tests.disks import no_new_folders
 from tests.unit.trainer.exact import SETTINGS
 
 
 def test_weights_that_one_rank_has_no_room_for_are_told_by_all(
-    place: Place, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: RankContext, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     role, folder = PolicyRole(place, str(tiny_folder), msgspec.to_builtins(SETTINGS)), "v000001"
     with no_new_folders(monkeypatch, tmp_path):

@@ -86,4 +86,4 @@ def test_a_trainer_that_dies_as_it_redoes_steps_leaves_the_next_one_less_to_redo
     assert third.recovery.num_steps == PERIOD_STEPS
     [left] = third.recovery.redo
     assert left == StepTaken(2, (GroupId(first.client.run_id, 2),), 0)
-    assert third.pacer.course.gone == {first.client.run_id: [(0, 2)]}
+    assert third.pacer.lifecycle.gone == {first.client.run_id: [(0, 2)]}

@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.core.config import StalenessFormula, StalePolicy
-from rollmesh.trainer.staleness import StalenessManager, StalenessSettings, StalenessState
-from rollmesh.trainer.staleness_events import (
+from rollmesh.trainer.staleness import (
     Action,
     BatchTaken,
+    GroupAdmitted,
     GroupArrived,
-    GroupAsked,
     GroupEnded,
     GroupStale,
+    StalenessManager,
+    StalenessSettings,
+    StalenessState,
     StepPublished,
     StepRetaken,
     TakeBatch,
@@ -26,7 +28,7 @@ from tests.unit.trainer.staleness_run import GROUP, Run, Sizes, group, manager, 
 
 def ask(m: StalenessManager, *seqs: int) -> None:
     for seq in seqs:
-        m.step(GroupAsked(group(seq), GROUP))
+        m.step(GroupAdmitted(group(seq), GROUP))
 
 
 def arrive(m: StalenessManager, seq: int, oldest_step: int, num: int = GROUP) -> None:
@@ -50,7 +52,7 @@ def test_capacity_after_recovery_does_not_grow_with_the_step() -> None:
 def test_what_a_journal_brings_back_as_ready_counts_at_once() -> None:
     limits = manager(batch=8, max_staleness=2).settings
     m = StalenessManager(limits, 268, policy_version=300)
-    m.step(GroupAsked(group(0), GROUP, asked_step=266))
+    m.step(GroupAdmitted(group(0), GROUP, asked_step=266))
     arrive(m, 0, 266)
     ask(m, 1)
     assert (m.ready, m.running, m.capacity) == (4, 4, 16)
@@ -79,7 +81,7 @@ def test_a_group_that_arrives_again_is_what_it_was() -> None:
 
 def test_one_that_an_earlier_life_asked_for_is_as_old_as_it_was_then() -> None:
     m = StalenessManager(manager(batch=GROUP, max_staleness=2).settings, published_step=268)
-    m.step(GroupAsked(group(0), GROUP, asked_step=266))
+    m.step(GroupAdmitted(group(0), GROUP, asked_step=266))
     ask(m, 1)
     arrive(m, 1, 268)
     assert m.step(TakeBatch(268)) == [], "the next step could not take it any more"

@@ -14,15 +14,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.team import Team, dealt
+from rollmesh.trainer.controller.rendezvous import RankContext
+from rollmesh.trainer.ranks import ShardedRanks, balance
 
 VOCAB = 32
 
 
 @pytest.fixture
-def team(place: Place) -> Team:
-    return Team(place.mesh["data"])
+def team(place: RankContext) -> ShardedRanks:
+    return ShardedRanks(place.mesh["data"])
 
 
 def new_gpt2() -> PreTrainedModel:
@@ -39,18 +39,18 @@ def new_qwen3() -> PreTrainedModel:
 
 @pytest.mark.parametrize("new", [new_gpt2, new_qwen3])
 def test_each_layer_of_any_model_is_gathered_by_itself(
-    team: Team, new: Callable[[], PreTrainedModel]
+    team: ShardedRanks, new: Callable[[], PreTrainedModel]
 ) -> None:
     model = new().eval()
     before = {name: each.clone() for name, each in model.state_dict().items()}
     token_ids_1T = torch.arange(5)[None]
     expected = model(input_ids=token_ids_1T).logits.detach()
-    team.share(model)
+    team.shard(model)
     gathered = [part for part in model.modules() if isinstance(part, FSDPModule)]
     assert len(gathered) == 3 + 1, "three layers, and what is in none of them"
     assert all(isinstance(each, DTensor) for each in model.parameters())
     torch.testing.assert_close(model(input_ids=token_ids_1T).logits.detach(), expected)
-    state = team.state(model)
+    state = team.full_state(model)
     assert state is not None
     tied = before.keys() - state.keys()
     assert tied <= {"lm_head.weight"}, "a weight under two names is there once"
@@ -58,10 +58,10 @@ def test_each_layer_of_any_model_is_gathered_by_itself(
         torch.testing.assert_close(each, before[name])
 
 
-def test_a_model_that_names_no_layers_is_gathered_in_one(team: Team) -> None:
+def test_a_model_that_names_no_layers_is_gathered_in_one(team: ShardedRanks) -> None:
     model = new_qwen3()
     model._no_split_modules = None  # noqa: SLF001 - as a model's author may leave it
-    team.share(model)
+    team.shard(model)
     assert [isinstance(part, FSDPModule) for part in model.modules()].count(True) == 1
     assert isinstance(model, FSDPModule)
 
@@ -69,7 +69,7 @@ def test_a_model_that_names_no_layers_is_gathered_in_one(team: Team) -> None:
 @pytest.mark.parametrize("num", [1, 2, 3, 8])
 def test_weights_are_dealt_once_each_and_evenly(num: int) -> None:
     sizes = {f"layer.{at}": 1 + at % 7 for at in range(50)}
-    hands = dealt(sizes, num)
+    hands = balance(sizes, num)
     assert sorted(name for hand in hands for name in hand) == sorted(sizes)
     totals = [sum(sizes[name] for name in hand) for hand in hands]
     assert max(totals) - min(totals) <= 1  # the smallest, which are dealt last

@@ -11,7 +11,13 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.share import Share
 from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Task, VersionRun
 from rollmesh.serve.coordinator.hooks import PipelineHooks
-from rollmesh.trainer.tenancy import TRAIN_CLUSTER, Stream, Tenant, Unshared, tenancy_of
+from rollmesh.trainer.gpu_lease import (
+    TRAIN_CLUSTER,
+    ExclusiveGpus,
+    ScheduledGpus,
+    Stream,
+    gpu_lease_of,
+)
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -38,12 +44,12 @@ def stop() -> threading.Event:
 
 
 @pytest.fixture
-def tenant(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[Tenant]:
+def tenant(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[ScheduledGpus]:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        yield Tenant(hooks, stop)
+        yield ScheduledGpus(hooks, stop)
 
 
-def leave(tenant: Tenant) -> None:
+def leave(tenant: ScheduledGpus) -> None:
     """Once that is answered all that was said before was heard."""
     tenant.leave()
     tenant.close(PATIENCE_S)
@@ -61,22 +67,22 @@ def targets(told: list[AnyMessage]) -> list[tuple[str, int, int]]:
     return [(each.stream, each.target, each.completed) for each in reports]
 
 
-def train(tenant: Tenant, step: int) -> None:
+def train(tenant: ScheduledGpus, step: int) -> None:
     while not tenant.may_train(step):
         pass
 
 
-def ask(tenant: Tenant, step: int, num_to_come: int = 8) -> None:
+def ask(tenant: ScheduledGpus, step: int, num_to_come: int = 8) -> None:
     while not tenant.may_ask(step, num_to_come):
         pass
 
 
 def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
-        assert tenant.settle_in()
-        tenant.step_out()
+        assert tenant.acquire()
+        tenant.release_until_step()
         for step in range(2):
             tenant.hand_over(step, 8, is_next_there=False)
             ask(tenant, step)
@@ -100,7 +106,7 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
 
 
 def test_a_step_whose_batch_is_there_stands_in_line_anew_and_wakes_no_engine(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
         ask(tenant, 0)
@@ -119,7 +125,7 @@ def test_a_step_whose_batch_is_there_stands_in_line_anew_and_wakes_no_engine(
 
 
 def test_what_was_not_trained_on_is_not_handed_over(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as told:
         ask(tenant, 0)
@@ -130,7 +136,7 @@ def test_what_was_not_trained_on_is_not_handed_over(
 
 
 def test_nothing_is_asked_of_engines_before_one_is_awake(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL):
         ask(tenant, 0)
@@ -150,7 +156,7 @@ def test_what_has_ended_without_a_grant_is_asked_for_anew(
     state: TicketState,
     scheduler: FakeScheduler,
     stop: threading.Event,
-    tenant: Tenant,
+    tenant: ScheduledGpus,
 ) -> None:
     """Somebody has given the cluster up meanwhile; the step needs it still."""
 
@@ -180,7 +186,7 @@ def test_what_has_ended_without_a_grant_is_asked_for_anew(
 
 
 def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
         for num_to_come in (8, 8, 5, 9, 0):
@@ -196,7 +202,7 @@ def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
     ]
 
 
-class ReportsGroups(Tenant):
+class ReportsGroups(ScheduledGpus):
     """Fault W16: what is to come is asked for in rollouts, and how far it is told in groups."""
 
     def _begin(self, stream: Stream, step: int, num_to_come: int) -> None:
@@ -206,9 +212,9 @@ class ReportsGroups(Tenant):
         super()._progress(stream, num_to_come // SAMPLES)
 
 
-@pytest.mark.parametrize(("kind", "num_told"), [(Tenant, 6), (ReportsGroups, 3)])
+@pytest.mark.parametrize(("kind", "num_told"), [(ScheduledGpus, 6), (ReportsGroups, 3)])
 def test_what_is_left_of_a_demand_is_told_in_its_own_unit(
-    kind: type[Tenant], num_told: int, scheduler: FakeScheduler, stop: threading.Event
+    kind: type[ScheduledGpus], num_told: int, scheduler: FakeScheduler, stop: threading.Event
 ) -> None:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
         tenant = kind(hooks, stop)
@@ -219,11 +225,11 @@ def test_what_is_left_of_a_demand_is_told_in_its_own_unit(
     assert asks(told) == [(GENERATION_CLUSTER, 8)]
     *_, (_, target, completed) = targets(told)
     assert target - completed == num_told
-    assert (num_told == 8 - SAMPLES) is (kind is Tenant)
+    assert (num_told == 8 - SAMPLES) is (kind is ScheduledGpus)
 
 
 def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
         assert tenant.may_ask(-1, 100, "eval")
@@ -241,7 +247,7 @@ def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
 
 
 def test_turns_that_another_engine_ended_with_the_same_weights_are_reported(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     def turn(*runs: tuple[int, int]) -> NodeRow:
         versions = tuple(VersionRun(version_, 1, engine) for version_, engine in runs)
@@ -250,23 +256,25 @@ def test_turns_that_another_engine_ended_with_the_same_weights_are_reported(
     nodes = [turn((1, 0), (1, 1)), turn((1, 1), (2, 0)), turn((1, -1), (1, 0))]
     moved = RolloutRecord(index=0, outcome=Outcome.COMPLETED, nodes=nodes, engines=["e0", "e1"])
     with scheduler.granting(*ALL) as told:
-        tenant.tell_moved(GroupRecord(task=Task(id="t"), rollouts=[moved]))
+        tenant.report_moved(GroupRecord(task=Task(id="t"), rollouts=[moved]))
         leave(tenant)
     assert [each.url for each in told if isinstance(each, ReportPreempt)] == ["e0"]
 
 
 def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(
-    scheduler: FakeScheduler, tenant: Tenant, stop: threading.Event
+    scheduler: FakeScheduler, tenant: ScheduledGpus, stop: threading.Event
 ) -> None:
     stop.set()
-    assert not tenant.settle_in()
+    assert not tenant.acquire()
     assert not tenant.may_ask(0, 8)
     assert not tenant.may_train(0)
     asked = {scheduler.expect(NotifyReleaseThenRequestGpus).key, scheduler.expect(RequestGpus).key}
     assert scheduler.expect(WithdrawRequest).key in asked
 
 
-def test_who_leaves_in_mid_step_leaves_nothing(scheduler: FakeScheduler, tenant: Tenant) -> None:
+def test_who_leaves_in_mid_step_leaves_nothing(
+    scheduler: FakeScheduler, tenant: ScheduledGpus
+) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as told:
         ask(tenant, 0)
         assert not tenant.may_train(0)
@@ -278,7 +286,7 @@ def test_who_leaves_in_mid_step_leaves_nothing(scheduler: FakeScheduler, tenant:
 
 
 def test_a_refusal_that_came_while_nobody_waited_is_the_users_mistake_too(
-    scheduler: FakeScheduler, tenant: Tenant
+    scheduler: FakeScheduler, tenant: ScheduledGpus
 ) -> None:
     assert not tenant.may_train(0)
     key = scheduler.expect(RequestGpus).key
@@ -289,12 +297,12 @@ def test_a_refusal_that_came_while_nobody_waited_is_the_users_mistake_too(
 
 
 def test_a_pipeline_that_is_unknown_is_the_users_mistake(
-    scheduler: FakeScheduler, tenant: Tenant, stop: threading.Event
+    scheduler: FakeScheduler, tenant: ScheduledGpus, stop: threading.Event
 ) -> None:
     refusing = threading.Thread(target=refuse, args=[scheduler])
     refusing.start()
     with pytest.raises(UserError, match="'p', actor_train: no such pipeline"):
-        tenant.settle_in()
+        tenant.acquire()
     refusing.join()
 
 
@@ -307,7 +315,7 @@ def refuse(scheduler: FakeScheduler) -> None:
 def running(life: Life, scheduler: FakeScheduler) -> Iterator[None]:
     """Its loop, as a tenant, until it is told to stop."""
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        life.parts.tenancy = Tenant(hooks, life.stop)
+        life.parts.gpu_lease = ScheduledGpus(hooks, life.stop)
         loop = threading.Thread(target=life.loop.run, args=[life.recovery])
         loop.start()
         try:
@@ -325,7 +333,7 @@ def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
         demand = scheduler.expect(RequestGpus)
         assert (demand.cluster, demand.global_step) == (GENERATION_CLUSTER, 0)
         assert demand.step_target_estimate == 5 * SAMPLES, "of max_staleness + 1 steps"
-        assert not life.pacer.course.open_ids
+        assert not life.pacer.lifecycle.open_ids
         scheduler.say_granted(demand.key, (2,))
         group_id, task = life.hear_ask()
         life.finish(group_id, task.id)
@@ -351,16 +359,16 @@ def test_a_loop_that_is_stopped_waits_for_no_gpus(scheduler: FakeScheduler, begi
 
 
 def test_a_run_that_shares_nothing_asks_nobody(stop: threading.Event) -> None:
-    tenancy = tenancy_of(None, stop)
-    assert isinstance(tenancy, Unshared)
-    assert tenancy.settle_in()
-    assert tenancy.may_ask(0, 8)
-    assert tenancy.may_train(0)
+    gpu_lease = gpu_lease_of(None, stop)
+    assert isinstance(gpu_lease, ExclusiveGpus)
+    assert gpu_lease.acquire()
+    assert gpu_lease.may_ask(0, 8)
+    assert gpu_lease.may_train(0)
 
 
 def test_a_run_with_a_share_is_a_tenant(scheduler: FakeScheduler, stop: threading.Event) -> None:
-    tenancy = tenancy_of(Share(scheduler.hub.address, "p"), stop)
-    assert isinstance(tenancy, Tenant)
+    gpu_lease = gpu_lease_of(Share(scheduler.hub.address, "p"), stop)
+    assert isinstance(gpu_lease, ScheduledGpus)
     with scheduler.granting():
-        tenancy.leave()
-        tenancy.close(PATIENCE_S)
+        gpu_lease.leave()
+        gpu_lease.close(PATIENCE_S)

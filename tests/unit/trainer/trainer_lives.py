@@ -22,12 +22,12 @@ from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
+from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.books.records import RunRecords
-from rollmesh.trainer.learning.report import StepReport
+from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
-from rollmesh.trainer.pacing.room import PlainRoom
-from rollmesh.trainer.parts import Parts
+from rollmesh.trainer.pacing.ready_queue import LocalAllocator
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
 from rollmesh.trainer.recovery.revival import find, restored_tally, staleness_of
@@ -106,7 +106,7 @@ class Life:
         config: Config,
         journal: JournalConfig,
         router: FakeRouter,
-        room: PlainRoom | None = None,
+        allocator: LocalAllocator | None = None,
     ) -> None:
         folder = config.run_folder()
         self.folder = folder
@@ -126,10 +126,10 @@ class Life:
         tasks = (Task(id=f"t{number}") for number in itertools.count(num_tasks))
         staleness = staleness_of(config, revival)
         books = (self.records, self.tally)
-        self.pacer = Pacer(self.client, staleness, tasks, asking_of(config), books, room)
+        self.pacer = Pacer(self.client, staleness, tasks, asking_of(config), books, allocator)
         self.pacer.go_on(self.recovery)
         self._background = BackgroundLoop("publisher")
-        self.parts = Parts(
+        self.parts = TrainerDeps(
             client=self.client,
             pacer=self.pacer,
             policy=self.policy,
@@ -227,14 +227,14 @@ class Lives:
         self._life: Life | None = None
 
     def __call__(
-        self, journal: JournalConfig, *settings: str, room: PlainRoom | None = None
+        self, journal: JournalConfig, *settings: str, allocator: LocalAllocator | None = None
     ) -> Life:
         """With these settings over the run's."""
         if self._life:
             self._life.end()
             self._life = None
         config = load_config(None, [*self._settings, *settings])
-        self._life = Life(config, journal, self._router, room)
+        self._life = Life(config, journal, self._router, allocator)
         return self._life
 
     def close(self) -> None:

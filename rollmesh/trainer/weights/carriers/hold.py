@@ -16,7 +16,7 @@ from torch import Tensor
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.in_memory import Part, Piece
 from rollmesh.tensors.segment import SHARED_MEMORY, Segment
-from rollmesh.trainer.team import whole
+from rollmesh.trainer.ranks import full_tensor
 
 ALIGNMENT = 64
 """A cache line: with that every dtype and every vector unit is content."""
@@ -45,7 +45,7 @@ class Hold:
         segment = self._opened(num_bytes, beside)
         places = {piece.name: piece for piece in pieces}
         for name, tensor in weights.items():
-            full = whole(tensor)  # a collective, so for all of them and in one order
+            full = full_tensor(tensor)  # a collective, so for all of them and in one order
             piece = places.get(name)
             if piece and piece.num_bytes:
                 data = self._bytes[piece.offset : piece.offset + piece.num_bytes]

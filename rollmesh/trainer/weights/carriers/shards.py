@@ -12,7 +12,12 @@ import torch
 
 from rollmesh.engine.in_memory import Part
 from rollmesh.tensors.segment import Attached
-from rollmesh.trainer.models.layout import INDEX, MAX_FILE_BYTES, Whole, lay_out
+from rollmesh.trainer.models.safetensors_layout import (
+    INDEX,
+    MAX_FILE_BYTES,
+    TensorSpec,
+    plan_layout,
+)
 
 CHUNK_BYTES = 16 * 2**20
 """Handed to the system at once."""
@@ -23,7 +28,7 @@ def write_shards(folder: Path, parts: Sequence[Part], max_bytes: int = MAX_FILE_
     """All pieces of all parts, into files in `folder`; OSError where the disk refuses, and what it
     took of them is gone: who else waits for room has it meanwhile."""
     wholes = dict(_pieces_of(parts))
-    layout = lay_out(wholes, STEM, max_bytes)
+    layout = plan_layout(wholes, STEM, max_bytes)
     data = {whole.name: data for whole, data in wholes.items()}
     try:
         for file_name, head in layout.heads.items():
@@ -44,10 +49,10 @@ def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
                 file.write(piece[at : at + CHUNK_BYTES])
 
 
-def _pieces_of(parts: Sequence[Part]) -> Iterator[tuple[Whole, memoryview]]:
+def _pieces_of(parts: Sequence[Part]) -> Iterator[tuple[TensorSpec, memoryview]]:
     """Each tensor, and its bytes where they lie."""
     for part in parts:
         memory = Attached(part.path)
         for piece in part.pieces:
-            whole = Whole(piece.name, getattr(torch, piece.dtype), piece.shape)
+            whole = TensorSpec(piece.name, getattr(torch, piece.dtype), piece.shape)
             yield whole, memory.view(piece.offset, piece.num_bytes).data

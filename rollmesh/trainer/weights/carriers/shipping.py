@@ -20,7 +20,7 @@ from typing import Protocol
 from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, ModelError, NoRoom
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.client import EngineClient
-from rollmesh.trainer.models.checkpoint import end_folder, part_of, told_of
+from rollmesh.trainer.models.folders import disk_errors, end_folder, partial_path
 from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.shards import write_shards
 
@@ -184,10 +184,10 @@ class Shipping:
 
 def write_folder(cargo: Cargo) -> None:
     """Make the folder whole that the policy has begun; nothing to do where it is. Errors are those
-    of `told_of`."""
+    of `disk_errors`."""
     if not cargo.parts:
         return
     folder = Path(cargo.folder)
-    with told_of(folder):
-        write_shards(part_of(folder), cargo.parts)
+    with disk_errors(folder):
+        write_shards(partial_path(folder), cargo.parts)
         end_folder(folder)

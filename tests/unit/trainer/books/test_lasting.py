@@ -13,13 +13,13 @@ FULL = Path("/dev/full")
 
 
 def test_what_a_full_disk_refused_is_written_when_there_is_room(tmp_path: Path) -> None:
-    with (tmp_path / "room").open("wb") as room:
+    with (tmp_path / "room").open("wb") as allocator:
         num_waits = 0
 
         def makes_room() -> bool:
             nonlocal num_waits
             num_waits += 1
-            os.dup2(room.fileno(), file.fileno())
+            os.dup2(allocator.fileno(), file.fileno())
             return True
 
         with open_lasting(FULL, makes_room) as file:

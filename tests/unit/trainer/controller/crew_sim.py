@@ -7,17 +7,19 @@ or stay in one; a message may be lost either way. `Sim.run` carries on until not
 import random
 from collections import Counter, deque
 
-from rollmesh.trainer.controller.calls import Answered, CallMade, Failed
-from rollmesh.trainer.controller.crew import (
+from rollmesh.trainer.controller.rank_group import (
     Action,
-    Broken,
-    Crew,
-    CrewSettings,
+    CallAnswered,
+    CallRaised,
+    CallRequested,
     Event,
     RankExited,
-    Tell,
-    TensorsAsked,
-    Told,
+    RankGroup,
+    RankGroupSettings,
+    RanksLost,
+    SendToRank,
+    TensorReport,
+    TensorsQueried,
 )
 from rollmesh.wire.machine import Received, Ticked
 from rollmesh.wire.ranks import (
@@ -39,7 +41,7 @@ from rollmesh.wire.ranks import (
 )
 
 BEAT_S = 1.0
-SETTINGS = CrewSettings(start_s=60.0, beat_s=BEAT_S, silence_s=10.0, settle_s=5.0, told_s=5.0)
+SETTINGS = RankGroupSettings(start_s=60.0, beat_s=BEAT_S, silence_s=10.0, settle_s=5.0, told_s=5.0)
 GIVE_UP_S = 300.0
 
 
@@ -124,10 +126,10 @@ class Sim:
     def __init__(self, seed: int, num_ranks: int, trouble: float, loss: float) -> None:
         self.now_s = 0.0
         routes = [b"%d" % number for number in range(num_ranks)]
-        self.crew = Crew(routes, SETTINGS, 0.0)
+        self.crew = RankGroup(routes, SETTINGS, 0.0)
         self.ends: Counter[int] = Counter()
         """How often each call or ask has ended."""
-        self.broken: list[Broken] = []
+        self.broken: list[RanksLost] = []
         self.num_lost = 0
         self._chance = random.Random(seed)
         self._trouble, self._loss = trouble, loss
@@ -136,9 +138,9 @@ class Sim:
     def run(self, num_calls: int) -> None:
         """Make calls and asks here and there, until all have ended or nothing ever will."""
         waiting: list[Event] = [
-            CallMade(n, "a", "b", n, (b"x",) * len(self.ranks)) for n in range(num_calls)
+            CallRequested(n, "a", "b", n, (b"x",) * len(self.ranks)) for n in range(num_calls)
         ]
-        waiting += [TensorsAsked(num_calls + n, n) for n in range(num_calls)]
+        waiting += [TensorsQueried(num_calls + n, n) for n in range(num_calls)]
         self._chance.shuffle(waiting)
         while self.now_s < GIVE_UP_S and (waiting or self.ends.total() < 2 * num_calls):
             if waiting and self._chance.random() < 0.1:
@@ -173,14 +175,14 @@ class Sim:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Tell(route, message):
+            case SendToRank(route, message):
                 if not self._is_lost():
                     self.ranks[int(route)].inbox.append(message)
-            case Answered(call_id) | Failed(call_id):
+            case CallAnswered(call_id) | CallRaised(call_id):
                 self.ends[call_id] += 1
-            case Told(ask_id):
+            case TensorReport(ask_id):
                 self.ends[ask_id] += 1
-            case Broken():
+            case RanksLost():
                 self.broken.append(action)
 
     def _is_lost(self) -> bool:

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import DispatchError
-from rollmesh.trainer.controller.answers import Reduce, Reduction, join, without_padding
-from rollmesh.trainer.controller.dispatch import Arguments, Rule, cut
-from rollmesh.trainer.controller.shares import Share
+from rollmesh.trainer.controller.answers import Reduce, Reduction, merge_answers, without_padding
+from rollmesh.trainer.controller.dispatch import Arguments, DispatchRule, HeadShare, split_call
 from tests.unit.trainer.controller.handles import handle
 
-SHARES = (Share((0, 3), 2), Share((2, 1), 2))
+SHARES = (HeadShare((0, 3), 2), HeadShare((2, 1), 2))
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 3))
@@ -21,76 +20,78 @@ def test_rows_come_back_in_the_order_they_were_given_in(
     lengths: list[int], num_heads: int, group_size: int
 ) -> None:
     rows = [handle(length) for length in lengths for _ in range(group_size)]
-    dispatch = cut(Arguments((rows,)), num_heads, Rule(uneven="pad", group_size=group_size))
+    dispatch = split_call(
+        Arguments((rows,)), num_heads, DispatchRule(uneven="pad", group_size=group_size)
+    )
     assert dispatch.shares is not None
     answers = [
         without_padding({"same": part.args[0]}, len(share.rows), share.num_real)
         for part, share in zip(dispatch.parts, dispatch.shares, strict=True)
     ]
-    assert join(answers, dispatch.shares, Reduce()) == {"same": rows}
+    assert merge_answers(answers, dispatch.shares, Reduce()) == {"same": rows}
 
 
 def test_every_heads_number_counts() -> None:
     answers = [{"loss": 1.0, "num_tokens": 10}, {"loss": 4.0, "num_tokens": 30}]
     rules: dict[str, Reduction] = {"loss": "mean", "num_tokens": "sum"}
-    joint = join(answers, None, Reduce(rules=rules, by="num_tokens"))
+    joint = merge_answers(answers, None, Reduce(rules=rules, by="num_tokens"))
     assert joint == {"loss": 3.25, "num_tokens": 40}
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("sum", 6), ("mean", 2.0), ("max", 3), ("min", 1)])
 def test_an_answer_that_is_a_number_is_reduced_as_stated(rule: Reduction, expected: float) -> None:
-    assert join([1, 3, 2], None, Reduce(default=rule)) == expected
+    assert merge_answers([1, 3, 2], None, Reduce(default=rule)) == expected
 
 
 def test_a_mean_is_weighed_by_rows_without_padding() -> None:
-    shares = (Share((0, 1, 2), 3), Share((3, 0, 0), 1))
-    assert join([1.0, 5.0], shares, Reduce(default="mean")) == 2.0
+    shares = (HeadShare((0, 1, 2), 3), HeadShare((3, 0, 0), 1))
+    assert merge_answers([1.0, 5.0], shares, Reduce(default="mean")) == 2.0
 
 
 def test_a_head_of_padding_alone_may_say_what_it_likes_of_a_mean() -> None:
-    shares = (Share((0,), 1), Share((0,), 0))
-    assert join([1.5, math.nan], shares, Reduce(default="mean")) == 1.5
+    shares = (HeadShare((0,), 1), HeadShare((0,), 0))
+    assert merge_answers([1.5, math.nan], shares, Reduce(default="mean")) == 1.5
 
 
 def test_a_mean_of_nothing_is_not_a_number() -> None:
     answers = [{"loss": 1.0, "n": 0}, {"loss": 2.0, "n": 0}]
-    assert math.isnan(join(answers, None, Reduce(rules={"loss": "mean"}, by="n"))["loss"])
+    assert math.isnan(merge_answers(answers, None, Reduce(rules={"loss": "mean"}, by="n"))["loss"])
 
 
 @pytest.mark.parametrize("rule", ["sum", "mean", "max", "min"])
 @pytest.mark.parametrize("answers", [[math.nan, 1.0], [1.0, math.nan]])
 def test_what_is_not_a_number_at_one_head_shows(rule: Reduction, answers: list[float]) -> None:
-    assert math.isnan(join(answers, None, Reduce(default=rule)))
+    assert math.isnan(merge_answers(answers, None, Reduce(default=rule)))
 
 
 def test_a_number_without_a_rule_is_the_same_everywhere_or_named() -> None:
-    assert join([{"step": 3}, {"step": 3}], None, Reduce()) == {"step": 3}
+    assert merge_answers([{"step": 3}, {"step": 3}], None, Reduce()) == {"step": 3}
     with pytest.raises(DispatchError, match=r"'step' differs from head to head: 3, 4"):
-        join([{"step": 3}, {"step": 4}], None, Reduce())
+        merge_answers([{"step": 3}, {"step": 4}], None, Reduce())
 
 
 def test_not_a_number_is_the_same_as_itself() -> None:
-    assert math.isnan(join([math.nan, math.nan], None, Reduce()))
+    assert math.isnan(merge_answers([math.nan, math.nan], None, Reduce()))
 
 
 def test_a_rule_that_no_number_meets_is_a_mistake() -> None:
     with pytest.raises(DispatchError, match="no number stands at los "):
-        join([{"loss": 1.0}], None, Reduce(rules={"los": "mean"}, default="sum"))
+        merge_answers([{"loss": 1.0}], None, Reduce(rules={"los": "mean"}, default="sum"))
 
 
 def test_numbers_within_rows_are_the_rows() -> None:
     answers = [{"scores": [0.0, 0.3]}, {"scores": [0.2, 0.1]}]
-    assert join(answers, SHARES, Reduce()) == {"scores": [0.0, 0.1, 0.2, 0.3]}
+    assert merge_answers(answers, SHARES, Reduce()) == {"scores": [0.0, 0.1, 0.2, 0.3]}
 
 
 def test_tuples_are_no_rows() -> None:
     answers = [{"norms": (1.0, 5.0)}, {"norms": (2.0, 4.0)}]
     rules: dict[str, Reduction] = {"norms.0": "max", "norms.1": "min"}
-    assert join(answers, SHARES, Reduce(rules=rules)) == {"norms": (2.0, 4.0)}
+    assert merge_answers(answers, SHARES, Reduce(rules=rules)) == {"norms": (2.0, 4.0)}
 
 
 def test_lists_of_a_call_without_rows_are_walked() -> None:
-    assert join([[1, 2], [3, 4]], None, Reduce(default="sum")) == [4, 6]
+    assert merge_answers([[1, 2], [3, 4]], None, Reduce(default="sum")) == [4, 6]
 
 
 @pytest.mark.parametrize(
@@ -108,17 +109,17 @@ def test_lists_of_a_call_without_rows_are_walked() -> None:
 )
 def test_answers_that_cannot_become_one_say_where(answers: list[Any], said: str) -> None:
     with pytest.raises(DispatchError, match=said):
-        join(answers, SHARES, Reduce(default="sum"))
+        merge_answers(answers, SHARES, Reduce(default="sum"))
 
 
 @pytest.mark.parametrize("weights", [{}, {"n": "x"}, {"n": -1}, {"n": math.nan}])
 def test_a_weight_that_is_none_is_named(weights: dict[str, Any]) -> None:
     with pytest.raises(DispatchError, match="head 1 has no such number"):
-        join([{"n": 1}, weights], None, Reduce(default="mean", by="n"))
+        merge_answers([{"n": 1}, weights], None, Reduce(default="mean", by="n"))
 
 
 def test_ranks_may_answer_with_nothing() -> None:
-    assert join([None, None], SHARES, Reduce()) is None
+    assert merge_answers([None, None], SHARES, Reduce()) is None
 
 
 def test_what_is_answered_of_padding_is_left_out_wherever_it_stands() -> None:

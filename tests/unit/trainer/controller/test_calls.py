@@ -6,17 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import CallFailed, RankGone
-from rollmesh.trainer.controller.calls import Answered, CallAction, CallMade, Calls, Failed, ToAll
+from rollmesh.trainer.controller.rank_group import (
+    CallAction,
+    CallAnswered,
+    CallRaised,
+    CallRequested,
+    RankCalls,
+    SendToAll,
+)
 from rollmesh.wire.ranks import CallEnded, CallStaged, DropCall, RunCall, StageCall
 
 SETTLE_S = 5.0
 
 
-def made(call_id: int, num_ranks: int = 2) -> CallMade:
-    return CallMade(call_id, "actor", "train", 4, tuple(b"%d" % rank for rank in range(num_ranks)))
+def made(call_id: int, num_ranks: int = 2) -> CallRequested:
+    return CallRequested(
+        call_id, "actor", "train", 4, tuple(b"%d" % rank for rank in range(num_ranks))
+    )
 
 
-def stage(calls: Calls, call_id: int, *errors: str) -> list[CallAction]:
+def stage(calls: RankCalls, call_id: int, *errors: str) -> list[CallAction]:
     """Every rank says that it is staged, or why not."""
     return [
         action
@@ -26,64 +35,64 @@ def stage(calls: Calls, call_id: int, *errors: str) -> list[CallAction]:
 
 
 def end(
-    calls: Calls, rank: int, call_id: int, error: str = "", now_s: float = 0.0
+    calls: RankCalls, rank: int, call_id: int, error: str = "", now_s: float = 0.0
 ) -> list[CallAction]:
     return list(calls.ended(CallEnded(rank, call_id, error), b"a%d" % rank, now_s))
 
 
-def started() -> Calls:
+def started() -> RankCalls:
     """With call 1 of two ranks running."""
-    calls = Calls(2, SETTLE_S)
+    calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     stage(calls, 1, "", "")
     return calls
 
 
 def failures(actions: Iterable[CallAction]) -> list[tuple[int, str]]:
-    return [(each.call_id, str(each.error)) for each in actions if isinstance(each, Failed)]
+    return [(each.call_id, str(each.error)) for each in actions if isinstance(each, CallRaised)]
 
 
 def test_each_rank_is_told_of_a_call_with_its_own_arguments() -> None:
-    calls = Calls(2, SETTLE_S)
+    calls = RankCalls(2, SETTLE_S)
     told = list(calls.make(made(1), 3))
-    assert told == [ToAll(StageCall(3, 1, "actor", "train", 4), (b"0", b"1"))]
+    assert told == [SendToAll(StageCall(3, 1, "actor", "train", 4), (b"0", b"1"))]
 
 
 def test_nothing_runs_before_all_have_their_arguments() -> None:
-    calls = Calls(2, SETTLE_S)
+    calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     assert list(calls.staged(CallStaged(1, 1), 3)) == []
-    assert list(calls.staged(CallStaged(0, 1), 3)) == [ToAll(RunCall(3, 1))]
+    assert list(calls.staged(CallStaged(0, 1), 3)) == [SendToAll(RunCall(3, 1))]
 
 
 def test_where_one_rank_cannot_have_its_arguments_none_runs_the_call() -> None:
-    calls = Calls(3, SETTLE_S)
+    calls = RankCalls(3, SETTLE_S)
     list(calls.make(made(1, 3), 3))
     dropped, failed = stage(calls, 1, "", "shard 7 is cleared", "owner gone")
-    assert dropped == ToAll(DropCall(3, 1))
+    assert dropped == SendToAll(DropCall(3, 1))
     assert failures([failed]) == [(1, "actor.train failed at rank 1: shard 7 is cleared")]
 
 
 def test_a_call_has_the_answers_of_all_ranks_in_their_order() -> None:
     calls = started()
     assert end(calls, 1, 1) == []
-    assert end(calls, 0, 1) == [Answered(1, (b"a0", b"a1"))]
+    assert end(calls, 0, 1) == [CallAnswered(1, (b"a0", b"a1"))]
 
 
 def test_a_later_call_that_is_staged_first_runs_second() -> None:
-    calls = Calls(2, SETTLE_S)
+    calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     list(calls.make(made(2), 3))
     assert stage(calls, 2, "", "") == []
-    assert stage(calls, 1, "", "") == [ToAll(RunCall(3, 1)), ToAll(RunCall(3, 2))]
+    assert stage(calls, 1, "", "") == [SendToAll(RunCall(3, 1)), SendToAll(RunCall(3, 2))]
 
 
 def test_a_call_that_is_dropped_holds_nobody_up() -> None:
-    calls = Calls(2, SETTLE_S)
+    calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     list(calls.make(made(2), 3))
     stage(calls, 2, "", "")
-    assert stage(calls, 1, "no", "")[-1] == ToAll(RunCall(3, 2))
+    assert stage(calls, 1, "no", "")[-1] == SendToAll(RunCall(3, 2))
 
 
 def test_a_call_that_all_ranks_failed_at_says_so_of_the_first() -> None:
@@ -91,7 +100,7 @@ def test_a_call_that_all_ranks_failed_at_says_so_of_the_first() -> None:
     end(calls, 1, 1, "ValueError: b")
     failed = end(calls, 0, 1, "ValueError: a")
     assert failures(failed) == [(1, "actor.train failed at rank 0: ValueError: a")]
-    assert isinstance(failed[0], Failed)
+    assert isinstance(failed[0], CallRaised)
     assert isinstance(failed[0].error, CallFailed)
 
 
@@ -121,7 +130,7 @@ def test_what_is_said_of_unknown_calls_changes_nothing() -> None:
 @given(st.data())
 def test_whatever_the_order_each_call_ends_once_and_runs_in_its_turn(data: st.DataObject) -> None:
     num_ranks, num_calls = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    calls = Calls(num_ranks, SETTLE_S)
+    calls = RankCalls(num_ranks, SETTLE_S)
     ran: list[int] = []
     dropped: list[int] = []
     ends: list[int] = []
@@ -131,12 +140,12 @@ def test_whatever_the_order_each_call_ends_once_and_runs_in_its_turn(data: st.Da
     def do(actions: Iterable[CallAction]) -> None:
         for action in actions:
             match action:
-                case ToAll(RunCall(call_id=call_id)):
+                case SendToAll(RunCall(call_id=call_id)):
                     ran.append(call_id)
                     waiting.extend(CallEnded(rank, call_id) for rank in range(num_ranks))
-                case ToAll(DropCall(call_id=call_id)):
+                case SendToAll(DropCall(call_id=call_id)):
                     dropped.append(call_id)
-                case Answered(call_id) | Failed(call_id):
+                case CallAnswered(call_id) | CallRaised(call_id):
                     ends.append(call_id)
 
     for call_id in range(num_calls):

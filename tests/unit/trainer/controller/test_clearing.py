@@ -13,8 +13,8 @@ from rollmesh.core.errors import AddressError, OwnerGone
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from rollmesh.tensors.plane import Plane
 from rollmesh.tensors.store import OwnerStore, StoreSettings
-from rollmesh.trainer.controller.clearing import TRIES, clear_everywhere
-from rollmesh.trainer.controller.crew import Told
+from rollmesh.trainer.controller.rank_group import TensorReport
+from rollmesh.trainer.controller.tensor_runtime import CLEAR_TRIES, clear_everywhere
 from rollmesh.wire.ranks import HeldTensors, TensorsTold
 
 RANK_0 = "tcp://127.0.0.1:7000"
@@ -32,16 +32,16 @@ def told_by(rank: int, num_cleared: int = 0, error: str = "") -> TensorsTold:
 class Ranks:
     """Two of them, that answer as they were told to, each time."""
 
-    def __init__(self, *answers: Told) -> None:
+    def __init__(self, *answers: TensorReport) -> None:
         self.asked: list[list[int]] = []
         self._answers = list(answers)
 
     def owners(self) -> set[str]:
         return {RANK_0}
 
-    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[Told]":
+    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[TensorReport]":
         self.asked.append(array("Q", shard_ids).tolist())
-        answer: concurrent.futures.Future[Told] = concurrent.futures.Future()
+        answer: concurrent.futures.Future[TensorReport] = concurrent.futures.Future()
         answer.set_result(self._answers.pop(0))
         return answer
 
@@ -72,9 +72,9 @@ class Way:
         """Nothing is open."""
 
 
-BOTH = Told(1, (told_by(0, 2), told_by(1)), ())
-SILENT = Told(1, (told_by(0, 2),), (1,))
-FAILED = Told(1, (told_by(0), told_by(1, 0, "its store is broken")), ())
+BOTH = TensorReport(1, (told_by(0, 2), told_by(1)), ())
+SILENT = TensorReport(1, (told_by(0, 2),), (1,))
+FAILED = TensorReport(1, (told_by(0), told_by(1, 0, "its store is broken")), ())
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -96,7 +96,7 @@ def test_without_targets_nobody_is_asked() -> None:
 
 @pytest.mark.parametrize("failing", [SILENT, FAILED])
 def test_who_did_not_confirm_is_asked_again(
-    failing: Told, caplog: pytest.LogCaptureFixture
+    failing: TensorReport, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = Ranks(failing, failing, BOTH)
     clear_everywhere(Plane(), ranks, [handle(5, RANK_0)])
@@ -108,11 +108,11 @@ def test_who_did_not_confirm_is_asked_again(
     ("failing", "why"), [(SILENT, "it did not answer"), (FAILED, "its store is broken")]
 )
 def test_who_never_confirms_is_named_and_nothing_is_raised(
-    failing: Told, why: str, caplog: pytest.LogCaptureFixture
+    failing: TensorReport, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks = Ranks(*[failing] * TRIES)
+    ranks = Ranks(*[failing] * CLEAR_TRIES)
     clear_everywhere(Plane(), ranks, [handle(5, RANK_0), handle(6, RANK_0)])
-    assert len(ranks.asked) == TRIES
+    assert len(ranks.asked) == CLEAR_TRIES
     assert warnings(caplog) == [f"tensors.not_cleared rank=1 num=2 why={why}"]
 
 
@@ -120,7 +120,7 @@ def test_an_owner_that_is_no_rank_is_asked_itself_and_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     way = Way(OwnerGone(ELSEWHERE, "it hung up"), OwnerGone(ELSEWHERE, "it hung up"))
-    ranks = Ranks(Told(1, (told_by(0), told_by(1)), ()))
+    ranks = Ranks(TensorReport(1, (told_by(0), told_by(1)), ()))
     assert clear_everywhere(Plane(backend=way), ranks, [handle(5, ELSEWHERE)]) == 1
     assert way.cleared == [(ELSEWHERE, [5])] * 3
     assert ranks.asked == [[5]], "who may have copies"
@@ -131,7 +131,7 @@ def test_an_owner_that_is_no_rank_is_asked_itself_and_again(
 def test_an_owner_that_cannot_be_asked_is_named(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    way, ranks = Way(*[error] * TRIES), Ranks(BOTH)
+    way, ranks = Way(*[error] * CLEAR_TRIES), Ranks(BOTH)
     clear_everywhere(Plane(backend=way), ranks, [handle(5, ELSEWHERE)])
     (line,) = warnings(caplog)
     assert line.startswith(f"tensors.not_cleared owner={ELSEWHERE} num=1 why=")
@@ -140,7 +140,7 @@ def test_an_owner_that_cannot_be_asked_is_named(
 def test_what_this_process_owns_is_freed_here() -> None:
     store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
     with contextlib.closing(store):
-        plane, ranks = Plane(store), Ranks(Told(1, (told_by(0), told_by(1)), ()))
+        plane, ranks = Plane(store), Ranks(TensorReport(1, (told_by(0), told_by(1)), ()))
         stored = plane.remotize([torch.ones(2), torch.ones(3)])
         assert clear_everywhere(plane, ranks, stored[:1]) == 1
         assert store.stats().total_bytes == 12

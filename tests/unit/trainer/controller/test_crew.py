@@ -8,19 +8,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import RankGone
-from rollmesh.trainer.controller.calls import Answered, CallMade, Failed
-from rollmesh.trainer.controller.crew import (
+from rollmesh.trainer.controller.rank_group import (
     Action,
-    Broken,
-    Crew,
-    CrewSettings,
-    CrewState,
-    EndAsked,
-    Formed,
+    CallAnswered,
+    CallRaised,
+    CallRequested,
+    EndRequested,
     RankExited,
-    Tell,
-    TensorsAsked,
-    Told,
+    RankGroup,
+    RankGroupSettings,
+    RankGroupState,
+    RanksFormed,
+    RanksLost,
+    SendToRank,
+    TensorReport,
+    TensorsQueried,
 )
 from rollmesh.wire.machine import Received, Ticked
 from rollmesh.wire.ranks import (
@@ -40,12 +42,14 @@ from rollmesh.wire.ranks import (
 )
 from tests.unit.trainer.controller.crew_sim import GIVE_UP_S, Sim
 
-SETTINGS = CrewSettings(start_s=60.0, beat_s=1.0, silence_s=10.0, settle_s=5.0, told_s=3.0)
-CALL = CallMade(1, "actor", "train", 4, (b"x", b"y"))
+SETTINGS = RankGroupSettings(start_s=60.0, beat_s=1.0, silence_s=10.0, settle_s=5.0, told_s=3.0)
+CALL = CallRequested(1, "actor", "train", 4, (b"x", b"y"))
 HELD = HeldTensors()
 
 
-def said(crew: Crew, message: RankMessage, now_s: float = 0.0, body: bytes = b"") -> list[Action]:
+def said(
+    crew: RankGroup, message: RankMessage, now_s: float = 0.0, body: bytes = b""
+) -> list[Action]:
     rank = getattr(message, "rank", 0)
     return crew.step(Received(b"rank-%d" % rank, message, body), now_s)
 
@@ -54,13 +58,13 @@ def routes(num_ranks: int) -> list[bytes]:
     return [b"rank-%d" % rank for rank in range(num_ranks)]
 
 
-def ready_crew(num_ranks: int = 2) -> Crew:
-    crew = Crew(routes(num_ranks), SETTINGS, 0.0)
+def ready_crew(num_ranks: int = 2) -> RankGroup:
+    crew = RankGroup(routes(num_ranks), SETTINGS, 0.0)
     for rank in range(num_ranks):
         said(crew, RankHello(rank, 100 + rank))
     for rank in range(num_ranks):
         said(crew, RankReady(rank, "tcp://h:1"))
-    assert crew.state is CrewState.READY
+    assert crew.state is RankGroupState.READY
     return crew
 
 
@@ -68,17 +72,17 @@ def told(actions: Sequence[Action], kind: type) -> list[tuple[bytes, RankMessage
     return [
         (action.route, action.message)
         for action in actions
-        if isinstance(action, Tell) and isinstance(action.message, kind)
+        if isinstance(action, SendToRank) and isinstance(action.message, kind)
     ]
 
 
 def error_of(actions: Sequence[Action]) -> RankGone:
-    [broken] = [action for action in actions if isinstance(action, Broken)]
+    [broken] = [action for action in actions if isinstance(action, RanksLost)]
     return broken.error
 
 
 def test_ranks_are_told_to_meet_once_all_have_said_hello() -> None:
-    crew = Crew(routes(2), SETTINGS, 0.0)
+    crew = RankGroup(routes(2), SETTINGS, 0.0)
     assert said(crew, RankHello(1, 101)) == []
     formed = said(crew, RankHello(0, 100))
     message = FormGroup(-1)
@@ -86,14 +90,14 @@ def test_ranks_are_told_to_meet_once_all_have_said_hello() -> None:
 
 
 def test_the_crew_is_ready_when_all_are_and_then_begins_what_was_asked_before() -> None:
-    crew = Crew(routes(2), SETTINGS, 0.0)
+    crew = RankGroup(routes(2), SETTINGS, 0.0)
     assert crew.step(CALL, 0.0) == []
     for rank in range(2):
         said(crew, RankHello(rank, 100))
     assert said(crew, RankReady(1, "")) == []
     formed, *staged = said(crew, RankReady(0, ""))
-    assert formed == Formed()
-    assert [each.body for each in staged if isinstance(each, Tell)] == [b"x", b"y"]
+    assert formed == RanksFormed()
+    assert [each.body for each in staged if isinstance(each, SendToRank)] == [b"x", b"y"]
 
 
 def test_a_call_goes_to_all_ranks_and_comes_back() -> None:
@@ -102,7 +106,7 @@ def test_a_call_goes_to_all_ranks_and_comes_back() -> None:
     said(crew, CallStaged(0, 1))
     said(crew, CallStaged(1, 1))
     said(crew, CallEnded(0, 1), body=b"p")
-    assert said(crew, CallEnded(1, 1), body=b"q") == [Answered(1, (b"p", b"q"))]
+    assert said(crew, CallEnded(1, 1), body=b"q") == [CallAnswered(1, (b"p", b"q"))]
 
 
 @pytest.mark.parametrize("state", ["staging", "running"])
@@ -113,7 +117,7 @@ def test_a_rank_that_ends_ends_what_is_open_with_its_name(state: str) -> None:
         said(crew, CallStaged(0, 1))
         said(crew, CallStaged(1, 1))
     failed, broken = crew.step(RankExited(1, "killed by signal 9"), 0.0)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, CallRaised)
     assert str(failed.error) == "rank 1 is gone: killed by signal 9; all ranks have to start anew"
     assert error_of([broken]) is failed.error
 
@@ -122,9 +126,9 @@ def test_what_is_asked_of_a_broken_crew_fails_at_once() -> None:
     crew = ready_crew()
     crew.step(RankExited(1, "killed by signal 9"), 0.0)
     [failed] = crew.step(CALL, 0.0)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, CallRaised)
     assert isinstance(failed.error, RankGone)
-    assert crew.step(TensorsAsked(5, 3), 0.0) == [Told(5, (), (0, 1))]
+    assert crew.step(TensorsQueried(5, 3), 0.0) == [TensorReport(5, (), (0, 1))]
     assert crew.step(RankExited(0, "killed"), 0.0) == []
 
 
@@ -135,15 +139,15 @@ def test_a_rank_that_leaves_says_why() -> None:
 def test_a_silent_rank_is_gone() -> None:
     crew = ready_crew()
     said(crew, RankBeat(0, -1, 2), now_s=9.0)
-    assert crew.state is CrewState.READY
+    assert crew.state is RankGroupState.READY
     crew.step(Ticked(), 9.9)
-    assert crew.state is CrewState.READY
+    assert crew.state is RankGroupState.READY
     lost = error_of(crew.step(Ticked(), 10.0))
     assert (lost.rank, lost.cause) == (1, "silent for 10 s")
 
 
 def test_a_rank_that_never_comes_is_gone_by_the_time_all_should_be_ready() -> None:
-    crew = Crew(routes(2), SETTINGS, 0.0)
+    crew = RankGroup(routes(2), SETTINGS, 0.0)
     said(crew, RankHello(0, 100))
     assert error_of(crew.step(Ticked(), 60.0)).cause == "not ready 60 s after its start"
 
@@ -154,7 +158,7 @@ def test_a_rank_that_stays_in_a_failed_call_breaks_the_crew() -> None:
     said(crew, CallStaged(0, 1))
     said(crew, CallStaged(1, 1))
     said(crew, CallEnded(0, 1, "ValueError: x"), now_s=1.0)
-    assert crew.state is CrewState.READY
+    assert crew.state is RankGroupState.READY
     lost = error_of(crew.step(Ticked(), 6.0))
     assert lost.rank == 1
     assert "ValueError: x" in lost.cause
@@ -168,7 +172,7 @@ def test_a_message_that_was_lost_is_noticed_at_the_next_beat() -> None:
 
 def test_beats_carry_the_ended_step_and_what_was_said_before() -> None:
     crew = ready_crew()
-    crew.step(TensorsAsked(1, 7), 0.0)
+    crew.step(TensorsQueried(1, 7), 0.0)
     beats = told(crew.step(Ticked(), 1.0), ControllerBeat)
     assert beats == [(b"rank-0", ControllerBeat(7, 2)), (b"rank-1", ControllerBeat(7, 2))]
     assert told(crew.step(Ticked(), 1.5), ControllerBeat) == []
@@ -177,37 +181,37 @@ def test_beats_carry_the_ended_step_and_what_was_said_before() -> None:
 
 def test_all_ranks_are_asked_of_tensors_and_told_what_has_ended() -> None:
     crew = ready_crew()
-    actions = crew.step(TensorsAsked(5, 7, b"ids"), 0.0)
-    assert [each.body for each in actions if isinstance(each, Tell)] == [b"ids", b"ids"]
+    actions = crew.step(TensorsQueried(5, 7, b"ids"), 0.0)
+    assert [each.body for each in actions if isinstance(each, SendToRank)] == [b"ids", b"ids"]
     assert told(actions, ReadTensors) == [
         (b"rank-0", ReadTensors(7, 5)),
         (b"rank-1", ReadTensors(7, 5)),
     ]
     answers = [TensorsTold(rank, 5, 7, 0, HELD, HELD) for rank in (1, 0)]
     assert said(crew, answers[0]) == []
-    assert said(crew, answers[1]) == [Told(5, (answers[1], answers[0]), ())]
+    assert said(crew, answers[1]) == [TensorReport(5, (answers[1], answers[0]), ())]
 
 
 def test_an_ended_step_is_never_taken_back() -> None:
     crew = ready_crew()
-    crew.step(TensorsAsked(1, 7), 0.0)
-    actions = crew.step(TensorsAsked(2, -1), 0.0)
+    crew.step(TensorsQueried(1, 7), 0.0)
+    actions = crew.step(TensorsQueried(2, -1), 0.0)
     assert told(actions, ReadTensors)[0][1] == ReadTensors(7, 2)
 
 
 def test_a_rank_that_says_nothing_of_tensors_is_missing_and_breaks_nothing() -> None:
     crew = ready_crew()
-    crew.step(TensorsAsked(5, 7), 0.0)
+    crew.step(TensorsQueried(5, 7), 0.0)
     answer = TensorsTold(0, 5, 7, 0, HELD, HELD)
     said(crew, answer)
-    assert Told(5, (answer,), (1,)) in crew.step(Ticked(), 3.0)
-    assert crew.state is CrewState.READY
+    assert TensorReport(5, (answer,), (1,)) in crew.step(Ticked(), 3.0)
+    assert crew.state is RankGroupState.READY
     assert said(crew, TensorsTold(1, 5, 7, 0, HELD, HELD), now_s=3.1) == []
 
 
 def test_ranks_end_in_reverse_and_the_first_when_the_others_have() -> None:
     crew = ready_crew(3)
-    ends = told(crew.step(EndAsked("done"), 0.0), EndRank)
+    ends = told(crew.step(EndRequested("done"), 0.0), EndRank)
     assert [route for route, _ in ends] == [b"rank-2", b"rank-1"]
     assert crew.step(RankExited(1, "exit code 0"), 0.0) == []
     assert [route for route, _ in told(crew.step(RankExited(2, "exit code 0"), 0.0), EndRank)] == [
@@ -216,19 +220,21 @@ def test_ranks_end_in_reverse_and_the_first_when_the_others_have() -> None:
 
 
 def test_an_end_before_all_are_ready_waits_for_nobody() -> None:
-    crew = Crew(routes(2), SETTINGS, 0.0)
+    crew = RankGroup(routes(2), SETTINGS, 0.0)
     said(crew, RankHello(0, 100))
     cause = "not ready yet, and the user has gone"
-    assert error_of(crew.step(EndAsked("the user has gone"), 0.0)).cause == cause
+    assert error_of(crew.step(EndRequested("the user has gone"), 0.0)).cause == cause
 
 
 def test_an_end_fails_what_is_open() -> None:
     crew = ready_crew()
     crew.step(CALL, 0.0)
     assert [
-        each.call_id for each in crew.step(EndAsked("done"), 0.0) if isinstance(each, Failed)
+        each.call_id
+        for each in crew.step(EndRequested("done"), 0.0)
+        if isinstance(each, CallRaised)
     ] == [1]
-    assert [type(each) for each in crew.step(CALL, 0.0)] == [Failed]
+    assert [type(each) for each in crew.step(CALL, 0.0)] == [CallRaised]
 
 
 def test_strangers_and_the_dead_are_not_listened_to() -> None:

@@ -13,12 +13,12 @@ from rollmesh.trainer.controller.dispatch import (
     ROW_WEIGHTS,
     Arguments,
     Dispatch,
-    Rule,
-    cut,
+    DispatchRule,
+    Uneven,
+    dispatch_locally,
     length_of,
-    uncut,
+    split_call,
 )
-from rollmesh.trainer.controller.shares import Uneven
 from tests.unit.trainer.controller.handles import handle
 
 
@@ -43,7 +43,7 @@ def at_heads(dispatch: Dispatch, name: str) -> list[Any]:
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=30), st.integers(1, 5))
 def test_rows_are_partitioned_without_duplication(lengths: list[int], num_heads: int) -> None:
     rows = rows_of(*lengths)
-    dispatch = cut(Arguments((rows,)), num_heads, Rule(uneven="pad"))
+    dispatch = split_call(Arguments((rows,)), num_heads, DispatchRule(uneven="pad"))
     assert dispatch.shares is not None
     told = [
         each
@@ -57,8 +57,8 @@ def test_rows_are_partitioned_without_duplication(lengths: list[int], num_heads:
 
 def test_every_head_gets_rows_of_every_part() -> None:
     rows = rows_of(9, 8, 2, 1)
-    whole = cut(Arguments((rows,)), 2, Rule()).shares
-    apart = cut(Arguments((rows,)), 2, Rule(parts=["a", "b", "b", "a"])).shares
+    whole = split_call(Arguments((rows,)), 2, DispatchRule()).shares
+    apart = split_call(Arguments((rows,)), 2, DispatchRule(parts=["a", "b", "b", "a"])).shares
     assert whole is not None
     assert apart is not None
     assert [set(share.rows) for share in whole] == [{0, 3}, {1, 2}]
@@ -67,13 +67,13 @@ def test_every_head_gets_rows_of_every_part() -> None:
 
 def test_parts_that_are_not_one_per_row_are_refused() -> None:
     with pytest.raises(DispatchError, match="parts: 1 are given for 2 rows"):
-        cut(Arguments((rows_of(1, 2),)), 2, Rule(parts=[0]))
+        split_call(Arguments((rows_of(1, 2),)), 2, DispatchRule(parts=[0]))
 
 
 def test_what_is_no_row_goes_to_every_head_as_it_is() -> None:
     settings, alone, plain = {"rate": 0.1}, handle(3), [0.9, 0.95]
     arguments = Arguments((rows_of(4, 4),), {"settings": settings, "mean": alone, "betas": plain})
-    dispatch = cut(arguments, 2, Rule())
+    dispatch = split_call(arguments, 2, DispatchRule())
     assert all(each is settings for each in at_heads(dispatch, "settings"))
     assert all(each is alone for each in at_heads(dispatch, "mean"))
     assert all(each is plain for each in at_heads(dispatch, "betas"))
@@ -81,13 +81,13 @@ def test_what_is_no_row_goes_to_every_head_as_it_is() -> None:
 
 def test_a_call_without_rows_is_the_same_at_every_head() -> None:
     arguments = Arguments((1, "x"), {"mean": handle(3)})
-    assert cut(arguments, 3, Rule()) == Dispatch((arguments,) * 3, None)
+    assert split_call(arguments, 3, DispatchRule()) == Dispatch((arguments,) * 3, None)
 
 
 def test_columns_are_cut_alike_wherever_they_stand() -> None:
     ids, values, scores = ([handle(n) for n in (9, 1, 8, 2)] for _ in range(3))
     arguments = Arguments(({"ids": ids, "deep": (Pair(values, 0.5),)},), {"scores": scores})
-    dispatch = cut(arguments, 2, Rule())
+    dispatch = split_call(arguments, 2, DispatchRule())
     assert dispatch.shares is not None
     for part, share in zip(dispatch.parts, dispatch.shares, strict=True):
         pair = part.args[0]["deep"][0]
@@ -99,7 +99,7 @@ def test_columns_are_cut_alike_wherever_they_stand() -> None:
 
 def test_rows_within_a_struct_are_cut_and_the_struct_is_left_alone() -> None:
     batch = Batch(rows_of(5, 4))
-    dispatch = cut(Arguments((batch,)), 2, Rule())
+    dispatch = split_call(Arguments((batch,)), 2, DispatchRule())
     assert [part.args[0] for part in dispatch.parts] == [
         Batch([batch.rows[0]]),
         Batch([batch.rows[1]]),
@@ -109,7 +109,7 @@ def test_rows_within_a_struct_are_cut_and_the_struct_is_left_alone() -> None:
 
 def test_rows_of_pairs_stay_pairs() -> None:
     rows = rows_of(1, 2, 30, 40, 5, 6, 7, 8)
-    dispatch = cut(Arguments((rows,)), 2, Rule(group_size=2))
+    dispatch = split_call(Arguments((rows,)), 2, DispatchRule(group_size=2))
     assert dispatch.shares is not None
     for share in dispatch.shares:
         pairs = list(zip(share.rows[::2], share.rows[1::2], strict=True))
@@ -118,12 +118,12 @@ def test_rows_of_pairs_stay_pairs() -> None:
 
 def test_rows_that_do_not_divide_into_pairs_are_refused() -> None:
     with pytest.raises(DispatchError, match="3 rows do not divide into groups of 2"):
-        cut(Arguments((rows_of(1, 2, 3),)), 1, Rule(group_size=2))
+        split_call(Arguments((rows_of(1, 2, 3),)), 1, DispatchRule(group_size=2))
 
 
 def test_siblings_stay_at_one_head_whatever_their_number() -> None:
     groups = ["a", "b", "a", "c", "a", "d"]
-    dispatch = cut(Arguments((rows_of(3, 9, 3, 8, 3, 1),)), 2, Rule(groups=groups))
+    dispatch = split_call(Arguments((rows_of(3, 9, 3, 8, 3, 1),)), 2, DispatchRule(groups=groups))
     assert dispatch.shares is not None
     told = [{groups[row] for row in share.rows} for share in dispatch.shares]
     assert told[0].isdisjoint(told[1])
@@ -132,47 +132,48 @@ def test_siblings_stay_at_one_head_whatever_their_number() -> None:
 
 def test_an_uneven_number_is_refused_unless_padding_is_chosen() -> None:
     with pytest.raises(DispatchError, match="3 rows do not divide by 2 heads"):
-        cut(Arguments((rows_of(1, 2, 3),)), 2, Rule())
+        split_call(Arguments((rows_of(1, 2, 3),)), 2, DispatchRule())
 
 
 def test_padding_is_told_to_the_heads_as_rows_that_weigh_nothing() -> None:
-    dispatch = cut(Arguments((rows_of(3, 2, 1),)), 2, Rule(uneven="pad"))
+    dispatch = split_call(Arguments((rows_of(3, 2, 1),)), 2, DispatchRule(uneven="pad"))
     assert at_heads(dispatch, "row_weights") == [[1.0, 0.0], [1.0, 1.0]]
     assert [len(part.args[0]) for part in dispatch.parts] == [2, 2]
 
 
 def test_fewer_rows_than_heads_leave_the_others_padding_alone() -> None:
-    dispatch = cut(Arguments((rows_of(7),)), 3, Rule(uneven="pad"))
+    dispatch = split_call(Arguments((rows_of(7),)), 3, DispatchRule(uneven="pad"))
     assert at_heads(dispatch, "row_weights") == [[1.0], [0.0], [0.0]]
 
 
 def test_row_weights_of_the_callers_own_are_not_overwritten() -> None:
     with pytest.raises(DispatchError, match="row_weights"):
-        cut(Arguments((rows_of(7),), {"row_weights": [1.0]}), 1, Rule(uneven="pad"))
+        split_call(Arguments((rows_of(7),), {"row_weights": [1.0]}), 1, DispatchRule(uneven="pad"))
 
 
 def test_columns_of_other_lengths_are_named() -> None:
     columns = {"ids": [handle(1), handle(1)], "images": [handle(1)]}
     with pytest.raises(DispatchError, match="2 in argument 0, 1 in argument 0"):
-        cut(Arguments((columns,)), 1, Rule())
+        split_call(Arguments((columns,)), 1, DispatchRule())
 
 
 def test_a_row_may_lack_a_tensor() -> None:
     images = [None, handle(3, 4)]
-    dispatch = cut(Arguments((rows_of(2, 2),), {"images": images}), 2, Rule())
+    dispatch = split_call(Arguments((rows_of(2, 2),), {"images": images}), 2, DispatchRule())
     assert at_heads(dispatch, "images") == [[None], [images[1]]]
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), [("lengths", Rule(lengths=[1])), ("groups", Rule(groups="ab"))]
+    ("name", "rule"),
+    [("lengths", DispatchRule(lengths=[1])), ("groups", DispatchRule(groups="ab"))],
 )
-def test_what_is_said_of_rows_is_said_of_each(name: str, rule: Rule) -> None:
+def test_what_is_said_of_rows_is_said_of_each(name: str, rule: DispatchRule) -> None:
     with pytest.raises(DispatchError, match=f"{name}: . are given for 3 rows"):
-        cut(Arguments((rows_of(1, 2, 3),)), 1, rule)
+        split_call(Arguments((rows_of(1, 2, 3),)), 1, rule)
 
 
 def test_lengths_that_are_given_are_the_ones_that_count() -> None:
-    dispatch = cut(Arguments((rows_of(1, 1, 1, 1),)), 2, Rule(lengths=[9, 1, 1, 8]))
+    dispatch = split_call(Arguments((rows_of(1, 1, 1, 1),)), 2, DispatchRule(lengths=[9, 1, 1, 8]))
     assert dispatch.shares is not None
     assert [sorted(share.rows) for share in dispatch.shares] == [[0, 2], [1, 3]]
 
@@ -187,9 +188,9 @@ def test_a_row_is_as_long_as_its_longest_sequence_whatever_its_pictures() -> Non
 @pytest.mark.parametrize("uneven", ["refuse", "pad"])
 def test_rows_that_are_dealt_already_are_left_and_all_weigh_the_same(uneven: Uneven) -> None:
     whole = Arguments(([handle(3), handle(5)], 0.5), {"name": "x"})
-    left, num_rows = uncut(whole, Rule(uneven=uneven), RTensor)
+    left, num_rows = dispatch_locally(whole, DispatchRule(uneven=uneven), RTensor)
     weights = {ROW_WEIGHTS: [1.0, 1.0]} if uneven == "pad" else {}
     assert (left.args, left.kwargs, num_rows) == (whole.args, whole.kwargs | weights, 2)
-    assert uncut(Arguments((1, [2.0])), Rule(uneven=uneven), RTensor)[1] == 0
+    assert dispatch_locally(Arguments((1, [2.0])), DispatchRule(uneven=uneven), RTensor)[1] == 0
     with pytest.raises(DispatchError, match="2 rows do not divide into groups of 3"):
-        uncut(whole, Rule(group_size=3, uneven=uneven), RTensor)
+        dispatch_locally(whole, DispatchRule(group_size=3, uneven=uneven), RTensor)

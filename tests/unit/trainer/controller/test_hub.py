@@ -6,10 +6,9 @@ from collections.abc import Sequence
 import pytest
 
 from rollmesh.core.errors import RankError
-from rollmesh.trainer.controller.crew import NO_STEP, CrewSettings
-from rollmesh.trainer.controller.hub import CrewHub
-from rollmesh.trainer.controller.spec import RankSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.hub import RankHub
+from rollmesh.trainer.controller.rank_group import NO_STEP, RankGroupSettings
+from rollmesh.trainer.controller.spec import RankSpec, Topology
 
 WAIT_S = 60.0
 
@@ -23,7 +22,7 @@ def nowhere(address: str) -> Sequence[RankSpec]:
 
 
 def test_a_thread_that_fails_fails_whoever_waits_and_whoever_comes_later() -> None:
-    hub = CrewHub("tcp://127.0.0.1:0", None, CrewSettings(), nowhere)
+    hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(), nowhere)
     early = hub.call("actor", "train", NO_STEP, (b"",))
     hub.start()
     with pytest.raises(RankError, match=r"the controller's own thread failed: .*/proc/nowhere"):
@@ -37,7 +36,7 @@ def test_a_thread_that_fails_fails_whoever_waits_and_whoever_comes_later() -> No
 
 
 def test_what_is_asked_of_a_hub_that_is_closed_ends_at_once() -> None:
-    hub = CrewHub("tcp://127.0.0.1:0", None, CrewSettings(), nowhere)
+    hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(), nowhere)
     early = hub.call("actor", "train", NO_STEP, (b"",))
     for reason in ("the first", "the second"):
         hub.close(reason)
@@ -50,7 +49,7 @@ def test_what_is_asked_of_a_hub_that_is_closed_ends_at_once() -> None:
 
 
 def test_a_hub_that_is_closed_rings_no_descriptor_of_somebody_else() -> None:
-    hub = CrewHub("tcp://127.0.0.1:0", None, CrewSettings(), nowhere)
+    hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(), nowhere)
     hub.close("done")
     others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(64)]
     hub.call("actor", "train", NO_STEP, (b"",))

@@ -5,8 +5,7 @@ import numpy as np
 from rollmesh.tensors.buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.plane import Plane
-from rollmesh.trainer.controller.household import held
-from rollmesh.trainer.controller.leaks import Leak, RankTensors, leaks
+from rollmesh.trainer.controller.tensor_runtime import Leak, RankTensors, find_leaks, held_tensors
 from rollmesh.wire.ranks import HeldTensors
 
 NOTHING = HeldTensors()
@@ -30,17 +29,20 @@ def fetch(handles: list[RTensor]) -> list[Content]:
 
 
 def test_bytes_of_a_step_that_has_ended_are_a_leak_of_their_rank() -> None:
-    held = [RankTensors(0, of_steps(s3=8, s4=16, s5=32), NOTHING), RankTensors(1, NOTHING, NOTHING)]
-    assert list(leaks(held, 4, 0)) == [Leak(0, "step 3", 8), Leak(0, "step 4", 16)]
+    held = [
+        RankTensors(0, of_steps(s3=8, s4=16, s5=32), NOTHING),
+        RankTensors(1, NOTHING, NOTHING),
+    ]
+    assert list(find_leaks(held, 4, 0)) == [Leak(0, "step 3", 8), Leak(0, "step 4", 16)]
 
 
 def test_what_no_step_took_is_none() -> None:
-    assert list(leaks([RankTensors(0, of_steps(s_=8), NOTHING)], 4, 0)) == []
+    assert list(find_leaks([RankTensors(0, of_steps(s_=8), NOTHING)], 4, 0)) == []
 
 
 def test_what_is_looked_at_or_copied_while_nobody_works_is_one() -> None:
     held = [RankTensors(1, HeldTensors(0, 0, 64), of_steps(s_=8, s4=16, s5=32))]
-    assert list(leaks(held, 4, 0)) == [
+    assert list(find_leaks(held, 4, 0)) == [
         Leak(1, "retained", 64),
         Leak(1, "buffered of no step", 8),
         Leak(1, "buffered of step 4", 16),
@@ -50,15 +52,15 @@ def test_what_is_looked_at_or_copied_while_nobody_works_is_one() -> None:
 
 def test_who_is_at_work_may_look_and_copy_and_may_not_keep_what_has_ended() -> None:
     held = [RankTensors(1, of_steps(s4=8), of_steps(s4=8))]
-    assert list(leaks(held, 4, num_open=1)) == [Leak(1, "step 4", 8)]
+    assert list(find_leaks(held, 4, num_open=1)) == [Leak(1, "step 4", 8)]
 
 
 def test_a_process_says_of_which_step_its_copies_are() -> None:
     plane = Plane(buffer=FetchBuffer(64))
     assert plane.buffer is not None
     plane.buffer.get_many([copied(-1, 8), copied(4, 16)], fetch)
-    stored, buffered = held(plane)
+    stored, buffered = held_tensors(plane)
     assert stored == NOTHING
     assert buffered == HeldTensors(2, 24, 0, ((-1, 8), (4, 16)))
     told = [Leak(0, "buffered of no step", 8), Leak(0, "buffered of step 4", 16)]
-    assert list(leaks([RankTensors(0, stored, buffered)], 4, 0)) == told
+    assert list(find_leaks([RankTensors(0, stored, buffered)], 4, 0)) == told

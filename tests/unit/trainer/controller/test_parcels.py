@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import WireError
-from rollmesh.trainer.controller.parcels import decode, encode
+from rollmesh.trainer.controller.answers import decode_values, encode_values
 from tests.unit.trainer.controller.handles import handle
 
 HANDLES = [handle(3), handle(2, 4, dtype="bfloat16"), handle()]
@@ -40,19 +40,21 @@ class Batch(msgspec.Struct):
 
 @given(values)
 def test_values_arrive_as_they_were_sent(value: Any) -> None:
-    arrived = decode(encode(value))
+    arrived = decode_values(encode_values(value))
     assert arrived == value
     assert type(arrived) is type(value)
 
 
 def test_a_struct_arrives_as_the_dict_of_its_fields() -> None:
-    assert decode(encode((Batch([HANDLES[0]], "b"),))) == ({"rows": [HANDLES[0]], "name": "b"},)
+    assert decode_values(encode_values((Batch([HANDLES[0]], "b"),))) == (
+        {"rows": [HANDLES[0]], "name": "b"},
+    )
 
 
 def test_a_handle_that_stands_at_many_places_travels_once() -> None:
-    once, often = encode([HANDLES[0]]), encode([HANDLES[0]] * 100)
+    once, often = encode_values([HANDLES[0]]), encode_values([HANDLES[0]] * 100)
     assert len(often) < len(once) + 100 * 8
-    assert decode(often) == [HANDLES[0]] * 100
+    assert decode_values(often) == [HANDLES[0]] * 100
 
 
 @pytest.mark.parametrize(
@@ -65,36 +67,36 @@ def test_a_handle_that_stands_at_many_places_travels_once() -> None:
 )
 def test_what_cannot_travel_is_refused_where_it_is_sent(value: Any, said: str) -> None:
     with pytest.raises(WireError, match=said):
-        encode(value)
+        encode_values(value)
 
 
 def test_values_without_end_are_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(WireError, match="cannot travel"):
-        encode(endless)
+        encode_values(endless)
 
 
 @given(st.binary(max_size=64))
 def test_garbage_is_a_wire_error(body: bytes) -> None:
     with pytest.raises(WireError):
-        decode(body)
+        decode_values(body)
 
 
 @given(values, st.data())
 def test_damage_is_noticed_or_gives_values(value: Any, data: st.DataObject) -> None:
-    good = bytearray(encode([value, *HANDLES]))
+    good = bytearray(encode_values([value, *HANDLES]))
     good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     damaged = bytes(good[: data.draw(st.integers(0, len(good)))])
     try:
-        arrived = decode(damaged)
+        arrived = decode_values(damaged)
     except WireError:
         return
-    assert decode(damaged) == arrived or "nan" in repr(arrived)
+    assert decode_values(damaged) == arrived or "nan" in repr(arrived)
 
 
 def test_a_handle_that_is_not_in_the_pack_is_a_wire_error() -> None:
     place = msgspec.msgpack.Ext(1, (7).to_bytes(4, "little"))
-    good = msgspec.msgpack.decode(encode([HANDLES[0]]))
+    good = msgspec.msgpack.decode(encode_values([HANDLES[0]]))
     with pytest.raises(WireError, match="not a call's values"):
-        decode(msgspec.msgpack.encode([*good[:2], place]))
+        decode_values(msgspec.msgpack.encode([*good[:2], place]))

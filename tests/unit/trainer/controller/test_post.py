@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.trainer.controller.post import Post
-from rollmesh.trainer.controller.spec import RankSpec
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.rank import RankChannel
+from rollmesh.trainer.controller.spec import RankSpec, Topology
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import (
@@ -54,7 +53,7 @@ class Ear:
 
 
 @contextmanager
-def posted(silence_s: float = 60.0) -> Iterator[tuple[Hub, Post, Ear]]:
+def posted(silence_s: float = 60.0) -> Iterator[tuple[Hub, RankChannel, Ear]]:
     """A post that has said hello, and its controller's hub, which has heard that."""
     ear = Ear()
     with closing(Hub("tcp://127.0.0.1:0")) as hub:
@@ -66,7 +65,7 @@ def posted(silence_s: float = 60.0) -> Iterator[tuple[Hub, Post, Ear]]:
             beat_s=0.02,
             silence_s=silence_s,
         )
-        with closing(Post(spec, None, ear)) as post:
+        with closing(RankChannel(spec, None, ear)) as post:
             post.say(RankHello(0, 100))
             post.start()
             assert next(heard(hub)) == RankHello(0, 100)

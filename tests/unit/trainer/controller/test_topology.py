@@ -3,7 +3,7 @@
 import pytest
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.spec import Topology
 
 
 @pytest.mark.parametrize(

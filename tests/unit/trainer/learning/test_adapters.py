@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ModelError
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.adapters import SCALE, TARGETS, Adapters
-from rollmesh.trainer.models.checkpoint import load_model
+from rollmesh.trainer.algorithms.lora import SCALE, TARGETS, LoraAdapters
+from rollmesh.trainer.models.folders import load_model
 from rollmesh.trainer.policy import Policy
 from tests.unit.trainer.samples import new_sample
 
@@ -157,7 +157,7 @@ def test_adapters_are_drawn_alike_everywhere_and_take_no_chance_from_others(
         model = load_model(tiny_folder)
         torch.manual_seed(seed)
         state = torch.get_rng_state()
-        Adapters(model, RANK, tiny_folder)
+        LoraAdapters(model, RANK, tiny_folder)
         weights.append(dict(model.named_parameters()))
         assert torch.equal(torch.get_rng_state(), state)
     names = [name for name in weights[0] if name.endswith("lora_A.weight")]
@@ -177,5 +177,5 @@ def test_a_model_without_such_layers_is_refused_in_one_line(tmp_path: Path) -> N
     for layer in model.model.decoder.layers:
         layer.self_attn = torch.nn.Identity()
     with pytest.raises(ModelError, match=r"trainer\.lora_rank = 2 finds no linear layer") as error:
-        Adapters(model, 2, tmp_path)
+        LoraAdapters(model, 2, tmp_path)
     assert "\n" not in str(error.value)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollmesh.core.config import AdvantageRule
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.advantages import STD_FLOOR, group_advantages, sample_advantages
+from rollmesh.trainer.algorithms.advantages import STD_FLOOR, group_advantages, sample_advantages
 from tests.unit.trainer.samples import new_sample
 
 RULES: tuple[AdvantageRule, ...] = ("grpo", "mean", "leave_one_out")

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rollmesh.trainer.learning.attention import PACKED, packed_logits, packs
+from rollmesh.trainer.algorithms.attention import PACKED, enable_packing, packed_logits
 
 VOCAB = 50
 SMALL = {
@@ -125,13 +125,13 @@ def new_granite() -> PreTrainedModel:
 def test_model_whose_attention_is_the_interfaces_packs(new: Callable[[], PreTrainedModel]) -> None:
     torch.manual_seed(0)
     model = new().eval()
-    assert packs(model)
+    assert enable_packing(model)
     assert attention_of(model) == PACKED
 
 
 def test_no_mask_is_built_for_packed_sequences() -> None:
     model = new_qwen(window=WINDOW)
-    assert packs(model)
+    assert enable_packing(model)
     seen = []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(
@@ -208,7 +208,7 @@ def test_model_that_cannot_be_packed_says_so_and_takes_a_sequence_at_a_time(
     before = attention_of(model)
     row = tokens_of([9])
     expected = model(row[None]).logits[0]
-    assert not packs(model)
+    assert not enable_packing(model)
     assert attention_of(model) == before
     assert [r.message for r in caplog.records if "not_packed" in r.message] != []
     logits = packed_logits(model, row, [0, 9], torch.arange(9))

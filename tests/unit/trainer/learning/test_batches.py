@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.learning.batches import TokenBatch, nothing, pack
+from rollmesh.trainer.algorithms.batches import TokenBatch, empty_batch, pack
 from tests.unit.trainer.samples import new_sample
 
 
@@ -117,7 +117,7 @@ def test_equal_tokens_of_another_temperature_have_a_sequence_of_their_own() -> N
 
 
 def test_a_batch_of_nothing_is_a_token_that_trains_none() -> None:
-    batch = nothing("cpu")
+    batch = empty_batch("cpu")
     assert (batch.token_ids_T.tolist(), batch.starts) == ([0], (0, 1))
     of_tokens = [getattr(batch, name) for name in TokenBatch._fields if name.endswith("_N")]
     assert [len(each) for each in of_tokens] == [0] * 6

@@ -5,11 +5,11 @@ import torch
 
 from rollmesh.core.config import Config, EngineConfig, TrainerConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.learning.device import cautions, device_of
+from rollmesh.trainer.models.device import resolve_device, settings_warnings
 
 
 def test_what_is_there_is_given() -> None:
-    assert device_of("cpu") == torch.device("cpu")
+    assert resolve_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_what_is_not_there_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
     with pytest.raises(ConfigError) as caught:
-        device_of(name)
+        resolve_device(name)
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
@@ -40,7 +40,7 @@ def test_auto_is_cuda_where_each_rank_has_a_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert TrainerConfig().device == "auto"
-    assert device_of("auto", num_ranks) == torch.device(device)
+    assert resolve_device("auto", num_ranks) == torch.device(device)
 
 
 def warned(num_parameters: int, device: str, **trainer: object) -> list[str]:
@@ -49,7 +49,7 @@ def warned(num_parameters: int, device: str, **trainer: object) -> list[str]:
         trainer=TrainerConfig(**trainer),  # type: ignore[arg-type] # spelled out by the tests
         engine=EngineConfig(urls=("http://a",)),
     )
-    return [each.event for each in cautions(config, torch.device(device), num_parameters)]
+    return [each.event for each in settings_warnings(config, torch.device(device), num_parameters)]
 
 
 def test_a_large_model_with_a_high_learning_rate_is_warned_about() -> None:
@@ -63,6 +63,6 @@ def test_a_large_model_with_a_high_learning_rate_is_warned_about() -> None:
 def test_a_large_model_on_a_cpu_is_warned_about() -> None:
     assert warned(10**9, "cpu") == ["trainer.on_cpu"]
     assert warned(10**5, "cpu") == []
-    embedded = cautions(Config(), torch.device("cuda"), 10**9)
+    embedded = settings_warnings(Config(), torch.device("cuda"), 10**9)
     assert [each.event for each in embedded] == ["engine.on_cpu"]
     assert "engine.urls" in embedded[0].fix

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.config import ProximalRule, TrainerConfig
-from rollmesh.trainer.learning.loss import Loss, TokenTerms, policy_loss, token_logprobs
+from rollmesh.trainer.algorithms.loss import LossResult, TokenTerms, ppo_loss, token_logprobs
 
 SETTINGS = TrainerConfig(clip_low=0.2, clip_high=0.3, max_importance_weight=2.0)
 
@@ -28,8 +28,10 @@ def terms(current: list[float], **given: list[float]) -> TokenTerms:
     return TokenTerms(**(defaults | fields))
 
 
-def gradient(some: TokenTerms, settings: TrainerConfig = SETTINGS) -> tuple[Loss, list[float]]:
-    loss = policy_loss(some, settings)
+def gradient(
+    some: TokenTerms, settings: TrainerConfig = SETTINGS
+) -> tuple[LossResult, list[float]]:
+    loss = ppo_loss(some, settings)
     torch.autograd.backward(loss.value)
     assert isinstance(some.logprobs_N.grad, Tensor)
     return loss, some.logprobs_N.grad.tolist()
@@ -81,7 +83,7 @@ def test_entropy_bonus_is_weighted_and_pays_for_spread() -> None:
 
 def test_a_loss_tells_what_staleness_made_of_its_tokens() -> None:
     some = terms([-1.0, -1.0, -1.0], recorded_N=[-1.0, -1.0 - 0.4, -1.0 - 5.0])
-    loss = policy_loss(some, SETTINGS)
+    loss = ppo_loss(some, SETTINGS)
     assert loss.importance_N.tolist() == pytest.approx([1.0, 2.718281828**0.4, 2.0])
     assert loss.is_truncated_N.tolist() == [False, False, True]
     assert not loss.importance_N.requires_grad

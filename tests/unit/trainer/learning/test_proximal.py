@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from rollmesh.core.config import ProximalRule
-from rollmesh.trainer.learning.proximal import Sight, needs_forward, proximal_logprobs
+from rollmesh.trainer.algorithms.loss import ProximalInputs, needs_extra_forward, proximal_logprobs
 
 
-def sight(ages: list[int], num_done: int, began: list[float] | None = None) -> Sight:
+def sight(ages: list[int], num_done: int, began: list[float] | None = None) -> ProximalInputs:
     """Tokens recorded at -2 that are at -1 now."""
-    return Sight(
+    return ProximalInputs(
         now_N=torch.full((len(ages),), -1.0),
         began_N=None if began is None else torch.tensor(began),
         recorded_N=torch.full((len(ages),), -2.0),
@@ -25,7 +25,7 @@ def sight(ages: list[int], num_done: int, began: list[float] | None = None) -> S
 def test_a_forward_more_is_for_recomputing_several_minibatches_alone(
     rule: ProximalRule, num_minibatches: int, is_needed: bool
 ) -> None:
-    assert needs_forward(rule, num_minibatches) is bool(is_needed)
+    assert needs_extra_forward(rule, num_minibatches) is bool(is_needed)
 
 
 def test_recomputed_ones_are_what_the_step_began_with() -> None:

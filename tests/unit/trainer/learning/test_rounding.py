@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollmesh.trainer.learning.rounding import rounded
+from rollmesh.trainer.policy import rounded_weights
 
 
 class Broken(nn.Linear):
@@ -22,7 +22,7 @@ def test_forward_computes_with_the_rounded_weights_and_restores_them() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 3))
     before, ids = weights_of(model), torch.tensor([0, 3])
-    with torch.no_grad(), rounded(model, torch.bfloat16):
+    with torch.no_grad(), rounded_weights(model, torch.bfloat16):
         told = model(ids)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
     for weight in model.parameters():
@@ -35,7 +35,7 @@ def test_weights_that_are_used_twice_are_restored() -> None:
     second.weight = first.weight
     model = nn.Sequential(first, second)
     [before] = weights_of(model)
-    with torch.no_grad(), rounded(model, torch.bfloat16):
+    with torch.no_grad(), rounded_weights(model, torch.bfloat16):
         model(torch.ones(4))
     assert torch.equal(before, first.weight)
 
@@ -43,6 +43,6 @@ def test_weights_that_are_used_twice_are_restored() -> None:
 def test_weights_are_restored_where_the_forward_fails() -> None:
     model = Broken(4, 4)
     before = weights_of(model)
-    with pytest.raises(RuntimeError), torch.no_grad(), rounded(model, torch.bfloat16):
+    with pytest.raises(RuntimeError), torch.no_grad(), rounded_weights(model, torch.bfloat16):
         model(torch.ones(4))
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(model), strict=True))

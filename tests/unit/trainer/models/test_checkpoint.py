@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollmesh.core.errors import ModelError
-from rollmesh.trainer.models.checkpoint import (
+from rollmesh.trainer.models.folders import (
     load_model,
     num_parameters_in,
     save_model,
-    write_face,
+    write_config_files,
 )
 
 
@@ -72,7 +72,7 @@ def test_a_face_names_the_class_for_engines_whatever_the_source_said(
 ) -> None:
     model = load_model(tiny_folder)
     model.config.architectures = None
-    write_face(model, tiny_folder, tmp_path)
+    write_config_files(model, tiny_folder, tmp_path)
     told = json.loads((tmp_path / "config.json").read_text())
     assert told["architectures"] == ["Qwen3ForCausalLM"]
     assert told["dtype"] == "float32", "as the weights are held"

@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from rollmesh.trainer.models.layout import CODES, Layout, Whole, lay_out
+from rollmesh.trainer.models.safetensors_layout import (
+    DTYPE_NAMES,
+    FolderLayout,
+    TensorSpec,
+    plan_layout,
+)
 
 wholes = st.lists(
     st.builds(
-        Whole,
+        TensorSpec,
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter("__metadata__".__ne__),
-        st.sampled_from(list(CODES)),
+        st.sampled_from(list(DTYPE_NAMES)),
         st.lists(st.integers(0, 4), max_size=3).map(tuple),
     ),
     max_size=8,
@@ -24,7 +29,7 @@ wholes = st.lists(
 )
 
 
-def fill(folder: Path, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
+def fill(folder: Path, layout: FolderLayout, tensors: dict[str, torch.Tensor]) -> None:
     """Write the heads, and each tensor where it belongs."""
     for name, head in layout.heads.items():
         (folder / name).write_bytes(head)
@@ -36,13 +41,13 @@ def fill(folder: Path, layout: Layout, tensors: dict[str, torch.Tensor]) -> None
 
 @given(wholes, st.integers(1, 200))
 def test_what_is_written_where_it_belongs_is_what_safetensors_reads(
-    tmp_path_factory: pytest.TempPathFactory, members: list[Whole], max_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, members: list[TensorSpec], max_bytes: int
 ) -> None:
     folder = tmp_path_factory.mktemp("layout")
     noise = {
         each.name: torch.randint(0, 2, (each.num_bytes,), dtype=torch.uint8) for each in members
     }
-    layout = lay_out(members, "model", max_bytes)
+    layout = plan_layout(members, "model", max_bytes)
     fill(folder, layout, noise)
     found: dict[str, torch.Tensor] = {}
     for name in layout.heads:
@@ -59,9 +64,9 @@ def test_what_is_written_where_it_belongs_is_what_safetensors_reads(
 
 @given(wholes, st.integers(1, 200))
 def test_files_are_cut_before_they_are_too_large_and_the_table_names_each(
-    members: list[Whole], max_bytes: int
+    members: list[TensorSpec], max_bytes: int
 ) -> None:
-    layout = lay_out(members, "model", max_bytes)
+    layout = plan_layout(members, "model", max_bytes)
     inside: dict[str, list[int]] = {name: [] for name in layout.heads}
     for each in members:
         inside[layout.spots[each.name].file_name].append(each.num_bytes)
@@ -78,8 +83,8 @@ def test_files_are_cut_before_they_are_too_large_and_the_table_names_each(
 
 
 def test_every_rank_that_knows_names_and_shapes_lays_out_alike() -> None:
-    members = [Whole("a", torch.bfloat16, (2,)), Whole("b", torch.float64, (3, 1))]
-    layout = lay_out(members, "model")
-    assert layout == lay_out(members, "model")
+    members = [TensorSpec("a", torch.bfloat16, (2,)), TensorSpec("b", torch.float64, (3, 1))]
+    layout = plan_layout(members, "model")
+    assert layout == plan_layout(members, "model")
     assert layout.spots["b"].offset < layout.spots["a"].offset, "wide elements come first"
     assert math.prod(members[1].shape) * 8 == members[1].num_bytes

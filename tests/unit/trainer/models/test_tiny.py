@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.trainer.models.tiny import TinyShape, train_tokenizer, write_tiny_model
-from rollmesh.trainer.models.warmstart import texts_of
+from rollmesh.trainer.models.tiny import TinyShape, texts_of, train_tokenizer, write_tiny_model
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"at": 3}'}}

@@ -14,9 +14,9 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.trainer.models.warmstart import (
+from rollmesh.trainer.models.tiny import (
     GameTokens,
-    Lesson,
+    WarmStartSettings,
     make_model,
     random_games,
     write_model,
@@ -63,7 +63,7 @@ def test_game_is_the_first_prompt_then_what_was_sampled_and_the_bridged_hints(
 
 
 def test_lesson_teaches_the_format_first(tmp_path: Path) -> None:
-    make_model(tmp_path, ENV, seed=0, lesson=Lesson(num_steps=12, games_per_step=16))
+    make_model(tmp_path, ENV, seed=0, lesson=WarmStartSettings(num_steps=12, games_per_step=16))
     tokenizer, prompts = prompts_of(tmp_path)
     ids, is_sampled = GameTokens(ENV, tokenizer, prompts).tokens(((4, ""),))
     logits = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([ids])).logits[0]

@@ -14,11 +14,13 @@ from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.pacing.asker import Asking
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
+from rollmesh.trainer.pacing.requester import RequestSettings
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 
-ASKING = Asking(env="guess", num_samples=4, sampling=SamplingPolicy(), seed=0, branches=("main",))
+ASKING = RequestSettings(
+    env="guess", num_samples=4, sampling=SamplingPolicy(), seed=0, branches=("main",)
+)
 MANY = 10**6
 
 

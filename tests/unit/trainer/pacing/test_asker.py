@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.trainer.pacing.course import MAX_REQUEUES
+from rollmesh.trainer.pacing.lifecycle import MAX_REQUEUES
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage, staged
 
 

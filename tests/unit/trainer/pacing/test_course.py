@@ -15,24 +15,25 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
     decode_entry,
 )
-from rollmesh.trainer.pacing.course import MAX_REQUEUES, Course
-from rollmesh.trainer.pacing.course_events import (
+from rollmesh.trainer.pacing.lifecycle import (
+    MAX_REQUEUES,
     UNKNOWN,
     Action,
-    Arrived,
-    Asked,
-    Came,
-    Failed,
-    Fate,
-    Keep,
-    Leave,
-    Minted,
-    Parted,
-    Retake,
-    StepDone,
-    Take,
-    Train,
-    Turn,
+    DropReplayed,
+    GroupLeft,
+    GroupLifecycle,
+    GroupOutcome,
+    GroupRequest,
+    GroupRequested,
+    QueueGroup,
+    ResultArrived,
+    ResultMissing,
+    RetakeStep,
+    StepTrained,
+    TakeStep,
+    TrainGroups,
+    VersionCreated,
+    VersionPublished,
 )
 from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
 from rollmesh.trainer.savepoints.state import LoopState, Waiting
@@ -49,32 +50,32 @@ class Run:
             batch=2 * SIZE, max_staleness=1, max_concurrent=100, policy=policy
         )
         self.staleness = StalenessManager(settings)
-        self.course = Course(self.staleness, SIZE)
+        self.lifecycle = GroupLifecycle(self.staleness, SIZE)
 
     def ask(self, *seqs: int, again: Again | None = None, is_eval: bool = False) -> None:
         for seq in seqs:
-            turn = Turn(task(seq), again, is_eval)
-            self.course.step(Asked(group(seq), turn))
+            turn = GroupRequest(task(seq), again, is_eval)
+            self.lifecycle.step(GroupRequested(group(seq), turn))
 
     def come(self, seq: int, *rollouts: set[int], is_eval: bool = False) -> Action:
         versions = tuple(map(frozenset, rollouts))
-        [action] = self.course.step(Came(group(seq), task(seq), versions, is_eval))
+        [action] = self.lifecycle.step(ResultArrived(group(seq), task(seq), versions, is_eval))
         return action
 
     def fail(self, seq: int) -> Action:
-        [action] = self.course.step(Failed(group(seq), "deadline: over"))
+        [action] = self.lifecycle.step(ResultMissing(group(seq), "deadline: over"))
         return action
 
     def publish(self, *steps: int) -> None:
         """Weights of so many steps, which are called by them."""
         for step in steps:
-            self.course.step(Minted(step, step))
-            self.course.step(Arrived(step))
+            self.lifecycle.step(VersionCreated(step, step))
+            self.lifecycle.step(VersionPublished(step))
 
     def gone(self) -> list[int]:
         return [
             seq
-            for each in self.course.gone.values()
+            for each in self.lifecycle.gone.values()
             for begin, end in each
             for seq in range(begin, end)
         ]
@@ -89,35 +90,42 @@ def task(seq: int) -> Task:
 
 
 def taken(actions: list[Action]) -> list[StepTaken]:
-    return [each.taken for each in actions if isinstance(each, Train)]
+    return [each.taken for each in actions if isinstance(each, TrainGroups)]
 
 
 def test_a_group_waits_is_trained_and_is_gone_when_its_step_is_in_the_weights() -> None:
     run = Run()
     run.ask(0, 1)
-    assert [run.come(seq, {0}, {0}) for seq in (0, 1)] == [Keep(group(0)), Keep(group(1))]
+    assert [run.come(seq, {0}, {0}) for seq in (0, 1)] == [
+        QueueGroup(group(0)),
+        QueueGroup(group(1)),
+    ]
     batch = StepTaken(0, (group(0), group(1)), 0)
-    assert taken(run.course.step(Take(0))) == [batch]
+    assert taken(run.lifecycle.step(TakeStep(0))) == [batch]
     assert run.gone() == [], "whoever dies now has it again"
-    left = run.course.step(StepDone())
-    assert left == [Leave(group(seq), Fate.TRAINED, Turn(task(seq))) for seq in (0, 1)]
-    assert (run.gone(), run.course.num_gone) == ([0, 1], 2)
-    assert run.course.step(StepDone()) == []
+    left = run.lifecycle.step(StepTrained())
+    assert left == [
+        GroupLeft(group(seq), GroupOutcome.TRAINED, GroupRequest(task(seq))) for seq in (0, 1)
+    ]
+    assert (run.gone(), run.lifecycle.num_gone) == ([0, 1], 2)
+    assert run.lifecycle.step(StepTrained()) == []
 
 
 def test_who_ends_without_a_result_is_gone_and_makes_room() -> None:
     run = Run()
     run.ask(0)
-    assert run.fail(0) == Leave(group(0), Fate.FAILED, Turn(task(0)), "deadline: over")
-    assert (run.staleness.running, run.gone(), run.course.num_barren) == (0, [0], 1)
-    assert run.fail(0) == Leave(group(0), Fate.STRANGE), "it was here once"
+    assert run.fail(0) == GroupLeft(
+        group(0), GroupOutcome.FAILED, GroupRequest(task(0)), "deadline: over"
+    )
+    assert (run.staleness.running, run.gone(), run.lifecycle.num_barren) == (0, [0], 1)
+    assert run.fail(0) == GroupLeft(group(0), GroupOutcome.STRANGE), "it was here once"
 
 
 def test_a_group_in_which_nothing_trains_is_gone_and_makes_room() -> None:
     run = Run()
     run.ask(0)
-    assert run.come(0) == Leave(group(0), Fate.BARREN, Turn(task(0)))
-    assert (run.staleness.running, run.gone(), run.course.num_barren) == (0, [0], 1)
+    assert run.come(0) == GroupLeft(group(0), GroupOutcome.BARREN, GroupRequest(task(0)))
+    assert (run.staleness.running, run.gone(), run.lifecycle.num_barren) == (0, [0], 1)
 
 
 def test_one_that_trains_is_a_new_beginning_after_barren_ones() -> None:
@@ -125,7 +133,7 @@ def test_one_that_trains_is_a_new_beginning_after_barren_ones() -> None:
     run.ask(0, 1)
     run.fail(0)
     run.come(1, {0})
-    assert run.course.num_barren == 0
+    assert run.lifecycle.num_barren == 0
 
 
 def test_rollouts_that_failed_are_not_counted() -> None:
@@ -134,23 +142,27 @@ def test_rollouts_that_failed_are_not_counted() -> None:
     run.come(0, {0})
     run.come(1, {0}, {0})
     assert (run.staleness.ready, run.staleness.running) == (3, 2)
-    assert run.course.step(Take(0)) == []
+    assert run.lifecycle.step(TakeStep(0)) == []
     run.come(2, {0})
-    assert taken(run.course.step(Take(0))) == [StepTaken(0, (group(0), group(1), group(2)), 0)]
+    assert taken(run.lifecycle.step(TakeStep(0))) == [
+        StepTaken(0, (group(0), group(1), group(2)), 0)
+    ]
 
 
 def test_tokens_of_another_runs_weights_train_nothing_of_their_group() -> None:
     run = Run()
     run.ask(0)
     why = "foreign: policy version 7 is not of this run"
-    assert run.come(0, {0}, {0, 7, 9}) == Leave(group(0), Fate.FOREIGN, Turn(task(0)), why)
+    assert run.come(0, {0}, {0, 7, 9}) == GroupLeft(
+        group(0), GroupOutcome.FOREIGN, GroupRequest(task(0)), why
+    )
     assert (run.staleness.running, run.staleness.ready, run.gone()) == (0, 0, [0])
-    assert run.course.num_barren == 0
+    assert run.lifecycle.num_barren == 0
 
 
 def test_what_nobody_here_has_asked_for_is_strange_and_not_gone() -> None:
     run = Run()
-    assert run.come(5, {0}) == Leave(group(5), Fate.STRANGE)
+    assert run.come(5, {0}) == GroupLeft(group(5), GroupOutcome.STRANGE)
     assert run.gone() == []
 
 
@@ -160,18 +172,18 @@ def test_evaluations_are_measured_and_never_counted(is_told_by_its_record: bool)
     run.ask(0, is_eval=not is_told_by_its_record)
     assert run.staleness.running == SIZE * is_told_by_its_record
     action = run.come(0, {0}, is_eval=is_told_by_its_record)
-    assert isinstance(action, Leave)
-    assert (action.fate, run.gone()) == (Fate.MEASURED, [0])
+    assert isinstance(action, GroupLeft)
+    assert (action.fate, run.gone()) == (GroupOutcome.MEASURED, [0])
     assert (run.staleness.running, run.staleness.ready) == (0, 0)
 
 
 def test_an_evaluation_that_brings_nothing_is_unmeasured_and_no_sign() -> None:
     run = Run()
     run.ask(0, is_eval=True)
-    assert run.fail(0) == Leave(
-        group(0), Fate.UNMEASURED, Turn(task(0), is_eval=True), "deadline: over"
+    assert run.fail(0) == GroupLeft(
+        group(0), GroupOutcome.UNMEASURED, GroupRequest(task(0), is_eval=True), "deadline: over"
     )
-    assert (run.gone(), run.course.num_barren) == ([0], 0)
+    assert (run.gone(), run.lifecycle.num_barren) == ([0], 0)
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
@@ -180,8 +192,10 @@ def test_one_that_is_too_old_leaves_with_its_age(policy: StalePolicy) -> None:
     run.ask(0)
     run.come(0, {0})
     why = "stale: age 5"
-    assert run.course.step(Take(5)) == [Leave(group(0), Fate.STALE, Turn(task(0)), why)]
-    assert (run.gone(), run.course.next_again()) == ([0], None)
+    assert run.lifecycle.step(TakeStep(5)) == [
+        GroupLeft(group(0), GroupOutcome.STALE, GroupRequest(task(0)), why)
+    ]
+    assert (run.gone(), run.lifecycle.next_again()) == ([0], None)
 
 
 def test_the_task_of_one_that_is_too_old_is_asked_for_again_a_few_times() -> None:
@@ -190,18 +204,18 @@ def test_the_task_of_one_that_is_too_old_is_asked_for_again_a_few_times() -> Non
     for num in range(MAX_REQUEUES):
         run.ask(num, again=again)
         run.come(num, {0})
-        [left] = run.course.step(Take(5))
-        assert isinstance(left, Leave)
+        [left] = run.lifecycle.step(TakeStep(5))
+        assert isinstance(left, GroupLeft)
         again = Again(group(num), num + 1)
-        assert (left.fate, left.why) == (Fate.REQUEUED, "requeued: age 5")
+        assert (left.fate, left.why) == (GroupOutcome.REQUEUED, "requeued: age 5")
         assert left.times == again.times
-        assert run.course.next_again() == Turn(task(num), again)
-        assert run.course.next_again() is None, "once"
+        assert run.lifecycle.next_again() == GroupRequest(task(num), again)
+        assert run.lifecycle.next_again() is None, "once"
     run.ask(9, again=again)
     run.come(9, {0})
-    [left] = run.course.step(Take(5))
-    assert isinstance(left, Leave)
-    assert (left.fate, run.course.next_again()) == (Fate.STALE, None)
+    [left] = run.lifecycle.step(TakeStep(5))
+    assert isinstance(left, GroupLeft)
+    assert (left.fate, run.lifecycle.next_again()) == (GroupOutcome.STALE, None)
 
 
 def test_masked_are_the_versions_that_are_too_old_and_no_others() -> None:
@@ -210,8 +224,10 @@ def test_masked_are_the_versions_that_are_too_old_and_no_others() -> None:
     run.ask(0, 1)
     run.come(0, {0, 3}, {1, 2})
     run.come(1, {3}, {3})
-    [train] = run.course.step(Take(3))
-    assert train == Train(StepTaken(3, (group(0), group(1)), oldest_step=2), frozenset({0, 1}))
+    [train] = run.lifecycle.step(TakeStep(3))
+    assert train == TrainGroups(
+        StepTaken(3, (group(0), group(1)), oldest_step=2), frozenset({0, 1})
+    )
     assert run.staleness.histogram == {1: 2, 0: 2}
 
 
@@ -221,31 +237,31 @@ def test_of_a_masked_group_those_rollouts_count_that_keep_a_token() -> None:
     run.ask(0, 1)
     run.come(0, {0, 3}, {0, 1})
     run.come(1, {3}, {3})
-    assert run.course.step(Take(3)) == [], "three of four"
+    assert run.lifecycle.step(TakeStep(3)) == [], "three of four"
 
 
 def test_asks_go_up_to_the_bound_and_to_what_is_needed() -> None:
     run = Run()
     run.ask(0, 1)
-    assert [run.course.may_ask(num) for num in (2, 3)] == [False, True]
+    assert [run.lifecycle.may_ask(num) for num in (2, 3)] == [False, True]
     run.come(0, {0}, {0})
-    assert not run.course.may_ask(2), "what is ready is under way, too"
+    assert not run.lifecycle.may_ask(2), "what is ready is under way, too"
     run.ask(2, 3)
-    assert not run.course.may_ask(100), "two batches"
+    assert not run.lifecycle.may_ask(100), "two batches"
 
 
 def test_the_age_of_a_token_is_counted_in_steps_and_not_in_versions() -> None:
     run = Run()
-    run.course.step(Minted(7, 1))
-    run.course.step(Arrived(1))
+    run.lifecycle.step(VersionCreated(7, 1))
+    run.lifecycle.step(VersionPublished(1))
     run.ask(0, 1)
     run.come(0, {7})
     run.come(1, {7}, {7})
     assert run.staleness.oldest_version == 7
-    assert run.course.step(Take(2)) == []
+    assert run.lifecycle.step(TakeStep(2)) == []
     run.ask(2)
     run.come(2, {7})
-    assert taken(run.course.step(Take(2))) == [StepTaken(2, tuple(map(group, range(3))), 0)]
+    assert taken(run.lifecycle.step(TakeStep(2))) == [StepTaken(2, tuple(map(group, range(3))), 0)]
 
 
 def earlier(**more: tuple[int, ...]) -> Recovery:
@@ -271,72 +287,74 @@ def earlier(**more: tuple[int, ...]) -> Recovery:
 
 def test_a_life_goes_on_with_what_earlier_ones_left() -> None:
     run = Run()
-    left = run.course.go_on(earlier(ready=(8, 9)))
+    left = run.lifecycle.go_on(earlier(ready=(8, 9)))
     assert [(each.group_id, each.fate, each.why) for each in left] == [
-        (group(10), Fate.FAILED, "deadline: over")
+        (group(10), GroupOutcome.FAILED, "deadline: over")
     ]
     assert run.gone() == [0, 1, 2, 3, 10]
     # All but the evaluation count: in steps, ready and open.
     assert (run.staleness.running, run.staleness.capacity) == (7 * SIZE, 0)
-    assert run.course.turn(group(11)) == Turn(task(11))
-    assert run.course.turn(group(12)) == Turn(task(12), is_eval=True)
-    assert run.course.num_barren == 0
+    assert run.lifecycle.turn(group(11)) == GroupRequest(task(11))
+    assert run.lifecycle.turn(group(12)) == GroupRequest(task(12), is_eval=True)
+    assert run.lifecycle.num_barren == 0
 
 
 def test_drops_of_an_evaluation_that_goes_on_are_not_of_what_was_to_train() -> None:
     plan = earlier(ready=())
-    [left] = Run().course.go_on(plan)
-    assert left.fate is Fate.FAILED
+    [left] = Run().lifecycle.go_on(plan)
+    assert left.fate is GroupOutcome.FAILED
     plan = msgspec.structs.replace(plan, evals={"r": [(10, 11)]})
-    [left] = Run().course.go_on(plan)
-    assert left.fate is Fate.UNMEASURED
+    [left] = Run().lifecycle.go_on(plan)
+    assert left.fate is GroupOutcome.UNMEASURED
 
 
 def test_a_step_is_taken_again_with_its_own_groups_in_their_order() -> None:
     run = Run()
     plan = earlier(ready=())
-    run.course.go_on(plan)
+    run.lifecycle.go_on(plan)
     for step in plan.redo:
         for each in step.group_ids:
             run.come(each.seq, {0}, {2})
-        assert taken(run.course.step(Retake(step))) == [step]
+        assert taken(run.lifecycle.step(RetakeStep(step))) == [step]
         assert run.staleness.training == 2 * SIZE * (step.step - 1)
-        left = run.course.step(StepDone())
-        assert [each.group_id for each in left if isinstance(each, Leave)] == [*step.group_ids]
+        left = run.lifecycle.step(StepTrained())
+        assert [each.group_id for each in left if isinstance(each, GroupLeft)] == [*step.group_ids]
 
 
 def test_a_step_is_taken_again_without_what_cannot_be_read() -> None:
     run = Run()
     [first, *_] = (plan := earlier(ready=())).redo
-    run.course.go_on(plan)
+    run.lifecycle.go_on(plan)
     run.fail(5)
-    assert run.course.num_barren == 1
+    assert run.lifecycle.num_barren == 1
     run.come(4, {0}, {0})
-    assert taken(run.course.step(Retake(first))) == [StepTaken(2, (group(4),), 0)]
-    assert run.course.step(Retake(plan.redo[1])) == [], "nothing of it is here"
+    assert taken(run.lifecycle.step(RetakeStep(first))) == [StepTaken(2, (group(4),), 0)]
+    assert run.lifecycle.step(RetakeStep(plan.redo[1])) == [], "nothing of it is here"
 
 
 def test_no_step_is_taken_before_all_that_earlier_lives_left_is_here() -> None:
     run = Run("drop")
-    run.course.go_on(msgspec.structs.replace(earlier(ready=(8, 9)), redo=()))
-    run.course.step(Arrived(2))
+    run.lifecycle.go_on(msgspec.structs.replace(earlier(ready=(8, 9)), redo=()))
+    run.lifecycle.step(VersionPublished(2))
     run.ask(20, 21)
     run.come(20, {2}, {2})
     run.come(21, {2}, {2})
     run.come(9, {2}, {2})
-    assert run.course.step(Take(3)) == []
+    assert run.lifecycle.step(TakeStep(3)) == []
     action = run.come(8)
-    assert isinstance(action, Leave)
-    assert (action.fate, run.course.num_barren) == (Fate.BARREN, 0), "it trained beside others"
-    assert taken(run.course.step(Take(3)))
+    assert isinstance(action, GroupLeft)
+    assert (action.fate, run.lifecycle.num_barren) == (GroupOutcome.BARREN, 0), (
+        "it trained beside others"
+    )
+    assert taken(run.lifecycle.step(TakeStep(3)))
 
 
 def test_of_results_that_earlier_lives_left_the_record_knows_the_task() -> None:
     run = Run("requeue")
-    run.course.go_on(msgspec.structs.replace(earlier(ready=(8,)), redo=()))
+    run.lifecycle.go_on(msgspec.structs.replace(earlier(ready=(8,)), redo=()))
     run.come(8, {0})
-    run.course.step(Take(5))
-    assert run.course.next_again() == Turn(task(8), Again(group(8), 1))
+    run.lifecycle.step(TakeStep(5))
+    assert run.lifecycle.next_again() == GroupRequest(task(8), Again(group(8), 1))
 
 
 @pytest.mark.parametrize("policy", ["wait", "mask"])
@@ -345,11 +363,11 @@ def test_a_step_is_taken_again_without_the_tokens_that_it_did_not_train_then(
 ) -> None:
     for oldest_step, stale in ((0, frozenset[int]()), (2, frozenset({0}))):
         run, plan = Run(policy), earlier(ready=())
-        run.course.go_on(plan)
+        run.lifecycle.go_on(plan)
         run.come(4, {0, 2})
         run.come(5, {0, 2})
         again = StepTaken(2, (group(5), group(4)), oldest_step)
-        assert run.course.step(Retake(again)) == [Train(again, stale)]
+        assert run.lifecycle.step(RetakeStep(again)) == [TrainGroups(again, stale)]
         assert run.staleness.histogram == {2 - oldest_step: 2}, "nor counts it their ages"
 
 
@@ -361,48 +379,48 @@ def test_a_step_that_an_earlier_release_took_masks_what_the_settings_say(
     taken = decode_entry([msgspec.msgpack.encode(fields[:-1])])
     assert isinstance(taken, StepTaken)
     run = Run(policy)
-    run.course.go_on(earlier(ready=()))
+    run.lifecycle.go_on(earlier(ready=()))
     run.come(4, {0, 2})
     run.come(5, {0, 2})
-    [train] = run.course.step(Retake(taken))
+    [train] = run.lifecycle.step(RetakeStep(taken))
     stale = frozenset({0} if policy == "mask" else ())
-    assert train == Train(StepTaken(2, (group(5), group(4)), oldest_step), stale)
+    assert train == TrainGroups(StepTaken(2, (group(5), group(4)), oldest_step), stale)
 
 
 def test_what_earlier_lives_dropped_stays_so_and_is_asked_for_again_if_it_was_to_be() -> None:
     run = Run("drop")  # whatever the settings are now
     plan = earlier(ready=())
-    run.course.go_on(msgspec.structs.replace(plan, evals={"r": [(23, 24)]}))
+    run.lifecycle.go_on(msgspec.structs.replace(plan, evals={"r": [(23, 24)]}))
     fates = []
     for seq, num_rollouts, times in ((20, 4, 2), (21, 4, 0), (22, 0, 0), (23, 1, 0)):
         entry = GroupParted(group(seq), f"why {seq}", 3, times)
-        [leave] = run.course.step(Parted(entry, task(seq), num_rollouts))
-        assert isinstance(leave, Leave)
+        [leave] = run.lifecycle.step(DropReplayed(entry, task(seq), num_rollouts))
+        assert isinstance(leave, GroupLeft)
         fates.append((leave.fate, leave.why))
     assert fates == [
-        (Fate.STALE, "why 20"),
-        (Fate.STALE, "why 21"),
-        (Fate.BARREN, ""),
-        (Fate.MEASURED, ""),
+        (GroupOutcome.STALE, "why 20"),
+        (GroupOutcome.STALE, "why 21"),
+        (GroupOutcome.BARREN, ""),
+        (GroupOutcome.MEASURED, ""),
     ]
     assert run.gone()[-4:] == [20, 21, 22, 23]
-    assert run.course.num_barren == 0
-    assert run.course.next_again() == Turn(task(20), Again(group(20), 2))
-    assert run.course.next_again() is None
+    assert run.lifecycle.num_barren == 0
+    assert run.lifecycle.next_again() == GroupRequest(task(20), Again(group(20), 2))
+    assert run.lifecycle.next_again() is None
 
 
 def test_a_savepoint_holds_the_tasks_that_are_to_be_asked_for_again_or_are_open_so() -> None:
     run, first, second = Run("requeue"), Again(group(70), 1), Again(group(71), 3)
     plan = earlier(ready=(8,))
     waiting = (Waiting(task(70), first),)
-    run.course.go_on(
+    run.lifecycle.go_on(
         msgspec.structs.replace(plan, waiting=waiting, again={group(8): Again(group(72), 1)})
     )
     run.ask(20)
     run.ask(21, again=second)
     # Of what has a result, the journal has the ask.
-    assert run.course.to_ask_again == (*waiting, Waiting(task(21), second))
-    assert run.course.turn(group(8)) == Turn(UNKNOWN, Again(group(72), 1))
+    assert run.lifecycle.to_ask_again == (*waiting, Waiting(task(21), second))
+    assert run.lifecycle.turn(group(8)) == GroupRequest(UNKNOWN, Again(group(72), 1))
     run.come(21, {0})
-    assert run.course.next_again() == Turn(task(70), first)
-    assert not run.course.to_ask_again
+    assert run.lifecycle.next_again() == GroupRequest(task(70), first)
+    assert not run.lifecycle.to_ask_again

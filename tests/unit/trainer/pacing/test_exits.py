@@ -14,9 +14,9 @@ from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import rollout
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.pacing.exits import Exits
-from rollmesh.trainer.pacing.stock import ReadyGroup
-from rollmesh.trainer.pacing.versions import Versions
+from rollmesh.trainer.pacing.accounting import GroupAccounting
+from rollmesh.trainer.pacing.ready_queue import ReadyGroup
+from rollmesh.trainer.pacing.versions import VersionSteps
 from tests.unit.trainer.pacing.test_masking import sampled_by
 
 GROUP = GroupId("r", 3)
@@ -28,9 +28,9 @@ class Books:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.records, self.tally = RunRecords(folder, FakeClock()), Tally()
-        versions = Versions(max_staleness=4)
+        versions = VersionSteps(max_staleness=4)
         versions.add({step: step for step in range(10)})
-        self.exits = Exits((self.records, self.tally), "guess", versions)
+        self.exits = GroupAccounting((self.records, self.tally), "guess", versions)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         self.records.flush()

@@ -4,7 +4,7 @@ import pytest
 
 from rollmesh.core.errors import EnvError
 from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, RolloutRecord, Task
-from rollmesh.trainer.pacing.first_failures import NUM_ALIKE, FirstFailures
+from rollmesh.trainer.pacing.accounting import NUM_ALIKE, FirstFailures
 
 HERE = ErrorPlace("KeyError", "my_env.py", 15, "score")
 ELSEWHERE = ErrorPlace("KeyError", "my_env.py", 16, "score")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.serve.client.samples import Sample, SampledRun
-from rollmesh.trainer.pacing.masking import without_versions
+from rollmesh.trainer.pacing.ready_queue import without_versions
 from tests.unit.trainer.pacing.pacer_stage import MANY, staged
 from tests.unit.trainer.samples import new_sample
 

@@ -11,7 +11,7 @@ from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.segment import Attached
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.clock import FakeClock
-from rollmesh.trainer.pacing.room import PlainRoom, StoreRoom, moved
+from rollmesh.trainer.pacing.ready_queue import LocalAllocator, StoreAllocator, copy_samples
 from tests.unit.trainer.samples import new_sample
 
 MAX_BYTES = 16 * PAGE_BYTES
@@ -54,17 +54,17 @@ def assert_alike(samples: Sequence[Sample], others: Sequence[Sample]) -> None:
 
 
 def test_samples_are_in_the_store_as_they_were_and_nobody_changes_them(store: OwnerStore) -> None:
-    room = StoreRoom(store)
-    samples = moved(given(4, 9, 2), room.lay)
+    allocator = StoreAllocator(store)
+    samples = copy_samples(given(4, 9, 2), allocator.lay)
     assert_alike(samples, given(4, 9, 2))
-    assert all(map(room.holds, samples))
-    assert not any(map(room.holds, given(4, 9, 2)))
+    assert all(map(allocator.holds, samples))
+    assert not any(map(allocator.holds, given(4, 9, 2)))
     assert not any(sample.token_ids.flags.writeable for sample in samples)
     assert store.stats().total_bytes == BYTES_PER_TOKEN * 15
 
 
 def test_who_attaches_by_the_handle_sees_the_very_bytes(store: OwnerStore) -> None:
-    (sample,) = moved(given(7), StoreRoom(store).lay)
+    (sample,) = copy_samples(given(7), StoreAllocator(store).lay)
     assert sample.handle is not None
     (place,) = store.pins.places([sample.handle.shard_id], "rank")
     seen = Attached(place.path).view(place.offset, place.num_bytes)
@@ -73,9 +73,9 @@ def test_who_attaches_by_the_handle_sees_the_very_bytes(store: OwnerStore) -> No
 
 
 def test_what_is_cleared_is_gone_when_nobody_holds_it(store: OwnerStore, arena: Arena) -> None:
-    room = StoreRoom(store)
-    samples = moved(given(4, 9), room.lay)
-    room.clear([*samples, *given(3)])
+    allocator = StoreAllocator(store)
+    samples = copy_samples(given(4, 9), allocator.lay)
+    allocator.clear([*samples, *given(3)])
     assert (store.stats().num_tensors, store.stats().retained_bytes) == (0, BYTES_PER_TOKEN * 13)
     assert_alike(samples, given(4, 9))
     samples.clear()
@@ -84,19 +84,19 @@ def test_what_is_cleared_is_gone_when_nobody_holds_it(store: OwnerStore, arena: 
 
 
 def test_what_does_not_fit_leaves_what_is_there(store: OwnerStore) -> None:
-    room = StoreRoom(store)
-    samples = moved(given(4), room.lay)
+    allocator = StoreAllocator(store)
+    samples = copy_samples(given(4), allocator.lay)
     with pytest.raises(StoreFull):
-        moved(given(2, MAX_BYTES // BYTES_PER_TOKEN), room.lay)
+        copy_samples(given(2, MAX_BYTES // BYTES_PER_TOKEN), allocator.lay)
     assert store.stats().num_tensors == 1
     assert_alike(samples, given(4))
 
 
 def test_samples_that_leave_the_room_are_plain(store: OwnerStore) -> None:
-    room = StoreRoom(store)
-    samples = moved(given(4, 9), room.lay)
-    aside = moved(samples, lay_plainly)
-    room.clear(samples)
+    allocator = StoreAllocator(store)
+    samples = copy_samples(given(4, 9), allocator.lay)
+    aside = copy_samples(samples, lay_plainly)
+    allocator.clear(samples)
     del samples
     assert (store.stats().num_tensors, store.stats().retained_bytes) == (0, 0)
     assert_alike(aside, given(4, 9))
@@ -104,9 +104,9 @@ def test_samples_that_leave_the_room_are_plain(store: OwnerStore) -> None:
 
 
 def test_a_plain_room_holds_everything() -> None:
-    room = PlainRoom()
-    samples = moved(given(4, 9), room.lay)
+    allocator = LocalAllocator()
+    samples = copy_samples(given(4, 9), allocator.lay)
     assert_alike(samples, given(4, 9))
-    assert all(map(room.holds, samples))
-    room.clear(samples)
+    assert all(map(allocator.holds, samples))
+    allocator.clear(samples)
     assert_alike(samples, given(4, 9))

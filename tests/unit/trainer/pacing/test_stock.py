@@ -22,10 +22,9 @@ from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.client import ANSWER, PROMPT, ScriptedClient
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.pacing.asker import Asking
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
-from rollmesh.trainer.pacing.room import StoreRoom
-from rollmesh.trainer.pacing.stock import ReadyGroup, Stock
+from rollmesh.trainer.pacing.ready_queue import ReadyGroup, ReadyQueue, StoreAllocator
+from rollmesh.trainer.pacing.requester import RequestSettings
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 
 NUM_SAMPLES = 4
@@ -43,8 +42,8 @@ class World:
         max_bytes = num_groups * GROUP_BYTES
         self.arena = Arena(max_bytes)
         self.store = OwnerStore(StoreSettings(max_bytes=max_bytes), FakeClock(), self.arena)
-        self.room = StoreRoom(self.store)
-        self.stock = Stock(self.room)
+        self.allocator = StoreAllocator(self.store)
+        self.stock = ReadyQueue(self.allocator)
         self.client = ScriptedClient()
 
     def ask(self) -> GroupId:
@@ -67,7 +66,7 @@ class World:
         return groups
 
     def is_inside(self, group: ReadyGroup) -> bool:
-        inside = {self.room.holds(sample) for sample in group.all_samples()}
+        inside = {self.allocator.holds(sample) for sample in group.all_samples()}
         assert len(inside) == 1, "a group lies in one place"
         return inside.pop()
 
@@ -190,7 +189,7 @@ class Life(RuleBasedStateMachine):
         staleness = StalenessManager(
             StalenessSettings(batch=2 * NUM_SAMPLES, max_staleness=1, max_concurrent=400)
         )
-        asking = Asking(
+        asking = RequestSettings(
             env="guess",
             num_samples=NUM_SAMPLES,
             sampling=SamplingPolicy(),
@@ -199,7 +198,7 @@ class Life(RuleBasedStateMachine):
         )
         tasks = (Task(id=f"t{number}") for number in itertools.count())
         books = (self.records, self.tally)
-        self.pacer = Pacer(self.client, staleness, tasks, asking, books, self.world.room)
+        self.pacer = Pacer(self.client, staleness, tasks, asking, books, self.world.allocator)
         self.step = self.policy_version = self.num_evals = 0
         self.is_over = False
 

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.core.errors import EnvError
 from rollmesh.core.types import Task
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.trainer.pacing.tasks import endless_tasks
+from rollmesh.trainer.pacing.requester import endless_tasks
 
 
 class Posing(GuessEnv):

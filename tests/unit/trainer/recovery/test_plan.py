@@ -11,8 +11,15 @@ from rollmesh.core.types import Outcome, Task
 from rollmesh.serve.client.arrivals import StoredResult
 from rollmesh.serve.client.journal import History, OpenAsk
 from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateSaved, StepTaken
-from rollmesh.trainer.pacing.course import Course
-from rollmesh.trainer.pacing.course_events import Arrived, Came, Minted, Retake, StepDone, Turn
+from rollmesh.trainer.pacing.lifecycle import (
+    GroupLifecycle,
+    GroupRequest,
+    ResultArrived,
+    RetakeStep,
+    StepTrained,
+    VersionCreated,
+    VersionPublished,
+)
 from rollmesh.trainer.recovery.plan import plan_recovery
 from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
@@ -139,19 +146,19 @@ def test_capacity_after_recovery_follows_the_formula(max_concurrent: int) -> Non
     plan = plan_recovery(SAVED, history())
     settings = StalenessSettings(batch=8, max_staleness=4, max_concurrent=max_concurrent)
     manager = StalenessManager(settings, published_step=plan.num_steps)
-    course = Course(manager, NUM_ROLLOUTS)
-    course.go_on(plan)
+    lifecycle = GroupLifecycle(manager, NUM_ROLLOUTS)
+    lifecycle.go_on(plan)
     for step in plan.redo:
         for group_id in step.group_ids:
-            course.step(Came(group_id, Task(id="t"), (frozenset({2}),) * NUM_ROLLOUTS))
-        course.step(Retake(step))
-        course.step(StepDone())
+            lifecycle.step(ResultArrived(group_id, Task(id="t"), (frozenset({2}),) * NUM_ROLLOUTS))
+        lifecycle.step(RetakeStep(step))
+        lifecycle.step(StepTrained())
     # Steps 2 and 3 train two groups each; two are ready, which count as running until they are
     # handed out, and two are open.
     assert (manager.training, manager.running) == (16, 16)
     assert manager.capacity == max(0, min(max_concurrent - 16, 5 * 8 - 32))
-    course.step(Minted(plan.policy_version, plan.next_step))
-    course.step(Arrived(plan.next_step))
+    lifecycle.step(VersionCreated(plan.policy_version, plan.next_step))
+    lifecycle.step(VersionPublished(plan.next_step))
     assert (manager.training, manager.running) == (0, 16)
     assert manager.capacity == max(0, min(max_concurrent - 16, 5 * 8 - 16))
 
@@ -159,7 +166,7 @@ def test_capacity_after_recovery_follows_the_formula(max_concurrent: int) -> Non
 def test_evaluations_that_are_open_do_not_count() -> None:
     plan = plan_recovery(None, History(open_asks=(open_ask(0, is_eval=True), open_ask(1))))
     manager = StalenessManager(StalenessSettings(batch=8, max_staleness=1, max_concurrent=100))
-    Course(manager, NUM_ROLLOUTS).go_on(plan)
+    GroupLifecycle(manager, NUM_ROLLOUTS).go_on(plan)
     assert manager.running == NUM_ROLLOUTS
 
 
@@ -236,11 +243,11 @@ def test_a_task_that_came_too_late_is_asked_for_again_once_whoever_dies(
     requeue = "trainer.stale_policy=requeue"
     life = begin(ROOMY, requeue)
     live_through_all_kinds_of_ends(life)
-    [waiting] = life.pacer.course.to_ask_again
+    [waiting] = life.pacer.lifecycle.to_ask_again
     if is_saved:
         life.saver.save(6)
     life = begin(ROOMY, requeue)
-    assert life.pacer.course.to_ask_again == (waiting,)
+    assert life.pacer.lifecycle.to_ask_again == (waiting,)
     redo(life)
     life.pacer.publishing(2, 6)
     life.pacer.published(6)
@@ -248,8 +255,8 @@ def test_a_task_that_came_too_late_is_asked_for_again_once_whoever_dies(
     group_id, task = life.hear_ask()
     assert task == waiting.task
     life = begin(ROOMY, requeue)
-    assert life.pacer.course.turn(group_id) == Turn(task, waiting.again)
-    assert life.pacer.course.next_again() is None
+    assert life.pacer.lifecycle.turn(group_id) == GroupRequest(task, waiting.again)
+    assert life.pacer.lifecycle.next_again() is None
 
 
 def test_nothing_is_lost_where_the_newest_savepoint_rots(begin: Lives) -> None:

@@ -239,8 +239,8 @@ def test_what_an_earlier_life_left_counts_as_ready_running_and_dropped(tmp_path:
 def test_what_failed_in_earlier_lives_is_no_sign_that_nothing_trains(tmp_path: Path) -> None:
     drops = tuple(GroupBooked(earlier(seq), "env_failed: no licence") for seq in range(400))
     stage = later_life(tmp_path, History(drops=drops, open_asks=(open_ask(400),), num_asked=401))
-    assert [*stage.pacer.course.open_ids] == [earlier(400)]
-    assert stage.pacer.course.gone == {"before": [(0, 400)]}
+    assert [*stage.pacer.lifecycle.open_ids] == [earlier(400)]
+    assert stage.pacer.lifecycle.gone == {"before": [(0, 400)]}
     assert (stage.tally.num_dropped, stage.lost()) == (400 * 4, 0)
     stage.client.drop(earlier(400), "env_failed: no licence")
     stage.pacer.collect(0.0)
@@ -312,7 +312,7 @@ def test_a_step_is_done_again_with_its_own_groups(tmp_path: Path) -> None:
     assert (stage.pacer.pacing.training, stage.pacer.pacing.running) == (8, 4)
     stage.pacer.trained(batch)
     assert (stage.tally.num_trained, stage.lost()) == (8, 0)
-    assert stage.pacer.course.gone == {"before": [(0, 1), (2, 3)]}
+    assert stage.pacer.lifecycle.gone == {"before": [(0, 1), (2, 3)]}
     # The third, which no step took, arrives as any other.
     stage.client.hand_out(1)
     stage.pacer.collect(0.0)
@@ -343,7 +343,7 @@ def test_a_result_that_cannot_be_read_again_is_dropped_and_its_step_done_without
 def test_what_had_left_before_does_not_leave_again(tmp_path: Path) -> None:
     state = LoopState(num_steps=1, ended={"before": [(0, 5)]}, num_tasks=5)
     stage = later_life(tmp_path, History(num_asked=5, num_drawn=6), state)
-    assert stage.pacer.course.num_gone == 5
+    assert stage.pacer.lifecycle.num_gone == 5
     stage.pacer.ask(MANY)
     assert stage.pacer.asker.num_drawn == 6 + 4
     stage.records.close()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.roles.language import LanguageModel
 from tests.unit.trainer.roles.rows import drawn, row
 from tests.unit.trainer.roles.stock import one_by_one, write_soft_capped
@@ -33,7 +33,7 @@ def assert_alike(ours: list[Tensor], others: list[Tensor], bound: float = 2e-5) 
 
 @pytest.mark.parametrize("max_tokens", [1, 25, 4096])
 def test_logprobs_are_those_of_each_row_alone(
-    place: Place, any_folder: Path, max_tokens: int
+    place: RankContext, any_folder: Path, max_tokens: int
 ) -> None:
     rows = drawn(1, *LENGTHS)
     rows[1]["temperature"] = 0.7
@@ -41,7 +41,7 @@ def test_logprobs_are_those_of_each_row_alone(
     assert_alike(role.logprobs(rows, [1.0] * 5 + [0.0]), one_by_one(any_folder, rows))
 
 
-def test_text_costs_what_transformers_says_it_does(place: Place, folder: Path) -> None:
+def test_text_costs_what_transformers_says_it_does(place: RankContext, folder: Path) -> None:
     rows = drawn(2, *LENGTHS)
     logprobs = torch.cat(one_by_one(folder, rows))
     report = LanguageModel(place, str(folder), TRAINER).train_text(rows, 0)
@@ -51,7 +51,7 @@ def test_text_costs_what_transformers_says_it_does(place: Place, folder: Path) -
 
 @pytest.mark.parametrize("method", ["train_text", "train_preference", "train_policy"])
 def test_a_step_is_the_same_however_its_rows_are_packed(
-    place: Place, any_folder: Path, method: str
+    place: RankContext, any_folder: Path, method: str
 ) -> None:
     rows = drawn(3, *LENGTHS)
     for at, each in enumerate(rows):
@@ -68,7 +68,7 @@ def test_a_step_is_the_same_however_its_rows_are_packed(
     assert float((after[0][0] - one_by_one(any_folder, rows)[0]).abs().max()) > 0.05
 
 
-def test_padding_weighs_nothing(place: Place, folder: Path) -> None:
+def test_padding_weighs_nothing(place: RankContext, folder: Path) -> None:
     rows = drawn(4, *LENGTHS)
     plain, padded = (LanguageModel(place, str(folder), TRAINER) for _ in range(2))
     report = plain.train_text(rows[:4], 0)
@@ -77,7 +77,7 @@ def test_padding_weighs_nothing(place: Place, folder: Path) -> None:
 
 
 def test_a_step_on_nothing_but_padding_still_makes_its_forward_pass(
-    place: Place, any_folder: Path
+    place: RankContext, any_folder: Path
 ) -> None:
     role = LanguageModel(place, str(any_folder), TRAINER)
     rows = [each | {"reference": -3.0} for each in drawn(4, 5, 6)]
@@ -85,14 +85,14 @@ def test_a_step_on_nothing_but_padding_still_makes_its_forward_pass(
     assert (report["loss"], report["grad_norm"], report["num"]) == (0.0, 0.0, 0.0)
 
 
-def test_without_a_trainer_it_is_frozen(place: Place, folder: Path) -> None:
+def test_without_a_trainer_it_is_frozen(place: RankContext, folder: Path) -> None:
     role, rows = LanguageModel(place, str(folder)), drawn(5, *LENGTHS)
     with pytest.raises(ConfigError, match="trainer: a role without it is frozen"):
         role.train_text(rows, 0)
     assert_alike(role.logprobs(rows), one_by_one(folder, rows))
 
 
-def test_a_preference_begins_at_the_surprise_of_a_coin(place: Place, folder: Path) -> None:
+def test_a_preference_begins_at_the_surprise_of_a_coin(place: RankContext, folder: Path) -> None:
     role, rows = LanguageModel(place, str(folder), TRAINER), drawn(6, *LENGTHS)
     for each, logprobs in zip(rows, role.logprobs(rows), strict=True):
         each["reference"] = logprobs
@@ -105,7 +105,7 @@ def test_a_preference_begins_at_the_surprise_of_a_coin(place: Place, folder: Pat
 
 
 def test_a_policy_makes_likelier_what_did_better_and_says_how_far_it_went(
-    place: Place, folder: Path
+    place: RankContext, folder: Path
 ) -> None:
     rows = drawn(7, 8, 8)
     role = LanguageModel(place, str(folder), TRAINER)
@@ -125,7 +125,7 @@ def test_a_policy_makes_likelier_what_did_better_and_says_how_far_it_went(
     assert second["clip_fraction"] > 0
 
 
-def test_leaving_the_reference_has_its_price(place: Place, folder: Path) -> None:
+def test_leaving_the_reference_has_its_price(place: RankContext, folder: Path) -> None:
     rows = [row([5, 6, 7, 8], advantages=0.0, reference=-9.0)]
     plain, dear = (
         LanguageModel(place, str(folder), TRAINER, {"kl_coef": coef}) for coef in (0.0, 0.5)
@@ -137,7 +137,7 @@ def test_leaving_the_reference_has_its_price(place: Place, folder: Path) -> None
 
 
 def test_what_an_older_policy_sampled_weighs_by_how_likely_it_is_now(
-    place: Place, folder: Path
+    place: RankContext, folder: Path
 ) -> None:
     rows = drawn(8, 9)
     role = LanguageModel(place, str(folder), TRAINER | {"max_importance_weight": 4.0})
@@ -148,7 +148,7 @@ def test_what_an_older_policy_sampled_weighs_by_how_likely_it_is_now(
     assert role.train_policy(rows, 0)["loss"] == pytest.approx(-3.0, rel=1e-4)
 
 
-def test_what_it_saves_says_the_same(place: Place, folder: Path, tmp_path: Path) -> None:
+def test_what_it_saves_says_the_same(place: RankContext, folder: Path, tmp_path: Path) -> None:
     role, rows = LanguageModel(place, str(folder), TRAINER), drawn(9, *LENGTHS)
     role.train_text(rows, 0)
     role.save(str(tmp_path / "saved"))

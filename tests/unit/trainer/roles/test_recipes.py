@@ -10,9 +10,9 @@ import torch
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.controller.controller import RankPlan
-from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.controller.plain import PlainRank
-from rollmesh.trainer.controller.topology import Topology
+from rollmesh.trainer.controller.rendezvous import RankContext
+from rollmesh.trainer.controller.spec import Topology
+from rollmesh.trainer.controller.torchrun import PlainRank
 from rollmesh.trainer.roles.language import LanguageModel
 from rollmesh.trainer.roles.recipes import PPO_EPOCHS, RECIPES, role_specs
 from rollmesh.trainer.roles.scalar import ScalarModel
@@ -24,7 +24,9 @@ ROLES = ("actor", "reference", "critic", "scorer")
 
 
 @pytest.fixture
-def trainer(place: Place, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainRank]:
+def trainer(
+    place: RankContext, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PlainRank]:
     monkeypatch.setenv("WORLD_SIZE", "1")
     losses = {"critic": {"trace": 1.0}}
     specs = role_specs(ROLES, str(folder), TRAINER, losses)
@@ -59,7 +61,7 @@ def test_a_first_step_of_each_is_what_its_formula_says(trainer: PlainRank) -> No
 
 
 def test_siblings_are_compared_within_their_group_and_nowhere_else(
-    trainer: PlainRank, place: Place, folder: Path
+    trainer: PlainRank, place: RankContext, folder: Path
 ) -> None:
     rows = drawn(3, *LENGTHS)
     told = [
@@ -76,7 +78,7 @@ def test_siblings_are_compared_within_their_group_and_nowhere_else(
 
 
 def test_a_step_of_ppo_is_held_near_where_it_began_and_not_where_training_did(
-    trainer: PlainRank, place: Place, folder: Path
+    trainer: PlainRank, place: RankContext, folder: Path
 ) -> None:
     rows = [{**row, "reward": float(at)} for at, row in enumerate(drawn(4, *LENGTHS))]
     actor = LanguageModel(place, str(folder), {"learning_rate": 1e-2})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.roles.rows import Row, RowBatch, blank, pack_rows
+from rollmesh.trainer.roles.learner import Row, RowBatch, blank_batch, pack_rows
 from tests.unit.trainer.roles.rows import drawn, row
 
 
@@ -88,7 +88,7 @@ def test_each_row_is_found_alone_with_the_positions_kept_in_it() -> None:
 
 
 def test_a_blank_batch_has_tokens_for_a_forward_pass_and_nothing_that_trains() -> None:
-    batch = blank(2, "cpu")
+    batch = blank_batch(2, "cpu")
     assert (batch.num_tokens, batch.members, batch.starts) == (0, (), (0, 1, 2))
     assert len(batch.ends()) == len(batch.column("any")) == len(batch.sums(torch.zeros(0))) == 0
     assert [len(ids) for ids, _ in batch.alone(batch.before_N)] == [1, 1]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from rollmesh.core.errors import SavepointError
-from rollmesh.trainer.controller.controller import Call
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.controller import RoleCall
+from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.roles.language import LanguageModel
-from rollmesh.trainer.roles.saved import SavedRoles
+from rollmesh.trainer.roles.recipes import SavedRoles
 from rollmesh.trainer.roles.scalar import ScalarModel
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.savepoints.state import LoopState
@@ -26,13 +26,13 @@ class Here:
     def __init__(self, roles: Mapping[str, object]) -> None:
         self._roles = roles
 
-    def call(self, what: Call | str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> Any:
         role, _, name = str(what).partition(".")
         method: Callable[..., Any] = getattr(self._roles[role], name)
         return method(*args, **kwargs)
 
 
-def new(place: Place, folder: Path) -> Here:
+def new(place: RankContext, folder: Path) -> Here:
     actor, scorer = (make(place, str(folder), TRAINER) for make in (LanguageModel, ScalarModel))
     return Here({"actor": actor, "scorer": scorer, "reference": LanguageModel(place, str(folder))})
 
@@ -48,7 +48,7 @@ def train(roles: Here, *steps: int) -> list[Any]:
     ]
 
 
-def test_all_that_learn_go_on_bit_by_bit(place: Place, folder: Path, tmp_path: Path) -> None:
+def test_all_that_learn_go_on_bit_by_bit(place: RankContext, folder: Path, tmp_path: Path) -> None:
     one, other = new(place, folder), new(place, folder)
     train(one, 0, 1)
     shelf = Savepoints(tmp_path)
@@ -63,7 +63,9 @@ def test_all_that_learn_go_on_bit_by_bit(place: Place, folder: Path, tmp_path: P
     assert train(other, 2, 3) == expected
 
 
-def test_what_is_frozen_has_nothing_to_keep(place: Place, folder: Path, tmp_path: Path) -> None:
+def test_what_is_frozen_has_nothing_to_keep(
+    place: RankContext, folder: Path, tmp_path: Path
+) -> None:
     roles = SavedRoles(new(place, folder), ["reference"])
     roles.snapshot(tmp_path)
     assert roles.is_snapshot_written()
@@ -71,7 +73,9 @@ def test_what_is_frozen_has_nothing_to_keep(place: Place, folder: Path, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_roles_savepoint_is_refused(place: Place, folder: Path, tmp_path: Path) -> None:
+def test_another_roles_savepoint_is_refused(
+    place: RankContext, folder: Path, tmp_path: Path
+) -> None:
     roles = new(place, folder)
     shelf = Savepoints(tmp_path)
     assert shelf.begin(LoopState(num_steps=0), SavedRoles(roles, ["actor"]))

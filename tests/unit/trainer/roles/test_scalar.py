@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.controller.meeting import Place
-from rollmesh.trainer.roles.returns import estimate
+from rollmesh.trainer.controller.rendezvous import RankContext
+from rollmesh.trainer.roles.losses import gae
 from rollmesh.trainer.roles.scalar import ScalarModel
 from tests.unit.trainer.roles.rows import drawn
 
@@ -20,7 +20,9 @@ TRAINER = {"learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
-def scorer_folder(place: Place, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def scorer_folder(
+    place: RankContext, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A reward model that has learned something, as we save it."""
     saved = tmp_path_factory.mktemp("scorer") / "model"
     role = ScalarModel(place, str(folder), TRAINER)
@@ -46,7 +48,7 @@ def told(rows: list[dict[str, Any]], **columns: list[Any]) -> list[dict[str, Any
 
 
 def test_of_a_language_model_a_new_head_says_nothing_of_anything(
-    place: Place, folder: Path
+    place: RankContext, folder: Path
 ) -> None:
     role, rows = ScalarModel(place, str(folder)), drawn(1, *LENGTHS)
     assert role.rewards(rows) == [0.0] * 6
@@ -55,7 +57,7 @@ def test_of_a_language_model_a_new_head_says_nothing_of_anything(
 
 @pytest.mark.parametrize("max_tokens", [20, 4096])
 def test_values_stand_before_each_trained_token_and_a_reward_at_the_last(
-    place: Place, scorer_folder: Path, max_tokens: int
+    place: RankContext, scorer_folder: Path, max_tokens: int
 ) -> None:
     rows = drawn(1, *LENGTHS)
     heads = head_one_by_one(scorer_folder, rows)
@@ -66,7 +68,7 @@ def test_values_stand_before_each_trained_token_and_a_reward_at_the_last(
 
 
 def test_a_reward_model_of_sequence_classification_is_taken_as_it_is(
-    place: Place, folder: Path, tmp_path: Path
+    place: RankContext, folder: Path, tmp_path: Path
 ) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -80,7 +82,7 @@ def test_a_reward_model_of_sequence_classification_is_taken_as_it_is(
     assert ScalarModel(place, str(tmp_path)).rewards(rows) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_reward_model_learns_which_of_two_is_better(place: Place, folder: Path) -> None:
+def test_a_reward_model_learns_which_of_two_is_better(place: RankContext, folder: Path) -> None:
     role, rows = ScalarModel(place, str(folder), TRAINER), drawn(2, *LENGTHS)
     first = role.train_rewards(rows, 0)
     assert first["loss"] == pytest.approx(math.log(2))
@@ -93,7 +95,7 @@ def test_a_reward_model_learns_which_of_two_is_better(place: Place, folder: Path
 
 
 def test_advantages_are_whitened_over_rows_that_weigh_something(
-    place: Place, scorer_folder: Path
+    place: RankContext, scorer_folder: Path
 ) -> None:
     rows = told(drawn(3, *LENGTHS), reward=[1.0, 0.0, 2.0, 0.0, 1.0, 50.0])
     role = ScalarModel(place, str(scorer_folder), TRAINER, {"discount": 0.9, "trace": 0.8})
@@ -102,7 +104,7 @@ def test_advantages_are_whitened_over_rows_that_weigh_something(
     for row, values_N, returns_N in zip(rows, columns["values"], columns["returns"], strict=True):
         rewards_N = torch.zeros(len(values_N))
         rewards_N[-1] = row["reward"]
-        expected = estimate(rewards_N, values_N, 0.9, 0.8)
+        expected = gae(rewards_N, values_N, 0.9, 0.8)
         assert torch.equal(returns_N, expected.returns_N)
         plain.append(expected.advantages_N)
     real = torch.cat(plain[:5])
@@ -115,7 +117,7 @@ def test_advantages_are_whitened_over_rows_that_weigh_something(
     )
 
 
-def test_each_token_pays_for_leaving_the_reference(place: Place, folder: Path) -> None:
+def test_each_token_pays_for_leaving_the_reference(place: RankContext, folder: Path) -> None:
     rows = told(
         drawn(4, 6),
         reward=[1.0],
@@ -129,7 +131,7 @@ def test_each_token_pays_for_leaving_the_reference(place: Place, folder: Path) -
 
 
 def test_a_critic_comes_closer_to_the_returns_and_is_held_by_its_clip(
-    place: Place, folder: Path
+    place: RankContext, folder: Path
 ) -> None:
     rows = drawn(5, *LENGTHS)
     free = ScalarModel(place, str(folder), TRAINER, {"value_clip": 1e9})
@@ -143,6 +145,6 @@ def test_a_critic_comes_closer_to_the_returns_and_is_held_by_its_clip(
     assert reports[-1]["loss"] > losses[-1]
 
 
-def test_a_frozen_critic_does_not_learn(place: Place, folder: Path) -> None:
+def test_a_frozen_critic_does_not_learn(place: RankContext, folder: Path) -> None:
     with pytest.raises(ConfigError, match="frozen"):
         ScalarModel(place, str(folder)).train_rewards(drawn(6, 4, 4), 0)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.trainer.learning.descent import Descent
+from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.ranks import SingleRank
 from rollmesh.trainer.savepoints.imprint import Imprint
-from rollmesh.trainer.team import Alone
 
 SETTINGS = TrainerConfig(learning_rate=0.1)
 
@@ -34,8 +34,8 @@ class Trained:
 
     def __init__(self, seed: int = 0, width: int = 3, device: str = "cpu") -> None:
         self.model = Small(seed, width).to(device)
-        self.descent = Descent(self.model, SETTINGS)
-        self.imprint = Imprint(self.model, self.descent, Alone())
+        self.descent = ModelOptimizer(self.model, SETTINGS)
+        self.imprint = Imprint(self.model, self.descent, SingleRank())
 
     def snapshot(self, folder: Path) -> None:
         self.imprint.take(folder)

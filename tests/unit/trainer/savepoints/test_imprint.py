@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollmesh.core.errors import SavepointError
-from rollmesh.trainer.learning.descent import Descent
+from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.ranks import SingleRank
 from rollmesh.trainer.savepoints.imprint import Imprint
 from rollmesh.trainer.savepoints.manifest import seal
-from rollmesh.trainer.team import Alone
 from tests.disks import full_disk
 from tests.unit.trainer.savepoints.subjects import (
     SETTINGS,
@@ -117,7 +117,7 @@ def test_weights_that_do_not_train_are_not_kept(tmp_path: Path) -> None:
     def new(seed: int) -> tuple[Small, Imprint]:
         model = Small(seed)
         model.first.requires_grad_(False)
-        return model, Imprint(model, Descent(model, SETTINGS), Alone())
+        return model, Imprint(model, ModelOptimizer(model, SETTINGS), SingleRank())
 
     (one, imprint), (other, others) = new(1), new(2)
     (tmp_path / "it").mkdir()

@@ -12,35 +12,35 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollmesh.core.errors import SavepointError
-from rollmesh.trainer.controller.meeting import Place
+from rollmesh.trainer.controller.rendezvous import RankContext
+from rollmesh.trainer.ranks import ShardedRanks, SingleRank
 from rollmesh.trainer.savepoints.slots import Slot, read_rows, slots_of
-from rollmesh.trainer.team import Alone, Team
 
 
 def test_what_is_no_shard_is_the_first_ranks_to_write() -> None:
     tensor = torch.arange(6.0).view(2, 3)
-    [slot] = slots_of([("a", tensor)], Alone())
+    [slot] = slots_of([("a", tensor)], SingleRank())
     assert slot.is_ours
     assert slot.first_row == 0
     assert slot.rows.data_ptr() == tensor.data_ptr(), "the very rows that train"
-    second = Alone()
+    second = SingleRank()
     second.is_first = False
     assert [each.is_ours for each in slots_of([("a", tensor)], second)] == [False]
 
 
-def test_a_shard_is_this_ranks_own(place: Place) -> None:
+def test_a_shard_is_this_ranks_own(place: RankContext) -> None:
     tensor = torch.arange(6.0).view(3, 2)
     shard = DTensor.from_local(tensor, place.mesh["data"], [Shard(0)])
-    [slot] = slots_of([("a", shard)], Team(place.mesh["data"]))
+    [slot] = slots_of([("a", shard)], ShardedRanks(place.mesh["data"]))
     assert slot.is_ours
     assert slot.whole.shape == (3, 2)
     assert slot.rows.data_ptr() == tensor.data_ptr()
 
 
-def test_what_is_split_in_another_way_is_not_written_wrongly(place: Place) -> None:
+def test_what_is_split_in_another_way_is_not_written_wrongly(place: RankContext) -> None:
     odd = DTensor.from_local(torch.zeros(2, 2), place.mesh["data"], [Replicate()])
     with pytest.raises(AssertionError, match="a is not split by rows"):
-        slots_of([("a", odd)], Team(place.mesh["data"]))
+        slots_of([("a", odd)], ShardedRanks(place.mesh["data"]))
 
 
 @given(
@@ -59,7 +59,7 @@ def test_ranks_of_any_number_read_their_rows(
         first = min(rank * share, shape[0])
         rows = torch.full((min(share, shape[0] - first), *shape[1:]), -1.0)
         scalar = torch.tensor(-1)
-        slots = slots_of([("a", tensor), ("scalar", scalar)], Alone())
+        slots = slots_of([("a", tensor), ("scalar", scalar)], SingleRank())
         slots[0] = slots[0]._replace(rows=rows, first_row=first)
         read_rows(folder, slots)
         assert scalar == 7
@@ -80,7 +80,7 @@ def test_another_model_is_refused_before_anything_changes(
     tmp_path: Path, here: dict[str, Tensor], told: str
 ) -> None:
     save_file({"a": torch.ones(2, 2)}, tmp_path / "it.safetensors")
-    slots: list[Slot] = slots_of(here.items(), Alone())
+    slots: list[Slot] = slots_of(here.items(), SingleRank())
     with pytest.raises(SavepointError, match=told):
         read_rows(tmp_path, slots)
     assert not any(each.any() for each in here.values())

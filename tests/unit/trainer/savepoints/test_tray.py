@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.trainer.models.layout import Whole
+from rollmesh.trainer.models.safetensors_layout import TensorSpec
 from rollmesh.trainer.savepoints.manifest import prove, seal, tell, write_pieces
 from rollmesh.trainer.savepoints.slots import Slot
 from rollmesh.trainer.savepoints.tray import ALIGN, Tray
@@ -34,7 +34,7 @@ def slots_at(rank: int, num_ranks: int, whole: dict[str, Tensor]) -> list[Slot]:
     """What a rank has of them, by rows; scalars are the first's."""
     slots = []
     for name, tensor in whole.items():
-        what = Whole(name, tensor.dtype, tuple(tensor.shape))
+        what = TensorSpec(name, tensor.dtype, tuple(tensor.shape))
         if not tensor.dim():
             slots.append(Slot(what, tensor, 0, rank == 0))
             continue

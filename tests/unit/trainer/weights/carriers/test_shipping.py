@@ -13,8 +13,8 @@ from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, 
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.trainer.models.checkpoint import load_model, part_of, save_face
-from rollmesh.trainer.team import weights_of
+from rollmesh.trainer.models.folders import begin_without_weights, load_model, partial_path
+from rollmesh.trainer.ranks import named_weights
 from rollmesh.trainer.weights.carriers import shipping as shippings
 from rollmesh.trainer.weights.carriers.cargo import Cargo
 from rollmesh.trainer.weights.carriers.hold import Hold
@@ -67,8 +67,8 @@ def hold() -> Iterator[Hold]:
 def cargo(tiny_folder: Path, tmp_path: Path, hold: Hold) -> Cargo:
     """A version that a policy has just laid out."""
     model, folder = load_model(tiny_folder), tmp_path / "weights" / "v000007"
-    save_face(model, tiny_folder, folder)
-    weights = weights_of(model)
+    begin_without_weights(model, tiny_folder, folder)
+    weights = named_weights(model)
     return Cargo(7, str(folder), (hold.lay(weights, set(weights), folder.parent),))
 
 
@@ -95,7 +95,7 @@ async def test_without_a_carrier_the_folder_is_whole_before_any_engine_is_called
     await shipping.load(client, 7, cargo.folder)
     assert engine.weight_version == "7"
     await shipping.finish()
-    assert not part_of(Path(cargo.folder)).exists()
+    assert not partial_path(Path(cargo.folder)).exists()
 
 
 async def test_with_a_carrier_the_folder_is_written_beside_it(
@@ -148,7 +148,7 @@ async def test_what_is_whole_as_a_folder_goes_by_that(
     await shipping.finish()
     assert not way.carried
     assert engine.weight_version == "7"
-    assert part_of(Path(cargo.folder)).exists(), "nothing was written"
+    assert partial_path(Path(cargo.folder)).exists(), "nothing was written"
 
 
 async def test_what_refuses_the_carrier_gets_files_from_then_on_and_that_is_said_once(
@@ -205,7 +205,7 @@ async def test_finish_waits_for_who_comes_to_the_cargo_while_the_file_is_written
     way = FakeWay()
     way.gate = asyncio.Event()
     # A pipe without a reader: the file is being written until there is one.
-    pipe = part_of(Path(cargo.folder)) / "model.safetensors"
+    pipe = partial_path(Path(cargo.folder)) / "model.safetensors"
     os.mkfifo(pipe)
     shipping = Shipping(way, TIMEOUT_S)
     await shipping.begin(cargo)
@@ -235,7 +235,7 @@ async def test_a_folder_that_an_engine_reads_is_known(
 
 
 async def test_a_disk_that_refuses_is_one_line_that_names_the_folder(cargo: Cargo) -> None:
-    part_of(Path(cargo.folder)).rename(Path(cargo.folder).with_name("elsewhere"))
+    partial_path(Path(cargo.folder)).rename(Path(cargo.folder).with_name("elsewhere"))
     with pytest.raises(ModelError, match="v000007: cannot be written: no such file") as caught:
         await Shipping(None, TIMEOUT_S).begin(cargo)
     assert "\n" not in str(caught.value)
@@ -249,7 +249,7 @@ async def test_a_disk_that_refuses_is_one_line_that_names_the_folder(cargo: Carg
 
 def fill(cargo: Cargo) -> None:
     """The disk is full: what is written as the weights' file is refused, until that is removed."""
-    (part_of(Path(cargo.folder)) / "model.safetensors").symlink_to("/dev/full")
+    (partial_path(Path(cargo.folder)) / "model.safetensors").symlink_to("/dev/full")
 
 
 async def test_a_file_that_a_full_disk_refused_is_written_when_there_is_room(
@@ -275,4 +275,4 @@ async def test_a_close_ends_the_wait_for_room(cargo: Cargo) -> None:
     assert not beginning.done()
     await shipping.close()
     await beginning
-    assert part_of(Path(cargo.folder)).exists(), "it has not become whole"
+    assert partial_path(Path(cargo.folder)).exists(), "it has not become whole"

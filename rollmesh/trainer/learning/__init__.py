@@ -1,1 +1,0 @@
-"""From a batch of samples to a step of the optimiser: advantages, attention, losses, descent."""
