@@ -26,7 +26,7 @@ from rollmesh.tensors.lobby import Lobby
 from rollmesh.tensors.neighbours import Neighbours
 from rollmesh.tensors.relay import Relay
 from rollmesh.tensors.store import OwnerStore
-from rollmesh.wire.keys import Keys, check_bind, check_told
+from rollmesh.wire.keys import Keys, check_bind, check_dialable
 
 MAX_GUESTS: Final = 4096
 """Admitted consumers; one more is refused."""
@@ -41,7 +41,7 @@ class TensorServer:
         """To serve `store`, and neighbours by `relay`, at `bind`, tcp://host:port, where port 0
         picks one. AddressError if it needs keys, or if consumers who are told could not dial it."""
         check_bind(bind, keys)
-        check_told(bind)
+        check_dialable(bind)
         self._store = store
         self._bind = bind
         admitted = Admitted(memory_at(store.folder), store.folder)

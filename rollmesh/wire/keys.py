@@ -261,7 +261,7 @@ def _is_local(address: str) -> bool:
     return scheme in ("ipc", "inproc") or (scheme == "tcp" and is_loopback(host))
 
 
-def check_told(address: str) -> None:
+def check_dialable(address: str) -> None:
     """AddressError if `address` is bound and then sent to peers, which could not dial it."""
     if address.startswith(("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")):
         raise AddressError(

@@ -33,11 +33,11 @@ from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.messages import GroupAcked, GroupFinished, ResultRefused
 
 MAX_ROLLOUT_BYTES = 256 * 2**20
-"""A result has at most this much for each rollout that was asked for."""
+"""Limit on the bytes of a result, for each rollout that was asked for."""
 
 
 class RawResult(msgspec.Struct, frozen=True):
-    """A result as it came, safe in the journal at `position`."""
+    """A result as received, stored in the journal at `position`."""
 
     group_id: GroupId
     attempt: int
@@ -47,7 +47,7 @@ class RawResult(msgspec.Struct, frozen=True):
     buffers: tuple[Buffer, ...]
     position: int
     record: GroupRecord | None = None
-    """The decoded body, where it has been checked already."""
+    """The decoded body, if it has been checked already."""
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +55,11 @@ class RawResult(msgspec.Struct, frozen=True):
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it takes, about: what was decoded from the body is held beside it."""
+        """Approximate memory: the decoded body is held beside the bytes."""
         return self.num_bytes + (len(self.body) if self.record else 0)
 
     def filed(self) -> "StoredResult | RawResult":
-        """Its place alone; itself where the journal has not got it all."""
+        """Return its place in the journal, or itself if the journal has only a part."""
         if not self.complete:
             return self
         return StoredResult(
@@ -78,7 +78,7 @@ class StoredResult(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A group all of whose siblings came to an outcome."""
+    """A group whose rollouts have all ended."""
 
     group_id: GroupId
     attempt: int
@@ -89,7 +89,7 @@ class Finished(msgspec.Struct, frozen=True):
     logprobs: Float32s
     """[all sampled tokens of all rollouts]."""
     position: int
-    """Where it stands in the journal."""
+    """Its place in the journal."""
 
 
 class Dropped(msgspec.Struct, frozen=True):
@@ -99,14 +99,14 @@ class Dropped(msgspec.Struct, frozen=True):
     reason: str
     """Begins with a code; see wire/messages.py."""
     record: GroupRecord | None = None
-    """What there is of an incomplete group."""
+    """The known part of an incomplete group."""
     retry_after_s: float = 0.0
-    """Of an `overloaded`: when to come back."""
+    """For `overloaded`: seconds until a new request is useful."""
 
 
 Arrival = Finished | Dropped
 Unopened = RawResult | StoredResult | Dropped
-"""As the intake hands it over."""
+"""The form in which the intake hands an arrival over."""
 
 
 def without_tokens(group_id: GroupId, record: GroupRecord) -> Finished:
@@ -123,10 +123,11 @@ def without_tokens(group_id: GroupId, record: GroupRecord) -> Finished:
 
 
 def check_result(asked: Asked, message: GroupFinished, packet: Packet) -> GroupRecord:
-    """Decode the result of `asked`; WireError in one line where a trainer could not use it.
+    """Decode the result of `asked`; raise a one-line WireError if a trainer could not use it.
 
     Its rollouts must be those that were asked for, its counts must add up to its buffers, and its
-    arrays hold only token ids and numbers. Of an incomplete result, only the rollouts are checked.
+    arrays may hold only token ids and finite numbers. For an incomplete result only the rollouts
+    are checked.
     """
     num_bytes = len(packet.body) + sum(map(len, packet.buffers))
     if num_bytes > asked.num_samples * MAX_ROLLOUT_BYTES:
@@ -153,7 +154,7 @@ def check_result(asked: Asked, message: GroupFinished, packet: Packet) -> GroupR
 
 
 def open_result(raw: RawResult) -> Arrival:
-    """Decode a result; a Dropped with its reason where it is incomplete or malformed."""
+    """Decode a result; return a Dropped with its reason if it is incomplete or malformed."""
     try:
         record = raw.record or decode_record(raw.body)
         if not raw.complete:
@@ -175,10 +176,12 @@ def open_result(raw: RawResult) -> Arrival:
 
 
 def booked_of(dropped: Dropped, step: int, task_id: str = "") -> GroupBooked:
-    """What is written down of it before `step`; `task_id` where it brought no word of that."""
+    """Return its journal entry if it is dropped before `step`; `task_id` is used if the result
+    names no task.
+    """
     record = dropped.record
     rollouts = record.rollouts if record else []
-    # Where no rollout failed, the environment failed to score them together.
+    # No rollout failed, so the environment failed to score the group.
     place = record.place if record and not any(each.place for each in rollouts) else None
     seen = tuple(seen_of(each, place) for each in rollouts)
     return GroupBooked(
@@ -187,7 +190,9 @@ def booked_of(dropped: Dropped, step: int, task_id: str = "") -> GroupBooked:
 
 
 def seen_of(rollout: RolloutRecord, place: ErrorPlace | None = None) -> SeenRollout:
-    """The part of its record that the drop log keeps; `place` where it has none of its own."""
+    """Return the part of a rollout's record that the drop log keeps; `place` is used if it has no
+    index.
+    """
     runs = (run for node in rollout.nodes for run in node.policy_versions)
     versions = tuple(sorted({run.policy_version for run in runs}))
     return SeenRollout(
@@ -227,9 +232,9 @@ class Malformed(msgspec.Struct, frozen=True):
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Action: check this result against its ask, make it safe, and step Kept or Malformed.
+    """Action: check this result against its ask, write it, and step Kept or Malformed.
 
-    Without either it is as if the result had not come.
+    Without either step the result counts as not received.
     """
 
     route: bytes
@@ -239,7 +244,7 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class RecordDrop(msgspec.Struct, frozen=True):
-    """Action: the group ended without a result; write that down and hand it out."""
+    """Action: the group ended without a result; journal that and hand it out."""
 
     group_id: GroupId
     reason: str
@@ -251,7 +256,7 @@ Action = Send | Keep | RecordDrop
 
 
 class ResultSink:
-    """The ended groups of each run; `runs` restores what a journal remembers."""
+    """The ended groups of each run; `runs` restores what the journal remembers."""
 
     def __init__(
         self, runs: dict[str, IntervalSet], find: Callable[[GroupId], Asked | None]
@@ -263,11 +268,11 @@ class ResultSink:
         self.num_refused = 0
 
     def has_ended(self, group_id: GroupId) -> bool:
-        """True once the group's result was kept or its drop booked."""
+        """Return whether the group's result was kept or its drop recorded."""
         return group_id.seq in self.ended.get(group_id.run_id, ())
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about `event`; total, and deterministic."""
+        """Return the actions for `event`; total and deterministic."""
         del now_s
         match event:
             case Received(route, GroupFinished() as message, body):

@@ -5,7 +5,7 @@
            its deadline, refused for longer than its patience--------> removed
 
 - An ask is kept until it ended at the sink, and sent again, whatever the network and the router
-  lose. AskMachine are idempotent by their group id.
+  lose. Requests are idempotent by their group id.
 - An ended ask leaves nothing but, for a while, its CancelGroup.
 - A turn in which nothing is due costs the same for any number of open asks.
 """
@@ -34,30 +34,30 @@ from rollmesh.wire.messages import (
 
 
 class AskSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks, and how patiently."""
+    """Identity, address and retry intervals of the client."""
 
     client_id: str
     sink: str
     """ZMQ address of this client's sink."""
     beat_s: float = 0.5
-    """Until a RouterHello says otherwise."""
+    """Heartbeat interval, until a RouterHello sets another."""
     confirm_beats: int = 4
-    """An ask is said again after so many beats, unless the router spoke of it."""
+    """A request is repeated after this many heartbeats without a message about it."""
     reassert_beats: int = 40
-    """The same, once the router has spoken of it."""
+    """The same, once the router has sent a message about it."""
     num_cancels: int = 3
-    """How often a CancelGroup is said."""
+    """How often a CancelGroup is sent."""
     weight: int = 1
     """This client's share of turns against the others'."""
     keep: bool = False
-    """Its groups go on while it is gone."""
+    """Whether its groups continue while it is away."""
 
 
 PATIENCE_S = 600.0
 LONGEST_WAIT_S = 15.0
-"""Between two times that a refused ask is said."""
+"""Longest time between two repetitions of a refused request."""
 MOMENT_S = 0.001
-"""A deadline that is over is said as this: 0 would be none."""
+"""A deadline that has passed is sent as this, since 0 is no deadline."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,18 +68,20 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int
     priority: int = 0
     deadline_s: float = 0.0
-    """It ends without a result when so much time is over; 0 is no limit."""
+    """Seconds after which it ends without a result; 0 is no limit."""
     patience_s: float = PATIENCE_S
-    """So long a full queue's refusals are answered by asking again; at 0 the first ends it."""
+    """Seconds for which a request is repeated when the queue is full; at 0 the first refusal ends
+    it.
+    """
     attempts: int = 0
-    """Attempts that may have begun, where an earlier process asked."""
+    """Attempts that may have begun, if an earlier process asked."""
     excused: int = 0
-    """Of them, those that do not count."""
+    """Attempts of these that do not count."""
     asked_step: int = 0
     num_drawn: int = 0
     is_eval: bool = False
     again: Again | None = None
-    """As GroupAsked of journal_entries.py; the router never hears of them."""
+    """The fields of GroupAsked in journal_entries.py; not sent to the router."""
     body: Buffer = b""
     ticket: bytes = msgspec.field(default_factory=new_ticket)
     """Secret of the group: a result without it is refused."""
@@ -93,13 +95,13 @@ class Cancelled(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """Event: the sink has kept the group's end."""
+    """Event: the sink has kept the end of the group."""
 
     group_id: GroupId
 
 
 class ResultFailed(msgspec.Struct, frozen=True):
-    """Event: the sink refused the result of an attempt, which did not fit the ask."""
+    """Event: the sink refused an attempt's result because it did not fit the request."""
 
     group_id: GroupId
     attempt: int
@@ -111,7 +113,7 @@ class Closed(msgspec.Struct, frozen=True):
     """Event: the program leaves."""
 
     for_good: bool = False
-    """No later one goes on with what it keeps."""
+    """No later client continues what it keeps."""
 
 
 class AskEnded(msgspec.Struct, frozen=True):
@@ -121,18 +123,18 @@ class AskEnded(msgspec.Struct, frozen=True):
     reason: str
     """Begins with a code; see wire/messages.py."""
     retry_after_s: float = 0.0
-    """Of an `overloaded`: when to come back."""
+    """For `overloaded`: seconds until a new request is useful."""
 
 
 class Waits(msgspec.Struct, frozen=True):
-    """Action: the program should hear why its groups have waited for long."""
+    """Action: report to the program why its groups have waited for long."""
 
     reason: str
 
 
 Event = Asked | Cancelled | Arrived | ResultFailed | Closed | Received | Ticked
 Action = Send | AskEnded | Waits | GroupTried
-"""GroupTried is to be written down: of kept groups, how many attempts have begun."""
+"""GroupTried is to be journaled: how many attempts of a kept group have begun."""
 
 
 class _Ask(msgspec.Struct):
@@ -140,43 +142,43 @@ class _Ask(msgspec.Struct):
     attempts: int
     ends_s: float
     excused: int = 0
-    """Of `attempts`, those that do not count."""
-    say_again_s: float = 0.0
+    """Attempts of `attempts` that do not count."""
+    repeat_s: float = 0.0
     refused_since_s: float = math.inf
     num_refusals: int = 0
 
     @property
     def due_s(self) -> float:
-        return min(self.ends_s, self.say_again_s)
+        return min(self.ends_s, self.repeat_s)
 
 
 class _Cancel(msgspec.Struct):
     reason: str
     ticket: bytes
     num_left: int
-    say_again_s: float
+    repeat_s: float
 
 
 class AskMachine:
-    """The open asks of one client."""
+    """The open requests of one client."""
 
     def __init__(self, settings: AskSettings) -> None:
         self.settings = settings
         self.router = ""
-        """The incarnation last heard; '' before the first."""
+        """Router incarnation of the last message; '' before the first."""
         self.beat_s = settings.beat_s
         self.open: dict[GroupId, _Ask] = {}
         self._cancels: dict[GroupId, _Cancel] = {}
         self._awaits_hello = True
         self._next_beat_s = -math.inf
         self._next_due_s = math.inf
-        """No ask and no cancel is due before."""
+        """No request and no cancel is due earlier."""
         self._refused_ids: dict[GroupId, None] = {}
-        """AskMachine that wait after a refusal, the longest first."""
+        """Requests that wait after a refusal, longest waiting first."""
 
     @property
     def num_cancels(self) -> int:
-        """Cancels that are still being said."""
+        """Number of cancels that are still being repeated."""
         return len(self._cancels)
 
     def find(self, group_id: GroupId) -> Asked | None:
@@ -185,7 +187,7 @@ class AskMachine:
         return ask.asked if ask else None
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about `event`; total, and deterministic."""
+        """Return the actions for `event`; total and deterministic."""
         match event:
             case Asked():
                 return self._asked(event, now_s)
@@ -211,18 +213,19 @@ class AskMachine:
         ends_s = now_s + asked.deadline_s if asked.deadline_s > 0 else math.inf
         ask = self.open[asked.group_id] = _Ask(asked, asked.attempts, ends_s, asked.excused)
         self._note_due(ends_s)
-        # Before the first RouterHello nobody knows us; the hello says all open asks.
-        return [self._say(ask, now_s)] if self.router else []
+        # Before the first RouterHello no router knows this client; the hello sends all open
+        # requests.
+        return [self._send(ask, now_s)] if self.router else []
 
     def _cancelled(self, group_id: GroupId, reason: str, now_s: float) -> list[Action]:
         ask = self._forget(group_id)
         if ask is None:
             return []
         if not self.router and not ask.attempts:
-            return [AskEnded(group_id, reason)]  # nobody has heard of it
+            return [AskEnded(group_id, reason)]  # it was never sent
         cancel = _Cancel(reason, ask.asked.ticket, self.settings.num_cancels, now_s)
         self._cancels[group_id] = cancel
-        return [AskEnded(group_id, reason), *self._say_cancel(group_id, cancel, now_s)]
+        return [AskEnded(group_id, reason), *self._send_cancel(group_id, cancel, now_s)]
 
     def _received(self, event: Received, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -248,14 +251,15 @@ class AskMachine:
         return actions
 
     def _introduce(self, now_s: float) -> list[Action]:
-        """To a router that does not know us: who we are and all that we want.
+        """Introduce this client and all its open requests to a router that does not know it.
 
-        It answers with a RouterHello; one that comes unasked says that it has forgotten us.
+        The router answers with a RouterHello; one that it sends unasked means that it has lost its
+        state.
         """
         self._awaits_hello = True
         self._note_due(now_s)
         actions: list[Action] = [Send(ROUTER, self._hello())]
-        actions += [self._say(ask, now_s) for ask in self.open.values()]
+        actions += [self._send(ask, now_s) for ask in self.open.values()]
         return actions
 
     def _moved(self, moved: GroupMoved, now_s: float) -> list[Action]:
@@ -268,25 +272,25 @@ class AskMachine:
         ask.refused_since_s, ask.num_refusals = math.inf, 0
         if moved.state is GroupState.CANCELLED:
             return [*actions, *self._end(moved.group_id, "cancelled: by the router")]
-        # DONE follows our own ack and FAILED comes with its reason: an ask that is still open
-        # crossed one of them, or nobody holds its result. Saying it again soon settles either.
+        # DONE follows our own ack and FAILED comes with its reason: a request that is still open
+        # crossed one of them, or its result is lost. Repeating it soon settles either.
         has_ended = moved.state in (GroupState.DONE, GroupState.FAILED)
         beats = self.settings.confirm_beats if has_ended else self.settings.reassert_beats
-        self._say_again(ask, now_s + beats * self.beat_s)
+        self._repeat_at(ask, now_s + beats * self.beat_s)
         return [*actions, Waits(moved.reason)] if moved.reason else actions
 
     def _count_tries(self, ask: _Ask, moved: GroupMoved) -> list[Action]:
         known = ask.attempts, ask.excused
         ask.attempts = max(ask.attempts, moved.attempt)
         ask.excused = max(ask.excused, moved.excused)
-        is_news = known != (ask.attempts, ask.excused)
-        # That the first has begun, whoever asks again says anyway.
-        if not self.settings.keep or not is_news or (ask.attempts, ask.excused) <= (1, 0):
+        has_changed = known != (ask.attempts, ask.excused)
+        # A later request implies the first attempt anyway.
+        if not self.settings.keep or not has_changed or (ask.attempts, ask.excused) <= (1, 0):
             return []
         return [GroupTried(moved.group_id, ask.attempts, ask.excused)]
 
     def _refused(self, refused: AskRefused, now_s: float) -> list[Action]:
-        """The queue is full: ask again, later each time, while the ask has patience."""
+        """The queue is full: repeat the request, later each time, while it has patience."""
         ask = self.open.get(refused.group_id)
         if ask is None:
             return []
@@ -297,13 +301,15 @@ class AskMachine:
             return self._end(refused.group_id, refused.reason, least_s)
         ask.num_refusals += 1
         self._refused_ids[refused.group_id] = None
-        self._say_again(ask, now_s + wait_s)
+        self._repeat_at(ask, now_s + wait_s)
         return []
 
     def _fill_place(self, now_s: float) -> list[Action]:
-        """A group of ours has ended, so there is room: a refused ask need not wait its time."""
+        """Repeat the longest refused request: a group of this client has ended, so there is
+        room.
+        """
         first = next(iter(self._refused_ids), None)
-        return [self._say(self.open[first], now_s)] if first and self.router else []
+        return [self._send(self.open[first], now_s)] if first and self.router else []
 
     def _forget(self, group_id: GroupId) -> _Ask | None:
         self._refused_ids.pop(group_id, None)
@@ -325,39 +331,39 @@ class AskMachine:
         return actions
 
     def _look_at_all(self, now_s: float) -> list[Action]:
-        """Say what is due, end what is late, and find out when to look again."""
+        """Send what is due, end what is late, and compute when to look again."""
         actions: list[Action] = []
         self._next_due_s = math.inf
         for group_id, ask in list(self.open.items()):
             if now_s >= ask.ends_s:
                 late = f"deadline: no result within {round(ask.asked.deadline_s, 3):g} s"
                 actions += self._cancelled(group_id, late, now_s)
-            elif now_s >= ask.say_again_s and self.router:
-                actions.append(self._say(ask, now_s))
+            elif now_s >= ask.repeat_s and self.router:
+                actions.append(self._send(ask, now_s))
             else:
                 self._note_due(ask.due_s if self.router else ask.ends_s)
         for group_id, cancel in list(self._cancels.items()):
             if not self.router:
                 continue
-            if now_s >= cancel.say_again_s:
-                actions += self._say_cancel(group_id, cancel, now_s)
+            if now_s >= cancel.repeat_s:
+                actions += self._send_cancel(group_id, cancel, now_s)
             else:
-                self._note_due(cancel.say_again_s)
+                self._note_due(cancel.repeat_s)
         return actions
 
     def _note_due(self, at_s: float) -> None:
         self._next_due_s = min(self._next_due_s, at_s)
 
-    def _say_again(self, ask: _Ask, at_s: float) -> None:
-        ask.say_again_s = at_s
+    def _repeat_at(self, ask: _Ask, at_s: float) -> None:
+        ask.repeat_s = at_s
         self._note_due(ask.due_s)
 
     def _hello(self) -> ClientHello:
         settings = self.settings
         return ClientHello(settings.client_id, settings.weight, settings.keep)
 
-    def _say(self, ask: _Ask, now_s: float) -> Send:
-        self._say_again(ask, now_s + self.settings.confirm_beats * self.beat_s)
+    def _send(self, ask: _Ask, now_s: float) -> Send:
+        self._repeat_at(ask, now_s + self.settings.confirm_beats * self.beat_s)
         asked = ask.asked
         self._refused_ids.pop(asked.group_id, None)
         message = AskGroup(
@@ -374,10 +380,10 @@ class AskMachine:
         )
         return Send(ROUTER, message, asked.body)
 
-    def _say_cancel(self, group_id: GroupId, cancel: _Cancel, now_s: float) -> list[Action]:
+    def _send_cancel(self, group_id: GroupId, cancel: _Cancel, now_s: float) -> list[Action]:
         cancel.num_left -= 1
-        cancel.say_again_s = now_s + self.settings.confirm_beats * self.beat_s
-        self._note_due(cancel.say_again_s)
+        cancel.repeat_s = now_s + self.settings.confirm_beats * self.beat_s
+        self._note_due(cancel.repeat_s)
         if cancel.num_left <= 0:
             del self._cancels[group_id]
         return [Send(ROUTER, CancelGroup(group_id, cancel.reason, cancel.ticket))]

@@ -60,16 +60,16 @@ ERRORS: dict[str, type[GroupError]] = {
     "quarantined": Quarantined,
     "infra_error": GroupIncomplete,
 }
-"""By the code that a reason begins with."""
+"""Error classes by the code that a reason begins with."""
 
 
 def code_of(reason: str) -> str:
-    """`deadline` of `deadline: no result within 5 s`."""
+    """Return the code of a reason: `deadline` for `deadline: no result within 5 s`."""
     return reason.partition(":")[0]
 
 
 def error_of(dropped: Dropped) -> GroupError | Overloaded:
-    """What to raise where somebody awaited this group."""
+    """Return the error to raise for a group that was awaited."""
     code = code_of(dropped.reason)
     if code == "overloaded":
         return Overloaded(f"group {dropped.group_id}: {dropped.reason}", dropped.retry_after_s)
@@ -77,39 +77,40 @@ def error_of(dropped: Dropped) -> GroupError | Overloaded:
 
 
 MAX_CALLS = 4096
-"""Groups asked for and not handed out."""
+"""Limit on groups that were asked for and not handed out."""
 MAX_HELD_BYTES = 64 * 2**20
-"""Of results in memory that `stream` has yet to hand out."""
+"""Limit on the bytes of results in memory that `stream` has yet to hand out."""
 
 Call = asyncio.Future[Arrival]
 
 
 class CallOptions(TypedDict, total=False):
-    """What may be said of a call, besides its task."""
+    """Options of a call besides its task."""
 
     env: Required[str]
-    """The environment that runs it, by the name that its workers know."""
+    """Environment that runs it, by the name that its workers know."""
     sampling: SamplingPolicy
-    """Default: that of training, or of evaluation where `is_eval`."""
+    """Sampling policy; default: that of training, or of evaluation if `is_eval`."""
     seed: int
-    """Seeds the sampling; default: a fresh one."""
+    """Seed of the sampling; default: a fresh one."""
     deadline_s: float
-    """From the call to its result, waiting included; 0 is no limit."""
+    """Seconds from the call to its result, waiting included; 0 is no limit."""
     priority: int
     """Higher runs first."""
     is_eval: bool
     patience_s: float
-    """How long a full mesh is asked again; 0: Overloaded at once."""
+    """Seconds for which a full mesh is asked again; 0 raises Overloaded at once."""
 
 
 def leave_sweepable(folder: Path) -> None:
+    # If this process is killed, the journal's lock is free and `sweep` removes the folder.
     """Should we be killed, the lock that the journal holds is free, and `sweep` finds it so."""
-    with suppress(OSError):  # no links on this disk: then the folder stays
+    with suppress(OSError):  # this file system has no links: the folder stays
         os.link(folder / "journal" / LOCK, folder / LOCK)
 
 
 def check_options(options: CallOptions) -> None:
-    """TypeError for one that is missing or unknown: a mistyped deadline would be none."""
+    """Raise TypeError for a missing or unknown option: a mistyped deadline would be none."""
     known = CallOptions.__annotations__
     if unknown := sorted(options.keys() - known):
         raise TypeError(
@@ -133,10 +134,11 @@ class AsyncRolloutClient:
         weight: int = 1,
         keep: bool = False,
     ) -> None:
-        """Arguments as RolloutClient's; without a `folder` its journal is gone with it.
+        """Connect; the arguments are RolloutClient's. Without a `folder` the journal is deleted at
+        the end.
 
-        Without `keys` they are those that ROLLMESH_KEYS names, or those of the run under runs/
-        whose router has that address. AddressError if the router does not let them in.
+        Without `keys`, those named by ROLLMESH_KEYS are used, or those of the run under runs/ whose
+        router has this address. Raises AddressError if the router refuses them.
         """
         keys = keys or find_keys(router, Role.CLIENT)
         check_dial(router, keys)
@@ -162,9 +164,9 @@ class AsyncRolloutClient:
                 leave_sweepable(folder)
             self._undo = undo.pop_all()
         self._calls: dict[GroupId, Call | None] = {}
-        """Open groups; None for those that `stream` hands out."""
+        """Open groups by id; None for those that `stream` hands out."""
         self._ended: deque[Unopened] = deque()
-        """What `stream` hands out next."""
+        """Arrivals that `stream` hands out next."""
         self._num_held_bytes = 0
         self._reopened: dict[GroupId, Task] = {}
         self._room = asyncio.Semaphore(MAX_CALLS)
@@ -186,7 +188,7 @@ class AsyncRolloutClient:
         return self
 
     async def meet_router(self, timeout_s: float) -> bool:
-        """As RolloutClient's."""
+        """The id that the router knows this client by."""
         return await asyncio.to_thread(self._client.meet_router, timeout_s)
 
     async def __aexit__(self, *_: object) -> None:
@@ -201,49 +203,54 @@ class AsyncRolloutClient:
 
     @property
     def reopened(self) -> Mapping[GroupId, Task]:
-        """With `keep`: what an earlier client on the folder asked for and `stream` will bring."""
+        """With `keep`: groups that an earlier client on the folder asked for; `stream` returns
+        them.
+        """
         return self._reopened
 
     @property
     def num_ended(self) -> int:
-        """Groups that `stream` hands out at once."""
+        """Number of groups that `stream` can hand out at once."""
         return len(self._ended)
 
     def why_waiting(self) -> str:
-        """Why groups wait, as the router has sent it; '' where it has sent nothing lately."""
+        """Why groups wait, as last sent by the router; '' if it has sent nothing lately."""
         return self._client.why_waiting()
 
     async def run(self, task: Task, **options: Unpack[CallOptions]) -> Finished:
-        """One rollout of `task`; see `run_group`."""
+        """Run one rollout of `task`; see `run_group`."""
         return await self.run_group(task, 1, **options)
 
     async def run_group(
         self, task: Task, num_samples: int, **options: Unpack[CallOptions]
     ) -> Finished:
-        """`num_samples` rollouts of `task`, each with its outcome.
+        """Run `num_samples` rollouts of `task`; each has its outcome.
 
-        Raises GroupError, as the kind that says why there is no result, Overloaded, ClientClosed.
+        Raises GroupError of the kind that says why there is no result, Overloaded or ClientClosed.
         """
         call: Call = asyncio.get_running_loop().create_future()
         group_id = await self._ask(task, num_samples, call, options)
         try:
             arrival = await call
         except asyncio.CancelledError:
-            self._client.cancel(group_id, "nobody awaits it any more")
+            self._client.cancel(group_id, "no longer awaited")
             raise
         if isinstance(arrival, Dropped):
             raise error_of(arrival)
         return arrival
 
     async def ask(self, task: Task, num_samples: int, **options: Unpack[CallOptions]) -> GroupId:
-        """Ask for a group that `stream` hands out; waits while too many are open. Overloaded."""
+        """Ask for a group that `stream` hands out; wait while too many are open.
+
+        Raises Overloaded.
+        """
         return await self._ask(task, num_samples, None, options)
 
     async def stream(self) -> AsyncGenerator[Arrival, None]:
-        """The groups asked for by `ask`, as they end, until none is open.
+        """Yield the groups asked for by `ask` as they end, until none is open.
 
-        What an earlier client on the folder left comes first. Several may stream: each group goes
-        to one. Leaving the loop at a group is having had it.
+        Groups that an earlier client on the folder left come first. Several tasks may stream; each
+        group goes to one of them. A caller that leaves the loop at a group has received it.
         """
         while arrival := await self._next_ended():
             try:
@@ -251,10 +258,10 @@ class AsyncRolloutClient:
             finally:
                 self._client.done_with([arrival.group_id])
                 self._let_go(arrival)
-                del arrival  # it is not held while the next is awaited
+                del arrival  # do not keep it alive while the next is awaited
 
     async def cancel(self, group_id: GroupId, reason: str = "no longer wanted") -> None:
-        """End an open group: `stream` hands it out as Dropped. Nothing happens if it has ended."""
+        """End an open group: `stream` hands it out as Dropped. Does nothing if it has ended."""
         self._client.cancel(group_id, reason)
 
     async def _ask(
@@ -294,7 +301,7 @@ class AsyncRolloutClient:
         return group_id
 
     async def _next_ended(self) -> Arrival | None:
-        """What `stream` hands out next; None where nothing more is to come."""
+        """Return what `stream` hands out next; None if nothing more is to come."""
         while not self._ended:
             if self._fault:
                 raise self._fault.with_traceback(None)
@@ -307,7 +314,7 @@ class AsyncRolloutClient:
         return self._client.open(ended)
 
     def _collect(self) -> None:
-        """On the loop, when there is news: hand out what has ended."""
+        """Hand out what has ended; runs on the loop when there is news."""
         try:
             arrivals = self._client.take_unopened()
         except Exception as error:  # noqa: BLE001 - door: the intake's end must reach every waiter
@@ -318,7 +325,9 @@ class AsyncRolloutClient:
             self._client.done_with(had)
 
     def _hand_out(self, arrival: Unopened) -> bool:
-        """Whether a coroutine was waiting for it, or has been cancelled; else `stream` has it."""
+        """Return whether a coroutine was waiting for it or was cancelled; otherwise `stream` gets
+        it.
+        """
         call = self._calls.pop(arrival.group_id, None)
         if call is None:
             self._hold(arrival)
@@ -330,7 +339,7 @@ class AsyncRolloutClient:
         return True
 
     def _hold(self, arrival: Unopened) -> None:
-        """`stream` will hand it out; until then it is here, or in the journal alone."""
+        """Queue it for `stream`; until then it is here, or in the journal alone."""
         if isinstance(arrival, RawResult):
             has_room = self._num_held_bytes + arrival.held_bytes <= MAX_HELD_BYTES
             arrival = arrival if has_room else arrival.filed()
@@ -339,7 +348,7 @@ class AsyncRolloutClient:
         self._ended.append(arrival)
 
     def _let_go(self, arrival: Unopened | Arrival) -> None:
-        """Somebody has it: there is room for another call."""
+        """Count the group as received, which makes room for another call."""
         self._reopened.pop(arrival.group_id, None)
         if arrival.group_id.run_id == self._client.run_id:
             self._room.release()
@@ -352,12 +361,12 @@ class AsyncRolloutClient:
         self._tell_waiters()
 
     def _tell_waiters(self) -> None:
-        """The end has come: for streams, and for calls that wait for room."""
+        """End all streams and all calls that wait for room."""
         self._tell_streams()
-        # Whoever gets it finds out, and gives it to the next.
+        # The caller that receives this passes it on to the next.
         self._room.release()
 
     def _tell_streams(self) -> None:
-        """Have every stream look again."""
+        """Wake every stream."""
         news, self._news = self._news, asyncio.Event()
         news.set()

@@ -60,7 +60,7 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
 )
 from rollmesh.wire.bodies import decode_ask, encode_ask
-from rollmesh.wire.keys import Keys, check_told
+from rollmesh.wire.keys import Keys, check_dialable
 from rollmesh.wire.members import SINK, Access
 from rollmesh.wire.messages import GroupAsk
 from rollmesh.wire.sockets import SERVER_KEY, Dialer, Hub
@@ -69,23 +69,25 @@ __all__ = ["Arrival", "Dropped", "Finished", "RolloutClient"]
 
 NOTE_TIMEOUT_S = 30.0
 MAX_OPEN = 16_384
-"""Groups asked for and not taken; past it `ask` raises Overloaded."""
+"""Limit on groups that were asked for and not taken; past it `ask` raises Overloaded."""
 MAX_WEIGHT = 1000
 LOOPBACK = "127.0.0.1"
 QUEUE_RESULTS = 4
-"""Of each worker: results may be long, and what there is no room for should wait where it is."""
+"""Results queued per worker: results may be long, and those without room should wait at the
+worker.
+"""
 NUM_LISTENS, LISTEN_AGAIN_S = 10, 0.05
 """How often, and after what pause, the address of an earlier client is tried."""
 
 
 TriesAgain = Callable[[], bool]
-"""Waits, does what may make room on the disk, and says whether to try again."""
+"""Waits, does what may free disk space, and returns whether to try again."""
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What is said of a group besides its task."""
+    """The terms of a group besides its task."""
 
     env: str
     num_samples: Int64
@@ -95,7 +97,9 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 class RolloutClient:
-    """One client with one sink; its journal stands in `folder/journal`, which nobody shares."""
+    """One client with one sink; its journal is in `folder/journal`, which no other process may
+    use.
+    """
 
     def __init__(
         self,
@@ -108,15 +112,16 @@ class RolloutClient:
         weight: int = 1,
         keep: bool = False,
     ) -> None:
-        """Dial `router`, listen at `bind` or, if that is empty, at a free port that faces it.
+        """Dial `router` and listen at `bind` or, if that is empty, at a free port that the router
+        can reach.
 
         `weight` is this client's share of turns against other clients'. `keep` lets its groups
-        outlive it. AddressError or JournalError where it cannot be opened.
+        outlive it. Raises AddressError or JournalError if it cannot be opened.
         """
         if not 1 <= weight <= MAX_WEIGHT:
             raise ConfigError(f"weight = {weight}: give a client 1 to {MAX_WEIGHT:,} turns")
         self.reopened: dict[GroupId, Task] = {}
-        """With `keep`: what an earlier client here asked for and nobody has taken."""
+        """With `keep`: groups that an earlier client here asked for and did not take."""
         self._lock = threading.Lock()
         self._next_seq = 0
         self._num_open = 0
@@ -124,7 +129,7 @@ class RolloutClient:
         self._pid = os.getpid()
         with ExitStack() as undo:
             bind = bind or f"tcp://{facing(router)}:0"
-            check_told(bind)
+            check_dialable(bind)
             client_journal = undo.enter_context(closing(open_journal(folder, journal)))
             self.history = client_journal.history() if keep else History()
             """With `keep`, until `start`: what earlier clients here left."""
@@ -139,40 +144,41 @@ class RolloutClient:
             self._client_journal = client_journal
             undo.pop_all()
         self.redo = RedoNotes(self._note)
-        """For what happens to the steps that a program does again."""
+        """Records what happens to steps that are redone."""
         self.why_waiting: Callable[[], str] = self._intake.why_waiting
-        """Why groups wait, as the router has sent it; '' where it has sent nothing lately."""
+        """Returns why groups wait, as last sent by the router; '' if it has sent nothing lately."""
         self.address = hub.address
         self.client_id = client_id
-        """Who it is to the router; with `keep` the same in every life."""
+        """Its name at the router; with `keep` the same after a restart."""
 
     def start(self, saved: StateSaved | None = None) -> None:
         """Begin to serve; results that the journal holds of earlier runs are handed out first.
 
-        With `saved` (what the newest savepoint of this program knows; StateSaved() where there is
-        none), what no savepoint covers stays in the journal and is told by `history`, and results
-        that a step took are not handed out, since that step is redone.
+        With `saved` (the state of the program's newest checkpoint; StateSaved() if there is none),
+        whatever no checkpoint covers stays in the journal and is reported by `history`, and results
+        that a step took are not handed out, because that step is redone.
         """
         reopened = self._intake.start(self.run_id, saved)
         self.history = History()
         self.reopened = {asked.group_id: decode_ask(asked.body).task for asked in reopened}
 
     def meet_router(self, timeout_s: float) -> bool:
-        """Whether a router has answered, waiting up to `timeout_s` for the first to do so."""
+        """Wait up to `timeout_s` for the first answer of a router; return whether one answered."""
         return self._intake.has_router.wait(timeout_s)
 
     def watch(self, on_arrival: Callable[[], None] | None) -> None:
-        """Call this, from another thread, when `take` would bring something again; None: no more.
+        """Call this, from another thread, when `take` would return something again; None stops
+        that.
 
-        It must not wait, and not call this client.
+        It must not wait and must not call this client.
         """
         self._intake.watch(on_arrival)
 
     def close(self, *, for_good: bool = False) -> None:
-        """Leave; the router cancels what is open here, unless it is kept. The journal stays.
+        """Leave; the router cancels open groups unless they are kept. The journal stays.
 
-        `for_good`: no later client will continue what is kept, so it is cancelled too. A second
-        call does nothing, nor does one in a process that was forked from ours.
+        `for_good`: no later client will continue kept groups, so they are cancelled too. A second
+        call does nothing, nor does a call in a forked process.
         """
         if os.getpid() != self._pid:
             return
@@ -201,10 +207,10 @@ class RolloutClient:
 
         Higher `priority` runs first. A group that has not ended in `deadline_s` (0: no limit) ends
         as `deadline`; one that a full router refuses for `patience_s`, as `overloaded`. Its
-        sessions wait for weights of `min_policy_version` or newer. Asks are held back while the
+        sessions wait for weights of `min_policy_version` or newer. Requests are held back while the
         journal is over its byte budget. A later client's `history` has `asked_step` (train steps
         that the engines' weights have done), `num_drawn` (tasks drawn so far) and `again`. Raises
-        Overloaded where too many groups are open, WireError where no router could read the task,
+        Overloaded if too many groups are open, WireError if no router could read the task,
         ClientClosed after `close`.
         """
         self._check_ours()
@@ -236,23 +242,23 @@ class RolloutClient:
         return group_id
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
-        """End an open group as Dropped `cancelled: {reason}`; nothing happens if it has ended."""
+        """End an open group as Dropped `cancelled: {reason}`; does nothing if it has ended."""
         self._intake.command(Cancelled(group_id, printable(f"cancelled: {reason}")))
 
     def take(self, timeout_s: float) -> list[Arrival]:
-        """What has ended since the last call, waiting up to `timeout_s` for the first.
+        """Return what has ended since the last call, waiting up to `timeout_s` for the first.
 
-        Of many results of earlier runs some at a time. Raises what ended the client's own thread,
-        if anything did.
+        Many results of earlier runs are returned some at a time. Raises what ended the client's own
+        thread, if anything did.
         """
         return [self.open(each) for each in self._take(timeout_s, MAX_FILED_BYTES)]
 
     def take_unopened(self) -> list[Unopened]:
-        """All that has ended since the last call, for `open`; does not wait."""
+        """Return all that has ended since the last call, for `open`; does not wait."""
         return self._take(0.0, math.inf)
 
     def open(self, arrival: Unopened) -> Arrival:
-        """Decode a result, and read it first where it stands on the disk; never an error."""
+        """Decode a result, after reading it from the disk if it is there; never raises."""
         if isinstance(arrival, StoredResult):
             try:
                 arrival = self._intake.load(arrival)
@@ -263,11 +269,12 @@ class RolloutClient:
     def done_with(
         self, group_ids: Iterable[GroupId], reason: str = "", step: int = 0, times: int = 0
     ) -> None:
-        """These results need not be handed out again; the journal may let go of them.
+        """Mark results as not needed again, so that the journal may release them.
 
-        Where savepoints are made, once one of them knows that. Until then, with a `reason`, a later
-        client's `history` tells that they were dropped for it, before `step`, and `times` how often
-        their task has been asked for again, if it was to be, by an ask that comes after this.
+        If checkpoints are made, they are released once a checkpoint covers that. Until then, with a
+        `reason`, a later client's `history` reports that they were dropped for it before `step`,
+        and with `times` how often their task has been asked for again, if a later request repeats
+        it.
         """
         if not reason:
             self._intake.command(Taken(tuple(group_ids)))
@@ -281,27 +288,31 @@ class RolloutClient:
         oldest_step: int = 0,
         again: TriesAgain | None = None,
     ) -> None:
-        """Write down, before the act, that `step` trains these groups; JournalError if it fails.
+        """Journal, before the step, that `step` trains these groups; JournalError if that fails.
 
-        Tokens of weights before `oldest_step` do not train. With `again` what the disk refuses is
-        tried until that says no.
+        Tokens of weights before `oldest_step` do not train. With `again`, what the disk refuses is
+        retried until it returns False.
         """
         self._note(StepTaken(step, tuple(group_ids), oldest_step), again)
 
     def note_published(
         self, policy_version: int, step: int, again: TriesAgain | None = None
     ) -> None:
-        """Write down, before the act, that the weights after `step` steps are published; `again`
-        and errors as above."""
+        """Journal, before the publication, that the weights after `step` steps are published.
+
+        `again` and errors as for `note_step`.
+        """
         self._note(Published(policy_version, step), again)
 
     def note_saved(self, saved: StateSaved) -> None:
-        """A savepoint is durable: the journal lets go of what it knows. Returns at once."""
+        """Release what a durable checkpoint covers from the journal. Returns at once."""
         self._intake.command(Cover(saved))
 
     @property
     def is_journal_full(self) -> bool:
-        """Asks wait, since the journal is over its byte budget: it is time for a savepoint."""
+        """Whether requests wait because the journal is over its byte budget: a checkpoint is
+        due.
+        """
         return self._client_journal.is_full
 
     def _take(self, timeout_s: float, max_filed_bytes: float) -> list[Unopened]:
@@ -314,7 +325,7 @@ class RolloutClient:
         return arrivals
 
     def _check_ours(self) -> None:
-        """ClientClosed in a process that was forked from ours: nobody serves the client there."""
+        """Raise ClientClosed in a forked process: no thread serves the client there."""
         if os.getpid() != self._pid:
             raise ClientClosed(f"this client is that of process {self._pid}: open another")
 
@@ -332,29 +343,33 @@ class RolloutClient:
 
 
 class RedoNotes:
-    """Writes down, step by step, how redone steps go, so that deaths in them are counted."""
+    """Journals how redone steps go, step by step, so that processes that die in one are counted."""
 
     def __init__(self, note: Callable[[StepEntry, TriesAgain | None], None]) -> None:
         self._note = note
 
     def begun(self, step: int, again: TriesAgain | None = None) -> None:
-        """`step` is about to be done again; `again` and errors as RolloutClient.note_step."""
+        """Journal that `step` is about to be redone; `again` and errors as
+        RolloutClient.note_step.
+        """
         self._note(StepBegun(step, os.getppid()), again)
 
     def ended(self, step: int, why: str = "", again: TriesAgain | None = None) -> None:
-        """`step` is done again or, with `why`, ends the trainer; `again` and errors as above."""
+        """Journal that `step` was redone or, with `why`, that it ended the trainer; `again` as
+        above.
+        """
         self._note(StepEnded(step, why), again)
 
 
 def fresh_run_id(known: Container[str]) -> str:
-    """Of no earlier run, so that no group's id is ever used twice."""
+    """Return an id of no earlier run, so that no group id is used twice."""
     while (run_id := new_id("r")) in known:
         pass
     return run_id
 
 
 def check_terms(terms: Terms) -> None:
-    """WireError where the router could not read these: it would be silent, and we ask for ever."""
+    """Raise WireError if the router could not read these: it would drop them without an answer."""
     try:
         msgspec.msgpack.encode(msgspec.convert(msgspec.structs.asdict(terms), Terms))
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -364,14 +379,16 @@ def check_terms(terms: Terms) -> None:
 
 
 def listen(bind: str, earlier: str, keys: Keys | None) -> Hub:
-    """Where an earlier client listened, if that is free and `bind` allows it; else at `bind`."""
+    """Listen where an earlier client listened, if that is free and `bind` allows it; else at
+    `bind`.
+    """
     earlier = earlier.partition(SERVER_KEY)[0]
     host, _, port = bind.rpartition(":")
     for _ in range(NUM_LISTENS if port == "0" and earlier.rpartition(":")[0] == host else 0):
         try:
             return _sink_hub(earlier, keys)
         except AddressError:
-            time.sleep(LISTEN_AGAIN_S)  # zmq gives a port of this process back in its own time
+            time.sleep(LISTEN_AGAIN_S)  # zmq releases a port of this process with a delay
     # Another process has the port: results that workers hold for it run again, for the new address.
     return _sink_hub(bind, keys)
 
@@ -382,7 +399,9 @@ def _sink_hub(bind: str, keys: Keys | None) -> Hub:
 
 
 def facing(router: str) -> str:
-    """The address of ours that the host of `router` sees; loopback where it cannot be told."""
+    """Return our address as the host of `router` sees it, or loopback if it cannot be
+    determined.
+    """
     host, _, port = router.removeprefix("tcp://").rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     try:

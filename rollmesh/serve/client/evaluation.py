@@ -35,7 +35,7 @@ WINDOW = 1024
 
 
 class Site(msgspec.Struct, frozen=True):
-    """Where an evaluation asks and writes."""
+    """The mesh and the folder of an evaluation."""
 
     router: str
     folder: Path
@@ -50,10 +50,10 @@ async def evaluate(
     on_rows: Callable[[int], None],
     on_client: Callable[[Callable[[], str]], None] | None = None,
 ) -> None:
-    """Do what is missing. `on_rows` receives the number of rows whenever it grows, `on_client` once
-    a function that returns why groups wait, '' where nothing is known.
+    """Run what is missing. `on_rows` receives the number of rows whenever it grows, `on_client`
+    once a function that returns why groups wait ('' if unknown).
 
-    UserError where another process evaluates in the folder, or no router answers.
+    Raises UserError if another process evaluates in the folder or no router answers.
     """
     try:
         client = AsyncRolloutClient(
@@ -68,7 +68,7 @@ async def evaluate(
             )
         if on_client is not None:
             on_client(client.why_waiting)
-        # Only now, since the client's journal keeps a second evaluation out of the folder.
+        # Only now: the client's journal keeps a second evaluation out of the folder.
         with Results(site.folder) as results, Trajectories(site.folder) as trajectories:
             await Evaluation(client, plan, tasks, (results, trajectories), on_rows).run()
 
@@ -76,7 +76,7 @@ async def evaluate(
 async def evaluate_locally(
     client: "Client", plan: Plan, tasks: list[Task], folder: Path, on_rows: Callable[[int], None]
 ) -> None:
-    """Do what is missing in `folder` with a client that needs no mesh."""
+    """Run what is missing in `folder` with a client that needs no mesh."""
     with Results(folder) as results, Trajectories(folder) as trajectories:
         await Evaluation(client, plan, tasks, (results, trajectories), on_rows).run()
 
@@ -106,19 +106,19 @@ class Evaluation:
         files: tuple[Results, Trajectories],
         on_rows: Callable[[int], None],
     ) -> None:
-        """`client` keeps its groups, and its folder is that of `files`."""
+        """Prepare a pass; `client` keeps its groups, and its folder is that of `files`."""
         self._client = client
         self._plan = plan
         self._tasks = tasks
         self._results, self._trajectories = files
         self._on_rows = on_rows
         self._posed: dict[GroupId, Task] = {}
-        """Open here."""
+        """Open groups of this pass."""
 
     async def run(self) -> None:
         """Ask for what has no result yet, until everything has ended.
 
-        Where it is cancelled, the mesh is told to stop what runs for it.
+        If it is cancelled, its open groups are cancelled in the mesh.
         """
         try:
             await self._run()
@@ -141,7 +141,7 @@ class Evaluation:
                 await self._ask(task, seed)
 
     def _missing(self) -> Iterator[tuple[Task, int]]:
-        """Tasks that have neither a result nor an open group, each with its seed."""
+        """Yield tasks that have neither a result nor an open group, each with its seed."""
         there = self._results.num_groups() + Counter(task.id for task in self._posed.values())
         posed: Counter[str] = Counter()
         for task in self._tasks:
@@ -166,7 +166,7 @@ class Evaluation:
 
     def _client_journal(self, arrival: Arrival) -> None:
         task = self._posed.pop(arrival.group_id, None)
-        if task is None:  # an earlier process had asked, and did not get to write it down
+        if task is None:  # an earlier process asked and ended before it wrote that
             assert isinstance(arrival, Finished)
             task = arrival.record.task
         if not self._results.holds(arrival.group_id):
@@ -176,7 +176,7 @@ class Evaluation:
 
 
 def rows_of(arrival: Arrival, task_id: str, num_samples: int) -> list[Row]:
-    """One row per rollout that was asked for, whether or not it brought anything."""
+    """Return one row per requested rollout, whether or not it has a result."""
     row = Row(
         task_id=task_id,
         group_id=str(arrival.group_id),

@@ -24,22 +24,22 @@ PLAN = "eval.json"
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is evaluated."""
+    """Plan of an evaluation."""
 
     env: str
     env_settings: dict[str, Json]
     model: str
-    """Its folder; empty where the mesh was there before."""
+    """Folder of the mesh; empty if the mesh existed before."""
     split: str
     num_tasks: int
-    """At most; a split may end before."""
+    """Maximum number of tasks; a split may have fewer."""
     num_samples: int
     seed: int
     sampling: SamplingPolicy
 
 
 def write_plan(plan: Plan, folder: Path) -> None:
-    """Into the evaluation's folder; UserError if that cannot be."""
+    """Write it into the evaluation's folder; UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PLAN).write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
@@ -52,13 +52,13 @@ def read_plan(folder: Path) -> Plan:
     try:
         return msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
     except FileNotFoundError:
-        raise UserError(f"{folder}: no evaluation to go on with; leave out --resume") from None
+        raise UserError(f"{folder}: no evaluation to resume; leave out --resume") from None
     except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(f"{folder / PLAN}: {error}; begin anew without --resume") from None
+        raise UserError(f"{folder / PLAN}: {error}; start again without --resume") from None
 
 
 def pose(env: Env, plan: Plan) -> list[Task]:
-    """The tasks of `plan`, in order; EnvError in one line where the environment fails."""
+    """Return the tasks of `plan` in order; a one-line EnvError if the environment fails."""
     where = f'env = "{plan.env}": tasks("{plan.split}")'
     tasks: list[Task] = []
     try:
@@ -79,14 +79,14 @@ RESULTS = "results.jsonl"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout, or the place of one in a group without a result."""
+    """One rollout, or one place of a group without a result."""
 
     task_id: str
     group_id: str
     index: int
-    """Among its siblings."""
+    """Index among its siblings."""
     num_samples: int
-    """It and its siblings."""
+    """Number of rollouts in the group."""
     outcome: str
     """An Outcome; for a group without a result, the code of its end."""
     reward: float | None = None
@@ -95,9 +95,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     place: ErrorPlace | None = None
     """Where environment code raised `error`."""
     num_calls: int = 0
-    """Model calls: turns."""
+    """Model calls (turns)."""
     num_tokens: int = 0
-    """Sampled ones."""
+    """Sampled tokens."""
     duration_s: float = 0.0
     worker_id: str = ""
     attempt: int = 0
@@ -109,7 +109,7 @@ class Results:
     """The rows in `folder`; `with` closes the file."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what is there and keep what is whole; UserError if that cannot be."""
+        """Read the rows and keep whole groups; UserError if that fails."""
         self.rows: list[Row] = []
         self._path = folder / RESULTS
         try:
@@ -130,23 +130,23 @@ class Results:
         self._file.close()
 
     def holds(self, group_id: GroupId) -> bool:
-        """Whether the rows of this group are there."""
+        """Return whether the rows of this group are in the file."""
         return str(group_id) in self._group_ids
 
     def num_groups(self) -> Counter[str]:
-        """Groups with a result, by task."""
+        """Return the number of groups with a result, by task."""
         firsts = (row for row in self.rows if row.index == 0 and row.has_result)
         return Counter(row.task_id for row in firsts)
 
     def add(self, rows: list[Row]) -> None:
-        """Write the rows of a group, and hand them to the system; UserError if it takes none."""
+        """Append the rows of a group; UserError if the disk takes none."""
         append(self._file, self._path, _lines(rows))
         self.rows += rows
         self._group_ids.update(row.group_id for row in rows)
 
 
 def append(file: FileIO, path: Path, lines: bytes) -> None:
-    """Write `lines` to the unbuffered `file` at `path`; UserError if the disk takes no more."""
+    """Write `lines` to the unbuffered `file` at `path`; UserError if the disk is full."""
     left = memoryview(lines)
     try:
         while left:
@@ -161,7 +161,7 @@ def _lines(rows: list[Row]) -> bytes:
 
 
 def rows_in(folder: Path) -> list[Row]:
-    """All rows that stand there, but for one that a crash has cut."""
+    """Return all rows of the file except one that a crash has cut."""
     path = folder / RESULTS
     lines = path.read_bytes().splitlines() if path.exists() else []
     rows: list[Row] = []
@@ -174,7 +174,7 @@ def rows_in(folder: Path) -> list[Row]:
 
 
 def _whole_groups(folder: Path) -> list[Row]:
-    """The rows of groups that came to a result and have all their rows, in order."""
+    """Return the rows of groups that have a result and all their rows, in order."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows_in(folder):
         groups[row.group_id].append(row)

@@ -29,17 +29,17 @@ SESSIONS = "/admin/sessions"
 
 
 class GatewaySession:
-    """One session of a gateway: the two secrets for its agent, and what its owner may do."""
+    """One session of a gateway: the two secrets for its agent, and the owner's calls."""
 
     def __init__(self, gateway: "Gateway", opened: Mapping[str, str]) -> None:
         self._gateway = gateway
         self.session_id = opened["session_id"]
         self.api_key = opened["api_key"]
-        """Secret; the agent sends it as a Bearer token or as x-api-key."""
+        """Secret that the agent sends as a Bearer token or as x-api-key."""
         self.base_url = opened["base_url"]
-        """For OpenAI clients, ends in `/v1`; needs the key."""
+        """Base URL for OpenAI clients, ends in `/v1`; needs the key."""
         self.path_url = opened["path_url"]
-        """The same for agents that cannot send a key: the URL itself is secret."""
+        """Base URL for agents that cannot send a key: the URL itself is secret."""
 
     def reward(self, reward: float, node: int | str | None = None) -> None:
         """Set the session's reward, or that of one turn: a node's number or a response's id."""
@@ -52,7 +52,7 @@ class GatewaySession:
         return self._gateway.request("POST", f"{self._path}/finish", body)
 
     def delete(self) -> None:
-        """Forget the session and its samples."""
+        """Delete the session and its samples."""
         self._gateway.request("DELETE", self._path)
 
     @property
@@ -64,8 +64,9 @@ class Gateway:
     """The admin API of one gateway; `with` closes its connections."""
 
     def __init__(self, url: str, admin_token_file: str | Path | None = None) -> None:
-        """`url` is what `rollmesh gateway` prints; the token is that of its --admin-token-file,
-        or of ROLLMESH_ADMIN_TOKEN."""
+        """Connect to `url`, which `rollmesh gateway` prints; the token is that of its
+        --admin-token-file, or of ROLLMESH_ADMIN_TOKEN.
+        """
         token = read_secret(Path(admin_token_file)) if admin_token_file else admin_token()
         if not token:
             raise AddressError(
@@ -102,12 +103,12 @@ class Gateway:
         return GatewaySession(self, self.request("POST", SESSIONS, body))
 
     def sessions(self) -> list[dict[str, Json]]:
-        """The state of each session that is not deleted."""
+        """Return the state of each session that is not deleted."""
         found: list[dict[str, Json]] = self.request("GET", SESSIONS)["sessions"]
         return found
 
     def request(self, method: str, path: str, body: Json = None) -> dict[str, Any]:
-        """Send one request of the admin API; AddressError where it fails."""
+        """Send one request of the admin API; AddressError if it fails."""
         raw = None if body is None else msgspec.json.encode(body)
         try:
             reply = self._client.request(method, self.url + path, content=raw)

@@ -64,17 +64,18 @@ log = get_logger()
 
 JOIN_S = 5.0
 MAX_UNTAKEN_BYTES = 256 * 2**20
-"""Of results in memory; past it the sink reads no more, and workers keep theirs."""
+"""Limit on the bytes of results in memory; past it the sink reads no more, and workers keep theirs.
+"""
 MAX_FILED_BYTES = 32 * 2**20
-"""Of results that `take` hands out at a time and that stand on the disk."""
+"""Limit on the bytes that `take` reads from the disk and hands out at a time."""
 RECENT_BEATS = 90
-"""A router repeats why groups wait every 60 beats."""
-SAY_REFUSED_S = 10.0
-"""Refused results are logged at most this often, with their number."""
+"""The router repeats why groups wait every 60 heartbeats."""
+LOG_REFUSED_S = 10.0
+"""Interval of log lines about refused results, which carry their number."""
 MAX_NAME = 100
-"""Characters of a peer's name that are logged."""
+"""Limit on the characters of a peer's name in the log."""
 MAX_RESULTS = 64
-"""Taken in before the router and the program are listened to again."""
+"""Messages received before the router and the program get their turn."""
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -85,13 +86,13 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Cover(msgspec.Struct, frozen=True):
-    """Command: what this savepoint knows is safe, and the journal may let go of it."""
+    """Command: this savepoint is durable, and the journal may release what it covers."""
 
     saved: StateSaved
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """Command: nobody needs the results of these groups again."""
+    """Command: the results of these groups are not needed again."""
 
     group_ids: tuple[GroupId, ...]
 
@@ -117,7 +118,7 @@ class IntakeThread:
         self._commands: deque[Command] = deque()
         self._held_asks: deque[Asked] = deque()
         self._fresh: list[Unopened] = []
-        """What this turn brought; handed over at once, since each hand-over has a price."""
+        """Arrivals of this turn, handed over together because each hand-over has a cost."""
         self._num_fresh_bytes = 0
         self._acks: list[tuple[bytes, Packet]] = []
         self._arrivals: deque[Unopened] = deque()
@@ -130,7 +131,7 @@ class IntakeThread:
         """The router's last message about groups that wait, and its time."""
         self._is_waiting = False
         self._is_disk_ill = False
-        """The journal did not take something, and nothing since."""
+        """The journal refused an entry and has taken none since."""
         self._closing = False
         self._close_lock = threading.Lock()
         self._is_closed = False
@@ -139,9 +140,10 @@ class IntakeThread:
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
     def start(self, run_id: str, saved: StateSaved | None) -> list[Asked]:
-        """Begin a run of this id and serve; the open asks of earlier runs, which go on or end.
+        """Begin a run with this id and serve; return the open asks of earlier runs, which continue
+        or end.
 
-        `saved` as ClientJournal.begin has it. JournalError if the book cannot be written.
+        `saved` as for ClientJournal.begin. Raises JournalError if the journal cannot be written.
         """
         settings = self._asks.settings
         began = RunBegan(run_id, settings.client_id, settings.sink)
@@ -152,13 +154,13 @@ class IntakeThread:
             if settings.keep:
                 self._do_asks(self._asks.step(asked, time.monotonic()))
             else:
-                self._do_asks([AskEnded(asked.group_id, "cancelled: its client was started anew")])
+                self._do_asks([AskEnded(asked.group_id, "cancelled: its client was restarted")])
         self._hand_over()
         self._thread.start()
         return reopened if settings.keep else []
 
     def watch(self, on_arrival: Callable[[], None] | None) -> None:
-        """Have this called, on the intake's thread, when there is something to take again."""
+        """Have this called on the intake's thread when there is something to take again."""
         with self._arrived:
             self._on_arrival = on_arrival
             is_news = bool(self._arrivals or self._fault)
@@ -166,14 +168,17 @@ class IntakeThread:
             on_arrival()
 
     def close(self, *, for_good: bool = False) -> None:
-        """Carry out what was commanded, say goodbye, and end the thread. Idempotent: the first call
-        decides whether it leaves for good, and later ones return after it."""
+        """Carry out all commands, say goodbye and end the thread.
+
+        Idempotent: the first call decides whether it leaves for good, and later ones return after
+        it.
+        """
         with self._close_lock:
             if not self._is_closed:
                 self._is_closed = self._end_thread(for_good)
 
     def _end_thread(self, for_good: bool) -> bool:
-        """Whether all is closed; False where the thread is stuck and still uses its sockets."""
+        """Return whether all is closed; False if the thread is stuck and still uses its sockets."""
         self._leaves_for_good = self._leaves_for_good or for_good
         self._closing = True
         self._bell.ring()
@@ -189,21 +194,21 @@ class IntakeThread:
         return True
 
     def command(self, command: Command) -> None:
-        """Have the thread do this; from any thread. After `close` nothing is done any more."""
+        """Pass a command to the thread, from any thread; ignored after `close`."""
         if self._closing:
             return
         self._commands.append(command)
         if self._fault:
             self._refuse_commands(self._fault)
-        # It looks at the commands after it says that it waits, so none is slept over.
+        # The thread reads its commands after it has said that it waits, so none is missed.
         if self._is_waiting:
             self._bell.ring()
 
     def take(self, timeout_s: float, max_filed_bytes: float = math.inf) -> list[Unopened]:
-        """What has arrived, waiting up to `timeout_s` for the first.
+        """Return what has arrived, waiting up to `timeout_s` for the first.
 
-        After `max_filed_bytes` of what stands on the disk the rest is left for the next call.
-        Raises what ended the intake's thread, once everything that had arrived is taken.
+        After `max_filed_bytes` of results on disk the rest is left for the next call. Raises what
+        ended the intake's thread once everything that had arrived is taken.
         """
         with self._arrived:
             self._arrived.wait_for(lambda: self._arrivals or self._fault, timeout_s)
@@ -214,18 +219,18 @@ class IntakeThread:
         if was_full:
             self._bell.ring()
         if not arrivals and self._fault:
-            # Afresh: what is raised again and again would gather the frames of all who took it.
+            # A new error each time: one that is raised again gathers the frames of all its callers.
             raise self._fault.with_traceback(None)
         return arrivals
 
     def why_waiting(self) -> str:
-        """Why groups wait, as the router has sent it; '' where it has sent nothing lately."""
+        """Return why groups wait, as last sent by the router; '' if it has sent nothing lately."""
         reason, since_s = self._wait_reason
         is_recent = time.monotonic() - since_s < RECENT_BEATS * self._asks.beat_s
         return reason if is_recent else ""
 
     def load(self, filed: StoredResult) -> RawResult:
-        """A result that stands on the disk; JournalError where it cannot be read."""
+        """Read a result from the disk; JournalError if it cannot be read."""
         return self._client_journal.load(filed)
 
     def _taken_out(self, max_filed_bytes: float) -> Iterator[Unopened]:
@@ -252,7 +257,7 @@ class IntakeThread:
                 self._turn()
             self._turn()
             self._do_asks(self._asks.step(Closed(self._leaves_for_good), time.monotonic()))
-        except Exception as error:  # door: the thread's end must reach the program
+        except Exception as error:  # door: the program must learn how the thread ended
             log.exception("intake.failed")
             self._end(error.with_traceback(None))
 
@@ -269,17 +274,17 @@ class IntakeThread:
         return self._num_untaken_bytes + self._num_fresh_bytes > MAX_UNTAKEN_BYTES
 
     def _refuse_commands(self, error: Exception) -> None:
-        """Nobody carries them out any more; whoever writes a note must not wait."""
-        with suppress(IndexError):  # also where another thread is here
+        """Fail commands that will not be carried out, so that a writer of notes does not wait."""
+        with suppress(IndexError):  # also if another thread is here
             while True:
                 command = self._commands.popleft()
                 if isinstance(command, Note):
                     command.written.set_exception(error)
 
     def _turn(self) -> None:
-        """Everything that is there to do now.
+        """Do everything that can be done now.
 
-        The program may go on with what is fresh while the acks go out: it has more to do than they.
+        The program receives new results before their acks are sent: it has more to do with them.
         """
         while self._commands:
             self._carry_out(self._commands.popleft())
@@ -295,7 +300,7 @@ class IntakeThread:
         self._hand_over()
         self._send_acks()
         self._give_back_memory()
-        self._say_held()
+        self._send_held()
         self._do_asks(self._asks.step(Ticked(), time.monotonic()))
         self._hand_over()
 
@@ -312,7 +317,7 @@ class IntakeThread:
                     self._client_journal.note(entry)
                     written.set_result(None)
                 except JournalError as error:
-                    self._complain(error)
+                    self._log_refused_write(error)
                     written.set_exception(error)
             case Cover(saved):
                 self._write_down(partial(self._client_journal.cover, saved))
@@ -332,22 +337,22 @@ class IntakeThread:
                 size_bytes=self._client_journal.size_bytes,
                 fix="raise journal.max_bytes or write checkpoints more often",
             )
-        self._say_held()
+        self._send_held()
 
-    def _say_held(self) -> None:
-        """In their order, as far as budget and disk let them be written."""
+    def _send_held(self) -> None:
+        """Send held asks in order, as far as the budget and the disk allow them to be written."""
         while (
-            self._held_asks and not self._client_journal.is_full and self._say(self._held_asks[0])
+            self._held_asks and not self._client_journal.is_full and self._send(self._held_asks[0])
         ):
             self._held_asks.popleft()
 
-    def _say(self, asked: Asked) -> bool:
-        """Whether it is said: what the disk does not take no router hears of."""
+    def _send(self, asked: Asked) -> bool:
+        """Return whether it was sent: an ask that cannot be journaled is not sent."""
         if self._asks.settings.keep:
             try:
                 self._client_journal.ask(asked)
             except JournalError as error:
-                self._complain(error)
+                self._log_refused_write(error)
                 return False
         self._do_asks(self._asks.step(asked, time.monotonic()))
         return True
@@ -356,8 +361,8 @@ class IntakeThread:
         try:
             write()
         except JournalError as error:
-            # Until that is written a new client on the folder does not know it.
-            self._complain(error)
+            # Until that is written, a new client on the folder does not know it.
+            self._log_refused_write(error)
 
     def _receive_result(self, route: bytes, packet: Packet) -> None:
         event = Received(route, packet.message, packet.body, packet.router)
@@ -371,16 +376,16 @@ class IntakeThread:
             self._do_sink(action)
 
     def _log_refused(self, message: GroupFinished, reason: str) -> None:
-        """Log refused results, at most one line in SAY_REFUSED_S: a stranger may send many."""
+        """Log refused results, at most one line in LOG_REFUSED_S: a stranger may send many."""
         now_s = time.monotonic()
-        if now_s < self._refused_said_s + SAY_REFUSED_S:
+        if now_s < self._refused_said_s + LOG_REFUSED_S:
             return
         num_refused = self._sink.num_refused - self._num_refused_said
         self._refused_said_s, self._num_refused_said = now_s, self._sink.num_refused
         log.warning("result.refused", num_refused=num_refused, reason=reason, **_named(message))
 
     def _refuse_malformed(self, keep: Keep, why: str) -> None:
-        """The attempt has failed; its group runs again, if an attempt is left."""
+        """Report the attempt as failed; its group runs again if an attempt is left."""
         message, reason = keep.message, readable(f"malformed result: {why}")
         log.warning("result.malformed", reason=reason, **_named(message))
         for action in self._sink.step(Malformed(keep, reason), time.monotonic()):
@@ -398,7 +403,7 @@ class IntakeThread:
             result = self._client_journal.keep(keep.message, packet, record)
         except JournalError as error:
             # Not acked: its worker sends it again.
-            self._complain(error)
+            self._log_refused_write(error)
             return
         if self._is_disk_ill:
             self._is_disk_ill = False
@@ -438,14 +443,14 @@ class IntakeThread:
         self._acks.clear()
 
     def _give_back_memory(self) -> None:
-        """Trim the heap after peers left: zmq may have gathered much for them."""
+        """Trim the heap after peers left: zmq may hold much memory for them."""
         freed, now_s = self._hub.num_departed * SOME_FREED_BYTES, time.monotonic()
         if self._trims.is_due(freed, now_s):
             self._heap.trim()
             self._trims.trimmed(freed, now_s)
 
-    def _complain(self, error: JournalError) -> None:
-        """Say what the disk does not take, once until it takes a result again."""
+    def _log_refused_write(self, error: JournalError) -> None:
+        """Log what the disk does not take, once until it takes an entry again."""
         if not self._is_disk_ill:
             self._is_disk_ill = True
             log.error("journal.failed", error=str(error), fix=f"{error.remedy}; nothing is lost")
@@ -457,7 +462,7 @@ class IntakeThread:
             self._num_fresh_bytes += arrival.held_bytes
 
     def _hand_over(self) -> None:
-        """Let the program have what is fresh."""
+        """Hand new arrivals to the program."""
         if not self._fresh:
             return
         fresh, self._fresh = self._fresh, []
@@ -472,7 +477,7 @@ class IntakeThread:
 
 
 def _named(message: GroupFinished) -> dict[str, str | int]:
-    """The group, worker and attempt that a result names, for a log line."""
+    """Return the group, worker and attempt that a result names, for a log line."""
     return {
         "group_id": readable(str(message.group_id)[:MAX_NAME]),
         "worker_id": readable(message.worker_id[:MAX_NAME]),

@@ -57,41 +57,43 @@ class OpenAsk(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int
     is_eval: bool
     asked_step: int
-    """As the ask said."""
+    """Copied from its request."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What the next process must know beyond its newest savepoint; in the journal's order."""
+    """Everything the next process must know beyond its newest checkpoint, in the order of the
+    journal.
+    """
 
     saved: StateSaved = StateSaved()
-    """The newest savepoint that the journal was freed by."""
+    """The newest checkpoint by which the journal was freed."""
     steps: tuple[StepTaken, ...] = ()
     step_deaths: dict[int, tuple[str, ...]] = {}
     """By step: how it ended earlier processes since it was last done, oldest first."""
     published: tuple[Published, ...] = ()
     results: tuple[StoredResult, ...] = ()
-    """Those of `steps` too."""
+    """Results that are part of `steps`."""
     drops: tuple[GroupBooked, ...] = ()
     parted: tuple[GroupParted, ...] = ()
-    """Of `results`, those that the program had dropped."""
+    """Results of `results` that the program had dropped."""
     again: dict[GroupId, Again] = {}
-    """Of all that is told, what was asked for again."""
+    """Groups of all the above whose task was asked for again."""
     evals: Groups = {}
-    """Of all groups of all lives, those that were asked for and do not train."""
+    """Groups of all runs that were asked for and do not train."""
     open_asks: tuple[OpenAsk, ...] = ()
     num_asked: int = 0
-    """Groups, in all lives, those for evaluation among them."""
+    """Number of groups in all runs, those for evaluation included."""
     num_drawn: int = 0
-    """Tasks, in all lives."""
+    """Number of tasks in all runs."""
 
 
 JOURNAL_FOLDER = "journal"
 WORTH_MOVING = 2
-"""Open asks are written again once so many times their bytes are freed by it."""
+"""Open requests are written again once that frees this many times their bytes."""
 
 
 class Records(Protocol):
-    """What a book needs of core/journal.py's Journal."""
+    """The part of core/journal.py's Journal that is used here."""
 
     @property
     def size_bytes(self) -> int: ...
@@ -109,18 +111,20 @@ class ClientJournal:
     """The journal of one client and the state of its entries; the constructor replays it."""
 
     def __init__(self, journal: Records, max_bytes: int) -> None:
-        """JournalError, and the journal is closed, if it is damaged or of another format."""
+        """Replay the journal; close it and raise JournalError if it is damaged or of another
+        format.
+        """
         self._journal = journal
         self._max_bytes = max_bytes
         self._state = JournalState()
         self._newest: StateSaved | None = None
-        """The newest durable savepoint, as long as it has freed nothing."""
+        """The newest durable checkpoint, as long as it has freed nothing."""
         self._owed: list[GroupBooked | GroupParted | GroupsTaken | StateSaved] = []
-        """What the disk did not take when it happened."""
+        """Entries that the disk refused when they occurred."""
         self._owes_summary = False
-        """Segments were dropped before all that must be known of them was written."""
+        """Segments were dropped before everything that must be known of them was written."""
         self.ended = self._state.ended
-        """By run; the sink works on these sets."""
+        """Ended groups by run; the sink works on these sets."""
         try:
             for position, frames in journal.replay():
                 place = JournalPosition(position, sum(map(len, frames[1:])))
@@ -133,20 +137,21 @@ class ClientJournal:
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return self._journal.size_bytes
 
     @property
     def is_full(self) -> bool:
-        """Over the byte budget, and a savepoint (or taking results) would free some of it.
+        """Whether it is over its byte budget, and a checkpoint (or taking results) would free some.
 
-        What waits for its step leaves by being trained, for which more may have to be asked.
+        Results that wait for their step leave by being trained, for which more requests may be
+        needed.
         """
         is_over = self._journal.size_bytes > self._max_bytes
         return is_over and self._state.can_be_freed
 
     def history(self) -> History:
-        """What the next process must know; JournalError where an ask cannot be read."""
+        """Return what the next process must know; JournalError if a request cannot be read."""
         told = self._state
         return History(
             saved=told.saved,
@@ -164,16 +169,16 @@ class ClientJournal:
         )
 
     def reopened(self) -> list[Asked]:
-        """What earlier runs asked for to outlive them, and is open."""
+        """Return the open requests of earlier runs that were to outlive them."""
         tries = self._state.tries
         return [_asked_again(*each, tries.get(each[0].group_id)) for each in self._asks()]
 
     def begin(self, began: RunBegan, saved: StateSaved | None) -> list[StoredResult]:
-        """Write down a new run; the results of earlier ones that it is to have, oldest first.
+        """Journal a new run; return the results of earlier ones that it receives, oldest first.
 
-        With `saved`, what its newest savepoint knows (or StateSaved() where there is none), results
-        that a step took are for it to redo, and what no savepoint covers stays in the journal.
-        Without, it redoes nothing, and only results that nobody has taken stay.
+        With `saved`, the state of its newest checkpoint (or StateSaved() if there is none), the run
+        redoes results that a step took, and whatever no checkpoint covers stays in the journal.
+        Without, it redoes nothing, and only results that were not taken stay.
         """
         self._write(began)
         if saved is None:
@@ -186,7 +191,9 @@ class ClientJournal:
         return [each for each in self._state.ready() if each.group_id not in left]
 
     def load(self, filed: StoredResult) -> RawResult:
-        """The result as it was kept, while it is needed; JournalError where it cannot be read."""
+        """Return the result as it was kept, while it is needed; JournalError if it cannot be
+        read.
+        """
         _, body, *buffers = self._journal.read(filed.position)
         return RawResult(
             group_id=filed.group_id,
@@ -199,7 +206,7 @@ class ClientJournal:
         )
 
     def ask(self, asked: Asked) -> None:
-        """Write down an ask that is to outlive this process."""
+        """Journal a request that is to outlive this process."""
         ends_s = time.time() + asked.deadline_s if asked.deadline_s > 0 else 0.0
         entry = GroupAsked(
             asked.group_id,
@@ -219,9 +226,9 @@ class ClientJournal:
     def keep(
         self, message: GroupFinished, packet: Packet, record: GroupRecord | None = None
     ) -> RawResult:
-        """Write a result to the journal; of an incomplete one only a summary of each rollout.
+        """Journal a result; for an incomplete one only a summary of each rollout.
 
-        `record` is the decoded body, where the caller has decoded and checked it.
+        `record` is the decoded body, if the caller has decoded and checked it.
         """
         result = RawResult(
             group_id=message.group_id,
@@ -247,16 +254,18 @@ class ClientJournal:
         self._write(entry)
 
     def drop(self, group_id: GroupId, reason: str) -> None:
-        """A group in `ended` has no result; JournalError if the disk takes that only later."""
+        """Journal that a group in `ended` has no result; JournalError if that is delayed by the
+        disk.
+        """
         booked = self._booked(Dropped(group_id, reason))
         self._state.end(group_id)
         self._owed.append(booked)
         self._write_owed()
 
     def part(self, parted: GroupParted) -> None:
-        """Write down that a result is dropped; JournalError if the disk takes that only later.
+        """Journal that a result is dropped; JournalError if that is delayed by the disk.
 
-        Where nobody makes savepoints, why it was is nobody's matter: it is taken.
+        Without checkpoints the reason is not needed: the result counts as taken.
         """
         if not self._state.is_redone:
             self.take((parted.group_id,))
@@ -265,10 +274,10 @@ class ClientJournal:
         self._write_owed()
 
     def take(self, group_ids: tuple[GroupId, ...]) -> None:
-        """Nobody needs these results again, nor the segments that hold nothing else.
+        """Journal that these results are not needed again, and free segments with nothing else.
 
-        Where savepoints are made, once one of them knows that. JournalError if the disk takes it
-        only later.
+        If checkpoints are made, that happens once one covers it. JournalError if the disk delays
+        it.
         """
         if self._state.is_redone:
             self._state.leave(group_ids)
@@ -278,8 +287,9 @@ class ClientJournal:
         self._release()
 
     def cover(self, saved: StateSaved) -> None:
-        """This is safe elsewhere, beside what was so before; JournalError if the disk takes that
-        only later."""
+        """Journal that a durable checkpoint covers this beside earlier ones; JournalError if the
+        disk delays that.
+        """
         before, self._newest = self._newest, saved
         try:
             if before:
@@ -290,10 +300,10 @@ class ClientJournal:
     def close(self) -> None:
         self._journal.close()
 
-    # what is needed
+    # needed entries
 
     def _asks(self) -> Iterator[tuple[GroupAsked, bytes]]:
-        """The open ones, as they stand in the journal."""
+        """Return the open requests as they are in the journal."""
         for place in self._state.open.values():
             frames = self._journal.read(place.position)
             entry = _entry_in(place.position, frames)
@@ -301,7 +311,7 @@ class ClientJournal:
             yield entry, frames[1]
 
     def _booked(self, dropped: Dropped) -> GroupBooked:
-        """With its task, where that was asked for here."""
+        """Return an ended group with its task, if that was asked for here."""
         place, task_id = self._state.open.get(dropped.group_id), ""
         if place and not dropped.record:
             with suppress(JournalError, WireError):
@@ -309,27 +319,29 @@ class ClientJournal:
         return booked_of(dropped, self._state.next_step, task_id)
 
     def _free(self, saved: StateSaved) -> None:
-        """Let go of what this savepoint knows."""
+        """Release what this checkpoint covers."""
         self._state.cover(saved)
         self._owed.append(saved)
         self._release()
 
     def _make_room(self) -> None:
-        """Over the budget the newest savepoint must do, though another one beside it is safer."""
+        """Over the budget, free by the newest checkpoint, though one more behind it would be
+        safer.
+        """
         if self._newest and self._journal.size_bytes > self._max_bytes:
             newest, self._newest = self._newest, None
             self._free(newest)
 
     def _release(self) -> None:
-        """Write what is owed, and let go of the segments that nobody needs."""
+        """Write what the disk refused, and free segments that are not needed."""
         try:
             self._settle()
         except JournalError:
             position = self._state.floor(self._journal.end)
-            # Which savepoint has freed what, must be told before that is gone.
+            # Which checkpoint freed a segment must be written before the segment is removed.
             if self._state.is_redone or not self._journal.can_drop_before(position):
                 raise
-            # The disk may be full of these: what nobody needs makes room for saying so.
+            # The disk may be full of these: removing unneeded segments makes room for that entry.
             self._owes_summary = True
             self._journal.drop_before(position)
             self._settle()
@@ -341,7 +353,7 @@ class ClientJournal:
             self._journal.drop_before(position)
 
     def _move_asks(self) -> None:
-        """Write open asks again that alone keep old segments."""
+        """Write open requests again that alone keep old segments."""
         journal, told = self._journal, self._state
         rest = told.floor(journal.end, with_asks=False)
         if not journal.can_drop_before(rest):
@@ -362,22 +374,22 @@ class ClientJournal:
     def _write(self, entry: AnyEntry, *frames: Buffer) -> int:
         self._write_owed()
         position = self._append(entry, *frames)
-        with suppress(JournalError):  # what is not written of that is owed
+        with suppress(JournalError):  # entries of it that were not written are retried later
             self._make_room()
         return position
 
     def _write_owed(self) -> None:
         try:
             self._settle()
-        finally:  # also after a part of it: asks are held while the journal is over its budget
+        finally:  # also after a part of it: requests are held while the journal is over its budget
             self._make_room()
 
     def _settle(self) -> None:
-        """Write what the disk did not take when it happened."""
+        """Write what the disk refused when it occurred."""
         while self._owed:
             self._append(self._owed[0])
             del self._owed[0]
-        if self._owes_summary:  # which may say that what was owed has ended
+        if self._owes_summary:  # which may say that a delayed entry has ended
             self._write_summary()
 
     def _write_summary(self) -> None:
@@ -392,8 +404,9 @@ class ClientJournal:
 
 
 def open_journal(folder: Path, config: JournalConfig) -> ClientJournal:
-    """The book in `folder`; JournalError if it is damaged, of another format, or another process
-    writes it."""
+    """Open the journal in `folder`; JournalError if it is damaged, of another format, or in use by
+    another process.
+    """
     journal = Journal(folder / JOURNAL_FOLDER, config.segment_bytes, fsync=config.fsync)
     return ClientJournal(journal, config.max_bytes)
 
@@ -423,7 +436,7 @@ def _open_ask(entry: GroupAsked, body: bytes) -> OpenAsk:
 
 
 def _asked_again(entry: GroupAsked, body: bytes, tried: GroupTried | None) -> Asked:
-    """The ask of an earlier process; its first attempt may have begun, or be over."""
+    """Return the request of an earlier process; its first attempt may have begun, or be over."""
     left_s = max(entry.ends_s - time.time(), MOMENT_S) if entry.ends_s else 0.0
     return Asked(
         group_id=entry.group_id,

@@ -26,22 +26,22 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace, Outcome
 
 NOT_NOTED = -1
-"""In a journal of an earlier release, which had no such field."""
+"""Ticket of an entry in a journal of an earlier release, which had no such field."""
 Groups = dict[str, list[tuple[int, int]]]
-"""By run: half-open intervals of its groups' numbers."""
+"""Ended groups by run: half-open intervals of their numbers."""
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
-    """The first frame of a record."""
+    """Base of all entries, each the first frame of a record."""
 
 
 class Again(msgspec.Struct, frozen=True, array_like=True):
-    """What a group is asked for that asks for an earlier one's task."""
+    """Link from a group to the earlier group whose task it repeats."""
 
     group_id: GroupId
-    """The earlier one's, of which came nothing of use."""
+    """The earlier group, which gave nothing of use."""
     times: int
-    """That the task was asked for again, with this one."""
+    """How often the task has been asked for again, this time included."""
 
 
 class SeenRollout(msgspec.Struct, frozen=True, array_like=True):
@@ -50,9 +50,9 @@ class SeenRollout(msgspec.Struct, frozen=True, array_like=True):
     index: int
     outcome: Outcome
     length: int
-    """Sampled tokens."""
+    """Number of sampled tokens."""
     policy_versions: tuple[int, ...]
-    """Theirs, each once, ascending."""
+    """Policy versions of the tokens, each once, ascending."""
     error: str = ""
     place: ErrorPlace | None = None
     """Where environment code raised `error`."""
@@ -62,7 +62,7 @@ class RunBegan(Entry, frozen=True, tag="run_began"):
     run_id: str
     client_id: str = ""
     sink: str = ""
-    """Address; a client that goes on for this one listens there again."""
+    """Address of the sink; a client that continues this run listens there again."""
 
 
 class GroupAsked(Entry, frozen=True, tag="group_asked"):
@@ -74,11 +74,11 @@ class GroupAsked(Entry, frozen=True, tag="group_asked"):
     """Unix time; 0 for never."""
     patience_s: float
     asked_step: int = 0
-    """Train steps done by the weights that engines had then."""
+    """Train steps done by the weights that engines had at that time."""
     num_drawn: int = 0
-    """Tasks that its program had drawn by then, this one among them."""
+    """Tasks that its program had drawn by then, this one included."""
     is_eval: bool = False
-    """It does not train."""
+    """Whether it is for evaluation and does not train."""
     again: Again | None = None
     ticket: bytes = b""
     """Secret of the group; empty in a journal of an earlier release."""
@@ -87,9 +87,9 @@ class GroupAsked(Entry, frozen=True, tag="group_asked"):
 class GroupTried(Entry, frozen=True, tag="group_tried"):
     group_id: GroupId
     attempts: int
-    """That have begun."""
+    """Attempts that have begun."""
     excused: int
-    """Of them, those that do not count."""
+    """Attempts of these that do not count."""
 
 
 class GroupKept(Entry, frozen=True, tag="group_kept"):
@@ -102,19 +102,19 @@ class GroupBooked(Entry, frozen=True, tag="group_booked"):
     group_id: GroupId
     reason: str
     step: int = 0
-    """The first that was not taken yet."""
+    """The first position that was not taken yet."""
     task_id: str = ""
     rollouts: tuple[SeenRollout, ...] = ()
-    """Those of it that came."""
+    """Rollouts of it that arrived."""
 
 
 class GroupParted(Entry, frozen=True, tag="group_parted"):
     group_id: GroupId
     reason: str
     step: int
-    """The first that was not taken yet."""
+    """The first position that was not taken yet."""
     times: int = 0
-    """As the ask that is to follow will say it; 0 where none is."""
+    """How often the request that follows will say its task is repeated; 0 if none follows."""
 
 
 class GroupsTaken(Entry, frozen=True, tag="groups_taken"):
@@ -125,24 +125,25 @@ class StepTaken(Entry, frozen=True, tag="step_taken"):
     step: int
     group_ids: tuple[GroupId, ...]
     oldest_step: int = NOT_NOTED
-    """Tokens of weights that fewer steps had made did not train."""
+    """Tokens of weights made by fewer steps did not train."""
 
 
 NOT_COUNTED = "not_counted"
-"""An end of a step that is no fault of its data: the user can fix it, or a rank was lost."""
+"""An end of a step that its data did not cause: the user can fix it, or a rank was lost."""
 
 
 class StepBegun(Entry, frozen=True, tag="step_begun"):
     step: int
     launch: int
-    """Process id of what started the trainer: deaths under another one do not count together."""
+    """Process id of the trainer's parent: deaths under different parents do not count together."""
 
 
 class StepEnded(Entry, frozen=True, tag="step_ended"):
     step: int
     why: str = ""
-    """The exception that ended the trainer, its kind and place; '' where the step is done, and
-    NOT_COUNTED where the step is not to blame."""
+    """Type and place of the exception that ended the trainer; '' if the step is done, NOT_COUNTED
+    if the step did not cause it.
+    """
 
 
 class Published(Entry, frozen=True, tag="published"):
@@ -154,14 +155,15 @@ class StateSaved(Entry, frozen=True, tag="state_saved"):
     """A program's state that is safe on disk; without arguments that of one that never ran."""
 
     num_steps: int = 0
-    """Train steps that it has done."""
+    """Train steps done."""
     policy_version: int = 0
-    """The newest that was ever named then."""
+    """The newest policy version that was named until then."""
     gone: Groups = {}
     """Groups that had left the program: trained, or dropped with their reason."""
     step_of_version: dict[int, int] = {}
-    """Of each version that was published until then: the journal lets go of that, and a savepoint
-    before this one, which counts again where this one breaks on the disk, does not know it."""
+    """Train step of each version published until then. The journal releases these, and an earlier
+    checkpoint, which counts again if this one is damaged, does not have them.
+    """
 
 
 class EndedSoFar(Entry, frozen=True, tag="ended_so_far"):
@@ -169,9 +171,9 @@ class EndedSoFar(Entry, frozen=True, tag="ended_so_far"):
     num_asked: dict[str, int] = {}
     """By run."""
     num_drawn: int = 0
-    """The most that any ask has said."""
+    """The largest number that any request has given."""
     evals: Groups = {}
-    """Those that were asked for and do not train."""
+    """Groups that were asked for and do not train."""
 
 
 StepEntry = StepTaken | StepBegun | StepEnded | Published
@@ -197,17 +199,17 @@ _decoder: msgspec.msgpack.Decoder[AnyEntry] = msgspec.msgpack.Decoder(AnyEntry)
 
 
 def num_in(groups: Groups) -> int:
-    """How many these are."""
+    """Return the number of groups in these intervals."""
     return sum(stop - start for each in groups.values() for start, stop in each)
 
 
 def encode_entry(entry: AnyEntry) -> bytes:
-    """The first frame of a record."""
+    """Encode the first frame of a record."""
     return _encoder.encode(entry)
 
 
 def decode_entry(frames: Sequence[bytes]) -> AnyEntry:
-    """The entry of a record; JournalError where it is none."""
+    """Decode the entry of a record; JournalError if it is none."""
     try:
         return _decoder.decode(frames[0])
     except (*DECODE_ERRORS, IndexError) as error:

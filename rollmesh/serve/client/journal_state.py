@@ -38,15 +38,15 @@ from rollmesh.serve.client.journal_entries import (
 )
 
 KILLED = "killed"
-"""How a process ended that left no word of it: by a signal, or for want of memory."""
+"""Cause of a process that ended without an entry: by a signal, or out of memory."""
 
 
 class JournalPosition(msgspec.Struct, frozen=True):
-    """Of a record."""
+    """Bytes of a record."""
 
     position: int
     num_bytes: int
-    """Of its frames after the entry."""
+    """Bytes of its frames after the entry."""
 
 
 E = TypeVar("E")
@@ -59,7 +59,7 @@ class Kept(JournalPosition, frozen=True):
     worker_id: str
 
     def filed(self, group_id: GroupId) -> StoredResult:
-        """As programs have it."""
+        """The position in the form that programs have."""
         return StoredResult(group_id, self.attempt, self.worker_id, self.position, self.num_bytes)
 
 
@@ -71,7 +71,7 @@ class Told(msgspec.Struct, Generic[E], frozen=True):
 
 
 class Placed(Protocol):
-    """What stands somewhere in the journal."""
+    """A place in the journal."""
 
     @property
     def position(self) -> int: ...
@@ -86,10 +86,10 @@ class StepDeaths:
         """The step that is being redone, or in which the last process was killed."""
 
     def apply(self, entry: StepBegun | StepEnded) -> None:
-        """Take one entry; a step that is done has no deaths any more."""
+        """Apply one entry; a step that is done no longer has deaths."""
         before, self._begun = self._begun, entry if isinstance(entry, StepBegun) else None
         if self._begun:
-            if before:  # its process has left no word of its end
+            if before:  # its process ended without an entry
                 self._causes.setdefault(before.step, []).append(_killed(before))
         elif isinstance(entry, StepEnded) and entry.why:
             if entry.why != NOT_COUNTED:
@@ -98,13 +98,13 @@ class StepDeaths:
             self._causes.pop(entry.step, None)
 
     def forget_before(self, step: int) -> None:
-        """Steps before this one are not redone any more."""
+        """Forget steps before this one, which are not redone any more."""
         self._causes = {at: causes for at, causes in self._causes.items() if at >= step}
         if self._begun and self._begun.step < step:
             self._begun = None
 
     def by_step(self) -> dict[int, tuple[str, ...]]:
-        """The causes, in their order."""
+        """Return the causes in order."""
         causes = {step: tuple(each) for step, each in self._causes.items()}
         if self._begun:
             before = causes.get(self._begun.step, ())
@@ -113,30 +113,30 @@ class StepDeaths:
 
 
 class JournalState:
-    """What the entries so far describe; its dicts are read-only for others."""
+    """The state after all entries so far; its dicts are read-only for callers."""
 
     def __init__(self) -> None:
         self.is_redone = True
-        """What no savepoint covers is told to the next process, which redoes it."""
+        """Entries that no checkpoint covers are reported to the next process, which redoes them."""
         self.began = RunBegan("")
         """The newest run."""
         self.ended: dict[str, IntervalSet] = {}
-        """By run; the sink works on these sets."""
+        """Ended groups by run; the sink works on these sets."""
         self.num_asked: dict[str, int] = {}
         """By run."""
         self.num_drawn = 0
         self.evals: dict[str, IntervalSet] = {}
-        """Of the groups that were asked for, those that do not train."""
+        """Groups that were asked for and do not train."""
         self.open: dict[GroupId, JournalPosition] = {}
         self.tries: dict[GroupId, GroupTried] = {}
         self.kept: dict[GroupId, Kept] = {}
-        """Those in steps among them."""
+        """Groups that are in steps."""
         self._left: set[GroupId] = set()
-        """Of `kept`, those of which the program says that it is done with them."""
+        """Groups of `kept` that the program is done with."""
         self.parted: dict[GroupId, Told[GroupParted]] = {}
-        """Of `kept`, those that it has dropped."""
+        """Groups of `kept` that the program has dropped."""
         self.again: dict[GroupId, Told[GroupAsked]] = {}
-        """Asks for tasks of earlier groups, as long as anything of them is needed."""
+        """Requests for tasks of earlier groups, while anything of these is needed."""
         self.drops: dict[GroupId, Told[GroupBooked]] = {}
         self.steps: dict[int, Told[StepTaken]] = {}
         self.deaths = StepDeaths()
@@ -144,13 +144,13 @@ class JournalState:
         self.saved = StateSaved()
 
     def replay(self, entry: AnyEntry, place: JournalPosition) -> None:
-        """One record of an earlier process."""
+        """Apply one record of an earlier process."""
         self.apply(entry, place)
         if isinstance(entry, GroupKept | GroupBooked):
             self._ended_of(entry.group_id).add(entry.group_id.seq)
 
     def apply(self, entry: AnyEntry, place: JournalPosition) -> None:
-        """One record, as it is written; that its group has ended, the sink says."""
+        """Apply one record as it is written; that its group has ended is decided by the sink."""
         match entry:
             case RunBegan(run_id):
                 self.began = entry
@@ -175,7 +175,7 @@ class JournalState:
                 self._apply_alone(entry, place.position)
 
     def forget(self, group_ids: Iterable[GroupId]) -> None:
-        """Nothing of these is needed."""
+        """Remove groups of which nothing is needed."""
         for group_id in group_ids:
             self.open.pop(group_id, None)
             self.tries.pop(group_id, None)
@@ -186,15 +186,16 @@ class JournalState:
             self.drops.pop(group_id, None)
 
     def end(self, group_id: GroupId) -> None:
-        """It is open no more; that it was asked for again stays known."""
+        """Close a group; that its task was asked for again stays known."""
         again = self.again.get(group_id)
         self.forget([group_id])
         if again:
             self.again[group_id] = again
 
     def learn(self, saved: StateSaved) -> list[GroupId]:
-        """What has left by a savepoint has ended, whatever became of the entry that said so; which
-        of it is told here."""
+        """Record groups that left by a checkpoint as ended, whatever happened to the entry of their
+        end.
+        """
         for run_id, intervals in saved.gone.items():
             self._include(run_id, intervals)
         gone = {run_id: IntervalSet(intervals) for run_id, intervals in saved.gone.items()}
@@ -204,7 +205,7 @@ class JournalState:
         return left
 
     def cover(self, saved: StateSaved) -> None:
-        """Forget the steps, versions and ends that this savepoint knows.
+        """Forget the steps, versions and ends that this checkpoint covers.
 
         It may be older than the newest one, which a program could not read.
         """
@@ -221,7 +222,7 @@ class JournalState:
         }
 
     def stop_redoing(self) -> None:
-        """No savepoints are made: what steps took and what was dropped is nobody's matter."""
+        """Forget what steps took and what was dropped: no checkpoints are made."""
         self.is_redone = False
         self.steps.clear()
         self.deaths = StepDeaths()
@@ -232,32 +233,32 @@ class JournalState:
 
     @property
     def can_be_freed(self) -> bool:
-        """Whether there is more than open asks and what waits for a step."""
+        """Return whether there is more than open requests and results that wait for a step."""
         done = self.steps or self.drops or self.parted or self._left
         return not self.is_redone or bool(done)
 
     @property
     def next_step(self) -> int:
-        """The first that no entry takes."""
+        """Return the first step that no entry takes."""
         return max([self.saved.num_steps, *(step + 1 for step in self.steps)])
 
     def leave(self, group_ids: Iterable[GroupId]) -> None:
-        """The next savepoint will know these."""
+        """Return the groups that the next checkpoint will cover."""
         self._left |= self.kept.keys() & set(group_ids)
 
     def results(self) -> list[StoredResult]:
-        """All, oldest first."""
+        """Return all results, oldest first."""
         return [kept.filed(group_id) for group_id, kept in self.kept.items()]
 
     def ready(self) -> list[StoredResult]:
-        """Results that no step took and nobody parted with, oldest first."""
+        """Return results that no step took and the program did not drop, oldest first."""
         taken = set(chain.from_iterable(told.entry.group_ids for told in self.steps.values()))
         taken |= self.parted.keys()
         return [each for each in self.results() if each.group_id not in taken]
 
     def floor(self, end: int, *, with_asks: bool = True) -> int:
-        """Where the oldest entry stands that is needed; `end` where none is."""
-        # A step stands after the results that it took, and these are needed as long as it is.
+        """Return the place of the oldest entry that is needed; `end` if there is none."""
+        # A step comes after the results that it took, and these are needed as long as it is.
         kinds: list[Mapping[Any, Placed]] = [self.kept, self.drops, self.published]
         kinds += [self.open] if with_asks else []
         firsts = [next(iter(kind.values())).position for kind in kinds if kind]
@@ -265,7 +266,7 @@ class JournalState:
         return min([*firsts, *ended], default=end)
 
     def summary(self) -> list[AnyEntry]:
-        """All that must be known of what stands before this."""
+        """Return everything that must be known of the journal before this point."""
         so_far = EndedSoFar(
             groups_in(self.ended), dict(self.num_asked), self.num_drawn, groups_in(self.evals)
         )
@@ -300,17 +301,17 @@ class JournalState:
             self._include(run_id, intervals)
             last = intervals[-1][1] if intervals else 0
             self.num_asked[run_id] = max(last, entry.num_asked.get(run_id, 0))
-        # Of some the disk was too full to take their own word.
+        # Some have no entry of their own because the disk was full.
         self.forget([each for each in self.open if each.seq in self._ended_of(each)])
 
     def _include(self, run_id: str, intervals: list[tuple[int, int]]) -> None:
-        # Beside what is known: a result may be written, and make room, before its sink says so.
+        # Beside what is known: a result may be written and make room before its sink reports it.
         ended = self.ended.setdefault(run_id, IntervalSet())
         for start, stop in intervals:
             ended.include(start, stop)
 
     def _tell_apart(self, asked: GroupAsked, position: int) -> None:
-        """What is no first ask of a task that trains."""
+        """Return groups that are not the first request of a task that trains."""
         if asked.is_eval:
             self.evals.setdefault(asked.group_id.run_id, IntervalSet()).add(asked.group_id.seq)
         if asked.again and self.is_redone:
@@ -330,5 +331,5 @@ def _killed(begun: StepBegun) -> str:
 
 
 def groups_in(runs: Mapping[str, IntervalSet]) -> Groups:
-    """The same as plain values."""
+    """Return the same as plain values."""
     return {run: each.intervals() for run, each in runs.items()}

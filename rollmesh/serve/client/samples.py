@@ -43,15 +43,15 @@ from rollmesh.tensors.handles import RTensor
 
 
 class SampledRun(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive trained tokens of a sample that have all this in common."""
+    """Consecutive trained tokens of a sample that have all of this in common."""
 
     num_tokens: int
     policy_version: int
     engine: str = ""
-    """Its address; '' where nobody wrote it down, as in records of before."""
+    """Address of the engine; '' if it was not recorded, as in older records."""
     dialect: DialectName = ""
     cause: str = ""
-    """Of the fork that its prompt stands behind (ForkRow); '' where there is none."""
+    """Cause of the fork that its prompt follows (ForkRow); '' if there is none."""
 
     @property
     def origin(self) -> tuple[int, str, str, str]:
@@ -60,7 +60,7 @@ class SampledRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 def causes_of(rollout: RolloutRecord) -> list[str]:
-    """For each row of its table the cause of the nearest fork at or above it, or ''."""
+    """Return for each row of its table the cause of the nearest fork at or above it, or ''."""
     forked = {fork.node: fork.cause for fork in rollout.forks}
     causes: list[str] = []
     for row, node in enumerate(rollout.nodes):
@@ -72,7 +72,7 @@ def causes_of(rollout: RolloutRecord) -> list[str]:
 def runs_of(
     rollout: RolloutRecord, causes: Sequence[str], claim: SamplePath
 ) -> tuple[SampledRun, ...]:
-    """The runs of a claim's trained tokens; `causes` are those of the rollout's rows."""
+    """Return the runs of a claim's trained tokens; `causes` are those of the rollout's rows."""
     runs: list[SampledRun] = []
     for row in claim.path:
         node = rollout.nodes[row]
@@ -94,7 +94,7 @@ BYTES_PER_TOKEN = 13
 
 
 class SampleArrays(NamedTuple):
-    """Of one sample; each [T]."""
+    """The arrays of one sample; each [T]."""
 
     token_ids: Int32s
     logprobs: Float32s
@@ -107,23 +107,24 @@ class Laid(NamedTuple):
 
     arrays: SampleArrays
     handle: RTensor | None = None
-    """Handle of the piece, if other processes may fetch it."""
+    """Handle of the memory, if other processes may fetch it."""
 
 
 Fill = Callable[[Sequence[SampleArrays]], None]
-"""Writes all elements of all of them."""
+"""Writes all elements of all arrays."""
 
 
 class Lay(Protocol):
-    """A way to memory."""
+    """An allocator of sample memory."""
 
     def __call__(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
-        """The arrays of samples of these lengths, which `fill` has filled; where that raises, none
-        is left behind."""
+        """Return the arrays of samples of these lengths, filled by `fill`; if that raises, all are
+        freed.
+        """
 
 
 def arrays_in(memory: npt.NDArray[np.uint8]) -> SampleArrays:
-    """The arrays that lie in a piece, uint8 [13 * T]: views, writable where it is."""
+    """Return the arrays in a block of memory, uint8 [13 * T], as views."""
     num_tokens = len(memory) // BYTES_PER_TOKEN
     words = memory[: 12 * num_tokens].reshape(3, 4 * num_tokens)
     token_ids, logprobs, policy_versions = words
@@ -136,7 +137,7 @@ def arrays_in(memory: npt.NDArray[np.uint8]) -> SampleArrays:
 
 
 def lay_plainly(lengths: Sequence[int], fill: Fill) -> list[Laid]:
-    """In memory of this process alone."""
+    """Allocates in the memory of this process."""
     arrays = [arrays_in(np.empty(BYTES_PER_TOKEN * each, np.uint8)) for each in lengths]
     fill(arrays)
     return [Laid(each) for each in arrays]
@@ -147,30 +148,31 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout_id: RolloutId
     branch: Branch
-    """That of its last node."""
+    """Id of its last node."""
     token_ids: Int32s
     """[T]"""
     logprobs: Float32s
     """[T]: as recorded when sampled, natural log; 0 where loss_mask is False."""
     loss_mask: Bools
-    """[T]: True where the token was sampled and trains here."""
+    """[T]: True for tokens that were sampled and train here."""
     policy_versions: Int32s
-    """[T]: who sampled it; -1 where loss_mask is False."""
+    """[T]: policy version that sampled the token; -1 where loss_mask is False."""
     reward: float
-    """The rollout's."""
+    """Reward of the rollout."""
     sibling_rewards: tuple[float, ...] = ()
-    """Rewards of all rollouts of its group that have one, its own among them and those without
-    samples too. Empty: the group is the samples that are given together."""
+    """Rewards of all rollouts of its group that have one, with its own and with those that have no
+    samples. Empty: the group is the samples that are given together.
+    """
     weight: float
     """This sample's share of its rollout, in (0, 1]; one rollout's shares add up to 1."""
     temperature: float
-    """What all its trained tokens were sampled with; their log-probs are of that distribution."""
+    """Sampling parameters of all its trained tokens; their log-probs are of that distribution."""
     images: tuple[str, ...] = ()
     """SHA-256 of each image that the tokens have a placeholder for, in order; see NodeRow."""
     runs: tuple[SampledRun, ...] = ()
-    """Of its trained tokens, in order: their counts add up to those of loss_mask."""
+    """Runs of its trained tokens in order: their counts add up to those of loss_mask."""
     handle: RTensor | None = None
-    """Of its arrays, where other processes may fetch them; see samples.py."""
+    """Handle of its arrays, if other processes may fetch them."""
 
     @property
     def group_id(self) -> GroupId:
@@ -179,7 +181,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unused(msgspec.Struct, frozen=True):
-    """Sampled tokens that train nowhere, and why."""
+    """Sampled tokens that do not train, and why."""
 
     rollout_id: RolloutId
     num_tokens: int
@@ -188,7 +190,7 @@ class Unused(msgspec.Struct, frozen=True):
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """What `cut` made of a group."""
+    """The samples of a group and its unused tokens."""
 
     samples: list[Sample]
     unused: list[Unused]
@@ -202,10 +204,10 @@ def cut(
     branches: Collection[Branch],
     lay: Lay = lay_plainly,
 ) -> Cut:
-    """The samples of a group, in the order of its rollouts; `branches` says which of them train.
+    """Cut the samples of a group in the order of its rollouts; `branches` says which of them train.
 
-    `token_ids` and `logprobs` are the group's flat buffers; samples lie where `lay` lays them, all
-    at once, and what it raises is raised. WireError if the record's counts do not add up to them.
+    `token_ids` and `logprobs` are the group's flat buffers. All samples are allocated by `lay` at
+    once, and its errors are raised. WireError if the record's counts do not add up to the buffers.
     """
     check_counts(record, len(token_ids), len(logprobs))
     drafts: list[_Draft] = []
@@ -231,7 +233,7 @@ def cut(
 
 
 def sibling_rewards(record: GroupRecord) -> tuple[float, ...]:
-    """Rewards that a rollout's own is compared with: of all siblings that ended well."""
+    """Return the rewards that a rollout's own is compared with: of all siblings that ended well."""
     return tuple(
         rollout.reward
         for rollout in record.rollouts
@@ -242,7 +244,7 @@ def sibling_rewards(record: GroupRecord) -> tuple[float, ...]:
 
 
 def check_counts(record: GroupRecord, num_tokens: int, num_logprobs: int) -> None:
-    """WireError unless every count in `record` agrees with its nodes and with the buffers."""
+    """Raise WireError unless every count in `record` agrees with its nodes and with the buffers."""
     for rollout in record.rollouts:
         if not _adds_up(rollout):
             raise WireError(f"rollout {rollout.index}: its node table does not add up")
@@ -253,7 +255,7 @@ def check_counts(record: GroupRecord, num_tokens: int, num_logprobs: int) -> Non
 
 
 def _adds_up(rollout: RolloutRecord) -> bool:
-    """One pass, since the taker of every result waits for it."""
+    """One pass, since each result is checked before it is taken."""
     num_in_rollout = num_sampled = 0
     num_engines = len(rollout.engines)
     for row, node in enumerate(rollout.nodes):
@@ -289,7 +291,7 @@ class _Paths:
             logprob_at += node.num_tokens if node.sampled else 0
 
     def write(self, claim: SamplePath, arrays: SampleArrays) -> None:
-        """All that a claim's path says of its tokens."""
+        """Everything that a claim's path knows of its tokens."""
         token_ids, logprobs, policy_versions, loss_mask = arrays
         at = 0
         for row in claim.path:
@@ -319,7 +321,7 @@ class _Draft(msgspec.Struct, frozen=True):
     runs: tuple[SampledRun, ...]
 
     def sample(self, laid: Laid, rewards: tuple[float, ...]) -> Sample:
-        """The sample, with arrays that were written and the rewards of its group."""
+        """Return the sample, with arrays that were written and the rewards of its group."""
         nodes, path = self.paths.nodes, self.claim.path
         last = nodes[path[-1]]
         return Sample(
@@ -362,7 +364,7 @@ def _drafts(
 
 
 def _reasons(rollout: RolloutRecord, branches: Collection[Branch]) -> list[str]:
-    """Why each row does not train; '' for those that do."""
+    """Return why each row does not train; '' for those that do."""
     whole = ""
     if rollout.outcome not in TRAINED_OUTCOMES:
         whole = f"outcome: {rollout.outcome}"

@@ -24,30 +24,30 @@ from rollmesh.core.types import TRAINED_OUTCOMES, Outcome
 from rollmesh.serve.client.evaluation_files import Row
 
 SUCCESS = "success"
-"""The metric of Score by which an environment reports success."""
+"""Metric of Score by which an environment reports success."""
 
 
 class SuccessRule(msgspec.Struct):
-    """The rule for one environment, by what its rollouts have brought so far."""
+    """The success rule of one environment, derived from its rollouts so far."""
 
     pass_threshold: float | None = None
     is_reported: bool = False
-    """A rollout had the metric `success`."""
+    """Whether a rollout had the metric `success`."""
     is_binary: bool = True
-    """All rewards were 0 or 1."""
+    """Whether all rewards were 0 or 1."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the success of a rollout can be decided."""
+        """Return whether the success of a rollout can be decided."""
         return self.is_reported or self.pass_threshold is not None or self.is_binary
 
     def see(self, reward: float | None, metrics: Mapping[str, float]) -> None:
-        """Take note of a rollout; a reward of None is no reward."""
+        """Account for a rollout; a reward of None is no reward."""
         self.is_reported = self.is_reported or SUCCESS in metrics
         self.is_binary = self.is_binary and reward in (None, 0.0, 1.0)
 
     def success_of(self, reward: float, metrics: Mapping[str, float]) -> float | None:
-        """The rollout's success in [0, 1], 1 where it passed; None where that is unknown."""
+        """Return the rollout's success in [0, 1], 1 if it passed; None if that is unknown."""
         if self.is_reported:
             return min(max(metrics.get(SUCCESS, 0.0), 0.0), 1.0)
         if self.pass_threshold is not None:
@@ -58,69 +58,70 @@ class SuccessRule(msgspec.Struct):
 CONFIDENCE = 0.95
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 NUM_ERRORS = 3
-"""Told of each cause."""
+"""Errors that are listed per cause."""
 COUNTED = (*TRAINED_OUTCOMES, Outcome.AGENT_ERROR)
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean, and the interval that holds the true one with CONFIDENCE."""
+    """A mean, and the interval that contains the true one with probability CONFIDENCE."""
 
     mean: float
     low: float | None
-    """None where a single task cannot tell."""
+    """None if there is only one task."""
     high: float | None
     num_tasks: int
-    """Of which it is the mean."""
+    """Number of values in the mean."""
 
 
 class Cluster(msgspec.Struct, frozen=True):
     """One task's part in a mean."""
 
     weight: int
-    """Its rollouts."""
+    """Number of its rollouts."""
     value: float
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What went wrong alike."""
+    """Failures with one cause."""
 
     num_rollouts: int
     errors: dict[str, int]
-    """Rollouts by what was said of them; the most frequent NUM_ERRORS."""
+    """Rollouts by error text; the NUM_ERRORS most frequent."""
     num_others: int
-    """Rollouts of which something else was said."""
+    """Rollouts with other error texts."""
     tasks: dict[str, str] = {}
     """For each of `errors`, the first task that had it."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An evaluation in figures; None where nothing was counted."""
+    """An evaluation in figures; None if nothing was counted."""
 
     num_tasks: int
-    """Different ones of which a rollout counts."""
+    """Different tasks with a rollout that counts."""
     num_rollouts: int
-    """Those that count."""
+    """Rollouts that count."""
     reward: Estimate | None
-    """0 where the agent broke."""
+    """Mean reward, 0 for rollouts whose agent broke."""
     failures: dict[str, Failure]
-    """By what went wrong: an outcome, or the code of a group's end; the most frequent first."""
+    """Failures by cause: an outcome, or the code of a group's end; most frequent first."""
     num_truncated: int
     """Rollouts that a limit ended; they count."""
     tokens_per_rollout: float | None
-    """Sampled ones; None where the endpoint reported none."""
+    """Sampled tokens; None if the endpoint reported none."""
     turns_per_rollout: float | None
     s_per_rollout: float | None
     success: Estimate | None = None
-    """Share of rollouts that succeeded, by the rule of scores.py; None where it is not known."""
+    """Share of rollouts that succeeded, by the rule of scores.py; None if it is not known."""
     pass_at: dict[int, Estimate] = {}
     """By k: the probability that at least one of k rollouts of a task succeeds, over the tasks with
-    that many rollouts; empty where success is not known."""
+    that many rollouts; empty if success is not known.
+    """
     metrics: dict[str, Estimate] = {}
     """By the environment's own name, over the rollouts that have it."""
 
 
 def report_of(rows: Sequence[Row], pass_threshold: float | None = None) -> Report:
-    """The figures of all rows; `pass_threshold` as in the config."""
+    """Return the figures of all rows; `pass_threshold` as in the config."""
     counted = [row for row in rows if row.outcome in COUNTED]
     by_task: dict[str, list[Row]] = defaultdict(list)
     for row in counted:
@@ -149,12 +150,12 @@ def report_of(rows: Sequence[Row], pass_threshold: float | None = None) -> Repor
 
 
 def reward(row: Row) -> float:
-    """0 where the agent broke."""
+    """Reward of a rollout, 0 if its agent broke."""
     return row.reward or 0.0
 
 
 def pass_at_k(num_rollouts: int, num_successes: int, k: int) -> float:
-    """The chance that one of k rollouts drawn from these, without return, is a success.
+    """Return the probability that one of k rollouts drawn without replacement is a success.
 
     An unbiased estimate of pass@k: 1 - C(n-c, k) / C(n, k), after M. Chen et al., "Evaluating Large
     Language Models Trained on Code", arXiv:2107.03374.
@@ -163,23 +164,23 @@ def pass_at_k(num_rollouts: int, num_successes: int, k: int) -> float:
 
 
 def share(clusters: Sequence[Cluster]) -> Estimate | None:
-    """The mean of values in [0, 1]; its interval is never empty, even where all values agree."""
+    """Return the mean of values in [0, 1]; its interval is not empty even if all values agree."""
     if not clusters:
         return None
     mean, variance = _moments(clusters)
-    # Without any scatter nothing tells rollouts of a task apart: each task counts for one.
+    # Without any variance, rollouts of a task cannot be told apart: each task counts for one.
     num = mean * (1 - mean) / variance if variance > 0 else float(len(clusters))
     num = max(num * (Z / _quantile(len(clusters))) ** 2, 1.0)
     middle = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)
     half = Z * math.sqrt(mean * (1 - mean) / num + (Z / (2 * num)) ** 2) / (1 + Z**2 / num)
-    # At the ends the interval touches them, which sums of fractions miss by their last digit.
+    # At the ends the interval touches the mean, which sums of fractions miss by their last digit.
     low = 0.0 if mean <= 0 else max(0.0, middle - half)
     high = 1.0 if mean >= 1 else min(1.0, middle + half)
     return Estimate(mean, low, high, len(clusters))
 
 
 def average(clusters: Sequence[Cluster]) -> Estimate | None:
-    """The mean of any values; its interval is Student's, and a single task has none."""
+    """Return the mean of any values with Student's interval; a single task has none."""
     if not clusters:
         return None
     mean, variance = _moments(clusters)
@@ -196,7 +197,7 @@ def _reward(tasks: Sequence[Sequence[Row]]) -> Estimate | None:
 
 
 def _metrics(tasks: Sequence[Sequence[Row]]) -> dict[str, Estimate]:
-    """Means of the environment's metrics, by name."""
+    """Return means of the environment's metrics, by name."""
     found: dict[str, Estimate] = {}
     for name in sorted({name for rows in tasks for row in rows for name in row.metrics}):
         having = [[row for row in rows if name in row.metrics] for rows in tasks]
@@ -211,7 +212,7 @@ def _clusters(tasks: Sequence[Sequence[Row]], value: Callable[[Row], float]) -> 
 
 
 def _moments(clusters: Sequence[Cluster]) -> tuple[float, float]:
-    """The weighted mean and the variance of that mean between clusters."""
+    """Return the weighted mean and the variance of that mean between clusters."""
     total = sum(each.weight for each in clusters)
     mean = sum(each.weight * each.value for each in clusters) / total
     num = len(clusters)
@@ -222,7 +223,7 @@ def _moments(clusters: Sequence[Cluster]) -> tuple[float, float]:
 
 
 def _quantile(num_clusters: int) -> float:
-    """Student's in place of Z, since few tasks tell their scatter badly.
+    """Return Student's quantile in place of Z, since few tasks estimate their variance badly.
 
     In closed form for two and three tasks, else by Cornish and Fisher's expansion (Abramowitz and
     Stegun, 26.7.5), which is within 1 % from there on.
@@ -243,8 +244,9 @@ def _quantile(num_clusters: int) -> float:
 def _pass_at(
     tasks: Sequence[Sequence[Row]], success: Callable[[Row], float]
 ) -> dict[int, Estimate]:
-    """For k = 1, 2, 4 and so on up to a group's size, over the tasks with that many rollouts; a
-    rollout passed if its success is 1."""
+    """Return pass@k for k = 1, 2, 4 and so on up to a group's size, over the tasks with that many
+    rollouts; a rollout passed if its success is 1.
+    """
     found: dict[int, Estimate] = {}
     largest = max((row.num_samples for rows in tasks for row in rows), default=0)
     k = 1

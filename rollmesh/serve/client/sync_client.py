@@ -44,7 +44,7 @@ class SyncRolloutClient:
         weight: int = 1,
         keep: bool = False,
     ) -> None:
-        """Arguments as AsyncRolloutClient's."""
+        """Connect; the arguments are AsyncRolloutClient's."""
         self._client = AsyncRolloutClient(
             router, folder, journal=journal, keys=keys, bind=bind, weight=weight, keep=keep
         )
@@ -68,7 +68,7 @@ class SyncRolloutClient:
         self.close()
 
     def close(self) -> None:
-        """Leave; the mesh cancels what is open here, unless it is kept."""
+        """Leave; the mesh cancels what is open here unless it is kept."""
         if not self._is_ours():
             return
         with self._lock:
@@ -79,44 +79,47 @@ class SyncRolloutClient:
 
     @property
     def reopened(self) -> Mapping[GroupId, Task]:
-        """As AsyncRolloutClient's."""
+        """The id that the router knows this client by."""
         return self._client.reopened
 
     def meet_router(self, timeout_s: float) -> bool:
-        """Whether a router has answered, waiting up to `timeout_s` for the first to do so."""
+        """Wait up to `timeout_s` for the first answer of a router; return whether one answered."""
         return self._wait(self._client.meet_router(timeout_s))
 
     def run(self, task: Task, **options: Unpack[CallOptions]) -> Finished:
-        """One rollout of `task`; see `run_group`."""
+        """Run one rollout of `task`; see `run_group`."""
         return self._wait(self._client.run(task, **options))
 
     def run_group(self, task: Task, num_samples: int, **options: Unpack[CallOptions]) -> Finished:
-        """`num_samples` rollouts of `task`, each with its outcome.
+        """Run `num_samples` rollouts of `task`; each has its outcome.
 
-        Raises GroupError, as the kind that says why there is no result, Overloaded, ClientClosed.
+        Raises GroupError of the kind that says why there is no result, Overloaded or ClientClosed.
         """
         return self._wait(self._client.run_group(task, num_samples, **options))
 
     def ask(self, task: Task, num_samples: int, **options: Unpack[CallOptions]) -> GroupId:
-        """Ask for a group that `stream` hands out; waits while too many are open. Overloaded."""
+        """Ask for a group that `stream` hands out; wait while too many are open.
+
+        Raises Overloaded.
+        """
         return self._wait(self._client.ask(task, num_samples, **options))
 
     def stream(self) -> Iterator[Arrival]:
-        """The groups asked for by `ask`, as they end, until none is open."""
+        """Yield the groups asked for by `ask` as they end, until none is open."""
         arrivals = self._client.stream()
         while arrival := self._wait(_next(arrivals)):
             with ExitStack() as leaving:
                 leaving.callback(self._leave, arrivals)
                 yield arrival
                 leaving.pop_all()
-            del arrival  # it is not held while the next is awaited
+            del arrival  # do not keep it alive while the next is awaited
 
     def cancel(self, group_id: GroupId, reason: str = "no longer wanted") -> None:
-        """End an open group: `stream` hands it out as Dropped. Nothing happens if it has ended."""
+        """End an open group: `stream` hands it out as Dropped. Does nothing if it has ended."""
         self._wait(self._client.cancel(group_id, reason))
 
     def _leave(self, arrivals: AsyncGenerator[Arrival, None]) -> None:
-        """The caller has had enough of a stream; by then the client may be closed."""
+        """Close a stream that the caller has left; by then the client may be closed."""
         with suppress(ClientClosed):
             self._wait(arrivals.aclose())
 
@@ -133,10 +136,10 @@ class SyncRolloutClient:
             return found.result()
         finally:
             found.cancel()  # nothing, unless Ctrl-C ended the waiting
-            del found  # or an error, which it holds, would hold us and what our caller has
+            del found  # an error would keep this frame and those of the callers alive
 
     def _is_ours(self) -> bool:
-        """False in a process that was forked from ours: our threads are not there."""
+        """Return False in a forked process: its threads do not exist there."""
         return os.getpid() == self._pid
 
     async def _leave_mesh(self) -> None:

@@ -31,7 +31,7 @@ encode_row = msgspec.json.Encoder(enc_hook=str).encode
 def trajectory_row(
     rollout_id: RolloutId, group: GroupRecord, record: RolloutRecord, samples: Sequence[Sample]
 ) -> dict[str, Any]:
-    """One rollout as a row, without its time and what the writer alone knows."""
+    """Return one rollout as a row, without its time and the fields that only the writer knows."""
     return {
         "rollout_id": str(rollout_id),
         "task_id": group.task.id,
@@ -62,7 +62,7 @@ class Trajectories:
     """The file of an evaluation; `with` closes it."""
 
     def __init__(self, folder: Path) -> None:
-        """Append to the file in `folder`; UserError if that cannot be."""
+        """Append to the file in `folder`; UserError if that fails."""
         self._path = folder / TRAJECTORIES
         try:
             self._file = self._path.open("ab", buffering=0)
@@ -77,13 +77,13 @@ class Trajectories:
         self._file.close()
 
     def add(self, arrival: Arrival) -> None:
-        """Write the rollouts that came of a group; UserError if the disk takes no more."""
+        """Write the rollouts of a group; UserError if the disk is full."""
         lines = b"".join(encode_row(row) + b"\n" for row in rows_of(arrival))
         append(self._file, self._path, lines)
 
 
 def rows_of(arrival: Arrival) -> list[dict[str, Any]]:
-    """A row for each rollout of the group that came; samples only of a group with a result."""
+    """Return a row for each rollout of the group; only a group with a result has samples."""
     if arrival.record is None:
         return []
     samples: dict[int, list[Sample]] = {}
@@ -111,7 +111,7 @@ def _row(
 
 
 def _whole_bytes(path: Path) -> int:
-    """Length of the file up to the end of its last whole line."""
+    """Return the length of the file up to the end of its last whole line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:

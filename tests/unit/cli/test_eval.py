@@ -38,7 +38,7 @@ def out(tmp_path: Path) -> str:
         (["--env", "guess", "--model-dir", "nowhere"], "no such folder"),
         (["--router", "nonsense"], "write it as tcp://host:port"),
         (["--router", "tcp://127.0.0.1:9"], "tcp://127.0.0.1:9: no router answers there"),
-        (["--resume"], "no evaluation to go on with; leave out --resume"),
+        (["--resume"], "no evaluation to resume; leave out --resume"),
         (["--set", "worker.nonsense=1"], "unknown key"),
     ],
 )

@@ -248,7 +248,7 @@ def test_kept_groups_end_where_the_next_client_does_not_keep(
     router.expect(AskGroup)
     client.close()
     again = open_client(router, tmp_path)
-    assert again.take(5) == [Dropped(group_id, "cancelled: its client was started anew")]
+    assert again.take(5) == [Dropped(group_id, "cancelled: its client was restarted")]
     assert again.reopened == {}
     again.close()
 
