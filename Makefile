@@ -12,7 +12,7 @@
 #   make test-sglang            the engines' contract, ours and a real SGLang, in both stream forms
 #   make test-ray               the backends' contract, and the scheduler in a Ray cluster of several nodes;
 #                               installs the extra `ray` (290 MB)
-#   make test-clients           real agents and SDKs through the gateway; writes docs/clients.md
+#   make test-clients           real agents and SDKs through the gateway; writes docs/reference/clients.md
 #   make clients                only their environments, in .venv-clients (2.5 GB; npm for four)
 #   make clean                  remove the .venv and the caches; runs/ stays
 

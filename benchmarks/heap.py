@@ -7,7 +7,7 @@ Four rollouts of 45 turns (15 for --quick), side by side in threads. At each tur
 of 0.5 MB is kept, and a body with all of them comes in reads of 256 KiB, is joined, looked at
 without a copy, and let go; 200 small objects stay. Told are peak and resting memory over the
 start's, CPU time, and the longest trim. Invariant: pure Python and malloc, nothing of a worker's.
-Owned by docs/memory.md.
+Owned by docs/explanation/memory.md.
 """
 
 import ctypes

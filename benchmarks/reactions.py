@@ -7,8 +7,8 @@
     interrupt      from SIGINT to the end of the last process of `rollmesh demo`
 
 Each case is tried 30 times (5 with --quick); median and 99th percentile are reported. Processes are
-real, the engine of the first two is scripted and waits in the middle of every turn. docs/faults.md
-states the goals.
+real, the engine of the first two is scripted and waits in the middle of every turn.
+docs/explanation/faults.md states the goals.
 """
 
 import asyncio

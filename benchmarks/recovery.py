@@ -1,11 +1,11 @@
 """The demo, killed five times with kill -9 and gone on with, beside the same demo undisturbed.
 
-    python -m benchmarks.recovery [--quick] [--json] [--check] [--plot docs/recovery.png]
+    python -m benchmarks.recovery [--quick] [--json] [--check] [--plot docs/img/recovery.png]
 
 Trainer alone (launch starts the next), or launch and with it all processes (`demo --resume`), at
 steps that are known beforehand. Invariant: figures come from what the two runs leave; a step that
 was done again stands in the curve as it was done last. Driven by `make bench`, and by hand for the
-picture of docs/recovery.md.
+picture of docs/explanation/recovery.md.
 """
 
 import argparse

@@ -5,7 +5,8 @@ that come and go.
 
 The router's own ledger in this process, fed with the frames that real peers send, on a clock that
 is turned by hand: what is measured is its CPU and its memory, without sockets (what those cost is
-`python -m benchmarks.serving --only router`). docs/scale.md says what follows. Invariant: a quick
+`python -m benchmarks.serving --only router`). docs/explanation/scale.md says what follows.
+Invariant: a quick
 run has as many workers and as long a queue as a full one, but a fifth of the life. Driven by `make
 bench`.
 """

@@ -47,7 +47,7 @@ VERBS = {
 }
 
 EXAMPLE = """\
-# A fleet that pipelines share; docs/scheduler.md lists all keys.
+# A fleet that pipelines share; docs/explanation/scheduling.md lists all keys.
 # Start it with `rollmesh scheduler up {path}`.
 
 bind = "tcp://127.0.0.1:7070"       # hooks, coordinators, agents and verbs dial this

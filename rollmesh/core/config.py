@@ -159,9 +159,9 @@ class WorkerConfig(Section, frozen=True):
     recycle_rollouts: NonNegative = 0
     """A worker that has run so many rollouts does the same; 0: never."""
     isolation: IsolationMode = "auto"
-    """What separates agents' programs from the host (docs/security.md): `bwrap` (namespaces), `uid`
-    (a user id each, needs root or `rollmesh worker --user`), `none`; `auto` takes the first of
-    these that works (default)."""
+    """How agents' programs are separated from the host (docs/explanation/security.md): `bwrap`
+    (namespaces), `uid` (a user id each; needs root or `rollmesh worker --user`), `none`; `auto`
+    takes the first of these that works (default)."""
     isolation_first_uid: Positive = 200_000
     """`uid`: the first user id of the range, which nothing else on the host may use. With `--user`
     the range of the same length above it is used too (default: 200000)."""
@@ -263,8 +263,8 @@ class TrainerConfig(Section, frozen=True):
     """For stragglers: steps `wait` for them, so that none gets too old; or these are trained with
     older tokens `mask`ed, `drop`ped, or their tasks `requeue`d."""
     staleness_formula: StalenessFormula = "under_way"
-    """How many rollouts may be asked for: by what is `under_way`, or by the `known` formula of
-    AReaL, which counts all that was ever accepted, for comparisons (docs/staleness.md)."""
+    """Formula that limits requested rollouts: `under_way` counts unfinished ones; `known` is the
+    formula of AReaL, which counts all that were ever accepted (docs/explanation/staleness.md)."""
     max_running_groups: Positive = 32
     """Groups asked for and not finished, at most."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-5
@@ -275,8 +275,8 @@ class TrainerConfig(Section, frozen=True):
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """AdamW's."""
     lora_rank: NonNegative = 0
-    """Low-rank adapters of this rank train, are published and saved (docs/lora.md), and the model's
-    weights stand still; 0: all weights train."""
+    """Rank of the low-rank adapters that are trained, published and saved (docs/howto/lora.md); the
+    model's own weights are frozen. 0: all weights train."""
     num_minibatches: Positive = 1
     """Optimiser steps per train step."""
     microbatch_tokens: Positive = 4096

@@ -4,8 +4,8 @@ back to the system.
 Invariants: symbols are looked up once; where one is missing (no glibc, musl, macOS), or another
 allocator was preloaded (jemalloc, mimalloc) and glibc's heap is empty, the measure is off, says so,
 and everything else goes on; nothing here runs on an event loop but `settle`, at the start. Who
-frees much says so by `note_freed`. Figures behind the layout stand in docs/memory.md. Driven by the
-processes' main functions and, for trims, by runtime/heap_trimmer.py.
+frees much says so by `note_freed`. Figures behind the layout stand in docs/explanation/memory.md.
+Driven by the processes' main functions and, for trims, by runtime/heap_trimmer.py.
 """
 
 import ctypes

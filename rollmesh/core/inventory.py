@@ -2,8 +2,8 @@
 
 Owns the list of who can say so; the rooms keep their own counts. Invariants: a table is of live
 work, and empty when nothing is under way, or a cache, which is bounded by itself; each name stands
-in docs/memory.md with what bounds it. Read on the thread that owns the tables. Driven by the
-processes, who join their rooms' counts here, and by their expositions.
+in docs/explanation/memory.md with what bounds it. Read on the thread that owns the tables. Driven
+by the processes, who join their rooms' counts here, and by their expositions.
 """
 
 from collections import Counter

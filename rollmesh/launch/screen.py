@@ -156,7 +156,7 @@ def figures(scene: Scene) -> Table:
     table.add_row("equal groups", equal_groups(progress))
     table.add_row("staleness", ages(progress))
     if masked(progress):
-        table.add_row("masked", Text(f"{masked(progress)} (docs/exactness.md)", style="yellow"))
+        table.add_row("masked", Text(f"{masked(progress)} (docs: exactness)", style="yellow"))
     table.add_row("rollouts", f"{now.num_in_flight} in flight")
     table.add_row("pace", f"{now.calls_per_s:,.0f} calls/s, {now.tokens_per_s:,.0f} tokens/s")
     return table

@@ -13,7 +13,8 @@ minus the train step whose weights sampled its oldest token. What keeps it witho
               counts what is consumed, not what was ever accepted, so it neither drifts with partial
               batches nor bursts after a recovery (compare known_formula.py). What a step takes
               beyond a batch is not held against the next, which has its own to fill, and nothing
-              is asked for that is too old for the next step as it begins (docs/staleness.md).
+              is asked for that is too old for the next step as it begins
+              (docs/explanation/staleness.md).
               `trainer.staleness_formula = "known"` paces by that formula instead
     taking    oldest first, until the batch is full; then all that the next step could not take
     waiting   (policy `wait`) no step is taken while a group too old for the next one still runs

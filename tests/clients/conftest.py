@@ -1,4 +1,4 @@
-"""The matrix: what each row came to, written to docs/clients.md once every row has run."""
+"""The matrix: what each row came to, written to docs/reference/clients.md once all rows ran."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from tests.clients.harnesses import REPO
 from tests.clients.matrix import Ran, is_offline, page
 from tests.clients.roster import relayed, rows
 
-PAGE = REPO / "docs" / "clients.md"
+PAGE = REPO / "docs/reference/clients.md"
 
 
 @pytest.fixture(scope="session")

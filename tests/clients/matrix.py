@@ -1,4 +1,4 @@
-"""docs/clients.md: one line per client, dialect and mode, from what a run of all of them showed."""
+"""The table of docs/reference/clients.md: a row for each client, dialect and mode."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,7 @@
 """The clients: which package in which version, the dialects it speaks, and how it is started.
 
-A row of docs/clients.md is one client in one dialect and mode. Whoever is in this interpreter's
+A row of docs/reference/clients.md is one client in one dialect and mode. Whoever is in this
+interpreter's
 environment (`home` '') runs in `make test` too; the others live in .venv-clients/HOME.
 """
 

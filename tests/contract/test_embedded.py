@@ -1,6 +1,6 @@
 """The embedded engine alone: its process, and where it is kinder than SGLang on purpose.
 
-docs/engine.md lists these differences.
+docs/reference/engine.md lists these differences.
 """
 
 import asyncio

@@ -277,5 +277,5 @@ async def test_a_seed_is_taken(engine: EngineUnderContract) -> None:
 
 async def test_an_unknown_sampling_field_is_no_answer(engine: EngineUnderContract) -> None:
     response = await engine.post("/generate", input_ids=PROMPT, sampling_params={"seed": 1})
-    assert response.status_code in (400, 500), "SGLang has 500, docs/engine.md says why we do not"
+    assert response.status_code in (400, 500), "SGLang has 500; see docs/reference/engine.md"
     assert (await engine.generate(PROMPT))["meta_info"]["completion_tokens"] == 4

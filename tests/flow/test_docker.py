@@ -287,7 +287,7 @@ def test_the_slim_image_has_nothing_but_the_base_install(
 
 
 def test_the_gateway_of_the_docs_serves_and_stops(tmp_path: Path, images: dict[str, Path]) -> None:
-    text = (ROOT / "docs/docker.md").read_text()
+    text = (ROOT / "docs/howto/containers.md").read_text()
     [run] = re.findall(r"^docker run (.*?)^```", text, re.MULTILINE | re.DOTALL)
     words = shlex.split(run.replace("\\\n", " "))
     at = words.index("rollmesh:slim")
@@ -354,7 +354,7 @@ def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> N
 
 
 def drain_one_worker(mesh: Containers) -> None:
-    """As docs/docker.md does it; its process ends by itself."""
+    """As docs/howto/containers.md does it; its process ends by itself."""
     [router], (first, _) = mesh.running["router"], mesh.running["worker"]
     words = ["rollmesh", "status", "--json", "--router", "http://127.0.0.1:8080"]
     code, said = mesh.execute(router, *words)

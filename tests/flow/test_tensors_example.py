@@ -26,7 +26,7 @@ def test_a_batch_is_stored_fetched_and_freed_by_two_processes() -> None:
 
 
 def test_what_the_page_shows_runs_in_an_empty_folder(tmp_path: Path) -> None:
-    page = (ROOT / "docs/tensors.md").read_text()
+    page = (ROOT / "docs/explanation/tensors.md").read_text()
     (shown,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     ask = "print(tensors[0]['token_ids'].sum().item(), *plane.stats().storage.bytes_by_step)"
     argv = [sys.executable, "-c", f"{shown}\n{ask}"]

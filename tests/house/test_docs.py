@@ -1,4 +1,4 @@
-"""What docs/faults.md names as proof is there."""
+"""What docs/explanation/faults.md names as proof is there."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"`((?:tests/[a-z_/]+/)?test_[a-z_]+)(?:::(test_[a-z_]+?)(\.\.\.)?)?`")
-PROOFS = NAMED.findall((ROOT / "docs/faults.md").read_text())
+PROOFS = NAMED.findall((ROOT / "docs/explanation/faults.md").read_text())
 
 
 @pytest.mark.parametrize(("file", "test", "is_cut"), PROOFS)

@@ -1,4 +1,4 @@
-"""docs/memory.md names each gauge of memory, and nothing that is none."""
+"""docs/explanation/memory.md names each gauge of memory, and nothing that is none."""
 
 import asyncio
 import re
@@ -29,10 +29,10 @@ GAUGES = {"Bytes": "held_bytes", "Tables": "entries", "Caches": "cache_entries"}
 
 def named(section: str) -> dict[str, set[str]]:
     """Label and processes of each row of a section's table."""
-    text = (ROOT / "docs" / "memory.md").read_text()
+    text = (ROOT / "docs/explanation/memory.md").read_text()
     body = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", body, re.MULTILINE)
-    assert rows, f"docs/memory.md has no table under {section}"
+    assert rows, f"docs/explanation/memory.md has no table under {section}"
     return {name: set(re.findall(r"worker|gateway|router", where)) for name, where in rows}
 
 

@@ -1,6 +1,7 @@
 """The HTTP face: SGLang's native routes over the step loop.
 
-Owns names, statuses and bodies of the routes; `docs/engine.md` lists where they differ from SGLang
+Owns names, statuses and bodies of the routes; `docs/reference/engine.md` lists where they differ
+from SGLang
 on purpose. Invariants: one place (`serve`) turns errors into replies; a client that leaves aborts
 its requests. Driven by aiohttp's low-level server, which saves the cost of an application per call.
 """

@@ -19,7 +19,7 @@ from rollmesh.scheduler.planning.state import MAX_NODE_GPUS
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
 ADMISSION_SOCKET = "admission.sock"
-EVERY_KEY = "docs/scheduler.md lists all keys"
+EVERY_KEY = "docs/explanation/scheduling.md lists all keys"
 WRITES_ONE = "`rollmesh scheduler init` writes one"
 
 A_WORD = "a name is one word, without spaces and slashes"

@@ -47,7 +47,7 @@ class GatewaySession:
         self._gateway.request("POST", f"{self._path}/reward", {"reward": reward, **at})
 
     def finish(self, outcome: Outcome | None = None) -> dict[str, Json]:
-        """Seal the session; return its outcome, samples and messages (docs/gateway.md)."""
+        """Seal the session; return its outcome, samples and messages (docs/howto/gateway.md)."""
         body = {} if outcome is None else {"outcome": outcome}
         return self._gateway.request("POST", f"{self._path}/finish", body)
 

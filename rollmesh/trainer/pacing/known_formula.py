@@ -5,7 +5,8 @@
 
 AReaL, "A Large-Scale Asynchronous Reinforcement Learning System" (Fu et al. 2025, arXiv
 2505.24298), eq. 3, with the recovery of its later releases: `accepted` is set to what the recovered
-version stands for. It bounds counts, and no sample's age; docs/staleness.md says where the two
+version stands for. It bounds counts, and no sample's age; docs/explanation/staleness.md says where
+the two
 part. Owns those counts, in whatever its caller counts (there: groups). Invariant: all numbers are
 of one moment, whichever thread asks; capacity may be negative. Pure; driven by compat.py.
 """

@@ -7,5 +7,5 @@
 
 Invariant: a mean is over the trained tokens, or the pairs, of all ranks, so that their number
 changes nothing but the time a step takes; rows of padding weigh nothing. Driven by whoever owns a
-TrainController; docs/ranks.md has the table of methods and rows.
+TrainController; docs/howto/ranks.md has the table of methods and rows.
 """

@@ -153,7 +153,7 @@ def test_recovery_at_step_268_admits_twelve_and_not_a_thousand() -> None:
 
 
 def test_it_bounds_counts_and_no_age() -> None:
-    """What docs/staleness.md says of it: a straggler may be as old as the run is long."""
+    """A straggler may be as old as the run is long (docs/explanation/staleness.md)."""
     clock = Version()
     manager = KnownStaleness(clock, 100, 4, 1)
     run(manager, 1)

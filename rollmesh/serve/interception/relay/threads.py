@@ -311,7 +311,7 @@ class Threads:
             self.num_blob_bytes += piece.num_bytes
 
     def _fork(self, joint: Spot, spot: Spot, tools: Piece, system: Piece) -> str:
-        """The cause of docs/forks.md, by the requests alone: the answers are not parsed yet."""
+        """Fork cause (docs/explanation/forks.md) by requests alone; answers are not parsed yet."""
         base = joint
         while base.asked is None and base.parent is not None:
             base = base.parent

@@ -6,7 +6,8 @@
 
 Invariants: engines that come together share one broadcast, and one that comes late starts the next;
 what one of them does wrong keeps nobody longer than its share of the time for a load, since all are
-then reached by the file (with NCCL not surely: docs/weights.md); a group lasts as long as the same
+then reached by the file (with NCCL not surely: docs/explanation/weights.md); a group lasts as long
+as the same
 engines come. A collective has no keys: beyond loopback its network has to be the mesh's own.
 Protocol: SGLang's init_weights_update_group and update_weights_from_distributed. Driven by
 shipping.py.

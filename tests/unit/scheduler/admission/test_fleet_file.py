@@ -208,6 +208,6 @@ def test_the_example_fleets_are_read(name: str, num: int) -> None:
     "kind", [FleetTables, NodeTable, PipelineTable, FairSettings, SchedulerSettings]
 )
 def test_the_docs_list_all_keys(kind: type[msgspec.Struct]) -> None:
-    page = (Path(__file__).parents[4] / "docs/scheduler.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/explanation/scheduling.md").read_text()
     for key in kind.__struct_fields__:
-        assert re.search(rf"[`\[\n.]{key}\b", page), f"docs/scheduler.md has no {key}"
+        assert re.search(rf"[`\[\n.]{key}\b", page), f"docs/explanation/scheduling.md has no {key}"
