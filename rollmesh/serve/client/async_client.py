@@ -331,7 +331,7 @@ class AsyncRolloutClient:
         call = self._calls.pop(arrival.group_id, None)
         if call is None:
             self._hold(arrival)
-            self._tell_streams()
+            self._wake_streams()
             return False
         self._let_go(arrival)
         if not call.done():
@@ -362,11 +362,11 @@ class AsyncRolloutClient:
 
     def _tell_waiters(self) -> None:
         """End all streams and all calls that wait for room."""
-        self._tell_streams()
+        self._wake_streams()
         # The caller that receives this passes it on to the next.
         self._room.release()
 
-    def _tell_streams(self) -> None:
+    def _wake_streams(self) -> None:
         """Wake every stream."""
         news, self._news = self._news, asyncio.Event()
         news.set()

@@ -68,8 +68,8 @@ def pose(env: Env, plan: Plan) -> list[Task]:
             tasks.append(task)
     except Exception as error:  # door: a user's generator may raise anything
         first_line = next(iter(str(error).splitlines()), "")
-        told = f"{type(error).__name__}: {first_line}"
-        raise EnvError(f"{where} failed after {len(tasks)} tasks: {told}") from error
+        cause = f"{type(error).__name__}: {first_line}"
+        raise EnvError(f"{where} failed after {len(tasks)} tasks: {cause}") from error
     if not tasks:
         raise EnvError(f"{where} gave no task; name another --split")
     return tasks

@@ -121,6 +121,6 @@ class Gateway:
         if reply.is_success and answer is not None:
             return answer
         fault = (answer or {}).get("error")
-        said = fault.get("message") if isinstance(fault, dict) else fault
-        why = said or "not a rollmesh gateway?"
+        message = fault.get("message") if isinstance(fault, dict) else fault
+        why = message or "not a rollmesh gateway?"
         raise AddressError(f"{self.url}{path}: HTTP {reply.status_code}: {why}")

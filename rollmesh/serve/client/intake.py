@@ -248,11 +248,11 @@ class IntakeThread:
     def _run(self) -> None:
         try:
             while not self._closing:
-                heard: list[Hub | Dialer] = [self._dialer]
+                sockets: list[Hub | Dialer] = [self._dialer]
                 if not self._is_full:
-                    heard.append(self._hub)
+                    sockets.append(self._hub)
                 self._is_waiting = True
-                wait(heard, self._bell, 0.0 if self._commands else self._asks.beat_s / 2)
+                wait(sockets, self._bell, 0.0 if self._commands else self._asks.beat_s / 2)
                 self._is_waiting = False
                 self._turn()
             self._turn()

@@ -152,20 +152,22 @@ class ClientJournal:
 
     def history(self) -> History:
         """Return what the next process must know; JournalError if a request cannot be read."""
-        told = self._state
+        state = self._state
         return History(
-            saved=told.saved,
-            steps=tuple(each.entry for each in told.steps.values()),
-            step_deaths=told.deaths.by_step(),
-            published=tuple(each.entry for each in told.published.values()),
-            results=tuple(told.results()),
-            drops=tuple(each.entry for each in told.drops.values()),
-            parted=tuple(each.entry for each in told.parted.values()),
-            again={each: told.entry.again for each, told in told.again.items() if told.entry.again},
-            evals=groups_in(told.evals),
+            saved=state.saved,
+            steps=tuple(each.entry for each in state.steps.values()),
+            step_deaths=state.deaths.by_step(),
+            published=tuple(each.entry for each in state.published.values()),
+            results=tuple(state.results()),
+            drops=tuple(each.entry for each in state.drops.values()),
+            parted=tuple(each.entry for each in state.parted.values()),
+            again={
+                each: state.entry.again for each, state in state.again.items() if state.entry.again
+            },
+            evals=groups_in(state.evals),
             open_asks=tuple(_open_ask(*each) for each in self._asks()),
-            num_asked=sum(told.num_asked.values()),
-            num_drawn=told.num_drawn,
+            num_asked=sum(state.num_asked.values()),
+            num_drawn=state.num_drawn,
         )
 
     def reopened(self) -> list[Asked]:
@@ -354,20 +356,20 @@ class ClientJournal:
 
     def _move_asks(self) -> None:
         """Write open requests again that alone keep old segments."""
-        journal, told = self._journal, self._state
-        rest = told.floor(journal.end, with_asks=False)
+        journal, state = self._journal, self._state
+        rest = state.floor(journal.end, with_asks=False)
         if not journal.can_drop_before(rest):
             return
         num_freed = rest - (journal.end - journal.size_bytes)
-        old = {group_id: at for group_id, at in told.open.items() if at.position < rest}
+        old = {group_id: at for group_id, at in state.open.items() if at.position < rest}
         if num_freed <= WORTH_MOVING * sum(at.num_bytes for at in old.values()):
             return
         for group_id, place in old.items():
             frames = journal.read(place.position)
             entry = _entry_in(place.position, frames)
             self._append(entry, *frames[1:])
-            if group_id in told.tries:
-                self._append(told.tries[group_id])
+            if group_id in state.tries:
+                self._append(state.tries[group_id])
 
     # writing
 
@@ -423,14 +425,14 @@ def _entry_in(position: int, frames: list[bytes]) -> AnyEntry:
 
 def _open_ask(entry: GroupAsked, body: bytes) -> OpenAsk:
     try:
-        said = decode_ask(body)
+        ask = decode_ask(body)
     except WireError as error:
         raise JournalError(f"the journal's ask of {entry.group_id}: {error}") from None
     return OpenAsk(
         group_id=entry.group_id,
-        task=said.task,
+        task=ask.task,
         num_samples=entry.num_samples,
-        is_eval=said.is_eval,
+        is_eval=ask.is_eval,
         asked_step=entry.asked_step,
     )
 

@@ -213,11 +213,11 @@ class JournalState:
         if (saved.num_steps, saved.policy_version) >= (known.num_steps, known.policy_version):
             self.saved = saved
         self.forget(self.learn(saved))
-        self.steps = {at: told for at, told in self.steps.items() if at >= saved.num_steps}
+        self.steps = {at: stored for at, stored in self.steps.items() if at >= saved.num_steps}
         self.deaths.forget_before(saved.num_steps)
         self.published = {
-            policy_version: told
-            for policy_version, told in self.published.items()
+            policy_version: stored
+            for policy_version, stored in self.published.items()
             if policy_version > saved.policy_version
         }
 
@@ -252,7 +252,7 @@ class JournalState:
 
     def ready(self) -> list[StoredResult]:
         """Return results that no step took and the program did not drop, oldest first."""
-        taken = set(chain.from_iterable(told.entry.group_ids for told in self.steps.values()))
+        taken = set(chain.from_iterable(stored.entry.group_ids for stored in self.steps.values()))
         taken |= self.parted.keys()
         return [each for each in self.results() if each.group_id not in taken]
 
@@ -262,7 +262,7 @@ class JournalState:
         kinds: list[Mapping[Any, Placed]] = [self.kept, self.drops, self.published]
         kinds += [self.open] if with_asks else []
         firsts = [next(iter(kind.values())).position for kind in kinds if kind]
-        ended = (told.position for each, told in self.again.items() if each not in self.open)
+        ended = (stored.position for each, stored in self.again.items() if each not in self.open)
         return min([*firsts, *ended], default=end)
 
     def summary(self) -> list[AnyEntry]:

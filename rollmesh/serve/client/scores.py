@@ -271,10 +271,10 @@ def _failures(rows: Iterable[Row]) -> dict[str, Failure]:
 
 
 def _failure(rows: list[Row]) -> Failure:
-    said = Counter(row.error for row in rows if row.error)
-    errors = dict(said.most_common(NUM_ERRORS))
+    texts = Counter(row.error for row in rows if row.error)
+    errors = dict(texts.most_common(NUM_ERRORS))
     tasks = {row.error: row.task_id for row in reversed(rows) if row.error in errors}
-    return Failure(len(rows), errors, said.total() - sum(errors.values()), tasks)
+    return Failure(len(rows), errors, texts.total() - sum(errors.values()), tasks)
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -1,5 +1,6 @@
-"""The router process: who asked for what, who runs it, who is alive, and which engines there are.
+"""The router process: open groups, the workers that run them, membership and the engine fleet.
 
-All of it is soft state: the client owns what was asked, the worker what it runs; a restarted router
-is told again by both. The ledger and the fleet are pure machines, process.py is their shell.
+All of it is soft state: clients own what was requested and workers what they run, and both report
+it again to a restarted router. The scheduler and the fleet are pure machines; process.py performs
+their I/O.
 """

@@ -22,15 +22,15 @@ from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, HeldGroup
 
 MAX_DEATHS = 2
 MAX_WATCH_BEATS = 60
-"""No suspect is watched longer, however long it had run."""
+"""Limit on the time for which a suspect is watched."""
 SUSPECT_WAIT_BEATS = 60
-"""A suspect that found no worker of its own for so long runs beside another."""
+"""Time after which a suspect that found no free worker runs beside another one."""
 
 
 def record_death(
     group: Group, worker: WorkerEntry, cause: str, now_s: float, *, is_certain: bool
 ) -> None:
-    """`worker` has ended, or seems to have, while it ran `group`."""
+    """Record that `worker` has ended, or seems to have, while it ran `group`."""
     others = [each for each in group.deaths if each.incarnation != worker.incarnation]
     death = Death(worker.incarnation, cause, is_certain)
     group.deaths = (*others, death)
@@ -39,14 +39,16 @@ def record_death(
 
 
 def withdraw_death(group: Group, incarnation: Incarnation) -> bool:
-    """That process lives after all, or left in peace; whether it had been held against `group`."""
+    """The process lives after all, or left in order; return whether it had been held against
+    `group`.
+    """
     before = group.deaths
     group.deaths = tuple(each for each in before if each.incarnation != incarnation)
     return len(group.deaths) < len(before)
 
 
 def confirm_death(group: Group, incarnation: Incarnation, cause: str) -> None:
-    """That process has ended for certain, and the cause is known better now."""
+    """Record the cause of an end that is now certain."""
     group.deaths = tuple(
         Death(each.incarnation, cause, is_certain=True)
         if each.incarnation.may_be(incarnation)
@@ -56,7 +58,7 @@ def confirm_death(group: Group, incarnation: Incarnation, cause: str) -> None:
 
 
 def quarantine_reason(group: Group) -> str:
-    """Why the group is quarantined; '' if it is not."""
+    """Return why the group is quarantined; '' if it is not."""
     deaths = [each for each in group.deaths if each.is_certain]
     if len(deaths) < MAX_DEATHS:
         return ""
@@ -65,19 +67,21 @@ def quarantine_reason(group: Group) -> str:
 
 
 def may_be_quarantined(group: Group) -> bool:
-    """Whether word of a worker that fell silent may yet make a culprit of the group."""
+    """Return whether a silent worker may still turn out to have been killed by the group."""
     return len(group.deaths) >= MAX_DEATHS
 
 
 def watch_suspect(group: Group, worker: WorkerEntry, now_s: float, beat_s: float) -> None:
-    """`worker` runs `group` from now on; if that is a suspect, no other comes for a while."""
+    """Record that `worker` runs `group`; if that is a suspect, no other one is placed there for a
+    while.
+    """
     if group.deaths:
         until_s = now_s + min(group.ran_s, MAX_WATCH_BEATS * beat_s)
         worker.watch_until_s = max(worker.watch_until_s, until_s)
 
 
 def unwatch_suspect(worker: WorkerEntry, now_s: float) -> bool:
-    """Look whether the watched time is over; True if it just ended."""
+    """Return whether the watched time has just ended."""
     if not worker.watch_until_s:
         return False
     if now_s < worker.watch_until_s and any(group.deaths for group in worker.groups.values()):
@@ -87,17 +91,19 @@ def unwatch_suspect(worker: WorkerEntry, now_s: float) -> bool:
 
 
 CLAIM_BEATS = 3
-"""A group that only a worker knows of is cancelled unless a client asks for it in this time."""
+"""Time in which a client must ask for a group that only a worker reports, or it is cancelled."""
 START_BEATS = 2
-"""RunGroup is repeated this often until the worker says that the group started."""
+"""Interval at which RunGroup is repeated until the worker reports that the group started."""
 GIVE_UP_BEATS = 20
 """A live worker that does not start a group in this time loses it."""
 CONFIRM_BEATS = 20
-"""RunGroup is repeated this often while a group runs, in case its GroupDelivered was lost."""
+"""Interval at which RunGroup is repeated while a group runs, in case its GroupDelivered was
+lost.
+"""
 TELL_UNBEGUN = 3
-"""A group that was given out so often without beginning is news for its client."""
+"""Assignments without a start after which the client of a group is informed."""
 TELL_UNBEGUN_BEATS = 60
-"""A client receives such news this often, whatever the number of its groups."""
+"""Interval at which a client is informed, whatever the number of its groups."""
 
 
 class Assignments:
@@ -110,31 +116,31 @@ class Assignments:
         self._workers = workers
         self._beat_s = beat_s
         self._max_attempts = max_attempts
-        self._timers = TimerHeap(attrgetter("say_again_s"))
-        self._stirred: dict[str, None] = {}
-        """Environments of which `dispatch` looks at the queues."""
+        self._timers = TimerHeap(attrgetter("repeat_s"))
+        self._changed_envs: dict[str, None] = {}
+        """Environments whose queues `dispatch` looks at."""
         self._changed: list[WorkerEntry] = []
-        """Whose room changed while suspects wait."""
+        """Workers whose free places changed while suspects wait."""
         self._wide: set[str] = set()
         """Environments whose suspects are to look at all workers, not only at those."""
 
     @property
     def num_noted(self) -> int:
-        """Times at which it looks after groups, of those that have ended, too."""
+        """Times at which groups are looked at, those of ended groups included."""
         return len(self._timers)
 
-    def stir_worker(self, worker: WorkerEntry) -> None:
-        """The worker's room changed."""
+    def mark_changed(self, worker: WorkerEntry) -> None:
+        """The worker's free places changed."""
         self._workers.rank(worker)
-        self._stirred[worker.hello.env] = None
+        self._changed_envs[worker.hello.env] = None
         if self._table.suspects:
             self._changed.append(worker)
 
     def dispatch(self) -> None:
-        """Give out what can be given out."""
+        """Assign what can be assigned."""
         table = self._table
-        while self._stirred:
-            env, _ = self._stirred.popitem()
+        while self._changed_envs:
+            env, _ = self._changed_envs.popitem()
             if table.suspects:
                 self._place_suspects(env)
             while group := table.queue.head(env):
@@ -151,21 +157,21 @@ class Assignments:
         return choose(group.env, group.num_samples)
 
     def place(self, group: Group) -> None:
-        """A new group goes to a worker at once, or waits for one behind those that wait."""
+        """Assign a new group at once, or queue it behind those that wait."""
         table, env = self._table, group.env
-        if env in self._stirred or table.suspects or table.queue.head(env):
+        if env in self._changed_envs or table.suspects or table.queue.head(env):
             table.wait(group)
-            self._stirred[env] = None
+            self._changed_envs[env] = None
             self.dispatch()
         elif worker := self._worker_for(group):
             self._assign(group, worker)
         else:
             table.wait(group)
 
-    # workers speak of groups
+    # messages of workers about groups
 
     def claim(self, worker: WorkerEntry, held: HeldGroup) -> None:
-        """`worker` says that it runs this group, or holds its result."""
+        """A worker reports that it runs this group, or holds its result."""
         table, group = self._table, self._table.groups.get(held.group_id)
         if group is None:
             if held.group_id in table.tombstones:
@@ -184,47 +190,51 @@ class Assignments:
         elif held.attempt >= group.attempt:
             group.is_finished = held.finished
             if group.client_id:
-                self.look_again(group, CONFIRM_BEATS)
+                self.check_after(group, CONFIRM_BEATS)
             if group.state is GroupState.ASSIGNED:
                 table.enter(group, GroupState.RUNNING)
-                table.tell_client(group)
+                table.notify_client(group)
 
     def recognise(self, worker: WorkerEntry, group: Group) -> None:
-        """A waiting group turns out to be with `worker` already: it runs there, or was given to it
-        and has not begun."""
+        """Assign a waiting group to the worker that already has it.
+
+        The worker runs it, or was given it and has not begun.
+        """
         table = self._table
         table.num["claims"] += 1
         table.unwait(group)
         is_unbegun = group.is_unbegun
         group.excused -= is_unbegun
         table.enter(group, GroupState.ASSIGNED if is_unbegun else GroupState.RUNNING)
-        self._seat(group, worker)
-        self.look_again(group, CONFIRM_BEATS)
-        table.tell_client(group)
+        self._occupy(group, worker)
+        self.check_after(group, CONFIRM_BEATS)
+        table.notify_client(group)
 
     def hand_back(self, worker: WorkerEntry, group: Group, reason: str) -> None:
-        """`worker` did not begin the group: the attempt does not count."""
-        # Until its next beat says otherwise it takes nothing, or it would be asked at once again.
+        """Requeue a group that `worker` did not begin: the attempt does not count."""
+        # It takes nothing until its next heartbeat, or it would be asked again at once.
         worker.accepting = False
         self._table.num["returns"] += 1
         group.excused += 1
         self.requeue(group, reason, may_excuse=False)
 
-    # groups come back, or end
+    # requeued and ended groups
 
-    def take_away(self, group: Group, tell_worker: str = "") -> None:
-        """No worker has the group any more; one that had it is told why, if `tell_worker`."""
+    def take_away(self, group: Group, cancel_reason: str = "") -> None:
+        """Take the group from its worker, which receives CancelRun with the reason if
+        `cancel_reason`.
+        """
         worker = self._workers.get(group.worker_id or group.last_worker_id)
-        if worker and tell_worker:
-            self._table.send(worker.route, CancelRun(group.group_id, tell_worker))
+        if worker and cancel_reason:
+            self._table.send(worker.route, CancelRun(group.group_id, cancel_reason))
         if worker and group.worker_id:
-            worker.unseat(group)
+            worker.vacate(group)
             unwatch_suspect(worker, self._table.now_s)
-            self.stir_worker(worker)
-        group.worker_id, group.say_again_s = "", math.inf
+            self.mark_changed(worker)
+        group.worker_id, group.repeat_s = "", math.inf
 
     def requeue(self, group: Group, why: str, *, may_excuse: bool = True) -> None:
-        """The attempt is over without a result: another begins, if one is left.
+        """End the attempt without a result; another one begins if any is left.
 
         An attempt that its worker did not confirm is excused, unless `may_excuse` is False.
         """
@@ -250,13 +260,15 @@ class Assignments:
         group.last_worker_id, group.is_unbegun = worker_id, is_unbegun
         self._table.enter(group, GroupState.QUEUED)
         self._table.wait(group, first=True)
-        self._table.tell_client(group, moved(group, self._news_of_unbegun(group, why)))
-        self._stirred[group.env] = None
+        self._table.notify_client(group, moved(group, self._news_of_unbegun(group, why)))
+        self._changed_envs[group.env] = None
         if group.deaths:
             self._wide.add(group.env)
 
     def _news_of_unbegun(self, group: Group, why: str) -> str:
-        """Why its client is to know that the group does not begin; '' while it is no news."""
+        """Return what the client should know about a group that does not begin; '' if nothing
+        yet.
+        """
         client, now_s = self._table.clients.get(group.client_id), self._table.now_s
         is_news = group.is_unbegun and group.num_unbegun >= TELL_UNBEGUN
         if not is_news or client is None:
@@ -268,39 +280,39 @@ class Assignments:
         return f"{group.group_id} was given to workers {times} and never began; {why}"
 
     def fail(self, group: Group, reason: str) -> None:
-        """The group will not run (again): its client is told, and a worker that has it."""
-        self.take_away(group, tell_worker=reason)
+        """Fail the group: inform its client, and a worker that has it."""
+        self.take_away(group, cancel_reason=reason)
         self._table.end(group, GroupFailed(group.group_id, reason))
 
     def forget(self, group: Group) -> None:
-        """The group, which no client asks for, ends without a word."""
+        """End a group that no client asks for, without a message."""
         self.take_away(group)
         self._table.drop(group, GroupState.CANCELLED)
 
     def adopt(self, group: Group, num_samples: int) -> None:
         """A client asks for a group that a worker had claimed."""
-        self.look_again(group, CONFIRM_BEATS)
+        self.check_after(group, CONFIRM_BEATS)
         worker = self._workers.get(group.worker_id)
         assert worker is not None
         worker.resize(group, num_samples)
-        self.stir_worker(worker)
+        self.mark_changed(worker)
 
-    def look_again(self, group: Group, beats: int) -> None:
-        """In so many beats something is to be said to the worker that has `group`."""
-        group.say_again_s = self._table.now_s + beats * self._beat_s
+    def check_after(self, group: Group, beats: int) -> None:
+        """Schedule the next message to the worker that has `group`, after this many heartbeats."""
+        group.repeat_s = self._table.now_s + beats * self._beat_s
         self._timers.put(group)
 
-    def look_after_groups(self) -> None:
-        """What time brings to groups that are with workers, and to suspects that wait."""
+    def check_groups(self) -> None:
+        """Handle what is due for groups that are with workers, and for suspects that wait."""
         for worker in self._workers:
             if unwatch_suspect(worker, self._table.now_s):
-                self.stir_worker(worker)
+                self.mark_changed(worker)
         for group in self._timers.take_due(self._table.now_s):
             holder = self._workers.get(group.worker_id)
             assert holder is not None
             self._say_again(group, holder)
         envs = dict.fromkeys(group.env for group in self._table.suspects.values())
-        self._stirred |= envs
+        self._changed_envs |= envs
         self._wide.update(envs)
 
     def _say_again(self, group: Group, worker: WorkerEntry) -> None:
@@ -313,13 +325,15 @@ class Assignments:
         elif is_assigned and now_s >= group.assigned_s + GIVE_UP_BEATS * self._beat_s:
             worker.accepting = False
             self.requeue(group, f"{worker.worker_id} did not start it")
-        elif not worker.hears(now_s, 2 * self._beat_s):
-            self.look_again(group, START_BEATS)
+        elif not worker.is_responsive(now_s, 2 * self._beat_s):
+            self.check_after(group, START_BEATS)
         else:
-            self._say_run(group, worker, START_BEATS if is_assigned else CONFIRM_BEATS)
+            self._send_run(group, worker, START_BEATS if is_assigned else CONFIRM_BEATS)
 
     def _place_suspects(self, env: str) -> None:
-        """They go before all others. To look at all workers is left to ticks and new suspects."""
+        """Place suspects, before all other groups. Only ticks and new suspects look at all
+        workers.
+        """
         latest_s = self._table.now_s - SUSPECT_WAIT_BEATS * self._beat_s
         ready = [
             group
@@ -341,7 +355,7 @@ class Assignments:
 
     def _place_at_changed(self, ready: list[Group]) -> None:
         for worker in self._changed:
-            # Who has just left or ended is no longer among the workers.
+            # A worker that has just left or ended is no longer in the table.
             is_here = self._workers.get(worker.worker_id) is worker
             fits = (each for each in ready if worker.can_take(each.num_samples))
             group = next(fits, None) if is_here and not worker.watch_until_s else None
@@ -355,11 +369,11 @@ class Assignments:
         table.enter(group, GroupState.ASSIGNED)
         group.attempt += 1
         worker.num_assigned += 1
-        self._seat(group, worker)
-        self._say_run(group, worker, START_BEATS)
-        table.tell_client(group)
+        self._occupy(group, worker)
+        self._send_run(group, worker, START_BEATS)
+        table.notify_client(group)
 
-    def _seat(self, group: Group, worker: WorkerEntry) -> None:
+    def _occupy(self, group: Group, worker: WorkerEntry) -> None:
         last = self._workers.get(group.last_worker_id)
         if last and last is not worker:
             reason = f"{worker.worker_id} runs attempt {group.attempt}"
@@ -367,13 +381,13 @@ class Assignments:
         group.worker_id, group.last_worker_id = worker.worker_id, ""
         group.is_unbegun = False
         group.assigned_s = self._table.now_s
-        worker.seat(group)
+        worker.occupy(group)
         watch_suspect(group, worker, self._table.now_s, self._beat_s)
         self._workers.rank(worker)
 
-    def _say_run(self, group: Group, worker: WorkerEntry, again_beats: int) -> None:
+    def _send_run(self, group: Group, worker: WorkerEntry, again_beats: int) -> None:
         table = self._table
-        self.look_again(group, again_beats)
+        self.check_after(group, again_beats)
         deadline_s = left_s(group, table.now_s)
         run = RunGroup(
             group.group_id,
@@ -386,7 +400,7 @@ class Assignments:
         table.send(worker.route, run, group.body)
 
     def _cancel_run(self, worker: WorkerEntry, held: HeldGroup, reason: str) -> None:
-        # A result that is there already goes to its sink, which knows whether it wants it.
+        # A result that exists goes to its sink, which knows whether it is wanted.
         if not held.finished:
             self._table.send(worker.route, CancelRun(held.group_id, reason))
 
@@ -395,5 +409,5 @@ class Assignments:
         group.state = GroupState.RUNNING
         group.is_finished = held.finished
         self._table.open(group)
-        self._seat(group, worker)
-        self.look_again(group, CLAIM_BEATS)
+        self._occupy(group, worker)
+        self.check_after(group, CLAIM_BEATS)

@@ -23,19 +23,19 @@ from rollmesh.wire.messages import WorkerHello
 
 MAX_LOADS = 4096
 MAX_ERRORS = 256
-"""Environments whose failure is remembered."""
+"""Limit on environments whose failure is remembered."""
 LATE_S = 30.0
-"""Having loaded, a worker makes itself ready to serve; who needs longer will not come."""
+"""Time after the load in which a worker must be ready to serve."""
 MAX_LOAD_S = 86_400.0
-"""Nobody is waited for longer, whatever it says."""
+"""Limit on the time for which a load is waited for, whatever the worker announces."""
 FROM_OUTSIDE = frozenset({"killed by signal 9", "killed by signal 15"})
-"""Ends that somebody wanted."""
+"""Ends that were requested."""
 
 
 class _Load(msgspec.Struct, frozen=True):
-    """A worker that loads."""
+    """A worker that loads an environment."""
 
-    said: WorkerHello
+    hello: WorkerHello
     until_s: float
 
 
@@ -47,32 +47,32 @@ class EnvLoads:
         self._errors: dict[str, str] = {}
         """By environment."""
         self._env_loads: OrderedDict[str, _Load] = OrderedDict()
-        """By worker id, the oldest first."""
+        """By worker id, oldest first."""
 
     def now(self) -> list[WorkerHello]:
-        """What loads."""
-        return [load.said for load in self._env_loads.values()]
+        """Number of loads in progress."""
+        return [load.hello for load in self._env_loads.values()]
 
-    def begin(self, said: WorkerHello, now_s: float) -> None:
-        """A worker begins to load, or says so again."""
-        known = self._env_loads.get(said.worker_id)
-        if known and known.said == said:
+    def begin(self, hello: WorkerHello, now_s: float) -> None:
+        """A worker begins to load, or reports it again."""
+        known = self._env_loads.get(hello.worker_id)
+        if known and known.hello == hello:
             return
-        until_s = now_s + min(said.loads_for_s, MAX_LOAD_S) + LATE_S
-        self._env_loads[said.worker_id] = _Load(said, until_s)
+        until_s = now_s + min(hello.loads_for_s, MAX_LOAD_S) + LATE_S
+        self._env_loads[hello.worker_id] = _Load(hello, until_s)
         if len(self._env_loads) > MAX_LOADS:
             self._env_loads.popitem(last=False)
 
     def why_none(self, env: str) -> str:
-        """Why there is no `env`; '' where somebody serves it, or may be about to."""
+        """Return why no worker serves `env`; '' if one does or may soon."""
         error = self._errors.get(env)
         if error is None or self._workers.serve(env):
             return ""
         return "" if self.bring(env) else error
 
     def bring(self, env: str) -> bool:
-        """Whether a worker loads `env`."""
-        return any(load.said.env == env for load in self._env_loads.values())
+        """Return whether a worker loads `env`."""
+        return any(load.hello.env == env for load in self._env_loads.values())
 
     def succeed(self, worker_id: str, env: str) -> None:
         """A worker serves."""
@@ -80,50 +80,52 @@ class EnvLoads:
         self._errors.pop(env, None)
 
     def fail(self, worker_id: str, env: str, error: str) -> None:
-        """A worker has said that it has no environment."""
+        """A worker reports that it could not load its environment."""
         self._env_loads.pop(worker_id, None)
         if len(self._errors) < MAX_ERRORS:
             self._errors[env] = error
 
-    def hear_of_exit(self, worker_id: str, pid: int, cause: str) -> str:
-        """A process has ended; the environment of which that was a failed load, or ''."""
+    def worker_exited(self, worker_id: str, pid: int, cause: str) -> str:
+        """A process has ended; return the environment whose load thereby failed, or ''."""
         load = self._env_loads.get(worker_id)
-        if load is None or load.said.pid != pid:
+        if load is None or load.hello.pid != pid:
             return ""
         if cause in FROM_OUTSIDE:
             del self._env_loads[worker_id]
             return ""
-        error = f"{worker_id} ended before it served {load.said.env}: {cause}"
-        self.fail(worker_id, load.said.env, error)
-        return load.said.env
+        error = f"{worker_id} ended before it served {load.hello.env}: {cause}"
+        self.fail(worker_id, load.hello.env, error)
+        return load.hello.env
 
     def take_overdue(self, now_s: float) -> list[str]:
-        """The environments of workers from which nothing more is to be expected."""
-        late = [load.said for load in self._env_loads.values() if now_s >= load.until_s]
-        for said in late:
-            limit_s = said.loads_for_s + LATE_S
-            error = f"{said.worker_id} has not served {said.env} within {limit_s:g} s, nor said why"
-            self.fail(said.worker_id, said.env, error)
-        return [said.env for said in late]
+        """Return the environments of workers whose load has timed out."""
+        late = [load.hello for load in self._env_loads.values() if now_s >= load.until_s]
+        for hello in late:
+            limit_s = hello.loads_for_s + LATE_S
+            error = (
+                f"{hello.worker_id} has not served {hello.env} within {limit_s:g} s, nor said why"
+            )
+            self.fail(hello.worker_id, hello.env, error)
+        return [hello.env for hello in late]
 
 
 STANDING_BEATS = 20
-"""An environment without a worker for so long is a cause."""
+"""Time without a worker after which an environment is reported."""
 TELL_BEATS = 60
-"""Clients are told of it so often."""
+"""Interval at which waiting clients are informed."""
 MAX_NAMES = 5
 
 
 class _Waiting:
-    """An environment whose groups nobody takes."""
+    """An environment whose groups no worker takes."""
 
-    def __init__(self, since_s: float, tell_s: float) -> None:
+    def __init__(self, since_s: float, notify_s: float) -> None:
         self.since_s = since_s
-        self.tell_s = tell_s
+        self.notify_s = notify_s
 
 
 class BlockedReasons:
-    """Why groups wait for long, by fleet and environment."""
+    """Reasons why groups wait for long, by fleet and environment."""
 
     def __init__(
         self, table: GroupTable, workers: WorkerTable, env_loads: EnvLoads, beat_s: float
@@ -132,19 +134,19 @@ class BlockedReasons:
         self._workers = workers
         self._env_loads = env_loads
         self._standing_s = STANDING_BEATS * beat_s
-        self._tell_s = TELL_BEATS * beat_s
+        self._notify_s = TELL_BEATS * beat_s
         self._waits: dict[str, _Waiting] = {}
         self._why_no_engine = ""
         self._no_engine: _Waiting | None = None
 
     def see_engines(self, why_none: str) -> None:
-        """Take why no engine serves, as the fleet table has it; '' while one does."""
+        """Set why no engine serves, from the fleet table; '' while one does."""
         self._why_no_engine = why_none
 
     def look(self) -> None:
-        """See what has come and gone, and send clients that wait the reason."""
+        """Update all reasons and return what to send to clients that wait."""
         now_s = self._table.now_s
-        self._look_at_engines(now_s)
+        self._check_engines(now_s)
         suspects = (group.env for group in self._table.suspects.values())
         waited_for = dict.fromkeys((*self._table.queue.envs(), *suspects))
         waiting = [env for env in waited_for if not self._may_be_served(env)]
@@ -154,32 +156,32 @@ class BlockedReasons:
             wait = self._waits.get(env)
             if wait is None:
                 self._waits[env] = _Waiting(now_s, now_s + self._standing_s)
-            elif now_s >= wait.tell_s:
-                wait.tell_s = now_s + self._tell_s
+            elif now_s >= wait.notify_s:
+                wait.notify_s = now_s + self._notify_s
                 if not self._engine_cause():
                     self._tell(env)
 
-    def _look_at_engines(self, now_s: float) -> None:
+    def _check_engines(self, now_s: float) -> None:
         if not self._why_no_engine or not self._table.groups:
             self._no_engine = None
         elif self._no_engine is None:
             self._no_engine = _Waiting(now_s, now_s + self._standing_s)
-        elif now_s >= self._no_engine.tell_s:
-            self._no_engine.tell_s = now_s + self._tell_s
+        elif now_s >= self._no_engine.notify_s:
+            self._no_engine.notify_s = now_s + self._notify_s
             for client_id, groups in self._table.of_client.items():
                 if client := self._table.clients.get(client_id):
                     first = next(iter(groups.values()))
                     self._table.send(client.route, moved(first, self._engine_cause()))
 
     def _engine_cause(self) -> str:
-        """That no engine has served for long, and why; '' where that is not so."""
+        """Return why no engine has served for long; '' if one does."""
         waited_s = self._table.now_s - self._no_engine.since_s if self._no_engine else 0.0
         if waited_s < self._standing_s:
             return ""
         return f"no engine serves: {self._why_no_engine} (for {waited_s:.0f} s)"
 
     def standing(self) -> list[str]:
-        """All of them, in words."""
+        """Return all reasons in words."""
         if engine_cause := self._engine_cause():
             return [engine_cause]
         since_s = self._table.now_s - self._standing_s
@@ -202,7 +204,9 @@ class BlockedReasons:
         return f"no worker has served env {env!r} for {waited_s:.0f} s; {there_are}"
 
     def _tell(self, env: str) -> None:
-        """One group for each client: it knows which others it wants of that environment."""
+        """Return one waiting group per client: the client knows its other groups of that
+        environment.
+        """
         reason = self._reason(env)
         for group in self._table.queue.firsts(env):
             if client := self._table.clients.get(group.client_id):

@@ -58,9 +58,9 @@ from rollmesh.wire.messages import (
 )
 
 MAX_SAMPLES = 4096
-"""Rollouts of a group: its worker begins all and its sink gets all as one message."""
+"""Limit on the rollouts of a group: its worker begins all, and its sink gets all as one message."""
 MAX_QUEUED_BYTES = 512 * 2**20
-"""Bodies of waiting asks; past it asks are refused."""
+"""Limit on the bytes of waiting requests; past it requests are refused."""
 
 
 def excused_in(ask: AskGroup) -> int:
@@ -69,7 +69,7 @@ def excused_in(ask: AskGroup) -> int:
 
 
 def mistake_in(ask: AskGroup, body: Buffer) -> str:
-    """What no router would take; '' if there is nothing."""
+    """Return why no router would take this request; '' if it is acceptable."""
     if not 1 <= ask.num_samples <= MAX_SAMPLES:
         few, most = "num_samples must be at least 1", f"and at most {MAX_SAMPLES}"
         return f"{few} {most}, not {ask.num_samples}"
@@ -79,7 +79,7 @@ def mistake_in(ask: AskGroup, body: Buffer) -> str:
 
 
 MAX_NAMES = 8
-"""So many workers are named to one who drains another."""
+"""Limit on the workers that are named in the answer to a drain."""
 
 
 class GroupScheduler:
@@ -117,7 +117,7 @@ class GroupScheduler:
         }
 
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
-        """What to send about `event`; messages that are not the ledger's change nothing."""
+        """Return what to send about `event`; other messages than the scheduler's change nothing."""
         self.table.now_s = now_s
         if isinstance(event, Ticked):
             self._on_tick(now_s)
@@ -127,15 +127,15 @@ class GroupScheduler:
         return self.table.take_sends()
 
     def worker_routes(self) -> list[bytes]:
-        """Where the live workers are, for what concerns them all."""
+        """Return the addresses of the live workers, for messages to all of them."""
         return [w.route for w in self.membership.workers if w.state is WorkerHealth.LIVE]
 
-    # clients
+    # messages of clients
 
     def _on_client(self, route: bytes, message: ClientHello | ClientBeat, _: Buffer) -> None:
         if not message.client_id:
-            return  # a group of no client's is nobody's
-        is_new = self.table.hear_client(message.client_id, route)
+            return  # a group without a client
+        is_new = self.table.client_seen(message.client_id, route)
         if isinstance(message, ClientHello):
             self.clients.introduce(message)
         if is_new or isinstance(message, ClientHello):
@@ -148,7 +148,7 @@ class GroupScheduler:
         table = self.table
         table.num["asks"] += 1
         if mistake := mistake_in(ask, body):
-            # Also where the group is here: it must not become nobody's, nor grow.
+            # Also where the group is here: it must not lose its client, nor grow.
             table.num["refusals"] += 1
             table.send(route, GroupFailed(ask.group_id, f"bad_ask: {mistake}"))
             return
@@ -157,14 +157,14 @@ class GroupScheduler:
             table.num["refusals"] += 1
             table.send(route, GroupFailed(ask.group_id, "bad_ask: another client's group"))
             return
-        table.hear_client(ask.client_id, route)
+        table.client_seen(ask.client_id, route)
         if group:
             if not group.client_id:
                 self._adopt(group, ask, body)
             elif (group.client_id, group.sink) != (ask.client_id, ask.sink):
                 self._hand_over(group, ask)
             table.deadlines.set(group, ask.deadline_s, table.now_s)
-            table.tell_client(group)
+            table.notify_client(group)
         elif answer := table.tombstones.late_answer(ask):
             table.send(route, answer)
         elif refusal := self._refusal(ask, body):
@@ -174,7 +174,7 @@ class GroupScheduler:
             self._admit(ask, body)
 
     def _refusal(self, ask: AskGroup, body: Buffer) -> GroupFailed | AskRefused | None:
-        """Why this ask is not taken: for good, or for now."""
+        """Return why this request is refused, for good or for now; '' if it is taken."""
         env, group_id = ask.env, ask.group_id
         if ask.deadline_s < 0:
             return GroupFailed(group_id, "deadline: it had passed before the ask came")
@@ -185,8 +185,8 @@ class GroupScheduler:
             return GroupFailed(group_id, f"env_failed: {error}")
         num_waiting = self.table.num_waiting
         limit = self.settings.max_queued_groups
-        # A client with less than its share is let in all the same, or one that floods us would keep
-        # the others out; so at most twice as many wait.
+        # A client with less than its share is still let in, or one that floods the router would
+        # keep the others out; so at most twice as many wait.
         num_open = len(self.table.of_client.get(ask.client_id, ()))
         has_share = num_open >= limit // max(len(self.table.clients), 1)
         is_full = num_waiting >= (limit if has_share else 2 * limit)
@@ -214,12 +214,12 @@ class GroupScheduler:
             self.table.hold(group)
         else:
             self.assignments.place(group)
-        # An assignment has said so itself.
+        # An assignment has sent its own message.
         if group.state is GroupState.QUEUED:
-            self.table.tell_client(group)
+            self.table.notify_client(group)
 
     def _adopt(self, group: Group, ask: AskGroup, body: Buffer) -> None:
-        """A client asks for what a worker had claimed: they find each other again."""
+        """Join a client's request with the group that a worker had claimed."""
         if group.group_id in self.table.takeover:
             self.table.takeover.note(group.group_id, TakeoverOutcome.KEPT, self.table.now_s)
         self.table.set_client(group, ask.client_id, body)
@@ -230,25 +230,25 @@ class GroupScheduler:
         self.assignments.adopt(group, max(ask.num_samples, 1))
 
     def _hand_over(self, group: Group, ask: AskGroup) -> None:
-        """A client that came back listens elsewhere, or under another name."""
+        """A client that restarted listens elsewhere, or has another name."""
         is_queued = group.state is GroupState.QUEUED and group.group_id not in self.table.held
         if is_queued:
             self.table.unwait(group)
         self.table.set_client(group, ask.client_id)
         group.sink = ask.sink
         if group.worker_id:
-            self.assignments.look_again(group, 0)  # its worker hears of it with the next RunGroup
+            self.assignments.check_after(group, 0)  # its worker receives it with the next RunGroup
         if is_queued:
             self.table.wait(group)
 
     def _on_cancel(self, route: bytes, message: CancelGroup, _: Buffer) -> None:
-        # The note keeps an ask that is still on its way from running: cancelled is for good.
+        # The tombstone keeps a request that is still on its way from running: a cancel is final.
         answer = GroupMoved(message.group_id, GroupState.CANCELLED, 0, "")
         if group := self.table.groups.get(message.group_id):
             if not _is_theirs(group, message.ticket):
                 self.table.num["refusals"] += 1
                 return
-            self.assignments.take_away(group, tell_worker=message.reason)
+            self.assignments.take_away(group, cancel_reason=message.reason)
             self.table.end(group, answer)
         elif self.table.tombstones.is_theirs(message.group_id, message.ticket):
             self.table.tombstones.add(answer, FOR_GOOD, self.table.now_s, message.ticket)
@@ -266,22 +266,22 @@ class GroupScheduler:
             return
         # First, so that the worker drops the refused result before it may get the group again.
         self.table.send(worker.route, CancelRun(group.group_id, message.reason))
-        worker.accepting = False  # until its next beat, so that others come first
+        worker.accepting = False  # until its next heartbeat, so that others come first
         why = f"{worker.worker_id}: {message.reason}"
         self.assignments.requeue(group, why, may_excuse=False)
 
-    # workers
+    # messages of workers
 
     def _on_worker_hello(self, route: bytes, hello: WorkerHello, _: Buffer) -> None:
         self._hello(route)
         if not hello.worker_id:
-            return  # a group's worker of no name is none
+            return  # a worker without a name has no groups
         if hello.loads_for_s > 0:
-            self.membership.hear_of_next(incarnation_of(hello))
+            self.membership.next_started(incarnation_of(hello))
             self.env_loads.begin(hello, self.table.now_s)
             return
         self.env_loads.succeed(hello.worker_id, hello.env)
-        self.membership.greet(hello, route)
+        self.membership.joined(hello, route)
 
     def _on_worker_beat(self, route: bytes, beat: WorkerBeat, _: Buffer) -> None:
         worker = self.membership.workers.get(beat.worker_id)
@@ -291,7 +291,7 @@ class GroupScheduler:
         if worker.incarnation.may_be(Incarnation(beat.worker_id, started_s=beat.started_s)):
             self.membership.hear(worker, beat)
         elif beat.started_s > worker.incarnation.started_s or worker.state is not WorkerHealth.LIVE:
-            self._hello(route)  # of another process, whose own hello is still to come
+            self._hello(route)  # of another process, whose own hello is still on its way
 
     def _on_worker_left(self, _: bytes, message: WorkerLeft, __: Buffer) -> None:
         incarnation = Incarnation(message.worker_id, message.pid, message.started_s)
@@ -299,8 +299,8 @@ class GroupScheduler:
 
     def _on_worker_exited(self, _: bytes, message: WorkerExited, __: Buffer) -> None:
         incarnation = Incarnation(message.worker_id, message.pid, message.started_s)
-        self.membership.hear_of_exit(incarnation, message.cause)
-        if env := self.env_loads.hear_of_exit(message.worker_id, message.pid, message.cause):
+        self.membership.worker_exited(incarnation, message.cause)
+        if env := self.env_loads.worker_exited(message.worker_id, message.pid, message.cause):
             self._fail_waiting(env)
 
     def _on_ask_drain(self, route: bytes, ask: AskDrain, _: Buffer) -> None:
@@ -311,29 +311,31 @@ class GroupScheduler:
             known = ", ".join(names[:MAX_NAMES]) + more or "none"
             error = f"no worker {ask.worker_id!r}; there are: {known}"
         elif worker.state is WorkerHealth.LOST:
-            silent_s = self.table.now_s - worker.heard_s
+            silent_s = self.table.now_s - worker.last_message_s
             error = f"{ask.worker_id} has not been heard for {silent_s:.0f} s"
         else:
             self.membership.drain(worker, ask.reason)
         self.table.send(route, DrainAnswered(ask.ask_id, not error, error))
 
     def _on_env_failed(self, route: bytes, message: EnvFailed, _: Buffer) -> None:
-        self._hello(route)  # says that it was heard; the worker repeats it until then
+        self._hello(route)  # confirms it; the worker repeats it until then
         incarnation = Incarnation(message.worker_id, message.pid, message.started_s)
         if worker := self.membership.find(incarnation):
             self.membership.dismiss(worker, "could not load its environment")
-        self.membership.hear_of_next(incarnation)
+        self.membership.next_started(incarnation)
         self.env_loads.fail(message.worker_id, message.env, message.error)
         self._fail_waiting(message.env)
 
     def _fail_waiting(self, env: str) -> None:
-        """Tell all who wait for `env` that there is none, unless somebody else may bring it."""
+        """Inform all that wait for `env` that no worker has it, unless another worker may still
+        serve it.
+        """
         if error := self.env_loads.why_none(env):
             for group in waiting_for(env, self.table):
                 self.assignments.fail(group, f"env_failed: {error}")
 
     def _on_started(self, route: bytes, message: GroupStarted, _: Buffer) -> None:
-        if worker := self._speaker(route):
+        if worker := self._sender(route):
             self.assignments.claim(worker, HeldGroup(message.group_id, message.attempt, False))
 
     def _on_delivered(self, route: bytes, message: GroupDelivered, _: Buffer) -> None:
@@ -344,15 +346,17 @@ class GroupScheduler:
         if not _is_theirs(group, message.ticket):
             self.table.num["refusals"] += 1
             return
-        speaker = self.membership.workers.at(route)
-        is_here = speaker is not None and speaker.worker_id == group.worker_id
+        sender = self.membership.workers.at(route)
+        is_here = sender is not None and sender.worker_id == group.worker_id
         moved = GroupMoved(group.group_id, GroupState.DONE, message.attempt, group.worker_id)
         why = "" if is_here else f"attempt {message.attempt} was delivered"
-        self.assignments.take_away(group, tell_worker=why)
+        self.assignments.take_away(group, cancel_reason=why)
         self.table.end(group, moved, group.attempt)
 
     def _on_late_delivery(self, message: GroupDelivered) -> None:
-        """Of a group that has ended: a client that had all it wanted may say goodbye first."""
+        """Confirm a delivery of a group that has ended: a client that has all its results may leave
+        first.
+        """
         table, group_id = self.table, message.group_id
         is_theirs = table.tombstones.is_theirs(group_id, message.ticket)
         if is_theirs and table.tombstones.reason(group_id).startswith(CLIENT_LEFT):
@@ -362,14 +366,14 @@ class GroupScheduler:
             table.tombstones.add(done, message.attempt, table.now_s, message.ticket)
 
     def _on_returned(self, route: bytes, message: GroupReturned, _: Buffer) -> None:
-        worker, group = self._speaker(route), self.table.groups.get(message.group_id)
+        worker, group = self._sender(route), self.table.groups.get(message.group_id)
         if not worker or not group or group.worker_id != worker.worker_id:
             return
         if group.attempt == message.attempt and group.state is GroupState.ASSIGNED:
             self.assignments.hand_back(worker, group, message.reason)
 
     def _on_group_lost(self, route: bytes, message: GroupLost, _: Buffer) -> None:
-        worker, group = self._speaker(route), self.table.groups.get(message.group_id)
+        worker, group = self._sender(route), self.table.groups.get(message.group_id)
         if not worker or not group or group.worker_id != worker.worker_id:
             return
         if self.clients.is_away(group.client_id):
@@ -379,10 +383,12 @@ class GroupScheduler:
             why = f"{worker.worker_id}: {message.reason}"
             self.assignments.requeue(
                 group, why, may_excuse=False
-            )  # it ran, whatever it said before
+            )  # it ran, whatever it reported before
 
-    def _speaker(self, route: bytes) -> WorkerEntry | None:
-        """The worker at `route`: since it speaks, it lives. A stranger is asked for its hello."""
+    def _sender(self, route: bytes) -> WorkerEntry | None:
+        """Return the worker at `route`, which is alive since it sends. A stranger is asked for its
+        hello.
+        """
         worker = self.membership.workers.at(route)
         if worker is None:
             self._hello(route)
@@ -398,28 +404,28 @@ class GroupScheduler:
     def _on_tick(self, now_s: float) -> None:
         gap_s, self._ticked_s = now_s - self._ticked_s, now_s
         if gap_s > 2 * self.settings.beat_s:
-            # We did not run, so we did not listen: nobody is late for that.
+            # This process did not run, so it did not listen: no peer is late for that time.
             for peer in [*self.membership.workers, *self.table.clients.values()]:
-                peer.heard_s = min(peer.heard_s + gap_s, now_s)
+                peer.last_message_s = min(peer.last_message_s + gap_s, now_s)
         for group in self.table.deadlines.take_overdue(now_s):
             self.assignments.fail(group, f"deadline: it has passed in attempt {group.attempt}")
         for env in self.env_loads.take_overdue(now_s):
             self._fail_waiting(env)
-        self.membership.look_after_workers()
+        self.membership.check_workers()
         self.blocked_reasons.look()
-        self.clients.look_after()
+        self.clients.check_clients()
         if self._is_settled:
             self._release_held()
-        self.assignments.look_after_groups()
+        self.assignments.check_groups()
         self.table.tombstones.tear(now_s)
 
     @property
     def _is_settled(self) -> bool:
-        """Whether workers had time to claim what began under an earlier router."""
+        """Return whether workers had time to claim what began under an earlier router."""
         return self.table.now_s >= self._settled_s
 
     def _release_held(self) -> None:
-        """Nobody claimed these: they run again, if an attempt is left."""
+        """Requeue groups that no worker claimed, if an attempt is left."""
         for group in list(self.table.held.values()):
             if group.tries >= self.settings.max_attempts:
                 self.table.takeover.note(
@@ -433,7 +439,7 @@ class GroupScheduler:
 
 
 def _is_theirs(group: Group, ticket: bytes) -> bool:
-    """Whether a message with this ticket may change the group.
+    """Return whether a message with this ticket may change the group.
 
     The ticket of a group that a worker claimed and no client has asked for yet is not known.
     """

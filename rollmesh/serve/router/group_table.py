@@ -26,17 +26,17 @@ from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import AnyMessage, AskGroup, GroupFailed, GroupMoved, GroupState
 
 SPARE_ENTRIES = 1024
-"""So many that are no longer true may stand here, and as many as are true, twice."""
+"""Limit on stale entries: this many, plus twice the number of valid ones."""
 
 
 class TimerHeap:
-    """Groups by the time at which they are due; a group's own field has that time."""
+    """Timers of groups; a group's own field has its time."""
 
     def __init__(self, due_s: Callable[[Group], float]) -> None:
-        """`due_s` says when a group is due, infinity if never."""
+        """`due_s` returns when a group is due, infinity if never."""
         self._due_s = due_s
         self._times: list[float] = []
-        """A heap, of the keys of `_at`."""
+        """A heap with the keys of `_at`."""
         self._at: dict[float, list[Group]] = {}
         self._num = 0
         self._most = SPARE_ENTRIES
@@ -45,13 +45,13 @@ class TimerHeap:
         return self._num
 
     def put(self, group: Group) -> None:
-        """It is due at another time than before."""
+        """Set another time for a group."""
         if self._num >= self._most:
             self._tidy()
         self._add(group)
 
     def take_due(self, now_s: float) -> Iterator[Group]:
-        """Those whose time has come, one by one; whoever takes one sees to its next time."""
+        """Yield groups that are due; the caller sets their next time."""
         while self._times and self._times[0] <= now_s:
             due_s = heapq.heappop(self._times)
             groups = self._at.pop(due_s)
@@ -80,27 +80,29 @@ class TimerHeap:
 
 
 class Deadlines:
-    """Those of `groups`, a view of the open ones."""
+    """Deadlines of `groups`, a view of the open ones."""
 
     def __init__(self, groups: Mapping[GroupId, Group]) -> None:
         self._groups = groups
         self._timers = TimerHeap(self._ends_s)
 
     def __len__(self) -> int:
-        """Times that are noted, of groups that have ended, too."""
+        """Number of stored times, those of ended groups included."""
         return len(self._timers)
 
     def set(self, group: Group, deadline_s: float, now_s: float) -> None:
-        """It has `deadline_s` from now, and never more than was said before; 0 says nothing."""
+        """Set a deadline `deadline_s` from now, and never later than one set before; 0 sets
+        none.
+        """
         ends_s = now_s + deadline_s
-        # Also false where it is not a number.
+        # Also false if it is not a number.
         if deadline_s <= 0 or not ends_s < group.ends_s:
             return
         group.ends_s = ends_s
         self._timers.put(group)
 
     def take_overdue(self, now_s: float) -> list[Group]:
-        """The open groups whose deadline has passed since the last call."""
+        """Return the open groups whose deadline has passed since the last call."""
         return list(self._timers.take_due(now_s))
 
     def _ends_s(self, group: Group) -> float:
@@ -108,30 +110,30 @@ class Deadlines:
 
 
 def left_s(group: Group, now_s: float) -> float:
-    """As messages say it: what is left, or 0 where there is no limit."""
+    """Return the seconds that are left, or 0 if there is no limit."""
     return 0.0 if group.ends_s == math.inf else max(group.ends_s - now_s, 0.001)
 
 
 MAX_NOTES = 8192
-"""Tombstones of ended groups, at most."""
+"""Limit on tombstones of ended groups."""
 FAILURE_NOTES = 20
-"""So much longer are failures remembered: one that was lost on its way is asked for again."""
+"""Factor by which failures are remembered longer: a request whose answer was lost is repeated."""
 FOR_GOOD = sys.maxsize
-"""More attempts than any ask knows of: the group has ended, whatever is said of it."""
+"""More attempts than any request has: the group has ended for good."""
 
 
 class Tombstone(msgspec.Struct, frozen=True):
-    """How a group ended: an ask that knows fewer attempts than this is a late duplicate."""
+    """How a group ended; a request that knows fewer attempts than this is a late duplicate."""
 
     answer: GroupMoved | GroupFailed
     num_attempts: int
     until_s: float
     ticket: bytes = b""
-    """The ticket of the group or of its cancel; b"" if it was not known."""
+    """Ticket of the group or of its cancel; b"" if it was not known."""
 
 
 class Tombstones:
-    """Short notes of groups that ended, for messages that still arrive for them."""
+    """Tombstones of groups that ended, for messages that still arrive for them."""
 
     def __init__(self, note_s: float) -> None:
         self._note_s = note_s
@@ -159,24 +161,26 @@ class Tombstones:
             self._tombstones.popitem(last=False)
 
     def late_answer(self, ask: AskGroup) -> GroupMoved | GroupFailed | None:
-        """The answer to an ask that comes after its group's end; None if it is a new one."""
+        """Return the answer to a request that arrives after its group's end; None if it is a new
+        one.
+        """
         note = self._tombstones.get(ask.group_id)
         if note is None or ask.attempts >= note.num_attempts:
             return None
         return note.answer if self.is_theirs(ask.group_id, ask.ticket) else None
 
     def is_theirs(self, group_id: GroupId, ticket: bytes) -> bool:
-        """Whether the note of the group, if there is one, was made under this ticket or none."""
+        """Return whether the tombstone of the group, if there is one, has this ticket or none."""
         note = self._tombstones.get(group_id)
         return not note or not note.ticket or hmac.compare_digest(note.ticket, ticket)
 
     def reason(self, group_id: GroupId) -> str:
-        """Why the group failed; '' if it did not, as far as is remembered."""
+        """Return why the group failed; '' if it did not, as far as is remembered."""
         note = self._tombstones.get(group_id)
         return note.answer.reason if note and isinstance(note.answer, GroupFailed) else ""
 
     def tear(self, now_s: float) -> None:
-        """Forget those whose time is over, as far as they stand before others'."""
+        """Forget tombstones that have expired, in order of their age."""
         while self._tombstones and next(iter(self._tombstones.values())).until_s <= now_s:
             self._tombstones.popitem(last=False)
 
@@ -202,12 +206,12 @@ class Takeover:
         return group_id in self._fates
 
     def note(self, group_id: GroupId, fate: TakeoverOutcome, now_s: float) -> None:
-        """A group of before has come to this."""
+        """Record the outcome of a group of an earlier router."""
         self._fates[group_id] = fate
         self._found_s = now_s
 
     def tell(self, now_s: float) -> dict[str, int] | None:
-        """Groups by what became of them, where a line is due; each is told once."""
+        """Return groups by outcome when a line is due; each is returned once."""
         if not self._fates or now_s < self._found_s + self._wait_s:
             return None
         num = Counter(self._fates.values())
@@ -216,17 +220,17 @@ class Takeover:
 
 
 CLIENT_LEFT = "client_left"
-"""Begins the reason of what was cancelled since its client has gone."""
+"""Prefix of the reason of groups that were cancelled because their client left."""
 
 
 def moved(group: Group, reason: str = "") -> GroupMoved:
-    """How `group` stands, and why."""
+    """State of `group` with its reason."""
     group_id, attempt = group.group_id, group.attempt
     return GroupMoved(group_id, group.state, attempt, group.worker_id, group.excused, reason)
 
 
 def state_after(answer: GroupMoved | GroupFailed) -> GroupState:
-    """How a group ends of which this is said: whose client has gone is wanted by nobody."""
+    """Return how a group with this reason ends: a group whose client left is cancelled."""
     if isinstance(answer, GroupMoved):
         return answer.state
     gone = answer.reason.startswith(CLIENT_LEFT)
@@ -234,7 +238,7 @@ def state_after(answer: GroupMoved | GroupFailed) -> GroupState:
 
 
 def waiting_for(env: str, table: "GroupTable") -> list[Group]:
-    """All that wait for a worker of `env`, wherever they do."""
+    """Return all groups that wait for a worker of `env`."""
     apart = [*table.held.values(), *table.suspects.values()]
     return [*table.queue.of_env(env), *(group for group in apart if group.env == env)]
 
@@ -248,56 +252,58 @@ class GroupTable:
         self.clients: dict[str, GroupClient] = {}
         self.queue = GroupQueue()
         self.held: dict[GroupId, Group] = {}
-        """Asked again after a restart; they wait for a worker's claim before they queue."""
+        """Groups requested again after a restart; they wait for a worker's claim before they
+        queue.
+        """
         self.suspects: dict[GroupId, Group] = {}
-        """They wait for a worker that runs no other suspect."""
+        """Suspects that wait for a worker without another suspect."""
         self.num_waiting_bytes = 0
-        """Of the bodies of all that wait."""
+        """Bytes of the bodies of all groups that wait."""
         self.num_body_bytes = 0
-        """Of all asks that are here."""
+        """Bytes of all requests."""
         self.of_client: dict[str, dict[GroupId, Group]] = {}
         self.num_in: Counter[GroupState] = Counter()
-        """Groups by state; those that ended count since the start."""
+        """Number of groups by state; ended ones since the start."""
         self.num: Counter[str] = Counter()
-        """What happened since the start, by name."""
+        """Counters of events since the start, by name."""
         self.tombstones = Tombstones(note_s)
         self.takeover = Takeover(note_s)
         self.deadlines = Deadlines(self.groups)
         self._sends: list[Send] = []
 
     def send(self, route: bytes, message: AnyMessage, body: Buffer = b"") -> None:
-        """A letter of this step."""
+        """Add a message of this step."""
         self._sends.append(Send(route, message, body))
 
     def take_sends(self) -> list[Send]:
-        """The letters since the last call."""
+        """Return the messages since the last call."""
         sends, self._sends = self._sends, []
         return sends
 
-    def tell_client(self, group: Group, answer: GroupMoved | GroupFailed | None = None) -> None:
-        """Say `answer`, or how `group` stands, to whoever asked for it."""
+    def notify_client(self, group: Group, answer: GroupMoved | GroupFailed | None = None) -> None:
+        """Send `answer`, or the state of `group`, to its client."""
         if client := self.clients.get(group.client_id):
             self.send(client.route, answer or moved(group))
 
-    def hear_client(self, client_id: str, route: bytes) -> bool:
-        """The client lives, at `route`; True if it was not known."""
+    def client_seen(self, client_id: str, route: bytes) -> bool:
+        """The client is alive, at `route`; return whether it was new."""
         client = self.clients.get(client_id)
         if client is None:
             self.clients[client_id] = GroupClient(client_id, route, self.now_s)
             return True
-        client.route, client.heard_s = route, self.now_s
+        client.route, client.last_message_s = route, self.now_s
         self.queue.away.discard(client_id)
         return False
 
     def open(self, group: Group) -> None:
-        """A group begins here, in whatever state it is found."""
+        """Add a group in the state in which it is found."""
         self.groups[group.group_id] = group
         self.num_in[group.state] += 1
         self.num_body_bytes += len(group.body)
         self.set_client(group, group.client_id)
 
     def set_client(self, group: Group, client_id: str, body: Buffer | None = None) -> None:
-        """Whose group it is, '' is nobody's, and what it asks for, where that is news."""
+        """Set the group's client ('' for none) and what it asks for, if that is known now."""
         if body is not None:
             self.num_body_bytes += len(body) - len(group.body)
             group.body = body
@@ -307,7 +313,7 @@ class GroupTable:
             self.of_client.setdefault(client_id, {})[group.group_id] = group
 
     def enter(self, group: Group, state: GroupState) -> None:
-        """Change a group's state, and what is counted by it."""
+        """Change a group's state and the counters."""
         assert state in TRANSITIONS[group.state], f"{group.state} -> {state}"
         self.num_in[group.state] -= 1
         self.num_in[state] += 1
@@ -315,16 +321,16 @@ class GroupTable:
 
     @property
     def num_waiting(self) -> int:
-        """Groups in the queue, among the suspects, or waiting for a claim."""
+        """Number of groups in the queue, among the suspects, or waiting for a claim."""
         return len(self.queue) + len(self.suspects) + len(self.held)
 
     def hold(self, group: Group) -> None:
-        """A QUEUED group waits for a worker's claim."""
+        """Hold a QUEUED group for a worker's claim."""
         self.held[group.group_id] = group
         self.num_waiting_bytes += len(group.body)
 
     def wait(self, group: Group, first: bool = False) -> None:
-        """A QUEUED group waits for its turn from now on, and a suspect for a worker of its own."""
+        """Queue a QUEUED group, or hold a suspect for a worker of its own."""
         self.unwait(group)
         group.queued_s = self.now_s
         self.num_waiting_bytes += len(group.body)
@@ -334,13 +340,13 @@ class GroupTable:
             self.queue.push(group, first)
 
     def take(self, group: Group) -> None:
-        """The head of the queue gets its turn."""
+        """Take the head of the queue."""
         client = self.clients.get(group.client_id)
         self.queue.take(group, client.weight if client else 1)
         self.num_waiting_bytes -= len(group.body)
 
     def unwait(self, group: Group) -> None:
-        """It waits no longer, neither for its turn nor for a claim."""
+        """Remove the group from the queue, or from those that wait for a claim."""
         apart = self.suspects.pop(group.group_id, None) or self.held.pop(group.group_id, None)
         if apart or self.queue.remove(group):
             self.num_waiting_bytes -= len(group.body)
@@ -351,26 +357,26 @@ class GroupTable:
         answer: GroupMoved | GroupFailed,
         num_attempts: int = FOR_GOOD,
         *,
-        is_told: bool = True,
+        informs_client: bool = True,
     ) -> None:
-        """The group, which no worker has any more, ends as `answer` says.
+        """End the group, which no worker has any more, with `answer`.
 
-        An ask that knows of `num_attempts` may ask for one more. `is_told` is False where the end
-        is none for its client.
+        A request that knows of `num_attempts` may ask for one more. `informs_client` is False if
+        the client is not to be informed.
         """
         assert not group.worker_id
         self.tombstones.add(answer, num_attempts, self.now_s, group.ticket)
-        if is_told:
-            self.tell_client(group, answer)
+        if informs_client:
+            self.notify_client(group, answer)
         self.drop(group, state_after(answer))
 
     def drop(self, group: Group, state: GroupState) -> None:
-        """Forget the group without a word."""
+        """Forget the group without a message."""
         self.unwait(group)
         self.enter(group, state)
         self._leave_client(group)
         self.num_body_bytes -= len(group.body)
-        group.body = b""  # an agenda may name it until its time has come
+        group.body = b""  # a timer may name it until its time has come
         del self.groups[group.group_id]
 
     def _leave_client(self, group: Group) -> None:

@@ -30,11 +30,11 @@ class Incarnation(msgspec.Struct, frozen=True, gc=False):
     worker_id: str
     pid: int = 0
     started_s: float = 0.0
-    """Unix time; a container's pid is 1 in every life."""
+    """Unix time of its start; a container's pid is 1 after every restart."""
     host: str = ""
 
     def may_be(self, other: "Incarnation") -> bool:
-        """Whether nothing that is known of both tells them apart."""
+        """Return whether no known field tells the two apart."""
         return (
             self.worker_id == other.worker_id
             and (self.pid == other.pid or not self.pid or not other.pid)
@@ -48,13 +48,13 @@ class IncarnationEnd(msgspec.Struct, frozen=True):
 
     incarnation: Incarnation
     group_ids: tuple[GroupId, ...]
-    """What it had."""
+    """Groups that it had."""
     until_s: float
-    """So long what it had said before may still come."""
+    """Time for which its earlier messages may still arrive."""
 
 
 class EndedIncarnations:
-    """Notes of processes that have ended, by worker id and pid."""
+    """Processes that have ended, by worker id and pid."""
 
     def __init__(self, remember_s: float) -> None:
         self._remember_s = remember_s
@@ -74,12 +74,14 @@ class EndedIncarnations:
         return end
 
     def find(self, incarnation: Incarnation) -> IncarnationEnd | None:
-        """The note of it, if there is one."""
+        """Return the record of it, if there is one."""
         end = self._ends.get((incarnation.worker_id, incarnation.pid))
         return end if end and end.incarnation.may_be(incarnation) else None
 
     def cover(self, incarnation: Incarnation, now_s: float) -> bool:
-        """Whether what `life` says was said before its end: that of its pid was this or later."""
+        """Return whether a message of `life` was sent before its end: the recorded end is of it or
+        later.
+        """
         end = self._ends.get((incarnation.worker_id, incarnation.pid))
         if end is None or now_s >= end.until_s:
             return False
@@ -98,16 +100,17 @@ TRANSITIONS: dict[GroupState, tuple[GroupState, ...]] = {
 
 
 MAX_CUTS = 16
-"""More of a group's cuts are not excused: a task may have a way to stop its workers in peace."""
+"""Limit on excused cuts of a group: a task may have a way to make its workers leave in order."""
 
 
 MAX_UNBEGUN = 32
-"""A group that was given out so often without beginning fails: something keeps it from ever doing
-so. Each time lasts as long as a stall does, some ten seconds."""
+"""Assignments without a start after which a group fails: something keeps it from ever starting.
+Each lasts as long as a stall does, some ten seconds.
+"""
 
 
 class Death(msgspec.Struct, frozen=True, gc=False):
-    """A worker ended, or seemed to, while it ran a group."""
+    """An end, or apparent end, of a worker while it ran a group."""
 
     incarnation: Incarnation
     cause: str
@@ -116,46 +119,48 @@ class Death(msgspec.Struct, frozen=True, gc=False):
 
 
 class Group(msgspec.Struct, gc=False):
-    """One ask that has not ended."""
+    """One request that has not ended."""
 
     group_id: GroupId
     env: str
     num_samples: int
     sink: str
     client_id: str
-    """'' while only a worker has spoken of it, after a restart."""
+    """'' while only a worker has reported it, after a restart."""
     priority: int = 0
     body: Buffer = b""
-    """The ask itself, never opened here; needed until the end, to run it again."""
+    """The encoded request, never opened here; needed until the end, to run it again."""
     state: GroupState = GroupState.QUEUED
     attempt: int = 0
     """Attempts that have begun."""
     excused: int = 0
-    """Of these, those that do not count: handed back, lost before they began, or cut short by a
-    worker that left."""
+    """Attempts of these that do not count: returned, lost before they began, or cut short by a
+    worker that left.
+    """
     num_unbegun: int = 0
-    """How often a worker that had it was lost, or gave no sign, before the attempt began."""
+    """How often a worker that had it was lost, or did not answer, before the attempt began."""
     is_unbegun: bool = False
-    """It is QUEUED since that happened, and `excused` counts it."""
+    """The group has been QUEUED since then, and `excused` counts it."""
     num_cuts: int = 0
-    """How often a worker that left in peace cut it short."""
+    """How often a worker that left in order cut it short."""
     worker_id: str = ""
-    """Who has it; '' while QUEUED."""
+    """Worker that has it; '' while QUEUED."""
     last_worker_id: str = ""
-    """Who had it before it was queued again, and may still run it unheard."""
+    """Worker that had it before it was queued again, and may still run it unheard."""
     is_finished: bool = False
-    """Its worker said that it ran to its end and waits for its sink's ack."""
-    say_again_s: float = math.inf
-    """When RunGroup is repeated to its worker; for an unasked group, when it is given up. Deals
-    sets it, for its agenda; infinite without a worker."""
+    """Whether its worker reported that it ended and waits for its sink's ack."""
+    repeat_s: float = math.inf
+    """When RunGroup is repeated to its worker; for a group without a client, when it is given up.
+    Set by Assignments for its timers; infinite without a worker.
+    """
     assigned_s: float = 0.0
     """When its worker got it, or claimed it."""
     ends_s: float = math.inf
-    """Its deadline."""
+    """Deadline of the group."""
     deaths: tuple[Death, ...] = ()
-    """Of workers under it; with one it is a suspect."""
+    """Ends of workers under it; with one it is a suspect."""
     ran_s: float = 0.0
-    """How long it had run at its worker's end; so long it is watched at the next."""
+    """How long it had run at its worker's end; the next worker is watched for as long."""
     queued_s: float = 0.0
     """When it began to wait."""
     ticket: bytes = b""
@@ -167,17 +172,17 @@ class Group(msgspec.Struct, gc=False):
         return self.attempt - self.excused
 
     def excuse_cut(self) -> None:
-        """Its worker left in peace before its end: the attempt does not count."""
+        """Count an attempt as excused: its worker left in order before the end."""
         self.num_cuts += 1
         self.excused = min(self.excused + (self.num_cuts <= MAX_CUTS), self.attempt)
 
 
 class GroupClient(msgspec.Struct):
-    """Who asks."""
+    """A client."""
 
     client_id: str
     route: bytes
-    heard_s: float
+    last_message_s: float
     weight: int = 1
     keep: bool = False
     unbegun_said_s: float = -math.inf
@@ -189,26 +194,26 @@ class _Line(msgspec.Struct):
 
     groups: OrderedDict[GroupId, Group]
     num_turns: int = 0
-    """Taken in a row."""
+    """Groups taken in a row."""
 
 
 _Lines = OrderedDict[str, _Line]
 
 
 class _Lanes(msgspec.Struct):
-    """One environment's lines, by priority."""
+    """One environment's queues, by priority."""
 
     lines: dict[int, _Lines]
     priorities: list[int]
-    """In their order, however many there are: the last one is first."""
+    """Sort the priorities; the last one is served first."""
 
 
 class GroupQueue:
-    """Groups that wait, by environment, priority and client."""
+    """Waiting groups by environment, priority and client."""
 
     def __init__(self) -> None:
         self.away: set[str] = set()
-        """Clients that have fallen silent; membership.py says who."""
+        """Clients that have fallen silent, maintained by membership.py."""
         self._lanes: dict[str, _Lanes] = {}
         self._num = 0
 
@@ -234,7 +239,7 @@ class GroupQueue:
         self._num += 1
 
     def head(self, env: str) -> Group | None:
-        """Whose turn it is; it stays in the queue."""
+        """Return the group whose turn it is; it stays in the queue."""
         lanes = self._lanes.get(env)
         if not lanes:
             return None
@@ -254,7 +259,7 @@ class GroupQueue:
         self.remove(group)
 
     def remove(self, group: Group) -> bool:
-        """Take out `group`; False if it is not waiting here."""
+        """Take out `group`; return False if it is not waiting here."""
         lanes = self._lanes.get(group.env)
         lines = lanes.lines.get(group.priority) if lanes else None
         line = lines.get(group.client_id) if lines else None
@@ -266,7 +271,7 @@ class GroupQueue:
         ):
             return False
         self._num -= 1
-        # Empty tables go, so that head() never looks at one and nothing is kept of the past.
+        # Empty tables are removed, so that head() never looks at one and memory stays bounded.
         if not line.groups:
             del lines[group.client_id]
         if not lines:
@@ -277,19 +282,19 @@ class GroupQueue:
         return True
 
     def of_env(self, env: str) -> list[Group]:
-        """Everything that waits for `env`."""
+        """Return everything that waits for `env`."""
         return [group for line in self._lines(env) for group in line.groups.values()]
 
     def firsts(self, env: str) -> list[Group]:
-        """The first group of each client, and of each of its priorities, that waits for `env`."""
+        """Return the first group of each client and priority that waits for `env`."""
         return [next(iter(line.groups.values())) for line in self._lines(env)]
 
     def envs(self) -> list[str]:
-        """What is waited for."""
+        """Return the environments that are waited for."""
         return list(self._lanes)
 
     def _first_there(self, lanes: _Lanes) -> _Line | None:
-        """Whose turn it is among those that are there."""
+        """Return the client whose turn it is among those that are present."""
         lines = (lanes.lines[priority] for priority in reversed(lanes.priorities))
         named = (item for each in lines for item in each.items())
         return next((line for client_id, line in named if client_id not in self.away), None)

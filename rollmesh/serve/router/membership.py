@@ -42,11 +42,11 @@ from rollmesh.wire.messages import (
 )
 
 WORN = "worn"
-"""What such a worker says of itself in its beats (serve/server/worker_machine.py)."""
+"""State that such a worker reports in its heartbeats (serve/server/worker_machine.py)."""
 MAX_SHARE = 0.25
-"""Of an environment's workers, but one at least, leave at the same time."""
+"""Share of an environment's workers that may leave at the same time, at least one."""
 SUCCESSOR_S = 60.0
-"""So long after a worn worker has left its successor is waited for."""
+"""Time for which the successor of a worn worker is waited for."""
 
 
 class RollingRecycle:
@@ -54,28 +54,28 @@ class RollingRecycle:
 
     def __init__(self) -> None:
         self._worn: dict[str, WorkerEntry] = {}
-        """By worker id, first come first."""
+        """By worker id, in order of request."""
         self._awaited: dict[str, float] = {}
-        """By environment: until when a successor is on its way."""
+        """By environment: until when a successor is expected."""
 
     def ask(self, worker: WorkerEntry) -> None:
-        """`worker` would leave."""
+        """`worker` asks to leave."""
         if not worker.drain_reason:
             self._worn[worker.worker_id] = worker
 
     def note_left(self, worker: WorkerEntry, now_s: float) -> None:
-        """`worker` is gone; if that was for us, another comes."""
+        """`worker` has left; if it was drained here, a successor is expected."""
         self._worn.pop(worker.worker_id, None)
         self._awaited = {env: until_s for env, until_s in self._awaited.items() if until_s > now_s}
         if worker.drain_reason == RELIEVED:
             self._awaited[worker.hello.env] = now_s + SUCCESSOR_S
 
     def note_came(self, worker: WorkerEntry) -> None:
-        """A new worker is there."""
+        """A new worker has joined."""
         self._awaited.pop(worker.hello.env, None)
 
     def next(self, workers: WorkerTable, now_s: float) -> WorkerEntry | None:
-        """The worker that may leave now; it drains before the next one may."""
+        """Return the worker that may leave now; it drains before the next one may."""
         for worker in list(self._worn.values()):
             if workers.get(worker.worker_id) is not worker:
                 del self._worn[worker.worker_id]
@@ -94,16 +94,16 @@ class RollingRecycle:
 
 
 def _leaves(worker: WorkerEntry) -> bool:
-    said = worker.beat.state if worker.beat else ""
-    return bool(worker.drain_reason) or said == "draining"
+    state = worker.beat.state if worker.beat else ""
+    return bool(worker.drain_reason) or state == "draining"
 
 
 FORGET_BEATS = 600
-"""A lost worker that stays silent is forgotten."""
+"""Time after which a lost worker that stays silent is forgotten."""
 SAY_DRAIN_BEATS = 4
-"""DrainWorker is repeated this often until a beat shows that it was heard."""
+"""Interval at which DrainWorker is repeated until a heartbeat confirms it."""
 EXIT_PATIENCES = 10
-"""So many times its patience a router passes over what an ended process had said before."""
+"""Multiple of its timeout in which a router ignores earlier messages of an ended process."""
 
 
 class WorkerMembership:
@@ -127,11 +127,11 @@ class WorkerMembership:
 
     @property
     def num_ends(self) -> int:
-        """Processes that have ended and are remembered."""
+        """Ended processes that are remembered."""
         return len(self._ends)
 
-    def greet(self, hello: WorkerHello, route: bytes) -> None:
-        """A worker says hello: a new one, one that we know, or a new process under an old name."""
+    def joined(self, hello: WorkerHello, route: bytes) -> None:
+        """Handle a hello: of a new worker, a known one, or a new process under an old name."""
         incarnation = incarnation_of(hello)
         if self._ends.cover(incarnation, self._table.now_s):
             return
@@ -141,7 +141,7 @@ class WorkerMembership:
             and worker.state is WorkerHealth.LIVE
             and incarnation.started_s < worker.incarnation.started_s
         ):
-            return  # said by an earlier process, and late, unless a clock was set back
+            return  # sent by an earlier process and late, unless a clock was set back
         if worker and worker.incarnation != incarnation:
             self._replace(worker, incarnation)
             worker = None
@@ -152,24 +152,25 @@ class WorkerMembership:
         else:
             self.workers.move(worker, route)
             worker.hello = hello
-            worker.heard_s = self._table.now_s
+            worker.last_message_s = self._table.now_s
             if worker.state is not WorkerHealth.LIVE:
-                self._revive(worker, says_holds=True)
-        self._assignments.stir_worker(worker)
+                self._revive(worker, reports_held=True)
+        self._assignments.mark_changed(worker)
         for held in hello.holds:
             self._assignments.claim(worker, held)
             if known is not worker:
                 self._note_found(worker, held)
 
     def hear(self, worker: WorkerEntry, beat: WorkerBeat | None = None) -> None:
-        """It speaks: what it had and nobody else began since is its own again.
+        """Return to the worker what it had and no other worker began since it was lost.
 
-        All but beats come from its loop, which then turns, whatever the last beat said of it.
+        All messages but heartbeats come from its loop, which therefore runs, whatever the last
+        heartbeat reported.
         """
-        worker.heard_s = self._table.now_s
+        worker.last_message_s = self._table.now_s
         if beat:
             worker.take_beat(beat, self._table.now_s)
-            self._assignments.stir_worker(worker)
+            self._assignments.mark_changed(worker)
             if beat.state == WORN:
                 self._rolling_recycle.ask(worker)
         if beat and beat.loop_lag_s > self._max_lag_s:
@@ -180,12 +181,12 @@ class WorkerMembership:
             self._revive(worker)
 
     def find(self, incarnation: Incarnation) -> WorkerEntry | None:
-        """The worker of which `life` is the process."""
+        """Return the worker whose process is `life`."""
         worker = self.workers.get(incarnation.worker_id)
         return worker if worker and worker.incarnation.may_be(incarnation) else None
 
-    def hear_of_exit(self, incarnation: Incarnation, cause: str) -> None:
-        """Somebody saw that the process has ended, and knows why."""
+    def worker_exited(self, incarnation: Incarnation, cause: str) -> None:
+        """Handle a report that the process has ended, with its cause."""
         if worker := self.find(incarnation):
             self._bury(worker, cause)
             return
@@ -194,21 +195,23 @@ class WorkerMembership:
             confirm_death(group, incarnation, cause)
             self._judge(group)
 
-    def hear_of_next(self, incarnation: Incarnation) -> None:
-        """This process is there, and does not serve yet: an earlier one of its name has ended."""
+    def next_started(self, incarnation: Incarnation) -> None:
+        """Handle a process that is there and does not serve yet: an earlier one of its name has
+        ended.
+        """
         worker = self.workers.get(incarnation.worker_id)
         if worker and incarnation.started_s > worker.incarnation.started_s:
             self._replace(worker, incarnation)
 
     def dismiss(self, worker: WorkerEntry, why: str) -> None:
-        """`worker` is gone, and no group is to blame."""
+        """`worker` has left, and no group is to blame."""
         for group in list(worker.groups.values()):
             self._leave(group, f"{worker.worker_id} {why}")
         self.workers.remove(worker)
         self._rolling_recycle.note_left(worker, self._table.now_s)
 
     def see_off(self, incarnation: Incarnation, why: str) -> None:
-        """A process has left in peace: what it cut short runs elsewhere, and does not count."""
+        """A process has left in order: what it cut short runs elsewhere and does not count."""
         now_s = self._table.now_s
         if worker := self.find(incarnation):
             self._ends.add(worker.incarnation, (), now_s)
@@ -216,7 +219,7 @@ class WorkerMembership:
                 if group.state is GroupState.RUNNING:
                     group.excuse_cut()
             self.dismiss(worker, f"left: {why}")
-        elif end := self._ends.find(incarnation):  # that it had ended was heard before
+        elif end := self._ends.find(incarnation):  # its end was reported before
             for group in self._open_ones(end.group_ids):
                 if withdraw_death(group, end.incarnation) and not group.is_unbegun:
                     group.excuse_cut()
@@ -225,28 +228,28 @@ class WorkerMembership:
             self._ends.add(incarnation, (), now_s)
 
     def drain(self, worker: WorkerEntry, reason: str) -> None:
-        """`worker` finishes what it runs, gets nothing more, and leaves."""
+        """Drain `worker`: it finishes what it runs, gets nothing more, and leaves."""
         worker.drain_reason = reason or "it was asked to"
-        self._assignments.stir_worker(worker)
-        self._say_drain(worker)
+        self._assignments.mark_changed(worker)
+        self._send_drain(worker)
 
-    def look_after_workers(self) -> None:
-        """What time brings: silence, and drains that were not heard."""
+    def check_workers(self) -> None:
+        """Handle what is due: silence, and drains that were not confirmed."""
         now_s = self._table.now_s
         for worker in self.workers:
-            silent_s = now_s - worker.heard_s
+            silent_s = now_s - worker.last_message_s
             if silent_s > FORGET_BEATS * self._beat_s:
                 self.dismiss(worker, "is forgotten")
             elif silent_s > self._patience_s and worker.state is not WorkerHealth.LOST:
                 self._lose(worker, f"was silent for {silent_s:.1f} s")
                 worker.state = WorkerHealth.LOST
-            elif worker.drain_reason and now_s >= worker.say_drain_s:
-                self._say_drain(worker)
+            elif worker.drain_reason and now_s >= worker.drain_due_s:
+                self._send_drain(worker)
         while worn := self._rolling_recycle.next(self.workers, now_s):
             self.drain(worn, RELIEVED)
 
     def _note_found(self, worker: WorkerEntry, held: HeldGroup) -> None:
-        """What a worker that is new to us held before."""
+        """Merge what a worker that is new to this router held before."""
         group, takeover = self._table.groups.get(held.group_id), self._table.takeover
         if group is None or group.worker_id != worker.worker_id:
             return  # it has ended, or runs elsewhere
@@ -255,8 +258,10 @@ class WorkerMembership:
         elif not held.finished:
             takeover.note(held.group_id, TakeoverOutcome.UNASKED, self._table.now_s)
 
-    def _revive(self, worker: WorkerEntry, *, says_holds: bool = False) -> None:
-        """It is told to stop what others took over, unless what it holds is said, and claimed."""
+    def _revive(self, worker: WorkerEntry, *, reports_held: bool = False) -> None:
+        """Return cancels for what others took over, unless it holds a result, and claims for the
+        rest.
+        """
         worker.state = WorkerHealth.LIVE
         self._table.num["workers_revived"] += 1
         for group_id in worker.lost_groups:
@@ -265,15 +270,15 @@ class WorkerMembership:
                 withdraw_death(group, worker.incarnation)
             if group and group.last_worker_id == worker.worker_id:
                 self._assignments.recognise(worker, group)
-                self._assignments.look_again(group, 0)
-            elif not says_holds:
+                self._assignments.check_after(group, 0)
+            elif not reports_held:
                 why = f"attempt {group.attempt} is elsewhere" if group else "it has ended"
                 self._table.send(worker.route, CancelRun(group_id, why))
         worker.lost_groups.clear()
-        self._assignments.stir_worker(worker)
+        self._assignments.mark_changed(worker)
 
     def _lose(self, worker: WorkerEntry, why: str) -> None:
-        """It is dead to us for now: its groups run elsewhere, as one attempt more."""
+        """Treat the worker as lost for now: its groups run elsewhere, as one attempt more."""
         self._count_loss(worker)
         worker.state = WorkerHealth.LOST
         for group in list(worker.groups.values()):
@@ -283,12 +288,13 @@ class WorkerMembership:
         self.workers.rank(worker)
 
     def _replace(self, worker: WorkerEntry, incarnation: Incarnation) -> None:
-        # On another host the earlier one may go on, unheard: then it was no task that ended it.
+        # On another host the earlier one may still run unheard: then its end was not the task's
+        # fault.
         is_certain = incarnation.host == worker.incarnation.host
         self._bury(worker, "its process was replaced", is_certain=is_certain)
 
     def _bury(self, worker: WorkerEntry, cause: str, *, is_certain: bool = True) -> None:
-        """Its process has ended: what it ran, runs elsewhere, unless that killed it."""
+        """Handle the end of its process: its groups run elsewhere, unless one of them killed it."""
         self._count_loss(worker)
         worker.state = WorkerHealth.LOST
         had = (*worker.lost_groups, *worker.groups)
@@ -320,21 +326,22 @@ class WorkerMembership:
         if worker.state is WorkerHealth.LIVE:
             self._table.num["workers_lost"] += 1
 
-    def _say_drain(self, worker: WorkerEntry) -> None:
-        worker.say_drain_s = self._table.now_s + SAY_DRAIN_BEATS * self._beat_s
+    def _send_drain(self, worker: WorkerEntry) -> None:
+        worker.drain_due_s = self._table.now_s + SAY_DRAIN_BEATS * self._beat_s
         if worker.beat is None or worker.beat.state in ("serving", WORN):
             self._table.send(worker.route, DrainWorker(worker.drain_reason))
 
 
 MAX_WEIGHT = 1000
-"""More turns in a row no client gets."""
+"""Limit on turns in a row of a client."""
 KEPT_S = 3600.0
-"""Who starts a dead trainer again has done so by then; of one that was given up the results would
-fill the workers for ever."""
+"""Time in which a dead trainer has been restarted if it is at all; results for one that is not
+restarted would fill the workers forever.
+"""
 
 
 class Forgotten(msgspec.Struct, frozen=True):
-    """A client that was given up while it had groups."""
+    """A client that was removed while it had groups."""
 
     client_id: str
     num_groups: int
@@ -352,38 +359,38 @@ class ClientMembership:
         self._forgotten: list[Forgotten] = []
 
     def introduce(self, hello: ClientHello) -> None:
-        """One that was just heard says what it is like."""
+        """Store what a client reports about itself."""
         client = self._table.clients[hello.client_id]
         client.weight = min(max(hello.weight, 1), MAX_WEIGHT)
         client.keep = hello.keep
 
     def see_off(self, client_id: str) -> None:
-        """It says goodbye, for good."""
+        """Handle a goodbye."""
         if client := self._table.clients.get(client_id):
             self._forget(client, f"{CLIENT_LEFT}: it said goodbye")
 
     def is_away(self, client_id: str) -> bool:
-        """Whether it has been silent for longer than a client that is there."""
+        """Return whether it has been silent for longer than a present client may be."""
         client = self._table.clients.get(client_id)
-        return client is None or self._table.now_s - client.heard_s > self._patience_s
+        return client is None or self._table.now_s - client.last_message_s > self._patience_s
 
     def let_go(self, group: Group, reason: str) -> None:
-        """The group of a client that is away ends here."""
+        """End the group of a client that is away."""
         client = self._table.clients.get(group.client_id)
         if client and client.keep:
-            self._assignments.take_away(group, tell_worker=reason)
+            self._assignments.take_away(group, cancel_reason=reason)
             failed = GroupFailed(group.group_id, reason)
-            self._table.end(group, failed, num_attempts=0, is_told=False)
+            self._table.end(group, failed, num_attempts=0, informs_client=False)
         else:
             self._assignments.fail(group, reason)
 
-    def look_after(self) -> None:
-        """What time brings: silence."""
+    def check_clients(self) -> None:
+        """Handle what is due: silence."""
         table = self._table
         for client in list(table.clients.values()):
             if not self.is_away(client.client_id):
                 continue
-            silent_s = table.now_s - client.heard_s
+            silent_s = table.now_s - client.last_message_s
             table.queue.away.add(client.client_id)
             keeps = client.keep and client.client_id in table.of_client
             if silent_s > (max(KEPT_S, self._grace_s) if keeps else self._grace_s):
@@ -392,12 +399,12 @@ class ClientMembership:
                     self._forgotten.append(Forgotten(client.client_id, num_groups, reason))
 
     def take_forgotten(self) -> list[Forgotten]:
-        """Who was given up since the last call."""
+        """Return the clients removed since the last call."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
 
     def _forget(self, client: GroupClient, reason: str) -> int:
-        """How many groups it had."""
+        """Number of groups that it had."""
         client_id, table = client.client_id, self._table
         groups = list(table.of_client.get(client_id, {}).values())
         for group in groups:

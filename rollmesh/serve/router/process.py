@@ -70,7 +70,9 @@ class LocalPids:
     """Watches the processes of workers on this machine."""
 
     def __init__(self, space: str) -> None:
-        """`space` is that of our pids, as workers say theirs in their hello; '' watches nobody."""
+        """`space` is the pid namespace of this process, which workers name in their hello; ''
+        watches none.
+        """
         self._space = space
         self._poll = select.poll()
         self._worker_of: dict[int, tuple[str, int]] = {}
@@ -78,7 +80,7 @@ class LocalPids:
         self._ended: list[WorkerExited] = []
 
     def watch(self, hello: WorkerHello) -> None:
-        """Tell when this worker's process ends, if that is one of ours."""
+        """Report when this worker's process ends, if it runs in this pid namespace."""
         worker = (hello.worker_id, hello.pid)
         is_known = worker in self._worker_of.values()
         is_ours = bool(self._space) and hello.pid_space == self._space
@@ -92,7 +94,7 @@ class LocalPids:
         self._poll.register(pidfd, select.POLLIN)
 
     def take_ended(self) -> list[WorkerExited]:
-        """Who was seen to have ended at the last look; looks again."""
+        """Return the ends seen at the last look, and look again."""
         ended, self._ended = self._ended, []
         for pidfd, _ in self._poll.poll(0):
             worker_id, pid = self._unwatch(pidfd)
@@ -100,7 +102,7 @@ class LocalPids:
         return ended
 
     def forget(self, exited: WorkerExited) -> None:
-        """Somebody else has told of this end, and knows its cause."""
+        """Drop an end that was reported by a process that knows its cause."""
         worker = (exited.worker_id, exited.pid)
         self._ended = [each for each in self._ended if (each.worker_id, each.pid) != worker]
         for pidfd in [each for each, known in self._worker_of.items() if known == worker]:
@@ -131,8 +133,9 @@ class SideThread:
         bell: Doorbell,
         figures: Source | None = None,
     ) -> None:
-        """Serves on `listening` from `start` on, and `figures` with the board's; AddressError if
-        that needs a token."""
+        """Serve on `listening` from `start` on, with `figures` of the snapshot; AddressError if
+        that needs a token.
+        """
         exposition = Exposition("router")
         if figures:
             exposition.add(figures)
@@ -143,19 +146,19 @@ class SideThread:
         self._asks: asyncio.Queue[ProbeEngine | ContinueEngine | None] = asyncio.Queue()
 
     def start(self) -> None:
-        """Returns when the HTTP face serves."""
+        """Return when the HTTP server serves."""
         self._face.start()
 
     def probe(self, ask: ProbeEngine | ContinueEngine) -> None:
-        """Do it; the answer will be in `take_answers`, and the bell is rung."""
+        """Run a probe; its answer will be in `take_answers`, and the loop is woken."""
         self._face.call(self._asks.put_nowait, ask)
 
     def take_answers(self) -> list[EngineProbed]:
-        """The answers since the last call."""
+        """Return the answers since the last call."""
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def close(self) -> None:
-        """Returns when the thread has ended."""
+        """Return when the thread has ended."""
         self._face.call(self._asks.put_nowait, None)
         self._face.close()
 
@@ -176,31 +179,32 @@ class SideThread:
 
 
 STATUS_SHARE = 0.05
-"""So much of the loop's time may go into snapshots; that of 10,000 workers takes 20 ms."""
+"""Limit on the loop's time for snapshots; one of 10,000 workers takes 20 ms."""
 GC_THRESHOLDS = (10_000, 100, 50)
-"""What the ledger holds has no cycles, and to look through all of it stops the loop for 150 ms
-where a million rollouts wait."""
+"""The scheduler's state has no cycles, and a collection of it stops the loop for 150 ms when a
+million rollouts wait.
+"""
 _OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted, PublisherLeft})
 _OF_WORKERS = frozenset({WorkerHello, WorkerLeft, WorkerExited, EnvFailed})
 
 
 class Engines(msgspec.Struct, frozen=True):
-    """What the router is told of its engines."""
+    """Engines that the router is started with."""
 
     urls: tuple[str, ...]
-    """Empty: those of the settings."""
+    """URLs; empty: those of the settings."""
     have_fixed_weights: bool
-    """No publisher reports here: what an engine says it serves counts."""
+    """No publisher reports here: the version that an engine reports counts."""
     least_version: int = UNVERSIONED
-    """Older weights are not used: they are those of a run before it was gone on with."""
+    """Older weights are not used: they are those of a run before it was resumed."""
     are_asleep: bool = False
-    """Until somebody wakes them: a router that was restarted does not know whose GPUs are whose."""
+    """Engines sleep until they are woken: a restarted router does not know who owns which GPUs."""
 
 
 def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int | None) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once.
 
-    AddressError if an address is taken, or can be reached by others without keys.
+    Raises AddressError if an address is taken, or can be reached by others without keys.
     """
     setup("router", config.run_folder() if ready_fd is not None else None)
     Heap().settle()
@@ -241,7 +245,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
 
 
 def open_hub(bind: str) -> Hub:
-    """The router's Hub; AddressError names the setting."""
+    """Open the router's Hub; AddressError names the setting."""
     try:
         keys = read_keys(role=Role.HUB)
         access = Access(keys, ROUTER) if keys else None
@@ -251,7 +255,7 @@ def open_hub(bind: str) -> Hub:
 
 
 class RouterLoop:
-    """One turn of it, and what a turn needs."""
+    """The router's loop and the state of a turn."""
 
     def __init__(
         self,
@@ -280,10 +284,10 @@ class RouterLoop:
         self._news = News()
         self._next_tick_s = self._next_status_s = clock.now_s()
         self._num_body_bytes = 0
-        """Of the asks that the last snapshot saw."""
+        """Bytes of requests at the last snapshot."""
 
     def join_engine(self, url: str, *, is_asleep: bool = False) -> None:
-        """An engine that the router was started with."""
+        """Add an engine that the router was started with."""
         ask = SleepEngine(0, url, 0.0) if is_asleep else JoinEngine(0, url)
         self._step_fleet(Received(b"", ask))
 
@@ -295,8 +299,8 @@ class RouterLoop:
             self._step_fleet(answer)
         now_s = self._clock.now_s()
         if now_s >= self._news.due_s:
-            for told in self._news.take():
-                self._hub.send(told.route, Packet(told.message, self.incarnation))
+            for outgoing in self._news.take():
+                self._hub.send(outgoing.route, Packet(outgoing.message, self.incarnation))
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s
             for exited in self._pids.take_ended():
@@ -312,11 +316,11 @@ class RouterLoop:
                 self._hang_status()
 
     def idle_s(self) -> float:
-        """How long nothing needs a turn, if nothing arrives."""
+        """Return for how long nothing needs a turn if nothing arrives."""
         return max(0.0, min(self._news.due_s, self._next_tick_s) - self._clock.now_s())
 
     def close(self) -> None:
-        """Watch no process any more."""
+        """Stop watching processes."""
         self._pids.close()
 
     def _take(self, route: bytes, packet: Packet) -> None:
@@ -347,7 +351,7 @@ class RouterLoop:
             self._note_worker(route, message)
 
     def _note_worker(self, route: bytes, message: AnyMessage) -> None:
-        """A worker comes or goes: what that means beside the ledger."""
+        """Handle what a worker's arrival or end means outside of the scheduler."""
         match message:
             case WorkerHello():
                 self._send([Send(route, self._fleet.table())])
@@ -361,7 +365,7 @@ class RouterLoop:
                 log.error("env.failed", worker_id=worker_id, env=env, why=error)
 
     def _log_new(self, hello: WorkerHello) -> None:
-        """A hello is said again until it is answered: a router that was away gets hundreds."""
+        """Answer a hello, which is repeated until then: a router that was away gets hundreds."""
         known = self._group_scheduler.membership.workers.get(hello.worker_id)
         if hello.loads_for_s > 0:
             log.info("worker.loading", worker_id=hello.worker_id, env=hello.env, pid=hello.pid)
@@ -383,7 +387,7 @@ class RouterLoop:
 
     def _send(self, sends: list[Send]) -> None:
         for send in sends:
-            if not send.route:  # ours: an engine joined at the start
+            if not send.route:  # an engine joined at the start
                 continue
             if isinstance(send.message, GroupMoved):
                 self._news.add(send.route, send.message, self._clock.now_s())
@@ -391,7 +395,7 @@ class RouterLoop:
             self._hub.send(send.route, Packet(send.message, self.incarnation, send.body))
 
     def _log_takeover(self, now_s: float) -> None:
-        """Where work was found that a router before us had given out."""
+        """Log where work was found that an earlier router had assigned."""
         if found := self._group_scheduler.table.takeover.tell(now_s):
             log.info("router.recovered", **found)
 

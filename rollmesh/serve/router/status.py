@@ -195,8 +195,8 @@ def _state_of(worker: WorkerEntry) -> str:
         return worker.state.value
     if worker.drain_reason:
         return "draining"
-    said = worker.beat.state if worker.beat else "serving"
-    return WorkerHealth.LIVE.value if said == "serving" else said
+    state = worker.beat.state if worker.beat else "serving"
+    return WorkerHealth.LIVE.value if state == "serving" else state
 
 
 def _worker_status(worker: WorkerEntry) -> WorkerStatus:

@@ -21,16 +21,19 @@ from rollmesh.serve.router.groups import Group, Incarnation
 from rollmesh.wire.messages import WorkerBeat, WorkerHello
 
 SPARE_RANKS = 64
-"""Ranks that are no longer true may stand in an order up to here, and up to thrice its workers."""
+"""Limit on stale ranks in an order: this many, or three times its workers."""
 
 CLOGGED_SHARE = 0.5
-"""Of what a worker may hold un-acked: past it, work for clients that are away waits, since a worker
-that is full of it takes none of anybody's."""
+"""Share of what a worker may hold un-acked; past it, work for clients that are away waits, since a
+worker full of undelivered results takes no work of any client.
+"""
 
 Rank = tuple[int, bool, int, int]
-"""Tier, busy, slots over its room (negative: free ones), groups given to it; smaller goes first."""
+"""Tier, busy, slots over its limit (negative: free ones), groups assigned; the smallest goes
+first.
+"""
 NUM_TIERS = 3
-"""The fit, those with a suspect, those whose loop lags."""
+"""Tiers: healthy workers, those with a suspect, those whose loop lags."""
 
 
 class WorkerHealth(enum.StrEnum):
@@ -42,7 +45,7 @@ class WorkerHealth(enum.StrEnum):
 
 
 def incarnation_of(hello: WorkerHello) -> Incarnation:
-    """Which process says so."""
+    """The process that reports it."""
     return Incarnation(hello.worker_id, hello.pid, hello.started_s, hello.host)
 
 
@@ -54,24 +57,24 @@ class WorkerEntry:
         self.incarnation = incarnation_of(hello)
         self.route = route
         self.state = WorkerHealth.LIVE
-        self.heard_s = now_s
+        self.last_message_s = now_s
         self.beat: WorkerBeat | None = None
         self.longest_gap_s = 0.0
-        """Between two of its beats."""
+        """Heartbeat interval."""
         self.accepting = True
         self.drain_reason = ""
-        """Why it was told to finish what it runs and leave."""
-        self.say_drain_s = 0.0
+        """Why it drains."""
+        self.drain_due_s = 0.0
         self.watch_until_s = 0.0
-        """It runs a suspect that has not proved harmless yet; 0 is none."""
+        """Until when it runs a suspect that has not proved harmless; 0 is none."""
         self.num_assigned = 0
-        """Groups, since the hello; who had the fewest goes first among equals."""
+        """Groups assigned since the hello; the worker with fewest goes first among equals."""
         self.groups: dict[GroupId, Group] = {}
         self.lost_groups: dict[GroupId, None] = {}
-        """What was taken from it when it fell silent or stalled, and it may still run unheard."""
+        """Groups taken from it when it fell silent or stalled, which it may still run."""
         self.rank: Rank | None = None
-        """Its place among those that have room; None if it has none."""
-        self._seated = 0
+        """Its rank among those that have free slots; None if it has none."""
+        self._num_assigned = 0
         self._beat_s = 0.0
         self._fresh = [0, 0]
 
@@ -81,70 +84,72 @@ class WorkerEntry:
 
     @property
     def load(self) -> int:
-        """Slots in use. What was given since the last beat but one may not show in it yet."""
+        """Slots in use, including what was assigned since the last heartbeat but one."""
         if self.beat is None:
-            return self._seated
-        return min(self._seated, self.beat.num_running + self._fresh[0] + self._fresh[1])
+            return self._num_assigned
+        return min(self._num_assigned, self.beat.num_running + self._fresh[0] + self._fresh[1])
 
     @property
     def waits_for(self) -> str:
-        """Which budget keeps it from taking groups, as it says; '' if none does."""
+        """Budget that keeps it from taking groups, as it reports; '' if none does."""
         return self.beat.waits_for if self.beat and not self.beat.accepting else ""
 
     @property
     def is_clogged(self) -> bool:
-        """Whether its results take up so much that they leave room for those who take theirs."""
+        """Return whether its results leave room for those of clients that are present."""
         most = CLOGGED_SHARE * self.hello.max_unacked_bytes
         return self.beat is not None and most > 0 and self.beat.unacked_bytes >= most
 
     @property
     def is_open(self) -> bool:
-        """Whether anything may be given to it, room provided."""
+        """Return whether groups may be assigned to it, if it has free slots."""
         return self.state is WorkerHealth.LIVE and self.accepting and not self.drain_reason
 
     def can_take(self, num_samples: int) -> bool:
-        """Whether a group fits; a group larger than any worker goes to one that is idle."""
+        """Return whether a group fits; a group larger than any worker goes to one that is idle."""
         if not self.is_open:
             return False
         load = self.load
         return load == 0 or load + num_samples <= self.hello.max_rollouts
 
-    def hears(self, now_s: float, patience_s: float) -> bool:
-        """Whether a message may well reach its loop: what is said to the deaf only piles up."""
+    def is_responsive(self, now_s: float, patience_s: float) -> bool:
+        """Return whether messages are likely to reach its loop: for a stalled worker they only pile
+        up.
+        """
         lag_s = self.beat.loop_lag_s if self.beat else 0.0
-        return now_s - self.heard_s <= patience_s and lag_s <= patience_s
+        return now_s - self.last_message_s <= patience_s and lag_s <= patience_s
 
-    def seat(self, group: Group) -> None:
+    def occupy(self, group: Group) -> None:
         """`group` is here now."""
         self.groups[group.group_id] = group
-        self._seated += group.num_samples
+        self._num_assigned += group.num_samples
         self._fresh[0] += group.num_samples
 
-    def unseat(self, group: Group) -> None:
+    def vacate(self, group: Group) -> None:
         """`group` is no longer here."""
         if self.groups.pop(group.group_id, None):
-            self._seated -= group.num_samples
+            self._num_assigned -= group.num_samples
 
     def resize(self, group: Group, num_samples: int) -> None:
-        """The client said how large a group is that the worker had claimed."""
-        self._seated += num_samples - group.num_samples
+        """Set the size of a group that the worker had claimed, as its client reports it."""
+        self._num_assigned += num_samples - group.num_samples
         group.num_samples = num_samples
 
     def take_beat(self, beat: WorkerBeat, now_s: float) -> None:
-        """It lives, and this is its load."""
+        """Store the load from a heartbeat."""
         if self.beat is not None:
             self.longest_gap_s = max(self.longest_gap_s, now_s - self._beat_s)
         self.beat, self._beat_s = beat, now_s
-        self.heard_s = now_s
+        self.last_message_s = now_s
         self.accepting = beat.accepting
         self._fresh = [0, self._fresh[0]]
 
 
 class WorkerTable:
-    """All workers, by name, by route, and those with room in the order of their turn."""
+    """All workers, by name, by route, and those with free slots in the order of their turn."""
 
     def __init__(self, slow_lag_s: float) -> None:
-        """Who lags by more than `slow_lag_s` gets work only when the others are full."""
+        """A worker that lags by more than `slow_lag_s` gets work only when the others are full."""
         self._slow_lag_s = slow_lag_s
         self._by_id: dict[str, WorkerEntry] = {}
         self._by_route: dict[bytes, WorkerEntry] = {}
@@ -162,7 +167,7 @@ class WorkerTable:
         return self._by_id.get(worker_id)
 
     def at(self, route: bytes) -> WorkerEntry | None:
-        """Who speaks from `route`."""
+        """Return the worker that sends from `route`."""
         return self._by_route.get(route)
 
     def add(self, worker: WorkerEntry) -> None:
@@ -189,20 +194,20 @@ class WorkerTable:
             self._orders.pop(env, None)
 
     def serve(self, env: str) -> bool:
-        """Whether a live worker has `env`."""
+        """Return whether a live worker has `env`."""
         return any(w.state is WorkerHealth.LIVE for w in self._by_env.get(env, {}).values())
 
     def full(self, env: str) -> list[WorkerEntry]:
-        """The live workers of `env`, if each of them is over a budget; else none."""
+        """Return the live workers of `env` if each of them is over a budget; else none."""
         live = [w for w in self._by_env.get(env, {}).values() if w.state is WorkerHealth.LIVE]
         return live if all(w.waits_for for w in live) else []
 
     def envs(self) -> list[str]:
-        """What live workers have."""
+        """Return the environments that live workers have."""
         return [env for env in self._by_env if self.serve(env)]
 
     def rank(self, worker: WorkerEntry) -> None:
-        """Put `worker` where it belongs in the order; to be called when its room has changed."""
+        """Put `worker` where it belongs in the order; call it when its free slots have changed."""
         rank = self._rank_of(worker) if worker.is_open else None
         if rank == worker.rank:
             return
@@ -220,9 +225,9 @@ class WorkerTable:
             heapq.heapify(order)
 
     def best_for(self, env: str, num_samples: int) -> WorkerEntry | None:
-        """The worker with the most free slots that can take `num_samples` rollouts of `env`.
+        """Return the worker with the most free slots that can take `num_samples` rollouts of `env`.
 
-        One that runs a suspect gets it when others are full; one whose loop lags comes last.
+        One that runs a suspect is chosen when others are full; one whose loop lags comes last.
         """
         for order in self._orders.get(env, ()):
             while order:
@@ -236,7 +241,7 @@ class WorkerTable:
         return None
 
     def spare_for(self, env: str, num_samples: int) -> WorkerEntry | None:
-        """The same for a client that is away: a worker whose results mostly find their sinks."""
+        """Choose for a client that is away: a worker most of whose results find their sinks."""
         fitting = [
             w
             for w in self._by_env.get(env, {}).values()
@@ -245,7 +250,7 @@ class WorkerTable:
         return min(fitting, key=self._rank_of, default=None)
 
     def apart_for(self, env: str, num_samples: int, *, strictly: bool) -> WorkerEntry | None:
-        """The same for a suspect: a worker without another one; if not `strictly`, then any."""
+        """Choose for a suspect: a worker without another one or, if not `strictly`, any."""
 
         def worth(worker: WorkerEntry) -> tuple[bool, Rank]:
             return worker.watch_until_s > 0, self._rank_of(worker)
@@ -258,7 +263,7 @@ class WorkerTable:
         return min(fitting, key=worth, default=None)
 
     def _rank_of(self, worker: WorkerEntry) -> Rank:
-        # The idle go first in their tier, so that what fits anywhere in it fits the first.
+        # Idle workers come first in their tier, so a group that fits any of it fits the first.
         load, beat = worker.load, worker.beat
         lags = beat is not None and beat.loop_lag_s > self._slow_lag_s
         tier = 2 if lags else int(worker.watch_until_s > 0)

@@ -1,1 +1,1 @@
-"""The env worker: a process that runs groups of rollouts and delivers what they leave behind."""
+"""The env worker: a process that runs groups of rollouts and delivers their results."""

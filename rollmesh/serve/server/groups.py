@@ -54,9 +54,9 @@ class Slots:
         self.num_open = 0
         """Rollouts that run or wait for a slot."""
         self.num_finished = 0
-        """Rollouts that came to their end since the start, cancelled ones not counted."""
+        """Rollouts that have ended since the start, cancelled ones not counted."""
         self.num_failed = 0
-        """Those of them that ended in an error."""
+        """Rollouts of these that ended in an error."""
         self.last_error = ""
         self.last_place: ErrorPlace | None = None
         """Where in environment code `last_error` came from."""
@@ -95,7 +95,7 @@ log = get_logger()
 async def score_together(
     context: WorkerContext, group_id: GroupId, task: Task, played: Sequence[RolloutResult]
 ) -> Fault:
-    """Let the environment score the siblings that have a score; NO_FAULT if that worked."""
+    """Let the environment score the siblings that have a score; return NO_FAULT if that worked."""
     env = type(context.env)
     has_children = env.score_siblings is not Env.score_siblings
     scored = [each for each in played if each.score is not None]
@@ -120,7 +120,9 @@ async def score_together(
 
 
 def _checked(found: Any, num: int, name: str) -> list[Score]:
-    """The scores that the method `name` returned for `num` siblings; EnvError for anything else."""
+    """Return the scores that the method `name` returned for `num` siblings; EnvError for anything
+    else.
+    """
     num_found = len(found) if isinstance(found, Sized) else "no"
     if num_found != num:
         raise EnvError(f"{name} returned {num_found} scores for {num} siblings")
@@ -132,7 +134,7 @@ async def _with_children(
 ) -> list[Score]:
     with ExitStack() as loans:
         siblings = list(_siblings(context, group_id, scored, loans))
-        # Its time is that of the children, too: they find their keys out of date.
+        # The time includes that of the children: keys that they use expire with it.
         limit = score_limit(context.settings, loans.close)
         return await context.calls.call(limit, context.env.score_siblings, task, siblings)
 
@@ -163,7 +165,7 @@ FAILURES = (Outcome.AGENT_ERROR, Outcome.INFRA_ERROR)
 
 
 class Payload(msgspec.Struct, frozen=True):
-    """What a GroupFinished carries."""
+    """The result that a GroupFinished carries."""
 
     complete: bool
     body: bytes
@@ -186,7 +188,7 @@ async def run_group(context: WorkerContext, slots: Slots, begin: Begin, ask: Gro
 
 
 def empty_payload(reason: str) -> Payload:
-    """A group that could not be run at all."""
+    """Return the result of a group that could not be run."""
     record = GroupRecord(task=Task(id=""), reason=reason)
     return Payload(complete=False, body=encode_record(record), buffers=(b"", b""))
 
@@ -203,7 +205,7 @@ class _Group:
         self._tasks: list[asyncio.Task[RolloutResult]] = []
 
     async def run(self) -> Fault:
-        """Play and score; why the group is incomplete, or NO_FAULT."""
+        """Play and score; return why the group is incomplete, or NO_FAULT."""
         deadline_s = self._begin.deadline_s
         try:
             async with asyncio.timeout(deadline_s or None):
@@ -214,20 +216,20 @@ class _Group:
             return Fault(f"deadline: the ask's {deadline_s:.3g} s are over", None)
 
     async def _play_all(self) -> None:
-        """Until every sibling has come to an outcome, or is cut short since one has failed."""
+        """Wait until every sibling has an outcome, or is cut short because one has failed."""
         async with asyncio.TaskGroup() as siblings:
             for index in range(self._begin.num_samples):
                 self._tasks.append(siblings.create_task(self._play(index)))
 
     def played(self) -> list[RolloutResult]:
-        """All siblings, in order; cut short are those that have not come to an outcome."""
+        """Return all siblings in order; those without an outcome were cut short."""
         return [
             task.result() if task.done() and not task.cancelled() else cut_short(index)
             for index, task in enumerate(self._tasks)
         ]
 
     def _missing(self) -> Fault:
-        """Why the group is incomplete; NO_FAULT if it is not."""
+        """Return why the group is incomplete; NO_FAULT if it is not."""
         played = self.played()
         failed = [each.record for each in played if each.record.outcome is Outcome.INFRA_ERROR]
         if not failed or (len(failed) < len(played) and not self._is_strict):
@@ -236,13 +238,13 @@ class _Group:
         return Fault(f"infra_error: {num_failed}: {failed[0].error}", failed[0].place)
 
     async def _score(self) -> Fault:
-        """Let the environment score the siblings together; NO_FAULT if that worked."""
+        """Let the environment score the siblings together; return NO_FAULT if that worked."""
         return await score_together(
             self._context, self._begin.group_id, self._ask.task, self.played()
         )
 
     def pack(self, fault: Fault) -> Payload:
-        """All that the siblings left."""
+        """Return the record and the buffers of all siblings."""
         ask, played = self._ask, self.played()
         token_ids: list[Buffer] = []
         logprobs: list[Buffer] = []
@@ -269,8 +271,9 @@ class _Group:
         )
 
     def forget(self) -> None:
-        """A task that was cancelled refers to its frames, and they to us: it would wait for the
-        collector with all that they hold."""
+        """Break the cycle of a cancelled task with its frames, which would keep its memory until
+        the next collection.
+        """
         self._tasks.clear()
 
     async def _play(self, index: int) -> RolloutResult:
@@ -286,7 +289,7 @@ class _Group:
         return played
 
     def _cut_others_short(self) -> None:
-        """Nobody will want what they do: the group is incomplete already."""
+        """Cancel the siblings: the group is incomplete already."""
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()

@@ -37,20 +37,21 @@ class PendingState(enum.StrEnum):
 
 
 class OutboxSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How patiently a parcel waits for its ack."""
+    """Retry intervals and timeouts of a result."""
 
     resend_s: float = 2.0
     """Silence after the first sending; doubles with each."""
     max_resend_s: float = 30.0
     delivery_timeout_s: float = 600.0
-    """A parcel that is not acked in this time is given up."""
+    """A result that is not acked in this time is given up."""
     absent_s: float = 30.0
-    """Who acks nothing for so long is away: longer than it takes to start a trainer again, shorter
-    than anybody waits for a worker that he has told to leave."""
+    """A sink that acks nothing for this time is away: longer than the restart of a trainer, shorter
+    than a drained worker is waited for.
+    """
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """Event: a group is finished; its payload of `num_bytes` waits in the shell."""
+    """Event: a group has finished; the shell holds its payload of `num_bytes`."""
 
     message: GroupFinished
     sink: str
@@ -58,7 +59,7 @@ class Packed(msgspec.Struct, frozen=True):
 
 
 class Unwanted(msgspec.Struct, frozen=True):
-    """Event: nobody wants this group any more."""
+    """Event: this group is no longer wanted."""
 
     group_id: GroupId
 
@@ -81,19 +82,19 @@ class PendingResult(msgspec.Struct):
     num_bytes: int
     state: PendingState = PendingState.HELD
     first_as: int = 0
-    """Place of its first sending to this sink among all sendings."""
+    """Number of its first sending to this sink, among all sendings."""
     sent_as: int = 0
-    """Of its last."""
+    """Number of its last sending."""
     wait_s: float = 0.0
     due_s: float = 0.0
     owed_s: float = 0.0
-    """Its first sending to this sink, or the sink's last word after that."""
+    """Time of its first sending to this sink, or of the sink's last message after that."""
     lost_s: float = 0.0
     """When it is given up."""
 
 
 class Outbox:
-    """All parcels of one worker."""
+    """All undelivered results of one worker."""
 
     def __init__(self, settings: OutboxSettings) -> None:
         self.settings = settings
@@ -103,7 +104,7 @@ class Outbox:
         self._num_sendings = 0
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about `event`; total, and deterministic."""
+        """Return the actions for `event`; total and deterministic."""
         match event:
             case Packed(message, sink, num_bytes):
                 if message.group_id in self.results:
@@ -141,7 +142,7 @@ class Outbox:
             result.state = PendingState.HELD
 
     def is_stuck(self, now_s: float) -> bool:
-        """Whether nothing is left but what waits for sinks that are away."""
+        """Return whether only results for sinks that are away are left."""
         latest_s = now_s - self.settings.absent_s
         return all(
             result.state is PendingState.SENT and result.owed_s <= latest_s
@@ -149,7 +150,7 @@ class Outbox:
         )
 
     def give_back(self) -> list[Forget]:
-        """The worker leaves: what is here runs again, elsewhere."""
+        """Return all results to the router: the worker leaves, and they run again elsewhere."""
         return [Forget(group_id) for group_id in list(self.results) if self._take_out(group_id)]
 
     def _acked(self, route: bytes, group_id: GroupId, now_s: float) -> list[Action]:
@@ -169,19 +170,19 @@ class Outbox:
         return actions + [self._send_again(other, now_s) for other in lost]
 
     def _lost(self, acked: PendingResult, others: list[PendingResult]) -> list[PendingResult]:
-        """Of the `others` of its sink, those to be sent again.
+        """Return those of the sink's other results that are to be sent again.
 
-        A sink acks in the order of arrival, so what was sent before was lost on the way. Of one
-        that was sent more than once nobody knows which has come: of what lies between, one is sent
-        again for each ack, so that a sink that is merely slow gets little twice.
+        A sink acks in the order of arrival, so what was sent before was lost on the way. For a
+        result that was sent more than once it is unknown which copy arrived: of those in between,
+        one is sent again for each ack, so that a sink that is merely slow gets few twice.
         """
-        # What was sent later goes first: mostly that is all there is.
+        # Later sendings come first: usually these are all.
         earlier = [each for each in others if each.sent_as < acked.sent_as]
         lost = [each for each in earlier if each.sent_as < acked.first_as]
         return lost or sorted(earlier, key=lambda result: result.sent_as)[:1]
 
     def _of_sink(self, route: bytes) -> list[PendingResult]:
-        """What was sent to the sink of this route, and is not acked."""
+        """Return what was sent to the sink of this route and is not acked."""
         return [
             result
             for result in self.results.values()
@@ -211,7 +212,9 @@ class Outbox:
         return result
 
     def _due(self, now_s: float) -> list[PendingResult]:
-        """What was never sent to its sink; of the rest one for each sink, longest on its way."""
+        """Return what was never sent to its sink and, of the rest, one for each sink, the
+        oldest.
+        """
         due = [result for result in self.results.values() if now_s >= result.due_s]
         fresh = [result for result in due if result.state is PendingState.HELD]
         of_sink: dict[str, list[PendingResult]] = {}
@@ -221,7 +224,7 @@ class Outbox:
         return fresh + [self._probe(results, now_s) for results in of_sink.values()]
 
     def _probe(self, results: list[PendingResult], now_s: float) -> PendingResult:
-        """One of those of a silent sink; the others wait as long as it will."""
+        """Return one result of a silent sink; its others wait as long as this one."""
         probe = min(results, key=lambda result: result.sent_as)
         probe.wait_s = max(result.wait_s for result in results)
         wait_s = min(2 * probe.wait_s, self.settings.max_resend_s)

@@ -86,11 +86,11 @@ class FleetPauses:
         self._clock = clock
         self._sum_s = 0.0
         self._since_s: float | None = None
-        """Of the pause that is now."""
+        """Start of the current pause."""
         view.listeners.append(self._on_table)
 
     def paused_s(self) -> float:
-        """So far, with the pause that is now."""
+        """Return the seconds so far, with those of the current pause."""
         now_s = self._clock.now_s()
         return self._sum_s + (0.0 if self._since_s is None else now_s - self._since_s)
 
@@ -101,36 +101,38 @@ class FleetPauses:
 
 
 REPORT_S = 5.0
-"""How long a worker that cannot begin tries to tell its router."""
+"""Time in which a worker that cannot begin tries to reach its router."""
 REPEAT_S = 0.2
 ANNOUNCE_S = 0.3
-"""How long a load waits for its router to know of it."""
+"""Time for which a load waits until its router knows of it."""
 
 
 def load_in_time(settings: WorkerSettings) -> Env:
-    """The environment of the settings; EnvError, one line, if it cannot be had."""
+    """Load the environment of the settings; a one-line EnvError if that fails."""
     announce_loading(settings)
     config = settings.config
-    say = threading.Lock()  # who takes it first has the last word
+    report_lock = threading.Lock()  # the first to take it reports the end
     watch = threading.Timer(
-        config.worker.load_timeout_s, _give_up, (settings, threading.get_ident(), say)
+        config.worker.load_timeout_s, _give_up, (settings, threading.get_ident(), report_lock)
     )
     watch.daemon = True
     watch.start()
     try:
         env = load_env(config.env, config.env_settings)
     except EnvError as error:
-        say.acquire()
+        report_lock.acquire()
         report(settings, str(error))
         raise
     finally:
         watch.cancel()
-    say.acquire()
+    report_lock.acquire()
     return env
 
 
 def announce_loading(settings: WorkerSettings) -> None:
-    """Tell the router that this process loads, and for how long at most, in case it crashes."""
+    """Report to the router that this process loads, and for how long at most, in case it
+    crashes.
+    """
     config = settings.config
     hello = WorkerHello(
         worker_id=settings.worker_id,
@@ -142,19 +144,19 @@ def announce_loading(settings: WorkerSettings) -> None:
         loads_for_s=config.worker.load_timeout_s,
         pid_space=pid_space(),
     )
-    _tell(settings, hello, ANNOUNCE_S)
+    _report(settings, hello, ANNOUNCE_S)
 
 
 def report(settings: WorkerSettings, error: str) -> None:
-    """Tell the router that this worker has no environment."""
+    """Report to the router that this worker has no environment."""
     failed = EnvFailed(
         settings.worker_id, settings.config.env, printable(error), os.getpid(), STARTED_S
     )
-    _tell(settings, failed, REPORT_S)
+    _report(settings, failed, REPORT_S)
 
 
-def _tell(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:
-    """Say it again and again until the router answers, or the time is over."""
+def _report(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:
+    """Repeat it until the router answers or the time is over."""
     dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.load", settings.keys)
     until_s = time.monotonic() + for_s
     is_heard = False
@@ -165,8 +167,8 @@ def _tell(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: flo
     dialer.close()
 
 
-def _give_up(settings: WorkerSettings, main_thread: int, say: threading.Lock) -> None:
-    if not say.acquire(blocking=False):
+def _give_up(settings: WorkerSettings, main_thread: int, report_lock: threading.Lock) -> None:
+    if not report_lock.acquire(blocking=False):
         return
     config = settings.config
     error = (
@@ -192,7 +194,7 @@ class MetricsEndpoint:
         self._is_open = not self._token and is_loopback(host)
 
     async def handle(self, request: Request, path: str) -> bool:
-        """Answer a request that is ours; False for any other."""
+        """Answer a request for /metrics; return False for any other."""
         if path != ROUTE or request.method != "GET":
             return False
         host = request.headers.get(b"host", b"").decode("latin-1")
@@ -208,7 +210,7 @@ class MetricsEndpoint:
 
 
 def worker_figures(runtime: Runtime, lag: LoopLag) -> Iterator[Figure]:
-    """A source for the exposition, but for its arguments."""
+    """Return a source for the exposition."""
     yield Figure("calls_total", runtime.num_calls, "Calls that asked for sampling.")
     yield Figure("sampled_tokens_total", runtime.num_tokens, "Sampled tokens.")
     yield Figure("loop_lag_seconds", lag.take(), "Worst lag of the event loop since last asked.")
@@ -217,11 +219,11 @@ def worker_figures(runtime: Runtime, lag: LoopLag) -> Iterator[Figure]:
 log = get_logger()
 
 OWN_THREADS = 4
-"""For prompts, beside a thread for each rollout, since environments use asyncio.to_thread."""
+"""Threads for prompts, beside one for each rollout, since environments use asyncio.to_thread."""
 CLOSE_S = 1.0
-"""What an environment has for its `close`."""
+"""Time that an environment has for its `close`."""
 EXIT_S = 1.0
-"""What tasks and threads that environment code has left running have once all is served."""
+"""Time for tasks and threads that environment code has left running once all is served."""
 
 
 def run(
@@ -235,7 +237,7 @@ def run(
     """Serve until stopped by SIGTERM or SIGINT, drained, or worn out; return the exit code.
 
     OK after a drain; RECYCLED when it is worn out; after a signal INTERRUPTED below launch, which
-    then starts another worker unless it sent the signal, and OK elsewhere, as servers do. Raise
+    then starts another worker unless it sent the signal, and OK elsewhere, as servers do. Raises
     EnvError, ModelError or AddressError, one line, when it cannot begin.
     """
     setup(worker_id, config.run_folder() if ready_fd is not None else None)
@@ -265,13 +267,13 @@ def _code_of(leaving: Leaving, *, is_launched: bool) -> int:
         return INTERRUPTED if is_launched else OK
     if leaving.cause is Cause.DRAINED:
         return OK
-    # The last line on stderr is what launch tells of an end.
+    # Launch shows the last line on stderr as the cause of an end.
     sys.stderr.write(f"{leaving.reason}\n")
     return RECYCLED
 
 
 def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[Leaving]) -> Leaving:
-    """Serve on, whatever the tasks that environment code starts let out."""
+    """Keep serving whatever tasks of environment code raise."""
     while True:
         try:
             return loop.run_until_complete(serving)
@@ -286,7 +288,7 @@ def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[Leaving])
 
 
 def _end_in_time(code: int) -> None:
-    """From here on nothing that environment code left running keeps the process alive."""
+    """Keep threads that environment code left running from delaying the exit."""
 
     def leave() -> None:
         names = [each.name for each in threading.enumerate() if not each.daemon]

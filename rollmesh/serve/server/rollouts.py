@@ -38,22 +38,22 @@ from rollmesh.wire.messages import GroupAsk
 log = get_logger()
 
 MAX_ERROR_CHARS = 500
-"""Length of an error's text, without its place."""
+"""Limit on the length of an error's text, without its place."""
 
 
 class WorkerContext(msgspec.Struct, frozen=True):
-    """What rollouts of a worker are played on."""
+    """The environment, endpoint and limits of a worker's rollouts."""
 
     env: Env
     runtime: Runtime
     base_url: str
-    """Of the interception server, with `/v1`."""
+    """Base URL of the interception server, with `/v1`."""
     model_name: str
     settings: WorkerConfig
     clock: Clock
     calls: Calls = msgspec.field(default_factory=Calls)
     paused_s: Callable[[], float] = never_paused
-    """A sum that grows while no engine can serve, which no rollout is charged with."""
+    """A sum that grows while no engine can serve; time limits of rollouts do not count it."""
 
 
 class Fault(NamedTuple):
@@ -68,17 +68,17 @@ NO_FAULT = Fault("", None)
 
 
 class RolloutResult(msgspec.Struct):
-    """A rollout that came to its end."""
+    """A rollout that has ended."""
 
     record: RolloutRecord
-    """Without what its session holds, to which a child task may still add."""
+    """Its record without what its session holds, to which a child task may still add."""
     transcript: Transcript | None = None
-    """Of one that has a score."""
+    """Its transcript, if it has a score."""
     score: Score | None = None
 
     @property
     def is_cut_short(self) -> bool:
-        """It has left nothing."""
+        """A result without a record."""
         return self.record.outcome is Outcome.CANCELLED
 
 
@@ -94,7 +94,7 @@ class _Verdict(msgspec.Struct, frozen=True):
 
 
 async def play(context: WorkerContext, rollout_id: RolloutId, ask: GroupAsk) -> RolloutResult:
-    """Run a rollout to its outcome, again where the infrastructure failed it; never raises."""
+    """Run a rollout to its outcome, again if the infrastructure failed it; never raises."""
     started_s, started_unix_s = context.clock.now_s(), context.clock.unix_s()
     for retries_left in range(context.settings.num_infra_retries, -1, -1):
         opened = context.runtime.register_trajectory(
@@ -120,20 +120,20 @@ async def play(context: WorkerContext, rollout_id: RolloutId, ask: GroupAsk) -> 
 
 
 def cut_short(index: int) -> RolloutResult:
-    """A rollout that was ended before its outcome, since nobody wants it any more."""
+    """Return the result of a rollout that was ended before its outcome because it is not wanted."""
     error = "its group ended first"
     return RolloutResult(RolloutRecord(index=index, outcome=Outcome.CANCELLED, error=error))
 
 
 def give_score(record: RolloutRecord, score: Score | None) -> None:
-    """Put the environment's word on the record."""
+    """Copy the environment's score to the record."""
     if score is not None:
         record.reward = float(score.reward)
         record.metrics = dict(score.metrics)
 
 
 def fill(record: RolloutRecord, session: SessionRecord) -> None:
-    """Put what the session has recorded on the record."""
+    """Copy what the session has recorded to the record."""
     record.nodes = session.nodes
     record.engines = session.engines
     record.num_tokens = session.token_ids.nbytes // 4
@@ -156,18 +156,19 @@ def fault_of(error: BaseException, method: object) -> Fault:
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     first_line = next(iter(str(error).splitlines()), "")
     return printable(f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
 
 
 def score_limit(settings: WorkerConfig, when_over: Callable[[], None] = nothing) -> Limit:
-    """Of a call that scores."""
+    """Return the fault of a call that scores."""
     return Limit("score_timeout_s", settings.score_timeout_s, when_over)
 
 
 def check_score(score: object, method: str = "score") -> Score:
-    """The score in floats, whatever numbers it has; EnvError that names `method` if it has others.
+    """Return the score in floats, whatever numbers it has; EnvError that names `method` if it has
+    others.
 
     `method` is the environment's, with its class: `GuessEnv.score`.
     """
@@ -184,7 +185,7 @@ def check_score(score: object, method: str = "score") -> Score:
 
 
 def _number(what: str, value: Any) -> float:
-    """A bool, an int, or a number of numpy's or torch's, as a float."""
+    """Convert a bool, an int, or a number of numpy's or torch's to a float."""
     try:
         if isinstance(value, str):
             raise TypeError
@@ -194,7 +195,7 @@ def _number(what: str, value: Any) -> float:
 
 
 def _shown(value: object) -> str:
-    """None as itself, and anything else with its type."""
+    """Return 'None' for None, and the type of anything else."""
     return "None" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
@@ -222,14 +223,15 @@ async def _play_once(context: WorkerContext, opened: OpenSession, ask: GroupAsk)
             log.exception("rollout.failed", rollout_id=rollout_id, task_id=ask.task.id)
         return _blame(opened, fault_of(error, context.env.run))
     if opened.session.engine_fault:
-        # An agent may swallow a failed call and go on to lose: that is no reward of zero.
+        # An agent may ignore a failed call and then lose: that is no reward of zero.
         return _blame(opened, NO_FAULT)
     return await _score(context, opened, ask, transcript)
 
 
 def _blame(opened: OpenSession, fault: Fault, *, is_agents: bool = True) -> _Verdict:
-    """The verdict on a failed run: a limit of ours ended it, its last call got no answer, or the
-    environment or its agent is at fault."""
+    """Judge a failed run: a limit of rollmesh ended it, its last call got no answer, or the
+    environment or its agent is at fault.
+    """
     if spent := opened.session.spent_because:
         return _Verdict(Outcome.TRUNCATED, spent)
     if not is_agents:

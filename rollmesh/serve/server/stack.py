@@ -1,8 +1,7 @@
-"""[rollmesh/serve/server/stack.py]
-Places in source code: where a thread is, and where an exception of environment code came from.
+"""Places in source code: where a thread is, and where an exception of environment code came from.
 
-- A place is in a file of the user's where there is one: not in a library, the standard library or
-  rollmesh, since the user can change something only there.
+- A place is in a file of the user's if there is one, and not in a library, the standard library or
+  rollmesh, since the user can change only that.
 """
 
 import inspect
@@ -25,13 +24,15 @@ _NOT_THEIRS = (
 
 
 def whereabouts(thread_id: int) -> str:
-    """Where that thread is now; '' if it has ended."""
+    """Return where that thread is now; '' if it has ended."""
     frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - its documented use
     return describe(frame) if frame else ""
 
 
 def describe(frame: FrameType) -> str:
-    """The function that a frame is in, where, and for which function of the user's."""
+    """Return the function of a frame, its place, and the function of the user's that it runs
+    for.
+    """
     caller: FrameType | None = frame
     while caller is not None and caller.f_code.co_filename.startswith(_NOT_THEIRS):
         caller = caller.f_back
@@ -46,18 +47,18 @@ def _place(frame: FrameType) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """`error`, or the first exception inside it where it is a group of them."""
+    """Return `error`, or the first exception inside it if it is a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def place_of(error: BaseException, method: Any) -> ErrorPlace | None:
-    """Where `error` was raised by a call of `method`, a method of an environment.
+    """Return where `error` was raised by a call of `method`, a method of an environment.
 
-    The innermost frame in a file of the user's. Without one it is the innermost frame in the file
-    that defines `method`, or else the definition of `method`; but None for an error that rollmesh
-    raised on purpose in an environment of its own.
+    That is the innermost frame in a file of the user's. Without one it is the innermost frame in
+    the file that defines `method`, or else the definition of `method`; but None for an error that
+    rollmesh raised on purpose in an environment of its own.
     """
     kind, found, own = type(error).__name__, None, None
     code = _code_of(method)
@@ -78,6 +79,6 @@ def place_of(error: BaseException, method: Any) -> ErrorPlace | None:
 
 
 def _code_of(method: Any) -> Any:
-    """The code object of a function or method; None for a callable without one."""
+    """Return the code object of a function or method; None for a callable without one."""
     function = method.__func__ if isinstance(method, MethodType) else method
     return getattr(inspect.unwrap(function), "__code__", None)

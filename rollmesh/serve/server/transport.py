@@ -34,17 +34,20 @@ from rollmesh.wire.sockets import Dialer
 log = get_logger()
 
 MAX_SINKS, MAX_BUSY_SINKS = 64, 384
-"""Dialled at the same time; the second while they may still owe an ack. zmq has 1,023 sockets."""
+"""Limit on Dialers; the second applies while they may still receive an ack. zmq has 1,023
+sockets.
+"""
 ACK_S = 2.0
-"""What is not acked in this time is sent again anyhow."""
+"""A message that is not acked in this time is sent again."""
 NUM_SPARE, FEW_LEFT_SHARE = 24, 0.8
-"""Descriptors held back, and given up where environment code has taken all others: a worker that
-leaves for that must still bring what it has to a sink that it had not dialled."""
+"""Descriptors held in reserve, and closed if environment code has taken all others: a worker that
+leaves for that reason must still deliver to a sink that it had not dialled.
+"""
 SILENT_S = 5.0
-"""A router speaks each second; one that does not for so long is told of, each time later."""
+"""Silence of a router that is logged; it sends each second. Later repetitions are further apart."""
 
-Hear = Callable[[bytes, Packet], None]
-"""Told of each packet with its route: ROUTER, or the sink's address."""
+OnPacket = Callable[[bytes, Packet], None]
+"""Called with each packet and its route: ROUTER, or the sink's address."""
 
 
 class _Sink(msgspec.Struct):
@@ -55,50 +58,50 @@ class _Sink(msgspec.Struct):
 class WorkerTransport:
     """The sockets to the router and the sinks."""
 
-    def __init__(self, router: str, identity: str, keys: Keys | None, hear: Hear) -> None:
+    def __init__(self, router: str, identity: str, keys: Keys | None, hear: OnPacket) -> None:
         self._identity = identity
         self._keys = keys
         self._hear = hear
         self._router = Dialer(router, identity, keys)
         self._sinks: OrderedDict[bytes, _Sink] = OrderedDict()
-        """The one used longest ago first."""
+        """Least recently used first."""
         self._spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(NUM_SPARE)]
         self._news = News()
         self._news_of = ""
-        """The router's incarnation as its news has it."""
-        self._telling: asyncio.TimerHandle | None = None
-        self._heard_s = 0.0
-        self._told_s = SILENT_S
+        """The router's incarnation from its last message."""
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._last_message_s = 0.0
+        self._log_after_s = SILENT_S
 
     @property
     def num_sinks(self) -> int:
-        """That are dialled."""
+        """Number of Dialers of sinks."""
         return len(self._sinks)
 
     def start(self) -> None:
-        """Begin to hand over what the router says."""
+        """Begin to pass on the router's messages."""
         loop = asyncio.get_running_loop()
-        self._heard_s = loop.time()
-        self._router.attach(loop, self._hear_router)
+        self._last_message_s = loop.time()
+        self._router.attach(loop, self._router_packet)
 
-    def look_for_silence(self) -> None:
-        """Say so where the router has not spoken for long."""
-        silent_s = asyncio.get_running_loop().time() - self._heard_s
-        if silent_s >= self._told_s:
-            self._told_s *= 2
+    def check_silence(self) -> None:
+        """Log that the router has been silent for long."""
+        silent_s = asyncio.get_running_loop().time() - self._last_message_s
+        if silent_s >= self._log_after_s:
+            self._log_after_s *= 2
             what = f"no word from {self._router.address} for {silent_s:.0f} s; we keep dialling"
             log.warning("router.silent", error=f"{what}; are its address and our keys right?")
 
     def send(self, route: bytes, packet: Packet) -> None:
-        """Send to the router or to a sink, which is dialled if need be."""
+        """Send to the router or to a sink, which is dialled if necessary."""
         if route == ROUTER:
             self._send_router(packet)
         elif sink := self._sink(route):
             sink.send(packet)
 
     def close(self) -> None:
-        """Close all sockets; what was queued goes out in the background for a moment."""
-        self._tell()
+        """Close all sockets; queued messages are sent in the background for a moment."""
+        self._flush()
         for dialer in (self._router, *(each.dialer for each in self._sinks.values())):
             dialer.close()
         self._sinks.clear()
@@ -106,29 +109,29 @@ class WorkerTransport:
 
     def _send_router(self, packet: Packet) -> None:
         if not isinstance(packet.message, GroupStarted | GroupDelivered):
-            self._tell()  # what was said before stays before
+            self._flush()  # keep the order
             self._router.send(packet)
             return
         if packet.router != self._news_of:
-            self._tell()
+            self._flush()
             self._news_of = packet.router
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().call_later(MOMENT_S, self._tell)
+        if self._flush_timer is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(MOMENT_S, self._flush)
         self._news.add(ROUTER, packet.message, 0.0)
 
-    def _tell(self) -> None:
-        """Say what has waited for a moment."""
-        if self._telling is not None:
-            self._telling.cancel()
-            self._telling = None
-        for told in self._news.take():
-            self._router.send(Packet(told.message, self._news_of))
+    def _flush(self) -> None:
+        """Send what had to wait."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        for outgoing in self._news.take():
+            self._router.send(Packet(outgoing.message, self._news_of))
 
-    def _hear_router(self, packet: Packet) -> None:
-        if self._told_s > SILENT_S:
+    def _router_packet(self, packet: Packet) -> None:
+        if self._log_after_s > SILENT_S:
             log.info("router.back", address=self._router.address)
-            self._told_s = SILENT_S
-        self._heard_s = asyncio.get_running_loop().time()
+            self._log_after_s = SILENT_S
+        self._last_message_s = asyncio.get_running_loop().time()
         self._hear(ROUTER, packet)
 
     def _sink(self, route: bytes) -> Dialer | None:
@@ -139,7 +142,7 @@ class WorkerTransport:
             try:
                 dialer = self._dial(route.decode("utf-8", "replace"))
             except AddressError as error:
-                # The asking client's mistake; it gives up, or goes, and the group is cancelled.
+                # The asking client's mistake; it gives up, or leaves, and the group is cancelled.
                 log.error("sink.refused", error=str(error))
                 return None
             dialer.attach(loop, lambda packet: self._hear(route, packet))
@@ -162,7 +165,9 @@ class WorkerTransport:
             os.close(self._spare.pop())
 
     def _make_place(self, now_s: float) -> None:
-        """For one more sink: those go that were used longest ago, and not just now, if may be."""
+        """Close the least recently used Dialers of sinks to make room for one, if they may be
+        closed.
+        """
         while len(self._sinks) >= MAX_SINKS:
             route, oldest = next(iter(self._sinks.items()))
             if now_s - oldest.used_s < ACK_S and len(self._sinks) < MAX_BUSY_SINKS:
@@ -172,23 +177,25 @@ class WorkerTransport:
 
 
 STARTED_S = time.time()
-"""Of this process: read once, since hello and beats must say the same, whatever the clock does."""
+"""Start time of this process, read once: hello and heartbeats must agree whatever the clock
+does.
+"""
 _PROCESS = new_id("p")
 STALL_S = 0.05
 PROBE_S = 0.1
 
 
 def identity(worker_id: str) -> str:
-    """What the sockets of this process are called.
+    """Return the name of this process's sockets.
 
-    Its own: zmq gives a name to who came last, and who had it before hears nothing more, though its
-    connection stands; so two workers of one id would be deaf in turn, and for good.
+    It is unique to the process: zmq gives a name to its newest owner, and the earlier one receives
+    nothing more although its connection stays; two workers with one id would both go deaf.
     """
     return f"{worker_id}.{_PROCESS}"
 
 
 class Vitals(msgspec.Struct, frozen=True, kw_only=True):
-    """What the worker says of itself."""
+    """The report of the worker about itself."""
 
     state: str
     num_running: int
@@ -208,7 +215,7 @@ class Vitals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeartbeatSettings(msgspec.Struct, frozen=True):
-    """Who beats, where to and how often."""
+    """Identity, address and interval of the heartbeats."""
 
     worker_id: str
     router: str
@@ -216,7 +223,7 @@ class HeartbeatSettings(msgspec.Struct, frozen=True):
 
 
 class _Owed(msgspec.Struct):
-    """A sign that the loop was asked for."""
+    """A probe that the loop has not answered yet."""
 
     sign: threading.Event
     asked_s: float
@@ -244,7 +251,7 @@ class HeartbeatThread:
         self._stalled_in = ""
         self._owed: _Owed | None = None
         self._last_fault = ""
-        """Of this thread; said once, since it may come with each turn."""
+        """Log a fault of this thread once, since it may occur in each turn."""
         self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -253,7 +260,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and its socket."""
+        """End the thread and close its socket."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -296,7 +303,7 @@ class HeartbeatThread:
                 self._call(self._hear, packet)
 
     def _probe(self) -> None:
-        """Ask the loop for a sign, unless it still owes one; note how long it takes."""
+        """Probe the loop unless it still owes an answer; measure how long it takes."""
         if self._owed is None:
             owed = _Owed(threading.Event(), time.monotonic())
             if not self._call(owed.sign.set):
@@ -315,7 +322,7 @@ class HeartbeatThread:
         self._owed = None
 
     def _call(self, function: Callable[..., object], *args: object) -> bool:
-        """Run `function` on the loop; False if the loop is closed."""
+        """Run `function` on the loop; return False if the loop is closed."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)

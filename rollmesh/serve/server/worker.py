@@ -61,24 +61,24 @@ from rollmesh.wire.messages import AnyMessage, GroupFinished
 MAX_LEFT_BEHIND = 100
 """Calls of environment code that were given up and never ended: threads and coroutines."""
 URGENT_SHARE = 1.25
-"""With so much more memory than it may have, a worker waits for nobody."""
+"""Excess of memory at which a worker leaves without waiting."""
 MAX_OPEN_SHARE, URGENT_OPEN_SHARE = 0.9, 0.97
-"""The same of open files: without one, all that it runs fails."""
+"""Share of open files at which it does: without a free one, all that it runs fails."""
 
 
 class Wear(msgspec.Struct, frozen=True):
-    """What a worker has gathered."""
+    """Resources that a worker has gathered."""
 
     rss_bytes: int
     num_rollouts: int
     num_left_behind: int
     open_share: float = 0.0
-    """Of the files that it may hold open, those that it does."""
+    """Share of the files that it may have open."""
     has_lost_spawner: bool = False
 
 
 def worn_out(settings: WorkerConfig, wear: Wear) -> str:
-    """Why the worker should make place for a fresh one; '' if it should not."""
+    """Return why the worker should be replaced; '' if it should not."""
     if wear.has_lost_spawner:
         return ENDED
     if 0 < settings.max_rss_bytes < wear.rss_bytes:
@@ -94,7 +94,7 @@ def worn_out(settings: WorkerConfig, wear: Wear) -> str:
 
 
 def is_urgent(settings: WorkerConfig, wear: Wear) -> bool:
-    """Whether it should not wait until it can be spared."""
+    """Return whether it should leave without waiting for its turn."""
     is_heavy = 0 < URGENT_SHARE * settings.max_rss_bytes < wear.rss_bytes
     return is_heavy or wear.open_share >= URGENT_OPEN_SHARE or wear.has_lost_spawner
 
@@ -103,11 +103,11 @@ log = get_logger()
 
 STOPPED = "the worker was stopped"
 FAREWELL_S = 2.0
-"""How long a stopped worker still tries to deliver what is finished."""
+"""Time in which a stopped worker still tries to deliver what is finished."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """Who this worker is and whom it dials."""
+    """Identity of the worker and addresses that it dials."""
 
     worker_id: str
     router: str
@@ -143,16 +143,16 @@ class Worker:
         self._payloads: dict[GroupId, Payload] = {}
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._num_left_behind = 0
-        """As of the last tick: counting them is for the loop's thread."""
+        """Values of the last tick: they may be counted on the loop's thread only."""
         self._left = asyncio.Event()
         self._context: WorkerContext | None = None
         self._group: asyncio.TaskGroup | None = None
         self.inventory = Inventory()
-        """What this process holds; its budget is of that."""
+        """Memory that this process holds, to which its budget applies."""
         self.inventory.add(self._held, self._tables, self._caches)
 
     def vitals(self) -> Vitals:
-        """For the beats; from any thread."""
+        """Return the report for the heartbeats; from any thread."""
         runtime = self._context.runtime if self._context else None
         return Vitals(
             state=self._machine.state.value,
@@ -173,11 +173,11 @@ class Worker:
         )
 
     def report(self, fault: EngineFaulted) -> None:
-        """Tell the router of an engine's fault."""
+        """Report an engine's fault to the router."""
         self._post.send(ROUTER, Packet(fault, self._machine.router))
 
     def hear(self, route: bytes, packet: Packet) -> None:
-        """A packet came in."""
+        """Handle a packet."""
         if isinstance(packet.message, FleetChanged):
             self.view.update(packet.message, packet.router)
         router = self._machine.router
@@ -189,12 +189,12 @@ class Worker:
             log.info("worker.reasserted", num_running=num_running, num_undelivered=num_finished)
 
     def begin(self, context: WorkerContext) -> None:
-        """Say hello; groups run on `stage` once `serve` is called."""
+        """Send the hello; groups run on `stage` once `serve` is called."""
         self._context = context
         self._step(Ticked())
 
     async def serve(self, stop: asyncio.Event) -> Leaving:
-        """Work until drained, worn out or stopped, deliver and leave; why it did."""
+        """Work until drained, worn out or stopped, deliver and leave; return why."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
@@ -219,12 +219,12 @@ class Worker:
             self._step(Ticked())
             self._step(EnginesSeen(self.view.any_serves()))
             self._machine.weigh(self.inventory.held_bytes())
-            self._look_for_wear()
+            self._check_wear()
             context.runtime.look_for_leaks()
-            self._post.look_for_silence()
+            self._post.check_silence()
             await asyncio.sleep(self._tick_s)
 
-    def _look_for_wear(self) -> None:
+    def _check_wear(self) -> None:
         context = self._context
         assert context is not None
         self._num_left_behind = num_left_behind()
@@ -242,7 +242,7 @@ class Worker:
             self._step(WornOut(why, urgent))
 
     async def _finish(self) -> None:
-        """Let what runs come to its end, for a while."""
+        """Let running groups end, for a while."""
         assert self._context is not None
         self._step(StopAsked(STOPPED))
         with contextlib.suppress(TimeoutError):
@@ -310,18 +310,19 @@ class Worker:
         return self._payloads[message.group_id] if isinstance(message, GroupFinished) else None
 
     def _ended(self, group_id: GroupId, task: asyncio.Task[None]) -> None:
-        """A group's task is over; the machine knows whether anybody still wants what it left."""
+        """End a group's task; the machine knows whether its result is still wanted."""
         del self._tasks[group_id]
         if task.cancelled() and group_id in self._machine.running:
-            # Not by us: this worker falls, and what it ran must run elsewhere, not end here.
+            # Not cancelled here: this worker fails, and what it ran must run elsewhere, not end
+            # here.
             log.error("group.fell", group_id=str(group_id))
             return
         payload = self._payloads.setdefault(group_id, empty_payload("cancelled"))
         self._step(Ended(group_id, payload.complete, payload.num_bytes))
 
     async def _run(self, context: WorkerContext, begin: Begin) -> None:
-        # Not the task's result: that of one that a deadline has cut waits for the collector, since
-        # the TaskGroup in it is in a cycle with the cancellation that it has caught.
+        # Do not keep the task's result: a task that was cut by a deadline waits for the collector,
+        # since its TaskGroup is in a cycle with the cancellation that it has caught.
         self._payloads[begin.group_id] = await self._payload(context, begin)
 
     async def _payload(self, context: WorkerContext, begin: Begin) -> Payload:

@@ -61,11 +61,11 @@ class Budget:
     def __init__(self, max_bytes: int) -> None:
         self.state = BudgetState.LIGHT
         self.held_bytes = 0
-        """As weighed last."""
+        """Bytes at the last measurement."""
         self._max_bytes = max_bytes
 
     def weigh(self, held_bytes: int, *, has_groups: bool) -> None:
-        """So much is held; `has_groups` says whether any of it will go by itself."""
+        """Set the bytes held; `has_groups` says whether any of them will be freed without help."""
         self.held_bytes = held_bytes
         if not has_groups or held_bytes < ROOM_SHARE * self._max_bytes:
             self.state = BudgetState.LIGHT
@@ -74,7 +74,7 @@ class Budget:
 
     @property
     def waits_for(self) -> str:
-        """What keeps the worker from taking groups; '' if nothing does."""
+        """Return what keeps the worker from taking groups; '' if nothing does."""
         if self.state is BudgetState.LIGHT:
             return ""
         return f"held_bytes: {self.held_bytes} held, worker.max_held_bytes = {self._max_bytes}"
@@ -88,7 +88,7 @@ class Stranded:
         self._from_s: float | None = None
 
     def look(self, now_s: float, *, drains: bool, any_serves: bool) -> bool:
-        """Whether it is, now."""
+        """Return whether it has."""
         if any_serves or not drains:
             self._from_s = None
             return False
@@ -99,11 +99,12 @@ class Stranded:
 
 MAX_REMEMBERED_GROUPS = 4096
 """Delivered groups that are remembered. Not as intervals: a worker sees only its share of a run, so
-they would never grow together. Of a forgotten one the sink says that it is a duplicate."""
+they would not grow together. For a forgotten one the sink answers that it is a duplicate.
+"""
 
 
 class WorkerState(enum.StrEnum):
-    """SERVING -> WORN -> DRAINING -> LEFT, or without WORN"""
+    """SERVING -> WORN -> DRAINING -> LEFT, or without WORN."""
 
     SERVING = "serving"
     WORN = "worn"
@@ -120,7 +121,7 @@ class Cause(enum.StrEnum):
 
 
 class Leaving(msgspec.Struct, frozen=True):
-    """Why this one does."""
+    """Why this worker leaves."""
 
     cause: Cause
     reason: str
@@ -130,7 +131,7 @@ class Leaving(msgspec.Struct, frozen=True):
 
 
 class WorkerMachineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Who works, and how much at a time."""
+    """Identity and limits of the worker."""
 
     worker_id: str
     env: str
@@ -142,15 +143,16 @@ class WorkerMachineSettings(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float = 0.0
     pid_space: str = ""
     hello_s: float = 0.5
-    """The hello is said again after this time, until a router answers."""
+    """The hello is repeated after this time, until a router answers."""
     outbox: OutboxSettings = OutboxSettings()
     stranded_s: float = 60.0
-    """One that drains waits so long for any engine to serve: longer than a publication, or the
-    lease of a publisher that died in the midst of one."""
+    """A draining worker waits this long for any engine to serve: longer than a publication, or the
+    lease of a publisher that died in one.
+    """
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Event: a group came to its end, aborted or not; the shell has its payload of `num_bytes`."""
+    """Event: a group has ended, aborted or not; the shell has its payload of `num_bytes`."""
 
     group_id: GroupId
     complete: bool
@@ -164,7 +166,7 @@ class StopAsked(msgspec.Struct, frozen=True):
 
 
 class Stopping(msgspec.Struct, frozen=True):
-    """Event: the process ends now: what runs is aborted, what is finished is delivered."""
+    """Event: the process ends now: running groups are aborted, finished ones are delivered."""
 
     reason: str
 
@@ -180,7 +182,7 @@ class WornOut(msgspec.Struct, frozen=True):
 
     reason: str
     is_urgent: bool = False
-    """It must not serve on until it may."""
+    """Whether it must leave without waiting for its turn."""
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -194,7 +196,7 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Abort(msgspec.Struct, frozen=True):
-    """Action: end this group's rollouts, then say Ended; nobody waits for their results."""
+    """Action: end this group's rollouts, then step Ended; their results are not wanted."""
 
     group_id: GroupId
     reason: str
@@ -227,7 +229,7 @@ class WorkerMachine:
         self.settings = settings
         self.state = WorkerState.SERVING
         self.router = ""
-        """The incarnation last heard; '' before the first."""
+        """Router incarnation of the last message; '' before the first."""
         self.leaving: Leaving | None = None
         """Why it drains."""
         self._worn = ""
@@ -248,12 +250,12 @@ class WorkerMachine:
 
     @property
     def accepting(self) -> bool:
-        """False while draining or over a byte budget."""
+        """Whether it takes groups: False while draining or over a byte budget."""
         return self._takes_groups and not self.waits_for
 
     @property
     def waits_for(self) -> str:
-        """Which budget keeps it from taking groups; '' if none does."""
+        """Budget that keeps it from taking groups; '' if none does."""
         unacked, limit = self.outbox.unacked_bytes, self.settings.max_unacked_bytes
         if unacked >= limit:
             return f"unacked_bytes: {unacked} unacked, worker.max_unacked_bytes = {limit}"
@@ -269,27 +271,27 @@ class WorkerMachine:
 
     @property
     def num_remembered(self) -> int:
-        """Delivered groups that it still knows."""
+        """Delivered groups that it still remembers."""
         return len(self._delivered)
 
     def farewell(self) -> WorkerLeft:
-        """What is said last."""
+        """Return the goodbye message."""
         settings = self.settings
         reason = str(self.leaving)
         return WorkerLeft(settings.worker_id, reason, settings.pid, settings.started_s)
 
     def holds(self) -> list[HeldGroup]:
-        """What a router that does not know us must hear of."""
+        """Return the list of all groups, for a router that does not know this worker."""
         running = [HeldGroup(each, group.attempt, False) for each, group in self.running.items()]
         results = self.outbox.results.items()
         return running + [HeldGroup(each, result.message.attempt, True) for each, result in results]
 
     def weigh(self, held_bytes: int) -> None:
-        """All that is held in memory has so many bytes."""
+        """Set the bytes held in memory."""
         self.budget.weigh(held_bytes, has_groups=self._has_groups)
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about `event`; total, and deterministic."""
+        """Return the actions for `event`; total and deterministic."""
         actions: list[Action] = []
         match event:
             case Ended():
@@ -331,7 +333,8 @@ class WorkerMachine:
             actions.append(self._hello(now_s))
         match event.message:
             case RouterHello():
-                # The answer to our hello; one that comes unasked says that we are forgotten.
+                # The answer to our hello; one that comes unasked means that the router has lost its
+                # state.
                 if not self._awaits_hello:
                     actions.append(self._hello(now_s))
                 elif not is_new:
@@ -360,8 +363,9 @@ class WorkerMachine:
             return [Send(ROUTER, GroupDelivered(group_id, attempt, ask.ticket))]
         started = Send(ROUTER, GroupStarted(group_id, attempt))
         if running := self.running.get(group_id):
-            # A router that had given us up calls it a later attempt: the work goes on under that.
-            # A client that came back listens elsewhere.
+            # A router that had given this worker up counts a later attempt: the work continues
+            # under that.
+            # A client that restarted listens elsewhere.
             running.attempt = max(running.attempt, attempt)
             running.sink, running.ticket = ask.sink, ask.ticket
             return [started]
@@ -414,7 +418,8 @@ class WorkerMachine:
 
     def _drain(self, cause: Cause, reason: str) -> None:
         is_worn = self.leaving is not None and self.leaving.cause is Cause.WORN_OUT
-        # Nobody waits for one that leaves as it is worn; for one that is told to go somebody does.
+        # A successor is waited for when a worker is drained on request, not when it leaves worn
+        # out.
         if self._takes_groups or (is_worn and self.state is WorkerState.DRAINING):
             self.state, self.leaving = WorkerState.DRAINING, Leaving(cause, reason)
 

@@ -18,12 +18,12 @@ def worker() -> WorkerEntry:
 
 
 def test_before_the_first_beat_the_load_is_what_was_given(worker: WorkerEntry) -> None:
-    worker.seat(seated(1, 5))
+    worker.occupy(seated(1, 5))
     assert worker.load == 5
 
 
 def test_the_load_is_what_runs_once_the_beats_show_it(worker: WorkerEntry) -> None:
-    worker.seat(seated(1, 6))
+    worker.occupy(seated(1, 6))
     worker.take_beat(beat("w0", num_running=0), 1.0)
     assert worker.load == 6, "this beat may have left before the group came"
     worker.take_beat(beat("w0", num_running=2), 2.0)
@@ -31,16 +31,16 @@ def test_the_load_is_what_runs_once_the_beats_show_it(worker: WorkerEntry) -> No
 
 
 def test_the_load_is_never_more_than_what_was_given(worker: WorkerEntry) -> None:
-    worker.seat(seated(1, 2))
+    worker.occupy(seated(1, 2))
     worker.take_beat(beat("w0", num_running=50), 1.0)
     assert worker.load == 2
 
 
 def test_a_group_that_left_weighs_nothing(worker: WorkerEntry) -> None:
     group = seated(1, 5)
-    worker.seat(group)
-    worker.unseat(group)
-    worker.unseat(group)
+    worker.occupy(group)
+    worker.vacate(group)
+    worker.vacate(group)
     assert worker.load == 0
 
 
@@ -51,7 +51,7 @@ def test_a_group_fits_into_free_slots_or_an_idle_worker(
     worker: WorkerEntry, num_seated: int, num_samples: int, fits: bool
 ) -> None:
     if num_seated:
-        worker.seat(seated(1, num_seated))
+        worker.occupy(seated(1, num_seated))
     assert worker.can_take(num_samples) is fits
 
 

@@ -122,7 +122,7 @@ async def test_router_that_stays_silent_is_told_of_once_and_again_when_it_is_bac
     post = WorkerTransport(router.address, "w1", None, lambda route, packet: news.set())
     with structlog.testing.capture_logs() as logs:
         post.start()
-        post.look_for_silence()
+        post.check_silence()
         assert [each["event"] for each in logs] == ["router.silent"]
         assert router.address in logs[0]["error"]
         post.send(ROUTER, FINISHED)
