@@ -8,14 +8,14 @@ trains on the first GPUs of its map. Driven by scheduler.py.
 
 import random
 
-from rollmesh.scheduler.planning.ops import Expand, Plan, Shrink, apply
+from rollmesh.scheduler.planning.plan import Expand, GpuPlan, Shrink, apply
 from rollmesh.scheduler.planning.state import (
     Demand,
-    Node,
-    Pipeline,
+    FleetState,
+    GpuNode,
     PipelinePhase,
-    Progress,
-    State,
+    PipelineState,
+    StreamProgress,
 )
 from rollmesh.wire.scheduling import PipelineSpec, WorkerPhase
 
@@ -29,12 +29,12 @@ class PlannedFleet:
     """See the module."""
 
     def __init__(self, num_gpus: int, num_pipelines: int, seed: int = 0) -> None:
-        self.state = State()
+        self.state = FleetState()
         self._chance = random.Random(seed)
         num_nodes = num_gpus // NODE_GPUS
         for number in range(num_nodes):
             gpus = tuple(range(number * NODE_GPUS, number * NODE_GPUS + NODE_GPUS))
-            self.state.add_node(Node(name=f"n{number}", gpus=gpus))
+            self.state.add_node(GpuNode(name=f"n{number}", gpus=gpus))
         num_each = min(num_nodes, max(1, MAPPED * num_nodes // num_pipelines))
         for number in range(num_pipelines):
             self._add(number, self._nodes(number, num_nodes, num_each))
@@ -42,14 +42,14 @@ class PlannedFleet:
             if number % 2:
                 self._open(pipeline)
 
-    def carry_out(self, plan: Plan) -> None:
+    def carry_out(self, plan: GpuPlan) -> None:
         """All of it, and at once."""
         state = self.state
         for op in plan.ops:
             apply(state, op)
         for pipeline_id, credit in plan.credits.items():
             state.pipelines[pipeline_id].credit_gpu_s = credit
-        state.credited_s, state.water = state.now_s, plan.water
+        state.credited_s, state.fair_shares = state.now_s, plan.fair_shares
         moved = {op.pipeline_id for op in plan.ops if isinstance(op, Shrink | Expand)}
         for pipeline_id in moved:
             for worker in state.pipelines[pipeline_id].workers:
@@ -64,11 +64,11 @@ class PlannedFleet:
             self._open(one)
         else:
             one.demand, one.progress = None, {}
-        self.state.note_waiting(one)
+        self.state.update_waiting(one)
         if other.demand is not None:
             completed = self._chance.randrange(other.demand.estimate)
             target = other.demand.estimate
-            other.progress = {"train": Progress(batch=0, target=target, completed=completed)}
+            other.progress = {"train": StreamProgress(batch=0, target=target, completed=completed)}
 
     def _nodes(self, number: int, num_nodes: int, num_each: int) -> list[int]:
         if number % 4 < 2:
@@ -88,10 +88,10 @@ class PlannedFleet:
         )
         self.state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
 
-    def _open(self, pipeline: Pipeline) -> None:
+    def _open(self, pipeline: PipelineState) -> None:
         pipeline.demand = Demand(
             key=f"{pipeline.pipeline_id}-demand",
             estimate=self._chance.choice((64, 128, 256)),
             opened_s=self.state.now_s,
         )
-        self.state.note_waiting(pipeline)
+        self.state.update_waiting(pipeline)

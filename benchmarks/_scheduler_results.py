@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from benchmarks.lib.report import Goal, parser, report
+from rollmesh.scheduler.planning.policies import BASELINE_POLICY
 from rollmesh.scheduler.simulator.comparison import (
-    POLICIES,
-    STATIC,
     Comparison,
     Figures,
     Result,
+    compared_policies,
     summary,
 )
 from rollmesh.scheduler.simulator.table import lines
@@ -70,8 +70,8 @@ class Cell(msgspec.Struct, frozen=True):
             "wait_p99_vs_gap_ratio": fair.wait_p99_s / gap_ratio.wait_p99_s,
             "wait_next_p99_vs_gap_ratio": fair.wait_next_p99_s / gap_ratio.wait_next_p99_s,
         }
-        if STATIC in self.by_policy:
-            static = self.by_policy[STATIC]
+        if BASELINE_POLICY in self.by_policy:
+            static = self.by_policy[BASELINE_POLICY]
             compared["fair_vs_static"] = fair.steps_per_h_gpu / static.steps_per_h_gpu
         return found | {f"{self.name}.{name}": value for name, value in compared.items()}
 
@@ -86,7 +86,7 @@ class Simulated(msgspec.Struct, frozen=True):
 
 def simulate(shape: str, size: int, seed: int) -> Simulated:
     """Under all policies."""
-    policies = [each for each in POLICIES if shape != SCARCE or each != STATIC]
+    policies = [each for each in compared_policies() if shape != SCARCE or each != BASELINE_POLICY]
     comparison = Comparison(generate(SHAPES[shape], size, seed))
     results = {policy: comparison.result(policy, comparison.run(policy)) for policy in policies}
     return Simulated(results, comparison.bound())

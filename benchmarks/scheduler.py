@@ -22,9 +22,9 @@ from statistics import median
 from benchmarks import _scheduler_results as results
 from benchmarks._scheduler_fleet import PlannedFleet
 from benchmarks.lib.report import Goal, parser, report
-from rollmesh.scheduler.planning.ops import Plan
-from rollmesh.scheduler.planning.plan import plan
-from rollmesh.scheduler.planning.policies import by_name
+from rollmesh.scheduler.planning.plan import GpuPlan
+from rollmesh.scheduler.planning.planner import plan
+from rollmesh.scheduler.planning.policies import make_policy
 
 SIZES = {"64x8": (64, 8, 1.0), "512x32": (512, 32, 10.0), "10000x1000": (10_000, 1_000, 300.0)}
 """GPUs, pipelines, and the goal of a cold plan in ms."""
@@ -61,9 +61,9 @@ class Clock:
         self._times_ms: list[float] = []
         self._loops_ms = [timed_ms(loop) for _ in range(3)]
 
-    def time(self, call: Callable[[], Plan]) -> Plan:
+    def time(self, call: Callable[[], GpuPlan]) -> GpuPlan:
         """One more."""
-        made: list[Plan] = []
+        made: list[GpuPlan] = []
         self._times_ms.append(timed_ms(lambda: made.append(call())))
         return made[0]
 
@@ -84,7 +84,7 @@ def cold(size: str, num_plans: int) -> dict[str, float]:
     """The first plans of several fleets."""
     num_gpus, num_pipelines, _ = SIZES[size]
     fleets = [PlannedFleet(num_gpus, num_pipelines, seed) for seed in range(num_plans)]
-    policy, clock = by_name("fair"), Clock()
+    policy, clock = make_policy("fair"), Clock()
     for fleet in fleets:
         clock.time(lambda fleet=fleet: plan(fleet.state, policy))  # type: ignore[misc]  # bound now
     return clock.figures(f"cold.{size}")
@@ -93,7 +93,7 @@ def cold(size: str, num_plans: int) -> dict[str, float]:
 def cycle(size: str, num_plans: int) -> dict[str, float]:
     """Plans of a fleet that runs."""
     num_gpus, num_pipelines, _ = SIZES[size]
-    fleet, policy = PlannedFleet(num_gpus, num_pipelines), by_name("fair")
+    fleet, policy = PlannedFleet(num_gpus, num_pipelines), make_policy("fair")
     for _ in range(3):
         fleet.carry_out(plan(fleet.state, policy))
         fleet.change()

@@ -20,9 +20,11 @@ from rollmesh.core.share import FLEET_FILE
 from rollmesh.scheduler.admission.fleet_file import (
     admission_path,
     keys_of_fleet,
+    policy_of,
     read_fleet,
     settings_of,
 )
+from rollmesh.scheduler.planning.policies import DEFAULT_POLICY, policy_names
 from rollmesh.wire.keys import use_scheduler_keys
 from rollmesh.wire.scheduling import JoinNode
 
@@ -53,7 +55,7 @@ EXAMPLE = """\
 bind = "tcp://127.0.0.1:7070"       # hooks, coordinators, agents and verbs dial this
 http_bind = "127.0.0.1:7071"        # /status, /metrics, /healthz
 journal = "scheduler"               # folder; a scheduler that was killed rises from it
-policy = "fair"                     # or gap-ratio, static
+policy = "{policy}"                     # one of: {policies}
 
 [[nodes]]                           # others join by `rollmesh scheduler agent`
 name = "here"
@@ -95,7 +97,7 @@ def init(argv: list[str]) -> int:
     path: Path = arguments.parse_args(argv).path
     try:
         with path.open("x") as file:
-            file.write(EXAMPLE.format(path=path))
+            file.write(_example(path))
     except FileExistsError:
         raise UserError(f"{path} is there already; remove it or name another file") from None
     except OSError as error:
@@ -104,11 +106,14 @@ def init(argv: list[str]) -> int:
     return OK
 
 
+def _example(path: Path) -> str:
+    policies = ", ".join(policy_names())
+    return EXAMPLE.format(path=path, policy=DEFAULT_POLICY, policies=policies)
+
+
 def serve(argv: list[str]) -> int:
     """The service."""
     from rollmesh.scheduler.admission.desk import Secrets
-    from rollmesh.scheduler.planning.policies import by_name
-    from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
     from rollmesh.scheduler.service.process import ServiceAsk, run
     from rollmesh.scheduler.service.settings import SchedulerSettings
 
@@ -117,7 +122,6 @@ def serve(argv: list[str]) -> int:
     options = arguments.parse_args(argv)
     fleet = read_fleet(options.fleet)
     use_scheduler_keys(keys_of_fleet(fleet))
-    fair = settings_of(fleet.fair, FairSettings, f"{options.fleet}: [fair]")
     nodes = [
         JoinNode(f"file-{node.name}", node.name, node.gpus, node.labels, beats=False)
         for node in fleet.nodes
@@ -126,7 +130,7 @@ def serve(argv: list[str]) -> int:
         bind=fleet.bind,
         http_bind=fleet.http_bind,
         journal=Path(fleet.journal),
-        policy=Fair(fair) if fleet.policy == Fair.name else by_name(fleet.policy),
+        policy=policy_of(fleet, str(options.fleet)),
         settings=settings_of(fleet.service, SchedulerSettings, f"{options.fleet}: [service]"),
         nodes=tuple(nodes),
         listen_fd=options.listen_fd,

@@ -1,5 +1,6 @@
-"""Several pipelines on one GPU fleet: who has which GPUs, when.
+"""Scheduler: shares one GPU fleet between several pipelines.
 
-Owns GPU ownership, which lives in its journal. The planner is pure; the service carries its plans
-out; admission is a process apart. Driven by `rollmesh scheduler`.
+- The journal is the only record of GPU ownership.
+- planning is pure; service carries plans out; admission is a separate process; nodes join machines;
+  simulator compares policies in simulated time.
 """

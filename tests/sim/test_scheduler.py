@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.intents import Intents
 from rollmesh.scheduler.service.records import Ticket
@@ -87,7 +87,11 @@ class ForgetsAll(Scheduler):
     """Each of its lives is the first (W13)."""
 
     def __init__(
-        self, settings: SchedulerSettings, policy: Policy, _revived: object, incarnation: str
+        self,
+        settings: SchedulerSettings,
+        policy: SchedulingPolicy,
+        _revived: object,
+        incarnation: str,
     ) -> None:
         super().__init__(settings, policy, None, incarnation)
 

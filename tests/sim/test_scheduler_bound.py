@@ -8,12 +8,12 @@ import random
 
 import pytest
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.policies.claims import read_claims
+from rollmesh.scheduler.planning.claims import read_claims
+from rollmesh.scheduler.planning.plan import PlanBuilder
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings, ideal_gpus
-from rollmesh.scheduler.planning.state import State
+from rollmesh.scheduler.planning.state import FleetState
 from tests.unit.scheduler.planning.fleets import add, demand, fleet
-from tests.unit.scheduler.planning.policies.sharing import Sharing
+from tests.unit.scheduler.planning.policies.generating_fleet import GeneratingFleet
 
 QUICK = FairSettings(quantum_s=10.0, hold_s=2.0, switch_s=3.0)
 BOUND_S = QUICK.quantum_s + QUICK.switch_s
@@ -25,19 +25,19 @@ LEAST = 0.5
 """Of its share, what everybody had in the end where engines are of several sizes."""
 
 
-def run(state: State) -> tuple[Sharing, dict[str, float]]:
+def run(state: FleetState) -> tuple[GeneratingFleet, dict[str, float]]:
     """All want to generate for ever; what happened, and the ideal of each, in GPUs."""
     for name in state.pipelines:
         demand(state, name, MANY)
-    claims = read_claims(Draft(state))
+    claims = read_claims(PlanBuilder(state))
     shares, _ = ideal_gpus(state, claims)
     ideal = {claim.pipeline_id: gpus for claim, gpus in zip(claims, shares, strict=True)}
-    sharing = Sharing(state, Fair(QUICK), QUICK.switch_s)
+    sharing = GeneratingFleet(state, Fair(QUICK), QUICK.switch_s)
     sharing.run(FOR_S, ideal)
     return sharing, ideal
 
 
-def floors_and_quotas(seed: int) -> State:
+def floors_and_quotas(seed: int) -> FleetState:
     rng = random.Random(seed)
     tp, num_bundles = rng.choice((1, 2)), rng.randint(1, 6)
     state = fleet(num_bundles * tp)
@@ -54,7 +54,7 @@ def floors_and_quotas(seed: int) -> State:
     return state
 
 
-def several_sizes(seed: int) -> State:
+def several_sizes(seed: int) -> FleetState:
     rng = random.Random(seed)
     num_gpus = 2 * rng.randint(1, 5)
     state = fleet(num_gpus)
@@ -85,6 +85,6 @@ def test_were_what_is_certain_never_ceded_the_larger_would_go_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fault: of each of the others it lacks a part of a bundle, and so gets none."""
-    taking = f"{Fair.__module__}._Round._takes_certain"
+    taking = f"{Fair.__module__}._Allocation._takes_certain"
     monkeypatch.setattr(taking, lambda *_: False)
     assert min(map(least_part, range(30))) == 0.0

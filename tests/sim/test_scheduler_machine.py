@@ -62,7 +62,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.stage = Stage(SPECS, NUM_GPUS, policies.by_name(self.policy), SETTINGS)
+        self.stage = Stage(SPECS, NUM_GPUS, policies.make_policy(self.policy), SETTINGS)
         self.batch = self.step = 0
 
     # programs
@@ -176,7 +176,7 @@ class SchedulerHistories(RuleBasedStateMachine):
     def _bring_to_rest(self) -> None:
         """From now on everybody does as told, and who was granted gives up a cycle later."""
         stage = self.stage
-        policy = policies.by_name(self.policy)
+        policy = policies.make_policy(self.policy)
         # Quarantine is grown out of first; then what waits is counted.
         for _ in range(math.ceil(SETTINGS.max_retry_s) + 10):
             self._obey()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from rollmesh.scheduler.planning.policies import by_name
+from rollmesh.scheduler.planning.policies import make_policy
 from rollmesh.scheduler.service.actions import Write
 from rollmesh.scheduler.service.records import Revived
 from rollmesh.scheduler.service.scheduler import Scheduler
@@ -90,7 +90,7 @@ def true_message(rng: random.Random) -> AnyMessage:
 @pytest.mark.parametrize("seed", range(30))
 def test_messages_that_make_no_sense_end_nothing(seed: int) -> None:
     rng, kept, now_s = random.Random(seed), Revived(), 100.0
-    scheduler = Scheduler(SchedulerSettings(), by_name("fair"), None, "s0")
+    scheduler = Scheduler(SchedulerSettings(), make_policy("fair"), None, "s0")
     for number in range(NUM_STEPS):
         now_s += rng.choice([0.0, 0.1, 1.0, 5.0, 20.0])
         message = true_message(rng) if rng.random() < 0.5 else any_value(rng.choice(KINDS), rng)
@@ -104,5 +104,5 @@ def test_messages_that_make_no_sense_end_nothing(seed: int) -> None:
         if number % 40 == 39:
             tables = {table: dict(rows) for table, rows in kept.tables.items()}
             scheduler = Scheduler(
-                SchedulerSettings(), by_name("fair"), Revived(tables), f"s{number}"
+                SchedulerSettings(), make_policy("fair"), Revived(tables), f"s{number}"
             )

@@ -20,8 +20,8 @@ from rollmesh.core.share import TOKENS
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.fleet_file import A_WORD, PipelineTable, is_word
 from rollmesh.scheduler.admission.killing import end
-from rollmesh.scheduler.planning.placement import Placed, Wish, check, place
-from rollmesh.scheduler.planning.state import Node, NodePhase, PipelinePhase, State
+from rollmesh.scheduler.planning.placement import Placement, PlacementRequest, check, place
+from rollmesh.scheduler.planning.state import FleetState, GpuNode, NodePhase, PipelinePhase
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.scheduling import (
     AdmissionMessage,
@@ -71,12 +71,12 @@ class FleetSeen(msgspec.Struct, frozen=True):
     nodes: tuple[NodeSeen, ...]
     pipelines: tuple[PipelineSeen, ...]
 
-    def state(self) -> State:
+    def state(self) -> FleetState:
         """The planner's, of the places alone."""
-        state = State()
+        state = FleetState()
         for node in self.nodes:
             state.add_node(
-                Node(name=node.name, gpus=node.gpus, labels=node.labels, phase=node.phase)
+                GpuNode(name=node.name, gpus=node.gpus, labels=node.labels, phase=node.phase)
             )
         for pipeline in self.pipelines:
             state.add_pipeline(pipeline.spec)
@@ -187,15 +187,15 @@ class Desk:
 
 
 def placed(
-    pipeline_id: str, table: PipelineTable, others: State, before: PipelineSpec | None = None
+    pipeline_id: str, table: PipelineTable, others: FleetState, before: PipelineSpec | None = None
 ) -> PipelineSpec:
     """The table with GPUs by their numbers; one that is there already stays where it is.
 
     UserError in one line that names what does not fit.
     """
     if before and _is_met(table, before):
-        return _spec_of(pipeline_id, table, Placed(before.clusters, before.generation))
-    wish = Wish(
+        return _spec_of(pipeline_id, table, Placement(before.clusters, before.generation))
+    wish = PlacementRequest(
         pipeline_id=pipeline_id,
         clusters=table.clusters,
         generation=table.generation or table.workers,
@@ -218,7 +218,7 @@ def _is_met(table: PipelineTable, spec: PipelineSpec) -> bool:
     )
 
 
-def _spec_of(pipeline_id: str, table: PipelineTable, places: Placed) -> PipelineSpec:
+def _spec_of(pipeline_id: str, table: PipelineTable, places: Placement) -> PipelineSpec:
     return PipelineSpec(
         pipeline_id=pipeline_id,
         clusters=places.clusters,

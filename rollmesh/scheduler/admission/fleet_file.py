@@ -8,13 +8,21 @@ device maps are checked at admission. Driven by `rollmesh scheduler` and by the 
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from rollmesh.core.choices import close_names
 from rollmesh.core.config_tree import explain, read_file
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.share import JOURNAL, KEYS
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
+from rollmesh.scheduler.planning.policies import (
+    DEFAULT_POLICY,
+    make_policy,
+    policy_names,
+    policy_settings_type,
+)
 from rollmesh.scheduler.planning.state import MAX_NODE_GPUS
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
@@ -33,7 +41,6 @@ NodeSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_NODE_GPUS)]
 Weight = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
 Devices = Size | Annotated[tuple[Gpu, ...], msgspec.Meta(min_length=1)]
 """How many GPUs, placed by the scheduler; or which, by their numbers."""
-Policy = Literal["fair", "gap-ratio", "static"]
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,10 +96,12 @@ class FleetTables(Table, frozen=True):
     """
     journal: str = JOURNAL
     """The folder of the scheduler's journal; as the others, told from where it is started."""
-    policy: Policy = "fair"
-    """Who generates where: weighted max-min, the known formula, or fixed parts."""
-    fair: dict[str, Any] = {}
-    """Of the policy `fair`, what FairSettings has: quantum_s, hold_s..."""
+    policy: str = DEFAULT_POLICY
+    """Name of a scheduling policy."""
+    policy_settings: dict[str, dict[str, Any]] = msgspec.field(
+        default_factory=dict, name="[POLICY]"
+    )
+    """Tables of policies with settings by policy name, such as [fair]."""
     service: dict[str, Any] = {}
     """How patient the scheduler is, as SchedulerSettings has it: patience_s, node_grace_s..."""
     nodes: tuple[NodeTable, ...] = ()
@@ -121,12 +130,17 @@ def fleet_of(tree: dict[str, Any], source: str) -> FleetTables:
     told = tree.get("pipelines", {})
     if not isinstance(told, dict):
         raise ConfigError(f"{source}: pipelines: write each as a table [pipelines.NAME]")
-    rest = {key: value for key, value in tree.items() if key != "pipelines"}
+    policies = {name for name in policy_names() if policy_settings_type(name)}
+    rest = {key: value for key, value in tree.items() if key not in {*policies, "pipelines"}}
     fleet: FleetTables = _converted(rest, FleetTables, source, "")
-    for why in (*_address_faults(fleet), *_node_faults(fleet.nodes)):
+    settings = {
+        name: _converted(tree[name], dict[str, Any], source, name)
+        for name in sorted(policies & tree.keys())
+    }
+    for why in (*_policy_faults(fleet), *_address_faults(fleet), *_node_faults(fleet.nodes)):
         raise ConfigError(f"{source}: {why}")
     pipelines = {name: pipeline_of(name, each, source) for name, each in told.items()}
-    return msgspec.structs.replace(fleet, pipelines=pipelines)
+    return msgspec.structs.replace(fleet, pipelines=pipelines, policy_settings=settings)
 
 
 def pipeline_of(name: str, tree: Any, source: str) -> PipelineTable:
@@ -167,6 +181,22 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType)
     return info.fields
+
+
+def policy_of(fleet: FleetTables, source: str) -> SchedulingPolicy:
+    """Make the fleet's policy with its settings; ConfigError names the table and the key."""
+    settings: dict[str, msgspec.Struct] = {}
+    for name, table in fleet.policy_settings.items():
+        if kind := policy_settings_type(name):
+            settings[name] = settings_of(table, kind, f"{source}: [{name}]")
+    return make_policy(fleet.policy, settings.get(fleet.policy))
+
+
+def _policy_faults(fleet: FleetTables) -> Iterator[str]:
+    if fleet.policy not in policy_names():
+        close = close_names(fleet.policy, policy_names())
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        yield f"policy: {fleet.policy!r} is not one of {', '.join(policy_names())}{hint}"
 
 
 def _address_faults(fleet: FleetTables) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The planner: what is to be done with the GPUs, given who has them and who wants them.
+"""Planner: decides what to do with the GPUs, given their owners and the open requests.
 
-Owns no clock, no socket and no file. Driven by the service's machine and by the simulator.
+- No clock, no sockets, no files.
 """

@@ -1,18 +1,18 @@
-"""What must hold of every plan, proved before it is handed out.
+"""Invariants of a plan, proved before it is handed out.
 
-The plan is played through upon an overlay of what it touches, op by op in its order; it shares no
-code with the draft that made it. Invariants 1 to 11 are those known from the field, the others are
-ours. Driven by plan.py; the service and the simulator rely on it.
+- The plan is replayed operation by operation on an overlay of the state. No code is shared with the
+  builder that made it.
+- Invariants 1 to 11 are known from the field, the others are ours.
 """
 
 import enum
 from collections.abc import Iterable, Sequence
 
-from rollmesh.scheduler.planning.ops import (
+from rollmesh.scheduler.planning.plan import (
     Expand,
     Grant,
     Op,
-    Release,
+    ReleaseCluster,
     Shrink,
     ShrinkReason,
     worker_name,
@@ -20,59 +20,63 @@ from rollmesh.scheduler.planning.ops import (
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
     FIXED,
+    FleetState,
+    GenerationWorker,
     NodePhase,
     Owner,
-    Pipeline,
     PipelinePhase,
-    State,
-    Worker,
+    PipelineState,
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
 Target = tuple[str, int]
-"""A worker, by its pipeline and rank."""
+"""Pipeline and rank of a worker."""
 _REASONS = frozenset(str(reason) for reason in ShrinkReason)
-# Looked up once: each op asks for several, and a look-up in an enum costs as much as all the rest.
+# Looked up once: an enum lookup costs as much as the rest of a check.
 _ADMITTED, _QUARANTINED = PipelinePhase.ADMITTED, PipelinePhase.QUARANTINED
 _AWAKE, _ASLEEP, _UP = WorkerPhase.AWAKE, WorkerPhase.ASLEEP, NodePhase.UP
 
 
 class Invariant(enum.StrEnum):
-    """By name, as PlanError has it."""
+    """Names of the invariants, as PlanError shows them."""
 
     ONE_OP_EACH = "one op each"
-    """1: No worker shrinks twice or expands twice, no cluster is granted or released twice."""
+    """1: No worker shrinks twice or expands twice; no cluster is granted or released twice."""
     ELASTIC_IS_GENERATION = "elastic is generation"
-    """2: Workers are of the generation cluster, and it is never granted or released as a whole."""
+    """2: Workers belong to the generation cluster, which is never granted or released as a
+    whole."""
     ONE_WAY = "one way"
-    """3: No worker both shrinks and expands; what is granted is not released by the same plan."""
+    """3: No worker both shrinks and expands; no cluster is both granted and released."""
     TAKES_FREE = "takes free GPUs"
-    """4: What is taken is free: it is nobody's in the state, or given up before by the plan."""
-    STANDS_STILL = "stands still"
-    """5: Only a worker that is awake shrinks, only one that is asleep expands."""
+    """4: GPUs that are taken are unowned in the state, or were freed earlier in the plan."""
+    IS_SETTLED = "is settled"
+    """5: Only an awake worker shrinks, only a sleeping one expands."""
     WHOLE_BUNDLE = "whole bundle"
-    """6: A worker is `tp` GPUs of its mapping, a device set is as it was registered; none twice."""
+    """6: A worker has `tp` GPUs of its mapping, a cluster its registered GPUs; none twice."""
     WITHIN_MAPPING = "within mapping"
     """7: A pipeline has no more workers than its mapping has bundles."""
     KNOWN_GPUS = "known GPUs"
-    """8: Each GPU is free or somebody's, and of a node."""
+    """8: Each GPU belongs to a node."""
     FREES_ITS_OWN = "frees its own"
-    """9: Nothing is freed twice, or that is another's."""
+    """9: Only the owner's GPUs are freed, and only once."""
     ONE_OWNER = "one owner"
-    """10: No two ops take the same GPU."""
+    """10: No two operations take the same GPU."""
     EXISTS = "exists"
-    """11: What is released is held, what is granted was asked for, what is named is known."""
+    """11: A released cluster is held, a granted one was requested, and every named object is
+    known."""
     EVICTION_HAS_GRANT = "eviction has its grant"
-    """A shrink is for a grant or expand of the plan that takes a GPU of it, or its reason holds."""
+    """A shrink has a grant or expand in the plan that takes one of its GPUs, or its reason
+    applies."""
     GIVES_WAY = "gives way"
-    """What is not preemptible shrinks for its own pipeline alone, or for a fixed cluster of one
-    that it waits for itself."""
+    """A worker that is not preemptible shrinks only for its own pipeline, or for a fixed cluster of
+    a pipeline that its own pipeline waits for."""
     WITHIN_QUOTA = "within quota"
-    """Nobody's generation grows past `max_gpus`."""
+    """Generation of a pipeline does not grow past `max_gpus`."""
     NODE_IS_UP = "node is up"
     """Nothing starts on a node that drains or is down."""
     IS_ADMITTED = "is admitted"
-    """Nothing starts of a pipeline that is not; nothing of one in quarantine is put to sleep."""
+    """Nothing of a pipeline starts before it is admitted; no worker of a quarantined pipeline is
+    put to sleep."""
 
 
 class PlanError(AssertionError):
@@ -83,12 +87,12 @@ class PlanError(AssertionError):
         self.invariant = invariant
 
 
-def validate(state: State, ops: Sequence[Op]) -> None:
-    """Raises PlanError for the first invariant that does not hold."""
-    proof = _Proof(state)
+def validate(state: FleetState, ops: Sequence[Op]) -> None:
+    """Raise PlanError for the first invariant that does not hold."""
+    proof = _PlanValidator(state)
     for op in ops:
         match op:
-            case Release():
+            case ReleaseCluster():
                 proof.release(op)
             case Shrink():
                 proof.shrink(op)
@@ -99,20 +103,20 @@ def validate(state: State, ops: Sequence[Op]) -> None:
     proof.finish()
 
 
-class _Proof:
-    """The state with the ops so far, of what they touch."""
+class _PlanValidator:
+    """Overlay of the state with the operations so far."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: FleetState) -> None:
         self._state = state
         self._owners: dict[int, Owner | None] = {}
         self._takers: dict[int, str] = {}
-        """By GPU, what takes it: the key of a request, or a worker's name."""
+        """What takes each GPU: the key of a request, or the name of a worker."""
         self._shrunk: dict[Target, Shrink] = {}
         self._expanded: set[Target] = set()
         self._granted: set[tuple[str, str]] = set()
         self._released: set[tuple[str, str]] = set()
 
-    def release(self, op: Release) -> None:
+    def release(self, op: ReleaseCluster) -> None:
         target, pipeline = (op.pipeline_id, op.cluster), self._pipeline(op.pipeline_id)
         _hold(Invariant.ELASTIC_IS_GENERATION, op.cluster != GENERATION_CLUSTER, target)
         _hold(Invariant.ONE_OP_EACH, target not in self._released, target)
@@ -124,7 +128,7 @@ class _Proof:
     def grant(self, op: Grant) -> None:
         request = self._state.requests.get(op.key)
         if request is None:
-            raise PlanError(Invariant.EXISTS, f"nobody asked for {op.key}")
+            raise PlanError(Invariant.EXISTS, f"no request {op.key}")
         target = (request.pipeline_id, request.cluster)
         pipeline = self._pipeline(request.pipeline_id)
         _hold(Invariant.ELASTIC_IS_GENERATION, request.cluster != GENERATION_CLUSTER, target)
@@ -142,9 +146,9 @@ class _Proof:
         if target in self._shrunk or target in self._expanded:
             raise self._twice(target, target in self._shrunk)
         if worker.phase is not _AWAKE:
-            raise PlanError(Invariant.STANDS_STILL, f"{target} is {worker.phase}")
+            raise PlanError(Invariant.IS_SETTLED, f"{target} is {worker.phase}")
         if pipeline.phase is _QUARANTINED:
-            raise PlanError(Invariant.IS_ADMITTED, f"{target} is in quarantine")
+            raise PlanError(Invariant.IS_ADMITTED, f"{target} is quarantined")
         self._shrunk[target] = op
         self._free(worker.gpus, Owner(op.pipeline_id, GENERATION_CLUSTER, op.rank))
 
@@ -154,7 +158,7 @@ class _Proof:
         if target in self._expanded or target in self._shrunk:
             raise self._twice(target, target in self._expanded)
         if worker.phase is not _ASLEEP:
-            raise PlanError(Invariant.STANDS_STILL, f"{target} is {worker.phase}")
+            raise PlanError(Invariant.IS_SETTLED, f"{target} is {worker.phase}")
         self._expanded.add(target)
         owner = Owner(op.pipeline_id, GENERATION_CLUSTER, op.rank)
         self._take(pipeline, worker.gpus, owner, worker_name(op.pipeline_id, op.rank))
@@ -164,7 +168,7 @@ class _Proof:
         return PlanError(invariant, f"{target} moves twice")
 
     def finish(self) -> None:
-        """What only the whole plan shows."""
+        """Prove what only the whole plan shows."""
         for shrink in self._shrunk.values():
             self._prove_reason(shrink)
         for pipeline_id in {pipeline_id for pipeline_id, _ in self._expanded}:
@@ -187,7 +191,8 @@ class _Proof:
         _hold(Invariant.GIVES_WAY, gives_way, target)
 
     def _waits_for(self, shrink: Shrink, taker: Owner) -> bool:
-        """Whether a request of its pipeline does, at whatever remove."""
+        """Whether the pipeline waits, directly or through others, for GPUs of the taker's
+        pipeline."""
         state, seen = self._state, set[str]()
         unseen = [shrink.pipeline_id] if taker.rank == FIXED else []
         while unseen and taker.pipeline_id not in seen:
@@ -197,7 +202,9 @@ class _Proof:
             unseen += {owner.pipeline_id for owner in owners if owner} - seen
         return taker.pipeline_id in seen
 
-    def _is_so(self, reason: ShrinkReason, pipeline: Pipeline, worker: Worker) -> bool:
+    def _is_so(
+        self, reason: ShrinkReason, pipeline: PipelineState, worker: GenerationWorker
+    ) -> bool:
         match reason:
             case ShrinkReason.RELEASE:
                 return GENERATION_CLUSTER in pipeline.releasing
@@ -209,7 +216,7 @@ class _Proof:
                 awake = sum(each.phase in AWAKE_PHASES for each in pipeline.workers)
                 return 0 < pipeline.spec.max_gpus < awake * pipeline.spec.tp
 
-    def _prove_quota(self, pipeline: Pipeline) -> None:
+    def _prove_quota(self, pipeline: PipelineState) -> None:
         spec, pipeline_id = pipeline.spec, pipeline.pipeline_id
         num_mapped = len(pipeline.workers) * spec.tp
         _hold(Invariant.WITHIN_MAPPING, num_mapped <= len(spec.generation), pipeline_id)
@@ -217,22 +224,22 @@ class _Proof:
             num_awake = sum(self._is_awake(pipeline_id, worker) for worker in pipeline.workers)
             _hold(Invariant.WITHIN_QUOTA, num_awake * spec.tp <= spec.max_gpus, pipeline_id)
 
-    def _is_awake(self, pipeline_id: str, worker: Worker) -> bool:
+    def _is_awake(self, pipeline_id: str, worker: GenerationWorker) -> bool:
         target = (pipeline_id, worker.rank)
         is_awake = worker.phase in AWAKE_PHASES and target not in self._shrunk
         return is_awake or target in self._expanded
 
-    def _worker(self, target: Target) -> tuple[Pipeline, Worker]:
+    def _worker(self, target: Target) -> tuple[PipelineState, GenerationWorker]:
         pipeline, rank = self._pipeline(target[0]), target[1]
         if not 0 <= rank < len(pipeline.workers):
-            raise PlanError(Invariant.ELASTIC_IS_GENERATION, f"{target} is no generation worker")
+            raise PlanError(Invariant.ELASTIC_IS_GENERATION, f"{target} is not a generation worker")
         worker, tp = pipeline.workers[rank], pipeline.spec.tp
         bundle = pipeline.spec.generation[rank * tp : (rank + 1) * tp]
         if worker.gpus != bundle or len(set(bundle)) != tp:
             raise PlanError(Invariant.WHOLE_BUNDLE, f"{target} is on {worker.gpus}")
         return pipeline, worker
 
-    def _pipeline(self, pipeline_id: str) -> Pipeline:
+    def _pipeline(self, pipeline_id: str) -> PipelineState:
         known = self._state.pipelines.get(pipeline_id)
         if known is None:
             raise PlanError(Invariant.EXISTS, f"no pipeline {pipeline_id}")
@@ -248,10 +255,10 @@ class _Proof:
     def _free(self, gpus: Iterable[int], owner: Owner) -> None:
         for gpu in gpus:
             if self._owner(gpu) != owner:
-                raise PlanError(Invariant.FREES_ITS_OWN, f"GPU {gpu} is not of {owner}")
+                raise PlanError(Invariant.FREES_ITS_OWN, f"GPU {gpu} is not owned by {owner}")
             self._owners[gpu] = None
 
-    def _take(self, pipeline: Pipeline, gpus: Iterable[int], owner: Owner, name: str) -> None:
+    def _take(self, pipeline: PipelineState, gpus: Iterable[int], owner: Owner, name: str) -> None:
         if pipeline.phase is not _ADMITTED:
             raise PlanError(Invariant.IS_ADMITTED, f"{name} is {pipeline.phase}")
         for gpu in gpus:
@@ -261,7 +268,7 @@ class _Proof:
             self._takers[gpu] = name
 
     def _refusal(self, gpu: int, name: str) -> PlanError:
-        """Why nothing of this name may take it."""
+        """Explain why `name` may not take the GPU."""
         why = f"{name} takes GPU {gpu}"
         if gpu not in self._state.node_of:
             return PlanError(Invariant.KNOWN_GPUS, why)

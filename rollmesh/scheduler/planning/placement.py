@@ -1,13 +1,11 @@
-"""Where a pipeline stands on the fleet: placed by its sizes, or checked as somebody wrote it down.
+"""Placement of a pipeline on the fleet: choose GPUs by number, or check GPUs chosen by the user.
 
-    generation   bundles of `tp` neighbours inside a node; all on one node if one has room for them,
-                 where the fewest others generate to a GPU; else spread, the emptiest nodes first
-    clusters     on neighbours among the GPUs of generation, where the fewest clusters are yet;
-                 what does not fit there goes beside
+    generation   bundles of `tp` adjacent GPUs inside a node; all on one node if one has room, where
+                 the fewest other pipelines generate per GPU; else spread, the emptiest nodes first
+    clusters     on adjacent GPUs of generation with the fewest clusters so far; the rest outside
 
-Invariants: the same wish on the same fleet is placed the same; what is placed passes the check.
-Nodes that drain or are down, or lack a label that is asked for, are not used. Driven by admission,
-and by the service, which checks what is registered.
+- The same request on the same fleet gives the same placement, and every placement passes `check`.
+- Nodes that drain, are down or lack a requested label are not used.
 """
 
 import math
@@ -18,36 +16,36 @@ from typing import NamedTuple
 import msgspec
 
 from rollmesh.core.errors import UserError
-from rollmesh.scheduler.planning.state import Node, NodePhase, State
+from rollmesh.scheduler.planning.state import FleetState, GpuNode, NodePhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, PipelineSpec
 
 Bundle = tuple[int, ...]
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pipeline wants: numbers of GPUs to be placed, or GPUs by their numbers."""
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Requested GPUs of a pipeline: counts to be placed, or explicit GPU numbers."""
 
     pipeline_id: str
     clusters: Mapping[str, int | Bundle] = {}
     generation: int | Bundle = 0
-    """How many workers, or their GPUs."""
+    """Number of workers, or their GPUs."""
     tp: int = 1
-    """GPUs of a worker."""
+    """GPUs per worker."""
     labels: tuple[str, ...] = ()
-    """Only nodes that have all of these are used."""
+    """Use only nodes that have all of these."""
 
 
-class Placed(NamedTuple):
-    """As PipelineSpec has them."""
+class Placement(NamedTuple):
+    """GPUs in the form of PipelineSpec."""
 
     clusters: dict[str, Bundle]
     generation: Bundle
 
 
-def place(wish: Wish, state: State) -> Placed:
-    """UserError where it does not fit, in one line. What was written down is taken as it is."""
+def place(wish: PlacementRequest, state: FleetState) -> Placement:
+    """Place a pipeline; explicit GPUs are kept. One-line UserError if it does not fit."""
     others = [each.spec for key, each in state.pipelines.items() if key != wish.pipeline_id]
-    site = _Site(wish, state.nodes.values())
+    site = _CandidateNodes(wish, state.nodes.values())
     generation = wish.generation
     if isinstance(generation, int):
         generation = site.generation(
@@ -59,19 +57,19 @@ def place(wish: Wish, state: State) -> Placed:
         gpus = site.cluster(name, size, generation, load) if isinstance(size, int) else size
         load.update(gpus)
         clusters[name] = gpus
-    return Placed(clusters, generation)
+    return Placement(clusters, generation)
 
 
-def check(spec: PipelineSpec, state: State) -> None:
-    """UserError for the first thing that is wrong with a device map, in one line."""
+def check(spec: PipelineSpec, state: FleetState) -> None:
+    """One-line UserError for the first fault of a device map."""
     for why in _faults(spec, state):
         raise UserError(f"pipeline {spec.pipeline_id}: {why}")
 
 
-class _Site:
-    """The nodes that a pipeline may use."""
+class _CandidateNodes:
+    """Nodes that a pipeline may use."""
 
-    def __init__(self, wish: Wish, nodes: Iterable[Node]) -> None:
+    def __init__(self, wish: PlacementRequest, nodes: Iterable[GpuNode]) -> None:
         self._wish = wish
         self._nodes = [node for node in nodes if _is_usable(node, wish.labels)]
 
@@ -96,7 +94,7 @@ class _Site:
         return tuple(sorted(_joined(chosen)))
 
     def _rows(self, gpus: set[int]) -> list[list[Bundle]]:
-        """These, one by one, by the node that they are on."""
+        """Single GPUs by node."""
         return [[(gpu,) for gpu in node.gpus if gpu in gpus] for node in self._nodes]
 
     def _which(self) -> str:
@@ -109,17 +107,18 @@ class _Site:
         )
 
 
-def _is_usable(node: Node, labels: Iterable[str]) -> bool:
+def _is_usable(node: GpuNode, labels: Iterable[str]) -> bool:
     return node.phase is NodePhase.UP and set(labels) <= set(node.labels)
 
 
 def _bundles(gpus: Bundle, size: int) -> list[Bundle]:
-    """Neighbours, from the first on; those of all pipelines of a size are the same."""
+    """Adjacent GPUs from the first on, so that bundles of one size are the same for all
+    pipelines."""
     return [gpus[start : start + size] for start in range(0, len(gpus) - size + 1, size)]
 
 
 def _choose(rows: Sequence[Sequence[Bundle]], num: int, load: Mapping[int, int]) -> list[Bundle]:
-    """So many bundles with little load: of one row if one has so many, else of few."""
+    """Choose bundles with little load: from one row if one is long enough, else from few."""
     chosen: list[Bundle] = []
     rows = [row for row in rows if row]
     while len(chosen) < num:
@@ -133,7 +132,7 @@ def _choose(rows: Sequence[Sequence[Bundle]], num: int, load: Mapping[int, int])
 
 
 def _emptiest(row: Sequence[Bundle], num: int, load: Mapping[int, int]) -> Sequence[Bundle]:
-    """So many in a row."""
+    """Least loaded run of `num` bundles."""
     runs = (row[start : start + num] for start in range(len(row) - num + 1))
     return min(runs, key=lambda run: _mean(run, load))
 
@@ -147,37 +146,37 @@ def _joined(bundles: Iterable[Bundle]) -> Bundle:
     return tuple(gpu for bundle in bundles for gpu in bundle)
 
 
-def _faults(spec: PipelineSpec, state: State) -> Iterator[str]:
+def _faults(spec: PipelineSpec, state: FleetState) -> Iterator[str]:
     maps = {**spec.clusters, GENERATION_CLUSTER: spec.generation}
     if GENERATION_CLUSTER in spec.clusters:
-        yield f"{GENERATION_CLUSTER} is generation's; name its GPUs in `generation`"
+        yield f"{GENERATION_CLUSTER} is reserved; name its GPUs in `generation`"
     if not spec.clusters and not spec.generation:
-        yield "it has neither clusters nor generation; give it GPUs"
+        yield "no clusters and no generation; give it GPUs"
     for name, gpus in maps.items():
         if not gpus and name in spec.clusters:
             yield f"{name} has no GPUs; name some, or leave it out"
         if unknown := [gpu for gpu in gpus if gpu not in state.node_of]:
             yield f"{name}: no node has GPU {unknown[0]}; see `rollmesh scheduler explain`"
         if twice := [gpu for gpu, count in Counter(gpus).items() if count > 1]:
-            yield f"{name}: GPU {twice[0]} stands there twice; name each once"
+            yield f"{name}: GPU {twice[0]} is listed twice; name each once"
     yield from _generation_faults(spec, state)
 
 
-def _generation_faults(spec: PipelineSpec, state: State) -> Iterator[str]:
+def _generation_faults(spec: PipelineSpec, state: FleetState) -> Iterator[str]:
     tp, num = spec.tp, len(spec.generation)
     if tp < 1 or num % tp:
-        yield f"generation: {num} GPUs are not workers of tp = {tp}; give each all of its"
+        yield f"generation: {num} GPUs is not a multiple of tp = {tp}; give each worker tp GPUs"
         return
     for rank, gpus in enumerate(_bundles(spec.generation, tp)):
         if len({state.node_of[gpu].name for gpu in gpus}) > 1:
-            yield f"generation: worker {rank} has GPUs {gpus} of two nodes; keep it inside one"
+            yield f"generation: worker {rank} has GPUs {gpus} on two nodes; keep it on one"
     if not 0 < spec.weight < math.inf:
-        yield f"weight: {spec.weight:g} is no share; give it one above 0"
+        yield f"weight: {spec.weight:g} is not a valid weight; use one above 0"
     for name in ("max_gpus", "min_gpus", "rollouts_per_worker"):
-        if (told := getattr(spec, name)) < 0:
-            yield f"{name}: {told} is below 0; 0 leaves it open"
+        if (value := getattr(spec, name)) < 0:
+            yield f"{name}: {value} is below 0; 0 means no limit"
     if spec.max_gpus and spec.max_gpus < tp <= num:
-        yield f"max_gpus: {spec.max_gpus} is less than one worker, tp = {tp}; raise it"
+        yield f"max_gpus: {spec.max_gpus} is less than one worker (tp = {tp}); raise it"
     most = min(spec.max_gpus or num, num)
     if spec.min_gpus > most:
-        yield f"min_gpus: {spec.min_gpus} is more than the {most} it may have; lower it"
+        yield f"min_gpus: {spec.min_gpus} exceeds the {most} GPUs it may have; lower it"

@@ -1,129 +1,289 @@
-"""The planner: what is to be done now with the GPUs of the fleet.
+"""Plan: its operations, their effect on the state, and the builder that policies add them to.
 
-    what must go     clusters given up, pipelines that leave, nodes that drain, what is over quota
-    fixed clusters   all of a device set or nothing (fixed.py)
-    generation       by worker, as the policy has it
-    proof            invariants.py, of the whole plan; nothing unproven is handed out
-
-Invariants: the same state and policy give the same plan; the state is left as it was; what is under
-way counts as done and stands still, so no plan waits for another to be carried out. Driven by the
-service's machine at each change, and by the simulator.
+- An operation is applied only to a state in which it is valid; invariants.py proves this first.
+- A Shrink names its beneficiary, whose Expand or Grant is in the same plan.
+- PlanBuilder leaves the state unchanged. A worker moves at most once in a plan, and not while it is
+  already moving. A rollback leaves no trace. Operations that the `can_` methods allow pass
+  invariants.py.
 """
 
-from typing import Protocol
+import enum
 
 import msgspec
 
-from rollmesh.scheduler.planning import fixed
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.invariants import validate
-from rollmesh.scheduler.planning.ops import (
-    Expand,
-    Grant,
-    Op,
-    Plan,
-    Release,
-    Shrink,
-    ShrinkReason,
+from rollmesh.scheduler.planning.shares import FairShares
+from rollmesh.scheduler.planning.state import (
+    FIXED,
+    FleetState,
+    GenerationWorker,
+    GpuHold,
+    NodePhase,
+    Owner,
+    PipelinePhase,
+    PipelineState,
 )
-from rollmesh.scheduler.planning.state import NodePhase, Pipeline, PipelinePhase, State
-from rollmesh.scheduler.planning.water import Water
-from rollmesh.wire.scheduling import GENERATION_CLUSTER
-
-_ORDER: dict[type[Op], int] = {Release: 0, Shrink: 1, Grant: 2, Expand: 3}
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
 
-class Outlook(msgspec.Struct, frozen=True):
-    """What a policy leaves behind, besides the ops in the draft."""
+class ShrinkReason(enum.StrEnum):
+    """Reasons to put a worker to sleep that are not another owner's need for its GPUs."""
 
+    RELEASE = "release"
+    """Its pipeline has released generation."""
+    DRAIN = "drain"
+    """Its node is draining."""
+    LEAVE = "leave"
+    """Its pipeline is leaving."""
+    QUOTA = "quota"
+    """Its pipeline exceeds `max_gpus`."""
+
+
+class Shrink(msgspec.Struct, frozen=True):
+    """Put a generation worker to sleep."""
+
+    pipeline_id: str
+    rank: int
+    for_: str
+    """Key of the request, or `pipeline/rank` of the worker, that gets its GPUs; or a
+    ShrinkReason."""
+
+
+class Expand(msgspec.Struct, frozen=True):
+    """Wake a generation worker once its GPUs are clear."""
+
+    pipeline_id: str
+    rank: int
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Give a fixed cluster the GPUs it requested once they are clear."""
+
+    key: str
+
+
+class ReleaseCluster(msgspec.Struct, frozen=True):
+    """Take back the GPUs that a fixed cluster has released."""
+
+    pipeline_id: str
+    cluster: str
+
+
+Op = Shrink | Expand | Grant | ReleaseCluster
+
+
+class GpuPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Operations to carry out now."""
+
+    ops: tuple[Op, ...] = ()
+    """In an order in which they can be applied: releases, shrinks, grants, expands."""
     credits: dict[str, float] = {}
-    """By pipeline, what its `credit_gpu_s` is at `now_s`."""
+    """`credit_gpu_s` of each pipeline at `now_s`."""
     again_s: float = float("inf")
-    """When time alone may change its mind."""
-    water: Water | None = None
-    """What its shares were made of."""
+    """When the plan may change without an event: the end of a slice, a hold or a reservation."""
+    fair_shares: FairShares | None = None
+    """Next value of `FleetState.fair_shares`."""
 
 
-class Policy(Protocol):
-    """Shares what generation may have."""
-
-    @property
-    def name(self) -> str:
-        """As settings and reports call it."""
-
-    @property
-    def reserve_after_s(self) -> float:
-        """A fixed request that has waited so long is not bypassed any more."""
-
-    def generate(self, draft: Draft) -> Outlook:
-        """Add shrinks and expands of generation workers to the draft."""
+def worker_name(pipeline_id: str, rank: int) -> str:
+    """Name of a worker in Shrink.for_."""
+    return f"{pipeline_id}/{rank}"
 
 
-class FixedOnly:
-    """The policy of who has none that works: generation stays as it is, but where it gives way to
-    fixed clusters."""
-
-    name = "fixed-only"
-
-    def __init__(self, reserve_after_s: float) -> None:
-        self.reserve_after_s = reserve_after_s
-
-    def generate(self, _: Draft) -> Outlook:
-        return Outlook()
-
-
-def plan(state: State, policy: Policy) -> Plan:
-    """Raises PlanError where an invariant does not hold, which is a fault of ours."""
-    draft = Draft(state)
-    _clear(draft)
-    reserve_s = fixed.serve(draft, policy.reserve_after_s)
-    outlook = policy.generate(draft)
-    ops = tuple(sorted(draft.ops, key=lambda op: _ORDER[type(op)]))
-    validate(state, ops)
-    again_s = min(reserve_s, outlook.again_s)
-    return Plan(ops=ops, credits=outlook.credits, again_s=again_s, water=outlook.water)
+def apply(state: FleetState, op: Op) -> None:
+    """Apply an operation to the state."""
+    match op:
+        case Shrink(pipeline_id, rank, _):
+            state.move_worker(pipeline_id, rank, WorkerPhase.SLEEPING)
+        case Expand(pipeline_id, rank):
+            state.move_worker(pipeline_id, rank, WorkerPhase.WAKING)
+        case Grant(key):
+            request = state.requests.pop(key)
+            pipeline = state.pipelines[request.pipeline_id]
+            pipeline.holds[request.cluster] = GpuHold(
+                key=key, cluster=request.cluster, priority=request.priority, since_s=state.now_s
+            )
+            owner = Owner(request.pipeline_id, request.cluster, FIXED)
+            state.owners.update(dict.fromkeys(state.gpus_of(request), owner))
+        case ReleaseCluster(pipeline_id, cluster):
+            pipeline = state.pipelines[pipeline_id]
+            del pipeline.holds[cluster]
+            pipeline.releasing.pop(cluster, None)
+            for gpu in pipeline.spec.clusters[cluster]:
+                del state.owners[gpu]
 
 
-def _clear(draft: Draft) -> None:
-    """Free what nobody may keep, whoever gets it."""
-    for pipeline in draft.state.pipelines.values():
-        is_leaving = pipeline.phase is PipelinePhase.LEAVING
-        for cluster in pipeline.holds:
-            if cluster in pipeline.releasing:  # who leaves may still train, until it says so
-                draft.release(pipeline.pipeline_id, cluster)
-        if is_leaving:
-            _shrink_all(draft, pipeline, ShrinkReason.LEAVE)
-        elif GENERATION_CLUSTER in pipeline.releasing:
-            _shrink_all(draft, pipeline, ShrinkReason.RELEASE)
-    _drain(draft)
-    for pipeline in draft.state.pipelines.values():
-        if pipeline.spec.max_gpus:
-            _keep_quota(draft, pipeline)
+# Looked up once: an enum lookup is slow, and a plan needs thousands.
+_ADMITTED, _QUARANTINED = PipelinePhase.ADMITTED, PipelinePhase.QUARANTINED
+_AWAKE, _ASLEEP = WorkerPhase.AWAKE, WorkerPhase.ASLEEP
 
 
-def _shrink_all(draft: Draft, pipeline: Pipeline, why: ShrinkReason) -> None:
-    for worker in pipeline.workers:
-        if draft.can_shrink(pipeline.pipeline_id, worker):
-            draft.shrink(pipeline.pipeline_id, worker, why)
+class GpuReservation(msgspec.Struct, frozen=True):
+    """Reservation of a fixed cluster's GPUs, not all of which are available now."""
+
+    key: str
+    is_settling: bool
+    """All GPUs become available once waking workers are awake; nothing else starts there until
+    then."""
+    awaited: frozenset[str] = frozenset()
+    """Pipelines that the request waits for; they may still take what they need to finish."""
+
+    def allows(self, pipeline_id: str, gives_way: bool) -> bool:
+        return not self.is_settling and (gives_way or pipeline_id in self.awaited)
 
 
-def _drain(draft: Draft) -> None:
-    for node in draft.state.nodes.values():
-        if node.phase is not NodePhase.DRAINING:
-            continue
-        for gpu in node.gpus:
-            owner = draft.owner(gpu)
-            worker = owner and draft.state.worker_of(owner)
-            if owner and worker and draft.can_shrink(owner.pipeline_id, worker):
-                draft.shrink(owner.pipeline_id, worker, ShrinkReason.DRAIN)
+class PlanBuilder:
+    def __init__(self, state: FleetState) -> None:
+        self.state = state
+        self.ops: list[Op] = []
+        self.owners = state.owners.copy()
+        """By GPU, with the operations so far; a copy, because lookups are far more frequent than
+        copies. Changed by operations only."""
+        self.free = state.node_of.keys() - self.owners.keys()
+        """Unowned GPUs of any node. Changed by operations only."""
+        self._moved: dict[tuple[str, int], bool] = {}
+        """Workers moved by an operation; True if waking."""
+        self._num_awake: dict[str, int] = {}
+        """Of pipelines that were looked up or moved."""
+        self.reserved: dict[int, list[GpuReservation]] = {}
+        """By GPU; all reservations must allow what starts there."""
+        self.up: set[int] = set()
+        """GPUs of nodes that are UP."""
+        for node in state.nodes.values():
+            if node.phase is NodePhase.UP:
+                self.up.update(node.gpus)
 
+    # views, with the operations so far
 
-def _keep_quota(draft: Draft, pipeline: Pipeline) -> None:
-    """What was lost and is found again may be more than is allowed: the cheapest go."""
-    num_over = draft.num_awake(pipeline) - pipeline.spec.max_gpus // pipeline.spec.tp
-    if num_over <= 0:
-        return
-    still = [each for each in pipeline.workers if draft.can_shrink(pipeline.pipeline_id, each)]
-    still.sort(key=lambda worker: (worker.kv_tokens, -worker.rank))
-    for worker in still[:num_over]:
-        draft.shrink(pipeline.pipeline_id, worker, ShrinkReason.QUOTA)
+    def owner(self, gpu: int) -> Owner | None:
+        return self.owners.get(gpu)
+
+    def is_open(self, gpu: int) -> bool:
+        """Whether something new may start on the GPU: it is free and its node is UP."""
+        return gpu in self.up and gpu not in self.owners
+
+    def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
+        """Whether reservations leave the GPU to the pipeline; `gives_way`: it can be preempted at
+        any time."""
+        return gpu not in self.reserved or all(
+            each.allows(pipeline_id, gives_way) for each in self.reserved[gpu]
+        )
+
+    def num_awake(self, pipeline: PipelineState) -> int:
+        """Workers of the pipeline that are awake or waking."""
+        pipeline_id = pipeline.spec.pipeline_id
+        if pipeline_id not in self._num_awake:
+            self._num_awake[pipeline_id] = pipeline.num_awake
+        return self._num_awake[pipeline_id]
+
+    def can_shrink(self, pipeline_id: str, worker: GenerationWorker) -> bool:
+        """Whether the worker is awake, not moved by this plan, and not in a quarantined
+        pipeline."""
+        if worker.phase is not _AWAKE:
+            return False
+        if self.state.pipelines[pipeline_id].phase is _QUARANTINED:
+            return False
+        owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
+        owners = self.owners
+        for gpu in worker.gpus:  # noqa: SIM110 - hot path
+            if owners.get(gpu) != owner:
+                return False
+        return True
+
+    def can_evict(self, pipeline_id: str, worker: GenerationWorker, to: str) -> bool:
+        """Whether the worker can shrink for the pipeline `to`."""
+        return self.can_shrink(pipeline_id, worker) and self.state.gives_way(pipeline_id, to)
+
+    def can_expand(self, pipeline_id: str, worker: GenerationWorker) -> bool:
+        """Whether the worker is asleep and may wake once its GPUs are free: checks nodes, quota and
+        reservations, not the current owners."""
+        if worker.phase is not _ASLEEP or (pipeline_id, worker.rank) in self._moved:
+            return False
+        pipeline = self.state.pipelines[pipeline_id]
+        if pipeline.phase is not _ADMITTED or pipeline.is_resizing or self._has_enough(pipeline):
+            return False
+        if not self.up.issuperset(worker.gpus):
+            return False
+        gives_way = pipeline.spec.is_preemptible
+        return not self.reserved or all(
+            self.may_start(pipeline_id, gpu, gives_way) for gpu in worker.gpus
+        )
+
+    def _has_enough(self, pipeline: PipelineState) -> bool:
+        if GENERATION_CLUSTER in pipeline.releasing:
+            return True
+        spec = pipeline.spec
+        return 0 < spec.max_gpus < (self.num_awake(pipeline) + 1) * spec.tp
+
+    # ops
+
+    def shrink(self, pipeline_id: str, worker: GenerationWorker, for_: str) -> None:
+        """Put a worker to sleep; `can_shrink` holds."""
+        self.ops.append(Shrink(pipeline_id, worker.rank, for_))
+        self._move(pipeline_id, worker, None)
+
+    def expand(self, pipeline_id: str, worker: GenerationWorker) -> None:
+        """Wake a worker on free GPUs; `can_expand` holds."""
+        self.ops.append(Expand(pipeline_id, worker.rank))
+        self._move(pipeline_id, worker, Owner(pipeline_id, GENERATION_CLUSTER, worker.rank))
+
+    def grant(self, key: str) -> None:
+        request = self.state.requests[key]
+        owner = Owner(request.pipeline_id, request.cluster, FIXED)
+        self.ops.append(Grant(key))
+        self._give(self.state.gpus_of(request), owner)
+
+    def release(self, pipeline_id: str, cluster: str) -> None:
+        gpus = self.state.pipelines[pipeline_id].spec.clusters[cluster]
+        self.ops.append(ReleaseCluster(pipeline_id, cluster))
+        self._give(gpus, None)
+
+    def reserve(self, gpus: tuple[int, ...], reservation: GpuReservation) -> None:
+        """Reserve GPUs for the rest of this plan; not an operation."""
+        for gpu in gpus:
+            self.reserved.setdefault(gpu, []).append(reservation)
+
+    def mark(self) -> int:
+        """Position to which `rollback` can return."""
+        return len(self.ops)
+
+    def rollback(self, mark: int) -> None:
+        """Undo all operations since the mark."""
+        while len(self.ops) > mark:
+            self._undo(self.ops.pop())
+
+    def _move(self, pipeline_id: str, worker: GenerationWorker, owner: Owner | None) -> None:
+        """Count and apply a wake (`owner` given) or a sleep (None)."""
+        target = (pipeline_id, worker.rank)
+        assert target not in self._moved
+        self._moved[target] = owner is not None
+        self._count(pipeline_id, -1 if owner is None else 1)
+        self._give(worker.gpus, owner)
+
+    def _give(self, gpus: tuple[int, ...], owner: Owner | None) -> None:
+        if owner is None:
+            for gpu in gpus:
+                del self.owners[gpu]
+            self.free.update(gpus)
+        else:
+            self.owners.update(dict.fromkeys(gpus, owner))
+            self.free.difference_update(gpus)
+
+    def _count(self, pipeline_id: str, change: int) -> None:
+        num_awake = self.num_awake(self.state.pipelines[pipeline_id])
+        self._num_awake[pipeline_id] = num_awake + change
+
+    def _undo(self, op: Op) -> None:
+        state, owner = self.state, None
+        match op:
+            case Shrink(pipeline_id, rank) | Expand(pipeline_id, rank):
+                was_awake = isinstance(op, Shrink)
+                owner = Owner(pipeline_id, GENERATION_CLUSTER, rank) if was_awake else None
+                gpus = state.pipelines[pipeline_id].workers[rank].gpus
+                del self._moved[pipeline_id, rank]
+                self._count(pipeline_id, 1 if was_awake else -1)
+            case Grant(key):
+                gpus = state.gpus_of(state.requests[key])
+            case ReleaseCluster(pipeline_id, cluster):
+                owner = Owner(pipeline_id, cluster, FIXED)
+                gpus = state.pipelines[pipeline_id].spec.clusters[cluster]
+        self._give(gpus, owner)

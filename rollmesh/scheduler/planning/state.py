@@ -1,114 +1,163 @@
-"""What the planner knows: nodes, pipelines, who asks for GPUs, and whose each GPU is.
+"""Planner state: nodes, pipelines, open requests, and the owner of each GPU.
 
-Invariants: a GPU is owned by whom it is promised to. A worker that goes to sleep owns nothing from
-then on, one that wakes owns its GPUs though another may stand there for a moment: who really does
-is the service's to know, which waits for it. A LOST worker owns its GPUs, but for those that are
-promised to somebody already, until somebody tells the truth of it. On a node that is DOWN whatever
-was not asleep is lost, and what was held stays held until it is given up: nothing new starts there,
-so it costs nobody anything. `now_s` is part of the state, nothing here reads a clock. Changed by
-its own methods, by ops.apply and by the service's machine; read by everybody.
+- A promised GPU belongs to the owner it is promised to. A worker that starts to sleep owns nothing
+  from then on; a worker that starts to wake owns its GPUs, even while another process still uses
+  them. Actual use is tracked by the service, which waits for it to end.
+- A LOST worker keeps its GPUs, except those already promised to another owner, until its
+  coordinator reports it.
+- On a DOWN node every worker that was not asleep is LOST, and holds stay until they are released.
+  Nothing starts there.
+- `now_s` is part of the state; no code here reads a clock.
 
     worker   ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP;  any -> LOST -> ASLEEP, AWAKE
-             ASLEEP -> ABSENT (its engine has not come up yet) -> ASLEEP, AWAKE
-    pipeline REGISTERED -> ADMITTED <-> QUARANTINED;  any -> LEAVING -> forgotten
+             ASLEEP -> ABSENT (its engine has not started yet) -> ASLEEP, AWAKE
+    pipeline REGISTERED -> ADMITTED <-> QUARANTINED;  any -> LEAVING -> removed
     node     UP -> DRAINING -> UP;  UP, DRAINING -> DOWN -> UP
 """
 
 import enum
+import math
 from typing import NamedTuple
 
 import msgspec
 
-from rollmesh.scheduler.planning.habits import Habits
-from rollmesh.scheduler.planning.index import Index
-from rollmesh.scheduler.planning.water import Water
+from rollmesh.scheduler.planning.index import FleetIndex
+from rollmesh.scheduler.planning.shares import FairShares
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, PipelineSpec, WorkerPhase
 
 FIXED = -1
-"""The rank of an owner that is not a generation worker."""
+"""Rank of an owner that is a fixed cluster."""
 MAX_NODE_GPUS = 1024
-"""A node that claims more is a mistake."""
+"""Upper bound on the GPUs of a node; more is a configuration mistake."""
 AWAKE_PHASES = frozenset({WorkerPhase.AWAKE, WorkerPhase.WAKING})
 OWNING_PHASES = AWAKE_PHASES | {WorkerPhase.LOST}
 RESTING_PHASES = frozenset({WorkerPhase.ASLEEP, WorkerPhase.ABSENT})
-"""Of those that stand on no GPU."""
+"""Phases in which a worker uses no GPU."""
 
 
 class Owner(NamedTuple):
-    """Whose a GPU is."""
+    """Owner of a GPU: a fixed cluster or a generation worker."""
 
     pipeline_id: str
     cluster: str
     rank: int
-    """FIXED, or of the generation worker."""
+    """Rank of the generation worker, or FIXED."""
 
 
 class NodePhase(enum.StrEnum):
-    """See the module."""
-
     UP = "up"
     DRAINING = "draining"
     DOWN = "down"
 
 
-class Node(msgspec.Struct, kw_only=True):
-    """A machine with GPUs."""
-
+class GpuNode(msgspec.Struct, kw_only=True):
     name: str
     gpus: tuple[int, ...]
-    """Numbers that are the fleet's; a node that comes back has the same."""
+    """Fleet-wide GPU numbers; a node that rejoins keeps them."""
     labels: tuple[str, ...] = ()
     phase: NodePhase = NodePhase.UP
 
 
-class Worker(msgspec.Struct, kw_only=True):
+class GenerationWorker(msgspec.Struct, kw_only=True):
     """One engine of a pipeline: the unit that wakes and sleeps."""
 
     rank: int
     gpus: tuple[int, ...]
     phase: WorkerPhase = WorkerPhase.ASLEEP
     epoch: int = 0
-    """Grows with each resize that names it: an older one is refused by its coordinator."""
+    """Incremented by each resize of the worker; the coordinator refuses older epochs."""
     since_s: float = float("-inf")
-    """When it entered its phase."""
+    """When the worker entered its phase."""
     kv_tokens: int = 0
-    """What its sleep would lose."""
+    """KV-cache tokens that would be lost if the worker slept."""
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs that a fixed cluster has, or has been promised."""
+class GpuHold(msgspec.Struct, frozen=True, kw_only=True):
+    """GPUs that a fixed cluster holds or has been promised."""
 
     key: str
-    """Of the ask."""
+    """Key of the request."""
     cluster: str
     priority: int
     since_s: float
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A fixed cluster waits for all of its GPUs."""
+class ClusterRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A fixed cluster waiting for all of its GPUs."""
 
     key: str
     pipeline_id: str
     cluster: str
     priority: int
     seq: int
-    """In the order in which they were asked."""
+    """Order of arrival."""
     asked_s: float
 
 
 class Demand(msgspec.Struct, kw_only=True):
-    """A pipeline wants to generate: opened when it asks, closed when it releases, when all streams
-    of its progress are retired, or when it leaves."""
+    """A pipeline's wish to generate. Closed when the pipeline releases generation, when all streams
+    of its progress are retired, or when the pipeline leaves."""
 
     key: str
     estimate: int
-    """Rollouts that are to come, as it said when it asked; 0: unknown."""
+    """Rollouts still to come, as stated by the request; 0: unknown."""
     opened_s: float
 
 
-class Progress(msgspec.Struct, kw_only=True):
-    """Of one stream of rollouts."""
+_ENDED = "ended"
+
+
+class DemandHistory(msgspec.Struct, kw_only=True):
+    """Predicts a pipeline's next demand from its earlier steps.
+
+    A mark is an event of each step: demand ends, a cluster is granted for a phase. The next demand
+    is expected as long after the newest mark as it came after the same mark in the previous step. A
+    mark that was not seen before predicts nothing, and there are no marks while there is demand.
+
+        ended > granted, granted... > requested > (generates) > ended...
+    """
+
+    marks: dict[str, float] = {}
+    """Marks since the demand ended, with the time each was first seen; newest last."""
+    until_s: dict[str, float] = {}
+    """Seconds from each mark to the demand that followed it in the previous step."""
+    estimate: int = 0
+    """Rollouts stated by the last demand; 0: unknown."""
+
+    def note_ended(self, now_s: float) -> None:
+        """Record that the demand was closed."""
+        self.marks[_ENDED] = now_s
+
+    def note_granted(self, cluster: str, priority: int, now_s: float) -> None:
+        """Record that a phase began; ignored while there is demand."""
+        if self.marks:
+            self.marks.setdefault(f"{cluster}/{priority}", now_s)
+
+    def note_requested(self, estimate: int, now_s: float) -> None:
+        """Record a new demand."""
+        for name, marked_s in self.marks.items():
+            self.until_s[name] = now_s - marked_s
+        self.marks, self.estimate = {}, estimate
+
+    def reset(self) -> None:
+        """Forget the marks: the run that would request generation is gone."""
+        self.marks = {}
+
+    @property
+    def newest_mark_s(self) -> float | None:
+        return next(reversed(self.marks.values())) if self.marks else None
+
+    @property
+    def expected_s(self) -> float:
+        """When the next demand is expected; inf if unknown."""
+        if not self.marks:
+            return math.inf
+        name, marked_s = next(reversed(self.marks.items()))
+        return marked_s + self.until_s.get(name, math.inf)
+
+
+class StreamProgress(msgspec.Struct, kw_only=True):
+    """Progress of one stream of rollouts."""
 
     batch: int
     target: int
@@ -121,42 +170,39 @@ class Progress(msgspec.Struct, kw_only=True):
 
 
 class PipelinePhase(enum.StrEnum):
-    """See the module."""
-
     REGISTERED = "registered"
     ADMITTED = "admitted"
     QUARANTINED = "quarantined"
     LEAVING = "leaving"
 
 
-class Pipeline(msgspec.Struct, kw_only=True):
+class PipelineState(msgspec.Struct, kw_only=True):
     """One tenant of the fleet."""
 
     spec: PipelineSpec
-    workers: list[Worker]
+    workers: list[GenerationWorker]
     phase: PipelinePhase = PipelinePhase.REGISTERED
-    holds: dict[str, Hold] = {}
+    holds: dict[str, GpuHold] = {}
     """By cluster."""
     releasing: dict[str, str] = {}
-    """By cluster that is given up and not taken back yet, the key of the ask: the next plan takes a
-    fixed one back, and puts all workers of the generation cluster to sleep."""
+    """Request key of each cluster that was given up and not taken back yet. The next plan releases
+    a fixed cluster, and puts all workers of the generation cluster to sleep."""
     demand: Demand | None = None
-    progress: dict[str, Progress] = {}
+    progress: dict[str, StreamProgress] = {}
     """By stream."""
     credit_gpu_s: float = 0.0
-    """GPU seconds of generation that it should have had and has not (negative: has had too much),
-    as the policy counts: what it has in `State.credited_s`."""
-    is_busy: bool = False
-    """A resize of it is under way: it is promised nothing more before that has ended, for it could
-    not take it, and who was evicted for it would have been for nothing."""
+    """GPU seconds of generation owed to the pipeline; negative if it had more than its share.
+    Current as of `FleetState.credited_s`."""
+    is_resizing: bool = False
+    """A resize is in progress. Until it ends the pipeline is promised nothing, since it could not
+    use it and the eviction would be in vain."""
     num_awake: int = 0
-    """Of its workers, those that serve or will: counted by State.move_worker."""
+    """Workers that are awake or waking; maintained by FleetState.move_worker."""
     num_lost: int = 0
-    """The same of those that nobody knows the truth of."""
-    habits: Habits = msgspec.field(default_factory=Habits)
-    """By which the policy foresees its next demand."""
+    """Workers that are LOST; maintained by FleetState.move_worker."""
+    demand_history: DemandHistory = msgspec.field(default_factory=DemandHistory)
     waiting_s: float | None = None
-    """Since when it has demand and no worker that is awake or wakes."""
+    """Since when the pipeline has demand but no worker that is awake or waking."""
 
     @property
     def pipeline_id(self) -> str:
@@ -164,53 +210,52 @@ class Pipeline(msgspec.Struct, kw_only=True):
 
     @property
     def keeps_workers(self) -> bool:
-        """Others get none of its awake ones: it is not preemptible, and wants them still. Two that
-        kept what they have no demand for could wait for each other for ever."""
+        """Whether other pipelines cannot preempt its awake workers: it is not preemptible and still
+        has demand. Without demand it must give way, or two such pipelines could wait for each other
+        forever."""
         return self.demand is not None and not self.spec.is_preemptible
 
     @property
     def remaining(self) -> int | None:
-        """Rollouts that are left, None if nobody knows: what progress says where there is some, for
-        it corrects the estimate and is never added to it."""
+        """Rollouts left; None if unknown. Progress reports replace the estimate and are never added
+        to it."""
         if self.progress:
             return sum(each.remaining for each in self.progress.values())
         return (self.demand.estimate or None) if self.demand else 0
 
 
-class State(msgspec.Struct, kw_only=True):
-    """See the module."""
-
+class FleetState(msgspec.Struct, kw_only=True):
     now_s: float = 0.0
-    nodes: dict[str, Node] = {}
-    pipelines: dict[str, Pipeline] = {}
-    """In the order of their registration."""
-    requests: dict[str, Request] = {}
-    """By key, in the order of `seq`."""
+    nodes: dict[str, GpuNode] = {}
+    pipelines: dict[str, PipelineState] = {}
+    """In order of registration."""
+    requests: dict[str, ClusterRequest] = {}
+    """By key, in order of `seq`."""
     owners: dict[int, Owner] = {}
-    """By GPU; who is not in it is free."""
+    """By GPU; a GPU without an entry is free."""
     credited_s: float = 0.0
-    """Until when credits are counted."""
-    node_of: dict[int, Node] = {}
-    """By GPU, of all nodes."""
-    water: Water | None = None
-    """What the last plan's shares were made of, where they go on from: of a large fleet."""
-    index: Index = msgspec.field(default_factory=Index)
-    """Derived from the rest."""
+    """Time up to which credits are counted."""
+    node_of: dict[int, GpuNode] = {}
+    """Node of each GPU."""
+    fair_shares: FairShares | None = None
+    """Shares of the last plan, from which the next continues; only in large fleets."""
+    index: FleetIndex = msgspec.field(default_factory=FleetIndex)
+    """Derived from the other fields."""
 
     # nodes
 
-    def add_node(self, node: Node) -> None:
-        """A new one, or one that is back: it has the GPUs that it had, and what is lost there stays
-        so until its coordinator is heard."""
+    def add_node(self, node: GpuNode) -> None:
+        """Add a node, or bring one back with the same GPUs. Workers lost there stay LOST until
+        their coordinator reports them."""
         self.nodes[node.name] = node
         self.node_of.update(dict.fromkeys(node.gpus, node))
 
     def drain_node(self, name: str) -> None:
-        """Nothing new starts there, and the next plan puts its workers to sleep."""
+        """Start nothing new on the node; the next plan puts its workers to sleep."""
         self.nodes[name].phase = NodePhase.DRAINING
 
     def lose_node(self, name: str) -> None:
-        """It is dead, or cannot be heard, which nobody can tell apart."""
+        """Mark a node DOWN: it is dead or unreachable, which cannot be told apart."""
         node = self.nodes[name]
         node.phase = NodePhase.DOWN
         there = frozenset(node.gpus)
@@ -223,17 +268,18 @@ class State(msgspec.Struct, kw_only=True):
 
     # pipelines
 
-    def add_pipeline(self, spec: PipelineSpec) -> Pipeline:
-        """Register it; its workers are asleep. The spec was checked by placement.check."""
+    def add_pipeline(self, spec: PipelineSpec) -> PipelineState:
+        """Register a pipeline with all workers asleep. The caller has checked the spec with
+        placement.check."""
         starts = range(0, len(spec.generation), spec.tp)
         bundles = [spec.generation[start : start + spec.tp] for start in starts]
-        workers = [Worker(rank=rank, gpus=gpus) for rank, gpus in enumerate(bundles)]
-        self.pipelines[spec.pipeline_id] = Pipeline(spec=spec, workers=workers)
+        workers = [GenerationWorker(rank=rank, gpus=gpus) for rank, gpus in enumerate(bundles)]
+        self.pipelines[spec.pipeline_id] = PipelineState(spec=spec, workers=workers)
         self.index.add(spec.pipeline_id, spec.generation)
         return self.pipelines[spec.pipeline_id]
 
     def remove_pipeline(self, pipeline_id: str) -> None:
-        """Forget it, with all that it has and asks for."""
+        """Remove a pipeline with its GPUs and requests."""
         spec = self.pipelines.pop(pipeline_id).spec
         self.index.remove(pipeline_id, spec.generation)
         for gpu in {*spec.generation, *(gpu for gpus in spec.clusters.values() for gpu in gpus)}:
@@ -243,10 +289,10 @@ class State(msgspec.Struct, kw_only=True):
             del self.requests[key]
 
     def move_worker(self, pipeline_id: str, rank: int, phase: WorkerPhase) -> None:
-        """It enters the phase now, and owns its GPUs or nothing as the phase has it.
+        """Move a worker to a phase now, and update the ownership of its GPUs.
 
-        Not for one that serves on GPUs that are promised to another: it is SLEEPING here, and is
-        told so again.
+        Not for a worker that reports AWAKE on GPUs promised to another owner: it stays SLEEPING
+        here and is ordered to sleep again.
         """
         pipeline = self.pipelines[pipeline_id]
         worker = pipeline.workers[rank]
@@ -260,22 +306,22 @@ class State(msgspec.Struct, kw_only=True):
                 self.owners.setdefault(gpu, owner)
             elif self.owners.get(gpu) == owner:
                 del self.owners[gpu]
-        self.note_waiting(pipeline)
+        self.update_waiting(pipeline)
 
-    def note_waiting(self, pipeline: Pipeline) -> None:
-        """Since when it waits for a worker, if it does: to be said when its demand has changed."""
+    def update_waiting(self, pipeline: PipelineState) -> None:
+        """Update `waiting_s` after the demand or the number of awake workers changed."""
         if pipeline.demand is None or pipeline.num_awake:
             pipeline.waiting_s = None
         elif pipeline.waiting_s is None:
             pipeline.waiting_s = self.now_s
 
-    def count_workers(self, pipeline: Pipeline) -> None:
-        """To be said when phases were put in by hand, of what was kept elsewhere."""
+    def recount_workers(self, pipeline: PipelineState) -> None:
+        """Recount `num_awake` and `num_lost` after phases were set directly."""
         pipeline.num_awake = pipeline.num_lost = 0
         for worker in pipeline.workers:
             self._count(pipeline, worker.phase, 1)
 
-    def _count(self, pipeline: Pipeline, phase: WorkerPhase, change: int) -> None:
+    def _count(self, pipeline: PipelineState, phase: WorkerPhase, change: int) -> None:
         if phase in AWAKE_PHASES:
             pipeline.num_awake += change
         elif phase is WorkerPhase.LOST:
@@ -283,15 +329,16 @@ class State(msgspec.Struct, kw_only=True):
 
     # views
 
-    def gpus_of(self, request: Request) -> tuple[int, ...]:
+    def gpus_of(self, request: ClusterRequest) -> tuple[int, ...]:
         return self.pipelines[request.pipeline_id].spec.clusters[request.cluster]
 
-    def worker_of(self, owner: Owner) -> Worker | None:
-        """The generation worker that this is, if it is one."""
+    def worker_of(self, owner: Owner) -> GenerationWorker | None:
+        """Return the generation worker that is this owner; None for a fixed cluster."""
         return (
             None if owner.rank == FIXED else self.pipelines[owner.pipeline_id].workers[owner.rank]
         )
 
     def gives_way(self, pipeline_id: str, to: str) -> bool:
-        """Whether generation of the one makes room for the other: for its own clusters always."""
+        """Whether generation of `pipeline_id` can be preempted for `to`; always for its own
+        clusters."""
         return pipeline_id == to or not self.pipelines[pipeline_id].keeps_workers

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.scheduler.planning.state import Owner, State
+from rollmesh.scheduler.planning.state import FleetState, Owner
 from rollmesh.scheduler.service.actions import Action, Drop, Happened, Note, Put, Row, Write
 from rollmesh.scheduler.service.records import (
     Answer,
@@ -74,7 +74,7 @@ class Book:
         self.settings = settings
         self.incarnation = incarnation
         self.now_s = 0.0
-        self.state = State()
+        self.state = FleetState()
         self.numbers = Numbers()
         self.credits = Credits()
         self.tenants: dict[str, Tenant] = {}

@@ -15,10 +15,10 @@ Driven by scheduler.py.
 
 from rollmesh.scheduler.planning.state import (
     RESTING_PHASES,
+    GenerationWorker,
     Owner,
-    Pipeline,
     PipelinePhase,
-    Worker,
+    PipelineState,
 )
 from rollmesh.scheduler.service.book import Book
 from rollmesh.scheduler.service.intents import Intents, is_down
@@ -103,7 +103,7 @@ class Coordinators:
         """Pipelines whose coordinator lives."""
         return frozenset(name for name in self._book.links if is_driven(self._book, name))
 
-    def _hear(self, pipeline: Pipeline, truths: tuple[WorkerTruth, ...]) -> None:
+    def _hear(self, pipeline: PipelineState, truths: tuple[WorkerTruth, ...]) -> None:
         name, faults = pipeline.pipeline_id, []
         is_unheard = is_doubtful = False
         for truth in truths:
@@ -154,7 +154,7 @@ class Coordinators:
             return self._lost(truth), False
         return "", truth.phase in _SETTLED
 
-    def _hear_of(self, name: str, worker: Worker, truth: WorkerTruth) -> str:
+    def _hear_of(self, name: str, worker: GenerationWorker, truth: WorkerTruth) -> str:
         """Of a worker that nobody has told to move: what is wrong, or ''."""
         if is_down(self._book, worker):
             return ""
@@ -183,7 +183,7 @@ class Coordinators:
                 self._intents.settle(name, worker.rank, WorkerPhase.ASLEEP)
         return ""
 
-    def _on_stray(self, name: str, worker: Worker) -> str:
+    def _on_stray(self, name: str, worker: GenerationWorker) -> str:
         """It is awake and was not woken: it may be, where nobody else is or will be."""
         book, owner = self._book, Owner(name, GENERATION_CLUSTER, worker.rank)
         is_planned = self._intents.of_worker(name, worker.rank) is not None
@@ -195,7 +195,7 @@ class Coordinators:
             book.stand(owner, worker.gpus, WorkerPhase.LOST.value)
         return f"worker {worker.rank} is awake on GPUs that it was not given"
 
-    def _absent(self, name: str, worker: Worker, truth: WorkerTruth) -> str:
+    def _absent(self, name: str, worker: GenerationWorker, truth: WorkerTruth) -> str:
         """Of one that its coordinator has never seen."""
         # A wake that was sent is not looked at here: this one was promised before that was known.
         self._intents.call_off(name, "its engine has not come up yet", worker.rank)
@@ -210,7 +210,7 @@ class Coordinators:
         still_s = self._book.now_s - worker.since_s
         return f"engine {worker.rank} has not come up within {still_s:.0f} s: {truth.detail}"
 
-    def _is_overdue(self, worker: Worker) -> bool:
+    def _is_overdue(self, worker: GenerationWorker) -> bool:
         return self._book.now_s > worker.since_s + self._book.settings.join_s
 
     def _lost(self, truth: WorkerTruth) -> str:
@@ -220,7 +220,7 @@ class Coordinators:
         intent = self._intents.of_worker(name, rank)
         return intent is not None and intent.phase is IntentPhase.SENT
 
-    def _is_trusted(self, name: str, worker: Worker, truth: WorkerTruth) -> bool:
+    def _is_trusted(self, name: str, worker: GenerationWorker, truth: WorkerTruth) -> bool:
         return truth.epoch == worker.epoch or worker.rank not in self._book.tenants[name].told
 
     # out and in
@@ -241,11 +241,11 @@ class Coordinators:
         book.wants_plan = True
         book.note("pipeline.quarantined", name, why)
 
-    def _is_out(self, pipeline: Pipeline) -> bool:
+    def _is_out(self, pipeline: PipelineState) -> bool:
         """Something is wrong with it."""
         return bool(self._book.tenants[pipeline.pipeline_id].why)
 
-    def _let_in(self, pipeline: Pipeline, truths: dict[int, WorkerTruth]) -> None:
+    def _let_in(self, pipeline: PipelineState, truths: dict[int, WorkerTruth]) -> None:
         """Once it is known of each worker how it is, or that it sleeps."""
         book, name = self._book, pipeline.pipeline_id
         here = self._here(pipeline)
@@ -270,7 +270,9 @@ class Coordinators:
         book.note("pipeline.readmitted", name, "its coordinator is well", is_warning=False)
         book.wants_plan = True
 
-    def _free(self, name: str, settled: list[Worker], truths: dict[int, WorkerTruth]) -> None:
+    def _free(
+        self, name: str, settled: list[GenerationWorker], truths: dict[int, WorkerTruth]
+    ) -> None:
         """Others of its engines are lost, or on their way: these sleep meanwhile, and who wants
         their GPUs has them."""
         asleep = [
@@ -286,7 +288,7 @@ class Coordinators:
         if awake and not any(has_turn(self._book, each) for each in self._intents.of(name)):
             self._intents.reconcile(name, awake)
 
-    def _is_good(self, name: str, worker: Worker, truth: WorkerTruth) -> bool:
+    def _is_good(self, name: str, worker: GenerationWorker, truth: WorkerTruth) -> bool:
         """It can be believed, and is nowhere where it must not be."""
         is_unsure = worker.rank in self._book.tenants[name].unsure
         if is_unsure or not self._is_trusted(name, worker, truth):
@@ -294,7 +296,7 @@ class Coordinators:
         is_stray = truth.phase is WorkerPhase.AWAKE and worker.phase is WorkerPhase.ASLEEP
         return not is_stray
 
-    def _here(self, pipeline: Pipeline) -> list[Worker]:
+    def _here(self, pipeline: PipelineState) -> list[GenerationWorker]:
         """Its workers, but for those on nodes that are down, or that have time yet to come up."""
         return [
             each

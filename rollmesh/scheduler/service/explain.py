@@ -12,12 +12,12 @@ import msgspec
 
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
+    ClusterRequest,
+    FleetState,
+    GenerationWorker,
     NodePhase,
-    Pipeline,
     PipelinePhase,
-    Request,
-    State,
-    Worker,
+    PipelineState,
 )
 from rollmesh.scheduler.service.known import FOREVER, Known, UnderWay
 from rollmesh.scheduler.service.occupants import Occupants
@@ -104,7 +104,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is nothing to see: no such pipeline."""
 
 
-def view(state: State, known: Known, pipeline_id: str = "") -> FleetView:
+def view(state: FleetState, known: Known, pipeline_id: str = "") -> FleetView:
     """Of one pipeline or ('') of all."""
     up = [node for node in state.nodes.values() if node.phase is NodePhase.UP]
     whole = FleetView(
@@ -137,7 +137,7 @@ def only(fleet: FleetView, pipeline_id: str, names: tuple[str, ...] = ()) -> Fle
 class _Words:
     """Of one pipeline."""
 
-    def __init__(self, state: State, known: Known, pipeline: Pipeline) -> None:
+    def __init__(self, state: FleetState, known: Known, pipeline: PipelineState) -> None:
         self._state = state
         self._known = known
         self._pipeline = pipeline
@@ -186,7 +186,7 @@ class _Words:
         elif wait := self._of_wakes():
             yield wait
 
-    def _of_request(self, request: Request) -> WaitView:
+    def _of_request(self, request: ClusterRequest) -> WaitView:
         gpus = self._pipeline.spec.clusters[request.cluster]
         waited_s = self._state.now_s - request.asked_s
         place = self._place(request)
@@ -252,7 +252,7 @@ class _Words:
             until = self._unheld()
         elif not any(node and node.phase is NodePhase.UP for node in nodes):
             until = "; ".join(self._occupants.returns(gpus))
-        elif pipeline.is_busy:
+        elif pipeline.is_resizing:
             until = "its resize that is under way has ended"
         elif (left_s := self._known.again_s - self._state.now_s) < FOREVER:
             until = f"{until}; looked at again in {max(0.0, left_s):.1f} s at the latest"
@@ -276,13 +276,13 @@ class _Words:
         left_s = self._known.retry_s.get(self._pipeline.pipeline_id, 0.0) - self._state.now_s
         return f"{until}; in {left_s:.1f} s at the earliest" if left_s > 0.0 else until
 
-    def _place(self, request: Request) -> tuple[bool, int, int]:
+    def _place(self, request: ClusterRequest) -> tuple[bool, int, int]:
         """Where it stands in the line, as the planner has it (fixed.py)."""
         waited_s = self._state.now_s - request.asked_s
         is_old = waited_s >= self._known.reserve_after_s
         return not is_old, 0 if is_old else request.priority, request.seq
 
-    def _gpus_of(self, request: Request) -> tuple[int, ...]:
+    def _gpus_of(self, request: ClusterRequest) -> tuple[int, ...]:
         return self._state.pipelines[request.pipeline_id].spec.clusters[request.cluster]
 
     # lines
@@ -330,7 +330,7 @@ class _Words:
         if GENERATION_CLUSTER in pipeline.releasing:
             return f"gives generation up; {workers} are still awake{self._moves_line()}"
         if pipeline.demand is None:
-            soon_s = pipeline.habits.expected_s - self._state.now_s
+            soon_s = pipeline.demand_history.expected_s - self._state.now_s
             when = f", and is expected to in {soon_s:.1f} s" if 0.0 < soon_s < FOREVER else ""
             return f"wants no generation{when}; {workers} awake{ranks}{self._moves_line()}"
         left = "an unknown number of" if pipeline.remaining is None else pipeline.remaining
@@ -363,7 +363,7 @@ def _priority(number: int) -> str:
     return GpuPriority(number).name.lower()
 
 
-def _ranks(workers: Sequence[Worker]) -> str:
+def _ranks(workers: Sequence[GenerationWorker]) -> str:
     return f"worker{'s' * (len(workers) > 1)} {' '.join(str(each.rank) for each in workers)}"
 
 

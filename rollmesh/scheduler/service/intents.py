@@ -11,15 +11,23 @@ stood in line. What fails is the pipeline's whose worker it is, and no other's. 
 scheduler.py; coordinators.py says when a pipeline fails.
 """
 
-from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink, ShrinkReason, apply
+from rollmesh.scheduler.planning.plan import (
+    Expand,
+    Grant,
+    Op,
+    ReleaseCluster,
+    Shrink,
+    ShrinkReason,
+    apply,
+)
 from rollmesh.scheduler.planning.state import (
     FIXED,
     RESTING_PHASES,
+    ClusterRequest,
+    GenerationWorker,
     NodePhase,
     Owner,
-    Pipeline,
-    Request,
-    Worker,
+    PipelineState,
 )
 from rollmesh.scheduler.service.book import HELD, Book
 from rollmesh.scheduler.service.lately import remember
@@ -60,7 +68,7 @@ class Intents:
                 book.mark("holds", request.pipeline_id, request.cluster)
                 intent = self._new(IntentKind.GRANT, request.pipeline_id, request.cluster)
                 intent.request = request
-            case Release(pipeline_id, cluster):
+            case ReleaseCluster(pipeline_id, cluster):
                 gpus = state.pipelines[pipeline_id].spec.clusters[cluster]
                 book.clear(Owner(pipeline_id, cluster, FIXED), gpus)
                 book.mark("holds", pipeline_id, cluster)
@@ -122,8 +130,8 @@ class Intents:
     def _dispatch(self, pipeline_id: str) -> None:
         """The next resize of a pipeline, if it is its turn and its coordinator is known."""
         intents = self.of(pipeline_id)
-        is_busy = any(has_turn(self._book, each) for each in intents)
-        if is_busy or not self._book.links[pipeline_id].is_known:
+        is_resizing = any(has_turn(self._book, each) for each in intents)
+        if is_resizing or not self._book.links[pipeline_id].is_known:
             return
         waits = [each for each in intents if each.phase is IntentPhase.PLANNED]
         sleeps = [each for each in waits if each.kind is IntentKind.SLEEP]
@@ -235,7 +243,7 @@ class Intents:
             if worker.phase not in RESTING_PHASES:
                 self._lose(pipeline_id, worker)
 
-    def leave(self, pipeline: Pipeline, gpus: frozenset[int]) -> None:
+    def leave(self, pipeline: PipelineState, gpus: frozenset[int]) -> None:
         """A node is down: what its workers were about to do is not done, what was promised there
         is not given."""
         name = pipeline.pipeline_id
@@ -253,7 +261,7 @@ class Intents:
             if worker.phase not in RESTING_PHASES and not gpus.isdisjoint(worker.gpus):
                 self._lose(name, worker)
 
-    def _lose(self, pipeline_id: str, worker: Worker) -> None:
+    def _lose(self, pipeline_id: str, worker: GenerationWorker) -> None:
         """What it stands on is nobody else's."""
         owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
         for gpu in worker.gpus:
@@ -297,7 +305,7 @@ class Intents:
             state.move_worker(pipeline_id, intent.rank, WorkerPhase.ASLEEP)
             self._mark_worker(pipeline_id, intent.rank)
         elif intent.request is not None:
-            apply(state, Release(pipeline_id, intent.cluster))
+            apply(state, ReleaseCluster(pipeline_id, intent.cluster))
             book.mark("holds", pipeline_id, intent.cluster)
             waiting = [*state.requests.values(), intent.request]
             state.requests.clear()
@@ -317,7 +325,7 @@ class Intents:
         self._book.mark("intents", intent.intent_id)
         remember(self._book, intent)
 
-    def _worker(self, intent: Intent) -> Worker:
+    def _worker(self, intent: Intent) -> GenerationWorker:
         return self._book.state.pipelines[intent.pipeline_id].workers[intent.rank]
 
     def _owner(self, intent: Intent) -> Owner:
@@ -328,18 +336,18 @@ class Intents:
         self._book.mark("pipelines", pipeline_id)
 
 
-def rests(book: Book, worker: Worker) -> bool:
+def rests(book: Book, worker: GenerationWorker) -> bool:
     """It is asleep or not there yet, or was on a node that is down."""
     if worker.phase is not WorkerPhase.LOST:
         return worker.phase in RESTING_PHASES
     return is_down(book, worker)
 
 
-def is_down(book: Book, worker: Worker) -> bool:
+def is_down(book: Book, worker: GenerationWorker) -> bool:
     """Whether its node is."""
     nodes = (book.state.node_of.get(gpu) for gpu in worker.gpus)
     return any(node is None or node.phase is NodePhase.DOWN for node in nodes)
 
 
-def _seq(request: Request) -> int:
+def _seq(request: ClusterRequest) -> int:
     return request.seq

@@ -35,6 +35,6 @@ def note_turns(book: Book) -> bool:
     busy = {each.pipeline_id for each in book.intents.values() if has_turn(book, each)}
     is_over = False
     for name, pipeline in book.state.pipelines.items():
-        is_over |= pipeline.is_busy and name not in busy
-        pipeline.is_busy = name in busy
+        is_over |= pipeline.is_resizing and name not in busy
+        pipeline.is_resizing = name in busy
     return is_over

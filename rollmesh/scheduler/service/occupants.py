@@ -6,7 +6,7 @@ GPU that is to be had has no words. Driven by explain.py, for one answer.
 
 from collections.abc import Iterable, Iterator
 
-from rollmesh.scheduler.planning.state import FIXED, NodePhase, Owner, State, Worker
+from rollmesh.scheduler.planning.state import FIXED, FleetState, GenerationWorker, NodePhase, Owner
 from rollmesh.scheduler.service.known import FOREVER, Known, UnderWay
 from rollmesh.wire.scheduling import WorkerPhase
 
@@ -14,7 +14,7 @@ from rollmesh.wire.scheduling import WorkerPhase
 class Occupants:
     """See the module."""
 
-    def __init__(self, state: State, known: Known) -> None:
+    def __init__(self, state: FleetState, known: Known) -> None:
         self._state = state
         self._known = known
         self._moves = {(op.pipeline_id, op.cluster, op.rank): op for op in known.under_way}
@@ -76,9 +76,9 @@ class Occupants:
             f"{self._for(worker)}{stage}{fence}"
         )
 
-    def _for(self, worker: Worker) -> str:
+    def _for(self, worker: GenerationWorker) -> str:
         known = worker.since_s != -FOREVER
         return f" for {self._state.now_s - worker.since_s:.1f} s" if known else ""
 
-    def _worker(self, op: UnderWay) -> Worker:
+    def _worker(self, op: UnderWay) -> GenerationWorker:
         return self._state.pipelines[op.pipeline_id].workers[op.rank]

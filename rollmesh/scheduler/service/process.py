@@ -18,7 +18,7 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen
 from rollmesh.core.secret_file import hash_token
-from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.service.actions import Action, Event, Note, Write
 from rollmesh.scheduler.service.face import board_of, face_of
 from rollmesh.scheduler.service.journal import Journal
@@ -48,7 +48,7 @@ class ServiceAsk(msgspec.Struct, frozen=True, kw_only=True):
     bind: str
     http_bind: str
     journal: Path
-    policy: Policy
+    policy: SchedulingPolicy
     settings: SchedulerSettings = SchedulerSettings()
     nodes: tuple[JoinNode, ...] = ()
     """That are there without an agent."""

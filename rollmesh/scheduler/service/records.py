@@ -19,15 +19,15 @@ from typing import TypeVar
 import msgspec
 
 from rollmesh.core.errors import DECODE_ERRORS, JournalDamaged
-from rollmesh.scheduler.planning.habits import Habits
 from rollmesh.scheduler.planning.state import (
     FIXED,
+    ClusterRequest,
     Demand,
-    Hold,
-    Node,
+    DemandHistory,
+    GpuHold,
+    GpuNode,
     PipelinePhase,
-    Progress,
-    Request,
+    StreamProgress,
 )
 from rollmesh.scheduler.service.actions import Drop, Put, Row
 from rollmesh.wire.scheduling import PipelineSpec, RunClaim, TicketState, WorkerPhase
@@ -92,7 +92,7 @@ class Intent(msgspec.Struct, kw_only=True):
     rank: int = FIXED
     for_: str = ""
     """Of a SLEEP, as the planner says it."""
-    request: Request | None = None
+    request: ClusterRequest | None = None
     """Of a GRANT: it waits again where the promise cannot be kept."""
     phase: IntentPhase = IntentPhase.PLANNED
     planned_s: float
@@ -151,7 +151,7 @@ class Held(msgspec.Struct, kw_only=True):
     """A hold of a pipeline, kept or promised."""
 
     pipeline_id: str
-    hold: Hold
+    hold: GpuHold
 
 
 class Wish(msgspec.Struct, kw_only=True):
@@ -163,7 +163,7 @@ class Wish(msgspec.Struct, kw_only=True):
     """The rollout that opened it."""
     floors: dict[str, int] = {}
     """By stream, the newest batch of demands before: its news is old."""
-    habits: Habits = msgspec.field(default_factory=Habits)
+    demand_history: DemandHistory = msgspec.field(default_factory=DemandHistory)
     """What its next demand is foreseen by."""
 
 
@@ -172,13 +172,13 @@ class Stream(msgspec.Struct, kw_only=True):
 
     pipeline_id: str
     stream: str
-    progress: Progress
+    progress: StreamProgress
 
 
 class Machine(msgspec.Struct, kw_only=True):
     """A node, and whether it says that it lives."""
 
-    node: Node
+    node: GpuNode
     beats: bool
     key: str = ""
     """Of the ask by which it joined: said again, it does not end a drain."""

@@ -4,8 +4,8 @@ Owns nothing. Invariants: pure; a release is refused only where nothing could ev
 by tickets.py.
 """
 
-from rollmesh.scheduler.planning.ops import ShrinkReason
-from rollmesh.scheduler.planning.state import Pipeline, PipelinePhase
+from rollmesh.scheduler.planning.plan import ShrinkReason
+from rollmesh.scheduler.planning.state import PipelinePhase, PipelineState
 from rollmesh.scheduler.service.book import Book
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -42,7 +42,7 @@ def refusal(book: Book, ask: Ask) -> str:
     return _mismatch(book, pipeline, ask)
 
 
-def _mismatch(book: Book, pipeline: Pipeline, ask: Request) -> str:
+def _mismatch(book: Book, pipeline: PipelineState, ask: Request) -> str:
     is_generation = ask.cluster == GENERATION_CLUSTER
     if is_generation != (ask.priority == GpuPriority.GENERATION) or ask.priority < 0:
         return (

@@ -11,9 +11,9 @@ from rollmesh.scheduler.planning.state import (
     FIXED,
     OWNING_PHASES,
     RESTING_PHASES,
+    ClusterRequest,
     Owner,
-    Pipeline,
-    Request,
+    PipelineState,
 )
 from rollmesh.scheduler.service.book import Asker, Book, Link
 from rollmesh.scheduler.service.records import (
@@ -74,19 +74,19 @@ def _pipelines(book: Book, revived: Revived) -> None:
         worker = book.state.pipelines[engine.pipeline_id].workers[engine.rank]
         worker.phase, worker.epoch, worker.since_s = engine.phase, engine.epoch, engine.since_s
     for pipeline in book.state.pipelines.values():
-        book.state.count_workers(pipeline)
+        book.state.recount_workers(pipeline)
     for held in sorted(revived.read("holds", Held), key=lambda each: each.hold.since_s):
         book.state.pipelines[held.pipeline_id].holds[held.hold.cluster] = held.hold
     for wish in revived.read("demands", Wish):
         book.wishes[wish.pipeline_id] = wish
         pipeline = book.state.pipelines[wish.pipeline_id]
-        pipeline.demand, pipeline.habits = wish.demand, wish.habits
+        pipeline.demand, pipeline.demand_history = wish.demand, wish.demand_history
     for stream in revived.read("progress", Stream):
         book.state.pipelines[stream.pipeline_id].progress[stream.stream] = stream.progress
 
 
 def _asks(book: Book, revived: Revived) -> None:
-    requests = sorted(revived.read("requests", Request), key=lambda each: each.seq)
+    requests = sorted(revived.read("requests", ClusterRequest), key=lambda each: each.seq)
     book.state.requests.update((each.key, each) for each in requests)
     for ticket in sorted(revived.read("tickets", Ticket), key=lambda each: each.asked_s):
         book.tickets[ticket.key] = ticket
@@ -116,7 +116,9 @@ def _owners(book: Book) -> None:
                 book.standing.update(dict.fromkeys(gpus, owner))
 
 
-def _claims(name: str, pipeline: Pipeline) -> Iterator[tuple[Owner, tuple[int, ...], bool, bool]]:
+def _claims(
+    name: str, pipeline: PipelineState
+) -> Iterator[tuple[Owner, tuple[int, ...], bool, bool]]:
     """Each that has GPUs: whether it owns them, and stands there unless they are but promised."""
     for cluster in pipeline.holds:
         yield Owner(name, cluster, FIXED), pipeline.spec.clusters[cluster], True, True

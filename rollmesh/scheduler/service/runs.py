@@ -10,7 +10,7 @@ to give it back takes nothing from who has it now. Driven by tenants.py.
 
 import math
 
-from rollmesh.scheduler.planning.state import Pipeline, PipelinePhase
+from rollmesh.scheduler.planning.state import PipelinePhase, PipelineState
 from rollmesh.scheduler.service.book import Book, Link
 from rollmesh.scheduler.service.coordinators import is_driven
 from rollmesh.scheduler.service.demands import Demands
@@ -53,7 +53,7 @@ class Runs:
         run = self._book.tenants[name].run
         return "" if run_id == (run.run_id if run else "") else f"another run has the name {name}"
 
-    def bury(self, pipeline: Pipeline, why: str, *, with_engines: bool = True) -> None:
+    def bury(self, pipeline: PipelineState, why: str, *, with_engines: bool = True) -> None:
         """No process of its run is left; nor an engine, unless they are somebody else's."""
         book, name = self._book, pipeline.pipeline_id
         tenant = book.tenants[name]
@@ -67,7 +67,7 @@ class Runs:
         book.links[name] = Link(heard_s=book.now_s)
         book.mark("pipelines", name)
 
-    def strip(self, pipeline: Pipeline, why: str, *, with_trainer: bool = True) -> None:
+    def strip(self, pipeline: PipelineState, why: str, *, with_trainer: bool = True) -> None:
         """It asks for nothing any more; and has no fixed cluster, but for one on which its trainer
         may stand."""
         name, kept = pipeline.pipeline_id, set[str]()

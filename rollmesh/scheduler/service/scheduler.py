@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from rollmesh.scheduler.planning.ops import Plan
-from rollmesh.scheduler.planning.plan import FixedOnly, Policy, plan
+from rollmesh.scheduler.planning.plan import GpuPlan
+from rollmesh.scheduler.planning.planner import FixedOnly, SchedulingPolicy, plan
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.actions import Action, Event
 from rollmesh.scheduler.service.book import Book
@@ -83,7 +83,7 @@ class Scheduler:
     def __init__(
         self,
         settings: SchedulerSettings,
-        policy: Policy,
+        policy: SchedulingPolicy,
         revived: Revived | None = None,
         incarnation: str = "",
         operator_hash: str = "",
@@ -268,21 +268,21 @@ class Scheduler:
             for name, credit in made.credits.items():
                 book.state.pipelines[name].credit_gpu_s = credit
         book.state.credited_s = book.credits.credited_s = book.now_s
-        book.state.water = made.water
+        book.state.fair_shares = made.fair_shares
         book.mark("credits", "1")
 
-    def _make(self) -> Plan:
+    def _make(self) -> GpuPlan:
         """A plan. Where the policy is wrong, one without it: fixed clusters go on, and both are
         tried again."""
         book, spare = self.book, FixedOnly(self.policy.reserve_after_s)
         made = self._try(self.policy, "no plan of generation")
         if made is None:
-            made = self._try(spare, "no plan") or Plan()
+            made = self._try(spare, "no plan") or GpuPlan()
             again_s = min(made.again_s, book.now_s + book.settings.settle_s)
             made = msgspec.structs.replace(made, again_s=again_s)
         return made
 
-    def _try(self, policy: Policy, what: str) -> Plan | None:
+    def _try(self, policy: SchedulingPolicy, what: str) -> GpuPlan | None:
         try:
             return plan(self.book.state, policy)
         except Exception as error:  # noqa: BLE001 - door: one bad plan must not end the fleet

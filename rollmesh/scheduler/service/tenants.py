@@ -18,10 +18,10 @@ from rollmesh.scheduler.planning.placement import check
 from rollmesh.scheduler.planning.state import (
     MAX_NODE_GPUS,
     RESTING_PHASES,
-    Node,
+    GpuNode,
     NodePhase,
-    Pipeline,
     PipelinePhase,
+    PipelineState,
 )
 from rollmesh.scheduler.service.book import Asker, Book, Link
 from rollmesh.scheduler.service.demands import Demands
@@ -229,7 +229,7 @@ class Tenants:
                 if key not in book.tickets:  # somebody may call two asks the same
                     book.askers.pop(key, None)
 
-    def _forget(self, pipeline: Pipeline) -> None:
+    def _forget(self, pipeline: PipelineState) -> None:
         book, name = self._book, pipeline.pipeline_id
         self._intents.forget(name, "it has left")
         book.state.remove_pipeline(name)
@@ -271,7 +271,7 @@ class Tenants:
             first = book.numbers.next_gpu
             book.numbers.next_gpu += ask.num_gpus
             gpus = tuple(range(first, first + ask.num_gpus))
-            node = Node(name=ask.name, gpus=gpus, labels=ask.labels)
+            node = GpuNode(name=ask.name, gpus=gpus, labels=ask.labels)
             book.machines[ask.name] = Machine(node=node, beats=ask.beats, key=ask.key)
         book.state.add_node(node)
         book.beats_s[ask.name] = book.now_s
@@ -320,7 +320,7 @@ class Tenants:
             del book.answers[key]
             book.mark("answers", key)
 
-    def _lose(self, node: Node) -> None:
+    def _lose(self, node: GpuNode) -> None:
         """What is on it nobody can use, nor knows anything of."""
         book, there = self._book, frozenset(node.gpus)
         node.phase = NodePhase.DOWN

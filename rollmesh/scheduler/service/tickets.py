@@ -25,8 +25,14 @@ is known for `memory_s`, so that a late copy of an ask is not done anew. Driven 
 
 from collections.abc import Container
 
-from rollmesh.scheduler.planning.ops import Release, apply
-from rollmesh.scheduler.planning.state import FIXED, Owner, Pipeline, PipelinePhase, Request
+from rollmesh.scheduler.planning.plan import ReleaseCluster, apply
+from rollmesh.scheduler.planning.state import (
+    FIXED,
+    ClusterRequest,
+    Owner,
+    PipelinePhase,
+    PipelineState,
+)
 from rollmesh.scheduler.service.book import Asker, Book
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.intents import Intents, rests
@@ -149,7 +155,7 @@ class Tickets:
             self._offer(ticket)
         elif hold is None and not self._place(ticket):
             book.numbers.seq += 1
-            book.state.requests[ask.key] = Request(
+            book.state.requests[ask.key] = ClusterRequest(
                 key=ask.key,
                 pipeline_id=ticket.pipeline_id,
                 cluster=ticket.cluster,
@@ -160,7 +166,7 @@ class Tickets:
             book.mark("requests", ask.key)
             book.wants_plan = True
 
-    def _place(self, ticket: Ticket) -> Request | None:
+    def _place(self, ticket: Ticket) -> ClusterRequest | None:
         """Its cluster's in the line."""
         for request in self._book.state.requests.values():
             if (request.pipeline_id, request.cluster) == (ticket.pipeline_id, ticket.cluster):
@@ -200,7 +206,7 @@ class Tickets:
         self._intents.drop_promise(pipeline_id, cluster)
         pipeline = book.state.pipelines[pipeline_id]
         if cluster in pipeline.holds:
-            apply(book.state, Release(pipeline_id, cluster))
+            apply(book.state, ReleaseCluster(pipeline_id, cluster))
             book.clear(Owner(pipeline_id, cluster, FIXED), pipeline.spec.clusters[cluster])
             book.mark("holds", pipeline_id, cluster)
         book.wants_plan = True
@@ -385,7 +391,7 @@ class Tickets:
         return f"waits for {holders(book, gpus) or 'its turn'}"
 
 
-def awake_gpus(pipeline: Pipeline) -> tuple[int, ...]:
+def awake_gpus(pipeline: PipelineState) -> tuple[int, ...]:
     """Of its workers that serve."""
     awake = (each for each in pipeline.workers if each.phase is WorkerPhase.AWAKE)
     return tuple(gpu for each in awake for gpu in each.gpus)

@@ -21,7 +21,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
 from rollmesh.scheduler.simulator import history
 from rollmesh.scheduler.simulator.chart import Chart
-from rollmesh.scheduler.simulator.comparison import POLICIES, Comparison, Result, summary
+from rollmesh.scheduler.simulator.comparison import Comparison, Result, compared_policies, summary
 from rollmesh.scheduler.simulator.page import page
 from rollmesh.scheduler.simulator.perfetto import perfetto
 from rollmesh.scheduler.simulator.picture import picture
@@ -36,7 +36,7 @@ def simulate(argv: Sequence[str]) -> int:
     options = _simulate_options(argv)
     trace = read(options.trace) if options.trace else _generated(options)
     comparison = Comparison(trace)
-    policies: list[str] = options.policy or list(POLICIES)
+    policies: list[str] = options.policy or list(compared_policies())
     runs = {policy: comparison.run(policy) for policy in dict.fromkeys(policies)}
     results = {policy: comparison.result(policy, done) for policy, done in runs.items()}
     by_policy = {policy: summary([result]) for policy, result in results.items()}
@@ -70,7 +70,12 @@ def _simulate_options(argv: Sequence[str]) -> argparse.Namespace:
     )
     add = arguments.add_argument
     add("trace", type=Path, nargs="?", metavar="TRACE.json", help="default: a generated one")
-    add("--policy", action="append", choices=POLICIES, help="may be said again; default: all")
+    add(
+        "--policy",
+        action="append",
+        choices=compared_policies(),
+        help="may be said again; default: all",
+    )
     add("--json", action="store_true", help="the figures as one JSON object")
     add("--out", type=Path, metavar="FOLDER", help="write the charts and the trace there")
     add("--shape", choices=SHAPES, default="mixed", help="of a generated trace")

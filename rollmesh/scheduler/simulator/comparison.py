@@ -21,15 +21,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.scheduler.planning.policies import by_name
+from rollmesh.scheduler.planning.policies import BASELINE_POLICY, make_policy, policy_names
 from rollmesh.scheduler.simulator.partition import partition
 from rollmesh.scheduler.simulator.trace import Costs, Trace, TracePipeline
 from rollmesh.scheduler.simulator.world import Run, run
 
-STATIC = "static"
 BOUND = "bound"
-POLICIES = (STATIC, "gap-ratio", "fair")
 FREE = Costs(sleep_s=0.0, wake_s=0.0, reprefill_s=0.0)
+
+
+def compared_policies() -> tuple[str, ...]:
+    """Names of all policies, the baseline first."""
+    others = [name for name in reversed(policy_names()) if name != BASELINE_POLICY]
+    return (BASELINE_POLICY, *others)
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +87,8 @@ class Comparison:
 
     def run(self, policy: str) -> Run:
         """Simulate the policy."""
-        is_static = policy == STATIC
-        return run(partition(self.trace) if is_static else self.trace, by_name(policy))
+        is_static = policy == BASELINE_POLICY
+        return run(partition(self.trace) if is_static else self.trace, make_policy(policy))
 
     def result(self, policy: str, done: Run) -> Result:
         """Of a run of the policy."""
@@ -145,7 +149,7 @@ def summary(results: Sequence[Result]) -> Figures:
 def _alone_s(trace: Trace, pipeline: TracePipeline) -> float:
     """From its arrival to its end, with the whole fleet to itself."""
     alone = msgspec.structs.replace(trace, pipelines=(pipeline,))
-    return run(alone, by_name(STATIC)).ended_s - pipeline.arrival_s
+    return run(alone, make_policy(BASELINE_POLICY)).ended_s - pipeline.arrival_s
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -13,17 +13,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink, apply
-from rollmesh.scheduler.planning.plan import Policy, plan
+from rollmesh.scheduler.planning.plan import Expand, Grant, Op, ReleaseCluster, Shrink, apply
+from rollmesh.scheduler.planning.planner import SchedulingPolicy, plan
 from rollmesh.scheduler.planning.state import (
+    ClusterRequest,
     Demand,
-    Node,
-    Pipeline,
+    FleetState,
+    GenerationWorker,
+    GpuNode,
     PipelinePhase,
-    Progress,
-    Request,
-    State,
-    Worker,
+    PipelineState,
+    StreamProgress,
 )
 from rollmesh.scheduler.simulator.agenda import Agenda
 from rollmesh.scheduler.simulator.resizes import Resizes
@@ -57,7 +57,7 @@ class Tenant(Protocol):
 class Fleet:
     """See the module."""
 
-    def __init__(self, trace: Trace, policy: Policy, agenda: Agenda) -> None:
+    def __init__(self, trace: Trace, policy: SchedulingPolicy, agenda: Agenda) -> None:
         self.spans = Spans()
         self.num_resizes = 0
         self.num_evictions = 0
@@ -65,7 +65,7 @@ class Fleet:
         self.num_plans = 0
         self._agenda = agenda
         self._policy = policy
-        self._state = State()
+        self._state = FleetState()
         self._tenants: dict[str, Tenant] = {}
         self._resizes = Resizes(
             trace.costs, agenda, self.spans, self._falls_asleep, self._resized, self._change
@@ -78,7 +78,7 @@ class Fleet:
         first = 0
         for number, num_gpus in enumerate(trace.nodes):
             gpus = tuple(range(first, first + num_gpus))
-            self._state.add_node(Node(name=f"n{number}", gpus=gpus))
+            self._state.add_node(GpuNode(name=f"n{number}", gpus=gpus))
             first += num_gpus
 
     # what tenants say
@@ -98,20 +98,20 @@ class Fleet:
         """It wants to generate; whether a worker is awake already."""
         pipeline = self._state.pipelines[pipeline_id]
         self._state.now_s = self._agenda.now_s
-        pipeline.habits.signalled(estimate, self._agenda.now_s)
+        pipeline.demand_history.note_requested(estimate, self._agenda.now_s)
         pipeline.demand = Demand(key=self._key(), estimate=estimate, opened_s=self._agenda.now_s)
-        self._state.note_waiting(pipeline)
+        self._state.update_waiting(pipeline)
         self._change()
         return any(each.phase is WorkerPhase.AWAKE for each in pipeline.workers)
 
     def report(self, pipeline_id: str, target: int, completed: int) -> None:
         """Of the rollouts of a step; all of them close the demand."""
         pipeline = self._state.pipelines[pipeline_id]
-        pipeline.progress = {STREAM: Progress(batch=0, target=target, completed=completed)}
+        pipeline.progress = {STREAM: StreamProgress(batch=0, target=target, completed=completed)}
         if completed == target:
             pipeline.demand, pipeline.progress = None, {}
-            pipeline.habits.ended(self._agenda.now_s)
-            self._state.note_waiting(pipeline)
+            pipeline.demand_history.note_ended(self._agenda.now_s)
+            self._state.update_waiting(pipeline)
             self._change()
         elif completed * PROGRESS_BUCKETS // target > (completed - 1) * PROGRESS_BUCKETS // target:
             self._change()
@@ -119,7 +119,7 @@ class Fleet:
     def request(self, pipeline_id: str, cluster: str, priority: int) -> None:
         """A fixed cluster wants its GPUs."""
         key = self._key()
-        self._state.requests[key] = Request(
+        self._state.requests[key] = ClusterRequest(
             key=key,
             pipeline_id=pipeline_id,
             cluster=cluster,
@@ -154,12 +154,12 @@ class Fleet:
         state.now_s, self._plan_s = now_s, None
         for pipeline_id, pipeline in state.pipelines.items():
             self._weigh(pipeline_id, pipeline)
-            pipeline.is_busy = pipeline_id in self._resizes.busy
+            pipeline.is_resizing = pipeline_id in self._resizes.busy
         planned = plan(state, self._policy)
         self.num_plans += 1
         for pipeline_id, credit in planned.credits.items():
             state.pipelines[pipeline_id].credit_gpu_s = credit
-        state.credited_s, state.water = now_s, planned.water
+        state.credited_s, state.fair_shares = now_s, planned.fair_shares
         for op in planned.ops:
             self._carry_out(op)
         self._resizes.drive()
@@ -168,7 +168,7 @@ class Fleet:
             self._agenda.at(self._again_s, partial(self._again, self._again_s))
         self._forget()
 
-    def _weigh(self, pipeline_id: str, pipeline: Pipeline) -> None:
+    def _weigh(self, pipeline_id: str, pipeline: PipelineState) -> None:
         tenant = self._tenants[pipeline_id]
         for worker in pipeline.workers:
             if worker.phase is WorkerPhase.AWAKE:
@@ -196,7 +196,7 @@ class Fleet:
                 gpus = state.gpus_of(request)
                 apply(state, op)
                 self._start(gpus, partial(self._grant, request, gpus))
-            case Release(pipeline_id, cluster):
+            case ReleaseCluster(pipeline_id, cluster):
                 gpus = state.pipelines[pipeline_id].spec.clusters[cluster]
                 apply(state, op)
                 self._clear(gpus)
@@ -218,10 +218,10 @@ class Fleet:
                     del self._starts[each]
                 begin()
 
-    def _falls_asleep(self, pipeline_id: str, worker: Worker) -> None:
+    def _falls_asleep(self, pipeline_id: str, worker: GenerationWorker) -> None:
         self.num_evictions += self._tenants[pipeline_id].sleeps(worker.rank) > 0
 
-    def _resized(self, pipeline_id: str, worker: Worker) -> None:
+    def _resized(self, pipeline_id: str, worker: GenerationWorker) -> None:
         if worker.phase is WorkerPhase.SLEEPING:
             self._move(pipeline_id, worker, WorkerPhase.ASLEEP)
             self._clear(worker.gpus)
@@ -230,15 +230,15 @@ class Fleet:
         self.spans.turn(worker.gpus, Use.SERVE, self._agenda.now_s)
         self._tenants[pipeline_id].woke(worker.rank)
 
-    def _move(self, pipeline_id: str, worker: Worker, phase: WorkerPhase) -> None:
+    def _move(self, pipeline_id: str, worker: GenerationWorker, phase: WorkerPhase) -> None:
         self._state.now_s = self._agenda.now_s
         self._state.move_worker(pipeline_id, worker.rank, phase)
         self._change()
 
-    def _grant(self, request: Request, gpus: tuple[int, ...]) -> None:
+    def _grant(self, request: ClusterRequest, gpus: tuple[int, ...]) -> None:
         pipeline_id, now_s = request.pipeline_id, self._agenda.now_s
         self.spans.enter(gpus, pipeline_id, request.cluster, Use.FIXED, now_s)
-        habits = self._state.pipelines[pipeline_id].habits
-        habits.granted(request.cluster, request.priority, now_s)
+        demand_history = self._state.pipelines[pipeline_id].demand_history
+        demand_history.note_granted(request.cluster, request.priority, now_s)
         self._change()
         self._tenants[pipeline_id].granted()

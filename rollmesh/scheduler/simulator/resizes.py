@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from rollmesh.scheduler.planning.state import Worker
+from rollmesh.scheduler.planning.state import GenerationWorker
 from rollmesh.scheduler.simulator.agenda import Agenda
 from rollmesh.scheduler.simulator.spans import Spans, Use
 from rollmesh.scheduler.simulator.trace import Costs
@@ -20,15 +20,15 @@ from rollmesh.wire.scheduling import WorkerPhase
 
 TURN_S = 10.0
 """The service's `turn_s`: who waits behind a resize does not wait longer."""
-Told = Callable[[str, Worker], None]
+Told = Callable[[str, GenerationWorker], None]
 """Of a pipeline's worker."""
 
 
 class _Promised(msgspec.Struct):
     """To one pipeline's workers."""
 
-    sleeps: list[Worker] = []
-    wakes: list[Worker] = []
+    sleeps: list[GenerationWorker] = []
+    wakes: list[GenerationWorker] = []
 
 
 class Resizes:
@@ -55,7 +55,7 @@ class Resizes:
         self._turned = turned
         self._promised: dict[str, _Promised] = {}
 
-    def promise(self, pipeline_id: str, worker: Worker) -> None:
+    def promise(self, pipeline_id: str, worker: GenerationWorker) -> None:
         """Of a worker that is WAKING or SLEEPING from now on, says the plan."""
         promised = self._promised.setdefault(pipeline_id, _Promised())
         wakes = worker.phase is WorkerPhase.WAKING
@@ -73,7 +73,7 @@ class Resizes:
                 promised.wakes = [each for each in promised.wakes if each not in clear]
                 self._begin(pipeline_id, clear, Use.WAKE)
 
-    def _begin(self, pipeline_id: str, workers: list[Worker], use: Use) -> None:
+    def _begin(self, pipeline_id: str, workers: list[GenerationWorker], use: Use) -> None:
         self.busy.add(pipeline_id)
         now_s, costs = self._agenda.now_s, self._costs
         for worker in workers:
@@ -91,6 +91,6 @@ class Resizes:
         self.busy.discard(pipeline_id)
         self._turned()
 
-    def _end(self, pipeline_id: str, workers: list[Worker]) -> None:
+    def _end(self, pipeline_id: str, workers: list[GenerationWorker]) -> None:
         for worker in workers:
             self._done(pipeline_id, worker)

@@ -6,7 +6,7 @@ Driven by comparison.py.
 
 import msgspec
 
-from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.simulator.agenda import Agenda
 from rollmesh.scheduler.simulator.fleet import Fleet
 from rollmesh.scheduler.simulator.spans import Span, Use
@@ -44,7 +44,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     num_plans: int
 
 
-def run(trace: Trace, policy: Policy) -> Run:
+def run(trace: Trace, policy: SchedulingPolicy) -> Run:
     """Simulate it."""
     agenda = Agenda()
     fleet = Fleet(trace, policy, agenda)

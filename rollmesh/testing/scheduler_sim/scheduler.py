@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from rollmesh.scheduler.planning import policies
-from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
-from rollmesh.scheduler.planning.state import Pipeline, State
+from rollmesh.scheduler.planning.state import FleetState, PipelineState
 from rollmesh.scheduler.service.actions import Action, Note, Write
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
@@ -34,11 +34,11 @@ FULL_S = (0.5, 6.0)
 SETTINGS = SchedulerSettings(resize_deadline_s=8.0, slack_s=2.0, turn_s=3.0)
 
 
-def quick(name: str) -> Policy:
+def quick(name: str) -> SchedulingPolicy:
     """The policy of that name; slices and patience are short, as steps are here."""
     if name == Fair.name:
         return Fair(FairSettings(quantum_s=4.0, hold_s=1.0, switch_s=1.0, reserve_after_s=8.0))
-    return policies.by_name(name)
+    return policies.make_policy(name)
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: type[Scheduler] = Scheduler
     claims: type[Claims] = Claims
     coordinator: type[Coordinator] = Coordinator
-    policy: Callable[[str], Policy] = quick
+    policy: Callable[[str], SchedulingPolicy] = quick
     settings: SchedulerSettings = SETTINGS
 
 
@@ -185,5 +185,5 @@ class SimScheduler(Node):
         transitions.watch("worker", workers)
 
 
-def _all(state: State) -> list[Pipeline]:
+def _all(state: FleetState) -> list[PipelineState]:
     return list(state.pipelines.values())

@@ -9,7 +9,7 @@ order.
 
 import msgspec
 
-from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.service.actions import Note, Write
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
@@ -72,7 +72,7 @@ class Stage:
         self,
         specs: tuple[PipelineSpec, ...],
         num_gpus: int,
-        policy: Policy,
+        policy: SchedulingPolicy,
         settings: SchedulerSettings,
         kind: type[Scheduler] = Scheduler,
     ) -> None:

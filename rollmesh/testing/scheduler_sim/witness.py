@@ -9,18 +9,18 @@ Driven by scheduler.py after each step, and by fleet.py at the end.
 from rollmesh.scheduler.planning.state import (
     AWAKE_PHASES,
     FIXED,
+    FleetState,
     NodePhase,
     Owner,
-    Pipeline,
     PipelinePhase,
-    State,
+    PipelineState,
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 
 OWNING = frozenset({WorkerPhase.AWAKE, WorkerPhase.WAKING, WorkerPhase.LOST})
 
 
-def look_at_owners(state: State) -> None:
+def look_at_owners(state: FleetState) -> None:
     """Of a projected state: owners, holds and workers say the same."""
     expected: dict[int, Owner] = {}
     for pipeline_id, pipeline in state.pipelines.items():
@@ -48,11 +48,11 @@ class Sleepers:
     leaves), or by its node or its quota; else one of its GPUs is promised to somebody.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: FleetState) -> None:
         self.num_evicted = 0
         self._awake = _awake(state)
 
-    def look(self, state: State) -> None:
+    def look(self, state: FleetState) -> None:
         """After a step."""
         awake = _awake(state)
         for pipeline_id, rank in self._awake - awake:
@@ -70,7 +70,7 @@ class Sleepers:
         self._awake = awake
 
 
-def _awake(state: State) -> set[tuple[str, int]]:
+def _awake(state: FleetState) -> set[tuple[str, int]]:
     return {
         (pipeline_id, worker.rank)
         for pipeline_id, pipeline in state.pipelines.items()
@@ -79,7 +79,7 @@ def _awake(state: State) -> set[tuple[str, int]]:
     }
 
 
-def _wants_it(state: State, pipeline: Pipeline) -> bool:
+def _wants_it(state: FleetState, pipeline: PipelineState) -> bool:
     is_admitted = pipeline.phase is PipelinePhase.ADMITTED
     most = pipeline.spec.max_gpus // pipeline.spec.tp
     num = sum(each.phase in AWAKE_PHASES for each in pipeline.workers)

@@ -13,7 +13,7 @@ from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.desk import Desk, Secrets
 from rollmesh.scheduler.admission.door import Door
 from rollmesh.scheduler.admission.process import turn
-from rollmesh.scheduler.planning.state import PipelinePhase, Request
+from rollmesh.scheduler.planning.state import ClusterRequest, PipelinePhase
 from rollmesh.scheduler.service.explain import view
 from rollmesh.scheduler.service.known import Known
 from rollmesh.wire.frames import Packet
@@ -150,7 +150,7 @@ def test_status_shows_nodes_and_pipelines(town: Town, capsys: pytest.CaptureFixt
 
 def test_explain_says_why_a_pipeline_waits(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
     main(["scheduler", "register", "math"])
-    town.state.requests["k"] = Request(
+    town.state.requests["k"] = ClusterRequest(
         key="k",
         pipeline_id="math",
         cluster="actor_train",

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from rollmesh.scheduler.planning.state import PipelinePhase, State
+from rollmesh.scheduler.planning.state import FleetState, PipelinePhase
 from rollmesh.scheduler.service.explain import view
 from rollmesh.scheduler.service.known import Known
 from rollmesh.wire.frames import Packet
@@ -42,7 +42,7 @@ def fleet(
     `run` has the pipeline's name, and `num_driven` looks show a coordinator of it. The first
     `num_registered` looks show the pipeline registered and not admitted."""
     heard = [] if heard is None else heard
-    state = State()
+    state = FleetState()
     state.add_pipeline(SPEC).phase = phase
     runs = {"math": run} if run else {}
     hub, is_over = Hub(bind), threading.Event()

@@ -1,17 +1,16 @@
-"""The policy `gap-ratio`: GPUs in proportion to the work that is left, as a known peer does it.
+"""Policy `gap-ratio`: GPUs in proportion to the remaining work, as a known system does it.
 
     weight    remaining x tp; without an estimate as if one rollout were left
     ratio     weight / sum of weights;  target = ratio x GPUs in whole bundles, at least one,
-              which comes off the largest
+              which is taken from the largest
     gap       ratio - GPUs that it has / GPUs
-    takes     the largest gap / ratio first: open bundles, then of those with a gap below zero and
-              more than their target, from whom has the most of its work left
+    order     largest gap / ratio first: open bundles, then from pipelines with a negative gap and
+              more than their target, the one with the most of its work left
 
-GPUs are those that some pipeline with demand can use, and estimates are corrected by progress,
-never added to it. It knows neither weights nor time: with more pipelines than bundles those that
-have one keep it to the end of their step, and the others wait. `fair` does not.
-
-Invariants: a worker moves once in a plan; deterministic. Driven by plan.py.
+- Counts only GPUs that some pipeline with demand can use. Progress corrects estimates and is never
+  added to them.
+- Ignores weights and time: with more pipelines than bundles, each keeps its bundle to the end of
+  its step while the others wait. `fair` does not.
 """
 
 import heapq
@@ -19,28 +18,28 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.plan import Outlook
-from rollmesh.scheduler.planning.policies.claims import Claim, read_claims
-from rollmesh.scheduler.planning.policies.moves import Moves, Victim
+from rollmesh.scheduler.planning.claims import Claim, read_claims
+from rollmesh.scheduler.planning.moves import Victim, WorkerMoves
+from rollmesh.scheduler.planning.plan import PlanBuilder
+from rollmesh.scheduler.planning.planner import PolicyResult
+from rollmesh.scheduler.planning.policies import register_policy
 
 
-class _Standing(NamedTuple):
-    """What one pipeline should have."""
+class _Target(NamedTuple):
+    """Share that a pipeline should have."""
 
     ratio: float
     num_target: int
     """Bundles."""
     left_share: float
-    """Of its step's work."""
+    """Fraction of its step that is left."""
 
 
-NOTHING = _Standing(0.0, 0, 0.0)
+NO_TARGET = _Target(0.0, 0, 0.0)
 
 
+@register_policy
 class GapRatio:
-    """See the module."""
-
     name = "gap-ratio"
 
     def __init__(self, reserve_after_s: float = 60.0) -> None:
@@ -50,38 +49,38 @@ class GapRatio:
     def reserve_after_s(self) -> float:
         return self._reserve_after_s
 
-    def generate(self, draft: Draft) -> Outlook:
-        claims = [claim for claim in read_claims(draft) if claim.bundles]
-        num_gpus = self.count_gpus(draft, claims)
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        claims = [claim for claim in read_claims(builder) if claim.bundles]
+        num_gpus = self.count_gpus(builder, claims)
         if num_gpus:
-            _Gaps(draft, claims, num_gpus).close()
-        return Outlook()
+            _Gaps(builder, claims, num_gpus).close()
+        return PolicyResult()
 
-    def count_gpus(self, draft: Draft, claims: Sequence[Claim]) -> int:
-        """Those that some claim can use."""
+    def count_gpus(self, builder: PlanBuilder, claims: Sequence[Claim]) -> int:
+        """Number of GPUs that some claim can use."""
         return len({g for claim in claims for worker in claim.bundles for g in worker.gpus})
 
 
 class _Gaps:
-    """One plan's gaps."""
+    """Gaps of one plan."""
 
-    def __init__(self, draft: Draft, claims: Sequence[Claim], num_gpus: int) -> None:
-        self._draft = draft
+    def __init__(self, builder: PlanBuilder, claims: Sequence[Claim], num_gpus: int) -> None:
+        self._builder = builder
         self._claims = claims
         self._num_gpus = num_gpus
-        self._moves = Moves(draft, claims, spares_others=False)
+        self._moves = WorkerMoves(builder, claims, spares_others=False)
         weights = [(each.pipeline.remaining or 1) * each.tp for each in claims]
         total = sum(weights)
         ratios = [weight / total for weight in weights]
         self._standings = {
-            claim.pipeline_id: _Standing(ratio, num_target, _left_share(claim))
+            claim.pipeline_id: _Target(ratio, num_target, _left_share(claim))
             for claim, ratio, num_target in zip(
                 claims, ratios, _targets(claims, ratios, num_gpus), strict=True
             )
         }
 
     def close(self) -> None:
-        """Until nobody gets anything more."""
+        """Move workers until no pipeline gains."""
         while self._pass():
             pass
 
@@ -103,7 +102,7 @@ class _Gaps:
         return has_moved
 
     def _accepts(self, claim: Claim) -> bool:
-        num_awake = self._draft.num_awake(claim.pipeline)
+        num_awake = self._builder.num_awake(claim.pipeline)
         is_short = num_awake < self._standings[claim.pipeline_id].num_target
         return is_short and self._gap(claim.pipeline_id) > 0
 
@@ -113,9 +112,9 @@ class _Gaps:
         return -gap / ratio, -gap, claim.pipeline_id
 
     def _gap(self, pipeline_id: str) -> float:
-        pipeline = self._draft.state.pipelines[pipeline_id]
-        has = self._draft.num_awake(pipeline) * pipeline.spec.tp / self._num_gpus
-        return self._standings.get(pipeline_id, NOTHING).ratio - has
+        pipeline = self._builder.state.pipelines[pipeline_id]
+        has = self._builder.num_awake(pipeline) * pipeline.spec.tp / self._num_gpus
+        return self._standings.get(pipeline_id, NO_TARGET).ratio - has
 
     def _gives(self, taker: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
         num_asked = dict[str, int]()
@@ -123,8 +122,8 @@ class _Gaps:
         for victim in victims:
             name = victim.pipeline.pipeline_id
             num_asked[name] = num_asked.get(name, 0) + 1
-            standing = self._standings.get(name, NOTHING)
-            num_spare = self._draft.num_awake(victim.pipeline) - standing.num_target
+            standing = self._standings.get(name, NO_TARGET)
+            num_spare = self._builder.num_awake(victim.pipeline) - standing.num_target
             if self._gap(name) >= 0 or num_asked[name] > num_spare or name == taker.pipeline_id:
                 return None
             left_share += standing.left_share
@@ -132,7 +131,7 @@ class _Gaps:
 
 
 def _targets(claims: Sequence[Claim], ratios: Sequence[float], num_gpus: int) -> list[int]:
-    """In bundles. What the floors take beyond their ratios comes off the largest."""
+    """Targets in bundles; what the minimum of one adds is taken from the largest."""
     targets = [
         max(1, math.floor(ratio * num_gpus / claim.tp + 0.5))
         for claim, ratio in zip(claims, ratios, strict=True)
@@ -146,7 +145,7 @@ def _targets(claims: Sequence[Claim], ratios: Sequence[float], num_gpus: int) ->
 
 
 def _left_share(claim: Claim) -> float:
-    """Of its step's work, what is left."""
+    """Fraction of the step's rollouts that is left."""
     progress = claim.pipeline.progress.values()
     target = sum(each.target for each in progress if not each.is_retired)
     return (claim.pipeline.remaining or 0) / target if target else 1.0

@@ -1,26 +1,24 @@
-"""The policy `static`: each GPU is one pipeline's, whatever the load; to be compared with.
+"""Policy `static`: a fixed partition of the GPUs whatever the load; the baseline of comparisons.
 
-The partition is equal as far as device maps allow: in turn, in the order of registration, each
-pipeline takes a bundle of its map that nobody has taken, on GPUs of its own fixed clusters first,
-then on those of nobody's, then the lowest rank. Its workers are awake there while it has demand,
-and nobody is moved for load: only who registers or leaves changes the partition, and then who is on
-a GPU that has become another's gives way when that one wants it.
-
-Invariant: no GPU is two pipelines'. Deterministic. Driven by plan.py.
+- Each pipeline in turn, in order of registration, takes a bundle of its map: on GPUs of its own
+  fixed clusters first, then on GPUs without a cluster, then the lowest rank. No GPU is in two
+  partitions.
+- Workers are awake in their partition while there is demand. Only registration and departure change
+  the partition; a worker then gives way when the new owner wants its GPU.
 """
 
 from collections.abc import Sequence
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.plan import Outlook
-from rollmesh.scheduler.planning.policies.claims import Claim, read_claims
-from rollmesh.scheduler.planning.policies.moves import Moves, Victim
-from rollmesh.scheduler.planning.state import Pipeline, State, Worker
+from rollmesh.scheduler.planning.claims import Claim, read_claims
+from rollmesh.scheduler.planning.moves import Victim, WorkerMoves
+from rollmesh.scheduler.planning.plan import PlanBuilder
+from rollmesh.scheduler.planning.planner import PolicyResult
+from rollmesh.scheduler.planning.policies import register_policy
+from rollmesh.scheduler.planning.state import FleetState, GenerationWorker, PipelineState
 
 
+@register_policy
 class Static:
-    """See the module."""
-
     name = "static"
 
     def __init__(self, reserve_after_s: float = 60.0) -> None:
@@ -30,27 +28,27 @@ class Static:
     def reserve_after_s(self) -> float:
         return self._reserve_after_s
 
-    def generate(self, draft: Draft) -> Outlook:
-        parts = partition(draft.state)
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        parts = partition(builder.state)
         claims = [
             claim._replace(bundles=[w for w in claim.bundles if w.rank in parts[claim.pipeline_id]])
-            for claim in read_claims(draft)
+            for claim in read_claims(builder)
         ]
 
         def gives_way(taker: Claim, victims: Sequence[Victim]) -> tuple[float, ...] | None:
             at_home = [v.worker.rank in parts[v.pipeline.pipeline_id] for v in victims]
             return None if any(at_home) or not taker.bundles else ()
 
-        moves = Moves(draft, claims, spares_others=False)
+        moves = WorkerMoves(builder, claims, spares_others=False)
         for claim in claims:
-            while draft.num_awake(claim.pipeline) < claim.num_usable:
+            while builder.num_awake(claim.pipeline) < claim.num_usable:
                 if not moves.open_one(claim) and not moves.take_one(claim, gives_way):
                     break
-        return Outlook()
+        return PolicyResult()
 
 
-def partition(state: State) -> dict[str, set[int]]:
-    """By pipeline, the ranks of its own bundles."""
+def partition(state: FleetState) -> dict[str, set[int]]:
+    """Ranks of each pipeline's own bundles."""
     trained: dict[int, str] = {}
     for name, pipeline in state.pipelines.items():
         for gpus in pipeline.spec.clusters.values():
@@ -73,7 +71,9 @@ def partition(state: State) -> dict[str, set[int]]:
     return parts
 
 
-def _wish(pipeline: Pipeline, worker: Worker, trained: dict[int, str]) -> tuple[int, int]:
+def _wish(
+    pipeline: PipelineState, worker: GenerationWorker, trained: dict[int, str]
+) -> tuple[int, int]:
     owners = {trained.get(gpu, "") for gpu in worker.gpus}
     if owners == {pipeline.pipeline_id}:
         return 0, worker.rank

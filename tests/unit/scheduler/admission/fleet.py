@@ -7,7 +7,7 @@ Driven by the tests of the desk and of its process.
 import msgspec
 
 from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.planning.state import Node, PipelinePhase, State
+from rollmesh.scheduler.planning.state import FleetState, GpuNode, PipelinePhase
 from rollmesh.scheduler.service.explain import view
 from rollmesh.scheduler.service.known import Known
 from rollmesh.wire.scheduling import (
@@ -24,9 +24,9 @@ class Fleet:
     """Two nodes of four GPUs."""
 
     def __init__(self) -> None:
-        self.state = State()
-        self.state.add_node(Node(name="a", gpus=(0, 1, 2, 3), labels=("h200",)))
-        self.state.add_node(Node(name="b", gpus=(4, 5, 6, 7), labels=("l40",)))
+        self.state = FleetState()
+        self.state.add_node(GpuNode(name="a", gpus=(0, 1, 2, 3), labels=("h200",)))
+        self.state.add_node(GpuNode(name="b", gpus=(4, 5, 6, 7), labels=("l40",)))
         self.asked: list[Question] = []
         self.runs: dict[str, RunClaim] = {}
         """By pipeline, the run that has its name."""

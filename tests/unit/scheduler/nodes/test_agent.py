@@ -16,7 +16,7 @@ from rollmesh.scheduler.nodes.agent import (
     num_gpus,
     serve,
 )
-from rollmesh.scheduler.planning.policies import by_name
+from rollmesh.scheduler.planning.policies import make_policy
 from rollmesh.scheduler.planning.state import NodePhase
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
@@ -89,7 +89,7 @@ def live(scheduler: Scheduler, agent: Agent, from_s: float, to_s: float) -> None
 
 def test_a_drained_node_stays_drained_until_its_agent_is_started_anew() -> None:
     settings = SchedulerSettings(memory_s=30.0)
-    scheduler = Scheduler(settings, by_name("fair"))
+    scheduler = Scheduler(settings, make_policy("fair"))
     agent = Agent("a", 4)
     live(scheduler, agent, 0.0, 5.0)
     scheduler.step(Received(b"cli", DrainNode("d", "a")), 5.0)
@@ -103,7 +103,7 @@ def test_a_drained_node_stays_drained_until_its_agent_is_started_anew() -> None:
 
 def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> None:
     settings = SchedulerSettings()
-    scheduler = Scheduler(settings, by_name("fair"))
+    scheduler = Scheduler(settings, make_policy("fair"))
     agent = Agent("a", 4)
     live(scheduler, agent, 0.0, 5.0)
     live(scheduler, Agent("b", 2), 5.0, 6.0 + settings.node_grace_s)

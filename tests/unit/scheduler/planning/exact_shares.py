@@ -1,19 +1,19 @@
-"""Weighted max-min shares again, exactly and without a clock: by subsets, in fractions.
+"""Reference implementation of weighted max-min shares: exact fractions, by subsets of claims.
 
-The least level is that of the subset of claims with the fewest GPUs for its weight, of those that
-it can get at all; it has exactly that, and the others share what it leaves. Exponential, for tests
-alone; it shares no code with shares.py. Driven by test_shares.py and the policies' tests.
+- The lowest level is that of the subset of claims with the fewest reachable GPUs for its weight; it
+  gets exactly that, and the others share the rest.
+- Exponential; shares no code with shares.py.
 """
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import combinations
 
-from rollmesh.scheduler.planning.shares import Pool, Share
+from rollmesh.scheduler.planning.shares import IndexedPool, ShareBounds
 
 
-def exact_shares(claims: Sequence[Share], pools: Sequence[Pool]) -> list[Fraction]:
-    """Of claims without floors."""
+def exact_shares(claims: Sequence[ShareBounds], pools: Sequence[IndexedPool]) -> list[Fraction]:
+    """Shares of claims without floors."""
     got = [Fraction(0)] * len(claims)
     fixed: frozenset[int] = frozenset()
     while len(fixed) < len(claims):
@@ -32,8 +32,11 @@ def exact_shares(claims: Sequence[Share], pools: Sequence[Pool]) -> list[Fractio
     return got
 
 
-def _most(claims: Sequence[Share], pools: Sequence[Pool], some: frozenset[int]) -> Fraction:
-    """GPUs that these can have together: what a subset can reach, and the caps of the others."""
+def _most(
+    claims: Sequence[ShareBounds], pools: Sequence[IndexedPool], some: frozenset[int]
+) -> Fraction:
+    """GPUs that these claims can have together: what a subset can reach, and the caps of the
+    others."""
     bounds = [sum((Fraction(claims[each].cap_gpus) for each in some), Fraction(0))]
     for served in _subsets(some):
         reached = sum(pool.num_gpus for pool in pools if not served.isdisjoint(pool.takers))

@@ -1,33 +1,33 @@
-"""A toy executor: wakes and sleeps come to rest in any order, holds end, pipelines ask again.
+"""Carries plans out in random order: moves settle, holds end, pipelines request again.
 
-Owns a state and a seeded source of chance; a cycle is a second. Invariant: whatever is granted is
-given up in the end, and nobody waits for what only it could give up. Driven by test_fixed.py.
+- One cycle is a second; randomness comes from a seed.
+- Everything that is granted is released eventually, and no pipeline waits for what only it could
+  release.
 """
 
 import random
 
-from rollmesh.scheduler.planning import fixed
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.ops import Release, apply
-from rollmesh.scheduler.planning.plan import Policy
-from rollmesh.scheduler.planning.state import State
+from rollmesh.scheduler.planning import planner
+from rollmesh.scheduler.planning.plan import PlanBuilder, ReleaseCluster, apply
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
+from rollmesh.scheduler.planning.state import FleetState
 from rollmesh.wire.scheduling import GpuPriority, WorkerPhase
 from tests.unit.scheduler.planning.fleets import add, ask, carry_out, demand, fleet
 from tests.unit.scheduler.planning.histories import MOVING, check_owners
 
 MOVE_CYCLES = 3
-"""A wake or a sleep takes so many at most."""
+"""Upper bound on the cycles of a wake or a sleep."""
 HOLD_CYCLES = 5
-"""So long a cluster is held that has all that it needs."""
+"""Cycles for which a cluster is held once its pipeline has all that it needs."""
 
 
 class Executor:
-    """Carries plans out, and has pipelines ask."""
-
-    def __init__(self, seed: int, policy: Policy, draft_type: type[Draft] = Draft) -> None:
+    def __init__(
+        self, seed: int, policy: SchedulingPolicy, builder_type: type[PlanBuilder] = PlanBuilder
+    ) -> None:
         self.rng = random.Random(seed)
         self.policy = policy
-        self.draft_type = draft_type
+        self.builder_type = builder_type
         self.num_gpus = self.rng.randint(2, 6)
         self.state = fleet(self.num_gpus)
         for number in range(self.rng.randint(2, 5)):
@@ -35,9 +35,9 @@ class Executor:
 
     @property
     def bound_s(self) -> float:
-        """What a request waits at most: until it is reserved; then, in turn, for each other device
-        set that was asked for before or that it waits for, until that has settled and is given up;
-        and for one wake of its own."""
+        """Upper bound on a request's wait: until it is reserved; then, one after another, for each
+        other set of GPUs that was requested earlier or that it waits for, until that has settled
+        and is released; and one wake of its own."""
         num_sets = sum(len(each.spec.clusters) for each in self.state.pipelines.values())
         turn_s = 2 * MOVE_CYCLES + HOLD_CYCLES + 2
         return self.policy.reserve_after_s + num_sets * turn_s + MOVE_CYCLES + 1
@@ -47,15 +47,15 @@ class Executor:
         generation = tuple(rng.sample(gpus, rng.randint(0, self.num_gpus)))
         pipeline = add(self.state, pipeline_id, generation)
         cut = rng.randint(1, self.num_gpus - 1)
-        # Who holds the first may ask for the second: all in one order, for else pipelines would
-        # wait for one another whatever a planner does.
+        # A pipeline that holds the first may request the second, never the reverse: else they could
+        # deadlock whatever the planner does.
         for name, part in (("actor_train", gpus[:cut]), ("critic", gpus[cut:])):
             pipeline.spec.clusters[name] = tuple(rng.sample(part, rng.randint(1, len(part))))
         if generation and rng.random() < 0.8:
             demand(self.state, pipeline_id)
 
     def run(self, num_cycles: int) -> float:
-        """The longest that any request has waited."""
+        """Return the longest wait of any request."""
         longest_s = 0.0
         for _ in range(num_cycles):
             self.state.now_s += 1.0
@@ -64,10 +64,10 @@ class Executor:
             self._ask()
             waits = [self.state.now_s - each.asked_s for each in self.state.requests.values()]
             longest_s = max([longest_s, *waits])
-            if self.draft_type is Draft:
+            if self.builder_type is PlanBuilder:
                 carry_out(self.state, self.policy)
             else:
-                carry_out_with(self.draft_type, self.state, self.policy)
+                carry_out_with(self.builder_type, self.state, self.policy)
             check_owners(self.state)
         return longest_s
 
@@ -99,13 +99,15 @@ class Executor:
                 ask(self.state, pipeline_id, cluster, self.rng.choice(list(GpuPriority)[:-1]))
 
 
-def carry_out_with(draft_type: type[Draft], state: State, policy: Policy) -> None:
-    """What a planner with another draft would do, unproven."""
+def carry_out_with(
+    builder_type: type[PlanBuilder], state: FleetState, policy: SchedulingPolicy
+) -> None:
+    """Plan and apply with another builder, without proof."""
     for pipeline_id, pipeline in state.pipelines.items():
         for cluster in set(pipeline.releasing) & set(pipeline.holds):
-            apply(state, Release(pipeline_id, cluster))
-    draft = draft_type(state)
-    fixed.serve(draft, policy.reserve_after_s)
-    policy.generate(draft)
-    for op in draft.ops:
+            apply(state, ReleaseCluster(pipeline_id, cluster))
+    builder = builder_type(state)
+    planner.serve_requests(builder, policy.reserve_after_s)
+    policy.generate(builder)
+    for op in builder.ops:
         apply(state, op)

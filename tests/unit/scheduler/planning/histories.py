@@ -1,24 +1,20 @@
-"""Random fleets, and what happens to them: what comes from outside, told to the planner's state.
-
-Owns a state and a seeded source of chance. Invariant: each thing is what the service would do, so
-that the planner must cope with it. Driven by the tests of histories and of liveness.
-"""
+"""Random fleets and random events from outside, as the service would apply them to the planner's
+state."""
 
 import random
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.ops import worker_name
-from rollmesh.scheduler.planning.plan import Outlook
+from rollmesh.scheduler.planning.plan import PlanBuilder, worker_name
+from rollmesh.scheduler.planning.planner import PolicyResult
 from rollmesh.scheduler.planning.state import (
     FIXED,
     OWNING_PHASES,
-    Node,
+    FleetState,
+    GenerationWorker,
+    GpuNode,
     NodePhase,
     Owner,
-    Pipeline,
     PipelinePhase,
-    State,
-    Worker,
+    PipelineState,
 )
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -31,7 +27,7 @@ MOVING = (WorkerPhase.WAKING, WorkerPhase.SLEEPING)
 
 
 class Churn:
-    """A policy that wakes and evicts at random, through the doors of the draft alone."""
+    """A policy that wakes and evicts at random, through the builder only."""
 
     name = "churn"
     reserve_after_s = 5.0
@@ -39,50 +35,48 @@ class Churn:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def generate(self, draft: Draft) -> Outlook:
-        rng = random.Random(f"{self._seed} {draft.state.now_s}")
-        bundles = [(name, w) for name, p in draft.state.pipelines.items() for w in p.workers]
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        rng = random.Random(f"{self._seed} {builder.state.now_s}")
+        bundles = [(name, w) for name, p in builder.state.pipelines.items() for w in p.workers]
         rng.shuffle(bundles)
         for pipeline_id, worker in bundles:
-            if draft.can_expand(pipeline_id, worker) and rng.random() < 0.7:
-                self._wake(draft, pipeline_id, worker)
-        return Outlook()
+            if builder.can_expand(pipeline_id, worker) and rng.random() < 0.7:
+                self._wake(builder, pipeline_id, worker)
+        return PolicyResult()
 
-    def _wake(self, draft: Draft, pipeline_id: str, worker: Worker) -> None:
-        mark = draft.mark()
+    def _wake(self, builder: PlanBuilder, pipeline_id: str, worker: GenerationWorker) -> None:
+        mark = builder.mark()
         for gpu in worker.gpus:
-            owner = draft.owner(gpu)
+            owner = builder.owner(gpu)
             if owner is None:
                 continue
-            victim = draft.state.worker_of(owner)
-            if victim is None or not draft.can_evict(owner.pipeline_id, victim, pipeline_id):
-                draft.rollback(mark)
+            victim = builder.state.worker_of(owner)
+            if victim is None or not builder.can_evict(owner.pipeline_id, victim, pipeline_id):
+                builder.rollback(mark)
                 return
-            draft.shrink(owner.pipeline_id, victim, worker_name(pipeline_id, worker.rank))
-        if draft.can_expand(pipeline_id, worker):
-            draft.expand(pipeline_id, worker)
+            builder.shrink(owner.pipeline_id, victim, worker_name(pipeline_id, worker.rank))
+        if builder.can_expand(pipeline_id, worker):
+            builder.expand(pipeline_id, worker)
         else:
-            draft.rollback(mark)
+            builder.rollback(mark)
 
 
 class History:
-    """See the module."""
-
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.state = State()
+        self.state = FleetState()
         self._num_added = 0
         first = 0
         for name in "abc"[: self.rng.randint(1, 3)]:
             num = self.rng.randint(1, 5)
-            self.state.add_node(Node(name=name, gpus=tuple(range(first, first + num))))
+            self.state.add_node(GpuNode(name=name, gpus=tuple(range(first, first + num))))
             first += num
         for _ in range(self.rng.randint(1, 4)):
             self.add_pipeline()
 
-    # what there is
+    # queries
 
-    def add_pipeline(self) -> Pipeline:
+    def add_pipeline(self) -> PipelineState:
         rng, tp = self.rng, self.rng.choice((1, 1, 2))
         nodes = list(self.state.nodes.values())
         bundles = [n.gpus[i : i + tp] for n in nodes for i in range(0, len(n.gpus) - tp + 1, tp)]
@@ -102,11 +96,11 @@ class History:
             pipeline.spec.clusters[name] = tuple(rng.sample(gpus, rng.randint(1, len(gpus))))
         return pipeline
 
-    def pipeline(self, phase: PipelinePhase = PipelinePhase.ADMITTED) -> Pipeline | None:
+    def pipeline(self, phase: PipelinePhase = PipelinePhase.ADMITTED) -> PipelineState | None:
         chosen = [each for each in self.state.pipelines.values() if each.phase is phase]
         return self.rng.choice(chosen) if chosen else None
 
-    def workers(self, *phases: WorkerPhase) -> list[tuple[str, Worker]]:
+    def workers(self, *phases: WorkerPhase) -> list[tuple[str, GenerationWorker]]:
         """Those in one of the phases."""
         return [
             (pipeline_id, worker)
@@ -115,10 +109,10 @@ class History:
             if worker.phase in phases
         ]
 
-    # what happens
+    # events
 
     def happen(self) -> None:
-        """Time passes, and then something."""
+        """Let time pass, then apply one event."""
         self.state.now_s += self.rng.choice((0.0, 0.5, 3.0))
         things = [self.ask, self.release, self.open_or_close, self.arrive, self.arrive]
         things += [self.lose, self.find, self.admit_or_not, self.come_or_go, self.strike_node]
@@ -149,7 +143,7 @@ class History:
         pipeline = self.pipeline()
         if pipeline and pipeline.demand:
             pipeline.demand = None
-            self.state.note_waiting(pipeline)
+            self.state.update_waiting(pipeline)
         elif pipeline:
             demand(self.state, pipeline.pipeline_id, self.rng.randint(0, 9))
 
@@ -159,7 +153,7 @@ class History:
                 self._rest(pipeline_id, worker)
 
     def lose(self) -> None:
-        """A worker that does not answer."""
+        """A worker stops answering."""
         moving = self.workers(*MOVING, WorkerPhase.AWAKE)
         if moving:
             pipeline_id, worker = self.rng.choice(moving)
@@ -167,7 +161,7 @@ class History:
             self.state.pipelines[pipeline_id].phase = PipelinePhase.QUARANTINED
 
     def find(self) -> None:
-        """The truth about those that were lost."""
+        """Lost workers are reported."""
         for pipeline_id, worker in self.workers(WorkerPhase.LOST):
             owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
             is_owner = all(self.state.owners.get(gpu) == owner for gpu in worker.gpus)
@@ -189,17 +183,17 @@ class History:
     def strike_node(self) -> None:
         node = self.rng.choice(list(self.state.nodes.values()))
         if node.phase is not NodePhase.UP:
-            self.state.add_node(Node(name=node.name, gpus=node.gpus))
+            self.state.add_node(GpuNode(name=node.name, gpus=node.gpus))
         elif self.rng.random() < 0.5:
             self.state.drain_node(node.name)
         else:
             self.state.lose_node(node.name)
 
     def mend(self) -> None:
-        """All is well again, all comes to rest, and whoever holds gives up."""
+        """Repair everything, settle all moves, and release all holds."""
         self.state.now_s += 1.0
         for node in list(self.state.nodes.values()):
-            self.state.add_node(Node(name=node.name, gpus=node.gpus))
+            self.state.add_node(GpuNode(name=node.name, gpus=node.gpus))
         for pipeline_id, worker in self.workers(*MOVING):
             self._rest(pipeline_id, worker)
         for pipeline_id, worker in self.workers(WorkerPhase.LOST):
@@ -212,13 +206,13 @@ class History:
                 pipeline.demand = None
         self._tidy()
 
-    def _rest(self, pipeline_id: str, worker: Worker) -> None:
+    def _rest(self, pipeline_id: str, worker: GenerationWorker) -> None:
         is_waking = worker.phase is WorkerPhase.WAKING
         phase = WorkerPhase.AWAKE if is_waking else WorkerPhase.ASLEEP
         self.state.move_worker(pipeline_id, worker.rank, phase)
 
     def _tidy(self) -> None:
-        """What the service does when something has come to its end."""
+        """Complete what the service completes: releases and departures."""
         for pipeline_id, pipeline in list(self.state.pipelines.items()):
             if all(worker.phase is WorkerPhase.ASLEEP for worker in pipeline.workers):
                 pipeline.releasing.pop(GENERATION_CLUSTER, None)
@@ -226,8 +220,8 @@ class History:
                     self.state.remove_pipeline(pipeline_id)
 
 
-def check_owners(state: State) -> None:
-    """Every GPU is of who has it or is to have it, and of nobody else."""
+def check_owners(state: FleetState) -> None:
+    """Every GPU belongs to the owner that has it or is promised it, and to no other."""
     for gpu, owner in state.owners.items():
         pipeline = state.pipelines[owner.pipeline_id]
         if owner.rank == FIXED:

@@ -1,230 +1,203 @@
-"""The cycle of the planner: what must go, fixed clusters, generation; random histories of it."""
-
-import copy
+"""Effects of operations on the state, and what PlanBuilder allows and rolls back."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from rollmesh.scheduler.planning import policies
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.ops import Expand, Grant, Release, Shrink, ShrinkReason
-from rollmesh.scheduler.planning.plan import Outlook, Policy, plan
-from rollmesh.scheduler.planning.state import PipelinePhase, State
-from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
+from rollmesh.scheduler.planning.plan import (
+    Expand,
+    GpuReservation,
+    Grant,
+    PlanBuilder,
+    ReleaseCluster,
+    Shrink,
+    apply,
+    worker_name,
+)
+from rollmesh.scheduler.planning.state import FIXED, FleetState, NodePhase, Owner, PipelinePhase
+from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority, WorkerPhase
 from tests.unit.scheduler.planning.fleets import (
     TRAIN,
-    Greedy,
     Idle,
     add,
     ask,
     carry_out,
-    demand,
     fleet,
-    settle,
-    trains,
     wake,
 )
-from tests.unit.scheduler.planning.histories import Churn, History, check_owners
 
 
-def test_idle_gpus_go_to_the_one_pipeline_that_wants_them() -> None:
+def test_a_worker_owns_its_gpus_from_its_expand_to_its_shrink() -> None:
+    state = fleet(4)
+    pipeline = add(state, "p", generation=range(4), tp=2)
+    state.now_s = 1.0
+    apply(state, Expand("p", 1))
+    worker = pipeline.workers[1]
+    assert (worker.phase, worker.since_s) == (WorkerPhase.WAKING, 1.0)
+    assert state.owners == dict.fromkeys((2, 3), Owner("p", GENERATION_CLUSTER, 1))
+    state.now_s = 2.0
+    wake(state, "p", 1)
+    apply(state, Shrink("p", 1, "release"))
+    assert (worker.phase, worker.since_s) == (WorkerPhase.SLEEPING, 2.0)
+    assert state.owners == {}
+
+
+def test_a_cluster_holds_its_gpus_from_its_grant_to_its_release() -> None:
     state = fleet(2)
-    add(state, "p", generation=(0, 1))
-    demand(state, "p")
-    assert plan(state, Greedy()).ops == (Expand("p", 0), Expand("p", 1))
+    pipeline = add(state, "p", train=(0, 1))
+    key = ask(state, "p", priority=GpuPriority.CRITIC_TRAINING)
+    state.now_s = 4.0
+    apply(state, Grant(key))
+    assert state.requests == {}
+    hold = pipeline.holds[TRAIN]
+    assert (hold.key, hold.priority, hold.since_s) == (key, GpuPriority.CRITIC_TRAINING, 4.0)
+    assert state.owners == dict.fromkeys((0, 1), Owner("p", TRAIN, FIXED))
+    pipeline.releasing[TRAIN] = "release"
+    apply(state, ReleaseCluster("p", TRAIN))
+    assert (pipeline.holds, pipeline.releasing, state.owners) == ({}, {}, {})
 
 
-def test_training_takes_its_gpus_from_generation_and_gives_them_back() -> None:
-    state = fleet(2)
-    add(state, "p", generation=(0, 1), train=(0,))
-    demand(state, "p")
-    wake(state, "p", 0, 1)
-    key = ask(state, "p")
-    assert carry_out(state, Greedy()).ops == (Shrink("p", 0, key), Grant(key))
-    settle(state)
-    assert carry_out(state, Greedy()).ops == ()
-    state.pipelines["p"].releasing[TRAIN] = "release"
-    assert carry_out(state, Greedy()).ops == (Release("p", TRAIN), Expand("p", 0))
+def test_a_worker_is_called_by_its_pipeline_and_rank() -> None:
+    assert worker_name("p", 3) == "p/3"
 
 
-def keepers(*trains: tuple[int, ...]) -> State:
-    """Each has a worker for keeps, by its rank, and asks for a cluster where all of them are."""
-    state = fleet(len(trains))
-    for rank, gpus in enumerate(trains):
-        name = f"p{rank}"
-        add(state, name, generation=range(len(trains)), train=gpus, is_preemptible=False)
-        demand(state, name)
-        wake(state, name, rank)
+def stage() -> FleetState:
+    """p generates on 0, sleeps on 1; q trains on 2."""
+    state = fleet(4)
+    add(state, "p", generation=(0, 1), train=(1, 3))
+    wake(state, "p", 0)
+    add(state, "q", train=(2,))
+    ask(state, "q")
+    carry_out(state, Idle())
     return state
 
 
-@pytest.mark.parametrize("trains", [((1,), (0,)), ((0, 1), (0, 1)), ((1,), (2,), (0,))])
-def test_who_is_not_preemptible_gives_way_where_all_would_wait_for_each_other(
-    trains: tuple[tuple[int, ...], ...],
-) -> None:
-    state = keepers(*trains)
-    key = ask(state, "p0")
-    assert plan(state, Idle()).ops == (), "nobody else waits yet"
-    for rank in range(1, len(trains)):
-        ask(state, f"p{rank}")
-    ops = carry_out(state, Idle()).ops
-    assert Grant(key) in ops
-    assert Shrink("p1", 1, key) in ops
-    settle(state)
-    assert plan(state, Idle()).ops == (), "who trains keeps nobody from it"
-
-
-def test_who_keeps_workers_and_waits_for_nobody_is_not_evicted_with_those_that_wait() -> None:
-    """p0 wants GPUs of p1, which waits for it, and of p2, which does not."""
-    state = keepers((1, 2), (0,), ())
-    ask(state, "p0")
-    ask(state, "p1")
-    ops = carry_out(state, Idle()).ops
-    assert not [op for op in ops if isinstance(op, Shrink) and op.pipeline_id == "p2"]
-
-
-def test_generation_that_is_given_up_goes_to_sleep_whole() -> None:
-    state = fleet(2)
-    pipeline = add(state, "p", generation=(0, 1))
-    wake(state, "p", 0, 1)
-    pipeline.releasing[GENERATION_CLUSTER] = "release"
-    shrinks = (Shrink("p", 0, ShrinkReason.RELEASE), Shrink("p", 1, ShrinkReason.RELEASE))
-    assert plan(state, Idle()).ops == shrinks
-
-
-def test_a_worker_that_wakes_goes_to_sleep_once_it_is_awake() -> None:
-    state = fleet(1)
-    pipeline = add(state, "p", generation=(0,))
-    state.move_worker("p", 0, WorkerPhase.WAKING)
-    pipeline.releasing[GENERATION_CLUSTER] = "release"
-    assert plan(state, Idle()).ops == ()
-    settle(state)
-    assert plan(state, Idle()).ops == (Shrink("p", 0, ShrinkReason.RELEASE),)
-
-
-def test_a_pipeline_that_leaves_sleeps_and_what_it_gives_up_another_gets_at_once() -> None:
-    state = fleet(2)
-    leaver = add(state, "p", generation=(0,), train=(1,))
-    wake(state, "p", 0)
-    ask(state, "p")
-    carry_out(state, Idle())
-    add(state, "q", generation=(0,), train=(1,))
-    demand(state, "q")
-    key = ask(state, "q")
-    leaver.phase = PipelinePhase.LEAVING
-    shrink = Shrink("p", 0, ShrinkReason.LEAVE)
-    assert plan(state, Greedy()).ops == (shrink, Expand("q", 0)), "its trainer is still there"
-    leaver.releasing[TRAIN] = "release"
-    assert plan(state, Greedy()).ops == (Release("p", TRAIN), shrink, Grant(key), Expand("q", 0))
-
-
-def test_a_release_and_a_request_of_one_moment_leave_no_gap_for_others() -> None:
-    """Also where the one that waits has asked before: the higher priority has what is given up."""
-    state = fleet(1)
-    giver = add(state, "p", train=(0,))
-    giver.spec.clusters["critic"] = (0,)
-    add(state, "q", generation=(0,))
-    demand(state, "q")
-    ask(state, "p")
-    carry_out(state, Greedy())
-    giver.releasing[TRAIN] = "release"
-    key = ask(state, "p", "critic")
-    assert plan(state, Greedy()).ops == (Release("p", TRAIN), Grant(key))
-
-
-def test_ops_stand_in_an_order_in_which_they_can_be_done() -> None:
-    """Releases, shrinks, grants, expands, whoever was served first."""
-    state = fleet(4)
-    for name, gpu in (("p", 0), ("q", 1), ("r", 2)):
-        add(state, name, generation=(gpu,), train=(gpu,))
-    wake(state, "q", 0)
-    ask(state, "r")
-    carry_out(state, Idle())
-    state.pipelines["r"].releasing[TRAIN] = "release"
-    demand(state, "r")
-    first, second = ask(state, "p"), ask(state, "q")
-    assert plan(state, Greedy()).ops == (
-        Release("r", TRAIN),
-        Shrink("q", 0, second),
-        Grant(first),
-        Grant(second),
-        Expand("r", 0),
+def view(builder: PlanBuilder) -> tuple[object, ...]:
+    pipeline = builder.state.pipelines["p"]
+    can = [
+        (builder.can_shrink("p", worker), builder.can_expand("p", worker))
+        for worker in pipeline.workers
+    ]
+    return (
+        [builder.owner(gpu) for gpu in range(4)],
+        can,
+        builder.num_awake(pipeline),
+        builder.ops[:],
     )
 
 
-def test_what_is_over_quota_goes_the_cheapest_first() -> None:
-    state = fleet(4)
-    pipeline = add(state, "p", generation=range(4), max_gpus=2)
-    for worker, kv_tokens in zip(wake(state, "p", 0, 1, 2, 3), (9, 2, 5, 2), strict=True):
-        worker.kv_tokens = kv_tokens
-    assert pipeline.spec.max_gpus == 2
-    quota = ShrinkReason.QUOTA
-    assert plan(state, Idle()).ops == (Shrink("p", 3, quota), Shrink("p", 1, quota))
+def test_operations_change_what_the_builder_sees_and_not_the_state() -> None:
+    state = stage()
+    builder = PlanBuilder(state)
+    sleeper, waker = state.pipelines["p"].workers
+    key = ask(state, "p")
+    builder.shrink("p", sleeper, "p/1")
+    builder.release("q", TRAIN)
+    builder.expand("p", waker)
+    assert builder.ops == [Shrink("p", 0, "p/1"), ReleaseCluster("q", TRAIN), Expand("p", 1)]
+    owner = Owner("p", GENERATION_CLUSTER, 1)
+    assert [builder.owner(gpu) for gpu in range(3)] == [None, owner, None]
+    assert [builder.is_open(gpu) for gpu in range(3)] == [True, False, True]
+    assert builder.num_awake(state.pipelines["p"]) == 1
+    assert set(state.owners) == {0, 2}
+    other = PlanBuilder(state)
+    other.grant(key)
+    assert other.owner(1) == other.owner(3) == Owner("p", TRAIN, FIXED)
 
 
-class Counting(Idle):
-    """Keeps accounts, and wants to be asked again."""
+def test_a_rollback_leaves_nothing() -> None:
+    state = stage()
+    key = ask(state, "p")
+    sleeper, waker = state.pipelines["p"].workers
+    builder = PlanBuilder(state)
+    before = view(builder)
+    mark = builder.mark()
+    builder.shrink("p", sleeper, "p/1")
+    middle, after_one = builder.mark(), view(builder)
+    builder.expand("p", waker)
+    builder.release("q", TRAIN)
+    builder.rollback(middle)
+    assert view(builder) == after_one
+    builder.rollback(mark)
+    builder.grant(key)
+    assert builder.ops == [Grant(key)]
+    builder.rollback(mark)
+    assert view(builder) == before
 
-    def generate(self, draft: Draft) -> Outlook:
-        return Outlook(credits={"p": 2.5}, again_s=7.0)
 
-
-def test_a_plan_has_the_credits_of_its_policy_and_the_earlier_of_both_times() -> None:
-    state = fleet(1)
-    add(state, "p", train=(0,))
-    trains(state, "q", 0)
-    made = plan(state, Counting())
-    assert (made.credits, made.again_s) == ({"p": 2.5}, 7.0)
-    ask(state, "p")
-    assert plan(state, Counting()).again_s == 7.0
-    state.now_s = 1.0 - Idle.reserve_after_s
-    ask(state, "p")
-    assert plan(state, Counting()).again_s == 1.0
-
-
-def test_nothing_to_do_is_an_empty_plan() -> None:
-    assert plan(fleet(), Greedy()).ops == ()
-    state = fleet(2)
-    add(state, "p", generation=(0,), train=(1,))
-    assert plan(state, Greedy()).ops == ()
+def test_a_worker_moves_once_in_a_plan() -> None:
+    state = stage()
+    builder = PlanBuilder(state)
+    sleeper, waker = state.pipelines["p"].workers
+    builder.shrink("p", sleeper, "p/1")
+    builder.expand("p", waker)
+    for worker in (sleeper, waker):
+        assert not builder.can_shrink("p", worker)
+        assert not builder.can_expand("p", worker)
+    with pytest.raises(AssertionError):
+        builder.expand("p", sleeper)
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [Greedy(), Churn(0), *map(policies.by_name, ("fair", "gap-ratio", "static"))],
-    ids=lambda policy: policy.name,
+    "phase", sorted(set(WorkerPhase) - {WorkerPhase.AWAKE, WorkerPhase.ASLEEP})
 )
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_plans_of_random_histories_hold_and_are_the_same_each_time(
-    policy: Policy, seed: int
-) -> None:
-    """plan() proves each by itself."""
-    history = History(seed)
-    for _ in range(40):
-        history.happen()
-        before = copy.deepcopy(history.state)
-        first = plan(history.state, policy)
-        assert history.state == before, "a plan leaves the state as it is"
-        assert plan(before, policy) == first
-        carry_out(history.state, policy)
-        check_owners(history.state)
+def test_a_worker_that_is_on_its_way_or_lost_stands_still(phase: WorkerPhase) -> None:
+    state = stage()
+    state.move_worker("p", 0, phase)
+    worker = state.pipelines["p"].workers[0]
+    builder = PlanBuilder(state)
+    assert not builder.can_shrink("p", worker)
+    assert not builder.can_expand("p", worker)
 
 
-@pytest.mark.parametrize("policy", [Churn(0), policies.by_name("fair")], ids=lambda each: each.name)
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_once_all_faults_are_mended_every_request_is_granted(policy: Policy, seed: int) -> None:
-    """Nothing of what went before is left in the way: a hold and a wake or two for each request."""
-    history = History(seed)
-    for _ in range(40):
-        history.happen()
-        carry_out(history.state, policy)
-    leaving = {k for k, each in history.state.pipelines.items() if each.phase == "leaving"}
-    keys = {k for k, each in history.state.requests.items() if each.pipeline_id not in leaving}
-    for _ in range(3 + 3 * len(keys)):
-        history.mend()
-        carry_out(history.state, policy)
-    assert keys.isdisjoint(history.state.requests)
-    assert leaving.isdisjoint(history.state.pipelines)
+def test_a_worker_whose_gpus_are_promised_to_another_is_not_shrunk_for_a_third() -> None:
+    state = stage()
+    state.owners[0] = Owner("q", TRAIN, FIXED)
+    assert not PlanBuilder(state).can_shrink("p", state.pipelines["p"].workers[0])
+
+
+@pytest.mark.parametrize("phase", sorted(set(NodePhase) - {NodePhase.UP}))
+def test_nothing_starts_on_a_node_that_is_not_up(phase: NodePhase) -> None:
+    state = stage()
+    worker = state.pipelines["p"].workers[1]
+    assert PlanBuilder(state).can_expand("p", worker)
+    assert PlanBuilder(state).is_open(1)
+    state.nodes["a"].phase = phase
+    assert not PlanBuilder(state).can_expand("p", worker)
+    assert not PlanBuilder(state).is_open(1)
+
+
+@pytest.mark.parametrize("phase", sorted(set(PipelinePhase) - {PipelinePhase.ADMITTED}))
+def test_nothing_of_a_pipeline_starts_that_is_not_admitted(phase: PipelinePhase) -> None:
+    state = stage()
+    state.pipelines["p"].phase = phase
+    assert not PlanBuilder(state).can_expand("p", state.pipelines["p"].workers[1])
+
+
+def test_generation_that_is_being_given_up_does_not_start() -> None:
+    state = stage()
+    state.pipelines["p"].releasing[GENERATION_CLUSTER] = "release"
+    assert not PlanBuilder(state).can_expand("p", state.pipelines["p"].workers[1])
+
+
+def test_the_quota_counts_what_the_plan_has_done_already() -> None:
+    state = fleet(6)
+    pipeline = add(state, "p", generation=range(6), tp=2, max_gpus=5)
+    wake(state, "p", 0)
+    builder = PlanBuilder(state)
+    sleeper, second, third = pipeline.workers
+    builder.expand("p", second)
+    assert not builder.can_expand("p", third)
+    builder.shrink("p", sleeper, "p/2")
+    assert builder.can_expand("p", third)
+    builder.rollback(0)
+    assert builder.can_expand("p", third)
+
+
+def test_of_two_reservations_each_must_allow() -> None:
+    builder = PlanBuilder(fleet(1))
+    builder.reserve((0,), GpuReservation("a", is_settling=False, awaited=frozenset({"p", "q"})))
+    builder.reserve((0,), GpuReservation("b", is_settling=False, awaited=frozenset({"p"})))
+    assert builder.may_start("p", 0, gives_way=False)
+    assert not builder.may_start("q", 0, gives_way=False)
+    assert builder.may_start("q", 0, gives_way=True)
+    builder.reserve((0,), GpuReservation("c", is_settling=True))
+    assert not builder.may_start("p", 0, gives_way=True)

@@ -1,17 +1,21 @@
-"""Whose a GPU is, as workers move, pipelines come and go, and nodes die and come back."""
+"""Ownership of GPUs as workers move, pipelines come and go, and nodes fail and return; the demand
+history."""
+
+import math
 
 import pytest
 
-from rollmesh.scheduler.planning.ops import Expand, Grant
-from rollmesh.scheduler.planning.plan import plan
+from rollmesh.scheduler.planning.plan import Expand, Grant
+from rollmesh.scheduler.planning.planner import plan
 from rollmesh.scheduler.planning.state import (
     FIXED,
     OWNING_PHASES,
-    Node,
+    DemandHistory,
+    FleetState,
+    GpuNode,
     NodePhase,
     Owner,
-    Progress,
-    State,
+    StreamProgress,
 )
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.unit.scheduler.planning.fleets import (
@@ -28,7 +32,7 @@ from tests.unit.scheduler.planning.fleets import (
 )
 
 
-def phases(state: State, pipeline_id: str) -> list[WorkerPhase]:
+def phases(state: FleetState, pipeline_id: str) -> list[WorkerPhase]:
     return [worker.phase for worker in state.pipelines[pipeline_id].workers]
 
 
@@ -46,7 +50,7 @@ def test_a_worker_owns_its_gpus_or_nothing_as_its_phase_has_it(phase: WorkerPhas
     assert worker.since_s == (0.0 if phase is WorkerPhase.AWAKE else 3.0)
 
 
-def test_a_worker_that_is_lost_leaves_what_is_promised_to_whom_it_is_promised() -> None:
+def test_a_lost_worker_does_not_own_gpus_promised_to_another() -> None:
     state = fleet(2)
     add(state, "p", train=(0,))
     add(state, "q", generation=(0, 1), tp=2)
@@ -66,18 +70,18 @@ def test_a_pipeline_waits_from_its_demand_until_a_worker_wakes() -> None:
     demand(state, "p")
     seen = [pipeline.waiting_s]
     state.now_s = 3.0
-    state.note_waiting(pipeline)
+    state.update_waiting(pipeline)
     seen.append(pipeline.waiting_s)
     carry_out(state, Greedy())
     seen.append(pipeline.waiting_s)
     state.move_worker("p", 0, WorkerPhase.LOST)
     seen.append(pipeline.waiting_s)
     pipeline.demand = None
-    state.note_waiting(pipeline)
+    state.update_waiting(pipeline)
     assert [*seen, pipeline.waiting_s] == [2.0, 2.0, None, 3.0, None]
 
 
-def test_a_pipeline_that_is_forgotten_leaves_nothing() -> None:
+def test_a_removed_pipeline_leaves_nothing() -> None:
     state = fleet(4)
     add(state, "p", generation=(0, 1), train=(1, 2))
     add(state, "q", generation=(0, 3), train=(3,))
@@ -95,7 +99,7 @@ def test_a_pipeline_that_is_forgotten_leaves_nothing() -> None:
 # nodes
 
 
-def stage() -> State:
+def stage() -> FleetState:
     """p may generate on both nodes and q only on a; both have demand, r trains on a."""
     state = fleet(4, 2)
     add(state, "p", generation=(0, 1, 4, 5))
@@ -118,7 +122,7 @@ def test_a_node_that_drains_is_left_and_nothing_starts_there() -> None:
     assert phases(state, "p") == [*asleep, WorkerPhase.AWAKE, WorkerPhase.AWAKE]
     assert phases(state, "q") == asleep[:1]
     assert plan(state, Greedy()).ops == ()
-    assert state.owners[3].pipeline_id == "r", "a held cluster stays until it is given up"
+    assert state.owners[3].pipeline_id == "r", "a held cluster stays until it is released"
 
 
 def test_what_was_awake_on_a_dead_node_is_lost_and_its_gpus_with_it() -> None:
@@ -132,10 +136,10 @@ def test_what_was_awake_on_a_dead_node_is_lost_and_its_gpus_with_it() -> None:
     assert plan(state, Greedy()).ops == ()
 
 
-def test_a_node_that_comes_back_has_its_gpus_and_what_is_lost_there_waits_for_the_truth() -> None:
+def test_a_node_that_returns_has_its_gpus_and_lost_workers_stay_lost_until_reported() -> None:
     state = stage()
     state.lose_node("a")
-    state.add_node(Node(name="a", gpus=(0, 1, 2, 3)))
+    state.add_node(GpuNode(name="a", gpus=(0, 1, 2, 3)))
     assert state.nodes["a"].phase is NodePhase.UP
     assert plan(state, Greedy()).ops == ()
     state.move_worker("p", 1, WorkerPhase.ASLEEP)
@@ -144,20 +148,20 @@ def test_a_node_that_comes_back_has_its_gpus_and_what_is_lost_there_waits_for_th
     assert plan(state, Greedy()).ops == ()
 
 
-def test_a_node_that_joins_later_is_used_by_who_may() -> None:
+def test_a_node_that_joins_later_is_used() -> None:
     state = fleet(1)
     add(state, "p", generation=(0, 1), train=(0, 1))
     demand(state, "p")
     assert plan(state, Greedy()).ops == (Expand("p", 0),)
     key = ask(state, "p")
     assert plan(state, Idle()).ops == ()
-    state.add_node(Node(name="b", gpus=(1, 2, 3)))
+    state.add_node(GpuNode(name="b", gpus=(1, 2, 3)))
     assert plan(state, Idle()).ops == (Grant(key),)
     del state.requests[key]
     assert plan(state, Greedy()).ops == (Expand("p", 0), Expand("p", 1))
 
 
-# what is left
+# progress
 
 
 def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
@@ -167,9 +171,56 @@ def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
     for estimate in (0, 8):
         demand(state, "p", estimate)
         seen.append(pipeline.remaining)
-    pipeline.progress["train"] = Progress(batch=1, target=10, completed=4)
+    pipeline.progress["train"] = StreamProgress(batch=1, target=10, completed=4)
     seen.append(pipeline.remaining)
-    pipeline.progress["eval"] = Progress(batch=1, target=3, completed=5)
+    pipeline.progress["eval"] = StreamProgress(batch=1, target=3, completed=5)
     seen.append(pipeline.remaining)
     pipeline.progress["train"].is_retired = True
     assert [*seen, pipeline.remaining] == [0, None, 8, 6, 6, 0]
+
+
+def step(demand_history: DemandHistory, begun_s: float, phases: tuple[float, ...]) -> None:
+    """It ends its demand, has a grant after each of these times, and asks 100 s after its end."""
+    demand_history.note_ended(begun_s)
+    for number, after_s in enumerate(phases):
+        demand_history.note_granted(f"c{number}", 1, begun_s + after_s)
+    demand_history.note_requested(64, begun_s + 100.0)
+
+
+def test_the_newest_mark_predicts_as_in_the_last_step() -> None:
+    demand_history = DemandHistory()
+    step(demand_history, 0.0, (20.0, 60.0))
+    demand_history.note_ended(1000.0)
+    assert demand_history.expected_s == 1100.0
+    demand_history.note_granted("c0", 1, 1050.0)
+    assert demand_history.expected_s == 1130.0, "it waited for its GPUs, and is that much later"
+    demand_history.note_granted("c1", 1, 1090.0)
+    assert (demand_history.newest_mark_s, demand_history.expected_s, demand_history.estimate) == (
+        1090.0,
+        1130.0,
+        64,
+    )
+
+
+def test_nothing_is_expected_by_a_mark_that_is_new() -> None:
+    demand_history = DemandHistory()
+    assert demand_history.expected_s == math.inf
+    demand_history.note_ended(0.0)
+    assert demand_history.expected_s == math.inf
+    demand_history.note_requested(64, 50.0)
+    demand_history.note_ended(100.0)
+    demand_history.note_granted("c0", 1, 110.0)
+    assert demand_history.expected_s == math.inf
+    demand_history.reset()
+    assert demand_history.newest_mark_s is None
+
+
+def test_what_is_granted_while_it_generates_tells_nothing() -> None:
+    demand_history = DemandHistory()
+    demand_history.note_granted("c0", 1, 5.0)
+    assert demand_history.marks == {}
+    demand_history.note_ended(10.0)
+    demand_history.note_granted("c0", 1, 20.0)
+    demand_history.note_granted("c0", 1, 30.0)
+    demand_history.note_requested(64, 40.0)
+    assert demand_history.until_s == {"ended": 30.0, "c0/1": 20.0}, "the first of a kind counts"

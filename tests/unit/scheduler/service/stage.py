@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.scheduler.planning.plan import Policy
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
-from rollmesh.scheduler.planning.state import Pipeline
+from rollmesh.scheduler.planning.state import PipelineState
 from rollmesh.scheduler.service.actions import Action, Note, Row, Write
 from rollmesh.scheduler.service.records import Revived
 from rollmesh.scheduler.service.scheduler import Scheduler
@@ -102,7 +102,7 @@ class Stage:
         self,
         num_gpus: int = 4,
         kind: type[Scheduler] = Scheduler,
-        policy: Policy | None = None,
+        policy: SchedulingPolicy | None = None,
         settings: SchedulerSettings = SETTINGS,
     ) -> None:
         self.kind, self.settings = kind, settings
@@ -232,7 +232,7 @@ class Stage:
     def state(self, key: str) -> TicketState:
         return self.moved[key].state if key in self.moved else TicketState.QUEUED
 
-    def of(self, name: str) -> Pipeline:
+    def of(self, name: str) -> PipelineState:
         return self.scheduler.book.state.pipelines[name]
 
     def awake(self, name: str) -> list[int]:
@@ -320,7 +320,9 @@ class Stage:
         again = self.kind(self.settings, self.policy, Revived(tables), "again").book
         again.state.now_s, again.numbers.num_lives = book.state.now_s, book.numbers.num_lives
         for name, pipeline in again.state.pipelines.items():
-            pipeline.is_busy = book.state.pipelines[name].is_busy  # looked at before each plan
+            pipeline.is_resizing = book.state.pipelines[
+                name
+            ].is_resizing  # looked at before each plan
         assert again.state == book.state
         assert list(again.state.requests) == list(book.state.requests)
         assert again.standing == book.standing

@@ -1,6 +1,6 @@
 """Durable demand and progress: what opens, corrects and closes it, and what does not."""
 
-from rollmesh.scheduler.planning.state import Demand, Pipeline
+from rollmesh.scheduler.planning.state import Demand, PipelineState
 from rollmesh.scheduler.service.demands import Demands
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.wire.machine import Received, Send
@@ -132,7 +132,7 @@ def test_a_demand_without_an_estimate_gets_a_worker() -> None:
 class PlansOfNothing(Demands):
     """The fault: whoever has said no number yet is overlooked (W11)."""
 
-    def open(self, pipeline: Pipeline, key: str, estimate: int, step: int) -> None:
+    def open(self, pipeline: PipelineState, key: str, estimate: int, step: int) -> None:
         if estimate > 0:
             super().open(pipeline, key, estimate, step)
 
@@ -209,29 +209,29 @@ def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None
     stage.run(20.0)
     stage.release("a", "r0")
     stage.generate("a", "g1", target=64, step=1)
-    learned = stage.of("a").habits
+    learned = stage.of("a").demand_history
     assert learned.estimate == 64
     assert learned.until_s["ended"] == 30.0
     assert 15.0 < learned.until_s["actor_train/1"] <= 20.0, "from when it was granted"
     stage.begin()
-    assert stage.of("a").habits == learned
+    assert stage.of("a").demand_history == learned
 
 
 def test_of_a_run_that_is_dead_nobody_foresees_anything() -> None:
     stage = wanting()
     stage.say(ClearProgress("a", "train", 1))
-    assert stage.of("a").habits.marks
+    assert stage.of("a").demand_history.marks
     stage.say(KillPipeline("kill", "a"))
-    assert not stage.of("a").habits.marks
+    assert not stage.of("a").demand_history.marks
 
 
 def test_who_gives_generation_up_is_not_expected_to_ask_again() -> None:
     stage = wanting()
     stage.say(ClearProgress("a", "train", 1))
-    assert stage.of("a").habits.marks
+    assert stage.of("a").demand_history.marks
     stage.release("a", "r", GENERATION_CLUSTER)
     stage.run(30.0)
-    assert not stage.of("a").habits.marks
+    assert not stage.of("a").demand_history.marks
     assert not stage.awake("a")
 
 

@@ -3,14 +3,14 @@
 import msgspec
 import pytest
 
-from rollmesh.scheduler.planning.ops import Expand, Grant, Shrink, apply
+from rollmesh.scheduler.planning.plan import Expand, Grant, Shrink, apply
 from rollmesh.scheduler.planning.state import (
+    ClusterRequest,
     Demand,
-    Node,
+    FleetState,
+    GpuNode,
     NodePhase,
     PipelinePhase,
-    Request,
-    State,
 )
 from rollmesh.scheduler.service.explain import FleetView, PipelineView, view
 from rollmesh.scheduler.service.known import Known, UnderWay
@@ -32,10 +32,10 @@ from tests.unit.scheduler.service.stage import QUICK, Stage
 
 
 @pytest.fixture
-def state() -> State:
+def state() -> FleetState:
     """Two pipelines on four GPUs, both generate on all."""
-    state = State(now_s=100.0)
-    state.add_node(Node(name="a", gpus=(0, 1, 2, 3)))
+    state = FleetState(now_s=100.0)
+    state.add_node(GpuNode(name="a", gpus=(0, 1, 2, 3)))
     for name, train in (("math", (0, 1)), ("code", (2, 3))):
         spec = PipelineSpec(
             pipeline_id=name, clusters={"actor_train": train}, generation=(0, 1, 2, 3)
@@ -45,14 +45,14 @@ def state() -> State:
 
 
 def ask(
-    state: State,
+    state: FleetState,
     name: str,
     seq: int,
     cluster: str = "actor_train",
     priority: GpuPriority = GpuPriority.ACTOR_TRAINING,
 ) -> str:
     key = f"{name}-{seq}"
-    state.requests[key] = Request(
+    state.requests[key] = ClusterRequest(
         key=key,
         pipeline_id=name,
         cluster=cluster,
@@ -63,18 +63,18 @@ def ask(
     return key
 
 
-def wake(state: State, name: str, *ranks: int) -> None:
+def wake(state: FleetState, name: str, *ranks: int) -> None:
     for rank in ranks:
         apply(state, Expand(name, rank))
         state.pipelines[name].workers[rank].phase = WorkerPhase.AWAKE
 
 
-def told(state: State, name: str, known: Known | None = None) -> PipelineView:
+def told(state: FleetState, name: str, known: Known | None = None) -> PipelineView:
     (only,) = view(state, known or Known(), name).pipelines
     return only
 
 
-def test_each_missing_gpu_names_who_has_it_since_when(state: State) -> None:
+def test_each_missing_gpu_names_who_has_it_since_when(state: FleetState) -> None:
     wake(state, "code", 0)
     state.now_s = 104.0
     ask(state, "math", 1)
@@ -88,7 +88,7 @@ def test_each_missing_gpu_names_who_has_it_since_when(state: State) -> None:
     assert told(state, "code").lines[-1] == "waits for nothing"
 
 
-def test_a_fixed_holder_is_named_by_its_cluster(state: State) -> None:
+def test_a_fixed_holder_is_named_by_its_cluster(state: FleetState) -> None:
     spec = PipelineSpec(pipeline_id="third", clusters={"critic": (1, 2)}, generation=())
     state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
     apply(state, Grant(ask(state, "third", 1, "critic")))
@@ -98,7 +98,7 @@ def test_a_fixed_holder_is_named_by_its_cluster(state: State) -> None:
     assert "has critic on GPUs 1 2, 9.0 s" in told(state, "third").lines
 
 
-def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: State) -> None:
+def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: FleetState) -> None:
     spec = PipelineSpec(pipeline_id="third", clusters={"critic": (1, 2)}, generation=())
     state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
     ask(state, "third", 1, "critic")
@@ -109,7 +109,7 @@ def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: Stat
     assert "code" not in until
 
 
-def test_the_line_is_told_as_the_planner_has_it(state: State) -> None:
+def test_the_line_is_told_as_the_planner_has_it(state: FleetState) -> None:
     spec = PipelineSpec(pipeline_id="third", clusters={"reference": (0, 1)}, generation=())
     state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
     ask(state, "third", 1, "reference", GpuPriority.REF_LOG_PROBS)
@@ -121,7 +121,7 @@ def test_the_line_is_told_as_the_planner_has_it(state: State) -> None:
     assert "before it comes third reference" in told(state, "math", short).waits[0].until
 
 
-def test_a_promise_waits_for_those_who_go_to_sleep_there(state: State) -> None:
+def test_a_promise_waits_for_those_who_go_to_sleep_there(state: FleetState) -> None:
     wake(state, "code", 0, 2)
     key = ask(state, "math", 1)
     apply(state, Shrink("code", 0, key))
@@ -148,7 +148,9 @@ def test_a_promise_waits_for_those_who_go_to_sleep_there(state: State) -> None:
     assert any(line.startswith("has actor_train") for line in told(state, "math").lines)
 
 
-def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(state: State) -> None:
+def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(
+    state: FleetState,
+) -> None:
     wake(state, "code", 0, 1, 2, 3)
     math = state.pipelines["math"]
     math.demand = Demand(key="k", estimate=64, opened_s=100.0)
@@ -171,7 +173,7 @@ def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(state:
     ],
 )
 def test_a_pipeline_that_gets_nothing_is_told_why(
-    state: State, phase: PipelinePhase, until: str
+    state: FleetState, phase: PipelinePhase, until: str
 ) -> None:
     ask(state, "math", 1)
     state.pipelines["math"].phase = phase
@@ -180,7 +182,7 @@ def test_a_pipeline_that_gets_nothing_is_told_why(
     assert seen.lines[0] == f"math: {phase}: no answer to a resize for 60 s"
 
 
-def test_gpus_that_nobody_may_have_say_why(state: State) -> None:
+def test_gpus_that_nobody_may_have_say_why(state: FleetState) -> None:
     wake(state, "code", 0)
     state.pipelines["code"].workers[0].phase = WorkerPhase.LOST
     state.nodes["a"].phase = NodePhase.DRAINING
@@ -190,7 +192,7 @@ def test_gpus_that_nobody_may_have_say_why(state: State) -> None:
     assert missing[1] == "its node a is draining"
 
 
-def test_the_fleet_is_told_whole_and_an_unknown_name_is_refused(state: State) -> None:
+def test_the_fleet_is_told_whole_and_an_unknown_name_is_refused(state: FleetState) -> None:
     wake(state, "code", 3)
     seen = view(state, Known(policy="fair", scheduler="i1", troubles=("a plan failed",)))
     assert [each.pipeline_id for each in seen.pipelines] == ["math", "code"]
@@ -198,7 +200,7 @@ def test_the_fleet_is_told_whole_and_an_unknown_name_is_refused(state: State) ->
     assert view(state, Known(), "maths").error == "no pipeline 'maths'; math, code known"
 
 
-def test_a_view_goes_through_json_as_it_is(state: State) -> None:
+def test_a_view_goes_through_json_as_it_is(state: FleetState) -> None:
     ask(state, "math", 1)
     seen = view(state, Known())
     assert msgspec.json.decode(msgspec.json.encode(seen), type=FleetView) == seen

@@ -1,7 +1,7 @@
 """Ops under way: promised, sent, done, called off."""
 
-from rollmesh.scheduler.planning.ops import Expand, Grant
-from rollmesh.scheduler.planning.state import FIXED, Owner, Request
+from rollmesh.scheduler.planning.plan import Expand, Grant
+from rollmesh.scheduler.planning.state import FIXED, ClusterRequest, Owner
 from rollmesh.scheduler.service.actions import Happened
 from rollmesh.scheduler.service.records import IntentKind, IntentPhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhase
@@ -68,7 +68,7 @@ def test_a_broken_promise_gives_back_the_place_and_its_age() -> None:
     stage.coordinators["a"].move(0, WorkerPhase.LOST)
     stage.beat()
     assert stage.scheduler.book.state.requests == {"t": request}
-    assert isinstance(request, Request)
+    assert isinstance(request, ClusterRequest)
     assert request.asked_s < stage.now_s - 2
     assert [kind for _, kind, _, _ in phases(stage)] == [IntentKind.SLEEP], "of what is not lost"
 
@@ -96,7 +96,7 @@ def test_plans_of_the_planner_are_promised_as_they_are() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(0,), generation=(0, 1))
     book, intents = stage.scheduler.book, stage.scheduler.intents
-    book.state.requests["t"] = Request(
+    book.state.requests["t"] = ClusterRequest(
         key="t", pipeline_id="a", cluster=TRAIN, priority=1, seq=1, asked_s=0.0
     )
     intents.promise(Grant("t"))

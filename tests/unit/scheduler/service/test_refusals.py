@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.scheduler.planning.ops import ShrinkReason
+from rollmesh.scheduler.planning.plan import ShrinkReason
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.plan import Outlook
+from rollmesh.scheduler.planning.plan import PlanBuilder
+from rollmesh.scheduler.planning.planner import PolicyResult
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.actions import Action, Event
@@ -78,11 +78,11 @@ class FailsOnce(Fair):
 
     num_left = 1
 
-    def generate(self, draft: Draft) -> Outlook:
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
         if self.num_left:
             self.num_left -= 1
             raise ZeroDivisionError("of nothing")
-        return super().generate(draft)
+        return super().generate(builder)
 
 
 class EndsWithItsFirstError(Scheduler):

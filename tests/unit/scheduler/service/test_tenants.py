@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.scheduler.planning.state import Node, NodePhase, Pipeline, PipelinePhase
+from rollmesh.scheduler.planning.state import GpuNode, NodePhase, PipelinePhase, PipelineState
 from rollmesh.scheduler.service import tenants
 from rollmesh.scheduler.service.runs import Runs
 from rollmesh.scheduler.service.scheduler import Scheduler
@@ -148,7 +148,7 @@ def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
 class Hurried(Runs):
     """The fault: who leaves has nothing from then on, whoever stands there."""
 
-    def strip(self, pipeline: Pipeline, why: str, *, with_trainer: bool = True) -> None:
+    def strip(self, pipeline: PipelineState, why: str, *, with_trainer: bool = True) -> None:
         super().strip(pipeline, why, with_trainer=True)
 
 
@@ -288,7 +288,7 @@ def test_a_node_that_comes_back_has_its_gpu_numbers_again() -> None:
         "n2": NodePhase.DOWN,
     }
     stage.say(JoinNode("n2-again", "n2", 4, ("big",)))
-    assert state.nodes["n2"] == Node(name="n2", gpus=(4, 5, 6, 7), labels=("big",))
+    assert state.nodes["n2"] == GpuNode(name="n2", gpus=(4, 5, 6, 7), labels=("big",))
     stage.say(NodeBeat("n1"))
     assert state.nodes["n1"].phase is NodePhase.UP
     assert stage.scheduler.book.num["node.returned"] == 1

@@ -5,11 +5,11 @@ import math
 import msgspec
 import pytest
 
+from rollmesh.scheduler.planning.policies import BASELINE_POLICY
 from rollmesh.scheduler.simulator.comparison import (
-    POLICIES,
-    STATIC,
     Comparison,
     Result,
+    compared_policies,
     summary,
 )
 from rollmesh.scheduler.simulator.trace import Phase, Trace, TracePipeline
@@ -39,14 +39,14 @@ RESULT = Result(
 
 def test_a_pipeline_alone_under_static_is_a_dedicated_fleet() -> None:
     comparison = Comparison(generate(TINY, 1, 0))
-    result = comparison.result(STATIC, comparison.run(STATIC))
+    result = comparison.result(BASELINE_POLICY, comparison.run(BASELINE_POLICY))
     assert result.slowdowns == (1.0,)
     assert result.jain == 1.0
 
 
 def test_static_is_a_partition_in_which_nobody_is_evicted_for_another() -> None:
     comparison = Comparison(generate(TINY, 3, 0))
-    spans = comparison.run(STATIC).spans
+    spans = comparison.run(BASELINE_POLICY).spans
     assert {each.pipeline_id for each in spans} == {"p0", "p1", "p2"}
     assert all(each.pipeline_id == f"p{each.gpu // 4}" for each in spans)
 
@@ -71,7 +71,7 @@ def test_the_bound_is_the_slowest_alone_or_the_work_whichever_is_more() -> None:
 def test_no_policy_passes_the_bound(seed: int) -> None:
     comparison = Comparison(generate(TINY, 3, seed))
     bound = comparison.bound()
-    for policy in POLICIES:
+    for policy in compared_policies():
         result = comparison.result(policy, comparison.run(policy))
         assert 0 < result.steps_per_h_gpu <= bound
         assert 0 < result.utilisation < 1

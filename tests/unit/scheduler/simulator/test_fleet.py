@@ -1,7 +1,7 @@
 """What the planner sees of the simulated fleet, and when it is asked."""
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.plan import Outlook
+from rollmesh.scheduler.planning.plan import PlanBuilder
+from rollmesh.scheduler.planning.planner import PolicyResult
 from rollmesh.scheduler.simulator.agenda import Agenda
 from rollmesh.scheduler.simulator.fleet import PROGRESS_BUCKETS, Fleet
 from rollmesh.scheduler.simulator.resizes import TURN_S
@@ -32,20 +32,20 @@ class Sees:
         self.num_pipelines = 0
         self._again_s = list(again_s)
 
-    def generate(self, draft: Draft) -> Outlook:
-        state = draft.state
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        state = builder.state
         self.asked_s.append(state.now_s)
         self.num_pipelines = len(state.pipelines)
         for pipeline_id, pipeline in state.pipelines.items():
             worker = pipeline.workers[0]
             self.remaining.append(pipeline.remaining)
             self.kv_tokens.append(worker.kv_tokens)
-            self.busy.append(pipeline.is_busy)
+            self.busy.append(pipeline.is_resizing)
             self.credits.append((pipeline.credit_gpu_s, state.credited_s))
-            if pipeline.demand and draft.can_expand(pipeline_id, worker):
-                draft.expand(pipeline_id, worker)
+            if pipeline.demand and builder.can_expand(pipeline_id, worker):
+                builder.expand(pipeline_id, worker)
         credits = dict.fromkeys(state.pipelines, state.now_s + 1.0)
-        return Outlook(credits, self._again_s.pop(0) if self._again_s else float("inf"))
+        return PolicyResult(credits, self._again_s.pop(0) if self._again_s else float("inf"))
 
 
 def _trace(*pipelines: TracePipeline) -> Trace:

@@ -1,6 +1,6 @@
 """One resize of a pipeline after another, as in the service."""
 
-from rollmesh.scheduler.planning.state import Worker
+from rollmesh.scheduler.planning.state import GenerationWorker
 from rollmesh.scheduler.simulator.agenda import Agenda
 from rollmesh.scheduler.simulator.resizes import TURN_S, Resizes
 from rollmesh.scheduler.simulator.spans import Spans, Use
@@ -22,8 +22,8 @@ class Stage:
             costs, self.agenda, self.spans, self._sleeps, self._done, self._turned
         )
 
-    def promise(self, pipeline_id: str, gpu: int, phase: WorkerPhase) -> Worker:
-        worker = Worker(rank=gpu, gpus=(gpu,), phase=phase)
+    def promise(self, pipeline_id: str, gpu: int, phase: WorkerPhase) -> GenerationWorker:
+        worker = GenerationWorker(rank=gpu, gpus=(gpu,), phase=phase)
         if phase is SLEEPING:
             self.spans.enter(worker.gpus, pipeline_id, f"engine {gpu}", Use.SERVE, 0.0)
         self.resizes.promise(pipeline_id, worker)
@@ -33,10 +33,10 @@ class Stage:
         self.resizes.drive()
         self.agenda.run(until_s)
 
-    def _sleeps(self, pipeline_id: str, worker: Worker) -> None:
+    def _sleeps(self, pipeline_id: str, worker: GenerationWorker) -> None:
         self.told.append((self.agenda.now_s, "sleeps", f"{pipeline_id}{worker.rank}"))
 
-    def _done(self, pipeline_id: str, worker: Worker) -> None:
+    def _done(self, pipeline_id: str, worker: GenerationWorker) -> None:
         self.told.append((self.agenda.now_s, "done", f"{pipeline_id}{worker.rank}"))
         if worker.phase is SLEEPING:
             self.spans.leave(worker.gpus, self.agenda.now_s)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.plan import Outlook, Policy
-from rollmesh.scheduler.planning.policies import POLICIES, by_name
+from rollmesh.scheduler.planning.plan import PlanBuilder
+from rollmesh.scheduler.planning.planner import PolicyResult, SchedulingPolicy
+from rollmesh.scheduler.planning.policies import make_policy, policy_names
 from rollmesh.scheduler.simulator.spans import Span, Use
 from rollmesh.scheduler.simulator.trace import Costs, Phase, Trace, TracePipeline
 from rollmesh.scheduler.simulator.workload import Shape, generate
@@ -31,13 +31,13 @@ class TakesWhatIsOpen:
     name = "open"
     reserve_after_s = 600.0
 
-    def generate(self, draft: Draft) -> Outlook:
-        for pipeline_id, pipeline in draft.state.pipelines.items():
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        for pipeline_id, pipeline in builder.state.pipelines.items():
             for worker in pipeline.workers if pipeline.demand else ():
-                is_open = all(draft.is_open(gpu) for gpu in worker.gpus)
-                if is_open and draft.can_expand(pipeline_id, worker):
-                    draft.expand(pipeline_id, worker)
-        return Outlook()
+                is_open = all(builder.is_open(gpu) for gpu in worker.gpus)
+                if is_open and builder.can_expand(pipeline_id, worker):
+                    builder.expand(pipeline_id, worker)
+        return PolicyResult()
 
 
 def _alone() -> TracePipeline:
@@ -97,9 +97,9 @@ def test_an_evicted_rollout_goes_on_elsewhere_and_pays_for_its_kv() -> None:
 
 
 def _runs() -> Iterator[tuple[Trace, str, Run]]:
-    for seed, policy in itertools.product(range(3), POLICIES):
+    for seed, policy in itertools.product(range(3), policy_names()):
         trace = generate(TINY, 3, seed)
-        yield trace, policy, run(trace, by_name(policy))
+        yield trace, policy, run(trace, make_policy(policy))
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +146,10 @@ def test_a_switch_costs_what_the_trace_says(runs: list[tuple[Trace, str, Run]]) 
 
 def test_a_run_is_a_function_of_trace_and_policy() -> None:
     trace = generate(TINY, 3, 1)
-    policies: list[Policy] = [by_name("fair"), by_name("fair")]
+    policies: list[SchedulingPolicy] = [make_policy("fair"), make_policy("fair")]
     one, other = (run(trace, policy) for policy in policies)
     assert one == other
-    assert one != run(msgspec.structs.replace(trace, seed=2), by_name("fair"))
+    assert one != run(msgspec.structs.replace(trace, seed=2), make_policy("fair"))
 
 
 def test_who_never_gets_an_engine_is_told_as_starved_and_does_not_hang_the_run() -> None:
@@ -159,10 +159,10 @@ def test_who_never_gets_an_engine_is_told_as_starved_and_does_not_hang_the_run()
     class Hoards(TakesWhatIsOpen):
         """Whoever is first keeps all, by forgetting the others."""
 
-        def generate(self, draft: Draft) -> Outlook:
-            if "b" in draft.state.pipelines:
-                return Outlook()
-            return super().generate(draft)
+        def generate(self, builder: PlanBuilder) -> PolicyResult:
+            if "b" in builder.state.pipelines:
+                return PolicyResult()
+            return super().generate(builder)
 
     done = run(_trace(first, second), Hoards())
     assert [life.ended_s is None for life in done.lives] == [False, True]

@@ -1,4 +1,4 @@
-"""`fair` gives everybody its share within the bound, and moves nobody without need."""
+"""`fair` gives every pipeline its share within the bound, and moves no worker without need."""
 
 from fractions import Fraction
 
@@ -6,34 +6,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.ops import Shrink
-from rollmesh.scheduler.planning.plan import Outlook, plan
-from rollmesh.scheduler.planning.policies.claims import read_claims, read_pools
+from rollmesh.scheduler.planning.claims import read_claims, read_indexed_pools
+from rollmesh.scheduler.planning.plan import Expand, PlanBuilder, Shrink
+from rollmesh.scheduler.planning.planner import PolicyResult, plan
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings, ideal_gpus
 from rollmesh.scheduler.planning.policies.gap_ratio import GapRatio
-from rollmesh.scheduler.planning.shares import Share
-from rollmesh.scheduler.planning.state import NodePhase, Progress, State
+from rollmesh.scheduler.planning.shares import ShareBounds
+from rollmesh.scheduler.planning.state import FleetState, NodePhase, StreamProgress
 from tests.unit.scheduler.planning.exact_shares import exact_shares
 from tests.unit.scheduler.planning.fleets import add, carry_out, demand, fleet, settle, wake
-from tests.unit.scheduler.planning.policies.sharing import Sharing
+from tests.unit.scheduler.planning.policies.generating_fleet import GeneratingFleet
 
 QUICK = FairSettings(quantum_s=10.0, hold_s=2.0, switch_s=3.0)
 MANY = 10**6
 """Rollouts that never run out."""
 
 
-def sharing(state: State, settings: FairSettings = QUICK, switch_s: float = 0.0) -> Sharing:
-    return Sharing(state, Fair(settings), switch_s)
+def sharing(
+    state: FleetState, settings: FairSettings = QUICK, switch_s: float = 0.0
+) -> GeneratingFleet:
+    return GeneratingFleet(state, Fair(settings), switch_s)
 
 
-def progress(state: State, pipeline_id: str, target: int, completed: int) -> None:
-    news = Progress(batch=0, target=target, completed=completed)
+def progress(state: FleetState, pipeline_id: str, target: int, completed: int) -> None:
+    news = StreamProgress(batch=0, target=target, completed=completed)
     state.pipelines[pipeline_id].progress = {"train": news}
 
 
-def num_awake(state: State) -> dict[str, int]:
-    return {name: len(Sharing(state, Fair()).awake(name)) for name in state.pipelines}
+def num_awake(state: FleetState) -> dict[str, int]:
+    return {name: len(GeneratingFleet(state, Fair()).awake(name)) for name in state.pipelines}
 
 
 # the bound
@@ -45,7 +46,7 @@ def num_awake(state: State) -> dict[str, int]:
     st.integers(1, 6),
     st.sampled_from([1, 2]),
 )
-def test_nobody_lacks_more_than_a_quantum_and_a_switch_of_a_bundle(
+def test_no_pipeline_is_owed_more_than_a_quantum_and_a_switch_of_a_bundle(
     weights: list[int], num_bundles: int, tp: int
 ) -> None:
     state = fleet(num_bundles * tp)
@@ -71,9 +72,9 @@ def test_the_ideal_is_max_min_over_the_gpus_that_each_can_use(data: st.DataObjec
         add(state, f"p{number}", gpus, tp, weight=weight, rollouts_per_worker=4)
         demand(state, f"p{number}", data.draw(st.integers(1, 30)))
     state.nodes["b"].phase = data.draw(st.sampled_from([NodePhase.UP, NodePhase.DRAINING]))
-    claims = read_claims(Draft(state))
-    shares = [Share(c.pipeline.spec.weight, 0.0, c.num_wanted * c.tp) for c in claims]
-    exact = exact_shares(shares, read_pools(claims))
+    claims = read_claims(PlanBuilder(state))
+    shares = [ShareBounds(c.pipeline.spec.weight, 0.0, c.num_wanted * c.tp) for c in claims]
+    exact = exact_shares(shares, read_indexed_pools(claims))
     for one, other in zip(ideal_gpus(state, claims)[0], exact, strict=True):
         assert one == pytest.approx(float(other), abs=0.5)
 
@@ -93,50 +94,50 @@ def test_slices_follow_weights_where_pipelines_outnumber_bundles() -> None:
 
 
 class CountsIdleGpus(Fair):
-    """W7: its shares are of all GPUs that are up, whoever can use them."""
+    """Fault W7: shares count all GPUs that are up, usable or not."""
 
-    def generate(self, draft: Draft) -> Outlook:
-        state, settings = draft.state, self.settings
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        state, settings = builder.state, self.settings
         wanting = [each for each in state.pipelines.values() if each.demand]
         even = len(state.node_of) // len(wanting)
         for pipeline in wanting:
-            num_has = draft.num_awake(pipeline)
+            num_has = builder.num_awake(pipeline)
             for worker in pipeline.workers:
-                is_open = all(draft.is_open(gpu) for gpu in worker.gpus)
-                if num_has < even and is_open and draft.can_expand(pipeline.pipeline_id, worker):
-                    draft.expand(pipeline.pipeline_id, worker)
-        return Outlook(again_s=state.now_s + settings.quantum_s)
+                is_open = all(builder.is_open(gpu) for gpu in worker.gpus)
+                if num_has < even and is_open and builder.can_expand(pipeline.pipeline_id, worker):
+                    builder.expand(pipeline.pipeline_id, worker)
+        return PolicyResult(again_s=state.now_s + settings.quantum_s)
 
 
-class CapsActivations(Fair):
-    """W8: so many wakes in one plan are too many for it."""
+class CapsWakes(Fair):
+    """Fault W8: fails for many wakes in one plan."""
 
-    def generate(self, draft: Draft) -> Outlook:
-        outlook = super().generate(draft)
-        if len(draft.ops) > 1000:
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        result = super().generate(builder)
+        if len(builder.ops) > 1000:
             raise RuntimeError("too many activations")
-        return outlook
+        return result
 
 
 class NeverSlices(Fair):
-    """W9: who has the only bundle keeps it."""
+    """Fault W9: the pipeline with the only bundle keeps it."""
 
     def __init__(self) -> None:
         super().__init__(FairSettings(quantum_s=1e9, hold_s=1e9, switch_s=3.0))
 
 
 class ForgetsUnknown(Fair):
-    """W11: a demand that says nothing of its size is none."""
+    """Fault W11: ignores a demand without an estimate."""
 
-    def generate(self, draft: Draft) -> Outlook:
-        unknown = [each for each in draft.state.pipelines.values() if each.remaining is None]
+    def generate(self, builder: PlanBuilder) -> PolicyResult:
+        unknown = [each for each in builder.state.pipelines.values() if each.remaining is None]
         demands = [each.demand for each in unknown]
         for each in unknown:
             each.demand = None
-        outlook = super().generate(draft)
+        result = super().generate(builder)
         for each, was in zip(unknown, demands, strict=True):
             each.demand = was
-        return outlook
+        return result
 
 
 def two_on_two_of_ten(policy: Fair) -> dict[str, int]:
@@ -145,22 +146,22 @@ def two_on_two_of_ten(policy: Fair) -> dict[str, int]:
         add(state, name, [0, 1])
         demand(state, name, 100)
     wake(state, "a", 0, 1)
-    Sharing(state, policy).run(60.0)
+    GeneratingFleet(state, policy).run(60.0)
     return num_awake(state)
 
 
-def test_gpus_that_nobody_can_use_count_for_nobody() -> None:
+def test_gpus_that_no_pipeline_can_use_count_for_none() -> None:
     assert two_on_two_of_ten(Fair(QUICK)) == {"a": 1, "b": 1}
     assert two_on_two_of_ten(CountsIdleGpus(QUICK)) == {"a": 2, "b": 0}
 
 
-def test_one_plan_wakes_as_many_as_there_are() -> None:
+def test_one_plan_wakes_every_worker_of_the_only_pipeline_once() -> None:
     state = fleet(1100)
     add(state, "a", range(1100))
     demand(state, "a", MANY)
-    assert len(plan(state, Fair()).ops) == 1100
+    assert plan(state, Fair()).ops == tuple(Expand("a", rank) for rank in range(1100))
     with pytest.raises(RuntimeError, match="too many"):
-        plan(state, CapsActivations())
+        plan(state, CapsWakes())
 
 
 def four_on_two(policy: Fair | GapRatio) -> list[float]:
@@ -168,15 +169,15 @@ def four_on_two(policy: Fair | GapRatio) -> list[float]:
     for name in "abcd":
         add(state, name, [0, 1])
         demand(state, name, 100)
-    run = Sharing(state, policy)
+    run = GeneratingFleet(state, policy)
     run.run(200.0)
     return list(run.had_gpu_s.values())
 
 
-def test_who_outnumber_the_bundles_all_have_their_time() -> None:
+def test_pipelines_that_outnumber_the_bundles_all_get_time() -> None:
     assert four_on_two(Fair(QUICK)) == pytest.approx([100.0] * 4, abs=10.0)
     assert four_on_two(NeverSlices()) == [200.0, 200.0, 0.0, 0.0]
-    assert four_on_two(GapRatio()) == [200.0, 200.0, 0.0, 0.0], "which has no clock, and says so"
+    assert four_on_two(GapRatio()) == [200.0, 200.0, 0.0, 0.0], "it has no clock, as documented"
 
 
 def unknown_beside_known(policy: Fair) -> dict[str, int]:
@@ -185,7 +186,7 @@ def unknown_beside_known(policy: Fair) -> dict[str, int]:
         add(state, name, range(4))
         demand(state, name, estimate)
     wake(state, "a", 0, 1, 2, 3)
-    Sharing(state, policy).run(60.0)
+    GeneratingFleet(state, policy).run(60.0)
     return num_awake(state)
 
 
@@ -204,16 +205,16 @@ def test_weights_decide_and_not_how_much_is_left() -> None:
         for name, estimate in (("a", 1024), ("b", 64)):
             add(other, name, range(8))
             demand(other, name, estimate)
-        Sharing(state, Fair(QUICK)).run(20.0)
-        Sharing(other, GapRatio()).run(20.0)
+        GeneratingFleet(state, Fair(QUICK)).run(20.0)
+        GeneratingFleet(other, GapRatio()).run(20.0)
         assert num_awake(state) == shares
-        assert num_awake(other) == {"a": 7, "b": 1}, "as the peer has it"
+        assert num_awake(other) == {"a": 7, "b": 1}, "as the known system does"
 
 
 # what it gives, and when
 
 
-def test_who_has_nobody_awake_gets_a_bundle_when_the_hold_is_over() -> None:
+def test_a_pipeline_with_no_worker_gets_a_bundle_when_the_hold_is_over() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4))
@@ -241,7 +242,7 @@ def test_an_only_worker_has_its_quantum() -> None:
     assert run.awake("b") == {0}
 
 
-def test_who_has_no_use_for_a_worker_gives_it_at_once() -> None:
+def test_a_worker_without_use_is_given_up_at_once() -> None:
     state = fleet(1)
     for name in ("a", "b"):
         add(state, name, [0])
@@ -254,7 +255,7 @@ def test_who_has_no_use_for_a_worker_gives_it_at_once() -> None:
     assert run.awake("b") == {0}
 
 
-def test_in_the_tail_bundles_go_to_who_can_fill_them() -> None:
+def test_in_the_tail_bundles_go_to_pipelines_that_can_fill_them() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4), rollouts_per_worker=4)
@@ -267,7 +268,7 @@ def test_in_the_tail_bundles_go_to_who_can_fill_them() -> None:
     assert num_awake(state) == {"a": 1, "b": 3}
 
 
-def test_who_has_some_evicts_only_for_what_a_switch_costs() -> None:
+def test_a_pipeline_with_workers_evicts_only_for_what_a_switch_costs() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4), rollouts_per_worker=1)
@@ -277,7 +278,7 @@ def test_who_has_some_evicts_only_for_what_a_switch_costs() -> None:
     assert num_awake(state) == {"a": 3, "b": 1}
     demand(state, "b", 2)
     run.run(22.9)
-    assert num_awake(state) == {"a": 3, "b": 1}, "what it lacks is not worth a switch yet"
+    assert num_awake(state) == {"a": 3, "b": 1}, "it is not owed the cost of a switch yet"
     run.run(23.1)
     assert num_awake(state) == {"a": 2, "b": 2}
 
@@ -306,7 +307,7 @@ def test_a_minimum_comes_before_weights_and_a_quota_ends_all() -> None:
     assert num_awake(state) == {"a": 3, "b": 4, "c": 1}
 
 
-def test_who_does_not_give_way_keeps_what_it_has() -> None:
+def test_a_pipeline_that_is_not_preemptible_keeps_what_it_has() -> None:
     state = fleet(4)
     add(state, "a", range(4), is_preemptible=False)
     add(state, "b", range(4))
@@ -316,11 +317,11 @@ def test_who_does_not_give_way_keeps_what_it_has() -> None:
     demand(state, "b", MANY)
     run.run(60.0)
     assert num_awake(state) == {"a": 4, "b": 0}
-    assert ideal_gpus(state, read_claims(Draft(state)))[0] == [4.0, 0.0]
+    assert ideal_gpus(state, read_claims(PlanBuilder(state)))[0] == [4.0, 0.0]
 
 
-def test_who_can_go_elsewhere_makes_room() -> None:
-    """b can use GPU 0 alone, which a has; c has what a could use besides, and 3 is open."""
+def test_a_pipeline_that_can_move_elsewhere_makes_room() -> None:
+    """b can use only GPU 0, which a has; c has what a could also use, and 3 is open."""
     state = fleet(4)
     add(state, "a", [0, 1])
     add(state, "c", [1, 2, 3], rollouts_per_worker=8)
@@ -330,7 +331,7 @@ def test_who_can_go_elsewhere_makes_room() -> None:
     wake(state, "a", 0)
     wake(state, "c", 0)
     state.now_s = 100.0
-    state.pipelines["a"].progress = {"train": Progress(batch=0, target=1, completed=0)}
+    state.pipelines["a"].progress = {"train": StreamProgress(batch=0, target=1, completed=0)}
     demand(state, "b", 8)
     run = sharing(state)
     run.run(140.0)
@@ -345,7 +346,7 @@ def test_nothing_left_to_do_is_given_nothing() -> None:
     assert plan(state, Fair()).ops == ()
 
 
-def test_where_all_have_their_share_nobody_moves_again() -> None:
+def test_no_worker_moves_where_all_have_their_share() -> None:
     state = fleet(8)
     for name in "abcd":
         add(state, name, range(8))

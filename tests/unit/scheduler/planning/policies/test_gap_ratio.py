@@ -1,31 +1,30 @@
-"""`gap-ratio` shares as its peer does, without the peer's faults."""
+"""`gap-ratio` shares as the system it follows, without that system's faults."""
 
 from collections.abc import Sequence
 
-from rollmesh.scheduler.planning.draft import Draft
-from rollmesh.scheduler.planning.ops import Expand, Shrink
-from rollmesh.scheduler.planning.plan import plan
-from rollmesh.scheduler.planning.policies.claims import Claim
+from rollmesh.scheduler.planning.claims import Claim
+from rollmesh.scheduler.planning.plan import Expand, PlanBuilder, Shrink
+from rollmesh.scheduler.planning.planner import plan
 from rollmesh.scheduler.planning.policies.gap_ratio import GapRatio
-from rollmesh.scheduler.planning.state import Progress, State
+from rollmesh.scheduler.planning.state import FleetState, StreamProgress
 from rollmesh.wire.scheduling import WorkerPhase
 from tests.unit.scheduler.planning.fleets import add, carry_out, demand, fleet, settle, wake
 
 
 class CountsIdleGpus(GapRatio):
-    """W7: its budget is of all GPUs, whoever can use them."""
+    """Fault W7: counts all GPUs, usable or not."""
 
-    def count_gpus(self, draft: Draft, claims: Sequence[Claim]) -> int:
-        return len(draft.state.node_of)
+    def count_gpus(self, builder: PlanBuilder, claims: Sequence[Claim]) -> int:
+        return len(builder.state.node_of)
 
 
-def progress(state: State, pipeline_id: str, target: int, completed: int) -> None:
-    news = Progress(batch=0, target=target, completed=completed)
+def progress(state: FleetState, pipeline_id: str, target: int, completed: int) -> None:
+    news = StreamProgress(batch=0, target=target, completed=completed)
     state.pipelines[pipeline_id].progress = {"train": news}
 
 
-def after(state: State, policy: GapRatio | None = None) -> dict[str, list[int]]:
-    """Who is awake once a plan is carried out."""
+def after(state: FleetState, policy: GapRatio | None = None) -> dict[str, list[int]]:
+    """Awake ranks once a plan is carried out."""
     carry_out(state, policy or GapRatio())
     settle(state)
     return {
@@ -74,7 +73,7 @@ def test_a_demand_without_an_estimate_gets_the_floor() -> None:
     assert {name: len(ranks) for name, ranks in after(state).items()} == {"a": 3, "b": 1}
 
 
-def test_who_has_more_than_its_share_gives() -> None:
+def test_a_pipeline_above_its_share_gives() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4))
@@ -83,7 +82,7 @@ def test_who_has_more_than_its_share_gives() -> None:
     assert {name: len(ranks) for name, ranks in after(state).items()} == {"a": 2, "b": 2}
 
 
-def test_nobody_gives_to_who_wants_nothing() -> None:
+def test_nothing_is_given_to_a_pipeline_without_demand() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4))
@@ -101,7 +100,7 @@ def test_a_pipeline_without_generation_is_no_fault() -> None:
     assert after(state) == {"a": [], "b": [0, 1, 2, 3]}
 
 
-def test_who_is_past_its_target_wants_nothing_more() -> None:
+def test_a_pipeline_past_its_target_wants_nothing() -> None:
     state = fleet(2)
     for name in ("a", "b"):
         add(state, name, [0, 1])
@@ -111,7 +110,7 @@ def test_who_is_past_its_target_wants_nothing_more() -> None:
     assert after(state) == {"a": [], "b": [0, 1]}
 
 
-def test_open_bundles_go_first_and_then_those_of_who_has_most_work_left() -> None:
+def test_open_bundles_go_first_then_those_of_the_pipeline_with_most_work_left() -> None:
     state = fleet(7)
     add(state, "a", [0, 1, 2])
     add(state, "b", [3, 4, 5])
@@ -139,10 +138,10 @@ def test_no_worker_moves_there_and_back_in_one_plan() -> None:
     assert len(moved) == len(set(moved)) == 14
     carry_out(state, GapRatio())
     settle(state)
-    assert plan(state, GapRatio()).ops == (), "and the next plan has nothing to mend"
+    assert plan(state, GapRatio()).ops == (), "the next plan has nothing to correct"
 
 
-def test_gpus_that_nobody_can_use_count_for_nobody() -> None:
+def test_gpus_that_no_pipeline_can_use_count_for_none() -> None:
     for policy, expected in ((GapRatio(), 1), (CountsIdleGpus(), 0)):
         state = fleet(10)
         for name in ("a", "b"):
@@ -152,8 +151,8 @@ def test_gpus_that_nobody_can_use_count_for_nobody() -> None:
         assert len(after(state, policy)["b"]) == expected
 
 
-def test_one_plan_wakes_as_many_as_there_are() -> None:
+def test_one_plan_wakes_every_worker_of_the_only_pipeline_once() -> None:
     state = fleet(1100)
     add(state, "a", range(1100))
     demand(state, "a", 5000)
-    assert len(plan(state, GapRatio()).ops) == 1100
+    assert plan(state, GapRatio()).ops == tuple(Expand("a", rank) for rank in range(1100))

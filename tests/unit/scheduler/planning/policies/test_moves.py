@@ -1,14 +1,14 @@
-"""What policies draft is valid whatever the fleet is like, and a trade leaves all as well off."""
+"""Plans of every policy are valid on any fleet, and a trade leaves all pipelines as well off."""
 
 import random
 
 import pytest
 
-from rollmesh.scheduler.planning.ops import Expand, Shrink
-from rollmesh.scheduler.planning.plan import plan
-from rollmesh.scheduler.planning.policies import POLICIES, by_name
+from rollmesh.scheduler.planning.plan import Expand, Shrink
+from rollmesh.scheduler.planning.planner import plan
+from rollmesh.scheduler.planning.policies import make_policy, policy_names
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
-from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase, Progress, State
+from rollmesh.scheduler.planning.state import FleetState, NodePhase, PipelinePhase, StreamProgress
 from rollmesh.wire.scheduling import WorkerPhase
 from tests.unit.scheduler.planning.fleets import TRAIN, add, ask, carry_out, demand, fleet, wake
 
@@ -17,7 +17,7 @@ NODES = (8, 4, 8)
 
 
 class History:
-    """A fleet to which anything happens, by chance."""
+    """A fleet with random events."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -25,8 +25,8 @@ class History:
         for number in range(self.chance.randint(2, 7)):
             self._add(f"p{number}")
 
-    def go_on(self) -> None:
-        """Time passes, something arrives, somebody wants something else."""
+    def advance(self) -> None:
+        """Let time pass and apply random events."""
         self.state.now_s += self.chance.choice((0.5, 5.0, 40.0))
         self._settle_some()
         for name in self.chance.sample(sorted(self.state.pipelines), 2):
@@ -60,7 +60,7 @@ class History:
             pipeline.demand = None
         elif what == 2:
             completed = self.chance.randrange(9)
-            pipeline.progress = {"train": Progress(batch=0, target=8, completed=completed)}
+            pipeline.progress = {"train": StreamProgress(batch=0, target=8, completed=completed)}
         elif what == 3 and TRAIN in pipeline.holds:
             pipeline.releasing[TRAIN] = "key"
         elif what == 4 and TRAIN not in pipeline.holds and not pipeline.releasing:
@@ -79,24 +79,24 @@ class History:
                     self.state.move_worker(name, worker.rank, rest[worker.phase])
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", policy_names())
 def test_every_plan_of_any_history_is_valid(name: str) -> None:
     num_moves = 0
     for seed in range(NUM_HISTORIES):
         history = History(seed)
         for _ in range(NUM_CYCLES):
-            policy = by_name(name)
+            policy = make_policy(name)
             made = plan(history.state, policy)
-            assert made == plan(history.state, policy), "it is the same each time"
+            assert made == plan(history.state, policy), "deterministic"
             assert made.again_s > history.state.now_s
             carry_out(history.state, policy)
             num_moves += len(made.ops)
-            history.go_on()
-    assert num_moves > NUM_HISTORIES * NUM_CYCLES / 4, "they do something"
+            history.advance()
+    assert num_moves > NUM_HISTORIES * NUM_CYCLES / 4, "plans must not all be empty"
 
 
-def in_the_way() -> State:
-    """b can use GPU 0 alone, where a is, which could be on 1 as well, where c is; 2 is open."""
+def in_the_way() -> FleetState:
+    """b can use only GPU 0, where a is; a could also be on 1, where c is; 2 is open."""
     state = fleet(3)
     add(state, "a", [0, 1])
     add(state, "b", [0])
@@ -109,7 +109,7 @@ def in_the_way() -> State:
     return state
 
 
-def test_two_step_aside_for_who_can_go_nowhere_else() -> None:
+def test_two_pipelines_step_aside_for_one_with_a_single_bundle() -> None:
     ops = plan(in_the_way(), Fair(FairSettings(hold_s=10.0))).ops
     assert {op for op in ops if isinstance(op, Expand)} == {
         Expand("b", 0),
@@ -122,7 +122,7 @@ def test_two_step_aside_for_who_can_go_nowhere_else() -> None:
     }
 
 
-def test_a_trade_that_does_not_come_off_leaves_nothing() -> None:
+def test_a_failed_trade_leaves_nothing() -> None:
     state = in_the_way()
     add(state, "d", [2])
     demand(state, "d", 1)

@@ -1,11 +1,11 @@
-"""`static` divides the fleet once, and nobody is moved for load."""
+"""`static` partitions the fleet once, and moves no worker for load."""
 
-from rollmesh.scheduler.planning.plan import plan
+from rollmesh.scheduler.planning.planner import plan
 from rollmesh.scheduler.planning.policies.static import Static, partition
 from tests.unit.scheduler.planning.fleets import add, carry_out, demand, fleet, settle
 
 
-def test_each_has_its_own_training_gpus_and_nobody_two() -> None:
+def test_each_pipeline_has_its_training_gpus_and_no_gpu_has_two_owners() -> None:
     state = fleet(4)
     add(state, "a", range(4), train=[2, 3])
     add(state, "b", range(4), train=[0, 1])
@@ -20,7 +20,7 @@ def test_the_rest_is_dealt_in_turn() -> None:
     assert partition(state) == {"a": {0, 2}, "b": {2, 6, 7}, "c": {3}}
 
 
-def test_it_wakes_its_part_while_it_has_demand_and_nobody_elses() -> None:
+def test_a_pipeline_wakes_only_its_own_part_while_it_has_demand() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4))
@@ -34,7 +34,7 @@ def test_it_wakes_its_part_while_it_has_demand_and_nobody_elses() -> None:
     assert len(plan(state, Static()).ops) == 1, "it can fill no more than one"
 
 
-def test_who_comes_later_gets_its_part_from_who_had_it() -> None:
+def test_a_later_pipeline_gets_its_part_from_the_earlier_owner() -> None:
     state = fleet(4)
     add(state, "a", range(4))
     demand(state, "a", 1000)

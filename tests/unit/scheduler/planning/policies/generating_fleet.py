@@ -1,41 +1,38 @@
-"""A policy at work on a virtual clock: every plan is carried out, each move takes its time.
+"""A policy at work on a virtual clock: each plan is carried out, and moves take time.
 
-Owns the clock and what each pipeline had and lacked so far, in GPU seconds: against shares that the
-test names, never against the policy's own. Invariant: as in the service, credits are written back
-with each plan. Driven by the policies' tests.
+- Measures what each pipeline had and lacked, in GPU seconds, against shares that the test gives.
+- As in the service, credits are written back with each plan.
 """
 
 from collections.abc import Mapping
 
-from rollmesh.scheduler.planning.plan import Policy
-from rollmesh.scheduler.planning.state import AWAKE_PHASES, State
+from rollmesh.scheduler.planning.planner import SchedulingPolicy
+from rollmesh.scheduler.planning.state import AWAKE_PHASES, FleetState
 from rollmesh.wire.scheduling import WorkerPhase
 from tests.unit.scheduler.planning.fleets import carry_out
 
 REST = {WorkerPhase.WAKING: WorkerPhase.AWAKE, WorkerPhase.SLEEPING: WorkerPhase.ASLEEP}
 
 
-class Sharing:
-    """See the module."""
-
-    def __init__(self, state: State, policy: Policy, switch_s: float = 0.0) -> None:
+class GeneratingFleet:
+    def __init__(self, state: FleetState, policy: SchedulingPolicy, switch_s: float = 0.0) -> None:
         self.state = state
         self.had_gpu_s = dict.fromkeys(state.pipelines, 0.0)
         self.num_plans = 0
         self.most_lag_s: dict[str, float] = dict.fromkeys(state.pipelines, 0.0)
-        """The most that each lacked at any time, of the ideal; per GPU of a worker."""
+        """The most that each pipeline ever lacked of the ideal, per GPU of a worker."""
         self._policy = policy
         self._switch_s = switch_s
         self._moving: list[tuple[float, str, int]] = []
         self._begun_s = state.now_s
 
     def run(self, until_s: float, ideal_gpus: Mapping[str, float] | None = None) -> None:
-        """Plan when a move is done and when the policy wants to look again."""
+        """Plan when a move is done and when the policy wants to plan again."""
         while self.state.now_s < until_s:
             self._settle()
             again_s = self._plan()
             next_s = min([until_s, again_s, *(done_s for done_s, _, _ in self._moving)])
-            assert next_s > self.state.now_s, "it asks for the same moment for ever"
+            assert next_s > self.state.now_s, "asks for the same moment forever"
             self._pass(next_s - self.state.now_s)
             self._note_lag(ideal_gpus or {})
 

@@ -1,4 +1,4 @@
-"""Who waits for a fixed cluster, who gives way to it, and who may not bypass it."""
+"""Fixed clusters: which requests wait, which owners give way, and what may not bypass a request."""
 
 import math
 
@@ -6,12 +6,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.scheduler.planning import fixed
-from rollmesh.scheduler.planning.draft import Draft
+from rollmesh.scheduler.planning import planner
 from rollmesh.scheduler.planning.invariants import Invariant, PlanError, validate
-from rollmesh.scheduler.planning.ops import Expand, Grant, Op, Release, Shrink, apply
-from rollmesh.scheduler.planning.plan import plan
-from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase, State
+from rollmesh.scheduler.planning.plan import (
+    Expand,
+    Grant,
+    Op,
+    PlanBuilder,
+    ReleaseCluster,
+    Shrink,
+    apply,
+)
+from rollmesh.scheduler.planning.planner import plan
+from rollmesh.scheduler.planning.state import FleetState, NodePhase, PipelinePhase
 from rollmesh.wire.scheduling import GpuPriority, WorkerPhase
 from tests.unit.scheduler.planning.executor import Executor
 from tests.unit.scheduler.planning.fleets import (
@@ -32,14 +39,14 @@ from tests.unit.scheduler.planning.histories import Churn
 RESERVE_S = Idle.reserve_after_s
 
 
-def served(state: State) -> tuple[Op, ...]:
+def served(state: FleetState) -> tuple[Op, ...]:
     return plan(state, Idle()).ops
 
 
-# who gives way
+# giving way
 
 
-def test_a_request_takes_its_gpus_from_whoever_generates_there() -> None:
+def test_a_request_takes_its_gpus_from_generation() -> None:
     state = fleet(4)
     add(state, "p", generation=(0, 1), train=(0, 1, 2))
     add(state, "q", generation=(2, 3), tp=2)
@@ -60,7 +67,7 @@ def test_gpus_of_a_worker_that_goes_to_sleep_count_as_free() -> None:
 
 
 @pytest.mark.parametrize("phase", [WorkerPhase.WAKING, WorkerPhase.LOST])
-def test_nobody_is_evicted_while_another_worker_is_in_the_way(phase: WorkerPhase) -> None:
+def test_no_worker_is_evicted_while_another_blocks_the_request(phase: WorkerPhase) -> None:
     state = fleet(2)
     add(state, "p", train=(0, 1))
     add(state, "q", generation=(0, 1))
@@ -136,7 +143,7 @@ def test_the_line_is_by_priority_and_then_as_they_came() -> None:
     assert line == [top, first, second, low]
 
 
-def test_who_has_waited_long_comes_before_a_higher_priority() -> None:
+def test_a_request_that_waited_long_precedes_a_higher_priority() -> None:
     state = fleet(1)
     add(state, "p", train=(0,))
     add(state, "q", train=(0,))
@@ -146,7 +153,7 @@ def test_who_has_waited_long_comes_before_a_higher_priority() -> None:
     assert served(state) == (Grant(old),)
 
 
-def test_a_plan_says_when_age_will_change_the_line() -> None:
+def test_a_plan_reports_when_age_will_change_the_order() -> None:
     state = fleet(2)
     trains(state, "q", 0)
     add(state, "p", train=(0, 1))
@@ -163,15 +170,15 @@ def test_a_plan_says_when_age_will_change_the_line() -> None:
 # W5: an eviction without a grant
 
 
-class KeepsShrinks(Draft):
+class KeepsShrinks(PlanBuilder):
     """The fault: what was shrunk for a request that cannot be granted stays shrunk."""
 
     def rollback(self, mark: int) -> None:
         pass
 
 
-def evictions(draft_type: type[Draft]) -> int:
-    """Of q in six cycles, while p waits for GPU 0, which r trains on."""
+def evictions(builder_type: type[PlanBuilder]) -> int:
+    """Evictions of q in six cycles, while p waits for GPU 0, which r trains on."""
     state = fleet(4)
     trains(state, "r", 0)
     add(state, "p", train=(2, 0))
@@ -181,18 +188,18 @@ def evictions(draft_type: type[Draft]) -> int:
     ask(state, "p")
     count = 0
     for _ in range(6):
-        draft = draft_type(state)
-        fixed.serve(draft, RESERVE_S)
-        count += sum(isinstance(op, Shrink) for op in draft.ops)
-        Greedy().generate(draft)
-        for op in draft.ops:
+        builder = builder_type(state)
+        planner.serve_requests(builder, RESERVE_S)
+        count += sum(isinstance(op, Shrink) for op in builder.ops)
+        Greedy().generate(builder)
+        for op in builder.ops:
             apply(state, op)
         settle(state)
     return count
 
 
-def test_a_request_that_cannot_be_granted_evicts_nobody() -> None:
-    assert evictions(Draft) == 0
+def test_a_request_that_cannot_be_granted_evicts_no_worker() -> None:
+    assert evictions(PlanBuilder) == 0
     assert evictions(KeepsShrinks) >= 3
 
 
@@ -203,14 +210,14 @@ def test_an_eviction_without_a_grant_is_refused_by_the_proof() -> None:
     add(state, "q", generation=(1,))
     wake(state, "q", 0)
     ask(state, "p")
-    draft = KeepsShrinks(state)
-    fixed.serve(draft, RESERVE_S)
+    builder = KeepsShrinks(state)
+    planner.serve_requests(builder, RESERVE_S)
     with pytest.raises(PlanError) as caught:
-        validate(state, draft.ops)
+        validate(state, builder.ops)
     assert caught.value.invariant is Invariant.EVICTION_HAS_GRANT
 
 
-# W10: a big request that small ones pass by for ever
+# W10: a big request that small ones bypass forever
 
 
 class NeverReserves(Idle):
@@ -283,7 +290,7 @@ def test_what_big_ones_wait_for_may_go_on_until_it_is_done() -> None:
 
 
 @pytest.mark.parametrize("fault", ["lost", "quarantine", "node"])
-def test_who_waits_for_what_may_never_end_is_in_nobodys_way(fault: str) -> None:
+def test_a_request_that_may_wait_forever_blocks_no_other(fault: str) -> None:
     """A fault of f stops big, which waits for it, or for r, which does; and not small."""
     state = fleet(3, 1)
     add(state, "big", train=(0, 1))
@@ -307,7 +314,7 @@ def test_who_waits_for_what_may_never_end_is_in_nobodys_way(fault: str) -> None:
     assert served(state) == (Grant(key),)
 
 
-def test_who_waits_for_its_own_pipeline_is_in_nobodys_way() -> None:
+def test_a_request_that_waits_for_its_own_pipeline_blocks_no_other() -> None:
     """p asks for more while it holds: what it holds itself, or what q has that waits for p."""
     state = fleet(4)
     asker = add(state, "p", train=(0,))
@@ -362,9 +369,9 @@ def test_a_reservation_is_over_with_its_grant() -> None:
     state.now_s = RESERVE_S
     small = ask(state, "small")
     state.pipelines["r"].releasing[TRAIN] = "release"
-    assert carry_out(state, Idle()).ops == (Release("r", TRAIN), Grant(big))
+    assert carry_out(state, Idle()).ops == (ReleaseCluster("r", TRAIN), Grant(big))
     state.pipelines["big"].releasing[TRAIN] = "release"
-    assert carry_out(state, Idle()).ops == (Release("big", TRAIN), Grant(small))
+    assert carry_out(state, Idle()).ops == (ReleaseCluster("big", TRAIN), Grant(small))
 
 
 # the bound
@@ -381,18 +388,18 @@ def test_every_feasible_request_is_granted_within_the_bound(seed: int, churns: b
     assert executor.run(200) <= executor.bound_s
 
 
-class MakesNoException(Draft):
+class MakesNoException(PlanBuilder):
     """The fault: those that a reserved request waits for are kept waiting as well."""
 
     def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
         return super().may_start("", gpu, gives_way)
 
 
-def is_late(seed: int, draft_type: type[Draft]) -> bool:
-    executor = Executor(seed, Churn(seed), draft_type)
+def is_late(seed: int, builder_type: type[PlanBuilder]) -> bool:
+    executor = Executor(seed, Churn(seed), builder_type)
     return executor.run(200) > executor.bound_s
 
 
 def test_the_bound_does_not_hold_where_those_that_are_waited_for_are_kept_waiting() -> None:
-    assert not any(is_late(seed, Draft) for seed in range(30))
+    assert not any(is_late(seed, PlanBuilder) for seed in range(30))
     assert any(is_late(seed, MakesNoException) for seed in range(30))
