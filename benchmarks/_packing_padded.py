@@ -21,6 +21,7 @@ from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.advantages import sample_advantages
 from rollmesh.trainer.algorithms.loss import TokenTerms, ppo_loss, token_logprobs
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.algorithms.registry import find_advantage
 from rollmesh.trainer.models.folders import load_model
 
 
@@ -55,12 +56,13 @@ class PaddedPolicy:
                 recorded_N=batch["recorded_N"],
                 advantages_N=batch["advantages_N"],
                 weights_N=batch["weights_N"],
+                samples_N=batch["rows_N"],
             )
             torch.autograd.backward(ppo_loss(terms, self._settings).value)
         return self._descent.step(loss=0.0) or math.nan
 
     def _batches(self, samples: Sequence[Sample]) -> Iterator[dict[str, Tensor]]:
-        advantages = sample_advantages(samples, self._settings.advantage)
+        advantages = sample_advantages(samples, find_advantage(self._settings.advantage))
         equals: dict[bytes, list[int]] = {}
         for at, sample in enumerate(samples):
             equals.setdefault(sample.token_ids.tobytes(), []).append(at)

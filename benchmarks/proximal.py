@@ -77,7 +77,7 @@ def logprobs(folder: Path, samples: list[Sample]) -> Tensor:
     for batch in pack(samples, ones, ones, SETTINGS.microbatch_tokens, "cpu"):
         logits_KV = packed_logits(model, batch.token_ids_T, batch.starts, batch.kept_K)
         logprobs_K, _ = token_logprobs(logits_KV, batch.targets_K, batch.temperatures_K)
-        told.append(logprobs_K[batch.places_N])
+        told.append(logprobs_K[batch.kept_index_N])
     return torch.cat(told)
 
 
@@ -112,7 +112,7 @@ def errors(by_moment: Mapping[int, Tensor]) -> dict[str, float]:
             sight = ProximalInputs(by_moment[began + done], None, recorded_N, ages_N, done)
             told["interpolated"].append(proximal_logprobs("loglinear", sight))
             told["recorded"].append(recorded_N)
-            told["now"].append(sight.now_N)
+            told["now"].append(sight.current_N)
         off = {
             name: float((torch.stack(each) - by_moment[began]).abs().mean())
             for name, each in told.items()

@@ -101,7 +101,7 @@ class Bench:
         self._policy.nudge()
         with self._timed(f"{mode}.served"):
             with self._timed("hand_over", time.thread_time):
-                parts = self._policy.hand_over(folder, self._policy_version)
+                parts = self._policy.export(folder, self._policy_version)
             cargo = Cargo(self._policy_version, str(folder), parts)
             await shipping.begin(cargo, [self._client])
             await self._client.pause()

@@ -47,7 +47,7 @@ class Publications:
     def publish(self) -> PublishReport:
         """Publish the weights held now, and return how that went."""
         folder = self._weights.next_folder()
-        parts = self._policy.hand_over(folder, self._weights.policy_version)
+        parts = self._policy.export(folder, self._weights.policy_version)
         probe = self._policy.probe()
         self._weights.publish(self._num_steps, folder, parts, self._bring, probe)
         while self._weights.is_publishing:

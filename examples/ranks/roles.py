@@ -18,10 +18,10 @@ class Writer:
     """A small recurrent language model, and its optimiser."""
 
     def __init__(
-        self, place: RankContext, vocab_size: int, learning_rate: float, seed: int
+        self, context: RankContext, vocab_size: int, learning_rate: float, seed: int
     ) -> None:
         torch.manual_seed(seed)
-        self._heads = place.mesh.get_group("data")
+        self._heads = context.mesh.get_group("data")
         self._embed = nn.Embedding(vocab_size, 32)
         self._body = nn.GRU(32, 64, batch_first=True)
         self._out = nn.Linear(64, vocab_size)

@@ -31,7 +31,6 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 NonNegativeSeconds = Annotated[float, msgspec.Meta(ge=0)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-AdvantageRule = Literal["grpo", "mean", "leave_one_out"]
 LossWeight = Literal["token", "rollout"]
 ProximalRule = Literal["recompute", "loglinear", "recorded"]
 PublishMode = Literal["disk", "tensor", "distributed"]
@@ -283,8 +282,12 @@ class TrainerConfig(Section, frozen=True):
     """One forward takes so many tokens at most; gradients add up until a minibatch is through."""
     loss_weight: LossWeight = "token"
     """Whose mean the loss is: each trained `token` weighs the same, or each `rollout`."""
-    advantage: AdvantageRule = "grpo"
-    """A reward against its siblings': `grpo` (less mean, over std), `mean`, `leave_one_out`."""
+    loss: str = "ppo"
+    """`ppo` (default), `gspo` (sequence-level ratios), or `package.module:function` of your own
+    (docs/losses.md)."""
+    advantage: str = "grpo"
+    """A reward against those of its group: `grpo` (less mean, over std), `mean` (less mean),
+    `leave_one_out`, or `package.module:function` of your own (docs/losses.md)."""
     clip_low: Share = 0.2
     """Policy ratio is clipped below 1 - clip_low."""
     clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28

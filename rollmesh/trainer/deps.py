@@ -43,7 +43,7 @@ class TrainablePolicy(Subject, Offloadable, Protocol):
     def save(self, folder: Path) -> None:
         """Write the weights."""
 
-    def hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+    def export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
         """Lay the weights, from now on known as `policy_version`, where carriers find them until
         the next call; none where they are in `folder` at once. NoRoom where the disk is full; then
         it may be called again."""

@@ -76,7 +76,7 @@ class GpuLease(Protocol):
     def release_until_step(self) -> None:
         """The run has begun, and needs them no more until a step does."""
 
-    def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
+    def finish_step(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
         """The step before this one needs the trainer's GPUs no more; once for each that trained.
 
         `num_to_come` rollouts are, and the batch of this step may be there.
@@ -119,7 +119,7 @@ class ExclusiveGpus:
         del step
         return True
 
-    def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
+    def finish_step(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
         del step, num_to_come, is_next_there
 
     def report_moved(self, record: GroupRecord) -> None:
@@ -193,7 +193,7 @@ class ScheduledGpus:
             self._lodger.reload()
         return self._is_there
 
-    def hand_over(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
+    def finish_step(self, step: int, num_to_come: int, *, is_next_there: bool) -> None:
         if not self._is_there:
             return
         self._offload()

@@ -186,7 +186,7 @@ class TrainLoop:
             self._saver.tend(step)
             batch = pacer.take(step)
             num_to_come = self._num_to_come(step + bool(batch))
-            gpu_lease.hand_over(step, num_to_come, is_next_there=batch is not None)
+            gpu_lease.finish_step(step, num_to_come, is_next_there=batch is not None)
             # Before the step, so that workers are busy while it computes.
             if gpu_lease.may_ask(step, num_to_come):
                 num_steps_left = trainer.num_steps - step - bool(batch)
@@ -265,16 +265,16 @@ class TrainLoop:
         self._parts.pacer.publishing(weights.policy_version, num_steps)
         # Before there is a folder of that name: engines of a later life may begin with it.
         self._parts.client.note_published(weights.policy_version, num_steps, self._tries_again)
-        parts = self._hand_over(folder, weights.policy_version)
+        parts = self._export(folder, weights.policy_version)
         if parts is not None:
             weights.publish(num_steps, folder, parts, self._parts.bring, policy.probe())
 
-    def _hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...] | None:
+    def _export(self, folder: Path, policy_version: int) -> tuple[Part, ...] | None:
         """As the policy does; a full disk is waited for. None where the run is to end meanwhile."""
         is_told = False
         while True:
             try:
-                return self._parts.policy.hand_over(folder, policy_version)
+                return self._parts.policy.export(folder, policy_version)
             except NoRoom as error:
                 if not is_told:
                     is_told = True

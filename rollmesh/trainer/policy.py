@@ -3,19 +3,14 @@
     one train step:  advantages -> minibatches of whole groups -> per minibatch: forwards of many
                      sequences in one row, loss, backward; clip the gradient; AdamW
 
-Invariants: log-probs are recomputed by the definition under which they were recorded (softmax of
-logits / temperature over the whole vocabulary); samples of the very weights held now that disagree
-with the recording by more than `max_logprob_gap` on average, and single tokens by more than
-`max_token_gap`, do not train and are counted; the weights change in `step` alone; while it is away
-from its device nothing of it is there, and it can be saved still. Driven by the train loop, on its
-thread.
+- Log-probs are recomputed by the definition under which they were recorded: softmax of
+  logits / temperature over the whole vocabulary.
+- Samples of the weights held now whose recorded log-probs are off by more than `max_logprob_gap` on
+  average, and single tokens off by more than `max_token_gap`, do not train and are counted.
+- The weights change in `step` and `restore` only. An offloaded policy has nothing on its device and
+  can still be saved.
+
 Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
-
-Compute with the weights as an engine of a coarser dtype holds them.
-
-- One module's weights are rounded at a time, in place, and restored after its forward, so that the
-  memory needed is a copy of the largest module.
-- The weights are as they were when the context ends, also where the forward fails.
 """
 
 import functools
@@ -46,11 +41,11 @@ from rollmesh.trainer.algorithms.loss import (
     ProximalInputs,
     TokenTerms,
     needs_extra_forward,
-    ppo_loss,
     proximal_logprobs,
     token_logprobs,
 )
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
 from rollmesh.trainer.algorithms.step_report import StepMeter, StepReport, TokenAges
 from rollmesh.trainer.models.device import resolve_device
 from rollmesh.trainer.models.folders import (
@@ -72,13 +67,18 @@ HOST = torch.device("cpu")
 
 
 class Policy:
-    """A model folder's weights, an optimiser, and which policy version the weights are."""
+    """The weights of a model folder, an optimiser, and the policy version of the weights."""
 
     def __init__(self, path: str, settings: TrainerConfig, ranks: Ranks | None = None) -> None:
-        """Trained with `ranks`, each of which has one; default: alone."""
+        """Load the model in the folder `path`; `ranks` are the ranks that train it (default: one).
+
+        Raises ConfigError for an unknown device, loss or advantage, ModelError without a model.
+        """
+        self._loss = find_loss(settings.loss)
+        self._advantage = find_advantage(settings.advantage)
         torch.set_num_threads(settings.num_threads)
         self.allocator = LocalAllocator()
-        """Where samples lie that train here."""
+        """Allocates the samples that train here."""
         self._ranks = ranks or SingleRank()
         self._source = Path(path)
         self._settings = settings
@@ -86,11 +86,11 @@ class Policy:
         model, rank = load_model(self._source), settings.lora_rank
         self._adapters = LoraAdapters(model, rank, self._source) if rank else None
         self._model = model.to(self._device)
-        # A batch of one token at most is one of a single sequence.
+        # A limit of one token makes each sequence a batch of its own.
         self._max_tokens = settings.microbatch_tokens if enable_packing(self._model) else 1
         self._ranks.shard(self._model)
-        self._descent = ModelOptimizer(self._model, settings)
-        self._imprint = Imprint(self._model, self._descent, self._ranks)
+        self._optimizer = ModelOptimizer(self._model, settings)
+        self._imprint = Imprint(self._model, self._optimizer, self._ranks)
         self._hold = Hold()
         self._policy_version: int | None = 0
 
@@ -101,33 +101,33 @@ class Policy:
         minibatches: Sequence[int] | None = None,
         step_of_version: Mapping[int, int] | None = None,
     ) -> StepReport:
-        """Train once on `samples`, all of one batch, or this rank's whole groups of it.
+        """Train once on `samples`: a whole batch, or this rank's groups of it.
 
-        `step` counts from 0; `minibatches` says which each sample is in, where these are not all.
-        `step_of_version` has after how many steps a policy version was made: tokens of one that is
-        not in it are not old. The report is of all ranks.
+        `step` counts from 0. `minibatches` has the minibatch of each sample (needed for a part of a
+        batch). `step_of_version` has the number of train steps after which each policy version was
+        made; tokens of other versions have age 0. The report is of all ranks.
         """
-        rate = self._descent.warm_up(step)
+        rate = self._optimizer.warm_up(step)
         meter = StepMeter(samples, TokenAges(step, step_of_version or {}), self._policy_version)
         if minibatches is None:
             minibatches = assign_minibatches(samples, self._settings.num_minibatches)
         plan = self._plan(samples, np.array(minibatches, np.int64))
-        began = None
+        start = None
         if needs_extra_forward(self._settings.proximal, len(plan)):
-            began = self._logprobs(plan)
+            start = self._logprobs(plan)
         for at, batches in enumerate(plan):
-            self._minibatch(at, batches, began[at] if began else None, meter)
+            self._minibatch(at, batches, start[at] if start else None, meter)
         self._policy_version = None
-        return meter.report(rate, self._descent.num_skipped_in_row, self._ranks)
+        return meter.report(rate, self._optimizer.num_skipped_in_row, self._ranks)
 
     def end_step(self, step: int) -> None:
-        """The samples of `step` are gone when nobody holds them, and were nowhere else."""
+        """Do nothing: the samples of `step` are freed with their last reference."""
 
     def save(self, folder: Path, policy_version: int | None = None) -> None:
-        """Write a folder that stock transformers loads; whole at every moment that it exists.
+        """Write a folder that stock transformers loads; it is complete whenever it exists.
 
-        `policy_version` is the name under which these weights will sample, if they will. Raises
-        NotFinite for weights that hold NaN or infinity, and writes nothing.
+        `policy_version` is the version under which these weights will be published, if they will.
+        Raises NotFinite for weights that hold NaN or infinity, and then writes nothing.
         """
         check_finite(self._model, self._ranks, folder)
         if self._adapters:
@@ -139,19 +139,20 @@ class Policy:
         if policy_version is not None:
             self._policy_version = policy_version
 
-    def hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
-        """Lay the weights where carriers find them and write them as `folder`: this rank's part,
-        which stays as it is until the next call; none where the folder is whole at once.
+    def export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+        """Copy this rank's part of the weights to memory that transports can read, and begin
+        `folder`; return the part, which stays unchanged until the next call, or nothing if the
+        folder is already complete.
 
-        From now on they are known as `policy_version`. Raises ModelError where the disk refuses
-        them, NoRoom where it is full (then they may be handed over again), and NotFinite for
-        weights that hold NaN or infinity.
+        The weights are `policy_version` from now on. Raises ModelError if they cannot be written,
+        NoRoom if the disk is full (the call may be repeated), and NotFinite for weights that hold
+        NaN or infinity.
         """
         check_finite(self._model, self._ranks, folder)
         with disk_errors(folder):
-            return self._lay(folder, policy_version)
+            return self._export(folder, policy_version)
 
-    def _lay(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+    def _export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
         if self._adapters:
             self._adapters.save(folder, self._ranks)
             self._policy_version = policy_version
@@ -161,16 +162,17 @@ class Policy:
             return ()
         weights = named_weights(self._model)
         part = self._hold.lay(weights, self._ranks.owned(weights), folder.parent)
-        # Behind what all ranks do together: one whose disk is full leaves no other waiting.
+        # After all collectives: a rank whose disk is full leaves no other rank waiting.
         if self._ranks.is_first:
             begin_without_weights(self._model, self._source, folder)
         self._policy_version = policy_version
         return (part,)
 
     def snapshot(self, folder: Path) -> None:
-        """Save this rank's part, as Subject has it; NotFinite for weights with NaN or infinity.
+        """Copy this rank's part, and write it in the background; see Subject.
 
-        Stock transformers loads `folder/model`, unless it has to convert what such a model holds.
+        Raises NotFinite for weights with NaN or infinity. Stock transformers loads `folder/model`,
+        unless it has to convert the tensors that such a model holds.
         """
         check_finite(self._model, self._ranks, folder)
         is_plain = has_native_layout(self._model) and not self._adapters
@@ -180,11 +182,11 @@ class Policy:
         self._imprint.take(folder, face)
 
     def is_snapshot_written(self) -> bool:
-        """As Subject has it, of all ranks; a collective."""
+        """Whether all ranks have written their part; a collective."""
         return self._imprint.is_written()
 
     def restore(self, folder: Path) -> None:
-        """As Subject has it. The weights have no name until they are published anew."""
+        """Read this rank's part; the weights have no version until they are published again."""
         self._imprint.restore(folder)
         self._policy_version = None
 
@@ -193,62 +195,62 @@ class Policy:
         return is_finite(self._model, self._ranks)
 
     def set_policy_version(self, policy_version: int | None) -> None:
-        """The weights held now were published under this name, or under none."""
+        """Set the version under which the weights held now were published, or None."""
         self._policy_version = policy_version
 
     def probe(self) -> Probe:
-        """Score a fixed text; an engine that holds these weights must agree."""
+        """Score a fixed text; an engine that holds these weights must return the same scores."""
         vocab_size = int(self._model.config.vocab_size)
         token_ids = [(PROBE_STRIDE * (at + 1)) % vocab_size for at in range(PROBE_TOKENS)]
         logprobs = self._scores(token_ids)
         with rounded_weights(self._model, torch.bfloat16):
-            coarse = self._scores(token_ids)
-        return Probe(tuple(token_ids), logprobs, coarse)
+            rounded_logprobs = self._scores(token_ids)
+        return Probe(tuple(token_ids), logprobs, rounded_logprobs)
 
     @torch.no_grad()
     def _scores(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Log-probs of all of `token_ids` but the first."""
+        """Log-probs of all `token_ids` except the first."""
         ids_BT = torch.tensor([token_ids], device=self._device)
         logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
         logprobs_TV = torch.log_softmax(logits_BTV[0, :-1].float(), -1)
         return tuple(logprobs_TV.gather(-1, ids_BT[0, 1:, None])[:, 0].tolist())
 
     def offload(self) -> None:
-        """As Lodger has it; what torch itself keeps on a device (its context) stays."""
+        """Move weights and optimiser to the host; torch's own context stays on the device."""
         self._move(HOST)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
-        """As Lodger has it."""
+        """Move weights and optimiser back to the device."""
         self._move(self._device)
 
     def _move(self, device: torch.device) -> None:
-        # In place, as far as torch goes: who has a parameter has the same one.
+        # torch moves in place: references to a parameter stay valid.
         self._model.to(device)
-        self._descent.move(device)
+        self._optimizer.move(device)
 
     def close(self) -> None:
-        """What was handed over is gone; the rest is of this process, and goes with it."""
+        """Free the exported weights; everything else is freed with the process."""
         self._hold.close()
 
     def _plan(
         self, samples: Sequence[Sample], minibatches: npt.NDArray[np.int64]
     ) -> list[list[TokenBatch]]:
-        """The batches of each minibatch; at all ranks as many."""
-        advantages = sample_advantages(samples, self._settings.advantage)
+        """The batches of each minibatch; every rank has the same number."""
+        advantages = sample_advantages(samples, self._advantage)
         num = int(self._ranks.max(minibatches.max(initial=-1) + 1))
         parts = [np.flatnonzero(minibatches == each) for each in range(num)]
         return [self._batches(samples, part, advantages[part]) for part in parts]
 
     def _batches(
         self,
-        of_step: Sequence[Sample],
+        all_samples: Sequence[Sample],
         part: npt.NDArray[np.int64],
         advantages: npt.NDArray[np.float32],
     ) -> list[TokenBatch]:
-        """Of one minibatch; their `samples_N` count through the whole step's."""
-        samples = [of_step[row] for row in part]
+        """The batches of one minibatch; their `samples_N` index the samples of the whole step."""
+        samples = [all_samples[row] for row in part]
         weights, own = token_weights(samples, self._settings.loss_weight)
         weights /= max(1.0, self._ranks.sum([own])[0])
         packed = pack(samples, advantages, weights, self._max_tokens, self._device)
@@ -259,52 +261,65 @@ class Policy:
 
     @torch.no_grad()
     def _logprobs(self, plan: list[list[TokenBatch]]) -> list[list[Tensor]]:
-        """[N] of each batch, by the weights held now."""
+        """Log-probs [N] of each batch, by the weights held now."""
         return [[self._forward(batch)[0] for batch in batches] for batches in plan]
 
     def _minibatch(
-        self, at: int, batches: list[TokenBatch], began: list[Tensor] | None, meter: StepMeter
+        self, at: int, batches: list[TokenBatch], start: list[Tensor] | None, meter: StepMeter
     ) -> None:
-        """One optimiser step, number `at` of the train step; `began` are log-probs of before it."""
+        """Do optimiser step number `at` of the train step; `start` has the log-probs of each batch
+        as the train step began."""
         for number, batch in enumerate(batches):
             logprobs_N, entropies_N = self._forward(batch)
-            now_N = logprobs_N.detach()
-            began_N = began[number] if began else now_N if at == 0 else None
-            sight = self._sight(at, batch, now_N, began_N, meter)
-            masked_N = meter.masked(batch, began_N, self._settings)
-            # What was recorded of masked tokens counts no more, whether it is finite or not.
-            recorded_N = torch.where(masked_N, sight.earliest_N, sight.recorded_N)
-            sight = sight._replace(recorded_N=recorded_N)
+            current_N = logprobs_N.detach()
+            start_N = start[number] if start else current_N if at == 0 else None
+            inputs = self._proximal_inputs(at, batch, current_N, start_N, meter)
+            masked_N = meter.mask(batch, start_N, self._settings)
+            # The recorded log-probs of masked tokens may not be finite.
+            recorded_N = torch.where(masked_N, inputs.earliest_N, inputs.recorded_N)
+            inputs = inputs._replace(recorded_N=recorded_N)
             terms = TokenTerms(
                 logprobs_N=logprobs_N,
                 entropies_N=entropies_N if self._settings.entropy_coef else entropies_N.detach(),
-                proximal_N=proximal_logprobs(self._settings.proximal, sight),
+                proximal_N=proximal_logprobs(self._settings.proximal, inputs),
                 recorded_N=recorded_N,
                 advantages_N=batch.advantages_N,
                 weights_N=batch.weights_N.masked_fill(masked_N, 0.0),
+                samples_N=batch.samples_N,
             )
-            loss = ppo_loss(terms, self._settings)
+            loss = self._loss(terms, self._settings)
             torch.autograd.backward(loss.value)
-            meter.add(batch, terms, sight.earliest_N, loss)
+            meter.add(batch, terms, inputs.earliest_N, loss)
         [loss_of_all] = self._ranks.sum([meter.minibatch_loss])
-        meter.end_minibatch(self._descent.step(loss_of_all))
+        meter.end_minibatch(self._optimizer.step(loss_of_all))
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """(log-probs [N], entropies [N]) of the trained tokens under the weights held now."""
         logits_KV = packed_logits(self._model, batch.token_ids_T, batch.starts, batch.kept_K)
         logprobs_K, entropies_K = token_logprobs(logits_KV, batch.targets_K, batch.temperatures_K)
-        return logprobs_K[batch.places_N], entropies_K[batch.places_N]
+        return logprobs_K[batch.kept_index_N], entropies_K[batch.kept_index_N]
 
-    def _sight(
-        self, at: int, batch: TokenBatch, now_N: Tensor, began_N: Tensor | None, meter: StepMeter
+    def _proximal_inputs(
+        self,
+        at: int,
+        batch: TokenBatch,
+        current_N: Tensor,
+        start_N: Tensor | None,
+        meter: StepMeter,
     ) -> ProximalInputs:
-        ages_N = meter.moment.ages(batch.policy_versions_N) * self._settings.num_minibatches
-        return ProximalInputs(now_N, began_N, batch.recorded_N, ages_N, num_done=at)
+        ages_N = meter.token_ages.ages(batch.policy_versions_N) * self._settings.num_minibatches
+        return ProximalInputs(current_N, start_N, batch.recorded_N, ages_N, num_done=at)
 
 
 @contextmanager
 def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Round the weights of `model` to `dtype` within; for forwards without gradients alone."""
+    """Within this context, compute with the weights of `model` rounded to `dtype`, as an engine
+    holds them; for forwards without gradients.
+
+    - One module's weights are rounded at a time, in place, and restored after its forward, so the
+      memory needed is a copy of the largest module.
+    - After the context the weights are unchanged, also if a forward failed.
+    """
     kept: dict[nn.Module, list[Tensor]] = {}
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from rollmesh.core.process import INTERRUPTED, OK, Ready, Stop, announce
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
+from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
 from rollmesh.trainer.books.picture import draw_learning
 from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, write_summary
 from rollmesh.trainer.deps import TrainablePolicy, TrainerDeps
@@ -65,6 +66,8 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     folder = config.run_folder()
     setup("trainer", folder, on_console=ready_fd is None)
     config = with_device(config)
+    find_loss(config.trainer.loss)
+    find_advantage(config.trainer.advantage)
     if share:
         check_may_share(config)
     for event, why, fix in cautions_of(config):

@@ -147,10 +147,10 @@ class RankedPolicy:
         self._check_finite(folder)
         self._controller.call(f"{ROLE}.save", str(folder.absolute()), policy_version)
 
-    def hand_over(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+    def export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
         """As Policy has it: the parts of all ranks, about as large as each other."""
         self._check_finite(folder)
-        told = self._controller.call(f"{ROLE}.hand_over", str(folder.absolute()), policy_version)
+        told = self._controller.call(f"{ROLE}.export", str(folder.absolute()), policy_version)
         laid = msgspec.json.decode(told, type=_Laid)
         if laid.refused:
             raise NoRoom(laid.refused)
@@ -221,9 +221,9 @@ class RankedPolicy:
 class PolicyRole:
     """One rank's policy."""
 
-    def __init__(self, place: RankContext, path: str, trainer: Mapping[str, Json]) -> None:
+    def __init__(self, context: RankContext, path: str, trainer: Mapping[str, Json]) -> None:
         settings = msgspec.convert(trainer, TrainerConfig)
-        self._policy = Policy(path, settings, ShardedRanks(place.mesh["data"]))
+        self._policy = Policy(path, settings, ShardedRanks(context.mesh["data"]))
 
     def step(
         self,
@@ -246,10 +246,10 @@ class PolicyRole:
         """Write the model."""
         self._policy.save(Path(folder), policy_version)
 
-    def hand_over(self, folder: str, policy_version: int) -> str:
+    def export(self, folder: str, policy_version: int) -> str:
         """Lay this rank's part out; what all of them laid, as JSON."""
         try:
-            laid = _Laid(self._policy.hand_over(Path(folder), policy_version))
+            laid = _Laid(self._policy.export(Path(folder), policy_version))
         except NoRoom as error:  # told by all, since none may miss the gathering
             laid = _Laid(refused=str(error))
         all_laid = [

@@ -16,8 +16,8 @@ from rollmesh.trainer.controller.rendezvous import RankContext
 class Arithmetic:
     """Small sums, and what goes wrong."""
 
-    def __init__(self, place: RankContext, **settings: Any) -> None:
-        self._place = place
+    def __init__(self, context: RankContext, **settings: Any) -> None:
+        self._place = context
         self._settings = settings
         self._kept: list[Any] = []
 
@@ -102,5 +102,5 @@ class Arithmetic:
 class Broken:
     """A role that cannot be made."""
 
-    def __init__(self, place: RankContext) -> None:
-        raise RuntimeError(f"rank {place.rank} has no such model")
+    def __init__(self, context: RankContext) -> None:
+        raise RuntimeError(f"rank {context.rank} has no such model")

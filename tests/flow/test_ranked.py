@@ -125,7 +125,7 @@ def test_any_number_of_ranks_gives_the_curve_of_one(
     with RankedPolicy(str(model_folder), settings, tmp_path) as policy:
         reports = [step_and_end(policy, step) for step in range(num_steps)]
         policy.save(tmp_path / "many", 1)
-        parts = policy.hand_over(tmp_path / "parts", 2)
+        parts = policy.export(tmp_path / "parts", 2)
         write_folder(Cargo(2, str(tmp_path / "parts"), parts))
         probe = policy.probe()
     for report, other in zip(reports, expected, strict=True):
@@ -161,12 +161,12 @@ def test_ranks_train_and_write_the_adapters_of_one(
 ) -> None:
     settings = msgspec.structs.replace(SETTINGS, lora_rank=4, learning_rate=0.01, num_steps=4)
     expected, one = alone(settings)
-    one.hand_over(tmp_path / "one", 1)
+    one.export(tmp_path / "one", 1)
     one.save(tmp_path / "one-checkpoint")
     settings = msgspec.structs.replace(settings, num_ranks=2)
     with RankedPolicy(str(model_folder), settings, tmp_path) as policy:
         reports = [step_and_end(policy, step) for step in range(4)]
-        assert policy.hand_over(tmp_path / "two", 1) == ()
+        assert policy.export(tmp_path / "two", 1) == ()
         policy.save(tmp_path / "two-checkpoint")
     for report, other in zip(reports, expected, strict=True):
         assert report.loss == pytest.approx(other.loss, abs=ALIKE)
@@ -201,7 +201,7 @@ def test_ranks_skip_a_step_that_is_not_finite_together_and_write_no_such_weights
         report = step_and_end(policy, 1)  # a finite gradient, and a rate that no weight survives
         assert report.num_skipped == 0
         for write in (
-            lambda: policy.hand_over(tmp_path / "v1", 1),
+            lambda: policy.export(tmp_path / "v1", 1),
             lambda: policy.save(tmp_path / "v1"),
             lambda: policy.snapshot(tmp_path / "v1"),
         ):

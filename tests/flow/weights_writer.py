@@ -23,8 +23,8 @@ def main() -> None:
     model, versions, stage = sys.argv[1:]
     policy = Policy(model, TrainerConfig())
     first, second = (Path(versions) / f"v{number:06d}" for number in (1, 2))
-    write_folder(Cargo(1, str(first), policy.hand_over(first, 1)))
-    cargo = Cargo(2, str(second), policy.hand_over(second, 2))
+    write_folder(Cargo(1, str(first), policy.export(first, 1)))
+    cargo = Cargo(2, str(second), policy.export(second, 2))
     if stage == "written":
         write_shards(partial_path(second), cargo.parts)
     else:  # a pipe without a reader: who opens it to write waits for one

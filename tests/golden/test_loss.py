@@ -110,9 +110,9 @@ def ours(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     logprobs, entropies = token_logprobs(logits, tensors["targets"], tensors["temperatures"])
     current = logprobs.detach()
     recorded = current + tensors["shift_recorded"]
-    sight = ProximalInputs(
-        now_N=current,
-        began_N=current + tensors["shift_proximal"] if settings.proximal == "recompute" else None,
+    proximal_inputs = ProximalInputs(
+        current_N=current,
+        start_N=current + tensors["shift_proximal"] if settings.proximal == "recompute" else None,
         recorded_N=recorded,
         ages_N=tensors["ages"] * settings.num_minibatches,
         num_done=case.get("at", 0),
@@ -120,10 +120,11 @@ def ours(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     terms = TokenTerms(
         logprobs_N=logprobs,
         entropies_N=entropies,
-        proximal_N=proximal_logprobs(settings.proximal, sight),
+        proximal_N=proximal_logprobs(settings.proximal, proximal_inputs),
         recorded_N=recorded,
         advantages_N=tensors["advantages"],
         weights_N=tensors["weights"],
+        samples_N=torch.zeros(case["num_tokens"], dtype=torch.int64),
     )
     loss = ppo_loss(terms, settings)
     torch.autograd.backward(loss.value)

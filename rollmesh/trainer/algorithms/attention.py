@@ -1,15 +1,16 @@
-"""Many sequences in one row without padding: an attention that sees each alone, and its proof.
+"""Attention over many sequences in one row without padding, and a test that a model supports it.
 
     the model's own attention, sequence by sequence   ==   PACKED, all of them in one row ?
         yes: the model packs                no: its own attention again, one sequence a forward
 
-Where sequences begin travels as transformers' own keywords (`cu_seq_lens_q` and its kin), so that
-its flash attention takes the same call; PACKED needs no kernel of its own. Sequences side by side
-of one length are one batched call on views, so sort them by length. Invariants: a sequence's logits
-do not depend on its neighbours; no mask is built but for windows shorter than a sequence; a model
-that was not proven is never packed (a state may run along the row, soft caps and sinks are not
-ours, places may stretch, attention may be the model's own). Driven by the policy and the roles; the
-proof once, when a model is loaded, before it is shared.
+- A sequence's logits do not depend on its neighbours. No mask is built, except for windows shorter
+  than a sequence.
+- A model that fails the test is never packed: it may carry state along the row, or have soft caps,
+  sinks, stretched positions or an attention of its own. The test runs when a model is loaded.
+- Sequence boundaries are passed by transformers' own keywords (`cu_seq_lens_q` and others), so its
+  flash attention takes the same call. PACKED needs no kernel: neighbours of equal length are one
+  batched call on views, so sort sequences by length.
+
 Shapes: T tokens of S sequences of L, K kept positions, H heads of width D, V vocabulary.
 """
 
@@ -28,23 +29,22 @@ from rollmesh.core.logs import get_logger
 log = get_logger()
 
 PACKED = "rollmesh_packed"
-"""transformers builds no mask for an attention of this name, having none to build it with."""
+"""Name of the attention; transformers builds no mask for it."""
 PROBE_STRIDE = 7919
-"""A prime, so that a probe's tokens are spread over any vocabulary."""
+"""A prime, so that the tokens of a probe are spread over any vocabulary."""
 PROOF_LENGTHS = (3, 7, 7, 11)
 MAX_REACH = 8192
-"""A window or chunk longer than this is taken at its word: to try it, a sequence would have to be
-as long."""
+"""A longer window or chunk is not tested, since the test would need a sequence as long."""
 STRETCHED = ("dynamic", "longrope")
-"""Rotary places that depend on the longest sequence of a row, so on neighbours."""
+"""Rotary embeddings that depend on the longest sequence of a row, and so on neighbours."""
 ALIKE = 1e-3
-"""How far logits may be off, as a share of their spread: float32 is within 1e-5, leaks are not."""
+"""Allowed difference of logits as a share of their spread: float32 is within 1e-5."""
 
 
 def enable_packing(model: PreTrainedModel) -> bool:
-    """Whether `model` may be given many sequences in one row; if so, its attention is PACKED now.
+    """Return whether `model` supports many sequences in one row; if so, set PACKED attention.
 
-    The answer depends on the model alone, so all ranks that load it come to the same.
+    The result depends on the model only, so it is the same on all ranks.
     """
     before = _attention_of(model)
     reason = _why_not(model)
@@ -68,7 +68,7 @@ def packed_logits(
     if len(starts) > 2:
         attention = _attention_of(model)
         assert attention.startswith((PACKED, "flash_attention")), "this model does not pack"
-        call |= _places(starts, token_ids_T.device, attention)
+        call |= _boundaries(starts, token_ids_T.device, attention)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         kept_1KV: Tensor = model(**call, logits_to_keep=kept_K).logits
         return kept_1KV[0]
@@ -76,18 +76,18 @@ def packed_logits(
     return all_1TV[0, kept_K]
 
 
-def _places(starts: Sequence[int], device: torch.device, attention: str) -> dict[str, Any]:
-    """The keywords that say where the sequences are."""
+def _boundaries(starts: Sequence[int], device: torch.device, attention: str) -> dict[str, Any]:
+    """The keywords with the boundaries of the sequences."""
     starts_S1 = torch.tensor(starts, dtype=torch.int32)
     lengths_S = starts_S1.diff()
     longest = int(lengths_S.max())
     positions_T = torch.arange(starts[-1]) - starts_S1[:-1].repeat_interleave(lengths_S)
-    # Ours reads them on the host, in every layer; flash attention's kernels where the tokens are.
-    places = starts_S1 if attention == PACKED else starts_S1.to(device)
+    # PACKED reads them on the host, in every layer; flash attention on the device.
+    bounds = starts_S1 if attention == PACKED else starts_S1.to(device)
     return {
         "position_ids": positions_T[None].to(device),
-        "cu_seq_lens_q": places,
-        "cu_seq_lens_k": places,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
         "max_length_q": longest,
         "max_length_k": longest,
     }
@@ -105,9 +105,9 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: ([1, T, H, D], no weights); causal, each sequence alone.
+    """Implement transformers' attention interface: ([1, T, H, D], no weights), causal, by sequence.
 
-    Without `cu_seq_lens_q` a row is one sequence. ValueError for what is not computed here.
+    Without `cu_seq_lens_q` a row is one sequence. Raises ValueError for unsupported arguments.
     """
     asked = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
     if asked or attention_mask is not None or not getattr(module, "is_causal", True):
@@ -137,13 +137,13 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 def _runs(starts: Sequence[int]) -> list[tuple[int, int]]:
-    """(how many, how long) of neighbours that are equally long."""
+    """(number, length) of neighbouring sequences of equal length."""
     lengths = [end - start for start, end in itertools.pairwise(starts)]
     return [(len(list(same)), length) for length, same in itertools.groupby(lengths)]
 
 
 def _split(row_1HTD: Tensor, runs: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """[S, H, L, D] of each run: views. Not slices, of which each would have a gradient of all T."""
+    """Views [S, H, L, D] of each run; the gradient of a slice would have all T positions."""
     parts = torch.split(row_1HTD, [num * length for num, length in runs], 2)
     for (num, length), part_1HTD in zip(runs, parts, strict=True):
         if num == 1:
@@ -154,7 +154,7 @@ def _split(row_1HTD: Tensor, runs: Sequence[tuple[int, int]]) -> Iterator[Tensor
 
 
 def _window(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[L, L]: who may look at whom, where a sequence is longer than its window."""
+    """[L, L]: the mask of a sequence that is longer than its window."""
     if window is None or length <= window:
         return None
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -163,10 +163,10 @@ def _window(length: int, window: int | None, device: torch.device) -> Tensor | N
 
 @torch.no_grad()
 def _why_not(model: PreTrainedModel) -> str:
-    """Why `model` cannot be packed; '' if it can, and then its attention is PACKED."""
+    """The reason why `model` cannot be packed; '' if it can, and then its attention is PACKED."""
     config = model.config.get_text_config()
     if _rope_types(getattr(config, "rope_parameters", None) or {}) & set(STRETCHED):
-        return "its rotary places depend on the longest sequence of a row"
+        return "its rotary embeddings depend on the longest sequence of a row"
     lengths = _proof_lengths(config)
     starts = [0, *itertools.accumulate(lengths)]
     numbers_T = PROBE_STRIDE * torch.arange(1, starts[-1] + 1)
@@ -180,7 +180,7 @@ def _why_not(model: PreTrainedModel) -> str:
         )
         model.set_attn_implementation(PACKED)
         together_KV = packed_logits(model, token_ids_T, starts, _ends(starts, token_ids_T.device))
-    except Exception as error:  # noqa: BLE001 - door: models of others raise what they like
+    except Exception as error:  # noqa: BLE001 - door: a user's model may raise anything
         return next(iter(str(error).splitlines()), type(error).__name__)
     if _attention_of(model) != PACKED:
         return "its attention cannot be set"
@@ -189,20 +189,20 @@ def _why_not(model: PreTrainedModel) -> str:
 
 
 def _proof_lengths(config: PreTrainedConfig) -> list[int]:
-    """Two of a length among others, and one that is longer than the model's window or chunk."""
+    """Lengths with two equal ones, and one longer than the model's window or chunk."""
     reaches = (getattr(config, each, None) for each in ("sliding_window", "attention_chunk_size"))
     longest = max(each or 0 for each in reaches)
     return [*PROOF_LENGTHS, longest + 5] if 0 < longest <= MAX_REACH else [*PROOF_LENGTHS]
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> set[Any]:
-    """Of all layers; some models have parameters for each kind of them."""
+    """The rope types of all layers; some models have parameters for each kind of layer."""
     nested = [each for each in parameters.values() if isinstance(each, Mapping)]
     return {each.get("rope_type") for each in (parameters, *nested)}
 
 
 def _attention_of(model: PreTrainedModel) -> str:
-    name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no other word
+    name: str = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name
     return name
 
 

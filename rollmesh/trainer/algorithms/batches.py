@@ -1,25 +1,13 @@
-"""Samples to tensors: sequences one after the other without padding, an entry per trained token.
+"""Packed batches: samples of one optimiser step as tensors, without padding.
 
-Invariants: each trained token of each sample has exactly one entry, with its sample's weight (see
-minibatches.py); of every sequence each token is in exactly one batch, and nothing else is. Samples
-of equal tokens share one sequence: siblings often say the same, and then the model need not say it
-twice. Sequences of like length stand together, as attention.py wants them. Driven by the policy,
-per optimiser step.
+- Minibatches are chosen on the whole batch as whole groups, so neither a minibatch nor a weight
+  depends on the number of ranks. The weights of a minibatch add up to 1 over all ranks.
+- Each trained token of each sample has exactly one entry; each token of a sequence is in one batch.
+- Samples with equal tokens share one sequence: siblings often have the same answer, which is then
+  computed once. Sequences of similar length are neighbours, as attention.py needs.
+
 Shapes: T input tokens of S sequences (the last token of a sample is a target only), K kept
 positions, N trained tokens.
-
-Which samples make one optimiser step, and what a token of each weighs in its loss.
-
-    token     1 / trained tokens of the minibatch     Yu et al. 2025, "DAPO", eq. 8: every token of
-                                                      a minibatch counts as much as any other
-    rollout   1 / rollouts of the minibatch, spread   GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3)
-              evenly over the rollout's tokens        over rollouts that may be cut into samples
-
-Both count over all ranks. Invariants: a minibatch is whole groups, chosen on the whole batch, so
-that neither it nor any weight depends on the number of ranks; a rollout's weight does not grow
-with the samples that its graph was cut into, since each of its tokens trains in one of them; the
-weights of a minibatch add up to 1. Tokens that are masked later are counted, as zeros: what is
-left weighs no more because of them. Pure; driven by the policy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,26 +25,27 @@ from rollmesh.serve.client.samples import Sample
 
 
 class TokenBatch(NamedTuple):
-    """What one forward pass takes, and what its loss needs."""
+    """The inputs of one forward pass and of its loss."""
 
     token_ids_T: Tensor
     """int64."""
     starts: tuple[int, ...]
-    """Where each sequence begins, and T."""
+    """Start of each sequence, and T."""
     kept_K: Tensor
-    """int64: positions whose logits some sample needs."""
+    """int64: positions whose logits are needed."""
     targets_K: Tensor
-    """int64: the tokens after them."""
+    """int64: the token after each kept position."""
     temperatures_K: Tensor
-    places_N: Tensor
-    """int64: of each trained token, sample by sample, where in kept_K the position before it is."""
+    kept_index_N: Tensor
+    """int64: for each trained token, sample by sample, the index in kept_K of the position before
+    it."""
     recorded_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
     policy_versions_N: Tensor
     """int32."""
     samples_N: Tensor
-    """int64: which of the given samples a token belongs to."""
+    """int64: index of the sample that a token belongs to."""
 
 
 def pack(
@@ -66,10 +55,11 @@ def pack(
     max_tokens: int,
     device: torch.device | str,
 ) -> Iterator[TokenBatch]:
-    """Batches of at most `max_tokens` tokens (one longer sequence makes its own), short first.
+    """Yield batches of at most `max_tokens` tokens, short sequences first; a longer sequence has a
+    batch of its own.
 
-    `samples` are those of one optimiser step; each has its advantage, and a weight for each of its
-    trained tokens.
+    `samples` are those of one optimiser step. Each has an advantage, and a weight for each of its
+    trained tokens. Raises ConfigError for a temperature of 0.
     """
     equals: dict[tuple[bytes, float], list[int]] = {}
     for at, sample in enumerate(samples):
@@ -81,7 +71,7 @@ def pack(
 
 
 def empty_batch(device: torch.device | str) -> TokenBatch:
-    """A batch of one token that trains none: for a rank that has less to do than another."""
+    """A batch of one token that does not train, for a rank with fewer batches than another."""
     one, ones = torch.zeros(1, dtype=torch.int64), torch.ones(1)
     none, floats = one[:0], ones[:0]
     batch = TokenBatch(one, (0, 1), one, one, ones, none, floats, floats, floats, none.int(), none)
@@ -92,13 +82,13 @@ def _check(sample: Sample) -> None:
     assert not sample.loss_mask[0], "a sampled token has a token before it"
     assert sample.loss_mask.any(), "a sample has a token that trains"
     if sample.temperature <= 0.0:
-        raise ConfigError("sampling.temperature must be above 0: training needs chance")
+        raise ConfigError("sampling.temperature must be above 0: training needs random samples")
 
 
 def _cut(
     rows: list[list[int]], samples: Sequence[Sample], max_tokens: int
 ) -> Iterator[list[list[int]]]:
-    """`rows` in runs whose tokens are within the bound."""
+    """Split `rows` into parts of at most `max_tokens` tokens."""
     part: list[list[int]] = []
     num_tokens = 0
     for members in rows:
@@ -113,7 +103,7 @@ def _cut(
 
 
 class _PackedRow:
-    """The sequences of one batch: for each, the samples that share it."""
+    """The sequences of one batch, each with the samples that share it."""
 
     def __init__(self, samples: Sequence[Sample], members: list[list[int]]) -> None:
         self._sequences = [samples[equal[0]] for equal in members]
@@ -129,16 +119,16 @@ class _PackedRow:
         weights: npt.NDArray[np.float32],
         device: torch.device | str,
     ) -> TokenBatch:
-        """All of it as tensors on `device`."""
+        """Return the batch, on `device`."""
         inside = zip(self._start_of_each, self._chosen, strict=True)
         positions_N = [start + np.flatnonzero(each.loss_mask) - 1 for start, each in inside]
-        kept_K, places_N = np.unique(np.concatenate(positions_N), return_inverse=True)
+        kept_K, kept_index_N = np.unique(np.concatenate(positions_N), return_inverse=True)
         arrays = {
             "token_ids_T": self._tokens(slice(None, -1)),
             "kept_K": kept_K,
             "targets_K": self._tokens(slice(1, None))[kept_K],
             "temperatures_K": self._temperatures()[kept_K],
-            "places_N": places_N,
+            "kept_index_N": kept_index_N,
             "recorded_N": self._recorded("logprobs"),
             "advantages_N": self._per_token(advantages),
             "weights_N": self._per_token(weights),
@@ -149,12 +139,11 @@ class _PackedRow:
         return _moved(TokenBatch(starts=tuple(self._starts.tolist()), **tensors), device)
 
     def _tokens(self, which: slice) -> npt.NDArray[np.int64]:
-        """[T]: `which` of each sequence."""
+        """[T]: the slice `which` of each sequence's tokens."""
         tokens = [each.token_ids[which] for each in self._sequences]
         return np.concatenate(tokens).astype(np.int64)
 
     def _temperatures(self) -> npt.NDArray[np.float32]:
-        """[T]"""
         each = np.array([sample.temperature for sample in self._sequences], np.float32)
         return np.repeat(each, np.diff(self._starts))
 
@@ -163,7 +152,7 @@ class _PackedRow:
         return np.repeat(values[self._order], self._counts)
 
     def _recorded(self, name: str) -> npt.NDArray[np.generic]:
-        """[N]: what the samples hold for each trained token."""
+        """[N]: the field `name` of the samples at each trained token."""
         return np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in self._chosen])
 
 
@@ -173,7 +162,7 @@ def _moved(batch: TokenBatch, device: torch.device | str) -> TokenBatch:
 
 
 def assign_minibatches(samples: Sequence[Sample], num: int) -> list[int]:
-    """Which of at most `num` minibatches each of a batch's samples is in; groups in turn."""
+    """Return the minibatch of each sample, of at most `num`; groups are dealt in turn."""
     turns: dict[GroupId, int] = {}
     return [turns.setdefault(sample.group_id, len(turns)) % num for sample in samples]
 
@@ -181,9 +170,16 @@ def assign_minibatches(samples: Sequence[Sample], num: int) -> list[int]:
 def token_weights(
     samples: Sequence[Sample], rule: LossWeight
 ) -> tuple[npt.NDArray[np.float32], float]:
-    """What a trained token of each sample weighs [len(samples)], and what all of them add up to.
+    """Return the weight of a trained token of each sample [len(samples)], and their sum.
 
-    One rank's part of a minibatch; its weights are yet to be divided by the sum over all ranks.
+        token     1 / trained tokens of the minibatch     Yu et al. 2025, "DAPO", eq. 8: all tokens
+                                                          of a minibatch have the same weight
+        rollout   1 / rollouts of the minibatch, spread   GRPO (Shao et al. 2024, "DeepSeekMath",
+                  evenly over the rollout's tokens        eq. 3); a rollout may be several samples
+
+    `samples` are one rank's part of a minibatch; the caller divides by the sum over all ranks. A
+    rollout has the same weight however many samples it was cut into, since each of its tokens
+    trains in one of them. Tokens that are masked later are counted, so the rest gains no weight.
     """
     counts = np.array([sample.loss_mask.sum() for sample in samples], np.float32)
     if rule == "token":

@@ -1,17 +1,15 @@
-"""Low-rank adapters: what trains in the place of a model's weights, and how it is written down.
+"""Low-rank adapters that train in place of a model's weights, and their files.
 
     y = W x + SCALE * B A x        A [rank, in], B [out, rank], SCALE = alpha / rank, alpha = 2 rank
 
-Hu et al. 2021, "LoRA": W stands still; A is drawn as Kaiming-uniform and B is zero, so that the
-model begins as what it was. Adapted is every linear layer of attention and MLP by the names that
-SGLang adapts; not its head, nor routers, nor experts that are one tensor.
-
     adapter folder     adapter_config.json, adapter_model.safetensors: PEFT's, over model.path
-    merged             W + SCALE * B A, under the names of the model as it was
+    merged             W + SCALE * B A, under the names of the original model
 
-Invariants: the model's own names stay, those of A and B stand behind their layer's, and all ranks
-draw the same A; a layer's sum is what its merged weights say. Driven by the policy, on the step
-thread.
+- Hu et al. 2021, "LoRA": W is frozen; A is Kaiming-uniform and B is zero, so that the model starts
+  unchanged. Adapted are the linear layers of attention and MLP with the names that SGLang adapts;
+  not the head, routers, or experts stored as one tensor.
+- The model's own names do not change; A and B follow the name of their layer. All ranks draw the
+  same A.
 """
 
 import math
@@ -45,16 +43,16 @@ TARGETS = (
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 PEFT_PREFIX = "base_model.model."
 INSIDE = "adapter"
-"""Where a whole model's folder has its adapter: beside its config, transformers asks for PEFT."""
+"""Subfolder of a merged model's adapter: beside the config, transformers would ask for PEFT."""
 
 log = get_logger()
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with the weights of `linear`, and an adapter beside them."""
+    """A linear layer with the weights of `linear` and an adapter."""
 
     def __init__(self, linear: nn.Linear, rank: int) -> None:
-        nn.Module.__init__(self)  # a Linear's own would draw new weights
+        nn.Module.__init__(self)  # that of nn.Linear would draw new weights
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.lora_A = nn.Linear(self.in_features, rank, bias=False).to(linear.weight)
@@ -63,18 +61,17 @@ class LoraLinear(nn.Linear):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., out]"""
         adapted: Tensor = self.lora_B(self.lora_A(input))
         return nn.functional.linear(input, self.weight, self.bias) + SCALE * adapted
 
 
 class LoraAdapters:
-    """Those of one model."""
+    """The adapters of one model."""
 
     def __init__(self, model: PreTrainedModel, rank: int, source: Path) -> None:
-        """Put them in, before the model is shared; from then on nothing else of it trains.
+        """Add adapters to `model`, before it is sharded, and freeze everything else.
 
-        `source` is the folder that the model is of. ModelError where there is nothing to adapt.
+        `source` is the model's folder. Raises ModelError if there is nothing to adapt.
         """
         self._model = model
         self._rank = rank
@@ -91,8 +88,8 @@ class LoraAdapters:
 
     @torch.no_grad()
     def save(self, folder: Path, ranks: Ranks) -> None:
-        """Write them as an adapter folder, whole at every moment that it exists, by the first rank;
-        a collective."""
+        """Write an adapter folder on the first rank; it is complete whenever it exists. A
+        collective."""
         adapters, _ = _split(named_weights(self._model))
         weights = {name: full_tensor(each).cpu() for name, each in adapters.items()}
         if ranks.is_first:
@@ -101,8 +98,7 @@ class LoraAdapters:
 
     @torch.no_grad()
     def save_merged(self, folder: Path, ranks: Ranks) -> None:
-        """Write the model as it was, with what they have learned, and themselves inside; as `save`
-        does."""
+        """Write the merged model with the adapter folder in it, on the first rank; a collective."""
         weights = {
             name: full_tensor(each).cpu() for name, each in named_weights(self._model).items()
         }
@@ -119,11 +115,11 @@ class LoraAdapters:
         named = {f"{PEFT_PREFIX}{name}": each.contiguous() for name, each in weights.items()}
         save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         config = msgspec.json.format(msgspec.json.encode(self._config()), indent=2)
-        # The last, so that who looks for it finds the rest.
+        # Last, so that a reader that finds it also finds the weights.
         (folder / "adapter_config.json").write_bytes(config + b"\n")
 
     def _config(self) -> dict[str, Any]:
-        """As PEFT reads it (its LoraConfig); what is left out is its default."""
+        """PEFT's LoraConfig; omitted fields have its defaults."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -142,7 +138,7 @@ class LoraAdapters:
 
 
 def _inject(model: PreTrainedModel, rank: int) -> list[str]:
-    """Adapt what can be; the last names of those layers."""
+    """Replace the layers that can be adapted; return their last names."""
     found = [
         (parent, name)
         for parent in model.modules()
@@ -157,16 +153,16 @@ def _inject(model: PreTrainedModel, rank: int) -> list[str]:
 
 
 def _split(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Those of adapters, and those of the model as it was."""
-    ours = {name: each for name, each in weights.items() if name.endswith((DOWN, UP))}
-    return ours, {name: each for name, each in weights.items() if name not in ours}
+    """(weights of the adapters, weights of the original model)."""
+    adapters = {name: each for name, each in weights.items() if name.endswith((DOWN, UP))}
+    return adapters, {name: each for name, each in weights.items() if name not in adapters}
 
 
 def _merged(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    ours, merged = _split(weights)
-    for name in ours:
+    adapters, merged = _split(weights)
+    for name in adapters:
         if name.endswith(DOWN):
             layer = name.removesuffix(DOWN)
-            learned = SCALE * (ours[f"{layer}{UP}"] @ ours[name])
+            learned = SCALE * (adapters[f"{layer}{UP}"] @ adapters[name])
             merged[f"{layer}.weight"] = merged[f"{layer}.weight"] + learned
     return merged

@@ -1,9 +1,8 @@
-"""One optimiser step: AdamW on a rank's part of a model, its gradient clipped over all ranks.
+"""The optimiser: AdamW on a rank's part of a model, with gradients clipped over all ranks.
 
-- The weights change in `step` alone, and gradients are gone after it.
-- A gradient is the sum of what all backward passes since the last step added, over all ranks
-  (team.py).
-- A step whose loss or gradient is not finite changes nothing, at any rank, and is counted.
+- The weights change in `step` only, which also clears the gradients.
+- A gradient is the sum over all backward passes since the last step, and over all ranks (ranks.py).
+- A step whose loss or gradient is not finite changes nothing, on any rank, and is counted.
 """
 
 import math
@@ -16,16 +15,16 @@ from rollmesh.core.errors import NotFinite
 from rollmesh.trainer.ranks import full_tensor
 
 BETAS = (0.9, 0.95)
-"""AdamW's; the short second memory fits a policy whose gradients change scale as it learns."""
+"""AdamW's betas; a short second moment suits a policy whose gradients change scale."""
 MAX_SKIPPED = 5
-"""Optimiser steps in a row that may be skipped before the run ends."""
+"""Skipped optimiser steps in a row that end the run."""
 
 
 class ModelOptimizer:
-    """See the module; `settings` gives rates and max_grad_norm."""
+    """AdamW with a warm-up; `settings` has the rates and max_grad_norm."""
 
     def __init__(self, model: nn.Module, settings: TrainerConfig) -> None:
-        """`model` is shared with the other ranks already."""
+        """`model` is already sharded over the ranks."""
         self._model = model
         self._settings = settings
         self.num_skipped_in_row = 0
@@ -38,7 +37,7 @@ class ModelOptimizer:
         )
 
     def warm_up(self, step: int) -> float:
-        """The learning rate of train step `step`, which counts from 0; it holds from now on."""
+        """Set and return the learning rate of train step `step`, which counts from 0."""
         rise = min(1.0, (step + 1) / max(1, self._settings.warmup_steps))
         rate = self._settings.learning_rate * rise
         for group in self._optimizer.param_groups:
@@ -46,8 +45,8 @@ class ModelOptimizer:
         return rate
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """AdamW's state of a parameter: exp_avg, exp_avg_sq and step, which change in place; before
-        the first step, as that begins with."""
+        """AdamW's state of a parameter: exp_avg, exp_avg_sq and step, which change in place. It is
+        created if there was no step yet."""
         state: dict[str, Tensor] = self._optimizer.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -56,17 +55,17 @@ class ModelOptimizer:
         return state
 
     def move(self, device: torch.device) -> None:
-        """AdamW's state goes where the model has gone."""
+        """Move AdamW's state to the device of the model."""
         for state in self._optimizer.state.values():
             for name, each in state.items():
                 if each.dim():  # AdamW counts steps on the host
                     state[name] = each.to(device)
 
     def step(self, loss: float) -> float | None:
-        """Change the weights and return the gradient's norm before it was clipped. A collective.
+        """Change the weights, and return the gradient's norm before clipping; a collective.
 
-        `loss` is that of all ranks. Where it or the gradient is not finite, the weights stay as
-        they are and None is returned.
+        `loss` is that of all ranks. If it or the gradient is not finite, the weights do not change
+        and None is returned.
         """
         clipped = torch.nn.utils.clip_grad_norm_(
             self._model.parameters(), self._settings.max_grad_norm
@@ -80,15 +79,15 @@ class ModelOptimizer:
         return norm if is_finite else None
 
     def check(self, step: int) -> None:
-        """Raise NotFinite where train step `step` is one too many in a row that was skipped."""
+        """Raise NotFinite if MAX_SKIPPED steps in a row were skipped, the last in `step`."""
         if self.num_skipped_in_row >= MAX_SKIPPED:
             raise skipped_too_often(self.num_skipped_in_row, step)
 
 
 def skipped_too_often(num_in_row: int, step: int) -> NotFinite:
-    """The error that ends a run whose gradients are not finite any more."""
+    """The error that ends a run whose gradients stay not finite."""
     return NotFinite(
         f"step {step}: the loss or the gradient of the last {num_in_row} optimiser steps was not "
-        "finite; the weights are those of before. Lower trainer.learning_rate or look at the "
-        "model's weights and the rewards, then --resume"
+        "finite; the weights did not change. Lower trainer.learning_rate, or check the model's "
+        "weights and the rewards; then --resume"
     )

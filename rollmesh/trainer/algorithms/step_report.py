@@ -1,20 +1,13 @@
-"""What staleness does to a step: how much its tokens weigh for being of older weights, by age.
+"""The report of one train step, and the sums over batches and ranks that become it.
 
-    weight      min(w, C), as loss.py has it
-    mean        of the weights; 1 in expectation as long as none is truncated
-    truncated   the share of tokens whose w is past C
-    effective   (sum of weights)^2 / (N * sum of weights^2): so many of N tokens, weighed alike,
-                would say as much (the effective sample size of Kish 1965, "Survey Sampling")
+- Means are over trained tokens of all ranks, in whatever batch they were. Tokens with weight 0 are
+  in no importance figure.
+- Log-prob gaps are measured by the weights that the step began with, and only where these were
+  computed.
+- Ages are in train steps, from the weights that sampled a token to those that the step began with;
+  the rows by age add up to the total.
 
-Age is in train steps, from the weights that sampled a token to those that the step began with.
-Invariants: tokens that weigh nothing in the loss are not counted; sums are over all ranks, and the
-rows of the ages add up to the whole. Pure; driven by the policy. Shapes: N trained tokens.
-
-What one train step did: a report of all ranks, and the sums that become it.
-
-Invariants: means are over trained tokens, whatever batch or rank they were in; gaps are told of the
-samples that were looked at with the weights that the step began with, and of no others. Driven by
-the policy, batch by batch. Shapes: N trained tokens.
+Shapes: N trained tokens.
 """
 
 import math
@@ -40,60 +33,63 @@ DIGITS = 5
 
 
 class ImportanceStats(msgspec.Struct, frozen=True):
-    """Of tokens that have something in common."""
+    """Importance weights min(w, C) (loss.py) of a set of tokens; None if there are none."""
 
     num_tokens: int
     mean: float | None
-    """None of no tokens, as are the others."""
+    """1 in expectation if none is truncated."""
     truncated: float | None
+    """Share of tokens with w > C."""
     effective: float | None
+    """(sum of weights)^2 / (N * sum of weights^2): the effective sample size of Kish 1965, "Survey
+    Sampling", as a share of N."""
 
 
 class TokenAges(msgspec.Struct, frozen=True):
-    """When a step is, and so how old what it trains on."""
+    """The ages of tokens as a train step begins."""
 
     step: int
     step_of_version: Mapping[int, int]
-    """After how many train steps each policy version was made; what is not in it is not old."""
+    """Train steps after which each policy version was made; other versions have age 0."""
 
     def ages(self, policy_versions_N: Tensor) -> Tensor:
         """[N], int64, in train steps."""
-        versions, places_N = torch.unique(policy_versions_N, return_inverse=True)
-        made = (self.step_of_version.get(each, self.step) for each in versions.tolist())
-        ages = [min(max(0, self.step - each), MAX_AGE) for each in made]
-        return torch.tensor(ages, dtype=torch.int64, device=places_N.device)[places_N]
+        versions, index_N = torch.unique(policy_versions_N, return_inverse=True)
+        steps = (self.step_of_version.get(each, self.step) for each in versions.tolist())
+        ages = [min(max(0, self.step - each), MAX_AGE) for each in steps]
+        return torch.tensor(ages, dtype=torch.int64, device=index_N.device)[index_N]
 
 
 class ImportanceMeter:
-    """Sums over the batches of one train step."""
+    """Sums of importance weights over the batches of one train step."""
 
     def __init__(self) -> None:
         self._sums = np.zeros((0, 4))
-        """By age: tokens, weights, their squares, truncated ones."""
+        """[ages, 4]: number of tokens, sum of weights, of their squares, number truncated."""
 
     def add(self, ages_N: Tensor, importance_N: Tensor, is_truncated_N: Tensor) -> None:
-        """Tokens that train."""
+        """Add the trained tokens of a batch."""
         ages = ages_N.cpu().numpy()
         weights = importance_N.double().cpu().numpy()
         columns = (np.ones(len(ages)), weights, weights**2, is_truncated_N.cpu().numpy())
         num_ages = max(len(self._sums), int(ages.max(initial=-1)) + 1)
-        self._sums = _longer(self._sums, num_ages)
+        self._sums = _padded(self._sums, num_ages)
         for at, column in enumerate(columns):
             self._sums[:, at] += np.bincount(ages, column, num_ages)
 
-    def told(self, ranks: Ranks) -> tuple[ImportanceStats, dict[str, ImportanceStats]]:
-        """Of all tokens of all ranks, and by age; a collective."""
+    def totals(self, ranks: Ranks) -> tuple[ImportanceStats, dict[str, ImportanceStats]]:
+        """The figures of all tokens of all ranks, and by age; a collective."""
         num_ages = int(ranks.max(len(self._sums)))
-        sums = np.array(ranks.sum(_longer(self._sums, num_ages).ravel().tolist()))
-        by_age = {str(age): _of(each) for age, each in enumerate(sums.reshape(-1, 4)) if each[0]}
-        return _of(sums.reshape(-1, 4).sum(0)), by_age
+        sums = np.array(ranks.sum(_padded(self._sums, num_ages).ravel().tolist()))
+        by_age = {str(age): _stats(each) for age, each in enumerate(sums.reshape(-1, 4)) if each[0]}
+        return _stats(sums.reshape(-1, 4).sum(0)), by_age
 
 
-def _longer(sums: npt.NDArray[np.float64], num_ages: int) -> npt.NDArray[np.float64]:
+def _padded(sums: npt.NDArray[np.float64], num_ages: int) -> npt.NDArray[np.float64]:
     return np.pad(sums, ((0, num_ages - len(sums)), (0, 0)))
 
 
-def _of(sums: npt.NDArray[np.float64]) -> ImportanceStats:
+def _stats(sums: npt.NDArray[np.float64]) -> ImportanceStats:
     num, total, squares, num_truncated = sums.tolist()
     if not num:
         return ImportanceStats(0, None, None, None)
@@ -107,47 +103,47 @@ NO_VERSION = -1
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one train step did; means over trained tokens, by the weights that met them."""
+    """The result of one train step; means over trained tokens, as their minibatch began."""
 
     loss: float
-    """The mean over the step's minibatches that changed the weights; NaN where none did."""
+    """Mean over the minibatches that changed the weights; NaN if none did."""
     entropy: float
     """Nats."""
     kl: float
     """From the recorded to the current policy: mean of exp(d) - 1 - d, d = current - recorded
-    (Schulman 2020, "Approximating KL divergence"); current as the step began, where that is
-    known (proximal.py)."""
+    (Schulman 2020, "Approximating KL divergence"); current as the step began, if that was
+    computed."""
     clip_fraction: float
     importance_mean: float | None
-    """This and the next two as importance.py has them; None of a step without tokens."""
+    """This and the next two: see ImportanceStats."""
     truncated_fraction: float | None
     effective_fraction: float | None
     importance_by_age: dict[str, ImportanceStats]
     grad_norm: float
-    """Before clipping; a mean as of `loss`."""
+    """Before clipping; a mean over the same minibatches as `loss`."""
     learning_rate: float
     logprob_gap_mean: float | None
-    """|recorded - recomputed| over tokens of the weights held as the step began; None if no token
-    is of them."""
+    """|recorded - recomputed| over tokens of the weights held as the step began; None if there are
+    none."""
     logprob_gap_max: float | None
     num_tokens: int
     num_masked: int
-    """Samples left out because the mean of that gap was too large."""
+    """Samples masked because their mean gap was too large."""
     num_masked_tokens: int
-    """Tokens of other samples left out because their own gap was too large, or because their
-    recording is not finite."""
+    """Tokens of other samples masked because their own gap was too large or their recorded log-prob
+    is not finite."""
     num_skipped: int
-    """Optimiser steps whose loss or gradient was not finite: they changed nothing."""
+    """Optimiser steps whose loss or gradient was not finite; they changed nothing."""
     num_skipped_in_row: int
     """Such steps since the last one that changed the weights."""
     held_policy_version: int | None
-    """Of the weights held as the step began; None where they have no name."""
+    """Version of the weights held as the step began; None if they were not published."""
     gaps: list[Gaps]
-    """Of each sample given, in order: |recorded - recomputed|, of whatever version; nothing of one
-    that was not looked at before the weights moved."""
+    """|recorded - recomputed| of each sample, in order, of any version; empty for a sample whose
+    gaps were not measured before the weights changed."""
 
     def figures(self) -> dict[str, Any]:
-        """All but the gaps, which exactness.py tells in fewer words; plain values."""
+        """Plain values of all fields except the gaps, which exactness.py summarises."""
         row = msgspec.structs.asdict(self)
         del row["gaps"], row["num_skipped_in_row"]
         by_age: dict[str, Any] = msgspec.to_builtins(self.importance_by_age)
@@ -157,19 +153,19 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 class StepMeter:
     """Sums over the batches of one train step."""
 
-    def __init__(self, samples: Sequence[Sample], moment: TokenAges, held: int | None) -> None:
-        """`held` is the version of the weights that the step begins with, if they have a name."""
-        self.moment = moment
+    def __init__(self, samples: Sequence[Sample], token_ages: TokenAges, held: int | None) -> None:
+        """`held` is the version of the weights that the step begins with, if they have one."""
+        self.token_ages = token_ages
         self._grad_norms: list[float] = []
-        """Norms of the minibatches that changed the weights."""
+        """Gradient norms of the minibatches that changed the weights."""
         self._num_skipped = 0
         self.minibatch_loss = 0.0
-        """This rank's part of the loss of the minibatch that is under way."""
+        """This rank's part of the loss of the current minibatch."""
         self._samples = samples
         self._held = held
         self._gaps: list[Gaps] = [[] for _ in samples]
         self._own = Cell()
-        """Tokens of the very weights that the step began with."""
+        """Tokens of the weights that the step began with."""
         self._importance = ImportanceMeter()
         self._num_masked = 0
         self._num_masked_tokens = 0
@@ -179,45 +175,47 @@ class StepMeter:
         self._entropy = 0.0
         self._kl = 0.0
 
-    def masked(self, batch: TokenBatch, began_N: Tensor | None, settings: TrainerConfig) -> Tensor:
-        """Return which trained tokens of the batch do not train [N], and book their gaps.
+    def mask(self, batch: TokenBatch, start_N: Tensor | None, settings: TrainerConfig) -> Tensor:
+        """Return which trained tokens of the batch are masked [N], and record their gaps.
 
-        `began_N` are log-probs by the weights that the step began with. Without them nothing is
-        measured, and only tokens whose recording is not finite are masked.
+        `start_N` are log-probs by the weights that the step began with. Without them nothing is
+        measured, and only tokens whose recorded log-prob is not finite are masked.
         """
         of_token_N = ~torch.isfinite(batch.recorded_N)
         of_sample_N = torch.zeros_like(of_token_N)
-        if began_N is not None:
-            gaps_N = (began_N - batch.recorded_N).abs()
+        if start_N is not None:
+            gaps_N = (start_N - batch.recorded_N).abs()
             is_exact_N = batch.policy_versions_N == (
                 NO_VERSION if self._held is None else self._held
             )
             of_token_N |= is_exact_N & ~(gaps_N <= settings.max_token_gap)
-            strange = sorted(self._measured(batch, gaps_N, settings))
-            self._num_masked += len(strange)
-            strangers = torch.tensor(strange, dtype=torch.int64, device=gaps_N.device)
-            of_sample_N = torch.isin(batch.samples_N, strangers)
+            masked = sorted(self._masked_samples(batch, gaps_N, settings))
+            self._num_masked += len(masked)
+            masked_samples = torch.tensor(masked, dtype=torch.int64, device=gaps_N.device)
+            of_sample_N = torch.isin(batch.samples_N, masked_samples)
         self._num_masked_tokens += int((of_token_N & ~of_sample_N).sum())
         return of_token_N | of_sample_N
 
-    def _measured(self, batch: TokenBatch, gaps_N: Tensor, settings: TrainerConfig) -> set[int]:
-        """Book the gaps of the batch; the samples that do not train."""
+    def _masked_samples(
+        self, batch: TokenBatch, gaps_N: Tensor, settings: TrainerConfig
+    ) -> set[int]:
+        """Record the gaps of the batch, and return the samples that are masked."""
         rows_N = batch.samples_N.cpu().numpy()
         rows = rows_N[np.flatnonzero(np.diff(rows_N, prepend=-1))].tolist()
         samples = [self._samples[row] for row in rows]
-        strange = set()
-        told = measure(gaps_N.cpu().numpy(), samples, settings.max_token_gap)
-        for row, gaps in zip(rows, told, strict=True):
+        masked = set()
+        measured = measure(gaps_N.cpu().numpy(), samples, settings.max_token_gap)
+        for row, gaps in zip(rows, measured, strict=True):
             self._gaps[row] = gaps
             self._own.add(exact_gap(self._samples[row], gaps, self._held))
             if is_masked(self._samples[row], gaps, self._held, settings.max_logprob_gap):
-                strange.add(row)
-        return strange
+                masked.add(row)
+        return masked
 
     def add(
         self, batch: TokenBatch, terms: TokenTerms, earliest_N: Tensor, loss: LossResult
     ) -> None:
-        """A batch; `earliest_N` are log-probs by the weights nearest to the step's beginning."""
+        """Add a batch; `earliest_N` has the log-probs nearest to the start of the step."""
         drift_N = earliest_N - terms.recorded_N
         self._num_tokens += len(drift_N)
         self._num_clipped += loss.num_clipped
@@ -225,11 +223,11 @@ class StepMeter:
         self._entropy += float(terms.entropies_N.detach().sum())
         self._kl += float((torch.expm1(drift_N) - drift_N).sum())
         trains_N = terms.weights_N > 0
-        ages_N = self.moment.ages(batch.policy_versions_N[trains_N])
+        ages_N = self.token_ages.ages(batch.policy_versions_N[trains_N])
         self._importance.add(ages_N, loss.importance_N[trains_N], loss.is_truncated_N[trains_N])
 
     def end_minibatch(self, grad_norm: float | None) -> None:
-        """Count an optimiser step; None where its loss or gradient was not finite."""
+        """Count an optimiser step; `grad_norm` is None if its loss or gradient was not finite."""
         if grad_norm is None:
             self._num_skipped += 1
         else:
@@ -244,11 +242,11 @@ class StepMeter:
         counts = [self._num_tokens, self._num_clipped, own.num_tokens, *masked]
         num_tokens, num_clipped, num_own, *num_masked = map(int, ranks.sum(counts))
         loss, entropy, kl, gap = ranks.sum([self._loss, self._entropy, self._kl, own.total])
-        # One that is no number is the largest of all, also for a collective.
+        # NaN counts as the largest, also in a collective.
         gap_max = ranks.max(math.inf if math.isnan(own.largest) else own.largest)
-        importance, by_age = self._importance.told(ranks)
+        importance, by_age = self._importance.totals(ranks)
         num = max(1, num_tokens)
-        # A step without minibatches is no loss; one whose minibatches all were skipped has none.
+        # Without minibatches the loss is 0; if all minibatches were skipped, it is NaN.
         num_done = len(self._grad_norms) or (math.nan if self._num_skipped else 1)
         return StepReport(
             loss=loss / num_done,

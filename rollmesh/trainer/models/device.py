@@ -1,7 +1,7 @@
-"""The device that a trainer computes on, and warnings about one that does not fit its model.
+"""The device that a trainer computes on, and warnings about settings that do not fit the model.
 
-A name that torch does not know, or a device that is not there, is one line before any model is
-loaded.
+- A device name that torch does not know, or a device that is missing, is one error line before any
+  model is loaded.
 """
 
 from typing import NamedTuple
@@ -15,13 +15,13 @@ AUTO = "auto"
 LARGE = 100_000_000
 """Parameters of a model that is more than a toy."""
 HIGH_RATE = 1e-4
-"""Learning rate from which on a pretrained model of that size forgets what it knew."""
+"""From this learning rate on, a pretrained model of that size forgets what it knew."""
 
 
 def resolve_device(name: str, num_ranks: int = 1) -> torch.device:
-    """Return the device called `name`; `auto` is cuda where there is a GPU for each rank.
+    """Return the device called `name`; `auto` is cuda if there is a GPU for each rank.
 
-    Raises ConfigError where there is no such device.
+    Raises ConfigError if there is no such device.
     """
     if name == AUTO:
         return torch.device("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
@@ -30,7 +30,7 @@ def resolve_device(name: str, num_ranks: int = 1) -> torch.device:
     except RuntimeError as error:
         raise ConfigError(f'device = "{name}": {str(error).splitlines()[0]}') from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f'device = "{name}": torch sees no GPU here; "cpu" is always there')
+        raise ConfigError(f'device = "{name}": torch finds no GPU; "cpu" always works')
     return device
 
 

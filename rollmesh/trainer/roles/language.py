@@ -1,13 +1,14 @@
-"""A language model as a role: actor of a policy, pupil of texts and preferences, or a reference.
+"""A language model as a role: the actor of a policy, a model that is fine-tuned, or a reference.
 
-    logprobs            what each trained token's log-prob is now; also of a frozen reference
-    train_policy        PPO and GRPO: learning/loss.py's loss, and a price for leaving the reference
-    train_preference    DPO, on pairs: the first of each two rows is the better
+    logprobs            log-probs of the trained tokens; also of a frozen reference
+    train_policy        PPO and GRPO: the loss that trainer.loss names, plus a KL penalty
+    train_preference    DPO, on pairs: the first of each two rows is the better one
     train_text          SFT: cross-entropy of the trained tokens
 
-Invariants: those of learner.py; log-probs are of softmax(logits / temperature) over the whole
-vocabulary, with the row's temperature, 1 where it has none. Driven by rank.py, as a role of a
-RankPlan. Shapes: N trained tokens, P pairs.
+- Log-probs are of softmax(logits / temperature) over the whole vocabulary, with the row's
+  temperature (default: 1).
+
+Shapes: N trained tokens, P pairs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.types import Json
-from rollmesh.trainer.algorithms.loss import TokenTerms, ppo_loss, token_logprobs
+from rollmesh.trainer.algorithms.loss import TokenTerms, token_logprobs
+from rollmesh.trainer.algorithms.registry import find_loss
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.models.folders import load_model
 from rollmesh.trainer.roles.learner import Learner, Row, RowBatch, Terms
@@ -32,16 +34,16 @@ from rollmesh.trainer.roles.losses import (
 
 
 class LanguageTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the losses, besides the clips of TrainerConfig."""
+    """Settings of the losses beside those of TrainerConfig."""
 
     kl_coef: float = 0.0
     """Weight of the divergence from the reference in the policy's loss (default: 0)."""
     kl_estimate: Estimate = "k2"
-    """Estimate of that divergence: `k2` (default) or `k3`; divergence.py compares them."""
+    """Estimate of that divergence: `k2` (default) or `k3`; see losses.divergence."""
     beta: float = 0.1
-    """DPO's: how dear it is to leave the reference."""
+    """Of DPO: strength of the reference (default: 0.1)."""
     label_smoothing: float = 0.0
-    """DPO's: the share of pairs that are thought to be the wrong way round."""
+    """Of DPO: assumed share of swapped pairs (default: 0)."""
 
     def __post_init__(self) -> None:
         if self.kl_estimate == "k1":
@@ -49,65 +51,66 @@ class LanguageTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class LanguageModel:
-    """See the module."""
+    """One language model on all ranks; its methods are those above."""
 
     def __init__(
         self,
-        place: RankContext,
+        context: RankContext,
         path: str,
         trainer: Mapping[str, Json] | None = None,
         losses: Mapping[str, Json] | None = None,
     ) -> None:
         """Load the model in the folder `path`; it is frozen without `trainer`.
 
-        `trainer` has fields of TrainerConfig. Used are the rates, max_grad_norm, clips,
+        `trainer` has fields of TrainerConfig. Used are the rates, max_grad_norm, loss, clips,
         max_importance_weight, entropy_coef and microbatch_tokens. `losses` has fields of
         LanguageTerms. Raises ModelError for a folder without a model, ValidationError for an
-        unknown or refused field.
+        unknown or refused field, ConfigError for an unknown loss.
         """
         self._terms = msgspec.convert(losses or {}, LanguageTerms)
-        self._learner = Learner(place, load_model(Path(path)), Path(path), trainer)
+        self._learner = Learner(context, load_model(Path(path)), Path(path), trainer)
         self._settings = self._learner.settings
+        self._loss = find_loss(self._settings.loss)
 
     def logprobs(self, rows: Sequence[Row], row_weights: Sequence[float] = ()) -> list[Tensor]:
         """[N] of each row, in nats."""
         del row_weights
-        return self._learner.ask(rows, lambda batch: batch.split(self._logprobs(batch)[0]))
+        return self._learner.infer(rows, lambda batch: batch.split(self._logprobs(batch)[0]))
 
     def train_text(
         self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
     ) -> dict[str, float]:
-        """A step of supervised training; `loss` is the mean surprise of a token, in nats."""
-        return self._learner.learn(rows, row_weights, step, self._text)
+        """Do a step of supervised training; `loss` is the mean cross-entropy, in nats."""
+        return self._learner.train(rows, row_weights, step, self._text)
 
     def train_preference(
         self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
     ) -> dict[str, float]:
-        """A step of DPO. Column: `reference`. `won` is the share of pairs in which the better row
+        """Do a step of DPO. Column: `reference`. `won` is the share of pairs whose better row
         gained more than the other."""
-        return self._learner.learn(rows, row_weights, step, self._preference, group_size=2)
+        return self._learner.train(rows, row_weights, step, self._preference, group_size=2)
 
     def train_policy(
         self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
     ) -> dict[str, float]:
-        """A step of PPO or GRPO. Columns: `advantages`, and where they are known `proximal` (as
-        the train step began), `logprobs` (as recorded when sampled) and `reference`."""
-        return self._learner.learn(rows, row_weights, step, self._policy)
+        """Do a step of PPO or GRPO. Columns: `advantages`, and optionally `proximal` (as the train
+        step began), `logprobs` (as recorded when sampled) and `reference`."""
+        return self._learner.train(rows, row_weights, step, self._policy)
 
     def snapshot(self, folder: str) -> None:
-        """Copy what trains, and write it beside what comes next."""
+        """Copy the training state, and write it in the background."""
         self._learner.snapshot(Path(folder))
 
     def is_snapshot_written(self) -> bool:
-        """Whether all ranks have."""
+        """Whether all ranks have written it."""
         return self._learner.is_snapshot_written()
 
     def restore(self, folder: str) -> None:
-        """Read this rank's rows of what any number of them wrote."""
+        """Read this rank's rows; any number of ranks may have written them."""
         self._learner.restore(Path(folder))
 
     def save(self, folder: str) -> None:
-        """Write the model."""
+        """Write the model folder."""
         self._learner.save(Path(folder))
 
     def _logprobs(self, batch: RowBatch) -> tuple[Tensor, Tensor]:
@@ -139,8 +142,9 @@ class LanguageModel:
             recorded_N=batch.column("logprobs", proximal_N),
             advantages_N=batch.column("advantages"),
             weights_N=torch.ones_like(before_N),
+            samples_N=batch.rows_N(),
         )
-        loss = ppo_loss(terms, self._settings)
+        loss = self._loss(terms, self._settings)
         reference_N = batch.column("reference", before_N)
         kl = divergence(logprobs_N, reference_N, self._terms.kl_estimate).sum()
         return {

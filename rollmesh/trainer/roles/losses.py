@@ -1,39 +1,10 @@
-"""The losses of critics, reward models and preferences; that of a policy is learning/loss.py's.
+"""Formulas of critics, reward models and preferences, each with its source.
 
-Each gives a loss for each token or pair, which carries the gradient; who calls it sums them over a
-step and divides by their number at all ranks. Invariant: no gradient flows through what was
-computed before the step (old values, returns, references). Pure. Driven by the roles.
+- A loss is per token or pair and carries the gradient; the caller sums over a step and divides by
+  the number on all ranks.
+- No gradient flows through values from before the step: old values, returns, references.
+
 Shapes: N trained tokens, P pairs.
-
-What a rollout's tokens earned, and how much more than its critic foresaw.
-
-With values V_0 .. V_{n-1}, each of what stood before one of the n trained tokens, rewards r_0 ..
-r_{n-1} that followed them, discount g and trace decay a:
-
-    delta_t      =  r_t + g V_{t+1} - V_t             V_n = 0: the rollout has ended
-    advantage_t  =  delta_t + g a advantage_{t+1}     advantage_n = 0
-    return_t     =  advantage_t + V_t                 what the critic learns
-
-Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
-Estimation", eq. 16. Only trained tokens are steps: what tools and users say in between is the
-environment's answer, which takes no time. The reward of the whole comes with its last token, and
-each token pays for leaving the reference (Ouyang et al. 2022, "Training language models to follow
-instructions with human feedback", eq. 2; Schulman 2020's k1). Sums are in float64. Pure. Driven by
-the scalar role. Shapes: N trained tokens of one rollout.
-
-Estimates of KL(policy || reference) from the log-probs of sampled tokens, in nats.
-
-With d = l - r, of the log-probs of one token under the policy (l) and under the reference (r):
-
-          value               its mean is the KL   the mean of its gradient is
-    k1    d                   yes                  0: no loss, but what shapes rewards
-    k2    d^2 / 2             near d = 0           the KL's gradient, exactly
-    k3    exp(-d) - 1 + d     yes                  the gradient of KL(reference || policy)
-
-Means are over tokens that the policy sampled. Sources: Schulman 2020, "Approximating KL
-Divergence"; for gradients Tang and Munos 2025, "On a few pitfalls in KL divergence gradient
-estimation for RL"; k3 as a loss: Shao et al. 2024, "DeepSeekMath", eq. 4.
-Shapes: N trained tokens.
 """
 
 from itertools import accumulate
@@ -45,19 +16,19 @@ from torch.nn.functional import logsigmoid
 
 
 class ValueLoss(NamedTuple):
-    """Of N tokens."""
+    """The loss of a critic at N tokens."""
 
     losses_N: Tensor
     is_clipped_N: Tensor
-    """Where the clip holds the value back."""
+    """Where the clip limits the value."""
 
 
 def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float) -> ValueLoss:
     """max((v - R)^2, (clamp(v, old - clip, old + clip) - R)^2) / 2, in squared rewards.
 
     Squared error to the returns (Schulman et al. 2016; 2017, "PPO", eq. 9); the clip is
-    that of the authors' code (openai/baselines, ppo2): a value gains nothing by going further than
-    `clip` from where the step found it. An infinite `clip` is none.
+    that of the authors' code (openai/baselines, ppo2): moving a value further than `clip` from its
+    value before the step reduces no loss. An infinite `clip` disables it.
     """
     bounded_N = values_N.clamp(old_N - clip, old_N + clip)
     free_N = (values_N - returns_N).square()
@@ -66,7 +37,7 @@ def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float) 
 
 
 def preference_margins(logprobs_P2: Tensor, reference_P2: Tensor, beta: float) -> Tensor:
-    """[P]: by how much a policy prefers the first of each pair more than its reference does.
+    """[P]: how much more than its reference a policy prefers the first of each pair.
 
     beta * ((l_first - r_first) - (l_second - r_second)), log-probs of whole answers in nats: the
     difference of DPO's implicit rewards (Rafailov et al. 2023, "Direct Preference Optimization",
@@ -79,10 +50,10 @@ def preference_margins(logprobs_P2: Tensor, reference_P2: Tensor, beta: float) -
 def duel_loss(margins_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """[P]: -(1 - e) log sigmoid(m) - e log sigmoid(-m), in nats, for margins m and smoothing e.
 
-    The first of each pair is to win, by the model of Bradley and Terry 1952. Of differences of
-    rewards it trains a reward model (Ouyang et al. 2022, eq. 1), of DPO's margins a policy.
-    `label_smoothing` is the share of pairs thought to be the wrong way round (Mitchell 2023, "A
-    note on DPO with noisy preferences").
+    The first of each pair should win, by the model of Bradley and Terry 1952. With differences of
+    rewards as margins it trains a reward model (Ouyang et al. 2022, eq. 1), with those of DPO a
+    policy. `label_smoothing` is the assumed share of swapped pairs (Mitchell 2023, "A note on DPO
+    with noisy preferences").
     """
     return -(1.0 - label_smoothing) * logsigmoid(margins_P) - label_smoothing * logsigmoid(
         -margins_P
@@ -90,21 +61,37 @@ def duel_loss(margins_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
 
 
 class Returns(NamedTuple):
-    """Of one rollout."""
+    """Advantages and returns of one rollout."""
 
     advantages_N: Tensor
     returns_N: Tensor
 
 
 def token_rewards(reward: float, divergence_N: Tensor, kl_coef: float) -> Tensor:
-    """[N] float32: each token's price, and the reward with the last."""
+    """[N] float32: -kl_coef * divergence at each token, and the reward added at the last.
+
+    Ouyang et al. 2022, "Training language models to follow instructions with human feedback",
+    eq. 2, with Schulman 2020's k1 as divergence.
+    """
     rewards_N = -kl_coef * divergence_N.float()
     rewards_N[-1:] += reward
     return rewards_N
 
 
 def gae(rewards_N: Tensor, values_N: Tensor, discount: float, trace: float) -> Returns:
-    """The formulas above, in float32."""
+    """Generalized advantage estimation, in float32; sums are in float64.
+
+    With values V_0 .. V_{n-1}, each estimated before one of the n trained tokens, rewards r_0 ..
+    r_{n-1} that followed them, discount g and trace decay a:
+
+        delta_t      =  r_t + g V_{t+1} - V_t             V_n = 0: the rollout has ended
+        advantage_t  =  delta_t + g a advantage_{t+1}     advantage_n = 0
+        return_t     =  advantage_t + V_t                 the target of the critic
+
+    Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage
+    Estimation", eq. 16. Only trained tokens are steps: messages of tools and users in between are
+    the environment's response and take no time.
+    """
     values = values_N.double()
     nexts = torch.cat([values[1:], values.new_zeros(1)])[: len(values)]
     deltas = (rewards_N.double() + discount * nexts - values).tolist()
@@ -121,7 +108,19 @@ NO_LOSS = (
 
 
 def divergence(logprobs_N: Tensor, reference_N: Tensor, estimate: Estimate) -> Tensor:
-    """[N], in nats."""
+    """[N]: an estimate of KL(policy || reference) from the log-probs of sampled tokens, in nats.
+
+    With d = l - r, of the log-probs of one token under the policy (l) and under the reference (r):
+
+              value               its mean is the KL   the mean of its gradient is
+        k1    d                   yes                  0: no loss; it shapes rewards
+        k2    d^2 / 2             near d = 0           the KL's gradient, exactly
+        k3    exp(-d) - 1 + d     yes                  the gradient of KL(reference || policy)
+
+    Means are over tokens that the policy sampled. Sources: Schulman 2020, "Approximating KL
+    Divergence"; for gradients Tang and Munos 2025, "On a few pitfalls in KL divergence gradient
+    estimation for RL"; k3 as a loss: Shao et al. 2024, "DeepSeekMath", eq. 4.
+    """
     drift_N = logprobs_N - reference_N
     match estimate:
         case "k1":

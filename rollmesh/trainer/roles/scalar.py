@@ -1,14 +1,15 @@
-"""A model that gives numbers as a role: a critic, which foresees rewards, or a reward model.
+"""A model that returns numbers as a role: a critic, or a reward model.
 
-    values           what is foreseen before each trained token
-    advantages       that against what came, with a price for leaving the reference: GAE
-    train_values     the critic learns the returns
-    rewards          what a whole row is worth, at its last token
-    train_rewards    a reward model, on pairs: the first of each two rows is the better
+    values           the expected reward before each trained token
+    advantages       GAE against the critic's values, with a KL penalty
+    train_values     a step of the critic
+    rewards          the reward of a whole row, at its last token
+    train_rewards    a step of a reward model, on pairs: the first of each two is the better one
 
-Invariants: those of learner.py; advantages have mean 0 and spread 1 over the trained tokens of all
-ranks. A folder of a language model will do: its body, and a head that says 0 of everything. Driven
-by rank.py, as a role of a RankPlan. Shapes: N trained tokens, S rows, P pairs.
+- Advantages have mean 0 and standard deviation 1 over the trained tokens of all ranks.
+- The folder may be a language model's: then the head is new and returns 0.
+
+Shapes: N trained tokens, S rows, P pairs.
 """
 
 import math
@@ -36,44 +37,44 @@ SPREAD_FLOOR = 1e-8
 
 
 class ScalarTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What its losses and advantages take."""
+    """Settings of the losses and advantages."""
 
     discount: float = 1.0
-    """Of a reward that comes a token later."""
+    """Discount per token (default: 1)."""
     trace: float = 0.95
-    """GAE's lambda: 0 trusts the next value, 1 only what came."""
+    """GAE's lambda: 0 uses the next value only, 1 the rewards only (default: 0.95)."""
     value_clip: float = 0.2
-    """How far a value may usefully go from where the step found it."""
+    """Clip of a value's change in a step (default: 0.2)."""
     kl_coef: float = 0.0
-    """What a nat of divergence from the reference costs, in rewards."""
+    """Penalty of a nat of divergence from the reference, in rewards (default: 0)."""
 
 
 class ScalarModel:
-    """See the module."""
+    """One scalar model on all ranks; its methods are those above."""
 
     def __init__(
         self,
-        place: RankContext,
+        context: RankContext,
         path: str,
         trainer: Mapping[str, Json] | None = None,
         losses: Mapping[str, Json] | None = None,
     ) -> None:
-        """The model in the folder `path`; frozen without `trainer`.
+        """Load the model in the folder `path`; it is frozen without `trainer`.
 
-        `trainer` are fields of TrainerConfig, of which it heeds the rates, max_grad_norm and
-        microbatch_tokens; `losses` those of ScalarTerms. Errors as of LanguageModel.
+        `trainer` has fields of TrainerConfig; used are the rates, max_grad_norm and
+        microbatch_tokens. `losses` has fields of ScalarTerms. Raises as LanguageModel does.
         """
         self._terms = msgspec.convert(losses or {}, ScalarTerms)
         model, is_new = load_scorer(Path(path))
-        self._learner = Learner(place, model, Path(path), trainer)
+        self._learner = Learner(context, model, Path(path), trainer)
         if is_new:
-            # Only now: of a head that says 0 whatever it reads, packing could not be proven.
+            # After Learner: with a head that always returns 0, packing could not be tested.
             torch.nn.init.zeros_(model.score.weight)
 
     def values(self, rows: Sequence[Row], row_weights: Sequence[float] = ()) -> list[Tensor]:
         """[N] of each row."""
         del row_weights
-        return self._learner.ask(rows, lambda batch: batch.split(self._values(batch)))
+        return self._learner.infer(rows, lambda batch: batch.split(self._values(batch)))
 
     def advantages(
         self, rows: Sequence[Row], row_weights: Sequence[float] = ()
@@ -92,37 +93,37 @@ class ScalarModel:
         }
 
     def rewards(self, rows: Sequence[Row], row_weights: Sequence[float] = ()) -> list[float]:
-        """Of each row."""
+        """The reward of each row."""
         del row_weights
-        told = self._learner.ask(rows, lambda batch: self._rewards(batch).cpu().unbind())
+        told = self._learner.infer(rows, lambda batch: self._rewards(batch).cpu().unbind())
         return [float(each) for each in told]
 
     def train_values(
         self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
     ) -> dict[str, float]:
-        """A step of the critic. Columns: `returns`, and `values` as the train step began."""
-        return self._learner.learn(rows, row_weights, step, self._value_terms)
+        """Do a step of the critic. Columns: `returns`, and `values` as the train step began."""
+        return self._learner.train(rows, row_weights, step, self._value_terms)
 
     def train_rewards(
         self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
     ) -> dict[str, float]:
-        """A step of the reward model; `won` is the share of pairs that it has the right way."""
-        return self._learner.learn(rows, row_weights, step, self._duel_terms, group_size=2)
+        """Do a step of the reward model; `won` is the share of pairs that it orders correctly."""
+        return self._learner.train(rows, row_weights, step, self._duel_terms, group_size=2)
 
     def snapshot(self, folder: str) -> None:
-        """Copy what trains, and write it beside what comes next."""
+        """Copy the training state, and write it in the background."""
         self._learner.snapshot(Path(folder))
 
     def is_snapshot_written(self) -> bool:
-        """Whether all ranks have."""
+        """Whether all ranks have written it."""
         return self._learner.is_snapshot_written()
 
     def restore(self, folder: str) -> None:
-        """Read this rank's rows of what any number of them wrote."""
+        """Read this rank's rows; any number of ranks may have written them."""
         self._learner.restore(Path(folder))
 
     def save(self, folder: str) -> None:
-        """Write the model."""
+        """Write the model folder."""
         self._learner.save(Path(folder))
 
     def _returns(self, row: Row, values_N: Tensor) -> Returns:
@@ -136,7 +137,7 @@ class ScalarModel:
         """(mean, standard deviation) over all ranks."""
         all_N = torch.cat([torch.zeros(0), *parts]).double()
         sums = [len(all_N), float(all_N.sum()), float(all_N.square().sum())]
-        num, first, second = self._learner.total(sums)
+        num, first, second = self._learner.sum(sums)
         mean = first / max(1, num)
         return mean, math.sqrt(max(0.0, second / max(1, num) - mean**2)) + SPREAD_FLOOR
 

@@ -25,7 +25,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def place() -> Iterator[RankContext]:
+def context() -> Iterator[RankContext]:
     """What is shared with all ranks is shared with nobody."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:

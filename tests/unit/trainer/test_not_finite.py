@@ -78,7 +78,7 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(
     settings = msgspec.structs.replace(SETTINGS, lora_rank=lora_rank)
     policy, folder = Policy(str(broken_folder), settings), tmp_path / "written"
     for write in (
-        lambda: policy.hand_over(folder, 1),
+        lambda: policy.export(folder, 1),
         lambda: policy.save(folder),
         lambda: policy.snapshot(folder),
     ):

@@ -300,7 +300,7 @@ def test_weights_that_the_disk_refuses_are_told_in_one_line(
     (tmp_path / "weights").touch()  # where a folder belongs
     policy = Policy(str(tiny_folder), msgspec.structs.replace(SETTINGS, lora_rank=lora_rank))
     with pytest.raises(ModelError, match=r"weights/v000001: cannot be written: not a directory"):
-        policy.hand_over(tmp_path / "weights" / "v000001", 1)
+        policy.export(tmp_path / "weights" / "v000001", 1)
     policy.close()
 
 
@@ -312,8 +312,8 @@ def test_weights_that_a_full_disk_refused_are_handed_over_once_there_is_room(
     folder = tmp_path / "v000001"
     full = no_new_folders(monkeypatch, tmp_path)
     with full, pytest.raises(NoRoom, match=r"v000001: cannot be written: no space left on device"):
-        policy.hand_over(folder, 1)
-    write_folder(Cargo(1, str(folder), policy.hand_over(folder, 1)))
+        policy.export(folder, 1)
+    write_folder(Cargo(1, str(folder), policy.export(folder, 1)))
     assert (folder / ("adapter_config.json" if lora_rank else "model.safetensors")).is_file()
     policy.close()
 

@@ -12,11 +12,11 @@ from tests.unit.trainer.exact import SETTINGS
 
 
 def test_weights_that_one_rank_has_no_room_for_are_told_by_all(
-    place: RankContext, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    context: RankContext, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    role, folder = PolicyRole(place, str(tiny_folder), msgspec.to_builtins(SETTINGS)), "v000001"
+    role, folder = PolicyRole(context, str(tiny_folder), msgspec.to_builtins(SETTINGS)), "v000001"
     with no_new_folders(monkeypatch, tmp_path):
-        told = msgspec.json.decode(role.hand_over(str(tmp_path / folder), 1))
+        told = msgspec.json.decode(role.export(str(tmp_path / folder), 1))
     assert "v000001: cannot be written: no space left" in told["refused"]
-    told = msgspec.json.decode(role.hand_over(str(tmp_path / folder), 1))
+    told = msgspec.json.decode(role.export(str(tmp_path / folder), 1))
     assert (told["refused"], len(told["parts"])) == ("", 1)

@@ -8,7 +8,7 @@ from rollmesh.trainer.pacing.versions import (
     spans_versions,
     versions_of,
 )
-from tests.unit.trainer.pacing.test_masking import sampled_by
+from tests.unit.trainer.pacing.test_ready_queue import sampled_by
 
 
 @pytest.fixture

@@ -33,32 +33,32 @@ def assert_alike(ours: list[Tensor], others: list[Tensor], bound: float = 2e-5) 
 
 @pytest.mark.parametrize("max_tokens", [1, 25, 4096])
 def test_logprobs_are_those_of_each_row_alone(
-    place: RankContext, any_folder: Path, max_tokens: int
+    context: RankContext, any_folder: Path, max_tokens: int
 ) -> None:
     rows = drawn(1, *LENGTHS)
     rows[1]["temperature"] = 0.7
-    role = LanguageModel(place, str(any_folder), {"microbatch_tokens": max_tokens})
+    role = LanguageModel(context, str(any_folder), {"microbatch_tokens": max_tokens})
     assert_alike(role.logprobs(rows, [1.0] * 5 + [0.0]), one_by_one(any_folder, rows))
 
 
-def test_text_costs_what_transformers_says_it_does(place: RankContext, folder: Path) -> None:
+def test_text_costs_what_transformers_says_it_does(context: RankContext, folder: Path) -> None:
     rows = drawn(2, *LENGTHS)
     logprobs = torch.cat(one_by_one(folder, rows))
-    report = LanguageModel(place, str(folder), TRAINER).train_text(rows, 0)
+    report = LanguageModel(context, str(folder), TRAINER).train_text(rows, 0)
     assert report["loss"] == pytest.approx(-float(logprobs.mean()), rel=1e-5)
     assert report["num"] == len(logprobs)
 
 
 @pytest.mark.parametrize("method", ["train_text", "train_preference", "train_policy"])
 def test_a_step_is_the_same_however_its_rows_are_packed(
-    place: RankContext, any_folder: Path, method: str
+    context: RankContext, any_folder: Path, method: str
 ) -> None:
     rows = drawn(3, *LENGTHS)
     for at, each in enumerate(rows):
         each |= {"advantages": at - 2.5, "reference": -3.0}
     reports, after = [], []
     for max_tokens in (1, 20, 4096):
-        role = LanguageModel(place, str(any_folder), TRAINER | {"microbatch_tokens": max_tokens})
+        role = LanguageModel(context, str(any_folder), TRAINER | {"microbatch_tokens": max_tokens})
         reports.append(getattr(role, method)(rows, 0))
         after.append(role.logprobs(rows))
     for report, logprobs in zip(reports[1:], after[1:], strict=True):
@@ -68,32 +68,32 @@ def test_a_step_is_the_same_however_its_rows_are_packed(
     assert float((after[0][0] - one_by_one(any_folder, rows)[0]).abs().max()) > 0.05
 
 
-def test_padding_weighs_nothing(place: RankContext, folder: Path) -> None:
+def test_padding_weighs_nothing(context: RankContext, folder: Path) -> None:
     rows = drawn(4, *LENGTHS)
-    plain, padded = (LanguageModel(place, str(folder), TRAINER) for _ in range(2))
+    plain, padded = (LanguageModel(context, str(folder), TRAINER) for _ in range(2))
     report = plain.train_text(rows[:4], 0)
     assert padded.train_text(rows, 0, [1.0] * 4 + [0.0] * 2) == report
     assert all(map(torch.equal, padded.logprobs(rows), plain.logprobs(rows)))
 
 
 def test_a_step_on_nothing_but_padding_still_makes_its_forward_pass(
-    place: RankContext, any_folder: Path
+    context: RankContext, any_folder: Path
 ) -> None:
-    role = LanguageModel(place, str(any_folder), TRAINER)
+    role = LanguageModel(context, str(any_folder), TRAINER)
     rows = [each | {"reference": -3.0} for each in drawn(4, 5, 6)]
     report = role.train_preference(rows, 0, [0.0, 0.0])
     assert (report["loss"], report["grad_norm"], report["num"]) == (0.0, 0.0, 0.0)
 
 
-def test_without_a_trainer_it_is_frozen(place: RankContext, folder: Path) -> None:
-    role, rows = LanguageModel(place, str(folder)), drawn(5, *LENGTHS)
+def test_without_a_trainer_it_is_frozen(context: RankContext, folder: Path) -> None:
+    role, rows = LanguageModel(context, str(folder)), drawn(5, *LENGTHS)
     with pytest.raises(ConfigError, match="trainer: a role without it is frozen"):
         role.train_text(rows, 0)
     assert_alike(role.logprobs(rows), one_by_one(folder, rows))
 
 
-def test_a_preference_begins_at_the_surprise_of_a_coin(place: RankContext, folder: Path) -> None:
-    role, rows = LanguageModel(place, str(folder), TRAINER), drawn(6, *LENGTHS)
+def test_a_preference_begins_at_the_surprise_of_a_coin(context: RankContext, folder: Path) -> None:
+    role, rows = LanguageModel(context, str(folder), TRAINER), drawn(6, *LENGTHS)
     for each, logprobs in zip(rows, role.logprobs(rows), strict=True):
         each["reference"] = logprobs
     first = role.train_preference(rows, 0)
@@ -105,10 +105,10 @@ def test_a_preference_begins_at_the_surprise_of_a_coin(place: RankContext, folde
 
 
 def test_a_policy_makes_likelier_what_did_better_and_says_how_far_it_went(
-    place: RankContext, folder: Path
+    context: RankContext, folder: Path
 ) -> None:
     rows = drawn(7, 8, 8)
-    role = LanguageModel(place, str(folder), TRAINER)
+    role = LanguageModel(context, str(folder), TRAINER)
     before = role.logprobs(rows)
     for each, logprobs, advantage in zip(rows, before, (1.0, -1.0), strict=True):
         each |= {"advantages": advantage, "proximal": logprobs, "reference": logprobs}
@@ -125,10 +125,10 @@ def test_a_policy_makes_likelier_what_did_better_and_says_how_far_it_went(
     assert second["clip_fraction"] > 0
 
 
-def test_leaving_the_reference_has_its_price(place: RankContext, folder: Path) -> None:
+def test_leaving_the_reference_has_its_price(context: RankContext, folder: Path) -> None:
     rows = [row([5, 6, 7, 8], advantages=0.0, reference=-9.0)]
     plain, dear = (
-        LanguageModel(place, str(folder), TRAINER, {"kl_coef": coef}) for coef in (0.0, 0.5)
+        LanguageModel(context, str(folder), TRAINER, {"kl_coef": coef}) for coef in (0.0, 0.5)
     )
     assert plain.train_policy(rows, 0)["loss"] == 0.0
     report = dear.train_policy(rows, 0)
@@ -137,10 +137,10 @@ def test_leaving_the_reference_has_its_price(place: RankContext, folder: Path) -
 
 
 def test_what_an_older_policy_sampled_weighs_by_how_likely_it_is_now(
-    place: RankContext, folder: Path
+    context: RankContext, folder: Path
 ) -> None:
     rows = drawn(8, 9)
-    role = LanguageModel(place, str(folder), TRAINER | {"max_importance_weight": 4.0})
+    role = LanguageModel(context, str(folder), TRAINER | {"max_importance_weight": 4.0})
     logprobs = role.logprobs(rows)[0]
     recorded_T = torch.zeros(9)
     recorded_T[rows[0]["loss_mask"]] = logprobs - math.log(3.0)
@@ -148,8 +148,8 @@ def test_what_an_older_policy_sampled_weighs_by_how_likely_it_is_now(
     assert role.train_policy(rows, 0)["loss"] == pytest.approx(-3.0, rel=1e-4)
 
 
-def test_what_it_saves_says_the_same(place: RankContext, folder: Path, tmp_path: Path) -> None:
-    role, rows = LanguageModel(place, str(folder), TRAINER), drawn(9, *LENGTHS)
+def test_what_it_saves_says_the_same(context: RankContext, folder: Path, tmp_path: Path) -> None:
+    role, rows = LanguageModel(context, str(folder), TRAINER), drawn(9, *LENGTHS)
     role.train_text(rows, 0)
     role.save(str(tmp_path / "saved"))
     assert_alike(role.logprobs(rows), one_by_one(tmp_path / "saved", rows))

@@ -1,21 +1,27 @@
-"""What a step of each recipe calls, on the roles of one rank that nobody leads."""
+"""What a step of each recipe calls, on the roles of one rank that nobody leads.
+
+Roles that learn are saved together, each in its folder, and go on where they were.
+"""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.controller.controller import RankPlan
+from rollmesh.core.errors import ConfigError, SavepointError
+from rollmesh.trainer.controller.controller import RankPlan, RoleCall
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.controller.spec import Topology
 from rollmesh.trainer.controller.torchrun import PlainRank
 from rollmesh.trainer.roles.language import LanguageModel
-from rollmesh.trainer.roles.recipes import PPO_EPOCHS, RECIPES, role_specs
+from rollmesh.trainer.roles.recipes import PPO_EPOCHS, RECIPES, SavedRoles, role_specs
 from rollmesh.trainer.roles.scalar import ScalarModel
+from rollmesh.trainer.savepoints.shelf import Savepoints
+from rollmesh.trainer.savepoints.state import LoopState
 from tests.unit.trainer.roles.rows import drawn
 
 LENGTHS = (5, 12, 12, 7, 9, 4)
@@ -25,7 +31,7 @@ ROLES = ("actor", "reference", "critic", "scorer")
 
 @pytest.fixture
 def trainer(
-    place: RankContext, folder: Path, monkeypatch: pytest.MonkeyPatch
+    context: RankContext, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[PlainRank]:
     monkeypatch.setenv("WORLD_SIZE", "1")
     losses = {"critic": {"trace": 1.0}}
@@ -61,7 +67,7 @@ def test_a_first_step_of_each_is_what_its_formula_says(trainer: PlainRank) -> No
 
 
 def test_siblings_are_compared_within_their_group_and_nowhere_else(
-    trainer: PlainRank, place: RankContext, folder: Path
+    trainer: PlainRank, context: RankContext, folder: Path
 ) -> None:
     rows = drawn(3, *LENGTHS)
     told = [
@@ -70,7 +76,7 @@ def test_siblings_are_compared_within_their_group_and_nowhere_else(
     ]
     # 3 and 1 are each 1 from their mean, and spread by the root of 2.
     due = (0.0, 0.0, math.sqrt(0.5), -math.sqrt(0.5), 0.0, 0.0)
-    by_hand = LanguageModel(place, str(folder), {"learning_rate": 1e-2})
+    by_hand = LanguageModel(context, str(folder), {"learning_rate": 1e-2})
     report = by_hand.train_policy(
         [{**row, "advantages": each} for row, each in zip(rows, due, strict=True)], 0
     )
@@ -78,11 +84,11 @@ def test_siblings_are_compared_within_their_group_and_nowhere_else(
 
 
 def test_a_step_of_ppo_is_held_near_where_it_began_and_not_where_training_did(
-    trainer: PlainRank, place: RankContext, folder: Path
+    trainer: PlainRank, context: RankContext, folder: Path
 ) -> None:
     rows = [{**row, "reward": float(at)} for at, row in enumerate(drawn(4, *LENGTHS))]
-    actor = LanguageModel(place, str(folder), {"learning_rate": 1e-2})
-    critic = ScalarModel(place, str(folder), {"learning_rate": 1e-2}, {"trace": 1.0})
+    actor = LanguageModel(context, str(folder), {"learning_rate": 1e-2})
+    critic = ScalarModel(context, str(folder), {"learning_rate": 1e-2}, {"trace": 1.0})
     for step in range(2):
         columns = critic.advantages(rows) | {"proximal": actor.logprobs(rows)}
         told = [
@@ -104,3 +110,78 @@ def test_a_reward_that_cannot_be_trained_on_is_refused_in_one_line(
     rows = [{**row, "reward": 1e39, "group": 0} for row in drawn(5, 4, 4)]
     with pytest.raises(ConfigError, match="reward: 1e\\+39 is larger than 1e\\+30"):
         RECIPES[recipe].step(trainer, rows, 0)
+
+
+SAVED_TRAINER = {"learning_rate": 1e-2}
+LEARNERS = ("actor", "scorer")
+
+
+class Here:
+    """Calls roles of this process by name, as a controller calls those of its ranks."""
+
+    def __init__(self, roles: Mapping[str, object]) -> None:
+        self._roles = roles
+
+    def call(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> Any:
+        role, _, name = str(what).partition(".")
+        method: Callable[..., Any] = getattr(self._roles[role], name)
+        return method(*args, **kwargs)
+
+
+def new(context: RankContext, folder: Path) -> Here:
+    actor, scorer = (
+        make(context, str(folder), SAVED_TRAINER) for make in (LanguageModel, ScalarModel)
+    )
+    return Here(
+        {"actor": actor, "scorer": scorer, "reference": LanguageModel(context, str(folder))}
+    )
+
+
+def train(roles: Here, *steps: int) -> list[Any]:
+    """What both learners report of each step."""
+    learn = {"actor": "train_text", "scorer": "train_rewards"}
+    rows = [drawn(step, 5, 12, 9, 4) for step in steps]
+    return [
+        roles.call(f"{role}.{learn[role]}", each, step, [1.0] * 4)
+        for step, each in zip(steps, rows, strict=True)
+        for role in LEARNERS
+    ]
+
+
+def test_all_that_learn_go_on_bit_by_bit(
+    context: RankContext, folder: Path, tmp_path: Path
+) -> None:
+    one, other = new(context, folder), new(context, folder)
+    train(one, 0, 1)
+    shelf = Savepoints(tmp_path)
+    assert shelf.begin(LoopState(num_steps=2), SavedRoles(one, LEARNERS))
+    saved = shelf.settled(30.0)
+    assert saved is not None
+    assert sorted(each.name for each in saved.folder.iterdir() if each.is_dir()) == [*LEARNERS]
+    expected = train(one, 2, 3)
+    newest = Savepoints(tmp_path).newest()
+    assert newest is not None
+    assert shelf.restore(newest, SavedRoles(other, LEARNERS)).num_steps == 2
+    assert train(other, 2, 3) == expected
+
+
+def test_what_is_frozen_has_nothing_to_keep(
+    context: RankContext, folder: Path, tmp_path: Path
+) -> None:
+    roles = SavedRoles(new(context, folder), ["reference"])
+    roles.snapshot(tmp_path)
+    assert roles.is_snapshot_written()
+    roles.restore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_roles_savepoint_is_refused(
+    context: RankContext, folder: Path, tmp_path: Path
+) -> None:
+    roles = new(context, folder)
+    shelf = Savepoints(tmp_path)
+    assert shelf.begin(LoopState(num_steps=0), SavedRoles(roles, ["actor"]))
+    saved = shelf.settled(30.0)
+    assert saved is not None
+    with pytest.raises(SavepointError, match="scorer/model: is of another model"):
+        shelf.restore(saved, SavedRoles(roles, LEARNERS))

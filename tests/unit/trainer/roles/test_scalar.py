@@ -21,11 +21,11 @@ TRAINER = {"learning_rate": 1e-2}
 
 @pytest.fixture(scope="module")
 def scorer_folder(
-    place: RankContext, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    context: RankContext, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """A reward model that has learned something, as we save it."""
     saved = tmp_path_factory.mktemp("scorer") / "model"
-    role = ScalarModel(place, str(folder), TRAINER)
+    role = ScalarModel(context, str(folder), TRAINER)
     for step in range(3):
         role.train_rewards(drawn(step, *LENGTHS), step)
     role.save(str(saved))
@@ -48,27 +48,27 @@ def told(rows: list[dict[str, Any]], **columns: list[Any]) -> list[dict[str, Any
 
 
 def test_of_a_language_model_a_new_head_says_nothing_of_anything(
-    place: RankContext, folder: Path
+    context: RankContext, folder: Path
 ) -> None:
-    role, rows = ScalarModel(place, str(folder)), drawn(1, *LENGTHS)
+    role, rows = ScalarModel(context, str(folder)), drawn(1, *LENGTHS)
     assert role.rewards(rows) == [0.0] * 6
     assert [each.count_nonzero().item() for each in role.values(rows)] == [0] * 6
 
 
 @pytest.mark.parametrize("max_tokens", [20, 4096])
 def test_values_stand_before_each_trained_token_and_a_reward_at_the_last(
-    place: RankContext, scorer_folder: Path, max_tokens: int
+    context: RankContext, scorer_folder: Path, max_tokens: int
 ) -> None:
     rows = drawn(1, *LENGTHS)
     heads = head_one_by_one(scorer_folder, rows)
-    role = ScalarModel(place, str(scorer_folder), {"microbatch_tokens": max_tokens})
+    role = ScalarModel(context, str(scorer_folder), {"microbatch_tokens": max_tokens})
     for row, head_T, values_N in zip(rows, heads, role.values(rows), strict=True):
         assert values_N.tolist() == pytest.approx(head_T[:-1][row["loss_mask"][1:]], abs=1e-5)
     assert role.rewards(rows) == pytest.approx([float(each[-1]) for each in heads], abs=1e-5)
 
 
 def test_a_reward_model_of_sequence_classification_is_taken_as_it_is(
-    place: RankContext, folder: Path, tmp_path: Path
+    context: RankContext, folder: Path, tmp_path: Path
 ) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -79,11 +79,11 @@ def test_a_reward_model_of_sequence_classification_is_taken_as_it_is(
     rows = drawn(1, *LENGTHS)
     with torch.no_grad():
         expected = [float(model(each["token_ids"].long()[None]).logits) for each in rows]
-    assert ScalarModel(place, str(tmp_path)).rewards(rows) == pytest.approx(expected, abs=1e-5)
+    assert ScalarModel(context, str(tmp_path)).rewards(rows) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_reward_model_learns_which_of_two_is_better(place: RankContext, folder: Path) -> None:
-    role, rows = ScalarModel(place, str(folder), TRAINER), drawn(2, *LENGTHS)
+def test_a_reward_model_learns_which_of_two_is_better(context: RankContext, folder: Path) -> None:
+    role, rows = ScalarModel(context, str(folder), TRAINER), drawn(2, *LENGTHS)
     first = role.train_rewards(rows, 0)
     assert first["loss"] == pytest.approx(math.log(2))
     assert first["won"] == 0.0
@@ -95,10 +95,10 @@ def test_a_reward_model_learns_which_of_two_is_better(place: RankContext, folder
 
 
 def test_advantages_are_whitened_over_rows_that_weigh_something(
-    place: RankContext, scorer_folder: Path
+    context: RankContext, scorer_folder: Path
 ) -> None:
     rows = told(drawn(3, *LENGTHS), reward=[1.0, 0.0, 2.0, 0.0, 1.0, 50.0])
-    role = ScalarModel(place, str(scorer_folder), TRAINER, {"discount": 0.9, "trace": 0.8})
+    role = ScalarModel(context, str(scorer_folder), TRAINER, {"discount": 0.9, "trace": 0.8})
     columns = role.advantages(rows, [1.0] * 5 + [0.0])
     plain = []
     for row, values_N, returns_N in zip(rows, columns["values"], columns["returns"], strict=True):
@@ -117,7 +117,7 @@ def test_advantages_are_whitened_over_rows_that_weigh_something(
     )
 
 
-def test_each_token_pays_for_leaving_the_reference(place: RankContext, folder: Path) -> None:
+def test_each_token_pays_for_leaving_the_reference(context: RankContext, folder: Path) -> None:
     rows = told(
         drawn(4, 6),
         reward=[1.0],
@@ -125,17 +125,17 @@ def test_each_token_pays_for_leaving_the_reference(place: RankContext, folder: P
         reference=[torch.tensor([-3.0, -1.0, 0.0])],
     )
     rows[0]["loss_mask"] = torch.arange(6) > 2
-    role = ScalarModel(place, str(folder), TRAINER, {"kl_coef": 0.1, "trace": 1.0})
+    role = ScalarModel(context, str(folder), TRAINER, {"kl_coef": 0.1, "trace": 1.0})
     (returns_N,) = role.advantages(rows)["returns"]
     assert returns_N.tolist() == pytest.approx([1.0 - 0.2 + 0.1, 1.0 + 0.1, 1.0 + 0.1])
 
 
 def test_a_critic_comes_closer_to_the_returns_and_is_held_by_its_clip(
-    place: RankContext, folder: Path
+    context: RankContext, folder: Path
 ) -> None:
     rows = drawn(5, *LENGTHS)
-    free = ScalarModel(place, str(folder), TRAINER, {"value_clip": 1e9})
-    held = ScalarModel(place, str(folder), TRAINER, {"value_clip": 0.05})
+    free = ScalarModel(context, str(folder), TRAINER, {"value_clip": 1e9})
+    held = ScalarModel(context, str(folder), TRAINER, {"value_clip": 0.05})
     rows = told(rows, returns=[2.0] * 6, values=free.values(rows))
     losses = [free.train_values(rows, step)["loss"] for step in range(8)]
     assert losses[0] == pytest.approx(2.0)
@@ -145,6 +145,6 @@ def test_a_critic_comes_closer_to_the_returns_and_is_held_by_its_clip(
     assert reports[-1]["loss"] > losses[-1]
 
 
-def test_a_frozen_critic_does_not_learn(place: RankContext, folder: Path) -> None:
+def test_a_frozen_critic_does_not_learn(context: RankContext, folder: Path) -> None:
     with pytest.raises(ConfigError, match="frozen"):
-        ScalarModel(place, str(folder)).train_rewards(drawn(6, 4, 4), 0)
+        ScalarModel(context, str(folder)).train_rewards(drawn(6, 4, 4), 0)

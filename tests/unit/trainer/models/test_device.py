@@ -15,8 +15,8 @@ def test_what_is_there_is_given() -> None:
 @pytest.mark.parametrize(
     ("name", "is_there", "line"),
     [
-        ("cuda", False, 'device = "cuda": torch sees no GPU here'),
-        ("cuda:1", False, 'device = "cuda:1": torch sees no GPU here'),
+        ("cuda", False, 'device = "cuda": torch finds no GPU'),
+        ("cuda:1", False, 'device = "cuda:1": torch finds no GPU'),
         ("gpu", True, 'device = "gpu": Expected one of cpu, cuda'),
         ("", True, 'device = "": '),
     ],

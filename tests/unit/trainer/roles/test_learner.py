@@ -51,7 +51,7 @@ def test_where_a_row_says_nothing_it_says_what_is_usual() -> None:
 @pytest.mark.parametrize(
     ("rows", "named"),
     [
-        ([row([5, 6, 7], told=1.0), row([5, 6])], "told: a row lacks it; it has token_ids, loss"),
+        ([row([5, 6, 7], told=1.0), row([5, 6])], "told: a row has no such column"),
         ([row([5, 6, 7], told=torch.zeros(5))], r"told: \[5\] entries for a row of 3 tokens, 2 tr"),
         ([row([5, 6, 7], told=torch.zeros(1))], r"told: \[1\] entries for a row of 3 tokens, 2 tr"),
     ],

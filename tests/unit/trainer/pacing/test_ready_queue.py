@@ -1,31 +1,54 @@
-"""A full room costs time and never a group, and nothing stays there that does not train."""
+"""A full room costs time and never a group, and nothing stays there that does not train.
+
+A room holds samples as they were laid, where others see them; what is cleared is gone.
+
+Tokens past the age bound are context; what is left of a rollout trains, and weighs as it did.
+"""
 
 import itertools
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rollmesh.core.errors import ConfigError
+from rollmesh.core.errors import ConfigError, StoreFull
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Branch, Outcome, SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Arrival, Finished
-from rollmesh.tensors.arena import Arena
+from rollmesh.serve.client.samples import (
+    BYTES_PER_TOKEN,
+    Sample,
+    SampleArrays,
+    SampledRun,
+    lay_plainly,
+)
+from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import UNTAGGED
+from rollmesh.tensors.segment import Attached
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.client import ANSWER, PROMPT, ScriptedClient
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
-from rollmesh.trainer.pacing.ready_queue import ReadyGroup, ReadyQueue, StoreAllocator
+from rollmesh.trainer.pacing.ready_queue import (
+    LocalAllocator,
+    ReadyGroup,
+    ReadyQueue,
+    StoreAllocator,
+    copy_samples,
+    without_versions,
+)
 from rollmesh.trainer.pacing.requester import RequestSettings
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
+from tests.unit.trainer.pacing.pacer_stage import MANY, staged
+from tests.unit.trainer.samples import new_sample
 
 NUM_SAMPLES = 4
 LINE_BYTES = 128
@@ -295,3 +318,194 @@ TestLife = Life.TestCase
 TestLife.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
+
+
+MAX_BYTES = 16 * PAGE_BYTES
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(MAX_BYTES)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def store(arena: Arena) -> OwnerStore:
+    return OwnerStore(StoreSettings(max_bytes=MAX_BYTES), FakeClock(), arena)
+
+
+def samples_of_lengths(*lengths: int) -> list[Sample]:
+    """Samples of these lengths, of which no two say the same."""
+    return [
+        new_sample(
+            [100 * number + at for at in range(length)],
+            [0] + [1] * (length - 1),
+            index=number,
+            reward=number,
+            logprobs=np.linspace(-number - 1, -1, length),
+            policy_version=number,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def assert_alike(samples: Sequence[Sample], others: Sequence[Sample]) -> None:
+    for one, other in zip(samples, others, strict=True):
+        assert (one.rollout_id, one.reward) == (other.rollout_id, other.reward)
+        for name in SampleArrays._fields:
+            mine, theirs = getattr(one, name), getattr(other, name)
+            assert mine.dtype == theirs.dtype
+            assert np.array_equal(mine, theirs), name
+
+
+def test_samples_are_in_the_store_as_they_were_and_nobody_changes_them(store: OwnerStore) -> None:
+    allocator = StoreAllocator(store)
+    samples = copy_samples(samples_of_lengths(4, 9, 2), allocator.lay)
+    assert_alike(samples, samples_of_lengths(4, 9, 2))
+    assert all(map(allocator.holds, samples))
+    assert not any(map(allocator.holds, samples_of_lengths(4, 9, 2)))
+    assert not any(sample.token_ids.flags.writeable for sample in samples)
+    assert store.stats().total_bytes == BYTES_PER_TOKEN * 15
+
+
+def test_who_attaches_by_the_handle_sees_the_very_bytes(store: OwnerStore) -> None:
+    (sample,) = copy_samples(samples_of_lengths(7), StoreAllocator(store).lay)
+    assert sample.handle is not None
+    (place,) = store.pins.places([sample.handle.shard_id], "rank")
+    seen = Attached(place.path).view(place.offset, place.num_bytes)
+    assert seen[: 4 * 7].tobytes() == sample.token_ids.tobytes()
+    assert len(seen) == BYTES_PER_TOKEN * 7 == sample.handle.num_bytes
+
+
+def test_what_is_cleared_is_gone_when_nobody_holds_it(store: OwnerStore, arena: Arena) -> None:
+    allocator = StoreAllocator(store)
+    samples = copy_samples(samples_of_lengths(4, 9), allocator.lay)
+    allocator.clear([*samples, *samples_of_lengths(3)])
+    assert (store.stats().num_tensors, store.stats().retained_bytes) == (0, BYTES_PER_TOKEN * 13)
+    assert_alike(samples, samples_of_lengths(4, 9))
+    samples.clear()
+    assert store.stats().retained_bytes == 0
+    assert arena.held_bytes == 0
+
+
+def test_what_does_not_fit_leaves_what_is_there(store: OwnerStore) -> None:
+    allocator = StoreAllocator(store)
+    samples = copy_samples(samples_of_lengths(4), allocator.lay)
+    with pytest.raises(StoreFull):
+        copy_samples(samples_of_lengths(2, MAX_BYTES // BYTES_PER_TOKEN), allocator.lay)
+    assert store.stats().num_tensors == 1
+    assert_alike(samples, samples_of_lengths(4))
+
+
+def test_samples_that_leave_the_room_are_plain(store: OwnerStore) -> None:
+    allocator = StoreAllocator(store)
+    samples = copy_samples(samples_of_lengths(4, 9), allocator.lay)
+    aside = copy_samples(samples, lay_plainly)
+    allocator.clear(samples)
+    del samples
+    assert (store.stats().num_tensors, store.stats().retained_bytes) == (0, 0)
+    assert_alike(aside, samples_of_lengths(4, 9))
+    assert [sample.handle for sample in aside] == [None, None]
+
+
+def test_a_plain_room_holds_everything() -> None:
+    allocator = LocalAllocator()
+    samples = copy_samples(samples_of_lengths(4, 9), allocator.lay)
+    assert_alike(samples, samples_of_lengths(4, 9))
+    assert all(map(allocator.holds, samples))
+    allocator.clear(samples)
+    assert_alike(samples, samples_of_lengths(4, 9))
+
+
+def sampled_by(*policy_versions: int, weight: float = 1.0) -> Sample:
+    """A prompt of two tokens and an answer, token by token."""
+    versions = [-1, -1, *policy_versions]
+    return new_sample(
+        list(range(len(versions))),
+        [int(each >= 0) for each in versions],
+        policy_versions=np.array(versions, np.int32),
+        runs=tuple(SampledRun(1, each, f"engine-{each % 2}") for each in policy_versions),
+        weight=weight,
+    )
+
+
+def test_old_tokens_are_masked_and_runs_count_the_rest() -> None:
+    sample = sampled_by(3, 4, 4, 5)
+    [left] = without_versions([sample], {1, 3})
+    assert left.loss_mask.tolist() == [False, False, False, True, True, True]
+    assert left.policy_versions.tolist() == [-1, -1, -1, 4, 4, 5]
+    assert left.logprobs.tolist() == [0.0, 0.0, 0.0, -1.0, -1.0, -1.0]
+    assert left.runs == (SampledRun(2, 4, "engine-0"), SampledRun(1, 5, "engine-1"))
+    assert left.token_ids.tolist() == sample.token_ids.tolist()
+    assert sample.loss_mask.sum() == 4, "what was given is not written to"
+
+
+def test_neighbours_of_a_run_that_is_masked_become_one() -> None:
+    [left] = without_versions([sampled_by(6, 3, 6)], {3})
+    assert left.runs == (SampledRun(2, 6, "engine-0"),)
+
+
+def test_samples_with_nothing_left_are_gone_and_the_others_share_the_weight() -> None:
+    rollout = [sampled_by(2, 2, weight=0.4), sampled_by(2, 5, 5, weight=0.6)]
+    [left] = without_versions(rollout, {2})
+    assert left.weight == 1.0
+    assert without_versions(rollout, {2, 5}) == []
+
+
+@given(
+    rollout=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=6), min_size=1, max_size=4),
+    stale=st.sets(st.integers(0, 4)),
+)
+def test_whatever_is_masked_weights_and_runs_add_up(
+    rollout: list[list[int]], stale: set[int]
+) -> None:
+    left = without_versions([sampled_by(*versions) for versions in rollout], stale)
+    counts = [sum(each not in stale for each in versions) for versions in rollout]
+    assert [int(each.loss_mask.sum()) for each in left] == [num for num in counts if num]
+    for each in left:
+        assert sum(run.num_tokens for run in each.runs) == each.loss_mask.sum()
+        assert each.weight == pytest.approx(each.loss_mask.sum() / sum(counts))
+
+
+def test_what_is_too_old_is_masked_and_the_rest_trains(tmp_path: Path) -> None:
+    stage = staged(tmp_path, "mask")
+    stage.pacer.ask(MANY)
+    old, mixed, *fresh = stage.open()
+    stage.client.finish(old, policy_versions=(0, 1))
+    stage.client.finish(mixed, policy_versions=(0, 3))
+    for group_id in fresh:
+        stage.client.finish(group_id, policy_versions=(3,))
+    batch = stage.batch(step=3)
+    assert batch.group_ids() == [mixed, fresh[0]]
+    for sample in batch.groups[0].all_samples():
+        assert sample.policy_versions.tolist() == [-1, -1, -1, -1, 3]
+        assert sample.loss_mask.tolist() == [False, False, False, False, True]
+        assert sample.logprobs[3] == 0.0
+        assert [(run.num_tokens, run.policy_version) for run in sample.runs] == [(1, 3)]
+        assert sample.weight == 1.0
+    stage.pacer.trained(batch)
+    assert set(stage.tally.ages) == {0}
+    drops = stage.rows("drops.jsonl")
+    assert [drop["reason"] for drop in drops] == ["stale: age 3"] * 4
+    rows = [row for row in stage.rows("trajectories.jsonl") if row["step"] == 3]
+    assert [row["num_masked"] for row in rows] == [1] * 4 + [0] * 4
+    assert stage.lost() == 0
+    stage.records.close()
+
+
+def test_a_rollout_of_which_masking_leaves_nothing_is_dropped_alone(tmp_path: Path) -> None:
+    stage = staged(tmp_path, "mask")
+    stage.pacer.ask(MANY)
+    first, *rest = stage.open()
+    stage.client.finish(first, policy_versions=(3,), of_rollout={2: (0,)})
+    for group_id in rest:
+        stage.client.finish(group_id, policy_versions=(3,))
+    batch = stage.batch(step=3)
+    assert [len(group.all_samples()) for group in batch.groups] == [3, 4, 4]
+    [drop] = stage.rows("drops.jsonl")
+    assert drop["index"] == 2
+    assert (drop["reason"], drop["age"]) == ("masked: no token of it is within the age bound", 3)
+    stage.pacer.trained(batch)
+    assert stage.lost() == 0
+    stage.records.close()

@@ -1,4 +1,7 @@
-"""Every rollout that leaves is in one book, once: trained, dropped, or measured."""
+"""Every rollout that leaves is in one book, once: trained, dropped, or measured.
+
+A run whose environment fails in every group from the first one on ends, and no other does.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,17 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.core.errors import EnvError
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
+from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, RolloutRecord, Task
 from rollmesh.serve.client.journal_entries import GroupBooked, SeenRollout
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import rollout
 from rollmesh.testing.clock import FakeClock
 from rollmesh.trainer.books.records import RunRecords, Tally
-from rollmesh.trainer.pacing.accounting import GroupAccounting
+from rollmesh.trainer.pacing.accounting import NUM_ALIKE, FirstFailures, GroupAccounting
 from rollmesh.trainer.pacing.ready_queue import ReadyGroup
 from rollmesh.trainer.pacing.versions import VersionSteps
-from tests.unit.trainer.pacing.test_masking import sampled_by
+from tests.unit.trainer.pacing.test_ready_queue import sampled_by
 
 GROUP = GroupId("r", 3)
 
@@ -126,3 +130,76 @@ def test_a_stranger_leaves_a_row_and_no_count(books: Books) -> None:
     books.exits.strange(GROUP)
     assert books.drops() == [(None, "of an earlier run", None)]
     assert books.tally.num_dropped == 0
+
+
+HERE = ErrorPlace("KeyError", "my_env.py", 15, "score")
+ELSEWHERE = ErrorPlace("KeyError", "my_env.py", 16, "score")
+INFRA = ErrorPlace("InfraError", "my_env.py", 3, "run")
+ERROR = "score: KeyError: 'answer' (my_env.py:15 in score)"
+
+
+def failed_group(place: ErrorPlace | None, outcome: Outcome = Outcome.AGENT_ERROR) -> GroupRecord:
+    """A group one of whose siblings was cancelled when the others had failed."""
+    rollouts = [RolloutRecord(index=at, outcome=outcome, error=ERROR, place=place) for at in (0, 1)]
+    rollouts.append(RolloutRecord(index=2, outcome=Outcome.CANCELLED))
+    return GroupRecord(task=Task(id="t7"), rollouts=rollouts, place=place)
+
+
+def scored() -> GroupRecord:
+    rollouts = [RolloutRecord(index=at, outcome=Outcome.COMPLETED, reward=1.0) for at in (0, 1)]
+    return GroupRecord(task=Task(id="t7"), rollouts=rollouts)
+
+
+@pytest.fixture
+def first() -> FirstFailures:
+    return FirstFailures("my_env:MyEnv")
+
+
+def note(first: FirstFailures, *records: GroupRecord) -> None:
+    for record in records:
+        first.note(record)
+        first.check()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.AGENT_ERROR, Outcome.INFRA_ERROR])
+def test_a_run_whose_first_groups_all_fail_at_one_place_ends(
+    first: FirstFailures, outcome: Outcome
+) -> None:
+    note(first, *[failed_group(HERE, outcome)] * (NUM_ALIKE - 1))
+    with pytest.raises(EnvError) as raised:
+        note(first, failed_group(HERE, outcome))
+    assert f"the first {NUM_ALIKE} groups all failed alike: {ERROR}; task t7" in str(raised.value)
+
+
+def test_groups_that_cannot_be_scored_together_count(first: FirstFailures) -> None:
+    group = scored()
+    group.reason, group.place = "infra_error: score_group: KeyError: 'answer'", HERE
+    with pytest.raises(EnvError, match="score_group: KeyError"):
+        note(first, *[group] * NUM_ALIKE)
+
+
+@pytest.mark.parametrize("place", [None, INFRA], ids=["an engine", "what the environment needs"])
+def test_faults_of_the_infrastructure_never_count(
+    first: FirstFailures, place: ErrorPlace | None
+) -> None:
+    note(first, *[failed_group(place, Outcome.INFRA_ERROR)] * (3 * NUM_ALIKE))
+    note(first, *[failed_group(HERE)] * (NUM_ALIKE - 1), failed_group(place, Outcome.INFRA_ERROR))
+    with pytest.raises(EnvError):
+        note(first, failed_group(HERE))
+
+
+def test_a_run_in_which_a_group_has_succeeded_goes_on(first: FirstFailures) -> None:
+    note(first, failed_group(HERE), scored(), *[failed_group(HERE)] * (3 * NUM_ALIKE))
+    assert first.has_succeeded
+
+
+def test_failures_at_different_places_are_not_alike(first: FirstFailures) -> None:
+    note(first, *[failed_group(HERE), failed_group(ELSEWHERE)] * NUM_ALIKE)
+    assert not first.has_succeeded
+
+
+def test_a_group_in_which_some_have_a_reward_has_not_failed(first: FirstFailures) -> None:
+    half_failed = failed_group(HERE)
+    half_failed.rollouts[1] = scored().rollouts[1]
+    note(first, *[half_failed] * (3 * NUM_ALIKE))
+    assert first.has_succeeded

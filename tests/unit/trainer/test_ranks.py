@@ -21,8 +21,8 @@ VOCAB = 32
 
 
 @pytest.fixture
-def team(place: RankContext) -> ShardedRanks:
-    return ShardedRanks(place.mesh["data"])
+def team(context: RankContext) -> ShardedRanks:
+    return ShardedRanks(context.mesh["data"])
 
 
 def new_gpt2() -> PreTrainedModel:

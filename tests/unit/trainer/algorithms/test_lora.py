@@ -91,7 +91,7 @@ def test_an_adapter_folder_is_what_the_formula_says_over_the_model_that_it_names
 ) -> None:
     """Merged here in float64 from the two files, by PEFT's names."""
     policy = trained(tiny_folder)
-    assert policy.hand_over(tmp_path / "v000007", 7) == ()
+    assert policy.export(tmp_path / "v000007", 7) == ()
     policy.save(tmp_path / "checkpoint")
     folder = tmp_path / where
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -118,7 +118,7 @@ def test_an_adapter_folder_has_what_engines_ask_for_and_no_more(
 ) -> None:
     """With tokens or weights beside it, SGLang would refuse it."""
     policy = Policy(str(tiny_folder), SETTINGS)
-    policy.hand_over(tmp_path / "v1", 1)
+    policy.export(tmp_path / "v1", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["v1"]
     names = sorted(path.name for path in (tmp_path / "v1").iterdir())
     assert names == ["adapter_config.json", "adapter_model.safetensors"]

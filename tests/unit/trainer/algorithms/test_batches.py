@@ -1,4 +1,7 @@
-"""Samples to tensors: nothing lost, nothing doubled, nothing padded."""
+"""Samples to tensors: nothing lost, nothing doubled, nothing padded.
+
+What a token weighs: the same whatever its rollout was cut into, and however ranks share it.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmesh.core.config import LossWeight
 from rollmesh.core.errors import ConfigError
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.algorithms.batches import TokenBatch, empty_batch, pack
+from rollmesh.trainer.algorithms.batches import (
+    TokenBatch,
+    assign_minibatches,
+    empty_batch,
+    pack,
+    token_weights,
+)
 from tests.unit.trainer.samples import new_sample
 
 
@@ -45,15 +55,15 @@ def test_every_trained_token_has_one_entry_with_all_that_was_recorded(
 ) -> None:
     seen = []
     for batch in packed(samples, max_tokens):
-        kept = batch.kept_K[batch.places_N]
+        kept = batch.kept_K[batch.kept_index_N]
         starts = np.array(batch.starts)
         which = np.searchsorted(starts, kept.numpy(), "right") - 1
         fields = (
             batch.samples_N,
             kept.numpy() + 1 - starts[which],
             batch.token_ids_T[kept],
-            batch.targets_K[batch.places_N],
-            batch.temperatures_K[batch.places_N],
+            batch.targets_K[batch.kept_index_N],
+            batch.temperatures_K[batch.kept_index_N],
             batch.recorded_N,
             batch.policy_versions_N,
             batch.advantages_N,
@@ -105,7 +115,7 @@ def test_samples_of_equal_tokens_share_a_sequence_and_keep_their_entries() -> No
     (batch,) = packed(samples)
     assert batch.token_ids_T.tolist() == [1, 2, 1, 2]
     assert batch.samples_N.tolist() == [0, 0, 2, 1, 1]
-    assert batch.kept_K[batch.places_N].tolist() == [0, 1, 1, 2, 3]
+    assert batch.kept_K[batch.kept_index_N].tolist() == [0, 1, 1, 2, 3]
     assert batch.targets_K.tolist() == [2, 3, 2, 4]
     assert batch.recorded_N.tolist() == [-1, -2, -5, -3, -4]
 
@@ -126,3 +136,54 @@ def test_a_batch_of_nothing_is_a_token_that_trains_none() -> None:
 def test_temperature_of_zero_cannot_be_trained() -> None:
     with pytest.raises(ConfigError, match=r"sampling\.temperature must be above 0"):
         packed([new_sample([1, 2], [0, 1], temperature=0.0)])
+
+
+def shares(samples: list[Sample], rule: LossWeight) -> list[float]:
+    weights, total = token_weights(samples, rule)
+    return list(weights / total)
+
+
+def whole_and_parts() -> list[Sample]:
+    """A rollout of 2 trained tokens, and one of 3 + 1 whose graph was cut into two."""
+    return [
+        new_sample([1, 2, 3], [0, 1, 1], index=0),
+        new_sample([1, 2, 3, 4], [0, 1, 1, 1], index=1, weight=0.75),
+        new_sample([1, 5], [0, 1], index=1, weight=0.25),
+    ]
+
+
+def test_by_token_every_trained_token_weighs_the_same() -> None:
+    assert shares(whole_and_parts(), "token") == pytest.approx([1 / 6] * 3)
+
+
+def test_by_rollout_every_rollout_weighs_the_same() -> None:
+    # Two rollouts: 1/2 each, over 2 tokens of the one and 3 + 1 tokens of the other.
+    assert shares(whole_and_parts(), "rollout") == pytest.approx([0.25, 0.125, 0.125])
+
+
+@pytest.mark.parametrize("rule", ["token", "rollout"])
+def test_a_rollout_weighs_the_same_however_many_samples_it_was_cut_into(rule: LossWeight) -> None:
+    other, *cut = whole_and_parts()
+    uncut = new_sample([1, 2, 3, 4, 5], [0, 1, 1, 1, 1], index=1)
+    in_two, in_one = shares([other, *cut], rule), shares([other, uncut], rule)
+    assert 3 * in_two[1] + in_two[2] == pytest.approx(4 * in_one[1])
+    assert in_two[0] == pytest.approx(in_one[0])
+
+
+@pytest.mark.parametrize("rule", ["token", "rollout"])
+def test_ranks_that_add_up_their_totals_weigh_as_one_does(rule: LossWeight) -> None:
+    samples = whole_and_parts()
+    (ours, total), (theirs, other) = (
+        token_weights(samples[:1], rule),
+        token_weights(samples[1:], rule),
+    )
+    together = np.concatenate([ours, theirs]) / (total + other)
+    assert together.tolist() == pytest.approx(shares(samples, rule))
+
+
+def test_minibatches_are_whole_groups_in_turn() -> None:
+    groups = [3, 3, 1, 2, 1, 3, 0]
+    samples = [new_sample([1, 2], [0, 1], seq=seq, index=at) for at, seq in enumerate(groups)]
+    assert assign_minibatches(samples, 3) == [0, 0, 1, 2, 1, 0, 0]
+    assert assign_minibatches(samples, 9) == [0, 0, 1, 2, 1, 0, 3]
+    assert assign_minibatches(samples, 1) == [0] * 7
