@@ -23,7 +23,7 @@ from rollmesh.runtime.chat import Turn
 from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.scopes import Scope
 from rollmesh.runtime.session import Session
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.request import HttpRequest
 
 HEAP = ("mallopt", "keeper")
 
@@ -35,15 +35,15 @@ def keep_scopes() -> None:
 
 def keep_bodies() -> None:
     """discard"""
-    read, bodies = Request.read, list[bytes]()
+    read, bodies = HttpRequest.read, list[bytes]()
 
     @wraps(read)
-    async def kept(request: Request, max_bytes: int, silence_s: float) -> bytes:
+    async def kept(request: HttpRequest, max_bytes: int, silence_s: float) -> bytes:
         body = await read(request, max_bytes, silence_s)
         bodies.append(body)
         return body
 
-    Request.read = kept  # type: ignore[assignment, method-assign]
+    HttpRequest.read = kept  # type: ignore[assignment, method-assign]
 
 
 def copy_histories() -> None:

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     """Serve."""
     options = _arguments().parse_args(argv)
     _check_used(options)
-    from rollmesh.serve.interception.gateway import GatewayAsk, run
+    from rollmesh.serve.interception.gateway import GatewayOptions, run
 
     _lay_over(options)
     config = config_of(options, _defaults(options))
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     _check(options, engines, config.model.path)
     allow_descriptors(PEERS, "a gateway")
     protect_memory()
-    ask = GatewayAsk(
+    ask = GatewayOptions(
         config=config,
         capture=options.capture,
         engines=engines,

@@ -25,7 +25,7 @@ from rollmesh.runtime.replies import RETRY_AFTER_S
 from rollmesh.runtime.sampler import Sampler, SamplerParts
 from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.testing.agent_engine import Say, steps
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.faults import Fault
@@ -91,7 +91,7 @@ async def hasty_worker(folder: Path, stage: Stage) -> AsyncIterator[tuple[Runtim
     sampler = Sampler(parts, GenerationSettings(backoff_s=0.001, max_backoff_s=0.001))
     prompts = Prompts(choose_family(model, "auto", tokenizer), tokenizer)
     runtime = Runtime(sampler, prompts, 4096)
-    edge = Edge(runtime, InterceptionConfig(), "policy")
+    edge = AgentServer(runtime, InterceptionConfig(), "policy")
     address = await edge.start(listen("127.0.0.1:0"))
     session = runtime.register_trajectory(RolloutId(GROUP, 0), SamplingPolicy(), seed=0)
     paths = (f"{address}/v1", f"{address}/s/{session.path_secret}/v1")

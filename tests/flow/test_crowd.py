@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 
 from rollmesh.core.errors import SessionError
-from rollmesh.serve.interception.inbound import Limits
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.connection import ConnectionLimits
+from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.testing.engine import ScriptedEngine
 from tests.flow.gateway_process import Gateway, next_token, sampling
 from tests.unit.serve.interception.conftest import runner  # noqa: F401 - a fixture
@@ -85,7 +85,7 @@ async def test_a_crowd_that_does_not_get_on_takes_nothing_from_a_good_client(
     assert crowded_s < MAX_TIMES * alone_s
 
 
-async def read_soon(request: Request) -> None:
+async def read_soon(request: HttpRequest) -> None:
     """Refuses a body that stops coming, and answers with more than a client takes unread."""
     try:
         await request.read(1000, 0.1)
@@ -103,7 +103,7 @@ def test_a_crowd_is_closed_by_its_deadline_while_a_good_client_is_answered(
     runner: asyncio.Runner,  # noqa: F811 - the fixture
 ) -> None:
     # Longer than this process may be kept from its CPU: who is late is cut for what it never said.
-    limits = Limits(idle_s=2.0, head_s=2.0, linger_s=0.5)
+    limits = ConnectionLimits(idle_s=2.0, head_s=2.0, linger_s=0.5)
 
     async def main() -> None:
         async with serving(read_soon, limits=limits) as place:

@@ -28,7 +28,7 @@ from rollmesh.runtime.sampler import Sampler, SamplerParts
 from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.evaluation_files import RESULTS, Row
-from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.testing.agent_engine import Say, Script, ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
@@ -105,7 +105,7 @@ async def open_desk(
         sampler = Sampler(SamplerParts(view=view, vocab_size=tokenizer.vocab_size, report=print))
         prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
         runtime = Runtime(sampler, prompts, max_context_tokens)
-        edge = Edge(runtime, InterceptionConfig(), "policy")
+        edge = AgentServer(runtime, InterceptionConfig(), "policy")
         address = await edge.start(listen("127.0.0.1:0"))
         try:
             yield Desk(runtime, f"{address}/v1")

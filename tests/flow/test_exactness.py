@@ -37,7 +37,7 @@ from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.serve.client.samples import Sample, cut
-from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
@@ -88,7 +88,7 @@ class Bench:
         self.sampler = Sampler(parts)
         prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
         self.runtime = Runtime(self.sampler, prompts, 4096)
-        self.edge = Edge(self.runtime, InterceptionConfig(), "policy")
+        self.edge = AgentServer(self.runtime, InterceptionConfig(), "policy")
         self.client = aiohttp.ClientSession()
         self.base = ""
         self.streaming = asyncio.Event()

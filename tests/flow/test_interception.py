@@ -23,8 +23,8 @@ from rollmesh.runtime.sampler import Sampler, SamplerParts
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.serve.interception.edge import Edge
-from rollmesh.serve.interception.ending import ExchangeState
+from rollmesh.serve.interception.agent_server import AgentServer
+from rollmesh.serve.interception.exchange import ExchangeState
 from rollmesh.testing.engine import ScriptedEngine, endless_token, logprob_of
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
@@ -56,7 +56,7 @@ class Front:
         self.sampler = Sampler(parts)
         prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
         self.runtime = Runtime(self.sampler, prompts, 256)
-        self.edge = Edge(self.runtime, InterceptionConfig(), "policy")
+        self.edge = AgentServer(self.runtime, InterceptionConfig(), "policy")
         self.client = aiohttp.ClientSession()
         self.base = ""
 

@@ -40,10 +40,9 @@ from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.scopes import Loan, Scope
 from rollmesh.runtime.session import Session, SessionRecord
 from rollmesh.runtime.token_graph import TokenGraph
-from rollmesh.serve.interception.counts import add_edge
-from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.agent_server import AgentServer, add_agent_server
 from rollmesh.serve.interception.exchange import Exchange
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.server.groups import Payload
 from rollmesh.serve.server.outbox import PendingResult
 from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext
@@ -91,11 +90,11 @@ OF_A_ROLLOUT = (
         Generation,
         Turn,
     ),
-    *(Exchange, Request, Blob, LegRequest, SessionRecord, RolloutRecord, GroupRecord),
+    *(Exchange, HttpRequest, Blob, LegRequest, SessionRecord, RolloutRecord, GroupRecord),
     *(RolloutResult, Payload, PendingResult, Transcript, Sibling, Endpoint, Tool),
 )
 NEVER_SEEN = {Turn, SessionRecord, GroupRecord, LegRequest}  # made and read without a pause
-PASSING = (Generation, Request)
+PASSING = (Generation, HttpRequest)
 
 
 class Endings(Env):
@@ -321,10 +320,10 @@ async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
         worker = Worker(WorkerSettings("w0", router.hub.address, config, None))
         runtime, sampler = new_runtime(config, worker.view, worker.report)
         stack.push_async_callback(sampler.close)
-        edge = Edge(runtime, config.interception, "policy")
+        edge = AgentServer(runtime, config.interception, "policy")
         address = await edge.start(listen("127.0.0.1:0"))
         stack.push_async_callback(edge.stop)
-        add_edge(worker.inventory, runtime, sampler, edge)
+        add_agent_server(worker.inventory, runtime, sampler, edge)
         env = Endings(engine)
         env.runtime = runtime
         stack.push_async_callback(env.close)

@@ -27,12 +27,12 @@ from rollmesh.core.inventory import Inventory
 from rollmesh.core.process import listen
 from rollmesh.runtime import blobs
 from rollmesh.runtime.generation import Generation
-from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
-from rollmesh.serve.interception.book import SessionBook
-from rollmesh.serve.interception.capture import Opened, SessionWish
-from rollmesh.serve.interception.counts import add_blobs
-from rollmesh.serve.interception.inbound import Inbound
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.agent_server import add_blobs
+from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend
+from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession
+from rollmesh.serve.interception.connection import AgentConnection
+from rollmesh.serve.interception.request import HttpRequest
+from rollmesh.serve.interception.sessions import SessionRegistry
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
@@ -49,13 +49,13 @@ ASKS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": SAID, "max_tokens": 8},
 }
 ROUGH = ["good", "good", "good", "garbled", "foreign", "cut head", "cut body", "cut answer", "gone"]
-PASSING = {f"{Generation.__module__}.Generation", f"{Inbound.__module__}.Inbound"}
+PASSING = {f"{Generation.__module__}.Generation", f"{AgentConnection.__module__}.Inbound"}
 """What goes soon after a call, and takes the rest along: aborts are repeated for a moment, and lost
 clients are noticed by the server alone."""
 
 RETENTION_S = 60.0
 
-Capturing = Callable[[Path], AbstractAsyncContextManager[tuple[Backend, Callable[[], None]]]]
+Capturing = Callable[[Path], AbstractAsyncContextManager[tuple[GatewayBackend, Callable[[], None]]]]
 
 
 class Crowd:
@@ -107,7 +107,9 @@ class Crowd:
 
 
 @asynccontextmanager
-async def captured_in_tokens(folder: Path) -> AsyncIterator[tuple[Backend, Callable[[], None]]]:
+async def captured_in_tokens(
+    folder: Path,
+) -> AsyncIterator[tuple[GatewayBackend, Callable[[], None]]]:
     """A backend, and what makes its engine forget what it saw."""
     model = write_model_folder(folder / "model")
     settings = [f"model.path={model}", f"run.folder={folder}", "sampling.max_tokens=8"]
@@ -117,7 +119,9 @@ async def captured_in_tokens(folder: Path) -> AsyncIterator[tuple[Backend, Calla
 
 
 @asynccontextmanager
-async def captured_by_relay(folder: Path) -> AsyncIterator[tuple[Backend, Callable[[], None]]]:
+async def captured_by_relay(
+    folder: Path,
+) -> AsyncIterator[tuple[GatewayBackend, Callable[[], None]]]:
     def tell(seen: SeenRequest) -> Told:
         try:
             asked = orjson.loads(seen.body)
@@ -145,9 +149,9 @@ async def test_no_object_of_a_call_outlives_its_session(
     tmp_path: Path, capturing: Capturing
 ) -> None:
     async with asyncio.timeout(PATIENCE_S), capturing(tmp_path) as (backend, forget):
-        book = SessionBook(backend.capture, SystemClock(), retention_s=60.0)
+        book = SessionRegistry(backend.capture, SystemClock(), retention_s=60.0)
 
-        async def control(request: Request, path: str) -> bool:
+        async def control(request: HttpRequest, path: str) -> bool:
             return False
 
         face = backend.serve(control)
@@ -156,7 +160,7 @@ async def test_no_object_of_a_call_outlives_its_session(
         left: list[Counter[str]] = []
         for _ in range(3):
             for _ in range(8):
-                opened = book.open(SessionWish(), b"{}")
+                opened = book.open(CaptureOptions(), b"{}")
                 for _ in range(20):
                     await crowd.call(opened.api_key)
                 book.delete(book.find(opened.captured.session_id))
@@ -209,11 +213,11 @@ async def test_the_memory_of_a_gateway_is_flat_under_rough_calls(tmp_path: Path)
 class Stage:
     """A gateway in this process, whose engine says nothing until it is told to begin."""
 
-    def __init__(self, backend: Backend, engine: ScriptedEngine | ScriptedProvider) -> None:
+    def __init__(self, backend: GatewayBackend, engine: ScriptedEngine | ScriptedProvider) -> None:
         self.backend = backend
         self.engine = engine
         self.clock = FakeClock()
-        self.book = SessionBook(backend.capture, self.clock, RETENTION_S)
+        self.book = SessionRegistry(backend.capture, self.clock, RETENTION_S)
         self.inventory = Inventory()
         self.num_begun = 0
         """Calls whose answer has begun to come."""
@@ -221,7 +225,7 @@ class Stage:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        async def control(request: Request, path: str) -> bool:
+        async def control(request: HttpRequest, path: str) -> bool:
             return False
 
         face = self.backend.serve(control)
@@ -238,7 +242,7 @@ class Stage:
             await face.stop()
             await self.backend.close()
 
-    async def call(self, opened: Opened, body: bytes, num_sent: int) -> bytes:
+    async def call(self, opened: OpenedSession, body: bytes, num_sent: int) -> bytes:
         """A call of which so many bytes are sent; what is answered."""
         reader, writer = await asyncio.open_connection(*self.address)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nx-api-key: {opened.api_key}\r\n".encode()
@@ -289,7 +293,7 @@ def looking(number: int, is_stream: bool) -> bytes:
 
 async def ended_in_mid_call(stage: Stage, ending: str, is_begun: bool, seed: int) -> list[bytes]:
     """A session that ends while one call comes in and two are at the engine; what they hear."""
-    opened = stage.book.open(SessionWish(), b"{}")
+    opened = stage.book.open(CaptureOptions(), b"{}")
     entry = stage.book.find(opened.captured.session_id)
     bodies = [looking(10 * seed + n, is_begun or n == 1) for n in range(3)]
     num_sent = [len(bodies[0]) // 2, len(bodies[1]), len(bodies[2])]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.runtime.session_log import AnyDeed
-from rollmesh.serve.interception.archive.entries import FORMAT, AnyEntry
+from rollmesh.serve.interception.journal.entries import FORMAT, AnyEntry
 from rollmesh.serve.interception.relay.deeds import RelayDeed
 
 FILE = Path(__file__).with_name("gateway_journal.json")

@@ -12,10 +12,10 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, ModelConfig, RouterConfig
 from rollmesh.core.inventory import Inventory
 from rollmesh.core.metrics import Figure
-from rollmesh.serve.interception.backends import Backend, RelayBackend, TokenBackend
-from rollmesh.serve.interception.book import SessionBook
-from rollmesh.serve.interception.counts import add_blobs
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.agent_server import add_blobs
+from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend
+from rollmesh.serve.interception.request import HttpRequest
+from rollmesh.serve.interception.sessions import SessionRegistry
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.status import figures_of, status_of
 from rollmesh.serve.server.worker import Worker, WorkerSettings
@@ -36,15 +36,15 @@ def named(section: str) -> dict[str, set[str]]:
     return {name: set(re.findall(r"worker|gateway|router", where)) for name, where in rows}
 
 
-async def nobody(request: Request, path: str) -> bool:
+async def nobody(request: HttpRequest, path: str) -> bool:
     return False
 
 
-def of_gateway(backend: Backend) -> Iterable[Figure]:
+def of_gateway(backend: GatewayBackend) -> Iterable[Figure]:
     inventory = Inventory()
     add_blobs(inventory)
     backend.serve(nobody)
-    backend.join(inventory, SessionBook(backend.capture, SystemClock(), 1.0))
+    backend.join(inventory, SessionRegistry(backend.capture, SystemClock(), 1.0))
     return inventory.figures()
 
 
@@ -58,7 +58,7 @@ async def all_figures(folder: Path) -> dict[str, list[Figure]]:
     config = msgspec.structs.replace(Config(), model=model)
     worker = Worker(WorkerSettings("worker-0", "tcp://127.0.0.1:9", config, None))
     worker._post.close()  # noqa: SLF001 - one that never serves has no other end
-    backends: list[Backend] = [
+    backends: list[GatewayBackend] = [
         TokenBackend(config, ()),
         RelayBackend(config, ("http://127.0.0.1:9",), ""),
     ]

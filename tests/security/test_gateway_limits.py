@@ -11,9 +11,9 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.scopes import OpenSession
-from rollmesh.serve.interception.inbound import Limits
+from rollmesh.serve.interception.connection import ConnectionLimits
 from rollmesh.serve.interception.relay.headers import forwarded
-from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures among them
     Desk,
     MakeDesk,
@@ -190,7 +190,7 @@ def test_a_relay_forwards_neither_nominated_headers_nor_the_agents_choice_of_org
     assert lines == b"X-Stays: two\r\nAuthorization: Bearer key\r\n"
 
 
-async def keyed(request: Request) -> None:
+async def keyed(request: HttpRequest) -> None:
     """A handler that knows the key `known`."""
     if request.headers.get(b"x-api-key") == b"known":
         request.owner = "session"
@@ -201,7 +201,7 @@ WITH_KEY = b"GET / HTTP/1.1\r\nHost: x\r\nX-API-Key: known\r\n\r\n"
 
 
 async def test_when_connections_are_full_the_oldest_without_a_key_is_closed() -> None:
-    async with serving(keyed, limits=Limits(num_connections=3)) as place:
+    async with serving(keyed, limits=ConnectionLimits(num_connections=3)) as place:
         known = await place.client()
         known.send(WITH_KEY)
         assert (await known.answer())[0] == 200
@@ -214,6 +214,6 @@ async def test_when_connections_are_full_the_oldest_without_a_key_is_closed() ->
 
 
 async def test_a_connection_that_never_showed_a_known_key_ends_early() -> None:
-    async with serving(keyed, limits=Limits(unknown_s=0.0)) as place:
+    async with serving(keyed, limits=ConnectionLimits(unknown_s=0.0)) as place:
         stranger = await place.client()
         assert await stranger.rest() == b""

@@ -16,8 +16,8 @@ from rollmesh.core.process import listen
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
 from rollmesh.dashboard.pages import Pages
 from rollmesh.dashboard.reader import RunReader
-from rollmesh.serve.face import Board, Face
-from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception.request import JSON, HttpRequest
+from rollmesh.serve.status_app import SnapshotCell, StatusApp
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.run_folder import FakeRun
 from tests.unit.serve.interception.http_client import serving, status_of
@@ -33,11 +33,11 @@ def figures_of(seen: Seen) -> Iterable[Figure]:
     return [Figure("turns_total", seen.num_turns, "turns of the loop")]
 
 
-def served(bound: socket.socket) -> Face:
+def served(bound: socket.socket) -> StatusApp:
     """The status endpoint of a router or scheduler."""
-    board = Board("loop", FakeClock(), figures_of)
+    board = SnapshotCell("loop", FakeClock(), figures_of)
     board.hang(Seen(3))
-    face = Face(bound, board, Exposition("loop"), setting="http_bind")
+    face = StatusApp(bound, board, Exposition("loop"), setting="http_bind")
     face.start()
     return face
 
@@ -99,7 +99,7 @@ def test_a_token_that_is_wrong_in_any_way_is_401(
         face.close()
 
 
-async def answered(request: Request) -> None:
+async def answered(request: HttpRequest) -> None:
     request.answer(200, request.dated(JSON), b"{}")
 
 

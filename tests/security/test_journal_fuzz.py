@@ -24,9 +24,9 @@ from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.messages import GroupAsk
 from tests.security.mutations import Mutator
 from tests.unit.serve.client.test_journal import asked, group, keep
-from tests.unit.serve.interception.archive.lives import SEGMENT_BYTES, Life
 from tests.unit.serve.interception.conftest import prompts as prompts  # a fixture
 from tests.unit.serve.interception.conftest import tokenizer as tokenizer  # a fixture
+from tests.unit.serve.interception.journal.gateway_process import SEGMENT_BYTES, GatewayProcess
 
 CONFIG = JournalConfig(segment_bytes=SEGMENT_BYTES)
 SHORT_S = 2.0
@@ -125,7 +125,7 @@ async def test_a_gateway_s_journal_is_read_or_refused(
 ) -> None:
     ids = [*tokenizer.encode("a"), *tokenizer.encode("<|im_end|>")]
     folder = tmp_path / "journal"
-    life = Life(folder, prompts, ids)
+    life = GatewayProcess(folder, prompts, ids)
     for number in range(4):
         opened = life.open()
         await life.say(opened, "hello", "again")
@@ -135,6 +135,6 @@ async def test_a_gateway_s_journal_is_read_or_refused(
     life.archive.close_journal()
 
     def read(folder: Path) -> None:
-        Life(folder, prompts, ids).archive.close_journal()
+        GatewayProcess(folder, prompts, ids).archive.close_journal()
 
     assert min(fuzz(records_of(folder), folder, read, 1, lasts_s)) > 0

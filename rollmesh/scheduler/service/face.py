@@ -1,4 +1,4 @@
-"""The service's HTTP face: serve/face.py's, and why a pipeline waits.
+"""The service's HTTP face: serve/status_app.py's, and why a pipeline waits.
 
     GET /explain/PIPELINE     why it waits, and until what, as JSON; as text with ?text
 
@@ -15,15 +15,15 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.metrics import Exposition
 from rollmesh.scheduler.service.explain import only
 from rollmesh.scheduler.service.status import Status, figures_of
-from rollmesh.serve.face import Board, Face
+from rollmesh.serve.status_app import SnapshotCell, StatusApp
 
 
-def board_of(clock: Clock) -> Board[Status]:
+def board_of(clock: Clock) -> SnapshotCell[Status]:
     """Where the service's loop leaves what is shown."""
-    return Board("scheduler", clock, figures_of)
+    return SnapshotCell("scheduler", clock, figures_of)
 
 
-def face_of(listening: socket.socket, board: Board[Status]) -> Face:
+def face_of(listening: socket.socket, board: SnapshotCell[Status]) -> StatusApp:
     """What shows it; AddressError if others can reach it and there is no token."""
 
     async def explain(request: web.Request) -> web.Response:
@@ -40,4 +40,4 @@ def face_of(listening: socket.socket, board: Board[Status]) -> Face:
 
     routes = [web.get("/explain/{pipeline}", explain)]
     exposition = Exposition("scheduler")
-    return Face(listening, board, exposition, setting="http_bind", routes=routes)
+    return StatusApp(listening, board, exposition, setting="http_bind", routes=routes)

@@ -25,7 +25,7 @@ from rollmesh.scheduler.service.journal import Journal
 from rollmesh.scheduler.service.scheduler import Scheduler
 from rollmesh.scheduler.service.settings import SchedulerSettings
 from rollmesh.scheduler.service.status import Status, status_of
-from rollmesh.serve.face import Board
+from rollmesh.serve.status_app import SnapshotCell
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Role, read_scheduler_keys
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -106,7 +106,7 @@ class ServiceLoop:
     """One turn of it, and what a turn needs."""
 
     def __init__(
-        self, ask: ServiceAsk, hub: Hub, journal: Journal, board: Board[Status], clock: Clock
+        self, ask: ServiceAsk, hub: Hub, journal: Journal, board: SnapshotCell[Status], clock: Clock
     ) -> None:
         self.incarnation = new_id("s")
         self._settings = ask.settings

@@ -1,4 +1,10 @@
-"""The gateway's routes for who runs it: sessions, rewards, health and figures.
+"""The sampling rules that an opener may wish for a session, and what values they may have.
+
+Invariant: a rule that no engine could carry out is refused when the session is opened, where its
+author reads it, never call by call before the agent. Ranges: SGLang's SamplingParams.verify. Driven
+by admin.py.
+
+The gateway's routes for who runs it: sessions, rewards, health and figures.
 
     POST   /admin/sessions                {"metadata", "sampling", "seed"} -> keys and addresses
     GET    /admin/sessions                all of them, briefly
@@ -15,8 +21,8 @@ request for an agent's.
 """
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -24,15 +30,61 @@ import msgspec
 from rollmesh.core.errors import DECODE_ERRORS, SessionError
 from rollmesh.core.loopback import names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
-from rollmesh.core.types import Outcome, SamplingPolicy
-from rollmesh.serve.interception.auth import bears
-from rollmesh.serve.interception.book import Entry, SessionBook
-from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.core.types import EVAL_SAMPLING, Outcome, SamplingPolicy, SamplingRule
+from rollmesh.serve.interception.capture import CaptureOptions
 from rollmesh.serve.interception.dialects.asks import Int64
-from rollmesh.serve.interception.ending import refuse
+from rollmesh.serve.interception.exchange import refuse
 from rollmesh.serve.interception.pieces import Piece
-from rollmesh.serve.interception.request import JSON, Request
-from rollmesh.serve.interception.rules import Wish, policy_of
+from rollmesh.serve.interception.request import JSON, HttpRequest, bears
+from rollmesh.serve.interception.sessions import RegisteredSession, SessionRegistry
+
+SamplingChoice = Literal["train", "eval"] | dict[str, SamplingRule]
+"""Training's rules, evaluation's, or rules by field over training's."""
+
+Number = float | int
+_Range = tuple[str, Callable[[Number], bool]]
+
+_RANGES: Mapping[str, _Range] = {
+    "temperature": ("at least 0", lambda value: value >= 0),
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("-1 or a whole number from 1", lambda value: value == -1 or _counts(value)),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "max_tokens": ("a whole number from 1", lambda value: _counts(value)),
+    "seed": ("a whole number", lambda value: value == int(value)),
+}
+"""Of the fields whose rules have a value; the others are only let through or not."""
+
+
+def policy_of(wish: SamplingChoice, training: SamplingPolicy) -> SamplingPolicy:
+    """The session's policy; SessionError 400 names the field and what it may be."""
+    if wish == "train":
+        return training
+    if wish == "eval":
+        return EVAL_SAMPLING
+    for name, rule in wish.items():
+        if name not in SamplingPolicy.__struct_fields__:
+            raise _refusal(name, f"no such field; {', '.join(SamplingPolicy.__struct_fields__)}")
+        _check(name, rule.value)
+    return msgspec.structs.replace(training, **wish)
+
+
+def _check(name: str, value: Number | None) -> None:
+    if value is None:
+        return
+    if name not in _RANGES:
+        raise _refusal(name, "takes no value; forced means none")
+    told, fits = _RANGES[name]
+    if not fits(value):
+        raise _refusal(name, f"{value:g} is not {told}")
+
+
+def _counts(value: Number) -> bool:
+    return value >= 1 and value == int(value)
+
+
+def _refusal(name: str, why: str) -> SessionError:
+    return SessionError(400, "invalid_body", f"sampling.{name}: {why}")
+
 
 SESSIONS = "/admin/sessions"
 MAX_METADATA_BYTES = 16 * 1024
@@ -46,12 +98,12 @@ _HOST = re.compile(r"[A-Za-z0-9.\-_]+(:\d+)?|\[[0-9A-Fa-f:.]+\](:\d+)?")
 B = TypeVar("B", bound=msgspec.Struct)
 
 
-class OpenBody(msgspec.Struct, forbid_unknown_fields=True):
+class OpenSessionBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of POST /admin/sessions."""
 
     metadata: msgspec.Raw = msgspec.Raw(b"{}")
     """Any JSON; given back as it is."""
-    sampling: Wish | None = None
+    sampling: SamplingChoice | None = None
     """Left out, training's rules."""
     seed: Int64 | None = None
     """From which turns get their seeds where a rule forces them; random if left out."""
@@ -75,7 +127,7 @@ class FinishBody(msgspec.Struct, forbid_unknown_fields=True):
 class AdminKit(msgspec.Struct, frozen=True):
     """What the routes speak for."""
 
-    book: SessionBook
+    book: SessionRegistry
     token: str
     sampling: SamplingPolicy
     """Training's."""
@@ -87,14 +139,14 @@ class AdminKit(msgspec.Struct, frozen=True):
     """Other machines can reach it."""
 
 
-class Admin:
+class AdminRoutes:
     """See the module; `handle` is the edge's door."""
 
     def __init__(self, kit: AdminKit) -> None:
         self._kit = kit
         self._token = kit.token.encode()
 
-    async def handle(self, request: Request, path: str) -> bool:
+    async def handle(self, request: HttpRequest, path: str) -> bool:
         """Answer a request that is ours; False for any other."""
         if path == "/healthz" and request.method == "GET":
             health = self._kit.health() if self._may_see(request) else {"status": "ok"}
@@ -118,7 +170,7 @@ class Admin:
             await request.answer_piecewise(status, request.dated(kind), body)
         return True
 
-    def _may_see(self, request: Request) -> bool:
+    def _may_see(self, request: HttpRequest) -> bool:
         """Whether /healthz shows the engines: with the token, or to this machine alone."""
         headers = request.headers
         if bears(self._token, headers):
@@ -127,12 +179,12 @@ class Admin:
         host = headers.get(b"host", b"").decode("latin-1")
         return not self._kit.is_public and not is_proxied and names_loopback([host])
 
-    def _check_token(self, request: Request) -> None:
+    def _check_token(self, request: HttpRequest) -> None:
         if not bears(self._token, request.headers):
             why = "send the token of --admin-token-file as `Authorization: Bearer TOKEN`"
             raise SessionError(401, "invalid_admin_token", why)
 
-    async def _route(self, request: Request, path: str) -> bytes | list[Piece]:
+    async def _route(self, request: HttpRequest, path: str) -> bytes | list[Piece]:
         if path == "/metrics":
             _expect(request, "GET")
             return self._kit.exposition.render()
@@ -141,14 +193,14 @@ class Admin:
                 rows = [entry.describe() for entry in self._kit.book.entries()]
                 return _encode({"sessions": rows})
             _expect(request, "POST")
-            return self._open(request, await _read(request, OpenBody))
+            return self._open(request, await _read(request, OpenSessionBody))
         if not path.startswith(SESSIONS + "/"):
             raise SessionError(404, "unknown_route", f"no route {path}; see {SESSIONS}")
         session_id, _, verb = path.removeprefix(SESSIONS + "/").partition("/")
         return await self._route_session(request, unquote(session_id), verb)
 
     async def _route_session(
-        self, request: Request, session_id: str, verb: str
+        self, request: HttpRequest, session_id: str, verb: str
     ) -> bytes | list[Piece]:
         book = self._kit.book
         if verb == "" and request.method == "DELETE":
@@ -166,14 +218,14 @@ class Admin:
         asked = await _read(request, FinishBody)
         return book.finish(book.find(session_id), asked.outcome)
 
-    def _open(self, request: Request, asked: OpenBody) -> bytes:
+    def _open(self, request: HttpRequest, asked: OpenSessionBody) -> bytes:
         metadata = bytes(asked.metadata)
         if len(metadata) > MAX_METADATA_BYTES:
             why = f"metadata: {len(metadata)} bytes; at most {MAX_METADATA_BYTES}"
             raise SessionError(413, "metadata_too_large", why)
         base = _address(request, self._kit.scheme)
         policy = policy_of(asked.sampling, self._kit.sampling) if asked.sampling else None
-        opened = self._kit.book.open(SessionWish(policy, asked.seed), metadata)
+        opened = self._kit.book.open(CaptureOptions(policy, asked.seed), metadata)
         answer = {
             "session_id": opened.captured.session_id,
             "api_key": opened.api_key,
@@ -182,12 +234,12 @@ class Admin:
         }
         return _encode(answer)
 
-    def _reward(self, entry: Entry, asked: RewardBody) -> bytes:
+    def _reward(self, entry: RegisteredSession, asked: RewardBody) -> bytes:
         self._kit.book.reward(entry, asked.reward, asked.node)
         return _encode(entry.describe())
 
 
-def _address(request: Request, scheme: str) -> str:
+def _address(request: HttpRequest, scheme: str) -> str:
     """The address by which the caller reached us, and by which its agents will."""
     host = request.headers.get(b"host", b"").decode("latin-1")
     named = request.headers.get(b"x-forwarded-proto", scheme.encode())
@@ -197,7 +249,7 @@ def _address(request: Request, scheme: str) -> str:
     return f"{scheme}://{host}"
 
 
-async def _read(request: Request, kind: type[B]) -> B:
+async def _read(request: HttpRequest, kind: type[B]) -> B:
     """The body as `kind`, an empty one as {}; SessionError names the key that is wrong."""
     raw = await request.read(MAX_BODY_BYTES, SILENCE_S)
     try:
@@ -207,7 +259,7 @@ async def _read(request: Request, kind: type[B]) -> B:
         raise SessionError(400, "invalid_body", f"the body: {error}") from None
 
 
-def _expect(request: Request, method: str) -> None:
+def _expect(request: HttpRequest, method: str) -> None:
     if request.method != method:
         why = f"{request.method} is not possible here; use {method}"
         raise SessionError(405, "wrong_method", why)

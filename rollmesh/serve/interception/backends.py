@@ -10,6 +10,7 @@ Driven by gateway.py.
 import asyncio
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,36 +24,40 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.registry import new_runtime
-from rollmesh.serve.interception.archive.archive import Archive
-from rollmesh.serve.interception.bodies import Bodies
-from rollmesh.serve.interception.book import SessionBook
-from rollmesh.serve.interception.capture import LastingCapture
-from rollmesh.serve.interception.counts import add_bodies, add_book, add_edge, add_relay
-from rollmesh.serve.interception.edge import Control, Edge
+from rollmesh.serve.interception.agent_server import (
+    AgentServer,
+    ControlHandler,
+    add_agent_server,
+    but_blobs,
+)
+from rollmesh.serve.interception.body_limits import BodyBudget, add_bodies
+from rollmesh.serve.interception.capture import DurableCapture
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
 from rollmesh.serve.interception.relay.upstreams import COOL_DOWN_S, Upstreams
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
-from rollmesh.serve.interception.tokens import TokenCapture
+from rollmesh.serve.interception.sessions import SessionRegistry
+from rollmesh.serve.interception.token_capture import TokenCapture
 
 DRAIN_S = 30.0
 """How long running calls may still take when the gateway is told to stop."""
 
 
-class Faced(Protocol):
+class AgentFrontend(Protocol):
     """An edge or a relay, as the process starts and stops it."""
 
     async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str: ...
     async def stop(self) -> None: ...
 
 
-class Backend(Protocol):
+class GatewayBackend(Protocol):
     """See the module."""
 
     @property
-    def capture(self) -> LastingCapture: ...
-    def serve(self, control: Control) -> Faced:
+    def capture(self) -> DurableCapture: ...
+    def serve(self, control: ControlHandler) -> AgentFrontend:
         """What to start; `control` is asked before any agent's route. Called once."""
 
     def engines(self) -> list[dict[str, Any]]:
@@ -73,7 +78,7 @@ class Backend(Protocol):
     def totals(self) -> tuple[int, int]:
         """(calls, sampled tokens) since the start."""
 
-    def join(self, inventory: Inventory, book: SessionBook) -> None:
+    def join(self, inventory: Inventory, book: SessionRegistry) -> None:
         """Count there what is held here; after `serve`."""
 
     async def run(self) -> None:
@@ -87,7 +92,7 @@ class TokenBackend:
     """Prompts are rendered here and sampled as exact tokens."""
 
     def __init__(
-        self, config: Config, urls: tuple[str, ...], archive: Archive | None = None
+        self, config: Config, urls: tuple[str, ...], archive: GatewayJournal | None = None
     ) -> None:
         """ModelError or ConfigError where the model's folder is none."""
         self._config = config
@@ -95,11 +100,11 @@ class TokenBackend:
         self._keeper = FleetKeeper(urls, self._view)
         self._runtime, self._sampler = new_runtime(config, self._view, self._keeper.report)
         self.capture = TokenCapture(self._runtime, config.sampling.policy(), archive)
-        self._edge: Edge | None = None
+        self._edge: AgentServer | None = None
 
-    def serve(self, control: Control) -> Faced:
+    def serve(self, control: ControlHandler) -> AgentFrontend:
         model_name = Path(self._config.model.path).resolve().name
-        self._edge = Edge(
+        self._edge = AgentServer(
             self._runtime, self._config.interception, model_name, control, drain_s=DRAIN_S
         )
         return self._edge
@@ -125,10 +130,10 @@ class TokenBackend:
     def totals(self) -> tuple[int, int]:
         return self._runtime.num_calls, self._runtime.num_tokens
 
-    def join(self, inventory: Inventory, book: SessionBook) -> None:
+    def join(self, inventory: Inventory, book: SessionRegistry) -> None:
         assert self._edge is not None
-        add_edge(inventory, self._runtime, self._sampler, self._edge)
-        add_book(inventory, book, counts_open=False)
+        add_agent_server(inventory, self._runtime, self._sampler, self._edge)
+        add_sessions(inventory, book, counts_open=False)
 
     async def run(self) -> None:
         await self._keeper.run()
@@ -145,7 +150,7 @@ class RelayBackend:
         config: Config,
         urls: tuple[str, ...],
         key: str,
-        archive: Archive | None = None,
+        archive: GatewayJournal | None = None,
     ) -> None:
         """`key` is the provider's, '' where it wants none."""
         self._config = config
@@ -154,13 +159,13 @@ class RelayBackend:
         self._upstreams = Upstreams(urls, key, self._client, self._clock)
         self.capture = RelayCapture(self._upstreams, self._clock, config.interception, archive)
         self._edge = RelayEdge(RelayKit(self.capture, self._upstreams, config.interception))
-        self._bodies = Bodies(config.interception.max_inflight_bytes)
+        self._bodies = BodyBudget(config.interception.max_inflight_bytes)
         self._server: HttpServer | None = None
 
-    def serve(self, control: Control) -> Faced:
+    def serve(self, control: ControlHandler) -> AgentFrontend:
         edge = self._edge
 
-        async def handle(request: Request) -> None:
+        async def handle(request: HttpRequest) -> None:
             path = request.path.partition("?")[0].rstrip("/")
             if not await control(request, path):
                 await edge.handle(request, path)
@@ -197,11 +202,11 @@ class RelayBackend:
     def totals(self) -> tuple[int, int]:
         return self.capture.totals.num_calls, 0
 
-    def join(self, inventory: Inventory, book: SessionBook) -> None:
+    def join(self, inventory: Inventory, book: SessionRegistry) -> None:
         server = self._server
         assert server is not None
         add_relay(inventory, self.capture, self._client)
-        add_book(inventory, book, counts_open=True)
+        add_sessions(inventory, book, counts_open=True)
         add_bodies(
             inventory, self._bodies, lambda: self._edge.num_open, lambda: server.num_connections
         )
@@ -211,3 +216,27 @@ class RelayBackend:
 
     async def close(self) -> None:
         await self._client.close()
+
+
+def add_relay(inventory: Inventory, capture: RelayCapture, client: HttpClient) -> None:
+    """A relay's doors, and its connections to providers."""
+    inventory.add(
+        None,
+        lambda: {"doors": capture.num_doors},
+        lambda: {"engine_connections": client.num_connections},
+    )
+
+
+def add_sessions(inventory: Inventory, book: SessionRegistry, *, counts_open: bool) -> None:
+    """A gateway's book: its accounts, and its open sessions, unless a runtime counts them."""
+
+    def held() -> Mapping[str, int]:
+        finished = [each.finished for each in book.entries() if each.finished]
+        counts = Counter(accounts=sum([each.account.num_bytes for each in finished]))
+        if counts_open:
+            none = {"answers": 0, "history": 0}
+            open_ones = [each.captured.held() for each in book.entries() if not each.finished]
+            counts.update(but_blobs([none, *open_ones]))
+        return counts
+
+    inventory.add(held, lambda: {"sessions": len(book)})

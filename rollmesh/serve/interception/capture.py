@@ -11,13 +11,13 @@ import msgspec
 
 from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.runtime.session_deps import Locks
-from rollmesh.serve.interception.account import Account
+from rollmesh.serve.interception.report import SessionReport
 
 NO_COUNTS: Mapping[str, int] = {}
 """Of the many sessions in which nothing forked."""
 
 
-class SessionWish(msgspec.Struct, frozen=True):
+class CaptureOptions(msgspec.Struct, frozen=True):
     """What a session is opened with."""
 
     sampling: SamplingPolicy | None = None
@@ -68,7 +68,7 @@ class CapturedSession(Protocol):
     def seal(self, reason: str) -> None:
         """No more calls; who still waits is woken. Idempotent."""
 
-    def account(self) -> Account:
+    def account(self) -> SessionReport:
         """`samples`, `messages`, `forks`, `healed`, `num_calls` and what else there is to say; of a
         sealed session."""
 
@@ -77,7 +77,7 @@ class CapturedSession(Protocol):
         sealed session, once its account was made."""
 
 
-class Opened(msgspec.Struct, frozen=True):
+class OpenedSession(msgspec.Struct, frozen=True):
     """A new session and the two secrets that lead to it."""
 
     captured: CapturedSession
@@ -88,7 +88,7 @@ class Opened(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-class Standing(msgspec.Struct, frozen=True):
+class JournaledSession(msgspec.Struct, frozen=True):
     """A session that another process has opened, as that wrote it down."""
 
     session_id: str
@@ -99,7 +99,7 @@ class Standing(msgspec.Struct, frozen=True):
     """The long text or image that is kept under a number."""
 
 
-class Regaining(Protocol):
+class SessionRestore(Protocol):
     """A session on its way back: what it did, in order, and then its end."""
 
     def take(self, deeds: bytes) -> None:
@@ -115,15 +115,15 @@ class Regaining(Protocol):
 class Capture(Protocol):
     """A way to capture calls, and the sessions that are open in it."""
 
-    def open(self, wish: SessionWish) -> Opened:
+    def open(self, wish: CaptureOptions) -> OpenedSession:
         """A new session."""
 
     def close(self, captured: CapturedSession) -> None:
         """Seal it and forget it. Idempotent."""
 
 
-class LastingCapture(Capture, Protocol):
+class DurableCapture(Capture, Protocol):
     """One whose sessions may outlive their process."""
 
-    def regain(self, standing: Standing) -> Regaining:
+    def regain(self, standing: JournaledSession) -> SessionRestore:
         """A session of another process; only where there is an archive."""

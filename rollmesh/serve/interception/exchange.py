@@ -1,4 +1,26 @@
-"""One request of an agent, from its first byte to its last.
+"""How an exchange ends, in either capture mode: its last state, and what its client is told.
+
+    whole                       DELIVERED, as the exchange itself says
+    SessionError, Overloaded    FAILED, of a sealed session SEALED     a refusal
+    client hung up, cancelled   ABANDONED                              nothing, nobody listens
+    a fault of ours             FAILED                                 500, and it is logged
+
+Invariants: before the first byte of the answer a refusal has its true status, behind it a refusal
+is the stream's last event, and behind the last byte nothing is said; a client that took nothing
+until its session was sealed is hung up on, with all that it did not take; no error but a lost
+client or cancellation, which are the connection's, passes on. Driven by exchange.py and the
+relay's edge.
+
+The requests of agents that are in flight, by their rollouts.
+
+    register --> here --discard_request, at whatever end--> gone
+
+Owns the table and nothing of what an exchange holds. Invariants: an exchange is here from the
+moment that its session is known until it has ended, however it ends; when its session is sealed it
+is woken, whatever it waits for: the rest of its body, the engine, or a client that takes nothing.
+Driven by exchange.py, and by sessions through the runtime.
+
+One request of an agent, from its first byte to its last.
 
     RECEIVED --key and body are good--> MATCHED --session--> ATTACHED --first byte--> STREAMING
     STREAMING --last byte--> DELIVERED
@@ -13,24 +35,143 @@ it. Errors become replies in ending.py. Driven by edge.py.
 
 import asyncio
 import contextlib
+import enum
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import msgspec
 
-from rollmesh.core.errors import ContentLost, SessionError
+from rollmesh.core.errors import ContentLost, Overloaded, SessionError
+from rollmesh.core.ids import RolloutId
+from rollmesh.core.logs import get_logger
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.replies import Reply, ReplyHead
 from rollmesh.runtime.session import Session, SessionState
-from rollmesh.serve.interception.auth import find_secret
+from rollmesh.serve.interception.body_limits import LONG_BYTES, DecodeGate
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
-from rollmesh.serve.interception.ending import ExchangeState, guard
-from rollmesh.serve.interception.intercepts import Intercepts
-from rollmesh.serve.interception.request import JSON, Request
-from rollmesh.serve.interception.retries import read_retry_mark
-from rollmesh.serve.interception.turnstile import LONG_BYTES, Turnstile
-from rollmesh.serve.interception.view import EdgeView, ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView, ViewContext
+from rollmesh.serve.interception.request import JSON, HttpRequest, find_secret, read_retry_mark
+
+log = get_logger()
+
+
+class ExchangeState(enum.StrEnum):
+    """Drawn in exchange.py."""
+
+    RECEIVED = "received"
+    MATCHED = "matched"
+    ATTACHED = "attached"
+    STREAMING = "streaming"
+    DELIVERED = "delivered"
+    ABANDONED = "abandoned"
+    FAILED = "failed"
+    SEALED = "sealed"
+
+
+class GuardedExchange(Protocol):
+    """An exchange, as `guard` ends it."""
+
+    state: ExchangeState
+
+    @property
+    def request(self) -> HttpRequest:
+        """Whose answer it is."""
+
+    def refusal(self, error: SessionError) -> bytes:
+        """The body of a refusal, in the client's dialect."""
+
+    def last_event(self, error: SessionError) -> bytes:
+        """The same, for a stream that has begun."""
+
+
+async def guard(exchange: GuardedExchange, work: Awaitable[None]) -> None:
+    """Await an exchange's work; every error of it ends here."""
+    try:
+        await work
+    except SessionError as error:
+        _refuse(exchange, error)
+    except Overloaded as error:
+        _refuse(exchange, SessionError(429, "overloaded", str(error), error.retry_after_s))
+    except (asyncio.CancelledError, ConnectionError):
+        exchange.state = ExchangeState.ABANDONED
+        raise
+    except Exception:  # door: a fault of ours must not take other calls along
+        log.exception("exchange.broken")
+        _refuse(exchange, SessionError(500, "internal_error", "a fault in the server"))
+
+
+def refuse(request: HttpRequest, body: bytes, error: SessionError) -> None:
+    """Answer with an error whose body a dialect has encoded."""
+    lines = request.dated(JSON)
+    if error.retry_after_s is not None:
+        lines += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
+    request.answer(error.status, lines, body)
+
+
+def _refuse(exchange: GuardedExchange, error: SessionError) -> None:
+    exchange.state = ExchangeState.SEALED if error.status == 410 else ExchangeState.FAILED
+    request = exchange.request
+    try:
+        if not request.is_opened:
+            refuse(request, exchange.refusal(error), error)
+        elif not request.is_answered:
+            request.close(exchange.last_event(error))
+    except ConnectionError:
+        exchange.state = ExchangeState.ABANDONED
+        raise
+    if request.is_clogged and exchange.state is ExchangeState.SEALED:
+        raise ConnectionAbortedError("its client takes nothing, and its rollout is over")
+
+
+class WakeableExchange(Protocol):
+    """An exchange, as the table sees it."""
+
+    def wake(self) -> None:
+        """Its session is over: end now."""
+
+
+class InflightRequests:
+    """One table per edge."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, tuple[Session, WakeableExchange]] = {}
+        self._of_rollout: dict[RolloutId, dict[int, None]] = {}
+        self._num_registered = 0
+
+    def __len__(self) -> int:
+        """How many are in flight."""
+        return len(self._in_flight)
+
+    def register(self, session: Session, exchange: WakeableExchange) -> int:
+        """One more is in flight; the id to discard it by."""
+        self._num_registered = request_id = self._num_registered + 1
+        self._in_flight[request_id] = session, exchange
+        self._of_rollout.setdefault(session.rollout_id, {})[request_id] = None
+        return request_id
+
+    def discard_request(self, request_id: int) -> None:
+        """It has ended, well or not. Idempotent."""
+        found = self._in_flight.pop(request_id, None)
+        if found is None:
+            return
+        rollout_id = found[0].rollout_id
+        others = self._of_rollout[rollout_id]
+        del others[request_id]
+        if not others:
+            del self._of_rollout[rollout_id]
+
+    def unregister_rollout(self, rollout_id: RolloutId) -> None:
+        """Wake its requests, which end by that; those of a session that goes on are let be.
+
+        Idempotent.
+        """
+        for request_id in list(self._of_rollout.get(rollout_id, ())):
+            session, exchange = self._in_flight[request_id]
+            if session.state is SessionState.SEALED:
+                exchange.wake()
+
 
 SAMPLING_HEADER = b"x-rollmesh-sampling"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -38,15 +179,15 @@ KEEP_ALIVE = b": keep-alive\n\n"
 _TO_THE_END = 1 << 62
 
 
-class ExchangeKit(msgspec.Struct, frozen=True):
+class ExchangeDeps(msgspec.Struct, frozen=True):
     """What all exchanges of an edge share."""
 
     runtime: Runtime
-    view: EdgeView
+    view: ViewContext
     max_body_bytes: int
     keepalive_s: float
-    intercepts: Intercepts
-    turnstile: Turnstile
+    intercepts: InflightRequests
+    turnstile: DecodeGate
 
 
 class Exchange:
@@ -56,7 +197,7 @@ class Exchange:
         "_dialect", "_is_woken", "_kit", "_num_bytes", "_stream", "_task", "request", "state",
     )  # fmt: skip
 
-    def __init__(self, request: Request, dialect: Dialect, kit: ExchangeKit) -> None:
+    def __init__(self, request: HttpRequest, dialect: Dialect, kit: ExchangeDeps) -> None:
         self.state = ExchangeState.RECEIVED
         self.request = request
         self._num_bytes = 0
@@ -182,7 +323,7 @@ class Exchange:
         self, session: Session, replies: Sequence[Reply], stream: Stream
     ) -> None:
         self._stream = stream
-        heart = _Heart(self.request, self._kit.keepalive_s)
+        heart = _KeepAlive(self.request, self._kit.keepalive_s)
         try:
             if len(replies) == 1:
                 last = await self._follow(session, replies[0], stream, 0)
@@ -249,10 +390,10 @@ def sampling_of(head: ReplyHead) -> bytes:
     return json.dumps(used).encode()
 
 
-class _Heart:
+class _KeepAlive:
     """Keeps an idle stream alive by comments, on one timer."""
 
-    def __init__(self, request: Request, period_s: float) -> None:
+    def __init__(self, request: HttpRequest, period_s: float) -> None:
         self._request = request
         self._period_s = period_s
         self._num_seen = 0

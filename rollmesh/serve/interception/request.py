@@ -11,27 +11,41 @@
   refused once it grows to more than MAX_INFLATION times its size.
 
 A writer awaits `drain` before it writes more.
+
+Where a request carries its session's secret, and whether it carries the admin's token.
+
+A secret has three places, tried in this order: the path (`/s/<secret>/v1/...`, for clients that
+cannot set a key), `Authorization: Bearer`, `x-api-key`; the token is a Bearer and nothing else.
+Invariants: a secret goes to the caller alone, and nothing here logs; the token is compared in
+constant time. Driven by exchange.py, the relay's edge, and who answers admins.
+
+How a client says that a request may be one that it has sent before.
+
+Two ways: an `Idempotency-Key`, which its resends share, and the count that the SDKs of OpenAI and
+Anthropic keep (`x-stainless-retry-count`; github.com/stainless-api). Invariant: a header that is
+there but empty, or a count of 0, says nothing. Driven by exchange.py and the relay.
 """
 
 import asyncio
 import contextlib
 import email.utils
 import functools
+import hmac
 import http
 import io
 import zlib
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from rollmesh.core.errors import SessionError
 from rollmesh.engine.parser import Headers
 from rollmesh.engine.pieces import Piece, Ready, parts, size_of
-from rollmesh.serve.interception.bodies import (
+from rollmesh.serve.interception.body_limits import (
     COUNTED_BYTES,
     STEP_BYTES,
-    Bodies,
-    Pace,
-    Reservation,
+    BodyBudget,
+    BodyReservation,
+    SendDeadline,
 )
 
 JSON = b"application/json"
@@ -57,10 +71,10 @@ _CONNECTION_LINES = {
 """By whether the connection is kept, and whether it would be without saying so (HTTP/1.1)."""
 
 
-class Wire(Protocol):
+class RequestTransport(Protocol):
     """The connection, as its request uses it."""
 
-    bodies: Bodies
+    bodies: BodyBudget
     """Where bodies get their place in memory."""
     is_clogged: bool
     """The client does not take what was written."""
@@ -78,21 +92,21 @@ class Wire(Protocol):
         """The time of day."""
 
 
-class Taker(Protocol):
+class BodySink(Protocol):
     """Takes a body as it comes."""
 
     def append(self, piece: bytes, /) -> None:
         """More of it."""
 
 
-class _Growing(io.BytesIO):
+class _BodyBuffer(io.BytesIO):
     """A body as one piece: there is never a second copy of what has come."""
 
     def append(self, piece: bytes) -> None:
         self.write(piece)
 
 
-class Request:
+class HttpRequest:
     """See the module."""
 
     __slots__ = (
@@ -101,7 +115,9 @@ class Request:
         "num_sends", "owner", "path", "raw_headers",
     )  # fmt: skip
 
-    def __init__(self, wire: Wire, method: str, path: str, raw_headers: Headers) -> None:
+    def __init__(
+        self, wire: RequestTransport, method: str, path: str, raw_headers: Headers
+    ) -> None:
         self.method = method
         self.path = path
         """As it was sent, with the query."""
@@ -125,9 +141,9 @@ class Request:
         self._is_chunked = False
         self._is_opened = False
         self._body: list[bytes] = []
-        self._taker: Taker = self._body
+        self._taker: BodySink = self._body
         self._lines = b""
-        self._reservation: Reservation | None = None
+        self._reservation: BodyReservation | None = None
         """The room of its body, once it is read."""
         self._wire = wire
 
@@ -153,7 +169,7 @@ class Request:
             body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
             self._body.clear()
         else:
-            growing = _Growing()
+            growing = _BodyBuffer()
             await self._read_on(growing, max_bytes, silence_s)
             body = growing.getvalue()
         if self._is_encoded:
@@ -162,7 +178,7 @@ class Request:
             self._count_whole()
         return body
 
-    async def read_into(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
+    async def read_into(self, taker: BodySink, max_bytes: int, silence_s: float) -> None:
         """The body, once, piece by piece as it comes; errors as of `read`."""
         if self._is_encoded:
             taker.append(await self.read(max_bytes, silence_s))
@@ -180,7 +196,7 @@ class Request:
             self._reservation.release()
             self._reservation = None
 
-    async def _read_on(self, taker: Taker, max_bytes: int, silence_s: float) -> None:
+    async def _read_on(self, taker: BodySink, max_bytes: int, silence_s: float) -> None:
         """Read a body that is not whole."""
         length = self._check_length(max_bytes)
         final_bytes = max_bytes + length if self._is_encoded else length or max_bytes
@@ -222,7 +238,7 @@ class Request:
     async def _gather(self, max_bytes: int, silence_s: float) -> None:
         now_s = asyncio.get_running_loop().time
         bodies, reservation = self._wire.bodies, self._held()
-        pace = Pace(now_s(), self.num_bytes, silence_s)
+        pace = SendDeadline(now_s(), self.num_bytes, silence_s)
         while not self.is_whole and self.num_bytes <= max_bytes:
             if self.is_broken:
                 why = "the body breaks off or is garbled"
@@ -251,13 +267,13 @@ class Request:
         if self.num_bytes >= COUNTED_BYTES:
             self._reservation = self._wire.bodies.hold(self.num_bytes, self.owner)
 
-    def _hand_over(self, taker: Taker) -> None:
+    def _hand_over(self, taker: BodySink) -> None:
         for piece in self._body:
             taker.append(piece)
         self._body.clear()
         self._taker = taker
 
-    def _held(self) -> Reservation:
+    def _held(self) -> BodyReservation:
         assert self._reservation is not None
         return self._reservation
 
@@ -362,7 +378,7 @@ class _Inflater:
 
     def __init__(self, coding: bytes, encoded_bytes: int, max_bytes: int) -> None:
         self._coding = coding.strip().lower()
-        self._plain = _Growing()
+        self._plain = _BodyBuffer()
         self._max_bytes = max_bytes
         self._max_inflated_bytes = max(ANY_INFLATION_BYTES, MAX_INFLATION * encoded_bytes)
         if self._coding == b"identity":
@@ -404,3 +420,42 @@ class _Inflater:
 
 def _too_large(max_bytes: int) -> SessionError:
     return SessionError(413, "body_too_large", f"the body is longer than {max_bytes} bytes")
+
+
+def find_secret(path: str, headers: Mapping[bytes, bytes]) -> str:
+    """The secret of a request, or '' if it has none; headers by name in lower case."""
+    before, mark, rest = path.partition("/s/")
+    if mark and "/v1" not in before:
+        return rest.partition("/")[0]
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer" or not token:
+        token = headers.get(b"x-api-key", b"")
+    return token.strip().decode("utf-8", "surrogateescape")
+
+
+def bears(token: bytes, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request carries this token; an empty one is carried by none."""
+    scheme, _, said = headers.get(b"authorization", b"").partition(b" ")
+    is_known = hmac.compare_digest(said.strip(), token)
+    return is_known and bool(token) and scheme.lower() == b"bearer"
+
+
+class RetryMark(NamedTuple):
+    """What a request's headers say of it."""
+
+    key: bytes
+    """Its Idempotency-Key, b"" if it has none."""
+    is_resent: bool
+    """The same body, if it was answered before, wants that answer."""
+
+
+def read_retry_mark(headers: Mapping[bytes, bytes]) -> RetryMark:
+    """The mark of a request; headers by name in lower case."""
+    key = headers.get(b"idempotency-key", b"")
+    count = headers.get(b"x-stainless-retry-count", b"0")
+    if not key and count == b"0":
+        return _NONE
+    return RetryMark(key, bool(key) or count not in (b"", b"0"))
+
+
+_NONE = RetryMark(b"", is_resent=False)

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.process import http_address
-from rollmesh.serve.interception.bodies import Bodies
-from rollmesh.serve.interception.inbound import Inbound, Limits, is_known
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.body_limits import BodyBudget
+from rollmesh.serve.interception.connection import AgentConnection, ConnectionLimits, is_known
+from rollmesh.serve.interception.request import HttpRequest
 
 BACKLOG = 1024
 SWEEP_S = 1.0
@@ -25,7 +25,7 @@ SWEEP_S = 1.0
 FILES_FRACTION = 0.8
 """Connections may take this part of the files that the process may hold open."""
 
-Handler = Callable[[Request], Awaitable[None]]
+Handler = Callable[[HttpRequest], Awaitable[None]]
 """Answers its request."""
 
 
@@ -36,19 +36,19 @@ class HttpServer:
         self,
         handle: Handler,
         drain_s: float,
-        limits: Limits | None = None,
-        bodies: Bodies | None = None,
+        limits: ConnectionLimits | None = None,
+        bodies: BodyBudget | None = None,
     ) -> None:
         """`drain_s` is how long `stop` waits for running handlers."""
         self.handle = handle
-        self.limits = limits or Limits()
-        self.bodies = bodies or Bodies(sys.maxsize)
+        self.limits = limits or ConnectionLimits()
+        self.bodies = bodies or BodyBudget(sys.maxsize)
         self.unix_s = SystemClock().unix_s
         self._drain_s = drain_s
         self._listener: asyncio.Server | None = None
         self._more: set[asyncio.Server] = set()
         """Listeners in the network namespaces of programs."""
-        self._connections: dict[Inbound, None] = {}
+        self._connections: dict[AgentConnection, None] = {}
         """The oldest first."""
         self._max_connections = self.limits.num_connections or _share_of_files()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -63,7 +63,7 @@ class HttpServer:
             address = address.replace("http://", "https://", 1)
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: Inbound(self, loop), sock=listening, backlog=BACKLOG, ssl=tls
+            lambda: AgentConnection(self, loop), sock=listening, backlog=BACKLOG, ssl=tls
         )
         self._sweep(loop)
         return address
@@ -72,7 +72,7 @@ class HttpServer:
         """Serve on one more socket until the returned function is called, or `stop`."""
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(
-            lambda: Inbound(self, loop), sock=listening, backlog=BACKLOG
+            lambda: AgentConnection(self, loop), sock=listening, backlog=BACKLOG
         )
         self._more.add(listener)
 
@@ -113,7 +113,7 @@ class HttpServer:
 
     # what connections say
 
-    def opened(self, inbound: Inbound) -> None:
+    def opened(self, inbound: AgentConnection) -> None:
         """It is there."""
         self._connections[inbound] = None
         if len(self._connections) > self._max_connections:
@@ -122,13 +122,13 @@ class HttpServer:
         if self._is_stopping:
             inbound.hang_up()
 
-    def lost(self, inbound: Inbound) -> None:
+    def lost(self, inbound: AgentConnection) -> None:
         """It is gone."""
         self._connections.pop(inbound, None)
         if not self._connections:
             self._emptied.set()
 
-    def employ(self, inbound: Inbound) -> asyncio.Task[None]:
+    def employ(self, inbound: AgentConnection) -> asyncio.Task[None]:
         """A task that serves it."""
         task = asyncio.get_running_loop().create_task(inbound.serve(), name="http.inbound")
         self._tasks.add(task)

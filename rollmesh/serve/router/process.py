@@ -40,10 +40,10 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.engine.member import UNVERSIONED
 from rollmesh.engine.probe import PROBE_SHORTAGE_WAIT_S, probe_engine
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
-from rollmesh.serve.face import Board, Face
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.status import RouterStatus, figures_of, status_of
 from rollmesh.serve.router.workers import WorkerHealth
+from rollmesh.serve.status_app import SnapshotCell, StatusApp
 from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft, SleepEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Role, read_keys
@@ -129,7 +129,7 @@ class SideThread:
     def __init__(
         self,
         listening: socket.socket,
-        board: Board[RouterStatus],
+        board: SnapshotCell[RouterStatus],
         bell: Doorbell,
         figures: Source | None = None,
     ) -> None:
@@ -140,7 +140,7 @@ class SideThread:
         if figures:
             exposition.add(figures)
         setting = "router.http_bind"
-        self._face = Face(listening, board, exposition, setting=setting, until=self._probe)
+        self._face = StatusApp(listening, board, exposition, setting=setting, until=self._probe)
         self._bell = bell
         self._answers: collections.deque[EngineProbed] = collections.deque()
         self._asks: asyncio.Queue[ProbeEngine | ContinueEngine | None] = asyncio.Queue()
@@ -210,7 +210,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     Heap().settle()
     bell, clock = Doorbell(), SystemClock()
     listening = listen(config.router.http_bind, listen_fd)
-    board = Board("router", clock, figures_of)
+    board = SnapshotCell("router", clock, figures_of)
     keeper = HeapTrimmer(clock)
     side = SideThread(listening, board, bell, keeper.figures)
     hub = open_hub(config.router.bind)
@@ -263,7 +263,7 @@ class RouterLoop:
         fleet: Fleet,
         hub: Hub,
         side: SideThread,
-        board: Board[RouterStatus],
+        board: SnapshotCell[RouterStatus],
         clock: Clock,
         status_url: str,
     ) -> None:

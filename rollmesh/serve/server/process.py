@@ -60,12 +60,10 @@ from rollmesh.envs.openai_client import close_pool
 from rollmesh.runtime import blobs
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.runtime.registry import GC_THRESHOLDS, Runtime, new_runtime
-from rollmesh.serve.interception.auth import bears
-from rollmesh.serve.interception.counts import add_blobs, add_edge
-from rollmesh.serve.interception.edge import Edge
-from rollmesh.serve.interception.ending import refuse
-from rollmesh.serve.interception.gauges import LoopLag
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.agent_server import AgentServer, add_agent_server, add_blobs
+from rollmesh.serve.interception.exchange import refuse
+from rollmesh.serve.interception.gateway import LoopLag
+from rollmesh.serve.interception.request import HttpRequest, bears
 from rollmesh.serve.server.rollouts import WorkerContext, one_line
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.serve.server.transport import STARTED_S, HeartbeatSettings, HeartbeatThread, identity
@@ -193,7 +191,7 @@ class MetricsEndpoint:
         self._token = (handed(ADMIN_TOKEN_VARIABLE) or admin_token()).encode()
         self._is_open = not self._token and is_loopback(host)
 
-    async def handle(self, request: Request, path: str) -> bool:
+    async def handle(self, request: HttpRequest, path: str) -> bool:
         """Answer a request for /metrics; return False for any other."""
         if path != ROUTE or request.method != "GET":
             return False
@@ -319,11 +317,11 @@ async def _serve(
         keeper = HeapTrimmer(SystemClock())
         stack.callback(keeper.close)
         exposition = Exposition("worker")
-        edge = Edge(
+        edge = AgentServer(
             runtime, config.interception, model_name, MetricsEndpoint(exposition, listening).handle
         )
         add_blobs(worker.inventory)
-        add_edge(worker.inventory, runtime, sampler, edge)
+        add_agent_server(worker.inventory, runtime, sampler, edge)
         lag = LoopLag(loop)
         stack.callback(lag.close)
         exposition.add(worker.inventory.figures)

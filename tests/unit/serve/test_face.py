@@ -12,7 +12,7 @@ from rollmesh.core.errors import AddressError
 from rollmesh.core.metrics import Exposition, Figure
 from rollmesh.core.process import http_address, listen
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
-from rollmesh.serve.face import STALE_S, Board, Face
+from rollmesh.serve.status_app import STALE_S, SnapshotCell, StatusApp
 from rollmesh.testing.clock import FakeClock
 
 
@@ -26,8 +26,8 @@ def figures_of(seen: Seen) -> Iterable[Figure]:
     return [Figure("turns_total", seen.num_turns, "turns of the loop")]
 
 
-def face_over(listening: socket.socket, board: Board[Seen]) -> Face:
-    return Face(listening, board, Exposition("loop"), setting="loop.http_bind")
+def face_over(listening: socket.socket, board: SnapshotCell[Seen]) -> StatusApp:
+    return StatusApp(listening, board, Exposition("loop"), setting="loop.http_bind")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_it_serves_the_newest_snapshot_and_says_when_there_is_none(
     listening: socket.socket,
 ) -> None:
     clock = FakeClock()
-    board = Board("loop", clock, figures_of)
+    board = SnapshotCell("loop", clock, figures_of)
     face = face_over(listening, board)
     face.start()
     with httpx.Client(base_url=http_address(listening), timeout=30.0) as client:
@@ -63,7 +63,7 @@ def test_it_serves_the_newest_snapshot_and_says_when_there_is_none(
 
 def test_others_need_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADMIN_TOKEN_VARIABLE, raising=False)
-    board = Board("loop", FakeClock(), figures_of)
+    board = SnapshotCell("loop", FakeClock(), figures_of)
     with socket.create_server(("0.0.0.0", 0)) as bound:
         with pytest.raises(AddressError, match=r"loop\.http_bind = 0\.0\.0\.0: others"):
             face_over(bound, board)
@@ -81,12 +81,12 @@ def test_others_need_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_runs_beside_it_ends_it(listening: socket.socket) -> None:
     asks: asyncio.Queue[str] = asyncio.Queue()
-    board, done = Board("loop", FakeClock(), figures_of), []
+    board, done = SnapshotCell("loop", FakeClock(), figures_of), []
 
     async def until() -> None:
         done.append(await asks.get())
 
-    face = Face(listening, board, Exposition("loop"), setting="http_bind", until=until)
+    face = StatusApp(listening, board, Exposition("loop"), setting="http_bind", until=until)
     face.start()
     face.call(asks.put_nowait, "the last")
     face.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from rollmesh.runtime.chat import CallDelta, Delta, ToolCall
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView
 
 
 class Said(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from rollmesh.runtime.chat import Answer, CallDelta, Delta, ToolCall, Turn
 from rollmesh.serve.interception.dialects.dialect import Stream
 from rollmesh.serve.interception.dialects.failures import openai_failure
 from rollmesh.serve.interception.dialects.frames import DONE, event
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView
 
 _CHOICE = (
     b'{"index":%d,"message":{"role":"assistant","content":%b%b},"logprobs":%b,'

@@ -21,7 +21,7 @@ from rollmesh.serve.interception.dialects.chat_answers import usage
 from rollmesh.serve.interception.dialects.dialect import Asked, Call, Stream
 from rollmesh.serve.interception.dialects.failures import openai_failure, openai_failure_body
 from rollmesh.serve.interception.dialects.frames import DONE, event, read_body, refusal
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView
 
 MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16

@@ -16,7 +16,7 @@ import msgspec
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import Delta, Turn
 from rollmesh.runtime.message_trie import key_of
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from rollmesh.runtime.chat import CallDelta, Delta, ToolCall, Turn
 from rollmesh.serve.interception.dialects.blocks import Said, Thought, blocks_of, parts_of
 from rollmesh.serve.interception.dialects.dialect import Stream
 from rollmesh.serve.interception.dialects.frames import named_event
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView
 
 _ERROR_TYPES = {
     401: "authentication_error",

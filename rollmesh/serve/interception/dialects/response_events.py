@@ -29,7 +29,7 @@ from rollmesh.serve.interception.dialects.response_items import (
     response,
     text_part,
 )
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView
 
 _REASONING, _MESSAGE, _CALL = "reasoning", "message", "function_call"
 _DELTA = {

@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from rollmesh.runtime.chat import ToolCall
-from rollmesh.serve.interception.view import ReplyView
+from rollmesh.serve.interception.reply_view import ReplyView
 
 ID_PREFIX = "resp_"
 Item = dict[str, Any]

@@ -19,14 +19,13 @@ from rollmesh.engine.answers import policy_version_of
 from rollmesh.runtime.chat import Rotating
 from rollmesh.runtime.forks import excerpts
 from rollmesh.runtime.token_graph import ROOT, Sampled, TokenGraph
-from rollmesh.serve.interception.account import Account, Hole, Writer
-from rollmesh.serve.interception.cutting import cut_samples
 from rollmesh.serve.interception.pieces import Piece, cut, joined
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
 from rollmesh.serve.interception.relay.heard import EMPTY_STREAM, Answer, Heard
 from rollmesh.serve.interception.relay.lines import branches_of_calls
 from rollmesh.serve.interception.relay.threads import Request, Spot
 from rollmesh.serve.interception.relay.verdict import answer_of
+from rollmesh.serve.interception.report import ReportWriter, RewardSlot, SessionReport, cut_samples
 
 UNVERSIONED = -1
 _SHOWN_BYTES = 4096
@@ -35,9 +34,11 @@ _NEEDED = frozenset({"prompt_token_ids", "token_ids", "logprobs", "whole_stream"
 """A choice that lacks one of these makes no sample."""
 
 
-def account_of(session_id: str, calls: Sequence[RelayCall], rotating: Rotating = None) -> Account:
+def account_of(
+    session_id: str, calls: Sequence[RelayCall], rotating: Rotating = None
+) -> SessionReport:
     """See CapturedSession.account; `rotating` matches lines of system texts that are ignored."""
-    ledger, writer = _Ledger(branches_of_calls(calls, rotating)), Writer()
+    ledger, writer = _Ledger(branches_of_calls(calls, rotating)), ReportWriter()
     writer.rows("calls", (ledger.record(call) for call in calls))
     writer.rows("samples", ledger.samples())
     writer.listed("messages", ledger.messages())
@@ -66,7 +67,7 @@ class _Ledger:
         self._last: tuple[bool, Request, Heard] | None = None
         """Whether it is on the main line, the history and the answer of the last good call."""
 
-    def record(self, call: RelayCall) -> tuple[Hole, dict[str, Any]]:
+    def record(self, call: RelayCall) -> tuple[RewardSlot, dict[str, Any]]:
         """One call, as JSON values."""
         asked, number = call.asked, call.asked.number
         request = asked.request
@@ -89,15 +90,15 @@ class _Ledger:
                 record |= {"state": "unread", "unread": EMPTY_STREAM}
         if call.state is CallState.WHOLE and call.status == 200:
             self._add(call, answer_of(call), record)
-        return Hole((number,), has_default=False), record
+        return RewardSlot((number,), has_default=False), record
 
-    def samples(self) -> Iterator[tuple[Hole, dict[str, Any]]]:
+    def samples(self) -> Iterator[tuple[RewardSlot, dict[str, Any]]]:
         """The samples of all calls with exact tokens."""
         graph, numbers = self._graph, self._numbers
         rows: list[NodeRow] = graph.rows(self._root_branches)
         for sample in cut_samples(rows, graph.token_ids, graph.logprobs):
             path = [numbers[row] for row in sample["nodes"] if row in numbers]
-            yield Hole(tuple(path), has_default=True), sample
+            yield RewardSlot(tuple(path), has_default=True), sample
 
     def messages(self) -> list[tuple[Piece, ...]]:
         """The history and the answer of the main line's last good call, or of the last one."""

@@ -9,13 +9,13 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import new_id
 from rollmesh.runtime.session_deps import Locks, SessionKeys
-from rollmesh.serve.interception.archive.archive import Archive
 from rollmesh.serve.interception.capture import (
     CapturedSession,
-    Opened,
-    SessionWish,
-    Standing,
+    CaptureOptions,
+    JournaledSession,
+    OpenedSession,
 )
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.deeds import RelayPast, decode
 from rollmesh.serve.interception.relay.scribe import RelayScribe
 from rollmesh.serve.interception.relay.session import RelaySession, RelayTotals
@@ -30,7 +30,7 @@ class RelayCapture:
         upstreams: Upstreams,
         clock: Clock,
         config: InterceptionConfig,
-        archive: Archive | None = None,
+        archive: GatewayJournal | None = None,
     ) -> None:
         self._archive = archive
         self._upstreams = upstreams
@@ -41,7 +41,7 @@ class RelayCapture:
         """By session id."""
         self.totals = RelayTotals()
 
-    def open(self, wish: SessionWish) -> Opened:
+    def open(self, wish: CaptureOptions) -> OpenedSession:
         """SessionError 400 where rules are wished for: a relay changes no request."""
         if wish.sampling is not None:
             why = "sampling: a relay forwards requests as they are; rules need --capture tokens"
@@ -51,9 +51,9 @@ class RelayCapture:
         session = self.stand(session_id, scribe, None)
         doors = self._doors.make(session)
         self._locks[session_id] = doors.locks
-        return Opened(session, doors.api_key, doors.path_secret)
+        return OpenedSession(session, doors.api_key, doors.path_secret)
 
-    def regain(self, standing: Standing) -> "RelayRegaining":
+    def regain(self, standing: JournaledSession) -> "RelayRegaining":
         assert self._archive is not None
         scribe = RelayScribe(self._archive, standing.session_id)
         past = RelayPast(standing.read, self._config.max_body_bytes)
@@ -94,7 +94,11 @@ class RelayRegaining:
     """Satisfies Regaining."""
 
     def __init__(
-        self, capture: RelayCapture, standing: Standing, scribe: RelayScribe, past: RelayPast
+        self,
+        capture: RelayCapture,
+        standing: JournaledSession,
+        scribe: RelayScribe,
+        past: RelayPast,
     ) -> None:
         self._capture = capture
         self._standing = standing

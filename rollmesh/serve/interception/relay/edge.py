@@ -16,17 +16,15 @@ import msgspec
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
-from rollmesh.serve.interception.auth import find_secret
-from rollmesh.serve.interception.edge import DIALECTS
-from rollmesh.serve.interception.ending import ExchangeState, guard
+from rollmesh.serve.interception.agent_server import DIALECTS
+from rollmesh.serve.interception.body_limits import DecodeGate
+from rollmesh.serve.interception.exchange import ExchangeState, guard
 from rollmesh.serve.interception.relay.call import CallState, RelayCall
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.headers import forwarded
 from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstreams
-from rollmesh.serve.interception.request import Request
-from rollmesh.serve.interception.retries import read_retry_mark
-from rollmesh.serve.interception.turnstile import Turnstile
+from rollmesh.serve.interception.request import HttpRequest, find_secret, read_retry_mark
 
 PASSED = {"POST": ("/messages/count_tokens",), "GET": ("/models",)}
 
@@ -37,7 +35,7 @@ class RelayKit(msgspec.Struct, frozen=True):
     capture: RelayCapture
     upstreams: Upstreams
     config: InterceptionConfig
-    turnstile: Turnstile = msgspec.field(default_factory=Turnstile)
+    turnstile: DecodeGate = msgspec.field(default_factory=DecodeGate)
 
 
 class RelayEdge:
@@ -49,7 +47,7 @@ class RelayEdge:
         self.num_open = 0
         self._kit = kit
 
-    async def handle(self, request: Request, path: str) -> None:
+    async def handle(self, request: HttpRequest, path: str) -> None:
         """Answer it."""
         route, is_kept = _route_of(request.method, path)
         exchange = _Exchange(request, route, self._kit)
@@ -66,7 +64,7 @@ class _Exchange:
 
     __slots__ = ("_kit", "_route", "request", "state")
 
-    def __init__(self, request: Request, route: str, kit: RelayKit) -> None:
+    def __init__(self, request: HttpRequest, route: str, kit: RelayKit) -> None:
         self.state = ExchangeState.RECEIVED
         self.request = request
         self._route = route

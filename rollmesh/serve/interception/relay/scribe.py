@@ -7,19 +7,19 @@ then it is tried again with the next. Made by capture.py, driven by session.py.
 from collections.abc import Callable
 
 from rollmesh.core.errors import SessionError
-from rollmesh.serve.interception.archive.archive import Archive
-from rollmesh.serve.interception.archive.page import Page
-from rollmesh.serve.interception.archive.scribe import SessionTexts
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
+from rollmesh.serve.interception.journal.session_writer import SessionTexts
+from rollmesh.serve.interception.journal.write_buffer import WriteBuffer
 from rollmesh.serve.interception.relay.call import RelayCall
 from rollmesh.serve.interception.relay.deeds import Namer, RelayDeed
 
 
-class RelayScribe(Page):
+class RelayScribe(WriteBuffer):
     """One per session."""
 
     __slots__ = ("_archive", "namer", "on_written")
 
-    def __init__(self, archive: Archive, session_id: str) -> None:
+    def __init__(self, archive: GatewayJournal, session_id: str) -> None:
         super().__init__(session_id, archive.due)
         texts = SessionTexts(archive, session_id)
         self.namer = Namer(texts.text, texts.same)

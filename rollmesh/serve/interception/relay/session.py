@@ -22,7 +22,6 @@ from rollmesh.core.types import Outcome
 from rollmesh.runtime.chat import compile_rotating
 from rollmesh.runtime.session import OVER_LIMIT
 from rollmesh.runtime.session_log import DeliveryChanged
-from rollmesh.serve.interception.account import Account
 from rollmesh.serve.interception.capture import NO_COUNTS
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES
 from rollmesh.serve.interception.relay.account import account_of
@@ -40,7 +39,8 @@ from rollmesh.serve.interception.relay.threads import Request, Spot, Threads
 from rollmesh.serve.interception.relay.tips import Following
 from rollmesh.serve.interception.relay.upstreams import Parcel, Upstream, Upstreams
 from rollmesh.serve.interception.relay.verdict import fault_of, outcome_of
-from rollmesh.serve.interception.retries import RetryMark
+from rollmesh.serve.interception.report import SessionReport
+from rollmesh.serve.interception.request import RetryMark
 
 CALL_BYTES = 1200
 """What a call takes beside its answer: itself, what was asked, their places in tables."""
@@ -251,7 +251,7 @@ class RelaySession:
         self._last = None
         self._num_answer_bytes = self._num_blob_bytes = 0
 
-    def account(self) -> Account:
+    def account(self) -> SessionReport:
         rotating = compile_rotating(self._config.rotating_lines)
         return account_of(self.session_id, self._calls, rotating)
 

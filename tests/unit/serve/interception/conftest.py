@@ -21,7 +21,7 @@ from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.runtime.tool_calls import StopStrings
-from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
@@ -44,7 +44,7 @@ class Desk:
     """A running edge with one session, and the client side of it."""
 
     def __init__(
-        self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, edge: Edge
+        self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, edge: AgentServer
     ) -> None:
         assert isinstance(sampler.clock, FakeClock)
         self.clock = sampler.clock
@@ -129,7 +129,7 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
         )
         most = config.max_turns_at_once
         runtime = Runtime(sampler, prompts, max_context_tokens, clock, max_turns_at_once=most)
-        edge = Edge(runtime, config, "policy")
+        edge = AgentServer(runtime, config, "policy")
         desk = Desk(runtime, sampler, tokenizer, edge)
         desks.append(desk)
         desk.base = await edge.start(listen("127.0.0.1:0"))

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.process import listen
-from rollmesh.serve.interception.bodies import Bodies
-from rollmesh.serve.interception.inbound import Limits
-from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception.body_limits import BodyBudget
+from rollmesh.serve.interception.connection import ConnectionLimits
+from rollmesh.serve.interception.request import JSON, HttpRequest
 from rollmesh.serve.interception.server import Handler, HttpServer
 
 PATIENCE_S = 60.0
@@ -69,8 +69,8 @@ class Place:
 async def serving(
     handle: Handler,
     drain_s: float = 0.1,
-    limits: Limits | None = None,
-    bodies: Bodies | None = None,
+    limits: ConnectionLimits | None = None,
+    bodies: BodyBudget | None = None,
 ) -> AsyncIterator[Place]:
     async with asyncio.timeout(PATIENCE_S):
         server = HttpServer(handle, drain_s, limits, bodies)
@@ -84,7 +84,7 @@ async def serving(
                 client.reset()
 
 
-async def echo(request: Request) -> None:
+async def echo(request: HttpRequest) -> None:
     try:
         body = await request.read(MAX_BYTES, PATIENCE_S)
     except SessionError as error:
@@ -101,7 +101,7 @@ class Held:
         self.go = asyncio.Event()
         self.cancelled = asyncio.Event()
 
-    async def __call__(self, request: Request) -> None:
+    async def __call__(self, request: HttpRequest) -> None:
         self.begun.set()
         try:
             await self.go.wait()

@@ -14,12 +14,12 @@ from rollmesh.core.process import listen
 from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, SamplingPolicy, SamplingRule
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.serve.interception.admin import Admin, AdminKit
-from rollmesh.serve.interception.book import SessionBook
-from rollmesh.serve.interception.capture import Opened, SessionWish
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.admin import AdminKit, AdminRoutes
+from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession
+from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
-from rollmesh.serve.interception.tokens import TokenCapture
+from rollmesh.serve.interception.sessions import SessionRegistry
+from rollmesh.serve.interception.token_capture import TokenCapture
 from rollmesh.testing.sampler import ScriptedSampler
 
 TOKEN = "the-admins-token"
@@ -32,9 +32,9 @@ class Wishes(TokenCapture):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime, TRAINING)
         self.runtime = runtime
-        self.seen: list[SessionWish] = []
+        self.seen: list[CaptureOptions] = []
 
-    def open(self, wish: SessionWish) -> Opened:
+    def open(self, wish: CaptureOptions) -> OpenedSession:
         self.seen.append(wish)
         return super().open(wish)
 
@@ -44,14 +44,14 @@ class Office:
 
     def __init__(self, capture: Wishes) -> None:
         self.capture = capture
-        self.book = SessionBook(capture, SystemClock(), 100.0)
+        self.book = SessionRegistry(capture, SystemClock(), 100.0)
         self.client = aiohttp.ClientSession()
         kit = AdminKit(self.book, TOKEN, TRAINING, Exposition("gateway"), lambda: {"status": "ok"})
-        self._admin = Admin(kit)
+        self._admin = AdminRoutes(kit)
         self.server = HttpServer(self._handle, drain_s=0.1)
         self.base = ""
 
-    async def _handle(self, request: Request) -> None:
+    async def _handle(self, request: HttpRequest) -> None:
         path = request.path.partition("?")[0]
         if not await self._admin.handle(request, path):
             request.answer(299, b"", b"")

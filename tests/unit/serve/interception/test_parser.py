@@ -7,9 +7,9 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.engine.connection import MAX_MUTE_BYTES
-from rollmesh.serve.interception import bodies as bodies_module
-from rollmesh.serve.interception.parser import MAX_AHEAD
-from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception import body_limits as bodies_module
+from rollmesh.serve.interception.connection import MAX_AHEAD
+from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.http_client import (
     GET,
     MAX_BYTES,
@@ -22,9 +22,9 @@ from tests.unit.serve.interception.http_client import (
 
 
 def test_request_is_told_as_it_was_sent(runner: asyncio.Runner) -> None:
-    seen: list[Request] = []
+    seen: list[HttpRequest] = []
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         seen.append(request)
         await echo(request)
 
@@ -46,7 +46,7 @@ def test_what_is_asked_for_by_its_whole_address_is_found_by_its_path(
 ) -> None:
     seen: list[str] = []
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         seen.append(request.path)
         await echo(request)
 
@@ -83,9 +83,9 @@ def test_requests_that_come_byte_by_byte_are_answered_on_one_connection(
 
 
 def test_pipelined_requests_are_answered_one_after_the_other(runner: asyncio.Runner) -> None:
-    running: list[Request] = []
+    running: list[HttpRequest] = []
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         assert not running
         running.append(request)
         await asyncio.sleep(0)
@@ -118,7 +118,7 @@ def test_too_many_pipelined_requests_end_the_connection_behind_those_before(
 def test_what_nobody_asked_for_is_not_read(runner: asyncio.Runner) -> None:
     held = Held()
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         await (held(request) if request.path == "/held" else echo(request))
 
     async def main() -> None:
@@ -139,7 +139,7 @@ def test_what_nobody_asked_for_is_not_read(runner: asyncio.Runner) -> None:
 def test_answers_that_nobody_takes_do_not_pile_up(runner: asyncio.Runner) -> None:
     num_answered = 0
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         nonlocal num_answered
         num_answered += request.path == "/many"
         request.answer(200, request.dated(JSON), b"x" * 100_000)
@@ -216,7 +216,7 @@ def test_a_body_that_only_drips_is_refused(
 ) -> None:
     monkeypatch.setattr(bodies_module, "SLOWEST_BYTES_PER_S", 1e12)
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         with pytest.raises(SessionError) as refused:
             await request.read(MAX_BYTES, 0.05)
         request.answer(refused.value.status, b"", b"")

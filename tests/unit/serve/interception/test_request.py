@@ -1,4 +1,9 @@
-"""Answers as they stand on the wire: framing, connections, headers."""
+"""Answers as they stand on the wire: framing, connections, headers.
+
+Where secrets are found, and who has the admin's token.
+
+A request's headers say whether it may have been sent before.
+"""
 
 import asyncio
 import weakref
@@ -6,7 +11,13 @@ import weakref
 import msgspec
 import pytest
 
-from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception.request import (
+    JSON,
+    HttpRequest,
+    bears,
+    find_secret,
+    read_retry_mark,
+)
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 from tests.unit.serve.interception.http_client import MAX_BYTES, PATIENCE_S, serving, sized
 
@@ -81,7 +92,7 @@ class Pieces(list[bytes]):
 
 @pytest.mark.parametrize("at_once", [True, False])
 async def test_a_request_does_not_hold_whom_it_gave_its_body(at_once: bool) -> None:
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         assert request.is_whole is at_once
         pieces = Pieces()
         taking = asyncio.ensure_future(request.read_into(pieces, MAX_BYTES, PATIENCE_S))
@@ -99,3 +110,62 @@ async def test_a_request_does_not_hold_whom_it_gave_its_body(at_once: bool) -> N
         sent = sized(body)
         client.send(sent if at_once else sent[:-1])
         assert await client.answer() == (200, b"gone")
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "secret"),
+    [
+        ("/v1/chat/completions", {b"authorization": b"Bearer k"}, "k"),
+        ("/v1/chat/completions", {b"authorization": b"bearer k "}, "k"),
+        ("/v1/chat/completions", {b"x-api-key": b"k"}, "k"),
+        ("/v1/chat/completions", {b"authorization": b"Basic k", b"x-api-key": b"x"}, "x"),
+        ("/s/p/v1/chat/completions", {b"authorization": b"Bearer sk-unused"}, "p"),
+        ("/prefix/s/p/chat/completions", {}, "p"),
+        ("/v1/chat/completions", {}, ""),
+        ("/v1/s/p", {b"x-api-key": b"k"}, "k"),
+    ],
+)
+def test_a_secret_is_found(path: str, headers: dict[bytes, bytes], secret: str) -> None:
+    assert find_secret(path, headers) == secret
+
+
+@pytest.mark.parametrize(
+    ("token", "said", "is_good"),
+    [
+        (b"k", b"Bearer k", True),
+        (b"k", b"bearer  k ", True),
+        (b"k", b"Basic k", False),
+        (b"k", b"k", False),
+        (b"k", b"Bearer kk", False),
+        (b"k", b"", False),
+        (b"", b"Bearer ", False),
+        (b"k", b"Bearer \xff", False),
+    ],
+)
+def test_the_token_is_a_bearer_and_an_empty_one_is_nobodys(
+    token: bytes, said: bytes, is_good: bool
+) -> None:
+    assert bears(token, {b"authorization": said}) == is_good
+    assert not bears(token, {b"x-api-key": token})
+
+
+KEY, COUNT = b"idempotency-key", b"x-stainless-retry-count"
+
+
+@pytest.mark.parametrize(
+    ("headers", "key", "is_resent"),
+    [
+        ({}, b"", False),
+        ({KEY: b"k"}, b"k", True),
+        ({KEY: b""}, b"", False),
+        ({COUNT: b"0"}, b"", False),
+        ({COUNT: b""}, b"", False),
+        ({COUNT: b"1"}, b"", True),
+        ({KEY: b"k", COUNT: b"0"}, b"k", True),
+        ({KEY: b"", COUNT: b"2"}, b"", True),
+    ],
+)
+def test_a_key_or_a_count_marks_a_resend_and_an_empty_one_does_not(
+    headers: dict[bytes, bytes], key: bytes, is_resent: bool
+) -> None:
+    assert read_retry_mark(headers) == (key, is_resent)

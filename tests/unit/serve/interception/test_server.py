@@ -5,9 +5,8 @@ import gc
 
 import pytest
 
-from rollmesh.serve.interception.inbound import Inbound, Limits
-from rollmesh.serve.interception.parser import RequestParser
-from rollmesh.serve.interception.request import JSON, Request
+from rollmesh.serve.interception.connection import AgentConnection, ConnectionLimits, RequestParser
+from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.http_client import (
     GET,
     LAST_GET,
@@ -23,7 +22,7 @@ from tests.unit.serve.interception.http_client import (
 
 def test_a_head_that_stops_coming_is_408_though_bytes_trickle(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(echo, limits=Limits(head_s=0.05)) as place:
+        async with serving(echo, limits=ConnectionLimits(head_s=0.05)) as place:
             client = await place.client()
             client.send(GET)
             assert (await client.answer())[0] == 200
@@ -42,7 +41,7 @@ def test_half_a_head_behind_an_answer_has_no_more_time_than_another(
     runner: asyncio.Runner,
 ) -> None:
     async def main() -> None:
-        async with serving(echo, limits=Limits(head_s=0.05)) as place:
+        async with serving(echo, limits=ConnectionLimits(head_s=0.05)) as place:
             client = await place.client()
             client.send(GET + b"GET / HT")
             assert (await client.answer())[0] == 200
@@ -53,7 +52,7 @@ def test_half_a_head_behind_an_answer_has_no_more_time_than_another(
 
 def test_idle_connections_are_closed_without_a_word(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(echo, limits=Limits(idle_s=0.05)) as place:
+        async with serving(echo, limits=ConnectionLimits(idle_s=0.05)) as place:
             fresh, kept = await place.client(), await place.client()
             kept.send(GET)
             assert (await kept.answer())[0] == 200
@@ -65,7 +64,9 @@ def test_idle_connections_are_closed_without_a_word(runner: asyncio.Runner) -> N
 def test_a_running_handler_is_not_idle(runner: asyncio.Runner) -> None:
     async def main() -> None:
         held = Held()
-        async with serving(held, limits=Limits(idle_s=0.01, head_s=0.01, linger_s=0.01)) as place:
+        async with serving(
+            held, limits=ConnectionLimits(idle_s=0.01, head_s=0.01, linger_s=0.01)
+        ) as place:
             client, fresh = await place.client(), await place.client()
             client.send(GET)
             await held.begun.wait()
@@ -97,7 +98,7 @@ def test_a_body_that_its_sender_leaves_cancels_its_handler(runner: asyncio.Runne
     reading = asyncio.Event()
     left = asyncio.Event()
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         reading.set()
         try:
             await echo(request)
@@ -124,7 +125,7 @@ def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asynci
     num_sent = 0
     ended = asyncio.Event()
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         nonlocal num_sent
         request.open(200, b"")
         try:
@@ -136,7 +137,7 @@ def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asynci
             ended.set()
 
     async def main() -> None:
-        async with serving(handle, limits=Limits(idle_s=0.2)) as place:
+        async with serving(handle, limits=ConnectionLimits(idle_s=0.2)) as place:
             client = await place.client(limit=1)
             client.send(GET)
             await ended.wait()
@@ -150,7 +151,7 @@ def test_a_client_that_takes_nothing_and_half_hangs_up_is_cut_at_once(
 ) -> None:
     clogged, cancelled = asyncio.Event(), asyncio.Event()
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         request.open(200, b"")
         try:
             while not request.is_clogged:
@@ -186,7 +187,8 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(
                 kept.send(GET + sized(b"abc")[:-1])
                 assert (await kept.answer())[0] == 200
                 kept.reset()
-                while any(type(each) in (Inbound, RequestParser) for each in gc.get_objects()):  # noqa: ASYNC110 - nobody tells when the last of it is freed
+                parts = (AgentConnection, RequestParser)
+                while any(type(each) in parts for each in gc.get_objects()):  # noqa: ASYNC110 - nothing signals when the last object is freed
                     await asyncio.sleep(0)
             finally:
                 gc.enable()
@@ -197,7 +199,7 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(
 def test_a_clogged_writer_goes_on_when_its_client_reads_again(runner: asyncio.Runner) -> None:
     whole = b"x" * 20_000_000
 
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         request.answer(200, b"", whole)
         assert request.is_clogged
         await request.drain(to_the_end)
@@ -232,7 +234,7 @@ def test_connections_are_kept_and_closed_as_the_client_says(runner: asyncio.Runn
     runner.run(main())
 
 
-async def tell(request: Request) -> None:
+async def tell(request: HttpRequest) -> None:
     request.open(200, request.dated(b"text/event-stream"))
     for _ in range(2):
         request.send(b"data: 1\n\n")
@@ -261,7 +263,7 @@ def test_streams_are_chunked_or_end_with_their_connection(runner: asyncio.Runner
 
 
 def test_head_is_answered_without_a_body(runner: asyncio.Runner) -> None:
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         request.answer(200, request.dated(JSON), b"body")
 
     async def main() -> None:
@@ -277,7 +279,7 @@ def test_head_is_answered_without_a_body(runner: asyncio.Runner) -> None:
 def test_a_broken_handler_ends_its_own_connection_only(
     runner: asyncio.Runner, begins: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         if request.method == "GET":
             await echo(request)
             return

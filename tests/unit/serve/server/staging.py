@@ -15,7 +15,7 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.serve.interception.edge import Edge
+from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.serve.server.rollouts import WorkerContext
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder
@@ -75,9 +75,9 @@ def speaking(folder: Path, text: str) -> ScriptedSampler:
 
 
 @asynccontextmanager
-async def served(context: WorkerContext) -> AsyncIterator[tuple[WorkerContext, Edge]]:
+async def served(context: WorkerContext) -> AsyncIterator[tuple[WorkerContext, AgentServer]]:
     """The stage with its sessions on a free port."""
-    edge = Edge(context.runtime, InterceptionConfig(), "policy")
+    edge = AgentServer(context.runtime, InterceptionConfig(), "policy")
     base = await edge.start(listen("127.0.0.1:0"))
     try:
         yield msgspec.structs.replace(context, base_url=f"{base}/v1"), edge

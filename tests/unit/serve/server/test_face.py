@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.server.process import ROUTE, MetricsEndpoint
 from tests.unit.serve.interception.http_client import serving, status_of
 
@@ -15,7 +15,7 @@ NOT_OURS = 299
 
 
 async def asked(face: MetricsEndpoint, line: bytes, *headers: bytes) -> bytes:
-    async def handle(request: Request) -> None:
+    async def handle(request: HttpRequest) -> None:
         if not await face.handle(request, request.path):
             request.answer(NOT_OURS, b"", b"")
 

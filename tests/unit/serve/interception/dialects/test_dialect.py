@@ -10,7 +10,7 @@ import pytest
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import LegFailed
-from rollmesh.serve.interception.ending import ExchangeState
+from rollmesh.serve.interception.exchange import ExchangeState
 from rollmesh.wire.machine import Ticked
 from tests.unit.serve.interception.conftest import Desk, MakeDesk, read_events
 

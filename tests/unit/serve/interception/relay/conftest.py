@@ -13,16 +13,16 @@ from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
 from rollmesh.engine.http import HttpClient
-from rollmesh.serve.interception.account import Rewards
-from rollmesh.serve.interception.archive import filed
-from rollmesh.serve.interception.archive.archive import Archive
-from rollmesh.serve.interception.capture import SessionWish
+from rollmesh.serve.interception.capture import CaptureOptions
+from rollmesh.serve.interception.journal import session_writer
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
 from rollmesh.serve.interception.relay.session import CALL_BYTES
 from rollmesh.serve.interception.relay.upstreams import Upstreams
-from rollmesh.serve.interception.request import Request
+from rollmesh.serve.interception.report import SessionRewards
+from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
 from rollmesh.testing.provider import ScriptedProvider
 
@@ -36,7 +36,7 @@ class Relay:
         self.edge = edge
         self.capture = capture
         self.upstreams = upstreams
-        self.opened = capture.open(SessionWish())
+        self.opened = capture.open(CaptureOptions())
         self.session: Any = self.opened.captured
         self.client = aiohttp.ClientSession(auto_decompress=False)
         self.base = ""
@@ -67,7 +67,7 @@ class Relay:
     def account(self, **rewards: Any) -> dict[str, Any]:
         """What the sealed session has to show, by way of JSON."""
         self.session.seal("the test is over")
-        told = self.session.account().told(Rewards(**rewards))
+        told = self.session.account().told(SessionRewards(**rewards))
         account: dict[str, Any] = msgspec.json.decode(joined(told))
         return account
 
@@ -84,7 +84,7 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             *providers: ScriptedProvider | str,
             key: str = PROVIDER_KEY,
             config: InterceptionConfig | None = None,
-            archive: Archive | None = None,
+            archive: GatewayJournal | None = None,
             clock: Clock | None = None,
         ) -> Relay:
             settings = config or InterceptionConfig()
@@ -95,13 +95,13 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             capture = RelayCapture(upstreams, clock, settings, archive)
             edge = RelayEdge(RelayKit(capture, upstreams, settings))
 
-            async def handle(request: Request) -> None:
+            async def handle(request: HttpRequest) -> None:
                 await edge.handle(request, request.path.partition("?")[0])
 
             server = HttpServer(handle, drain_s=0.1)
             relay = Relay(edge, capture, upstreams)
             if archive is not None:
-                archive.open(filed.opened(relay.opened, b"{}", 0.0))
+                archive.open(session_writer.opened_entry(relay.opened, b"{}", 0.0))
             relay.base = await server.start(listen("127.0.0.1:0"))
             stack.push_async_callback(server.stop)
             stack.push_async_callback(relay.client.close)

@@ -6,9 +6,9 @@ from typing import Any
 import orjson
 import pytest
 
-from rollmesh.serve.interception.account import Rewards
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.heard import ROUTES
+from rollmesh.serve.interception.report import SessionRewards
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told
 from tests.unit.serve.interception.relay.conftest import MakeRelay, Relay
 
@@ -132,7 +132,7 @@ async def test_whatever_an_agent_sent_its_session_can_be_told(
             0
         ] == 200
         assert (await relay.read(b'{"messages":[{"role":"user","content":"\xff"}]}'))[0] == 200
-    account = json.loads(joined(relay.session.account().told(Rewards())))
+    account = json.loads(joined(relay.session.account().told(SessionRewards())))
     assert len(account["samples"]) == 2
     assert account["num_calls"] == 2
 

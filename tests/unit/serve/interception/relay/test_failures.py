@@ -11,7 +11,7 @@ from rollmesh.core.config import InterceptionConfig, JournalConfig
 from rollmesh.core.process import listen
 from rollmesh.core.types import Outcome
 from rollmesh.engine.http import target
-from rollmesh.serve.interception.archive.archive import Archive
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.deeds import RelayPast, decode
 from rollmesh.serve.interception.relay.upstreams import MAX_REDIRECTS, Parcel, redirected
 from rollmesh.testing.clock import FakeClock
@@ -454,7 +454,7 @@ async def test_an_agent_that_leaves_a_stream_is_an_infra_error_only_if_it_had_st
 async def test_a_failed_answer_is_one_after_a_restart_of_the_gateway_too(
     make_relay: MakeRelay, tmp_path: Path, told: Told
 ) -> None:
-    archive = Archive(tmp_path / "journal", JournalConfig())
+    archive = GatewayJournal(tmp_path / "journal", JournalConfig())
     async with ScriptedProvider(lambda _: told) as provider:
         relay = await make_relay(provider, archive=archive)
         await relay.read(ASK)

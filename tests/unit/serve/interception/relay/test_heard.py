@@ -9,12 +9,12 @@ import pytest
 
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.engine.parser import Headers
-from rollmesh.serve.interception.account import Rewards
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.account import account_of
 from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
 from rollmesh.serve.interception.relay.heard import Heard, read_answer
 from rollmesh.serve.interception.relay.threads import Threads
+from rollmesh.serve.interception.report import SessionRewards
 
 JSON = b"content-type: application/json\r\n"
 SSE = b"Server: x\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
@@ -262,7 +262,7 @@ def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bo
     for _ in range(400):
         route, template = chance.choice(TEMPLATES)
         chunks = [mutated(chance, chunk) for chunk in template]
-        told = account_of("s", [answered(route, is_stream, chunks)]).told(Rewards(1.0))
+        told = account_of("s", [answered(route, is_stream, chunks)]).told(SessionRewards(1.0))
         account = msgspec.json.decode(joined(told))
         for sample in account["samples"]:
             num_samples += 1

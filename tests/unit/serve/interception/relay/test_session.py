@@ -10,7 +10,7 @@ from rollmesh.core.config import InterceptionConfig, JournalConfig
 from rollmesh.runtime import blobs
 from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception import request
-from rollmesh.serve.interception.archive.archive import Archive
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.deeds import Called, decode
 from rollmesh.testing.provider import ScriptedProvider, Told, events
 from tests.disks import lose_files, no_room_in_memory, small_disk
@@ -141,7 +141,7 @@ async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
 async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_written(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
-    archive = Archive(tmp_path / "journal", JournalConfig())
+    archive = GatewayJournal(tmp_path / "journal", JournalConfig())
     async with ScriptedProvider(lambda _: told) as provider:
         relay = await make_relay(provider, archive=archive)
         with small_disk(monkeypatch, archive.folder, archive.journal.size_bytes):
@@ -168,7 +168,7 @@ async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_writt
 async def test_an_answer_that_was_never_written_is_told_as_such(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = Archive(tmp_path / "journal", JournalConfig())
+    archive = GatewayJournal(tmp_path / "journal", JournalConfig())
     async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
         relay = await make_relay(provider, archive=archive)
         with small_disk(monkeypatch, archive.folder, archive.journal.size_bytes):

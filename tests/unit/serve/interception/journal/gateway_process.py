@@ -1,0 +1,72 @@
+"""A gateway's book over one journal, life after life, with a scripted sampler behind it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import ConfigError
+from rollmesh.core.types import Outcome, SamplingPolicy
+from rollmesh.runtime.chat import Turn
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.registry import Runtime
+from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession
+from rollmesh.serve.interception.journal.entries import FORMAT, JournalHeader
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
+from rollmesh.serve.interception.journal.recovery import JournalRecovery, RecoveryReport
+from rollmesh.serve.interception.pieces import joined
+from rollmesh.serve.interception.sessions import RegisteredSession, SessionRegistry
+from rollmesh.serve.interception.token_capture import TokenCapture, TokenSession
+from rollmesh.testing.clock import FakeClock
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.session_world import Message, call
+
+SEGMENT_BYTES = 16 * 1024
+RETENTION_S = 1e9
+BEGAN = JournalHeader("tokens", "m", "q", FORMAT)
+
+
+class GatewayProcess:
+    """One process's; a kill is to make the next one after `archive.close_journal`."""
+
+    def __init__(
+        self, folder: Path, prompts: Prompts, ids: list[int], max_bytes: int = 2**40
+    ) -> None:
+        self.clock = clock = FakeClock()
+        self.sampler = ScriptedSampler(lambda _: ids, clock=clock)
+        config = JournalConfig(segment_bytes=SEGMENT_BYTES, max_bytes=max_bytes)
+        self.archive = GatewayJournal(folder, config)
+        runtime = Runtime(self.sampler, prompts, 10**6, clock)
+        self.runtime = runtime
+        self.capture = TokenCapture(runtime, SamplingPolicy(), self.archive)
+        self.book = SessionRegistry(self.capture, clock, RETENTION_S, archive=self.archive)
+        try:
+            self.recovered: RecoveryReport = JournalRecovery(
+                self.archive, self.capture, self.book
+            ).run(BEGAN)
+        except ConfigError:
+            self.archive.close_journal()
+            raise
+
+    def open(self) -> OpenedSession:
+        return self.book.open(CaptureOptions(seed=7), b'{"task":1}')
+
+    def entry(self, opened: OpenedSession) -> RegisteredSession:
+        return self.book.find(opened.captured.session_id)
+
+    async def say(self, opened: OpenedSession, *texts: str, tools: bytes = b"") -> None:
+        """One call whose history are these texts, each followed by what was answered."""
+        captured = self.entry(opened).captured
+        assert isinstance(captured, TokenSession)
+        messages: list[Message] = []
+        for text in texts:
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": "a"})
+        raws = [msgspec.json.encode(message) for message in messages[:-1]]
+        await call(captured.session, Turn(messages=raws, digest=hash(texts), tools=tools))
+
+    def account(self, opened: OpenedSession) -> dict[str, Any]:
+        told = joined(self.book.finish(self.entry(opened), Outcome.COMPLETED))
+        account: dict[str, Any] = msgspec.json.decode(told)
+        return account

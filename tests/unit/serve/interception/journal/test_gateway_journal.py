@@ -1,0 +1,344 @@
+"""The journal holds what lives, once, and gives up what does not; a full disk loses nothing."""
+
+import asyncio
+import itertools
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollmesh.core.config import JournalConfig
+from rollmesh.core.errors import ConfigError, ContentLost, SessionError
+from rollmesh.runtime.blobs import num_blobs, spill_over
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.serve.interception.capture import OpenedSession
+from rollmesh.serve.interception.journal.entries import ContentStored, decode
+from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal, SessionUsage
+from rollmesh.serve.interception.journal.session_writer import MAX_SAME, SessionTexts
+from rollmesh.serve.interception.token_capture import TokenSession
+from tests.disks import lose_files, no_room_in_memory, small_disk
+from tests.unit.serve.interception.journal.gateway_process import SEGMENT_BYTES, GatewayProcess
+
+Begin = Callable[[], GatewayProcess]
+LONG = "x" * 20_000
+TOOLS = b'[{"type":"function","function":{"name":"%b"}}]' % (b"f" * 90)
+
+
+@pytest.fixture
+def begin(tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer) -> Begin:
+    ids = [*tokenizer.encode("a"), *tokenizer.encode("<|im_end|>")]
+    return lambda: GatewayProcess(tmp_path / "journal", prompts, ids)
+
+
+async def talk_for_ever(life: GatewayProcess, opened: OpenedSession) -> None:
+    for number in itertools.count():
+        await life.say(opened, f"{number} " + "hello " * 300)
+
+
+def num_files(life: GatewayProcess) -> int:
+    return len(list(life.archive.folder.glob("*.journal")))
+
+
+async def test_sessions_that_are_deleted_leave_nothing_but_some_segments(begin: Begin) -> None:
+    life = begin()
+    for _ in range(400):
+        opened = life.open()
+        await life.say(opened, "hello " * 20)
+        life.account(opened)
+        life.book.delete(life.entry(opened))
+    assert life.archive.live_bytes == 0
+    assert life.archive.journal.end > 12 * SEGMENT_BYTES
+    assert num_files(life) <= 4
+    assert life.archive.journal.size_bytes <= 4 * SEGMENT_BYTES
+
+
+async def test_a_segment_of_which_nothing_lives_goes_without_being_read(begin: Begin) -> None:
+    life = begin()
+    lasting, first = None, min(life.archive.folder.glob("*.journal"))
+    while first.exists():
+        opened = life.open()
+        await life.say(opened, "hello " * 20)
+        life.book.delete(life.entry(opened))
+        if lasting is None and life.archive.journal.end > SEGMENT_BYTES:
+            first.write_bytes(b"\0" * first.stat().st_size)  # who reads it finds damage
+            lasting = life.open()
+            await life.say(lasting, "a")
+        assert life.archive.journal.end < 10 * SEGMENT_BYTES
+    assert lasting is not None
+    life.archive.close_journal()
+    after = begin()
+    assert (after.recovered.num_open, after.recovered.set_aside) == (1, [])
+
+
+async def test_a_session_that_stays_open_for_days_does_not_hold_the_journal(begin: Begin) -> None:
+    life = begin()
+    lasting = life.open()
+    texts = ["first"]
+    await life.say(lasting, *texts)
+    for number in range(300):
+        opened = life.open()
+        await life.say(opened, "hello " * 20)
+        life.book.delete(life.entry(opened))
+        if number % 30 == 0:
+            texts.append(f"more {number}")
+            await life.say(lasting, *texts)
+    assert life.archive.journal.size_bytes <= 2 * life.archive.live_bytes + 4 * SEGMENT_BYTES
+    life.archive.close_journal()
+    after = begin()
+    assert after.recovered.set_aside == []
+    assert after.recovered.num_open == 1
+    assert life.archive.live_bytes == pytest.approx(after.archive.live_bytes, abs=1024)
+    account = after.account(lasting)
+    assert account["num_calls"] == len(texts)
+    assert (len(account["samples"]), account["forks"]) == (1, [])
+
+
+async def test_a_long_text_is_written_once_whoever_shows_it_and_dies_with_the_last(
+    begin: Begin,
+) -> None:
+    life = begin()
+    one, other = life.open(), life.open()
+    sizes = []
+    for opened in (one, other):
+        before = life.archive.journal.end
+        await life.say(opened, LONG)
+        sizes.append(life.archive.journal.end - before)
+    assert sizes[0] - sizes[1] == pytest.approx(len(LONG), abs=200)
+    life.archive.close_journal()
+    after = begin()
+    for opened in (one, other):
+        assert after.account(opened)["messages"][0]["content"] == LONG
+        after.book.delete(after.entry(opened))
+    assert after.archive.live_bytes == 0
+
+
+async def test_what_a_full_disk_refuses_is_no_answer_and_is_written_when_it_is_asked_again(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = begin()
+    opened = life.open()
+    await life.say(opened, "one")
+    size = sum(path.stat().st_size for path in life.archive.folder.iterdir())
+    with small_disk(monkeypatch, life.archive.folder, size):
+        for _ in range(2):
+            with pytest.raises(SessionError, match=r"No space left") as refused:
+                await life.say(opened, "one", "two")
+            assert (refused.value.status, refused.value.code) == (507, "journal_full")
+        with pytest.raises(SessionError, match=r"No space left"):
+            life.open()
+        with pytest.raises(SessionError, match=r"No space left"):
+            life.book.reward(life.entry(opened), 1.0, None)
+        assert len(life.book) == 1
+    await life.say(opened, "one", "two")
+    assert len(life.sampler.generations) == 2, "the answer that could not be written is given"
+    life.book.reward(life.entry(opened), 1.0, None)
+    life.archive.close_journal()
+    after = begin()
+    assert after.recovered.set_aside == []
+    account = after.account(opened)
+    assert (account["num_calls"], len(account["samples"]), account["unused"]) == (2, 1, [])
+    assert account["samples"][0]["reward"] == 1.0
+
+
+async def test_past_the_budget_no_call_begins_and_a_deletion_makes_room(
+    tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer
+) -> None:
+    ids = [*tokenizer.encode("a"), *tokenizer.encode("<|im_end|>")]
+    life = GatewayProcess(tmp_path / "journal", prompts, ids, max_bytes=6 * SEGMENT_BYTES)
+    kept, large = life.open(), life.open()
+    await life.say(kept, "one")
+    with pytest.raises(SessionError, match=r"journal\.max_bytes") as refused:
+        await talk_for_ever(life, large)
+    assert (refused.value.status, refused.value.code) == (503, "journal_full")
+    assert refused.value.retry_after_s
+    with pytest.raises(SessionError, match=r"delete those"):
+        life.open()
+    life.book.delete(life.entry(large))
+    await life.say(kept, "one", "two")
+    assert life.archive.journal.size_bytes <= 6 * SEGMENT_BYTES
+
+
+def test_a_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir(mode=0o755)
+    with pytest.raises(ConfigError, match=r"others can look into it; chmod 700"):
+        GatewayJournal(folder, JournalConfig())
+    with pytest.raises(ConfigError, match=r"name another folder, or --no-journal"):
+        GatewayJournal(Path("/proc/here"), JournalConfig())
+
+
+def test_a_file_is_no_folder_for_a_journal(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.touch()
+    with pytest.raises(ConfigError) as told:
+        GatewayJournal(file, JournalConfig())
+    assert str(told.value) == f"--journal {file}: is a file; name a folder, or --no-journal"
+
+
+async def test_tools_are_written_once_for_all_sessions_and_die_with_the_last(begin: Begin) -> None:
+    life = begin()
+    opened = [life.open() for _ in range(3)]
+    before = num_blobs()
+    for each in opened:
+        for texts in (["one"], ["one", "two"]):
+            await life.say(each, *texts, tools=TOOLS)
+    records = b"".join(b"".join(frames) for _, frames in life.archive.journal.replay())
+    assert records.count(TOOLS) == 1
+    assert num_blobs() == before, "they are no blobs, which would lie on disk page by page"
+    life.archive.close_journal()
+    after = begin()
+    await after.say(opened[0], "one", "two", "three", tools=TOOLS)
+    records = b"".join(b"".join(frames) for _, frames in after.archive.journal.replay())
+    assert records.count(TOOLS) == 1
+    for each in opened:
+        after.book.delete(after.entry(each))
+    assert after.archive.live_bytes == 0
+
+
+async def test_nothing_moves_before_it_is_known_what_lives(begin: Begin) -> None:
+    """Who makes the sessions again of the journal has noted where its texts stand."""
+    life = begin()
+    opened = life.open()
+    await life.say(opened, LONG)
+    life.archive.close_journal()
+    archive = GatewayJournal(life.archive.folder, JournalConfig(segment_bytes=1024))
+
+    def pass_by() -> None:
+        for number in range(200):
+            archive.rooms["s"] = SessionUsage(contents=set())
+            archive.reward("s", number, None)
+            archive.close("s")
+
+    pass_by()
+    assert archive.journal.size_bytes == archive.journal.end
+    archive.drop_unnamed()
+    pass_by()
+    assert archive.journal.size_bytes < archive.journal.end
+    archive.close_journal()
+
+
+def test_a_folder_that_another_gateway_writes_is_refused_though_a_segment_goes_meanwhile(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "journal"
+    other = GatewayJournal(folder, JournalConfig())
+    # Listed, and gone when it is looked at.
+    (folder / "00000000000000000000.journal").symlink_to(folder / "gone")
+    with pytest.raises(ConfigError, match="another process writes this journal"):
+        GatewayJournal(folder, JournalConfig())
+    other.close_journal()
+
+
+async def test_while_the_disk_takes_nothing_no_call_begins(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = begin()
+    opened = life.open()
+    await life.say(opened, "one")
+    size = sum(path.stat().st_size for path in life.archive.folder.iterdir())
+    with small_disk(monkeypatch, life.archive.folder, size):
+        for text in ("two", "three", "four"):
+            with pytest.raises(SessionError, match=r"No space left") as refused:
+                await life.say(opened, "one", text)
+            assert (refused.value.status, refused.value.code) == (507, "journal_full")
+        assert len(life.sampler.generations) == 2, "what cannot be written is not sampled"
+    await life.say(opened, "one", "three")
+    assert len(life.sampler.generations) == 3
+
+
+async def test_texts_that_never_come_again_are_not_held(begin: Begin) -> None:
+    """Such as settings that differ with each call."""
+    life = begin()
+    opened = life.open()
+    session_id = opened.captured.session_id
+    texts = SessionTexts(life.archive, session_id)
+
+    def name(number: int, size: int) -> int | bytes:
+        named = texts.same(b"%d " % number * (size // 4))
+        life.archive.reward(session_id, 1.0, None)  # a record, behind the texts that it may name
+        return named
+
+    before = num_blobs()
+    tracemalloc.start()
+    try:
+        for number in range(300):
+            name(number, 12_000)
+            name(number, 40_000)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_blobs() - before <= MAX_SAME
+    assert held_bytes < 300 * 12_000 / 4 + MAX_SAME * 60_000
+    assert name(299, 12_000) == name(299, 12_000), "and are known again"
+    assert name(299, 40_000) == name(299, 40_000)
+
+
+async def test_each_byte_that_is_written_is_counted_once(begin: Begin) -> None:
+    life = begin()
+    naming = life.open()
+    session_id = naming.captured.session_id
+    before = life.archive.live_bytes - life.archive.journal.end  # the same as long as all lives
+    texts = SessionTexts(life.archive, session_id)
+    for record in range(3):
+        texts.text(b"%d" % record + LONG.encode())
+        life.open()
+        life.archive.reward(session_id, 1.0, None)
+    assert life.archive.live_bytes - life.archive.journal.end == pytest.approx(before, abs=200)
+    life.account(naming)
+    after = life.archive.live_bytes - life.archive.journal.end
+    assert after == pytest.approx(before - 3 * len(LONG), abs=200), "an account names no text of it"
+
+
+async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
+    begin: Begin, tmp_path: Path
+) -> None:
+    life, spilled = begin(), tmp_path / "spilled"
+    spilled.mkdir()
+    losing, other = life.open(), life.open()
+    number = SessionTexts(life.archive, losing.captured.session_id).text(LONG.encode())
+    with no_room_in_memory(spilled):
+        assert spill_over() >= len(LONG)
+        lose_files(spilled)
+        said = [life.say(opened, "one") for opened in (losing, other)]
+        [failure, told] = await asyncio.gather(*said, return_exceptions=True)
+        assert told is None
+        assert isinstance(failure, ContentLost)
+        with pytest.raises(ContentLost):
+            life.book.reward(life.entry(losing), 1.0, None)
+        life.open()
+        life.account(losing)  # names no text that is lost
+    life.archive.close_journal()
+    records = [decode(frames[0]) for _, frames in life.archive.journal.replay()]
+    assert ContentStored(int(number)) not in records
+    after = begin()
+    assert (after.recovered.num_open, after.recovered.num_finished) == (2, 1)
+    assert after.recovered.set_aside == []
+
+
+async def test_an_account_stands_behind_what_was_due_before_it(begin: Begin) -> None:
+    life = begin()
+    opened = life.open()
+    await life.say(opened, "one")
+    captured = life.entry(opened).captured
+    assert isinstance(captured, TokenSession)
+    captured.session.end_early("a limit of ours")
+    account = life.account(opened)
+    life.archive.close_journal()
+    after = begin()
+    assert (after.recovered.num_finished, after.recovered.set_aside) == (1, [])
+    assert after.account(opened) == account
+
+
+async def test_a_segment_that_cannot_be_moved_holds_up_nobody(begin: Begin) -> None:
+    life = begin()
+    await life.say(life.open(), "one")
+    life.archive.journal.append([b"no entry"])
+    opened = life.open()
+    while life.archive.journal.end < 8 * SEGMENT_BYTES:
+        await life.say(opened, "hello " * 300)
+        life.book.delete(life.entry(opened))
+        opened = life.open()
+    await life.say(opened, "one")
+    assert life.archive.journal.segments[0] == 0, "where it stands"

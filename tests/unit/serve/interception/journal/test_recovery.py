@@ -1,0 +1,274 @@
+"""A book that is made again of its journal: what comes back, and what is set aside and named."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import ConfigError, SessionError
+from rollmesh.core.journal import Journal
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.serve.interception.journal.entries import (
+    FORMAT,
+    ContentStored,
+    JournalHeader,
+    SessionEntry,
+    SessionGrew,
+    SessionOpened,
+    decode,
+)
+from tests.unit.serve.interception.journal.gateway_process import (
+    RETENTION_S,
+    SEGMENT_BYTES,
+    GatewayProcess,
+)
+
+Begin = Callable[[], GatewayProcess]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer) -> Begin:
+    ids = [*tokenizer.encode("a"), *tokenizer.encode("<|im_end|>")]
+    return lambda: GatewayProcess(tmp_path / "journal", prompts, ids)
+
+
+def rewrite(life: GatewayProcess, change: Callable[[list[list[bytes]]], list[list[bytes]]]) -> None:
+    """Write the journal anew, with its records changed."""
+    folder = life.archive.folder
+    life.archive.close_journal()
+    journal = Journal(folder, 2**20)
+    records = [frames for _, frames in journal.replay()]
+    journal.close()
+    for file in folder.glob("*.journal"):
+        file.unlink()
+    journal = Journal(folder, 2**20)
+    for frames in change(records):
+        journal.append(frames)
+    journal.close()
+
+
+async def test_entries_come_back_in_their_order_wherever_they_stand(begin: Begin) -> None:
+    life = begin()
+    opened = life.open()
+    await life.say(opened, "one")
+    life.book.reward(life.entry(opened), 0.25, None)
+    await life.say(opened, "one", "two")
+    life.book.reward(life.entry(opened), 0.5, None)
+    await life.say(opened, "one", "two", "three")
+    # As if all but the newest had been moved behind it, some of them twice.
+    rewrite(life, lambda records: [records[0], records[-1], *records[1:-1], *records[1:3]])
+    after = begin()
+    account = after.account(opened)
+    assert after.recovered.set_aside == []
+    assert (account["num_calls"], len(account["samples"]), account["forks"]) == (3, 1, [])
+    assert account["samples"][0]["reward"] == 0.5
+
+
+async def test_a_session_without_all_of_its_records_is_set_aside_alone(begin: Begin) -> None:
+    life = begin()
+    lost, kept = life.open(), life.open()
+    for opened in (lost, kept):
+        await life.say(opened, "one")
+        await life.say(opened, "one", "two")
+    lost_id = lost.captured.session_id
+
+    def without_first_call(records: list[list[bytes]]) -> list[list[bytes]]:
+        return [each for each in records if decode(each[0]) != SessionGrew(lost_id, 1)]
+
+    rewrite(life, without_first_call)
+    after = begin()
+    assert after.recovered.set_aside == [f"{lost_id}: not all of its records are there"]
+    assert after.account(kept)["num_calls"] == 2
+    with pytest.raises(SessionError, match=r"records are there.*DELETE") as refused:
+        after.entry(lost)
+    assert (refused.value.status, refused.value.code) == (409, "session_set_aside")
+    after.archive.close_journal()
+    again = begin()
+    assert again.recovered.set_aside == after.recovered.set_aside, "it is told at each start"
+    live_bytes = again.archive.live_bytes
+    assert again.book.free(lost_id)
+    assert again.archive.live_bytes < live_bytes
+    again.archive.close_journal()
+    assert begin().recovered.set_aside == []
+
+
+async def test_a_session_whose_deeds_make_no_sense_takes_no_other_along(begin: Begin) -> None:
+    life = begin()
+    lost, kept = life.open(), life.open()
+    for opened in (lost, kept):
+        await life.say(opened, "one")
+    lost_id = lost.captured.session_id
+
+    def garbled(records: list[list[bytes]]) -> list[list[bytes]]:
+        wrong = SessionGrew(lost_id, 1)
+        return [[each[0], b"\xc1"] if decode(each[0]) == wrong else each for each in records]
+
+    rewrite(life, garbled)
+    after = begin()
+    [why] = after.recovered.set_aside
+    assert why.startswith(f"{lost_id}: DecodeError: ")
+    assert after.account(kept)["num_calls"] == 1
+
+
+async def test_a_finished_session_comes_back_as_its_account_though_its_deeds_are_gone(
+    begin: Begin,
+) -> None:
+    life = begin()
+    opened = life.open()
+    await life.say(opened, "one " * 5000)
+    account = life.account(opened)
+    life.book.reward(life.entry(opened), 0.5, None)
+    rewrite(life, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionGrew)])
+    after = begin()
+    assert after.recovered.num_finished == 1
+    told = after.account(opened)
+    assert told.pop("samples")[0]["reward"] == 0.5
+    assert told == {name: value for name, value in account.items() if name != "samples"}
+
+
+async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin: Begin) -> None:
+    life = begin()
+    opened = life.open()
+    await life.say(opened, "one")
+    life.archive.close_journal()
+    [file] = life.archive.folder.glob("*.journal")
+    raw = bytearray(file.read_bytes())
+    raw[40] ^= 0xFF
+    file.write_bytes(raw)
+    with pytest.raises(ConfigError, match=r"journal: the record at offset \d+ .*--no-journal"):
+        begin()
+
+
+@pytest.mark.parametrize(
+    ("began", "said"),
+    [
+        (
+            JournalHeader("tokens", "n", "q", FORMAT),
+            "chats tokens m q, these are tokens n q; name another",
+        ),
+        (
+            JournalHeader("tokens", "m", "r", FORMAT),
+            "chats tokens m q, these are tokens m r; name another",
+        ),
+        (
+            JournalHeader("tokens", "m", "q", FORMAT + 1),
+            rf"of format {FORMAT}, this release writes \d+; go",
+        ),
+    ],
+)
+async def test_what_is_made_again_is_made_by_what_made_it(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, began: JournalHeader, said: str
+) -> None:
+    life = begin()
+    life.archive.close_journal()
+    monkeypatch.setattr("tests.unit.serve.interception.journal.gateway_process.BEGAN", began)
+    with pytest.raises(ConfigError, match=said):
+        begin()
+
+
+@pytest.mark.parametrize("frames", [[b"\xc1"], [msgspec.msgpack.encode(["grown", "s", 1])], []])
+async def test_records_of_another_release_are_refused_in_a_line(
+    begin: Begin, frames: list[bytes]
+) -> None:
+    life = begin()
+    rewrite(life, lambda records: [frames, *records])
+    with pytest.raises(ConfigError, match="no gateway of this release has written; go on with"):
+        begin()
+
+
+async def test_a_session_whose_texts_are_gone_is_named_with_the_text(begin: Begin) -> None:
+    life = begin()
+    lost, kept = life.open(), life.open()
+    await life.say(lost, "x" * 20_000)
+    await life.say(kept, "one")
+    rewrite(
+        life, lambda records: [r for r in records if not isinstance(decode(r[0]), ContentStored)]
+    )
+    after = begin()
+    lost_id = lost.captured.session_id
+    assert after.recovered.set_aside == [
+        f"{lost_id}: LookupError: its text or image 0 is not there"
+    ]
+    assert after.account(kept)["num_calls"] == 1
+
+
+@pytest.mark.parametrize("missing", [ContentStored, SessionOpened])
+async def test_a_finished_session_that_lacks_something_takes_no_other_along(
+    begin: Begin, missing: type
+) -> None:
+    life = begin()
+    lost, kept = life.open(), life.open()
+    lost_id = lost.captured.session_id
+    await life.say(lost, "one " * 5000)
+    await life.say(kept, "one")
+    for opened in (lost, kept):
+        life.account(opened)
+
+    def is_there(frames: list[bytes]) -> bool:
+        entry = decode(frames[0])
+        is_other = isinstance(entry, SessionEntry) and entry.session_id != lost_id
+        return is_other or not isinstance(entry, missing)
+
+    rewrite(life, lambda records: [each for each in records if is_there(each)])
+    after = begin()
+    [why] = after.recovered.set_aside
+    what = "its text or image" if missing is ContentStored else "how it was opened"
+    assert why.startswith(f"{lost_id}: LookupError: {what}")
+    assert after.account(kept)["num_calls"] == 1
+    with pytest.raises(SessionError) as refused:
+        after.runtime.find(lost.api_key)
+    assert refused.value.status == 401, "no door leads to what is not in the book"
+
+
+async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begin: Begin) -> None:
+    """With its texts, though who else showed them is gone, and however much was moved meanwhile."""
+    life = begin()
+    lost, other = life.open(), life.open()
+    for opened in (lost, other):
+        await life.say(opened, "one " * 5000)
+    right = SessionGrew(lost.captured.session_id, 1)
+    deeds: list[bytes] = []
+
+    def garbled(records: list[list[bytes]]) -> list[list[bytes]]:
+        deeds.extend(each[1] for each in records if decode(each[0]) == right)
+        return [[each[0], b"\xc1"] if decode(each[0]) == right else each for each in records]
+
+    rewrite(life, garbled)
+    after = begin()
+    assert after.recovered.num_set_aside == 1
+    after.book.delete(after.entry(other))
+    for _ in range(200):
+        passing = after.open()
+        await after.say(passing, "hello " * 20)
+        after.book.delete(after.entry(passing))
+    assert after.archive.journal.end > 8 * SEGMENT_BYTES
+
+    def mended(records: list[list[bytes]]) -> list[list[bytes]]:
+        return [[each[0], deeds[0]] if decode(each[0]) == right else each for each in records]
+
+    rewrite(after, mended)
+    again = begin()
+    assert again.recovered.set_aside == []
+    [told] = [each for each in again.account(lost)["messages"] if each["role"] == "user"]
+    assert told["content"] == "one " * 5000
+
+
+async def test_what_is_set_aside_is_freed_when_its_time_is_over(begin: Begin) -> None:
+    life = begin()
+    opened = life.open()
+    await life.say(opened, "one")
+    rewrite(
+        life, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionOpened)]
+    )
+    after = begin()
+    assert after.recovered.num_set_aside == 1
+    after.clock.advance(RETENTION_S / 2)
+    after.book.expire()
+    assert after.archive.live_bytes > 0
+    after.clock.advance(RETENTION_S)
+    after.book.expire()
+    assert (after.archive.live_bytes, after.book.num_expired) == (0, 1)
+    after.archive.close_journal()
+    assert begin().recovered.num_set_aside == 0

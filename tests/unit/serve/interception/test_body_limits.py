@@ -1,0 +1,495 @@
+"""Bodies in flight are limited by the bytes that have come; a body that waits is not read, and each
+wait ends.
+
+Long pieces of work that come together are done one in each turn of the loop, in their order.
+"""
+
+import asyncio
+import gzip
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.serve.interception.body_limits import (
+    HURRIED_SILENCE_S,
+    LONG_BYTES,
+    STEP_BYTES,
+    BodyBudget,
+    BodyReservation,
+    DecodeGate,
+    SendDeadline,
+)
+from rollmesh.serve.interception.request import ANY_INFLATION_BYTES, JSON, HttpRequest
+from tests.unit.serve.interception.http_client import Client, Place, serving, sized
+
+MIB = 2**20
+LIMIT = 4 * MIB
+MAX_BODY = 3 * MIB
+MAX_AHEAD_BYTES = 400_000
+"""What two reads bring before a connection is paused."""
+
+
+class Counter:
+    """Answers with the length of the body, once `go` is set."""
+
+    def __init__(self, bodies: BodyBudget, silence_s: float = 10.0) -> None:
+        self.go = asyncio.Event()
+        self.requests: list[HttpRequest] = []
+        self.num_read = 0
+        self.peak_bytes = 0
+        self._bodies = bodies
+        self._silence_s = silence_s
+
+    async def __call__(self, request: HttpRequest) -> None:
+        self.requests.append(request)
+        request.owner = request.headers.get(b"x-api-key")
+        try:
+            body = await request.read(MAX_BODY, self._silence_s)
+        except SessionError as error:
+            request.answer(error.status, request.dated(JSON), error.code.encode())
+            return
+        self.num_read += 1
+        self.peak_bytes = max(self.peak_bytes, self._bodies.held_bytes)
+        await self.go.wait()
+        request.answer(200, request.dated(JSON), b"%d" % len(body))
+
+
+class Ground:
+    """A server whose bodies share LIMIT."""
+
+    def __init__(self, place: Place, bodies: BodyBudget, handler: Counter) -> None:
+        self.place, self.bodies, self.handler = place, bodies, handler
+
+    async def until(self, **wanted: int) -> None:
+        """The counts are these."""
+        counts = {"num_read": self.handler, "num_waiting": self.bodies, "num_held": self.bodies}
+        while any(  # noqa: ASYNC110 - counts have no event
+            getattr(counts[name], name) != number for name, number in wanted.items()
+        ):
+            await asyncio.sleep(0)
+
+    async def sender(self, data: bytes) -> Client:
+        client = await self.place.client()
+        client.send(data)
+        return client
+
+
+def on_ground(runner: asyncio.Runner, main: object, silence_s: float = 10.0) -> None:
+    async def run() -> None:
+        bodies = BodyBudget(LIMIT)
+        handler = Counter(bodies, silence_s)
+        async with serving(handler, bodies=bodies) as place:
+            await main(Ground(place, bodies, handler))  # type: ignore[operator]
+        assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
+        assert not bodies.readers
+
+    runner.run(run())
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def test_a_body_that_does_not_fit_is_not_read_until_another_is_answered(
+    runner: asyncio.Runner,
+) -> None:
+    async def main(ground: Ground) -> None:
+        large = b"x" * (3 * MIB - 1000)
+        first = await ground.sender(sized(large))
+        await ground.until(num_read=1)
+        second = await ground.sender(sized(large))
+        # The oldest that reads may pass the limit; the next may not.
+        await ground.until(num_read=2)
+        third = await ground.sender(sized(large))
+        await ground.until(num_waiting=1)
+        for _ in range(200):  # what the kernel holds of it would be read by now
+            await asyncio.sleep(0)
+        num_read = ground.handler.requests[-1].num_bytes
+        assert num_read < MAX_AHEAD_BYTES, "its body was read though it had no place"
+        assert ground.handler.peak_bytes <= LIMIT + MAX_BODY
+        ground.handler.go.set()
+        for client in (first, second, third):
+            assert await client.answer() == (200, b"%d" % len(large))
+
+    on_ground(runner, main)
+
+
+def test_bodies_in_chunks_that_hold_half_the_limit_each_do_not_block_each_other(
+    runner: asyncio.Runner,
+) -> None:
+    async def main(ground: Ground) -> None:
+        ground.handler.go.set()
+        senders = [await ground.sender(CHUNKED) for _ in range(4)]
+        for client in senders:
+            client.send(chunk(b"x" * MIB))
+        half_way = LIMIT - 4 * STEP_BYTES
+        while ground.bodies.held_bytes < half_way:  # noqa: ASYNC110 - counts have no event
+            await asyncio.sleep(0)
+        for client in senders:
+            client.send(chunk(b"x" * MIB) + b"0\r\n\r\n")
+        for client in senders:
+            assert await client.answer() == (200, b"%d" % (2 * MIB))
+
+    on_ground(runner, main)
+
+
+def test_compressed_bodies_have_a_place_for_what_they_become(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        rng = random.Random(1)
+        blocks = [rng.randbytes(1000) + b"x" * 29_000 for _ in range(100)]
+        small = gzip.compress(b"".join(blocks))
+        senders = [await ground.sender(sized(small, b"Content-Encoding: gzip")) for _ in range(6)]
+        await ground.until(num_read=2, num_waiting=4)
+        assert ground.handler.peak_bytes <= LIMIT + MAX_BODY
+        ground.handler.go.set()
+        for client in senders:
+            assert await client.answer() == (200, b"3000000")
+
+    on_ground(runner, main)
+
+
+def test_a_compression_bomb_is_refused_at_a_hundred_times_its_size(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        bomb = gzip.compress(b"x" * (3 * MIB - 1000))
+        client = await ground.sender(sized(bomb, b"Content-Encoding: gzip"))
+        assert await client.answer() == (413, b"body_too_large")
+        assert ground.handler.num_read == 0
+        assert ground.handler.peak_bytes <= ANY_INFLATION_BYTES + STEP_BYTES
+
+    on_ground(runner, main)
+
+
+def test_the_loop_turns_between_two_steps_of_a_decompression(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        ground.handler.go.set()
+        turns = 0
+
+        def turn() -> None:
+            nonlocal turns
+            turns += 1
+            loop.call_soon(turn)
+
+        loop = asyncio.get_running_loop()
+        blocks = gzip.compress(random.Random(1).randbytes(20_000) * 150)
+        client = await ground.sender(sized(blocks, b"Content-Encoding: gzip"))
+        await ground.until(num_held=1)
+        loop.call_soon(turn)
+        assert await client.answer() == (200, b"3000000")
+        assert turns >= 3_000_000 // STEP_BYTES
+
+    on_ground(runner, main)
+
+
+def test_who_hangs_up_while_it_waits_holds_up_nobody(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        large = b"x" * (3 * MIB - 1000)
+        senders = [await ground.sender(sized(large)) for _ in range(2)]
+        await ground.until(num_read=2)
+        gone = await ground.sender(sized(large))
+        await ground.until(num_waiting=1)
+        small = await ground.sender(sized(b"y" * 300_000))
+        await ground.until(num_waiting=2)
+        gone.reset()  # which is noticed when it is read again: in its turn
+        ground.handler.go.set()
+        for client in senders:
+            assert (await client.answer())[0] == 200
+        assert await small.answer() == (200, b"300000")
+
+    on_ground(runner, main)
+
+
+def test_silent_announcers_take_no_room(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        ground.handler.go.set()
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
+        silent = [await ground.sender(head + b"x") for _ in range(20)]
+        await ground.until(num_held=20)
+        late = await ground.sender(sized(b"y" * 2 * MIB))
+        assert await late.answer() == (200, b"%d" % (2 * MIB))
+        assert ground.bodies.num_waits == 0
+        assert ground.bodies.num_held == 20, "a silent sender was cut though nothing waited for it"
+        for client in silent:
+            client.reset()
+        await ground.until(num_held=0)
+
+    on_ground(runner, main)
+
+
+def test_a_silent_sender_is_cut_soon_while_another_waits_for_its_room(
+    runner: asyncio.Runner,
+) -> None:
+    async def main(ground: Ground) -> None:
+        ground.handler.go.set()
+        num_sent = 3 * MIB - 1000
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
+        silent = await ground.sender(head + b"x" * num_sent)
+        while ground.bodies.held_bytes < num_sent:  # noqa: ASYNC110 - counts have no event
+            await asyncio.sleep(0)
+        late = await ground.sender(sized(b"y" * 2 * MIB))
+        await ground.until(num_waiting=1)
+        # Only the hurried rule can cut it: else silence is allowed for an hour.
+        assert await silent.answer() == (408, b"body_timeout")
+        assert await late.answer() == (200, b"%d" % (2 * MIB))
+
+    on_ground(runner, main, silence_s=3600.0)
+
+
+def test_a_session_takes_a_quarter_of_the_room_at_most(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        ground.handler.go.set()
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nX-API-Key: greedy\r\nContent-Length: %d\r\n\r\n" % (
+            3 * MIB
+        )
+        greedy = [await ground.sender(head + b"x" * 900_000) for _ in range(8)]
+        await ground.until(num_held=8)
+        while not ground.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event
+            await asyncio.sleep(0)
+        assert ground.bodies.held_bytes <= LIMIT // 4
+        other = await ground.sender(sized(b"y" * 2 * MIB, b"X-API-Key: modest"))
+        assert await other.answer() == (200, b"%d" % (2 * MIB))
+        for client in greedy:
+            client.reset()
+
+    on_ground(runner, main, silence_s=3600.0)
+
+
+def test_the_bodies_of_one_session_do_not_block_each_other(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        ground.handler.go.set()
+        line = b"X-API-Key: one"
+        senders = [await ground.sender(sized(b"x" * 2 * MIB, line)) for _ in range(6)]
+        for client in senders:
+            assert await client.answer() == (200, b"%d" % (2 * MIB))
+
+    on_ground(runner, main, silence_s=3600.0)
+
+
+def test_a_sender_may_be_silent_unless_others_wait_for_room() -> None:
+    pace = SendDeadline(now_s=100.0, num_bytes=0, silence_s=15.0)
+    look_s, is_late = pace.look(100.0, 0, is_sought=False)
+    assert (look_s, is_late) == (100.0 + HURRIED_SILENCE_S, False)
+    assert pace.look(114.9, 0, is_sought=False) == (115.0, False)
+    assert pace.look(115.0, 0, is_sought=False)[1]
+
+    hurried = SendDeadline(now_s=100.0, num_bytes=0, silence_s=15.0)
+    assert hurried.look(110.0, 1000, is_sought=True) == (110.0 + HURRIED_SILENCE_S, False)
+    assert hurried.look(110.0 + HURRIED_SILENCE_S, 1000, is_sought=True)[1]
+
+
+def test_a_sender_that_drips_is_cut_while_others_wait_whatever_it_sent_before() -> None:
+    pace = SendDeadline(now_s=0.0, num_bytes=0, silence_s=15.0)
+    num_bytes, now_s = 60 * MIB, 1.0
+    while not pace.look(now_s, num_bytes, is_sought=True)[1]:
+        num_bytes, now_s = num_bytes + 1, now_s + 0.5
+        assert now_s < 10.0, "what it sent before earned it more than the grace"
+
+
+def test_a_small_body_waits_for_nobody(runner: asyncio.Runner) -> None:
+    async def main(ground: Ground) -> None:
+        large = b"x" * (3 * MIB - 1000)
+        senders = [await ground.sender(sized(large)) for _ in range(2)]
+        await ground.until(num_read=2)
+        blocked = await ground.sender(sized(large))
+        await ground.until(num_waiting=1)
+        small = await ground.sender(sized(b"y" * 20_000))
+        await ground.until(num_read=3, num_held=4)
+        ground.handler.go.set()
+        for client in (*senders, blocked, small):
+            assert (await client.answer())[0] == 200
+
+    on_ground(runner, main)
+
+
+# the rule alone
+
+
+class Sender:
+    """A body that comes in steps, is used for a while, and is released."""
+
+    def __init__(self, bodies: BodyBudget, rng: random.Random, owner: str | None = None) -> None:
+        self.num_bytes = rng.choice([10, 60, 100])
+        self.owner = owner
+        self.final_bytes = rng.choice([self.num_bytes, 100])
+        """Announced, or the limit."""
+        self.reservation: BodyReservation | None = None
+        self._bodies = bodies
+        self._rng = rng
+        self._is_chunked = rng.random() < 0.5
+        self._gives_up = rng.random() < 0.1
+
+    async def run(self) -> None:
+        self.reservation = reservation = self._bodies.begin(self.owner, self.final_bytes)
+        try:
+            if self._is_chunked:
+                for size in range(10, self.num_bytes + 1, 10):
+                    await reservation.reach(size)
+                    await self._pause()
+                    if self._gives_up:
+                        return
+            else:
+                await reservation.reach(self.num_bytes)
+                await self._pause()
+            reservation.settle(self.num_bytes)
+            await self._pause()
+        finally:
+            reservation.release()
+
+    def held_bytes(self) -> int:
+        return self.reservation.num_bytes if self.reservation else 0
+
+    async def _pause(self) -> None:
+        for _ in range(self._rng.randrange(6)):
+            await asyncio.sleep(0)
+
+
+async def run_senders(
+    senders: Sequence[Sender], bodies: BodyBudget, rng: random.Random, check: Callable[[], None]
+) -> None:
+    """Run all of them to their end, a tenth cancelled on the way; `check` holds at each moment."""
+    tasks: list[asyncio.Task[None]] = []
+    for sender in senders:
+        tasks.append(asyncio.create_task(sender.run()))
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        if rng.random() < 0.1:
+            rng.choice(tasks).cancel()
+        check()
+    for _ in range(100_000):
+        if all(task.done() for task in tasks):
+            break
+        await asyncio.sleep(0)
+        check()
+    assert not [task for task in tasks if not task.done()], "a body waits without end"
+    assert bodies.num_waits > 0
+    assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_nobody_waits_for_ever_and_the_limit_is_passed_by_one_body_at_most(seed: int) -> None:
+    rng = random.Random(seed)
+    bodies = BodyBudget(120)
+
+    def check() -> None:
+        assert bodies.held_bytes <= bodies.max_bytes + 100
+
+    await run_senders([Sender(bodies, rng) for _ in range(60)], bodies, rng, check)
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_an_owner_holds_a_quarter_or_one_body_and_each_of_its_bodies_ends(seed: int) -> None:
+    rng = random.Random(seed)
+    bodies = BodyBudget(rng.choice([320, 480, 1000]))
+    senders = [Sender(bodies, rng, rng.choice("abc")) for _ in range(90)]
+
+    def check() -> None:
+        for owner in "abc":
+            held = [each.held_bytes() for each in senders if each.owner == owner]
+            assert sum(held) <= max(bodies.max_owner_bytes, *held)
+
+    await run_senders(senders, bodies, rng, check)
+
+
+def test_places_are_given_in_the_order_of_arrival() -> None:
+    async def main() -> None:
+        bodies = BodyBudget(100)
+        whole = bodies.hold(150)
+        got: list[int] = []
+
+        async def ask(number: int) -> None:
+            reservation = bodies.begin()
+            await reservation.reach(60)
+            reservation.settle(60)
+            got.append(number)
+            reservation.release()
+
+        tasks = [asyncio.create_task(ask(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        assert bodies.num_waiting == 5
+        whole.release()
+        await asyncio.gather(*tasks)
+        assert got == [0, 1, 2, 3, 4]
+
+    asyncio.run(main())
+
+
+async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None:
+    turnstile, done = DecodeGate(), list[str]()
+
+    async def long(name: str) -> None:
+        await turnstile.pass_through(LONG_BYTES)
+        done.append(name)
+
+    async def other() -> None:
+        while len(tasks) and not all(task.done() for task in tasks):
+            done.append("-")
+            await asyncio.sleep(0)
+
+    tasks = [asyncio.create_task(long(name)) for name in "abcd"]
+    await asyncio.gather(other(), *tasks)
+    assert [each for each in done if each != "-"] == list("abcd")
+    told = "".join(done)
+    assert all(f"{one}{two}" not in told for one in "abcd" for two in "abcd"), told
+    assert len(turnstile) == 0
+
+
+async def test_alone_nobody_waits() -> None:
+    turnstile = DecodeGate()
+    for _ in range(2):
+        passing = turnstile.pass_through(LONG_BYTES)
+        with pytest.raises(StopIteration):  # it is over and has not waited
+            passing.send(None)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(turnstile) == 0
+
+
+async def test_a_short_piece_of_work_passes_by_those_in_the_line() -> None:
+    turnstile = DecodeGate()
+    tasks = [asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3)]
+    await asyncio.sleep(0)
+    passing = turnstile.pass_through(LONG_BYTES - 1)
+    with pytest.raises(StopIteration):
+        passing.send(None)
+    assert len(turnstile) == 2
+    await asyncio.gather(*tasks)
+
+
+async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
+    turnstile = DecodeGate()
+    tasks = [asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert len(turnstile) == 2
+    tasks[1].cancel()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert [task.cancelled() for task in tasks] == [False, True, False]
+    assert len(turnstile) == 0
+
+
+async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
+    turnstile = DecodeGate()
+    _, first, second = (asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3))
+    await asyncio.sleep(0)
+    while len(turnstile) != 1:  # noqa: ASYNC110 - the line tells nobody
+        await asyncio.sleep(0)
+    first.cancel()
+    async with asyncio.timeout(60):
+        await second
+    assert (first.cancelled(), len(turnstile)) == (True, 0)
+
+
+async def test_sessions_take_turns_whatever_one_of_them_has_in_the_line() -> None:
+    turnstile, done = DecodeGate(), list[str]()
+
+    async def long(owner: str) -> None:
+        await turnstile.pass_through(LONG_BYTES, owner)
+        done.append(owner)
+
+    await asyncio.gather(*[long(owner) for owner in "aaaaaabbc"])
+    assert "".join(done) == "aabcabaaa"
+    assert len(turnstile) == 0

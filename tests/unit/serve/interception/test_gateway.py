@@ -1,0 +1,72 @@
+"""Figures of the gateway: the loop's lag, and a book's sessions by what became of them."""
+
+import asyncio
+
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.inventory import Inventory
+from rollmesh.core.types import Outcome
+from rollmesh.serve.interception.backends import RelayBackend
+from rollmesh.serve.interception.capture import CaptureOptions
+from rollmesh.serve.interception.gateway import LAG_PROBE_S, LoopLag, gateway_figures
+from rollmesh.serve.interception.request import HttpRequest
+from rollmesh.serve.interception.sessions import SessionRegistry
+
+
+async def test_a_held_loop_is_told_once() -> None:
+    loop = asyncio.get_running_loop()
+    lag = LoopLag(loop)
+    await asyncio.sleep(0)
+    until_s = loop.time() + LAG_PROBE_S + 0.05
+    while loop.time() < until_s:
+        pass
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert 0.04 < lag.take() < 5.0
+    assert lag.take() == 0.0
+    lag.close()
+
+
+async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
+    backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
+    book = SessionRegistry(backend.capture, SystemClock(), 100.0)
+    lag = LoopLag(asyncio.get_running_loop())
+    one, other = (book.open(CaptureOptions(), b"{}").captured for _ in range(2))
+    book.open(CaptureOptions(), b"{}")
+    book.finish(book.find(one.session_id), Outcome.COMPLETED)
+    book.delete(book.find(other.session_id))
+    book.set_aside("s7", "its deeds are of another time")
+    told = {
+        (figure.name, *figure.labels.values()): figure.value
+        for figure in gateway_figures(book, backend, lag)
+    }
+    assert told["sessions", "open"] == told["sessions", "finished"] == 1
+    assert told["sessions", "set_aside"] == 1
+    assert told["sessions_opened_total",] == 3
+    assert told["engines", "ready"] == told["engine_ready", "http://127.0.0.1:9"] == 1
+    assert (told["calls_total",], told["live_legs",]) == (0, 0)
+    lag.close()
+    await backend.close()
+
+
+async def test_a_gateway_counts_what_its_book_holds() -> None:
+    backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
+    book, inventory = SessionRegistry(backend.capture, SystemClock(), 100.0), Inventory()
+    backend.serve(nobody)
+    backend.join(inventory, book)
+    at_rest = [(figure.name, *figure.labels.values()) for figure in inventory.figures()]
+    assert ("entries", "sessions") in at_rest
+    assert not any(inventory.held().values())
+    open_one, finished = (book.open(CaptureOptions(), b"{}").captured for _ in range(2))
+    book.finish(book.find(finished.session_id), Outcome.COMPLETED)
+    assert inventory.held()["accounts"] == book.find(finished.session_id).held_bytes > 0
+    told = {(figure.name, *figure.labels.values()): figure.value for figure in inventory.figures()}
+    assert (told["entries", "sessions"], told["entries", "doors"]) == (2, 4)
+    for captured in (open_one, finished):
+        book.delete(book.find(captured.session_id))
+    assert not any(figure.value for figure in inventory.figures())
+    await backend.close()
+
+
+async def nobody(request: HttpRequest, path: str) -> bool:
+    return False

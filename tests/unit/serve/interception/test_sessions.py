@@ -1,0 +1,226 @@
+"""The gateway's book: rewards, outcomes, and what is forgotten when."""
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.core.errors import SessionError
+from rollmesh.core.types import Outcome
+from rollmesh.serve.interception.capture import CapturedSession, CaptureOptions, OpenedSession
+from rollmesh.serve.interception.pieces import joined
+from rollmesh.serve.interception.report import ReportWriter, RewardSlot, SessionReport
+from rollmesh.serve.interception.sessions import RegisteredSession, SessionRegistry
+from rollmesh.testing.clock import FakeClock
+
+RETENTION_S = 100.0
+
+
+class Session:
+    """A captured session of which the test says what happened in it."""
+
+    def __init__(self, session_id: str) -> None:
+        self.session_id = session_id
+        self.num_calls = 0
+        self.is_busy = False
+        self.held_bytes = 10
+        self.fault = ""
+        self.spent_because = ""
+        self.forks: Counter[str] = Counter()
+        self.healed: Counter[str] = Counter()
+        self.sealed: list[str] = []
+        self.is_forgotten = False
+
+    @property
+    def natural_outcome(self) -> Outcome:
+        return Outcome.INFRA_ERROR if self.fault else Outcome.COMPLETED
+
+    def held(self) -> dict[str, int]:
+        return {"history": self.held_bytes}
+
+    def node_of(self, name: int | str) -> int:
+        nodes: dict[int | str, int] = {1: 1, 3: 3, "r3": 3}
+        return nodes[name]
+
+    def seal(self, reason: str) -> None:
+        self.sealed.append(reason)
+
+    def account(self) -> SessionReport:
+        assert self.sealed
+        assert not self.is_forgotten
+        writer = ReportWriter()
+        writer.rows(
+            "samples", [(RewardSlot((1, 3), has_default=True), {}), (RewardSlot((1,), True), {})]
+        )
+        return writer.account(self.session_id, {f"{self.session_id}-r3": 3}, (1, 3))
+
+    def forget(self) -> None:
+        self.is_forgotten = True
+        self.num_calls = 0
+        self.forks = Counter()
+        self.healed = Counter()
+
+
+class Scene:
+    """A book over such sessions."""
+
+    def __init__(self, max_bytes: int = 2**40) -> None:
+        self.clock = FakeClock()
+        self.sessions: list[Session] = []
+        self.book = SessionRegistry(self, self.clock, RETENTION_S, max_bytes)
+
+    def open(self, wish: CaptureOptions) -> OpenedSession:
+        self.sessions.append(Session(f"s{len(self.sessions)}"))
+        return OpenedSession(self.sessions[-1], "sk-a", "p")
+
+    def close(self, captured: CapturedSession) -> None:
+        captured.seal("closed")
+
+    def add(self) -> Session:
+        self.book.open(CaptureOptions(), b"{}")
+        return self.sessions[-1]
+
+    def finish(self, entry: RegisteredSession, outcome: Outcome | None) -> dict[str, Any]:
+        told: dict[str, Any] = msgspec.json.decode(joined(self.book.finish(entry, outcome)))
+        return told
+
+    def ids(self) -> list[str]:
+        return [entry.captured.session_id for entry in self.book.entries()]
+
+
+def test_finish_seals_once_and_says_the_same_again() -> None:
+    scene = Scene()
+    session = scene.add()
+    entry = scene.book.find("s0")
+    scene.book.reward(entry, 1.0, None)
+    scene.book.reward(entry, 0.5, "r3")
+    first = scene.finish(entry, None)
+    assert first == {
+        "session_id": "s0",
+        "outcome": "completed",
+        "spent_because": "",
+        "samples": [{"reward": 0.5}, {"reward": 1.0}],
+    }
+    assert scene.finish(entry, Outcome.AGENT_ERROR) == first
+    assert session.sealed == ["it was finished"]
+    assert session.is_forgotten
+
+
+def test_a_reward_that_comes_late_is_in_the_next_answer() -> None:
+    scene = Scene()
+    scene.add()
+    entry = scene.book.find("s0")
+    assert scene.finish(entry, None)["samples"] == [{"reward": None}] * 2
+    scene.book.reward(entry, 0.0, None)
+    assert scene.finish(entry, None)["samples"] == [{"reward": 0.0}] * 2
+    scene.book.reward(entry, 1.0, 1)
+    assert scene.finish(entry, None)["samples"] == [{"reward": 1.0}] * 2
+    scene.book.reward(entry, 0.5, "chatcmpl-s0-r3")
+    assert scene.finish(entry, None)["samples"] == [{"reward": 0.5}, {"reward": 1.0}]
+    for node in (2, "r3", "chatcmpl-s1-r3"):
+        with pytest.raises(SessionError, match="neither a sampled node nor a response"):
+            scene.book.reward(entry, 1.0, node)
+
+
+@pytest.mark.parametrize(
+    ("fault", "asked", "outcome"),
+    [
+        ("", None, Outcome.COMPLETED),
+        ("no engine", None, Outcome.INFRA_ERROR),
+        ("no engine", Outcome.TRUNCATED, Outcome.TRUNCATED),
+    ],
+)
+def test_the_outcome_is_the_finishers_else_what_the_last_call_says(
+    fault: str, asked: Outcome | None, outcome: Outcome
+) -> None:
+    scene = Scene()
+    scene.add().fault = fault
+    assert scene.finish(scene.book.find("s0"), asked)["outcome"] == outcome
+
+
+@pytest.mark.parametrize("asked", [None, Outcome.COMPLETED, Outcome.AGENT_ERROR])
+def test_a_session_that_a_limit_ended_is_truncated_whatever_its_finisher_says(
+    asked: Outcome | None,
+) -> None:
+    scene = Scene()
+    scene.add().spent_because = "it holds too much"
+    told = scene.finish(scene.book.find("s0"), asked)
+    assert (told["outcome"], told["spent_because"]) == ("truncated", "it holds too much")
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
+    scene = Scene()
+    scene.add()
+    with pytest.raises(SessionError, match="no finite number"):
+        scene.book.reward(scene.book.find("s0"), reward, None)
+
+
+@pytest.mark.parametrize("reward", [1e308, -1.1e30])
+def test_a_reward_that_is_too_large_to_train_on_is_refused(reward: float) -> None:
+    scene = Scene()
+    scene.add()
+    with pytest.raises(SessionError, match="is larger than 1e\\+30") as caught:
+        scene.book.reward(scene.book.find("s0"), reward, None)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_reward")
+    scene.book.reward(scene.book.find("s0"), 1e30, None)
+
+
+@pytest.mark.parametrize("node", [0, 2, "r4"])
+def test_a_reward_for_nothing_that_was_sampled_is_refused(node: int | str) -> None:
+    scene = Scene()
+    scene.add()
+    entry = scene.book.find("s0")
+    with pytest.raises(SessionError, match="neither a sampled node nor a response"):
+        scene.book.reward(entry, 1.0, node)
+    assert entry.node_rewards == {}
+
+
+def test_what_nobody_touches_is_forgotten_after_the_retention_time() -> None:
+    scene = Scene()
+    idle, asked, called, running = (scene.add() for _ in range(4))
+    scene.clock.advance(RETENTION_S / 2)
+    scene.book.find(asked.session_id)
+    called.num_calls = 1
+    running.is_busy = True
+    scene.clock.advance(RETENTION_S / 2)
+    scene.book.expire()
+    assert sorted(scene.ids()) == ["s1", "s2", "s3"]
+    assert idle.sealed == ["closed"]
+    running.is_busy = False
+    scene.clock.advance(RETENTION_S)
+    scene.book.expire()
+    assert scene.ids() == []
+    assert scene.book.num_expired == 4
+    with pytest.raises(SessionError, match="never opened, was deleted, or expired"):
+        scene.book.find("s0")
+
+
+def test_a_process_that_holds_too_much_opens_no_session_until_some_is_gone() -> None:
+    scene = Scene(max_bytes=100)
+    scene.book.weigh(101)
+    kept = scene.add()
+    scene.book.finish(scene.book.find(kept.session_id), None)
+    with pytest.raises(SessionError, match="of 1 sessions 1 are finished: delete") as caught:
+        scene.add()
+    assert (caught.value.status, caught.value.code) == (503, "over_budget")
+    assert caught.value.retry_after_s
+    scene.book.weigh(100)
+    scene.add()
+    scene.book.weigh(101)
+    for session_id in scene.ids():
+        scene.book.delete(scene.book.find(session_id))
+    scene.add()
+
+
+def test_counts_of_forks_outlive_their_sessions() -> None:
+    scene = Scene()
+    for cause in ("restart", "restart", "template"):
+        scene.add().forks[cause] += 1
+    scene.sessions[0].healed["white_space"] += 2
+    scene.book.finish(scene.book.find("s0"), None)
+    scene.book.delete(scene.book.find("s0"))
+    assert scene.book.forks() == {"restart": 2, "template": 1}
+    assert scene.book.healed() == {"white_space": 2}
+    assert scene.book.forks() == {"restart": 2, "template": 1}

@@ -1,0 +1,29 @@
+"""A session in tokens that comes back of a journal."""
+
+from pathlib import Path
+
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.session_deps import locks_of
+from rollmesh.serve.interception.capture import JournaledSession
+from rollmesh.serve.interception.journal.session_writer import SessionEventWriter
+from rollmesh.serve.interception.token_capture import TokenSessionRestore
+from tests.unit.serve.interception.journal.gateway_process import GatewayProcess
+
+
+async def test_what_was_shown_before_is_a_set_that_nobody_changes(
+    tmp_path: Path, prompts: Prompts
+) -> None:
+    life = GatewayProcess(tmp_path / "journal", prompts, [])
+
+    def read(number: int) -> bytes:
+        raise LookupError(number)
+
+    standing = JournaledSession("s", locks_of("key", "secret"), None, 7, read)
+    scribe = SessionEventWriter(life.archive, "s")
+    regaining = TokenSessionRestore(life.capture, standing, scribe)
+    before = scribe.shown
+    regaining.end()
+    scribe.shown |= {"a digest"}
+    assert isinstance(scribe.shown, frozenset)
+    assert before == frozenset()
+    life.archive.close_journal()
