@@ -49,8 +49,9 @@ from rollmesh.trainer.process import asking_of
 from rollmesh.trainer.recovery.plan import plan_recovery
 from rollmesh.trainer.recovery.revival import staleness_of
 from rollmesh.trainer.savepoints.shelf import Savepoints
-from rollmesh.trainer.weights.events import Probe, PublishReport
-from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
+from rollmesh.trainer.weights.publisher import PublishReport
+from rollmesh.trainer.weights.verdicts import Probe
 
 SHORTEST = 64
 GROUPS, SAMPLES = 2, 4
@@ -238,7 +239,7 @@ def main() -> None:
     tasks = (Task(id=str(number)) for number in itertools.count())
     asking = asking_of(config)
     pacer = Pacer(client, staleness_of(config), tasks, asking, books)
-    weights = Weights(folder / "weights", BackgroundLoop("publisher"))
+    weights = WeightVersions(folder / "weights", BackgroundLoop("publisher"))
     policy = Policy(config.model.path, config.trainer)
     parts = TrainerDeps(
         client=client,  # type: ignore[arg-type]

@@ -32,10 +32,10 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
+from rollmesh.trainer.publish import transport_for
 from rollmesh.trainer.ranks import named_weights
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.modes import carrier_of
-from rollmesh.trainer.weights.carriers.shipping import Shipping
+from rollmesh.trainer.weights.payload import Payload
+from rollmesh.trainer.weights.transfer import Transfer
 
 MODES: tuple[PublishMode, ...] = ("disk", "tensor", "distributed")
 SHAPES = {
@@ -78,7 +78,7 @@ class Bench:
         self._engine = engine
         self._client = client
         self._folder = folder
-        self._shippings = {mode: Shipping(carrier_of(mode), TIMEOUT_S) for mode in MODES}
+        self._shippings = {mode: Transfer(transport_for(mode), TIMEOUT_S) for mode in MODES}
         self._policy_version = 0
         self.times_s: dict[str, list[float]] = defaultdict(list)
 
@@ -95,23 +95,23 @@ class Bench:
                 copy.copy_(each)
 
     async def _publish(self, mode: PublishMode) -> None:
-        shipping, self._policy_version = self._shippings[mode], self._policy_version + 1
+        transfer, self._policy_version = self._shippings[mode], self._policy_version + 1
         folder = self._folder / f"v{self._policy_version:06d}"
         before = await self._client.score(PROBE, "")
         self._policy.nudge()
         with self._timed(f"{mode}.served"):
             with self._timed("hand_over", time.thread_time):
                 parts = self._policy.export(folder, self._policy_version)
-            cargo = Cargo(self._policy_version, str(folder), parts)
-            await shipping.begin(cargo, [self._client])
+            payload = Payload(self._policy_version, str(folder), parts)
+            await transfer.begin(payload, [self._client])
             await self._client.pause()
             await self._client.flush()
             with self._timed(f"{mode}.engine_cpu", self._engine.cpu_s):
                 with self._timed(f"{mode}.gap"):
-                    await shipping.load(self._client, self._policy_version, str(folder))
+                    await transfer.load(self._client, self._policy_version, str(folder))
                 await self._client.resume()
                 after = await self._client.score(PROBE, "")
-        await shipping.finish()
+        await transfer.finish()
         assert after != before, "the weights did not arrive"
         shutil.rmtree(folder)
 
@@ -123,8 +123,8 @@ class Bench:
 
     async def close(self) -> None:
         """Let go of engine and memory."""
-        for shipping in self._shippings.values():
-            await shipping.close()
+        for transfer in self._shippings.values():
+            await transfer.close()
         self._policy.close()
 
 

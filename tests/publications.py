@@ -18,8 +18,9 @@ from rollmesh.engine.in_memory import Part
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.weights.events import Probe, PublishReport
-from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
+from rollmesh.trainer.weights.publisher import PublishReport
+from rollmesh.trainer.weights.verdicts import Probe
 from tests.contract.processes import announced
 from tests.unit.trainer.samples import new_sample
 
@@ -41,7 +42,7 @@ class Publications:
         self._engine = engine
         self._shell = shell
         self._background = BackgroundLoop("publisher")
-        self._weights = Weights(folder, self._background, shell.is_loading)
+        self._weights = WeightVersions(folder, self._background, shell.is_loading)
         self._num_steps = 0
 
     def publish(self) -> PublishReport:

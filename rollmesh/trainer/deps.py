@@ -20,8 +20,8 @@ from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.ready_queue import SampleAllocator
 from rollmesh.trainer.savepoints.shelf import Savepoints, Subject
-from rollmesh.trainer.weights.events import Probe
-from rollmesh.trainer.weights.folder import Bring, Weights
+from rollmesh.trainer.weights.folder import PublishFn, WeightVersions
+from rollmesh.trainer.weights.verdicts import Probe
 
 
 class TrainablePolicy(Subject, Offloadable, Protocol):
@@ -64,8 +64,8 @@ class TrainerDeps(msgspec.Struct):
     client: RolloutClient
     pacer: Pacer
     policy: TrainablePolicy
-    weights: Weights
-    bring: Bring
+    weights: WeightVersions
+    bring: PublishFn
     records: RunRecords
     tally: Tally
     savepoints: Savepoints

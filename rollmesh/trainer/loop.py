@@ -40,7 +40,7 @@ from rollmesh.trainer.pacing.pacer import Batch
 from rollmesh.trainer.pacing.versions import spans_versions
 from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.saver import Saver
-from rollmesh.trainer.weights.refusals import Refusals
+from rollmesh.trainer.weights.folder import RefusalMonitor
 
 log = get_logger()
 
@@ -72,7 +72,7 @@ class TrainLoop:
         self._parts = parts
         self._stop = stop
         self._suspicion = Suspicion()
-        self._refusals = Refusals(parts.records, config.publish.accept_timeout_s)
+        self._refusals = RefusalMonitor(parts.records, config.publish.accept_timeout_s)
         self._saver = Saver(parts, config.trainer.checkpoint_steps)
         # Rows, as well as notes: a savepoint under way may be what fills the disk.
         parts.records.wait_by(self._tries_again)
@@ -300,7 +300,7 @@ class TrainLoop:
         step = weights.settled(timeout_s)
         if step is not None:
             self._parts.pacer.published(step)
-        self._refusals.look(weights.refusal, all_asleep=weights.fleet.all_asleep)
+        self._refusals.observe(weights.refusal, all_asleep=weights.fleet.all_asleep)
 
     def _look_at_gaps(self, batch: Batch, report: StepReport) -> Findings:
         """Book them, and say which samples were masked and which engines are not to be trusted."""

@@ -59,8 +59,8 @@ from rollmesh.trainer.models.folders import (
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator
 from rollmesh.trainer.ranks import Ranks, SingleRank, check_finite, is_finite, named_weights
 from rollmesh.trainer.savepoints.imprint import Imprint
-from rollmesh.trainer.weights.carriers.hold import Hold
-from rollmesh.trainer.weights.events import Probe
+from rollmesh.trainer.weights.payload import WeightBuffer
+from rollmesh.trainer.weights.verdicts import Probe
 
 PROBE_TOKENS = 32
 HOST = torch.device("cpu")
@@ -91,7 +91,7 @@ class Policy:
         self._ranks.shard(self._model)
         self._optimizer = ModelOptimizer(self._model, settings)
         self._imprint = Imprint(self._model, self._optimizer, self._ranks)
-        self._hold = Hold()
+        self._weight_buffer = WeightBuffer()
         self._policy_version: int | None = 0
 
     def step(
@@ -161,7 +161,7 @@ class Policy:
             self.save(folder, policy_version)
             return ()
         weights = named_weights(self._model)
-        part = self._hold.lay(weights, self._ranks.owned(weights), folder.parent)
+        part = self._weight_buffer.store(weights, self._ranks.owned(weights), folder.parent)
         # After all collectives: a rank whose disk is full leaves no other rank waiting.
         if self._ranks.is_first:
             begin_without_weights(self._model, self._source, folder)
@@ -232,7 +232,7 @@ class Policy:
 
     def close(self) -> None:
         """Free the exported weights; everything else is freed with the process."""
-        self._hold.close()
+        self._weight_buffer.close()
 
     def _plan(
         self, samples: Sequence[Sample], minibatches: npt.NDArray[np.int64]

@@ -46,7 +46,7 @@ from rollmesh.trainer.recovery.revival import (
 )
 from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.keys import Role, read_keys
 
 log = get_logger()
@@ -93,7 +93,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     pacer.go_on(recovery)
     background = BackgroundLoop("publisher")
     shell = PublishShell(router, config.publish, read_keys(role=Role.PUBLISHER), client.client_id)
-    weights = Weights(folder / "weights", background, shell.is_loading, shell.fleet)
+    weights = WeightVersions(folder / "weights", background, shell.is_loading, shell.fleet)
     weights.policy_version = recovery.policy_version - 1
 
     def fence(asked: FenceAsked) -> None:

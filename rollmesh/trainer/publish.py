@@ -11,7 +11,7 @@ import contextlib
 import time
 from pathlib import Path
 
-from rollmesh.core.config import PublishConfig
+from rollmesh.core.config import PublishConfig, PublishMode
 from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable, LocalShortage
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
@@ -21,26 +21,28 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.in_memory import Part
 from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
-from rollmesh.trainer.weights.carriers.adapter import drop_adapters, name_of, swap_adapter
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.modes import carrier_of
-from rollmesh.trainer.weights.carriers.shipping import Shipping
-from rollmesh.trainer.weights.events import (
+from rollmesh.trainer.weights.payload import Payload
+from rollmesh.trainer.weights.publisher import (
     Accepted,
     Action,
-    CallEngine,
     Doubted,
-    EngineCalled,
     Event,
     FleetState,
-    Probe,
-    PublishAsked,
+    PhaseResult,
     PublishEnded,
+    Publisher,
+    PublisherSettings,
     PublishReport,
+    PublishRequested,
+    RunPhase,
     Superseded,
     UpdatePhase,
 )
-from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.trainer.weights.transfer import Transfer, WeightTransport
+from rollmesh.trainer.weights.transports.distributed import DistributedTransport
+from rollmesh.trainer.weights.transports.sglang import adapter_in, drop_adapters, swap_adapter
+from rollmesh.trainer.weights.transports.tensor import TensorTransport
+from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.fleet import PublisherLeft
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
@@ -70,7 +72,7 @@ class PublishShell:
                 name=name, lease_s=settings.lease_s, probe_tolerance=settings.probe_tolerance
             )
         )
-        self._shipping = Shipping(carrier_of(settings.mode), settings.lease_s)
+        self._transfer = Transfer(transport_for(settings.mode), settings.lease_s)
         self._fencing = Fencing()
         self._dialer: Dialer | None = None
         self._http: HttpClient | None = None
@@ -97,18 +99,18 @@ class PublishShell:
         the folder cannot be written and engines wait for it.
         """
         self._open()
-        cargo = Cargo(policy_version, absolute(folder), parts)
+        payload = Payload(policy_version, absolute(folder), parts)
         end: asyncio.Future[PublishReport] = asyncio.get_running_loop().create_future()
         self._ends[policy_version] = end
         try:
-            await self._shipping.begin(cargo, self._serving())
+            await self._transfer.begin(payload, self._serving())
             if not end.done():
-                adapter = name_of(policy_version, folder)
-                self._step(PublishAsked(policy_version, cargo.folder, probe, adapter))
+                adapter = adapter_in(policy_version, folder)
+                self._step(PublishRequested(policy_version, payload.folder, probe, adapter))
             return await end
         finally:
             self._ends.pop(policy_version, None)
-            await self._shipping.finish()
+            await self._transfer.finish()
             if probe:
                 await self._leave_probe(folder, probe)
 
@@ -116,7 +118,7 @@ class PublishShell:
         """For engines that will wake with these weights: their coordinator tries them by it."""
         tolerance = self._tolerance
         left = WeightsProbe(token_ids=probe.token_ids, logprobs=probe.logprobs, tolerance=tolerance)
-        if not name_of(0, folder):  # an adapter's weights are not all in its folder
+        if not adapter_in(0, folder):  # an adapter's weights are not all in its folder
             with contextlib.suppress(OSError):  # without it they are tried by their name alone
                 await asyncio.to_thread(leave_probe, folder, left)
 
@@ -126,7 +128,7 @@ class PublishShell:
 
     def is_loading(self, folder: Path) -> bool:
         """Whether an engine may be reading this version's folder; from any thread."""
-        return self._shipping.is_loading(folder)
+        return self._transfer.is_loading(folder)
 
     def fence(self, asked: FenceAsked) -> None:
         """Ask the router to keep everybody from an engine; what becomes of it is logged."""
@@ -153,7 +155,7 @@ class PublishShell:
         if self._dialer:
             self._dialer.send(Packet(PublisherLeft(), self._incarnation))
             self._dialer.close()
-        await self._shipping.close()
+        await self._transfer.close()
         if self._http:
             await self._http.close()
 
@@ -195,7 +197,7 @@ class PublishShell:
                 log.warning("engine.fenced", url=asked.url, why=asked.detail)
             case FenceTold(asked, error):
                 log.warning("engine.not_fenced", url=asked.url, why=error)
-            case CallEngine():
+            case RunPhase():
                 self._spawn(action)
             case Accepted() | Doubted() | Superseded():
                 self._note(action)
@@ -223,7 +225,7 @@ class PublishShell:
                     "publisher.superseded", policy_version=policy_version, by=by, remedy=remedy
                 )
 
-    def _spawn(self, call: CallEngine) -> None:
+    def _spawn(self, call: RunPhase) -> None:
         """What is still under way at this engine is over: its answer would change nothing, and what
         it did from now on would be done behind the machine's back."""
         before = self._latest.get(call.url)
@@ -234,17 +236,17 @@ class PublishShell:
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 
-    async def _call(self, call: CallEngine, before: asyncio.Task[None] | None) -> None:
+    async def _call(self, call: RunPhase, before: asyncio.Task[None] | None) -> None:
         assert self._http
         if before:
             await asyncio.wait([before])  # it puts the engine in order first
         await asyncio.sleep(call.after_s)
         try:
             client = EngineClient(call.url, self._http)
-            called = await carry_out(client, call, self._shipping)
+            called = await carry_out(client, call, self._transfer)
         except (AddressError, EngineError) as error:
             is_local = isinstance(error, LocalShortage)
-            called = EngineCalled(call.url, call.serial, False, str(error), is_local=is_local)
+            called = PhaseResult(call.url, call.serial, False, str(error), is_local=is_local)
         if self._latest.get(call.url) is asyncio.current_task():
             del self._latest[call.url]
             self._step(called)
@@ -255,7 +257,7 @@ def absolute(folder: Path) -> str:
     return str(folder.absolute())
 
 
-async def carry_out(client: EngineClient, call: CallEngine, shipping: Shipping) -> EngineCalled:
+async def carry_out(client: EngineClient, call: RunPhase, transfer: Transfer) -> PhaseResult:
     """Do to the engine what the machine asks for; EngineError if it does not."""
     target = call.target
     logprobs: tuple[float, ...] = ()
@@ -273,7 +275,7 @@ async def carry_out(client: EngineClient, call: CallEngine, shipping: Shipping) 
             await swap_adapter(client, target.policy_version, folder, target.adapter)
         case UpdatePhase.LOADING:
             await drop_adapters(client)
-            await shipping.load(client, target.policy_version, target.folder)
+            await transfer.load(client, target.policy_version, target.folder)
         case UpdatePhase.RESUMING | UpdatePhase.UNDOING:
             await client.resume()
         case UpdatePhase.SCORING:
@@ -283,4 +285,15 @@ async def carry_out(client: EngineClient, call: CallEngine, shipping: Shipping) 
             policy_version = (await client.model_info()).policy_version
         case _:
             raise AssertionError(f"no call belongs to {call.phase}")
-    return EngineCalled(call.url, call.serial, True, "", logprobs, num_requests, policy_version)
+    return PhaseResult(call.url, call.serial, True, "", logprobs, num_requests, policy_version)
+
+
+def transport_for(mode: PublishMode) -> WeightTransport | None:
+    """None for `disk`, which needs no more than the file that there always is."""
+    match mode:
+        case "disk":
+            return None
+        case "tensor":
+            return TensorTransport()
+        case "distributed":
+            return DistributedTransport()

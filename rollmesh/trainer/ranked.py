@@ -39,7 +39,7 @@ from rollmesh.trainer.pacing.ready_queue import StoreAllocator, copy_samples
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranks import ShardedRanks, not_finite_error
 from rollmesh.trainer.staleness import Staleness
-from rollmesh.trainer.weights.events import Probe
+from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.keys import Keys
 
 ROLE = "actor"

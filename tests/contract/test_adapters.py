@@ -18,7 +18,7 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.member import adapter_name
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.weights.carriers.adapter import swap_adapter
+from rollmesh.trainer.weights.transports.sglang import swap_adapter
 from tests.contract.engines import WAIT_S, EngineUnderContract
 from tests.contract.model import write_contract_model
 from tests.contract.processes import (

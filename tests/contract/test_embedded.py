@@ -18,10 +18,9 @@ from safetensors.torch import load_file
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.in_memory import LOAD_FORMAT, Part, Piece, told
-from rollmesh.trainer.weights.carriers.bracket import weight_update
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.hold import Hold
-from rollmesh.trainer.weights.carriers.tensor import TensorCarrier
+from rollmesh.trainer.weights.payload import Payload, WeightBuffer
+from rollmesh.trainer.weights.transports.sglang import update_session
+from rollmesh.trainer.weights.transports.tensor import TensorTransport
 from tests.contract.engines import LONG, WAIT_S
 from tests.contract.processes import EngineProcess, embedded_engine
 
@@ -114,8 +113,8 @@ def test_what_is_not_all_of_the_model_does_not_take_over(
     """SGLang takes a part, and serves both."""
     weights = load_file(model_folder / "model.safetensors")
     few = {"model.norm.weight": 2 * weights["model.norm.weight"]}
-    hold = Hold()
-    part = hold.lay(few, set(few), tmp_path)
+    buffer = WeightBuffer()
+    part = buffer.store(few, set(few), tmp_path)
     ask = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
     before = client.post("/generate", json=ask).json()
     assert client.post("/begin_weight_update").status_code == 200
@@ -127,7 +126,7 @@ def test_what_is_not_all_of_the_model_does_not_take_over(
     assert after["output_ids"] == before["output_ids"]
     assert client.get("/model_info").json()["weight_version"] == "0"
     assert client.post("/end_weight_update").status_code == 400, "it is closed all the same"
-    hold.close()
+    buffer.close()
 
 
 def test_a_bracket_that_was_left_with_a_part_of_the_model_is_closed(
@@ -135,31 +134,31 @@ def test_a_bracket_that_was_left_with_a_part_of_the_model_is_closed(
 ) -> None:
     """Its publisher was killed; the next one is not refused for that."""
     weights = load_file(model_folder / "model.safetensors")
-    hold = Hold()
-    part = hold.lay(weights, {"model.norm.weight"}, tmp_path)
+    buffer = WeightBuffer()
+    part = buffer.store(weights, {"model.norm.weight"}, tmp_path)
     assert client.post("/begin_weight_update").status_code == 200
     assert update_from(client, part).status_code == 200
 
     async def update() -> None:
-        async with HttpClient() as http, weight_update(EngineClient(str(client.base_url), http)):
+        async with HttpClient() as http, update_session(EngineClient(str(client.base_url), http)):
             pass
 
     asyncio.run(update())
     assert client.post("/end_weight_update").status_code == 400, "it is closed"
     assert client.get("/model_info").json()["weight_version"] == "0"
-    hold.close()
+    buffer.close()
 
 
 @pytest.fixture
 def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[Part]:
     """All of the model, in memory that a test may take away."""
     weights = load_file(model_folder / "model.safetensors")
-    hold = Hold()
-    part = hold.lay(weights, set(weights), tmp_path)
+    buffer = WeightBuffer()
+    part = buffer.store(weights, set(weights), tmp_path)
     laid = shutil.copy(part.path, f"{part.path}-copy")
     yield msgspec.structs.replace(part, path=laid)
     Path(laid).unlink(missing_ok=True)
-    hold.close()
+    buffer.close()
     client.post("/update_weight_version", json={"new_version": "0"})
 
 
@@ -198,13 +197,13 @@ def test_staging_that_cannot_be_read_is_a_400_and_stages_nothing(
 async def test_in_its_pause_an_engine_copies_nothing_that_it_could_copy_before(
     client: httpx.Client, laid: Part
 ) -> None:
-    carrier, cargo = TensorCarrier(), Cargo(9, "/none", (laid,))
+    carrier, payload = TensorTransport(), Payload(9, "/none", (laid,))
     async with HttpClient() as http:
         engine = EngineClient(str(client.base_url), http)
-        await carrier.begin(cargo, [engine], 10.0)
+        await carrier.begin(payload, [engine], 10.0)
         await asyncio.to_thread(Path(laid.path).unlink)
         await engine.pause()
-        await carrier.load(engine, cargo, 10.0)
+        await carrier.load(engine, payload, 10.0)
         await engine.resume()
         assert (await engine.model_info()).policy_version == 9
     await carrier.close()

@@ -18,7 +18,7 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.weights.events import Probe
+from rollmesh.trainer.weights.verdicts import Probe
 from tests.contract.engines import EngineUnderContract
 from tests.contract.model import write_contract_model
 from tests.contract.processes import announced

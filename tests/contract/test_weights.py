@@ -1,6 +1,6 @@
 """The contract of weights that come without a file: from memory of the host, and from a group.
 
-The publisher's own carriers bring them, from where a policy lays them.
+The publisher's own transports load them, from where a policy lays them.
 """
 
 import asyncio
@@ -14,11 +14,10 @@ from safetensors.torch import load_file
 
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.trainer.weights.carriers.bracket import weight_update
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.distributed import MUSTER_S, DistributedCarrier
-from rollmesh.trainer.weights.carriers.hold import Hold
-from rollmesh.trainer.weights.carriers.tensor import TensorCarrier
+from rollmesh.trainer.weights.payload import Payload, WeightBuffer
+from rollmesh.trainer.weights.transports.distributed import GATHER_S, DistributedTransport
+from rollmesh.trainer.weights.transports.sglang import update_session
+from rollmesh.trainer.weights.transports.tensor import TensorTransport
 from tests.contract.engines import EngineUnderContract
 from tests.contract.model import write_contract_model
 
@@ -34,12 +33,12 @@ def newer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cargo(newer_folder: Path) -> Iterator[Cargo]:
+def payload(newer_folder: Path) -> Iterator[Payload]:
     """Those weights, where a rank lays them."""
     weights = load_file(newer_folder / "model.safetensors")
-    hold = Hold()
-    yield Cargo(71, str(newer_folder), (hold.lay(weights, set(weights), newer_folder),))
-    hold.close()
+    buffer = WeightBuffer()
+    yield Payload(71, str(newer_folder), (buffer.store(weights, set(weights), newer_folder),))
+    buffer.close()
 
 
 @pytest.fixture
@@ -66,13 +65,13 @@ async def scores_of_folder(
 
 
 async def test_weights_from_memory_score_as_those_of_the_file(
-    engine: EngineUnderContract, client: EngineClient, cargo: Cargo, newer_folder: Path
+    engine: EngineUnderContract, client: EngineClient, payload: Payload, newer_folder: Path
 ) -> None:
     expected = await scores_of_folder(engine, client, newer_folder)
     await client.pause()
     await client.flush()
-    carrier = TensorCarrier()
-    await carrier.load(client, cargo, TIMEOUT_S)
+    carrier = TensorTransport()
+    await carrier.load(client, payload, TIMEOUT_S)
     await client.resume()
     assert await client.score(PROBE, "71") == pytest.approx(expected, abs=CLOSE)
     assert (await client.model_info()).policy_version == 71
@@ -81,32 +80,32 @@ async def test_weights_from_memory_score_as_those_of_the_file(
 
 
 async def test_broadcast_weights_score_as_those_of_the_file_time_and_again(
-    engine: EngineUnderContract, client: EngineClient, cargo: Cargo, newer_folder: Path
+    engine: EngineUnderContract, client: EngineClient, payload: Payload, newer_folder: Path
 ) -> None:
     expected = await scores_of_folder(engine, client, newer_folder)
-    carrier = DistributedCarrier()
-    await carrier.begin(cargo, [client], TIMEOUT_S)
+    carrier = DistributedTransport()
+    await carrier.begin(payload, [client], TIMEOUT_S)
     await client.pause()
     await client.flush()
-    await carrier.load(client, cargo, TIMEOUT_S)
+    await carrier.load(client, payload, TIMEOUT_S)
     await client.resume()
     assert await client.score(PROBE, "71") == pytest.approx(expected, abs=CLOSE)
     assert (await client.model_info()).policy_version == 71
     await client.update_from_disk(Path(engine.model_path), 72)
     await client.pause()
     # The group stands, and nobody else is to come.
-    async with asyncio.timeout(MUSTER_S):
-        await carrier.load(client, msgspec.structs.replace(cargo, policy_version=73), TIMEOUT_S)
+    async with asyncio.timeout(GATHER_S):
+        await carrier.load(client, msgspec.structs.replace(payload, policy_version=73), TIMEOUT_S)
     await client.resume()
     assert await client.score(PROBE, "73") == pytest.approx(expected, abs=CLOSE)
     await carrier.close()
 
 
 async def test_a_bracket_that_a_killed_publisher_left_open_is_closed(
-    engine: EngineUnderContract, client: EngineClient, cargo: Cargo
+    engine: EngineUnderContract, client: EngineClient, payload: Payload
 ) -> None:
     await client.order("/begin_weight_update", {})
-    async with weight_update(client):
+    async with update_session(client):
         pass
     assert (await engine.post("/end_weight_update")).status_code == 400
 
@@ -115,7 +114,7 @@ async def test_a_load_that_fails_leaves_no_bracket_open(
     engine: EngineUnderContract, client: EngineClient
 ) -> None:
     with pytest.raises(ZeroDivisionError):
-        async with weight_update(client):
+        async with update_session(client):
             raise ZeroDivisionError
     assert (await engine.post("/begin_weight_update")).status_code == 200
     assert (await engine.post("/begin_weight_update")).status_code == 400
@@ -138,7 +137,7 @@ async def test_a_bracket_waits_for_nobody(
     """What is held while an engine is paused goes on after it."""
     await client.pause()
     held = asyncio.create_task(engine.generate(PROBE))
-    async with weight_update(client):
+    async with update_session(client):
         pass
     assert not held.done()
     await client.resume()

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.core.process import USAGE
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
-from rollmesh.trainer.weights.events import PublishReport
+from rollmesh.trainer.weights.publisher import PublishReport
 from tests.contract.processes import embedded_engine
 from tests.flow.lying_engine import ignoring
 from tests.publications import publications

@@ -17,8 +17,7 @@ from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranked import RankedPolicy
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.shipping import write_folder
+from rollmesh.trainer.weights.payload import Payload, write_folder
 from tests.unit.trainer.samples import new_sample
 
 SETTINGS = TrainerConfig(
@@ -126,7 +125,7 @@ def test_any_number_of_ranks_gives_the_curve_of_one(
         reports = [step_and_end(policy, step) for step in range(num_steps)]
         policy.save(tmp_path / "many", 1)
         parts = policy.export(tmp_path / "parts", 2)
-        write_folder(Cargo(2, str(tmp_path / "parts"), parts))
+        write_folder(Payload(2, str(tmp_path / "parts"), parts))
         probe = policy.probe()
     for report, other in zip(reports, expected, strict=True):
         figures, of_one = report.figures(), other.figures()

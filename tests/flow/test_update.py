@@ -26,8 +26,8 @@ from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.weights.events import Probe
 from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.fleet import BeginUpdate, EnginePhase
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.sockets import Dialer

@@ -21,12 +21,11 @@ from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.trainer.models.folders import partial_path
-from rollmesh.trainer.weights.carriers import distributed
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.distributed import MUSTER_S, DistributedCarrier
-from rollmesh.trainer.weights.carriers.ferry import Ferry, Meet, Open
-from rollmesh.trainer.weights.carriers.hold import Hold
-from rollmesh.trainer.weights.carriers.shipping import Shipping
+from rollmesh.trainer.weights.payload import Payload, WeightBuffer
+from rollmesh.trainer.weights.transfer import Transfer
+from rollmesh.trainer.weights.transports import distributed
+from rollmesh.trainer.weights.transports.distributed import GATHER_S, DistributedTransport
+from rollmesh.trainer.weights.transports.sender import JoinGroup, OpenGroup, WeightSender
 from tests.contract.model import write_contract_model
 from tests.contract.processes import EngineProcess, embedded_engine
 
@@ -58,26 +57,26 @@ async def clients(engines: list[EngineProcess]) -> AsyncIterator[list[EngineClie
 
 
 @pytest.fixture
-def cargo(folders: list[Path], tmp_path: Path) -> Iterator[Cargo]:
+def payload(folders: list[Path], tmp_path: Path) -> Iterator[Payload]:
     """The second set, as a policy hands it over."""
     weights = load_file(folders[1] / "model.safetensors")
-    folder, hold = tmp_path / "v000005", Hold()
+    folder, buffer = tmp_path / "v000005", WeightBuffer()
     shutil.copytree(
         folders[1], partial_path(folder), ignore=shutil.ignore_patterns("*.safetensors")
     )
-    yield Cargo(5, str(folder), (hold.lay(weights, set(weights), tmp_path),))
-    hold.close()
+    yield Payload(5, str(folder), (buffer.store(weights, set(weights), tmp_path),))
+    buffer.close()
 
 
 @pytest.fixture
-async def shipping(request: pytest.FixtureRequest, cargo: Cargo) -> AsyncIterator[Shipping]:
-    shipping = Shipping(DistributedCarrier(), getattr(request, "param", PATIENCE_S))
-    await shipping.begin(cargo)
-    yield shipping
-    await shipping.close()
+async def transfer(request: pytest.FixtureRequest, payload: Payload) -> AsyncIterator[Transfer]:
+    transfer = Transfer(DistributedTransport(), getattr(request, "param", PATIENCE_S))
+    await transfer.begin(payload)
+    yield transfer
+    await transfer.close()
 
 
-gives_up = pytest.mark.parametrize("shipping", [TIMEOUT_S], indirect=True, ids=["gives up"])
+gives_up = pytest.mark.parametrize("transfer", [TIMEOUT_S], indirect=True, ids=["gives up"])
 
 
 async def scores(client: EngineClient) -> list[float]:
@@ -85,11 +84,11 @@ async def scores(client: EngineClient) -> list[float]:
 
 
 async def test_all_who_come_together_are_in_one_group(
-    clients: list[EngineClient], shipping: Shipping, cargo: Cargo, folders: list[Path]
+    clients: list[EngineClient], transfer: Transfer, payload: Payload, folders: list[Path]
 ) -> None:
     await clients[0].update_from_disk(folders[1], 1)
     expected = await scores(clients[0])
-    await asyncio.gather(*(shipping.load(client, 5, cargo.folder) for client in clients))
+    await asyncio.gather(*(transfer.load(client, 5, payload.folder) for client in clients))
     for client in clients:
         assert await scores(client) == expected
         info = await client.model_info()
@@ -98,20 +97,22 @@ async def test_all_who_come_together_are_in_one_group(
 
 
 async def test_one_that_knows_no_bracket_gets_the_file_and_the_others_cross(
-    clients: list[EngineClient], shipping: Shipping, cargo: Cargo
+    clients: list[EngineClient], transfer: Transfer, payload: Payload
 ) -> None:
     """As SGLang before 0.5.21; it is asked once."""
     async with ScriptedEngine() as older, HttpClient() as http:
         all_three = [EngineClient(older.url, http), *clients]
         with capture_logs() as told:
             for _ in range(2):
-                await asyncio.gather(*(shipping.load(each, 5, cargo.folder) for each in all_three))
+                await asyncio.gather(
+                    *(transfer.load(each, 5, payload.folder) for each in all_three)
+                )
         assert older.weight_version == "5"
         assert older.num_seen("/begin_weight_update") == 1
     for client in clients:
         info = await client.model_info()
         assert info.policy_version == 5
-        assert info.model_path != cargo.folder
+        assert info.model_path != payload.folder
     assert [each["event"] for each in told] == ["engine.takes_files"]
 
 
@@ -119,19 +120,19 @@ async def test_one_that_knows_no_bracket_gets_the_file_and_the_others_cross(
 async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
     engines: list[EngineProcess],
     clients: list[EngineClient],
-    shipping: Shipping,
-    cargo: Cargo,
+    transfer: Transfer,
+    payload: Payload,
 ) -> None:
     os.kill(engines[0].pid, signal.SIGSTOP)
     try:
         with capture_logs() as told:
             async with asyncio.timeout(PATIENCE_S):
-                stopped = asyncio.create_task(shipping.load(clients[0], 5, cargo.folder))
-                await shipping.load(clients[1], 5, cargo.folder)
+                stopped = asyncio.create_task(transfer.load(clients[0], 5, payload.folder))
+                await transfer.load(clients[1], 5, payload.folder)
     finally:
         os.kill(engines[0].pid, signal.SIGCONT)
     assert (await clients[1].model_info()).policy_version == 5
-    assert (await clients[1].model_info()).model_path == cargo.folder
+    assert (await clients[1].model_info()).model_path == payload.folder
     events = [event["event"] for event in told]
     assert events.count("group.torn_down") == 1
     await asyncio.wait([stopped])
@@ -139,48 +140,48 @@ async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
 
 @gives_up
 async def test_one_that_dies_keeps_nobody(
-    folders: list[Path], clients: list[EngineClient], shipping: Shipping, cargo: Cargo
+    folders: list[Path], clients: list[EngineClient], transfer: Transfer, payload: Payload
 ) -> None:
     with embedded_engine(folders[0]) as doomed:
         async with HttpClient() as http:
             group = [EngineClient(doomed.address, http), clients[1]]
-            await asyncio.gather(*(shipping.load(each, 5, cargo.folder) for each in group))
+            await asyncio.gather(*(transfer.load(each, 5, payload.folder) for each in group))
             doomed.child.kill()
             doomed.child.wait()
-            loads = [shipping.load(each, 5, cargo.folder) for each in group]
+            loads = [transfer.load(each, 5, payload.folder) for each in group]
             async with asyncio.timeout(PATIENCE_S):
                 dead, alive = await asyncio.gather(*loads, return_exceptions=True)
     assert alive is None
     assert isinstance(dead, EngineUnavailable)
-    assert (await clients[1].model_info()).model_path == cargo.folder
+    assert (await clients[1].model_info()).model_path == payload.folder
 
 
-async def test_a_ferry_that_has_ended_is_an_error_and_no_wait() -> None:
-    ferry = await Ferry.started()
-    opened = await ferry.order(Open("group", "gloo", "127.0.0.1", 2, PATIENCE_S))
+async def test_exited_sender_is_an_error_without_a_wait() -> None:
+    sender = await WeightSender.started()
+    opened = await sender.order(OpenGroup("group", "gloo", "127.0.0.1", 2, PATIENCE_S))
     assert opened.port
-    await ferry.close()
-    with pytest.raises(EngineUnavailable, match="the ferry has ended"):
-        await ferry.order(Meet())
+    await sender.close()
+    with pytest.raises(EngineUnavailable, match="exited"):
+        await sender.order(JoinGroup())
 
 
 async def test_one_that_is_away_is_not_waited_for_longer_than_the_muster(
-    clients: list[EngineClient], shipping: Shipping, cargo: Cargo
+    clients: list[EngineClient], transfer: Transfer, payload: Payload
 ) -> None:
-    await asyncio.gather(*(shipping.load(client, 5, cargo.folder) for client in clients))
-    await shipping.load(clients[1], 5, cargo.folder)
+    await asyncio.gather(*(transfer.load(client, 5, payload.folder) for client in clients))
+    await transfer.load(clients[1], 5, payload.folder)
     assert (await clients[1].model_info()).policy_version == 5
 
 
 async def test_after_one_came_late_all_cross_together_again(
-    clients: list[EngineClient], cargo: Cargo, monkeypatch: pytest.MonkeyPatch
+    clients: list[EngineClient], payload: Payload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "MUSTER_S", 0.1)
-    carrier = DistributedCarrier()
-    await carrier.load(clients[1], cargo, PATIENCE_S)
-    await carrier.load(clients[0], cargo, PATIENCE_S)
-    monkeypatch.setattr(distributed, "MUSTER_S", NEVER_S)
-    newer = msgspec.structs.replace(cargo, policy_version=6)
+    monkeypatch.setattr(distributed, "GATHER_S", 0.1)
+    carrier = DistributedTransport()
+    await carrier.load(clients[1], payload, PATIENCE_S)
+    await carrier.load(clients[0], payload, PATIENCE_S)
+    monkeypatch.setattr(distributed, "GATHER_S", NEVER_S)
+    newer = msgspec.structs.replace(payload, policy_version=6)
     first = asyncio.create_task(carrier.load(clients[0], newer, PATIENCE_S))
     await asyncio.wait([first], timeout=0.6)
     assert not first.done(), "it waits for the other"
@@ -192,15 +193,15 @@ async def test_after_one_came_late_all_cross_together_again(
 
 
 async def test_a_load_that_is_given_up_ends_the_crossing_for_all(
-    engines: list[EngineProcess], clients: list[EngineClient], cargo: Cargo
+    engines: list[EngineProcess], clients: list[EngineClient], payload: Payload
 ) -> None:
     """Its engine is no more the publisher's; the others are not held by it."""
-    carrier = DistributedCarrier()
-    await carrier.begin(cargo, clients, NEVER_S)
-    stuck, other = (asyncio.create_task(carrier.load(each, cargo, NEVER_S)) for each in clients)
+    carrier = DistributedTransport()
+    await carrier.begin(payload, clients, NEVER_S)
+    stuck, other = (asyncio.create_task(carrier.load(each, payload, NEVER_S)) for each in clients)
     os.kill(engines[0].pid, signal.SIGSTOP)
     try:
-        await asyncio.wait([stuck, other], timeout=MUSTER_S + 0.5)
+        await asyncio.wait([stuck, other], timeout=GATHER_S + 0.5)
         stuck.cancel()
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(EngineUnavailable, match=f"{clients[0].url}: its load was given up"):

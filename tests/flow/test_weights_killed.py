@@ -11,7 +11,7 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.tensors.segment import SHARED_MEMORY, sweep
 from rollmesh.trainer.models.folders import load_model
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
-from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 
 
 @pytest.mark.parametrize("stage", ["writing", "written"])
@@ -27,7 +27,7 @@ def test_a_writer_that_is_killed_leaves_the_older_version_and_no_newer(
         writer.kill()
     assert {path.name for path in versions.iterdir()} == {"v000001", "v000002.part"}
     background = BackgroundLoop("publisher")
-    Weights(versions, background)
+    WeightVersions(versions, background)
     background.close()
     assert [path.name for path in versions.iterdir()] == ["v000001"]
     again = AutoModelForCausalLM.from_pretrained(versions / "v000001")

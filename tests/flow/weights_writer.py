@@ -13,9 +13,7 @@ from pathlib import Path
 from rollmesh.core.config import TrainerConfig
 from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.shards import write_shards
-from rollmesh.trainer.weights.carriers.shipping import write_folder
+from rollmesh.trainer.weights.payload import Payload, write_folder, write_shards
 
 
 def main() -> None:
@@ -23,14 +21,14 @@ def main() -> None:
     model, versions, stage = sys.argv[1:]
     policy = Policy(model, TrainerConfig())
     first, second = (Path(versions) / f"v{number:06d}" for number in (1, 2))
-    write_folder(Cargo(1, str(first), policy.export(first, 1)))
-    cargo = Cargo(2, str(second), policy.export(second, 2))
+    write_folder(Payload(1, str(first), policy.export(first, 1)))
+    payload = Payload(2, str(second), policy.export(second, 2))
     if stage == "written":
-        write_shards(partial_path(second), cargo.parts)
+        write_shards(partial_path(second), payload.parts)
     else:  # a pipe without a reader: who opens it to write waits for one
         os.mkfifo(partial_path(second) / "model.safetensors")
-        threading.Thread(target=write_folder, args=[cargo]).start()
-    sys.stdout.write(f"{cargo.parts[0].path}\n")
+        threading.Thread(target=write_folder, args=[payload]).start()
+    sys.stdout.write(f"{payload.parts[0].path}\n")
     sys.stdout.flush()
     signal.pause()
 

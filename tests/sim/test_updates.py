@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.trainer.weights.events import EngineCalled, UpdatePhase
+from rollmesh.trainer.weights.publisher import PhaseResult, UpdatePhase
 from rollmesh.wire.fleet import EnginePhase
 from tests.unit.trainer.weights.publisher_world import A, B, Mesh, target
 
@@ -22,7 +22,7 @@ def test_engine_that_is_killed_as_its_update_begins_has_the_weights_once_it_answ
         [look] = mesh.calls
         assert look.phase is UpdatePhase.DRAINING
         mesh.calls.clear()
-        mesh.publish(EngineCalled(A, look.serial, False, "no answer within 5 s"))
+        mesh.publish(PhaseResult(A, look.serial, False, "no answer within 5 s"))
     mesh.run(takes_s - 5.0)
     assert mesh.phase() is EnginePhase.UPDATING
     engine.is_starting = False

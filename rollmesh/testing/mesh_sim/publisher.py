@@ -14,27 +14,28 @@ from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
-from rollmesh.trainer.weights.events import (
+from rollmesh.trainer.weights.publisher import (
     Accepted,
     Action,
-    CallEngine,
     Doubted,
-    EngineCalled,
     Event,
-    Probe,
-    PublishAsked,
+    PhaseResult,
     PublishEnded,
+    Publisher,
+    PublisherSettings,
+    PublishRequested,
+    RunPhase,
     Superseded,
     UpdatePhase,
 )
-from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.fleet import BeginUpdate
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 
 TICK_S = 0.1
 SETTINGS = PublisherSettings(
-    lease_s=1.5, drain_leases=0.8, repeat_s=0.2, read_s=0.3, retry_s=0.3, look_s=0.03
+    lease_s=1.5, drain_leases=0.8, repeat_s=0.2, read_s=0.3, retry_s=0.3, poll_s=0.03
 )
 
 
@@ -78,7 +79,7 @@ class SimPublisher(Node):
     def publish(self, policy_version: int) -> None:
         """Bring the newest weights to the engines, under this name."""
         self.is_publishing = True
-        self._give(PublishAsked(policy_version, f"v{policy_version}", probe_of(policy_version)))
+        self._give(PublishRequested(policy_version, f"v{policy_version}", probe_of(policy_version)))
 
     @property
     def _watched(self) -> str:
@@ -115,7 +116,7 @@ class SimPublisher(Node):
                     if isinstance(message, BeginUpdate):
                         self._note_lease(message.url)
                     self._network.send(self, "router", Packet(message))
-                case CallEngine():
+                case RunPhase():
                     self._call(action)
                 case Superseded(policy_version, by):
                     assert policy_version < by, f"{self.name} gives way to older weights"
@@ -147,7 +148,7 @@ class SimPublisher(Node):
         else:
             self._network.num["leases_renewed"] += 1
 
-    def _call(self, call: CallEngine) -> None:
+    def _call(self, call: RunPhase) -> None:
         engine, life = self._engines[call.url], self.life
         if call.phase is UpdatePhase.PAUSING:
             self._check_drain(engine)
@@ -164,7 +165,7 @@ class SimPublisher(Node):
                 self._network.num["older_weights"] += engine.policy_version < before
             logprobs = probe_of(engine.policy_version).logprobs
             why, num_requests = "" if ok else "no answer", engine.num_requests
-            called = EngineCalled(call.url, call.serial, ok, why, logprobs, num_requests)
+            called = PhaseResult(call.url, call.serial, ok, why, logprobs, num_requests)
             if ok and call.phase is UpdatePhase.DRAINING and call.url in self._drains:
                 self._drains[call.url] = (self._drains[call.url][0], not num_requests)
             self._network.answer(self, life, lambda: self._give(called))
@@ -178,7 +179,7 @@ class SimPublisher(Node):
         assert was_idle or spent_s >= SETTINGS.lease_s * SETTINGS.drain_leases
 
 
-def carry_out(engine: SimEngine, call: CallEngine) -> None:
+def carry_out(engine: SimEngine, call: RunPhase) -> None:
     """What the engine does when asked."""
     match call.phase:
         case UpdatePhase.PAUSING:

@@ -1,1 +1,1 @@
-"""A policy version on its way to engines: the folder it stands in, the publisher, its carriers."""
+"""Policy versions on their way to engines: payload, folder, publisher machine and transports."""

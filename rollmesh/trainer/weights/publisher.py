@@ -1,4 +1,4 @@
-"""Bringing new weights to every engine of the fleet: one target, and engines driven towards it.
+"""Bring one target version to every engine of the fleet: a pure machine, one update per engine.
 
     WAITING -> BEGINNING -> DRAINING -> PAUSING -> FLUSHING -> LOADING -> RESUMING -> SCORING
     SCORING -> FINISHING --the router agrees--> done, forgotten
@@ -6,35 +6,23 @@
     DRAINING .. SCORING --a call cannot be sent--> the same call; the lease gets short --> WAITING
     BEGINNING --refused--> WAITING;  FINISHING --the lease lapsed--> WAITING
 
-Invariants: an engine is touched only under a lease and given back before the lease ends; it is
-paused when it has nothing to do, or its drain took too long (workers have heard of the lease: what
-can go on elsewhere has left, what cannot is left to end, and each lease that is renewed meanwhile
-is for the target of then); it counts as updated only when it scored the probe as the trainer does
-(verdict.py); what fails is resumed, fenced by the router and tried again. An engine that only seems
-to ignore updates is fenced where another may serve, and else used: without any engine there would
-be no further steps that could clear or prove it. A publication ends when every engine that is awake
-is at the target, has failed, or is another publisher's that is further; engines that come (back)
-with other weights are brought up too. Pure; driven by publish.py and by the simulator.
+- An engine is touched only under a lease and returned before the lease ends.
+- It is paused when idle, or when its drain took too long. Workers know of the lease: turns that can
+  resume elsewhere have left. Each renewed lease is for the newest target.
+- It counts as updated only when its scores of the probe match the trainer's (verdicts.py). After a
+  failure it is resumed, fenced by the router and retried.
+- An engine that only seems to ignore updates is fenced if another may serve. Otherwise it is used:
+  without any engine there would be no further steps that could clear or prove it.
+- A publication ends when every engine that is awake is at the target, has failed, or belongs to
+  another publisher with a newer version. Engines that return with other weights are updated too.
 """
+
+import enum
 
 import msgspec
 
 from rollmesh.engine.answers import UNVERSIONED
-from rollmesh.trainer.weights.events import (
-    Accepted,
-    Action,
-    CallEngine,
-    Doubted,
-    EngineCalled,
-    Event,
-    PublishAsked,
-    PublishEnded,
-    PublishReport,
-    Superseded,
-    UpdatePhase,
-)
-from rollmesh.trainer.weights.verdict import Proof, judge
-from rollmesh.trainer.weights.woken import Woken
+from rollmesh.trainer.weights.verdicts import Probe, WakingEngines, WeightProof, judge
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EnginePhase,
@@ -44,7 +32,127 @@ from rollmesh.wire.fleet import (
     FleetAsk,
     ReadFleet,
 )
-from rollmesh.wire.machine import ROUTER, Received, Send
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
+
+
+class UpdatePhase(enum.StrEnum):
+    """The state of one engine's update; the module draws the transitions."""
+
+    WAITING = "waiting"
+    BEGINNING = "beginning"
+    DRAINING = "draining"
+    PAUSING = "pausing"
+    FLUSHING = "flushing"
+    LOADING = "loading"
+    RESUMING = "resuming"
+    SCORING = "scoring"
+    FINISHING = "finishing"
+    UNDOING = "undoing"
+    FAILING = "failing"
+
+
+class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a publication."""
+
+    policy_version: int
+    updated: tuple[str, ...]
+    """Engines that serve the version."""
+    failed: tuple[str, ...]
+    """`url: why` of engines that do not; they are fenced and retried."""
+    doubted: tuple[str, ...] = ()
+    """Engines that serve it but seem to ignore updates, used because no other serves."""
+    wall_s: float
+    gap_s: float
+    """Longest time for which one engine received no turns."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether engines failed and none serves it; false for an empty or sleeping fleet."""
+        return bool(self.failed) and not self.updated
+
+
+class FleetState(msgspec.Struct):
+    """The publisher's last view of the engines; written on its thread, readable from any."""
+
+    accepted_version: int = UNVERSIONED
+    """The newest policy version that an engine serves, even if only since its publication ended."""
+    all_asleep: bool = False
+    """There are engines, and all of them sleep because their GPUs are used by others."""
+
+
+# events
+
+
+class PublishRequested(msgspec.Struct, frozen=True):
+    """Bring the weights in `folder` to all engines; a newer target replaces an older one."""
+
+    policy_version: int
+    folder: str
+    probe: Probe | None = None
+    adapter: str = ""
+    """The adapter's name if the folder holds an adapter; '' for whole weights."""
+
+
+class PhaseResult(msgspec.Struct, frozen=True):
+    """The result of RunPhase; a late one is ignored."""
+
+    url: str
+    serial: int
+    ok: bool
+    detail: str = ""
+    logprobs: tuple[float, ...] = ()
+    """Only after SCORING."""
+    num_requests: int = 0
+    """Running and waiting at the engine; only after DRAINING."""
+    policy_version: int = UNVERSIONED
+    """The version that the engine reports; only after SCORING."""
+    is_local: bool = False
+    """The call could not be sent because of a local shortage; the engine did not receive it."""
+
+
+# actions
+
+
+class RunPhase(msgspec.Struct, frozen=True):
+    """Call the engine for `phase`: DRAINING reads its load, UNDOING resumes it."""
+
+    url: str
+    serial: int
+    phase: UpdatePhase
+    target: PublishRequested
+    after_s: float = 0.0
+    """Delay before the call."""
+
+
+class PublishEnded(msgspec.Struct, frozen=True):
+    report: PublishReport
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """An engine serves this version for the first time, perhaps after the publication ended without
+    one."""
+
+    policy_version: int
+
+
+class Doubted(msgspec.Struct, frozen=True):
+    """The engine seems to ignore updates, and is used because no other serves."""
+
+    url: str
+    why: str
+
+
+class Superseded(msgspec.Struct, frozen=True):
+    """Another live publisher has a newer version and keeps its engines."""
+
+    policy_version: int
+    """The target of this publisher."""
+    by: int
+
+
+Event = PublishRequested | PhaseResult | Received | Ticked
+Action = Send | RunPhase | PublishEnded | Accepted | Doubted | Superseded
+
 
 NEXT_PHASE = {
     UpdatePhase.DRAINING: UpdatePhase.PAUSING,
@@ -54,111 +162,114 @@ NEXT_PHASE = {
     UpdatePhase.RESUMING: UpdatePhase.SCORING,
     UpdatePhase.SCORING: UpdatePhase.FINISHING,
 }
-"""After a call that succeeded."""
+"""The phase after a call that succeeded."""
 
 
 class PublisherSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Who the publisher is, and how patient."""
+    """Identity and timing of a publisher."""
 
     name: str = ""
-    """The same in each life of its run, so that it need not wait for the leases of the last."""
+    """The same for every incarnation of a run, so that a new one need not wait for old leases to
+    end."""
     lease_s: float = 30.0
     probe_tolerance: float = 0.1
-    """Mean difference of log-probs that still counts as equal."""
+    """Mean difference of log-probs up to which scores count as equal."""
     repeat_s: float = 0.5
-    """An ask that the router has not answered is sent again."""
+    """Interval at which an unanswered request to the router is repeated."""
     read_s: float = 1.0
-    """The fleet table is read this often."""
+    """Interval between reads of the fleet table."""
     retry_s: float = 2.0
-    """Between the beginnings of two tries of an engine that failed: one that was killed, and whose
-    calls waited for its next life, is tried again at once."""
+    """Minimum time between the starts of two attempts at one engine. If calls have waited for a
+    killed engine to restart, it is retried at once."""
     lease_share: float = 0.8
-    """Calls that take more of the lease than this are given up; the rest is for undoing."""
+    """Share of the lease after which a call is given up; the rest is for undoing."""
     drain_leases: float = 2.0
-    """Turns that cannot be resumed have so many leases to end, one renewed by the next."""
+    """Leases, each renewed, that turns which cannot be resumed may take to end."""
     renew_share: float = 0.3
-    """After so much of one, while an engine drains: the rest is for what comes behind."""
-    look_s: float = 0.05
-    """Between two looks at an engine that drains, and before the first: what was sent to it before
-    its senders heard of the lease has arrived by then."""
+    """Share of a lease after which it is renewed during a drain; the rest is for the phases that
+    follow."""
+    poll_s: float = 0.05
+    """Delay before each read of a draining engine's load, so that turns sent before their senders
+    knew of the lease have arrived."""
 
 
-class _Update:
-    """One engine on its way to the target."""
+class _EngineUpdate:
+    """One engine's update to the target."""
 
-    def __init__(self, url: str, target: PublishAsked) -> None:
+    def __init__(self, url: str, target: PublishRequested) -> None:
         self.url = url
         self.target = target
         self.phase = UpdatePhase.WAITING
         self.serial = 0
         self.ask: FleetAsk | None = None
-        """What the router has not answered yet."""
+        """The request that the router has not answered yet."""
         self.sent_s = 0.0
         self.begun_s = 0.0
-        """When its lease was asked for first."""
+        """When its lease was first requested."""
         self.renewed_s = 0.0
-        """When the one that is to follow was."""
+        """When the next lease was requested."""
         self.drained_from_s = 0.0
         self.not_before_s = 0.0
         self.failure = ""
-        """Why the last try failed; '' before the first has."""
+        """Why the last attempt failed; '' before the first failure."""
         self.shortage = ""
-        """Why the last call could not be sent, by no fault of the engine; '' if it was."""
+        """Why the last call could not be sent from here; '' if it was sent."""
 
 
 class Publisher:
-    """See the module."""
+    """The publisher machine: `step` takes events and returns actions."""
 
     def __init__(self, settings: PublisherSettings | None = None) -> None:
         self._settings = settings or PublisherSettings()
-        self._target: PublishAsked | None = None
-        self._proofs: dict[str, Proof] = {}
+        self._target: PublishRequested | None = None
+        self._proofs: dict[str, WeightProof] = {}
         """By engine: the last weights that it was proved to hold."""
         self._incarnations: dict[str, str] = {}
-        """By engine: of the process that its proof is about."""
+        """By engine: the process that its proof is about."""
         self._doubted: set[str] = set()
-        """Engines that seem to ignore updates, as was reported."""
+        """Engines reported as seeming to ignore updates."""
         self._is_accepted = False
-        """An engine serves the target, as was reported."""
-        self._yielded_for: PublishAsked | None = None
-        """The target of which it was said that another publisher is further."""
+        """It was reported that an engine serves the target."""
+        self._yielded_for: PublishRequested | None = None
+        """The target for which it was reported that another publisher is newer."""
         self._is_open = False
         """The target's end has not been reported yet."""
         self._asked_s = 0.0
         self._gap_s = 0.0
         self._table: tuple[EngineRow, ...] | None = None
-        """Read since the target was set."""
+        """The last fleet table read since the target was set."""
         self._first_ask_id = 0
-        self._updates: dict[str, _Update] = {}
+        self._updates: dict[str, _EngineUpdate] = {}
         self._verified: dict[str, int] = {}
-        """What we brought to each engine; an equal number may be another run's weights."""
-        self._woken = Woken()
+        """By engine: the version brought to it by this publisher; an equal number may be another
+        run's weights."""
+        self._waking = WakingEngines()
         self._failures: dict[str, str] = {}
         self._num_asks = 0
         self._num_calls = 0
         self._read_s = float("-inf")
 
     def serving(self) -> tuple[str, ...]:
-        """Engines that served when the table was read last; none before a first target."""
+        """Return the engines that were ready in the last table; none before the first target."""
         table = self._table or ()
         return tuple(row.url for row in table if row.phase is EnginePhase.READY)
 
     def all_asleep(self) -> bool:
-        """Whether there were engines when the table was read last, and all were asleep."""
+        """Return whether the last table had engines and all were asleep."""
         phases = {row.phase for row in self._table or ()} - {EnginePhase.GONE}
         return phases == {EnginePhase.ASLEEP}
 
     def phases(self) -> dict[str, UpdatePhase]:
-        """Engines that are not at the target yet."""
+        """Return the phase of each engine that is not at the target yet."""
         return {url: update.phase for url, update in self._updates.items()}
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event; late answers change nothing."""
+        """Process one event; late answers change nothing."""
         actions: list[Action] = []
         match event:
-            case PublishAsked():
+            case PublishRequested():
                 actions += self._on_asked(event, now_s)
-            case EngineCalled():
+            case PhaseResult():
                 actions += self._on_called(event, now_s)
             case Received(message=FleetAnswered() as answer):
                 actions += self._on_answered(answer, now_s)
@@ -166,7 +277,7 @@ class Publisher:
 
     # the target
 
-    def _on_asked(self, target: PublishAsked, now_s: float) -> list[Action]:
+    def _on_asked(self, target: PublishRequested, now_s: float) -> list[Action]:
         current = self._target
         if current and target.policy_version <= current.policy_version:
             return []
@@ -235,8 +346,10 @@ class Publisher:
             self._reconcile(answer.engines)
         return actions
 
-    def _on_verdict(self, update: _Update, answer: FleetAnswered, now_s: float) -> list[Action]:
-        """The router's word on the update's own ask."""
+    def _on_verdict(
+        self, update: _EngineUpdate, answer: FleetAnswered, now_s: float
+    ) -> list[Action]:
+        """Handle the router's answer to the update's own request."""
         phase = update.phase
         if phase is UpdatePhase.BEGINNING and answer.ok:
             update.drained_from_s = now_s
@@ -259,7 +372,8 @@ class Publisher:
         return superseded
 
     def _yield(self, policy_version: int) -> list[Action]:
-        """Another publisher is further, if this is a version: said once for each target."""
+        """Report, once per target, that another publisher is newer, if `policy_version` is a
+        version."""
         assert self._target
         if policy_version < 0 or self._yielded_for is self._target:
             return []
@@ -267,18 +381,18 @@ class Publisher:
         return [Superseded(self._target.policy_version, policy_version)]
 
     def _reconcile(self, table: tuple[EngineRow, ...]) -> None:
-        """Begin an update of every engine that needs one, forget those that need none."""
+        """Begin an update of every engine that needs one; forget those that need none."""
         assert self._target
-        self._woken.look(table, self._verified)
+        self._waking.observe(table, self._verified)
         self._forget_restarted(table)
         for row in table:
             is_out = row.phase in (EnginePhase.ASLEEP, EnginePhase.GONE)
             is_new = row.policy_version == self._target.policy_version
-            is_out = is_out or (is_new and self._woken.is_waking(row))
+            is_out = is_out or (is_new and self._waking.is_waking(row))
             is_needed = not is_out and not self._is_current(row)
             update = self._updates.get(row.url)
             if is_needed and update is None:
-                self._updates[row.url] = _Update(row.url, self._target)
+                self._updates[row.url] = _EngineUpdate(row.url, self._target)
             elif not is_needed and update and update.phase is UpdatePhase.WAITING:
                 del self._updates[row.url]
         known = {row.url for row in table}
@@ -288,19 +402,19 @@ class Publisher:
                 del self._updates[url]
 
     def _forget_restarted(self, table: tuple[EngineRow, ...]) -> None:
-        """Drop proofs about processes that are gone: a new one may compute otherwise."""
+        """Drop proofs about processes that are gone: a new one may compute differently."""
         before = self._incarnations
         self._incarnations = {row.url: row.incarnation or before.get(row.url, "") for row in table}
         for url in [*self._proofs]:
             now = self._incarnations.get(url)
-            # Before the router has seen the process its name is empty.
+            # The incarnation is empty before the router has probed the process.
             if now is None or (before.get(url) or now) != now:
                 del self._proofs[url]
                 self._doubted.discard(url)
 
     # the engines' answers
 
-    def _on_called(self, called: EngineCalled, now_s: float) -> list[Action]:
+    def _on_called(self, called: PhaseResult, now_s: float) -> list[Action]:
         update = self._updates.get(called.url)
         if update is None or called.serial != update.serial:
             return []
@@ -325,13 +439,13 @@ class Publisher:
             return [*doubted, *self._finish(update, following, now_s)]
         return self._call(update, following, now_s)
 
-    def _drains_on(self, update: _Update, called: EngineCalled, now_s: float) -> bool:
+    def _drains_on(self, update: _EngineUpdate, called: PhaseResult, now_s: float) -> bool:
         until_s = update.drained_from_s + self._settings.lease_s * self._settings.drain_leases
-        # What follows wants a lease that the router has confirmed.
+        # The next phases need a lease that the router has confirmed.
         return update.ask is not None or (called.num_requests > 0 and now_s < until_s)
 
-    def _judge(self, called: EngineCalled, target: PublishAsked) -> tuple[str, list[Action]]:
-        """Return why the engine does not hold the target's weights, or '' and what to report."""
+    def _judge(self, called: PhaseResult, target: PublishRequested) -> tuple[str, list[Action]]:
+        """Return why the engine does not hold the target's weights (or ''), and what to report."""
         assert target.probe
         url, policy_version = called.url, target.policy_version
         if called.policy_version not in (UNVERSIONED, policy_version):
@@ -352,28 +466,28 @@ class Publisher:
         return "", [] if reported else [Doubted(url, verdict.stuck)]
 
     def _may_another_serve(self, url: str) -> bool:
-        """Whether another engine serves, or is on its way to the target and has not failed."""
+        """Return whether another engine serves, or is being updated and has not failed."""
         others = [row for row in self._table or () if row.url not in (url, *self._failures)]
         return any(row.phase is EnginePhase.READY or row.url in self._updates for row in others)
 
     # steps
 
-    def _begin(self, update: _Update, now_s: float) -> list[Action]:
+    def _begin(self, update: _EngineUpdate, now_s: float) -> list[Action]:
         update.failure = update.shortage = ""
         update.begun_s = now_s
         update.phase = UpdatePhase.BEGINNING
         return self._lease(update, now_s)
 
-    def _renew(self, update: _Update, now_s: float) -> list[Action]:
-        """Ask for another lease where the one it has gets short, unless that is asked for."""
+    def _renew(self, update: _EngineUpdate, now_s: float) -> list[Action]:
+        """Request another lease if the current one is running out and none is requested."""
         left_from_s = update.begun_s + self._settings.lease_s * self._settings.renew_share
         if update.ask or now_s < left_from_s:
             return []
         update.renewed_s = now_s
         return self._lease(update, now_s)
 
-    def _lease(self, update: _Update, now_s: float) -> list[Action]:
-        """To bring the engine to what is the target now."""
+    def _lease(self, update: _EngineUpdate, now_s: float) -> list[Action]:
+        """Request a lease for the current target."""
         assert self._target
         update.target = self._target
         policy_version = update.target.policy_version
@@ -383,19 +497,19 @@ class Publisher:
         )
         return self._ask(update, ask, now_s)
 
-    def _call(self, update: _Update, phase: UpdatePhase, now_s: float) -> list[Action]:
+    def _call(self, update: _EngineUpdate, phase: UpdatePhase, now_s: float) -> list[Action]:
         self._num_calls += 1
         update.phase, update.serial = phase, self._num_calls
-        after_s = self._settings.look_s if phase is UpdatePhase.DRAINING else 0.0
-        return [CallEngine(update.url, update.serial, phase, update.target, after_s)]
+        after_s = self._settings.poll_s if phase is UpdatePhase.DRAINING else 0.0
+        return [RunPhase(update.url, update.serial, phase, update.target, after_s)]
 
-    def _undo(self, update: _Update, failure: str, now_s: float) -> list[Action]:
+    def _undo(self, update: _EngineUpdate, failure: str, now_s: float) -> list[Action]:
         update.failure = failure
         update.ask = None
         return self._call(update, UpdatePhase.UNDOING, now_s)
 
-    def _finish(self, update: _Update, phase: UpdatePhase, now_s: float) -> list[Action]:
-        """Give the engine back, updated (FINISHING) or not (FAILING)."""
+    def _finish(self, update: _EngineUpdate, phase: UpdatePhase, now_s: float) -> list[Action]:
+        """Return the engine to the router, updated (FINISHING) or not (FAILING)."""
         update.phase = phase
         ok = phase is UpdatePhase.FINISHING
         policy_version = update.target.policy_version
@@ -409,8 +523,8 @@ class Publisher:
         )
         return self._ask(update, ask, now_s)
 
-    def _wait(self, update: _Update, now_s: float) -> None:
-        """Try again later; at once where what failed was on its way to an older target."""
+    def _wait(self, update: _EngineUpdate, now_s: float) -> None:
+        """Retry later; at once if the failed attempt was for an older target."""
         is_target = update.target is self._target
         if update.failure and is_target:
             self._failures[update.url] = update.failure
@@ -419,7 +533,7 @@ class Publisher:
         update.ask = None
         update.not_before_s = update.begun_s + self._settings.retry_s if is_target else now_s
 
-    def _ask(self, update: _Update, ask: FleetAsk, now_s: float) -> list[Action]:
+    def _ask(self, update: _EngineUpdate, ask: FleetAsk, now_s: float) -> list[Action]:
         update.ask, update.sent_s = ask, now_s
         return [Send(ROUTER, ask)]
 
@@ -438,7 +552,7 @@ class Publisher:
             actions += self._tend_update(update, now_s)
         return actions
 
-    def _tend_update(self, update: _Update, now_s: float) -> list[Action]:
+    def _tend_update(self, update: _EngineUpdate, now_s: float) -> list[Action]:
         if update.phase is UpdatePhase.WAITING:
             return self._begin(update, now_s) if now_s >= update.not_before_s else []
         spent_s = now_s - update.begun_s
@@ -449,7 +563,7 @@ class Publisher:
             return []
         is_late = spent_s >= self._settings.lease_s * self._settings.lease_share
         if is_late and update.phase in NEXT_PHASE and update.shortage:
-            # The engine is not given back as failed: the next lease follows this one.
+            # The engine is not returned as failed: the next lease follows this one.
             update.failure = f"{update.phase.value}: {update.shortage}"
             self._wait(update, now_s)
             return []

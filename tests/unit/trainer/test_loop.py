@@ -38,7 +38,7 @@ from rollmesh.trainer.process import asking_of
 from rollmesh.trainer.recovery.plan import plan_recovery
 from rollmesh.trainer.recovery.revival import staleness_of
 from rollmesh.trainer.savepoints.shelf import Savepoints
-from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import (
@@ -125,7 +125,7 @@ class Site:
         books = (self.records, self.tally)
         pacer = Pacer(self.client, staleness_of(config), tasks, asking_of(config), books)
         self.background = BackgroundLoop("publisher")
-        self.weights = Weights(folder / "weights", self.background)
+        self.weights = WeightVersions(folder / "weights", self.background)
         self.policy = policy = WatchedPolicy(config, self.records)
         self.fenced: list[FenceAsked] = []
         parts = TrainerDeps(

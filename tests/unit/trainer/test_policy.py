@@ -17,8 +17,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.serve.client.samples import SampledRun
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranks import SingleRank
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.shipping import write_folder
+from rollmesh.trainer.weights.payload import Payload, write_folder
 from tests.disks import no_new_folders
 from tests.unit.trainer.exact import LONG, SETTINGS, forwards, pair, recorded, two_groups
 from tests.unit.trainer.samples import new_sample
@@ -313,7 +312,7 @@ def test_weights_that_a_full_disk_refused_are_handed_over_once_there_is_room(
     full = no_new_folders(monkeypatch, tmp_path)
     with full, pytest.raises(NoRoom, match=r"v000001: cannot be written: no space left on device"):
         policy.export(folder, 1)
-    write_folder(Cargo(1, str(folder), policy.export(folder, 1)))
+    write_folder(Payload(1, str(folder), policy.export(folder, 1)))
     assert (folder / ("adapter_config.json" if lora_rank else "model.safetensors")).is_file()
     policy.close()
 

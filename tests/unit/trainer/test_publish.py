@@ -19,10 +19,9 @@ from rollmesh.engine.probe import probe_engine
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
 from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.hold import Hold
-from rollmesh.trainer.weights.carriers.shipping import Shipping
-from rollmesh.trainer.weights.events import Probe
+from rollmesh.trainer.weights.payload import Payload, WeightBuffer
+from rollmesh.trainer.weights.transfer import Transfer
+from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.fleet import EnginePhase, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -155,10 +154,13 @@ async def test_dead_engine_does_not_hold_up_a_publication(mesh: Mesh, tmp_path: 
 
 async def test_close_ends_a_publication_that_cannot_end(tmp_path: Path) -> None:
     shell = PublishShell("tcp://127.0.0.1:1", PublishConfig())
-    publication, _ = await asyncio.gather(
-        shell.publish(1, tmp_path), shell.close(), return_exceptions=True
-    )
-    assert isinstance(publication, EngineUnavailable)
+    publication = asyncio.create_task(shell.publish(1, tmp_path))
+    done, _ = await asyncio.wait([publication], timeout=0.2)
+    assert not done, "no router answers"
+    await asyncio.wait_for(shell.close(), PATIENCE_S)
+    with pytest.raises(EngineUnavailable, match="publisher stops"):
+        await asyncio.wait_for(publication, PATIENCE_S)
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing of the shell keeps running"
 
 
 async def test_close_lets_a_publication_end_that_can(tmp_path: Path) -> None:
@@ -173,8 +175,8 @@ async def test_close_lets_a_publication_end_that_can(tmp_path: Path) -> None:
     assert report.updated == (engine.url,)
 
 
-class StuckWay:
-    """A carrier that comes to no end, and would then have to give the file."""
+class StuckTransport:
+    """A transport that comes to no end, and would then have to give the file."""
 
     name = "stuck"
 
@@ -184,10 +186,12 @@ class StuckWay:
         """Of each engine, when its load was given up."""
         self.gate = asyncio.Event()
 
-    async def begin(self, cargo: Cargo, clients: Sequence[EngineClient], timeout_s: float) -> None:
+    async def begin(
+        self, payload: Payload, clients: Sequence[EngineClient], timeout_s: float
+    ) -> None:
         """Nothing is needed before."""
 
-    async def load(self, client: EngineClient, _cargo: Cargo, _timeout_s: float) -> None:
+    async def load(self, client: EngineClient, _cargo: Payload, _timeout_s: float) -> None:
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
@@ -203,27 +207,27 @@ class StuckWay:
         """Nothing is open."""
 
 
-async def test_what_is_undone_goes_on_no_more_and_only_then_the_engine_does(
+async def test_engine_resumes_only_after_its_undone_load_has_stopped(
     tmp_path: Path,
 ) -> None:
     async with ScriptedEngine() as first, ScriptedEngine() as second:
-        way = StuckWay([first, second])
+        transport = StuckTransport([first, second])
         mesh = Mesh(first, second, settings=PublishConfig(lease_s=1.0))
-        mesh.shell._shipping = Shipping(way, 1.0)  # noqa: SLF001 - settings name only real ways
-        hold, folder = Hold(), tmp_path / "v000001"
+        mesh.shell._transfer = Transfer(transport, 1.0)  # noqa: SLF001 - settings name only real ways
+        buffer, folder = WeightBuffer(), tmp_path / "v000001"
         partial_path(folder).mkdir()
-        part = hold.lay({"w": torch.zeros(4)}, {"w"}, tmp_path)
+        part = buffer.store({"w": torch.zeros(4)}, {"w"}, tmp_path)
         try:
             publication = asyncio.create_task(mesh.shell.publish(1, folder, None, (part,)))
             await asyncio.wait([publication], timeout=PATIENCE_S)
             assert publication.done()
             whys = [each.split(": ", 1)[1] for each in publication.result().failed]
             assert whys == ["loading: took too long"] * 2
-            assert way.was_paused == [True, True]
+            assert transport.was_paused == [True, True]
             for engine in mesh.engines:
                 assert not engine.is_paused
                 assert engine.num_seen("/update_weights_from_disk") == 0
         finally:
             await mesh.shell.close()
             await mesh.hub.close()
-            hold.close()
+            buffer.close()

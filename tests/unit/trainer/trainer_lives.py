@@ -33,8 +33,9 @@ from rollmesh.trainer.process import asking_of
 from rollmesh.trainer.recovery.revival import find, restored_tally, staleness_of
 from rollmesh.trainer.savepoints.shelf import Saved, Savepoints
 from rollmesh.trainer.saver import Saver
-from rollmesh.trainer.weights.events import Probe, PublishReport
-from rollmesh.trainer.weights.folder import BackgroundLoop, Weights
+from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
+from rollmesh.trainer.weights.publisher import PublishReport
+from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.bodies import decode_ask, encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AskGroup
@@ -133,7 +134,7 @@ class Life:
             client=self.client,
             pacer=self.pacer,
             policy=self.policy,
-            weights=Weights(folder / "weights", self._background),
+            weights=WeightVersions(folder / "weights", self._background),
             bring=bring,
             records=self.records,
             tally=self.tally,

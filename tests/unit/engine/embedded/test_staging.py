@@ -24,7 +24,7 @@ from rollmesh.engine.embedded.staging import DROPPED, Staging
 from rollmesh.engine.embedded.steploop import StepLoop
 from rollmesh.engine.embedded.weight_routes import WeightRoutes
 from rollmesh.engine.in_memory import LOAD_FORMAT, Part, told
-from rollmesh.trainer.weights.carriers.hold import Hold
+from rollmesh.trainer.weights.payload import WeightBuffer
 from tests.unit.engine.embedded.driving import make_engine
 
 Client = TestClient[web.Request, web.Application]
@@ -83,12 +83,12 @@ async def client(model: Model, folder: Path) -> AsyncIterator[Client]:
 def laid(other_folder: Path, tmp_path: Path) -> Iterator[Part]:
     """All of a model, in memory that a test may take away."""
     weights = load_file(other_folder / "model.safetensors")
-    hold = Hold()
-    part = hold.lay(weights, set(weights), tmp_path)
+    buffer = WeightBuffer()
+    part = buffer.store(weights, set(weights), tmp_path)
     laid = shutil.copy(part.path, f"{part.path}-copy")
     yield msgspec.structs.replace(part, path=laid)
     Path(laid).unlink(missing_ok=True)
-    hold.close()
+    buffer.close()
 
 
 def post(client: Client, path: str, body: dict[str, Any]) -> asyncio.Task[ClientResponse]:

@@ -1,7 +1,6 @@
 """The publisher machine with the fleet machine and model engines, on one clock; no sockets.
 
-Invariant: messages wait in queues until `deliver`, which may lose some. Driven by
-test_publisher.py.
+Messages wait in queues until `deliver`, which may drop some.
 """
 
 import random
@@ -15,19 +14,20 @@ from rollmesh.engine.fleet import (
     FleetSettings,
     ProbeEngine,
 )
-from rollmesh.trainer.weights.events import (
+from rollmesh.trainer.weights.publisher import (
     Accepted,
-    CallEngine,
     Doubted,
-    EngineCalled,
-    Probe,
-    PublishAsked,
+    PhaseResult,
     PublishEnded,
+    Publisher,
+    PublisherSettings,
     PublishReport,
+    PublishRequested,
+    RunPhase,
     Superseded,
     UpdatePhase,
 )
-from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.fleet import EnginePhase, EngineRow, JoinEngine
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
@@ -39,12 +39,12 @@ def probe_of(policy_version: int) -> Probe:
     return Probe((1, 2, 3), (-1.0 - policy_version, -2.0 - policy_version))
 
 
-def target(policy_version: int) -> PublishAsked:
-    return PublishAsked(policy_version, f"v{policy_version}", probe_of(policy_version))
+def target(policy_version: int) -> PublishRequested:
+    return PublishRequested(policy_version, f"v{policy_version}", probe_of(policy_version))
 
 
 class ModelEngine:
-    """An engine as the publisher and the fleet see one."""
+    """An engine as the publisher and the fleet see it."""
 
     def __init__(self) -> None:
         self.label = self.weights = 0
@@ -52,28 +52,28 @@ class ModelEngine:
         self.life = 0
         self.adapter = ""
         self.broken: UpdatePhase | None = None
-        """The step that fails."""
+        """The phase whose call fails."""
         self.out_of_reach: UpdatePhase | None = None
-        """The step whose call the publisher cannot send."""
+        """The phase whose call the publisher cannot send."""
         self.is_starting = False
-        """Its socket is there, and nobody at it yet: calls wait."""
+        """Its socket listens but no process accepts yet: calls wait."""
         self.is_idle = False
         """Updates change the label only."""
         self.named = UNVERSIONED
-        """The version that it says it serves."""
+        """The version that it reports."""
         self.num_requests = 0
-        """That cannot be resumed."""
+        """Requests that cannot be resumed."""
 
-    def call(self, call: CallEngine) -> EngineCalled:
+    def call(self, call: RunPhase) -> PhaseResult:
         if not self.is_up or call.phase is self.broken:
-            return EngineCalled(call.url, call.serial, False, "broken")
+            return PhaseResult(call.url, call.serial, False, "broken")
         if call.phase is self.out_of_reach:
             why = "no descriptor"
-            return EngineCalled(call.url, call.serial, False, why, is_local=True)
+            return PhaseResult(call.url, call.serial, False, why, is_local=True)
         match call.phase:
             case UpdatePhase.DRAINING:
                 num = self.num_requests
-                return EngineCalled(call.url, call.serial, True, num_requests=num)
+                return PhaseResult(call.url, call.serial, True, num_requests=num)
             case UpdatePhase.PAUSING:
                 self.is_paused = True
             case UpdatePhase.LOADING:
@@ -85,10 +85,10 @@ class ModelEngine:
                 self.is_paused = False
             case UpdatePhase.SCORING:
                 scores = probe_of(self.weights).logprobs
-                return EngineCalled(
+                return PhaseResult(
                     call.url, call.serial, True, "", scores, policy_version=self.named
                 )
-        return EngineCalled(call.url, call.serial, True)
+        return PhaseResult(call.url, call.serial, True)
 
     def restart(self) -> None:
         self.adapter = ""
@@ -110,7 +110,7 @@ class ModelEngine:
 
 
 def new_fleet() -> Fleet:
-    """The table of a router that was just started, which engines A and B may join."""
+    """The table of a new router, which engines A and B may join."""
     return Fleet(FleetSettings(allow_hosts=("a", "b")))
 
 
@@ -123,25 +123,25 @@ class Mesh:
         self.life = 0
         self.fleet = new_fleet()
         self.is_deaf = False
-        """The router hears nothing."""
+        """The router receives nothing."""
         self.engines = {url: ModelEngine() for url in urls}
         self.now_s = 0.0
         self.reports: list[PublishReport] = []
         self.superseded: list[Superseded] = []
         self.doubted: list[Doubted] = []
         self.accepted: list[int] = []
-        self.calls: list[CallEngine] = []
+        self.calls: list[RunPhase] = []
         self.to_fleet: list[AnyMessage] = [JoinEngine(0, url) for url in urls]
         self.to_publisher: list[AnyMessage] = []
         self.probes: list[ProbeEngine | ContinueEngine] = []
         self.was_called: list[tuple[str, UpdatePhase]] = []
 
-    def publish(self, event: PublishAsked | EngineCalled | Received | Ticked) -> None:
+    def publish(self, event: PublishRequested | PhaseResult | Received | Ticked) -> None:
         for action in self.publisher.step(event, self.now_s):
             match action:
                 case Send(_, message):
                     self.to_fleet.append(message)
-                case CallEngine():
+                case RunPhase():
                     self.calls.append(action)
                     self.was_called.append((action.url, action.phase))
                 case PublishEnded(report):
@@ -162,7 +162,7 @@ class Mesh:
                     self.probes.append(action)
 
     def deliver(self, rng: random.Random | None = None) -> None:
-        """Hand over everything that waits; with `rng`, lose some and hold some back."""
+        """Deliver all waiting messages; with `rng`, drop some."""
         for message in [] if self.is_deaf else take(self.to_fleet, rng):
             self.tend_fleet(Received(b"publisher-%d" % self.life, message))
         for probe in take(self.probes, None):
@@ -184,7 +184,7 @@ class Mesh:
             self.deliver(rng)
 
     def kill(self) -> None:
-        """The publisher, with all that is under way; another life begins."""
+        """Kill the publisher with everything in progress and start another incarnation."""
         self.life += 1
         self.publisher = Publisher(self.settings)
         for queue in (self.to_fleet, self.to_publisher, self.calls):
@@ -200,8 +200,9 @@ class Mesh:
         return self.row(url).policy_version
 
 
-def draining(asked: PublishAsked) -> Mesh:
-    """An engine that runs one turn which cannot be resumed, as it is to get new weights."""
+def draining(asked: PublishRequested) -> Mesh:
+    """An engine with one turn that cannot be resumed, for which a publication has been
+    requested."""
     mesh = Mesh(A, lease_s=10.0)
     mesh.run(1.0)
     mesh.engines[A].num_requests = 1

@@ -1,16 +1,23 @@
-"""Policy versions are minted once, published one at a time, and their folders pruned."""
+"""Policy versions: assigned once, published one at a time, pruned; refusals are reported and end
+the run."""
 
 import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
-from rollmesh.core.errors import EngineUnavailable, ModelError
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.errors import EngineUnavailable, ModelError, PublishError
 from rollmesh.engine.in_memory import Part
-from rollmesh.trainer.weights.events import Probe, PublishReport
-from rollmesh.trainer.weights.folder import BackgroundLoop, Refusal, Weights
+from rollmesh.trainer.books.records import RunRecords
+from rollmesh.trainer.weights.folder import BackgroundLoop, Refusal, RefusalMonitor, WeightVersions
+from rollmesh.trainer.weights.publisher import PublishReport
+from rollmesh.trainer.weights.verdicts import Probe
 
 PROBE = Probe((1, 2), (-1.0,))
 PATIENCE_S = 60.0
@@ -31,7 +38,7 @@ async def bring(
     )
 
 
-def publish(weights: Weights, step: int) -> Path:
+def publish(weights: WeightVersions, step: int) -> Path:
     folder = weights.next_folder()
     folder.mkdir(parents=True)
     weights.publish(step, folder, (), bring, PROBE)
@@ -40,7 +47,7 @@ def publish(weights: Weights, step: int) -> Path:
 
 
 def test_versions_count_up_and_settle_once(tmp_path: Path, background: BackgroundLoop) -> None:
-    weights = Weights(tmp_path, background)
+    weights = WeightVersions(tmp_path, background)
     assert publish(weights, step=0).name == "v000001"
     assert weights.settled() is None
     assert publish(weights, step=1).name == "v000002"
@@ -48,13 +55,13 @@ def test_versions_count_up_and_settle_once(tmp_path: Path, background: Backgroun
 
 
 def test_old_folders_go_and_the_newest_stay(tmp_path: Path, background: BackgroundLoop) -> None:
-    weights = Weights(tmp_path, background)
+    weights = WeightVersions(tmp_path, background)
     folders = [publish(weights, step) for step in range(4)]
     assert [folder.is_dir() for folder in folders] == [False, False, True, True]
 
 
 def test_the_newest_is_so_by_number(tmp_path: Path, background: BackgroundLoop) -> None:
-    weights = Weights(tmp_path, background)
+    weights = WeightVersions(tmp_path, background)
     weights.policy_version = 999_998
     folders = [publish(weights, step) for step in range(3)]
     assert [folder.name for folder in folders] == ["v999999", "v1000000", "v1000001"]
@@ -65,7 +72,7 @@ def test_a_folder_that_an_engine_reads_stays_until_it_has(
     tmp_path: Path, background: BackgroundLoop
 ) -> None:
     read: set[Path] = {tmp_path / "v000001"}
-    weights = Weights(tmp_path, background, read.__contains__)
+    weights = WeightVersions(tmp_path, background, read.__contains__)
     folders = [publish(weights, step) for step in range(4)]
     assert [folder.is_dir() for folder in folders] == [True, False, True, True]
     read.clear()
@@ -73,12 +80,12 @@ def test_a_folder_that_an_engine_reads_stays_until_it_has(
     assert not folders[0].exists()
 
 
-def test_what_a_killed_trainer_had_begun_is_removed_at_the_next_start_and_no_more(
+def test_only_partial_folders_of_a_killed_trainer_are_removed_at_the_next_start(
     tmp_path: Path, background: BackgroundLoop
 ) -> None:
     for name in ("v000003", "v000004", "v000005.part", "v000002.old", "notes"):
         (tmp_path / name).mkdir()
-    Weights(tmp_path, background)
+    WeightVersions(tmp_path, background)
     assert {path.name for path in tmp_path.iterdir()} == {"v000003", "v000004", "notes"}
 
 
@@ -88,7 +95,7 @@ def test_weights_that_cannot_be_written_end_the_run(
     async def fails(*_: object) -> PublishReport:
         raise ModelError("v000001: cannot be written: no space left on device")
 
-    weights = Weights(tmp_path, background)
+    weights = WeightVersions(tmp_path, background)
     weights.publish(1, weights.next_folder(), (), fails, PROBE)
     with pytest.raises(ModelError, match="no space"):
         weights.settled(PATIENCE_S)
@@ -105,7 +112,7 @@ def test_training_goes_on_while_a_publication_runs(
         await asyncio.to_thread(gate.wait, PATIENCE_S)
         return await bring(policy_version, folder, probe, parts)
 
-    weights = Weights(tmp_path, background)
+    weights = WeightVersions(tmp_path, background)
     weights.publish(1, weights.next_folder(), (), slow, PROBE)
     assert weights.is_publishing
     assert weights.settled(0.0) is None
@@ -120,7 +127,7 @@ def test_a_failed_publication_leaves_room_for_the_next(
     async def fails(*_: object) -> PublishReport:
         raise EngineUnavailable("no engine")
 
-    weights = Weights(tmp_path, background)
+    weights = WeightVersions(tmp_path, background)
     weights.publish(1, weights.next_folder(), (), fails, PROBE)
     assert weights.settled(PATIENCE_S) is None
     assert not weights.is_publishing
@@ -129,7 +136,7 @@ def test_a_failed_publication_leaves_room_for_the_next(
     assert refusal_of(weights) is None
 
 
-def refusal_of(weights: Weights) -> Refusal | None:
+def refusal_of(weights: WeightVersions) -> Refusal | None:
     return weights.refusal
 
 
@@ -144,7 +151,7 @@ async def refused(
 def test_publication_that_no_engine_accepts_counts_only_once_one_does(
     tmp_path: Path, background: BackgroundLoop
 ) -> None:
-    weights = Weights(tmp_path, background)
+    weights = WeightVersions(tmp_path, background)
     weights.publish(5, weights.next_folder(), (), refused, PROBE)
     assert weights.settled(PATIENCE_S) is None
     assert refusal_of(weights) == Refusal(1, 5, "e: why")
@@ -152,3 +159,59 @@ def test_publication_that_no_engine_accepts_counts_only_once_one_does(
     weights.fleet.accepted_version = 1
     assert [weights.settled() for _ in range(2)] == [5, None]
     assert refusal_of(weights) is None
+
+
+REFUSAL = Refusal(7, 6, "http://a: scoring: its log-probs differ by 0.251")
+AT_ONCE_S = 1e-9
+NEVER_S = 1e9
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Iterator[RunRecords]:
+    records = RunRecords(tmp_path, SystemClock())
+    yield records
+    records.close()
+
+
+def rows(records: RunRecords) -> list[dict[str, Any]]:
+    lines = (records.folder / "metrics.jsonl").read_bytes().splitlines()
+    return [msgspec.json.decode(line) for line in lines]
+
+
+def test_each_refusal_is_logged_and_recorded_once_and_so_is_its_end(records: RunRecords) -> None:
+    refusals = RefusalMonitor(records, NEVER_S)
+    with capture_logs() as logs:
+        for refusal in (None, REFUSAL, REFUSAL, None, None):
+            refusals.observe(refusal, all_asleep=False)
+    assert [(row["policy_version"], row["refused"]) for row in rows(records)] == [
+        (7, REFUSAL.reason),
+        (7, ""),
+    ]
+    [told] = logs
+    assert (told["log_level"], told["error"]) == ("error", f"no engine serves: {REFUSAL.reason}")
+
+
+def test_run_ends_where_no_engine_accepts_for_too_long(records: RunRecords) -> None:
+    refusals = RefusalMonitor(records, AT_ONCE_S)
+    refusals.observe(None, all_asleep=False)
+    refusals.observe(REFUSAL, all_asleep=True)
+    with pytest.raises(PublishError) as ended:
+        refusals.observe(REFUSAL, all_asleep=False)
+    assert "publish.accept_timeout_s = 1e-09" in str(ended.value)
+    assert REFUSAL.reason in str(ended.value)
+
+
+def test_newer_publications_that_are_refused_too_do_not_start_the_clock_again(
+    records: RunRecords,
+) -> None:
+    refusals = RefusalMonitor(records, AT_ONCE_S)
+    refusals.observe(REFUSAL, all_asleep=True)
+    with pytest.raises(PublishError, match="version 8"):
+        refusals.observe(Refusal(8, 7, "why"), all_asleep=False)
+
+
+def test_a_fleet_that_sleeps_refuses_nothing(records: RunRecords) -> None:
+    refusals = RefusalMonitor(records, AT_ONCE_S)
+    for _ in range(3):
+        refusals.observe(REFUSAL, all_asleep=True)
+    assert len(rows(records)) == 1

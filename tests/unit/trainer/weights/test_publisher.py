@@ -4,8 +4,13 @@ import random
 
 import pytest
 
-from rollmesh.trainer.weights.events import PublishAsked, Superseded, UpdatePhase
-from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings
+from rollmesh.trainer.weights.publisher import (
+    Publisher,
+    PublisherSettings,
+    PublishRequested,
+    Superseded,
+    UpdatePhase,
+)
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EnginePhase,
@@ -50,13 +55,13 @@ def test_publication_takes_each_engine_through_the_steps_in_order() -> None:
     assert mesh.publisher.phases() == {}
 
 
-def test_an_engine_that_a_new_router_does_not_know_is_brought_up_again() -> None:
+def test_engine_unknown_to_a_new_router_is_updated_again() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
     mesh.publish(target(1))
     mesh.run(1.0)
     mesh.fleet = new_fleet()
-    mesh.run(2.0)  # its table is read, and A is not in it
+    mesh.run(2.0)  # the fleet table is read, and A is not in it
     mesh.was_called.clear()
     mesh.to_fleet.append(JoinEngine(0, A))
     mesh.run(3.0)
@@ -71,14 +76,14 @@ def test_an_engine_that_another_run_left_at_an_equal_or_higher_number_is_updated
     mesh = Mesh(A)
     mesh.engines[A].label = mesh.engines[A].weights = left_at
     mesh.run(1.0)
-    mesh.publish(PublishAsked(1, "v1", probe_of(1)))
+    mesh.publish(PublishRequested(1, "v1", probe_of(1)))
     mesh.run(2.0)
     assert mesh.reports[0].updated == (A,)
     assert UpdatePhase.LOADING in [phase for _, phase in mesh.was_called]
     assert mesh.engines[A].label == 1
 
 
-def test_who_served_when_the_table_was_read_last_is_told() -> None:
+def test_serving_engines_are_those_of_the_last_table() -> None:
     mesh = Mesh(A, B)
     mesh.run(1.0)
     assert mesh.publisher.serving() == ()
@@ -100,7 +105,7 @@ def test_an_engine_that_was_updated_is_left_alone() -> None:
     assert mesh.was_called == []
 
 
-def test_empty_fleet_ends_a_publication_at_once_and_serves_who_comes_later() -> None:
+def test_empty_fleet_ends_a_publication_at_once_and_later_engines_are_updated() -> None:
     mesh = Mesh()
     mesh.publish(target(1))
     mesh.run(1.0)
@@ -130,7 +135,7 @@ def test_engine_that_fails_a_step_is_fenced_resumed_and_tried_again(step: str) -
     assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
 
 
-def test_engine_is_paused_when_what_cannot_be_resumed_has_ended() -> None:
+def test_engine_is_paused_when_its_unresumable_requests_have_ended() -> None:
     mesh = Mesh(A, B)
     mesh.run(1.0)
     mesh.engines[A].num_requests = 2
@@ -182,13 +187,13 @@ def test_engine_whose_lease_is_not_renewed_is_given_back_before_it_ends(num_requ
     assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 1)
 
 
-def test_renewed_lease_counts_from_when_it_was_asked_for_first() -> None:
+def test_renewed_lease_counts_from_its_first_request() -> None:
     mesh = draining(target(1))
     mesh.run(2.0)
     mesh.is_deaf = True
     while not (asks := [each for each in mesh.to_fleet if isinstance(each, BeginUpdate)]):
         mesh.run(0.05)
-    [first] = asks  # it arrives, its answer takes long, and what is asked again is lost
+    [first] = asks  # the request arrives, its answer is slow, and the repeated request is lost
     answers = mesh.fleet.step(Received(b"publisher-0", first), mesh.now_s)
     mesh.run(4.0)
     assert (A, UpdatePhase.UNDOING) not in mesh.was_called
@@ -206,7 +211,7 @@ def test_renewal_that_is_answered_as_the_engine_is_given_back_changes_nothing() 
     while mesh.publisher.phases()[A] is UpdatePhase.DRAINING:
         mesh.now_s += 0.05
         mesh.publish(Ticked())
-    mesh.calls.clear()  # what undoes it hangs
+    mesh.calls.clear()  # the undoing call hangs
     mesh.is_deaf = False
     mesh.run(0.2)
     assert mesh.publisher.phases() == {A: UpdatePhase.UNDOING}
@@ -218,7 +223,7 @@ def test_publisher_that_is_overtaken_as_it_drains_gives_its_engine_back() -> Non
     asks = (JoinEngine(0, B), BeginUpdate(1, B, 5, 10.0), FinishUpdate(2, B, 5, True))
     for ask in (*asks, RemoveEngine(3, B)):
         mesh.fleet.step(Received(b"another", ask), mesh.now_s)
-    for at in range(10):  # it runs
+    for at in range(10):  # the turn keeps running
         mesh.run(0.5)
         mesh.fleet.step(Received(b"another", ReadFleet(at)), mesh.now_s)
     assert mesh.superseded == [Superseded(3, 5)]
@@ -353,7 +358,7 @@ def test_call_that_hangs_is_given_up_before_the_lease_ends() -> None:
 
 
 @pytest.mark.parametrize("num_calls", range(6))
-def test_publisher_killed_at_any_step_wedges_nobody(num_calls: int) -> None:
+def test_publisher_killed_at_any_step_wedges_no_engine(num_calls: int) -> None:
     mesh = Mesh(A, lease_s=3.0)
     mesh.run(1.0)
     mesh.publish(target(1))
@@ -370,7 +375,7 @@ def test_publisher_killed_at_any_step_wedges_nobody(num_calls: int) -> None:
 
 
 @pytest.mark.parametrize("num_calls", range(6))
-def test_next_life_of_a_publisher_does_not_wait_for_the_lease_of_the_last(num_calls: int) -> None:
+def test_restarted_publisher_does_not_wait_for_its_old_lease(num_calls: int) -> None:
     mesh = Mesh(A, lease_s=30.0)
     mesh.run(1.0)
     mesh.publish(target(1))
@@ -396,7 +401,7 @@ def test_newer_target_replaces_one_that_is_on_its_way() -> None:
     assert mesh.engines[A].weights == 2
 
 
-def test_publisher_whose_version_comes_too_late_says_so_once_and_is_done() -> None:
+def test_superseded_publisher_reports_it_once_and_ends() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
     mesh.engines[A].label = 5
@@ -413,10 +418,10 @@ def test_publisher_whose_version_comes_too_late_says_so_once_and_is_done() -> No
     assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 5)
 
 
-def test_adapter_of_a_target_is_told_to_the_router() -> None:
+def test_router_receives_the_adapter_of_a_target() -> None:
     mesh = Mesh(A)
     mesh.run(1.0)
-    mesh.publish(PublishAsked(1, "v1", probe_of(1), "rollmesh-v1"))
+    mesh.publish(PublishRequested(1, "v1", probe_of(1), "rollmesh-v1"))
     mesh.run(1.0)
     assert mesh.row().adapter == "rollmesh-v1"
     mesh.publish(target(2))

@@ -1,4 +1,4 @@
-"""Memory is for engines of this host alone; what they are told is in tests/contract."""
+"""Memory is offered only to engines of this host; the bodies of the calls are in tests/contract."""
 
 import subprocess
 import sys
@@ -12,21 +12,25 @@ from rollmesh.core.errors import EngineRefused
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.trainer.weights.carriers.cargo import Cargo
-from rollmesh.trainer.weights.carriers.tensor import TensorCarrier, is_here, sees_us
+from rollmesh.trainer.weights.payload import Payload
+from rollmesh.trainer.weights.transports.tensor import (
+    TensorTransport,
+    is_on_this_host,
+    shares_our_memory,
+)
 
 ELSEWHERE = "http://192.0.2.1:30000"
-"""TEST-NET-1 of RFC 5737: nobody has it."""
+"""TEST-NET-1 of RFC 5737, which no host has."""
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://localhost:1", "http://127.3.2.1:1"])
-def test_this_host_is_here(url: str) -> None:
-    assert is_here(url)
+def test_addresses_of_this_host_are_recognized(url: str) -> None:
+    assert is_on_this_host(url)
 
 
 @pytest.mark.parametrize("url", [ELSEWHERE, "http://no.such.host.invalid:1"])
-def test_another_host_is_not(url: str) -> None:
-    assert not is_here(url)
+def test_addresses_of_another_host_are_not(url: str) -> None:
+    assert not is_on_this_host(url)
 
 
 LISTENS = """
@@ -39,7 +43,7 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 
 @contextmanager
 def listener(*words: str, folder: Path) -> Iterator[str]:
-    """A python that was started with these words; where it listens."""
+    """Start Python with these arguments; yield the address where it listens."""
     argv = [sys.executable, *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, cwd=folder) as process:
@@ -51,7 +55,7 @@ def listener(*words: str, folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def sglang(tmp_path: Path) -> Path:
-    """Where python finds an SGLang that only listens."""
+    """A folder in which Python finds an SGLang that only listens."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
     (tmp_path / "sglang" / "launch_server.py").write_text(LISTENS)
@@ -61,42 +65,42 @@ def sglang(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("words", ["-m sglang.launch_server --port 0", "bin/sglang serve"])
-def test_an_sglang_with_our_folders_sees_us_and_one_that_is_not_there_does_not(
+def test_sglang_with_our_folders_shares_memory_and_a_stopped_one_does_not(
     words: str, sglang: Path
 ) -> None:
     with listener(*words.split(), folder=sglang) as address:
-        assert sees_us(address)
-    assert not sees_us(address)
+        assert shares_our_memory(address)
+    assert not shares_our_memory(address)
 
 
-def test_what_forwards_to_an_sglang_is_none(tmp_path: Path) -> None:
-    """As `ssh -L` and `kubectl port-forward`: it has our folders, and its engine is elsewhere."""
+def test_port_forwarder_does_not_share_memory(tmp_path: Path) -> None:
+    """`ssh -L` and `kubectl port-forward` have our folders, but their engine is elsewhere."""
     forward = ["port-forward", "sglang", "30000:30000", "-m", "sglang.launch_server"]
     with listener("-c", LISTENS, *forward, folder=tmp_path) as address:
-        assert not sees_us(address)
+        assert not shares_our_memory(address)
 
 
-async def test_an_sglang_that_may_not_see_our_memory_is_told_of_none() -> None:
-    """It would end."""
+async def test_sglang_without_our_memory_is_never_offered_it() -> None:
+    """It would exit."""
     async with ScriptedEngine() as engine, HttpClient() as http:
-        carrier = TensorCarrier(look=lambda _: False)
-        with pytest.raises(EngineRefused, match="sees our memory"):
-            await carrier.load(EngineClient(engine.url, http), Cargo(1, "/v1"), 1.0)
+        transport = TensorTransport(can_share=lambda _: False)
+        with pytest.raises(EngineRefused, match="access to our memory"):
+            await transport.load(EngineClient(engine.url, http), Payload(1, "/v1"), 1.0)
         assert [each.path for each in engine.seen] == ["/server_info"]
 
 
-async def test_an_engine_of_another_host_is_asked_nothing() -> None:
+async def test_engine_of_another_host_is_not_called() -> None:
     async with HttpClient() as http:
         client = EngineClient(ELSEWHERE, http)
         with pytest.raises(EngineRefused, match="another host"):
-            await TensorCarrier().load(client, Cargo(1, "/v1"), 1.0)
+            await TensorTransport().load(client, Payload(1, "/v1"), 1.0)
 
 
-async def test_an_engine_that_knows_no_bracket_is_told_of_no_weights() -> None:
-    """As SGLang before 0.5.21; shipping.py reaches it by the file."""
+async def test_engine_without_update_sessions_gets_no_weights() -> None:
+    """SGLang before 0.5.21; transfer.py then loads the file."""
     async with ScriptedEngine() as engine, HttpClient() as http:
-        carrier = TensorCarrier(look=lambda _: True)
+        transport = TensorTransport(can_share=lambda _: True)
         with pytest.raises(EngineRefused, match="404"):
-            await carrier.load(EngineClient(engine.url, http), Cargo(1, "/v1"), 1.0)
-        await carrier.close()
+            await transport.load(EngineClient(engine.url, http), Payload(1, "/v1"), 1.0)
+        await transport.close()
         assert [each.path for each in engine.seen] == ["/server_info", "/begin_weight_update"]

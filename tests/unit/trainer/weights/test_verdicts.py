@@ -1,15 +1,14 @@
-"""What an engine's scores of the probe prove: other weights, updates ignored, or nothing yet."""
+"""Scores of the probe prove the weights, other weights, ignored updates, or nothing yet."""
 
 import math
 
 import pytest
 
-from rollmesh.trainer.weights.events import Probe
-from rollmesh.trainer.weights.verdict import Proof, Verdict, judge, mean_gap
+from rollmesh.trainer.weights.verdicts import Probe, ProbeVerdict, WeightProof, judge, mean_gap
 
 TOLERANCE = 0.1
 NOISE = (0.02, -0.02)
-"""What a coarse engine adds to exact log-probs."""
+"""Noise that a low-precision engine adds to exact log-probs."""
 START = (-1.0, -2.0)
 
 
@@ -19,7 +18,7 @@ def shifted(by: float) -> tuple[float, ...]:
 
 
 def scored(by: float, noise: tuple[float, ...] = NOISE) -> tuple[float, ...]:
-    """What an engine with weights of that drift scores."""
+    """The scores of an engine whose weights drifted that much."""
     return tuple(a + b for a, b in zip(shifted(by), noise, strict=True))
 
 
@@ -27,7 +26,7 @@ def probe(by: float, coarse: float | None = None) -> Probe:
     return Probe((1, 2, 3), shifted(by), () if coarse is None else shifted(coarse))
 
 
-def first(noise: tuple[float, ...] = NOISE) -> Proof:
+def first(noise: tuple[float, ...] = NOISE) -> WeightProof:
     """The proof of the first probe."""
     proof = judge(scored(0.0, noise), 1, probe(0.0, 0.0), None, TOLERANCE).proof
     assert proof
@@ -67,15 +66,15 @@ def test_first_probe_is_the_proof_and_measures_the_noise() -> None:
 def test_drift_below_the_noise_proves_nothing(drift: float, *, moved: bool) -> None:
     proof = first()
     scores = scored(drift if moved else 0.0)
-    assert judge(scores, 2, probe(drift), proof, TOLERANCE) == Verdict(proof)
+    assert judge(scores, 2, probe(drift), proof, TOLERANCE) == ProbeVerdict(proof)
 
 
 def test_small_steps_of_an_engine_that_ignores_them_add_up() -> None:
-    proof: Proof | None = first()
+    proof: WeightProof | None = first()
     for policy_version in range(2, 12):
         now = probe(0.001 * policy_version)
         verdict = judge(scored(0.0), policy_version, now, proof, TOLERANCE)
-        assert verdict == Verdict(proof)
+        assert verdict == ProbeVerdict(proof)
     verdict = judge(scored(0.0), 50, probe(0.05), proof, TOLERANCE)
     assert "moved by 0.05 since version 1, its own by 0" in verdict.stuck
     assert verdict.proof == proof
@@ -91,12 +90,12 @@ def test_engine_that_follows_is_proved_once_the_drift_passes_the_noise() -> None
 
 def test_engine_that_moved_elsewhere_is_not_proved() -> None:
     proof = first()
-    assert judge(scored(-0.03), 2, probe(0.03), proof, TOLERANCE) == Verdict(proof)
+    assert judge(scored(-0.03), 2, probe(0.03), proof, TOLERANCE) == ProbeVerdict(proof)
 
 
 def test_coarse_weights_that_a_step_does_not_reach_may_score_as_before() -> None:
     proof = first()
-    assert judge(scored(0.0), 2, probe(0.05, coarse=0.0), proof, TOLERANCE) == Verdict(proof)
+    assert judge(scored(0.0), 2, probe(0.05, coarse=0.0), proof, TOLERANCE) == ProbeVerdict(proof)
     assert judge(scored(0.0), 2, probe(0.05, coarse=0.05), proof, TOLERANCE).stuck
 
 

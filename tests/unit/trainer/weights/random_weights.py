@@ -1,4 +1,4 @@
-"""Small weights of many kinds, and what lies in a part of a cargo."""
+"""Small weights of many kinds, and the tensors in a part of a payload."""
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from rollmesh.tensors.segment import Attached
 
 
 def random_weights(seed: int) -> dict[str, Tensor]:
-    """One of each kind."""
+    """One tensor of each kind."""
     chance = torch.Generator().manual_seed(seed)
     return {
         "matrix": torch.randn(33, 7, generator=chance),
@@ -22,7 +22,7 @@ def random_weights(seed: int) -> dict[str, Tensor]:
 
 
 def read(part: Part) -> dict[str, Tensor]:
-    """What another process sees there."""
+    """Read the part as another process would."""
     memory = Attached(part.path)
     tensors = {}
     for piece in part.pieces:

@@ -1,4 +1,4 @@
-"""Buckets hold every byte once; the address that all engines reach. Groups: tests/flow."""
+"""Buckets hold every byte once; one address is reachable by all engines. Groups: tests/flow."""
 
 from typing import Any
 
@@ -6,7 +6,12 @@ import pytest
 
 from rollmesh.core.errors import EngineRefused
 from rollmesh.engine.in_memory import Part, Piece
-from rollmesh.trainer.weights.carriers.distributed import Roll, buckets, check_ranks, common_address
+from rollmesh.trainer.weights.transports.distributed import (
+    ExpectedEngines,
+    buckets,
+    check_ranks,
+    common_address,
+)
 
 
 def piece(name: str, num_bytes: int) -> Piece:
@@ -51,22 +56,22 @@ def test_replicas_and_pipelines_are_refused_before_a_group_is_formed(info: dict[
         check_ranks("http://a", info)
 
 
-def test_all_who_came_for_a_version_are_waited_for_at_the_next() -> None:
-    roll = Roll()
+def test_engines_that_arrived_for_a_version_are_expected_at_the_next() -> None:
+    expected = ExpectedEngines()
     for policy_version, (first, second) in enumerate([("a", "b"), ("a", "b"), ("b", "a")]):
-        roll.note(first, policy_version)
-        assert not roll.is_complete
-        roll.note(second, policy_version)
-        assert roll.is_complete is (policy_version > 0), "at the first nobody knows"
+        expected.add(first, policy_version)
+        assert not expected.is_complete
+        expected.add(second, policy_version)
+        assert expected.is_complete is (policy_version > 0), "at the first nobody knows"
 
 
-def test_one_that_did_not_come_is_waited_for_once_and_one_that_refused_not_at_all() -> None:
-    roll = Roll()
+def test_missing_engine_is_expected_once_and_one_that_refused_not_at_all() -> None:
+    expected = ExpectedEngines()
     for url in ("a", "b", "c"):
-        roll.note(url, 1)
-    roll.strike("c")
-    told = []
+        expected.add(url, 1)
+    expected.discard("c")
+    complete: list[bool] = []
     for policy_version, url in ((2, "a"), (3, "a"), (3, "b"), (4, "a")):
-        roll.note(url, policy_version)
-        told.append(roll.is_complete)
-    assert told == [False, True, True, False], "b may come; it has not; it is there; it is back"
+        expected.add(url, policy_version)
+        complete.append(expected.is_complete)
+    assert complete == [False, True, True, False], "b may come; it has not; it is there; it is back"

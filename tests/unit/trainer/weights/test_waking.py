@@ -1,6 +1,6 @@
-"""Engines that were asleep: updated only where they do not come up by themselves."""
+"""Engines that were asleep are updated only if they do not become ready by themselves."""
 
-from rollmesh.trainer.weights.events import UpdatePhase
+from rollmesh.trainer.weights.publisher import UpdatePhase
 from rollmesh.wire.fleet import EnginePhase, SleepEngine, WakeEngine
 from rollmesh.wire.machine import Received
 from tests.unit.trainer.weights.publisher_world import A, B, Mesh, target
@@ -9,7 +9,7 @@ COORDINATOR = b"coordinator"
 
 
 def published(policy_version: int) -> Mesh:
-    """A is asleep, B has been brought the version."""
+    """A mesh in which A is asleep and B has been brought to the version."""
     mesh = Mesh(A, B)
     mesh.run(1.0)
     mesh.tend_fleet(Received(COORDINATOR, SleepEngine(1, A, 100.0)))
@@ -27,7 +27,7 @@ def test_a_publication_does_not_wait_for_engines_that_sleep() -> None:
     assert mesh.phase(A) is EnginePhase.ASLEEP
 
 
-def test_what_wakes_with_the_published_weights_is_left_alone() -> None:
+def test_engine_that_wakes_with_the_published_weights_is_not_updated() -> None:
     mesh = published(1)
     mesh.engines[A].label = mesh.engines[A].weights = 1
     mesh.tend_fleet(Received(COORDINATOR, WakeEngine(2, A, 1)))
@@ -39,7 +39,7 @@ def test_what_wakes_with_the_published_weights_is_left_alone() -> None:
     assert set(mesh.reports[-1].updated) == {A, B}
 
 
-def test_what_wakes_with_older_weights_is_brought_up() -> None:
+def test_engine_that_wakes_with_older_weights_is_updated() -> None:
     mesh = published(1)
     mesh.tend_fleet(Received(COORDINATOR, WakeEngine(2, A, 0)))
     mesh.run(6.0)

@@ -1,4 +1,4 @@
-"""An adapter takes the place of the last, whatever the engine lets go of by itself."""
+"""An adapter replaces the last one, whatever the engine drops by itself."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,12 +10,12 @@ from aiohttp import web
 from rollmesh.core.errors import EngineRefused
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.trainer.weights.carriers.adapter import drop_adapters, name_of, swap_adapter
+from rollmesh.trainer.weights.transports.sglang import adapter_in, drop_adapters, swap_adapter
 
 
 class Sglang:
-    """As SGLang 0.5.21 does with adapters (managers/tokenizer_control_mixin.py): past
-    `max_loaded` it forgets the one used longest ago, and of one that it has not it says 400."""
+    """The adapter calls of SGLang 0.5.21 (managers/tokenizer_control_mixin.py): beyond `max_loaded`
+    it drops the least recently used; for an unknown one it answers 400."""
 
     def __init__(self, max_loaded: int) -> None:
         self.max_loaded = max_loaded
@@ -92,7 +92,7 @@ async def test_next_adapter_takes_the_place_of_the_last(
         assert sglang.policy_version == str(policy_version)
 
 
-async def test_try_that_was_cut_short_is_made_again(sglang: Sglang, client: EngineClient) -> None:
+async def test_interrupted_attempt_is_repeated(sglang: Sglang, client: EngineClient) -> None:
     await publish(client, 1)
     await client.load_adapter("rollmesh-v2", Path("/v2"))
     with pytest.raises(EngineRefused, match="already exists"):
@@ -110,6 +110,6 @@ async def test_whole_weights_drop_the_adapters_of_ours_alone(
 
 
 def test_folder_without_a_config_of_an_adapter_has_none(tmp_path: Path) -> None:
-    assert name_of(7, tmp_path) == ""
+    assert adapter_in(7, tmp_path) == ""
     (tmp_path / "adapter_config.json").touch()
-    assert name_of(7, tmp_path) == "rollmesh-v7"
+    assert adapter_in(7, tmp_path) == "rollmesh-v7"

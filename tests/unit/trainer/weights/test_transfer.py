@@ -1,0 +1,281 @@
+"""Each engine gets the weights by some transport, and the folder is complete in any case."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+
+from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, ModelError
+from rollmesh.engine.client import EngineClient
+from rollmesh.engine.http import HttpClient
+from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.trainer.models.folders import begin_without_weights, load_model, partial_path
+from rollmesh.trainer.ranks import named_weights
+from rollmesh.trainer.weights import transfer as transfer_module
+from rollmesh.trainer.weights.payload import Payload, WeightBuffer
+from rollmesh.trainer.weights.transfer import Transfer
+
+TIMEOUT_S = 10.0
+
+
+class FakeTransport:
+    """A transport that does nothing, or raises the given failures."""
+
+    name = "fake"
+
+    def __init__(self, *failures: EngineError) -> None:
+        self.failures = list(failures)
+        self.carried: list[int] = []
+        self.gate: asyncio.Event | None = None
+        self.has_begun = False
+        self.prepared: list[tuple[str, int]] = []
+
+    async def begin(
+        self, payload: Payload, clients: Sequence[EngineClient], timeout_s: float
+    ) -> None:
+        assert timeout_s < TIMEOUT_S
+        self.has_begun = True
+        self.prepared = [(client.url, payload.policy_version) for client in clients]
+
+    async def load(self, client: EngineClient, payload: Payload, timeout_s: float) -> None:
+        assert self.has_begun
+        assert timeout_s == TIMEOUT_S
+        if self.gate:
+            await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.carried.append(payload.policy_version)
+
+    async def finish(self) -> None:
+        """Nothing is kept."""
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def buffer() -> Iterator[WeightBuffer]:
+    buffer = WeightBuffer()
+    yield buffer
+    buffer.close()
+
+
+@pytest.fixture
+def payload(tiny_folder: Path, tmp_path: Path, buffer: WeightBuffer) -> Payload:
+    """A version that a policy has just stored."""
+    model, folder = load_model(tiny_folder), tmp_path / "weights" / "v000007"
+    begin_without_weights(model, tiny_folder, folder)
+    weights = named_weights(model)
+    return Payload(7, str(folder), (buffer.store(weights, set(weights), folder.parent),))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(engine: ScriptedEngine) -> AsyncIterator[EngineClient]:
+    async with HttpClient() as http:
+        yield EngineClient(engine.url, http)
+
+
+async def test_without_a_transport_the_folder_is_complete_before_any_engine_is_called(
+    payload: Payload, client: EngineClient, engine: ScriptedEngine, tiny_folder: Path
+) -> None:
+    transfer = Transfer(None, TIMEOUT_S)
+    await transfer.begin(payload)
+    again = AutoModelForCausalLM.from_pretrained(payload.folder)
+    for one, other in zip(again.parameters(), load_model(tiny_folder).parameters(), strict=True):
+        assert one.equal(other)
+    await transfer.load(client, 7, payload.folder)
+    assert engine.weight_version == "7"
+    await transfer.finish()
+    assert not partial_path(Path(payload.folder)).exists()
+
+
+async def test_with_a_transport_the_folder_is_written_as_well(
+    payload: Payload, client: EngineClient, engine: ScriptedEngine
+) -> None:
+    transport = FakeTransport()
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload)
+    await transfer.load(client, 7, payload.folder)
+    assert transport.carried == [7]
+    assert not engine.seen
+    await transfer.finish()
+    assert (Path(payload.folder) / "model.safetensors").exists()
+
+
+async def test_serving_engines_are_prepared_unless_they_read_files(
+    payload: Payload, client: EngineClient
+) -> None:
+    transport = FakeTransport(EngineRefused("not this transport"))
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload, [client])
+    assert transport.prepared == [(client.url, 7)]
+    await transfer.load(client, 7, payload.folder)
+    await transfer.finish()
+    await transfer.begin(payload, [client])
+    assert transport.prepared == [], "it has refused"
+    await transfer.finish()
+
+
+async def test_engine_that_joins_later_reads_the_folder(
+    payload: Payload, client: EngineClient, engine: ScriptedEngine
+) -> None:
+    transport = FakeTransport()
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload)
+    await transfer.finish()
+    await transfer.load(client, 7, payload.folder)
+    assert not transport.carried
+    assert engine.weight_version == "7"
+
+
+async def test_complete_folder_is_loaded_as_it_is(
+    payload: Payload, client: EngineClient, engine: ScriptedEngine
+) -> None:
+    """Adapters, and models that transformers converts."""
+    transport = FakeTransport()
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(Payload(7, payload.folder))
+    await transfer.load(client, 7, payload.folder)
+    await transfer.finish()
+    assert not transport.carried
+    assert engine.weight_version == "7"
+    assert partial_path(Path(payload.folder)).exists(), "nothing was written"
+
+
+async def test_engine_that_refuses_the_transport_gets_files_and_one_log_line(
+    payload: Payload, client: EngineClient, engine: ScriptedEngine
+) -> None:
+    transport = FakeTransport(EngineRefused("HTTP 404: Not Found"))
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload)
+    with capture_logs() as logs:
+        for _ in range(2):
+            await transfer.load(client, 7, payload.folder)
+    assert engine.num_seen("/update_weights_from_disk") == 2
+    [event] = logs
+    assert (event["event"], event["url"], event["mode"]) == (
+        "engine.takes_files",
+        client.url,
+        "fake",
+    )
+    assert "404" in event["why"]
+    await transfer.finish()
+
+
+async def test_engine_that_fails_once_gets_the_file_and_then_the_transport_again(
+    payload: Payload, client: EngineClient, engine: ScriptedEngine
+) -> None:
+    transport = FakeTransport(EngineUnavailable("a peer left the group"))
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload)
+    await transfer.load(client, 7, payload.folder)
+    assert engine.weight_version == "7"
+    await transfer.load(client, 7, payload.folder)
+    assert transport.carried == [7]
+    await transfer.finish()
+
+
+async def test_finish_waits_for_loads_that_read_the_payload(
+    payload: Payload, client: EngineClient
+) -> None:
+    transport = FakeTransport()
+    transport.gate = asyncio.Event()
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload)
+    loading = asyncio.create_task(transfer.load(client, 7, payload.folder))
+    await asyncio.sleep(0)
+    finishing = asyncio.create_task(transfer.finish())
+    await asyncio.wait([finishing], timeout=0.05)
+    assert not finishing.done()
+    transport.gate.set()
+    await asyncio.gather(loading, finishing)
+    assert transport.carried == [7]
+
+
+async def test_finish_waits_for_loads_that_begin_while_the_file_is_written(
+    payload: Payload, client: EngineClient
+) -> None:
+    transport = FakeTransport()
+    transport.gate = asyncio.Event()
+    # A pipe without a reader blocks the write until it is read.
+    pipe = partial_path(Path(payload.folder)) / "model.safetensors"
+    os.mkfifo(pipe)
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload)
+    finishing = asyncio.create_task(transfer.finish())
+    await asyncio.wait([finishing], timeout=0.05)
+    loading = asyncio.create_task(transfer.load(client, 7, payload.folder))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(pipe.read_bytes)
+    await asyncio.wait([finishing], timeout=0.2)
+    assert not pipe.exists(), "the folder is whole"
+    assert not finishing.done()
+    transport.gate.set()
+    await asyncio.gather(loading, finishing)
+    assert transport.carried == [7]
+
+
+async def test_a_folder_that_an_engine_reads_is_known(
+    payload: Payload, client: EngineClient, engine: ScriptedEngine
+) -> None:
+    transfer = Transfer(None, TIMEOUT_S)
+    await transfer.begin(payload)
+    loading = asyncio.create_task(transfer.load(client, 7, payload.folder))
+    await engine.until(lambda: engine.num_seen("/update_weights_from_disk") == 1)
+    assert transfer.is_loading(Path(payload.folder))
+    await loading
+    assert not transfer.is_loading(Path(payload.folder))
+
+
+async def test_a_disk_that_refuses_is_one_line_that_names_the_folder(payload: Payload) -> None:
+    partial_path(Path(payload.folder)).rename(Path(payload.folder).with_name("elsewhere"))
+    with pytest.raises(ModelError, match="v000007: cannot be written: no such file") as caught:
+        await Transfer(None, TIMEOUT_S).begin(payload)
+    assert "\n" not in str(caught.value)
+    transport = FakeTransport()
+    transfer = Transfer(transport, TIMEOUT_S)
+    await transfer.begin(payload)
+    with capture_logs() as logs:
+        await transfer.finish()
+    assert [event["event"] for event in logs] == ["weights.not_written"]
+
+
+def fill(payload: Payload) -> None:
+    """Simulate a full disk: writing the weights' file fails until it is removed."""
+    (partial_path(Path(payload.folder)) / "model.safetensors").symlink_to("/dev/full")
+
+
+async def test_a_file_that_a_full_disk_refused_is_written_when_there_is_room(
+    payload: Payload, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_module, "RETRY_FILE_S", 0.01)
+    fill(payload)
+    transfer = Transfer(None, TIMEOUT_S)
+    with capture_logs() as logs:
+        await transfer.begin(payload)
+    assert [(event["event"], event["log_level"]) for event in logs] == [("weights.wait", "error")]
+    assert "v000007: cannot be written: no space left on device" in logs[0]["error"]
+    again = AutoModelForCausalLM.from_pretrained(payload.folder)
+    for one, other in zip(again.parameters(), load_model(tiny_folder).parameters(), strict=True):
+        assert one.equal(other)
+
+
+async def test_a_close_ends_the_wait_for_room(payload: Payload) -> None:
+    fill(payload)
+    transfer = Transfer(None, TIMEOUT_S)
+    beginning = asyncio.create_task(transfer.begin(payload))
+    await asyncio.wait([beginning], timeout=0.05)
+    assert not beginning.done()
+    await transfer.close()
+    await beginning
+    assert partial_path(Path(payload.folder)).exists(), "it has not become whole"
