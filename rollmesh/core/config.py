@@ -284,10 +284,10 @@ class TrainerConfig(Section, frozen=True):
     """Whose mean the loss is: each trained `token` weighs the same, or each `rollout`."""
     loss: str = "ppo"
     """`ppo` (default), `gspo` (sequence-level ratios), or `package.module:function` of your own
-    (docs/losses.md)."""
+    (docs/howto/losses.md)."""
     advantage: str = "grpo"
     """A reward against those of its group: `grpo` (less mean, over std), `mean` (less mean),
-    `leave_one_out`, or `package.module:function` of your own (docs/losses.md)."""
+    `leave_one_out`, or `package.module:function` of your own (docs/howto/losses.md)."""
     clip_low: Share = 0.2
     """Policy ratio is clipped below 1 - clip_low."""
     clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28

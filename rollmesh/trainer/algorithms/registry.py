@@ -19,7 +19,7 @@ from rollmesh.trainer.algorithms.gspo import gspo_loss
 from rollmesh.trainer.algorithms.loss import LossResult, TokenTerms, ppo_loss
 
 Loss = Callable[[TokenTerms, TrainerConfig], LossResult]
-"""The loss of one batch; see docs/losses.md."""
+"""The loss of one batch; see docs/howto/losses.md."""
 
 LOSSES: Mapping[str, Loss] = {"ppo": ppo_loss, "gspo": gspo_loss}
 ADVANTAGES: Mapping[str, Advantage] = {
