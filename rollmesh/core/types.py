@@ -163,8 +163,9 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
 
 Branch = Literal["main", "subagent", "side"]
 
-DialectName = Literal["", "chat", "completions", "responses", "messages", "relay"]
-"""By which API an agent had a turn sampled; '' where nobody wrote it down."""
+DialectName = str
+"""Name of the API by which a turn was requested (serve/interception/dialects): chat, completions,
+responses, messages; relay for relayed calls; '' in records of before."""
 
 
 class NodeRow(msgspec.Struct, frozen=True, array_like=True):

@@ -12,11 +12,11 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
-from rollmesh.core.types import DialectName, SamplingParams, VersionRun
+from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import SamplingAsk, Turn
 from rollmesh.runtime.conversation import Conversation, Prompt
@@ -28,6 +28,11 @@ from rollmesh.runtime.token_graph import ROOT, Sampled
 
 Text = bytes | int
 """A text, or the number under which a long one is kept."""
+
+
+JournaledDialect = Literal["", "chat", "completions", "responses", "messages", "relay"]
+"""Dialects that the journal's format has names for; others are journaled as ''."""
+_JOURNALED_DIALECTS = frozenset(get_args(JournaledDialect))
 
 
 class SessionEvent(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
@@ -97,7 +102,7 @@ class CallBegan(SessionEvent, frozen=True, tag="asked"):
     created_s: int
     reads_calls: bool
     is_raw: bool
-    dialect: DialectName
+    dialect: JournaledDialect
 
 
 class ChoiceEnded(SessionEvent, frozen=True, tag="answered"):
@@ -196,7 +201,7 @@ def asked(turn: Turn, prompt: Prompt, replies: Sequence[Reply], told: PromptChan
         created_s=head.created_s,
         reads_calls=head.reads_calls,
         is_raw=source.is_raw,
-        dialect=head.dialect,
+        dialect=head.dialect if head.dialect in _JOURNALED_DIALECTS else "",  # type: ignore[arg-type]
     )
 
 

@@ -14,10 +14,10 @@ import msgspec
 
 from rollmesh.runtime.session_log import AnyDeed
 from rollmesh.serve.interception.journal.entries import FORMAT, AnyEntry
-from rollmesh.serve.interception.relay.deeds import RelayDeed
+from rollmesh.serve.interception.relay.events import RelayEvent
 
 FILE = Path(__file__).with_name("gateway_journal.json")
-KINDS = {"entries": AnyEntry, "tokens": AnyDeed, "relay": RelayDeed}
+KINDS = {"entries": AnyEntry, "tokens": AnyDeed, "relay": RelayEvent}
 
 
 def shapes() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.serve.interception.connection import ConnectionLimits
-from rollmesh.serve.interception.relay.headers import forwarded
+from rollmesh.serve.interception.relay.upstream_answer import forwarded_headers
 from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures among them
     Desk,
@@ -186,7 +186,7 @@ def test_a_relay_forwards_neither_nominated_headers_nor_the_agents_choice_of_org
         (b"OpenAI-Project", b"proj-other"),
         (b"X-Stays", b"two"),
     ]
-    lines = forwarded(sent, "secret", b"key", prefers_x_api_key=False)
+    lines = forwarded_headers(sent, "secret", b"key", prefers_x_api_key=False)
     assert lines == b"X-Stays: two\r\nAuthorization: Bearer key\r\n"
 
 

@@ -32,7 +32,7 @@ from rollmesh.core.loopback import names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import EVAL_SAMPLING, Outcome, SamplingPolicy, SamplingRule
 from rollmesh.serve.interception.capture import CaptureOptions
-from rollmesh.serve.interception.dialects.asks import Int64
+from rollmesh.serve.interception.dialects.request_parts import Int64
 from rollmesh.serve.interception.exchange import refuse
 from rollmesh.serve.interception.pieces import Piece
 from rollmesh.serve.interception.request import JSON, HttpRequest, bears

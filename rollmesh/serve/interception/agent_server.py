@@ -37,11 +37,8 @@ from rollmesh.runtime.images import images
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.sampler import Sampler
 from rollmesh.serve.interception.body_limits import BodyBudget, DecodeGate, add_bodies
-from rollmesh.serve.interception.dialects.chat import ChatDialect
-from rollmesh.serve.interception.dialects.completions import CompletionsDialect
 from rollmesh.serve.interception.dialects.dialect import Dialect
-from rollmesh.serve.interception.dialects.messages import MessagesDialect
-from rollmesh.serve.interception.dialects.responses import ResponsesDialect
+from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DEFAULT_DIALECT, DIALECTS
 from rollmesh.serve.interception.exchange import (
     Exchange,
     ExchangeDeps,
@@ -55,15 +52,6 @@ from rollmesh.serve.interception.request import JSON, HttpRequest, find_secret
 from rollmesh.serve.interception.server import HttpServer
 
 SHUTDOWN_S = 1.0
-COUNT_SUFFIX = "/messages/count_tokens"
-
-DIALECTS: dict[str, Dialect] = {
-    "/chat/completions": ChatDialect(),
-    "/completions": CompletionsDialect(),
-    "/responses": ResponsesDialect(),
-    "/messages": MessagesDialect(),
-}
-"""By the end of the path; a longer end stands before one that ends it."""
 
 ControlHandler = Callable[[HttpRequest, str], Awaitable[bool]]
 """Asked before any route of ours, with the path; whether it has answered the request."""
@@ -129,20 +117,21 @@ class AgentServer:
                 if path.endswith(suffix):
                     await self._exchange(request, suffix, dialect)
                     return
-            if path.endswith(COUNT_SUFFIX):
-                await self._exchange(request, COUNT_SUFFIX, DIALECTS["/messages"])
-                return
+            for suffix, dialect in COUNT_DIALECTS.items():
+                if path.endswith(suffix):
+                    await self._exchange(request, suffix, dialect)
+                    return
         try:
             if request.method != "GET":
                 raise _unknown()
             request.answer(200, request.dated(JSON), self._look_up(request, path))
         except SessionError as error:
-            refuse(request, DIALECTS["/chat/completions"].error(error), error)
+            refuse(request, DEFAULT_DIALECT.error(error), error)
 
     async def _exchange(self, request: HttpRequest, route: str, dialect: Dialect) -> None:
         exchange = Exchange(request, dialect, self._kit)
         try:
-            await (exchange.run_count() if route == COUNT_SUFFIX else exchange.run())
+            await (exchange.run_count() if route in COUNT_DIALECTS else exchange.run())
         finally:
             self.num_exchanges[route, exchange.state] += 1
 
@@ -159,11 +148,9 @@ class AgentServer:
         return one_model(_unquoted(model[1:])) if model else model_list(self._kit.view.model_name)
 
 
-_KNOWN = ", ".join(f"POST /v1{suffix}" for suffix in [*DIALECTS, COUNT_SUFFIX])
-
-
 def _unknown() -> SessionError:
-    why = f"no such route here; there are {_KNOWN}, GET /v1/models and GET /healthz"
+    known = ", ".join(f"POST /v1{suffix}" for suffix in [*DIALECTS, *COUNT_DIALECTS])
+    why = f"no such route here; there are {known}, GET /v1/models and GET /healthz"
     return SessionError(404, "unknown_route", why)
 
 

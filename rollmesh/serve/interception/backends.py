@@ -34,8 +34,8 @@ from rollmesh.serve.interception.body_limits import BodyBudget, add_bodies
 from rollmesh.serve.interception.capture import DurableCapture
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.capture import RelayCapture
-from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
-from rollmesh.serve.interception.relay.upstreams import COOL_DOWN_S, Upstreams
+from rollmesh.serve.interception.relay.edge import RelayDeps, RelayEdge
+from rollmesh.serve.interception.relay.upstreams import COOL_DOWN_S, UpstreamPool
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
 from rollmesh.serve.interception.sessions import SessionRegistry
@@ -156,9 +156,9 @@ class RelayBackend:
         self._config = config
         self._clock = SystemClock()
         self._client = HttpClient(shortage_wait_s=config.interception.engine_wait_s)
-        self._upstreams = Upstreams(urls, key, self._client, self._clock)
+        self._upstreams = UpstreamPool(urls, key, self._client, self._clock)
         self.capture = RelayCapture(self._upstreams, self._clock, config.interception, archive)
-        self._edge = RelayEdge(RelayKit(self.capture, self._upstreams, config.interception))
+        self._edge = RelayEdge(RelayDeps(self.capture, self._upstreams, config.interception))
         self._bodies = BodyBudget(config.interception.max_inflight_bytes)
         self._server: HttpServer | None = None
 
@@ -200,7 +200,7 @@ class RelayBackend:
         return sum(each.num_running for each in self._upstreams.all)
 
     def totals(self) -> tuple[int, int]:
-        return self.capture.totals.num_calls, 0
+        return self.capture.counters.num_calls, 0
 
     def join(self, inventory: Inventory, book: SessionRegistry) -> None:
         server = self._server

@@ -50,7 +50,12 @@ from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.replies import Reply, ReplyHead
 from rollmesh.runtime.session import Session, SessionState
 from rollmesh.serve.interception.body_limits import LONG_BYTES, DecodeGate
-from rollmesh.serve.interception.dialects.dialect import Asked, Call, Dialect, Stream
+from rollmesh.serve.interception.dialects.dialect import (
+    AnswerStream,
+    DecodedRequest,
+    Dialect,
+    RequestBody,
+)
 from rollmesh.serve.interception.reply_view import ReplyView, ViewContext
 from rollmesh.serve.interception.request import JSON, HttpRequest, find_secret, read_retry_mark
 
@@ -204,7 +209,7 @@ class Exchange:
         """Of the body, until the session has matched it."""
         self._dialect = dialect
         self._kit = kit
-        self._stream: Stream | None = None
+        self._stream: AnswerStream | None = None
         """Of a streamed answer, once its replies are known."""
         self._task: asyncio.Task[object] | None = None
         self._is_woken = False
@@ -291,17 +296,19 @@ class Exchange:
         self.request.answer(200, self.request.dated(JSON), body)
         self.state = ExchangeState.DELIVERED
 
-    async def _match(self) -> Call:
+    async def _match(self) -> DecodedRequest:
         body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
         self._num_bytes = len(body)
         await self._kit.turnstile.pass_through(self._num_bytes, self.request.owner)
         mark = read_retry_mark(self.request.headers)
         salt = b"%b %b" % (type(self._dialect).__name__.encode(), mark.key)
-        call = self._dialect.decode(Asked(body, salt, mark.is_resent))
+        call = self._dialect.decode(RequestBody(body, salt, mark.is_resent))
         self.state = ExchangeState.MATCHED
         return call
 
-    async def _attach(self, session: Session, call: Call, replies: list[Reply]) -> list[ReplyView]:
+    async def _attach(
+        self, session: Session, call: DecodedRequest, replies: list[Reply]
+    ) -> list[ReplyView]:
         """Join the replies to all turns; the call's history is let go of."""
         turns, call.turns = call.turns, ()
         views: list[ReplyView] = []
@@ -320,7 +327,7 @@ class Exchange:
         return views
 
     async def _send_events(
-        self, session: Session, replies: Sequence[Reply], stream: Stream
+        self, session: Session, replies: Sequence[Reply], stream: AnswerStream
     ) -> None:
         self._stream = stream
         heart = _KeepAlive(self.request, self._kit.keepalive_s)
@@ -335,7 +342,7 @@ class Exchange:
         self.request.close(last + stream.close())
 
     async def _follow_all(
-        self, session: Session, replies: Sequence[Reply], stream: Stream
+        self, session: Session, replies: Sequence[Reply], stream: AnswerStream
     ) -> bytes:
         async def follow(choice: int, reply: Reply) -> None:
             await self._send(session, await self._follow(session, reply, stream, choice))
@@ -348,7 +355,9 @@ class Exchange:
             raise failures.exceptions[0] from None
         return b""
 
-    async def _follow(self, session: Session, reply: Reply, stream: Stream, choice: int) -> bytes:
+    async def _follow(
+        self, session: Session, reply: Reply, stream: AnswerStream, choice: int
+    ) -> bytes:
         """Send deltas while tokens come, one write with all that has arrived; returns the last."""
         reader = session.answers.reader(reply)
         num_read = 0

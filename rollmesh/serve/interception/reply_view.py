@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from rollmesh.runtime.chat import Answer, Delta, Wish, whole_calls
 from rollmesh.runtime.replies import Reply, ReplyHead
 from rollmesh.runtime.session import Session
-from rollmesh.serve.interception.dialects.listing import TokenListing
+from rollmesh.serve.interception.dialects.token_listing import TokenListing
 
 
 class ReplyView:

@@ -7,15 +7,15 @@ import pytest
 from rollmesh.core.memo import MAX_BYTES, MAX_TEXT_BYTES, Memo
 from rollmesh.runtime import chat, conversation, history, tool_calls
 from rollmesh.serve.interception.dialects import chat as chat_dialect
-from rollmesh.serve.interception.dialects import tools
+from rollmesh.serve.interception.dialects import request_parts
 
 OF_TOOLS = [
     tool_calls.string_parameters,
     history.tools_key_of,
     conversation.shared_tools,
-    tools.tools_of_messages,
-    tools.tools_of_responses,
-    tools._names,  # noqa: SLF001 - one of those that read tools
+    request_parts.tools_of_messages,
+    request_parts.tools_of_responses,
+    request_parts._names,  # noqa: SLF001 - one of those that read tools
     chat_dialect._from_functions,  # noqa: SLF001 - the same
 ]
 

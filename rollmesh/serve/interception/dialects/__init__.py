@@ -1,1 +1,1 @@
-"""The APIs that agents speak; one file each."""
+"""The HTTP APIs that agents use: one file for each, registered in registry.py."""

@@ -1,10 +1,11 @@
 """OpenAI's Completions API: POST .../v1/completions, raw prompts without a chat.
 
-A prompt is a text, token ids, or a list of either; a batch gives as many turns, and the choices of
-all are numbered in order. Shapes as in OpenAI's API reference (create completion). Invariant:
-`suffix` and `best_of` beyond `n` are refused, since an answer without them would be another's. With
-`echo` the prompt's tokens have no log-probs: nobody computed them. Driven by exchange.py through
-dialect.py.
+Shapes as in OpenAI's API reference (create completion).
+
+- A prompt is a text, token ids, or a list of either. A batch becomes several turns, whose choices
+  are numbered in order.
+- `suffix`, and a `best_of` other than `n`, are refused, since ignoring them changes the answer.
+- With `echo` the prompt's tokens have no log-probs: they are not computed.
 """
 
 from collections.abc import Sequence
@@ -14,31 +15,49 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import DECODE_ERRORS, SessionError
+from rollmesh.core.types import DialectName
 from rollmesh.runtime.chat import Delta, Turn
-from rollmesh.serve.interception.dialects import unopened
-from rollmesh.serve.interception.dialects.asks import Int64, NumTops, SamplingBody, TokenId
-from rollmesh.serve.interception.dialects.chat_answers import usage
-from rollmesh.serve.interception.dialects.dialect import Asked, Call, Stream
-from rollmesh.serve.interception.dialects.failures import openai_failure, openai_failure_body
-from rollmesh.serve.interception.dialects.frames import DONE, event, read_body, refusal
+from rollmesh.serve.interception.dialects.answer_parts import (
+    DONE,
+    openai_error,
+    openai_error_body,
+    sse_event,
+)
+from rollmesh.serve.interception.dialects.chat import read_chat_choices, usage
+from rollmesh.serve.interception.dialects.dialect import (
+    AnswerStream,
+    DecodedRequest,
+    Json,
+    RequestBody,
+    UpstreamChoice,
+)
+from rollmesh.serve.interception.dialects.request_parts import (
+    Int64,
+    NumTopLogprobs,
+    OpenAISamplingBody,
+    RawPrompt,
+    TokenId,
+    bad_request,
+    read_body,
+)
 from rollmesh.serve.interception.reply_view import ReplyView
 
 MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16
-"""Of OpenAI's reference."""
+"""The default of OpenAI's API reference."""
 
 Ids = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 Prompt = str | tuple[int, ...]
 
 
-class CompletionBody(SamplingBody, kw_only=True):
-    """The keys that we read beside those of sampling."""
+class CompletionBody(OpenAISamplingBody, kw_only=True):
+    """The keys that are read, besides those of sampling."""
 
-    prompt: unopened.Prompt
+    prompt: RawPrompt
     echo: bool | None = None
     suffix: str | None = None
     best_of: Int64 | None = None
-    logprobs: NumTops | bool | None = None
+    logprobs: NumTopLogprobs | bool | None = None
 
 
 _A_BATCH = msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
@@ -49,35 +68,49 @@ _batch = msgspec.json.Decoder(Annotated[list[Ids], _A_BATCH])
 
 
 class CompletionsDialect:
-    """Satisfies Dialect."""
+    """Implements Dialect."""
 
-    def decode(self, asked: Asked) -> Call:
-        body = read_body(_decoder, asked.body, "completion request")
+    name: DialectName = "completions"
+    route = "/completions"
+    count_route = ""
+    history_key = "prompt"
+    end_events = frozenset[str]()
+    error_events = frozenset[str]()
+    prefers_x_api_key = False
+
+    def decode(self, request: RequestBody) -> DecodedRequest:
+        body = read_body(_decoder, request.body, "completion request")
         if body.suffix:
-            raise refusal("unsupported_suffix", "suffix: only what follows a prompt is sampled")
+            raise bad_request("unsupported_suffix", "suffix: text before a suffix is not sampled")
         if body.best_of not in (None, body.n or 1):
-            raise refusal("unsupported_best_of", "best_of: expected the same number as n")
+            raise bad_request("unsupported_best_of", "best_of: expected the same number as n")
         prompts = read_prompts(bytes(body.prompt))
-        turns = tuple(_turn(body, asked, n, prompt) for n, prompt in enumerate(prompts))
-        return CompletionCall(turns, bool(body.echo))
+        turns = tuple(_turn(body, request, n, prompt) for n, prompt in enumerate(prompts))
+        return CompletionRequest(turns, bool(body.echo))
 
     def error(self, error: SessionError) -> bytes:
-        return openai_failure_body(error)
+        return openai_error_body(error)
+
+    def error_event(self, error: SessionError) -> bytes:
+        return sse_event(openai_error(error))
+
+    def read_answer(self, events: Sequence[Json]) -> list[UpstreamChoice]:
+        return read_chat_choices(events)
 
 
 def read_prompts(raw: bytes) -> list[Prompt]:
-    """The prompts of a request in order; SessionError 400 where there is none."""
+    """The prompts of a request in order; SessionError 400 if there are none."""
     for decoder in (_texts, _ids, _batch):
         try:
             return _prompts_of(decoder.decode(raw))
         except DECODE_ERRORS:
             continue
     why = f"prompt: expected a text, token ids, or 1 to {MAX_PROMPTS} of either in a list"
-    raise refusal("invalid_prompt", why)
+    raise bad_request("invalid_prompt", why)
 
 
 def _prompts_of(found: Any) -> list[Prompt]:
-    """One text, one list of ids, or several of either."""
+    """The prompts in one text, one list of ids, or a list of either."""
     if isinstance(found, str):
         return [found]
     if isinstance(found[0], int):
@@ -85,7 +118,7 @@ def _prompts_of(found: Any) -> list[Prompt]:
     return [each if isinstance(each, str) else tuple(each) for each in found]
 
 
-def _turn(body: CompletionBody, asked: Asked, number: int, prompt: Prompt) -> Turn:
+def _turn(body: CompletionBody, request: RequestBody, number: int, prompt: Prompt) -> Turn:
     return Turn(
         messages=[],
         prompt_text=prompt if isinstance(prompt, str) else None,
@@ -98,14 +131,14 @@ def _turn(body: CompletionBody, asked: Asked, number: int, prompt: Prompt) -> Tu
         include_usage=body.includes_usage,
         logprobs=body.logprobs is not None and body.logprobs is not False,
         return_token_ids=bool(body.return_token_ids),
-        digest=asked.digest if number == 0 else hash((asked.digest, number)),
-        is_retry=asked.is_retry,
+        digest=request.digest if number == 0 else hash((request.digest, number)),
+        is_retry=request.is_retry,
         dialect="completions",
     )
 
 
-class CompletionCall:
-    """Satisfies Call."""
+class CompletionRequest:
+    """Implements DecodedRequest."""
 
     def __init__(self, turns: tuple[Turn, ...], echoes: bool) -> None:
         self.turns = turns
@@ -121,12 +154,12 @@ class CompletionCall:
         frame = _frame(views[0]), b",".join(choices), _usage(views)
         return b'{%b,"choices":[%b],"usage":%b}' % frame
 
-    def stream(self, views: Sequence[ReplyView]) -> Stream:
+    def stream(self, views: Sequence[ReplyView]) -> AnswerStream:
         return CompletionStream(views, self._echoes)
 
 
 class CompletionStream:
-    """Satisfies Stream."""
+    """Implements AnswerStream."""
 
     def __init__(self, views: Sequence[ReplyView], echoes: bool) -> None:
         self._views = views
@@ -134,7 +167,7 @@ class CompletionStream:
         self._head = b'data: {%b,"choices":[' % _frame(views[0])
         self._num_sent = [0] * len(views)
         self._num_chars = [0] * len(views)
-        """Of text sent; log-probs say where in it each token stands."""
+        """Characters sent for each choice; log-probs list each token's offset in the text."""
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         return b"%b%b]}\n\n" % (self._head, self.choice(choice, delta, None))
@@ -149,10 +182,10 @@ class CompletionStream:
         return b'%b],"usage":%b}\n\n%b' % (self._head, _usage(self._views), DONE)
 
     def error(self, error: SessionError) -> bytes:
-        return event(openai_failure(error))
+        return sse_event(openai_error(error))
 
     def choice(self, index: int, delta: Delta, ended: ReplyView | None) -> bytes:
-        """The next part of a choice; `ended` with the last."""
+        """The next part of a choice; `ended` is the committed reply, given with the last part."""
         view, start = self._views[index], self._num_sent[index]
         self._num_sent[index] = delta.num_tokens
         prompt, self._echo[index] = self._echo[index], None
@@ -178,10 +211,10 @@ def _echo(view: ReplyView) -> str:
 
 
 def _logprobs(view: ReplyView, start: int, stop: int, at: int, echo: str | None) -> bytes:
-    """`logprobs` of this API: parallel lists, and a map for each token's alternatives."""
+    """The `logprobs` of this API: parallel lists, and a map of each token's alternatives."""
     ids, text = view.token_ids(start, stop), view.token_text
     prompt_ids = view.prompt_ids() if echo is not None else []
-    nothing: list[None] = [None] * len(prompt_ids)
+    no_values: list[None] = [None] * len(prompt_ids)
     tokens = [text(token_id) for token_id in [*prompt_ids, *ids]]
     offsets = []
     for token in tokens:
@@ -192,8 +225,8 @@ def _logprobs(view: ReplyView, start: int, stop: int, at: int, echo: str | None)
     return orjson.dumps(
         {
             "tokens": tokens,
-            "token_logprobs": [*nothing, *view.logprobs(start, stop)],
-            "top_logprobs": [*nothing, *tops] if view.wish.num_top_logprobs else None,
+            "token_logprobs": [*no_values, *view.logprobs(start, stop)],
+            "top_logprobs": [*no_values, *tops] if view.wish.num_top_logprobs else None,
             "text_offset": offsets,
         }
     )
@@ -209,7 +242,7 @@ def _frame(view: ReplyView) -> bytes:
 
 
 def _usage(views: Sequence[ReplyView]) -> bytes:
-    """Every turn's prompt counts once, however many choices it has."""
+    """The `usage`, which counts the prompt of each turn once."""
     firsts: dict[int, ReplyView] = {}
     for view in views:
         firsts.setdefault(id(view.wish), view)

@@ -1,8 +1,4 @@
-"""The relay's open sessions and the doors that lead to them.
-
-Invariant: nothing of a closed session is left here. Driven by book.py, which opens and closes, and
-by edge.py, which finds.
-"""
+"""The relay's open sessions and their keys; a closed session leaves nothing here."""
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.config import InterceptionConfig
@@ -16,18 +12,17 @@ from rollmesh.serve.interception.capture import (
     OpenedSession,
 )
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
-from rollmesh.serve.interception.relay.deeds import RelayPast, decode
-from rollmesh.serve.interception.relay.scribe import RelayScribe
-from rollmesh.serve.interception.relay.session import RelaySession, RelayTotals
-from rollmesh.serve.interception.relay.upstreams import Upstreams
+from rollmesh.serve.interception.relay.events import RelayEventWriter, RelayReplay, decode
+from rollmesh.serve.interception.relay.session import RelayCounters, RelaySession
+from rollmesh.serve.interception.relay.upstreams import UpstreamPool
 
 
 class RelayCapture:
-    """Satisfies Capture."""
+    """Implements Capture."""
 
     def __init__(
         self,
-        upstreams: Upstreams,
+        upstreams: UpstreamPool,
         clock: Clock,
         config: InterceptionConfig,
         archive: GatewayJournal | None = None,
@@ -36,50 +31,50 @@ class RelayCapture:
         self._upstreams = upstreams
         self._clock = clock
         self._config = config
-        self._doors: SessionKeys[RelaySession] = SessionKeys()
+        self._keys: SessionKeys[RelaySession] = SessionKeys()
         self._locks: dict[str, Locks] = {}
         """By session id."""
-        self.totals = RelayTotals()
+        self.counters = RelayCounters()
 
     def open(self, wish: CaptureOptions) -> OpenedSession:
-        """SessionError 400 where rules are wished for: a relay changes no request."""
+        """SessionError 400 for sampling rules: a relay changes no request."""
         if wish.sampling is not None:
             why = "sampling: a relay forwards requests as they are; rules need --capture tokens"
             raise SessionError(400, "unsupported_sampling", why)
         session_id = new_id("s", 6)
-        scribe = RelayScribe(self._archive, session_id) if self._archive else None
-        session = self.stand(session_id, scribe, None)
-        doors = self._doors.make(session)
-        self._locks[session_id] = doors.locks
-        return OpenedSession(session, doors.api_key, doors.path_secret)
+        writer = RelayEventWriter(self._archive, session_id) if self._archive else None
+        session = self.create(session_id, writer, None)
+        keys = self._keys.make(session)
+        self._locks[session_id] = keys.locks
+        return OpenedSession(session, keys.api_key, keys.path_secret)
 
-    def regain(self, standing: JournaledSession) -> "RelayRegaining":
+    def regain(self, standing: JournaledSession) -> "RelayRestoration":
         assert self._archive is not None
-        scribe = RelayScribe(self._archive, standing.session_id)
-        past = RelayPast(standing.read, self._config.max_body_bytes)
-        return RelayRegaining(self, standing, scribe, past)
+        writer = RelayEventWriter(self._archive, standing.session_id)
+        replay = RelayReplay(standing.read, self._config.max_body_bytes)
+        return RelayRestoration(self, standing, writer, replay)
 
-    def stand(
-        self, session_id: str, scribe: RelayScribe | None, past: RelayPast | None
+    def create(
+        self, session_id: str, writer: RelayEventWriter | None, replay: RelayReplay | None
     ) -> RelaySession:
-        """A session, with what it did in another process; its doors are another matter."""
+        """A session, continued from `replay` if given; its keys are added separately."""
         return RelaySession(
-            session_id, self._upstreams, self._clock, self._config, self.totals, scribe, past
+            session_id, self._upstreams, self._clock, self._config, self.counters, writer, replay
         )
 
     def reopen(self, session: RelaySession, locks: Locks) -> None:
-        """The doors that led to it lead to it again."""
-        self._doors.reopen(locks, session)
+        """Accept the keys that opened the session in another process."""
+        self._keys.reopen(locks, session)
         self._locks[session.session_id] = locks
 
     def find(self, secret: str) -> RelaySession:
         """The session of a secret; SessionError 401 if there is none."""
-        return self._doors.find(secret)
+        return self._keys.find(secret)
 
     @property
     def num_doors(self) -> int:
-        """Keys that lead somewhere."""
-        return len(self._doors)
+        """Number of valid keys."""
+        return len(self._keys)
 
     def close(self, captured: CapturedSession) -> None:
         assert isinstance(captured, RelaySession)
@@ -87,36 +82,36 @@ class RelayCapture:
         captured.forget()
         locks = self._locks.pop(captured.session_id, None)
         if locks is not None:
-            self._doors.close(locks)
+            self._keys.close(locks)
 
 
-class RelayRegaining:
-    """Satisfies Regaining."""
+class RelayRestoration:
+    """Implements Regaining."""
 
     def __init__(
         self,
         capture: RelayCapture,
         standing: JournaledSession,
-        scribe: RelayScribe,
-        past: RelayPast,
+        writer: RelayEventWriter,
+        replay: RelayReplay,
     ) -> None:
         self._capture = capture
         self._standing = standing
-        self._scribe = scribe
-        self._past = past
+        self._writer = writer
+        self._replay = replay
 
-    def take(self, deeds: bytes) -> None:
-        for deed in decode(deeds):
-            self._past.take(deed)
+    def take(self, events: bytes) -> None:
+        for event in decode(events):
+            self._replay.take(event)
 
     def end(self) -> RelaySession:
-        self._scribe.namer.num_spots = self._past.num_spots
-        session = self._capture.stand(self._standing.session_id, self._scribe, self._past)
+        self._writer.encoder.num_nodes = self._replay.num_nodes
+        session = self._capture.create(self._standing.session_id, self._writer, self._replay)
         self._capture.reopen(session, self._standing.locks)
         return session
 
     def finished(self, num_calls: int) -> RelaySession:
-        session = self._capture.stand(self._standing.session_id, self._scribe, None)
+        session = self._capture.create(self._standing.session_id, self._writer, None)
         self._capture.reopen(session, self._standing.locks)
         session.num_calls = num_calls
         session.seal("it was finished")

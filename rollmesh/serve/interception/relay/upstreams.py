@@ -1,10 +1,10 @@
-"""The endpoints that relayed calls go to, and the attempts of one call.
+"""The upstream endpoints of relayed calls, and the attempts of one call.
 
-- A session stays with its endpoint while that one answers (prefix cache); others take over what it
-  has not begun to answer. A call runs at one endpoint at a time.
+- A session stays with its endpoint while that one answers (prefix cache); another one takes over
+  calls that it has not begun to answer. A call runs at one endpoint at a time.
 - A redirect is followed with the same method and body, at most MAX_REDIRECTS times, on the same
-  scheme, host and port or from http to https on the same host. Any other redirect is a failure of
-  the endpoint: the provider's key and the prompt go to no host that the gateway was not given.
+  scheme, host and port, or from http to https on the same host. Any other redirect is a failure of
+  the endpoint: the provider's key and the prompt are sent only to configured hosts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,23 +26,23 @@ MAX_REDIRECTS = 3
 """Redirects that one attempt follows."""
 
 
-class Parcel(msgspec.Struct, eq=False):
-    """A request as it is forwarded, whoever gets it."""
+class ForwardedRequest(msgspec.Struct, eq=False):
+    """A request as it is forwarded, to whichever endpoint."""
 
     method: bytes
     path: bytes
-    """Behind `/v1`, with the query."""
+    """The path after `/v1`, with the query."""
     headers: bytes
-    """Lines, each with its end."""
+    """Header lines, each with CRLF."""
     body: Sequence[Piece] = ()
-    """Set once it is read."""
+    """Set once it has been read."""
 
 
-class Upstream:
-    """One endpoint."""
+class UpstreamEndpoint:
+    """One endpoint and its state."""
 
     def __init__(self, url: str) -> None:
-        """AddressError if `url` is none."""
+        """AddressError if `url` is not a valid address."""
         self.url = url
         base = url.rstrip("/")
         base = base if base.endswith("/v1") else f"{base}/v1"
@@ -52,71 +52,82 @@ class Upstream:
         self.num_running = 0
         self.failed_s = float("-inf")
         self.fault = ""
-        """How it failed last."""
+        """The error of its last failure."""
 
-    def target_of(self, parcel: Parcel) -> Target:
-        """Where to send it."""
-        return _with(self._target, parcel, self._path + parcel.path, self._host_line)
+    def target_of(self, forwarded: ForwardedRequest) -> Target:
+        """The HTTP target of a request at this endpoint."""
+        return _with(self._target, forwarded, self._path + forwarded.path, self._host_line)
 
 
-class Upstreams:
-    """All endpoints; each is as good as another."""
+class UpstreamPool:
+    """All endpoints, which are interchangeable."""
 
     def __init__(self, urls: Iterable[str], key: str, client: HttpClient, clock: Clock) -> None:
-        """`key` is the provider's, '' where it wants none."""
-        self.all = [Upstream(url) for url in urls]
+        """`key` is the provider's; '' if it needs none."""
+        self.all = [UpstreamEndpoint(url) for url in urls]
         self.key = key.encode()
         self._client = client
         self._clock = clock
 
-    def choose(self, home: Upstream | None, avoid: Sequence[Upstream] = ()) -> Upstream | None:
-        """`home` while it is well, else the least loaded; None if all are to be avoided."""
+    def choose(
+        self, home: UpstreamEndpoint | None, avoid: Sequence[UpstreamEndpoint] = ()
+    ) -> UpstreamEndpoint | None:
+        """`home` while it is healthy, else the least loaded one; None if all are in `avoid`."""
         last_s = self._clock.now_s() - COOL_DOWN_S
         if home is not None and home.failed_s < last_s and not avoid:
             return home
-        fit = [each for each in self.all if each not in avoid]
-        well = [each for each in fit if each.failed_s < last_s] or fit
-        return home if home in well else min(well, key=lambda each: each.num_running, default=None)
+        allowed = [each for each in self.all if each not in avoid]
+        fit = [each for each in allowed if each.failed_s < last_s] or allowed
+        return home if home in fit else min(fit, key=lambda each: each.num_running, default=None)
 
-    def send(self, call: RelayCall, parcel: Parcel, home: Upstream | None) -> Upstream:
-        """Begin `call`; where it went."""
+    def send(
+        self, call: RelayCall, forwarded: ForwardedRequest, home: UpstreamEndpoint | None
+    ) -> UpstreamEndpoint:
+        """Start `call`; return its endpoint."""
         upstream = self.choose(home)
         assert upstream is not None, "a gateway has engines"
-        call.carry(_Carrier(self, call, parcel, upstream))
+        call.send_on(_Attempts(self, call, forwarded, upstream))
         return upstream
 
-    def has_other(self, tried: Sequence[Upstream]) -> bool:
-        """Whether an endpoint is left that is not among `tried`."""
+    def has_other(self, tried: Sequence[UpstreamEndpoint]) -> bool:
+        """Whether an endpoint is not in `tried`."""
         return any(each not in tried for each in self.all)
 
-    def begin(self, call: RelayCall, parcel: Parcel, upstream: Upstream, target: Target) -> Call:
-        """Send a call to one endpoint, at this address of it."""
+    def begin(
+        self,
+        call: RelayCall,
+        forwarded: ForwardedRequest,
+        upstream: UpstreamEndpoint,
+        target: Target,
+    ) -> Call:
+        """Send a call to one endpoint, at this target."""
         upstream.num_running += 1
-        return self._client.send(target, parcel.body, call)
+        return self._client.send(target, forwarded.body, call)
 
-    def fail(self, upstream: Upstream, error: EngineUnavailable) -> None:
-        """A call to it failed."""
+    def fail(self, upstream: UpstreamEndpoint, error: EngineUnavailable) -> None:
+        """Record a failed call."""
         upstream.failed_s, upstream.fault = self._clock.now_s(), str(error)
 
 
-class _Carrier:
-    """The attempts of one call.
+class _Attempts:
+    """The attempts of one call; the request is kept for them until an answer begins."""
 
-    The request is kept until an answer begins, for the next attempt, and no longer.
-    """
-
-    __slots__ = ("_call", "_num_redirects", "_parcel", "_sent", "_tried", "_upstreams")
+    __slots__ = ("_call", "_forwarded", "_num_redirects", "_sent", "_tried", "_upstreams")
 
     def __init__(
-        self, upstreams: Upstreams, call: RelayCall, parcel: Parcel, upstream: Upstream
+        self,
+        upstreams: UpstreamPool,
+        call: RelayCall,
+        forwarded: ForwardedRequest,
+        upstream: UpstreamEndpoint,
     ) -> None:
         self._upstreams = upstreams
         self._call = call
-        self._parcel: Parcel | None = parcel
-        self._tried: list[Upstream] = []
+        self._forwarded: ForwardedRequest | None = forwarded
+        self._tried: list[UpstreamEndpoint] = []
         self._num_redirects = 0
         self._sent: Call | None = None
-        self._try(upstream, parcel)
+        self._try(upstream, forwarded)
 
     @property
     def url(self) -> str:
@@ -128,7 +139,7 @@ class _Carrier:
 
     def redirect(self, status: int, headers: Headers) -> str:
         assert self._sent is not None
-        assert self._parcel is not None
+        assert self._forwarded is not None
         found = (value.decode("latin-1") for name, value in headers if name.lower() == b"location")
         place = next(found, "")
         self._num_redirects += 1
@@ -136,16 +147,16 @@ class _Carrier:
             return f"it redirects more than {MAX_REDIRECTS} times"
         if not place:
             return f"it redirects ({status}) without a Location"
-        if status == 303 and self._parcel.method != b"GET":
+        if status == 303 and self._forwarded.method != b"GET":
             return f"it redirects ({status}) to a GET, which answers no call: {place}"
-        target = redirected(self._sent.target, self._parcel, place)
+        target = redirected(self._sent.target, self._forwarded, place)
         if target is None:
             why = "to another origin, which must not get the provider's key"
             remedy = "start the gateway with the final address as --engine"
             return f"it redirects ({status}) {why}; {remedy}: {place}"
         self._drop()
         upstream = self._tried[-1]
-        self._sent = self._upstreams.begin(self._call, self._parcel, upstream, target)
+        self._sent = self._upstreams.begin(self._call, self._forwarded, upstream, target)
         return ""
 
     def fail(self, error: EngineUnavailable, retries: bool) -> bool:
@@ -154,26 +165,26 @@ class _Carrier:
             return False
         self._upstreams.fail(self._tried[-1], error)
         upstream = self._upstreams.choose(None, self._tried) if retries else None
-        if upstream is None or self._parcel is None:
+        if upstream is None or self._forwarded is None:
             return False
-        self._try(upstream, self._parcel)
+        self._try(upstream, self._forwarded)
         return True
 
     def settle(self) -> None:
-        self._parcel = None
+        self._forwarded = None
         if self._sent is not None:
             self._sent.body = ()
 
     def close(self) -> None:
-        self._parcel = None
+        self._forwarded = None
         if self._sent is not None:
             self._drop()
 
-    def _try(self, upstream: Upstream, parcel: Parcel) -> None:
+    def _try(self, upstream: UpstreamEndpoint, forwarded: ForwardedRequest) -> None:
         self._tried.append(upstream)
         self._num_redirects = 0
-        target = upstream.target_of(parcel)
-        self._sent = self._upstreams.begin(self._call, parcel, upstream, target)
+        target = upstream.target_of(forwarded)
+        self._sent = self._upstreams.begin(self._call, forwarded, upstream, target)
 
     def _drop(self) -> None:
         assert self._sent is not None
@@ -182,8 +193,8 @@ class _Carrier:
         self._sent = None
 
 
-def redirected(sent: Target, parcel: Parcel, place: str) -> Target | None:
-    """Where a redirect leads from `sent`; None where it may not be followed."""
+def redirected(sent: Target, forwarded: ForwardedRequest, place: str) -> Target | None:
+    """The target of a redirect from `sent`; None if it must not be followed."""
     path = sent.prelude.split(b" ", 2)[1].decode("latin-1")
     try:
         found = target("GET", urljoin(sent.origin + path, place).partition("#")[0])
@@ -193,10 +204,10 @@ def redirected(sent: Target, parcel: Parcel, place: str) -> Target | None:
     if found.origin != sent.origin and not is_upgrade:
         return None
     first_line, _, host_line = found.prelude.partition(b"\r\n")
-    return _with(found, parcel, first_line.split(b" ")[1], host_line)
+    return _with(found, forwarded, first_line.split(b" ")[1], host_line)
 
 
-def _with(at: Target, parcel: Parcel, path: bytes, host_line: bytes) -> Target:
-    """The target of a parcel at an origin."""
-    prelude = b"%b %b HTTP/1.1\r\n%b%b" % (parcel.method, path, host_line, parcel.headers)
+def _with(at: Target, forwarded: ForwardedRequest, path: bytes, host_line: bytes) -> Target:
+    """The target of a request at the origin of `at`."""
+    prelude = b"%b %b HTTP/1.1\r\n%b%b" % (forwarded.method, path, host_line, forwarded.headers)
     return Target(at.origin, at.host, at.port, at.is_tls, False, prelude)

@@ -9,7 +9,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.chat import ToolChoice
 from rollmesh.serve.interception.dialects.chat import ChatDialect
-from rollmesh.serve.interception.dialects.dialect import Asked
+from rollmesh.serve.interception.dialects.dialect import RequestBody
 from tests.unit.serve.interception.conftest import MakeDesk
 
 USER = {"role": "user", "content": "guess"}
@@ -19,7 +19,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 def decode(**fields: object) -> Any:
     body = msgspec.json.encode({"messages": [USER], **fields})
-    (turn,) = ChatDialect().decode(Asked(body)).turns
+    (turn,) = ChatDialect().decode(RequestBody(body)).turns
     return turn
 
 
@@ -105,9 +105,9 @@ def test_every_constraint_becomes_a_grammar(
         ({"regex": "a", "ebnf": "b"}, "more than one constraint"),
         ({"temperature": -1}, "temperature"),
         ({"messages": []}, "messages"),
-        ({"tool_choice": "required"}, "no tool offered"),
+        ({"tool_choice": "required"}, "tool_choice: a call is required"),
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "g"}}}, "'g' is not among"),
-        ({"tools": [TOOL], "tool_choice": "perhaps"}, "'perhaps' is no choice"),
+        ({"tools": [TOOL], "tool_choice": "perhaps"}, "'perhaps' is not supported"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"guided_json": "{"}, "guided_json: expected a JSON schema"),
     ],

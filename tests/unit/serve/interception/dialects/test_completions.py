@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.serve.interception.dialects.completions import CompletionsDialect, read_prompts
-from rollmesh.serve.interception.dialects.dialect import Asked
+from rollmesh.serve.interception.dialects.dialect import RequestBody
 from tests.unit.serve.interception.conftest import MakeDesk
 
 PATH = "/v1/completions"
@@ -15,7 +15,7 @@ PATH = "/v1/completions"
 
 def decode(**fields: object) -> Any:
     body = msgspec.json.encode({"prompt": "x", **fields})
-    return CompletionsDialect().decode(Asked(body)).turns
+    return CompletionsDialect().decode(RequestBody(body)).turns
 
 
 @pytest.mark.parametrize(

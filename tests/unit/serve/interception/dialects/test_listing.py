@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollmesh.serve.interception.dialects.listing import TokenListing
+from rollmesh.serve.interception.dialects.token_listing import TokenListing
 
 PIECES = {1: b"a", 2: "\u00e9".encode()[:1], 3: b'"'}
 

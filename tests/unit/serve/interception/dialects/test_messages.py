@@ -9,9 +9,8 @@ import pytest
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.chat import ChatMessage, ToolChoice, Turn
-from rollmesh.serve.interception.dialects.dialect import Asked
-from rollmesh.serve.interception.dialects.message_units import read_unit
-from rollmesh.serve.interception.dialects.messages import MessagesDialect
+from rollmesh.serve.interception.dialects.dialect import RequestBody
+from rollmesh.serve.interception.dialects.messages import MessagesDialect, read_unit
 from tests.unit.serve.interception.conftest import Event, MakeDesk
 
 PATH = "/v1/messages"
@@ -23,7 +22,7 @@ SAID = f"<think>so</think>I call{CALL}"
 
 
 def decode(**fields: object) -> Turn:
-    (turn,) = MessagesDialect().decode(Asked(msgspec.json.encode({**ASK, **fields}))).turns
+    (turn,) = MessagesDialect().decode(RequestBody(msgspec.json.encode({**ASK, **fields}))).turns
     return turn
 
 

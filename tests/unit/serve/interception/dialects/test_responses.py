@@ -9,9 +9,8 @@ import pytest
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.chat import Turn
-from rollmesh.serve.interception.dialects.dialect import Asked
-from rollmesh.serve.interception.dialects.response_units import read_unit
-from rollmesh.serve.interception.dialects.responses import ResponsesDialect
+from rollmesh.serve.interception.dialects.dialect import RequestBody
+from rollmesh.serve.interception.dialects.responses import ResponsesDialect, read_unit
 from tests.unit.serve.interception.conftest import Event, MakeDesk, read_events
 
 PATH = "/v1/responses"
@@ -22,7 +21,7 @@ SAID = f"<think>so</think>I call{CALL}"
 
 
 def decode(**fields: object) -> Turn:
-    (turn,) = ResponsesDialect().decode(Asked(msgspec.json.encode({**ASK, **fields}))).turns
+    (turn,) = ResponsesDialect().decode(RequestBody(msgspec.json.encode({**ASK, **fields}))).turns
     return turn
 
 
@@ -121,7 +120,7 @@ def test_what_cannot_be_read_is_refused_by_its_place(item: object, why: str) -> 
 @pytest.mark.parametrize("body", [{"input": []}, {"input": 7}, {"input": [7]}, {}])
 def test_a_body_without_input_is_refused(body: object) -> None:
     with pytest.raises(SessionError):
-        ResponsesDialect().decode(Asked(msgspec.json.encode(body)))
+        ResponsesDialect().decode(RequestBody(msgspec.json.encode(body)))
 
 
 def test_tools_that_only_openais_servers_have_are_left_out() -> None:

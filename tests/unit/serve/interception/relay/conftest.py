@@ -18,9 +18,9 @@ from rollmesh.serve.interception.journal import session_writer
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.capture import RelayCapture
-from rollmesh.serve.interception.relay.edge import RelayEdge, RelayKit
+from rollmesh.serve.interception.relay.edge import RelayDeps, RelayEdge
 from rollmesh.serve.interception.relay.session import CALL_BYTES
-from rollmesh.serve.interception.relay.upstreams import Upstreams
+from rollmesh.serve.interception.relay.upstreams import UpstreamPool
 from rollmesh.serve.interception.report import SessionRewards
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
@@ -32,7 +32,7 @@ PROVIDER_KEY = "pk-of-the-provider"
 class Relay:
     """What a test needs of it."""
 
-    def __init__(self, edge: RelayEdge, capture: RelayCapture, upstreams: Upstreams) -> None:
+    def __init__(self, edge: RelayEdge, capture: RelayCapture, upstreams: UpstreamPool) -> None:
         self.edge = edge
         self.capture = capture
         self.upstreams = upstreams
@@ -91,9 +91,9 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             http = await stack.enter_async_context(HttpClient())
             urls = [each if isinstance(each, str) else each.url for each in providers]
             clock = clock or SystemClock()
-            upstreams = Upstreams(urls, key, http, clock)
+            upstreams = UpstreamPool(urls, key, http, clock)
             capture = RelayCapture(upstreams, clock, settings, archive)
-            edge = RelayEdge(RelayKit(capture, upstreams, settings))
+            edge = RelayEdge(RelayDeps(capture, upstreams, settings))
 
             async def handle(request: HttpRequest) -> None:
                 await edge.handle(request, request.path.partition("?")[0])

@@ -6,8 +6,8 @@ from typing import Any
 import orjson
 import pytest
 
+from rollmesh.serve.interception.dialects.registry import DIALECTS
 from rollmesh.serve.interception.pieces import joined
-from rollmesh.serve.interception.relay.heard import ROUTES
 from rollmesh.serve.interception.report import SessionRewards
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told
 from tests.unit.serve.interception.relay.conftest import MakeRelay, Relay
@@ -78,13 +78,13 @@ async def test_what_an_engine_does_not_tell_is_named_and_the_text_is_kept(
 
     async with ScriptedProvider(script) as provider:
         relay = await make_relay(provider)
-        for route in ROUTES:
+        for route in DIALECTS:
             await relay.read(ask("a"), f"/v1{route}")
     account = relay.account()
     assert account["samples"] == []
     lacks = ["prompt_token_ids", "token_ids", "logprobs", "policy_versions", "sampling_policy"]
-    assert [call["choices"][0]["lacks"] for call in account["calls"]] == [lacks] * len(ROUTES)
-    assert [call["route"] for call in account["calls"]] == list(ROUTES)
+    assert [call["choices"][0]["lacks"] for call in account["calls"]] == [lacks] * len(DIALECTS)
+    assert [call["route"] for call in account["calls"]] == list(DIALECTS)
     assert account["messages"] == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": [{"type": "text", "text": "4"}]},

@@ -7,7 +7,7 @@ import pytest
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.engine.parser import Headers
-from rollmesh.serve.interception.relay.call import Asked, RelayCall
+from rollmesh.serve.interception.relay.call import CallRequest, RelayCall
 from rollmesh.testing.clock import FakeClock
 
 
@@ -29,8 +29,8 @@ class NoOther:
 
 
 async def test_a_failure_keeps_nobody_who_was_told_of_it() -> None:
-    call = RelayCall(Asked(0, "/messages", None, (), "", 0.0), 10, lambda _: None)
-    call.carry(NoOther())
+    call = RelayCall(CallRequest(0, "/messages", None, (), "", 0.0), 10, lambda _: None)
+    call.send_on(NoOther())
     call.on_error(EngineUnavailable("http://upstream: down: very"))
 
     async def ask() -> "weakref.ref[FakeClock]":

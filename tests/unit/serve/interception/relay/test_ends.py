@@ -2,7 +2,8 @@
 
 import pytest
 
-from rollmesh.serve.interception.relay.ends import StreamEnd
+from rollmesh.serve.interception.dialects.registry import DIALECTS
+from rollmesh.serve.interception.relay.upstream_answer import StreamEndDetector
 
 BEFORE = (
     b'event: ping\r\ndata: {"text":"data: [DONE]\\nevent: message_stop\\nresponse.failed"}\r\n\r\n'
@@ -24,7 +25,7 @@ ENDS = {
 def test_the_end_is_seen_before_it_is_whole_however_it_is_cut(
     route: str, end: bytes, num_bytes: int
 ) -> None:
-    stream = StreamEnd(route)
+    stream = StreamEndDetector(DIALECTS[route])
     assert not any(stream.is_in(piece) for piece in pieces(BEFORE * 3, num_bytes))
     seen = [stream.is_in(piece) for piece in pieces(end, num_bytes)]
     shown = b"".join(pieces(end, num_bytes)[: seen.index(True)])
@@ -33,7 +34,7 @@ def test_the_end_is_seen_before_it_is_whole_however_it_is_cut(
 
 @pytest.mark.parametrize("route", ENDS)
 def test_a_stream_may_be_nothing_but_its_end(route: str) -> None:
-    assert StreamEnd(route).is_in(ENDS[route][0])
+    assert StreamEndDetector(DIALECTS[route]).is_in(ENDS[route][0])
 
 
 def pieces(data: bytes, num_bytes: int) -> list[bytes]:

@@ -12,8 +12,8 @@ from rollmesh.core.process import listen
 from rollmesh.core.types import Outcome
 from rollmesh.engine.http import target
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
-from rollmesh.serve.interception.relay.deeds import RelayPast, decode
-from rollmesh.serve.interception.relay.upstreams import MAX_REDIRECTS, Parcel, redirected
+from rollmesh.serve.interception.relay.events import RelayReplay, decode
+from rollmesh.serve.interception.relay.upstreams import MAX_REDIRECTS, ForwardedRequest, redirected
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
 from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay, Relay
@@ -376,15 +376,15 @@ SENT = target("POST", "http://host:8000/v1/chat/completions")
 def test_a_redirect_may_stay_on_its_origin_or_go_to_https_on_its_host(
     place: str, origin: str
 ) -> None:
-    parcel = Parcel(b"POST", b"/chat/completions", b"Authorization: Bearer k\r\n")
-    found = redirected(SENT, parcel, place)
+    forwarded = ForwardedRequest(b"POST", b"/chat/completions", b"Authorization: Bearer k\r\n")
+    found = redirected(SENT, forwarded, place)
     assert (found.origin if found else "") == origin
     if found:
         assert found.is_tls == origin.startswith("https")
         assert found.prelude.startswith(b"POST /")
         assert b"#" not in found.prelude
         secure = target("POST", "https://host/v1")
-        assert redirected(secure, parcel, "http://host/v1") is None
+        assert redirected(secure, forwarded, "http://host/v1") is None
 
 
 async def test_a_circle_of_redirects_ends(make_relay: MakeRelay) -> None:
@@ -458,11 +458,11 @@ async def test_a_failed_answer_is_one_after_a_restart_of_the_gateway_too(
     async with ScriptedProvider(lambda _: told) as provider:
         relay = await make_relay(provider, archive=archive)
         await relay.read(ASK)
-    past = RelayPast(lambda _: b"", 2**20)
+    replay = RelayReplay(lambda _: b"", 2**20)
     for _, frames in archive.journal.replay():
-        for deed in decode(frames[1]) if len(frames) > 1 else ():
-            past.take(deed)
-    again = relay.capture.stand(relay.session.session_id, None, past)
+        for event in decode(frames[1]) if len(frames) > 1 else ():
+            replay.take(event)
+    again = relay.capture.create(relay.session.session_id, None, replay)
     assert again.fault == relay.session.fault != ""
     assert again.natural_outcome is Outcome.INFRA_ERROR
     archive.close_journal()

@@ -11,7 +11,7 @@ from rollmesh.runtime import blobs
 from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
-from rollmesh.serve.interception.relay.deeds import Called, decode
+from rollmesh.serve.interception.relay.events import CallEnded, decode
 from rollmesh.testing.provider import ScriptedProvider, Told, events
 from tests.disks import lose_files, no_room_in_memory, small_disk
 from tests.unit.serve.interception.relay.conftest import MakeRelay
@@ -159,9 +159,12 @@ async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_writt
     assert (call["state"], call["delivered"]) == ("whole", True)
     # What another process would know: one call, and that it was taken in the end.
     records = [frames for _, frames in archive.journal.replay()]
-    deeds = [deed for frames in records if len(frames) > 1 for deed in decode(frames[1])]
-    assert isinstance(deeds[0], Called)
-    assert deeds[1:] == [DeliveryChanged(0, is_untaken=True), DeliveryChanged(0, is_untaken=False)]
+    events = [event for frames in records if len(frames) > 1 for event in decode(frames[1])]
+    assert isinstance(events[0], CallEnded)
+    assert events[1:] == [
+        DeliveryChanged(0, is_untaken=True),
+        DeliveryChanged(0, is_untaken=False),
+    ]
     archive.close_journal()
 
 

@@ -1,4 +1,4 @@
-"""What is kept of requests: each message once, whatever order and shape they come in."""
+"""Storage of relayed requests: each message once, in whatever order and shape it arrives."""
 
 import random
 import sys
@@ -11,27 +11,29 @@ import pytest
 from rollmesh.runtime import blobs
 from rollmesh.runtime.forks import ForkCause
 from rollmesh.serve.interception.pieces import joined
-from rollmesh.serve.interception.relay.threads import (
-    SPOT_BYTES,
-    TIPPED_BYTES,
-    Request,
-    Threads,
+from rollmesh.serve.interception.relay.history import (
+    MIN_PREFIX_BYTES,
+    NODE_BYTES,
+    HistoryStore,
+    StoredRequest,
 )
 
 IMAGE_BYTES = 100_000
 READ_BYTES = 20_000
-"""As much as comes in at once."""
+"""Bytes that arrive at once."""
 
 
-def hold(threads: Threads, raw: bytes, num_reads: int = 1) -> Request | None:
-    """What is kept of a body that comes in so many reads; it is forwarded as it came."""
-    body = threads.follow()
+def hold(
+    history: HistoryStore, raw: bytes, num_reads: int = 1, key: str = "messages"
+) -> StoredRequest | None:
+    """Store a body that arrives in `num_reads` reads; it must be forwarded unchanged."""
+    body = history.follow()
     step = -(-len(raw) // num_reads) or 1
     for at in range(0, len(raw), step):
         body.append(raw[at : at + step])
-    taken = threads.hold(body)
-    assert joined(taken.pieces) == raw
-    return taken.request
+    stored = history.hold(body, key)
+    assert joined(stored.pieces) == raw
+    return stored.request
 
 
 def screenshot(number: int) -> dict[str, Any]:
@@ -39,8 +41,8 @@ def screenshot(number: int) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
 
-def messages_of(request: Request) -> list[bytes]:
-    return [joined(pieces) for pieces in request.spot.messages()]
+def messages_of(request: StoredRequest) -> list[bytes]:
+    return [joined(pieces) for pieces in request.node.messages()]
 
 
 def body(*messages: object, **settings: object) -> bytes:
@@ -52,25 +54,25 @@ def said(text: str, role: str = "user") -> dict[str, str]:
 
 
 def test_a_growing_history_is_kept_once_and_told_again() -> None:
-    threads = Threads(tipped_bytes=0)
+    history = HistoryStore(min_prefix_bytes=0)
     messages: list[Any] = [said("rules " * 50, "system")]
     told = []
     for turn in range(40):
         messages += [said(f"answer {turn} " * 30, "assistant"), said(f"result {turn} " * 30)]
-        request = hold(threads, body(*messages))
+        request = hold(history, body(*messages))
         assert request is not None
         assert request.fork == ""
         told.append((request, list(messages)))
     for request, sent in told:
         assert [msgspec.json.decode(raw) for raw in messages_of(request)] == sent
     # Its text, once more as the tip by which the next is known.
-    assert threads.num_bytes - 81 * SPOT_BYTES < 2.05 * len(body(*messages))
+    assert history.num_bytes - 81 * NODE_BYTES < 2.05 * len(body(*messages))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_order_of_histories_is_told_again(seed: int) -> None:
     chance = random.Random(seed)
-    threads = Threads(tipped_bytes=0)
+    history = HistoryStore(min_prefix_bytes=0)
     line: list[Any] = []
     for _ in range(60):
         match chance.randrange(5):
@@ -84,19 +86,19 @@ def test_any_order_of_histories_is_told_again(seed: int) -> None:
         raw = body(*line)
         if chance.randrange(2):
             raw = msgspec.json.format(raw, indent=2)
-        request = hold(threads, raw, chance.randrange(1, 9))
+        request = hold(history, raw, chance.randrange(1, 9))
         assert request is not None
         assert [msgspec.json.decode(each) for each in messages_of(request)] == line
 
 
 def test_the_same_request_is_known_whatever_its_white_space() -> None:
-    threads = Threads(tipped_bytes=0)
-    one = hold(threads, body(said("a"), temperature=0))
-    spaced = hold(threads, msgspec.json.format(body(said("a"), temperature=0)))
-    warmer = hold(threads, body(said("a"), temperature=1))
-    other = hold(threads, body(said("b"), temperature=0))
+    history = HistoryStore(min_prefix_bytes=0)
+    one = hold(history, body(said("a"), temperature=0))
+    spaced = hold(history, msgspec.json.format(body(said("a"), temperature=0)))
+    warmer = hold(history, body(said("a"), temperature=1))
+    other = hold(history, body(said("b"), temperature=0))
     assert one
-    assert [one.asks_the_same(each) for each in (one, warmer, other) if each] == [
+    assert [one.is_same(each) for each in (one, warmer, other) if each] == [
         True,
         False,
         False,
@@ -112,28 +114,28 @@ def test_an_image_is_kept_once_though_its_message_changes() -> None:
         part = {"type": "image_url", "image_url": {"url": image}}
         return {"role": "user", "content": [{**part, "cache_control": {}} if marker else part]}
 
-    threads = Threads(tipped_bytes=0)
-    first = hold(threads, body(shown(True)))
-    again = hold(threads, body(shown(False), said("ok", "assistant"), shown(True)))
+    history = HistoryStore(min_prefix_bytes=0)
+    first = hold(history, body(shown(True)))
+    again = hold(history, body(shown(False), said("ok", "assistant"), shown(True)))
     assert first
     assert again
     assert msgspec.json.decode(messages_of(again)[0]) == shown(False)
     assert msgspec.json.decode(messages_of(again)[2]) == shown(True)
-    assert threads.num_blob_bytes == len(image)
-    assert threads.num_bytes < 10_000
+    assert history.num_blob_bytes == len(image)
+    assert history.num_bytes < 10_000
 
 
 def test_of_a_long_history_only_what_is_new_is_kept_while_it_comes_in() -> None:
-    threads = Threads(tipped_bytes=0)
+    history = HistoryStore(min_prefix_bytes=0)
     shown: list[Any] = []
     for number in range(6):
         shown.append(screenshot(number))
         raw = body(*shown)
-        coming = threads.follow()
+        coming = history.follow()
         for at in range(0, len(raw), READ_BYTES):
             coming.append(raw[at : at + READ_BYTES])
         assert len(coming.rest) < IMAGE_BYTES + READ_BYTES
-        request, forwarded = threads.hold(coming)
+        request, forwarded = history.hold(coming, "messages")
         assert joined(forwarded) == raw
         assert sum(len(piece) for piece in forwarded if isinstance(piece, bytes)) < 2000
         assert request
@@ -142,45 +144,45 @@ def test_of_a_long_history_only_what_is_new_is_kept_while_it_comes_in() -> None:
 
 
 def test_an_agent_that_shows_the_last_images_alone_has_each_kept_once() -> None:
-    threads = Threads(tipped_bytes=0)
+    history = HistoryStore(min_prefix_bytes=0)
     messages: list[Any] = []
     for number in range(8):
         messages.append(screenshot(number))
         old = [said("(an old screenshot)") if each["role"] == "user" else each for each in messages]
-        request = hold(threads, body(*old[:-5], *messages[-5:]), num_reads=9)
+        request = hold(history, body(*old[:-5], *messages[-5:]), num_reads=9)
         assert request
         messages.append(said("click", "assistant"))
-    assert threads.num_blob_bytes == 8 * IMAGE_BYTES
-    assert threads.num_bytes < 100_000
+    assert history.num_blob_bytes == 8 * IMAGE_BYTES
+    assert history.num_bytes < 100_000
 
 
 def test_sessions_that_show_the_same_share_its_bytes() -> None:
-    one, other = Threads(tipped_bytes=0), Threads(tipped_bytes=0)
+    one, other = HistoryStore(min_prefix_bytes=0), HistoryStore(min_prefix_bytes=0)
     text = said("a long text " * 3000)
     first, second = hold(one, body(screenshot(1), text)), hold(other, body(text, screenshot(1)))
     assert first
     assert second
-    image, words = (pieces[1] for pieces in first.spot.messages())
-    shared = [pieces[1] for pieces in second.spot.messages()]
+    image, words = (pieces[1] for pieces in first.node.messages())
+    shared = [pieces[1] for pieces in second.node.messages()]
     assert shared[0] is words
     assert shared[1] is image
 
 
 def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) -> None:
-    threads = Threads(tipped_bytes=0)
+    history = HistoryStore(min_prefix_bytes=0)
     first = body(screenshot(1))
-    assert hold(threads, first)
+    assert hold(history, first)
     blobs.settle(0, tmp_path)
     try:
         assert blobs.spill_over() >= IMAGE_BYTES
     finally:
         blobs.settle(sys.maxsize, None)
     raw = body(screenshot(1), said("click", "assistant"), screenshot(2))
-    coming = threads.follow()
+    coming = history.follow()
     for at in range(0, len(raw), READ_BYTES):
         coming.append(raw[at : at + READ_BYTES])
     assert coming.num_matched == len(first) - len(b"]}")
-    assert joined(threads.hold(coming).pieces) == raw
+    assert joined(history.hold(coming, "messages").pieces) == raw
 
 
 @pytest.mark.parametrize(
@@ -198,39 +200,42 @@ def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) ->
 def test_a_body_that_begins_as_another_is_read_as_if_nothing_were_held(
     one: bytes, other: bytes, messages: list[bytes] | None
 ) -> None:
-    threads = Threads(tipped_bytes=0)
-    assert hold(threads, one)
-    request = hold(threads, other)
+    history = HistoryStore(min_prefix_bytes=0)
+    assert hold(history, one, key="prompt")
+    request = hold(history, other, key="prompt")
     assert (messages_of(request) if request else None) == messages
 
 
 @pytest.mark.parametrize(
-    ("raw", "messages"),
+    ("key", "raw", "messages"),
     [
-        (b'{"input":"hi"}', [b'"hi"']),
-        (b'{"prompt":[1,2,3]}', [b"1", b"2", b"3"]),
-        (b'{"model":"hi","prompt":"hi"}', [b'"hi"']),
-        (b"{}", []),
+        ("input", b'{"input":"hi"}', [b'"hi"']),
+        ("input", b'{"input":"hi","prompt":{"id":"p"}}', [b'"hi"']),
+        ("prompt", b'{"prompt":[1,2,3]}', [b"1", b"2", b"3"]),
+        ("prompt", b'{"model":"hi","prompt":"hi"}', [b'"hi"']),
+        ("messages", b"{}", []),
     ],
 )
-def test_other_dialects_have_their_histories_elsewhere(raw: bytes, messages: list[bytes]) -> None:
-    request = hold(Threads(tipped_bytes=0), raw)
+def test_the_history_is_under_the_key_of_the_dialect(
+    key: str, raw: bytes, messages: list[bytes]
+) -> None:
+    request = hold(HistoryStore(min_prefix_bytes=0), raw, key=key)
     assert request is not None
     assert messages_of(request) == messages
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"messages":[}', b"\xff", b"[" * 5000])
 def test_what_is_no_request_is_none(raw: bytes) -> None:
-    assert hold(Threads(tipped_bytes=0), raw) is None
+    assert hold(HistoryStore(min_prefix_bytes=0), raw) is None
 
 
 def test_a_fork_has_a_cause_of_the_documentation() -> None:
-    threads = Threads(tipped_bytes=0)
+    history = HistoryStore(min_prefix_bytes=0)
     a, b, c = said("a"), said("b", "assistant"), said("c")
     tools = [{"type": "function"}]
 
     def fork(*messages: object, **settings: object) -> str:
-        request = hold(threads, body(*messages, **settings))
+        request = hold(history, body(*messages, **settings))
         assert request is not None
         assert request.fork in ("", *ForkCause)
         return request.fork
@@ -253,12 +258,12 @@ def test_a_fork_has_a_cause_of_the_documentation() -> None:
 
 
 def test_a_system_message_is_the_system_text_of_a_chat() -> None:
-    threads = Threads(tipped_bytes=0)
+    history = HistoryStore(min_prefix_bytes=0)
     one, other, title = (said(text, "system") for text in ("one", "other", "title"))
     task, answer = said("task"), said("4", "assistant")
 
     def fork(*messages: object) -> str:
-        request = hold(threads, body(*messages))
+        request = hold(history, body(*messages))
         assert request is not None
         return request.fork
 
@@ -276,17 +281,17 @@ def test_a_system_message_is_the_system_text_of_a_chat() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_short_bodies_are_kept_as_others_are(seed: int) -> None:
     chance = random.Random(seed)
-    short, tipped = Threads(), Threads(tipped_bytes=0)
+    short, prefixed = HistoryStore(), HistoryStore(min_prefix_bytes=0)
     messages: list[dict[str, str]] = []
     for turn in range(30):
         if chance.random() < 0.3:
             del messages[chance.randrange(len(messages) + 1) :]
         messages += [said(f"result {turn} " * 8), said("ok", "assistant")][: chance.randint(1, 2)]
         raw = body(*messages, temperature=chance.choice((0, 1)))
-        one, other = hold(short, raw), hold(tipped, raw)
+        one, other = hold(short, raw), hold(prefixed, raw)
         assert one
         assert other
         assert messages_of(one) == messages_of(other)
         assert (one.settings, one.fork) == (other.settings, other.fork)
-        assert len(raw) < TIPPED_BYTES
-    assert short.num_bytes < tipped.num_bytes
+        assert len(raw) < MIN_PREFIX_BYTES
+    assert short.num_bytes < prefixed.num_bytes

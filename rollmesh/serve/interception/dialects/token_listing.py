@@ -1,9 +1,8 @@
-"""Sampled tokens with their log-probs, as OpenAI's APIs list them.
+"""Encode sampled tokens with their log-probs in the shape of OpenAI's APIs.
 
-Owns the JSON of each token that was ever listed: only the figure between two halves is new. A part
-of a character has the replacement character as its text, and its true bytes. Invariant: a listing
-of one range of tokens is the same bytes each time. One per edge, which serves one model; driven by
-the dialects through ReplyView.
+- A range of tokens encodes to the same bytes each time.
+- A token that is a part of a character has the replacement character as its text, and its own
+  bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +11,20 @@ from itertools import repeat
 import orjson
 
 Tops = Sequence[Sequence[tuple[float, int]]]
-"""For each token its likeliest alternatives: log-prob and id; empty where none were asked for."""
+"""The likeliest alternatives of each token: (log-prob, id); empty if none were requested."""
 
 
 _Halves = tuple[bytes, bytes]
-"""What stands before and behind a token's log-prob; the object is left open."""
+"""A token's JSON before and after its log-prob, without the closing brace."""
 _NO_TOPS = b',"top_logprobs":[]},'
 
 
 class TokenListing:
-    """See the module."""
+    """Encoder with a cache of each token's JSON; one for each served model."""
 
     def __init__(self) -> None:
         self._halves: dict[int, _Halves] = {}
+        """By token id."""
 
     def rows(
         self,
@@ -61,15 +61,15 @@ class TokenListing:
         except KeyError:
             for token_id in token_ids:
                 if token_id not in halves:
-                    halves[token_id] = _cut(bytes_of(token_id))
+                    halves[token_id] = _encode_token(bytes_of(token_id))
             return [halves[token_id] for token_id in token_ids]
 
 
-def _cut(token: bytes) -> _Halves:
+def _encode_token(token: bytes) -> _Halves:
     text = orjson.dumps(token.decode("utf-8", "replace"))
     return b'{"token":%b,"logprob":' % text, b',"bytes":' + orjson.dumps(list(token))
 
 
 def _figures(logprobs: Sequence[float]) -> list[bytes]:
-    """Each number as JSON; one call of the encoder for all."""
+    """Each number as JSON, by one call of the encoder."""
     return orjson.dumps(list(logprobs))[1:-1].split(b",") if len(logprobs) else []

@@ -1,4 +1,4 @@
-"""What raw answers say, in the shapes that engines and providers really send."""
+"""Parsing raw upstream answers, in the shapes that engines and providers send."""
 
 import random
 from typing import Any
@@ -9,11 +9,13 @@ import pytest
 
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.engine.parser import Headers
+from rollmesh.serve.interception.dialects.dialect import UpstreamChoice
+from rollmesh.serve.interception.dialects.registry import DIALECTS
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.account import account_of
-from rollmesh.serve.interception.relay.call import Asked, CallState, RelayCall
-from rollmesh.serve.interception.relay.heard import Heard, read_answer
-from rollmesh.serve.interception.relay.threads import Threads
+from rollmesh.serve.interception.relay.call import CallRequest, ForwardState, RelayCall
+from rollmesh.serve.interception.relay.history import HistoryStore
+from rollmesh.serve.interception.relay.upstream_answer import read_answer
 from rollmesh.serve.interception.report import SessionRewards
 
 JSON = b"content-type: application/json\r\n"
@@ -21,13 +23,13 @@ SSE = b"Server: x\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"a": 1}'}}
 
 
-def plain(route: str, answer: Any) -> list[Heard]:
-    return read_answer(route, JSON, orjson.dumps(answer)).choices
+def plain(route: str, answer: Any) -> list[UpstreamChoice]:
+    return read_answer(DIALECTS[route], JSON, orjson.dumps(answer)).choices
 
 
-def stream(route: str, *chunks: Any) -> list[Heard]:
+def stream(route: str, *chunks: Any) -> list[UpstreamChoice]:
     raw = b"".join([b": hi\n\nevent: x\ndata: %b\n\n" % orjson.dumps(each) for each in chunks])
-    return read_answer(route, SSE, raw + b"data: [DONE]\n\n").choices
+    return read_answer(DIALECTS[route], SSE, raw + b"data: [DONE]\n\n").choices
 
 
 def test_sglangs_plain_chat_tells_tokens_log_probs_and_versions() -> None:
@@ -39,17 +41,17 @@ def test_sglangs_plain_chat_tells_tokens_log_probs_and_versions() -> None:
         "meta_info": {"output_token_logprobs": [[-0.5, 3, None], [-0.25, 4, None]]},
     }
     spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 2}]
-    [heard] = plain(
+    [answer] = plain(
         "/chat/completions", {"choices": [choice], "metadata": {"weight_versions": spans}}
     )
-    assert heard.message == {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    assert (heard.prompt_ids, heard.token_ids, heard.logprobs) == ([1, 2], [3, 4], [-0.5, -0.25])
-    assert heard.versions == [("1", 1), ("2", 1)]
-    assert heard.finish_reason == "tool_calls"
+    assert answer.message == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert (answer.prompt_ids, answer.token_ids, answer.logprobs) == ([1, 2], [3, 4], [-0.5, -0.25])
+    assert answer.versions == [("1", 1), ("2", 1)]
+    assert answer.finish_reason == "tool_calls"
 
 
 def test_sglangs_stream_tells_tokens_in_a_chunk_without_choices() -> None:
-    [heard] = stream(
+    [answer] = stream(
         "/chat/completions",
         {"choices": [{"index": 0, "delta": {"role": "assistant", "reasoning_content": "hm"}}]},
         {"choices": [{"index": 0, "delta": {"content": "I gu"}}]},
@@ -57,8 +59,8 @@ def test_sglangs_stream_tells_tokens_in_a_chunk_without_choices() -> None:
         {"choices": [], "sglext": {"input_ids": [1, 2], "output_ids": [[3, 4]]}},
         {"choices": [], "usage": {"total_tokens": 4}},
     )
-    assert heard.message == {"role": "assistant", "content": "I guess", "reasoning_content": "hm"}
-    assert (heard.prompt_ids, heard.token_ids, heard.logprobs) == ([1, 2], [3, 4], None)
+    assert answer.message == {"role": "assistant", "content": "I guess", "reasoning_content": "hm"}
+    assert (answer.prompt_ids, answer.token_ids, answer.logprobs) == ([1, 2], [3, 4], None)
 
 
 def test_vllms_stream_tells_tokens_chunk_by_chunk() -> None:
@@ -67,14 +69,14 @@ def test_vllms_stream_tells_tokens_chunk_by_chunk() -> None:
         choice = {"index": 0, "delta": {"content": text}, "token_ids": ids}
         return {"choices": [{**choice, "logprobs": {"content": content}}], **more}
 
-    [heard] = stream(
+    [answer] = stream(
         "/chat/completions",
         chunk("a", [3], [-0.5], prompt_token_ids=[1, 2]),
         chunk("bc", [4, 5], [-0.25, -0.125]),
     )
-    assert heard.message["content"] == "abc"
-    assert (heard.prompt_ids, heard.token_ids) == ([1, 2], [3, 4, 5])
-    assert heard.logprobs == [-0.5, -0.25, -0.125]
+    assert answer.message["content"] == "abc"
+    assert (answer.prompt_ids, answer.token_ids) == ([1, 2], [3, 4, 5])
+    assert answer.logprobs == [-0.5, -0.25, -0.125]
 
 
 def test_streamed_tool_calls_add_up_and_choices_stay_apart() -> None:
@@ -107,9 +109,9 @@ def test_older_completions_have_their_own_shape() -> None:
         "prompt_token_ids": [1],
         "logprobs": {"token_logprobs": [-0.5]},
     }
-    [heard] = plain("/completions", {"choices": [choice]})
-    assert heard.message["content"] == "four"
-    assert (heard.prompt_ids, heard.token_ids, heard.logprobs) == ([1], [3], [-0.5])
+    [answer] = plain("/completions", {"choices": [choice]})
+    assert answer.message["content"] == "four"
+    assert (answer.prompt_ids, answer.token_ids, answer.logprobs) == ([1], [3], [-0.5])
 
 
 def test_a_response_is_its_output_plain_and_streamed() -> None:
@@ -180,7 +182,7 @@ def test_a_message_is_built_of_its_blocks_plain_and_streamed() -> None:
     ],
 )
 def test_what_is_no_answer_is_no_choice(route: str, raw: bytes) -> None:
-    answer = read_answer(route, SSE if raw.startswith(b"data") else JSON, raw)
+    answer = read_answer(DIALECTS[route], SSE if raw.startswith(b"data") else JSON, raw)
     assert answer.choices == []
     assert answer.failure
 
@@ -188,13 +190,13 @@ def test_what_is_no_answer_is_no_choice(route: str, raw: bytes) -> None:
 @pytest.mark.parametrize("ids", [["3"], [-1], [2**31], [0.5], "34", {"a": 1}])
 def test_tokens_that_are_none_count_as_not_told(ids: Any) -> None:
     choice = {"message": {"content": "4"}, "token_ids": ids}
-    [heard] = plain("/chat/completions", {"choices": [choice]})
-    assert heard.message["content"] == "4"
-    assert heard.token_ids is None
+    [answer] = plain("/chat/completions", {"choices": [choice]})
+    assert answer.message["content"] == "4"
+    assert answer.token_ids is None
 
 
 def test_a_broken_compression_is_no_choice() -> None:
-    answer = read_answer("/messages", b"Content-Encoding: gzip\r\n", b"not gzip")
+    answer = read_answer(DIALECTS["/messages"], b"Content-Encoding: gzip\r\n", b"not gzip")
     assert answer.choices == []
     assert "cannot be inflated" in answer.unread
 
@@ -273,12 +275,12 @@ def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bo
 
 def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
     """A call that was delivered with this answer."""
-    threads = Threads()
-    body = threads.follow()
+    history = HistoryStore()
+    body = history.follow()
     body.append(b'{"messages":[{"role":"user"}]}')
-    request = threads.hold(body).request
-    call = RelayCall(Asked(0, route, request, (), "", 0.0), 2**20, lambda _: None)
-    call.carry(Nowhere())
+    request = history.hold(body, "messages").request
+    call = RelayCall(CallRequest(0, route, request, (), "", 0.0), 2**20, lambda _: None)
+    call.send_on(Nowhere())
     kind = b"text/event-stream" if is_stream else b"application/json"
     call.on_head(200, [(b"Content-Type", kind)])
     told = [b"data: %b\n\n" % orjson.dumps(each) for each in chunks] if is_stream else []
@@ -286,7 +288,7 @@ def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
     for piece in told or [orjson.dumps(chunks[0])]:
         call.on_data(piece)
     call.on_end()
-    call.move(CallState.WHOLE)
+    call.move(ForwardState.WHOLE)
     call.is_delivered = True
     return call
 
