@@ -2,7 +2,7 @@
 
     wait mask drop requeue   the StalenessManager of the product, as the pacer drives it
     wait, bound 0, 4, 8      the same with another bound; 0: each step waits for what it asked for
-    known formula            KnownStaleness by the names of compat.py, in groups, as it is used: the
+    known formula            ArealStalenessManager of compat.py, in groups, as AReaL uses it: the
                              oldest results first, whatever their age
     unbounded                the same without a bound on counts: what the fleet can do
 
@@ -15,9 +15,9 @@ from typing import Protocol
 import msgspec
 
 from benchmarks._staleness_shape import Group, Shape
+from rollmesh.compat import ArealStalenessManager
 from rollmesh.core.config import StalePolicy
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.compat import KnownStaleness
 from rollmesh.trainer.staleness import (
     BatchTaken,
     GroupAdmitted,
@@ -117,7 +117,7 @@ class Known:
         self._size, self._batch = shape.group_size, shape.batch_groups
         self._version = 0
         most = shape.max_concurrent // shape.group_size
-        self._known = KnownStaleness(self, most, shape.batch_groups, max_staleness)
+        self._known = ArealStalenessManager(self, most, shape.batch_groups, max_staleness)
         self._ready: list[tuple[float, GroupId]] = []
 
     def get_version(self) -> int:

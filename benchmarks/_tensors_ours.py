@@ -13,10 +13,10 @@ import torch
 
 from benchmarks._tensors_batches import MIB, Piece
 from benchmarks._tensors_talk import Held, Stored
+from rollmesh.compat import fetch_buffer_stats, flatten_shard_ids, storage_stats
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.buffer import FetchBuffer
-from rollmesh.tensors.compat import fetch_buffer_stats, flatten_shard_ids, storage_stats
 from rollmesh.tensors.handles import RTensor, pack, unpack
 from rollmesh.tensors.peer import Peers
 from rollmesh.tensors.plane import Plane, use

@@ -11,8 +11,8 @@ import random
 
 import msgspec
 
+from rollmesh.compat import ArealStalenessManager
 from rollmesh.core.ids import GroupId
-from rollmesh.trainer.compat import KnownStaleness
 from rollmesh.trainer.staleness import (
     BatchTaken,
     GroupAdmitted,
@@ -75,7 +75,7 @@ class Trained:
         self.step = 0
 
     def get_version(self) -> int:
-        """As KnownStaleness asks for it."""
+        """As ArealStalenessManager asks for it."""
         return self.step
 
     def train(self, batch: list[Rollout]) -> None:
@@ -87,7 +87,7 @@ class Trained:
 def known() -> Trained:
     """A loop as it may stand in your code."""
     trained, elsewhere, ready = Trained(), Elsewhere(), list[Rollout]()
-    staleness = KnownStaleness(trained, MAX_RUNNING, BATCH, MAX_STALENESS)
+    staleness = ArealStalenessManager(trained, MAX_RUNNING, BATCH, MAX_STALENESS)
     while trained.step < STEPS:
         for _ in range(min(staleness.get_capacity(), staleness.get_pending_limit())):
             staleness.on_rollout_enqueued()
@@ -104,7 +104,7 @@ def known() -> Trained:
             trained.train(ready[:BATCH])
             del ready[:BATCH]
             if trained.step == STEPS // 2:
-                staleness = KnownStaleness(trained, MAX_RUNNING, BATCH, MAX_STALENESS)
+                staleness = ArealStalenessManager(trained, MAX_RUNNING, BATCH, MAX_STALENESS)
                 staleness.on_version_recovered(trained.step)
                 for _ in elsewhere.running:
                     staleness.on_rollout_enqueued()

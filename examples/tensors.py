@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from rollmesh.core.clock import SystemClock
-from rollmesh.tensors.buffer import FetchBuffer
-from rollmesh.tensors.compat import (
+from rollmesh.compat import (
     clear_fetch_buffer,
     clear_node,
     collect_shards,
@@ -23,6 +21,8 @@ from rollmesh.tensors.compat import (
     flatten_shard_ids,
     storage_stats,
 )
+from rollmesh.core.clock import SystemClock
+from rollmesh.tensors.buffer import FetchBuffer
 from rollmesh.tensors.handles import RTensor, pack, unpack
 from rollmesh.tensors.nested import collect
 from rollmesh.tensors.peer import Peers
