@@ -111,6 +111,7 @@ def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, st
     return ServiceContainer(name, service, words, mounts, folder / "container"), env
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_image")
 async def test_a_worker_s_container_keeps_no_rights_and_its_agents_reach_nothing(
     tmp_path: Path, worker_keys: Path, started: list[ServiceContainer]

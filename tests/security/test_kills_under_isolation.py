@@ -211,6 +211,7 @@ def train_and_kill(
     check_nothing_left(run.run, scratch, mark, FIRST_UIDS[mode])
 
 
+@pytest.mark.slow
 @MODES
 @pytest.mark.timeout(300)
 def test_agents_train_to_the_last_step_while_each_role_is_killed(

@@ -145,6 +145,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     end(run.process)
 
 
+@pytest.mark.slow
 def test_another_user_of_the_machine_is_no_part_of_a_run(run: Run) -> None:
     assert strange(run.router, str(run.folder)) == {"has_keys": False, "heard": []}
 

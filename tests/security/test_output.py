@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from rollmesh.core.redaction import redact, register_content, register_secret
 from rollmesh.envs.guess import GuessEnv
@@ -93,6 +94,7 @@ def test_status_writes_no_control_sequence_of_an_agent_to_the_terminal(tmp_path:
     assert_harmless(on_terminal(rollmesh("status"), tmp_path))
 
 
+@pytest.mark.slow
 def test_play_writes_no_control_sequence_of_a_model_to_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "loud.py").write_text(
         "from rollmesh import Env, Score, Task, Transcript\n"

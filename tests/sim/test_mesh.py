@@ -20,6 +20,12 @@ from tests.sim.seeds import Cores, open_cores
 
 NUM_SEEDS = 2000
 SEEDS_PER_TEST = 100
+NUM_QUICK_SEEDS = 400
+"""The first of them; the others are slow together."""
+FIRST_SEEDS = [
+    pytest.param(first, marks=pytest.mark.slow if first >= NUM_QUICK_SEEDS else ())
+    for first in range(0, NUM_SEEDS, SEEDS_PER_TEST)
+]
 MIN_EVENTS = 200
 TELLING_SEEDS = (
     *range(20),
@@ -289,7 +295,7 @@ def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None
     assert num_redone > 40
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+@pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_every_ask_ends_once_whatever_the_network_does(
     first: int, seen: Report, cores: Cores
 ) -> None:
@@ -300,11 +306,13 @@ def test_every_ask_ends_once_whatever_the_network_does(
         seen.transitions.update(report.transitions)
 
 
+@pytest.mark.slow  # it needs all seeds
 def test_every_fault_and_every_transition_occurred(seen: Report) -> None:
     assert set(seen.faults) >= FAULTS
     assert set(seen.transitions) >= TRANSITIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", BROKEN)
 def test_the_simulator_notices_a_broken_machine(machines: Machines) -> None:
     with pytest.raises((AssertionError, JournalError)):
