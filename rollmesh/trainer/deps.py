@@ -1,7 +1,6 @@
-"""What a train loop drives, and what it asks of a policy.
+"""The dependencies of the train loop, and the interface of a policy that it trains.
 
-Invariant: nothing is decided here, so that loop and saver see each other through it alone. Put
-together by process.py; driven by loop.py and saver.py.
+- Nothing is decided here, so loop and saver depend on this module and not on each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,41 +24,41 @@ from rollmesh.trainer.weights.verdicts import Probe
 
 
 class TrainablePolicy(Subject, Offloadable, Protocol):
-    """A policy, in this process or on ranks of its own."""
+    """A policy in this process, or on ranks."""
 
     @property
     def allocator(self) -> SampleAllocator:
-        """Where it wants samples to lie."""
+        """Allocates samples where the policy reads them."""
 
     def step(
         self, samples: Sequence[Sample], step: int, *, step_of_version: Mapping[int, int]
     ) -> StepReport:
-        """Train once on a batch; the samples stay until the step ends. Versions are told with the
-        number of steps after which they were made."""
+        """Train once on a batch, whose samples stay allocated until `end_step`. `step_of_version`
+        has the number of train steps after which each policy version was made."""
 
     def end_step(self, step: int) -> None:
-        """Nothing here looks at the samples of `step` any more: they may be freed everywhere."""
+        """Free the samples of `step` everywhere; the caller no longer reads them."""
 
     def save(self, folder: Path) -> None:
         """Write the weights."""
 
     def export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
-        """Lay the weights, from now on known as `policy_version`, where carriers find them until
-        the next call; none where they are in `folder` at once. NoRoom where the disk is full; then
-        it may be called again."""
+        """Copy the weights, `policy_version` from now on, to memory that transports can read until
+        the next call; return nothing if they are in `folder` already. Raises NoRoom if the disk is
+        full; the call may be repeated."""
 
     def set_policy_version(self, policy_version: int | None) -> None:
-        """The weights held now were published under this name, or under none."""
+        """Set the version under which the weights held now were published, or None."""
 
     def probe(self) -> Probe:
-        """What the weights held now say of a fixed text."""
+        """Score a fixed text by the weights held now."""
 
     def close(self) -> None:
-        """It is not needed any more."""
+        """Free everything."""
 
 
 class TrainerDeps(msgspec.Struct):
-    """What the loop drives."""
+    """What the train loop uses."""
 
     client: RolloutClient
     pacer: Pacer
@@ -70,6 +69,5 @@ class TrainerDeps(msgspec.Struct):
     tally: Tally
     savepoints: Savepoints
     fence: Callable[[FenceAsked], None]
-    """Have an engine fenced; returns at once."""
+    """Fence an engine, without waiting."""
     gpu_lease: GpuLease = ExclusiveGpus()
-    """Whose GPUs these are."""

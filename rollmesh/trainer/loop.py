@@ -161,7 +161,7 @@ class TrainLoop:
         while num_to_come := self._num_to_measure(num_rollouts):
             if self._stop.is_set():
                 return False
-            if gpu_lease.may_ask(UNTRAINED, num_to_come, "eval"):
+            if gpu_lease.may_request(UNTRAINED, num_to_come, "eval"):
                 pacer.measure(num_rollouts)
             self._saver.tend(0)  # a full journal holds asks back until there is one
             self._look_at_publication(0.0)
@@ -188,7 +188,7 @@ class TrainLoop:
             num_to_come = self._num_to_come(step + bool(batch))
             gpu_lease.finish_step(step, num_to_come, is_next_there=batch is not None)
             # Before the step, so that workers are busy while it computes.
-            if gpu_lease.may_ask(step, num_to_come):
+            if gpu_lease.may_request(step, num_to_come):
                 num_steps_left = trainer.num_steps - step - bool(batch)
                 pacer.ask(num_steps_left * trainer.groups_per_step)
             if batch:

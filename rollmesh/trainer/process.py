@@ -136,7 +136,7 @@ def train(
         leaving.callback(parts.records.close)
         # When the run is not done, its groups keep running for the next trainer.
         leaving.callback(lambda: parts.client.close(for_good=is_done))
-        leaving.callback(parts.gpu_lease.leave)
+        leaving.callback(parts.gpu_lease.release_all)
         leaving.callback(close_publisher, *publisher, hurried_s)
         is_done = loop.run(recovery)
     return is_done
@@ -184,7 +184,7 @@ def build(config: Config, staleness: Staleness, gpu_lease: GpuLease) -> Trainabl
 
 def leave_unbuilt(client: RolloutClient, gpu_lease: GpuLease, patience_s: float) -> None:
     """There is nothing but what was asked for, and what came for an earlier life."""
-    gpu_lease.leave()
+    gpu_lease.release_all()
     client.close()
     gpu_lease.close(patience_s)
 

@@ -1,13 +1,13 @@
-"""The ranks that hold one policy together: what they add up, and the model that they share.
+"""The ranks that hold one policy: sums over them, and the model that they share.
 
-    Alone    one rank: sums are its own, the model is whole
-    Team     several: sums are over all heads, each holds a shard of the model (FSDP2,
-             torch.distributed.fsdp.fully_shard) and sees rows of its own
+    SingleRank      one rank: sums are its own, the model is whole
+    ShardedRanks    several: sums are over all heads, each holds a shard of the model (FSDP2,
+                    torch.distributed.fsdp.fully_shard) and has rows of its own
 
-Gradients are summed over ranks and never averaged: the loss is divided by the tokens, or rollouts,
-of all of them, so that their number changes nothing but the time that a step takes. Every forward
-and every backward of a shared model is a collective: all ranks do as many, and who has no row left
-repeats one that weighs nothing. Driven by the policy, on the step thread.
+- Gradients are summed over ranks and never averaged: the loss is divided by the tokens, or
+  rollouts, of all ranks, so their number changes only the duration of a step.
+- Every forward and backward of a sharded model is a collective: all ranks do as many, and a rank
+  without rows left repeats one with weight 0.
 """
 
 import math
@@ -26,32 +26,32 @@ from rollmesh.core.errors import NotFinite
 
 
 class Ranks(Protocol):
-    """What a policy asks of those that it trains with."""
+    """What a policy needs of its ranks."""
 
     is_first: bool
-    """Of all ranks, this one writes files."""
+    """Whether this rank writes files."""
     rank: int
     size: int
-    """Which of how many: it holds that part of every weight's rows, as torch.chunk cuts them."""
+    """Rank `rank` of `size` holds that part of every weight's rows, as torch.chunk splits them."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Each added up over ranks."""
+        """The sum of each value over ranks."""
 
     def max(self, value: float) -> float:
-        """The largest of all ranks'."""
+        """The maximum over ranks."""
 
     def shard(self, model: PreTrainedModel) -> None:
-        """Keep this rank's part of it; before an optimiser is made."""
+        """Keep this rank's part of the model; before an optimiser is made."""
 
     def full_state(self, model: PreTrainedModel) -> dict[str, Tensor] | None:
-        """Its whole weights on the host; None where it holds them itself."""
+        """The full weights on the host; None if the model itself holds them."""
 
     def owned(self, weights: Mapping[str, Tensor]) -> set[str]:
-        """Which of them this rank hands over; each is handed over by one."""
+        """Names of the weights that this rank exports; each is exported by one rank."""
 
 
 class SingleRank:
-    """See the module."""
+    """The only rank of a policy."""
 
     is_first = True
     rank, size = 0, 1
@@ -74,7 +74,7 @@ class SingleRank:
 
 
 class ShardedRanks:
-    """See the module; `mesh` is that of all data-parallel heads."""
+    """One of several ranks; `mesh` is that of all data-parallel heads."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.is_first = mesh.get_rank() == 0
@@ -94,7 +94,7 @@ class ShardedRanks:
         fully_shard(model, mesh=self._mesh)
         for part in model.modules():
             if isinstance(part, FSDPModule):
-                # For itself alone, and not for its parts. Gloo adds up, and no more.
+                # Applies to this module only. Gloo supports sums only.
                 part.set_force_sum_reduction_for_comms(True)
                 part.set_gradient_divide_factor(1.0)
 
@@ -113,13 +113,13 @@ class ShardedRanks:
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """What is gathered at a time: the modules that their author says are not to be split."""
-    names = model._no_split_modules or ()  # noqa: SLF001 - transformers has no other word
+    """The units that FSDP gathers: modules that the model's author marked as not to be split."""
+    names = model._no_split_modules or ()  # noqa: SLF001 - transformers has no public name
     return [part for part in model.modules() if type(part).__name__ in names]
 
 
 def balance(sizes: Mapping[str, int], num: int) -> list[set[str]]:
-    """Names for each of `num`, about as much each: the largest first, to who has least."""
+    """Split names into `num` sets of similar size: the largest first, to the smallest set."""
     totals = [0] * num
     names: list[set[str]] = [set() for _ in totals]
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -130,8 +130,8 @@ def balance(sizes: Mapping[str, int], num: int) -> list[set[str]]:
 
 
 def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What a folder of it has, by name; of a shared model the shards."""
-    # Weights that are tied are one under two names; a folder has them once.
+    """The weights that a folder of the model has, by name; shards if it is sharded."""
+    # Tied weights have two names; a folder has them once.
     names = dict(model.named_parameters(remove_duplicate=False))
     second = names.keys() - dict(model.named_parameters()).keys()
     state = model.state_dict()
@@ -140,7 +140,7 @@ def named_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def is_finite(model: PreTrainedModel, ranks: Ranks) -> bool:
-    """Whether no parameter holds NaN or infinity; a collective, with the same answer everywhere."""
+    """Whether no parameter holds NaN or infinity; a collective with the same result everywhere."""
     names = dict(model.named_parameters())
     local = [
         each.to_local() if isinstance(each, DTensor) else each
@@ -157,7 +157,7 @@ def is_finite(model: PreTrainedModel, ranks: Ranks) -> bool:
 
 
 def not_finite_error(what: object) -> NotFinite:
-    """The error where weights that are wanted for `what` hold NaN or infinity."""
+    """The error for weights with NaN or infinity that were to be written as `what`."""
     return NotFinite(
         f"{what}: not written, since the weights hold NaN or infinity; the newest savepoint has "
         "finite ones: lower trainer.learning_rate, then --resume"
@@ -165,11 +165,11 @@ def not_finite_error(what: object) -> NotFinite:
 
 
 def check_finite(model: PreTrainedModel, ranks: Ranks, what: object) -> None:
-    """Raise NotFinite, at all ranks, where a parameter holds NaN or infinity; a collective."""
+    """Raise NotFinite, on all ranks, if a parameter holds NaN or infinity; a collective."""
     if not is_finite(model, ranks):
         raise not_finite_error(what)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of it, wherever its parts are; a collective, where they are apart."""
+    """The full tensor; a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

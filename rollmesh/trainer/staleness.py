@@ -1,34 +1,30 @@
-"""What StalenessManager is told, and what it says, as small frozen structs.
+"""Bounded staleness: how many rollouts may be open, and which may still be trained.
 
-Invariant: values only, in rollouts and train steps. Driven by staleness.py, and by whoever carries
-out what it says: the pacer, the simulators, and loops of one's own.
-
-Bounded staleness: how many rollouts may be under way, and which may still be trained.
-
-The bound is on age where it counts, when a batch is taken: age = the train step that takes a sample
-minus the train step whose weights sampled its oldest token. What keeps it without waste:
+The bound is on age when a batch is taken: age = the train step that takes a sample minus the train
+step whose weights sampled its oldest token.
 
     pacing    capacity = min(max_concurrent - running,
                              (max_staleness + 1) * batch - (ready + training + running))
-              counts what is consumed, not what was ever accepted, so it neither drifts with partial
-              batches nor bursts after a recovery (compare known_formula.py). What a step takes
-              beyond a batch is not held against the next, which has its own to fill, and nothing
-              is asked for that is too old for the next step as it begins
-              (docs/explanation/staleness.md).
-              `trainer.staleness_formula = "known"` paces by that formula instead
+              It counts what was consumed, not what was ever accepted, so it neither drifts with
+              partial batches nor bursts after a recovery (compare rollmesh/compat.py). Rollouts
+              that a step takes beyond a batch do not reduce the room of the next one, and nothing
+              is requested that is already too old for the next step
+              (docs/explanation/staleness.md). `trainer.staleness_formula = "known"` selects
+              AReaL's formula
     taking    oldest first, until the batch is full; then all that the next step could not take
-    waiting   (policy `wait`) no step is taken while a group too old for the next one still runs
+    waiting   (policy `wait`) no step is taken while a group that will be too old for the next one
+              still runs
 
-What is too old all the same leaves with its age: under `wait` only what is older than it was asked
-for (of another life, say); under `drop` and `requeue` every straggler; under `mask` what has no
-token left within the bound, and of all others the older tokens do not train.
+A group that is too old leaves with its age: under `wait` only one older than when it was requested
+(by an earlier process, say); under `drop` and `requeue` every straggler; under `mask` one with no
+token within the bound, while older tokens of other groups do not train.
 
     ASKED -> READY -> TRAINING -> (consumed: its weights are published)
       |        +----> STALE      (gone: dropped)
       +-------------> (gone: failed, cancelled)
 
-Units: rollouts; a group of them is the atom. Evaluation is never counted here. Invariant: what is
-public can be read from any thread. Pure; driven by the trainer's loop and by the simulators.
+- Units are rollouts; a group of them is atomic. Evaluations are not counted.
+- The public properties can be read from any thread.
 """
 
 import collections
@@ -44,68 +40,71 @@ from rollmesh.core.ids import GroupId
 
 
 class GroupAdmitted(msgspec.Struct, frozen=True):
+    """Event: a group was requested."""
+
     group_id: GroupId
     num_rollouts: int
     asked_step: int = -1
-    """Steps done by the weights that engines had at the ask; -1: those that they have now."""
+    """Train steps of the weights that engines had at the request; -1: of their current weights."""
 
 
 class GroupArrived(msgspec.Struct, frozen=True):
+    """Event: a group has a result that may train."""
+
     group_id: GroupId
     num_rollouts: int
-    """That train; at least one."""
+    """Rollouts that train; at least one."""
     oldest_step: int
     """Train step whose weights sampled the group's oldest token."""
     newest_steps: tuple[int, ...] = ()
-    """The same of each rollout's newest token; only `mask` asks for it."""
+    """Train step of each rollout's newest token; only `mask` needs it."""
 
 
 class GroupEnded(msgspec.Struct, frozen=True):
-    """It will not train: failed, cancelled, or nothing in it trains."""
+    """Event: a group will not train: it failed, was cancelled, or nothing in it trains."""
 
     group_id: GroupId
 
 
 class TakeBatch(msgspec.Struct, frozen=True):
-    """The trainer is free; it is about to do `step`."""
+    """Event: the trainer is ready for `step`."""
 
     step: int
     num_rollouts: int = 0
-    """That it wants, at least; 0: a batch of the settings."""
+    """Minimum number of rollouts; 0: `settings.batch`."""
 
 
 class StepPublished(msgspec.Struct, frozen=True):
-    """Weights after `step` train steps are what engines sample with from now on."""
+    """Event: engines sample with the weights after `step` train steps."""
 
     step: int
     policy_version: int | None = None
-    """Their name; None: the step's number is."""
+    """Version of these weights; None: the number of the step."""
 
 
 class StepRetaken(msgspec.Struct, frozen=True):
-    """A recovery does `step` again: these groups, asked or ready, are its. Their age was judged
-    when it took them first."""
+    """Event: a recovery redoes `step` with these groups, whose age was checked the first time."""
 
     step: int
     group_ids: tuple[GroupId, ...]
     oldest_step: int = 0
-    """As its BatchTaken said, where older tokens were masked."""
+    """`oldest_step` of its BatchTaken, if older tokens were masked."""
 
 
 Event = GroupAdmitted | GroupArrived | GroupEnded | TakeBatch | StepPublished | StepRetaken
 
 
 class BatchTaken(msgspec.Struct, frozen=True):
-    """Train these, oldest first."""
+    """Action: train these groups, oldest first."""
 
     step: int
     group_ids: tuple[GroupId, ...]
     oldest_step: int
-    """Tokens of older weights are past the bound; only `mask` leaves any in a batch."""
+    """Tokens of older weights are beyond the bound; only `mask` leaves any in a batch."""
 
 
 class GroupStale(msgspec.Struct, frozen=True):
-    """Too old for any step; it belongs in the drop ledger."""
+    """Action: drop this group, which is too old for any step."""
 
     group_id: GroupId
     age: int
@@ -115,26 +114,26 @@ Action = BatchTaken | GroupStale
 
 
 KNOWN_STEPS = 1000
-"""Of so many published steps the policy versions are known."""
+"""Published steps whose policy versions are kept."""
 
 
 class StalenessSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What paces and bounds."""
+    """Bounds and policies; see the fields of the same meaning in TrainerConfig."""
 
     batch: int
-    """Rollouts that a step takes, at least."""
+    """Minimum number of rollouts of a step."""
     max_staleness: int
     """In train steps."""
     max_concurrent: int
-    """Rollouts asked for and not finished, at most."""
+    """Maximum number of open rollouts."""
     policy: StalePolicy = "wait"
-    """What becomes of what would be too old."""
+    """Treatment of stragglers that would be too old."""
     formula: StalenessFormula = "under_way"
-    """The formula of the capacity."""
+    """Formula of the capacity."""
 
 
 class GroupPhase(enum.StrEnum):
-    """Where a group stands; drawn in the module's docstring."""
+    """The state of a group; transitions are in the module docstring."""
 
     ASKED = "asked"
     READY = "ready"
@@ -142,7 +141,7 @@ class GroupPhase(enum.StrEnum):
 
 
 class StalenessState(msgspec.Struct, frozen=True, kw_only=True):
-    """All public numbers, of one moment; see Staleness."""
+    """A consistent copy of all public numbers; see Staleness."""
 
     capacity: int = 0
     running: int = 0
@@ -154,48 +153,48 @@ class StalenessState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Staleness(Protocol):
-    """What anybody may see of a StalenessManager, who alone steps it; in rollouts."""
+    """The read-only view of a StalenessManager; in rollouts."""
 
     @property
     def capacity(self) -> int:
-        """May be asked for now; never negative."""
+        """Number that may be requested now; never negative."""
 
     @property
     def running(self) -> int:
-        """Asked for, and not ended."""
+        """Number that is open."""
 
     @property
     def ready(self) -> int:
-        """Ended, and waiting for their step."""
+        """Number that has ended and waits for a step."""
 
     @property
     def training(self) -> int:
-        """Taken by a step whose weights are not published yet."""
+        """Number taken by a step whose weights are not published yet."""
 
     @property
     def consumed(self) -> int:
-        """Trained into weights that are published."""
+        """Number trained into published weights."""
 
     @property
     def oldest_version(self) -> int | None:
-        """The policy version of the oldest token that runs or is ready; None where none is."""
+        """Policy version of the oldest token that is open or ready; None if there is none."""
 
     @property
     def histogram(self) -> Mapping[int, int]:
-        """What steps took, by the age of the group's oldest token."""
+        """Rollouts that steps took, by the age of the group's oldest token."""
 
 
 class _Entry(msgspec.Struct):
     phase: GroupPhase
     num_rollouts: int
     floor_step: int
-    """No token of the group that may train is older than the weights after so many steps."""
+    """No trainable token of the group is older than the weights after this many steps."""
     newest_steps: tuple[int, ...] = ()
     taken_step: int = -1
 
 
 class StalenessManager:
-    """Counts rollouts from ask to published step and hands out batches within the age bound."""
+    """Counts rollouts from request to published step, and forms batches within the age bound."""
 
     def __init__(
         self,
@@ -204,10 +203,10 @@ class StalenessManager:
         policy_version: int | None = None,
         restored: StalenessState | None = None,
     ) -> None:
-        """After a recovery: `published_step` and `policy_version` are of the weights that engines
-        have now, and `restored` is what was counted up to the savepoint."""
+        """After a recovery, `published_step` and `policy_version` are those of the weights that
+        engines have, and `restored` has the counts of the savepoint."""
         self.settings = settings
-        was = restored or StalenessState()
+        before = restored or StalenessState()
         self._lock = threading.Lock()
         self._published_step = published_step
         self._version_of_step = {published_step: _named(published_step, policy_version)}
@@ -217,10 +216,10 @@ class StalenessManager:
         self._num = collections.Counter[GroupPhase]()
         self._taken = collections.Counter[int]()
         """Rollouts of each step whose weights are not published."""
-        self._consumed = was.consumed + was.training
-        # As after AReaL's on_version_recovered: each step until now has consumed one batch.
+        self._consumed = before.consumed + before.training
+        # As in AReaL's on_version_recovered, each step until now has consumed one batch.
         self._uncounted = published_step * settings.batch - self._consumed
-        self._histogram = collections.Counter[int](was.histogram)
+        self._histogram = collections.Counter[int](before.histogram)
 
     @property
     def capacity(self) -> int:
@@ -278,15 +277,15 @@ class StalenessManager:
             )
 
     def step(self, event: Event) -> list[Action]:
-        """Apply `event`; events about unknown groups change nothing."""
+        """Apply `event`; events of unknown groups change nothing."""
         with self._lock:
             match event:
                 case GroupAdmitted():
-                    self._enter(event)
+                    self._admit(event)
                 case GroupArrived():
                     self._arrive(event)
                 case GroupEnded():
-                    self._leave([event.group_id])
+                    self._remove([event.group_id])
                 case TakeBatch():
                     return self._take(event)
                 case StepPublished():
@@ -298,7 +297,7 @@ class StalenessManager:
     def _capacity(self) -> int:
         settings, running = self.settings, self._num[GroupPhase.ASKED]
         if self._next_step - self._published_step > settings.max_staleness:
-            return 0  # no step could take it any more
+            return 0  # no step could take a new rollout
         room = self._known_room() if settings.formula == "known" else self._room()
         return max(0, min(settings.max_concurrent - running, room))
 
@@ -308,8 +307,8 @@ class StalenessManager:
         return (self.settings.max_staleness + 1) * self._batch - under_way
 
     def _known_room(self) -> int:
-        """By known_formula.py, in rollouts, and at least what the next batch lacks: otherwise steps
-        that consumed more than a batch would in the end leave no room."""
+        """AReaL's formula in rollouts (rollmesh/compat.py), and at least what the next batch needs:
+        steps that took more than a batch would otherwise leave no room in the end."""
         num_next = self._num[GroupPhase.READY] + self._num[GroupPhase.ASKED]
         accepted = self._uncounted + self._consumed + self._num[GroupPhase.TRAINING]
         steps = self.settings.max_staleness + self._published_step + 1
@@ -325,7 +324,7 @@ class StalenessManager:
         known = (step for step in self._version_of_step if step <= min(waiting))
         return self._version_of_step[max(known, default=first)]
 
-    def _enter(self, event: GroupAdmitted) -> None:
+    def _admit(self, event: GroupAdmitted) -> None:
         if event.group_id not in self._entries:
             floor_step = self._published_step if event.asked_step < 0 else event.asked_step
             entry = _Entry(GroupPhase.ASKED, event.num_rollouts, floor_step)
@@ -342,26 +341,26 @@ class StalenessManager:
         wanted = event.num_rollouts or self.settings.batch
         self._batch = max(self.settings.batch, wanted)
         oldest_allowed = event.step - self.settings.max_staleness
-        actions = self._judge(event.step, oldest_allowed)
+        actions = self._drop_stale(event.step, oldest_allowed)
         if self._num[GroupPhase.READY] < wanted or self._is_awaited(oldest_allowed):
             return actions
         group_ids = self._oldest_ready(wanted, oldest_allowed)
         self._train(event.step, group_ids)
         return [*actions, BatchTaken(event.step, group_ids, oldest_allowed)]
 
-    def _judge(self, step: int, oldest_allowed: int) -> list[Action]:
-        """Part with what no step can take any more."""
+    def _drop_stale(self, step: int, oldest_allowed: int) -> list[Action]:
+        """Drop groups that no step can take any more."""
         stale: list[Action] = []
         for group_id, entry in list(self._entries.items()):
             is_past = entry.phase is GroupPhase.READY and entry.floor_step < oldest_allowed
             is_masked = self.settings.policy == "mask"
             if is_past and not (is_masked and self._mask(entry, oldest_allowed)):
-                self._leave([group_id])
+                self._remove([group_id])
                 stale.append(GroupStale(group_id, step - entry.floor_step))
         return stale
 
     def _mask(self, entry: _Entry, oldest_step: int) -> bool:
-        """Count what is left of a ready group without its older tokens; whether anything is."""
+        """Count a ready group without its older tokens; return whether anything is left."""
         num_left = sum(newest >= oldest_step for newest in entry.newest_steps)
         if num_left:
             entry.floor_step = oldest_step
@@ -369,8 +368,8 @@ class StalenessManager:
         return num_left > 0
 
     def _is_awaited(self, oldest_allowed: int) -> bool:
-        # Exactly at the bound: it can join this step, and would be too old for the next. One that
-        # is past it already leaves when it comes, so nobody waits for it.
+        # Exactly at the bound: it can join this step, and would be too old for the next. A group
+        # beyond the bound is dropped when it arrives, so no step waits for it.
         return self.settings.policy == "wait" and any(
             entry.phase is GroupPhase.ASKED and entry.floor_step == oldest_allowed
             for entry in self._entries.values()
@@ -415,14 +414,14 @@ class StalenessManager:
             if entry.phase is GroupPhase.TRAINING and entry.taken_step < self._published_step
         ]
         self._consumed += sum(self._entries[group_id].num_rollouts for group_id in done)
-        self._leave(done)
+        self._remove(done)
         for step in [step for step in self._taken if step < self._published_step]:
             del self._taken[step]
         self._version_of_step[event.step] = _named(event.step, event.policy_version)
         if len(self._version_of_step) > KNOWN_STEPS:
             del self._version_of_step[min(self._version_of_step)]
 
-    def _leave(self, group_ids: Iterable[GroupId]) -> None:
+    def _remove(self, group_ids: Iterable[GroupId]) -> None:
         for group_id in group_ids:
             entry = self._entries.pop(group_id, None)
             if entry:

@@ -170,7 +170,7 @@ class BookThatIsNeverFull(ClientJournal):
 
 
 class StalenessThatJudgesNobody(StalenessManager):
-    def _judge(self, _step: int, _oldest_allowed: int) -> list[StalenessAction]:
+    def _drop_stale(self, _step: int, _oldest_allowed: int) -> list[StalenessAction]:
         return []
 
 

@@ -53,15 +53,15 @@ def stop() -> threading.Event:
 
 
 @pytest.fixture
-def tenant(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[ScheduledGpus]:
+def gpus(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[ScheduledGpus]:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
         yield ScheduledGpus(hooks, stop)
 
 
-def leave(tenant: ScheduledGpus) -> None:
+def release_all(gpus: ScheduledGpus) -> None:
     """Once that is answered all that was said before was heard."""
-    tenant.leave()
-    tenant.close(PATIENCE_S)
+    gpus.release_all()
+    gpus.close(PATIENCE_S)
 
 
 def asks(told: list[AnyMessage]) -> list[tuple[str, int]]:
@@ -76,27 +76,27 @@ def targets(told: list[AnyMessage]) -> list[tuple[str, int, int]]:
     return [(each.stream, each.target, each.completed) for each in reports]
 
 
-def train(tenant: ScheduledGpus, step: int) -> None:
-    while not tenant.may_train(step):
+def train(gpus: ScheduledGpus, step: int) -> None:
+    while not gpus.may_train(step):
         pass
 
 
-def ask(tenant: ScheduledGpus, step: int, num_to_come: int = 8) -> None:
-    while not tenant.may_ask(step, num_to_come):
+def ask(gpus: ScheduledGpus, step: int, num_to_come: int = 8) -> None:
+    while not gpus.may_request(step, num_to_come):
         pass
 
 
 def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
-        assert tenant.acquire()
-        tenant.release_until_step()
+        assert gpus.acquire()
+        gpus.release_until_step()
         for step in range(2):
-            tenant.finish_step(step, 8, is_next_there=False)
-            ask(tenant, step)
-            train(tenant, step)
-        leave(tenant)
+            gpus.finish_step(step, 8, is_next_there=False)
+            ask(gpus, step)
+            train(gpus, step)
+        release_all(gpus)
     assert asks(told) == [
         (TRAIN_CLUSTER, 0),
         (GENERATION_CLUSTER, 8),
@@ -115,16 +115,16 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
 
 
 def test_a_step_whose_batch_is_there_stands_in_line_anew_and_wakes_no_engine(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
-        ask(tenant, 0)
-        train(tenant, 0)
-        tenant.finish_step(1, 8, is_next_there=True)
-        ask(tenant, 1)
-        train(tenant, 1)
-        tenant.finish_step(2, 4, is_next_there=False)
-        leave(tenant)
+        ask(gpus, 0)
+        train(gpus, 0)
+        gpus.finish_step(1, 8, is_next_there=True)
+        ask(gpus, 1)
+        train(gpus, 1)
+        gpus.finish_step(2, 4, is_next_there=False)
+        release_all(gpus)
     demands = [(GENERATION_CLUSTER, 8), (GENERATION_CLUSTER, 4)]
     assert [each for each in asks(told) if each[1]] == demands, "that of before stays open"
     again, handed = (m for m in told if isinstance(m, NotifyReleaseThenRequestGpus))
@@ -134,28 +134,28 @@ def test_a_step_whose_batch_is_there_stands_in_line_anew_and_wakes_no_engine(
 
 
 def test_what_was_not_trained_on_is_not_handed_over(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as told:
-        ask(tenant, 0)
-        assert not tenant.may_train(0)
-        tenant.finish_step(0, 8, is_next_there=False)
-        leave(tenant)
+        ask(gpus, 0)
+        assert not gpus.may_train(0)
+        gpus.finish_step(0, 8, is_next_there=False)
+        release_all(gpus)
     assert not [m for m in told if isinstance(m, NotifyReleaseThenRequestGpus)]
 
 
 def test_nothing_is_asked_of_engines_before_one_is_awake(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL):
-        ask(tenant, 0)
-        train(tenant, 0)
-    tenant.finish_step(1, 8, is_next_there=False)
-    assert not tenant.may_ask(1, 8)
+        ask(gpus, 0)
+        train(gpus, 0)
+    gpus.finish_step(1, 8, is_next_there=False)
+    assert not gpus.may_request(1, 8)
     handed = scheduler.expect(NotifyReleaseThenRequestGpus)
     scheduler.say_granted(handed.key, (0,))
-    ask(tenant, 1)
-    assert tenant.may_ask(1, 8)
+    ask(gpus, 1)
+    assert gpus.may_request(1, 8)
 
 
 @pytest.mark.parametrize("state", [TicketState.WITHDRAWN, TicketState.RELEASED])
@@ -165,17 +165,17 @@ def test_what_has_ended_without_a_grant_is_asked_for_anew(
     state: TicketState,
     scheduler: FakeScheduler,
     stop: threading.Event,
-    tenant: ScheduledGpus,
+    gpus: ScheduledGpus,
 ) -> None:
     """Somebody has given the cluster up meanwhile; the step needs it still."""
 
     def wait() -> None:
-        may_go_on = tenant.may_train if cluster == TRAIN_CLUSTER else has_engines
+        may_go_on = gpus.may_train if cluster == TRAIN_CLUSTER else has_engines
         while not (stop.is_set() or may_go_on(0)):
             pass
 
     def has_engines(step: int) -> bool:
-        return tenant.may_ask(step, 8)
+        return gpus.may_request(step, 8)
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -195,13 +195,13 @@ def test_what_has_ended_without_a_grant_is_asked_for_anew(
 
 
 def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
         for num_to_come in (8, 8, 5, 9, 0):
-            ask(tenant, 0, num_to_come)
-        ask(tenant, 1, 4)
-        leave(tenant)
+            ask(gpus, 0, num_to_come)
+        ask(gpus, 1, 4)
+        release_all(gpus)
     assert targets(told) == [
         ("train", 8, 0),
         ("train", 8, 3),
@@ -226,11 +226,11 @@ def test_what_is_left_of_a_demand_is_told_in_its_own_unit(
     kind: type[ScheduledGpus], num_told: int, scheduler: FakeScheduler, stop: threading.Event
 ) -> None:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        tenant = kind(hooks, stop)
+        gpus = kind(hooks, stop)
         with scheduler.granting(*ALL) as told:
-            ask(tenant, 0, 8)
-            ask(tenant, 0, 8 - SAMPLES)
-            leave(tenant)
+            ask(gpus, 0, 8)
+            ask(gpus, 0, 8 - SAMPLES)
+            release_all(gpus)
     assert asks(told) == [(GENERATION_CLUSTER, 8)]
     *_, (_, target, completed) = targets(told)
     assert target - completed == num_told
@@ -238,13 +238,13 @@ def test_what_is_left_of_a_demand_is_told_in_its_own_unit(
 
 
 def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
-        assert tenant.may_ask(-1, 100, "eval")
-        assert tenant.may_ask(-1, 0, "eval")
-        ask(tenant, 0)
-        leave(tenant)
+        assert gpus.may_request(-1, 100, "eval")
+        assert gpus.may_request(-1, 0, "eval")
+        ask(gpus, 0)
+        release_all(gpus)
     streams = [(type(m), m.stream) for m in told if isinstance(m, ReportProgress | ClearProgress)]
     assert streams == [
         (ReportProgress, "eval"),
@@ -256,7 +256,7 @@ def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
 
 
 def test_turns_that_another_engine_ended_with_the_same_weights_are_reported(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     def turn(*runs: tuple[int, int]) -> NodeRow:
         versions = tuple(VersionRun(version_, 1, engine) for version_, engine in runs)
@@ -265,29 +265,29 @@ def test_turns_that_another_engine_ended_with_the_same_weights_are_reported(
     nodes = [turn((1, 0), (1, 1)), turn((1, 1), (2, 0)), turn((1, -1), (1, 0))]
     moved = RolloutRecord(index=0, outcome=Outcome.COMPLETED, nodes=nodes, engines=["e0", "e1"])
     with scheduler.granting(*ALL) as told:
-        tenant.report_moved(GroupRecord(task=Task(id="t"), rollouts=[moved]))
-        leave(tenant)
+        gpus.report_moved(GroupRecord(task=Task(id="t"), rollouts=[moved]))
+        release_all(gpus)
     assert [each.url for each in told if isinstance(each, ReportPreempt)] == ["e0"]
 
 
 def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(
-    scheduler: FakeScheduler, tenant: ScheduledGpus, stop: threading.Event
+    scheduler: FakeScheduler, gpus: ScheduledGpus, stop: threading.Event
 ) -> None:
     stop.set()
-    assert not tenant.acquire()
-    assert not tenant.may_ask(0, 8)
-    assert not tenant.may_train(0)
+    assert not gpus.acquire()
+    assert not gpus.may_request(0, 8)
+    assert not gpus.may_train(0)
     asked = {scheduler.expect(NotifyReleaseThenRequestGpus).key, scheduler.expect(RequestGpus).key}
     assert scheduler.expect(WithdrawRequest).key in asked
 
 
 def test_who_leaves_in_mid_step_leaves_nothing(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as told:
-        ask(tenant, 0)
-        assert not tenant.may_train(0)
-        leave(tenant)
+        ask(gpus, 0)
+        assert not gpus.may_train(0)
+        release_all(gpus)
     [train] = [m for m in told if isinstance(m, RequestGpus) and m.cluster == TRAIN_CLUSTER]
     assert WithdrawRequest(train.key) in told
     released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
@@ -295,23 +295,23 @@ def test_who_leaves_in_mid_step_leaves_nothing(
 
 
 def test_a_refusal_that_came_while_nobody_waited_is_the_users_mistake_too(
-    scheduler: FakeScheduler, tenant: ScheduledGpus
+    scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
-    assert not tenant.may_train(0)
+    assert not gpus.may_train(0)
     key = scheduler.expect(RequestGpus).key
     scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
     with scheduler.granting() as told, pytest.raises(UserError, match="no such pipeline"):
-        train(tenant, 0)
+        train(gpus, 0)
     assert not [m for m in told if isinstance(m, RequestGpus) and m.key != key], "nor asked anew"
 
 
 def test_a_pipeline_that_is_unknown_is_the_users_mistake(
-    scheduler: FakeScheduler, tenant: ScheduledGpus, stop: threading.Event
+    scheduler: FakeScheduler, gpus: ScheduledGpus, stop: threading.Event
 ) -> None:
     refusing = threading.Thread(target=refuse, args=[scheduler])
     refusing.start()
     with pytest.raises(UserError, match="'p', actor_train: no such pipeline"):
-        tenant.acquire()
+        gpus.acquire()
     refusing.join()
 
 
@@ -371,7 +371,7 @@ def test_a_run_that_shares_nothing_asks_nobody(stop: threading.Event) -> None:
     gpu_lease = gpu_lease_of(None, stop)
     assert isinstance(gpu_lease, ExclusiveGpus)
     assert gpu_lease.acquire()
-    assert gpu_lease.may_ask(0, 8)
+    assert gpu_lease.may_request(0, 8)
     assert gpu_lease.may_train(0)
 
 
@@ -379,7 +379,7 @@ def test_a_run_with_a_share_is_a_tenant(scheduler: FakeScheduler, stop: threadin
     gpu_lease = gpu_lease_of(Share(scheduler.hub.address, "p"), stop)
     assert isinstance(gpu_lease, ScheduledGpus)
     with scheduler.granting():
-        gpu_lease.leave()
+        gpu_lease.release_all()
         gpu_lease.close(PATIENCE_S)
 
 
@@ -413,8 +413,8 @@ class Guest:
 class StaysOnGpus(ScheduledGpus):
     """The fault: what it trains stays where it is when the GPUs are given up."""
 
-    def attach(self, lodger: Offloadable) -> None:
-        del lodger
+    def attach(self, offloadable: Offloadable) -> None:
+        del offloadable
 
 
 def was_alone(told: list[object]) -> bool:
@@ -443,21 +443,21 @@ def test_nothing_of_a_run_is_on_gpus_that_it_does_not_hold(
     """What was said is noted as it is said, between what is done on the GPUs."""
     with closing(NotedHooks(scheduler.hub.address, "p")) as hooks, scheduler.granting(*ALL):
         told = hooks.told
-        tenant = kind(hooks, threading.Event())
-        assert tenant.acquire()
+        gpus = kind(hooks, threading.Event())
+        assert gpus.acquire()
         told += ["granted", "built"]
-        tenant.attach(Guest(told))
-        tenant.release_until_step()
+        gpus.attach(Guest(told))
+        gpus.release_until_step()
         for step in range(2):
-            while not tenant.may_ask(step, 8):
+            while not gpus.may_request(step, 8):
                 pass
-            while not tenant.may_train(step):
+            while not gpus.may_train(step):
                 pass
             if told[-1] == "occupied":
                 told.insert(-1, "granted")
-            tenant.finish_step(step + 1, 8, is_next_there=is_next_there)
-        tenant.leave()
-        tenant.close(PATIENCE_S)
+            gpus.finish_step(step + 1, 8, is_next_there=is_next_there)
+        gpus.release_all()
+        gpus.close(PATIENCE_S)
     assert was_alone(told) is (kind is ScheduledGpus)
     assert ("occupied" in told) is (kind is ScheduledGpus)
 
@@ -472,11 +472,11 @@ def test_no_model_is_loaded_before_its_gpus_are_granted(
 ) -> None:
     config = nowhere(tmp_path)
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        tenant, ends = ScheduledGpus(hooks, threading.Event()), list[Exception]()
+        gpus, ends = ScheduledGpus(hooks, threading.Event()), list[Exception]()
 
         def load() -> None:
             try:
-                build(config, staleness_of(config), tenant)
+                build(config, staleness_of(config), gpus)
             except Exception as error:  # noqa: BLE001 - door: whatever it is, the model is not there
                 ends.append(error)
 
