@@ -13,7 +13,7 @@ from rollmesh.cli.make_model import is_made
 from rollmesh.cli.options import add_no_keys, add_set, add_share, add_view, parser, share_of
 from rollmesh.cli.resume import add_resume, resume_command, settings_of
 from rollmesh.core.config import Config
-from rollmesh.launch.run import Order, launch
+from rollmesh.launch.run import RunOptions, launch
 
 SETTINGS: dict[str, Any] = {
     "env": "guess",
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     config = with_model(settings_of(options, SETTINGS))
     is_there = options.resume and is_made(Path(config.model.path))
     make_model = ("make-model", config.model.path, "--seed", str(config.run.seed))
-    order = Order(
+    order = RunOptions(
         config=config,
         make_model=() if is_there else make_model,
         is_live=options.is_live,

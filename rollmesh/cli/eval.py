@@ -43,8 +43,8 @@ from rollmesh.envs.openai_client import close_pool
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import move_aside
 from rollmesh.launch.keys import keys_of
-from rollmesh.launch.machine import End
-from rollmesh.launch.serving import ServingMesh
+from rollmesh.launch.machine import RunEnd
+from rollmesh.launch.run import ServingMesh
 from rollmesh.serve.client.evaluation_files import Plan, Row, pose, read_plan, rows_in, write_plan
 from rollmesh.serve.client.scores import Report, report_of
 from rollmesh.wire.key_search import find_keys
@@ -192,7 +192,7 @@ def open_folder(order: Order) -> None:
     write_config(order.config, order.folder / CONFIG)
 
 
-async def carry_out(order: Order, tasks: list[Task]) -> End:
+async def carry_out(order: Order, tasks: list[Task]) -> RunEnd:
     """Do what is missing; how it ended."""
     # numpy comes with the client, and stays out of the other verbs.
     from rollmesh.serve.client.evaluation import Site, evaluate  # noqa: PLC0415 - see above
@@ -213,14 +213,14 @@ async def carry_out(order: Order, tasks: list[Task]) -> End:
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 work.result()
-                return End(OK, "done")
+                return RunEnd(OK, "done")
             return stop.result()
         finally:
             work.cancel()
             await asyncio.wait([work])
 
 
-async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> End:
+async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> RunEnd:
     """Do what is missing by rollouts in this process, against order.upstream; how it ended."""
     # numpy and the runtime come with these, and stay out of the other verbs.
     from rollmesh.cli.local_client import LocalClient, LocalRollouts  # noqa: PLC0415 - see above
@@ -248,13 +248,13 @@ async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> End:
         await close_pool()
         if is_done:
             work.result()
-            return End(OK, "done")
+            return RunEnd(OK, "done")
         return stop.result()
 
 
 async def _enter_mesh(
     order: Order, stack: AsyncExitStack
-) -> tuple[str, Keys | None, asyncio.Task[End]]:
+) -> tuple[str, Keys | None, asyncio.Task[RunEnd]]:
     """The router's address, the keys for it, and a task that ends when the evaluation must."""
     if order.router:
         keys = find_keys(order.router, Role.CLIENT, order.run)
@@ -268,9 +268,9 @@ async def _enter_mesh(
     return "" if mesh.end.done() else mesh.router, keys, mesh.end
 
 
-async def _stopped() -> End:
+async def _stopped() -> RunEnd:
     await stop_event(asyncio.get_running_loop()).wait()
-    return End(INTERRUPTED, "stopped")
+    return RunEnd(INTERRUPTED, "stopped")
 
 
 def mesh_config(order: Order) -> Config:
@@ -286,7 +286,7 @@ def status_of(order: Order) -> str:
     return "its mesh's status" if order.router else f"`rollmesh status {order.folder}`"
 
 
-def conclude(order: Order, end: End) -> int:
+def conclude(order: Order, end: RunEnd) -> int:
     """Say how it went; the exit code. UserError where the mesh could not work."""
     if end.code == USAGE:
         raise UserError(end.reason)

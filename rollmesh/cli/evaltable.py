@@ -17,8 +17,7 @@ from rich.text import Text
 
 from rollmesh.core.errors import UserError
 from rollmesh.core.run_state import EVAL_MESH
-from rollmesh.launch.screen import NONE, unread
-from rollmesh.launch.terminal import Terminal
+from rollmesh.launch.screen import NONE, Terminal, ignore_closed_output
 from rollmesh.serve.client.evaluation_files import Plan
 from rollmesh.serve.client.scores import CONFIDENCE, SUCCESS, Estimate, Report
 
@@ -111,11 +110,11 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
         print(text.decode())
         return
     console = Terminal(highlight=False, soft_wrap=not sys.stdout.isatty())
-    with unread():
+    with ignore_closed_output():
         console.print(
             table_of(plan, report), *failures_of(report, folder / EVAL_MESH / LOGS), sep="\n"
         )
-        console.print(Text(f"left in {folder}"))
+        console.print(Text(f"files: {folder}"))
 
 
 def table_of(plan: Plan, report: Report) -> Table:

@@ -82,7 +82,7 @@ def train(argv: list[str]) -> int:
     """The trainer; alone, it does for its run's folder and telemetry what launch does."""
     from rollmesh.cli.resume import add_go_on, add_resume, resume_command, settings_of
     from rollmesh.launch.folder import RunFolder
-    from rollmesh.launch.watch import Watch
+    from rollmesh.launch.telemetry import TelemetryThread
     from rollmesh.trainer.process import run
 
     arguments = parser("train", "Train on the rollouts of a mesh.")
@@ -104,7 +104,7 @@ def train(argv: list[str]) -> int:
     command = resume_command("train", argv)
     folder = RunFolder(config, resume=options.resume, resume_command=command)
     try:
-        with Watch(options.status, "trainer", folder, SystemClock()):
+        with TelemetryThread(options.status, "trainer", folder, SystemClock()):
             code = run(config, options.router, None, share)
     except BaseException as error:
         folder.end(RunState.FAILED, str(error) or type(error).__name__)
@@ -118,14 +118,13 @@ def with_newest(argv: list[str]) -> list[str]:
 
     For launch, which starts an engine again: what is newest is known only by then.
     """
-    from rollmesh.launch.earlier import newest_published
-    from rollmesh.launch.plan import weights_words
+    from rollmesh.launch.plan import newest_published, weights_options
 
     arguments = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     arguments.add_argument("--newest-of", type=Path)
     options, rest = arguments.parse_known_args(argv)
     newest = newest_published(options.newest_of) if options.newest_of else None
-    return [*rest, *weights_words(str(newest.weights), newest.policy_version)] if newest else rest
+    return [*rest, *weights_options(str(newest.weights), newest.policy_version)] if newest else rest
 
 
 def pass_gate(argv: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.printable import printable
 from rollmesh.core.process import OK
 from rollmesh.core.share import FLEET_FILE
-from rollmesh.launch.terminal import Terminal
+from rollmesh.launch.screen import Terminal
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import DEAD, LEAVING, Registered
 from rollmesh.scheduler.admission.door import ask_admission

@@ -20,8 +20,7 @@ from rollmesh.cli.standing import Standing, of_folder, of_router
 from rollmesh.cli.tables import paint
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
-from rollmesh.launch.screen import unread
-from rollmesh.launch.terminal import Terminal
+from rollmesh.launch.screen import Terminal, ignore_closed_output
 
 LOOK_S = 1.0
 PIPE_WIDTH = 200
@@ -43,7 +42,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = arguments.parse_args(argv)
     look = looker(options.run_folder, options.router, options.run)
-    with unread():
+    with ignore_closed_output():
         if options.is_json:
             tell_json(look, options.watch)
         else:

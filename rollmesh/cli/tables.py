@@ -65,7 +65,7 @@ def _of_run(run: RunStanding) -> Iterator[RenderableType]:
     if run.cause:
         yield Text(f"cause: {run.cause}", style="red")
     if run.resume:
-        yield Text(f"to resume it: {run.resume}")
+        yield Text(f"to resume: {run.resume}")
     if not run.num_steps:
         return
     if run.summary:

@@ -16,8 +16,7 @@ from rich.text import Text
 from rollmesh.cli.options import parser
 from rollmesh.cli.run_folder import run_folder
 from rollmesh.core.process import OK
-from rollmesh.launch.screen import unread
-from rollmesh.launch.terminal import Terminal
+from rollmesh.launch.screen import Terminal, ignore_closed_output
 from rollmesh.trainer.books.bias import Bias, Part, Verdict, bias_of
 
 PIPE_WIDTH = 200
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> int:
     bias.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = arguments.parse_args(argv)
     found = bias_of(run_folder(options.run_folder))
-    with unread():
+    with ignore_closed_output():
         if options.is_json:
             print(msgspec.json.encode(found).decode())
         else:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.cli.options import add_no_keys, add_set, add_share, add_view, parser, share_of
 from rollmesh.cli.resume import add_resume, resume_command, settings_of
-from rollmesh.launch.run import Order, launch
+from rollmesh.launch.run import RunOptions, launch
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     add_view(arguments)
     options = arguments.parse_args(argv)
     return launch(
-        Order(
+        RunOptions(
             config=settings_of(options),
             is_live=options.is_live,
             has_keys=options.has_keys,

@@ -1,4 +1,4 @@
-"""Starts the processes of a mesh, watches them, and leaves none behind.
+"""Start the processes of a mesh, supervise them, and leave none behind.
 
-It starts rooms by argv and knows them by what they report; it imports none of them.
+Rooms are started by argv and known by what they report; launch imports none of them.
 """

@@ -1,44 +1,137 @@
-"""One process of the mesh, from its start to its end.
+"""One process of the mesh, from its start to its exit, and the cleanup of what it leaves behind.
 
-- It leads a session of its own, so that the terminal's Ctrl-C reaches launch alone.
-- It dies with launch, and everything it started dies with it.
+- A child leads its own session, so that the terminal's Ctrl-C reaches launch alone.
+- It dies with launch, and everything it started dies with it: launch is a subreaper (Linux:
+  prctl(2) PR_SET_CHILD_SUBREAPER) and ends its descendants by pid, never by name.
 - Its output goes to `logs/<role>.out`, whose last line says why it ended.
+- "Out of memory" is reported only where the kernel counted an OOM kill (memory.events of cgroup v2,
+  else /proc/vmstat) or Python raised MemoryError.
 """
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
+import psutil
 
 from rollmesh.core.handed import SECRETS_VARIABLE, open_pipe, secrets_in, without_secrets
 from rollmesh.core.logs import get_logger
 from rollmesh.core.printable import printable
 from rollmesh.core.process import BEAT_VARIABLE, LAUNCHER_VARIABLE, Ready
 from rollmesh.core.warden import MARK_VARIABLE, kill_marked
-from rollmesh.launch.causes import cause_of, num_oom_kills
-from rollmesh.launch.machine import Exited
+from rollmesh.launch.machine import OUT_OF_MEMORY, ChildExited
 from rollmesh.launch.plan import ChildPlan
-from rollmesh.launch.reaper import signal_group
+
+
+def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes the kernel has killed for lack of memory, in our cgroup or else on
+    the machine.
+    """
+    for file in (*_events_files(proc, cgroups), proc / "vmstat"):
+        try:
+            lines = file.read_text().splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
+def exit_cause(code: int, last_line: str, *, may_be_oom: bool) -> str:
+    """Return the cause of an exit; `code` is negative for a signal, as in Popen.returncode."""
+    if last_line.startswith("MemoryError") or (code == -signal.SIGKILL and may_be_oom):
+        return OUT_OF_MEMORY
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _events_files(proc: Path, cgroups: Path) -> list[Path]:
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    # cgroup v2 has one line, `0::/path`; v1 has no memory.events file.
+    paths = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    return [cgroups / path / "memory.events" for path in paths]
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Adopt the orphans among our descendants (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans(own: set[int]) -> None:
+    """Reap adopted processes that ended; those in `own` have an owner that waits for them."""
+    for child in psutil.Process().children():
+        if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
+            os.waitpid(child.pid, os.WNOHANG)
+
+
+def kill_descendants() -> int:
+    """SIGKILL all our descendants until none is left; return how many there were."""
+    killed: set[int] = set()
+    while left := living_descendants():
+        for process in left:
+            killed.add(process.pid)
+            kill(process.pid)
+        psutil.wait_procs(left, timeout=0.5)
+    return len(killed)
+
+
+def living_descendants() -> list[psutil.Process]:
+    """Return our descendants, except zombies."""
+    living = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+def kill(pid: int) -> None:
+    """SIGKILL the process if it still exists."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def signal_group(pid: int, number: int) -> None:
+    """Send a signal to the process group that `pid` leads, if it still exists."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return
+
 
 log = get_logger()
 
 LAST_BYTES = 4096
-"""Of the output, where its last line is looked for."""
+"""Size of the tail of the output in which the last line is searched."""
 
 
-class Hooks(NamedTuple):
+class ChildCallbacks(NamedTuple):
     """Callbacks for the events of a child."""
 
     started: "Callable[[ChildProcess], None]"
     ready: "Callable[[ChildProcess, Ready], None]"
-    beaten: "Callable[[ChildProcess], None]"
-    """A heartbeat came."""
+    heartbeat: "Callable[[ChildProcess], None]"
+    """A heartbeat was received."""
 
 
 class Pipe(NamedTuple):
@@ -48,30 +141,30 @@ class Pipe(NamedTuple):
     writing: BinaryIO
 
     def close(self) -> None:
-        """Close both ends; again does nothing."""
+        """Close both ends; a second call does nothing."""
         self.reading.close()
         self.writing.close()
 
 
 def new_pipe() -> Pipe:
-    """An unbuffered pipe; its ends reach only the processes that they are passed to."""
+    """Return an unbuffered pipe; only processes that are passed its ends inherit them."""
     reading, writing = os.pipe()
     return Pipe(os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0))
 
 
-class BeatReader(asyncio.Protocol):
+class HeartbeatReader(asyncio.Protocol):
     """The reading end of a child's heartbeats."""
 
     def __init__(self, on_beat: Callable[[], None]) -> None:
         self._on_beat = on_beat
 
     def data_received(self, data: bytes) -> None:
-        """One or more heartbeats came."""
+        """Handle one or more heartbeats."""
         self._on_beat()
 
 
 class ChildProcess:
-    """A process that keeps to the protocol of core/process.py."""
+    """A process that follows the protocol of core/process.py."""
 
     def __init__(
         self,
@@ -81,11 +174,12 @@ class ChildProcess:
         mark: str,
         variables: Mapping[str, str] = {},
     ) -> None:
-        """`argv` is the plan's, with the addresses filled in; `mark` is no other process's;
-        `variables` are set in its environment."""
+        """`argv` is the plan's, with the addresses filled in; `mark` must be unique; `variables`
+        are added to its environment.
+        """
         self.role = plan.role
         self.pid = 0
-        """0 before the start and after the end."""
+        """0 before the start and after the exit."""
         self._plan = plan
         self._argv = argv
         self._mark = mark
@@ -96,10 +190,12 @@ class ChildProcess:
         """While our end is open, the child waits."""
         self._beats = new_pipe()
         self._early_signal = 0
-        """What it is sent as soon as it has a pid."""
+        """A signal to send as soon as the process exists."""
 
-    async def run(self, listening: socket.socket | None, hooks: Hooks) -> Exited:
-        """Start it, say so, pass its report on, and return when it and its own have ended."""
+    async def run(self, listening: socket.socket | None, hooks: ChildCallbacks) -> ChildExited:
+        """Start the process, forward its report, and return when it and its descendants have
+        ended.
+        """
         num_oom_kills_before = num_oom_kills()
         try:
             process = await self._start(listening)
@@ -112,7 +208,7 @@ class ChildProcess:
             async with asyncio.TaskGroup() as tasks:
                 report = tasks.create_task(self._pass_report(hooks), name=self.role)
                 beats, _ = await asyncio.get_running_loop().connect_read_pipe(
-                    lambda: BeatReader(lambda: hooks.beaten(self)), self._beats.reading
+                    lambda: HeartbeatReader(lambda: hooks.heartbeat(self)), self._beats.reading
                 )
                 code = await process.wait()
                 self.pid = 0
@@ -122,24 +218,24 @@ class ChildProcess:
             self._report.close()
             self._gate.close()
             self._beats.close()
-        told = last_line(self._output)
+        last = last_line(self._output)
         may_be_oom = num_oom_kills() > num_oom_kills_before
-        cause = cause_of(code, told, may_be_oom=may_be_oom)
+        cause = exit_cause(code, last, may_be_oom=may_be_oom)
         num_left = await asyncio.to_thread(kill_marked, self._mark)
         if num_left:
             log.info("leftovers.killed", child=self.role, num_processes=num_left)
-        return Exited(self.role, code, told, process.pid, cause)
+        return ChildExited(self.role, code, last, process.pid, cause)
 
     def release(self) -> None:
-        """Let it go on from its gate."""
+        """Open its gate."""
         self._gate.writing.close()
 
-    def tell(self) -> None:
-        """Ask it to stop."""
+    def terminate(self) -> None:
+        """Send SIGTERM."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and its process group."""
+        """Kill its process group."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -156,14 +252,14 @@ class ChildProcess:
             passed["--go-fd"] = self._gate.reading.fileno()
         if listening is not None:
             passed["--listen-fd"] = listening.fileno()
-        words = [word for name, number in passed.items() for word in (name, str(number))]
+        options = [word for name, number in passed.items() for word in (name, str(number))]
         self._output.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             environment, secrets = self._environment(stack)
             output = stack.enter_context(self._output.open("ab"))
             return await asyncio.create_subprocess_exec(
                 *self._argv,
-                *words,
+                *options,
                 pass_fds=(*passed.values(), self._beats.writing.fileno(), *secrets),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -173,7 +269,9 @@ class ChildProcess:
             )
 
     def _environment(self, stack: ExitStack) -> tuple[dict[str, str], tuple[int, ...]]:
-        """The child's environment, and the descriptor of its secrets if it takes them so."""
+        """Return the child's environment, and the descriptor of its secrets if it reads them from
+        one.
+        """
         environment = {
             **os.environ,
             **self._variables,
@@ -183,13 +281,13 @@ class ChildProcess:
         }
         if not self._plan.is_worker:
             return environment, ()
-        # Agents run beside a worker, so it keeps no secret in its environment.
+        # Agents run beside a worker, so its environment contains no secrets.
         reading = open_pipe(secrets_in(environment))
         stack.callback(os.close, reading)
         return {**without_secrets(environment), SECRETS_VARIABLE: str(reading)}, (reading,)
 
-    async def _pass_report(self, hooks: Hooks) -> None:
-        """Hand on the one line that the child writes when it serves, if it ever does."""
+    async def _pass_report(self, hooks: ChildCallbacks) -> None:
+        """Forward the one line that the child writes when it is ready, if it ever does."""
         reader = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._report.reading
@@ -203,12 +301,14 @@ class ChildProcess:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line that is not blank, its control characters escaped; '' without one."""
+    """Return the last line that is not blank, with control characters escaped; '' if there is
+    none.
+    """
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - LAST_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
-    except OSError:  # the run folder may be removed under us
+    except OSError:  # the run folder may be removed while the run goes on
         return ""
     return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")

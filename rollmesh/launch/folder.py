@@ -1,12 +1,12 @@
-"""The files of a run that launch writes: config, state, pids, addresses, telemetry and its part of
-the summary.
+"""The run-folder files that launch writes: config, state, pids, addresses, telemetry and its part
+of the summary.
 
 - An older run of the same name is moved aside or resumed, never overwritten.
-- A folder has one launch at a time, which holds a lock.
-- Files that others read are replaced whole.
-- Once the run has begun, a write that fails is kept as `fault` and does not end the run.
-- Where the folder is moved meanwhile, what launch writes goes to its new place.
-- The folder has the permissions of run.mode, also if an earlier version made it for all.
+- A lock admits one launch per folder.
+- Files that other processes read are replaced atomically.
+- Once the run has begun, a failed write is kept as `fault` and does not end the run.
+- If the folder is moved while the run goes on, launch writes to the new place.
+- The folder has the permissions of run.mode, also if an earlier version made it world-readable.
 """
 
 import fcntl
@@ -39,9 +39,9 @@ SUMMARY = SUMMARY_FILE
 LOCK = "lock"
 LAUNCH = "launch"
 JOURNAL = "journal"
-"""Of the folder's client, a trainer's or an evaluation's, which holds a lock there."""
+"""Lock folder of the run's client (a trainer or an evaluation)."""
 MAX_PIDS = 1000
-"""A worker that dies again and again adds one each time."""
+"""Limit of pids.json: a worker in a crash loop adds one entry per restart."""
 
 
 class Pid(msgspec.Struct, frozen=True):
@@ -55,18 +55,18 @@ class Pid(msgspec.Struct, frozen=True):
 
 
 class RunFolder:
-    """Where one run leaves its files."""
+    """The folder of one run."""
 
     def __init__(self, config: Config, *, resume: bool = False, resume_command: str = "") -> None:
-        """Make the folder, moving an older one aside, or resume the run that is there.
+        """Create the folder, moving an older one aside, or resume the run in it.
 
         Then write the settings and the state; raise ConfigError if that fails. `resume_command` is
-        shown to people once the run has ended before it was done.
+        shown to users if the run ends before it is done.
         """
         self.path = config.run_folder()
         self._record = running_record(resume_command)
         self.fault = ""
-        """What could not be written since, in one line."""
+        """The last failed write, in one line."""
         self._ready: dict[str, Ready] = {}
         if resume:
             check_unfinished(config)
@@ -83,7 +83,7 @@ class RunFolder:
             replace(config_path(config), settings + b"\n")
             self._write_record()
         except OSError as error:
-            verb = "go on with" if resume else "make"
+            verb = "resume" if resume else "make"
             raise ConfigError(
                 f"run.folder = {config.run.folder}: cannot {verb} {self.path} there: {why(error)}; "
                 "name another"
@@ -92,11 +92,11 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """Where the processes log."""
+        """The folder of the processes' logs."""
         return self.path / "logs"
 
     def moved_to(self) -> str:
-        """Where the folder is now if it was moved since; '' if it is in its place, or removed."""
+        """Return the folder's new path if it was moved; '' if it is in its place, or removed."""
         ours = os.fstat(self._folder)
         with suppress(OSError):
             if os.path.samestat(ours, self.path.stat()):
@@ -108,11 +108,11 @@ class RunFolder:
         return ""
 
     def _at(self, name: str) -> Path:
-        """A file of the folder, wherever that is now."""
+        """Return the path of a file in the folder, wherever the folder is now."""
         return Path(self.moved_to() or self.path) / name
 
     def add_pid(self, role: str, pid: int, unix_s: float) -> None:
-        """Record a process that was started; every launch and the last MAX_PIDS others stay."""
+        """Record a process that was started; keep every launch and the last MAX_PIDS others."""
         self._pids.append(Pid(role, pid, unix_s, socket.gethostname()))
         others = [at for at, row in enumerate(self._pids) if row.role != LAUNCH]
         if len(others) > MAX_PIDS:
@@ -121,7 +121,7 @@ class RunFolder:
             replace(self._at("pids.json"), msgspec.json.encode(self._pids))
 
     def add_address(self, ready: Ready) -> None:
-        """Record where a process serves."""
+        """Record the address of a process."""
         self._ready[ready.role] = ready
         with self._writing(ADDRESSES):
             replace(self._at(ADDRESSES), msgspec.json.encode(self._ready))
@@ -133,7 +133,9 @@ class RunFolder:
             file.write(line + b"\n")
 
     def add_to_summary(self, more: dict[str, Any]) -> dict[str, Any]:
-        """Put `more` into summary.json beside what the trainer wrote; the whole."""
+        """Merge `more` into summary.json, which the trainer also writes; return the merged
+        summary.
+        """
         path = self._at(SUMMARY)
         summary = read_summary(path) | more
         with self._writing(path.name):
@@ -142,14 +144,15 @@ class RunFolder:
 
     def end(self, state: RunState, cause: str = "", **more: Any) -> dict[str, Any]:
         """Write how the run ended into state.json, and with `more` into summary.json; return the
-        summary."""
+        summary.
+        """
         self._record = msgspec.structs.replace(self._record, state=state, cause=cause)
         with self._writing(STATE_FILE):
             self._write_record()
-        told = {"ended": state.value, "cause": cause}
+        fields = {"ended": state.value, "cause": cause}
         if state in TO_RESUME:
-            told["resume"] = self._record.resume
-        return self.add_to_summary({key: each for key, each in told.items() if each} | more)
+            fields["resume"] = self._record.resume
+        return self.add_to_summary({key: each for key, each in fields.items() if each} | more)
 
     def _write_record(self) -> None:
         content = msgspec.json.format(msgspec.json.encode(self._record), indent=2) + b"\n"
@@ -164,50 +167,51 @@ class RunFolder:
 
 
 def config_path(config: Config) -> Path:
-    """Where the run's processes read their settings."""
+    """Return the path from which the run's processes read their settings."""
     return config.run_folder() / "config.json"
 
 
 def check_unfinished(config: Config) -> None:
-    """ConfigError if the folder holds no run, or one that has reached its goal."""
+    """Raise ConfigError if the folder holds no run, or a run that is done."""
     path, num_steps = config.run_folder(), config.trainer.num_steps
     if not config_path(config).is_file():
-        raise ConfigError(f"{path}: no run to go on with; begin one without --resume")
+        raise ConfigError(f"{path}: no run to resume; start one without --resume")
     record = read_record(path)
     num_done = read_summary(path / SUMMARY).get("num_steps") or 0
     if record and record.state is RunState.DONE and num_done >= num_steps:
         raise ConfigError(
-            f"{path}: this run is done, with {num_done} of {num_steps} steps; to go on, raise "
-            "trainer.num_steps, and else begin anew without --resume"
+            f"{path}: this run is done, with {num_done} of {num_steps} steps; to continue, raise "
+            "trainer.num_steps; to start again, leave out --resume"
         )
 
 
 def was_cut_off(config: Config) -> bool:
-    """Whether the folder holds a run that died, failed, or still runs."""
+    """Return whether the folder holds a run that died, failed, or still runs."""
     record = read_record(config.run_folder())
     ended_in_order = record is not None and record.state in (RunState.DONE, RunState.STOPPED)
     return config_path(config).is_file() and not ended_in_order
 
 
 def locked(folder: Path, inside: str = "") -> int:
-    """A descriptor that its one launch holds while it lives; ConfigError if there is one.
+    """Take the folder's lock and return its descriptor, which holds it; ConfigError if it is taken.
 
-    `inside` names a folder there whose lock is meant.
+    `inside` names a subfolder whose lock is taken instead.
     """
     lock = os.open(folder / inside / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(lock)
-        raise ConfigError(f"{folder}: another process runs this; end that first") from None
+        raise ConfigError(
+            f"{folder}: another process is using this folder; stop it first"
+        ) from None
     return lock
 
 
 def move_aside(folder: Path) -> None:
-    """Rename `folder`, if it is there, to `folder.N` with the next free N.
+    """Rename `folder`, if it exists, to `folder.N` with the next free N.
 
-    ConfigError if its run or evaluation goes on: that has files open there, and would go on beside
-    ours.
+    Raise ConfigError if its run or evaluation still runs: it has files open in the folder.
     """
     if not folder.exists():
         return
@@ -221,12 +225,12 @@ def move_aside(folder: Path) -> None:
 
 
 def is_old(folder: Path) -> bool:
-    """Whether it bears a number, as older runs do."""
+    """Return whether the folder has a number, as moved runs do."""
     return folder.suffix[1:].isdecimal()
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """What the trainer wrote; nothing if it came to nothing."""
+    """Return the content of summary.json; empty if there is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
@@ -234,7 +238,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def read_pids(path: Path) -> list[Pid]:
-    """What a run folder's pids.json holds; nothing if there is none."""
+    """Return the content of a run folder's pids.json; empty if there is none."""
     try:
         return msgspec.json.decode((path / "pids.json").read_bytes(), type=list[Pid])
     except (OSError, msgspec.MsgspecError):
@@ -242,7 +246,7 @@ def read_pids(path: Path) -> list[Pid]:
 
 
 def read_addresses(path: Path) -> dict[str, Ready]:
-    """Where the processes of a run folder serve, by role; nothing if none has said so."""
+    """Return the addresses of a run's processes by role; empty if there are none."""
     try:
         return msgspec.json.decode((path / ADDRESSES).read_bytes(), type=dict[str, Ready])
     except (OSError, msgspec.MsgspecError):
@@ -250,12 +254,12 @@ def read_addresses(path: Path) -> dict[str, Ready]:
 
 
 def why(error: OSError) -> str:
-    """The system's reason, in the middle of a sentence."""
+    """Return the system's reason, in lower case."""
     return str(error.strerror).lower()
 
 
 def replace(path: Path, content: bytes, *, is_durable: bool = False) -> None:
-    """Write a file whole or not at all; where `is_durable`, a crash of the machine keeps it too."""
+    """Write a file atomically; if `is_durable`, it survives a crash of the machine."""
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         file.write(content)

@@ -1,8 +1,8 @@
-"""Keys of a run: made when it starts, so that no other user of the machine belongs to its mesh.
+"""Keys of a run, made when it starts, so that other users of the machine cannot join its mesh.
 
-- They are in RUN/keys, which only the owner can read; a resumed run keeps its own.
-- Each process gets the file of its role and no other; the hub's secret is the router's alone.
-- A user's own keys (ROLLMESH_KEYS) are used instead, and `--no-keys` makes none.
+- They are in RUN/keys, readable by the owner only; a resumed run keeps its own.
+- Each process gets the file of its role and no other; only the router gets the hub's secret.
+- If the user has keys (ROLLMESH_KEYS), these are used; `--no-keys` makes none.
 """
 
 import os
@@ -28,9 +28,10 @@ from rollmesh.wire.keys import (
 
 
 def make_run_keys(run: Path, plans: Sequence[ChildPlan]) -> Path | None:
-    """Make the keys of a run, or those that a resumed one lacks; None if the user has named some.
+    """Create the keys of a run, or those that a resumed run lacks; None if the user has configured
+    keys.
 
-    ConfigError if they cannot be made.
+    Raise ConfigError if they cannot be created.
     """
     if os.environ.get(KEYS_VARIABLE):
         return None
@@ -41,7 +42,7 @@ def make_run_keys(run: Path, plans: Sequence[ChildPlan]) -> Path | None:
             new_keys(folder, [*ONE_OF_EACH, *named])
             return folder
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot make it: {str(error.strerror).lower()}") from None
+        raise ConfigError(f"{folder}: cannot create it: {str(error.strerror).lower()}") from None
     known = {each.name for each in read_members(folder)}
     for name, role in named:
         if name not in known:
@@ -50,7 +51,7 @@ def make_run_keys(run: Path, plans: Sequence[ChildPlan]) -> Path | None:
 
 
 def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:
-    """The environment variables by which a process finds its keys."""
+    """Return the environment variables that name a process's key files."""
     if folder is None:
         return {}
     if not plan.key:
@@ -64,5 +65,5 @@ def key_variables(plan: ChildPlan, folder: Path | None) -> dict[str, str]:
 
 
 def keys_of(folder: Path | None, role: Role) -> Keys | None:
-    """The keys of that role: the run's, or else the user's."""
+    """Return the keys of that role: the run's, or else the user's."""
     return read_key_file(folder, role) if folder else read_keys(role=role)

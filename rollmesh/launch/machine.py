@@ -1,8 +1,8 @@
-"""Decides which process starts, starts again or stops, and when the run is over.
+"""State machine that decides which process starts, restarts or stops, and when the run is over.
 
-- Pure: time is passed in, and the supervisor carries the actions out.
-- A child starts only when all it needs is there; once the run stops, nothing starts.
-- A child whose heartbeats stop is killed and started again.
+- Pure: time is an argument, and the supervisor executes the actions.
+- A child starts only when all that it needs is available; nothing starts once the run stops.
+- A child whose heartbeats stop is killed and restarted.
 - ENDED means that every child is gone.
 
     child   WAITING --> HELD --> STARTING --> READY     DONE <-- STARTING (a task, exit code 0)
@@ -10,15 +10,15 @@
                          |  v        v          v
                         BACKING_OFF <+----------+       and from anywhere: --> STOPPING --> GONE
 
-A child is HELD while it loads its libraries and what its gate waits for is not there yet. A worker
-that was drained is GONE; one that recycled itself is BACKING_OFF for no time.
+A child is HELD while it loads its libraries and its gate is closed. A drained worker is GONE; one
+that recycled itself is BACKING_OFF for zero seconds.
 
     mesh    STARTING --> RUNNING --> SAVING --> STOPPING --> ENDED
                |                        ^
                +------------------------+
 
-The mesh is SAVING while the trainer, told first, writes what there is; STOPPING when the others
-are told too; what still runs at stop_timeout_s is killed.
+The mesh is SAVING while the trainer, which gets SIGTERM first, writes its checkpoint, and STOPPING
+once the others have it too. Children that still run at stop_timeout_s are killed.
 """
 
 import enum
@@ -28,32 +28,32 @@ import msgspec
 from rollmesh.core.config import LaunchConfig
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, RECYCLED, USAGE
 from rollmesh.core.run_state import RunState
-from rollmesh.launch.causes import OUT_OF_MEMORY
 from rollmesh.launch.plan import ChildPlan, OnDeath
 
 FIRST_BACK_OFF_S = 0.5
 LONGEST_BACK_OFF_S = 10.0
 LOOP_WINDOW_S = 60.0
-SHORTEST_LIFE_S = 10.0
-"""Who recycles itself sooner would do nothing else: that counts as a death."""
-SPARE_S = 1.0
-"""The part of stop_timeout_s that the others have when the trainer uses up its own."""
+MIN_RECYCLE_S = 10.0
+"""A child that recycles itself sooner counts as a death, or it would do nothing else."""
+STOP_RESERVE_S = 1.0
+"""The part of stop_timeout_s that is left to the others when the trainer uses up its own."""
 
 
-QUIET_SHARE = 1 / 3
-"""The part of hang_timeout_s after which missing heartbeats are shown."""
-LULL_S = 10.0
-"""Launch steps ten times a second; where it did not for so long, its machine was suspended."""
+WARN_FRACTION = 1 / 3
+"""The fraction of hang_timeout_s after which missing heartbeats are shown."""
+SUSPENDED_S = 10.0
+"""Launch steps ten times a second; after a gap of this length, its machine was suspended."""
+OUT_OF_MEMORY = "out of memory"
 HUNG = "no heartbeat for "
-"""How the cause of a hung child's end begins."""
+"""Prefix of the cause for a child that was killed because it hung."""
 
-OUTLAST = (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.GIVE_UP)
-"""Whose mistakes, once they have served, are a death like others."""
-STARTED_AGAIN = (*OUTLAST, OnDeath.FINISH)
+RESTARTED_AFTER_READY = (OnDeath.RESTART, OnDeath.REPLACE, OnDeath.CONTINUE)
+"""After their first report, a usage error of these children is a death like any other."""
+RESTARTED = (*RESTARTED_AFTER_READY, OnDeath.FINISH)
 
 
 class ChildState(enum.Enum):
-    """Where one process stands."""
+    """The state of one process."""
 
     WAITING = "waiting"
     HELD = "held"
@@ -66,7 +66,7 @@ class ChildState(enum.Enum):
 
 
 class MeshState(enum.Enum):
-    """Where the run stands."""
+    """The state of the run."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -75,108 +75,108 @@ class MeshState(enum.Enum):
     ENDED = "ended"
 
 
-class Reported(msgspec.Struct, frozen=True):
-    """A child serves."""
+class ChildReady(msgspec.Struct, frozen=True):
+    """A child is ready."""
 
     role: str
 
 
-class Exited(msgspec.Struct, frozen=True):
-    """A child's process is gone."""
+class ChildExited(msgspec.Struct, frozen=True):
+    """A child's process has ended."""
 
     role: str
     code: int
-    """Negative: the signal that ended it."""
+    """Negative for a signal."""
     last_line: str = ""
-    """The last that it said on stderr."""
+    """The last line of its output."""
     pid: int = 0
     """0 if there was no process."""
     cause: str = ""
-    """What ended it, in a few words."""
+    """The cause, in a few words."""
 
 
-class Beaten(msgspec.Struct, frozen=True):
-    """A heartbeat of a child came."""
+class HeartbeatReceived(msgspec.Struct, frozen=True):
+    """A child sent a heartbeat."""
 
     role: str
 
 
-class StopAsked(msgspec.Struct, frozen=True):
-    """The user wants an end; asked again, at once."""
+class StopRequested(msgspec.Struct, frozen=True):
+    """The user asked for a stop; a second request kills."""
 
 
-class Aborted(msgspec.Struct, frozen=True):
-    """The run cannot continue: all of it is killed."""
+class RunAborted(msgspec.Struct, frozen=True):
+    """The run cannot continue: all children are killed."""
 
     reason: str
 
 
-class Ticked(msgspec.Struct, frozen=True):
-    """Time went by."""
+class TimePassed(msgspec.Struct, frozen=True):
+    """Time has passed."""
 
 
-class Start(msgspec.Struct, frozen=True):
+class StartChild(msgspec.Struct, frozen=True):
     """Start the child's process."""
 
     role: str
 
 
-class Release(msgspec.Struct, frozen=True):
-    """Let the child go on from its gate."""
+class ReleaseGate(msgspec.Struct, frozen=True):
+    """Open the child's gate."""
 
     role: str
 
 
-class Tell(msgspec.Struct, frozen=True):
-    """Tell the child to stop: SIGTERM."""
+class TerminateChild(msgspec.Struct, frozen=True):
+    """Send SIGTERM to the child."""
 
     role: str
 
 
-class Kill(msgspec.Struct, frozen=True):
-    """End the child and all that it started: SIGKILL."""
+class KillChild(msgspec.Struct, frozen=True):
+    """Send SIGKILL to the child and all that it started."""
 
     role: str
 
 
-class TellRouter(msgspec.Struct, frozen=True):
-    """Tell the router that this worker's process is gone."""
+class NotifyRouter(msgspec.Struct, frozen=True):
+    """Report to the router that this worker's process has ended."""
 
     role: str
     pid: int
     cause: str
 
 
-class Note(msgspec.Struct, frozen=True):
-    """Something for people to know."""
+class Notice(msgspec.Struct, frozen=True):
+    """Show a line to the user."""
 
     line: str
 
 
-class End(msgspec.Struct, frozen=True):
-    """Why the run ended, and what launch exits with."""
+class RunEnd(msgspec.Struct, frozen=True):
+    """The exit code of launch, and the reason."""
 
     code: int
     reason: str
 
     @property
     def state(self) -> RunState:
-        """The state of the run that ended so."""
+        """The run's final state."""
         by_code = {OK: RunState.DONE, INTERRUPTED: RunState.STOPPED}
         return by_code.get(self.code, RunState.FAILED)
 
     @property
     def cause(self) -> str:
-        """Why the run failed; '' if it did not."""
+        """The reason of a failure; '' for other ends."""
         return self.reason if self.state is RunState.FAILED else ""
 
 
-Event = Reported | Exited | Beaten | Aborted | StopAsked | Ticked
-Action = Start | Release | Tell | Kill | TellRouter | Note
+Event = ChildReady | ChildExited | HeartbeatReceived | RunAborted | StopRequested | TimePassed
+Action = StartChild | ReleaseGate | TerminateChild | KillChild | NotifyRouter | Notice
 
 
-class Child:
-    """One process as the machine sees it."""
+class ChildRecord:
+    """The machine's record of one process."""
 
     def __init__(self, plan: ChildPlan) -> None:
         self.plan = plan
@@ -184,20 +184,20 @@ class Child:
         self.since_s = 0.0
         """When the state was entered."""
         self.started_s = 0.0
-        """When its process was."""
+        """When its process was started."""
         self.has_served = False
-        """Whether a process of this role ever reported: then it is not the settings' fault."""
+        """Whether a process of this role was ever ready: then its settings work."""
         self.back_off_s = 0.0
         self.deaths_s: list[float] = []
-        """Within the last minute."""
-        self.beat_s: float | None = None
+        """Deaths within the last minute."""
+        self.last_heartbeat_s: float | None = None
         """When its process sent its last heartbeat; None before the first."""
         self.died_loading = False
-        """Whether its last process ended before it reported."""
+        """Whether its last process ended before it was ready."""
         self.is_quiet = False
-        """Whether a line has said that heartbeats are missing."""
+        """Whether a warning about missing heartbeats was shown."""
         self.is_hung = False
-        """Whether it was killed for that."""
+        """Whether it was killed because of missing heartbeats."""
 
     def enter(self, state: ChildState, now_s: float) -> None:
         """Change state."""
@@ -207,192 +207,204 @@ class Child:
     @property
     def runs(self) -> bool:
         """Whether there is a process."""
-        return was_alive(self.state) or self.state is ChildState.STOPPING
+        return is_running_state(self.state) or self.state is ChildState.STOPPING
 
     @property
-    def is_there(self) -> bool:
-        """Whether those that need it may start."""
+    def is_available(self) -> bool:
+        """Whether the children that need it may start."""
         return self.state in (ChildState.READY, ChildState.DONE)
 
 
-class Supervision:
-    """The machine."""
+class SupervisionMachine:
+    """The machine; `step` is its only input."""
 
     def __init__(self, plans: list[ChildPlan], settings: LaunchConfig) -> None:
         self.state = MeshState.STARTING
-        self.end: End | None = None
+        self.end: RunEnd | None = None
         """Set when the run begins to stop."""
-        self.children = {plan.role: Child(plan) for plan in plans}
+        self.children = {plan.role: ChildRecord(plan) for plan in plans}
         self._settings = settings
         self._stopping_since_s = 0.0
         self._stepped_s: float | None = None
 
     def step(self, event: Event, now_s: float) -> list[Action]:
         """Return the actions that follow from `event`."""
-        self._skip_lull(now_s)
+        self._skip_suspension(now_s)
         match event:
-            case Beaten(role):
-                return self._on_beat(self.children[role], now_s) if role in self.children else []
-            case StopAsked():
+            case HeartbeatReceived(role):
+                return (
+                    self._on_heartbeat(self.children[role], now_s) if role in self.children else []
+                )
+            case StopRequested():
                 return self._on_stop_asked(now_s)
-            case Aborted(reason):
-                return self._on_aborted(End(FAILED, reason), now_s)
-            case Reported(role) if role in self.children:
+            case RunAborted(reason):
+                return self._on_aborted(RunEnd(FAILED, reason), now_s)
+            case ChildReady(role) if role in self.children:
                 return self._on_reported(self.children[role], now_s)
-            case Exited(role) if role in self.children:
-                return [*self._on_exited(self.children[role], event, now_s), *self._go_on(now_s)]
+            case ChildExited(role) if role in self.children:
+                return [*self._on_exited(self.children[role], event, now_s), *self._advance(now_s)]
             case _:
-                return self._go_on(now_s)
+                return self._advance(now_s)
 
     def _on_stop_asked(self, now_s: float) -> list[Action]:
         if self.end is None:
-            return [*self._stop(End(INTERRUPTED, "stopped"), now_s), *self._go_on(now_s)]
-        return [Kill(role) for role, child in self.children.items() if child.runs]
+            return [*self._stop(RunEnd(INTERRUPTED, "stopped"), now_s), *self._advance(now_s)]
+        return [KillChild(role) for role, child in self.children.items() if child.runs]
 
-    def _skip_lull(self, now_s: float) -> None:
-        """Where launch itself did not run, as on a suspended machine, no heartbeat is missing."""
-        lull_s = 0.0 if self._stepped_s is None else now_s - self._stepped_s
+    def _skip_suspension(self, now_s: float) -> None:
+        """Do not count heartbeats as missing while launch itself did not run, as on a suspended
+        machine.
+        """
+        suspended_s = 0.0 if self._stepped_s is None else now_s - self._stepped_s
         self._stepped_s = now_s
-        if lull_s < LULL_S:
+        if suspended_s < SUSPENDED_S:
             return
         for child in self.children.values():
-            if child.beat_s is not None:
-                child.beat_s += lull_s
+            if child.last_heartbeat_s is not None:
+                child.last_heartbeat_s += suspended_s
 
-    def _on_beat(self, child: Child, now_s: float) -> list[Action]:
-        was_quiet_s = now_s - child.beat_s if child.is_quiet and child.beat_s is not None else 0.0
-        child.beat_s, child.is_quiet = now_s, False
-        return [Note(f"{child.plan.role} answers again after {was_quiet_s:.0f} s")] * (
+    def _on_heartbeat(self, child: ChildRecord, now_s: float) -> list[Action]:
+        was_quiet_s = (
+            now_s - child.last_heartbeat_s
+            if child.is_quiet and child.last_heartbeat_s is not None
+            else 0.0
+        )
+        child.last_heartbeat_s, child.is_quiet = now_s, False
+        return [Notice(f"{child.plan.role} responds again after {was_quiet_s:.0f} s")] * (
             was_quiet_s > 0 and not child.is_hung
         )
 
     def _on_silence(self, now_s: float) -> list[Action]:
-        """Show missing heartbeats in a line, and later kill the process."""
+        """Warn about missing heartbeats, and later kill the process."""
         actions: list[Action] = []
         timeout_s = self._settings.hang_timeout_s
         for child in self.children.values():
-            if child.beat_s is None or child.is_hung or not (timeout_s and was_alive(child.state)):
+            if (
+                child.last_heartbeat_s is None
+                or child.is_hung
+                or not (timeout_s and is_running_state(child.state))
+            ):
                 continue
-            silent_s, role = now_s - child.beat_s, child.plan.role
+            silent_s, role = now_s - child.last_heartbeat_s, child.plan.role
             if silent_s >= timeout_s:
                 child.is_hung = True
-                actions.append(Kill(role))
-            elif silent_s >= timeout_s * QUIET_SHARE and not child.is_quiet:
+                actions.append(KillChild(role))
+            elif silent_s >= timeout_s * WARN_FRACTION and not child.is_quiet:
                 child.is_quiet = True
-                line = f"{role} has not answered for {silent_s:.0f} s: is it suspended?"
+                line = f"{role} has not responded for {silent_s:.0f} s: is it suspended?"
                 end = f"it is killed after {timeout_s:g} s (launch.hang_timeout_s)"
-                actions.append(Note(f"{line} {end}"))
+                actions.append(Notice(f"{line} {end}"))
         return actions
 
-    def _on_aborted(self, end: End, now_s: float) -> list[Action]:
+    def _on_aborted(self, end: RunEnd, now_s: float) -> list[Action]:
         if self.end is None:
             self._stop(end, now_s)
-        return [Kill(role) for role, child in self.children.items() if child.runs]
+        return [KillChild(role) for role, child in self.children.items() if child.runs]
 
-    def _on_reported(self, child: Child, now_s: float) -> list[Action]:
+    def _on_reported(self, child: ChildRecord, now_s: float) -> list[Action]:
         if child.state is ChildState.STARTING:
             child.enter(ChildState.READY, now_s)
             child.has_served = True
-        return self._go_on(now_s)
+        return self._advance(now_s)
 
-    def _on_exited(self, child: Child, event: Exited, now_s: float) -> list[Action]:
+    def _on_exited(self, child: ChildRecord, event: ChildExited, now_s: float) -> list[Action]:
         was = child.state
         if child.is_hung:
             cause = f"{HUNG}{self._settings.hang_timeout_s:g} s"
             event = msgspec.structs.replace(event, cause=cause)
         child.died_loading = was in (ChildState.HELD, ChildState.STARTING)
-        child.beat_s, child.is_quiet, child.is_hung = None, False, False
+        child.last_heartbeat_s, child.is_quiet, child.is_hung = None, False, False
         child.enter(ChildState.GONE, now_s)
-        if self.end is not None or not was_alive(was):
+        if self.end is not None or not is_running_state(was):
             return []
-        told: list[Action] = []
+        actions: list[Action] = []
         if child.plan.is_worker and event.pid:
-            told.append(TellRouter(event.role, event.pid, event.cause))
-        return told + self._on_death(child, event, now_s)
+            actions.append(NotifyRouter(event.role, event.pid, event.cause))
+        return actions + self._on_death(child, event, now_s)
 
-    def _on_death(self, child: Child, event: Exited, now_s: float) -> list[Action]:
+    def _on_death(self, child: ChildRecord, event: ChildExited, now_s: float) -> list[Action]:
         if event.code == OK and child.plan.on_death is OnDeath.NEXT:
             child.enter(ChildState.DONE, now_s)
             return []
         if event.code == OK and child.plan.on_death is OnDeath.FINISH:
-            return self._stop(End(OK, "done"), now_s)
-        # What a trainer complains of, however late, is its user's to mend.
-        may_outlast = child.has_served and child.plan.on_death in OUTLAST
-        if event.code == USAGE and not may_outlast:
-            return self._stop(End(USAGE, event.last_line.removeprefix("rollmesh: ")), now_s)
+            return self._stop(RunEnd(OK, "done"), now_s)
+        # A usage error of the trainer, however late, is for the user to fix.
+        is_restarted = child.has_served and child.plan.on_death in RESTARTED_AFTER_READY
+        if event.code == USAGE and not is_restarted:
+            return self._stop(RunEnd(USAGE, event.last_line.removeprefix("rollmesh: ")), now_s)
         if event.code == OK and child.plan.on_death is OnDeath.REPLACE:
-            note = f"{event.role} was drained and is not started again"
-            return [Note(note + self._no_worker_left())]
-        if child.plan.on_death in STARTED_AGAIN:
+            note = f"{event.role} was drained and is not restarted"
+            return [Notice(note + self._no_worker_left())]
+        if child.plan.on_death in RESTARTED:
             return self._restart(child, event, now_s)
-        return self._stop(End(FAILED, how_it_ended(event, child)), now_s)
+        return self._stop(RunEnd(FAILED, how_it_ended(event, child)), now_s)
 
-    def _restart(self, child: Child, event: Exited, now_s: float) -> list[Action]:
-        if event.code == RECYCLED and now_s - child.started_s >= SHORTEST_LIFE_S:
+    def _restart(self, child: ChildRecord, event: ChildExited, now_s: float) -> list[Action]:
+        if event.code == RECYCLED and now_s - child.started_s >= MIN_RECYCLE_S:
             child.back_off_s = 0.0
             child.enter(ChildState.BACKING_OFF, now_s)
-            return [Note(f"{event.role} has recycled itself: {event.last_line}")]
+            return [Notice(f"{event.role} recycled itself: {event.last_line}")]
         recent = [at_s for at_s in child.deaths_s if now_s - at_s < LOOP_WINDOW_S]
         child.deaths_s = [*recent, now_s]
         num_deaths = len(child.deaths_s)
         if num_deaths <= self._settings.max_restarts:
             child.back_off_s = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (num_deaths - 1))
             child.enter(ChildState.BACKING_OFF, now_s)
-            return [Note(f"{how_it_ended(event, child)}; started again in {child.back_off_s:g} s")]
-        reason = f"{how_it_ended(event, child)}, the death number {num_deaths} within a minute"
-        if child.plan.on_death is OnDeath.GIVE_UP:
-            return [Note(f"{reason}; the run goes on without it")]
-        return self._stop(End(FAILED, reason), now_s)
+            return [Notice(f"{how_it_ended(event, child)}; restart in {child.back_off_s:g} s")]
+        reason = f"{how_it_ended(event, child)}, death {num_deaths} within a minute"
+        if child.plan.on_death is OnDeath.CONTINUE:
+            return [Notice(f"{reason}; the run continues without it")]
+        return self._stop(RunEnd(FAILED, reason), now_s)
 
-    def _go_on(self, now_s: float) -> list[Action]:
-        """What time and the others' states allow."""
+    def _advance(self, now_s: float) -> list[Action]:
+        """Return the actions that time and the other children's states allow."""
         if self.end is not None:
-            return self._go_on_stopping(now_s)
-        late = self._late(now_s)
+            return self._advance_stop(now_s)
+        late = self._overdue(now_s)
         if late is not None and late.has_served:
-            return [Kill(late.plan.role)]
+            return [KillChild(late.plan.role)]
         if late is not None:
             limit_s = self._settings.ready_timeout_s
-            reason = f"{late.plan.role} did not report within {limit_s:g} s"
-            return [*self._stop(End(FAILED, reason), now_s), *self._go_on_stopping(now_s)]
+            reason = f"{late.plan.role} was not ready within {limit_s:g} s"
+            return [*self._stop(RunEnd(FAILED, reason), now_s), *self._advance_stop(now_s)]
         given_up = ChildState.GONE
-        if all(c.is_there or c.state is given_up for c in self.children.values()):
+        if all(c.is_available or c.state is given_up for c in self.children.values()):
             self.state = MeshState.RUNNING
         actions = self._on_silence(now_s)
         for child in self.children.values():
             if self._may_start(child, now_s):
                 child.enter(ChildState.HELD, now_s)
                 child.started_s = now_s
-                actions.append(Start(child.plan.role))
-            if child.state is ChildState.HELD and self._are_there(child.plan.gate):
+                actions.append(StartChild(child.plan.role))
+            if child.state is ChildState.HELD and self._are_available(child.plan.gate):
                 child.enter(ChildState.STARTING, now_s)
-                actions += [Release(child.plan.role)] if child.plan.gate else []
+                actions += [ReleaseGate(child.plan.role)] if child.plan.gate else []
         return actions
 
-    def _may_start(self, child: Child, now_s: float) -> bool:
+    def _may_start(self, child: ChildRecord, now_s: float) -> bool:
         if child.state is ChildState.WAITING:
-            return self._are_there(child.plan.needs)
+            return self._are_available(child.plan.needs)
         is_rested = now_s - child.since_s >= child.back_off_s
         return child.state is ChildState.BACKING_OFF and is_rested
 
     def _no_worker_left(self) -> str:
-        """A warning where the run has no worker of its own left; else nothing."""
+        """Return a warning if the run has no worker of its own left; else ''."""
         workers = [child for child in self.children.values() if child.plan.is_worker]
         if any(child.state is not ChildState.GONE for child in workers):
             return ""
-        return "; no worker of this run is left, so groups wait until one joins (`rollmesh worker`)"
+        return "; this run has no worker left, so groups wait until one joins (`rollmesh worker`)"
 
-    def _are_there(self, roles: tuple[str, ...]) -> bool:
-        return all(self.children[role].is_there for role in roles)
+    def _are_available(self, roles: tuple[str, ...]) -> bool:
+        return all(self.children[role].is_available for role in roles)
 
-    def _late(self, now_s: float) -> Child | None:
+    def _overdue(self, now_s: float) -> ChildRecord | None:
         for child in self.children.values():
             is_starting = child.state is ChildState.STARTING and child.plan.reports
             if is_starting and now_s - child.since_s >= self._settings.ready_timeout_s:
                 return child
         return None
 
-    def _stop(self, end: End, now_s: float) -> list[Action]:
+    def _stop(self, end: RunEnd, now_s: float) -> list[Action]:
         """Begin to stop: the trainer first."""
         self.end = end
         self.state = MeshState.SAVING
@@ -400,53 +412,55 @@ class Supervision:
         for child in self.children.values():
             if not child.runs:
                 child.enter(ChildState.GONE, now_s)
-        return self._tell(OnDeath.FINISH, now_s)
+        return self._terminate(OnDeath.FINISH, now_s)
 
-    def _go_on_stopping(self, now_s: float) -> list[Action]:
+    def _advance_stop(self, now_s: float) -> list[Action]:
         took_s = now_s - self._stopping_since_s
         running = [child for child in self.children.values() if child.runs]
         saving = any(child.plan.on_death is OnDeath.FINISH for child in running)
         actions: list[Action] = []
-        is_time = took_s >= self._settings.stop_timeout_s - SPARE_S
+        is_time = took_s >= self._settings.stop_timeout_s - STOP_RESERVE_S
         if self.state is MeshState.SAVING and (is_time or not saving):
             self.state = MeshState.STOPPING
-            actions += self._tell(None, now_s)
+            actions += self._terminate(None, now_s)
         if not running:
             self.state = MeshState.ENDED
         elif took_s >= self._settings.stop_timeout_s:
-            actions += [Kill(child.plan.role) for child in running]
+            actions += [KillChild(child.plan.role) for child in running]
         return actions
 
-    def _tell(self, only: OnDeath | None, now_s: float) -> list[Action]:
-        told = [
+    def _terminate(self, only: OnDeath | None, now_s: float) -> list[Action]:
+        terminated = [
             child
             for child in self.children.values()
             if child.runs
             and child.state is not ChildState.STOPPING
             and (only is None or child.plan.on_death is only)
         ]
-        for child in told:
+        for child in terminated:
             child.enter(ChildState.STOPPING, now_s)
-        return [Tell(child.plan.role) for child in told]
+        return [TerminateChild(child.plan.role) for child in terminated]
 
 
-def was_alive(state: ChildState) -> bool:
-    """Whether an exit in this state is news."""
+def is_running_state(state: ChildState) -> bool:
+    """Return whether an exit in this state is unexpected."""
     return state in (ChildState.HELD, ChildState.STARTING, ChildState.READY)
 
 
-def how_it_ended(event: Exited, child: Child) -> str:
-    """The first half of a line for people."""
+def how_it_ended(event: ChildExited, child: ChildRecord) -> str:
+    """Return the first half of the line for the user."""
     loads = child.plan.loads if child.died_loading else ""
-    while_loading = f" while it loaded {loads}" if loads else ""
+    while_loading = f" while loading {loads}" if loads else ""
     if event.code == INTERRUPTED:
         return f"{event.role} was stopped by a signal that launch did not send"
     if event.code == OK:
-        return f"{event.role} ended, which launch did not ask for"
+        return f"{event.role} exited with code 0 before launch stopped it"
     if event.cause.startswith(HUNG):
         return f"{event.role} was killed{while_loading}: {event.cause}"
     how = (
-        f"ended with code {event.code}" if event.code >= 0 else f"was ended by signal {-event.code}"
+        f"exited with code {event.code}"
+        if event.code >= 0
+        else f"was killed by signal {-event.code}"
     )
     if event.cause == OUT_OF_MEMORY:
         how = "ran out of memory"

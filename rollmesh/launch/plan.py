@@ -1,15 +1,17 @@
-"""Which processes a run needs, how each is called, and what it waits for.
+"""The processes of a run: how each is started, and what it waits for.
 
-Owns the argv of every room. Invariants: pure, from settings to a list; another process's address
-is written `{role}` and filled in when it is known. Driven by `run` and the supervisor.
+- Pure: settings in, a list out. The address of another process is written `{role}` and filled in
+  when it is known.
+- Published weights are named by their policy version, which the trainer records before their folder
+  exists.
 
     warm-start ==gate==> engine-0 (its socket is ours, so its address is known before it serves)
                ==gate==> worker-0, worker-1, trainer <--needs-- router
                                              trainer <--gate-- coordinator <--needs-- router
     dashboard
 
-The coordinator is there where engines stand on GPUs that other runs share: until it has put them to
-sleep nobody asks anything of them.
+A run has a coordinator if its engines are on GPUs that other runs share; nothing uses the engines
+before it has put them to sleep.
 """
 
 import enum
@@ -18,37 +20,63 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.core import published
 from rollmesh.core.config import Config
 from rollmesh.core.share import Share, token_file
-from rollmesh.launch.earlier import Earlier, weights_of
+
+
+class StartWeights(msgspec.Struct, frozen=True):
+    """The weights with which the engines of a resumed run start."""
+
+    weights: Path
+    """The newest published weights; without any, the model that the run began with."""
+    policy_version: int = 0
+    """The policy version of `weights`; 0 for the model."""
+
+
+def start_weights(config: Config) -> StartWeights:
+    """Return the newest weights of the run's folder, or its model."""
+    return newest_published(weights_of(config)) or StartWeights(Path(config.model.path))
+
+
+def weights_of(config: Config) -> Path:
+    """Return the folder to which the run's trainer publishes."""
+    return config.run_folder() / "weights"
+
+
+def newest_published(weights: Path) -> StartWeights | None:
+    """Return the newest complete model in the folder `weights` of a run; None if there is none."""
+    newest = published.newest_published(weights)
+    return StartWeights(newest.folder, newest.policy_version) if newest else None
 
 
 class OnDeath(enum.Enum):
-    """What the end of a process means to the run."""
+    """The consequence of a process's end for the run."""
 
     END = "end"
-    """The run cannot go on."""
+    """The run ends."""
     RESTART = "restart"
-    """It is started again, with back-off; in a crash loop the run ends."""
+    """It is restarted with back-off; in a crash loop the run ends."""
     REPLACE = "replace"
-    """The same, but with exit code 0 it left for good, and with RECYCLED it wants a successor."""
-    GIVE_UP = "give_up"
-    """It is started again, with back-off; in a crash loop the run goes on without it."""
+    """Like RESTART, but after exit code 0 it is not restarted, and after RECYCLED it is at once."""
+    CONTINUE = "give_up"
+    """It is restarted with back-off; in a crash loop the run continues without it."""
     FINISH = "finish"
-    """With exit code 0 the run has reached its goal; else it is started again, with back-off, and
-    goes on from what it wrote down. In a crash loop the run ends."""
+    """After exit code 0 the run is done; else it is restarted with back-off and resumes from its
+    files. In a crash loop the run ends.
+    """
     NEXT = "next"
-    """With exit code 0 it is done, and those that wait for it start."""
+    """After exit code 0 it is done, and the processes that wait for it start."""
 
 
 class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One process."""
+    """How one process is started and supervised."""
 
     role: str
     argv: tuple[str, ...]
-    """The program and its words; launch adds --ready-fd and --listen-fd."""
+    """The program and its arguments; launch adds --ready-fd and --listen-fd."""
     again: tuple[str, ...] = ()
-    """More words, where it is not the first process of its role."""
+    """More arguments, if it is not the first process of its role."""
     on_death: OnDeath
     needs: tuple[str, ...] = ()
     """Roles that must be ready, or done, before it is started."""
@@ -57,17 +85,19 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     bind: str = ""
     """host:port of the listening socket that launch opens for it; '' for none."""
     bind_key: str = ""
-    """The setting that `bind` stands in, for people."""
+    """The config key of `bind`, for error messages."""
     loads: str = ""
-    """The name of the thing it loads before it reports, for the line about a crash in that load."""
+    """What it loads before it is ready, for the message about a crash during the load."""
     key: str = ""
     """Role of the key that it gets; '' for none."""
     is_worker: bool = False
-    """Whether the router knows it by its role, and is told of its end."""
+    """Whether it is a worker: the router knows it by its role, and its end is reported to the
+    router.
+    """
 
     @property
     def reports(self) -> bool:
-        """Whether it says when it serves; otherwise its end is awaited."""
+        """Whether it reports that it is ready; otherwise launch waits for its exit."""
         return self.on_death is not OnDeath.NEXT
 
 
@@ -75,21 +105,21 @@ MODEL_ROLE = "warm-start"
 COORDINATOR = "coordinator"
 ROLLMESH = (sys.executable, "-m", "rollmesh.cli.main")
 LEAST_VERSION = ("--least-version", "1")
-"""Of a run that is gone on with: weights that were never published sample nothing for it."""
+"""For a resumed run: weights that were never published sample nothing for it."""
 ASLEEP = ("--asleep",)
-"""Of a run on a shared fleet, whose engines serve when its coordinator has woken them."""
+"""For a run on a shared fleet, whose engines serve once its coordinator has woken them."""
 
 
 def plan_mesh(
     config: Config,
     config_path: Path,
     make_model: tuple[str, ...] = (),
-    earlier: Earlier | None = None,
+    resumed: StartWeights | None = None,
     share: Share | None = None,
 ) -> list[ChildPlan]:
-    """The processes of a run; `make_model` is the verb that writes the model first, if any.
+    """Return the processes of a run; `make_model` is the verb that writes the model first, if any.
 
-    `earlier` is what there is of a run that is gone on with, `share` of whose GPUs it has a part.
+    `resumed` is set for a resumed run, `share` for one that shares its GPUs.
     """
     model_first = (MODEL_ROLE,) if make_model else ()
     plans = []
@@ -98,13 +128,13 @@ def plan_mesh(
             ChildPlan(role=MODEL_ROLE, argv=(*ROLLMESH, *make_model), on_death=OnDeath.NEXT)
         )
     settings = ("--config", str(config_path))
-    words = (*(LEAST_VERSION if earlier else ()), *(ASLEEP if share else ()))
-    plans += plan_serving(config, settings, model_first, words, earlier, share)
+    options = (*(LEAST_VERSION if resumed else ()), *(ASLEEP if share else ()))
+    plans += plan_serving(config, settings, model_first, options, resumed, share)
     plans += [plan_coordinator(config, settings, share)] if share else []
     plans.append(
         ChildPlan(
             role="trainer",
-            argv=(*ROLLMESH, "train", *settings, "--router", "{router}", *share_words(share)),
+            argv=(*ROLLMESH, "train", *settings, "--router", "{router}", *share_options(share)),
             key="publisher",
             on_death=OnDeath.FINISH,
             needs=("router",),
@@ -120,33 +150,37 @@ def plan_serving(
     config: Config,
     settings: tuple[str, ...],
     gate: tuple[str, ...] = (),
-    router_words: tuple[str, ...] = (),
-    earlier: Earlier | None = None,
+    router_options: tuple[str, ...] = (),
+    resumed: StartWeights | None = None,
     share: Share | None = None,
 ) -> list[ChildPlan]:
-    """What rolls out: engines where none are named, a router and workers."""
-    engines = [] if config.engine.urls else plan_engines(config, gate, earlier, share)
+    """Return the processes that roll out: engines if no URLs are configured, a router and
+    workers.
+    """
+    engines = [] if config.engine.urls else plan_engines(config, gate, resumed, share)
     workers = [
         plan_worker(config, settings, f"worker-{number}", gate)
         for number in range(config.worker.num_workers)
     ]
-    return [*engines, plan_router(config, (*settings, *router_words)), *workers]
+    return [*engines, plan_router(config, (*settings, *router_options)), *workers]
 
 
 def plan_engines(
     config: Config,
     gate: tuple[str, ...],
-    earlier: Earlier | None = None,
+    resumed: StartWeights | None = None,
     share: Share | None = None,
 ) -> list[ChildPlan]:
-    """The embedded engines. One that was started again begins with the newest weights that there
-    are by then, whether or not the trainer lives; the publisher brings it further.
+    """Return the embedded engines.
 
-    Those of an earlier run begin with its newest weights: they roll out while the trainer recovers.
-    On a shared fleet all begin without memory, until a coordinator wakes them.
+    - A restarted engine loads the newest published weights, whether or not the trainer runs; the
+      publisher updates it from there.
+    - Engines of a resumed run start with its newest weights: they roll out while the trainer
+      recovers.
+    - On a shared fleet all start asleep, until a coordinator wakes them.
     """
-    engine, untrained = config.engine, weights_words(config.model.path, 0)
-    first = weights_words(str(earlier.weights), earlier.policy_version) if earlier else untrained
+    engine, untrained = config.engine, weights_options(config.model.path, 0)
+    first = weights_options(str(resumed.weights), resumed.policy_version) if resumed else untrained
     argv = [*ROLLMESH, "engine", *first]
     argv += ["--incremental-streaming-output", "--skip-tokenizer-init"]
     argv += ASLEEP if share else ()
@@ -158,7 +192,7 @@ def plan_engines(
         ChildPlan(
             role=role,
             argv=(*argv, "--role", role),
-            # The weights of an earlier run may be gone by then.
+            # The weights of the resumed run may be gone by then.
             again=(*untrained, "--newest-of", str(weights_of(config))),
             on_death=OnDeath.RESTART,
             gate=gate,
@@ -169,29 +203,29 @@ def plan_engines(
 
 
 def engine_roles(config: Config) -> list[str]:
-    """Those of the engines that are ours to start."""
+    """Return the roles of the engines that launch starts."""
     return [f"engine-{number}" for number in range(config.engine.num_embedded)]
 
 
-def engine_words(config: Config) -> tuple[str, ...]:
-    """`--engine` for each engine of the mesh, in one order: a user's, or else ours."""
+def engine_options(config: Config) -> tuple[str, ...]:
+    """Return `--engine` for each engine of the mesh: the configured URLs, or else our engines."""
     urls = config.engine.urls or [f"{{{role}}}" for role in engine_roles(config)]
     return tuple(word for url in urls for word in ("--engine", url))
 
 
-def weights_words(folder: str, policy_version: int) -> tuple[str, ...]:
-    """What an engine begins with."""
+def weights_options(folder: str, policy_version: int) -> tuple[str, ...]:
+    """Return the options for an engine's first weights."""
     return ("--model-dir", folder, "--weight-version", str(policy_version))
 
 
 def plan_router(config: Config, settings: tuple[str, ...]) -> ChildPlan:
-    """The router, which is told where the engines are before they are up.
+    """Return the router, which gets the engines' addresses before they are up.
 
-    The next one listens where the last one did; peers dial again and say what they hold.
+    A restarted router listens on the same address; its peers reconnect and report their state.
     """
     return ChildPlan(
         role="router",
-        argv=(*ROLLMESH, "router", *settings, *engine_words(config)),
+        argv=(*ROLLMESH, "router", *settings, *engine_options(config)),
         key="hub",
         again=("--bind", "{router}"),
         on_death=OnDeath.RESTART,
@@ -201,31 +235,35 @@ def plan_router(config: Config, settings: tuple[str, ...]) -> ChildPlan:
 
 
 def plan_coordinator(config: Config, settings: tuple[str, ...], share: Share) -> ChildPlan:
-    """Who wakes engines and puts them to sleep, as the scheduler says; what is awake when it dies
-    stays so, and the next one finds out."""
-    words = (*settings, *share_words(share), "--router", "{router}", *engine_words(config))
+    """Return the coordinator, which wakes engines and puts them to sleep on the scheduler's grants.
+
+    Engines that are awake when it dies stay awake, and its successor finds them.
+    """
+    options = (*settings, *share_options(share), "--router", "{router}", *engine_options(config))
     return ChildPlan(
         role=COORDINATOR,
-        argv=(*ROLLMESH, "coordinator", *words, "--weights", str(weights_of(config))),
+        argv=(*ROLLMESH, "coordinator", *options, "--weights", str(weights_of(config))),
         key="publisher",
         on_death=OnDeath.RESTART,
         needs=("router",),
     )
 
 
-def share_words(share: Share | None) -> tuple[str, ...]:
-    """The options that name it to a process."""
+def share_options(share: Share | None) -> tuple[str, ...]:
+    """Return the options that name the share to a process."""
     if share is None:
         return ()
     file = token_file(share.pipeline_id, share.token_file)
-    words = ("--pipeline-token", str(file.absolute())) if file else ()
-    return ("--scheduler", share.scheduler, "--pipeline", share.pipeline_id, *words)
+    options = ("--pipeline-token", str(file.absolute())) if file else ()
+    return ("--scheduler", share.scheduler, "--pipeline", share.pipeline_id, *options)
 
 
 def plan_worker(
     config: Config, settings: tuple[str, ...], role: str, gate: tuple[str, ...]
 ) -> ChildPlan:
-    """One worker; its endpoint's port outlives it, so agents of the next one may keep it."""
+    """Return one worker; its endpoint's port outlives it, so that agents can use the next
+    worker.
+    """
     return ChildPlan(
         role=role,
         argv=(*ROLLMESH, "worker", *settings, "--router", "{router}", "--worker-id", role),
@@ -241,18 +279,18 @@ def plan_worker(
 
 
 def plan_dashboard(config: Config) -> ChildPlan:
-    """The page; a run goes on without it."""
+    """Return the dashboard; a run continues without it."""
     return ChildPlan(
         role="dashboard",
         argv=(*ROLLMESH, "dashboard", str(config.run_folder())),
-        on_death=OnDeath.GIVE_UP,
+        on_death=OnDeath.CONTINUE,
         bind=config.dashboard.bind,
         bind_key="dashboard.bind",
     )
 
 
 def fill(argv: tuple[str, ...], addresses: dict[str, str]) -> list[str]:
-    """`argv` with `{role}` replaced by that role's address."""
+    """Return `argv` with each `{role}` replaced by that role's address."""
     filled = []
     for word in argv:
         if word.startswith("{") and word.endswith("}"):

@@ -1,7 +1,7 @@
-"""How far the run is, in the few figures that fit a terminal.
+"""A run's progress in the few figures that fit a terminal, folded from metrics.jsonl and telemetry.
 
-Owns the fold of metrics.jsonl and of telemetry. Invariants: bounded; reads no clock. Driven by the
-screen once per second.
+- Memory is bounded.
+- Pure: no clock.
 """
 
 from collections import Counter, deque
@@ -10,14 +10,14 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.launch.sampler import Telemetry
+from rollmesh.launch.telemetry import Telemetry
 
 MEAN_STEPS = 10
 ETA_STEPS = 20
 
 
 class MetricsRow(msgspec.Struct, frozen=True):
-    """What of a line of metrics.jsonl the terminal shows."""
+    """The fields of a line of metrics.jsonl that the terminal shows."""
 
     time_s: float
     step: int
@@ -29,23 +29,23 @@ class MetricsRow(msgspec.Struct, frozen=True):
     age_histogram: dict[str, int] = {}
     num_samples: int = 0
     num_masked: int = 0
-    """Samples that did not train because their log-probs differ too much from the trainer's."""
+    """Samples excluded from training because their log-probs differ too much from the trainer's."""
     num_masked_tokens: int = 0
-    """Tokens of other samples, for the same reason."""
+    """Tokens of other samples, excluded for the same reason."""
     frac_equal_groups: float | None = None
     refused: str | None = None
     """Why no engine has accepted the newest weights; empty once one has."""
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What the mesh does now."""
+    """The mesh's current throughput."""
 
     num_in_flight: int = 0
     calls_per_s: float = 0.0
     tokens_per_s: float = 0.0
 
 
-class Progress:
+class RunProgress:
     """The figures."""
 
     def __init__(self, num_steps: int) -> None:
@@ -54,14 +54,16 @@ class Progress:
         self.start_over()
 
     def start_over(self) -> None:
-        """The lines come anew: a trainer that died went on from before its last ones."""
+        """Forget all lines: a restarted trainer resumed before its last ones."""
         self.reward_untrained: float | None = None
         self.success_untrained: float | None = None
         self.refused = ""
         """Why no engine has accepted the newest weights."""
         self.num_samples = 0
         self.num_masked = 0
-        """Samples of `num_samples` that did not train because their log-probs differ too much."""
+        """Samples of `num_samples` excluded from training because their log-probs differ too
+        much.
+        """
         self.num_masked_tokens = 0
         self._ages: Counter[str] = Counter()
         self._recent: deque[MetricsRow] = deque(maxlen=ETA_STEPS)
@@ -88,30 +90,30 @@ class Progress:
 
     @property
     def num_done(self) -> int:
-        """Train steps that are done."""
+        """Completed train steps."""
         return self._recent[-1].step + 1 if self._recent else 0
 
     @property
     def policy_version(self) -> int:
-        """The newest published weights that a step told of."""
+        """The newest published weights that a step reported."""
         return (self._recent[-1].policy_version or 0) if self._recent else 0
 
     def reward(self) -> float | None:
-        """Mean over the last steps."""
+        """Return the mean over the last steps."""
         return _mean(row.reward for row in self._last())
 
     def success(self) -> float | None:
-        """Mean over the last steps; None where the last one does not know it."""
+        """Return the mean over the last steps; None if the last one has no success rate."""
         rows = self._last()
         is_known = bool(rows) and rows[-1].success is not None
         return _mean(row.success for row in rows) if is_known else None
 
     def equal_groups(self) -> float | None:
-        """Mean share of groups in which all rewards were equal, over the last steps."""
+        """Return the mean share of groups in which all rewards were equal, over the last steps."""
         return _mean(row.frac_equal_groups for row in self._last())
 
     def ages(self) -> dict[str, float]:
-        """Share of the run's samples by age in train steps."""
+        """Return the share of the run's samples by age in train steps."""
         total = self._ages.total()
         return {age: num / total for age, num in sorted(self._ages.items())}
 
@@ -119,7 +121,7 @@ class Progress:
         return list(self._recent)[-MEAN_STEPS:]
 
     def seconds_left(self) -> float | None:
-        """At the pace of the last steps; None while there is none."""
+        """Return the estimate at the pace of the last steps; None before the second."""
         if len(self._recent) < 2:
             return None
         first, last = self._recent[0], self._recent[-1]
@@ -128,13 +130,13 @@ class Progress:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are known."""
+    """Return the mean of the values that are not None."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def rates(before: Telemetry, last: Telemetry) -> Rates:
-    """From two samples; a worker that was not in the first counts nothing yet."""
+    """Compute rates from two samples; a worker that is not in the first adds nothing."""
     old, new = workers(before), workers(last)
     in_flight = sum(worker.get("in_flight", 0) for worker in new.values())
     elapsed_s = last.time_s - before.time_s
@@ -150,15 +152,15 @@ def rates(before: Telemetry, last: Telemetry) -> Rates:
 
 
 def workers(sample: Telemetry) -> dict[str, dict[str, Any]]:
-    """The router's rows of workers, by name."""
+    """Return the router's rows of workers by id."""
     rows = (sample.router or {}).get("workers", [])
     return {row["worker_id"]: row for row in rows}
 
 
 def unserved(before: Telemetry, last: Telemetry) -> str:
-    """Why no engine serves, by the router's table; empty where one does, or the rest are asleep.
+    """Return why no engine serves, by the router's table; '' if one does, or all others are asleep.
 
-    An engine that is being updated is shown only once that takes longer than a sample.
+    An engine that is being updated is reported only if that takes longer than one sample.
     """
     tables = [(sample.router or {}).get("engines", []) for sample in (before, last)]
     for table in tables:
@@ -169,7 +171,7 @@ def unserved(before: Telemetry, last: Telemetry) -> str:
 
 
 def cpu_shares(before: Telemetry, last: Telemetry) -> dict[int, float]:
-    """Cores that each process, by pid, kept busy between two samples."""
+    """Return the CPU cores that each process, by pid, used between two samples."""
     elapsed_s = last.time_s - before.time_s
     if elapsed_s <= 0:
         return {}

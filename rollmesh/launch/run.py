@@ -1,18 +1,18 @@
-"""One run from its settings to its summary.
+"""One run, from its settings to its summary; and a mesh without a trainer, for evaluations.
 
-Owns the order: check, make the folder, start, follow, stop, sum up. Invariants: a mistake that can
-be seen early moves no older run aside; on a shared fleet nothing is begun before the pipeline's
-name is this run's; a run that began leaves a summary.json, however it ended.
-Driven by the verbs `up` and `demo`.
+- Order: check, make the folder, start, follow, stop, summarize.
+- A mistake that can be detected early moves no older run aside.
+- On a shared fleet nothing is started before the pipeline's name is claimed.
+- A run that began leaves a summary.json, however it ended.
 """
 
 import asyncio
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from rich.text import Text
@@ -27,62 +27,60 @@ from rollmesh.core.share import Share
 from rollmesh.core.tail import Tail
 from rollmesh.core.warden import new_mark
 from rollmesh.launch.checks import check
-from rollmesh.launch.claim import claim_of, give_back, take
-from rollmesh.launch.complaints import Complaints, RolloutFailures
-from rollmesh.launch.earlier import find_earlier
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.keys import make_run_keys
-from rollmesh.launch.machine import End
-from rollmesh.launch.plan import plan_mesh
-from rollmesh.launch.progress import Progress
-from rollmesh.launch.recoveries import Recoveries
-from rollmesh.launch.sampler import Sampler
+from rollmesh.launch.machine import MeshState, RunEnd
+from rollmesh.launch.notices import ErrorTail, RecoveryTail, RolloutFailures
+from rollmesh.launch.pipeline import claim_name, new_claim, release_name
+from rollmesh.launch.plan import plan_mesh, plan_serving, start_weights
+from rollmesh.launch.progress import RunProgress
 from rollmesh.launch.screen import (
     STATE_STYLES,
-    Scene,
     Screen,
+    ScreenData,
+    Terminal,
+    ignore_closed_output,
     screen_for,
     summary_table,
-    unread,
 )
-from rollmesh.launch.supervisor import Mesh, Supervisor, open_mesh
-from rollmesh.launch.terminal import Terminal
+from rollmesh.launch.supervisor import MeshPlan, Supervisor, open_mesh
+from rollmesh.launch.telemetry import TelemetrySampler
 
-LOOK_S = 1.0
-WORDS = {RunState.DONE: "is done", RunState.STOPPED: "was stopped", RunState.FAILED: "failed"}
+REFRESH_S = 1.0
+END_TEXT = {RunState.DONE: "is done", RunState.STOPPED: "was stopped", RunState.FAILED: "failed"}
 PIPE_WIDTH = 200
-"""Where stdout is no terminal, lines are cut for no one."""
+"""Width without a terminal, so that lines are not cut."""
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to run, and how to show it."""
 
     config: Config
     make_model: tuple[str, ...] = ()
-    """The verb, with its words, that writes the model first; empty where it is there."""
+    """The verb and its arguments that write the model first; empty if the model exists."""
     is_live: bool = True
-    """A live view, where stdout is a terminal."""
+    """Show a live view if stdout is a terminal."""
     about: str = ""
-    """Said first."""
+    """Printed first."""
     resume: bool = False
-    """Go on with the run that is there."""
+    """Resume the run in the folder."""
     share: Share | None = None
-    """In a fleet, where its GPUs are not its own."""
+    """The share of a fleet's GPUs, if the run has no GPUs of its own."""
     resume_command: str = ""
-    """The command that resumes the run, for people; '' if there is none."""
+    """The command that resumes the run, shown to the user; '' if there is none."""
     has_keys: bool = True
-    """Make keys for the run, unless the user has named some."""
+    """Create keys for the run, unless the user has configured some."""
 
 
-def launch(order: Order) -> int:
-    """Run it; the exit code. UserError for what the user can mend."""
-    return asyncio.run(Run(order).run())
+def launch(order: RunOptions) -> int:
+    """Run it and return the exit code; raise UserError for what the user can fix."""
+    return asyncio.run(LaunchedRun(order).run())
 
 
-class Run:
+class LaunchedRun:
     """One run."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: RunOptions) -> None:
         self._order = order
         self._clock = SystemClock()
         self._started_s = self._clock.now_s()
@@ -90,17 +88,19 @@ class Run:
         self._console = Terminal(highlight=False, width=width)
 
     async def run(self) -> int:
-        """See `launch`."""
+        """Implement `launch`."""
         config = self._order.config
-        await check(config, bool(self._order.make_model), self._order.share, self._say)
+        await check(config, bool(self._order.make_model), self._order.share, self._print)
         if self._order.about:
-            with unread():
+            with ignore_closed_output():
                 self._console.print(self._order.about, markup=False)
         mark = new_mark("launch")
-        with self._named(mark):  # before all else: a run before may still have folder and ports
-            earlier = find_earlier(config) if self._order.resume else None
+        with self._claimed_name(
+            mark
+        ):  # before all else: an earlier run may still use the folder and ports
+            resumed = start_weights(config) if self._order.resume else None
             order, path = self._order, config_path(config)
-            plans = plan_mesh(config, path, order.make_model, earlier, order.share)
+            plans = plan_mesh(config, path, order.make_model, resumed, order.share)
             mesh = open_mesh(plans, mark)
             folder = RunFolder(config, resume=order.resume, resume_command=order.resume_command)
             setup("launch", folder.path, on_console=False)
@@ -114,81 +114,81 @@ class Run:
         return end.code
 
     async def _follow(
-        self, mesh: Mesh, folder: RunFolder, keys: Path | None
-    ) -> tuple[Sampler, End]:
-        """Run it, and show how it goes."""
+        self, mesh: MeshPlan, folder: RunFolder, keys: Path | None
+    ) -> tuple[TelemetrySampler, RunEnd]:
+        """Run the mesh and show its progress."""
         config = self._order.config
         supervisor = Supervisor(mesh, config.launch, folder, self._clock, keys)
-        sampler = Sampler(supervisor, folder, self._clock)
-        progress = Progress(config.trainer.num_steps)
-        scene = Scene(config.run.name, progress, sampler, supervisor)
-        with screen_for(scene, self._order.is_live) as screen:
+        sampler = TelemetrySampler(supervisor, folder, self._clock)
+        progress = RunProgress(config.trainer.num_steps)
+        data = ScreenData(config.run.name, progress, sampler, supervisor)
+        with screen_for(data, self._order.is_live) as screen:
             async with asyncio.TaskGroup() as tasks:
                 following = [
                     tasks.create_task(sampler.follow(), name="sampler"),
-                    tasks.create_task(self._watch(scene, screen, folder), name="screen"),
+                    tasks.create_task(self._show_progress(data, screen, folder), name="screen"),
                 ]
                 end = await supervisor.run()
                 for task in following:
                     task.cancel()
         if end.state is RunState.FAILED and (place := folder.moved_to()):
-            # A process may notice first; it sees files that are missing, and not why.
-            end = End(FAILED, moved_away(folder, place))
+            # A process may fail first, because its files are missing.
+            end = RunEnd(FAILED, moved_away(folder, place))
         return sampler, end
 
     @contextmanager
-    def _named(self, mark: str) -> Iterator[None]:
-        """Has the name of its share, if it has one, until none of its processes is left."""
+    def _claimed_name(self, mark: str) -> Iterator[None]:
+        """Hold the pipeline's name, if the run has a share, until none of its processes is left."""
         share = self._order.share
         if share is None:
             yield
             return
         config = self._order.config
         runs, owns_engines = config.run_folder().parent, not config.engine.urls
-        run = claim_of(share, mark, runs, owns_engines=owns_engines)
-        take(share, run)
+        run = new_claim(share, mark, runs, owns_engines=owns_engines)
+        claim_name(share, run)
         try:
             yield
         finally:
-            if fault := give_back(share, run):
-                with unread():
+            if fault := release_name(share, run):
+                with ignore_closed_output():
                     self._console.print(fault, markup=False)
 
-    async def _watch(self, scene: Scene, screen: Screen, folder: RunFolder) -> None:
+    async def _show_progress(self, data: ScreenData, screen: Screen, folder: RunFolder) -> None:
         metrics, num_restarts = Tail(folder.path / "metrics.jsonl"), 0
-        recoveries, complaints = Recoveries(folder.path), Complaints(folder)
+        recoveries, errors = RecoveryTail(folder.path), ErrorTail(folder)
         failures = RolloutFailures(folder.logs)
         while True:
-            if (place := folder.moved_to()) and scene.supervisor.machine.end is None:
-                scene.supervisor.abort(moved_away(folder, place))
-            failed = failures.new(scene.sampler.last)
-            for note in (*recoveries.new(), *complaints.new(), *failed):
-                scene.supervisor.note(note)
+            if (place := folder.moved_to()) and data.supervisor.machine.end is None:
+                data.supervisor.abort(moved_away(folder, place))
+            failed = failures.new(data.sampler.last)
+            for note in (*recoveries.new(), *errors.new(), *failed):
+                data.supervisor.note(note)
             lines = metrics.read()
             if metrics.num_restarts > num_restarts:
                 num_restarts = metrics.num_restarts
-                scene.progress.start_over()
-            scene.progress.add(line.data for line in lines)
-            screen.look(self._elapsed_s())
-            await asyncio.sleep(LOOK_S)
+                data.progress.start_over()
+            data.progress.add(line.data for line in lines)
+            screen.refresh(self._elapsed_s())
+            await asyncio.sleep(REFRESH_S)
 
-    def _sum_up(self, end: End, folder: RunFolder, sampler: Sampler) -> None:
+    def _sum_up(self, end: RunEnd, folder: RunFolder, sampler: TelemetrySampler) -> None:
         wall_s = round(self._elapsed_s(), 1)
         summary = folder.end(end.state, end.cause, wall_s=wall_s, peak_rss_mb=sampler.peak_rss_mb)
         if end.code == USAGE:
             raise UserError(end.reason)
-        with unread():
+        with ignore_closed_output():
             self._show(end, summary, folder)
 
-    def _show(self, end: End, summary: dict[str, Any], folder: RunFolder) -> None:
+    def _show(self, end: RunEnd, summary: dict[str, Any], folder: RunFolder) -> None:
         self._console.print(summary_table(summary))
         if folder.fault:
             self._console.print(folder.fault, markup=False)
         for line in end_lines(summary, folder):
             self._console.print(line)
 
-    def _say(self, line: str) -> None:
-        with unread():
+    def _print(self, line: str) -> None:
+        with ignore_closed_output():
             self._console.print(line, markup=False)
 
     def _elapsed_s(self) -> float:
@@ -196,19 +196,101 @@ class Run:
 
 
 def moved_away(folder: RunFolder, place: str) -> str:
-    """Why a run ends whose folder was moved: its processes would write to both places."""
+    """Return why a run ends whose folder was moved: its processes would write to both places."""
     name = Path(place)
     where = f"--set run.folder={shlex.quote(str(name.parent))} --set run.name={name.name}"
     return f"{folder.path} was moved to {place} while it ran; nothing is lost: --resume {where}"
 
 
 def end_lines(summary: dict[str, Any], folder: RunFolder) -> Iterator[Text]:
-    """The last lines on the terminal: the end, its cause, the files, how to resume."""
+    """Yield the last lines on the terminal: the end, its cause, the files, how to resume."""
     state = RunState(summary["ended"])
     cause = summary.get("cause", "")
-    yield Text(f"the run {WORDS[state]}{cause and f': {cause}'}", style=STATE_STYLES[state])
+    yield Text(f"the run {END_TEXT[state]}{cause and f': {cause}'}", style=STATE_STYLES[state])
     if state is RunState.FAILED:
-        yield Text(f"its processes' logs: {folder.logs}")
-    yield Text(f"left in {folder.path}")
+        yield Text(f"logs: {folder.logs}")
+    yield Text(f"files: {folder.path}")
     if resume := summary.get("resume"):
-        yield Text(f"to resume it: {resume}")
+        yield Text(f"to resume: {resume}")
+
+
+START_POLL_S = 0.05
+ROUTER = "router"
+
+
+class ServingMesh:
+    """A mesh without a trainer, for the time of an `async with` block.
+
+        async with ServingMesh(config) as mesh:
+            ... mesh.router ...          # the router's address
+            await mesh.end               # why it ended, if it did by itself
+
+    - Inside the block every process is ready, or the mesh has ended; after it none is left.
+    - The first SIGINT or SIGTERM ends the mesh, which `end` reports.
+    """
+
+    def __init__(self, config: Config, resume_command: str = "", *, has_keys: bool = True) -> None:
+        """`config` has been checked; an older run folder of its name is moved aside."""
+        self.end: asyncio.Task[RunEnd]
+        """Done when the mesh has ended, by itself or by a signal."""
+        self.folder: RunFolder
+        self._config = config
+        self._resume_command = resume_command
+        self._has_keys = has_keys
+        self.keys: Path | None = None
+        """The key folder of its run, if it has one."""
+        self._supervisor: Supervisor
+        self._end_state: RunState | None = None
+        """The state of the run, once the block has been left while the mesh served."""
+        self._cause = ""
+
+    @property
+    def router(self) -> str:
+        """The router's address."""
+        return self._supervisor.ready[ROUTER].address
+
+    async def __aenter__(self) -> Self:
+        """Start, and wait until all processes are ready or the mesh has ended."""
+        config = self._config
+        settings = ("--config", str(config_path(config)))
+        plans = plan_serving(config, settings, router_options=("--fixed-weights",))
+        mesh = open_mesh(plans)
+        self.folder = RunFolder(config, resume_command=self._resume_command)
+        setup("launch", self.folder.path, on_console=False)
+        self.keys = make_run_keys(self.folder.path, plans) if self._has_keys else None
+        clock = SystemClock()
+        self._supervisor = Supervisor(mesh, config.launch, self.folder, clock, self.keys)
+        self.end = asyncio.create_task(self._run(), name="mesh")
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self.__aexit__)
+            await self._wait_until_ready()
+            undo.pop_all()
+        return self
+
+    async def _run(self) -> RunEnd:
+        """Run the mesh with telemetry, and record its end in the folder."""
+        sampler = TelemetrySampler(self._supervisor, self.folder, SystemClock())
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(sampler.follow(), name="sampler")
+            end = await self._supervisor.run()
+            following.cancel()
+        self.folder.end(self._end_state or end.state, self._cause or end.cause)
+        return end
+
+    async def _wait_until_ready(self) -> None:
+        """Return once all processes are ready, or the mesh has ended."""
+        machine = self._supervisor.machine
+        while machine.state is not MeshState.RUNNING and not self.end.done():
+            await asyncio.wait([self.end], timeout=START_POLL_S)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        _: object = None,
+    ) -> None:
+        if not self.end.done():
+            self._end_state = RunState.FAILED if kind else RunState.DONE
+            self._cause = f"{kind.__name__}: {error}" if kind else ""
+            self._supervisor.stop()
+        await self.end

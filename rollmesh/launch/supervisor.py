@@ -1,9 +1,9 @@
-"""Runs the supervision machine against real processes.
+"""The supervision machine, run on real processes.
 
-Owns the children's tasks, the listening sockets and the addresses that children learn from each
-other. Invariants: it decides nothing, the machine does; when `run` returns, no process that the
-run started, or that those started, is left; a warden sees to that should we be killed first. Driven
-by `run`, on the main thread.
+- It decides nothing; the machine does.
+- When `run` returns, no process that the run started, or that those started, is left; an orphan
+  reaper ensures that if launch is killed.
+- It runs on the main thread.
 """
 
 import asyncio
@@ -19,47 +19,83 @@ from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import FAILED, Ready, http_address, listen
 from rollmesh.core.warden import guard, new_mark, sweep_memory
-from rollmesh.launch.child import ChildProcess, Hooks
+from rollmesh.launch.child import (
+    ChildCallbacks,
+    ChildProcess,
+    become_subreaper,
+    kill_descendants,
+    reap_orphans,
+)
 from rollmesh.launch.folder import RunFolder
-from rollmesh.launch.herald import Herald
-from rollmesh.launch.keys import key_variables
+from rollmesh.launch.keys import key_variables, keys_of
 from rollmesh.launch.machine import (
-    Aborted,
     Action,
-    Beaten,
-    End,
+    ChildExited,
+    ChildReady,
     Event,
-    Exited,
-    Kill,
+    HeartbeatReceived,
+    KillChild,
     MeshState,
-    Note,
-    Release,
-    Reported,
-    Start,
-    StopAsked,
-    Supervision,
-    Tell,
-    TellRouter,
-    Ticked,
+    Notice,
+    NotifyRouter,
+    ReleaseGate,
+    RunAborted,
+    RunEnd,
+    StartChild,
+    StopRequested,
+    SupervisionMachine,
+    TerminateChild,
+    TimePassed,
 )
 from rollmesh.launch.plan import ChildPlan, fill
-from rollmesh.launch.reaper import become_subreaper, bury_orphans, kill_descendants
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.keys import Role
 from rollmesh.wire.messages import WorkerExited
+from rollmesh.wire.sockets import Dialer
 
 log = get_logger()
+
+
+class ExitNotifier:
+    """Reports a worker's exit to the router.
+
+    - It never blocks. A message that is lost with a router is not repeated: the next router learns
+      from the workers which of them run.
+    - It connects on first use; a restarted router has the same address.
+    """
+
+    def __init__(self, keys: Path | None = None) -> None:
+        """`keys` is the run's key folder, if it has one."""
+        self._dialer: Dialer | None = None
+        self._keys = keys
+
+    def notify(self, router: str, exited: WorkerExited) -> None:
+        """Send the message to the router at this address."""
+        if self._dialer is None:
+            self._dialer = Dialer(
+                router, f"launch.{os.getpid()}", keys_of(self._keys, Role.OPERATOR)
+            )
+        if not self._dialer.send(Packet(exited)):
+            log.warning("exit.report_lost", worker_id=exited.worker_id, cause=exited.cause)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._dialer:
+            self._dialer.close()
+
 
 TICK_S = 0.1
 MAX_NOTES = 100
 
 
-class Mesh(NamedTuple):
-    """What is to run."""
+class MeshPlan(NamedTuple):
+    """The processes to run and their listening sockets."""
 
     plans: list[ChildPlan]
     sockets: dict[str, socket.socket]
     """By role: the sockets that the plans ask for."""
     mark: str
-    """What its processes carry, and no others."""
+    """The mark that its processes carry, and no others."""
 
 
 class Supervisor:
@@ -67,55 +103,55 @@ class Supervisor:
 
     def __init__(
         self,
-        mesh: "Mesh",
+        mesh: "MeshPlan",
         settings: LaunchConfig,
         folder: RunFolder,
         clock: Clock,
         keys: Path | None = None,
     ) -> None:
         """`keys` is the run's key folder, if it has one."""
-        self.machine = Supervision(mesh.plans, settings)
+        self.machine = SupervisionMachine(mesh.plans, settings)
         self.ready: dict[str, Ready] = {}
-        """What each child reported last."""
+        """The last report of each child."""
         self.notes: list[str] = []
-        """For people, oldest first; the last MAX_NOTES."""
+        """Lines for the user, oldest first; the last MAX_NOTES."""
         self.num_notes = 0
-        """All that there were."""
+        """The number of all lines so far."""
         self._plans = {plan.role: plan for plan in mesh.plans}
         self._folder = folder
         self._clock = clock
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._processes: dict[str, ChildProcess] = {}
         self._keys = keys
-        self._herald = Herald(keys)
+        self._exit_notifier = ExitNotifier(keys)
         self._mark = mesh.mark
         self._num_started = 0
         self._sockets = mesh.sockets
         self._addresses = {role: http_address(each) for role, each in self._sockets.items()}
 
     def pids(self) -> dict[str, int]:
-        """The processes that run now, by role, launch included."""
+        """Return the running processes by role, launch included."""
         children = {role: each.pid for role, each in self._processes.items() if each.pid}
         return {"launch": os.getpid(), **children}
 
     def stop(self) -> None:
-        """End the run in order; asked again, at once."""
-        self._events.put_nowait(StopAsked())
+        """Stop the run in order; a second call kills."""
+        self._events.put_nowait(StopRequested())
 
     def abort(self, reason: str) -> None:
-        """End the run at once, as failed for this reason."""
-        self._events.put_nowait(Aborted(reason))
+        """Kill the run, as failed for this reason."""
+        self._events.put_nowait(RunAborted(reason))
 
     def note(self, line: str) -> None:
-        """Something that people should know."""
+        """Show a line to the user."""
         self.notes = [*self.notes[1 - MAX_NOTES :], line]
         self.num_notes += 1
 
-    async def run(self) -> End:
-        """Start, watch, stop; why it ended."""
+    async def run(self) -> RunEnd:
+        """Start, supervise and stop the children; return why the run ended."""
         become_subreaper()
         guard(self._mark)
-        sweep_memory()  # of earlier runs that were killed together with their warden
+        sweep_memory()  # of earlier runs that were killed together with their orphan reaper
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
@@ -124,16 +160,16 @@ class Supervisor:
             async with asyncio.TaskGroup() as tasks:
                 await self._watch(tasks)
         finally:
-            self._herald.close()
+            self._exit_notifier.close()
             kill_descendants()
-            bury_orphans(own=set())
+            reap_orphans(own=set())
             for each in self._sockets.values():
                 each.close()
         assert self.machine.end is not None
         return self.machine.end
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
-        event: Event = Ticked()
+        event: Event = TimePassed()
         while True:
             for action in self.machine.step(event, self._clock.now_s()):
                 self._do(action, tasks)
@@ -145,11 +181,11 @@ class Supervisor:
         try:
             return await asyncio.wait_for(self._events.get(), TICK_S)
         except TimeoutError:
-            return Ticked()
+            return TimePassed()
 
     def _do(self, action: Action, tasks: asyncio.TaskGroup) -> None:
         match action:
-            case Start(role):
+            case StartChild(role):
                 plan = self._plans[role]
                 again = plan.again if role in self.ready else ()
                 argv = fill((*plan.argv, *again), self._addresses)
@@ -159,27 +195,27 @@ class Supervisor:
                     plan, argv, self._folder.logs, mark, key_variables(plan, self._keys)
                 )
                 tasks.create_task(self._child(plan), name=role)
-            case Release(role):
+            case ReleaseGate(role):
                 self._processes[role].release()
-            case Tell(role):
-                self._processes[role].tell()
-            case Kill(role):
+            case TerminateChild(role):
+                self._processes[role].terminate()
+            case KillChild(role):
                 self._processes[role].kill()
-            case TellRouter(role, pid, cause):
+            case NotifyRouter(role, pid, cause):
                 if router := self.ready.get("router"):
-                    self._herald.tell(router.address, WorkerExited(role, pid, cause))
-            case Note(line):
+                    self._exit_notifier.notify(router.address, WorkerExited(role, pid, cause))
+            case Notice(line):
                 self.note(line)
                 log.warning("child.died", line=line)
 
     async def _child(self, plan: ChildPlan) -> None:
-        """The life of one process."""
+        """Run one child process and report its exit."""
         process = self._processes[plan.role]
-        hooks = Hooks(self._on_start, self._on_ready, self._on_beat)
+        hooks = ChildCallbacks(self._on_start, self._on_ready, self._on_heartbeat)
         try:
             exited = await process.run(self._sockets.get(plan.role), hooks)
-        except OSError as error:  # no process, memory, descriptor or disk is left for it
-            exited = Exited(plan.role, FAILED, f"it could not be started: {error}")
+        except OSError as error:  # no process, memory, descriptor or disk space is left for it
+            exited = ChildExited(plan.role, FAILED, f"it could not be started: {error}")
         log.info("child.exited", child=plan.role, code=exited.code, line=exited.last_line)
         self._events.put_nowait(exited)
 
@@ -192,17 +228,19 @@ class Supervisor:
         self.ready[process.role] = ready
         self._folder.add_address(ready)
         self._addresses[process.role] = ready.address
-        self._events.put_nowait(Reported(process.role))
+        self._events.put_nowait(ChildReady(process.role))
 
-    def _on_beat(self, process: ChildProcess) -> None:
-        self._events.put_nowait(Beaten(process.role))
+    def _on_heartbeat(self, process: ChildProcess) -> None:
+        self._events.put_nowait(HeartbeatReceived(process.role))
 
 
-def open_mesh(plans: list[ChildPlan], mark: str = "") -> Mesh:
-    """Listen where the plans want it; AddressError naming the setting, before anything starts.
+def open_mesh(plans: list[ChildPlan], mark: str = "") -> MeshPlan:
+    """Open the plans' listening sockets; raise AddressError naming the setting before anything
+    starts.
 
-    `mark` is nobody's yet; '' makes one."""
-    mesh = Mesh(plans, {}, mark or new_mark("launch"))
+    `mark` must be unique; '' makes one.
+    """
+    mesh = MeshPlan(plans, {}, mark or new_mark("launch"))
     for plan in plans:
         if not plan.bind:
             continue

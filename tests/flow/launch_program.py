@@ -16,15 +16,15 @@ from rollmesh.core.config import Config, load_config
 from rollmesh.core.logs import setup
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.plan import ChildPlan
-from rollmesh.launch.sampler import Sampler
 from rollmesh.launch.supervisor import Supervisor, open_mesh
+from rollmesh.launch.telemetry import TelemetrySampler
 
 
 async def main(config: Config, plans: list[ChildPlan]) -> None:
     run_folder, clock = RunFolder(config), SystemClock()
     setup("launch", run_folder.path, on_console=False)
     supervisor = Supervisor(open_mesh(plans), config.launch, run_folder, clock)
-    sampler = Sampler(supervisor, run_folder, clock)
+    sampler = TelemetrySampler(supervisor, run_folder, clock)
     sampling = asyncio.create_task(sampler.follow())
     end = await supervisor.run()
     sampling.cancel()

@@ -132,7 +132,7 @@ def test_a_users_mistake_in_a_child_ends_the_run_with_its_line(mesh: Mesh) -> No
 def test_a_fault_in_a_child_ends_the_run_with_its_last_line(mesh: Mesh) -> None:
     mesh.add("router", "breaks", OnDeath.END)
     mesh.start()
-    reason = "router ended with code 1: ValueError: it broke"
+    reason = "router exited with code 1: ValueError: it broke"
     assert mesh.result()["end"] == {"code": 1, "reason": reason}
     assert (mesh.folder / "logs" / "router.out").read_text().endswith("it broke\n")
     record = read_record(mesh.folder)
@@ -145,7 +145,7 @@ def test_a_program_that_cannot_be_started_ends_the_run_with_its_reason(mesh: Mes
     mesh.add_plan(ChildPlan(role="engine", argv=("/no/such/program",), on_death=OnDeath.END))
     mesh.start()
     reason = mesh.result()["end"]["reason"]
-    assert reason.startswith("engine ended with code 1: it could not be started: [Errno 2]")
+    assert reason.startswith("engine exited with code 1: it could not be started: [Errno 2]")
 
 
 def test_a_run_whose_folder_is_removed_ends_in_order(mesh: Mesh) -> None:
@@ -168,7 +168,7 @@ def test_a_killed_worker_is_started_again(mesh: Mesh) -> None:
     assert mesh.pids()["worker"] != first
     mesh.signal(signal.SIGTERM)
     told = mesh.result()
-    assert told["notes"] == ["worker was ended by signal 9; started again in 0.5 s"]
+    assert told["notes"] == ["worker was killed by signal 9; restart in 0.5 s"]
     assert told["end"]["code"] == 130
 
 
@@ -184,8 +184,8 @@ def test_a_suspended_process_is_killed_and_started_again_and_a_busy_one_is_not(m
     assert mesh.pids()["trainer"] == first["trainer"]
     mesh.signal(signal.SIGTERM)
     shown, killed = mesh.result()["notes"]
-    assert shown.startswith("router has not answered for ")
-    assert killed == "router was killed: no heartbeat for 15 s; started again in 0.5 s"
+    assert shown.startswith("router has not responded for ")
+    assert killed == "router was killed: no heartbeat for 15 s; restart in 0.5 s"
 
 
 def test_want_of_memory_is_told_as_the_cause(mesh: Mesh) -> None:
@@ -194,7 +194,7 @@ def test_want_of_memory_is_told_as_the_cause(mesh: Mesh) -> None:
     assert mesh.next_line() == "worker"
     mesh.signal(signal.SIGTERM)
     note = mesh.result()["notes"][0]
-    assert note == "worker ran out of memory: MemoryError; started again in 0.5 s"
+    assert note == "worker ran out of memory: MemoryError; restart in 0.5 s"
 
 
 def test_the_next_process_of_a_role_is_told_the_address_of_the_last(mesh: Mesh) -> None:

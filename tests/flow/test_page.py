@@ -180,7 +180,7 @@ def test_the_page_shows_the_curve_and_follows_the_run(
 def test_a_failed_run_is_shown_with_its_cause_and_how_to_resume_it(
     browser: webdriver.Chrome, address: str, run: FakeRun
 ) -> None:
-    cause, resume = "router ended with code 1: boom", "rollmesh up mesh.toml --resume"
+    cause, resume = "router exited with code 1: boom", "rollmesh up mesh.toml --resume"
     run.finish(RunRecord(state=RunState.FAILED, cause=cause, resume=resume))
     browser.get(address)
     wait(browser, lambda _: text_of(browser, "#phase") == "failed")
@@ -324,8 +324,8 @@ def test_the_page_of_a_running_demo_shows_it_learn(
     """Its picture is kept where ROLLMESH_SCREENSHOT says, for the README."""
     with start(tmp_path, **{"trainer.num_steps": 10_000}) as demo:
         assert demo.stdout
-        line = next(line for line in demo.stdout if line.startswith("the page: "))
-        browser.get(line.removeprefix("the page: ").strip())
+        line = next(line for line in demo.stdout if line.startswith("dashboard: "))
+        browser.get(line.removeprefix("dashboard: ").strip())
         wait(browser, lambda _: all_of(browser, "#rollout-list button"))
         wait(browser, lambda _: int(browser.execute_script(DRAWN_PIXELS)) > 1000)
         all_of(browser, "#rollout-list button")[0].send_keys(Keys.ENTER)

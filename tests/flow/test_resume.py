@@ -59,7 +59,7 @@ def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path
     with start(tmp_path, "--resume", **settings) as process:
         code, out = ended(process)
     assert code == 0, out
-    assert "the trainer goes on from savepoint" in out
+    assert "the trainer resumes from checkpoint" in out
     check_whole(run, num_steps)
     with start(tmp_path, "--resume", **settings) as process:
         assert ended(process)[0] == 2, "there is nothing to go on with"

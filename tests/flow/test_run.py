@@ -187,7 +187,7 @@ def test_a_run_that_loses_its_processes_loses_no_rollout(ended: Path, tmp_path: 
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     for role in blows.values():
-        assert f"{role} was ended by signal 9; started again in 0.5 s" in out
+        assert f"{role} was killed by signal 9; restart in 0.5 s" in out
     summary = read(run / "summary.json")
     assert (summary["num_steps"], summary["num_lost"]) == (40, 0)
 
@@ -264,7 +264,7 @@ def test_a_run_reaches_its_goal_though_its_processes_get_signals_that_launch_did
         events.close()
         out, _ = process.communicate(timeout=150)
     assert process.returncode == 0, out
-    stopped = "was stopped by a signal that launch did not send; started again in"
+    stopped = "was stopped by a signal that launch did not send; restart in"
     assert out.count(f"trainer {stopped}") == 2
     for role in ("worker-0", "worker-1"):
         assert f"{role} {stopped} 0.5 s" in out

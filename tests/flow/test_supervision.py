@@ -112,7 +112,7 @@ async def test_a_drained_worker_finishes_what_it_runs_and_is_not_started_again(
     assert isinstance(finished, Finished)
     assert finished.worker_id != busy
     end = await asyncio.to_thread(mesh.end)
-    assert end["notes"] == [f"{busy} was drained and is not started again"]
+    assert end["notes"] == [f"{busy} was drained and is not restarted"]
 
 
 async def test_a_killed_worker_is_noticed_at_once_and_its_group_runs_elsewhere(
@@ -195,8 +195,8 @@ async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
         assert isinstance(dropped, Dropped)
         assert dropped.reason == f"env_failed: worker-0 ended before it served {env}: {cause}"
         out, _ = await asyncio.to_thread(mesh.process.communicate, None, WITHIN_S)
-        how = "worker-0 was ended by signal 11 while it loaded env = poisoned:Poisoned"
-        reason = f"{how}, the death number 4 within a minute"
+        how = "worker-0 was killed by signal 11 while loading env = poisoned:Poisoned"
+        reason = f"{how}, death 4 within a minute"
         assert msgspec.json.decode(out)["end"] == {"code": 1, "reason": reason}
     finally:
         mesh.close()

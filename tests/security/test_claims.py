@@ -11,7 +11,7 @@ from rollmesh.core.claimed import FOLDER
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.share import Share
 from rollmesh.core.warden import new_mark
-from rollmesh.launch.claim import claim_of, take
+from rollmesh.launch.pipeline import claim_name, new_claim
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import RunClaim
 from tests.security.strangers import STRANGER, as_root
@@ -33,7 +33,7 @@ def next_run(claim: RunClaim, runs: Path) -> None:
     """`rollmesh up` takes the name `math`, which the scheduler reports as claimed by `claim`."""
     with fleet(run=claim) as address:
         share = Share(address, "math")
-        take(share, claim_of(share, new_mark("test"), runs, owns_engines=True))
+        claim_name(share, new_claim(share, new_mark("test"), runs, owns_engines=True))
 
 
 def is_running(run: ClaimedRun) -> bool:
@@ -66,18 +66,18 @@ def test_a_record_that_a_stranger_wrote_ends_nothing(other: ClaimedRun, tmp_path
     record.chmod(0o600)
     os.chown(record, STRANGER, STRANGER)
     forged = msgspec.structs.replace(other.claim, run_id="run-forged", record=str(record))
-    with pytest.raises(ConfigError, match="is another user's; once nothing of it is left"):
+    with pytest.raises(ConfigError, match="belongs to another user; once none of its processes is left"):
         next_run(forged, tmp_path)
     assert is_running(other)
     assert record.exists()
 
 
 def test_the_mark_of_a_run_is_in_a_file_of_its_owner_and_in_no_message(tmp_path: Path) -> None:
-    heard: list[AnyMessage] = []
-    with fleet(heard=heard) as address:
+    received: list[AnyMessage] = []
+    with fleet(received=received) as address:
         share, mark = Share(address, "math"), new_mark("test")
-        take(share, run := claim_of(share, mark, tmp_path, owns_engines=True))
-    assert mark not in repr(heard)
+        claim_name(share, run := new_claim(share, mark, tmp_path, owns_engines=True))
+    assert mark not in repr(received)
     assert mark in Path(run.record).read_text()
     assert Path(run.record).stat().st_mode & 0o777 == 0o600
     assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700

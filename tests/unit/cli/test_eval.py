@@ -9,7 +9,7 @@ from rollmesh.cli.eval import arguments, conclude, main, open_folder, order_of
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, OK
 from rollmesh.core.types import FieldPolicy
-from rollmesh.launch.machine import End
+from rollmesh.launch.machine import RunEnd
 from rollmesh.serve.client import evaluation
 from rollmesh.serve.client.evaluation_files import RESULTS, Row
 
@@ -121,7 +121,7 @@ def test_an_evaluation_whose_rollouts_all_failed_ends_with_code_1_and_a_line(
         )
         with (Path(out) / RESULTS).open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
-    assert conclude(order, End(OK, "done")) == code
+    assert conclude(order, RunEnd(OK, "done")) == code
     told = capsys.readouterr().err
     assert told.count("\n") == (code != OK)
     if outcomes and code == FAILED:

@@ -62,7 +62,7 @@ def test_table_has_the_figures_and_what_failed(
     assert {"tokens per rollout 7.00", "turns per rollout 3.00", "truncated 1"} <= set(lines)
     at = lines.index("failed: 1 x infra_error")
     assert lines[at + 1] == "1 x no engine [is] :READY:; task b"
-    assert lines[-1] == " ".join(f"left in {tmp_path}".split())
+    assert lines[-1] == " ".join(f"files: {tmp_path}".split())
 
 
 def test_json_alone_goes_to_stdout_and_to_the_folder(

@@ -95,7 +95,7 @@ def test_a_living_launch_that_cannot_write_telemetry_is_running(run: FakeRun) ->
     [
         ({"ended": "done"}, "done", ""),
         ({"ended": "stopped"}, "stopped", ""),
-        ({"ended": "router ended with code 1"}, "failed", "router ended with code 1"),
+        ({"ended": "router exited with code 1"}, "failed", "router exited with code 1"),
     ],
 )
 def test_a_run_from_before_there_was_a_state_file_is_read_by_its_summary(
@@ -111,14 +111,14 @@ def test_a_run_from_before_there_was_a_state_file_is_read_by_its_summary(
 def test_a_run_that_ended_before_it_was_done_is_never_called_finished(
     run: FakeRun, state: RunState
 ) -> None:
-    cause = "router ended with code 1" if state is RunState.FAILED else ""
+    cause = "router exited with code 1" if state is RunState.FAILED else ""
     run.finish(RunRecord(state=state, cause=cause, resume="rollmesh up --resume"))
     standing = look(run)
     assert standing.run
     assert (standing.run.phase, standing.run.cause) == (state, cause)
     lines = painted(standing).splitlines()
     assert lines[0] == f"demo: {state}, step 12 of 60"
-    assert "to resume it: rollmesh up --resume" in lines
+    assert "to resume: rollmesh up --resume" in lines
     assert (f"cause: {cause}" in lines) == bool(cause)
 
 

@@ -100,9 +100,9 @@ def test_the_state_follows_the_newest_line_of_either_file() -> None:
 def test_the_head_says_why_a_run_ended_and_how_to_resume_it() -> None:
     view = RunView()
     resume = "rollmesh up --resume"
-    view.record = RunRecord(state=RunState.FAILED, cause="router ended with code 1", resume=resume)
+    view.record = RunRecord(state=RunState.FAILED, cause="router exited with code 1", resume=resume)
     head = view.head(0.0)
-    assert (head["phase"], head["cause"]) == ("failed", "router ended with code 1")
+    assert (head["phase"], head["cause"]) == ("failed", "router exited with code 1")
     assert head["resume"] == resume
 
 

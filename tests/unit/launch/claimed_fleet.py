@@ -1,7 +1,4 @@
-"""A scheduler that has one pipeline, as launch sees it: told by the real machine's own words.
-
-Owns a thread that answers at a socket of its own. Driven by tests of what launch asks.
-"""
+"""A fake scheduler with one pipeline, which answers with the real service's views."""
 
 import threading
 from collections.abc import Iterator
@@ -31,18 +28,18 @@ SPEC = PipelineSpec(
 @contextmanager
 def fleet(
     phase: PipelinePhase = PipelinePhase.ADMITTED,
-    heard: list[AnyMessage] | None = None,
+    received: list[AnyMessage] | None = None,
     error: str = "",
     num_driven: int = 0,
     run: RunClaim | None = None,
     num_registered: int = 0,
     bind: str = "tcp://127.0.0.1:0",
 ) -> Iterator[str]:
-    """Yield its address. It answers claims with this error, and puts each message into `heard`;
+    """Yield its address. It answers claims with `error` and appends each message to `received`;
     `run` has the pipeline's name, and `num_driven` looks show a coordinator of it. The first
     `num_registered` looks show the pipeline registered and not admitted."""
-    heard = [] if heard is None else heard
     state = FleetState()
+    received = [] if received is None else received
     state.add_pipeline(SPEC).phase = phase
     runs = {"math": run} if run else {}
     hub, is_over = Hub(bind), threading.Event()
@@ -52,17 +49,17 @@ def fleet(
         while not is_over.is_set():
             wait([hub], None, 0.05)
             for route, packet in hub.receive():
-                heard.append(packet.message)
+                received.append(packet.message)
                 match packet.message:
                     case ReadScheduler(key, pipeline_id):
-                        num_looks = sum(isinstance(each, ReadScheduler) for each in heard)
+                        num_looks = sum(isinstance(each, ReadScheduler) for each in received)
                         is_early = num_looks <= num_registered
                         early = PipelinePhase.REGISTERED if is_early else phase
                         state.pipelines["math"].phase = early
                         known = Known(driven=next(looks, frozenset()), runs=runs)
-                        told = view(state, known, pipeline_id)
-                        answer = SchedulerAnswered(key, not told.error, told.error)
-                        hub.send(route, Packet(answer, body=msgspec.json.encode(told)))
+                        state_view = view(state, known, pipeline_id)
+                        answer = SchedulerAnswered(key, not state_view.error, state_view.error)
+                        hub.send(route, Packet(answer, body=msgspec.json.encode(state_view)))
                     case ClaimPipeline(key):
                         hub.send(route, Packet(SchedulerAnswered(key, not error, error)))
 

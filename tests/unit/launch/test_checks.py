@@ -1,4 +1,4 @@
-"""Mistakes are told before anything starts, with the setting's name."""
+"""A mistake is reported before anything starts, with the name of the setting."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

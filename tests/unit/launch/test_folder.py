@@ -122,8 +122,8 @@ def test_what_is_written_follows_a_folder_that_was_moved(config: Config, tmp_pat
     RunFolder(config)  # another run has its place now
     assert folder.moved_to() == str(tmp_path / "moved")
     folder.end(RunState.FAILED, "it was moved")
-    told = [read_record(tmp_path / name) for name in ("demo", "moved")]
-    assert [each and each.state for each in told] == [RunState.RUNNING, RunState.FAILED]
+    records = [read_record(tmp_path / name) for name in ("demo", "moved")]
+    assert [each and each.state for each in records] == [RunState.RUNNING, RunState.FAILED]
     shutil.rmtree(tmp_path / "moved")
     assert folder.moved_to() == "", "it was removed"
 
@@ -157,7 +157,7 @@ def test_a_run_that_goes_on_leaves_the_settings_it_goes_on_with(config: Config) 
 def test_there_must_be_a_run_to_go_on_with(config: Config, has_folder: bool) -> None:
     if has_folder:
         config.run_folder().mkdir()
-    with pytest.raises(ConfigError, match=r"demo: no run to go on with; begin one without"):
+    with pytest.raises(ConfigError, match=r"demo: no run to resume; start one without"):
         resumed(config)
     assert config.run_folder().exists() == has_folder
 
@@ -176,12 +176,12 @@ def test_how_a_run_ended_is_in_its_state_and_its_summary(config: Config) -> None
     assert record
     assert (record.state, record.is_alive()) == (RunState.RUNNING, True)
     (folder.path / SUMMARY).write_text('{"num_steps": 7}')
-    cause, resume = "router ended with code 1", "rollmesh up --resume"
+    cause, resume = "router exited with code 1", "rollmesh up --resume"
     failed = {"num_steps": 7, "ended": "failed", "cause": cause, "resume": resume, "wall_s": 2.5}
     assert folder.end(RunState.FAILED, cause, wall_s=2.5) == failed
     assert read_summary(folder.path / SUMMARY) == failed
-    told = status_of(read_record(folder.path), None, 0.0)
-    assert told == RunStatus(RunState.FAILED, cause, resume)
+    records = status_of(read_record(folder.path), None, 0.0)
+    assert records == RunStatus(RunState.FAILED, cause, resume)
 
 
 def test_a_run_that_is_done_has_nothing_to_resume(config: Config) -> None:
@@ -198,7 +198,9 @@ def test_a_run_that_is_resumed_runs_again(config: Config) -> None:
 
 def test_a_folder_has_one_launch_at_a_time(config: Config) -> None:
     folder = RunFolder(config)
-    with pytest.raises(ConfigError, match=r"demo: another process runs this; end that first"):
+    with pytest.raises(
+        ConfigError, match=r"demo: another process is using this folder"
+    ):
         resumed(config)
     del folder
     resumed(config)
@@ -212,7 +214,9 @@ def test_an_evaluation_that_goes_on_is_not_moved_aside_by_whoever_names_its_fold
     held = config.run_folder() / inside
     held.mkdir(parents=True)
     lock = locked(held)
-    with pytest.raises(ConfigError, match=r"demo: another process runs this; end that first"):
+    with pytest.raises(
+        ConfigError, match=r"demo: another process is using this folder"
+    ):
         RunFolder(config)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
     os.close(lock)
@@ -234,7 +238,9 @@ def test_a_run_was_cut_off_unless_it_is_done_or_was_stopped(config: Config) -> N
 
 def test_a_run_that_goes_on_is_not_moved_aside(config: Config, tmp_path: Path) -> None:
     folder = RunFolder(config)
-    with pytest.raises(ConfigError, match=r"demo: another process runs this; end that first"):
+    with pytest.raises(
+        ConfigError, match=r"demo: another process is using this folder"
+    ):
         RunFolder(config)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
     assert load_config(config_path(config)) == config

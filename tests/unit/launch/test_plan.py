@@ -1,18 +1,24 @@
-"""The plan names the right processes, with the right words."""
+"""The plan names the right processes with the right arguments."""
 
 from pathlib import Path
 
 import pytest
 
-from rollmesh.core.config import Config, DashboardConfig, EngineConfig, ModelConfig, WorkerConfig
+from rollmesh.core.config import (
+    Config,
+    DashboardConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    WorkerConfig,
+)
 from rollmesh.core.share import Share
-from rollmesh.launch.earlier import Earlier
-from rollmesh.launch.plan import ChildPlan, OnDeath, fill, plan_mesh
+from rollmesh.launch.plan import ChildPlan, OnDeath, StartWeights, fill, plan_mesh, start_weights
 
 CONFIG = Config(model=ModelConfig(path="some/model"), worker=WorkerConfig(num_workers=3))
 PATH = Path("runs/mesh/config.json")
 SHARE = Share("tcp://h:7070", "math")
-EARLIER = Earlier(Path("some/model"))
+EARLIER = StartWeights(Path("some/model"))
 
 
 def by_role(plans: list[ChildPlan]) -> dict[str, ChildPlan]:
@@ -71,8 +77,8 @@ def test_on_a_shared_fleet_a_coordinator_comes_before_the_trainer() -> None:
     assert (coordinator.needs, trainer.gate) == (("router",), ("coordinator",))
     words = " ".join(coordinator.argv)
     assert "coordinator --config runs/mesh/config.json" in words
-    for told in (words, " ".join(trainer.argv)):
-        assert " --scheduler tcp://h:7070 --pipeline math" in told
+    for text in (words, " ".join(trainer.argv)):
+        assert " --scheduler tcp://h:7070 --pipeline math" in text
     assert coordinator.argv[-2:] == ("--weights", "runs/mesh/weights")
     assert all("--asleep" in plans[role].argv for role in ("engine-0", "router"))
 
@@ -92,22 +98,24 @@ def test_a_run_that_shares_nothing_has_no_coordinator() -> None:
     assert not any("--asleep" in plan.argv for plan in plans.values())
 
 
-def test_every_need_is_somebodys_role() -> None:
+def test_every_need_names_a_role() -> None:
     plans = by_role(plan_mesh(CONFIG, PATH, make_model=("make-model",), share=SHARE))
     assert {role for plan in plans.values() for role in (*plan.needs, *plan.gate)} <= plans.keys()
 
 
-def test_only_whole_words_are_filled_in() -> None:
+def test_only_whole_arguments_are_filled_in() -> None:
     assert fill(("a{b}", "{b}"), {"b": "tcp://x"}) == ["a{b}", "tcp://x"]
 
 
-def test_an_unknown_address_is_our_own_mistake() -> None:
+def test_an_unknown_address_is_a_bug() -> None:
     with pytest.raises(KeyError):
         fill(("{nobody}",), {})
 
 
 def test_engines_of_a_run_that_goes_on_begin_with_its_newest_weights() -> None:
-    plans = by_role(plan_mesh(CONFIG, PATH, earlier=Earlier(Path("runs/mesh/weights/v000007"), 7)))
+    plans = by_role(
+        plan_mesh(CONFIG, PATH, resumed=StartWeights(Path("runs/mesh/weights/v000007"), 7))
+    )
     engine = plans["engine-0"]
     words = " ".join(engine.argv)
     assert "--model-dir runs/mesh/weights/v000007 --weight-version 7" in words
@@ -120,7 +128,38 @@ def test_an_engine_that_is_started_again_begins_with_the_newest_weights_of_the_r
 
 
 def test_weights_that_were_never_published_sample_nothing_for_a_run_that_goes_on() -> None:
-    new, again = (by_role(plan_mesh(CONFIG, PATH, earlier=each)) for each in (None, EARLIER))
+    new, again = (by_role(plan_mesh(CONFIG, PATH, resumed=each)) for each in (None, EARLIER))
     assert "--least-version" not in new["router"].argv
     assert " --least-version 1 " in " ".join(again["router"].argv)
     assert again["trainer"].argv == new["trainer"].argv  # what is there, it finds itself
+
+
+FILES = ("config.json", "tokenizer.json", "model.safetensors")
+
+
+@pytest.fixture
+def unpublished(tmp_path: Path) -> Config:
+    return Config(
+        run=RunConfig(name="demo", folder=str(tmp_path)), model=ModelConfig(path="the/model")
+    )
+
+
+def write(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).write_text("")
+    return folder
+
+
+def test_a_run_that_published_nothing_begins_with_its_model(unpublished: Config) -> None:
+    assert start_weights(unpublished) == StartWeights(Path("the/model"), 0)
+
+
+def test_the_newest_folder_that_is_a_whole_model_counts(unpublished: Config) -> None:
+    weights = unpublished.run_folder() / "weights"
+    write(weights / "v000009", *FILES)
+    newest = write(weights / "v000010", *FILES)
+    write(weights / "v000011", "adapter_config.json", "adapter_model.safetensors")
+    write(weights / "v000012.part", *FILES)
+    write(weights / "v000013", "config.json", "tokenizer.json")
+    assert start_weights(unpublished) == StartWeights(newest, 10)

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from rollmesh.launch.progress import Progress, Rates, cpu_shares, rates
-from rollmesh.launch.sampler import ProcessSample, Telemetry
+from rollmesh.launch.progress import Rates, RunProgress, cpu_shares, rates
+from rollmesh.launch.telemetry import ProcessSample, Telemetry
 
 
 def row(step: int, **more: object) -> bytes:
@@ -12,12 +12,12 @@ def row(step: int, **more: object) -> bytes:
 
 
 def telemetry(time_s: float, calls: int, cpu_s: float = 0.0, worker: str = "w") -> Telemetry:
-    told = {"worker_id": worker, "in_flight": 5, "num_calls": calls, "num_tokens": 2 * calls}
-    return Telemetry(time_s, [ProcessSample("router", 7, 100, cpu_s)], {"workers": [told]})
+    worker_row = {"worker_id": worker, "in_flight": 5, "num_calls": calls, "num_tokens": 2 * calls}
+    return Telemetry(time_s, [ProcessSample("router", 7, 100, cpu_s)], {"workers": [worker_row]})
 
 
 def test_nothing_is_claimed_before_the_first_step() -> None:
-    progress = Progress(num_steps=10)
+    progress = RunProgress(num_steps=10)
     progress.add([row(-1, reward_untrained=0.66, success_untrained=0.5)])
     assert (progress.reward_untrained, progress.success_untrained) == (0.66, 0.5)
     assert (progress.num_done, progress.reward(), progress.success()) == (0, None, None)
@@ -26,7 +26,7 @@ def test_nothing_is_claimed_before_the_first_step() -> None:
 
 
 def test_reward_and_success_are_means_of_the_last_ten_steps() -> None:
-    progress = Progress(num_steps=100)
+    progress = RunProgress(num_steps=100)
     progress.add(row(step, reward=step / 50, success=step / 100) for step in range(30))
     assert progress.reward() == pytest.approx(0.49)
     assert progress.success() == pytest.approx(0.245)
@@ -34,26 +34,26 @@ def test_reward_and_success_are_means_of_the_last_ten_steps() -> None:
 
 
 def test_success_is_not_shown_once_a_step_does_not_know_it() -> None:
-    progress = Progress(num_steps=100)
+    progress = RunProgress(num_steps=100)
     progress.add([row(0, reward=1.0, success=1.0), row(1, reward=0.5)])
     assert (progress.reward(), progress.success()) == (0.75, None)
 
 
 def test_the_time_left_follows_the_pace() -> None:
-    progress = Progress(num_steps=100)
+    progress = RunProgress(num_steps=100)
     progress.add(row(step, success=0.5) for step in range(30))
     assert progress.seconds_left() == 2.0 * 70
 
 
 def test_ages_are_shares_of_the_whole_run() -> None:
-    progress = Progress(num_steps=10)
+    progress = RunProgress(num_steps=10)
     progress.add([row(0, success=1.0, age_histogram={"0": 4})])
     progress.add([row(1, success=1.0, age_histogram={"1": 3, "0": 1})])
     assert progress.ages() == {"0": 0.625, "1": 0.375}
 
 
 def test_a_line_that_does_not_parse_is_counted() -> None:
-    progress = Progress(num_steps=10)
+    progress = RunProgress(num_steps=10)
     progress.add([b"{", row(0, success=1.0)])
     assert (progress.num_bad_lines, progress.num_done) == (1, 1)
 
@@ -81,7 +81,7 @@ def test_cpu_is_the_share_of_a_core_between_samples() -> None:
 
 
 def test_steps_that_are_done_again_count_once() -> None:
-    progress = Progress(num_steps=10)
+    progress = RunProgress(num_steps=10)
     progress.add([row(step, success=0.5, age_histogram={"0": 4}) for step in range(5)])
     progress.start_over()
     progress.add([row(step, success=1.0, age_histogram={"1": 4}) for step in range(2)])
@@ -89,7 +89,7 @@ def test_steps_that_are_done_again_count_once() -> None:
 
 
 def test_equal_groups_are_the_mean_share_of_the_last_ten_steps() -> None:
-    progress = Progress(num_steps=100)
+    progress = RunProgress(num_steps=100)
     assert progress.equal_groups() is None
     progress.add(row(step, success=0.5, frac_equal_groups=float(step < 15)) for step in range(20))
     assert progress.equal_groups() == 0.5

@@ -1,10 +1,11 @@
-"""Why a process ended is told as far as the system tells it."""
+"""The cause of a process's end is reported as far as the system reports it."""
 
 from pathlib import Path
 
 import pytest
 
-from rollmesh.launch.causes import OUT_OF_MEMORY, cause_of, num_oom_kills
+from rollmesh.launch.child import exit_cause, num_oom_kills
+from rollmesh.launch.machine import OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize(
@@ -18,10 +19,10 @@ from rollmesh.launch.causes import OUT_OF_MEMORY, cause_of, num_oom_kills
         (0, "", True, "exit code 0"),
     ],
 )
-def test_a_cause_is_a_signal_a_code_or_want_of_memory(
+def test_a_cause_is_a_signal_a_code_or_lack_of_memory(
     code: int, last_line: str, may_be_oom: bool, cause: str
 ) -> None:
-    assert cause_of(code, last_line, may_be_oom=may_be_oom) == cause
+    assert exit_cause(code, last_line, may_be_oom=may_be_oom) == cause
 
 
 @pytest.fixture
@@ -36,18 +37,14 @@ def system(tmp_path: Path) -> tuple[Path, Path]:
     return proc, cgroups
 
 
-def test_the_cgroup_counts_before_the_machine(system: tuple[Path, Path]) -> None:
+def test_the_cgroups_counter_takes_precedence_over_the_machines(system: tuple[Path, Path]) -> None:
     assert num_oom_kills(*system) == 3
 
 
-def test_without_a_cgroup_the_machine_counts(system: tuple[Path, Path]) -> None:
+def test_without_a_cgroup_the_machines_counter_is_used(system: tuple[Path, Path]) -> None:
     (system[1] / "pods" / "a" / "memory.events").unlink()
     assert num_oom_kills(*system) == 7
 
 
-def test_where_nothing_is_told_nothing_is_counted(tmp_path: Path) -> None:
+def test_without_kernel_counters_no_oom_kill_is_counted(tmp_path: Path) -> None:
     assert num_oom_kills(tmp_path / "proc", tmp_path / "cgroup") == 0
-
-
-def test_this_machine_can_be_asked() -> None:
-    assert num_oom_kills() >= 0

@@ -1,7 +1,7 @@
-"""Faults of a run that the user can act on, one terminal line each.
+"""Terminal lines about a run's faults and recoveries, read from the files that its processes write.
 
-- Each is shown once, and those from before launch began are not shown again.
-- If the disk is too full for the trainer's log, the line comes from what launch could not write.
+- Each line is shown once; what was written before launch began is not shown.
+- If the disk is too full for the trainer's log, launch reports its own failed write.
 - Failed rollouts are shown once for each place in environment code, at most MAX_PLACES of them.
 """
 
@@ -13,10 +13,10 @@ import msgspec
 from rollmesh.core.tail import Tail
 from rollmesh.core.types import ErrorPlace
 from rollmesh.launch.folder import RunFolder
-from rollmesh.launch.sampler import Telemetry
+from rollmesh.launch.telemetry import Telemetry
 
 MAX_PLACES = 16
-"""Different failures of rollouts that the terminal shows."""
+"""The number of different rollout failures that the terminal shows."""
 
 
 class ErrorRow(msgspec.Struct, frozen=True):
@@ -31,18 +31,18 @@ class ErrorRow(msgspec.Struct, frozen=True):
         return f"the trainer: {self.error or self.why}; {self.fix}"
 
 
-class Complaints:
-    """Those that come from now on."""
+class ErrorTail:
+    """Error lines that are written from now on."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._fault = folder.fault
         self._tail = Tail(folder.logs / "trainer.log")
         while self._tail.read():
-            pass  # a run that goes on has a long log
+            pass  # a resumed run has a long log
 
     def new(self) -> list[str]:
-        """A line for each since the last call."""
+        """Return the lines since the last call."""
         return [*self._own(), *map(str, self._of_trainer())]
 
     def _own(self) -> list[str]:
@@ -56,7 +56,7 @@ class Complaints:
             try:
                 row = msgspec.json.decode(line.data, type=ErrorRow)
             except msgspec.MsgspecError:
-                continue  # it says nothing of what to do
+                continue  # it names no remedy
             if row.level == "error" or (row.level == "warning" and row.why):
                 yield row
 
@@ -71,7 +71,7 @@ class FailureRow(msgspec.Struct, frozen=True):
 
 
 class RolloutFailures:
-    """Failed rollouts of a run, each cause once."""
+    """Failed rollouts of a run, one line for each cause."""
 
     def __init__(self, logs: Path) -> None:
         """`logs` is the folder of the workers' log files."""
@@ -79,7 +79,7 @@ class RolloutFailures:
         self._seen: set[object] = set()
 
     def new(self, sample: Telemetry) -> list[str]:
-        """A line for each cause that no earlier sample had."""
+        """Return a line for each cause that no earlier sample had."""
         try:
             rows = msgspec.convert((sample.router or {}).get("workers", []), list[FailureRow])
         except msgspec.ValidationError:
@@ -95,6 +95,46 @@ class RolloutFailures:
 
 
 def failure_line(row: FailureRow, logs: Path) -> str:
-    """`worker-0: agent_error: ValueError: no (my_env.py:15 in run); task t7, log FILE`."""
+    """Return `worker-0: agent_error: ValueError: no (my_env.py:15 in run); task t7, log FILE`."""
     log = logs / f"{row.worker_id}.log"
     return f"{row.worker_id}: {row.last_error}; task {row.last_task_id}, log {log}"
+
+
+class RecoveryRow(msgspec.Struct, frozen=True):
+    """The part of a line of recoveries.jsonl that the terminal shows."""
+
+    savepoint: str
+    """Folder of the checkpoint; '' if there was none yet."""
+    redone_steps: tuple[int, ...]
+    num_ready: int
+    num_open: int
+    num_dropped: int
+    lost: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        begin = f"checkpoint {self.savepoint}" if self.savepoint else "its first weights"
+        parts = [
+            f"the trainer resumes from {begin}",
+            f"steps to repeat: {len(self.redone_steps)}",
+            f"groups ready: {self.num_ready}, open: {self.num_open}, dropped: {self.num_dropped}",
+            *self.lost,
+        ]
+        return "; ".join(parts)
+
+
+class RecoveryTail:
+    """Trainer restarts that happen from now on."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._tail = Tail(run_folder / "recoveries.jsonl")
+        self._tail.read()
+
+    def new(self) -> list[str]:
+        """Return a line for each restart since the last call; other rows are skipped."""
+        notices = []
+        for line in self._tail.read():
+            try:
+                notices.append(str(msgspec.json.decode(line.data, type=RecoveryRow)))
+            except msgspec.MsgspecError:
+                continue
+        return notices
