@@ -210,7 +210,8 @@ def release_name(share: Share, run: RunClaim) -> str:
     why = reply[0].error if reply else "no answer"
     return (
         f"{share.scheduler} did not confirm that {share.pipeline_id} has ended ({why}); its GPUs "
-        f"are freed by its next run from here, or by `rollmesh scheduler kill {share.pipeline_id} --dead`"
+        "are freed by its next run from here, or by "
+        f"`rollmesh scheduler kill {share.pipeline_id} --dead`"
     )
 
 
@@ -237,7 +238,8 @@ def end_dead_run(earlier: RunClaim, share: Share) -> None:
     if record.uid != os.getuid():
         raise ConfigError(
             f"{name}: its last run ({where}) did not end cleanly, and its record "
-            f"{earlier.record!r} belongs to another user; once none of its processes is left, {free}"
+            f"{earlier.record!r} belongs to another user; once none of its processes is left, "
+            f"{free}"
         )
     if record.is_alive or record.claimed.place != place():
         raise ConfigError(f"{name} (pid {record.claimed.pid}): {STILL_RUNNING}")

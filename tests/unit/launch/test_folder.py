@@ -198,9 +198,7 @@ def test_a_run_that_is_resumed_runs_again(config: Config) -> None:
 
 def test_a_folder_has_one_launch_at_a_time(config: Config) -> None:
     folder = RunFolder(config)
-    with pytest.raises(
-        ConfigError, match=r"demo: another process is using this folder"
-    ):
+    with pytest.raises(ConfigError, match=r"demo: another process is using this folder"):
         resumed(config)
     del folder
     resumed(config)
@@ -214,9 +212,7 @@ def test_an_evaluation_that_goes_on_is_not_moved_aside_by_whoever_names_its_fold
     held = config.run_folder() / inside
     held.mkdir(parents=True)
     lock = locked(held)
-    with pytest.raises(
-        ConfigError, match=r"demo: another process is using this folder"
-    ):
+    with pytest.raises(ConfigError, match=r"demo: another process is using this folder"):
         RunFolder(config)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
     os.close(lock)
@@ -238,9 +234,7 @@ def test_a_run_was_cut_off_unless_it_is_done_or_was_stopped(config: Config) -> N
 
 def test_a_run_that_goes_on_is_not_moved_aside(config: Config, tmp_path: Path) -> None:
     folder = RunFolder(config)
-    with pytest.raises(
-        ConfigError, match=r"demo: another process is using this folder"
-    ):
+    with pytest.raises(ConfigError, match=r"demo: another process is using this folder"):
         RunFolder(config)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"]
     assert load_config(config_path(config)) == config

@@ -296,7 +296,7 @@ def test_a_process_that_answers_again_in_time_is_left_alone(running: MachineDriv
     assert wait(running, 29) == []
 
 
-def test_a_process_that_sends_no_heartbeats_is_not_killed_for_silence(running: MachineDriver) -> None:
+def test_a_process_without_heartbeats_is_not_killed_for_silence(running: MachineDriver) -> None:
     assert wait(running, 1000) == []
 
 

@@ -1,4 +1,4 @@
-"""A run begins on a shared fleet only if its pipeline is free; a dead run's processes are ended first."""
+"""A run begins on a shared fleet only if its pipeline is free; a dead run's processes end first."""
 
 import os
 import subprocess
@@ -76,7 +76,7 @@ def test_a_scheduler_that_comes_up_a_little_later_is_waited_for(
     assert "no answer within" in line
 
 
-def test_a_scheduler_that_does_not_answer_is_an_address_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_scheduler_is_an_address_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "ANSWER_S", 0.1)
     monkeypatch.setattr(pipeline, "RESEND_S", 0.1)
     with pytest.raises(AddressError, match="no answer within"):
@@ -94,7 +94,7 @@ def test_a_pipeline_that_is_driven_without_a_claim_is_not_started_twice(
         check_share(Share(address, "math"), num_engines=2)
 
 
-def test_a_pipeline_whose_coordinator_has_just_died_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_whose_driver_has_just_died_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "RESEND_S", 0.1)
     with fleet(num_driven=3) as address:
         check_share(Share(address, "math"), num_engines=2)
@@ -270,8 +270,8 @@ def test_a_scheduler_that_does_not_answer_at_the_end_is_no_fault_and_the_remedy_
     ours: RunClaim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "RELEASE_TIMEOUT_S", 0.1)
-    record_fields = release_name(SHARE, ours)
-    assert "(no answer); its GPUs are freed by its next run from here, or by `rollmesh" in record_fields
+    line = release_name(SHARE, ours)
+    assert "(no answer); its GPUs are freed by its next run from here, or by `rollmesh" in line
     assert Path(ours.record).exists(), "the next run needs it"
 
 

@@ -187,8 +187,8 @@ def test_groups_with_equal_rewards_are_shown(
     data: ScreenData, frac_equal_groups: float, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"success": 0.5, "frac_equal_groups": frac_equal_groups}
-    expected = [msgspec.json.encode({"time_s": 2.0 * at, "step": at, **row}) for at in range(20, 40)]
-    data.progress.add(expected)
+    rows = [msgspec.json.encode({"time_s": 2.0 * at, "step": at, **row}) for at in range(20, 40)]
+    data.progress.add(rows)
     assert shown in text_of(paint(data, elapsed_s=65.0))
     with PlainScreen(data) as screen:
         for second in range(PLAIN_INTERVAL):
