@@ -18,10 +18,10 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
-from benchmarks._load import percentile
-from benchmarks._soak_watch import private_bytes
 from benchmarks._tensors_mesh import Bench, Lap, Party, check, fetch_of, settle
 from benchmarks._tensors_talk import EndStep, Fetched, Held, Publish, Published
+from benchmarks.lib.http_load import percentile
+from benchmarks.lib.process_watch import private_bytes
 from rollmesh.tensors.handles import UNTAGGED, RTensor, pack, unpack
 
 NUM_CONSUMERS = 8

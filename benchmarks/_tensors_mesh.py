@@ -19,7 +19,6 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from benchmarks._soak_watch import memory_of, peak_bytes
 from benchmarks._tensors_talk import (
     Ask,
     EndStep,
@@ -30,6 +29,7 @@ from benchmarks._tensors_talk import (
     Publish,
     Published,
 )
+from benchmarks.lib.process_watch import memory_of, peak_bytes
 
 T = TypeVar("T")
 COMPARED = ("raw", "shm", "raw_warm", "tcp", "pioneer")

@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks._soak_figures import Slope, slope
-from benchmarks._soak_watch import MB, memory_of
 from benchmarks._tensors_mesh import Bench, Party, check, fetch_of, settle
 from benchmarks._tensors_talk import EndStep, Fetched, Held, Publish, Published
+from benchmarks.lib.process_watch import MB, memory_of
+from benchmarks.lib.soak_run import Slope, slope
 
 MIN_STEPS = 5
 """For a line at all."""

@@ -5,37 +5,358 @@
 The servers have one core, the load and a canned engine the other; each case runs all its servers
 in turns. `<case>.<server>.calls_per_s` is by the wall, `.cpu_us` the server's CPU per call;
 `<case>.<server>_vs_bare` is the ratio of calls/s, `_vs_bare.by_cpu` the ratio by CPU, which other
-work on the machine disturbs less. Servers keep no journal, as in a worker, but for the cases `kept`
-and `recovered`. The shapes are in _shapes.py, the cases in _calls.py, _streams.py, _sessions.py and
-_kept.py. Invariant: no goal is easier or absent under --quick; `--only` judges the goals of
-the cases that it names. Driven by `make bench`.
+work on the machine disturbs less.
+
+    repeated, distinct, siblings, growing    plain calls
+    peers        the same calls through other gateways, where `make bench-peers` has installed them
+    sessions     memory of 10,000 sessions before and after their first call; long histories
+    paced        32 streams of 200 events/s: CPU per event, time to the first event
+    saturated    32 streams as fast as the server takes them: events per second of its CPU
+    kept         a journal that lets sessions outlive their gateway, and its restart
+
+- All servers of a case get the same shape of calls in the same rounds.
+- Servers keep no journal, as in a worker, except in the cases `kept` and `recovered`.
+- No goal is easier or absent under --quick; `--only` judges the goals of its cases.
 """
 
 import gc
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from statistics import median
 
 import uvloop
 
-from benchmarks import _calls, _kept, _sessions, _streams
-from benchmarks._arms import pin_load
-from benchmarks._rounds import Bench
+from benchmarks.lib import rounds
+from benchmarks.lib.canned_engine import Pace
+from benchmarks.lib.corpus import STREAM_TOKENS
+from benchmarks.lib.http_load import Talk, carry, percentile
 from benchmarks.lib.report import Goal, parser, report
+from benchmarks.lib.rounds import Bench, Run, Talks, run
+from benchmarks.lib.servers import NUM_CONNECTIONS, Arm, Door, pin_load
+
+GROUP = 16
+"""Siblings of one prompt."""
+NUM_TURNS = 40
+PEER_CALLS = 40
+"""In each of its sessions: of fewer, our own round would be over in 50 ms."""
+
+
+async def repeated(bench: Bench) -> None:
+    """1 KB, the same call in the same session: a sibling each time."""
+    num_calls = bench.sized(320)
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.repeated(rounds.chat(door, rounds.first(bench.texts)), num_calls)
+
+    arms = [bench.direct, bench.bare, bench.tokens, bench.relay]
+    runs = await bench.compare("repeated", arms, NUM_CONNECTIONS, talks)
+    pairs = zip(runs["tokens"], runs["bare"], strict=True)
+    tails = [a.timings.percentile_ms(99) / b.timings.percentile_ms(99) for a, b in pairs]
+    bench.note("repeated.p99_tokens_vs_bare", {"": median(tails)})
+
+
+async def logprobs(bench: Bench) -> None:
+    """The same with the log-probs of all tokens in the answer."""
+    num_calls = bench.sized(160)
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            request = rounds.chat(door, rounds.first(bench.texts), b'"logprobs":true,')
+            yield rounds.repeated(request, num_calls)
+
+    await bench.compare("logprobs", [bench.bare, bench.tokens], NUM_CONNECTIONS, talks)
+
+
+async def distinct(bench: Bench) -> None:
+    """1 KB, a new prompt in a new session each time."""
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.once(rounds.chat(door, rounds.first(bench.texts)))
+
+    await bench.compare("distinct", [bench.bare, bench.tokens], bench.sized(6_000), talks)
+
+
+async def siblings(bench: Bench) -> None:
+    """1 KB, a new session each time; sixteen have the same prompt, as a group's rollouts do."""
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for at in range(0, len(doors), GROUP):
+            prompt = rounds.first(bench.texts)
+            for door in doors[at : at + GROUP]:
+                yield rounds.once(rounds.chat(door, prompt))
+
+    await bench.compare("siblings", [bench.bare, bench.tokens], bench.sized(8_000), talks)
+
+
+async def growing(bench: Bench) -> None:
+    """Conversations of 40 turns that grow to 60 KB."""
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.Conversation(door, bench.texts).turns(NUM_TURNS, rounds.GROWING_CHARS)
+
+    arms = [bench.bare, bench.tokens, bench.relay]
+    await bench.compare("growing", arms, bench.sized(4 * NUM_CONNECTIONS), talks)
+
+
+async def peers(bench: Bench) -> None:
+    """1 KB, repeated, as the peers that are installed do it, beside ours."""
+    installed = bench.new_peers()
+    if not installed:
+        print("peers: none is installed; `make bench-peers` does", file=sys.stderr)
+        return
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.repeated(rounds.chat(door, rounds.first(bench.texts)), PEER_CALLS)
+
+    arms = [bench.bare, bench.tokens, *installed]
+    await bench.compare("peers", arms, NUM_CONNECTIONS, talks)
+    rates = {arm.name: bench.figures[f"peers.{arm.name}.calls_per_s"] for arm in arms[1:]}
+    ours = rates.pop("tokens")
+    bench.note("peers.tokens_vs_fastest", {"": ours / max(rates.values())})
+
+
+NUM_OPENED = 10_000
+EARLY, LATE = 40, 400
+"""Turns whose costs are compared, each by the turns around it."""
+WINDOW = 16
+NUM_HISTORY_TURNS = 50
+
+
+async def opened(bench: Bench) -> None:
+    """10,000 sessions, before and after one 1 KB call each."""
+    arm = bench.new_gateway("tokens")
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.once(rounds.chat(door, rounds.first(bench.texts)))
+
+    await run(arm, 2 * NUM_CONNECTIONS, talks)
+    before_mb = arm.child.rss_mb()
+    doors = await arm.open(NUM_OPENED)
+    opened_mb = arm.child.rss_mb() - before_mb
+    await carry(arm.port, talks(doors), NUM_CONNECTIONS)
+    called_mb = arm.child.rss_mb() - before_mb
+    await arm.close(doors)
+    bench.note("opened", {
+        "idle_gateway_mb": before_mb,
+        "sessions_mb": opened_mb,
+        "after_one_call_mb": called_mb,
+    })  # fmt: skip
+
+
+async def long(bench: Bench) -> None:
+    """What a turn costs at 400 turns of history, and at 40."""
+    arm = bench.new_gateway("tokens")
+    doors = await arm.open(NUM_CONNECTIONS)
+    talkers = [rounds.Conversation(door, bench.texts) for door in doors]
+    await _turns(arm, talkers, EARLY - WINDOW // 2)
+    early_us = await _turns(arm, talkers, WINDOW)
+    await _turns(arm, talkers, LATE - EARLY - WINDOW)
+    late_us = await _turns(arm, talkers, WINDOW)
+    bench.note("long", {
+        "turn_40_cpu_us": early_us,
+        "turn_400_cpu_us": late_us,
+        "turn_400_vs_40": late_us / early_us,
+        "rss_mb": arm.child.rss_mb(),
+    })  # fmt: skip
+    await arm.close(doors)
+
+
+async def _turns(arm: Arm, talkers: Sequence[rounds.Conversation], num_turns: int) -> float:
+    """Go on with each conversation; the server's CPU per call in us."""
+    cpu_s = arm.child.cpu_s()
+    talks = [talker.turns(num_turns, rounds.SHORT_CHARS) for talker in talkers]
+    await carry(arm.port, talks, NUM_CONNECTIONS)
+    return 1e6 * (arm.child.cpu_s() - cpu_s) / (num_turns * len(talkers))
+
+
+async def fifty(bench: Bench) -> None:
+    """32 sessions of 50 turns, as miles' session server publishes them."""
+    arm = bench.new_gateway("tokens")
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.Conversation(door, bench.texts).turns(
+                NUM_HISTORY_TURNS, rounds.GROWING_CHARS
+            )
+
+    done = await run(arm, NUM_CONNECTIONS, talks)
+    bench.note("fifty", {
+        "turns_per_s": done.calls_per_s,
+        "p50_ms": done.timings.percentile_ms(50),
+        "p99_ms": done.timings.percentile_ms(99),
+        "rss_mb": arm.child.rss_mb(),
+    })  # fmt: skip
+
+
+EVENTS_PER_S = 200.0
+STAGGER_S = STREAM_TOKENS / EVENTS_PER_S
+FORMS = {"": True, "_cumulative": False}
+RAW = b'{"rid":"bench","stream":true,"input_ids":[1,2,3],"sampling_params":{}}'
+
+
+async def paced(bench: Bench) -> None:
+    """Notes CPU per event and the time to the first event."""
+    for suffix, is_incremental in FORMS.items():
+        await bench.pace(Pace(is_incremental, STREAM_TOKENS, EVENTS_PER_S))
+        await _paced(bench, f"paced{suffix}")
+
+
+async def _paced(bench: Bench, case: str) -> None:
+    arms = [bench.direct, bench.bare, bench.tokens]
+    done = await _rounds(bench, arms, 3, STAGGER_S)
+    for arm, runs in zip(arms, done, strict=True):
+        firsts = [1e3 * first_s for each in runs for first_s in each.timings.first_events_s]
+        bench.note(f"{case}.{arm.name}", {
+            "cpu_us_per_event": median(cpu_us_per_event(each) for each in runs),
+            "first_event_p50_ms": percentile(firsts, 50),
+            "first_event_p99_ms": percentile(firsts, 99),
+        })  # fmt: skip
+    pairs = list(zip(done[2], done[1], strict=True))
+    ratios = [cpu_us_per_event(ours) / cpu_us_per_event(bare) for ours, bare in pairs]
+    over = {
+        f"first_event_{which}_over_bare_ms": bench.figures[f"{case}.tokens.first_event_{which}_ms"]
+        - bench.figures[f"{case}.bare.first_event_{which}_ms"]
+        for which in ("p50", "p99")
+    }
+    bench.note(case, {"cpu_vs_bare": median(ratios), **over})
+
+
+async def saturated(bench: Bench) -> None:
+    """Notes events per second of the server's core."""
+    for suffix, is_incremental in FORMS.items():
+        await bench.pace(Pace(is_incremental, STREAM_TOKENS))
+        arms = [bench.bare, bench.tokens]
+        done = await _rounds(bench, arms, bench.sized(12), 0.0)
+        for arm, runs in zip(arms, done, strict=True):
+            per_s = median(1e6 / cpu_us_per_event(each) for each in runs)
+            bench.note(f"saturated{suffix}.{arm.name}", {"events_per_core_s": per_s})
+
+
+def cpu_us_per_event(done: Run) -> float:
+    """The server's, per event of the engine."""
+    return 1e6 * done.cpu_s / (STREAM_TOKENS * len(done.timings.calls_s))
+
+
+async def _rounds(
+    bench: Bench, arms: Sequence[Arm], num_streams: int, stagger_s: float
+) -> list[list[Run]]:
+    """So many streams on each of 32 connections; the first round is not counted."""
+    runs: list[list[Run]] = [[] for _ in arms]
+    for _ in range(1 + bench.sized(4)):
+        for arm, done in zip(arms, runs, strict=True):
+            talks = _talks(bench, arm, num_streams)
+            done.append(await run(arm, NUM_CONNECTIONS, talks, stagger_s))
+    return [done[1:] for done in runs]
+
+
+def _talks(bench: Bench, arm: Arm, num_streams: int) -> Talks:
+    """Chats, or the engine's own events where a server passes bytes on."""
+
+    def talks(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors * num_streams:
+            if arm in (bench.direct, bench.bare):
+                yield rounds.once(rounds.post(Door(b"/generate", b"none"), RAW))
+            else:
+                messages = rounds.first(bench.texts)
+                yield rounds.once(rounds.chat(door, messages, b'"stream":true,'))
+
+    return talks
+
+
+NUM_KEPT_TURNS = 20
+NUM_SESSIONS = 1000
+
+
+async def kept(bench: Bench) -> None:
+    """Conversations of 20 turns that grow to 30 KB, and new prompts in new sessions."""
+
+    def growing(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.Conversation(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
+
+    def distinct(doors: list[Door]) -> Iterator[Talk]:
+        for door in doors:
+            yield rounds.once(rounds.chat(door, rounds.first(bench.texts)))
+
+    for capture, without in ("tokens", bench.tokens), ("relay", bench.relay):
+        arm = bench.new_gateway(capture, journal=capture)
+        num = bench.sized(8 * NUM_CONNECTIONS)
+        await _compare(bench, f"kept.growing_{capture}", [arm, without], num, growing)
+        if capture == "tokens":
+            await _compare(
+                bench, "kept.distinct_tokens", [arm, without], bench.sized(6000), distinct
+            )
+
+
+async def recovered(bench: Bench) -> None:
+    """A gateway that ends with 1,000 open sessions of 20 turns, and how long the next one takes."""
+    empty_s = _timed(lambda: bench.new_gateway("tokens", journal="empty"))[1]
+    arm = bench.new_gateway("tokens", journal="recovered")
+    doors = await arm.open(bench.sized(NUM_SESSIONS))
+    talks = (
+        rounds.Conversation(door, bench.texts).turns(NUM_KEPT_TURNS, rounds.GROWING_CHARS)
+        for door in doors
+    )
+    await carry(arm.port, talks, NUM_CONNECTIONS)
+    arm.child.end()
+    size = sum(file.stat().st_size for file in bench.journal("recovered").glob("*.journal"))
+    again, start_s = _timed(lambda: bench.new_gateway("tokens", journal="recovered"))
+    num_calls = len(doors) * NUM_KEPT_TURNS
+    bench.note("recovered", {
+        "num_sessions": len(doors),
+        "start_s": start_s,
+        "empty_start_s": empty_s,
+        "us_per_call": 1e6 * (start_s - empty_s) / num_calls,
+        "journal_bytes_per_call": size / num_calls,
+        "rss_mb": again.child.rss_mb(),
+    })  # fmt: skip
+    await again.close(doors)
+
+
+def _timed(start: Callable[[], Arm]) -> tuple[Arm, float]:
+    begun_s = time.monotonic()
+    arm = start()
+    return arm, time.monotonic() - begun_s
+
+
+async def _compare(
+    bench: Bench, name: str, arms: Sequence[Arm], num_sessions: int, talks: Talks
+) -> None:
+    done = await bench.rounds(arms, num_sessions, talks)
+    pairs = list(zip(*done, strict=True))
+    for arm, mine in zip(("with", "without"), done, strict=True):
+        bench.note(f"{name}.{arm}", {
+            "calls_per_s": median(each.calls_per_s for each in mine),
+            "cpu_us": median(each.cpu_us for each in mine),
+            "p99_ms": median(each.timings.percentile_ms(99) for each in mine),
+        })  # fmt: skip
+    bench.note(f"{name}_vs_unkept", {
+        "": median(a.calls_per_s / b.calls_per_s for a, b in pairs),
+        "by_cpu": median(b.cpu_us / a.cpu_us for a, b in pairs),
+    })  # fmt: skip
+
 
 CASES: dict[str, Callable[[Bench], Awaitable[None]]] = {
-    "repeated": _calls.repeated,
-    "logprobs": _calls.logprobs,
-    "distinct": _calls.distinct,
-    "siblings": _calls.siblings,
-    "growing": _calls.growing,
-    "paced": _streams.paced,
-    "saturated": _streams.saturated,
-    "opened": _sessions.opened,
-    "long": _sessions.long,
-    "fifty": _sessions.fifty,
-    "kept": _kept.kept,
-    "recovered": _kept.recovered,
-    "peers": _calls.peers,
+    "repeated": repeated,
+    "logprobs": logprobs,
+    "distinct": distinct,
+    "siblings": siblings,
+    "growing": growing,
+    "paced": paced,
+    "saturated": saturated,
+    "opened": opened,
+    "long": long,
+    "fifty": fifty,
+    "kept": kept,
+    "recovered": recovered,
+    "peers": peers,
 }
 
 GOALS = [

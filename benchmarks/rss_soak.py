@@ -1,4 +1,4 @@
-"""A soak: browser-like agents against real processes, and what their memory does meanwhile.
+"""A soak: browser-like agents against real processes, and their memory over time.
 
     python benchmarks/rss_soak.py --minutes 5 --workers 2 --out runs/soak
     python benchmarks/rss_soak.py --minutes 30 --workers 2 --keep 3 --out runs/soak
@@ -6,28 +6,345 @@
     python benchmarks/rss_soak.py --mode relay --out runs/relay      beside a bare proxy
 
 Agents of 45 turns show a new 0.5 MB screenshot at each, 4 at a time for each worker, in groups of
-4; some vanish in mid-stream and ask again, some crash. Invariants: memory is read from outside the
-measured processes, and what they had to hold is counted by the agents, which are not in them;
-goals are the same however long it runs, but a slope is judged only over 20 waves and 3,000
-rollouts. `--out` gets soak.json, soak.md and curves.png. Driven by `make bench BENCH=rss_soak` and
-by users.
+4; some vanish in mid-stream and ask again, some crash. `--out` gets soak.json, soak.md and
+curves.png. The arms:
+
+    on                  all measures; alone where nothing is compared
+    less NAME           all but one (--ablate, --shape seed)
+    off                 none of those
+    relay, bare         our gateway, and a proxy that records nothing (--mode relay)
+    mallopt, trim, ...  ways to give memory back (--allocators)
+
+- Memory is read from outside the measured processes; what they had to hold is counted by the
+  agents, which run in another process.
+- Goals are the same for any duration, but a slope is judged only over 20 waves and 3,000 rollouts.
 """
 
 import argparse
+import ctypes.util
+import glob
 import importlib.util
+import os
+import platform
+import shlex
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import msgspec
+
+from benchmarks.lib.process_watch import MB
+from benchmarks.lib.report import Goal, parser, report
+from benchmarks.lib.soak_agents import Shape
+from benchmarks.lib.soak_mesh import BARE, Arm
+from benchmarks.lib.soak_run import (
+    Plan,
+    Seen,
+    figures_of,
+    left_over,
+    load_of,
+    named_at_peak,
+    peak_of,
+    run_arm,
+)
+from benchmarks.lib.soak_worker import HEAP, MEASURES
+
+__all__ = ["MEASURES", "Findings", "run"]
+
+WAVE_S = 75.0
+MIN_WAVES = 4
+SLOPE_WAVES, SLOPE_ROLLOUTS = 20, 3000
+LAG_KEEP = 3
+"""The loop's lag is judged for histories that are kept so short."""
+
+
+class Findings(msgspec.Struct):
+    """All arms, and what they come to."""
+
+    arms: list[Seen]
+    figures: dict[str, float]
+    """By `arm.name`."""
+    goals: list[Goal]
+    notes: list[str]
+
+
+def run(options: argparse.Namespace, scratch: Path) -> Findings:
+    """One arm after the other, each with processes of its own."""
+    plan = Plan(
+        num_rollouts=options.rollouts or 0,
+        minutes=options.minutes,
+        num_waves=max(MIN_WAVES, round(60 * options.minutes / WAVE_S)),
+    )
+    arms, notes = _arms(options)
+    seen: list[Seen] = []
+    for number, arm in enumerate(arms):
+        print(f"soak: {arm.name}", flush=True)
+        seen.append(run_arm(arm, plan, options.mode, scratch / str(number)))
+    found = {each.name: figures_of(each) for each in seen}
+    figures = {f"{arm}.{name}": value for arm, own in found.items() for name, value in own.items()}
+    goals = [goal for each in seen for goal in _own_goals(each, figures, options.keep)]
+    goals += _compared(found, figures, options.keep)
+    notes += [f"{each.name} was stopped at 8 GiB" for each in seen if each.is_stopped]
+    return Findings(seen, figures, goals, notes)
+
+
+def _arms(options: argparse.Namespace) -> tuple[list[Arm], list[str]]:
+    names, notes = options.ablate, []
+    settings = {"interception.max_blob_bytes": options.blob_mb * 2**20} if options.blob_mb else {}
+
+    def arm(name: str, *ablated: str, environ: dict[str, str] | None = None) -> Arm:
+        return Arm(
+            name=name,
+            shape=options.load,
+            num_workers=options.workers,
+            ablated=ablated,
+            environ=environ or {},
+            settings=settings,
+        )
+
+    arms = [arm("on")]
+    if options.mode == "relay":
+        arms = [arm(BARE), arm("relay")]
+    arms += [arm(f"less {name}", name) for name in names]
+    if len(names) > 1:
+        arms.append(arm("off", *names))
+    if options.allocators:
+        mallopt, keeper = HEAP
+        arms += [arm("neither", mallopt, keeper), arm("mallopt", keeper), arm("trim", mallopt)]
+        for library in ("jemalloc", "mimalloc"):
+            if path := _library(library):
+                arms.append(arm(library, mallopt, keeper, environ={"LD_PRELOAD": path}))
+            else:
+                notes.append(f"{library}: no such library here, so no arm")
+    return arms, notes
+
+
+def _library(name: str) -> str:
+    """Its path; '' where the system has none."""
+    if not ctypes.util.find_library(name):
+        return ""
+    found = sorted(glob.glob(f"/usr/lib/*/lib{name}.so*") + glob.glob(f"/usr/lib/lib{name}.so*"))
+    return found[0] if found else ""
+
+
+def _own_goals(seen: Seen, figures: dict[str, float], keep: int) -> list[Goal]:
+    """Of an arm with all measures on."""
+    name = seen.name
+    if name not in ("on", "relay"):
+        return []
+    goals = [
+        Goal(f"{name}.resting_vs_idle", "<=", 1.4),
+        Goal(f"{name}.peak_factor", "<=", 2.5),
+        Goal(f"{name}.files_left", "<=", 0),
+        Goal(f"{name}.threads_left", "<=", 0),
+        Goal(f"{name}.gauges_left", "<=", 0),
+        Goal(f"{name}.gauges", ">=", 1),
+        Goal(f"{name}.beats_missed", "<=", 0),
+        Goal(f"{name}.broken", "<=", 0),
+    ]
+    if keep == LAG_KEEP:
+        goals.append(Goal(f"{name}.lag_p99_ms", "<=", 20.0))
+    is_long = len(seen.rests) >= SLOPE_WAVES and figures[f"{name}.rollouts"] >= SLOPE_ROLLOUTS
+    if is_long:
+        goals.append(Goal(f"{name}.slope_upper_mb_per_1000", "<=", 1.0))
+    return goals
+
+
+def _compared(
+    found: dict[str, dict[str, float]], figures: dict[str, float], keep: int
+) -> list[Goal]:
+    """Figures of two arms together, which are added, and their goals."""
+    goals = []
+    on, off, bare = found.get("on"), found.get("off"), found.get(BARE)
+    if on and off:
+        figures["off_vs_on.resting"] = off["resting_mb"] / on["resting_mb"]
+        figures["off_vs_on.peak"] = off["peak_mb"] / on["peak_mb"]
+        goals += [Goal("off_vs_on.resting", ">=", 6.0), Goal("off_vs_on.peak", ">=", 4.0)]
+    if on and (without := found.get("less trim")):
+        figures["trim_adds.lag_p99_ms"] = on["lag_p99_ms"] - without["lag_p99_ms"]
+        goals.append(Goal("trim_adds.lag_p99_ms", "<=", 5.0))
+    if bare and (ours := found.get("relay")):
+        figures["relay_vs_bare.resting"] = ours["resting_mb"] / bare["resting_mb"]
+        figures["relay_vs_bare.peak"] = ours["peak_mb"] / bare["peak_mb"]
+        goals.append(Goal("relay_vs_bare.resting", "<=", 1.0))
+        if not keep:
+            # Agents that drop screenshots send little; what they showed must be recorded all the
+            # same, and one that records nothing is no measure of that.
+            goals.append(Goal("relay_vs_bare.peak", "<=", 1.5))
+    return goals
+
+
+SEED = (("the seed, unmended", 1053, 990), ("the seed, mended", 275, 155))
+"""Peak and resting MB of 45-turn browser rollouts, 4 at a time: where this began."""
+COLUMNS = (
+    ("idle_mb", "idle, MB"),
+    ("peak_mb", "peak, MB"),
+    ("resting_mb", "resting, MB"),
+    ("load_at_peak_mb", "live set + bodies, MB"),
+    ("peak_factor", "(peak - idle) / these"),
+    ("lag_p99_ms", "lag p99, ms"),
+    ("turns_per_s", "turns/s"),
+    ("rollouts", "rollouts"),
+)
+LAG_BIN_S = 1.0
+POINTS = 2000
+
+
+def table(soaked: Findings) -> str:
+    """Markdown: a line an arm, and what it tells beside."""
+    lines = ["| arm | " + " | ".join(title for _, title in COLUMNS) + " |"]
+    lines.append("|---" * (len(COLUMNS) + 1) + "|")
+    for seen in soaked.arms:
+        # One that was stopped had nothing to hold any more when it held most.
+        void = ("load_at_peak_mb", "peak_factor") if seen.is_stopped else ()
+        cells = (
+            None if name in void else soaked.figures.get(f"{seen.name}.{name}")
+            for name, _ in COLUMNS
+        )
+        told = " | ".join("" if cell is None else _number(cell) for cell in cells)
+        lines.append(f"| {seen.name} | {told} |")
+    if any(seen.name == "off" for seen in soaked.arms):
+        lines += [f"| {who} | | {peak} | {rest} |" + " |" * 5 for who, peak, rest in SEED]
+    lines += ["", *_shares(soaked), *(_copies(seen) for seen in soaked.arms)]
+    lines += [f"- {note}" for note in soaked.notes]
+    for seen in soaked.arms:
+        lines += [f"- {seen.name}, left at rest: {n} {v:g}" for n, v in left_over(seen).items()]
+    return "\n".join(lines)
+
+
+def write(soaked: Findings, folder: Path, words: Sequence[str]) -> None:
+    """All three, into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", "benchmarks/rss_soak.py", *words])
+    tree = {
+        "command": command,
+        "machine": f"{platform.machine()}, {platform.system()} {platform.release()}",
+        "figures": soaked.figures,
+        "goals": [list(goal) for goal in soaked.goals],
+        "missed": [goal.figure for goal in soaked.goals if not goal.is_met(soaked.figures)],
+        "notes": soaked.notes,
+        "arms": [_told(seen) for seen in soaked.arms],
+    }
+    (folder / "soak.json").write_bytes(msgspec.json.format(msgspec.json.encode(tree), indent=1))
+    (folder / "soak.md").write_text(f"`{command}`\n\n{table(soaked)}\n")
+    _draw(soaked, folder / "curves.png", command)
+
+
+def _told(seen: Seen) -> dict[str, object]:
+    """An arm for the file: lags by the second, and memory as it was read."""
+    begin_s = next(iter(seen.series.values())).at_s[0]
+    series = {
+        name: {
+            "at_s": [round(at_s - begin_s, 2) for at_s in each.at_s],
+            "rss_bytes": each.rss_bytes,
+            "pss_bytes": each.pss_bytes,
+        }
+        for name, each in seen.series.items()
+    }
+    return {
+        "name": seen.name,
+        "series": series,
+        "rests": seen.rests,
+        "peaks": seen.peaks,
+        "before": seen.before,
+        "after": seen.after,
+        "load": {
+            name: [(round(at_s - begin_s, 2), num) for at_s, num in load_of(seen, name)]
+            for name in seen.judged
+        },
+        "lag_by_second": {name: _by_second(seen, name, begin_s) for name in seen.lags},
+        "reasons": seen.reasons,
+        "named_at_peak": {name: named_at_peak(seen, name) for name in seen.judged},
+    }
+
+
+def _by_second(seen: Seen, name: str, begin_s: float) -> list[tuple[float, float]]:
+    """The worst lag of each second, in ms."""
+    worst: dict[int, float] = {}
+    for at_s, lag_s in zip(*seen.lags[name], strict=True):
+        second = int((at_s - begin_s) / LAG_BIN_S)
+        worst[second] = max(worst.get(second, 0.0), lag_s)
+    return [(second * LAG_BIN_S, round(1e3 * lag_s, 3)) for second, lag_s in worst.items()]
+
+
+def _shares(soaked: Findings) -> Iterator[str]:
+    """What each measure saves, beside all others."""
+    for seen in soaked.arms:
+        _, is_less, measure = seen.name.partition("less ")
+        if is_less:
+            peak, resting = (
+                soaked.figures[f"{seen.name}.{what}"] - soaked.figures[f"on.{what}"]
+                for what in ("peak_mb", "resting_mb")
+            )
+            yield f"- {measure} alone saves {peak:.0f} MB at the peak and {resting:.0f} at rest"
+
+
+def _copies(seen: Seen) -> str:
+    """What stands behind the peak of an arm's heaviest process, as it says itself."""
+    name = max(seen.judged, key=lambda each: peak_of(seen, each).rss_bytes)
+    peak, named = peak_of(seen, name), named_at_peak(seen, name)
+    parts = [f"{_what(gauge)} {held / MB:.0f}" for gauge, held in named.items() if held >= MB / 2]
+    unnamed = peak.rss_bytes - peak.idle_bytes - sum(named.values())
+    told = ", ".join([f"idle {peak.idle_bytes / MB:.0f}", *parts, f"the rest {unnamed / MB:.0f}"])
+    return f"- {seen.name}: {peak.rss_bytes / MB:.0f} MB at the peak of {name} were {told}"
+
+
+def _what(gauge: str) -> str:
+    """The value of its one label."""
+    return gauge.partition('"')[2].partition('"')[0]
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 20 else f"{value:.2f}"
+
+
+def _draw(soaked: Findings, path: Path, command: str) -> None:
+    import matplotlib  # noqa: PLC0415 - not of the base install
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415 - likewise
+
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(11, 7), sharex=True, height_ratios=(3, 1)
+    )
+    for seen in soaked.arms:
+        for name in seen.judged:
+            series = seen.series[name]
+            begin_s = series.at_s[0]
+            label = name if len(soaked.arms) == 1 else f"{seen.name}: {name}"
+            every = max(1, len(series.at_s) // POINTS)
+            minutes = [(at_s - begin_s) / 60 for at_s in series.at_s[::every]]
+            above.plot(
+                minutes, [rss / MB for rss in series.rss_bytes[::every]], lw=0.8, label=label
+            )
+            loads = load_of(seen, name)
+            shown = loads[:: max(1, len(loads) // POINTS)]
+            above.plot(
+                [(at_s - begin_s) / 60 for at_s, _ in shown],
+                [num / MB for _, num in shown],
+                lw=0.4,
+                ls=":",
+                label=f"{label}: had to be held",
+            )
+            if name in seen.lags:
+                pairs = _by_second(seen, name, begin_s)
+                below.plot([s / 60 for s, _ in pairs], [ms for _, ms in pairs], lw=0.5)
+    above.set_ylabel("resident memory, MB")
+    above.set_ylim(bottom=0)
+    above.legend(loc="upper right", fontsize=8)
+    above.set_title(command, fontsize=8)
+    below.set_ylabel("worst loop lag\nof each second, ms")
+    below.set_xlabel("minutes")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
 
 if not __package__:
     # As a script: what it imports, and the processes it starts, stand beside its folder.
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import os
-
-from benchmarks import _soak_arms, _soak_paper
-from benchmarks._soak_load import Shape
-from benchmarks.lib.report import parser, report
 
 DEFAULT_MINUTES, QUICK_MINUTES = 5.0, 1.0
 SEED_ROLLOUTS = 24
@@ -40,10 +357,10 @@ def main() -> None:
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     with tempfile.TemporaryDirectory(prefix="rollmesh-soak-") as scratch:
-        soaked = _soak_arms.run(options, Path(scratch))
+        soaked = run(options, Path(scratch))
     if options.out is not None:
-        _soak_paper.write(soaked, options.out, sys.argv[1:])
-    print(_soak_paper.table(soaked))
+        write(soaked, options.out, sys.argv[1:])
+    print(table(soaked))
     report(options, soaked.figures, soaked.goals)
 
 
@@ -57,18 +374,18 @@ def _options() -> argparse.Namespace:
     add("--blob-mb", type=int, default=0, help="interception.max_blob_bytes in MB (as it is set)")
     add("--mode", choices=("tokens", "relay"), default="tokens")
     add("--shape", choices=("seed",), help="24 rollouts, one worker, with all measures and without")
-    add("--ablate", default="", help=f"of {','.join(_soak_arms.MEASURES)}: an arm without each")
+    add("--ablate", default="", help=f"of {','.join(MEASURES)}: an arm without each")
     add("--allocators", action="store_true", help="an arm for each way to give memory back")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="folder for soak.json, soak.md, curves.png")
     options = arguments.parse_args()
     names = [name for name in options.ablate.split(",") if name]
-    if unknown := set(names) - set(_soak_arms.MEASURES):
-        arguments.error(f"--ablate: no {', '.join(unknown)}; {', '.join(_soak_arms.MEASURES)}")
+    if unknown := set(names) - set(MEASURES):
+        arguments.error(f"--ablate: no {', '.join(unknown)}; {', '.join(MEASURES)}")
     if options.out is not None and importlib.util.find_spec("matplotlib") is None:
         arguments.error("--out draws with matplotlib: pip install '.[train]'")
     if options.shape == "seed":
-        names, options.workers = names or list(_soak_arms.MEASURES), 1
+        names, options.workers = names or list(MEASURES), 1
     options.ablate = names
     compares = names or options.allocators
     if options.minutes is None and options.rollouts is None and compares:

@@ -2,30 +2,342 @@
 
     python -m benchmarks.serving [--only CASE,...] [--quick] [--json] [--check]
 
-Every process may use every core (two, for the goals as they stand), and the client with its sink is
-in this one. `<case>.cpu_us.<role>` is a role's CPU per group, all its processes together;
-`vs_floor` and `vs_verifiers` are ratios of groups/s. The cases are in _serving_cases.py and
-_serving_router.py, what runs in the workers in _serving_worker.py and _serving_envs.py. Invariant:
-no goal is easier or absent under --quick; `--only` judges the goals of the cases that it names.
-Driven by `make bench`.
+    echo        1 KB requests, answers of 20 turns x 200 tokens; beside a bare ROUTER that carries
+                the same bytes and, where installed, verifiers' env server
+    sleep       rollouts of 2 s, 2,000 in flight over 4 workers
+    burn        rollouts of 5 ms of CPU over 2 workers
+    burst       400 rollouts of 2 s at once over 2 workers
+    turns       answers of 100 turns against 20: made in advance, and by agents that stream
+    router      one router process: whole groups, bare requests, and groups beside a peer that
+                never reads
+
+`<case>.cpu_us.<role>` is a role's CPU per group, all its processes together; `vs_floor` and
+`vs_verifiers` are ratios of groups/s.
+
+- A ratio is between laps that follow each other; a figure is the median over the rounds, CPU the
+  least of them. The first round warms up and is not counted.
+- No goal is easier or absent under --quick; `--only` judges the goals of its cases.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import os
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Self
 
-from benchmarks import _serving_cases
-from benchmarks._serving_cases import Bench
-from benchmarks._serving_router import router
+import msgspec
+
+from benchmarks.lib.corpus import STREAM_TOKENS, model_folder
 from benchmarks.lib.report import Goal, parser, report
+from benchmarks.lib.servers import Child, start_engine
+from benchmarks.lib.serving_floor import Floor
+from benchmarks.lib.serving_floor import Lap as FloorLap
+from benchmarks.lib.serving_mesh import Lap, Mesh, Shape, start_peers
+from rollmesh.core.ids import GroupId
+from rollmesh.core.types import Task
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.messages import (
+    AskGroup,
+    ClientHello,
+    GroupDelivered,
+    GroupMoved,
+    GroupStarted,
+    GroupState,
+    RouterHello,
+    RunGroup,
+    WorkerHello,
+)
+from rollmesh.wire.sockets import Dialer, wait
+
+ASK_BYTES = 1000
+NUM_TURNS = 20
+WINDOW = 64
+SLEEP_S, BURN_S = 2.0, 0.005
+TOLD = Shape(env="told", is_told=True)
+ENVS = "benchmarks.lib.serving_worker"
+
+
+class Bench:
+    """What all cases share, and the figures so far."""
+
+    def __init__(self, options: Namespace, stack: ExitStack) -> None:
+        self.is_quick: bool = options.quick
+        self.figures: dict[str, float] = {}
+        self.model = model_folder()
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.rounds = 3 if options.quick else 7
+
+    def sized(self, number: int) -> int:
+        """So many in a full run."""
+        return number // 4 if self.is_quick else number
+
+    @contextmanager
+    def mesh(self, shape: Shape) -> Iterator[Mesh]:
+        """A mesh that has served nothing yet."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            mesh = Mesh(shape, self.model, Path(folder))
+            try:
+                yield mesh
+            finally:
+                mesh.end()
+
+    def note(self, what: str, figures: dict[str, float]) -> None:
+        """Put down figures below a name."""
+        self.figures |= {f"{what}.{name}": value for name, value in figures.items()}
+
+
+class _Round(msgspec.Struct):
+    """Neighbours in time."""
+
+    ours: Lap
+    alone: Lap
+    """One group in flight."""
+    floor: FloorLap
+    floor_alone: FloorLap
+    peers_per_s: list[float]
+
+
+def told(num_turns: int) -> Task:
+    """A 1 KB task."""
+    return Task(id="echo", data={"num_turns": num_turns, "padding": "x" * ASK_BYTES})
+
+
+def echo(bench: Bench) -> None:
+    """Whole groups through router, worker, sink and journal; the peers' rounds are as long."""
+    rounds: list[_Round] = []
+    with ExitStack() as stack:
+        mesh = stack.enter_context(bench.mesh(TOLD))
+        answer_bytes = mesh.lap(WINDOW, WINDOW, told(NUM_TURNS)).num_bytes
+        floor = Floor(mesh.cores, TOLD.num_workers, answer_bytes)
+        stack.callback(floor.end)
+        peers = start_peers()
+        for peer in peers:
+            stack.callback(peer.end)
+        for _ in range(1 + bench.rounds):
+            shape = {"turns": NUM_TURNS, "tokens": STREAM_TOKENS, "padding": ASK_BYTES}
+            rounds.append(
+                _Round(
+                    ours=mesh.lap(bench.sized(6_000), WINDOW, told(NUM_TURNS)),
+                    alone=mesh.lap(bench.sized(1_200), 1, told(NUM_TURNS)),
+                    floor=floor.lap(bench.sized(30_000), WINDOW, b"x" * ASK_BYTES),
+                    floor_alone=floor.lap(bench.sized(3_000), 1, b"x" * ASK_BYTES),
+                    peers_per_s=[p.lap(bench.sized(2_400), WINDOW, shape) for p in peers],
+                )
+            )
+    _note_echo(bench, rounds[1:], answer_bytes)
+
+
+def _note_echo(bench: Bench, rounds: list[_Round], answer_bytes: int) -> None:
+    bench.note("echo", {
+        "answer_kb": answer_bytes / 1e3,
+        "groups_per_s": median(each.ours.per_s for each in rounds),
+        "floor.trips_per_s": median(each.floor.per_s for each in rounds),
+        "vs_floor": median(each.ours.per_s / each.floor.per_s for each in rounds),
+        "alone.p50_us": median(each.alone.p50_us for each in rounds),
+        "floor.alone.p50_us": median(each.floor_alone.p50_us for each in rounds),
+        "alone.p50_vs_floor": median(e.alone.p50_us / e.floor_alone.p50_us for e in rounds),
+        "floor.cpu_us.router": min(each.floor.router_cpu_us for each in rounds),
+    })  # fmt: skip
+    for role in rounds[0].ours.cpu_s:
+        # What else the machine does makes CPU seem more and never less: the least is nearest.
+        bench.note("echo.cpu_us", {role: min(each.ours.cpu_us(role) for each in rounds)})
+        bench.note("echo.alone.cpu_us", {role: min(e.alone.cpu_us(role) for e in rounds)})
+    if rounds[0].peers_per_s:
+        one, two = zip(*[each.peers_per_s for each in rounds], strict=True)
+        bench.note("echo", {
+            "verifiers.one_worker_per_s": median(one),
+            "verifiers.two_workers_per_s": median(two),
+            "vs_verifiers": median(e.ours.per_s / max(e.peers_per_s) for e in rounds),
+        })  # fmt: skip
+
+
+def sleep(bench: Bench) -> None:
+    """2,000 in flight and no more, each asked again as soon as it is taken: 1,000/s are ideal."""
+    window = 2_000
+    env = f"{ENVS}:SleepEnv"
+    shape = Shape(env=env, settings={"seconds": SLEEP_S}, num_workers=4, slots=window // 4)
+    with bench.mesh(shape) as mesh:
+        lap = mesh.lap(window * (5 if bench.is_quick else 11), window, Task(id="sleep"))
+    # The first wave is asked at once, and the last ends with nothing behind it: both are waves of
+    # which the ideal has the same, so the rate is that of the whole lap.
+    num = len(lap.groups_s)
+    bench.note("sleep", {
+        "groups_per_s": lap.per_s,
+        "of_ideal": lap.per_s / (window / SLEEP_S),
+        "cpu_us": 1e6 * sum(lap.cpu_s.values()) / num,
+        "p99_s": sorted(lap.groups_s)[int(0.99 * num)],
+    })  # fmt: skip
+
+
+def burn(bench: Bench) -> None:
+    """5 ms of CPU each: what two workers burn of what router, client and sink leave them."""
+    shape = Shape(env=f"{ENVS}:BurnEnv", settings={"seconds": BURN_S})
+    shares, rates = [], []
+    with bench.mesh(shape) as mesh:
+        for _ in range(1 + bench.rounds):
+            lap = mesh.lap(bench.sized(2_000), WINDOW, Task(id="burn"))
+            others_s = sum(lap.cpu_s[role] for role in ("router", "client", "sink"))
+            left_s = min(len(mesh.cores), 2) * lap.wall_s - others_s
+            shares.append(BURN_S * len(lap.groups_s) / left_s)
+            rates.append(lap.per_s)
+    bench.note("burn", {"groups_per_s": median(rates[1:]), "of_cores": median(shares[1:])})
+
+
+def burst(bench: Bench) -> None:
+    """400 at once; the first burst loads what is loaded late and is not counted."""
+    shape = Shape(env=f"{ENVS}:SleepEnv", settings={"seconds": SLEEP_S})
+    with bench.mesh(shape) as mesh:
+        laps = [mesh.lap(400, 400, Task(id="burst")) for _ in range(1 + bench.rounds // 2)]
+    bench.note("burst", {"wall_s": median(lap.wall_s for lap in laps[1:])})
+
+
+def turns(bench: Bench) -> None:
+    """What 100 turns cost against 20, by the CPU of all roles together."""
+    num_long = bench.sized(600)
+    ratios = []
+    with bench.mesh(TOLD) as mesh:
+        for _ in range(1 + bench.rounds):
+            short = mesh.lap(2 * num_long, WINDOW, told(NUM_TURNS))
+            long = mesh.lap(num_long, WINDOW, told(5 * NUM_TURNS))
+            ratios.append((_cpu_us(long) / _cpu_us(short), short.per_s / long.per_s))
+    by_cpu, by_rate = zip(*ratios[1:], strict=True)
+    bench.note("turns", {"100_vs_20": median(by_cpu), "100_vs_20_by_rate": median(by_rate)})
+
+
+def streamed(bench: Bench) -> None:
+    """The same with agents that stream their calls from a canned engine, each in a new session."""
+    engine = start_engine(bench.model)
+    num_long = max(4, bench.sized(16))
+    with ExitStack() as stack:
+        stack.callback(engine.end)
+        cpu_us = []
+        for num_turns in (NUM_TURNS, 5 * NUM_TURNS):
+            settings = {"num_turns": num_turns}
+            address = engine.ready.address
+            shape = Shape(env=f"{ENVS}:StreamEnv", settings=settings, engine=address)
+            mesh = stack.enter_context(bench.mesh(shape))
+            mesh.lap(2, 2, Task(id="warm"))
+            num = num_long * 5 * NUM_TURNS // num_turns
+            cpu_us.append(_cpu_us(mesh.lap(num, num_long, Task(id="stream"))))
+    bench.note("streamed", {"20_cpu_ms": cpu_us[0] / 1e3, "100_cpu_ms": cpu_us[1] / 1e3})
+    bench.note("streamed", {"100_vs_20": cpu_us[1] / cpu_us[0]})
+
+
+def _cpu_us(lap: Lap) -> float:
+    return sum(lap.cpu_us(role) for role in lap.cpu_s)
+
+
+BODY = b"x" * 600
+GROUP = 16
+ROUTER_WINDOW = 1000
+"""Asks under way at a time; less than a queue holds."""
+
+
+def router(bench: Bench) -> None:
+    """The router alone."""
+    num_groups = bench.sized(20_000)
+    with Alone(str(bench.folder)) as alone:
+        alone.run_groups("r0", num_groups // 8)
+        alone.measure("groups", lambda: alone.run_groups("r1", num_groups))
+        rss_mb = alone.child.rss_mb()
+        alone.run_groups("r3", num_groups)
+        growth_mb = alone.child.rss_mb() - rss_mb
+        alone.figures["mb_per_100k_rollouts"] = growth_mb * 100_000 / (GROUP * num_groups)
+        alone.measure("repeated_asks", lambda: alone.repeat_asks(2 * num_groups))
+        deaf = alone.deafen_a_peer()
+        alone.measure("groups_beside_a_deaf_peer", lambda: alone.run_groups("r2", num_groups))
+        deaf.close()
+        bench.note("router", alone.figures | {"rss_mb": alone.child.rss_mb()})
+
+
+class Alone:
+    """A router process, a client and a worker."""
+
+    def __init__(self, folder: str) -> None:
+        self.figures: dict[str, float] = {}
+        argv = [sys.executable, "-m", "rollmesh.cli.main", "router"]
+        argv += ["--set", f"run.folder={folder}", "--set", "router.missed_beats=1000"]
+        self.child = Child(argv, os.sched_getaffinity(0))
+        self.address = self.child.ready.address
+        self.client = Dialer(self.address, "client")
+        self.worker = Dialer(self.address, "worker")
+
+    def __enter__(self) -> Self:
+        hello = WorkerHello("worker", "bench", max_rollouts=10**6, pid=1, host="here")
+        for dialer, message in ((self.client, ClientHello("client")), (self.worker, hello)):
+            dialer.send(Packet(message))
+            while not any(isinstance(p.message, RouterHello) for p in dialer.receive()):
+                wait([dialer], None, 1.0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.worker.close()
+        self.child.end()
+
+    def measure(self, what: str, work: Callable[[], int]) -> None:
+        """Note how fast `work` went; it returns how many it did."""
+        cpu_s, began_s = self.child.cpu_s(), perf_counter()
+        number = work()
+        self.figures[f"{what}.per_s"] = number / (perf_counter() - began_s)
+        self.figures[f"{what}.cpu_us"] = 1e6 * (self.child.cpu_s() - cpu_s) / number
+
+    def run_groups(self, run_id: str, num_groups: int) -> int:
+        """Ask, run, start, deliver, done: seven messages a group."""
+        num_asked = num_done = 0
+        while num_done < num_groups:
+            while num_asked < min(num_groups, num_done + ROUTER_WINDOW):
+                self.client.send(Packet(ask(run_id, num_asked), body=BODY))
+                num_asked += 1
+            wait([self.client, self.worker], None, 1.0)
+            for packet in self.worker.receive():
+                if isinstance(packet.message, RunGroup):
+                    group_id, attempt = packet.message.group_id, packet.message.attempt
+                    self.worker.send(Packet(GroupStarted(group_id, attempt)))
+                    self.worker.send(Packet(GroupDelivered(group_id, attempt)))
+            moves = [p.message for p in self.client.receive() if isinstance(p.message, GroupMoved)]
+            num_done += sum(move.state is GroupState.DONE for move in moves)
+        return num_done
+
+    def repeat_asks(self, num_asks: int) -> int:
+        """Asks that wait, said again and again, each when it was answered: one in, one out."""
+        num_sent = num_heard = 0
+        while num_heard < num_asks:
+            while num_sent < min(num_asks, num_heard + ROUTER_WINDOW):
+                asked = ask("waiting", num_sent % ROUTER_WINDOW, env="nobody has it")
+                self.client.send(Packet(asked, body=BODY))
+                num_sent += 1
+            wait([self.client], None, 1.0)
+            num_heard += sum(1 for _ in self.client.receive())
+        return num_heard
+
+    def deafen_a_peer(self) -> Dialer:
+        """A peer that asks far more than it ever reads."""
+        deaf = Dialer(self.address, "deaf")
+        for _ in range(50_000):
+            while not deaf.send(Packet(ClientHello("deaf"))):
+                self.repeat_asks(1)
+        return deaf
+
+
+def ask(run_id: str, seq: int, env: str = "bench") -> AskGroup:
+    """A group of GROUP."""
+    return AskGroup(GroupId(run_id, seq), "client", env, GROUP, "tcp://127.0.0.1:1")
+
 
 CASES: dict[str, Callable[[Bench], None]] = {
     "router": router,
-    "echo": _serving_cases.echo,
-    "sleep": _serving_cases.sleep,
-    "burn": _serving_cases.burn,
-    "burst": _serving_cases.burst,
-    "turns": _serving_cases.turns,
-    "streamed": _serving_cases.streamed,
+    "echo": echo,
+    "sleep": sleep,
+    "burn": burn,
+    "burst": burst,
+    "turns": turns,
+    "streamed": streamed,
 }
 
 GOALS = [

@@ -1,10 +1,9 @@
-"""What text costs on its way to tokens, and tokens on their way to deltas, in one process.
+"""The cost of turning text into tokens, and tokens into deltas, in one process.
 
     python -m benchmarks.tokens [--quick] [--json] [--check]
 
-Invariant: texts are pieces of source code, new at each call, so that no cache of ours answers; a
-figure is the CPU time of the best of several rounds, in microseconds a call, since other work on
-the machine can only add. Driven by `make bench`.
+- Texts are pieces of source code, new at each call, so that no cache answers.
+- A figure is the CPU time of the best of several rounds, in microseconds a call.
 """
 
 import time
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import tokenizers
 
-from benchmarks._corpus import Texts, model_folder
+from benchmarks.lib.corpus import Texts, model_folder
 from benchmarks.lib.report import Goal, parser, report
 from rollmesh.runtime.chat import Reading, read_message
 from rollmesh.runtime.families import choose_family

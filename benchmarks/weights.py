@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._arms import Child, cores
 from benchmarks.lib.report import Goal, parser, report
+from benchmarks.lib.servers import Child, cores
 from rollmesh.core.config import PublishMode, TrainerConfig
 from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._soak_figures import left_over, slope
-from benchmarks._soak_run import Seen
-from benchmarks._soak_watch import Held
+from benchmarks.lib.process_watch import Held
+from benchmarks.lib.soak_run import Seen, left_over, slope
 
 pytestmark = pytest.mark.slow
 

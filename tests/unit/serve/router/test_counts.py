@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks._ledger_life import Life
+from benchmarks.scale import Life
 from rollmesh.serve.router.group_table import MAX_NOTES, SPARE_ENTRIES
 from rollmesh.serve.router.groups import MAX_ENDS
 from rollmesh.serve.router.status import cache_entries, entries, held

@@ -1,11 +1,10 @@
-"""The floor: what asks and answers of these sizes cost when nobody looks at them.
+"""The floor of the serving benchmark: requests and answers of its sizes through a bare ROUTER.
 
-    python -m benchmarks._serving_floor router --ready-fd N
-    python -m benchmarks._serving_floor worker --router ADDRESS --answer-bytes N --ready-fd N
+    python -m benchmarks.lib.serving_floor router --ready-fd N
+    python -m benchmarks.lib.serving_floor worker --router ADDRESS --answer-bytes N --ready-fd N
 
-A synchronous pyzmq ROUTER that hands what clients say to its workers in turns, and what workers say
-to whom it belongs; workers that answer at once. As one writes it without a purpose: no queue, no
-book, no beats, nobody dies. Driven by _serving_mesh.py.
+A synchronous pyzmq ROUTER that forwards requests to its workers in turns and answers to their
+clients; workers answer at once. It has no queue, no table, no heartbeats and no failures.
 """
 
 import argparse
@@ -19,11 +18,11 @@ from typing import NamedTuple
 
 import zmq
 
-from benchmarks._arms import Child
+from benchmarks.lib.servers import Child
 from rollmesh.core.process import Ready, announce, die_with_parent
 
 HELLO = b"worker"
-_PROGRAM = [sys.executable, "-m", "benchmarks._serving_floor"]
+_PROGRAM = [sys.executable, "-m", "benchmarks.lib.serving_floor"]
 
 
 class Lap(NamedTuple):
@@ -113,7 +112,7 @@ def _open(kind: int) -> "zmq.Socket[bytes]":
 
 def main() -> None:
     """Parse and serve."""
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks._serving_floor")
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.serving_floor")
     arguments.add_argument("role", choices=["router", "worker"])
     arguments.add_argument("--workers", type=int, default=1)
     arguments.add_argument("--router", default="")

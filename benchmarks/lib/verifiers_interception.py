@@ -1,9 +1,9 @@
 """verifiers' interception server as a process, in a venv that has verifiers and nothing of ours.
 
-    .venv-peers/verifiers/bin/python _verifiers_peer.py --engine URL --keys FILE --ready-fd N
+    .venv-peers/verifiers/bin/python verifiers_interception.py --engine URL --keys FILE --ready-fd N
 
-Written against verifiers 0.4.0. Invariant: it does what verifiers' own rollouts do, one registered
-session a connection; the sessions' keys go to FILE, one a line. Driven by _peers.py.
+Written against verifiers 0.4.0. It registers one session per connection, as verifiers' rollouts do;
+the sessions' keys go to FILE, one a line.
 """
 
 import argparse
@@ -47,7 +47,7 @@ async def serve(engine: str, keys: TextIO, ready_fd: int) -> None:
 
 def main() -> None:
     """Parse and serve."""
-    arguments = argparse.ArgumentParser(prog="_verifiers_peer.py")
+    arguments = argparse.ArgumentParser(prog="verifiers_interception.py")
     arguments.add_argument("--engine", required=True)
     arguments.add_argument("--keys", type=argparse.FileType("w"), required=True)
     arguments.add_argument("--ready-fd", type=int, required=True)

@@ -1,9 +1,8 @@
-"""What processes hold, read from outside each PERIOD_S: RSS, PSS, open files, threads, gauges.
+"""Resources of processes, read from outside each PERIOD_S: RSS, PSS, open files, threads, gauges.
 
-Owns a thread and the series that it reads; all times are time.monotonic. Invariants: a look costs
-the watched process nothing but the kernel's walk of its pages; what is read once a look (memory) is
-told apart from what is read when asked (files, threads, gauges). Driven by _soak_mesh.py and
-_soak_relay.py.
+- All times are time.monotonic.
+- Reading costs a watched process nothing but the kernel's walk of its pages. Memory is read
+  periodically; files, threads and gauges on request.
 """
 
 import os

@@ -1,11 +1,10 @@
-"""What the interception benchmark talks about: prompts, canned answers, a 32k tokenizer.
+"""The texts of the benchmarks: prompts, canned answers, a 32k tokenizer.
 
-Owns a model folder that is made once from Python's own sources and kept under build/: a byte-level
-BPE vocabulary as large as a real one is dense, Qwen3's split and chat format, and answers of real
-token ids that decode to plausible text. Invariant: the same interpreter makes the same folder, so
-that engine and load, which are two processes, speak of the same texts. Driven by interception.py.
+    python -m benchmarks.lib.corpus      makes the folder, which takes half a minute once
 
-    python -m benchmarks._corpus      makes the folder, which takes half a minute once
+The model folder is made from Python's own sources and kept under build/: a byte-level BPE
+vocabulary as dense as a real one, Qwen3's split and chat format, and answers of real token ids that
+decode to plausible text. The same interpreter makes the same folder.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ ANSWER_TOKENS = 64
 NUM_STREAMS = 16
 STREAM_TOKENS = 200
 
-_FOLDER = Path(__file__).parents[1] / "build" / "bench-model"
+_FOLDER = Path(__file__).parents[2] / "build" / "bench-model"
 _TRAIN_CHARS = 6_000_000
 
 
@@ -78,7 +77,7 @@ def model_folder() -> Path:
     folder = _FOLDER / identity[:12]
     if not (folder / "answers.json").is_file():
         print("benchmarks: making a 32k tokenizer; once", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "benchmarks._corpus", str(folder)], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.lib.corpus", str(folder)], check=True)
     return folder
 
 

@@ -1,12 +1,12 @@
 """verifiers' env server under the same load, in a venv that has verifiers and nothing of ours.
 
-    .venv-peers/verifiers/bin/python _serving_peer.py --workers N --ready-fd N
+    .venv-peers/verifiers/bin/python verifiers_env_server.py --workers N --ready-fd N
 
 Written against verifiers 0.4.0. Each line at its address is a JSON object {num, window, turns,
-tokens, padding}: so many rollouts are run through its EnvClient, `window` at a time, and a line
-with the seconds answers. Its environment, which its servers import from this file, gives each trace
-nodes made in advance, as ours does (_serving_worker.py); it yields nowhere between turns, so its
-server streams each answer in one piece, which is the cheapest for it. Driven by _serving_mesh.py.
+tokens, padding}: that many rollouts run through its EnvClient, `window` at a time, and a line with
+the seconds answers. Its environment, which its servers import from this file, gives each trace
+nodes made in advance, as serving_worker.py does; it does not yield between turns, so its server
+streams each answer in one piece, the cheapest way for it.
 """
 
 import argparse
@@ -134,13 +134,13 @@ async def answer_laps(address: str, ready_fd: int) -> None:
 
 def main() -> None:
     """Start a server, then answer."""
-    arguments = argparse.ArgumentParser(prog="_serving_peer.py")
+    arguments = argparse.ArgumentParser(prog="verifiers_env_server.py")
     arguments.add_argument("--workers", type=int, default=1)
     arguments.add_argument("--ready-fd", type=int, required=True)
     options = arguments.parse_args()
     os.environ["PEER_API_KEY"] = "none"
     tree = {
-        "taskset": {"id": "_serving_peer"},
+        "taskset": {"id": "verifiers_env_server"},
         "agent": {"runtime": {"type": "subprocess"}, "harness": {"id": "null"}},
     }
     config = import_module("verifiers.v1.utils.loaders").resolve_env_config(tree)

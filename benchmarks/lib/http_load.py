@@ -1,9 +1,10 @@
 """A closed loop of HTTP/1.1 calls at the least cost: a connection asks, waits, asks again.
 
-What is asked is a Talk: a generator that yields requests and is sent what they were answered. The
-connections share the talks; each carries one to its end and takes the next. Invariant: a call's
-time runs from the write of its request to the last byte of its answer; an answer that is no 2xx
-ends the run. Only as much HTTP as the benchmark's own peers speak. Driven by interception.py.
+A Talk is a generator that yields requests and receives their answers. The connections share the
+talks; each carries one to its end and takes the next.
+
+- A call's time runs from the write of its request to the last byte of its answer. An answer that
+  is not 2xx ends the run. Only as much HTTP as the benchmarks speak.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():

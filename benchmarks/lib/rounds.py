@@ -1,8 +1,9 @@
-"""Rounds: the same talks through several servers, one after the other, and what that tells.
+"""Shapes of calls, and rounds of them through several servers, one after the other.
 
-Owns the servers of one run of the benchmark and its figures. Invariant: sessions are opened before
-and closed behind the clock; a ratio is between neighbours in time, and a figure the median over the
-rounds, of which the first, that warms up, is not counted. Driven by interception.py.
+- A history grows by what the server really answered. Each text is used once, unless the shape says
+  otherwise, so that a cache of prompts helps only where siblings share one.
+- Sessions are opened and closed outside of the measured time. A ratio is between neighbours in
+  time, a figure the median over the rounds; the first round warms up and is not counted.
 """
 
 import gc
@@ -15,8 +16,10 @@ from statistics import median
 
 import msgspec
 
-from benchmarks import _shapes as shapes
-from benchmarks._arms import (
+from benchmarks.lib.canned_engine import Pace
+from benchmarks.lib.corpus import ANSWER_TOKENS, Texts, model_folder
+from benchmarks.lib.http_load import Reply, Talk, Timings, carry
+from benchmarks.lib.servers import (
     NUM_CONNECTIONS,
     Arm,
     Child,
@@ -24,11 +27,88 @@ from benchmarks._arms import (
     start_bare,
     start_engine,
     start_gateway,
+    start_peers,
 )
-from benchmarks._canned import Pace
-from benchmarks._corpus import Texts, model_folder
-from benchmarks._load import Talk, Timings, carry
-from benchmarks._peers import start_peers
+
+SYSTEM = (
+    "You are a careful engineer. Read the code, say what it does and where it is wrong, and answer "
+    "in plain words without decoration."
+)
+FIRST_CHARS = 640
+"""With the system text and JSON's escapes a body of about 1 KB."""
+GROWING_CHARS = 960
+"""A turn's new text; 40 of them and their answers are 60 KB."""
+SHORT_CHARS = 120
+"""Of a turn in a session of hundreds."""
+
+
+class _Message(msgspec.Struct):
+    content: str
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+_completions = msgspec.json.Decoder(_Completion)
+
+
+def chat(door: Door, messages: bytes, flags: bytes = b"") -> bytes:
+    """The HTTP request of one call; `flags` are body fields with a comma behind each."""
+    body = b'{"model":"policy",%b"max_tokens":%d,"messages":[%b]}'
+    return post(door, body % (flags, ANSWER_TOKENS, messages))
+
+
+def post(door: Door, body: bytes) -> bytes:
+    """An HTTP request as agents send them, with the fewest headers."""
+    head = (
+        b"POST %b HTTP/1.1\r\nHost: bench\r\nAccept: application/json\r\n"
+        b"Authorization: Bearer %b\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    )
+    return head % (door.path, door.key, len(body)) + body
+
+
+def message(role: str, content: str) -> bytes:
+    """One message as JSON."""
+    return msgspec.json.encode({"role": role, "content": content})
+
+
+def first(texts: Texts, num_chars: int = FIRST_CHARS) -> bytes:
+    """A fresh conversation's messages."""
+    return message("system", SYSTEM) + b"," + message("user", texts.piece(num_chars))
+
+
+def repeated(request: bytes, num_calls: int) -> Talk:
+    """The very same call again and again."""
+    for _ in range(num_calls):
+        yield request
+
+
+def once(request: bytes) -> Talk:
+    """One call."""
+    yield request
+
+
+class Conversation:
+    """A history that grows; `turns` may be called again and goes on."""
+
+    def __init__(self, door: Door, texts: Texts) -> None:
+        self._door = door
+        self._texts = texts
+        self._messages = message("system", SYSTEM)
+
+    def turns(self, num_turns: int, num_chars: int) -> Talk:
+        """So many turns, each with a new text of so many characters."""
+        for _ in range(num_turns):
+            self._messages += b"," + message("user", self._texts.piece(num_chars))
+            reply: Reply = yield chat(self._door, self._messages)
+            content = _completions.decode(reply.body).choices[0].message.content
+            self._messages += b"," + message("assistant", content)
+
 
 Talks = Callable[[list[Door]], Iterable[Talk]]
 
@@ -91,8 +171,8 @@ class Bench:
 
     async def pace(self, pace: Pace) -> None:
         """How the engine's streams come from now on."""
-        request = shapes.post(Door(b"/canned", b"none"), msgspec.json.encode(pace))
-        await carry(self.engine.port, [shapes.once(request)], 1)
+        request = post(Door(b"/canned", b"none"), msgspec.json.encode(pace))
+        await carry(self.engine.port, [once(request)], 1)
 
     async def rounds(self, arms: Sequence[Arm], num_sessions: int, talks: Talks) -> list[list[Run]]:
         """The runs of each server."""

@@ -1,10 +1,9 @@
-"""The soak's engine: the canned one, whose answers are tool calls, and which streams chats, too.
+"""The soak's engine: the canned one, whose answers are tool calls, and which streams chats too.
 
-    python -m benchmarks._soak_engine --folder MODEL_FOLDER --ready-fd N
+    python -m benchmarks.lib.soak_engine --folder MODEL_FOLDER --ready-fd N
 
-Owns the model's folder and its answers. Invariant: an answer's tokens parse as one call of `click`
-in Qwen's format, and the chat endpoint says the same of it; requests are swallowed, so that 22 MB
-of body cost this side next to nothing. Driven by _soak_mesh.py.
+- An answer's tokens parse as one call of `click` in Qwen's format, and the chat endpoint answers
+  with the same call. Request bodies are dropped unread, so 22 MB cost this side little.
 """
 
 import argparse
@@ -16,8 +15,17 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from benchmarks._canned import DONE, STREAM_HEAD, Engine, Framed, Pace, Stream, chunk, serve
-from benchmarks._corpus import Answer, Canned, read_canned
+from benchmarks.lib.canned_engine import (
+    DONE,
+    STREAM_HEAD,
+    Engine,
+    Framed,
+    Pace,
+    Stream,
+    chunk,
+    serve,
+)
+from benchmarks.lib.corpus import Answer, Canned, read_canned
 from rollmesh.core.process import die_with_parent
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.testing.model_folder import write_large_folder
@@ -117,7 +125,7 @@ def _call_id(answer: Answer) -> str:
 
 def main() -> None:
     """Serve until killed."""
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks._soak_engine")
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.soak_engine")
     arguments.add_argument("--folder", type=Path, required=True)
     arguments.add_argument("--ready-fd", type=int)
     options = arguments.parse_args()

@@ -1,14 +1,13 @@
-"""An engine that answers at once what was written before: SGLang's protocol at the least cost.
+"""An engine that sends answers made in advance: SGLang's protocol at the least cost.
 
-    python -m benchmarks._canned --folder MODEL_FOLDER --ready-fd N
+    python -m benchmarks.lib.canned_engine --folder MODEL_FOLDER --ready-fd N
 
     POST /generate, /v1/chat/completions    canned answers, plain and streaming
     POST /canned                            how streams come from now on: see Pace
-    GET  /model_info /server_info /v1/loads  what a gateway looks at; a scoring call gets scores
+    GET  /model_info /server_info /v1/loads  what a gateway reads; a scoring call gets scores
 
-Invariant: nothing is parsed but the request's framing, the rid and three flags, so that a core
-which also carries the load serves some 20,000 calls a second; an answer is joined from bytes made
-at the start. Only as much HTTP as the benchmark's own peers speak. Driven by interception.py.
+- Only the framing, the rid and three flags of a request are parsed, so that a core which also
+  carries the load serves some 20,000 calls a second. Only as much HTTP as the benchmarks speak.
 """
 
 import argparse
@@ -25,7 +24,7 @@ from typing import cast
 import msgspec
 import uvloop
 
-from benchmarks._corpus import Answer, Canned, read_canned
+from benchmarks.lib.corpus import Answer, Canned, read_canned
 from rollmesh.core.process import Ready, announce, die_with_parent, listen
 
 SCORES = re.compile(rb'"logprob_start_len":0\b')
@@ -74,7 +73,7 @@ class Framed(asyncio.Protocol):
         self.resumed: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
 
     def pause_writing(self) -> None:
         self.is_full = True
@@ -298,7 +297,7 @@ async def serve(engine: Engine, name: str, ready_fd: int | None) -> None:
 
 def main() -> None:
     """Serve until killed."""
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks._canned")
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.canned_engine")
     arguments.add_argument("--folder", type=Path, required=True)
     arguments.add_argument("--ready-fd", type=int)
     options = arguments.parse_args()

@@ -1,12 +1,18 @@
-"""The servers that the interception benchmark sets side by side, each a process on one core.
+"""The servers that the interception benchmark compares, each a process on one core.
 
-    direct   no server: the load talks to the canned engine
-    bare     benchmarks/_bare.py
+    direct           no server: the load calls the canned engine
+    bare             benchmarks/lib/proxy.py
     tokens, relay    `rollmesh gateway --capture ...`
-    rllm, verifiers, litellm    peers, where `make bench-peers` has installed them
+    rllm             rllm-model-gateway, its memory store, the faster of its two
+    verifiers        verifiers' interception server
+    litellm          litellm's proxy, which captures nothing; one worker
 
-Invariant: servers share the first core and never run at the same time; engine and load share the
-second; a server's CPU is that of its process and what it started. Driven by interception.py.
+Peers are installed by `make bench-peers`, each in a venv of its own below .venv-peers/, and started
+as their documentation says. A peer that is not installed is left out; one that does not start is
+an error.
+
+- Servers share the first core and never run at the same time; engine and load share the second.
+- A server's CPU is that of its process and its children.
 """
 
 import os
@@ -15,7 +21,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from benchmarks._load import Reply, Talk, carry
+from benchmarks.lib.http_load import Reply, Talk, carry
 from rollmesh.core.process import Ready, die_with_parent
 
 NUM_CONNECTIONS = 32
@@ -179,13 +185,13 @@ class GatewayArm(Arm):
 
 def start_engine(folder: Path) -> Child:
     """The canned engine."""
-    argv = [sys.executable, "-m", "benchmarks._canned", "--folder", str(folder)]
+    argv = [sys.executable, "-m", "benchmarks.lib.canned_engine", "--folder", str(folder)]
     return Child(argv, cores()[1])
 
 
 def start_bare(engine: Child) -> Arm:
     """The floor."""
-    argv = [sys.executable, "-m", "benchmarks._bare", "--engine", engine.ready.address]
+    argv = [sys.executable, "-m", "benchmarks.lib.proxy", "--engine", engine.ready.address]
     return Arm("bare", Child(argv, cores()[0]))
 
 
@@ -205,3 +211,60 @@ def start_gateway(
     argv += ["--journal", str(journal)] if journal else ["--no-journal"]
     child = Child([*argv, "--admin-token-file", str(token_file)], cores()[0])
     return GatewayArm(f"{capture}_kept" if journal else capture, child, token)
+
+
+VENVS = Path(__file__).parents[2] / ".venv-peers"
+
+
+class KeyedArm(Arm):
+    """A server whose sessions were opened at its start, one key each."""
+
+    def __init__(self, name: str, child: Child, keys: Sequence[str]) -> None:
+        super().__init__(name, child)
+        self._keys = keys
+
+    async def open(self, num_sessions: int) -> list[Door]:
+        return [Door(self._path, key.encode()) for key in self._keys[:num_sessions]]
+
+
+class PathArm(Arm):
+    """A server whose sessions are made by naming them in the path."""
+
+    async def open(self, num_sessions: int) -> list[Door]:
+        sessions = [b"/sessions/s%d" % number for number in range(num_sessions)]
+        return [Door(session + self._path, b"none") for session in sessions]
+
+
+def start_peers(engine: Child, folder: Path) -> Iterator[Arm]:
+    """Those that are installed; files of theirs go to `folder`."""
+    address = engine.ready.address
+    if program := _program("rllm", "rllm-model-gateway"):
+        argv = [program, "--worker", f"{address}/v1", "--store", "memory", "--log-level", "error"]
+        port = _free_port()
+        yield PathArm("rllm", Child([*argv, "--port", str(port)], cores()[0], port))
+    if program := _program("verifiers", "python"):
+        keys = folder / "verifiers.keys"
+        script = str(Path(__file__).with_name("verifiers_interception.py"))
+        argv = [program, script, "--engine", address, "--keys", str(keys)]
+        yield KeyedArm("verifiers", Child(argv, cores()[0]), keys.read_text().split())
+    if program := _program("litellm", "litellm"):
+        argv = [program, "--model", "openai/policy", "--api_base", f"{address}/v1"]
+        port = _free_port()
+        key = f"sk-{secrets.token_hex(16)}"
+        env = {"LITELLM_MASTER_KEY": key, "OPENAI_API_KEY": "none", "LITELLM_LOG": "ERROR"}
+        env |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # or it asks the network as it starts
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--telemetry", "False"]
+        child = Child(argv, cores()[0], port, env)
+        yield KeyedArm("litellm", child, [key] * NUM_CONNECTIONS)
+
+
+def _program(venv: str, name: str) -> str:
+    """Where a program of a peer's venv is; '' if it is not installed."""
+    path = VENVS / venv / "bin" / name
+    return str(path) if path.is_file() else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,9 +1,8 @@
 """The floor: an aiohttp proxy that parses and records nothing.
 
-    python -m benchmarks._bare --engine URL --ready-fd N
+    python -m benchmarks.lib.proxy --engine URL --ready-fd N
 
-As good as one writes it without a purpose: uvloop, kept connections without a limit, no access log.
-Driven by interception.py.
+Written as for production: uvloop, kept connections without a limit, no access log.
 """
 
 import argparse
@@ -52,7 +51,7 @@ async def proxy(engine: str, ready_fd: int | None) -> None:
 
 def main() -> None:
     """Serve until killed."""
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks._bare")
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.proxy")
     arguments.add_argument("--engine", required=True)
     arguments.add_argument("--ready-fd", type=int)
     options = arguments.parse_args()

@@ -1,9 +1,8 @@
-"""A mesh to measure: a router, workers, and a client with its sink, each role's CPU told apart.
+"""A mesh to measure: a router, workers, and a client with its sink, each role's CPU separate.
 
-Owns the processes of one arm; the client, its sink's thread and journal are in this process.
-Invariant: everything is as a user has it: `rollmesh router`, a worker's own parts, RolloutClient;
-the journal writes and does not sync. A lap keeps a number of groups in flight and takes each as it
-ends. Driven by _serving_cases.py.
+- The client, its sink's thread and journal are in this process; the journal does not sync.
+- Everything is as a user has it: `rollmesh router`, a worker's own parts, RolloutClient.
+- A lap keeps a number of groups in flight and takes each as it ends.
 """
 
 import json
@@ -18,8 +17,7 @@ from statistics import median
 
 import msgspec
 
-from benchmarks._arms import Child
-from benchmarks._peers import VENVS
+from benchmarks.lib.servers import VENVS, Child
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import Json, SamplingPolicy, Task
@@ -82,7 +80,7 @@ class Mesh:
         sets = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         engine = ["--engine", shape.engine] if shape.engine else []
         self.router = Child([*rooms, "router", *engine, *sets], cores)
-        program = [sys.executable, "-m", "benchmarks._serving_worker"]
+        program = [sys.executable, "-m", "benchmarks.lib.serving_worker"]
         argv = [*(program if shape.is_told else [*rooms, "worker"]), *sets]
         argv += ["--router", self.router.ready.address]
         names = [f"worker-{number}" for number in range(shape.num_workers)]
@@ -148,7 +146,7 @@ class Peer:
     """verifiers' env server with its client."""
 
     def __init__(self, num_workers: int) -> None:
-        script = Path(__file__).with_name("_serving_peer.py")
+        script = Path(__file__).with_name("verifiers_env_server.py")
         argv = [str(_python()), str(script), "--workers", str(num_workers)]
         path = {"PYTHONPATH": str(script.parent)}
         self._child = Child(argv, os.sched_getaffinity(0), env=path)

@@ -1,0 +1,347 @@
+"""One arm of the soak from its start to its end, and its figures.
+
+    idle, cold -> a few groups that warm up -> counts -> waves, each with a rest -> 10 s -> counts
+
+- Idle memory and gauges are read before the first rollout, so that what is loaded late counts.
+  Files and threads are compared with those after the warm-up, when pools have their threads.
+- A resting figure is the median of the last RESTING_S.
+- A figure is never better than what was seen: the worst of several processes, the kernel's peak
+  where it exceeds the samples', the upper end of a slope's two-sided 95 % interval.
+"""
+
+import itertools
+import math
+import re
+import time
+from array import array
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.lib.http_load import percentile
+from benchmarks.lib.process_watch import MB, Held, Scrape, Series, Watch, peak_bytes
+from benchmarks.lib.soak_agents import Told
+from benchmarks.lib.soak_mesh import Arm, Soaked, SoakMesh, SoakRelay
+from benchmarks.lib.soak_worker import read_beats, read_lags
+from rollmesh.runtime.heap_trimmer import LOOK_S, MIN_INTERVAL_S
+
+IDLE_S = 3.0
+REST_S = 10.0
+BETWEEN_S = 6.0
+"""Kept connections to engines are closed by then."""
+RESTING_S = 2.0
+"""A resting figure is the median of so many last seconds."""
+WARM_TURNS, WARM_GROUPS = 6, 2
+"""Groups for each that runs at a time; then one of all turns, since zmq gets a thread and a context
+of its own with the first long result that is sent."""
+LEAD_S = MIN_INTERVAL_S + LOOK_S
+"""What was to be held up to so long before a figure is still in it: a trim, which gives back what
+was freed, comes no oftener; and a whole rollout of three screenshots takes hardly longer."""
+MAX_RSS_BYTES = 8 * 2**30
+
+_tolds = msgspec.json.Decoder(Told)
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How long an arm runs: for so many rollouts in one wave, or for so long in waves."""
+
+    num_rollouts: int = 0
+    minutes: float = 5.0
+    num_waves: int = 24
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """After a wave."""
+
+    num_rollouts: int
+    """Since the start."""
+    rss_bytes: dict[str, float]
+    """By judged process."""
+
+
+class Seen(msgspec.Struct, kw_only=True):
+    """All that is known of an arm when it is over."""
+
+    name: str
+    judged: list[str]
+    ports: dict[str, str]
+    series: dict[str, Series]
+    peaks: dict[str, int]
+    """As the kernel has them."""
+    idle: dict[str, float]
+    resting: dict[str, float]
+    rests: list[Rest] = []
+    scrapes: dict[str, list[Scrape]] = {}
+    """Bytes held by what, as the process itself says, from time to time."""
+    cold: dict[str, Held] = {}
+    """At the first, after the small wave, and in the end."""
+    before: dict[str, Held] = {}
+    after: dict[str, Held] = {}
+    num_missed: int = 0
+    """Times that a worker did not beat for so long that one is missing, or was given up."""
+    load: list[Told] = []
+    lags: dict[str, tuple["array[float]", "array[float]"]] = {}
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    """When the last wave did."""
+    waves: list[tuple[float, float]] = []
+    """When each began and ended."""
+    num_groups: int = 0
+    num_dropped: int = 0
+    reasons: dict[str, int] = {}
+    is_stopped: bool = False
+    """A process was past MAX_RSS_BYTES."""
+
+
+def run_arm(arm: Arm, plan: Plan, mode: str, folder: Path) -> Seen:
+    """Run it in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        soaked: SoakMesh | SoakRelay
+        soaked = SoakRelay(arm, folder) if mode == "relay" else SoakMesh(arm, folder)
+        stack.enter_context(soaked)
+        watch = Watch(soaked.pids, soaked.metrics, MAX_RSS_BYTES)
+        stack.callback(watch.close)
+        return _soak(arm, plan, soaked, watch)
+
+
+def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
+    time.sleep(IDLE_S)
+    seen = Seen(
+        name=arm.name,
+        judged=soaked.judged,
+        ports=soaked.ports,
+        series=watch.series,
+        scrapes=watch.scrapes,
+        peaks={},
+        idle=_resting(soaked, watch),
+        resting={},
+    )
+    num_at_once = arm.num_workers * arm.shape.slots // arm.shape.group_size
+    seen.cold = soaked.held()
+    soaked.wave(WARM_GROUPS * num_at_once, WARM_TURNS, watch.is_over)
+    soaked.wave(num_at_once, arm.shape.num_turns, watch.is_over)
+    time.sleep(BETWEEN_S)
+    seen.before, seen.began_s = soaked.held(), time.monotonic()
+    for num_groups in _waves(arm, plan, seen):
+        begun_s = time.monotonic()
+        wave = soaked.wave(num_groups, arm.shape.num_turns, watch.is_over)
+        seen.ended_s = time.monotonic()
+        seen.waves.append((begun_s, seen.ended_s))
+        seen.num_groups += num_groups
+        seen.num_dropped += wave.num_dropped
+        for reason, number in wave.reasons.items():
+            seen.reasons[reason] = seen.reasons.get(reason, 0) + number
+        if watch.is_over.is_set():
+            seen.is_stopped = True
+            break
+        time.sleep(BETWEEN_S)
+        num_rollouts = seen.num_groups * arm.shape.group_size
+        seen.rests.append(Rest(num_rollouts, _resting(soaked, watch)))
+        resting = max(seen.rests[-1].rss_bytes.values()) / MB
+        print(f"soak: {arm.name}: {num_rollouts} rollouts, rests at {resting:.0f} MB", flush=True)
+    time.sleep(max(0.0, seen.ended_s + REST_S - time.monotonic()))
+    seen.resting = _resting(soaked, watch)
+    seen.after, seen.num_missed = soaked.held(), soaked.num_lost() + _num_missed(soaked)
+    seen.peaks = {name: peak_bytes(soaked.pids[name]) for name in soaked.judged}
+    seen.load = [_tolds.decode(line) for line in soaked.load_log.read_bytes().splitlines()]
+    seen.lags = {name: read_lags(path) for name, path in soaked.lags.items()}
+    return seen
+
+
+def _num_missed(soaked: Soaked) -> int:
+    gaps = (
+        after - before
+        for path in soaked.lags.values()
+        for before, after in itertools.pairwise(read_beats(path))
+    )
+    return sum(gap_s > 2 * soaked.beat_s for gap_s in gaps)
+
+
+def _resting(soaked: Soaked, watch: Watch) -> dict[str, float]:
+    now_s = time.monotonic()
+    since_s = now_s - RESTING_S
+    return {name: median(watch.series[name].between(since_s, now_s)) for name in soaked.judged}
+
+
+def _waves(arm: Arm, plan: Plan, seen: Seen) -> Iterator[int]:
+    """Groups of each wave; the first is small where time decides, and tells how fast it goes."""
+    size = arm.shape.group_size
+    if plan.num_rollouts:
+        yield -(-plan.num_rollouts // size)
+        return
+    wave_s = 60 * plan.minutes / plan.num_waves - BETWEEN_S
+    until_s = seen.began_s + 60 * plan.minutes
+    num_at_once = max(1, arm.num_workers * arm.shape.slots // size)
+    num_groups = 2 * num_at_once
+    while (began_s := time.monotonic()) + wave_s / 2 < until_s:
+        yield num_groups
+        took_s = seen.ended_s - began_s
+        num_groups = max(num_at_once, round(num_groups * wave_s / took_s))
+
+
+T_975 = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+    2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056,
+    2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+"""Student's t at 97.5 %, for 1 to 30 degrees of freedom; more have the last, which is safe."""
+TABLES = re.compile(r"rollmesh_(held_bytes|entries)\{")
+"""Gauges of what is held; caches have a name of their own."""
+WARM_RESTS = 2
+"""First rests that a slope leaves out: heaps and pools still find their size."""
+
+
+class Slope(NamedTuple):
+    """MB per 1,000 rollouts of one process, and the ends of the 95 % interval."""
+
+    at: float
+    low: float
+    high: float
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
+    """The least squares' line through these; it needs three points."""
+    num, mean_x, mean_y = len(xs), sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    at = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    rests = (y - mean_y - at * (x - mean_x) for x, y in zip(xs, ys, strict=True))
+    error = math.sqrt(sum(r * r for r in rests) / (num - 2) / spread)
+    margin = T_975[min(num - 3, len(T_975) - 1)] * error
+    return Slope(at, at - margin, at + margin)
+
+
+def slope_of(rests: Sequence[Rest]) -> Slope | None:
+    """Of all judged processes together, so per rollout that one of them ran; None of too few."""
+    rests = rests[WARM_RESTS:]
+    if len({rest.num_rollouts for rest in rests}) < 3:
+        return None
+    thousands = [rest.num_rollouts / 1000 for rest in rests]
+    return slope(thousands, [sum(rest.rss_bytes.values()) / MB for rest in rests])
+
+
+class Peak(NamedTuple):
+    """The moment at which a process held most."""
+
+    at_s: float
+    rss_bytes: int
+    load_bytes: int
+    """What it had to hold then: live set and bodies in flight."""
+    idle_bytes: float
+
+    @property
+    def factor(self) -> float:
+        """Of the bytes above idle to those that had to be held."""
+        return (self.rss_bytes - self.idle_bytes) / max(1, self.load_bytes)
+
+
+def peak_of(seen: Seen, name: str) -> Peak:
+    """By the samples; the kernel's own peak has no moment."""
+    series = seen.series[name]
+    rss_bytes, at_s = max(zip(series.rss_bytes, series.at_s, strict=True))
+    loads = [
+        num_bytes for told_s, num_bytes in load_of(seen, name) if at_s - LEAD_S <= told_s <= at_s
+    ]
+    return Peak(at_s, rss_bytes, max(loads, default=0), seen.idle[name])
+
+
+def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:
+    """What a process had to hold, by the agents: live set and bodies in flight, and when."""
+    port = seen.ports[name]
+    return [
+        (told.at_s, told.held[port].live_bytes + told.held[port].body_bytes)
+        for told in seen.load
+        if port in told.held
+    ]
+
+
+def left_over(seen: Seen) -> dict[str, float]:
+    """Gauges of held bytes and entries that are not what they were, by process and name."""
+    left: dict[str, float] = {}
+    for name, after in seen.after.items():
+        before = seen.cold[name].gauges
+        for gauge, value in after.gauges.items():
+            if TABLES.match(gauge) and value > before.get(gauge, 0.0):
+                left[f"{name} {gauge}"] = value - before.get(gauge, 0.0)
+    return left
+
+
+def named_at_peak(seen: Seen, name: str) -> dict[str, float]:
+    """What the process said it held, nearest to its peak."""
+    at_s = peak_of(seen, name).at_s
+    scrapes = seen.scrapes.get(name, [])
+    nearest = min(scrapes, key=lambda scrape: abs(scrape.at_s - at_s), default=None)
+    return dict(nearest.held) if nearest else {}
+
+
+def figures_of(seen: Seen) -> dict[str, float]:
+    """By name, without the arm's."""
+    peaks = [peak_of(seen, name) for name in seen.judged]
+    highest = max(peaks, key=lambda peak: peak.rss_bytes)
+    idle, resting = max(seen.idle.values()), max(seen.resting.values())
+    load = [told for told in seen.load if told.at_s >= seen.began_s]
+    turns_s = [turn_s for told in load[1:] for turn_s in told.turns_s]
+    counts = Counter(load[-1].counts)
+    counts.subtract(load[0].counts)
+    wall_s = sum(end_s - begin_s for begin_s, end_s in seen.waves)
+    lags = [lag for name in seen.judged for lag in _busy_lags(seen, name)]
+    found = {
+        "rollouts": float(counts["rollouts"]),
+        "turns": float(counts["turns"]),
+        "turns_per_s": counts["turns"] / wall_s,
+        "turn_p50_ms": 1e3 * percentile(turns_s, 50),
+        "turn_p99_ms": 1e3 * percentile(turns_s, 99),
+        "vanished": float(counts["vanished"]),
+        "crashed": float(counts["crashed"]),
+        "broken": float(counts["broken"]),
+        "groups": float(seen.num_groups),
+        "groups_dropped": float(seen.num_dropped),
+        "idle_mb": idle / MB,
+        "peak_mb": highest.rss_bytes / MB,
+        "peak_kernel_mb": max(seen.peaks.values()) / MB,
+        "resting_mb": resting / MB,
+        "resting_vs_idle": max(seen.resting[name] / seen.idle[name] for name in seen.judged),
+        "load_at_peak_mb": highest.load_bytes / MB,
+        "peak_factor": max(peak.factor for peak in peaks),
+        "files_left": _left(seen, "num_files"),
+        "threads_left": _left(seen, "num_threads"),
+        "gauges": float(sum(map(_num_tables, seen.after.values()))),
+        "gauges_left": float(len(left_over(seen))),
+        "beats_missed": float(seen.num_missed),
+        "stopped_at_8_gib": float(seen.is_stopped),
+    }
+    if lags:
+        for percent in (50, 99):
+            found[f"lag_p{percent}_ms"] = 1e3 * percentile(lags, percent)
+        found["lag_worst_ms"] = 1e3 * max(lags)
+    if fit := slope_of(seen.rests):
+        found |= {"waves": float(len(seen.rests))}
+        found |= {"slope_mb_per_1000": fit.at, "slope_upper_mb_per_1000": fit.high}
+    return found
+
+
+def _busy_lags(seen: Seen, name: str) -> Iterable[float]:
+    """While it worked: idle loops are never late."""
+    at_s, lags = seen.lags.get(name, ((), ()))
+    starts = [begin_s for begin_s, _ in seen.waves]
+    return [
+        lag
+        for at, lag in zip(at_s, lags, strict=True)
+        if (wave := bisect(starts, at)) and at <= seen.waves[wave - 1][1]
+    ]
+
+
+def _left(seen: Seen, what: str) -> float:
+    return float(
+        max(getattr(seen.after[n], what) - getattr(seen.before[n], what) for n in seen.after)
+    )
+
+
+def _num_tables(held: object) -> int:
+    return sum(1 for gauge in getattr(held, "gauges", {}) if TABLES.match(gauge))
