@@ -90,7 +90,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     tell(revival, records)
     tasks = endless_tasks(env, config.env, config.run.seed, recovery.num_tasks)
     pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.allocator)
-    pacer.go_on(recovery)
+    pacer.resume(recovery)
     background = BackgroundLoop("publisher")
     shell = PublishShell(router, config.publish, read_keys(role=Role.PUBLISHER), client.client_id)
     weights = WeightVersions(folder / "weights", background, shell.is_loading, shell.fleet)

@@ -108,8 +108,8 @@ class ShardedRanks:
     def _reduced(self, values: Sequence[float], how: "dist.ReduceOp.RedOpType") -> list[float]:
         reduced = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(reduced, how, self._group)
-        full_tensor: list[float] = reduced.tolist()
-        return full_tensor
+        results: list[float] = reduced.tolist()
+        return results
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -94,7 +94,7 @@ class Saver:
             num_steps=num_steps,
             policy_version=parts.weights.policy_version,
             step_of_version=dict(parts.pacer.lifecycle.versions.steps),
-            num_tasks=parts.pacer.asker.num_drawn,
+            num_tasks=parts.pacer.requester.num_drawn,
             ended=parts.pacer.lifecycle.gone,
             waiting=parts.pacer.lifecycle.to_ask_again,
             staleness=msgspec.to_builtins(parts.pacer.pacing, str_keys=True),

@@ -236,7 +236,7 @@ def test_a_run_whose_first_groups_all_fail_at_one_line_ends_and_names_it(
     more = {"env": "broken_env:Broken", "trainer.max_running_groups": 32}
     with start_with(ended / "model", tmp_path, **more) as process:
         told, _ = process.communicate(timeout=100)
-    cause = "the first 16 groups all failed alike: score: KeyError: 'answer'"
+    cause = "the first 16 groups had the same failure: score: KeyError: 'answer'"
     assert process.returncode == 2
     assert f"{cause} (broken_env.py:6 in score); task guess-" in told
     summary = read(tmp_path / "runs" / "demo" / "summary.json")

@@ -190,16 +190,16 @@ class CourseThatMasksAll(GroupLifecycle):
 class CourseThatForgetsWhoLeft(GroupLifecycle):
     """But for those that were trained."""
 
-    def _leave(self, group_id: GroupId, fate: GroupOutcome, *told: Any) -> GroupLeft:
-        return (super()._leave if fate is GroupOutcome.TRAINED else GroupLeft)(
-            group_id, fate, *told
+    def _leave(self, group_id: GroupId, outcome: GroupOutcome, *told: Any) -> GroupLeft:
+        return (super()._leave if outcome is GroupOutcome.TRAINED else GroupLeft)(
+            group_id, outcome, *told
         )
 
 
 class CourseThatForgetsWhatItTrained(GroupLifecycle):
-    def _leave(self, group_id: GroupId, fate: GroupOutcome, *told: Any) -> GroupLeft:
-        return (GroupLeft if fate is GroupOutcome.TRAINED else super()._leave)(
-            group_id, fate, *told
+    def _leave(self, group_id: GroupId, outcome: GroupOutcome, *told: Any) -> GroupLeft:
+        return (GroupLeft if outcome is GroupOutcome.TRAINED else super()._leave)(
+            group_id, outcome, *told
         )
 
 
@@ -213,10 +213,10 @@ class CourseThatAsksNothingAgain(GroupLifecycle):
 class CourseThatTrainsWhatFailed(GroupLifecycle):
     """As if what no rollout of it gives were something."""
 
-    def _come(self, came: ResultArrived, turn: GroupRequest) -> CourseKeep | GroupLeft:
+    def _arrive(self, came: ResultArrived, request: GroupRequest) -> CourseKeep | GroupLeft:
         every = frozenset(self.versions.steps)
-        return super()._come(
-            msgspec.structs.replace(came, rollouts=came.rollouts or (every,)), turn
+        return super()._arrive(
+            msgspec.structs.replace(came, rollouts=came.rollouts or (every,)), request
         )
 
 
@@ -224,7 +224,7 @@ class CourseThatCountsEvaluations(GroupLifecycle):
     """As if they were to train."""
 
     def _ask(self, asked: CourseAsked) -> None:
-        super()._ask(CourseAsked(asked.group_id, GroupRequest(asked.turn.task)))
+        super()._ask(CourseAsked(asked.group_id, GroupRequest(asked.request.task)))
 
 
 class CourseThatCountsWhatFailed(GroupLifecycle):

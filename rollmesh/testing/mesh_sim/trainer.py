@@ -140,7 +140,7 @@ class SimTrainer(SimClient):
         del self.group_scheduler[save.num_left if save else 0 :]
         self._forget_all(plan, list(save.weights) if save else [])
         self.witness.recovered(history, plan)
-        self._do(self.course.go_on(plan))
+        self._do(self.course.resume(plan))
         for entry in plan.parted:
             self._stay_parted(entry, plan)
         self.begin(plan.saved)
@@ -301,15 +301,15 @@ class SimTrainer(SimClient):
                     self._train(taken)
 
     def _leave(self, leave: GroupLeft) -> None:
-        assert leave.fate not in (GroupOutcome.STRANGE, GroupOutcome.FOREIGN), (
+        assert leave.outcome not in (GroupOutcome.NOT_REQUESTED, GroupOutcome.FOREIGN), (
             f"{leave.group_id}: {leave.why}"
         )
-        self._network.num[f"left_{leave.fate}"] += 1
+        self._network.num[f"left_{leave.outcome}"] += 1
         self.group_scheduler.append(leave)
         if leave.group_id in self.waiting:
             self.waiting.discard(leave.group_id)
-            if leave.fate is not GroupOutcome.TRAINED:
-                why = leave.why or leave.fate
+            if leave.outcome is not GroupOutcome.TRAINED:
+                why = leave.why or leave.outcome
                 self.part(GroupParted(leave.group_id, why, self._num_steps, leave.times))
 
     def _train(self, taken: StepTaken) -> None:

@@ -150,7 +150,7 @@ class Witness:
     def look_at_ledger(self, group_scheduler: list[GroupLeft], waiting: set[GroupId]) -> None:
         """Check, at rest, that each group that was asked for has left once with a fate that fits
         its result, or waits."""
-        fates = {each.group_id: each.fate for each in group_scheduler}
+        fates = {each.group_id: each.outcome for each in group_scheduler}
         assert len(fates) == len(group_scheduler), "a group left twice"
         assert not waiting & fates.keys(), "what has left waits for a step"
         missing = self.asked.keys() - fates.keys() - waiting - self._unwritten
@@ -171,7 +171,7 @@ class Witness:
         if not has_result:
             return {GroupOutcome.FAILED}
         if not self._rollouts[group_id]:
-            return {GroupOutcome.BARREN}
+            return {GroupOutcome.UNTRAINABLE}
         if group_id in self._taken:
             return {GroupOutcome.TRAINED}
         # With `wait`, a group is too old only if it was sampled by older weights than it was asked

@@ -1,1 +1,1 @@
-"""When to ask for rollouts and which to train: the pacer, its tasks, the room of samples, age."""
+"""Pacing of the train loop: what is requested, what becomes of each group, which batches train."""

@@ -1,18 +1,14 @@
-"""Ends a run whose environment fails in every group from the first one on.
+"""Records and counts of each group as it leaves; ends a run whose environment always fails.
 
-- Only failures with a place count: an engine that is unavailable leaves none, and InfraError is
-  raised by an environment that says that something around it failed.
-- One rollout with a reward ends the count for the rest of the run.
-
-Books every group once, as it leaves: its rows and its counts.
-
-    trained     in a step                       rollouts of it that gave nothing are drops
+    trained     in a step                       its rollouts without samples are drops
     dropped     too old, foreign, or nothing in it trains
     ended       without a result, for a reason of the mesh
-    measured    by an evaluation; it never counts among those that were asked for to be trained
+    measured    by an evaluation; not among those that were requested for training
 
-Invariant: what has not left is in no book, so that a trainer that dies and has it again from its
-journal counts it once. Driven by the pacer.
+- A group that has not left is in no record, so a restarted trainer that reads it again from its
+  journal counts it once.
+- FirstFailures counts failures with a place only: an unavailable engine has none, and InfraError is
+  raised by an environment for a fault around it. One reward ends the count for good.
 """
 
 from collections.abc import Iterable
@@ -29,20 +25,20 @@ from rollmesh.trainer.pacing.ready_queue import ReadyGroup
 from rollmesh.trainer.pacing.versions import VersionSteps, spans_versions
 
 NUM_ALIKE = 16
-"""So many groups that failed alike, before any has succeeded, end the run."""
+"""Groups with the same failure, before any success, that end the run."""
 
 
 class FirstFailures:
-    """The count; `note` sees each group that arrives."""
+    """Counts groups that failed in the same way before any has succeeded."""
 
     def __init__(self, env: str) -> None:
         self.has_succeeded = False
-        """Whether any rollout of the run has had a reward; then nothing is counted any more."""
+        """Whether any rollout of the run had a reward; then nothing is counted."""
         self._env = env
         self._place: ErrorPlace | None = None
         self._num_alike = 0
         self._last = ""
-        """The error and the task of the last one."""
+        """Error and task of the last one."""
 
     def note(self, record: GroupRecord) -> None:
         """Count a group that has arrived."""
@@ -54,19 +50,19 @@ class FirstFailures:
             self._place, self._last = place, f"{error}; task {record.task.id}"
 
     def check(self) -> None:
-        """Raise EnvError if NUM_ALIKE groups in a row failed alike and none has succeeded."""
+        """Raise EnvError if NUM_ALIKE groups in a row had the same failure and none succeeded."""
         if self._num_alike >= NUM_ALIKE and not self.has_succeeded:
             raise EnvError(
-                f'env = "{self._env}": the first {NUM_ALIKE} groups all failed alike: '
-                f"{self._last}; fix that and --resume; the workers' logs in the run folder say more"
+                f'env = "{self._env}": the first {NUM_ALIKE} groups had the same failure: '
+                f"{self._last}; fix it, then --resume; the workers' logs have details"
             )
 
 
 def _failure_of(record: GroupRecord) -> tuple[ErrorPlace | None, str]:
-    """The one place where all of the group failed, and the error; None if there is none."""
+    """The place where all rollouts of the group failed, and the error; None if it differs."""
     ended = [each for each in record.rollouts if each.outcome is not Outcome.CANCELLED]
     if record.place and not any(each.place for each in ended):
-        return record.place, record.reason  # the siblings' common score
+        return record.place, record.reason  # the score over the whole group
     first: RolloutRecord | None = next(iter(ended), None)
     if first is None or any(each.place != first.place for each in ended):
         return None, ""
@@ -74,7 +70,7 @@ def _failure_of(record: GroupRecord) -> tuple[ErrorPlace | None, str]:
 
 
 class GroupAccounting:
-    """Of a run whose rollouts are of one environment."""
+    """Records groups of a run with one environment."""
 
     def __init__(self, books: tuple[RunRecords, Tally], env: str, versions: VersionSteps) -> None:
         self._records, self._tally = books
@@ -83,9 +79,9 @@ class GroupAccounting:
         self._versions = versions
 
     def trained(self, group: ReadyGroup, step: int) -> None:
-        """In `step`."""
-        self._look_at(group, step)
-        self._leave(group, step)
+        """Record a group that `step` trained."""
+        self._count(group, step)
+        self._record_rollouts(group, step)
         for samples in group.samples:
             self._tally.num_trained += bool(samples)
             self._tally.num_samples += len(samples)
@@ -94,28 +90,28 @@ class GroupAccounting:
                 self._tally.num_two_versions += spans_versions(sample)
 
     def dropped(self, group: ReadyGroup, step: int, reason: str) -> None:
-        """Before `step`, whole: what of it would have trained, for this reason."""
-        self._look_at(group, step)
+        """Record a group that was dropped before `step`, for `reason`."""
+        self._count(group, step)
         for rollout, samples in group.pairs():
             if samples:
-                self._lose(group, rollout, step, reason)
-        self._leave(group, None)
+                self._record_drop(group, rollout, step, reason)
+        self._record_rollouts(group, None)
 
-    def barren(self, group: ReadyGroup, step: int) -> str:
-        """Nothing in it trains; why."""
-        why = self._look_at(group, step)
-        self._leave(group, None)
+    def untrainable(self, group: ReadyGroup, step: int) -> str:
+        """Record a group without samples; return the reason."""
+        why = self._count(group, step)
+        self._record_rollouts(group, None)
         return why
 
     def masked(self, group: ReadyGroup, step: int) -> None:
-        """`step` takes it without tokens that are too old: rollouts without others are drops."""
+        """Record rollouts of a group in `step` whose tokens are all too old."""
         for rollout, samples in group.pairs():
             if not samples and rollout.index in group.num_masked:
                 reason = "masked: no token of it is within the age bound"
-                self._lose(group, rollout, step, reason)
+                self._record_drop(group, rollout, step, reason)
 
     def ended(self, booked: GroupBooked, num_samples: int) -> None:
-        """A group of which no result came; perhaps some of its rollouts have."""
+        """Record a group without a result; some of its rollouts may have ended."""
         group_id, task_id, reason = booked.group_id, booked.task_id, booked.reason
         seen = booked.rollouts[:num_samples]
         for rollout in seen:
@@ -125,37 +121,39 @@ class GroupAccounting:
         self._ledger.unseen(group_id, task_id, num_samples - len(seen), reason)
 
     def measured(self, group: ReadyGroup) -> None:
-        """A result of an evaluation."""
+        """Record a result of an evaluation."""
         rewards, successes = rewards_and_successes(group.record.rollouts, self._tally.rule)
         self._tally.measured += rewards
         self._tally.measured_successes += successes
-        self._leave(group, None)
+        self._record_rollouts(group, None)
 
     def unmeasured(self, group_id: GroupId, task_id: str, reason: str) -> None:
-        """A rollout that an evaluation asked for and did not get."""
+        """Record a rollout of an evaluation without a result."""
         self._ledger.uncounted(group_id, task_id, 1, f"evaluation: {reason}")
 
-    def strange(self, group_id: GroupId) -> None:
-        """One that nobody asked for here."""
+    def not_requested(self, group_id: GroupId) -> None:
+        """Record a group that this run did not request."""
         self._ledger.uncounted(group_id, "", 0, "of an earlier run")
 
-    def _look_at(self, group: ReadyGroup, step: int) -> str:
-        """Count its rollouts, and book those that gave nothing; why the last of them did not."""
+    def _count(self, group: ReadyGroup, step: int) -> str:
+        """Count the group's rollouts and record those without samples; return the last reason."""
         why = ""
         for rollout, samples in group.pairs():
             self._tally.outcomes[rollout.outcome] += 1
             self._tally.add_worker(group.worker_id)
             if not samples and rollout.index not in group.num_masked:
                 why = f"{rollout.outcome}: {rollout.error or 'nothing in it trains'}"
-                self._lose(group, rollout, step, why)
+                self._record_drop(group, rollout, step, why)
         return why
 
-    def _lose(self, group: ReadyGroup, rollout: RolloutRecord, step: int, reason: str) -> None:
+    def _record_drop(
+        self, group: ReadyGroup, rollout: RolloutRecord, step: int, reason: str
+    ) -> None:
         seen = seen_of(rollout)
         age = self._versions.age_of(seen.policy_versions, step)
         self._ledger.rollout(group.group_id, group.record.task.id, seen, reason, age)
 
-    def _leave(self, group: ReadyGroup, step: int | None) -> None:
+    def _record_rollouts(self, group: ReadyGroup, step: int | None) -> None:
         for rollout, samples in group.pairs():
             self._records.rollout(
                 RolloutId(group.group_id, rollout.index),
@@ -178,12 +176,12 @@ class GroupAccounting:
 
 
 MAX_METRICS = 64
-"""Metrics of an environment in a row of metrics.jsonl; names that sort later are left out."""
+"""Limit of an environment's metrics in a row of metrics.jsonl, by sorted name."""
 
 
 def step_means(records: Iterable[GroupRecord], rule: SuccessRule) -> dict[str, float | None]:
-    """Means over the rollouts with a reward: `reward`, `success` where it is known, and `env/NAME`
-    for each metric of the environment, over the rollouts that have it."""
+    """Means over the rollouts with a reward: `reward`, `success` if it is known, and `env/NAME` for
+    each metric of the environment, over the rollouts that have it."""
     scored = [each for record in records for each in record.rollouts if each.reward is not None]
     rewards, successes = rewards_and_successes(scored, rule)
     metrics: dict[str, list[float]] = {}
@@ -198,7 +196,7 @@ def step_means(records: Iterable[GroupRecord], rule: SuccessRule) -> dict[str, f
 def rewards_and_successes(
     rollouts: Iterable[RolloutRecord], rule: SuccessRule
 ) -> tuple[list[float], list[float]]:
-    """Rewards of the rollouts that have one, and their successes; [] where these are unknown."""
+    """Rewards of the rollouts that have one, and their successes; [] if these are unknown."""
     scored = [(each.reward, each.metrics) for each in rollouts if each.reward is not None]
     for reward, metrics in scored:
         rule.see(reward, metrics)

@@ -1,22 +1,17 @@
-"""What the course of a run is told, and what it says, as small frozen structs.
+"""The life cycle of each group in a run: open, waiting, in a step, gone.
 
-Invariant: values only; of samples nothing is here but which policy versions their trained tokens
-are of. Driven by course.py, and by whoever carries out what it says: the pacer, the simulator.
+    OPEN --ResultMissing-----------------------------> gone (failed, unmeasured)
+      |----ResultArrived: of an evaluation-----------> gone (measured)
+      |----ResultArrived: nothing in it may train----> gone (untrainable, foreign)
+      +----ResultArrived--> WAITING
+    WAITING --TakeStep, RetakeStep--> IN A STEP --StepTrained--> gone (trained)
+       +------TakeStep: too old--> gone (stale), or its task is OPEN again (requeued)
 
-The course of each group through a run: asked for, waiting, in a step, gone.
-
-    OPEN --Failed---------------------------> gone (failed, unmeasured)
-      |----Came: of an evaluation-----------> gone (measured)
-      |----Came: nothing in it may train----> gone (barren, foreign)
-      +----Came--> WAITING --Take, Retake--> IN A STEP --StepTrained--> gone (trained)
-                      +------Take: too old--> gone (stale), or its task is OPEN again (requeued)
-
-Owns what each group was asked for, the tasks that are to be asked for again, and what has left in
-all lives, which is what a savepoint knows. Invariants: a group leaves once; what earlier lives have
-decided is not decided again, whatever the settings are now; no step is taken before all that they
-left has been looked at; what a step takes is named before it is trained, and
-gone once it is in the weights; which is too old, and how many may be asked for, is the word of the
-StalenessManager, which nobody else steps. Pure; driven by the pacer, and by the simulator.
+- A group leaves once. Decisions of earlier processes of the run are kept, whatever the settings are
+  now, and no step is taken before all results that they left have been read.
+- A step's groups are named before it trains, and gone once they are in the weights.
+- Ages and admission are decided by the StalenessManager, which only this machine steps.
+- Pure: it knows the policy versions of samples, not the samples.
 """
 
 import collections
@@ -44,15 +39,15 @@ from rollmesh.trainer.staleness import (
 )
 
 UNKNOWN = Task(id="")
-"""Of what ended while nobody was here its record knows the task, if there is one."""
+"""Task of a group that ended between two processes; its record, if any, has the task."""
 
 
 class GroupRequest(msgspec.Struct, frozen=True):
-    """What a group is asked for."""
+    """The request of a group."""
 
     task: Task
     again: Again | None = None
-    """Whose task it was before, where that came too late."""
+    """The earlier request of the task, if that result was too late."""
     is_eval: bool = False
 
     @property
@@ -61,10 +56,10 @@ class GroupRequest(msgspec.Struct, frozen=True):
 
 
 class GroupRequested(msgspec.Struct, frozen=True):
-    """Event: a group was asked for."""
+    """Event: a group was requested."""
 
     group_id: GroupId
-    turn: GroupRequest
+    request: GroupRequest
 
 
 class ResultMissing(msgspec.Struct, frozen=True):
@@ -75,49 +70,49 @@ class ResultMissing(msgspec.Struct, frozen=True):
 
 
 class ResultArrived(msgspec.Struct, frozen=True):
-    """Event: a group's result is here."""
+    """Event: a group has a result."""
 
     group_id: GroupId
     task: Task
     rollouts: tuple[frozenset[int], ...]
-    """The policy versions of the tokens that would train, of each rollout that has any."""
+    """Policy versions of the trainable tokens of each rollout that has any."""
     is_eval: bool = False
 
 
 class DropReplayed(msgspec.Struct, frozen=True):
-    """Event: an earlier life has dropped this result, as its journal says."""
+    """Event: by its journal, an earlier process dropped this result."""
 
     entry: GroupParted
     task: Task
     num_rollouts: int
-    """That would have trained."""
+    """Rollouts that would have trained."""
 
 
 class TakeStep(msgspec.Struct, frozen=True):
-    """Event: the trainer is free, and about to do `step`."""
+    """Event: the trainer is ready for `step`."""
 
     step: int
 
 
 class RetakeStep(msgspec.Struct, frozen=True):
-    """Event: a step that an earlier life took, whose results have come again."""
+    """Event: redo a step that an earlier process took; its results were read again."""
 
     taken: StepTaken
 
 
 class StepTrained(msgspec.Struct, frozen=True):
-    """Event: the step that was taken is in the weights."""
+    """Event: the current step is in the weights."""
 
 
 class VersionCreated(msgspec.Struct, frozen=True):
-    """Event: this version holds the weights after `step` steps; some tokens may have it soon."""
+    """Event: this version has the weights after `step` steps; engines may use it soon."""
 
     policy_version: int
     step: int
 
 
 class VersionPublished(msgspec.Struct, frozen=True):
-    """Event: the weights after `step` steps are what engines sample with."""
+    """Event: engines sample with the weights after `step` steps."""
 
     step: int
 
@@ -136,39 +131,39 @@ Event = (
 
 
 class GroupOutcome(enum.StrEnum):
-    """How a group leaves; exits.py says what is booked of it."""
+    """How a group leaves; the values are in journals. accounting.py records it."""
 
     TRAINED = "trained"
     STALE = "stale"
     REQUEUED = "requeued"
     FOREIGN = "foreign"
-    BARREN = "barren"
+    UNTRAINABLE = "barren"
     FAILED = "failed"
     MEASURED = "measured"
     UNMEASURED = "unmeasured"
-    STRANGE = "strange"
+    NOT_REQUESTED = "strange"
 
 
 class QueueGroup(msgspec.Struct, frozen=True):
-    """Action: it waits for its step."""
+    """Action: keep the group until its step."""
 
     group_id: GroupId
 
 
 class GroupLeft(msgspec.Struct, frozen=True):
-    """Action: book it now, for nothing more is to be done with it."""
+    """Action: record the group, which has left."""
 
     group_id: GroupId
-    fate: GroupOutcome
-    turn: GroupRequest = GroupRequest(UNKNOWN)
+    outcome: GroupOutcome
+    request: GroupRequest = GroupRequest(UNKNOWN)
     why: str = ""
-    """As the ledger says it."""
+    """Reason for the drop records."""
     times: int = 0
-    """That its task is asked for again, with the ask that is to follow; 0: none is."""
+    """How often its task was requeued, with the coming request; 0: it is not."""
 
 
 class TrainGroups(msgspec.Struct, frozen=True):
-    """Action: these are the batch, oldest first."""
+    """Action: train these groups, oldest first."""
 
     taken: StepTaken
     stale: frozenset[int] = frozenset()
@@ -179,18 +174,18 @@ Action = QueueGroup | GroupLeft | TrainGroups
 
 
 MAX_REQUEUES = 3
-"""A task that came too late once more than that is dropped."""
+"""A task that was too late more often than this is dropped."""
 
 
 class GroupLifecycle:
-    """See the module."""
+    """The state of all groups of a run; `step` returns what to do with them."""
 
     def __init__(self, staleness: StalenessManager, num_samples: int) -> None:
-        """Of a run whose groups have `num_samples` rollouts."""
+        """`num_samples` is the number of rollouts of a group."""
         self.versions = VersionSteps(staleness.settings.max_staleness)
-        """After how many steps each was made."""
-        self.num_barren = 0
-        """Groups in a row that gave nothing to train."""
+        """Train steps after which each policy version was made."""
+        self.num_untrainable = 0
+        """Groups in a row with nothing to train."""
         self._staleness = staleness
         self._num_samples = num_samples
         self._open: dict[GroupId, GroupRequest] = {}
@@ -198,10 +193,10 @@ class GroupLifecycle:
         self._in_step: dict[GroupId, GroupRequest] = {}
         self._again = collections.deque[GroupRequest]()
         self._is_eval: Callable[[GroupId], bool] = lambda _: False
-        """Of a group that an earlier life has asked for."""
+        """Whether a group that an earlier process requested is of an evaluation."""
         self._gone: dict[str, IntervalSet] = {}
-        self._left_here: set[GroupId] = set()
-        """Results of earlier lives that the client has yet to hand out, some at a time."""
+        self._unread: set[GroupId] = set()
+        """Results left by earlier processes that the client has not returned yet."""
 
     @property
     def open_ids(self) -> Collection[GroupId]:
@@ -210,48 +205,48 @@ class GroupLifecycle:
 
     @property
     def gone(self) -> Groups:
-        """Groups that have left, in all lives."""
+        """Groups that have left, in all processes of the run."""
         return {run_id: each.intervals() for run_id, each in self._gone.items()}
 
     @property
     def num_gone(self) -> int:
-        """How many these are."""
+        """Number of groups in `gone`."""
         return sum(map(len, self._gone.values()))
 
     @property
     def num_measuring(self) -> int:
         """Groups of an evaluation that have not ended."""
-        return sum(turn.is_eval for turn in self._open.values())
+        return sum(request.is_eval for request in self._open.values())
 
-    def turn(self, group_id: GroupId) -> GroupRequest | None:
-        """What an open group was asked for; None where no life of this run has asked."""
+    def request(self, group_id: GroupId) -> GroupRequest | None:
+        """The request of an open group; None if this run has not requested it."""
         return self._open.get(group_id)
 
     def next_again(self) -> GroupRequest | None:
-        """What is to be asked for before anything new, and is from now on the caller's to ask."""
+        """Remove and return a request that comes before new tasks; None if there is none."""
         return self._again.popleft() if self._again else None
 
     @property
     def to_ask_again(self) -> tuple[Waiting, ...]:
-        """All tasks that came too late, and were not asked for again or are open; of which of these
-        the journal has not heard, the next life finds out."""
+        """Requeued tasks that are not requested again or still open. The next process finds out
+        which of these are missing in the journal."""
         turns = [*self._again, *self._open.values()]
         known = [each for each in turns if each.task is not UNKNOWN]
         return tuple(Waiting(each.task, each.again) for each in known if each.again)
 
     def may_ask(self, num_needed: int) -> bool:
-        """Whether to ask for one more group to train, of `num_needed` that are to be under way."""
+        """Whether to request one more group to train, while `num_needed` are needed."""
         staleness, most = self._staleness, num_needed * self._num_samples
         return staleness.capacity > 0 and staleness.running + staleness.ready < most
 
-    def go_on(self, recovery: Recovery) -> list[GroupLeft]:
-        """Before anything else: with what earlier lives left; who left while nobody was here, in
-        the order of `drops`."""
+    def resume(self, recovery: Recovery) -> list[GroupLeft]:
+        """Start from the state of earlier processes, before any event; return the groups that left
+        between processes, in the order of `drops`."""
         self.versions.add(recovery.step_of_version)
         self._gone = {run: IntervalSet(list(each)) for run, each in recovery.saved.gone.items()}
         ready = [each.group_id for each in recovery.ready]
         redone = [group_id for step in recovery.redo for group_id in step.group_ids]
-        self._left_here = set(ready)
+        self._unread = set(ready)
         self._again.extend(GroupRequest(each.task, each.again) for each in recovery.waiting)
         again = recovery.again
         for group_id in (*redone, *ready):
@@ -262,7 +257,7 @@ class GroupLifecycle:
         for event in under_way(recovery, self._num_samples):
             self._staleness.step(event)
         self._is_eval = recovery.is_eval
-        # Not as they arrive: the groups that trained between them are not here to be seen.
+        # Not counted as untrainable in a row: groups that trained in between are not known here.
         return [
             self._leave(
                 each.group_id,
@@ -274,14 +269,14 @@ class GroupLifecycle:
         ]
 
     def step(self, event: Event) -> list[Action]:
-        """What follows from `event`."""
+        """Return what to do about `event`."""
         match event:
             case GroupRequested():
                 self._ask(event)
             case ResultMissing() | ResultArrived():
                 return [self._end(event)]
             case DropReplayed():
-                return [self._stay_parted(event)]
+                return [self._replay_drop(event)]
             case TakeStep():
                 return self._take(event)
             case RetakeStep():
@@ -295,62 +290,64 @@ class GroupLifecycle:
         return []
 
     def _ask(self, asked: GroupRequested) -> None:
-        self._open[asked.group_id] = asked.turn
-        if not asked.turn.is_eval:
+        self._open[asked.group_id] = asked.request
+        if not asked.request.is_eval:
             self._staleness.step(GroupAdmitted(asked.group_id, self._num_samples))
 
     def _end(self, event: ResultMissing | ResultArrived) -> QueueGroup | GroupLeft:
-        """A group has ended, with a result or without."""
+        """Handle the end of a group, with or without a result."""
         group_id = event.group_id
-        turn = self._open.pop(group_id, None)
-        if turn is None:
-            return GroupLeft(group_id, GroupOutcome.STRANGE)
+        request = self._open.pop(group_id, None)
+        if request is None:
+            return GroupLeft(group_id, GroupOutcome.NOT_REQUESTED)
         action = (
-            self._come(event, turn) if isinstance(event, ResultArrived) else self._fail(event, turn)
+            self._arrive(event, request)
+            if isinstance(event, ResultArrived)
+            else self._fail(event, request)
         )
         if isinstance(action, GroupLeft):
             self._staleness.step(GroupEnded(group_id))
-        self._left_here.discard(group_id)
+        self._unread.discard(group_id)
         return action
 
-    def _fail(self, failed: ResultMissing, turn: GroupRequest) -> GroupLeft:
-        if turn.is_eval:
-            return self._leave(failed.group_id, GroupOutcome.UNMEASURED, turn, failed.why)
-        self._count_barren(failed.group_id)
-        return self._leave(failed.group_id, GroupOutcome.FAILED, turn, failed.why)
+    def _fail(self, failed: ResultMissing, request: GroupRequest) -> GroupLeft:
+        if request.is_eval:
+            return self._leave(failed.group_id, GroupOutcome.UNMEASURED, request, failed.why)
+        self._count_untrainable(failed.group_id)
+        return self._leave(failed.group_id, GroupOutcome.FAILED, request, failed.why)
 
-    def _come(self, came: ResultArrived, turn: GroupRequest) -> QueueGroup | GroupLeft:
+    def _arrive(self, came: ResultArrived, request: GroupRequest) -> QueueGroup | GroupLeft:
         group_id, rollouts = came.group_id, came.rollouts
-        if turn.task is UNKNOWN:
-            turn = msgspec.structs.replace(turn, task=came.task)
-        if turn.is_eval or came.is_eval:
-            return self._leave(group_id, GroupOutcome.MEASURED, turn)
+        if request.task is UNKNOWN:
+            request = msgspec.structs.replace(request, task=came.task)
+        if request.is_eval or came.is_eval:
+            return self._leave(group_id, GroupOutcome.MEASURED, request)
         if not rollouts:
-            self._count_barren(group_id)
-            return self._leave(group_id, GroupOutcome.BARREN, turn)
+            self._count_untrainable(group_id)
+            return self._leave(group_id, GroupOutcome.UNTRAINABLE, request)
         if foreign := self.versions.foreign(frozenset[int]().union(*rollouts)):
-            # Of an engine of another run that came back.
+            # An engine of another run has returned.
             why = f"foreign: policy version {min(foreign)} is not of this run"
-            return self._leave(group_id, GroupOutcome.FOREIGN, turn, why)
-        self.num_barren = 0
-        self._waiting[group_id] = turn
+            return self._leave(group_id, GroupOutcome.FOREIGN, request, why)
+        self.num_untrainable = 0
+        self._waiting[group_id] = request
         oldest_step = min(map(self.versions.oldest_step, rollouts))
         newest_steps = tuple(map(self.versions.newest_step, rollouts))
         self._staleness.step(GroupArrived(group_id, len(rollouts), oldest_step, newest_steps))
         return QueueGroup(group_id)
 
-    def _count_barren(self, group_id: GroupId) -> None:
-        if group_id not in self._left_here:  # steps have taken those that trained beside it
-            self.num_barren += 1
+    def _count_untrainable(self, group_id: GroupId) -> None:
+        if group_id not in self._unread:  # steps took trainable results of the same time
+            self.num_untrainable += 1
 
     def _take(self, take: TakeStep) -> list[Action]:
-        if self._left_here:
-            return []  # the oldest may be among them, and too old for the step after this one
+        if self._unread:
+            return []  # the oldest may be among them, and would be too old for the next step
         actions: list[Action] = []
         for action in self._staleness.step(TakeBatch(take.step)):
             match action:
                 case GroupStale(group_id, age):
-                    actions.append(self._part(group_id, age))
+                    actions.append(self._drop(group_id, age))
                 case BatchTaken():
                     oldest_step = self._masks_before(action.oldest_step)
                     taken = StepTaken(action.step, action.group_ids, oldest_step)
@@ -358,31 +355,33 @@ class GroupLifecycle:
         return actions
 
     def _masks_before(self, oldest_allowed: int) -> int:
-        """Tokens of weights that fewer steps had made do not train, by these settings."""
+        """The step before whose weights tokens are masked, by the settings; 0: none are."""
         is_masked = self._staleness.settings.policy == "mask"
         return max(oldest_allowed, 0) if is_masked else 0
 
-    def _stay_parted(self, parted: DropReplayed) -> GroupLeft:
-        (group_id, why), turn = (
+    def _replay_drop(self, parted: DropReplayed) -> GroupLeft:
+        (group_id, why), request = (
             (parted.entry.group_id, parted.entry.reason),
             GroupRequest(parted.task),
         )
         if self._is_eval(group_id):
-            return self._leave(group_id, GroupOutcome.MEASURED, turn)
+            return self._leave(group_id, GroupOutcome.MEASURED, request)
         if not parted.num_rollouts:
-            return self._leave(group_id, GroupOutcome.BARREN, turn)
+            return self._leave(group_id, GroupOutcome.UNTRAINABLE, request)
         if parted.entry.times:
             self._again.append(GroupRequest(parted.task, Again(group_id, parted.entry.times)))
-        return self._leave(group_id, GroupOutcome.STALE, turn, why)
+        return self._leave(group_id, GroupOutcome.STALE, request, why)
 
-    def _part(self, group_id: GroupId, age: int) -> GroupLeft:
-        """With one that is too old for any step."""
-        turn, policy = self._waiting.pop(group_id), self._staleness.settings.policy
-        if policy == "requeue" and turn.num_requeued < MAX_REQUEUES:
-            times = turn.num_requeued + 1
-            self._again.append(GroupRequest(turn.task, Again(group_id, times)))
-            return self._leave(group_id, GroupOutcome.REQUEUED, turn, f"requeued: age {age}", times)
-        return self._leave(group_id, GroupOutcome.STALE, turn, f"stale: age {age}")
+    def _drop(self, group_id: GroupId, age: int) -> GroupLeft:
+        """Drop or requeue a group that is too old for any step."""
+        request, policy = self._waiting.pop(group_id), self._staleness.settings.policy
+        if policy == "requeue" and request.num_requeued < MAX_REQUEUES:
+            times = request.num_requeued + 1
+            self._again.append(GroupRequest(request.task, Again(group_id, times)))
+            return self._leave(
+                group_id, GroupOutcome.REQUEUED, request, f"requeued: age {age}", times
+            )
+        return self._leave(group_id, GroupOutcome.STALE, request, f"stale: age {age}")
 
     def _retake(self, taken: StepTaken) -> list[Action]:
         there = tuple(each for each in taken.group_ids if each in self._waiting)
@@ -402,16 +401,17 @@ class GroupLifecycle:
     def _finish(self) -> list[Action]:
         done, self._in_step = self._in_step, {}
         return [
-            self._leave(group_id, GroupOutcome.TRAINED, turn) for group_id, turn in done.items()
+            self._leave(group_id, GroupOutcome.TRAINED, request)
+            for group_id, request in done.items()
         ]
 
     def _leave(
         self,
         group_id: GroupId,
-        fate: GroupOutcome,
-        turn: GroupRequest,
+        outcome: GroupOutcome,
+        request: GroupRequest,
         why: str = "",
         times: int = 0,
     ) -> GroupLeft:
         self._gone.setdefault(group_id.run_id, IntervalSet()).add(group_id.seq)
-        return GroupLeft(group_id, fate, turn, why, times)
+        return GroupLeft(group_id, outcome, request, why, times)

@@ -1,8 +1,8 @@
-"""Between the client and the train step: asks for groups, books what arrives, hands out batches.
+"""The pacer between client and train step: requests groups, records arrivals, hands out batches.
 
-The shell of course.py, which says what becomes of each group: this has the samples. Invariants:
-what leaves is booked at once, and once; of what is not trained no samples stay in the policy's
-room, and the journal is told that nobody needs it again. Driven by the train loop, on its thread.
+- It is the shell of lifecycle.py, which decides about each group, and holds the samples.
+- A group that leaves is recorded at once, and once. Samples that do not train are freed in the
+  policy's allocator, and the journal records that no step needs them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,15 +45,15 @@ from rollmesh.trainer.pacing.versions import versions_of
 from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.staleness import StalenessManager, StalenessState
 
-BARREN_ROUNDS = 4
-"""So many times max_running groups in a row that give nothing to train end the run: an environment
-that always fails would be asked for ever, and an engine may be away for a while."""
+UNTRAINABLE_ROUNDS = 4
+"""A run ends after this many times max_running groups in a row without samples: the environment may
+always fail; an engine may be away only for a while."""
 EVAL_WINDOW = 4096
-"""Rollouts of an evaluation that are asked for at the same time: a client's asks are bounded."""
+"""Open rollouts of an evaluation, since a client's open requests are bounded."""
 
 
 class Batch(msgspec.Struct):
-    """What one step trains."""
+    """The batch of one step."""
 
     step: int
     groups: list[ReadyGroup]
@@ -68,7 +68,7 @@ class Batch(msgspec.Struct):
 
 
 class Pacer:
-    """Asks within the bound; `collect` and `take` are called in turn until a batch is there."""
+    """Call `collect` and `take` in turn until a batch is complete."""
 
     def __init__(
         self,
@@ -84,62 +84,62 @@ class Pacer:
         self._staleness = staleness
         self._asking = asking
         self.lifecycle = GroupLifecycle(staleness, asking.num_samples)
-        """Who is where, and who has left."""
+        """State of all groups."""
         self._tally = books[1]
-        self._exits = GroupAccounting(books, asking.env, self.lifecycle.versions)
-        self.asker = GroupRequester(client, tasks, asking, books[1], self.lifecycle)
-        """What was asked for."""
-        self._stock = ReadyQueue(allocator or LocalAllocator())
+        self._accounting = GroupAccounting(books, asking.env, self.lifecycle.versions)
+        self.requester = GroupRequester(client, tasks, asking, books[1], self.lifecycle)
+        """Makes the requests."""
+        self._queue = ReadyQueue(allocator or LocalAllocator())
         self._first_failures = FirstFailures(asking.env)
         self._in_step: Batch | None = None
         self._step = 0
-        """The next one, whose batch is wanted."""
+        """The next step, whose batch is being collected."""
 
-    def go_on(self, recovery: Recovery) -> None:
-        """Before anything else: with what earlier lives of this run left."""
-        self.asker.go_on(recovery)
+    def resume(self, recovery: Recovery) -> None:
+        """Start from the state of earlier processes of the run, before any other call."""
+        self.requester.resume(recovery)
         self._first_failures.has_succeeded = self._tally.num_trained > 0
-        for leave, booked in zip(self.lifecycle.go_on(recovery), recovery.drops, strict=True):
-            self._book_failed(leave, booked)
+        for leave, booked in zip(self.lifecycle.resume(recovery), recovery.drops, strict=True):
+            self._record_missing(leave, booked)
         for entry in recovery.parted:
-            self._book_parted(entry, self._client.open(recovery.results[entry.group_id]))
+            self._record_replayed_drop(entry, self._client.open(recovery.results[entry.group_id]))
 
     def ask(self, num_needed: int) -> None:
-        """Ask for groups as the bound allows, until `num_needed` are under way to be trained."""
+        """Request groups as the bound allows, until `num_needed` are open or ready."""
         while self.lifecycle.may_ask(num_needed):
-            self.asker.ask(self._staleness.published_step)
+            self.requester.ask(self._staleness.published_step)
 
     def collect(self, timeout_s: float) -> None:
-        """Book what has arrived, waiting up to `timeout_s` for the first.
+        """Handle arrivals, waiting up to `timeout_s` for the first.
 
-        EnvError where nothing that arrives trains any more.
+        Raises EnvError if no arrival trains any more.
         """
         for arrival in self._client.take(timeout_s):
-            self._book(arrival)
+            self._handle(arrival)
 
     def take(self, step: int) -> Batch | None:
-        """The batch of `step`, or None as long as there is none; ConfigError where it is more than
-        the policy's room can hold."""
+        """Return the batch of `step`, or None until it is complete; raise ConfigError if it is more
+        than the policy's allocator can hold."""
         self._step = step
         return self._carry_out(self.lifecycle.step(TakeStep(step)))
 
     def retake(self, again: StepTaken, results: Mapping[GroupId, StoredResult]) -> Batch | None:
-        """The batch of a step that an earlier life took, of the same groups; None where none of
-        them can be read any more."""
+        """Return the batch of a step that an earlier process took, with the same groups; None if
+        none of them can be read."""
         self._step = again.step
         for group_id in again.group_ids:
-            self._book(self._client.open(results[group_id]))
+            self._handle(self._client.open(results[group_id]))
         return self._carry_out(self.lifecycle.step(RetakeStep(again)))
 
     def trained(self, batch: Batch) -> None:
-        """Book a batch that its step consumed."""
+        """Record a batch that its step trained."""
         self._in_step = None
         self.lifecycle.step(StepTrained())
         for group in batch.groups:
-            self._exits.trained(group, batch.step)
+            self._accounting.trained(group, batch.step)
 
     def publishing(self, policy_version: int, step: int) -> None:
-        """`policy_version` holds the weights after `step` steps; some tokens may have it soon."""
+        """`policy_version` has the weights after `step` steps, and engines may use it soon."""
         self.lifecycle.step(VersionCreated(policy_version, step))
 
     def published(self, step: int) -> None:
@@ -148,49 +148,49 @@ class Pacer:
 
     @property
     def pacing(self) -> StalenessState:
-        """How much is under way now, and how old it is."""
+        """Counts and ages of rollouts now."""
         return self._staleness.state
 
     def measure(self, num_rollouts: int) -> bool:
-        """Ask for single rollouts that do not train until there are `num_rollouts`, those that
-        earlier lives asked for among them; whether all have ended."""
-        # Not what was asked for less what was measured: a savepoint that broke may have taken some.
+        """Request single rollouts that do not train until there are `num_rollouts`, including those
+        of earlier processes; return whether all have ended."""
+        # Not requested less measured: a broken savepoint may have lost some.
         num_out = self.lifecycle.num_measuring
         num_left = num_rollouts - self._tally.num_evals
         for _ in range(min(num_left, EVAL_WINDOW - num_out)):
-            self.asker.evaluate(self._staleness.published_step)
+            self.requester.evaluate(self._staleness.published_step)
         return num_out <= 0 and num_left <= 0
 
     def num_to_come(self, num_needed: int) -> int:
-        """Rollouts that run, or may be asked for now where the run takes `num_needed` groups more;
-        and at least those that the next batch lacks, for which there may be no room yet."""
+        """Rollouts that are open or may be requested now, while the run needs `num_needed` groups
+        more; at least those that the next batch needs, even if there is no room for them yet."""
         staleness, ready, running = self._staleness, self._staleness.ready, self._staleness.running
         most = num_needed * self._asking.num_samples - ready
         num_lacking = staleness.settings.batch - ready
         return max(running, min(most, max(num_lacking, running + staleness.capacity)))
 
     def cancel_open(self, reason: str) -> None:
-        """Nobody will want what is asked for and has not ended."""
+        """Cancel all open groups."""
         for group_id in [*self.lifecycle.open_ids]:
             self._client.cancel(group_id, reason)
 
     def num_open(self) -> int:
-        """Rollouts asked for and neither trained nor dropped."""
+        """Rollouts requested and neither trained nor dropped."""
         return self._staleness.running + sum(map(num_undecided, self._held()))
 
     def close(self) -> None:
-        """The run is over: what is left will not train here."""
-        self._stock.clear(self._held())
+        """Free all samples; nothing trains any more."""
+        self._queue.clear(self._held())
 
     def _held(self) -> list[ReadyGroup]:
-        return [*self._stock.waiting(), *(self._in_step.groups if self._in_step else ())]
+        return [*self._queue.waiting(), *(self._in_step.groups if self._in_step else ())]
 
     def _carry_out(self, actions: Sequence[Action]) -> Batch | None:
         batch = None
         for action in actions:
             match action:
                 case GroupLeft():
-                    self._part(self._stock.give_up(action.group_id), action)
+                    self._drop(self._queue.pop(action.group_id), action)
                 case TrainGroups():
                     batch = self._batch(action)
         return batch
@@ -199,37 +199,37 @@ class Pacer:
         step, group_ids = train.taken.step, train.taken.group_ids
         if train.stale:
             for group_id in group_ids:
-                self._exits.masked(self._stock.mask(group_id, train.stale), step)
-        self._in_step = Batch(step, self._stock.take(group_ids), train.taken.oldest_step)
+                self._accounting.masked(self._queue.mask(group_id, train.stale), step)
+        self._in_step = Batch(step, self._queue.take(group_ids), train.taken.oldest_step)
         return self._in_step
 
-    def _book(self, arrival: Arrival) -> None:
-        if arrival.record is not None and self.lifecycle.turn(arrival.group_id) is not None:
+    def _handle(self, arrival: Arrival) -> None:
+        if arrival.record is not None and self.lifecycle.request(arrival.group_id) is not None:
             self._first_failures.note(arrival.record)
-        self._book_arrival(arrival)
+        self._handle_arrival(arrival)
         self._first_failures.check()
 
-    def _book_arrival(self, arrival: Arrival) -> None:
+    def _handle_arrival(self, arrival: Arrival) -> None:
         if isinstance(arrival, Dropped):
             [action] = self.lifecycle.step(ResultMissing(arrival.group_id, arrival.reason))
             assert isinstance(action, GroupLeft)
-            self._book_failed(action, booked_of(arrival, self._step, action.turn.task.id))
-            self._look_for_life(arrival.reason)
+            self._record_missing(action, booked_of(arrival, self._step, action.request.task.id))
+            self._check_trainable(arrival.reason)
         else:
-            self._book_finished(arrival)
+            self._handle_result(arrival)
 
-    def _book_failed(self, leave: GroupLeft, booked: GroupBooked) -> None:
-        match leave.fate:
-            case GroupOutcome.STRANGE:
-                self._exits.strange(booked.group_id)
+    def _record_missing(self, leave: GroupLeft, booked: GroupBooked) -> None:
+        match leave.outcome:
+            case GroupOutcome.NOT_REQUESTED:
+                self._accounting.not_requested(booked.group_id)
             case GroupOutcome.UNMEASURED | GroupOutcome.MEASURED:
-                self._exits.unmeasured(booked.group_id, booked.task_id, booked.reason)
+                self._accounting.unmeasured(booked.group_id, booked.task_id, booked.reason)
             case _:
-                self._exits.ended(booked, self._asking.num_samples)
+                self._accounting.ended(booked, self._asking.num_samples)
 
-    def _book_parted(self, entry: GroupParted, arrival: Arrival) -> None:
-        """What an earlier life has dropped: as it did, and no result of it is kept."""
-        if isinstance(arrival, Dropped):  # it can be read no more
+    def _record_replayed_drop(self, entry: GroupParted, arrival: Arrival) -> None:
+        """Record a drop of an earlier process as that process did; keep no result."""
+        if isinstance(arrival, Dropped):  # it cannot be read
             task, group, num_rollouts = UNKNOWN, None, 0
         else:
             task, group = (
@@ -240,62 +240,62 @@ class Pacer:
         [leave] = self.lifecycle.step(DropReplayed(entry, task, num_rollouts))
         assert isinstance(leave, GroupLeft)
         if group:
-            self._see_off(group, leave, entry.step)
+            self._record_untrained(group, leave, entry.step)
         else:
-            self._book_failed(leave, GroupBooked(entry.group_id, entry.reason, entry.step))
+            self._record_missing(leave, GroupBooked(entry.group_id, entry.reason, entry.step))
 
-    def _book_finished(self, finished: Finished) -> None:
-        turn, record = self.lifecycle.turn(finished.group_id), finished.record
-        if turn is None:
-            self._exits.strange(finished.group_id)
+    def _handle_result(self, finished: Finished) -> None:
+        request, record = self.lifecycle.request(finished.group_id), finished.record
+        if request is None:
+            self._accounting.not_requested(finished.group_id)
             return
-        is_eval = turn.is_eval or record.is_eval
+        is_eval = request.is_eval or record.is_eval
         group = (
             cut_group(finished, self._asking.branches, lay_plainly)
             if is_eval
-            else self._stock.cut(finished, self._asking.branches)
+            else self._queue.cut(finished, self._asking.branches)
         )
         versions = tuple(versions_of(samples) for samples in group.samples if samples)
         came = ResultArrived(finished.group_id, record.task, versions, is_eval)
         [action] = self.lifecycle.step(came)
         if isinstance(action, GroupLeft):
-            self._part(group, action)
+            self._drop(group, action)
         else:
-            self._stock.keep(group)
+            self._queue.keep(group)
 
-    def _part(self, group: ReadyGroup, leave: GroupLeft) -> None:
-        """With one that came, and does not train."""
-        why = leave.why or leave.fate
+    def _drop(self, group: ReadyGroup, leave: GroupLeft) -> None:
+        """Record and free a result that does not train."""
+        why = leave.why or leave.outcome
         self._client.done_with([group.group_id], why, self._step, leave.times)
-        why = self._see_off(group, leave, self._step)
-        self._stock.clear([group])
-        if leave.fate is GroupOutcome.BARREN:
-            self._look_for_life(why)
+        why = self._record_untrained(group, leave, self._step)
+        self._queue.clear([group])
+        if leave.outcome is GroupOutcome.UNTRAINABLE:
+            self._check_trainable(why)
 
-    def _see_off(self, group: ReadyGroup, leave: GroupLeft, step: int) -> str:
-        """Book it before `step`; why it does not train."""
-        match leave.fate:
+    def _record_untrained(self, group: ReadyGroup, leave: GroupLeft, step: int) -> str:
+        """Record a result that leaves before `step`; return the reason."""
+        match leave.outcome:
             case GroupOutcome.MEASURED:
-                self._exits.measured(group)
-            case GroupOutcome.BARREN:
-                return self._exits.barren(group, step)
+                self._accounting.measured(group)
+            case GroupOutcome.UNTRAINABLE:
+                return self._accounting.untrainable(group, step)
             case _:
-                self._exits.dropped(group, step, leave.why)
+                self._accounting.dropped(group, step, leave.why)
         return leave.why
 
-    def _look_for_life(self, why: str) -> None:
-        """Raise EnvError if too many groups in a row gave nothing to train."""
+    def _check_trainable(self, why: str) -> None:
+        """Raise EnvError if too many groups in a row had nothing to train."""
         self._first_failures.check()
-        num_barren = self.lifecycle.num_barren
+        num_untrainable = self.lifecycle.num_untrainable
         num_groups = self._staleness.settings.max_concurrent // self._asking.num_samples
-        if num_barren >= BARREN_ROUNDS * num_groups:
+        if num_untrainable >= UNTRAINABLE_ROUNDS * num_groups:
             raise EnvError(
-                f'env = "{self._asking.env}": the last {num_barren} groups gave nothing to '
-                f"train ({why}); drops.jsonl and the workers' logs in the run folder say more"
+                f'env = "{self._asking.env}": the last {num_untrainable} groups had nothing to '
+                f"train ({why}); details are in drops.jsonl and the workers' logs"
             )
 
 
 def num_undecided(group: ReadyGroup) -> int:
-    """Rollouts of it that are in no book yet: those that masking has emptied are."""
+    """Rollouts of the group that are not recorded yet; fully masked ones already are."""
     rows = group.pairs()
     return sum(1 for each, samples in rows if samples or each.index not in group.num_masked)

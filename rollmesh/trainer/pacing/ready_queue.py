@@ -41,22 +41,25 @@ from rollmesh.serve.client.samples import (
 from rollmesh.tensors.holdings import Kind
 from rollmesh.tensors.store import OwnerStore
 
+log = get_logger()
+
 
 class SampleAllocator(Protocol):
-    """See the module."""
+    """Memory for samples from their arrival until their step has ended."""
 
     def lay(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
-        """As `Lay` says; StoreFull, and none is laid, where they do not fit."""
+        """Allocate and fill samples, see `Lay`; raise StoreFull, and allocate none, if they do not
+        fit."""
 
     def holds(self, sample: Sample) -> bool:
-        """Whether it lies here, and not elsewhere for want of room."""
+        """Whether the sample is in this memory, and not spilled."""
 
     def clear(self, samples: Sequence[Sample]) -> None:
-        """They are not trained; what lies elsewhere is passed over."""
+        """Free samples that will not train; ignore samples that are not in this memory."""
 
 
 class LocalAllocator:
-    """Of any size."""
+    """Arrays of this process, without a bound, for a policy that trains in it."""
 
     def lay(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
         return lay_plainly(lengths, fill)
@@ -66,11 +69,11 @@ class LocalAllocator:
         return True
 
     def clear(self, samples: Sequence[Sample]) -> None:
-        """Their memory goes with them."""
+        """Do nothing: their memory is freed with the arrays."""
 
 
 class StoreAllocator:
-    """As large as the store's budget."""
+    """Shards of this process's store, within its budget, whose handles are sent to ranks."""
 
     def __init__(self, store: OwnerStore) -> None:
         self._store = store
@@ -90,7 +93,7 @@ class StoreAllocator:
 
 
 def copy_samples(samples: Sequence[Sample], lay: Lay) -> list[Sample]:
-    """The same samples where `lay` lays them; what it raises."""
+    """Copy samples to memory that `lay` allocates; raise what `lay` raises."""
 
     def fill(places: Sequence[SampleArrays]) -> None:
         for sample, place in zip(samples, places, strict=True):
@@ -105,7 +108,8 @@ def copy_samples(samples: Sequence[Sample], lay: Lay) -> list[Sample]:
 
 
 def without_versions(samples: Sequence[Sample], stale: Collection[int]) -> list[Sample]:
-    """Of one rollout, in plain memory; tokens of the policy versions `stale` do not train."""
+    """Copy a rollout's samples to plain memory with tokens of the policy versions `stale` masked; a
+    sample with nothing left is omitted. The arguments are not changed."""
     masks = [each.loss_mask & ~np.isin(each.policy_versions, [*stale]) for each in samples]
     num_left = sum(int(mask.sum()) for mask in masks)
     return [
@@ -131,108 +135,105 @@ def _masked(sample: Sample, mask: Bools, stale: Collection[int], weight: float) 
 
 
 def _joined(runs: Iterable[SampledRun]) -> tuple[SampledRun, ...]:
-    """Neighbours of one origin are one run."""
+    """Merge neighbouring runs of one origin."""
     return tuple(
         SampledRun(sum(run.num_tokens for run in same), *origin)
         for origin, same in itertools.groupby(runs, lambda run: run.origin)
     )
 
 
-log = get_logger()
-
-
 class ReadyGroup(msgspec.Struct, eq=False):
-    """A finished group whose samples are cut; the buffers in which it came are gone."""
+    """A finished group with its samples; the buffers in which it arrived are freed."""
 
     group_id: GroupId
     record: GroupRecord
     worker_id: str
     samples: list[list[Sample]]
-    """One list per rollout of the record; empty where it does not train."""
+    """One list per rollout of the record; empty if it does not train."""
     num_masked: dict[int, int] = {}
-    """Sampled tokens that are too old to train, by the rollout's index."""
+    """Sampled tokens that are too old to train, by rollout index."""
 
     def all_samples(self) -> list[Sample]:
         return [sample for rollout in self.samples for sample in rollout]
 
     def pairs(self) -> list[tuple[RolloutRecord, list[Sample]]]:
-        """Each rollout with its samples."""
+        """(rollout, samples) of each rollout."""
         return list(zip(self.record.rollouts, self.samples, strict=True))
 
 
 class ReadyQueue:
-    """See the module."""
+    """Groups that wait for their step."""
 
     def __init__(self, allocator: SampleAllocator) -> None:
-        self._room = allocator
+        self._allocator = allocator
         self._waiting: dict[GroupId, ReadyGroup] = {}
-        """In the order of their arrival."""
+        """In order of arrival."""
         self._was_full = False
 
     def cut(self, finished: Finished, branches: Collection[Branch]) -> ReadyGroup:
-        """A group that may train, in the room if there is any."""
+        """Return the group with samples, in the allocator's memory if they fit."""
         try:
-            return cut_group(finished, branches, self._room.lay)
+            return cut_group(finished, branches, self._allocator.lay)
         except StoreFull as full:
             if not self._was_full:
                 self._was_full = True
-                effect = "groups that find no room are copied when their step comes"
-                log.warning("room.full", why=str(full), effect=effect)
+                effect = "groups that do not fit are copied when their step comes"
+                log.warning("allocator.full", why=str(full), effect=effect)
             return cut_group(finished, branches, lay_plainly)
 
     def keep(self, group: ReadyGroup) -> None:
-        """It waits for its step."""
+        """Keep a group until its step."""
         self._waiting[group.group_id] = group
 
     def waiting(self) -> Collection[ReadyGroup]:
-        """All that wait."""
+        """All waiting groups."""
         return self._waiting.values()
 
     def take(self, group_ids: Sequence[GroupId]) -> list[ReadyGroup]:
-        """The groups of a step, all in the room; ConfigError, and all still wait, where they are
-        more than it can hold."""
+        """Remove and return the groups of a step, all in the allocator's memory; raise ConfigError,
+        and remove none, if they are more than it can hold."""
         groups = [self._waiting[group_id] for group_id in group_ids]
         for group in groups:
-            while not self._is_inside(group):
+            while not self._is_allocated(group):
                 try:
-                    self._move(group, self._room.lay)
+                    self._move(group, self._allocator.lay)
                 except StoreFull as full:
-                    self._make_room(groups, full)
+                    self._spill_newest(groups, full)
         for group_id in group_ids:
             del self._waiting[group_id]
         return groups
 
     def mask(self, group_id: GroupId, stale: Collection[int]) -> ReadyGroup:
-        """One that waits, whose tokens of the policy versions `stale` do not train any more."""
+        """Mask tokens of the policy versions `stale` in a waiting group."""
         group = self._waiting[group_id]
         for at, (rollout, samples) in enumerate(group.pairs()):
             left = without_versions(samples, stale)
             num_masked = _num_trained(samples) - _num_trained(left)
             if num_masked:
-                self._room.clear(samples)
+                self._allocator.clear(samples)
                 group.samples[at], group.num_masked[rollout.index] = left, num_masked
         return group
 
-    def give_up(self, group_id: GroupId) -> ReadyGroup:
-        """One that will not be taken, and is to be cleared."""
+    def pop(self, group_id: GroupId) -> ReadyGroup:
+        """Remove a group that will not train; the caller clears it."""
         return self._waiting.pop(group_id)
 
     def clear(self, groups: Collection[ReadyGroup]) -> None:
-        """Nothing of them stays in the room."""
-        self._room.clear([sample for group in groups for sample in group.all_samples()])
+        """Free the samples of these groups."""
+        self._allocator.clear([sample for group in groups for sample in group.all_samples()])
 
-    def _is_inside(self, group: ReadyGroup) -> bool:
-        return all(map(self._room.holds, group.all_samples()))
+    def _is_allocated(self, group: ReadyGroup) -> bool:
+        return all(map(self._allocator.holds, group.all_samples()))
 
-    def _make_room(self, groups: Sequence[ReadyGroup], full: StoreFull) -> None:
-        """Put the newest aside that is not of `groups`."""
+    def _spill_newest(self, groups: Sequence[ReadyGroup], full: StoreFull) -> None:
+        """Spill the newest waiting group that is not one of `groups`."""
         others = [each for each in self._waiting.values() if each not in groups]
-        inside = [each for each in others if self._is_inside(each)]
+        inside = [each for each in others if self._is_allocated(each)]
         if not inside:
             raise _too_large(groups, full) from None
         samples = inside[-1].all_samples()
         self._move(inside[-1], lay_plainly)
-        self._room.clear(samples)
+        self._allocator.clear(samples)
 
     def _move(self, group: ReadyGroup, lay: Lay) -> None:
         samples = iter(copy_samples(group.all_samples(), lay))
@@ -240,7 +241,7 @@ class ReadyQueue:
 
 
 def cut_group(finished: Finished, branches: Collection[Branch], lay: Lay) -> ReadyGroup:
-    """What a group gives to train, laid by `lay`."""
+    """Return the group with its samples, allocated by `lay`."""
     record = finished.record
     by_rollout: dict[int, list[Sample]] = {rollout.index: [] for rollout in record.rollouts}
     parts = (finished.token_ids, finished.logprobs, branches, lay)
@@ -251,7 +252,7 @@ def cut_group(finished: Finished, branches: Collection[Branch], lay: Lay) -> Rea
 
 
 def _num_trained(samples: Sequence[Sample]) -> int:
-    """Tokens of them that train."""
+    """Number of trained tokens."""
     return sum(int(sample.loss_mask.sum()) for sample in samples)
 
 

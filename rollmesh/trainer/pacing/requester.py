@@ -1,15 +1,10 @@
-"""The tasks that a run trains on, as the user's environment poses them.
+"""Requests for groups: the endless tasks of a run, a seed for each request, and requeued tasks.
 
-- A finite split is repeated: the first round is in the environment's order, each later round is
+- A requeued task comes before new ones.
+- A finite split is repeated: the first round is in the environment's order, each later one is
   shuffled by seed and round number. The order is the same after a restart.
-- A mistake of the environment's code ends the run with one line that names it: no task, a value
-  that is not a Task, or a generator that raises.
-
-Asks for groups: task after task, each with a seed of its own, and some tasks again.
-
-Invariants: a task that is to be asked for again comes before new ones (course.py says which); what
-is asked for in order to train is counted in the tally, and evaluations apart from it; the course
-hears of each. How many is the pacer's word, which drives this.
+- Requests for training are counted in the tally, evaluations apart from them.
+- A fault in the environment's code (no task, a value that is not a Task, an exception) is one line.
 """
 
 import itertools
@@ -33,9 +28,9 @@ SPLIT = "train"
 
 
 def endless_tasks(env: Env, name: str, seed: int, num_before: int = 0) -> Iterator[Task]:
-    """The tasks of `env`, which the settings call `name`, after the first `num_before`.
+    """Yield the tasks of `env`, called `name` in the settings, after the first `num_before`.
 
-    EnvError where the environment fails, or poses no task at all.
+    Raises EnvError if the environment fails or has no task.
     """
     return itertools.islice(_rounds(env, name, seed), num_before, None)
 
@@ -43,36 +38,36 @@ def endless_tasks(env: Env, name: str, seed: int, num_before: int = 0) -> Iterat
 def _rounds(env: Env, name: str, seed: int) -> Iterator[Task]:
     where = f'env = "{name}": tasks("{SPLIT}")'
     for number in itertools.count():
-        posed = _posed(env, where, seed)
+        round_ = _one_round(env, where, seed)
         if number:
-            # Only a finite split gets here, so that all of it may be held.
-            tasks = list(posed)
+            # Only a finite split has a second round, so it fits in memory.
+            tasks = list(round_)
             random.Random(f"{SPLIT}/{seed}/{number}").shuffle(tasks)
-            posed = iter(tasks)
-        first = next(posed, None)
+            round_ = iter(tasks)
+        first = next(round_, None)
         if first is None:
-            raise EnvError(f"{where} gave no task; let it yield at least one")
+            raise EnvError(f"{where} returned no task; yield at least one")
         yield first
-        yield from posed
+        yield from round_
 
 
-def _posed(env: Env, where: str, seed: int) -> Iterator[Task]:
-    """One round, in the environment's order."""
-    num_posed = 0
+def _one_round(env: Env, where: str, seed: int) -> Iterator[Task]:
+    """Yield the tasks of one round, in the environment's order."""
+    num_tasks = 0
     try:
         for task in env.tasks(SPLIT, seed):
             if not isinstance(task, Task):
-                raise TypeError(f"gave {type(task).__name__} and not a Task")
-            num_posed += 1
+                raise TypeError(f"yielded {type(task).__name__} in place of a Task")
+            num_tasks += 1
             yield task
     except Exception as error:  # door: a user's generator may raise anything
         first_line = next(iter(str(error).splitlines()), "")
-        told = f"{type(error).__name__}: {first_line}"
-        raise EnvError(f"{where} failed after {num_posed} tasks: {told}") from error
+        cause = f"{type(error).__name__}: {first_line}"
+        raise EnvError(f"{where} failed after {num_tasks} tasks: {cause}") from error
 
 
 class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What every ask of this run has in common."""
+    """Settings that all requests of a run share."""
 
     env: str
     num_samples: int
@@ -82,7 +77,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupSource(Protocol):
-    """What the pacer needs of a RolloutClient."""
+    """The part of a RolloutClient that the pacer uses."""
 
     def ask(
         self,
@@ -98,25 +93,25 @@ class GroupSource(Protocol):
         again: Again | None = None,
         min_policy_version: int = -1,
     ) -> GroupId:
-        """Ask for a group; its id, at once."""
+        """Request a group; return its id at once."""
 
     def take(self, timeout_s: float) -> list[Arrival]:
-        """What has ended since the last call."""
+        """Return groups that have ended since the last call."""
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
-        """End an open group; nothing happens if it has ended."""
+        """End an open group; do nothing if it has ended."""
 
     def open(self, arrival: Unopened) -> Arrival:
-        """Decode a result, and read it first where it stands on the disk; never an error."""
+        """Decode a result, and read it first if it is on disk; never raise."""
 
     def done_with(
         self, group_ids: Iterable[GroupId], reason: str = "", step: int = 0, times: int = 0
     ) -> None:
-        """Write down that no step takes these results, and why."""
+        """Record that no step takes these results, with the reason."""
 
 
 class GroupRequester:
-    """See the module."""
+    """Requests groups of a run from a client."""
 
     def __init__(
         self,
@@ -133,45 +128,45 @@ class GroupRequester:
         self._course = lifecycle
         self._num_asked = 0
         self.num_drawn = 0
-        """Tasks, in all lives."""
+        """Tasks drawn, in all processes of the run."""
 
-    def go_on(self, recovery: Recovery) -> None:
-        """After earlier lives, whose tasks the iterator has passed."""
+    def resume(self, recovery: Recovery) -> None:
+        """Continue after earlier processes, whose tasks the iterator has skipped."""
         self.num_drawn = recovery.num_tasks
         self._num_asked = recovery.num_asked
 
     def ask(self, asked_step: int) -> None:
-        """Ask for a group to train; engines have the weights after `asked_step` steps."""
-        turn = self._course.next_again() or GroupRequest(self._draw())
+        """Request a group to train; engines have the weights after `asked_step` steps."""
+        request = self._course.next_again() or GroupRequest(self._draw())
         self._tally.num_asked += self._asking.num_samples
-        self._ask(turn, self._asking.num_samples, asked_step)
+        self._ask(request, self._asking.num_samples, asked_step)
 
     def evaluate(self, asked_step: int) -> None:
-        """Ask for one rollout that does not train."""
-        turn = GroupRequest(self._draw(), is_eval=True)
+        """Request one rollout that does not train."""
+        request = GroupRequest(self._draw(), is_eval=True)
         self._tally.num_evals += 1
-        self._ask(turn, 1, asked_step)
+        self._ask(request, 1, asked_step)
 
     def _draw(self) -> Task:
         task = next(self._tasks)
         self.num_drawn += 1
         return task
 
-    def _ask(self, turn: GroupRequest, num_samples: int, asked_step: int) -> None:
+    def _ask(self, request: GroupRequest, num_samples: int, asked_step: int) -> None:
         seed = random.Random(f"{self._asking.seed}/{self._num_asked}").getrandbits(63)
         self._num_asked += 1
         policy_version = self._course.versions.named(asked_step)
         group_id = self._client.ask(
-            turn.task,
+            request.task,
             env=self._asking.env,
             num_samples=num_samples,
             sampling=self._asking.sampling,
             seed=seed,
-            is_eval=turn.is_eval,
+            is_eval=request.is_eval,
             asked_step=asked_step,
             num_drawn=self.num_drawn,
-            again=turn.again,
-            # A router that has just been restarted may not know yet that an engine is behind.
+            again=request.again,
+            # A router that was just restarted may not know yet that an engine has old weights.
             min_policy_version=-1 if policy_version is None else policy_version,
         )
-        self._course.step(GroupRequested(group_id, turn))
+        self._course.step(GroupRequested(group_id, request))

@@ -1,7 +1,7 @@
-"""After how many train steps each policy version was made, and so how old tokens are.
+"""The train step after which each policy version was made, and so the ages of tokens.
 
-Invariant: of more versions than the age bound needs the oldest are forgotten; a version that is not
-here is of no life of this run, or of one long past. Driven by course.py, read by the train loop.
+- Only as many versions are kept as ages need; a version that is missing is not of this run, or very
+  old.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -9,12 +9,11 @@ from collections.abc import Collection, Iterable, Mapping
 from rollmesh.serve.client.samples import Sample
 
 SPARE_VERSIONS = 1000
-"""So many more are known than the age bound needs: of what comes later than that nobody remembers
-which step it is of."""
+"""Versions kept beyond those that the age bound needs."""
 
 
 class VersionSteps:
-    """See the module."""
+    """Train steps by policy version."""
 
     def __init__(self, max_staleness: int) -> None:
         self._max_known = max_staleness + SPARE_VERSIONS
@@ -22,41 +21,41 @@ class VersionSteps:
 
     @property
     def steps(self) -> Mapping[int, int]:
-        """By version, oldest first."""
+        """Train steps by version, oldest first."""
         return self._steps
 
     def add(self, steps: Mapping[int, int]) -> None:
-        """Of these versions, too."""
+        """Add versions."""
         self._steps |= steps
         while len(self._steps) > self._max_known:
             del self._steps[next(iter(self._steps))]
 
     def named(self, step: int) -> int | None:
-        """The newest version that was made after `step` steps; None where none was."""
-        return next((each for each, of in reversed(self._steps.items()) if of == step), None)
+        """The newest version made after `step` steps; None if there is none."""
+        return next((each for each, made in reversed(self._steps.items()) if made == step), None)
 
     def made_before(self, step: int) -> frozenset[int]:
-        """Versions that fewer steps had made."""
+        """Versions made before `step`."""
         return frozenset(each for each, made in self._steps.items() if made < step)
 
     def foreign(self, policy_versions: Collection[int]) -> set[int]:
-        """Those that are not of this run."""
+        """Versions among these that are not of this run."""
         return set(policy_versions) - self._steps.keys()
 
     def oldest_step(self, policy_versions: Collection[int]) -> int:
-        """Steps that had made the oldest of them."""
+        """The train step of the oldest of these versions."""
         return min(self._steps[each] for each in policy_versions)
 
     def newest_step(self, policy_versions: Collection[int]) -> int:
-        """The same of the newest."""
+        """The train step of the newest of these versions."""
         return max(self._steps[each] for each in policy_versions)
 
     def age(self, samples: Iterable[Sample], step: int) -> int:
-        """Train steps between the weights of the oldest trained token and `step`."""
+        """Train steps from the weights of the oldest trained token to `step`."""
         return step - self.oldest_step(versions_of(samples))
 
     def age_of(self, policy_versions: Iterable[int], step: int) -> int | None:
-        """The same of any tokens; None where there is none, or nobody knows of which step it is."""
+        """Train steps from the oldest of these versions to `step`; None if none is known."""
         made = map(self._steps.get, policy_versions)
         known = [each for each in made if each is not None]
         return step - min(known) if known else None
@@ -69,6 +68,6 @@ def versions_of(samples: Iterable[Sample]) -> frozenset[int]:
 
 
 def spans_versions(sample: Sample) -> bool:
-    """Whether more than one policy version sampled its trained tokens."""
+    """Whether more than one policy version sampled the trained tokens."""
     versions = sample.policy_versions[sample.loss_mask]
     return bool(versions.min() != versions.max())

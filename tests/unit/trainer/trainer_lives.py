@@ -128,7 +128,7 @@ class Life:
         staleness = staleness_of(config, revival)
         books = (self.records, self.tally)
         self.pacer = Pacer(self.client, staleness, tasks, asking_of(config), books, allocator)
-        self.pacer.go_on(self.recovery)
+        self.pacer.resume(self.recovery)
         self._background = BackgroundLoop("publisher")
         self.parts = TrainerDeps(
             client=self.client,

@@ -34,7 +34,7 @@ class Books:
         self.records, self.tally = RunRecords(folder, FakeClock()), Tally()
         versions = VersionSteps(max_staleness=4)
         versions.add({step: step for step in range(10)})
-        self.exits = GroupAccounting((self.records, self.tally), "guess", versions)
+        self.accounting = GroupAccounting((self.records, self.tally), "guess", versions)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         self.records.flush()
@@ -71,7 +71,7 @@ def failed(index: int, *policy_versions: int) -> RolloutRecord:
 
 def test_a_step_books_who_trained_and_who_of_the_group_did_not(books: Books) -> None:
     trained = [sampled_by(3, 4), sampled_by(4, 4)]
-    books.exits.trained(group([trained, []], whole(0, 3, 4), failed(1, 2)), step=5)
+    books.accounting.trained(group([trained, []], whole(0, 3, 4), failed(1, 2)), step=5)
     tally = books.tally
     assert (tally.num_trained, tally.num_samples, tally.num_dropped) == (1, 2, 1)
     assert (tally.ages, tally.num_two_versions) == ({5 - 3: 1, 5 - 4: 1}, 1)
@@ -81,14 +81,16 @@ def test_a_step_books_who_trained_and_who_of_the_group_did_not(books: Books) -> 
 
 
 def test_of_a_group_that_is_dropped_each_rollout_keeps_its_own_reason(books: Books) -> None:
-    books.exits.dropped(group([[sampled_by(2)], []], whole(0, 2), failed(1, 1)), 6, "stale: age 4")
+    books.accounting.dropped(
+        group([[sampled_by(2)], []], whole(0, 2), failed(1, 1)), 6, "stale: age 4"
+    )
     assert sorted(books.drops()) == [(0, "stale: age 4", 4), (1, "agent_error: it broke", 5)]
     assert (books.tally.num_trained, books.tally.num_dropped) == (0, 2)
     assert [row["step"] for row in books.rows("trajectories.jsonl")] == [None, None]
 
 
 def test_a_barren_group_says_why(books: Books) -> None:
-    why = books.exits.barren(group([[], []], failed(0, 1), whole(1, 1)), 2)
+    why = books.accounting.untrainable(group([[], []], failed(0, 1), whole(1, 1)), 2)
     assert why == "completed: nothing in it trains"
     assert books.drops() == [(0, "agent_error: it broke", 1), (1, why, 1)]
 
@@ -96,8 +98,8 @@ def test_a_barren_group_says_why(books: Books) -> None:
 def test_a_rollout_that_masking_has_emptied_is_booked_once(books: Books) -> None:
     masked = group([[], [sampled_by(6)]], whole(0, 1), whole(1, 1, 6))
     masked.num_masked = {0: 2, 1: 1}
-    books.exits.masked(masked, 7)
-    books.exits.trained(masked, 7)
+    books.accounting.masked(masked, 7)
+    books.accounting.trained(masked, 7)
     assert books.drops() == [(0, "masked: no token of it is within the age bound", 6)]
     assert (books.tally.num_trained, books.tally.num_dropped) == (1, 1)
     rows = books.rows("trajectories.jsonl")
@@ -109,9 +111,9 @@ def test_of_a_group_without_a_result_those_that_came_are_seen_and_the_rest_is_no
 ) -> None:
     seen = tuple(SeenRollout(at, Outcome.COMPLETED, 7, (4, 2)) for at in range(6))
     booked = GroupBooked(GROUP, "infra_error: lost", 5, "t", seen)
-    books.exits.ended(booked, num_samples=4)  # of more than were asked for nobody hears
+    books.accounting.ended(booked, num_samples=4)  # of more than were asked for nobody hears
     assert books.drops() == [(at, "infra_error: lost", 3) for at in range(4)]
-    books.exits.ended(msgspec.structs.replace(booked, rollouts=seen[:1]), num_samples=4)
+    books.accounting.ended(msgspec.structs.replace(booked, rollouts=seen[:1]), num_samples=4)
     assert books.drops()[4:] == [(0, "infra_error: lost", 3), (None, "infra_error: lost", None)]
     assert books.rows("drops.jsonl")[-1]["num_rollouts"] == 3
     assert books.tally.num_dropped == 8
@@ -119,15 +121,15 @@ def test_of_a_group_without_a_result_those_that_came_are_seen_and_the_rest_is_no
 
 
 def test_an_evaluation_is_measured_and_never_counted(books: Books) -> None:
-    books.exits.measured(group([[]], whole(0, 0)))
-    books.exits.unmeasured(GROUP, "t", "deadline: over")
+    books.accounting.measured(group([[]], whole(0, 0)))
+    books.accounting.unmeasured(GROUP, "t", "deadline: over")
     assert books.tally.measured == [0.0]
     assert (books.tally.num_dropped, books.tally.outcomes) == (0, {})
     assert books.drops() == [(None, "evaluation: deadline: over", None)]
 
 
 def test_a_stranger_leaves_a_row_and_no_count(books: Books) -> None:
-    books.exits.strange(GROUP)
+    books.accounting.not_requested(GROUP)
     assert books.drops() == [(None, "of an earlier run", None)]
     assert books.tally.num_dropped == 0
 
@@ -168,7 +170,9 @@ def test_a_run_whose_first_groups_all_fail_at_one_place_ends(
     note(first, *[failed_group(HERE, outcome)] * (NUM_ALIKE - 1))
     with pytest.raises(EnvError) as raised:
         note(first, failed_group(HERE, outcome))
-    assert f"the first {NUM_ALIKE} groups all failed alike: {ERROR}; task t7" in str(raised.value)
+    assert f"the first {NUM_ALIKE} groups had the same failure: {ERROR}; task t7" in str(
+        raised.value
+    )
 
 
 def test_groups_that_cannot_be_scored_together_count(first: FirstFailures) -> None:

@@ -54,8 +54,8 @@ class Run:
 
     def ask(self, *seqs: int, again: Again | None = None, is_eval: bool = False) -> None:
         for seq in seqs:
-            turn = GroupRequest(task(seq), again, is_eval)
-            self.lifecycle.step(GroupRequested(group(seq), turn))
+            request = GroupRequest(task(seq), again, is_eval)
+            self.lifecycle.step(GroupRequested(group(seq), request))
 
     def come(self, seq: int, *rollouts: set[int], is_eval: bool = False) -> Action:
         versions = tuple(map(frozenset, rollouts))
@@ -117,15 +117,15 @@ def test_who_ends_without_a_result_is_gone_and_makes_room() -> None:
     assert run.fail(0) == GroupLeft(
         group(0), GroupOutcome.FAILED, GroupRequest(task(0)), "deadline: over"
     )
-    assert (run.staleness.running, run.gone(), run.lifecycle.num_barren) == (0, [0], 1)
-    assert run.fail(0) == GroupLeft(group(0), GroupOutcome.STRANGE), "it was here once"
+    assert (run.staleness.running, run.gone(), run.lifecycle.num_untrainable) == (0, [0], 1)
+    assert run.fail(0) == GroupLeft(group(0), GroupOutcome.NOT_REQUESTED), "it was here once"
 
 
 def test_a_group_in_which_nothing_trains_is_gone_and_makes_room() -> None:
     run = Run()
     run.ask(0)
-    assert run.come(0) == GroupLeft(group(0), GroupOutcome.BARREN, GroupRequest(task(0)))
-    assert (run.staleness.running, run.gone(), run.lifecycle.num_barren) == (0, [0], 1)
+    assert run.come(0) == GroupLeft(group(0), GroupOutcome.UNTRAINABLE, GroupRequest(task(0)))
+    assert (run.staleness.running, run.gone(), run.lifecycle.num_untrainable) == (0, [0], 1)
 
 
 def test_one_that_trains_is_a_new_beginning_after_barren_ones() -> None:
@@ -133,7 +133,7 @@ def test_one_that_trains_is_a_new_beginning_after_barren_ones() -> None:
     run.ask(0, 1)
     run.fail(0)
     run.come(1, {0})
-    assert run.lifecycle.num_barren == 0
+    assert run.lifecycle.num_untrainable == 0
 
 
 def test_rollouts_that_failed_are_not_counted() -> None:
@@ -157,12 +157,12 @@ def test_tokens_of_another_runs_weights_train_nothing_of_their_group() -> None:
         group(0), GroupOutcome.FOREIGN, GroupRequest(task(0)), why
     )
     assert (run.staleness.running, run.staleness.ready, run.gone()) == (0, 0, [0])
-    assert run.lifecycle.num_barren == 0
+    assert run.lifecycle.num_untrainable == 0
 
 
 def test_what_nobody_here_has_asked_for_is_strange_and_not_gone() -> None:
     run = Run()
-    assert run.come(5, {0}) == GroupLeft(group(5), GroupOutcome.STRANGE)
+    assert run.come(5, {0}) == GroupLeft(group(5), GroupOutcome.NOT_REQUESTED)
     assert run.gone() == []
 
 
@@ -173,7 +173,7 @@ def test_evaluations_are_measured_and_never_counted(is_told_by_its_record: bool)
     assert run.staleness.running == SIZE * is_told_by_its_record
     action = run.come(0, {0}, is_eval=is_told_by_its_record)
     assert isinstance(action, GroupLeft)
-    assert (action.fate, run.gone()) == (GroupOutcome.MEASURED, [0])
+    assert (action.outcome, run.gone()) == (GroupOutcome.MEASURED, [0])
     assert (run.staleness.running, run.staleness.ready) == (0, 0)
 
 
@@ -183,7 +183,7 @@ def test_an_evaluation_that_brings_nothing_is_unmeasured_and_no_sign() -> None:
     assert run.fail(0) == GroupLeft(
         group(0), GroupOutcome.UNMEASURED, GroupRequest(task(0), is_eval=True), "deadline: over"
     )
-    assert (run.gone(), run.lifecycle.num_barren) == ([0], 0)
+    assert (run.gone(), run.lifecycle.num_untrainable) == ([0], 0)
 
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
@@ -207,7 +207,7 @@ def test_the_task_of_one_that_is_too_old_is_asked_for_again_a_few_times() -> Non
         [left] = run.lifecycle.step(TakeStep(5))
         assert isinstance(left, GroupLeft)
         again = Again(group(num), num + 1)
-        assert (left.fate, left.why) == (GroupOutcome.REQUEUED, "requeued: age 5")
+        assert (left.outcome, left.why) == (GroupOutcome.REQUEUED, "requeued: age 5")
         assert left.times == again.times
         assert run.lifecycle.next_again() == GroupRequest(task(num), again)
         assert run.lifecycle.next_again() is None, "once"
@@ -215,7 +215,7 @@ def test_the_task_of_one_that_is_too_old_is_asked_for_again_a_few_times() -> Non
     run.come(9, {0})
     [left] = run.lifecycle.step(TakeStep(5))
     assert isinstance(left, GroupLeft)
-    assert (left.fate, run.lifecycle.next_again()) == (GroupOutcome.STALE, None)
+    assert (left.outcome, run.lifecycle.next_again()) == (GroupOutcome.STALE, None)
 
 
 def test_masked_are_the_versions_that_are_too_old_and_no_others() -> None:
@@ -287,31 +287,31 @@ def earlier(**more: tuple[int, ...]) -> Recovery:
 
 def test_a_life_goes_on_with_what_earlier_ones_left() -> None:
     run = Run()
-    left = run.lifecycle.go_on(earlier(ready=(8, 9)))
-    assert [(each.group_id, each.fate, each.why) for each in left] == [
+    left = run.lifecycle.resume(earlier(ready=(8, 9)))
+    assert [(each.group_id, each.outcome, each.why) for each in left] == [
         (group(10), GroupOutcome.FAILED, "deadline: over")
     ]
     assert run.gone() == [0, 1, 2, 3, 10]
     # All but the evaluation count: in steps, ready and open.
     assert (run.staleness.running, run.staleness.capacity) == (7 * SIZE, 0)
-    assert run.lifecycle.turn(group(11)) == GroupRequest(task(11))
-    assert run.lifecycle.turn(group(12)) == GroupRequest(task(12), is_eval=True)
-    assert run.lifecycle.num_barren == 0
+    assert run.lifecycle.request(group(11)) == GroupRequest(task(11))
+    assert run.lifecycle.request(group(12)) == GroupRequest(task(12), is_eval=True)
+    assert run.lifecycle.num_untrainable == 0
 
 
 def test_drops_of_an_evaluation_that_goes_on_are_not_of_what_was_to_train() -> None:
     plan = earlier(ready=())
-    [left] = Run().lifecycle.go_on(plan)
-    assert left.fate is GroupOutcome.FAILED
+    [left] = Run().lifecycle.resume(plan)
+    assert left.outcome is GroupOutcome.FAILED
     plan = msgspec.structs.replace(plan, evals={"r": [(10, 11)]})
-    [left] = Run().lifecycle.go_on(plan)
-    assert left.fate is GroupOutcome.UNMEASURED
+    [left] = Run().lifecycle.resume(plan)
+    assert left.outcome is GroupOutcome.UNMEASURED
 
 
 def test_a_step_is_taken_again_with_its_own_groups_in_their_order() -> None:
     run = Run()
     plan = earlier(ready=())
-    run.lifecycle.go_on(plan)
+    run.lifecycle.resume(plan)
     for step in plan.redo:
         for each in step.group_ids:
             run.come(each.seq, {0}, {2})
@@ -324,9 +324,9 @@ def test_a_step_is_taken_again_with_its_own_groups_in_their_order() -> None:
 def test_a_step_is_taken_again_without_what_cannot_be_read() -> None:
     run = Run()
     [first, *_] = (plan := earlier(ready=())).redo
-    run.lifecycle.go_on(plan)
+    run.lifecycle.resume(plan)
     run.fail(5)
-    assert run.lifecycle.num_barren == 1
+    assert run.lifecycle.num_untrainable == 1
     run.come(4, {0}, {0})
     assert taken(run.lifecycle.step(RetakeStep(first))) == [StepTaken(2, (group(4),), 0)]
     assert run.lifecycle.step(RetakeStep(plan.redo[1])) == [], "nothing of it is here"
@@ -334,7 +334,7 @@ def test_a_step_is_taken_again_without_what_cannot_be_read() -> None:
 
 def test_no_step_is_taken_before_all_that_earlier_lives_left_is_here() -> None:
     run = Run("drop")
-    run.lifecycle.go_on(msgspec.structs.replace(earlier(ready=(8, 9)), redo=()))
+    run.lifecycle.resume(msgspec.structs.replace(earlier(ready=(8, 9)), redo=()))
     run.lifecycle.step(VersionPublished(2))
     run.ask(20, 21)
     run.come(20, {2}, {2})
@@ -343,7 +343,7 @@ def test_no_step_is_taken_before_all_that_earlier_lives_left_is_here() -> None:
     assert run.lifecycle.step(TakeStep(3)) == []
     action = run.come(8)
     assert isinstance(action, GroupLeft)
-    assert (action.fate, run.lifecycle.num_barren) == (GroupOutcome.BARREN, 0), (
+    assert (action.outcome, run.lifecycle.num_untrainable) == (GroupOutcome.UNTRAINABLE, 0), (
         "it trained beside others"
     )
     assert taken(run.lifecycle.step(TakeStep(3)))
@@ -351,7 +351,7 @@ def test_no_step_is_taken_before_all_that_earlier_lives_left_is_here() -> None:
 
 def test_of_results_that_earlier_lives_left_the_record_knows_the_task() -> None:
     run = Run("requeue")
-    run.lifecycle.go_on(msgspec.structs.replace(earlier(ready=(8,)), redo=()))
+    run.lifecycle.resume(msgspec.structs.replace(earlier(ready=(8,)), redo=()))
     run.come(8, {0})
     run.lifecycle.step(TakeStep(5))
     assert run.lifecycle.next_again() == GroupRequest(task(8), Again(group(8), 1))
@@ -363,7 +363,7 @@ def test_a_step_is_taken_again_without_the_tokens_that_it_did_not_train_then(
 ) -> None:
     for oldest_step, stale in ((0, frozenset[int]()), (2, frozenset({0}))):
         run, plan = Run(policy), earlier(ready=())
-        run.lifecycle.go_on(plan)
+        run.lifecycle.resume(plan)
         run.come(4, {0, 2})
         run.come(5, {0, 2})
         again = StepTaken(2, (group(5), group(4)), oldest_step)
@@ -379,7 +379,7 @@ def test_a_step_that_an_earlier_release_took_masks_what_the_settings_say(
     taken = decode_entry([msgspec.msgpack.encode(fields[:-1])])
     assert isinstance(taken, StepTaken)
     run = Run(policy)
-    run.lifecycle.go_on(earlier(ready=()))
+    run.lifecycle.resume(earlier(ready=()))
     run.come(4, {0, 2})
     run.come(5, {0, 2})
     [train] = run.lifecycle.step(RetakeStep(taken))
@@ -390,21 +390,21 @@ def test_a_step_that_an_earlier_release_took_masks_what_the_settings_say(
 def test_what_earlier_lives_dropped_stays_so_and_is_asked_for_again_if_it_was_to_be() -> None:
     run = Run("drop")  # whatever the settings are now
     plan = earlier(ready=())
-    run.lifecycle.go_on(msgspec.structs.replace(plan, evals={"r": [(23, 24)]}))
+    run.lifecycle.resume(msgspec.structs.replace(plan, evals={"r": [(23, 24)]}))
     fates = []
     for seq, num_rollouts, times in ((20, 4, 2), (21, 4, 0), (22, 0, 0), (23, 1, 0)):
         entry = GroupParted(group(seq), f"why {seq}", 3, times)
         [leave] = run.lifecycle.step(DropReplayed(entry, task(seq), num_rollouts))
         assert isinstance(leave, GroupLeft)
-        fates.append((leave.fate, leave.why))
+        fates.append((leave.outcome, leave.why))
     assert fates == [
         (GroupOutcome.STALE, "why 20"),
         (GroupOutcome.STALE, "why 21"),
-        (GroupOutcome.BARREN, ""),
+        (GroupOutcome.UNTRAINABLE, ""),
         (GroupOutcome.MEASURED, ""),
     ]
     assert run.gone()[-4:] == [20, 21, 22, 23]
-    assert run.lifecycle.num_barren == 0
+    assert run.lifecycle.num_untrainable == 0
     assert run.lifecycle.next_again() == GroupRequest(task(20), Again(group(20), 2))
     assert run.lifecycle.next_again() is None
 
@@ -413,14 +413,14 @@ def test_a_savepoint_holds_the_tasks_that_are_to_be_asked_for_again_or_are_open_
     run, first, second = Run("requeue"), Again(group(70), 1), Again(group(71), 3)
     plan = earlier(ready=(8,))
     waiting = (Waiting(task(70), first),)
-    run.lifecycle.go_on(
+    run.lifecycle.resume(
         msgspec.structs.replace(plan, waiting=waiting, again={group(8): Again(group(72), 1)})
     )
     run.ask(20)
     run.ask(21, again=second)
     # Of what has a result, the journal has the ask.
     assert run.lifecycle.to_ask_again == (*waiting, Waiting(task(21), second))
-    assert run.lifecycle.turn(group(8)) == GroupRequest(UNKNOWN, Again(group(72), 1))
+    assert run.lifecycle.request(group(8)) == GroupRequest(UNKNOWN, Again(group(72), 1))
     run.come(21, {0})
     assert run.lifecycle.next_again() == GroupRequest(task(70), first)
     assert not run.lifecycle.to_ask_again

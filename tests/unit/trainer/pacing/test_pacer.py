@@ -205,7 +205,7 @@ def test_an_evaluation_does_not_wait_for_what_went_with_a_savepoint(stage: Stage
     asked = {"before": [(0, 3)]}
     told = History(evals=asked, num_asked=3, saved=StateSaved(gone=asked))
     stage.tally.num_evals = 3
-    stage.pacer.go_on(plan_recovery(LoopState(num_steps=0), told))
+    stage.pacer.resume(plan_recovery(LoopState(num_steps=0), told))
     assert stage.pacer.measure(3)
 
 

@@ -66,7 +66,7 @@ class World:
         self.arena = Arena(max_bytes)
         self.store = OwnerStore(StoreSettings(max_bytes=max_bytes), FakeClock(), self.arena)
         self.allocator = StoreAllocator(self.store)
-        self.stock = ReadyQueue(self.allocator)
+        self.queue = ReadyQueue(self.allocator)
         self.client = ScriptedClient()
 
     def ask(self) -> GroupId:
@@ -84,8 +84,8 @@ class World:
             self.client.finish(self.ask())
             (finished,) = self.client.take(0.0)
             assert isinstance(finished, Finished)
-            groups.append(self.stock.cut(finished, BRANCHES))
-            self.stock.keep(groups[-1])
+            groups.append(self.queue.cut(finished, BRANCHES))
+            self.queue.keep(groups[-1])
         return groups
 
     def is_inside(self, group: ReadyGroup) -> bool:
@@ -123,12 +123,12 @@ def test_a_group_that_finds_no_room_waits_aside_and_is_brought_in(
 ) -> None:
     first, second, third, _ = world.arrive(4)
     assert [world.is_inside(each) for each in (first, second, third)] == [True, True, False]
-    [line] = [each.message for each in caplog.records if "room.full" in each.message]
+    [line] = [each.message for each in caplog.records if "allocator.full" in each.message]
     assert "copied when their step comes" in line
-    world.stock.take(ids(first))
-    world.stock.clear([first])
+    world.queue.take(ids(first))
+    world.queue.clear([first])
     del first
-    assert world.stock.take(ids(third)) == [third]
+    assert world.queue.take(ids(third)) == [third]
     assert world.is_inside(third)
     assert_whole(third)
 
@@ -139,7 +139,7 @@ def test_the_buffers_that_a_group_came_in_are_gone_once_it_is_cut(world: World) 
     assert isinstance(finished, Finished)
     buffers: list[weakref.ref[Any]] = [weakref.ref(finished.token_ids)]
     buffers.append(weakref.ref(finished.logprobs))
-    group = world.stock.cut(finished, BRANCHES)
+    group = world.queue.cut(finished, BRANCHES)
     del finished
     assert [buffer() for buffer in buffers] == [None, None]
     assert_whole(group)
@@ -147,41 +147,41 @@ def test_the_buffers_that_a_group_came_in_are_gone_once_it_is_cut(world: World) 
 
 def test_the_newest_that_waits_makes_way(world: World) -> None:
     first, second, third = world.arrive(3)
-    assert world.stock.take(ids(third)) == [third]
+    assert world.queue.take(ids(third)) == [third]
     assert [world.is_inside(each) for each in (first, second, third)] == [True, False, True]
     assert_whole(second)
     assert_whole(third)
-    assert [*world.stock.waiting()] == [first, second]
+    assert [*world.queue.waiting()] == [first, second]
 
 
 def test_a_batch_that_lies_there_stays_where_it_is(world: World) -> None:
     groups = world.arrive(2)
     addresses = [s.token_ids.ctypes.data for group in groups for s in group.all_samples()]
-    taken = world.stock.take(ids(*groups))
+    taken = world.queue.take(ids(*groups))
     assert [s.token_ids.ctypes.data for group in taken for s in group.all_samples()] == addresses
 
 
 def test_a_batch_larger_than_the_room_is_one_line_that_says_what_to_set(world: World) -> None:
     groups = world.arrive(3)
     with pytest.raises(ConfigError) as raised:
-        world.stock.take(ids(*groups))
+        world.queue.take(ids(*groups))
     num_bytes = 13 * len(SEQUENCE) * 3 * NUM_SAMPLES
     assert str(raised.value) == (
         f"a step's 12 samples are {num_bytes} bytes, and ranks share {2 * GROUP_BYTES:,}: lower "
         "trainer.groups_per_step or trainer.samples_per_group, or enlarge /dev/shm (in a container "
         "by --shm-size)"
     )
-    assert [*world.stock.waiting()] == groups
-    assert world.stock.take(ids(*groups[:2])) == groups[:2]
+    assert [*world.queue.waiting()] == groups
+    assert world.queue.take(ids(*groups[:2])) == groups[:2]
 
 
 def test_of_what_is_cleared_nothing_stays(world: World) -> None:
     groups = world.arrive(3)
     for group in groups[1:]:
-        assert world.stock.give_up(group.group_id) is group
-    world.stock.clear(groups)
+        assert world.queue.pop(group.group_id) is group
+    world.queue.clear(groups)
     assert world.store.stats().num_tensors == 0
-    world.stock.take(ids(groups[0]))  # of which another copy would be brought in
+    world.queue.take(ids(groups[0]))  # of which another copy would be brought in
     del group
     groups.clear()
     world.assert_empty()

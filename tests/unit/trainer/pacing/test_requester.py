@@ -81,7 +81,7 @@ def test_tasks_come_as_the_environment_poses_them() -> None:
     ("posed", "told"),
     [
         ((OSError("the data is gone\nmore"),), "failed after 1 tasks: OSError: the data is gone"),
-        (({"id": "x"},), "failed after 1 tasks: TypeError: gave dict and not a Task"),
+        (({"id": "x"},), "failed after 1 tasks: TypeError: yielded dict in place of a Task"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(posed: tuple[Any, ...], told: str) -> None:
@@ -115,5 +115,5 @@ def test_a_resumed_run_gets_the_tasks_that_it_would_have_got(num_before: int) ->
 
 
 def test_a_split_without_a_task_is_a_mistake() -> None:
-    with pytest.raises(EnvError, match=r'env = "my:Env": tasks\("train"\) gave no task'):
+    with pytest.raises(EnvError, match=r'env = "my:Env": tasks\("train"\) returned no task'):
         next(endless_tasks(Posing(), "my:Env", 0))

@@ -147,7 +147,7 @@ def test_capacity_after_recovery_follows_the_formula(max_concurrent: int) -> Non
     settings = StalenessSettings(batch=8, max_staleness=4, max_concurrent=max_concurrent)
     manager = StalenessManager(settings, published_step=plan.num_steps)
     lifecycle = GroupLifecycle(manager, NUM_ROLLOUTS)
-    lifecycle.go_on(plan)
+    lifecycle.resume(plan)
     for step in plan.redo:
         for group_id in step.group_ids:
             lifecycle.step(ResultArrived(group_id, Task(id="t"), (frozenset({2}),) * NUM_ROLLOUTS))
@@ -166,7 +166,7 @@ def test_capacity_after_recovery_follows_the_formula(max_concurrent: int) -> Non
 def test_evaluations_that_are_open_do_not_count() -> None:
     plan = plan_recovery(None, History(open_asks=(open_ask(0, is_eval=True), open_ask(1))))
     manager = StalenessManager(StalenessSettings(batch=8, max_staleness=1, max_concurrent=100))
-    GroupLifecycle(manager, NUM_ROLLOUTS).go_on(plan)
+    GroupLifecycle(manager, NUM_ROLLOUTS).resume(plan)
     assert manager.running == NUM_ROLLOUTS
 
 
@@ -255,7 +255,7 @@ def test_a_task_that_came_too_late_is_asked_for_again_once_whoever_dies(
     group_id, task = life.hear_ask()
     assert task == waiting.task
     life = begin(ROOMY, requeue)
-    assert life.pacer.lifecycle.turn(group_id) == GroupRequest(task, waiting.again)
+    assert life.pacer.lifecycle.request(group_id) == GroupRequest(task, waiting.again)
     assert life.pacer.lifecycle.next_again() is None
 
 

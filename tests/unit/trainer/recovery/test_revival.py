@@ -197,7 +197,7 @@ def later_life(tmp_path: Path, history: History, state: LoopState | None = None)
     stage = Stage(tmp_path)
     recovery = plan_recovery(state, history)
     stage.tally.num_asked = recovery.num_asked * 4
-    stage.pacer.go_on(recovery)
+    stage.pacer.resume(recovery)
     return stage
 
 
@@ -259,7 +259,7 @@ def test_no_batch_is_taken_before_all_results_of_earlier_lives_are_there(
     history = History(results=filed, published=(Published(1, 1),), num_asked=3)
     stage.tally.num_asked = 3 * 4
     stage.pacer.published(1)  # engines begin with the newest weights
-    stage.pacer.go_on(plan_recovery(LoopState(num_steps=1), history))
+    stage.pacer.resume(plan_recovery(LoopState(num_steps=1), history))
     # At the bound: what this step does not take is too old for the next.
     for seq in (0, 1):
         stage.client.hand_out(seq)
@@ -279,20 +279,20 @@ def test_no_batch_is_taken_before_all_results_of_earlier_lives_are_there(
 def test_results_of_earlier_lives_are_no_sign_that_nothing_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacer, "BARREN_ROUNDS", 1 / 100)  # one group is a sign
+    monkeypatch.setattr(pacer, "UNTRAINABLE_ROUNDS", 1 / 100)  # one group is a sign
     stage = Stage(tmp_path)
     barren = dict.fromkeys(range(4), Outcome.AGENT_ERROR)
     filed = left(stage.client, 0, 1, outcomes=barren)
     stage.tally.num_asked = 2 * 4
     recovery = plan_recovery(None, History(results=filed, num_asked=2))
-    stage.pacer.go_on(recovery)
+    stage.pacer.resume(recovery)
     for seq in (0, 1):
         stage.client.hand_out(seq)
     stage.pacer.collect(0.0)
     assert (stage.tally.num_dropped, stage.lost()) == (8, 0)
     stage.pacer.ask(num_needed=1)
     stage.client.finish(stage.open()[0], barren)
-    with pytest.raises(EnvError, match=r"the last 1 groups gave nothing to train"):
+    with pytest.raises(EnvError, match=r"the last 1 groups had nothing to train"):
         stage.pacer.collect(0.0)
     stage.records.close()
 
@@ -304,7 +304,7 @@ def test_a_step_is_done_again_with_its_own_groups(tmp_path: Path) -> None:
     stage = Stage(tmp_path, client)
     recovery = plan_recovery(None, History(results=filed, steps=(again,), num_asked=3))
     stage.tally.num_asked = 12
-    stage.pacer.go_on(recovery)
+    stage.pacer.resume(recovery)
     assert stage.lost() == 0
     batch = stage.pacer.retake(again, recovery.results)
     assert batch is not None
@@ -330,7 +330,7 @@ def test_a_result_that_cannot_be_read_again_is_dropped_and_its_step_done_without
     again = StepTaken(0, (earlier(0), earlier(1)))
     recovery = plan_recovery(None, History(results=filed, steps=(again,), num_asked=2))
     stage.tally.num_asked = 8
-    stage.pacer.go_on(recovery)
+    stage.pacer.resume(recovery)
     batch = stage.pacer.retake(again, recovery.results)
     assert batch is not None
     assert batch.group_ids() == [earlier(0)]
@@ -345,7 +345,7 @@ def test_what_had_left_before_does_not_leave_again(tmp_path: Path) -> None:
     stage = later_life(tmp_path, History(num_asked=5, num_drawn=6), state)
     assert stage.pacer.lifecycle.num_gone == 5
     stage.pacer.ask(MANY)
-    assert stage.pacer.asker.num_drawn == 6 + 4
+    assert stage.pacer.requester.num_drawn == 6 + 4
     stage.records.close()
 
 
@@ -358,7 +358,7 @@ def test_an_evaluation_goes_on_where_an_earlier_life_left_it(tmp_path: Path) -> 
     evals = {"before": [(0, 3)]}
     history = History(open_asks=(open_eval,), drops=drops, evals=evals, num_asked=2, num_drawn=2)
     stage.tally.num_evals = 2
-    stage.pacer.go_on(plan_recovery(None, history))
+    stage.pacer.resume(plan_recovery(None, history))
     stage.client.asked[earlier(2)] = (Task(id="t2"), 1)
     assert stage.measured(5) == [0.0] * 4
     assert (stage.tally.num_evals, stage.lost(), stage.tally.num_dropped) == (5, 0, 0)
