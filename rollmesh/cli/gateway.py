@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
         ready_fd=options.ready_fd,
         tls=_tls(options),
         is_plain=options.plain,
-        say=lambda line: print(line, flush=True),
+        print_line=lambda line: print(line, flush=True),
     )
     run(ask)
     return 0

@@ -1,4 +1,5 @@
-"""What serves rollouts: the router, the workers with their HTTP edge, and the client.
+"""Rollout serving: the router, the workers with their interception server, and the client.
 
-router, server and client are siblings and meet only on the wire; server stands on interception.
+router, server and client do not import each other and meet on the wire; server imports
+interception.
 """

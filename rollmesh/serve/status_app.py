@@ -1,14 +1,13 @@
-"""The HTTP status endpoint of a process with one hot loop, served from a thread of its own.
+"""HTTP status endpoint of a process with one hot loop, served from a separate thread.
 
     GET /status    the state as JSON          GET /metrics   for Prometheus
-    GET /healthz   200 while the hot loop turns, else 503
+    GET /healthz   200 while the hot loop runs, else 503
 
-- Nothing here waits for the hot loop or makes it wait: the loop leaves a finished snapshot on the
-  board.
-- An address that other machines can reach needs a token, as a Bearer: that of ROLLMESH_ADMIN_TOKEN,
-  or of the file that ROLLMESH_ADMIN_TOKEN_FILE names.
-- Without a token (on loopback), requests must name a loopback host, so that no web page can read
-  the status by a name that it has resolve to 127.0.0.1.
+- The endpoint never waits for the hot loop nor delays it: the loop stores finished snapshots in a
+  SnapshotCell.
+- An address that other machines can reach needs a Bearer token, from ROLLMESH_ADMIN_TOKEN or the
+  file that ROLLMESH_ADMIN_TOKEN_FILE names.
+- Without a token (on loopback), requests must name a loopback host, which prevents DNS rebinding.
 """
 
 import asyncio
@@ -31,12 +30,12 @@ from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
 
 STALE_S = 5.0
-"""A snapshot older than this says that the hot loop hangs."""
+"""A snapshot older than this means that the hot loop hangs."""
 Snapshot = TypeVar("Snapshot", bound=msgspec.Struct)
 
 
 class SnapshotCell(Generic[Snapshot]):
-    """Where the hot loop leaves what is shown of it."""
+    """Holds the newest snapshot of the hot loop."""
 
     def __init__(
         self, role: str, clock: Clock, figures_of: Callable[[Snapshot], Iterable[Figure]]
@@ -44,55 +43,57 @@ class SnapshotCell(Generic[Snapshot]):
         self.role = role
         self._clock = clock
         self._figures_of = figures_of
-        self._hung: tuple[Snapshot, float] | None = None
-        self._stuck = ""
+        self._published: tuple[Snapshot, float] | None = None
+        self._blocked = ""
 
-    def hang(self, snapshot: Snapshot) -> None:
-        """Show it from now on."""
-        self._hung = (snapshot, self._clock.now_s())
+    def publish(self, snapshot: Snapshot) -> None:
+        """Publish a new snapshot."""
+        self._published = (snapshot, self._clock.now_s())
 
-    def stick(self, why: str) -> None:
-        """The loop turns and does nothing, and why; '' once it does again."""
-        self._stuck = why
+    def set_blocked(self, reason: str) -> None:
+        """Report that the loop runs but makes no progress, and why; '' ends that."""
+        self._blocked = reason
 
     def newest(self) -> Snapshot | None:
-        """What hangs there."""
-        return self._hung[0] if self._hung else None
+        """Return the newest snapshot, None before the first."""
+        return self._published[0] if self._published else None
 
     def figures(self) -> Iterable[Figure]:
-        """A source for the exposition."""
-        return self._figures_of(self._hung[0]) if self._hung else ()
+        """Yield the snapshot's metrics, for an Exposition."""
+        return self._figures_of(self._published[0]) if self._published else ()
 
-    def trouble(self) -> str:
-        """Why the loop does nothing; '' where it turns."""
-        if self._stuck:
-            return f"nothing is done: {self._stuck}"
-        if self._hung and self._clock.now_s() - self._hung[1] < STALE_S:
+    def problem(self) -> str:
+        """Return why the process is unhealthy, '' if it is healthy."""
+        if self._blocked:
+            return f"no progress: {self._blocked}"
+        if self._published and self._clock.now_s() - self._published[1] < STALE_S:
             return ""
-        return f"the {self.role} has not turned for {STALE_S:g} s"
+        return f"the {self.role} has not published a snapshot for {STALE_S:g} s"
 
 
 class StatusApp:
-    """See the module."""
+    """The HTTP server in its thread, between `start` and `close`."""
 
     def __init__(
         self,
         listening: socket.socket,
-        board: SnapshotCell[Any],
+        cell: SnapshotCell[Any],
         exposition: Exposition,
         *,
         setting: str,
         routes: Sequence[web.RouteDef] = (),
         until: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
-        """Serves on `listening` from `start` on, which `setting` names; AddressError if that needs
-        a token. `routes` are served as well; `until` runs beside them, and its return is the end
-        (default: that `close` is called)."""
+        """Create the server; AddressError if `listening`, configured by `setting`, needs a token.
+
+        `routes` are additional routes. `until` runs beside the server, which stops when it returns;
+        by default the server runs until `close`.
+        """
         self._token = _token_for(listening, setting)
         self._listening = listening
-        self._board = board
+        self._cell = cell
         self._exposition = exposition
-        self._exposition.add(board.figures)
+        self._exposition.add(cell.figures)
         self._routes = routes
         self._stop = asyncio.Event()
         self._until = until or self._stop.wait
@@ -101,17 +102,17 @@ class StatusApp:
         self._thread = threading.Thread(target=self._run, name="face", daemon=True)
 
     def start(self) -> None:
-        """Returns when it serves."""
+        """Start the thread; return when the server accepts connections."""
         self._thread.start()
         self._serves.wait()
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Have the thread do this."""
+        """Call a function on the server's event loop."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
-        """Returns when the thread has ended."""
-        with contextlib.suppress(RuntimeError):  # it has ended, and its loop
+        """Stop the server and wait for its thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is already closed
             self.call(self._stop.set)
         self._thread.join()
 
@@ -141,15 +142,15 @@ class StatusApp:
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not self._token:
             if not names_loopback(request.headers.getall("Host", [])):
-                why = "send one Host header that names localhost, 127.0.0.1 or [::1]\n"
-                return web.Response(status=403, text=why)
-        elif request.path != "/healthz" and not self._is_shown_by(request):
+                reason = "send one Host header that names localhost, 127.0.0.1 or [::1]\n"
+                return web.Response(status=403, text=reason)
+        elif request.path != "/healthz" and not self._has_token(request):
             return web.Response(
                 status=401, text=f"send the token of {ADMIN_TOKEN_VARIABLE} as Bearer\n"
             )
         return await handler(request)
 
-    def _is_shown_by(self, request: web.Request) -> bool:
+    def _has_token(self, request: web.Request) -> bool:
         """Whether the request carries the token."""
         shown = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         scheme, _, token = shown.partition(b" ")
@@ -157,19 +158,19 @@ class StatusApp:
         return is_right and scheme.lower() == b"bearer"
 
     async def _get_status(self, _: web.Request) -> web.Response:
-        body = msgspec.json.encode(self._board.newest())
+        body = msgspec.json.encode(self._cell.newest())
         return web.Response(body=body, content_type="application/json")
 
     async def _get_healthz(self, _: web.Request) -> web.Response:
-        trouble = self._board.trouble()
-        return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")
+        problem = self._cell.problem()
+        return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
 
     async def _get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._exposition.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _token_for(listening: socket.socket, setting: str) -> str:
-    """The token that is asked for; '' on loopback."""
+    """Return the required token, '' on loopback."""
     host = listening.getsockname()[0]
     if is_loopback(host):
         return ""

@@ -40,7 +40,7 @@ from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.scopes import Loan, Scope
 from rollmesh.runtime.session import Session, SessionRecord
 from rollmesh.runtime.token_graph import TokenGraph
-from rollmesh.serve.interception.agent_server import AgentServer, add_agent_server
+from rollmesh.serve.interception.agent_server import AgentServer, count_agent_server
 from rollmesh.serve.interception.exchange import Exchange
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.server.groups import Payload
@@ -323,7 +323,7 @@ async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
         edge = AgentServer(runtime, config.interception, "policy")
         address = await edge.start(listen("127.0.0.1:0"))
         stack.push_async_callback(edge.stop)
-        add_agent_server(worker.inventory, runtime, sampler, edge)
+        count_agent_server(worker.inventory, runtime, sampler, edge)
         env = Endings(engine)
         env.runtime = runtime
         stack.push_async_callback(env.close)

@@ -27,7 +27,7 @@ from rollmesh.core.inventory import Inventory
 from rollmesh.core.process import listen
 from rollmesh.runtime import blobs
 from rollmesh.runtime.generation import Generation
-from rollmesh.serve.interception.agent_server import add_blobs
+from rollmesh.serve.interception.agent_server import count_blobs
 from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession
 from rollmesh.serve.interception.connection import AgentConnection
@@ -230,8 +230,8 @@ class Stage:
 
         face = self.backend.serve(control)
         address = await face.start(listen("127.0.0.1:0"))
-        add_blobs(self.inventory)
-        self.backend.join(self.inventory, self.book)
+        count_blobs(self.inventory)
+        self.backend.count_in(self.inventory, self.book)
         host, _, port = address.removeprefix("http://").rpartition(":")
         self.address = host, int(port)
         running = asyncio.create_task(self.backend.run())

@@ -12,7 +12,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, ModelConfig, RouterConfig
 from rollmesh.core.inventory import Inventory
 from rollmesh.core.metrics import Figure
-from rollmesh.serve.interception.agent_server import add_blobs
+from rollmesh.serve.interception.agent_server import count_blobs
 from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.sessions import SessionRegistry
@@ -42,9 +42,9 @@ async def nobody(request: HttpRequest, path: str) -> bool:
 
 def of_gateway(backend: GatewayBackend) -> Iterable[Figure]:
     inventory = Inventory()
-    add_blobs(inventory)
+    count_blobs(inventory)
     backend.serve(nobody)
-    backend.join(inventory, SessionRegistry(backend.capture, SystemClock(), 1.0))
+    backend.count_in(inventory, SessionRegistry(backend.capture, SystemClock(), 1.0))
     return inventory.figures()
 
 

@@ -194,7 +194,7 @@ async def keyed(request: HttpRequest) -> None:
     """A handler that knows the key `known`."""
     if request.headers.get(b"x-api-key") == b"known":
         request.owner = "session"
-    request.answer(200, request.dated(JSON), b"{}")
+    request.answer(200, request.header_lines(JSON), b"{}")
 
 
 WITH_KEY = b"GET / HTTP/1.1\r\nHost: x\r\nX-API-Key: known\r\n\r\n"
@@ -214,6 +214,6 @@ async def test_when_connections_are_full_the_oldest_without_a_key_is_closed() ->
 
 
 async def test_a_connection_that_never_showed_a_known_key_ends_early() -> None:
-    async with serving(keyed, limits=ConnectionLimits(unknown_s=0.0)) as place:
+    async with serving(keyed, limits=ConnectionLimits(unauthenticated_s=0.0)) as place:
         stranger = await place.client()
         assert await stranger.rest() == b""

@@ -36,7 +36,7 @@ def figures_of(seen: Seen) -> Iterable[Figure]:
 def served(bound: socket.socket) -> StatusApp:
     """The status endpoint of a router or scheduler."""
     board = SnapshotCell("loop", FakeClock(), figures_of)
-    board.hang(Seen(3))
+    board.publish(Seen(3))
     face = StatusApp(bound, board, Exposition("loop"), setting="http_bind")
     face.start()
     return face
@@ -100,7 +100,7 @@ def test_a_token_that_is_wrong_in_any_way_is_401(
 
 
 async def answered(request: HttpRequest) -> None:
-    request.answer(200, request.dated(JSON), b"{}")
+    request.answer(200, request.header_lines(JSON), b"{}")
 
 
 @pytest.mark.parametrize(

@@ -131,10 +131,10 @@ async def test_a_gateway_s_journal_is_read_or_refused(
         await life.say(opened, "hello", "again")
         await life.say(opened, "hello " * 300)
         if number % 2:
-            life.account(opened)
-    life.archive.close_journal()
+            life.report(opened)
+    life.journal.close_journal()
 
     def read(folder: Path) -> None:
-        GatewayProcess(folder, prompts, ids).archive.close_journal()
+        GatewayProcess(folder, prompts, ids).journal.close_journal()
 
     assert min(fuzz(records_of(folder), folder, read, 1, lasts_s)) > 0

@@ -128,7 +128,7 @@ class Book:
         self.num[event] += 1
         self._others.append(Note(event, pipeline_id, detail, is_warning))
 
-    def trouble(self, detail: str) -> None:
+    def problem(self, detail: str) -> None:
         """Something of ours went wrong; we go on. What goes wrong again and again is told once."""
         if self.troubles[-1:] == [detail]:
             self.num["scheduler.failed"] += 1

@@ -189,12 +189,12 @@ class ServiceLoop:
             if not self._is_stuck:
                 log.error("journal.stuck", why=str(error), fix="nothing is done until it can be")
             self._is_stuck = True
-            self._board.stick(str(error))
+            self._board.set_blocked(str(error))
             return
         if self._is_stuck:
             log.info("journal.unstuck")
             self._is_stuck = False
-            self._board.stick("")
+            self._board.set_blocked("")
         for action in self._actions:
             if isinstance(action, Send):
                 packet = Packet(action.message, self.incarnation, action.body)
@@ -211,6 +211,6 @@ class ServiceLoop:
             "malformed": self._hub.num_malformed,
             "unsent": self._hub.num_unsent,
         }
-        self._board.hang(status_of(self.scheduler, counts))
+        self._board.publish(status_of(self.scheduler, counts))
         spent_s = self._clock.now_s() - now_s
         self._next_status_s = now_s + max(STATUS_S, spent_s / STATUS_SHARE)

@@ -286,7 +286,7 @@ class Scheduler:
         try:
             return plan(self.book.state, policy)
         except Exception as error:  # noqa: BLE001 - door: one bad plan must not end the fleet
-            self.book.trouble(f"{what}: {type(error).__name__}: {error}")
+            self.book.problem(f"{what}: {type(error).__name__}: {error}")
             return None
 
     # what is heard

@@ -1,5 +1,4 @@
-"""The HTTP edge that agents talk to: authenticate, decode, match, sample, stream back.
+"""HTTP server for agents: authenticates, decodes, matches histories, samples and streams answers.
 
-Invariant: a handler owns nothing that outlives its connection; sessions and generations belong to
-the runtime. Driven by the worker process.
+A handler owns nothing that outlives its connection; sessions and generations belong to the runtime.
 """

@@ -1,22 +1,14 @@
-"""TODO.
+"""HTTP server for agents: chooses the dialect of a request and runs its exchange.
 
-The model list, in one shape that OpenAI's and Anthropic's clients both read.
-
-A session has one model, the policy, under whatever name its agent asks for it. Shapes: OpenAI's
-`GET /models` and Anthropic's, whose keys do not clash. Driven by edge.py.
-
-The HTTP server that agents talk to: finds the dialect of a request and runs its exchange.
-
-Routes are suffixes, so that clients may put any prefix before /v1 or leave /v1 out:
+Routes are suffixes, so clients may put any prefix before /v1 or omit /v1:
 
     POST .../chat/completions  .../completions  .../responses  .../messages
                                  an exchange in that dialect
     POST .../messages/count_tokens
-    GET  .../models  .../models/{id}
-    GET  /healthz  /openapi.json       no key needed
+    GET  .../models  .../models/{id}     one shape for OpenAI's and Anthropic's clients
+    GET  /healthz  /openapi.json         no key needed
 
-Invariants: loopback unless the listening socket says otherwise; an exchange is in the table while
-it runs and gone at any end. Driven by the worker process and the gateway.
+A session has one model, the policy, under any name that the agent uses.
 """
 
 import socket
@@ -36,7 +28,7 @@ from rollmesh.runtime import blobs
 from rollmesh.runtime.images import images
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.sampler import Sampler
-from rollmesh.serve.interception.body_limits import BodyBudget, DecodeGate, add_bodies
+from rollmesh.serve.interception.body_limits import BodyBudget, DecodeGate, count_bodies
 from rollmesh.serve.interception.dialects.dialect import Dialect
 from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DEFAULT_DIALECT, DIALECTS
 from rollmesh.serve.interception.exchange import (
@@ -54,11 +46,11 @@ from rollmesh.serve.interception.server import HttpServer
 SHUTDOWN_S = 1.0
 
 ControlHandler = Callable[[HttpRequest, str], Awaitable[bool]]
-"""Asked before any route of ours, with the path; whether it has answered the request."""
+"""Called before any other route, with the path; returns whether it answered the request."""
 
 
 class AgentServer:
-    """`start` serves until `stop`."""
+    """The server between `start` and `stop`."""
 
     def __init__(
         self,
@@ -68,44 +60,44 @@ class AgentServer:
         control: ControlHandler | None = None,
         drain_s: float = SHUTDOWN_S,
     ) -> None:
-        """`drain_s` is how long running exchanges may still take when it stops."""
+        """Create the server; `drain_s` is the time that running exchanges get in `stop`."""
         self.num_exchanges: Counter[tuple[str, ExchangeState]] = Counter()
-        """Ended exchanges by their dialect's route and their last state."""
-        self.intercepts = InflightRequests()
-        """Those that have not ended, by their rollouts."""
-        runtime.on_sealed.append(self.intercepts.unregister_rollout)
+        """Ended exchanges by route and last state."""
+        self.inflight = InflightRequests()
+        """Running exchanges."""
+        runtime.on_sealed.append(self.inflight.unregister_rollout)
         self.bodies = BodyBudget(config.max_inflight_bytes)
         self._control = control
-        self._kit = ExchangeDeps(
+        self._deps = ExchangeDeps(
             runtime,
             ViewContext(model_name, runtime.prompts.token_bytes),
             config.max_body_bytes,
             config.keepalive_s,
-            self.intercepts,
+            self.inflight,
             DecodeGate(),
         )
         self._server = HttpServer(self._handle, drain_s, bodies=self.bodies)
 
     @property
     def num_open(self) -> int:
-        """Exchanges that have not ended."""
-        return len(self.intercepts)
+        """Number of running exchanges."""
+        return len(self.inflight)
 
     @property
     def num_connections(self) -> int:
-        """Of agents, that are open."""
+        """Number of open connections of agents."""
         return self._server.num_connections
 
     async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str:
-        """Serve on the socket; returns its base address, `http://host:port`, https with `tls`."""
+        """Serve on the socket; return the base address, `http://host:port` or https with `tls`."""
         return await self._server.start(listening, tls)
 
     async def serve_also(self, listening: socket.socket) -> Callable[[], None]:
-        """Serve on one more socket; returns what closes it."""
+        """Serve on one more socket; return a function that closes it."""
         return await self._server.serve_also(listening)
 
     async def stop(self) -> None:
-        """Close the socket and all connections; running exchanges get their time."""
+        """Close the socket and all connections; running exchanges get `drain_s`."""
         await self._server.stop()
 
     async def _handle(self, request: HttpRequest) -> None:
@@ -124,12 +116,12 @@ class AgentServer:
         try:
             if request.method != "GET":
                 raise _unknown()
-            request.answer(200, request.dated(JSON), self._look_up(request, path))
+            request.answer(200, request.header_lines(JSON), self._look_up(request, path))
         except SessionError as error:
             refuse(request, DEFAULT_DIALECT.error(error), error)
 
     async def _exchange(self, request: HttpRequest, route: str, dialect: Dialect) -> None:
-        exchange = Exchange(request, dialect, self._kit)
+        exchange = Exchange(request, dialect, self._deps)
         try:
             await (exchange.run_count() if route in COUNT_DIALECTS else exchange.run())
         finally:
@@ -137,48 +129,50 @@ class AgentServer:
 
     def _look_up(self, request: HttpRequest, path: str) -> bytes:
         if path.endswith("/healthz"):
-            waiting = self._kit.runtime.deps.sampler.waiting()
+            waiting = self._deps.runtime.deps.sampler.waiting()
             return msgspec.json.encode({"status": "ok"} | ({"waiting": waiting} if waiting else {}))
         if path.endswith("/openapi.json"):
             return openapi_document()
         _, mark, model = path.rpartition("/models")
         if not mark or model[:1] not in ("", "/"):
             raise _unknown()
-        self._kit.runtime.find(find_secret(path, request.headers))
-        return one_model(_unquoted(model[1:])) if model else model_list(self._kit.view.model_name)
+        self._deps.runtime.find(find_secret(path, request.headers))
+        return one_model(_unquoted(model[1:])) if model else model_list(self._deps.view.model_name)
 
 
 def _unknown() -> SessionError:
     known = ", ".join(f"POST /v1{suffix}" for suffix in [*DIALECTS, *COUNT_DIALECTS])
-    why = f"no such route here; there are {known}, GET /v1/models and GET /healthz"
+    why = f"unknown route; routes: {known}, GET /v1/models and GET /healthz"
     return SessionError(404, "unknown_route", why)
 
 
 def _unquoted(name: str) -> str:
-    """A name from a path, as text that every encoder takes."""
+    """Unquote a name from a path; invalid UTF-8 is replaced."""
     return unquote(name).encode("utf-8", "replace").decode()
 
 
-def add_blobs(inventory: Inventory) -> None:
-    """The process's blobs, and the images that are some of them."""
+def count_blobs(inventory: Inventory) -> None:
+    """Add the process's blobs and images to an inventory."""
     inventory.add(
         lambda: {"blobs": blobs.held_bytes()},
         lambda: {"blobs": blobs.num_blobs(), "images": len(images)},
     )
 
 
-def add_agent_server(
-    inventory: Inventory, runtime: Runtime, sampler: Sampler, edge: AgentServer
+def count_agent_server(
+    inventory: Inventory, runtime: Runtime, sampler: Sampler, server: AgentServer
 ) -> None:
-    """An edge that samples, its sessions and what goes on at engines."""
+    """Add an agent server, its sessions and its engine requests to an inventory."""
     none = {"graph": 0, "history": 0}
-    inventory.add(lambda: but_blobs([none, runtime.held()]), runtime.entries, runtime.cache_entries)
+    inventory.add(
+        lambda: without_blobs([none, runtime.held()]), runtime.entries, runtime.cache_entries
+    )
     inventory.add(None, sampler.entries, sampler.cache_entries)
-    add_bodies(inventory, edge.bodies, lambda: edge.num_open, lambda: edge.num_connections)
+    count_bodies(inventory, server.bodies, lambda: server.num_open, lambda: server.num_connections)
 
 
-def but_blobs(held: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """The sum, without what is counted once for all."""
+def without_blobs(held: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Sum counts, without blobs, which are counted once per process."""
     counts: Counter[str] = Counter()
     for each in held:
         counts.update(each)
@@ -187,13 +181,13 @@ def but_blobs(held: Iterable[Mapping[str, int]]) -> Counter[str]:
 
 
 def model_list(name: str) -> bytes:
-    """The one model as a list."""
+    """Return the list of the one model."""
     page = {"has_more": False, "first_id": name, "last_id": name}
     return orjson.dumps({"object": "list", "data": [_model(name)], **page})
 
 
 def one_model(name: str) -> bytes:
-    """The model under the name that was asked for."""
+    """Return the model under the requested name."""
     return orjson.dumps(_model(name))
 
 

@@ -1,10 +1,9 @@
-"""What stands behind the gateway's face: the runtime and its engines, or the relay.
+"""Backends of the gateway: exact tokens through the runtime and its engines, or a relay.
 
-    capture   opens and closes sessions          serve(control)   the face that agents talk to
-    engines   what health and figures show       run()            probes, until cancelled
+    capture   opens and closes sessions          serve(control)   the HTTP server for agents
+    engines   for /healthz and /metrics          run()            engine probes, until cancelled
 
-Invariant: both kinds are driven alike, so that the process knows only which one it was asked for.
-Driven by gateway.py.
+The gateway process uses both kinds through GatewayBackend.
 """
 
 import asyncio
@@ -27,10 +26,10 @@ from rollmesh.runtime.registry import new_runtime
 from rollmesh.serve.interception.agent_server import (
     AgentServer,
     ControlHandler,
-    add_agent_server,
-    but_blobs,
+    count_agent_server,
+    without_blobs,
 )
-from rollmesh.serve.interception.body_limits import BodyBudget, add_bodies
+from rollmesh.serve.interception.body_limits import BodyBudget, count_bodies
 from rollmesh.serve.interception.capture import DurableCapture
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.capture import RelayCapture
@@ -42,64 +41,65 @@ from rollmesh.serve.interception.sessions import SessionRegistry
 from rollmesh.serve.interception.token_capture import TokenCapture
 
 DRAIN_S = 30.0
-"""How long running calls may still take when the gateway is told to stop."""
+"""Time that running calls get when the gateway stops."""
 
 
 class AgentFrontend(Protocol):
-    """An edge or a relay, as the process starts and stops it."""
+    """An HTTP server that the gateway starts and stops."""
 
     async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str: ...
     async def stop(self) -> None: ...
 
 
 class GatewayBackend(Protocol):
-    """See the module."""
+    """Interface of both backends."""
 
     @property
     def capture(self) -> DurableCapture: ...
     def serve(self, control: ControlHandler) -> AgentFrontend:
-        """What to start; `control` is asked before any agent's route. Called once."""
+        """Create the server, once; `control` is called before any other route."""
 
     def engines(self) -> list[dict[str, Any]]:
-        """`url`, `phase` (`ready` or why not) and more of each."""
+        """Return `url`, `phase` (`ready` or the reason why not) and more, per engine."""
 
     def waiting(self) -> dict[str, Any] | None:
-        """How many calls wait for an engine, for how long and why; None where none does."""
+        """Return the number of calls that wait for an engine, their wait and the cause; None if
+        none waits."""
 
     def exchanges(self) -> Mapping[tuple[str, str], int]:
-        """Ended ones by (route, last state)."""
+        """Return the ended exchanges by (route, last state)."""
 
     def num_open(self) -> int:
-        """Exchanges that run."""
+        """Return the number of running exchanges."""
 
     def num_live(self) -> int:
-        """Calls or legs that engines work on."""
+        """Return the number of requests that engines process."""
 
     def totals(self) -> tuple[int, int]:
-        """(calls, sampled tokens) since the start."""
+        """Return (calls, sampled tokens) since the start."""
 
-    def join(self, inventory: Inventory, book: SessionRegistry) -> None:
-        """Count there what is held here; after `serve`."""
+    def count_in(self, inventory: Inventory, registry: SessionRegistry) -> None:
+        """Add the backend's objects to an inventory; call after `serve`."""
 
     async def run(self) -> None:
-        """Whatever goes on beside the calls, until cancelled."""
+        """Run background work until cancelled."""
 
     async def close(self) -> None:
-        """Hang up on the engines; after the face has stopped."""
+        """Close the connections to engines; call after the server has stopped."""
 
 
 class TokenBackend:
-    """Prompts are rendered here and sampled as exact tokens."""
+    """Renders prompts and samples exact tokens."""
 
     def __init__(
-        self, config: Config, urls: tuple[str, ...], archive: GatewayJournal | None = None
+        self, config: Config, urls: tuple[str, ...], journal: GatewayJournal | None = None
     ) -> None:
-        """ModelError or ConfigError where the model's folder is none."""
+        """Create the backend; ModelError or ConfigError if the model folder is invalid."""
         self._config = config
         self._view = FleetView()
-        self._keeper = FleetKeeper(urls, self._view)
-        self._runtime, self._sampler = new_runtime(config, self._view, self._keeper.report)
-        self.capture = TokenCapture(self._runtime, config.sampling.policy(), archive)
+        self._fleet = FleetKeeper(urls, self._view)
+        self._runtime, self._sampler = new_runtime(config, self._view, self._fleet.report)
+        self.capture = TokenCapture(self._runtime, config.sampling.policy(), journal)
         self._edge: AgentServer | None = None
 
     def serve(self, control: ControlHandler) -> AgentFrontend:
@@ -111,7 +111,7 @@ class TokenBackend:
 
     def engines(self) -> list[dict[str, Any]]:
         shown = ("url", "phase", "policy_version", "num_running", "num_waiting", "detail")
-        rows = [msgspec.structs.asdict(row) for row in self._keeper.rows()]
+        rows = [msgspec.structs.asdict(row) for row in self._fleet.rows()]
         return [{name: row[name] for name in shown} for row in rows]
 
     def waiting(self) -> dict[str, Any] | None:
@@ -125,39 +125,39 @@ class TokenBackend:
         return self._edge.num_open if self._edge else 0
 
     def num_live(self) -> int:
-        return sum(self._view.num_legs(row.url) for row in self._keeper.rows())
+        return sum(self._view.num_legs(row.url) for row in self._fleet.rows())
 
     def totals(self) -> tuple[int, int]:
         return self._runtime.num_calls, self._runtime.num_tokens
 
-    def join(self, inventory: Inventory, book: SessionRegistry) -> None:
+    def count_in(self, inventory: Inventory, registry: SessionRegistry) -> None:
         assert self._edge is not None
-        add_agent_server(inventory, self._runtime, self._sampler, self._edge)
-        add_sessions(inventory, book, counts_open=False)
+        count_agent_server(inventory, self._runtime, self._sampler, self._edge)
+        count_sessions(inventory, registry, counts_open=False)
 
     async def run(self) -> None:
-        await self._keeper.run()
+        await self._fleet.run()
 
     async def close(self) -> None:
         await self._sampler.close()
 
 
 class RelayBackend:
-    """Calls are forwarded as they are."""
+    """Forwards calls to a provider."""
 
     def __init__(
         self,
         config: Config,
         urls: tuple[str, ...],
         key: str,
-        archive: GatewayJournal | None = None,
+        journal: GatewayJournal | None = None,
     ) -> None:
-        """`key` is the provider's, '' where it wants none."""
+        """Create the backend; `key` is the provider's, '' if it needs none."""
         self._config = config
         self._clock = SystemClock()
         self._client = HttpClient(shortage_wait_s=config.interception.engine_wait_s)
         self._upstreams = UpstreamPool(urls, key, self._client, self._clock)
-        self.capture = RelayCapture(self._upstreams, self._clock, config.interception, archive)
+        self.capture = RelayCapture(self._upstreams, self._clock, config.interception, journal)
         self._edge = RelayEdge(RelayDeps(self.capture, self._upstreams, config.interception))
         self._bodies = BodyBudget(config.interception.max_inflight_bytes)
         self._server: HttpServer | None = None
@@ -174,7 +174,8 @@ class RelayBackend:
         return self._server
 
     def engines(self) -> list[dict[str, Any]]:
-        """A relay probes nobody: an endpoint is ready until a call fails."""
+        """Return the endpoints; a relay does not probe, so an endpoint is ready until a call
+        fails."""
         last_s = self._clock.now_s() - COOL_DOWN_S
         return [
             {
@@ -187,7 +188,7 @@ class RelayBackend:
         ]
 
     def waiting(self) -> dict[str, Any] | None:
-        """A relayed call never waits here: it is forwarded at once."""
+        """A relayed call is forwarded at once."""
         return None
 
     def exchanges(self) -> Mapping[tuple[str, str], int]:
@@ -202,12 +203,12 @@ class RelayBackend:
     def totals(self) -> tuple[int, int]:
         return self.capture.counters.num_calls, 0
 
-    def join(self, inventory: Inventory, book: SessionRegistry) -> None:
+    def count_in(self, inventory: Inventory, registry: SessionRegistry) -> None:
         server = self._server
         assert server is not None
-        add_relay(inventory, self.capture, self._client)
-        add_sessions(inventory, book, counts_open=True)
-        add_bodies(
+        count_relay(inventory, self.capture, self._client)
+        count_sessions(inventory, registry, counts_open=True)
+        count_bodies(
             inventory, self._bodies, lambda: self._edge.num_open, lambda: server.num_connections
         )
 
@@ -218,8 +219,8 @@ class RelayBackend:
         await self._client.close()
 
 
-def add_relay(inventory: Inventory, capture: RelayCapture, client: HttpClient) -> None:
-    """A relay's doors, and its connections to providers."""
+def count_relay(inventory: Inventory, capture: RelayCapture, client: HttpClient) -> None:
+    """Add a relay's session keys and provider connections to an inventory."""
     inventory.add(
         None,
         lambda: {"doors": capture.num_doors},
@@ -227,16 +228,17 @@ def add_relay(inventory: Inventory, capture: RelayCapture, client: HttpClient) -
     )
 
 
-def add_sessions(inventory: Inventory, book: SessionRegistry, *, counts_open: bool) -> None:
-    """A gateway's book: its accounts, and its open sessions, unless a runtime counts them."""
+def count_sessions(inventory: Inventory, registry: SessionRegistry, *, counts_open: bool) -> None:
+    """Add the registry's reports, and open sessions unless a runtime counts them, to an
+    inventory."""
 
     def held() -> Mapping[str, int]:
-        finished = [each.finished for each in book.entries() if each.finished]
-        counts = Counter(accounts=sum([each.account.num_bytes for each in finished]))
+        finished = [each.finished for each in registry.entries() if each.finished]
+        counts = Counter(accounts=sum([each.report.num_bytes for each in finished]))
         if counts_open:
             none = {"answers": 0, "history": 0}
-            open_ones = [each.captured.held() for each in book.entries() if not each.finished]
-            counts.update(but_blobs([none, *open_ones]))
+            open_ones = [each.captured.held() for each in registry.entries() if not each.finished]
+            counts.update(without_blobs([none, *open_ones]))
         return counts
 
-    inventory.add(held, lambda: {"sessions": len(book)})
+    inventory.add(held, lambda: {"sessions": len(registry)})

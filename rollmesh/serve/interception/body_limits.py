@@ -1,40 +1,26 @@
-"""TODO.
+"""Limits on request bodies: memory shared by all sessions, and turns on the event loop.
 
-The memory that request bodies may use at once, shared by all sessions of a process.
-
-    READING --bytes came--> reach: continue, or WAITING --room--> READING
+    READING --bytes arrived--> reach: continue, or WAITING --budget is free--> READING
     READING --the last byte--> settled --decoded, or its call has ended--> released
     any --> released
 
-- A body counts the bytes that have come, never those that its head announces, so that a client that
-  announces a long body and sends nothing takes no room. A body that is being decompressed also
-  counts what has been decompressed so far.
-- A body that waits for room is not read.
-- Room is given in the order of arrival: a body continues if no older body waits for room and its
-  bytes fit. The oldest body that is still being read may pass the limit itself once all others
-  together are within it, so that the bodies cannot block each other.
-- One owner (a session) holds at most a quarter of the room, or one body where that is longer. For
-  this rule a body that is being read counts with the length that it may reach, to all bodies of its
-  owner but the oldest. So there is always room for the oldest, and it waits for whole bodies only.
-  A body that waits for its owner's quarter delays no other owner.
-- While a body waits for room, senders that are silent or slow are cut (`SendDeadline`), so that
-  each wait ends.
+Rules of BodyBudget, which holds at most its limit plus one body:
 
-In all, no more is held than the limit and one body, beside what a connection reads at a time.
+- A body counts the bytes that have arrived (and were decompressed), not those announced by its
+  head. A body that waits for budget is not read.
+- Budget is granted in order of arrival. The oldest incomplete body may exceed the limit once all
+  others together are within it, which excludes deadlock.
+- An owner (a session) may hold a quarter of the budget, or one body if that is longer. For this
+  rule incomplete bodies count with their final length, to all but the owner's oldest body; so the
+  oldest waits for complete bodies only. Waiting for an owner's quarter delays no other owner.
+- While a body waits for budget, slow senders are cut off (`SendDeadline`), so each wait ends.
 
-Long pieces of work on the event loop, one for each of its turns, fairly among sessions.
+Rules of DecodeGate, for work that blocks the event loop for milliseconds, such as decoding a body
+of megabytes:
 
-    short, or none passed in this turn --pass_through--> continues at once
-    another passed in this turn --pass_through--> waits in its session's line
-    waits --a later turn--> continues
-
-To read a body of some megabytes, or to begin many turns, holds the loop for milliseconds, and calls
-of agents that act together come together.
-
-- Between two pieces of work the loop serves everything else.
-- The sessions take turns, and each session's work is done in the order in which it came, so that a
-  session with many pieces delays each of the others by one piece at a time.
-- A cancelled waiter delays no other.
+- Between two pieces of work the loop processes everything else.
+- Sessions take turns; within a session the order of arrival counts. A session with many pieces
+  delays each of the others by one piece at a time.
 """
 
 import asyncio
@@ -45,45 +31,45 @@ from rollmesh.core.heap import note_freed
 from rollmesh.core.inventory import Inventory
 
 COUNTED_BYTES = 16 * 1024
-"""A whole body below this is not counted: it is decoded soon."""
+"""Complete bodies below this size are not counted, because they are decoded soon."""
 STEP_BYTES = 256 * 1024
-"""A body is decompressed in steps of this size."""
+"""Size of a decompression step."""
 OWNER_FRACTION = 4
-"""An owner holds at most one part in this many of the room."""
+"""An owner may hold this part of the budget: 1/4."""
 SLOWEST_BYTES_PER_S = 500
-"""A body that comes slower than this for longer than its sender may be silent is refused."""
-HURRIED_BYTES_PER_S = 32 * 1024
-"""The same while others wait for room, counted from when their wait was noticed."""
-HURRIED_SILENCE_S = 1.0
-"""A sender may be silent for this long while others wait for room, from when that was noticed;
-whether others wait is looked at once in this time."""
-HURRIED_GRACE_S = 5.0
-"""A sender may be behind the hurried pace for this long."""
+"""Minimum rate of a sender, below which it may not stay longer than its allowed silence."""
+CONTENDED_BYTES_PER_S = 32 * 1024
+"""Minimum rate while other bodies wait for budget, measured from when their wait was noticed."""
+CONTENDED_SILENCE_S = 1.0
+"""Allowed silence while other bodies wait for budget, from when their wait was noticed, which is
+checked once in this time."""
+CONTENDED_GRACE_S = 5.0
+"""Time for which a sender may be below the minimum rate while others wait."""
 
 
 class BodyBudget:
-    """The room and its queue; one per process, used from one event loop."""
+    """Memory budget for bodies, and its queue; one per process, for one event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         self.held_bytes = 0
         self.num_held = 0
         self.num_waiting = 0
         self.num_waits = 0
-        """Since the start."""
+        """Number of waits since the start."""
         self.max_bytes = max_bytes
         self.max_owner_bytes = max_bytes // OWNER_FRACTION
         self.readers: dict[BodyReservation, None] = {}
-        """Bodies that are not whole, the oldest first."""
+        """Incomplete bodies, the oldest first."""
         self._shares: dict[Hashable, OwnerShare] = {}
 
     def hold(self, num_bytes: int, owner: Hashable = None) -> "BodyReservation":
-        """The reservation of a body that is whole already: counted, without a wait."""
+        """Reserve budget for a complete body, without waiting."""
         return BodyReservation(self, num_bytes, self._share(owner))
 
     def begin(self, owner: Hashable = None, final_bytes: int = 0) -> "BodyReservation":
-        """The reservation of a body of which more is to come; None is an owner without a limit.
+        """Start the reservation of an incomplete body; owner None has no limit.
 
-        `final_bytes` is its length in the end, or its limit where that is unknown.
+        `final_bytes` is the length that the body will have, or its limit if that is unknown.
         """
         reservation = BodyReservation(self, 0, self._share(owner), final_bytes)
         self.readers[reservation] = None
@@ -93,11 +79,11 @@ class BodyBudget:
         return reservation
 
     def drop(self, share: "OwnerShare") -> None:
-        """Forget an owner that holds no body any more."""
+        """Forget an owner that holds no body."""
         del self._shares[share.owner]
 
     def wake(self) -> None:
-        """Let the oldest body that waits for room continue if it fits; it calls here again."""
+        """Let the oldest waiting body continue if it fits; it will call `wake` again."""
         if not self.num_waiting:
             return
         for each in self.readers:
@@ -107,7 +93,7 @@ class BodyBudget:
                 return
 
     def may_grow(self, reservation: "BodyReservation") -> bool:
-        """Whether a body may hold the bytes that it wants; see the module's rules."""
+        """Whether a body may hold the bytes that it wants, by the rules of the module."""
         if not self._is_within_share(reservation) or not self._fits(reservation):
             return False
         if not self.num_waiting or self._is_oldest(reservation):
@@ -119,8 +105,8 @@ class BodyBudget:
                 return False
         return True
 
-    def is_sought(self, reservation: "BodyReservation") -> bool:
-        """Whether a body waits for room that this one could give back."""
+    def is_contended(self, reservation: "BodyReservation") -> bool:
+        """Whether a body waits for budget that this one could release."""
         if not self.num_waiting:
             return False
         return any(
@@ -158,7 +144,7 @@ class BodyBudget:
 
 
 class OwnerShare:
-    """The part of the room that one owner holds."""
+    """The bodies of one owner."""
 
     __slots__ = ("expected_bytes", "held_bytes", "num_held", "owner", "readers")
 
@@ -166,14 +152,14 @@ class OwnerShare:
         self.owner = owner
         self.held_bytes = 0
         self.expected_bytes = 0
-        """That are still to come, of bodies that are not whole."""
+        """Bytes still to arrive of incomplete bodies."""
         self.num_held = 0
         self.readers: dict[BodyReservation, None] = {}
-        """Bodies of this owner that are not whole, the oldest first."""
+        """Incomplete bodies of this owner, the oldest first."""
 
 
 class BodyReservation:
-    """The room of one body."""
+    """The budget held by one body."""
 
     __slots__ = ("_bodies", "_final_bytes", "num_bytes", "share", "turn", "wanted_bytes")
 
@@ -187,7 +173,7 @@ class BodyReservation:
         self.num_bytes = self.wanted_bytes = num_bytes
         self.share = share
         self.turn: asyncio.Future[None] | None = None
-        """While it waits."""
+        """Set while it waits."""
         self._bodies = bodies
         self._final_bytes = final_bytes
         bodies.held_bytes += num_bytes
@@ -198,11 +184,11 @@ class BodyReservation:
 
     @property
     def expected_bytes(self) -> int:
-        """That are still to come."""
+        """Bytes still to arrive."""
         return max(0, self._final_bytes - self.num_bytes)
 
     async def reach(self, num_bytes: int) -> None:
-        """Wait until so much may be held; if cancelled, it holds what it held."""
+        """Wait until `num_bytes` may be held; if cancelled, the reservation is unchanged."""
         bodies = self._bodies
         self.wanted_bytes = max(num_bytes, self.num_bytes)
         if not bodies.may_grow(self):
@@ -218,7 +204,7 @@ class BodyReservation:
         self._become(self.wanted_bytes)
 
     def settle(self, num_bytes: int) -> None:
-        """Count a body that is whole, or what was made of it."""
+        """Set the size of a complete body, or of what replaced it."""
         self._bodies.readers.pop(self, None)
         if self.share:
             self.share.readers.pop(self, None)
@@ -227,7 +213,7 @@ class BodyReservation:
         self._become(num_bytes)
 
     def release(self) -> None:
-        """Give the room back, once: the body is in memory no more."""
+        """Return the budget, once: the body is no longer in memory."""
         bodies, share = self._bodies, self.share
         bodies.num_held -= 1
         note_freed(self.num_bytes)
@@ -249,94 +235,103 @@ class BodyReservation:
 
 
 class SendDeadline:
-    """How long the sender of one body may still be silent; `now_s` is any monotonic clock."""
+    """Deadline of the sender of one body; `now_s` is any monotonic clock."""
 
-    __slots__ = ("_begun_s", "_heard_s", "_hurried_bytes", "_hurried_s", "_num_bytes", "_silence_s")
+    __slots__ = (
+        "_contended_bytes",
+        "_contended_s",
+        "_num_bytes",
+        "_received_s",
+        "_silence_s",
+        "_started_s",
+    )
 
     def __init__(self, now_s: float, num_bytes: int, silence_s: float) -> None:
-        """`silence_s` is the allowed silence while no body waits for room."""
-        self._begun_s = self._heard_s = now_s
+        """Start the deadline; `silence_s` is the allowed silence while no other body waits for
+        budget."""
+        self._started_s = self._received_s = now_s
         self._num_bytes = num_bytes
         self._silence_s = silence_s
-        self._hurried_s: float | None = None
-        """Since when others are known to wait for room."""
-        self._hurried_bytes = 0
+        self._contended_s: float | None = None
+        """When the wait of others was noticed."""
+        self._contended_bytes = 0
 
     def pause(self, waited_s: float) -> None:
-        """Leave out a time in which the body was not read."""
-        self._begun_s += waited_s
-        self._heard_s += waited_s
-        if self._hurried_s is not None:
-            self._hurried_s += waited_s
+        """Exclude a time in which the body was not read."""
+        self._started_s += waited_s
+        self._received_s += waited_s
+        if self._contended_s is not None:
+            self._contended_s += waited_s
 
-    def look(self, now_s: float, num_bytes: int, is_sought: bool) -> tuple[float, bool]:
-        """When to look again if nothing comes, and whether the sender is too slow already."""
+    def check(self, now_s: float, num_bytes: int, is_contended: bool) -> tuple[float, bool]:
+        """Return when to check again if nothing arrives, and whether the sender is too slow."""
         if num_bytes != self._num_bytes:
-            self._num_bytes, self._heard_s = num_bytes, now_s
-        earned_s = self._begun_s + num_bytes / SLOWEST_BYTES_PER_S
-        deadline_s = min(self._heard_s, earned_s) + self._silence_s
-        if not is_sought:
-            self._hurried_s = None
-            # Another body may begin to wait meanwhile.
-            return min(deadline_s, now_s + HURRIED_SILENCE_S), now_s >= deadline_s
-        if self._hurried_s is None:
-            self._hurried_s, self._hurried_bytes = now_s, num_bytes
-        earned_s = self._hurried_s + (num_bytes - self._hurried_bytes) / HURRIED_BYTES_PER_S
-        heard_s = max(self._heard_s, self._hurried_s)
-        hurried_s = min(heard_s + HURRIED_SILENCE_S, earned_s + HURRIED_GRACE_S)
-        deadline_s = min(deadline_s, hurried_s)
+            self._num_bytes, self._received_s = num_bytes, now_s
+        earned_s = self._started_s + num_bytes / SLOWEST_BYTES_PER_S
+        deadline_s = min(self._received_s, earned_s) + self._silence_s
+        if not is_contended:
+            self._contended_s = None
+            # Another body may start to wait meanwhile.
+            return min(deadline_s, now_s + CONTENDED_SILENCE_S), now_s >= deadline_s
+        if self._contended_s is None:
+            self._contended_s, self._contended_bytes = now_s, num_bytes
+        earned_s = self._contended_s + (num_bytes - self._contended_bytes) / CONTENDED_BYTES_PER_S
+        received_s = max(self._received_s, self._contended_s)
+        contended_s = min(received_s + CONTENDED_SILENCE_S, earned_s + CONTENDED_GRACE_S)
+        deadline_s = min(deadline_s, contended_s)
         return deadline_s, now_s >= deadline_s
 
 
 LONG_BYTES = 256 * 1024
-"""A shorter piece of work delays no other."""
+"""Shorter work passes without a turn."""
 
 
 class DecodeGate:
-    """One per edge."""
+    """Turns for long work on the event loop; one per server."""
 
     def __init__(self) -> None:
-        self._is_turning = False
-        self._line = FairQueue[asyncio.Future[None]]()
+        self._is_busy = False
+        self._queue = FairQueue[asyncio.Future[None]]()
 
     def __len__(self) -> int:
-        """Number of waiters."""
-        return len(self._line)
+        """Number of waiting pieces of work."""
+        return len(self._queue)
 
     async def pass_through(self, num_bytes: int, owner: Hashable = None) -> None:
-        """Wait for the turn of a piece of work on so many bytes, which `owner` asked for."""
+        """Wait for the turn of work on `num_bytes`, on behalf of `owner`."""
         if num_bytes < LONG_BYTES:
             return
         loop = asyncio.get_running_loop()
-        if not self._is_turning:
-            self._is_turning = True
+        if not self._is_busy:
+            self._is_busy = True
             loop.call_soon(self._turn)
             return
         turn = loop.create_future()
-        self._line.put(owner, turn)
+        self._queue.put(owner, turn)
         await turn
 
     def _turn(self) -> None:
-        """Let the next one through, after all that was due when the last one passed."""
-        chosen = self._line.take()
+        """Admit the next piece of work, after all callbacks that were due when the last one was
+        admitted."""
+        chosen = self._queue.take()
         while chosen is not None and chosen.done():  # its caller was cancelled
-            chosen = self._line.take()
+            chosen = self._queue.take()
         if chosen is None:
-            self._is_turning = False
+            self._is_busy = False
             return
         chosen.set_result(None)
         loop = asyncio.get_running_loop()
-        # It continues in the next turn of the loop, and this comes again in the one after it.
+        # The caller continues in the next turn of the loop; this runs again in the turn after it.
         loop.call_soon(loop.call_soon, self._turn)
 
 
-def add_bodies(
+def count_bodies(
     inventory: Inventory,
     bodies: BodyBudget,
     num_open: Callable[[], int],
     num_kept: Callable[[], int],
 ) -> None:
-    """An HTTP face: bodies in flight, exchanges that run, connections that are kept."""
+    """Add body memory, running exchanges and open connections of an HTTP server to an inventory."""
     inventory.add(
         lambda: {"bodies": bodies.held_bytes},
         lambda: {"bodies": bodies.num_held, "exchanges": num_open()},

@@ -1,7 +1,9 @@
-"""What the gateway asks of a way to capture calls; there are two, tokens.py and relay/capture.py.
+"""Interfaces of a capture, which records the calls of gateway sessions.
 
-Invariants: secrets are told once, when a session opens; a session that is sealed gives one account
-of itself, which stands for it from then on. Driven by book.py.
+The implementations are token_capture.py (exact tokens) and relay/capture.py (forwarded calls).
+
+- Secrets are returned once, when a session is opened.
+- A sealed session produces one report, which replaces it.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,20 +16,20 @@ from rollmesh.runtime.session_deps import Locks
 from rollmesh.serve.interception.report import SessionReport
 
 NO_COUNTS: Mapping[str, int] = {}
-"""Of the many sessions in which nothing forked."""
+"""Shared by the many sessions without forks."""
 
 
 class CaptureOptions(msgspec.Struct, frozen=True):
-    """What a session is opened with."""
+    """Options of a new session."""
 
     sampling: SamplingPolicy | None = None
-    """None: the capture's own rules."""
+    """None: the capture's default."""
     seed: int | None = None
     """None: a random one."""
 
 
 class CapturedSession(Protocol):
-    """One session, as the book sees it."""
+    """One session of a capture."""
 
     @property
     def session_id(self) -> str: ...
@@ -35,95 +37,95 @@ class CapturedSession(Protocol):
     def num_calls(self) -> int: ...
     @property
     def is_busy(self) -> bool:
-        """Calls are running."""
+        """Whether calls are running."""
 
     @property
     def held_bytes(self) -> int: ...
     def held(self) -> Mapping[str, int]:
-        """The same by what; `blobs` are those of other sessions, too."""
+        """`held_bytes` by kind; `blobs` may be shared with other sessions."""
 
     @property
     def fault(self) -> str:
-        """Why the newest ended call got no answer; '' if it got one."""
+        """Why the last ended call got no answer; '' if it got one."""
 
     @property
     def natural_outcome(self) -> Outcome:
-        """How its rollout ends if its finisher names no outcome."""
+        """Outcome of the session if `finish` names none."""
 
     @property
     def spent_because(self) -> str:
-        """Which limit of ours ended it, so that it has no more calls; '' if none did."""
+        """The limit that ended the session, so that it accepts no more calls; '' if none did."""
 
     @property
     def forks(self) -> Mapping[str, int]:
-        """Forks by cause."""
+        """Number of forks by cause."""
 
     @property
     def healed(self) -> Mapping[str, int]:
-        """Differences in histories that did not fork, by kind."""
+        """Number of repaired differences in histories, which caused no fork, by kind."""
 
     def node_of(self, name: int | str) -> int:
-        """The sampled node of that number, or of a response's id; LookupError if there is none."""
+        """Return the sampled node of a number or a response id; LookupError if there is none."""
 
     def seal(self, reason: str) -> None:
-        """No more calls; who still waits is woken. Idempotent."""
+        """Refuse further calls and wake the waiting ones. Idempotent."""
 
-    def account(self) -> SessionReport:
-        """`samples`, `messages`, `forks`, `healed`, `num_calls` and what else there is to say; of a
-        sealed session."""
+    def report(self) -> SessionReport:
+        """Build the report of a sealed session: `samples`, `messages`, `forks`, `healed`,
+        `num_calls` and others."""
 
     def forget(self) -> None:
-        """Let go of all but the doors, which tell who still comes that the session is over; of a
-        sealed session, once its account was made."""
+        """Release everything but the keys, which identify late callers, who get a 410. The session
+        must be sealed and its report built."""
 
 
 class OpenedSession(msgspec.Struct, frozen=True):
-    """A new session and the two secrets that lead to it."""
+    """A new session and its two secrets."""
 
     captured: CapturedSession
     api_key: str
     path_secret: str
     sampling: SamplingPolicy | None = None
-    """What it was opened with, where the capture samples."""
+    """Resolved sampling rules; None if the capture does not sample."""
     seed: int = 0
 
 
 class JournaledSession(msgspec.Struct, frozen=True):
-    """A session that another process has opened, as that wrote it down."""
+    """A session of an earlier process, as found in the journal."""
 
     session_id: str
     locks: Locks
     sampling: SamplingPolicy | None
     seed: int
     read: Callable[[int], bytes]
-    """The long text or image that is kept under a number."""
+    """Reads a long text or an image by its number."""
 
 
 class SessionRestore(Protocol):
-    """A session on its way back: what it did, in order, and then its end."""
+    """Replays the journaled events of one session, in order."""
 
-    def take(self, deeds: bytes) -> None:
-        """It has done this, as its scribe wrote it."""
+    def take(self, events: bytes) -> None:
+        """Apply encoded events."""
 
     def end(self) -> CapturedSession:
-        """It goes on."""
+        """Return the restored open session."""
 
     def finished(self, num_calls: int) -> CapturedSession:
-        """It was finished: its doors alone are left, which tell who still comes so."""
+        """Return the restored finished session, which keeps only its keys."""
 
 
 class Capture(Protocol):
-    """A way to capture calls, and the sessions that are open in it."""
+    """Opens and closes the sessions of one kind of capture."""
 
-    def open(self, wish: CaptureOptions) -> OpenedSession:
-        """A new session."""
+    def open(self, options: CaptureOptions) -> OpenedSession:
+        """Open a new session."""
 
     def close(self, captured: CapturedSession) -> None:
-        """Seal it and forget it. Idempotent."""
+        """Seal and forget the session. Idempotent."""
 
 
 class DurableCapture(Capture, Protocol):
-    """One whose sessions may outlive their process."""
+    """A capture whose sessions can be restored by a later process."""
 
-    def regain(self, standing: JournaledSession) -> SessionRestore:
-        """A session of another process; only where there is an archive."""
+    def restore(self, journaled: JournaledSession) -> SessionRestore:
+        """Start the restoration of a journaled session; needs a journal."""

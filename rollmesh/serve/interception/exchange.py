@@ -1,36 +1,15 @@
-"""How an exchange ends, in either capture mode: its last state, and what its client is told.
+"""One request of an agent, from its first byte to the last byte of the answer.
 
-    whole                       DELIVERED, as the exchange itself says
-    SessionError, Overloaded    FAILED, of a sealed session SEALED     a refusal
-    client hung up, cancelled   ABANDONED                              nothing, nobody listens
-    a fault of ours             FAILED                                 500, and it is logged
-
-Invariants: before the first byte of the answer a refusal has its true status, behind it a refusal
-is the stream's last event, and behind the last byte nothing is said; a client that took nothing
-until its session was sealed is hung up on, with all that it did not take; no error but a lost
-client or cancellation, which are the connection's, passes on. Driven by exchange.py and the
-relay's edge.
-
-The requests of agents that are in flight, by their rollouts.
-
-    register --> here --discard_request, at whatever end--> gone
-
-Owns the table and nothing of what an exchange holds. Invariants: an exchange is here from the
-moment that its session is known until it has ended, however it ends; when its session is sealed it
-is woken, whatever it waits for: the rest of its body, the engine, or a client that takes nothing.
-Driven by exchange.py, and by sessions through the runtime.
-
-One request of an agent, from its first byte to its last.
-
-    RECEIVED --key and body are good--> MATCHED --session--> ATTACHED --first byte--> STREAMING
+    RECEIVED --key and body are valid--> MATCHED --session--> ATTACHED --first byte--> STREAMING
     STREAMING --last byte--> DELIVERED
-    any --client hangs up--> ABANDONED        any --error--> FAILED        any --sealed--> SEALED
+    any --client disconnects--> ABANDONED      any --error--> FAILED      any --sealed--> SEALED
 
-Invariants: the raw body goes as soon as it is decoded, and what was decoded of its history as soon
-as the session has matched it, so that an exchange that waits holds neither; no byte leaves before
-the first token or the keep-alive time, so an early failure keeps its true status; at every end the
-replies are left, which parks a generation that nobody reads, and the table of intercepts forgets
-it. Errors become replies in ending.py. Driven by edge.py.
+- A waiting exchange holds neither its body nor its decoded history: each is released once used.
+- No byte is sent before the first token or the keep-alive time, so an early failure has its HTTP
+  status. A later failure is the stream's last event; after the last byte nothing is sent.
+- When its session is sealed, an exchange is woken from anything it awaits. A client that does not
+  read until then is disconnected.
+- At any end the replies are left, which parks a generation without readers.
 """
 
 import asyncio
@@ -63,7 +42,7 @@ log = get_logger()
 
 
 class ExchangeState(enum.StrEnum):
-    """Drawn in exchange.py."""
+    """States of an exchange, drawn above."""
 
     RECEIVED = "received"
     MATCHED = "matched"
@@ -76,23 +55,23 @@ class ExchangeState(enum.StrEnum):
 
 
 class GuardedExchange(Protocol):
-    """An exchange, as `guard` ends it."""
+    """An exchange, as used by `guard`."""
 
     state: ExchangeState
 
     @property
     def request(self) -> HttpRequest:
-        """Whose answer it is."""
+        """The request to answer."""
 
     def refusal(self, error: SessionError) -> bytes:
-        """The body of a refusal, in the client's dialect."""
+        """Encode the error response of the client's dialect."""
 
     def last_event(self, error: SessionError) -> bytes:
-        """The same, for a stream that has begun."""
+        """Encode the error event of a running stream."""
 
 
 async def guard(exchange: GuardedExchange, work: Awaitable[None]) -> None:
-    """Await an exchange's work; every error of it ends here."""
+    """Await an exchange's work and answer its errors; only disconnects and cancellation pass on."""
     try:
         await work
     except SessionError as error:
@@ -102,14 +81,14 @@ async def guard(exchange: GuardedExchange, work: Awaitable[None]) -> None:
     except (asyncio.CancelledError, ConnectionError):
         exchange.state = ExchangeState.ABANDONED
         raise
-    except Exception:  # door: a fault of ours must not take other calls along
+    except Exception:  # door: a fault in one call must not affect the others
         log.exception("exchange.broken")
         _refuse(exchange, SessionError(500, "internal_error", "a fault in the server"))
 
 
 def refuse(request: HttpRequest, body: bytes, error: SessionError) -> None:
     """Answer with an error whose body a dialect has encoded."""
-    lines = request.dated(JSON)
+    lines = request.header_lines(JSON)
     if error.retry_after_s is not None:
         lines += b"Retry-After: %d\r\n" % max(1, round(error.retry_after_s))
     request.answer(error.status, lines, body)
@@ -126,19 +105,19 @@ def _refuse(exchange: GuardedExchange, error: SessionError) -> None:
     except ConnectionError:
         exchange.state = ExchangeState.ABANDONED
         raise
-    if request.is_clogged and exchange.state is ExchangeState.SEALED:
-        raise ConnectionAbortedError("its client takes nothing, and its rollout is over")
+    if request.is_write_paused and exchange.state is ExchangeState.SEALED:
+        raise ConnectionAbortedError("the client does not read, and its session has ended")
 
 
 class WakeableExchange(Protocol):
-    """An exchange, as the table sees it."""
+    """An exchange, as used by InflightRequests."""
 
     def wake(self) -> None:
-        """Its session is over: end now."""
+        """End now, because the session is sealed."""
 
 
 class InflightRequests:
-    """One table per edge."""
+    """Running exchanges by rollout, from when their session is known until their end."""
 
     def __init__(self) -> None:
         self._in_flight: dict[int, tuple[Session, WakeableExchange]] = {}
@@ -146,18 +125,18 @@ class InflightRequests:
         self._num_registered = 0
 
     def __len__(self) -> int:
-        """How many are in flight."""
+        """Number of running exchanges."""
         return len(self._in_flight)
 
     def register(self, session: Session, exchange: WakeableExchange) -> int:
-        """One more is in flight; the id to discard it by."""
+        """Add an exchange; return the id to remove it by."""
         self._num_registered = request_id = self._num_registered + 1
         self._in_flight[request_id] = session, exchange
         self._of_rollout.setdefault(session.rollout_id, {})[request_id] = None
         return request_id
 
     def discard_request(self, request_id: int) -> None:
-        """It has ended, well or not. Idempotent."""
+        """Remove an exchange that has ended. Idempotent."""
         found = self._in_flight.pop(request_id, None)
         if found is None:
             return
@@ -168,10 +147,7 @@ class InflightRequests:
             del self._of_rollout[rollout_id]
 
     def unregister_rollout(self, rollout_id: RolloutId) -> None:
-        """Wake its requests, which end by that; those of a session that goes on are let be.
-
-        Idempotent.
-        """
+        """Wake the rollout's exchanges whose session is sealed, which ends them. Idempotent."""
         for request_id in list(self._of_rollout.get(rollout_id, ())):
             session, exchange = self._in_flight[request_id]
             if session.state is SessionState.SEALED:
@@ -185,66 +161,67 @@ _TO_THE_END = 1 << 62
 
 
 class ExchangeDeps(msgspec.Struct, frozen=True):
-    """What all exchanges of an edge share."""
+    """Dependencies shared by all exchanges of a server."""
 
     runtime: Runtime
     view: ViewContext
     max_body_bytes: int
     keepalive_s: float
-    intercepts: InflightRequests
-    turnstile: DecodeGate
+    inflight: InflightRequests
+    decode_gate: DecodeGate
 
 
 class Exchange:
-    """See the module."""
+    """One exchange; call `run` or `run_count` once."""
 
     __slots__ = (
-        "_dialect", "_is_woken", "_kit", "_num_bytes", "_stream", "_task", "request", "state",
+        "_deps", "_dialect", "_is_woken", "_num_bytes", "_stream", "_task", "request", "state",
     )  # fmt: skip
 
-    def __init__(self, request: HttpRequest, dialect: Dialect, kit: ExchangeDeps) -> None:
+    def __init__(self, request: HttpRequest, dialect: Dialect, deps: ExchangeDeps) -> None:
         self.state = ExchangeState.RECEIVED
         self.request = request
         self._num_bytes = 0
-        """Of the body, until the session has matched it."""
+        """Size of the body, until the session has matched it."""
         self._dialect = dialect
-        self._kit = kit
+        self._deps = deps
         self._stream: AnswerStream | None = None
-        """Of a streamed answer, once its replies are known."""
+        """Encoder of a streamed answer, once its replies are known."""
         self._task: asyncio.Task[object] | None = None
         self._is_woken = False
 
     async def run(self) -> None:
         """Answer the request."""
-        await guard(self, self._intercepted(self._sample))
+        await guard(self, self._run_inflight(self._sample))
 
     async def run_count(self) -> None:
-        """Answer with the number of tokens that the request would be sampled after."""
-        await guard(self, self._intercepted(self._count))
+        """Answer with the number of prompt tokens of the request."""
+        await guard(self, self._run_inflight(self._count))
 
     def wake(self) -> None:
-        """End now, since the session is over; from any task but its own."""
+        """End now, because the session is sealed; must not be called from the exchange's own
+        task."""
         assert self._task is not None
         if not self._is_woken:
             self._is_woken = True
             self._task.cancel()
 
     def refusal(self, error: SessionError) -> bytes:
-        """The body of a refusal."""
+        """Encode the error response."""
         return self._dialect.error(error)
 
     def last_event(self, error: SessionError) -> bytes:
-        """What ends a stream that has begun."""
+        """Encode the error event of the stream."""
         assert self._stream is not None, "a plain answer fails before its first byte"
         return self._stream.error(error)
 
-    async def _intercepted(self, work: Callable[[Session], Awaitable[None]]) -> None:
-        """Do the work in the table of intercepts: there it can be woken from whatever it awaits."""
-        session = self._kit.runtime.find(find_secret(self.request.path, self.request.headers))
+    async def _run_inflight(self, work: Callable[[Session], Awaitable[None]]) -> None:
+        """Do the work while registered in flight, where it can be woken from anything it awaits."""
+        session = self._deps.runtime.find(find_secret(self.request.path, self.request.headers))
         self.request.owner = session.session_id
         task = self._task = asyncio.current_task()
         assert task is not None
-        request_id = self._kit.intercepts.register(session, self)
+        request_id = self._deps.inflight.register(session, self)
         try:
             await work(session)
         except ContentLost as error:
@@ -253,13 +230,13 @@ class Exchange:
         except asyncio.CancelledError:
             if self._is_woken and task.cancelling() == 1:
                 raise _ended() from None
-            raise  # the client hung up
+            raise  # the client disconnected
         finally:
             self._task = None
-            self._kit.intercepts.discard_request(request_id)
+            self._deps.inflight.discard_request(request_id)
             if self._is_woken:
                 task.uncancel()
-            # It holds its error, whose traceback holds this frame: no cycle for the collector.
+            # The task holds its error, whose traceback holds this frame: break the cycle.
             del task
 
     async def _sample(self, session: Session) -> None:
@@ -268,7 +245,7 @@ class Exchange:
             call = await self._match()
             views = await self._attach(session, call, replies)
             self.state = ExchangeState.ATTACHED
-            lines = self.request.dated(EVENTS if call.is_streamed else JSON)
+            lines = self.request.header_lines(EVENTS if call.is_streamed else JSON)
             if self.request.headers.get(SAMPLING_HEADER):
                 lines += b"%b: %b\r\n" % (SAMPLING_HEADER, sampling_of(views[0].head))
             if call.is_streamed:
@@ -293,13 +270,13 @@ class Exchange:
         call = await self._match()
         num_tokens = sum([await session.count(turn) for turn in call.turns])
         body = b'{"input_tokens":%d}' % num_tokens
-        self.request.answer(200, self.request.dated(JSON), body)
+        self.request.answer(200, self.request.header_lines(JSON), body)
         self.state = ExchangeState.DELIVERED
 
     async def _match(self) -> DecodedRequest:
-        body = await self.request.read(self._kit.max_body_bytes, self._kit.keepalive_s)
+        body = await self.request.read(self._deps.max_body_bytes, self._deps.keepalive_s)
         self._num_bytes = len(body)
-        await self._kit.turnstile.pass_through(self._num_bytes, self.request.owner)
+        await self._deps.decode_gate.pass_through(self._num_bytes, self.request.owner)
         mark = read_retry_mark(self.request.headers)
         salt = b"%b %b" % (type(self._dialect).__name__.encode(), mark.key)
         call = self._dialect.decode(RequestBody(body, salt, mark.is_resent))
@@ -309,19 +286,19 @@ class Exchange:
     async def _attach(
         self, session: Session, call: DecodedRequest, replies: list[Reply]
     ) -> list[ReplyView]:
-        """Join the replies to all turns; the call's history is let go of."""
+        """Join the replies to all turns, and release the call's history."""
         turns, call.turns = call.turns, ()
         views: list[ReplyView] = []
-        self._kit.runtime.deps.check_fits(sum([turn.num_choices for turn in turns]))
-        await self._kit.turnstile.pass_through(self._num_bytes, session.session_id)
+        self._deps.runtime.deps.check_fits(sum([turn.num_choices for turn in turns]))
+        await self._deps.decode_gate.pass_through(self._num_bytes, session.session_id)
         for number, turn in enumerate(turns):
             if number:
-                await self._kit.turnstile.pass_through(LONG_BYTES, session.session_id)
+                await self._deps.decode_gate.pass_through(LONG_BYTES, session.session_id)
             wish = turn.wish()
             for reply in await session.attach(turn):
                 reply.join()
                 replies.append(reply)
-                views.append(ReplyView(session, reply, wish, self._kit.view))
+                views.append(ReplyView(session, reply, wish, self._deps.view))
         self._num_bytes = 0
         self.request.release_body()
         return views
@@ -330,7 +307,7 @@ class Exchange:
         self, session: Session, replies: Sequence[Reply], stream: AnswerStream
     ) -> None:
         self._stream = stream
-        heart = _KeepAlive(self.request, self._kit.keepalive_s)
+        heart = _KeepAlive(self.request, self._deps.keepalive_s)
         try:
             if len(replies) == 1:
                 last = await self._follow(session, replies[0], stream, 0)
@@ -358,7 +335,7 @@ class Exchange:
     async def _follow(
         self, session: Session, reply: Reply, stream: AnswerStream, choice: int
     ) -> bytes:
-        """Send deltas while tokens come, one write with all that has arrived; returns the last."""
+        """Send deltas as tokens arrive, one write per batch; return the last events."""
         reader = session.answers.reader(reply)
         num_read = 0
         while await reply.wait(num_read) and not reply.is_ended:
@@ -380,7 +357,7 @@ class Exchange:
         await self._drained(session)
 
     def _drained(self, session: Session) -> Awaitable[None]:
-        """Until the client takes more; SessionError 410 if the session ends meanwhile."""
+        """Wait until the client reads; SessionError 410 if the session is sealed meanwhile."""
         return self.request.drain(partial(_check_open, session))
 
 
@@ -394,13 +371,13 @@ def _ended() -> SessionError:
 
 
 def sampling_of(head: ReplyHead) -> bytes:
-    """What a reply is sampled with, and which of it was forced, as JSON that a header can hold."""
+    """Encode a reply's sampling parameters, and which were forced, as JSON for a header."""
     used = {**msgspec.to_builtins(head.params), "forced": list(head.forced)}
     return json.dumps(used).encode()
 
 
 class _KeepAlive:
-    """Keeps an idle stream alive by comments, on one timer."""
+    """Sends comments on an idle stream, with one timer."""
 
     def __init__(self, request: HttpRequest, period_s: float) -> None:
         self._request = request
@@ -414,8 +391,8 @@ class _KeepAlive:
 
     def _beat(self) -> None:
         self._timer = self._loop.call_later(self._period_s, self._beat)
-        if self._request.num_sends == self._num_seen and not self._request.is_clogged:
-            # A lost client is no matter here.
+        if self._request.num_sends == self._num_seen and not self._request.is_write_paused:
+            # The exchange notices a lost client by itself.
             with contextlib.suppress(ConnectionError):
                 self._request.send(KEEP_ALIVE)
         self._num_seen = self._request.num_sends

@@ -1,17 +1,13 @@
-"""The stand-alone gateway: the same server as in a worker, for agents that run elsewhere.
+"""The stand-alone gateway: the server of a worker, for agents that run elsewhere.
 
     rollmesh gateway --engine URL --model-dir DIR --admin-token-file F
 
-- It reports Ready only when it serves, with all sessions that its journal holds.
-- Engines may come and go; a call waits for one within `engine_wait_s`.
-- The first SIGTERM closes the socket and lets running calls end, the second ends the process.
-- Every route but /healthz needs a secret. An address that other machines can reach needs TLS, or
+- It reports Ready when it serves, with all sessions restored from its journal.
+- Engines may come and go; a call waits for one for `engine_wait_s`.
+- The first SIGTERM closes the socket and lets running calls end; the second ends the process.
+- Every route but /healthz needs a secret. An address that other machines can reach needs TLS or
   `--plain`.
-
-What the gateway shows of itself to Prometheus.
-
-Invariant: everything is read from plain numbers when somebody scrapes; nothing is counted twice and
-no label is an id. Driven by the exposition of the gateway.
+- Metrics are read from plain numbers at each scrape; no label is an id.
 """
 
 import asyncio
@@ -42,8 +38,8 @@ from rollmesh.runtime import blobs
 from rollmesh.runtime.families import chats_of
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.runtime.registry import GC_THRESHOLDS
-from rollmesh.serve.interception.admin import AdminKit, AdminRoutes
-from rollmesh.serve.interception.agent_server import add_blobs
+from rollmesh.serve.interception.admin import AdminRoutes
+from rollmesh.serve.interception.agent_server import count_blobs
 from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.journal.entries import FORMAT, JournalHeader
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
@@ -51,153 +47,157 @@ from rollmesh.serve.interception.journal.recovery import JournalRecovery
 from rollmesh.serve.interception.sessions import SessionRegistry
 
 MAX_EXPIRY_S = 1.0
-"""The book is looked through at least this often."""
+"""Maximum interval between two checks for expired sessions."""
 
 log = get_logger()
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line asked for."""
+    """Options of `rollmesh gateway`."""
 
     config: Config
     capture: Literal["tokens", "relay"]
     engines: tuple[str, ...]
     admin_token: str
     upstream_key: str
-    """The provider's, for relay; '' where it wants none."""
+    """The provider's key, for relay; '' if it needs none."""
     journal: Path | None = None
-    """Folder of what outlives the process; None for nothing."""
+    """Folder of the journal; None to keep nothing on disk."""
     listen_fd: int | None = None
     ready_fd: int | None = None
     tls: tuple[Path, Path] | None = None
-    """Files of the certificate chain and its key, in PEM; None for plain HTTP."""
+    """PEM files of the certificate chain and its key; None for plain HTTP."""
     is_plain: bool = False
-    """Serve plain HTTP also where other machines can reach it."""
-    say: Callable[[str], None]
-    """Prints the address for the user."""
+    """Allow plain HTTP where other machines can reach it."""
+    print_line: Callable[[str], None]
+    """Prints a line for the user."""
 
 
-def run(ask: GatewayOptions) -> None:
-    """Serve until SIGTERM or SIGINT; UserError in one line where it cannot begin."""
-    setup("gateway", ask.config.run_folder() if ask.ready_fd is not None else None)
+def run(options: GatewayOptions) -> None:
+    """Serve until SIGTERM or SIGINT; UserError if the gateway cannot start."""
+    setup("gateway", options.config.run_folder() if options.ready_fd is not None else None)
     Heap().settle()
-    tls = _tls_of(ask)
-    listening = listen(ask.config.interception.bind, ask.listen_fd)
-    _check_reach(ask, listening)
+    tls = _tls_of(options)
+    listening = listen(options.config.interception.bind, options.listen_fd)
+    _check_reach(options, listening)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(ask, listening, tls))
+        runner.run(_serve(options, listening, tls))
 
 
-def _tls_of(ask: GatewayOptions) -> ssl.SSLContext | None:
-    """ConfigError where the files are no certificate and its key."""
-    if ask.tls is None:
+def _tls_of(options: GatewayOptions) -> ssl.SSLContext | None:
+    """Load the certificate; ConfigError if the files are invalid."""
+    if options.tls is None:
         return None
-    certificate, key = ask.tls
+    certificate, key = options.tls
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(certificate, key)
     except OSError as error:
-        why = error.strerror or "no certificate chain with its key, both in PEM"
+        why = error.strerror or "not a certificate chain with its key, both in PEM"
         raise ConfigError(f"--tls-cert {certificate} --tls-key {key}: {why}") from None
     return context
 
 
-def _check_reach(ask: GatewayOptions, listening: socket.socket) -> None:
-    """AddressError where keys and prompts would be readable on a network."""
+def _check_reach(options: GatewayOptions, listening: socket.socket) -> None:
+    """Raise AddressError if keys and prompts would be readable on a network."""
     host = listening.getsockname()[0]
-    if ask.tls is None and not ask.is_plain and not is_loopback(host):
+    if options.tls is None and not options.is_plain and not is_loopback(host):
         listening.close()
         raise AddressError(
-            f"{host}: others can reach it, and keys and prompts would travel in clear; "
+            f"{host}: others can reach it, and keys and prompts would be sent unencrypted; "
             "give --tls-cert and --tls-key, or --plain behind a proxy that has TLS"
         )
 
 
-async def _serve(ask: GatewayOptions, listening: socket.socket, tls: ssl.SSLContext | None) -> None:
-    interception = ask.config.interception
+async def _serve(
+    options: GatewayOptions, listening: socket.socket, tls: ssl.SSLContext | None
+) -> None:
+    interception = options.config.interception
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
     async with AsyncExitStack() as stack:
-        keeper = HeapTrimmer(SystemClock())
-        stack.callback(keeper.close)
+        trimmer = HeapTrimmer(SystemClock())
+        stack.callback(trimmer.close)
         folder = interception.spill_folder
         blobs.settle(interception.max_blob_bytes, Path(folder) if folder else None)
-        archive = GatewayJournal(ask.journal, ask.config.journal) if ask.journal else None
-        if archive is not None:
-            stack.callback(archive.close_journal)
-        backend = _new_backend(ask, archive)
+        journal = (
+            GatewayJournal(options.journal, options.config.journal) if options.journal else None
+        )
+        if journal is not None:
+            stack.callback(journal.close_journal)
+        backend = _new_backend(options, journal)
         stack.push_async_callback(backend.close)
-        limits = interception.retention_s, ask.config.worker.max_held_bytes
-        book = SessionRegistry(backend.capture, SystemClock(), *limits, archive)
-        if archive is not None:
-            JournalRecovery(archive, backend.capture, book).run(_began(ask))
+        limits = interception.retention_s, options.config.worker.max_held_bytes
+        registry = SessionRegistry(backend.capture, SystemClock(), *limits, journal)
+        if journal is not None:
+            JournalRecovery(journal, backend.capture, registry).run(_header(options))
         lag = LoopLag(loop)
         stack.callback(lag.close)
         exposition = Exposition("gateway")
-        exposition.add(lambda: gateway_figures(book, backend, lag))
-        exposition.add(keeper.figures)
-        if archive is not None:
-            exposition.add(lambda: archive_figures(archive))
+        exposition.add(lambda: gateway_figures(registry, backend, lag))
+        exposition.add(trimmer.figures)
+        if journal is not None:
+            exposition.add(lambda: journal_figures(journal))
         inventory = Inventory()
-        kit = AdminKit(
-            book,
-            ask.admin_token,
-            ask.config.sampling.policy(),
+        admin = AdminRoutes(
+            registry,
+            options.admin_token,
+            options.config.sampling.policy(),
             exposition,
-            lambda: _health(ask.capture, backend),
+            lambda: _health(options.capture, backend),
             scheme="http" if tls is None else "https",
             is_public=not is_loopback(listening.getsockname()[0]),
         )
-        face = backend.serve(AdminRoutes(kit).handle)
-        add_blobs(inventory)
-        backend.join(inventory, book)
+        frontend = backend.serve(admin.handle)
+        count_blobs(inventory)
+        backend.count_in(inventory, registry)
         exposition.add(inventory.figures)
         async with asyncio.TaskGroup() as group:
             beside = [
                 group.create_task(backend.run()),
-                group.create_task(_expire(book, inventory, ask)),
+                group.create_task(_expire(registry, inventory, options)),
             ]
             gc.freeze()
             gc.set_threshold(*GC_THRESHOLDS)
-            keeper.start()
-            address = await face.start(listening, tls)
-            announce(ask.ready_fd, Ready("gateway", os.getpid(), address))
-            ask.say(f"rollmesh gateway: {address} (capture {ask.capture})")
-            log.info("gateway.started", address=address, capture=ask.capture)
+            trimmer.start()
+            address = await frontend.start(listening, tls)
+            announce(options.ready_fd, Ready("gateway", os.getpid(), address))
+            options.print_line(f"rollmesh gateway: {address} (capture {options.capture})")
+            log.info("gateway.started", address=address, capture=options.capture)
             await stop.wait()
             log.info("gateway.stopping", num_open=backend.num_open())
-            await face.stop()
+            await frontend.stop()
             for task in beside:
                 task.cancel()
     log.info("gateway.stopped")
 
 
-def _new_backend(ask: GatewayOptions, archive: GatewayJournal | None) -> GatewayBackend:
-    if ask.capture == "relay":
-        return RelayBackend(ask.config, ask.engines, ask.upstream_key, archive)
-    return TokenBackend(ask.config, ask.engines, archive)
+def _new_backend(options: GatewayOptions, journal: GatewayJournal | None) -> GatewayBackend:
+    if options.capture == "relay":
+        return RelayBackend(options.config, options.engines, options.upstream_key, journal)
+    return TokenBackend(options.config, options.engines, journal)
 
 
-def _began(ask: GatewayOptions) -> JournalHeader:
-    """What the sessions of a journal have in common: whose tokens they hold, and who made them."""
-    if ask.capture == "relay":
+def _header(options: GatewayOptions) -> JournalHeader:
+    """Return the journal's header: the tokenizer and chat renderer of its sessions."""
+    if options.capture == "relay":
         return JournalHeader("relay", "", "", FORMAT)
-    folder = Path(ask.config.model.path)
+    folder = Path(options.config.model.path)
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()[:16]
-    return JournalHeader("tokens", digest, chats_of(folder, ask.config.model.renderer), FORMAT)
+    return JournalHeader("tokens", digest, chats_of(folder, options.config.model.renderer), FORMAT)
 
 
-async def _expire(book: SessionRegistry, inventory: Inventory, ask: GatewayOptions) -> None:
+async def _expire(registry: SessionRegistry, inventory: Inventory, options: GatewayOptions) -> None:
     while True:
-        book.expire()
-        book.weigh(inventory.held_bytes())
-        await asyncio.sleep(min(MAX_EXPIRY_S, ask.config.interception.retention_s / 4))
+        registry.expire()
+        registry.set_held_bytes(inventory.held_bytes())
+        await asyncio.sleep(min(MAX_EXPIRY_S, options.config.interception.retention_s / 4))
 
 
 def _health(capture: str, backend: GatewayBackend) -> dict[str, Any]:
-    """Always with status 200: a gateway that is restarted because its engines died loses every
-    session, and they come back by themselves."""
+    """Return the health, always with status 200: a restart because engines are down would lose
+    every session, and engines recover without it."""
     engines = backend.engines()
     is_ready = any(engine["phase"] == "ready" for engine in engines)
     status = "ok" if is_ready else "no engine is ready"
@@ -210,7 +210,7 @@ LAG_PROBE_S = 0.25
 
 
 class LoopLag:
-    """How late the event loop is; the worst since it was asked last."""
+    """Measures how late the event loop is."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -219,12 +219,12 @@ class LoopLag:
         self._timer = loop.call_soon(self._probe)
 
     def take(self) -> float:
-        """Seconds."""
+        """Return the worst lag in seconds since the last call."""
         worst_s, self._worst_s = self._worst_s, 0.0
         return worst_s
 
     def close(self) -> None:
-        """Probe no more."""
+        """Stop measuring."""
         self._timer.cancel()
 
     def _probe(self) -> None:
@@ -236,49 +236,51 @@ class LoopLag:
 
 
 def gateway_figures(
-    book: SessionRegistry, backend: GatewayBackend, lag: LoopLag
+    registry: SessionRegistry, backend: GatewayBackend, lag: LoopLag
 ) -> Iterator[Figure]:
-    """A source for the exposition, but for its arguments."""
+    """Yield the gateway's metrics."""
     for (route, state), number in backend.exchanges().items():
         labels = {"dialect": route.strip("/"), "state": state}
-        yield Figure("exchanges_total", number, "Agents' requests by their end.", labels)
-    yield Figure("exchanges_open", backend.num_open(), "Agents' requests that run.")
-    yield Figure("live_legs", backend.num_live(), "Calls that engines work on.")
+        yield Figure("exchanges_total", number, "Ended requests of agents.", labels)
+    yield Figure("exchanges_open", backend.num_open(), "Running requests of agents.")
+    yield Figure("live_legs", backend.num_live(), "Requests that engines process.")
     num_calls, num_tokens = backend.totals()
-    yield Figure("calls_total", num_calls, "Calls that asked for sampling.")
+    yield Figure("calls_total", num_calls, "Calls that requested sampling.")
     yield Figure("sampled_tokens_total", num_tokens, "Sampled tokens; 0 in a relay.")
     phases: Counter[str] = Counter()
     for engine in backend.engines():
         phase, labels = engine["phase"], {"engine": engine["url"]}
         phases[phase] += 1
-        yield Figure("engine_ready", phase == "ready", "Whether it may be used.", labels)
+        yield Figure("engine_ready", phase == "ready", "Whether the engine is usable.", labels)
     for phase, number in phases.items():
         yield Figure("engines", number, "Engines by phase.", {"phase": phase})
-    yield from _book_figures(book)
-    yield Figure("loop_lag_seconds", lag.take(), "Worst lag of the event loop since last asked.")
+    yield from _session_figures(registry)
+    yield Figure(
+        "loop_lag_seconds", lag.take(), "Worst lag of the event loop since the last scrape."
+    )
 
 
-def archive_figures(archive: GatewayJournal) -> Iterator[Figure]:
-    """A source for the exposition: what outlives the gateway."""
-    yield Figure("journal_bytes", archive.journal.size_bytes, "Of the gateway's journal.")
-    yield Figure("journal_live_bytes", archive.live_bytes, "Of it, what sessions still need.")
+def journal_figures(journal: GatewayJournal) -> Iterator[Figure]:
+    """Yield the journal's metrics."""
+    yield Figure("journal_bytes", journal.journal.size_bytes, "Size of the gateway's journal.")
+    yield Figure("journal_live_bytes", journal.live_bytes, "Live bytes of the gateway's journal.")
 
 
-def _book_figures(book: SessionRegistry) -> Iterator[Figure]:
+def _session_figures(registry: SessionRegistry) -> Iterator[Figure]:
     num_sessions = num_finished = 0
-    for entry in book.entries():
+    for entry in registry.entries():
         num_sessions += 1
         num_finished += entry.finished is not None
     states = {
         "open": num_sessions - num_finished,
         "finished": num_finished,
-        "set_aside": len(book.aside),
+        "set_aside": len(registry.set_aside_sessions),
     }
     for state, number in states.items():
-        yield Figure("sessions", number, "Sessions in the book.", {"state": state})
-    yield Figure("sessions_opened_total", book.num_opened, "Sessions opened.")
-    yield Figure("sessions_expired_total", book.num_expired, "Sessions that nobody deleted.")
-    for cause, number in book.forks().items():
-        yield Figure("forks_total", number, "Histories that did not go on.", {"cause": cause})
-    for kind, number in book.healed().items():
-        yield Figure("healed_total", number, "Differences that did not fork.", {"kind": kind})
+        yield Figure("sessions", number, "Registered sessions.", {"state": state})
+    yield Figure("sessions_opened_total", registry.num_opened, "Sessions opened.")
+    yield Figure("sessions_expired_total", registry.num_expired, "Sessions that expired unused.")
+    for cause, number in registry.forks().items():
+        yield Figure("forks_total", number, "Forked histories.", {"cause": cause})
+    for kind, number in registry.healed().items():
+        yield Figure("healed_total", number, "Repaired differences in histories.", {"kind": kind})

@@ -1,8 +1,7 @@
-"""The OpenAPI 3.1 document of the edge, for tools that want to know what can be asked.
+"""OpenAPI 3.1 document of the agent server.
 
-Owns the description of routes, answers and errors; what a request may hold is read off the structs
-that decode it. Invariant: every status that a route can answer with is listed; keys beyond the
-listed ones are accepted, as clients send many. Driven by edge.py, and questioned by the tests.
+- Request schemas are generated from the structs that decode requests; additional keys are accepted.
+- Every status that a route can return is listed.
 """
 
 import functools
@@ -21,21 +20,21 @@ Json = dict[str, Any]
 
 _BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody)
 _ERRORS = {
-    400: "the request is wrong, or longer than the context (`context_length_exceeded`)",
+    400: "the request is invalid, or longer than the context (`context_length_exceeded`)",
     401: "no session has this key",
-    408: "the body stopped coming",
+    408: "the body stopped arriving",
     410: "the session is sealed",
     413: "the body is too long",
-    429: "too much is waiting; `Retry-After` says when to come back",
-    500: "a fault of ours",
-    503: "no engine answers; `Retry-After` says when to come back",
+    429: "overloaded; retry after `Retry-After`",
+    500: "an internal error",
+    503: "no engine is available; retry after `Retry-After`",
 }
 _REFERENCE = "#/components/schemas/"
 
 
 @functools.cache
 def openapi_document() -> bytes:
-    """The document as JSON."""
+    """Return the document as JSON."""
     _, schemas = msgspec.json.schema_components(_BODIES, ref_template=_REFERENCE + "{name}")
     bearer = {"type": "http", "scheme": "bearer"}
     key = {"type": "apiKey", "in": "header", "name": "x-api-key"}
@@ -44,7 +43,7 @@ def openapi_document() -> bytes:
         "info": {
             "title": "rollmesh",
             "version": "1",
-            "description": "Any prefix may stand before /v1; /s/<secret>/v1 needs no key.",
+            "description": "Any prefix may precede /v1; /s/<secret>/v1 needs no key.",
         },
         "paths": _paths(),
         "components": {
@@ -74,7 +73,7 @@ def _paths() -> Json:
 
 
 def _sampled(name: str, body: type, answer: str, streams: bool = True) -> Json:
-    """A route that takes a body of one dialect."""
+    """Describe a route that takes a body of one dialect."""
     error = "AnthropicError" if body is MessagesBody else "OpenAIError"
     content = _json(_REFERENCE + answer)
     if streams:
@@ -107,7 +106,7 @@ def _json(reference: str) -> Json:
 
 
 def _shapes() -> Json:
-    """What answers have for certain."""
+    """Describe the guaranteed fields of answers."""
     text, number, anything = {"type": "string"}, {"type": "integer"}, {"type": "array"}
     openai = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": text}
     anthropic = {"message": text, "type": text, "code": text}

@@ -1,8 +1,8 @@
-"""JSON in pieces: what is long of it lies in blobs, which all who say the same share.
+"""JSON in pieces, whose long parts are blobs shared by all sessions that contain them.
 
-A piece is bytes, or a Blob for each stretch of MIN_BLOB_BYTES without a quote: an image's base64, a
-long text. Invariant: pieces joined are the bytes that were cut, whatever they were. Pure, but for
-the process's one table of blobs; driven by the relay and by account.py.
+- A piece is bytes, or a Blob for each run of MIN_BLOB_BYTES without a quote, such as the base64 of
+  an image or a long text.
+- Joined pieces are exactly the bytes that were cut.
 """
 
 import sys
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from rollmesh.runtime.blobs import Blob, hold
 
 MIN_BLOB_BYTES = 16 * 1024
-"""Shorter ones are not worth an entry in the table."""
+"""Shorter runs stay bytes; the blob table has a cost per entry."""
 
 Piece = bytes | Blob
 
 
 def cut(text: bytes, start: int = 0, stop: int = sys.maxsize) -> tuple[Piece, ...]:
-    """The pieces of `text[start:stop]`."""
+    """Return the pieces of `text[start:stop]`."""
     stop = min(stop, len(text))
     if stop - start < MIN_BLOB_BYTES:
         return (text[start:stop],)
@@ -29,24 +29,24 @@ def cut(text: bytes, start: int = 0, stop: int = sys.maxsize) -> tuple[Piece, ..
 
 
 def held(text: bytes) -> Piece:
-    """`text` as one piece."""
+    """Return `text` as one piece."""
     return hold(text) if len(text) >= MIN_BLOB_BYTES else text
 
 
 def part_of(piece: Piece, start: int, stop: int) -> bytes | memoryview:
-    """`piece[start:stop]`, without a copy unless it must come from disk."""
+    """Return `piece[start:stop]`, without a copy unless it must be read from disk."""
     return memoryview(piece)[start:stop] if isinstance(piece, bytes) else piece.part(start, stop)
 
 
 def joined(pieces: Sequence[Piece]) -> bytes:
-    """All in one; of one that is short, no copy."""
+    """Join pieces; a single short piece is returned without a copy."""
     if len(pieces) == 1 and isinstance(pieces[0], bytes):
         return pieces[0]
     return b"".join([p if isinstance(p, bytes) else p.read() for p in pieces])
 
 
 def says(pieces: Sequence[Piece], raw: bytes | memoryview) -> bool:
-    """Whether the pieces joined are `raw`; no copy of a view is made."""
+    """Whether the joined pieces equal `raw`, without a copy."""
     if isinstance(pieces[0], bytes) and len(pieces) == 1:
         return pieces[0] == raw
     at = 0
@@ -59,7 +59,7 @@ def says(pieces: Sequence[Piece], raw: bytes | memoryview) -> bool:
 
 
 def _long_stretches(text: bytes, at: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Where they begin and end."""
+    """Yield the start and end of each long run without a quote."""
     while at < stop:
         end = text.find(b'"', at, stop)
         end = stop if end < 0 else end

@@ -1,7 +1,7 @@
-"""What a dialect sees of one reply: names, counts and tokens, read-only.
+"""Read-only view of one reply for the dialects: names, counts and tokens.
 
-Invariant: everything here is the same each time the same request is answered, so a repeated answer
-is byte-equal. Made by exchange.py, read by the dialects.
+The values are the same each time the same request is answered, so a repeated answer is
+byte-identical.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from rollmesh.serve.interception.dialects.token_listing import TokenListing
 
 
 class ReplyView:
-    """One reply as one exchange shows it."""
+    """One reply as one exchange presents it."""
 
     __slots__ = ("_edge", "_reply", "_session", "head", "model", "wish")
 
@@ -27,23 +27,23 @@ class ReplyView:
 
     @property
     def answer(self) -> Answer:
-        """What a committed reply says."""
+        """The parsed answer of a committed reply."""
         return self._session.finish(self._reply)
 
     def deltas(self) -> list[Delta]:
-        """A committed reply in pieces that tell the order of what it says."""
+        """Return a committed reply as deltas, in the order of its content and calls."""
         answer = self.answer
         if not (answer.content and answer.tool_calls):
             calls = whole_calls(answer.tool_calls)
             return [Delta(answer.content, answer.reasoning, calls, self.num_tokens)]
-        # Content may stand on both sides of the calls: only the tokens know.
+        # Content may be before and after the calls: only the tokens show where.
         reader = self._session.answers.reader(self._reply)
         first = reader.feed(self._reply.token_ids())
         return [*([first] if first else []), reader.end(self.num_tokens)]
 
     @property
     def finish_reason(self) -> str:
-        """`stop`, `length` or `tool_calls`; of a committed reply."""
+        """`stop`, `length` or `tool_calls`, of a committed reply."""
         return self._reply.finish_reason
 
     @property
@@ -53,40 +53,40 @@ class ReplyView:
 
     @property
     def num_tokens(self) -> int:
-        """Sampled tokens; of a committed reply."""
+        """Number of sampled tokens of a committed reply."""
         return self._reply.num_tokens
 
     def prompt_ids(self) -> list[int]:
-        """The exact tokens that the reply was sampled after."""
+        """Return the exact prompt tokens of the reply."""
         return list(self._reply.prompt_ids())
 
     def prompt_text(self) -> str:
-        """The prompt as text."""
+        """Return the prompt as text."""
         pieces = map(self._edge.token_bytes, self._reply.prompt_ids())
         return b"".join(pieces).decode("utf-8", "replace")
 
     def token_ids(self, start: int, stop: int) -> list[int]:
-        """Sampled tokens `start` to `stop`."""
+        """Return the sampled tokens `start` to `stop`."""
         return list(self._reply.token_ids(start)[: stop - start])
 
     def token_text(self, token_id: int) -> str:
-        """One token's text; of a part of a character, the replacement character."""
+        """Return the text of a token; the replacement character for a part of a character."""
         return self._edge.token_bytes(token_id).decode("utf-8", "replace")
 
     def logprobs(self, start: int, stop: int) -> list[float]:
-        """Log-probs of the sampled tokens `start` to `stop`."""
+        """Return the log-probs of the sampled tokens `start` to `stop`."""
         return list(self._reply.logprobs()[start:stop])
 
     def top_logprobs(self, start: int, stop: int) -> Sequence[Sequence[tuple[float, int]]]:
-        """The likeliest alternatives of those tokens; empty where none were asked for."""
+        """Return the most likely alternatives of those tokens; empty if none were requested."""
         if not self.wish.num_top_logprobs:
             return ()
         num, rows = self.wish.num_top_logprobs, self._reply.top_logprobs()
-        # An engine may have listed none, for all of the reply or for a leg of it.
+        # An engine may have returned none for all or a part of the reply.
         return [row[:num] for row in rows[start:stop]] if len(rows) >= stop else ()
 
     def listed_tokens(self, start: int, stop: int) -> bytes:
-        """The JSON array that lists those tokens with their log-probs."""
+        """Return the JSON array of those tokens with their log-probs."""
         return self._edge.listing.rows(
             self._edge.token_bytes,
             self.token_ids(start, stop),
@@ -96,11 +96,11 @@ class ReplyView:
 
 
 class ViewContext:
-    """What all replies of an edge are shown with."""
+    """Shared by all reply views of a server."""
 
     def __init__(self, model_name: str, token_bytes: Callable[[int], bytes]) -> None:
         self.model_name = model_name
-        """For requests that name no model."""
+        """Name in answers to requests without a model name."""
         self.token_bytes = token_bytes
-        """One token's bytes, which may be a part of a character."""
+        """Returns the bytes of a token, which may be a part of a character."""
         self.listing = TokenListing()

@@ -1,17 +1,12 @@
-"""What a sealed session says of itself: JSON in which rewards are put when it is asked for.
+"""Report of a finished session: JSON with slots for rewards, and the samples in it.
 
-Made once, when the session is finished; from then on it stands for the session, of which nothing
-else is kept. All but what lies in blobs anyway is one text, which is a blob too where it is long:
-accounts that nobody asks for are the first to be spilled. Invariants: with the same rewards it is
-the same each time; it is never joined, but told piece by piece. Made by the captures, driven by
-book.py.
+- A report replaces its session: nothing else of a finished session is kept.
+- The text is one blob if it is long, so reports that are not requested are spilled to disk first.
+- With the same rewards a report renders to the same bytes. It is rendered in pieces, never joined.
+- Samples are cut by runtime/token_graph.py, as for training: each sampled token has loss mask 1 in
+  exactly one sample; void and superseded turns are in none.
 
-The samples of a finished session as plain lists, for the gateway's answers.
-
-T is the number of tokens of one sample. Invariants: samples are those of the intake, as cut by
-runtime/token_graph.py, so each sampled token has mask 1 in exactly one of them; void and superseded
-turns train nowhere; rewards are put in later (account.py), since they may change. Driven by
-tokens.py and relay/account.py.
+T is the number of tokens of a sample.
 """
 
 from array import array
@@ -30,74 +25,73 @@ _encode = msgspec.json.Encoder().encode
 
 
 class SessionRewards(msgspec.Struct):
-    """What was given so far."""
+    """Rewards given so far."""
 
-    whole: float | None = None
-    """The session's."""
+    session: float | None = None
+    """Reward of the whole session."""
     by_node: dict[int, float] = NO_REWARDS
-    """Of single sampled turns, by their node; the newest on a sample's path is the sample's."""
+    """Rewards of single sampled turns, by node; the newest on a sample's path is the sample's
+    reward."""
 
 
 class RewardSlot(msgspec.Struct, frozen=True):
-    """Where a reward is put."""
+    """Position in a report at which a sample's reward is inserted."""
 
     path: tuple[int, ...]
-    """Nodes, the newest last; its reward counts."""
+    """Nodes of the sample, the newest last; the newest reward counts."""
     has_default: bool
-    """Without one, the session's reward stands here."""
+    """If no node has a reward, insert the session's."""
 
     def reward(self, rewards: SessionRewards) -> float | None:
-        """What to put here."""
+        """Return the reward to insert."""
         given = (rewards.by_node[node] for node in reversed(self.path) if node in rewards.by_node)
-        return next(given, rewards.whole if self.has_default else None)
+        return next(given, rewards.session if self.has_default else None)
 
 
 class SessionReport(msgspec.Struct, frozen=True):
-    """See the module. Made by a Writer."""
+    """The report of one session, built by a ReportWriter."""
 
     session_id: str
     text: Piece
-    inlets: list[tuple[int, RewardSlot | Piece]]
-    """What is put into the text, and before which of its bytes, in order."""
+    slots: list[tuple[int, RewardSlot | Piece]]
+    """Inserted values with their byte offsets in the text, ascending."""
     names: Piece
-    """Nodes by the ids of their responses, a JSON object."""
+    """JSON object that maps response ids to nodes."""
     nodes: tuple[int, ...]
-    """That a reward may be given to."""
+    """Nodes that may be rewarded."""
 
-    def told(self, rewards: SessionRewards, **fields: Any) -> list[Piece]:
-        """Its JSON, which begins with these fields."""
+    def render(self, rewards: SessionRewards, **fields: Any) -> list[Piece]:
+        """Render the report as JSON that starts with `fields`."""
         text = memoryview(joined([self.text]))
         pieces: list[Piece] = [_encode({"session_id": self.session_id, **fields})[:-1]]
         start = 0
-        for stop, inlet in self.inlets:
+        for stop, slot in self.slots:
             pieces.append(bytes(text[start:stop]))
-            pieces.append(
-                _encode(inlet.reward(rewards)) if isinstance(inlet, RewardSlot) else inlet
-            )
+            pieces.append(_encode(slot.reward(rewards)) if isinstance(slot, RewardSlot) else slot)
             start = stop
         return [*pieces, bytes(text[start:]), b"}"]
 
     def node_of(self, name: int | str) -> int:
-        """See CapturedSession."""
+        """Return the node of a number or a response id; LookupError if there is none."""
         if isinstance(name, int):
             if name not in self.nodes:
                 raise LookupError(name)
             return name
         names: dict[str, int] = msgspec.json.decode(joined([self.names]))
-        # Each dialect puts its own prefix before the ids that we make.
+        # Each dialect puts its own prefix before the response ids.
         return names[name[max(0, name.find(self.session_id)) :]]
 
     @property
     def num_bytes(self) -> int:
-        """Beside the blobs."""
+        """Bytes held outside of blobs."""
         return sum([len(each) for each in (self.text, self.names) if isinstance(each, bytes)])
 
 
 class FinishedSession(msgspec.Struct, frozen=True):
-    """What is left of a session once it is finished."""
+    """The remains of a finished session."""
 
     outcome: Outcome
-    account: SessionReport
+    report: SessionReport
     forks: Mapping[str, int]
     healed: Mapping[str, int]
     fault: str
@@ -105,33 +99,33 @@ class FinishedSession(msgspec.Struct, frozen=True):
 
 
 class ReportWriter:
-    """Writes an account, field by field."""
+    """Builds a report field by field."""
 
     def __init__(self) -> None:
         self._text = bytearray()
-        self._inlets: list[tuple[int, RewardSlot | Piece]] = []
+        self._slots: list[tuple[int, RewardSlot | Piece]] = []
 
     def field(self, name: str, value: Any) -> None:
-        """One whose value is short."""
+        """Add a short value."""
         self._text += b",%b:%b" % (_encode(name), _encode(value))
 
     def ready(self, name: str, pieces: Iterable[Piece]) -> None:
-        """One whose value is JSON already."""
+        """Add a value that is encoded as JSON already."""
         self._open(name, b"")
         self._put(pieces)
 
     def rows(self, name: str, rows: Iterable[tuple[RewardSlot, dict[str, Any]]]) -> None:
-        """A list of objects, each of which gets a `reward`."""
+        """Add a list of objects, each with a `reward` slot."""
         self._open(name, b"[")
         for number, (hole, row) in enumerate(rows):
             self._text += b',{"reward":' if number else b'{"reward":'
-            self._inlets.append((len(self._text), hole))
+            self._slots.append((len(self._text), hole))
             rest = _encode(row)
             self._text += b"," + rest[1:] if len(rest) > 2 else b"}"
         self._text += b"]"
 
     def listed(self, name: str, values: Iterable[Iterable[Piece]]) -> None:
-        """A list of values that are JSON already."""
+        """Add a list of values that are encoded as JSON already."""
         self._open(name, b"[")
         for number, pieces in enumerate(values):
             self._text += b"," if number else b""
@@ -139,19 +133,17 @@ class ReportWriter:
         self._text += b"]"
 
     def named(self, name: str, values: Iterable[tuple[str, Iterable[Piece]]]) -> None:
-        """An object of values that are JSON already."""
+        """Add an object of values that are encoded as JSON already."""
         self._open(name, b"{")
         for number, (key, pieces) in enumerate(values):
             self._text += b"%b%b:" % (b"," if number else b"", _encode(key))
             self._put(pieces)
         self._text += b"}"
 
-    def account(
-        self, session_id: str, names: dict[str, int], nodes: Iterable[int]
-    ) -> SessionReport:
-        """What was written; for `names` and `nodes` see Account."""
+    def build(self, session_id: str, names: dict[str, int], nodes: Iterable[int]) -> SessionReport:
+        """Build the report; `names` and `nodes` are those of SessionReport."""
         text = held(bytes(self._text))
-        return SessionReport(session_id, text, self._inlets, held(_encode(names)), tuple(nodes))
+        return SessionReport(session_id, text, self._slots, held(_encode(names)), tuple(nodes))
 
     def _open(self, name: str, bracket: bytes) -> None:
         self._text += b",%b:%b" % (_encode(name), bracket)
@@ -161,7 +153,7 @@ class ReportWriter:
             if isinstance(piece, bytes):
                 self._text += piece
             else:
-                self._inlets.append((len(self._text), piece))
+                self._slots.append((len(self._text), piece))
 
 
 BRANCHES: tuple[Branch, ...] = get_args(Branch)
@@ -172,12 +164,12 @@ def cut_samples(
     token_ids: "array[int]",
     logprobs: "array[float]",
 ) -> Iterator[dict[str, Any]]:
-    """One JSON object for each sample, all branches, in the order of their last turns, made one by
-    one, since of a long session each is large.
+    """Yield one JSON object per sample of any branch, in the order of the samples' last turns.
 
     `token_ids`, `loss_mask` (0 or 1), `logprobs` (0 where masked) and `policy_versions` (-1 where
-    masked, or where the weights have none) are lists of length T; `nodes` are the rows of the path,
-    and `sampling` is what the last of them was sampled with.
+    masked or unknown) are lists of length T. `nodes` are the rows of the path, and `sampling` holds
+    the parameters of the last one. Samples are yielded singly, because those of a long session are
+    large.
     """
     ids_of = _spans(nodes, token_ids, lambda node: node.num_tokens)
     logprobs_of = _spans(nodes, logprobs, lambda node: node.num_tokens if node.sampled else 0)
@@ -205,7 +197,7 @@ def cut_samples(
 
 
 def unused_turns(nodes: Sequence[NodeRow]) -> list[dict[str, Any]]:
-    """Sampled turns that train nowhere, and why: `void` or `superseded`."""
+    """Return the sampled turns that are in no sample, with the reason: `void` or `superseded`."""
     reasons = reasons_of(nodes, BRANCHES)
     return [
         {"node": row, "num_tokens": node.num_tokens, "reason": reasons[row]}
@@ -215,7 +207,7 @@ def unused_turns(nodes: Sequence[NodeRow]) -> list[dict[str, Any]]:
 
 
 def _spans(nodes: Sequence[NodeRow], flat: Any, num_of: Any) -> list[list[Any]]:
-    """Each row's part of a flat array."""
+    """Split a flat array by rows."""
     spans, at = [], 0
     for node in nodes:
         end = at + num_of(node)

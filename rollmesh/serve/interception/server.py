@@ -1,9 +1,9 @@
-"""An HTTP/1.1 server on one socket: what edge, relay and gateway have in common beneath routes.
+"""HTTP/1.1 server on one or more sockets, used by the agent server and the gateway's relay.
 
-Owns the connections and the tasks that serve them, one each. Invariants: nothing of a request is
-logged, since paths and headers may hold secrets; a handler is cancelled when its client hangs up;
-connections that do not get on are closed; `stop` closes the socket and idle connections first, then
-lets running handlers end within a bound. Driven by edge.py and by the gateway.
+- Nothing of a request is logged, because paths and headers may hold secrets.
+- A handler is cancelled when its client disconnects; connections without progress are closed.
+- `stop` closes sockets and idle connections first, then waits for running handlers for at most
+  `drain_s`.
 """
 
 import asyncio
@@ -16,21 +16,25 @@ from collections.abc import Awaitable, Callable
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.process import http_address
 from rollmesh.serve.interception.body_limits import BodyBudget
-from rollmesh.serve.interception.connection import AgentConnection, ConnectionLimits, is_known
+from rollmesh.serve.interception.connection import (
+    AgentConnection,
+    ConnectionLimits,
+    is_authenticated,
+)
 from rollmesh.serve.interception.request import HttpRequest
 
 BACKLOG = 1024
 SWEEP_S = 1.0
 
 FILES_FRACTION = 0.8
-"""Connections may take this part of the files that the process may hold open."""
+"""Part of the process's file limit that connections may use."""
 
 Handler = Callable[[HttpRequest], Awaitable[None]]
-"""Answers its request."""
+"""Answers a request."""
 
 
 class HttpServer:
-    """`start` serves until `stop`."""
+    """The server between `start` and `stop`."""
 
     def __init__(
         self,
@@ -39,7 +43,7 @@ class HttpServer:
         limits: ConnectionLimits | None = None,
         bodies: BodyBudget | None = None,
     ) -> None:
-        """`drain_s` is how long `stop` waits for running handlers."""
+        """Create the server; `drain_s` is the time that running handlers get in `stop`."""
         self.handle = handle
         self.limits = limits or ConnectionLimits()
         self.bodies = bodies or BodyBudget(sys.maxsize)
@@ -47,9 +51,9 @@ class HttpServer:
         self._drain_s = drain_s
         self._listener: asyncio.Server | None = None
         self._more: set[asyncio.Server] = set()
-        """Listeners in the network namespaces of programs."""
+        """Additional listeners, in network namespaces of agent programs."""
         self._connections: dict[AgentConnection, None] = {}
-        """The oldest first."""
+        """Open connections, the oldest first."""
         self._max_connections = self.limits.num_connections or _share_of_files()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
@@ -57,7 +61,7 @@ class HttpServer:
         self._sweeper: asyncio.TimerHandle | None = None
 
     async def start(self, listening: socket.socket, tls: ssl.SSLContext | None = None) -> str:
-        """Serve on the socket; returns its base address, `http://host:port`, https with `tls`."""
+        """Serve on the socket; return the base address, `http://host:port` or https with `tls`."""
         address = http_address(listening)
         if tls is not None:
             address = address.replace("http://", "https://", 1)
@@ -83,14 +87,14 @@ class HttpServer:
         return close
 
     async def stop(self) -> None:
-        """Close the socket and all connections; running handlers get their bound."""
+        """Close the sockets and all connections; running handlers get `drain_s`."""
         if self._listener is None:
             return
         self._is_stopping = True
         for listener in (self._listener, *self._more):
             listener.close()
         for each in list(self._connections):
-            each.retire()
+            each.close_when_idle()
         if self._connections:
             self._emptied.clear()
             try:
@@ -98,7 +102,7 @@ class HttpServer:
                     await self._emptied.wait()
             except TimeoutError:
                 for each in list(self._connections):
-                    each.hang_up()
+                    each.abort()
                 await self._emptied.wait()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -108,29 +112,29 @@ class HttpServer:
 
     @property
     def num_connections(self) -> int:
-        """That are open."""
+        """Number of open connections."""
         return len(self._connections)
 
-    # what connections say
+    # called by connections
 
-    def opened(self, inbound: AgentConnection) -> None:
-        """It is there."""
-        self._connections[inbound] = None
+    def connection_opened(self, connection: AgentConnection) -> None:
+        """Add a new connection, and close one if there are too many."""
+        self._connections[connection] = None
         if len(self._connections) > self._max_connections:
-            # The new one is the last to go: it has not shown a key yet.
-            next(each for each in self._connections if not is_known(each)).hang_up()
+            # The new connection is the last candidate: it could not show a key yet.
+            next(each for each in self._connections if not is_authenticated(each)).abort()
         if self._is_stopping:
-            inbound.hang_up()
+            connection.abort()
 
-    def lost(self, inbound: AgentConnection) -> None:
-        """It is gone."""
-        self._connections.pop(inbound, None)
+    def connection_closed(self, connection: AgentConnection) -> None:
+        """Remove a closed connection."""
+        self._connections.pop(connection, None)
         if not self._connections:
             self._emptied.set()
 
-    def employ(self, inbound: AgentConnection) -> asyncio.Task[None]:
-        """A task that serves it."""
-        task = asyncio.get_running_loop().create_task(inbound.serve(), name="http.inbound")
+    def spawn(self, connection: AgentConnection) -> asyncio.Task[None]:
+        """Start a task that serves the connection."""
+        task = asyncio.get_running_loop().create_task(connection.serve(), name="http.inbound")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -138,7 +142,7 @@ class HttpServer:
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         now_s = loop.time()
         for each in list(self._connections):
-            each.look(now_s)
+            each.check_timeouts(now_s)
         limits = self.limits
         period_s = min(SWEEP_S, limits.idle_s / 4, limits.head_s / 4, limits.linger_s / 4)
         self._sweeper = loop.call_later(period_s, self._sweep, loop)

@@ -1,7 +1,7 @@
-"""Capture in exact tokens: the gateway's sessions are the runtime's, as in a worker.
+"""Capture in exact tokens, with the runtime's sessions, as in a worker.
 
-Invariants: each session ends alone, with a scope of its own; what a sealed session says of itself
-is made from its record, and nothing else is kept once it was. Driven by book.py.
+- Each session has its own scope and is sealed alone.
+- The report of a sealed session is built from its record; then everything else is released.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ SEED_BITS = 62
 
 
 class TokenSession:
-    """Satisfies CapturedSession."""
+    """CapturedSession over a session of the runtime."""
 
     __slots__ = ("session",)
 
@@ -104,7 +104,7 @@ class TokenSession:
     def seal(self, reason: str) -> None:
         self.session.seal(reason)
 
-    def account(self) -> SessionReport:
+    def report(self) -> SessionReport:
         record, writer = self.session.record(), ReportWriter()
         nodes = record.nodes
         token_ids, logprobs = array("i"), array("f")
@@ -128,13 +128,13 @@ class TokenSession:
         writer.field("fell_back", self.session.num_fell_back)
         writer.field("capture", "tokens")
         sampled = (row for row, node in enumerate(nodes) if node.sampled)
-        return writer.account(self.session_id, self._names(), sampled)
+        return writer.build(self.session_id, self._names(), sampled)
 
     def forget(self) -> None:
         self.session.forget()
 
     def _names(self) -> dict[str, int]:
-        """The nodes of all replies that have one, by the replies' ids."""
+        """Map the ids of replies to their nodes."""
         names = {}
         for number in range(self.session.num_calls):
             name = f"{self.session_id}-{number}"
@@ -144,33 +144,33 @@ class TokenSession:
 
 
 def _quoted(image: ImageRef) -> tuple[Piece, ...]:
-    """An image's address as JSON; where it is a blob, none of its bytes needs an escape."""
+    """Encode an image's address as JSON; the bytes of a blob need no escapes."""
     address = image.address
     return (msgspec.json.encode(address),) if isinstance(address, str) else (b'"', address, b'"')
 
 
 class TokenSessionRestore:
-    """Satisfies Regaining."""
+    """SessionRestore over the runtime's session replay."""
 
     def __init__(
-        self, capture: "TokenCapture", standing: JournaledSession, scribe: SessionEventWriter
+        self, capture: "TokenCapture", journaled: JournaledSession, writer: SessionEventWriter
     ) -> None:
         self._capture = capture
-        self._standing = standing
-        self._scribe = scribe
-        self._redo = SessionReplay(standing.session_id, capture.kit, standing.read)
+        self._standing = journaled
+        self._writer = writer
+        self._redo = SessionReplay(journaled.session_id, capture.deps, journaled.read)
 
-    def take(self, deeds: bytes) -> None:
-        for deed in _decode(deeds):
-            self._redo.take(deed)
+    def take(self, events: bytes) -> None:
+        for event in _decode(events):
+            self._redo.take(event)
 
     def end(self) -> TokenSession:
         past = self._redo.past()
-        self._scribe.shown |= frozenset(past.held.history.images)
-        return self._capture.stand(self._standing, self._scribe, past)
+        self._writer.shown |= frozenset(past.held.history.images)
+        return self._capture.register_restored(self._standing, self._writer, past)
 
     def finished(self, num_calls: int) -> TokenSession:
-        captured = self._capture.stand(self._standing, self._scribe, None)
+        captured = self._capture.register_restored(self._standing, self._writer, None)
         captured.session.num_calls = num_calls
         captured.seal("it was finished")
         captured.forget()
@@ -178,42 +178,42 @@ class TokenSessionRestore:
 
 
 class TokenCapture:
-    """Satisfies Capture."""
+    """Capture over the runtime."""
 
     def __init__(
-        self, runtime: Runtime, sampling: SamplingPolicy, archive: GatewayJournal | None = None
+        self, runtime: Runtime, sampling: SamplingPolicy, journal: GatewayJournal | None = None
     ) -> None:
-        """`sampling` is for sessions that wish for no other."""
-        self.kit = runtime.deps
+        """Create the capture; `sampling` is the default of its sessions."""
+        self.deps = runtime.deps
         self._runtime = runtime
         self._sampling = sampling
-        self._archive = archive
+        self._journal = journal
         self._name = new_id("gw")
         self._num_opened = 0
 
-    def open(self, wish: CaptureOptions) -> OpenedSession:
-        seed = secrets.randbits(SEED_BITS) if wish.seed is None else wish.seed
-        sampling = wish.sampling or self._sampling
+    def open(self, options: CaptureOptions) -> OpenedSession:
+        seed = secrets.randbits(SEED_BITS) if options.seed is None else options.seed
+        sampling = options.sampling or self._sampling
         kept = None
-        if self._archive is not None:
+        if self._journal is not None:
             session_id = new_id("s", 6)
-            kept = StoredSession(session_id, SessionEventWriter(self._archive, session_id))
+            kept = StoredSession(session_id, SessionEventWriter(self._journal, session_id))
         opened = self._register(sampling, seed, kept)
         captured = TokenSession(opened.session)
         return OpenedSession(captured, opened.api_key, opened.path_secret, sampling, seed)
 
-    def regain(self, standing: JournaledSession) -> TokenSessionRestore:
-        assert self._archive is not None
+    def restore(self, journaled: JournaledSession) -> TokenSessionRestore:
+        assert self._journal is not None
         return TokenSessionRestore(
-            self, standing, SessionEventWriter(self._archive, standing.session_id)
+            self, journaled, SessionEventWriter(self._journal, journaled.session_id)
         )
 
-    def stand(
-        self, standing: JournaledSession, scribe: SessionEventWriter, past: RestoredState | None
+    def register_restored(
+        self, journaled: JournaledSession, writer: SessionEventWriter, past: RestoredState | None
     ) -> TokenSession:
-        """A session that another process has opened, with what it did; a Regaining's."""
-        kept = StoredSession(standing.session_id, scribe, standing.locks, past)
-        opened = self._register(standing.sampling or self._sampling, standing.seed, kept)
+        """Register a session of an earlier process with its restored state."""
+        kept = StoredSession(journaled.session_id, writer, journaled.locks, past)
+        opened = self._register(journaled.sampling or self._sampling, journaled.seed, kept)
         return TokenSession(opened.session)
 
     def close(self, captured: CapturedSession) -> None:

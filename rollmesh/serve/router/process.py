@@ -424,7 +424,7 @@ class RouterLoop:
         status = msgspec.structs.replace(
             status, address=self._hub.address, status_url=self._status_url
         )
-        self._board.hang(status)
+        self._board.publish(status)
         before, self._num_body_bytes = (
             self._num_body_bytes,
             self._group_scheduler.table.num_body_bytes,

@@ -60,10 +60,10 @@ from rollmesh.envs.openai_client import close_pool
 from rollmesh.runtime import blobs
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.runtime.registry import GC_THRESHOLDS, Runtime, new_runtime
-from rollmesh.serve.interception.agent_server import AgentServer, add_agent_server, add_blobs
+from rollmesh.serve.interception.agent_server import AgentServer, count_agent_server, count_blobs
 from rollmesh.serve.interception.exchange import refuse
 from rollmesh.serve.interception.gateway import LoopLag
-from rollmesh.serve.interception.request import HttpRequest, bears
+from rollmesh.serve.interception.request import HttpRequest, has_bearer
 from rollmesh.serve.server.rollouts import WorkerContext, one_line
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.serve.server.transport import STARTED_S, HeartbeatSettings, HeartbeatThread, identity
@@ -197,8 +197,8 @@ class MetricsEndpoint:
             return False
         host = request.headers.get(b"host", b"").decode("latin-1")
         is_open = self._is_open and names_loopback([host])
-        if is_open or bears(self._token, request.headers):
-            lines = request.dated(CONTENT_TYPE.encode())
+        if is_open or has_bearer(self._token, request.headers):
+            lines = request.header_lines(CONTENT_TYPE.encode())
             request.answer(200, lines, self._exposition.render())
         else:
             why = f"send the token of {ADMIN_TOKEN_VARIABLE} as `Authorization: Bearer TOKEN`"
@@ -320,8 +320,8 @@ async def _serve(
         edge = AgentServer(
             runtime, config.interception, model_name, MetricsEndpoint(exposition, listening).handle
         )
-        add_blobs(worker.inventory)
-        add_agent_server(worker.inventory, runtime, sampler, edge)
+        count_blobs(worker.inventory)
+        count_agent_server(worker.inventory, runtime, sampler, edge)
         lag = LoopLag(loop)
         stack.callback(lag.close)
         exposition.add(worker.inventory.figures)

@@ -1,16 +1,16 @@
-"""The records of a gateway's journal.
+"""Records of a gateway's journal.
 
-    Began      in which format, what the gateway captures, for which model; the first
-    Opened     a session: how it is reached, by digests, and what was wished for it
-    Grew       what it has done; the second frame has its deeds, as its capture writes them
-    Rewarded   it, or one of its turns
-    Finished   its account, which from then on stands for all that it has done
-    Closed     it was deleted, or forgotten: nothing before this is of use
-    Kept       a long text or an image, under a number that others name; the second frame
+    JournalHeader     format, capture and model; the first record
+    SessionOpened     a new session: digests of its secrets, and its sampling rules
+    SessionGrew       events of a session; the second frame holds them, in the capture's encoding
+    SessionRewarded   a reward of the session or of one of its turns
+    SessionFinished   the session's report, which replaces all its events
+    SessionClosed     the session was deleted or expired; all earlier records of it are dead
+    ContentStored     a long text or an image under a number; the second frame holds it
 
-Invariants: secrets stand here as SHA-256 alone; the entries of a session are numbered from 0 in the
-order in which they are true, wherever they stand, since an entry may be moved behind later ones;
-what has the number of an earlier one is its copy. Written by archive.py, read by recovery.py.
+- Secrets are stored as SHA-256 digests only.
+- The entries of a session are numbered from 0 in logical order. Compaction may move an entry
+  behind later ones; two entries of one number are copies.
 """
 
 import msgspec
@@ -21,24 +21,24 @@ from rollmesh.runtime.session_log import Text
 from rollmesh.serve.interception.report import RewardSlot
 
 FORMAT = 2
-"""Raised with every change of an entry or a deed that an older release would read otherwise, or not
-at all: tests/golden/gateway_journal.json has what they look like."""
+"""Incremented with every change of an entry or event that an older release would misread;
+tests/golden/gateway_journal.json shows the encoding."""
 
 
 class JournalEntry(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
-    """The first frame of a record."""
+    """First frame of a record."""
 
 
 class JournalHeader(JournalEntry, frozen=True, tag="began"):
-    """See the module."""
+    """The first record of a journal."""
 
     capture: str
     model: str
-    """A digest of what makes its tokens; '' where none are made."""
+    """Digest of the tokenizer; '' if the capture makes no tokens."""
     chats: str = ""
-    """What makes prompts of chats and reads answers: a family, or the digest of a template."""
+    """Chat renderer and parser: a model family, or the digest of a template."""
     format: int = 1
-    """FORMAT of the release that wrote it; the first did not say."""
+    """FORMAT of the release that wrote the journal; the first format did not record it."""
 
 
 class SessionEntry(JournalEntry, frozen=True):
@@ -49,33 +49,33 @@ class SessionEntry(JournalEntry, frozen=True):
 
 
 class SessionOpened(SessionEntry, frozen=True, tag="opened"):
-    """See the module."""
+    """A new session."""
 
     created_s: float
     locks: Locks
     metadata: bytes
     seed: int
     sampling: SamplingPolicy | None
-    """None: the capture's own."""
+    """None: the capture's default."""
 
 
 class SessionGrew(SessionEntry, frozen=True, tag="grew"):
-    """See the module."""
+    """Events of a session, in the second frame."""
 
 
 class SessionRewarded(SessionEntry, frozen=True, tag="rewarded"):
-    """See the module."""
+    """A reward of the session, or of one turn if `node` is set."""
 
     reward: float
     node: int | None
 
 
 class SessionFinished(SessionEntry, frozen=True, tag="finished"):
-    """See the module."""
+    """The report of a finished session, which replaces its events."""
 
     outcome: Outcome
     text: Text
-    inlets: tuple[tuple[int, RewardSlot | Text], ...]
+    slots: tuple[tuple[int, RewardSlot | Text], ...]
     names: Text
     nodes: tuple[int, ...]
     forks: dict[str, int]
@@ -86,13 +86,13 @@ class SessionFinished(SessionEntry, frozen=True, tag="finished"):
 
 
 class SessionClosed(JournalEntry, frozen=True, tag="closed"):
-    """See the module."""
+    """The end of a session."""
 
     session_id: str
 
 
 class ContentStored(JournalEntry, frozen=True, tag="kept"):
-    """See the module."""
+    """A long text or an image, in the second frame."""
 
     number: int
 

@@ -1,13 +1,13 @@
-"""A gateway's book, made again of its journal before it serves.
+"""Restores a gateway's sessions from its journal before the gateway serves.
 
-    pass 1: which sessions live, which are finished, where contents stand
-    pass 2: each live session's entries, in their order --> Regaining --> the book
+    pass 1: find the live sessions, the finished ones, and the positions of contents
+    pass 2: replay each live session's entries in order, then add it to the registry
 
-Owns what is found on the way. Invariants: of a finished session the account alone comes back; one
-whose entries are not all there, or cannot be done again, is named, takes no other along, and stays
-on disk with all that it may name, as another release may be able to; a journal of another format,
-capture or model is refused; contents are read when a session names them, once. Driven by
-gateway.py.
+- Of a finished session only the report is restored.
+- A session with missing or unreadable entries is set aside: it is logged by name, does not affect
+  other sessions, and stays on disk with all contents, because another release may read it.
+- A journal of another format, capture or model is refused.
+- Contents are read lazily, once.
 """
 
 import time
@@ -48,91 +48,92 @@ log = get_logger()
 
 
 class RecoveryReport(msgspec.Struct):
-    """What came back, and what did not."""
+    """Result of a recovery."""
 
     num_open: int = 0
     num_finished: int = 0
     num_set_aside: int = 0
     num_calls: int = 0
     num_bytes: int = 0
-    """Of the journal."""
+    """Size of the journal."""
     torn_bytes: int = 0
-    """At its end, of a record that was being written when the process ended."""
+    """Length of an incomplete record at the journal's end, which the previous process was
+    writing."""
     set_aside: list[str] = []
-    """Sessions that are on disk alone, and why."""
+    """Sessions that were not restored, with reasons."""
 
 
 class _FoundSession:
-    """One session, as pass 1 sees it, and on its way back in pass 2."""
+    """State of one session during recovery."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self.is_finished = False
-        self.lasting_bytes = 0
-        self.grown_bytes = 0
+        self.permanent_bytes = 0
+        self.event_bytes = 0
         self.next_number = 0
         self.waiting: dict[int, tuple[SessionEntry, list[bytes]]] = {}
-        """Entries that stand before those that come first."""
+        """Entries that were read before their predecessors."""
         self.opened: SessionOpened | None = None
         self.finished: SessionFinished | None = None
         self.rewards: list[SessionRewarded] = []
-        self.regaining: SessionRestore | None = None
+        self.restore: SessionRestore | None = None
 
-    def see(self, entry: SessionEntry, num_bytes: int) -> None:
-        """One of its entries, in pass 1."""
+    def note(self, entry: SessionEntry, num_bytes: int) -> None:
+        """Count an entry, in pass 1."""
         if entry.number in self.numbers:
             return  # a copy
         self.numbers.add(entry.number)
         self.is_finished = self.is_finished or isinstance(entry, SessionFinished)
         if isinstance(entry, SessionGrew):
-            self.grown_bytes += num_bytes
+            self.event_bytes += num_bytes
         else:
-            self.lasting_bytes += num_bytes
+            self.permanent_bytes += num_bytes
 
-    def room(self) -> SessionUsage:
-        """What it has in the journal."""
-        grown_bytes = 0 if self.is_finished else self.grown_bytes
+    def usage(self) -> SessionUsage:
+        """Return the session's share of the journal."""
+        event_bytes = 0 if self.is_finished else self.event_bytes
         next_number = max(self.numbers) + 1
-        return SessionUsage(next_number, self.lasting_bytes, grown_bytes, set(), self.is_finished)
+        return SessionUsage(next_number, self.permanent_bytes, event_bytes, set(), self.is_finished)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is there that it needs: the deeds of a finished one may be gone."""
+        """Whether all required entries exist; events of a finished session may be gone."""
         return self.is_finished or self.numbers == set(range(len(self.numbers)))
 
 
 class JournalRecovery:
-    """`run` once, before anything is served."""
+    """One recovery; call `run` once, before the gateway serves."""
 
     def __init__(
-        self, archive: GatewayJournal, capture: DurableCapture, book: SessionRegistry
+        self, journal: GatewayJournal, capture: DurableCapture, registry: SessionRegistry
     ) -> None:
-        self._archive = archive
+        self._journal = journal
         self._capture = capture
-        self._book = book
-        self._found: dict[str, _FoundSession] = {}
+        self._registry = registry
+        self._sessions: dict[str, _FoundSession] = {}
         self._places: dict[int, int] = {}
-        """Of contents."""
+        """Journal positions of contents, by number."""
         self._contents: dict[int, Blob | bytes] = {}
-        """Those that were read, until all sessions are back."""
-        self._told = RecoveryReport(set_aside=[])
+        """Contents that were read; cleared when all sessions are restored."""
+        self._report = RecoveryReport(set_aside=[])
 
-    def run(self, began: JournalHeader) -> RecoveryReport:
-        """Make all again; ConfigError where the journal is of another format, capture or model."""
+    def run(self, header: JournalHeader) -> RecoveryReport:
+        """Restore all sessions; ConfigError if the journal has another format, capture or model."""
         start_s = time.monotonic()
         try:
-            is_new = not self._find(began)
-            self._redo_all()
+            is_new = not self._find(header)
+            self._replay_all()
         except JournalError as error:
             raise unusable(error) from None
-        self._archive.drop_unnamed()
+        self._journal.drop_unreferenced()
         if is_new:
-            self._archive.begin(began)
-        told, journal = self._told, self._archive.journal
+            self._journal.begin(header)
+        told, journal = self._report, self._journal.journal
         told.num_bytes, told.torn_bytes = journal.size_bytes, journal.torn_bytes
         log.info(
             "gateway.recovered",
-            journal=str(self._archive.folder),
+            journal=str(self._journal.folder),
             took_s=round(time.monotonic() - start_s, 3),
             **msgspec.structs.asdict(told),
         )
@@ -140,69 +141,71 @@ class JournalRecovery:
 
     # pass 1
 
-    def _find(self, began: JournalHeader) -> bool:
-        """Whether there was a journal."""
+    def _find(self, header: JournalHeader) -> bool:
+        """Index the journal; return whether it has a header."""
         closed: set[str] = set()
-        has_begun = False
-        for position, frames in self._archive.journal.replay():
+        has_header = False
+        for position, frames in self._journal.journal.replay():
             entry = self._read_entry(frames)
             match entry:
                 case JournalHeader():
-                    _check_same(entry, began, self._archive.folder)
-                    has_begun = True
+                    _check_same(entry, header, self._journal.folder)
+                    has_header = True
                 case SessionClosed(session_id):
                     closed.add(session_id)
                 case ContentStored(number):
                     self._places[number] = position
-                    self._archive.known(number, size_of(frames))
+                    self._journal.add_stored(number, size_of(frames))
                 case SessionEntry(session_id):
-                    self._found.setdefault(session_id, _FoundSession()).see(entry, size_of(frames))
+                    self._sessions.setdefault(session_id, _FoundSession()).note(
+                        entry, size_of(frames)
+                    )
         for session_id in closed:
-            self._found.pop(session_id, None)
-        return has_begun
+            self._sessions.pop(session_id, None)
+        return has_header
 
     def _read_entry(self, frames: list[bytes]) -> AnyEntry:
         try:
             entry: AnyEntry = decode(frames[0])
         except (*DECODE_ERRORS, IndexError):
             raise ConfigError(
-                f"--journal {self._archive.folder}: it has records that no gateway of this release "
-                "has written; go on with the release that did, or name another folder"
+                f"--journal {self._journal.folder}: contains records that no gateway of this "
+                "release wrote; use the release that did, or name another folder"
             ) from None
         return entry
 
     # pass 2
 
-    def _redo_all(self) -> None:
-        for session_id, found in self._found.items():
-            room = self._archive.rooms[session_id] = found.room()
-            self._archive.count(room.lasting_bytes + room.grown_bytes)
-        for session_id, found in list(self._found.items()):
+    def _replay_all(self) -> None:
+        for session_id, found in self._sessions.items():
+            usage = self._journal.usage[session_id] = found.usage()
+            self._journal.add_live_bytes(usage.permanent_bytes + usage.event_bytes)
+        for session_id, found in list(self._sessions.items()):
             if not found.is_whole:
-                self._set_aside(session_id, "not all of its records are there")
-        for _, frames in self._archive.journal.replay():
+                self._set_aside(session_id, "some of its records are missing")
+        for _, frames in self._journal.journal.replay():
             entry = decode(frames[0])
-            if isinstance(entry, SessionEntry) and entry.session_id in self._found:
-                self._meet(entry, frames)
-        for session_id in list(self._found):
-            self._set_aside(session_id, "its records do not end")
+            if isinstance(entry, SessionEntry) and entry.session_id in self._sessions:
+                self._replay_entry(entry, frames)
+        for session_id in list(self._sessions):
+            self._set_aside(session_id, "its records are incomplete")
         self._contents.clear()
 
-    def _meet(self, entry: SessionEntry, frames: list[bytes]) -> None:
-        """One entry, which may be a copy, or stand before those that come first."""
+    def _replay_entry(self, entry: SessionEntry, frames: list[bytes]) -> None:
+        """Process one entry, which may be a copy, or precede its predecessors."""
         session_id = entry.session_id
-        found = self._found[session_id]
+        found = self._sessions[session_id]
         if entry.number not in found.numbers:
             return
         if found.is_finished:
-            # Its deeds may be gone already: what is left of it needs no order.
+            # Its events may be gone already; the other entries need no order.
             found.numbers.discard(entry.number)
             if not isinstance(entry, SessionGrew) and not self._try(
                 session_id, partial(self._take, session_id, found, entry, frames)
             ):
                 return
             if not found.numbers:
-                self._try(session_id, partial(self._settle, session_id, found))
+                self._try(session_id, partial(self._finish_restore, session_id, found))
             return
         found.waiting.setdefault(entry.number, (entry, frames))
         while (due := found.waiting.pop(found.next_number, None)) is not None:
@@ -211,15 +214,15 @@ class JournalRecovery:
             if not self._try(session_id, partial(self._take, session_id, found, *due)):
                 return
         if not found.numbers:
-            self._try(session_id, partial(self._settle, session_id, found))
+            self._try(session_id, partial(self._finish_restore, session_id, found))
 
     def _try(self, session_id: str, work: Callable[[], None]) -> bool:
-        """Work on a session; one in which that cannot be done is set aside."""
+        """Run `work` for a session; set the session aside if that fails."""
         try:
             work()
         except JournalError:
             raise
-        except Exception as error:  # noqa: BLE001 - door: one session takes no other along
+        except Exception as error:  # noqa: BLE001 - door: a fault in one session must not affect the others
             self._set_aside(session_id, f"{type(error).__name__}: {error}")
             return False
         return True
@@ -230,7 +233,7 @@ class JournalRecovery:
         match entry:
             case SessionOpened():
                 found.opened = entry
-                found.regaining = self._capture.regain(
+                found.restore = self._capture.restore(
                     JournaledSession(
                         session_id,
                         entry.locks,
@@ -240,57 +243,57 @@ class JournalRecovery:
                     )
                 )
             case SessionGrew():
-                assert found.regaining is not None
-                found.regaining.take(frames[1])
+                assert found.restore is not None
+                found.restore.take(frames[1])
             case SessionRewarded():
                 found.rewards.append(entry)
             case SessionFinished():
                 found.finished = entry
 
-    def _settle(self, session_id: str, found: _FoundSession) -> None:
-        """All of it is back: into the book with it."""
-        opened, regaining, finished = found.opened, found.regaining, found.finished
-        if opened is None or regaining is None:
-            raise LookupError("how it was opened is not there")
-        # Before its doors lead anywhere: this may fail, too.
+    def _finish_restore(self, session_id: str, found: _FoundSession) -> None:
+        """Add a completely replayed session to the registry."""
+        opened, restore, finished = found.opened, found.restore, found.finished
+        if opened is None or restore is None:
+            raise LookupError("its opening record is missing")
+        # Before the session becomes reachable, because this may fail too.
         again = restored_report(finished, partial(self._blob, session_id)) if finished else None
-        captured = regaining.finished(finished.num_calls) if finished else regaining.end()
+        captured = restore.finished(finished.num_calls) if finished else restore.end()
         entry = RegisteredSession(captured, opened.metadata, opened.created_s)
         for each in sorted(found.rewards, key=lambda reward: reward.number):
             if each.node is None:
                 entry.reward = each.reward
             else:
                 entry.node_rewards = {**entry.node_rewards, each.node: each.reward}
-        entry.finished, entry.is_filed = again, again is not None
-        self._book.enter(entry)
-        del self._found[session_id]
-        self._told.num_finished += entry.is_filed
-        self._told.num_open += not entry.is_filed
-        self._told.num_calls += captured.num_calls
+        entry.finished, entry.is_report_stored = again, again is not None
+        self._registry.add(entry)
+        del self._sessions[session_id]
+        self._report.num_finished += entry.is_report_stored
+        self._report.num_open += not entry.is_report_stored
+        self._report.num_calls += captured.num_calls
         blobs.spill_over()
 
     def _set_aside(self, session_id: str, why: str) -> None:
-        del self._found[session_id]
-        for number in self._places:  # any of them it may name
-            self._archive.hold(session_id, number)
-        self._book.set_aside(session_id, why)
-        self._told.set_aside.append(f"{session_id}: {why}")
-        self._told.num_set_aside += 1
+        del self._sessions[session_id]
+        for number in self._places:  # it may reference any of them
+            self._journal.hold(session_id, number)
+        self._registry.set_aside(session_id, why)
+        self._report.set_aside.append(f"{session_id}: {why}")
+        self._report.num_set_aside += 1
 
     def _read(self, session_id: str, number: int) -> bytes:
-        """A content that a session names."""
+        """Return a content that the session references."""
         content = self._contents.get(number)
         if content is None:
             if number not in self._places:
-                raise LookupError(f"its text or image {number} is not there")
-            _, raw = self._archive.journal.read(self._places[number])
+                raise LookupError(f"its text or image {number} is missing")
+            _, raw = self._journal.journal.read(self._places[number])
             content = self._contents[number] = raw if len(raw) < LONG_BYTES else blobs.hold(raw)
-            self._archive.bind(number, content)
-        self._archive.hold(session_id, number)
+            self._journal.bind(number, content)
+        self._journal.hold(session_id, number)
         return content if isinstance(content, bytes) else content.read()
 
     def _blob(self, session_id: str, number: int) -> Blob:
-        """One that is long."""
+        """Return a long content as a blob."""
         self._read(session_id, number)
         content = self._contents[number]
         assert isinstance(content, Blob)
@@ -298,22 +301,22 @@ class JournalRecovery:
 
 
 def size_of(frames: list[bytes]) -> int:
-    """What a record takes, about."""
+    """Return the approximate size of a record."""
     return RECORD_BYTES + sum(map(len, frames))
 
 
 def _check_same(found: JournalHeader, wanted: JournalHeader, folder: Path) -> None:
     if found.format != wanted.format:
         raise ConfigError(
-            f"--journal {folder}: its sessions are of format {found.format}, this release writes "
-            f"{wanted.format}; go on with the release that wrote them, or name another folder"
+            f"--journal {folder}: its sessions have format {found.format}, this release writes "
+            f"{wanted.format}; use the release that wrote them, or name another folder"
         )
     if found != wanted:
         raise ConfigError(
-            f"--journal {folder}: its sessions are of capture, model and chats {_words(found)}, "
-            f"these are {_words(wanted)}; name another folder"
+            f"--journal {folder}: its sessions have capture, model and chats {_describe(found)}, "
+            f"this gateway has {_describe(wanted)}; name another folder"
         )
 
 
-def _words(began: JournalHeader) -> str:
-    return " ".join(filter(None, (began.capture, began.model, began.chats)))
+def _describe(header: JournalHeader) -> str:
+    return " ".join(filter(None, (header.capture, header.model, header.chats)))

@@ -1,12 +1,7 @@
-"""Writes what one session does into its gateway's journal.
+"""Writes one session's events and its report into the gateway's journal.
 
-Owns who waits for it. Invariant: a long text is named by a number and stands in the journal once
-for all sessions that show it. Made by tokens.py, driven by its session's diary.
-
-A session's opening and its account as they are filed, and as they come back.
-
-What is long of an account lies in blobs, which the journal has once. Invariant: an account that
-comes back is told in the same bytes. Driven by book.py, which files, and by recovery.py.
+- A long text is stored once under a number, for all sessions that contain it.
+- A report that was restored from the journal renders to the same bytes.
 """
 
 import asyncio
@@ -27,36 +22,36 @@ from rollmesh.serve.interception.pieces import Piece
 from rollmesh.serve.interception.report import FinishedSession, RewardSlot, SessionReport
 
 MIN_SAME_BYTES = 64
-"""A shorter text is no longer than its name."""
+"""A shorter text is no longer than a reference to it."""
 MAX_SAME = 8
-"""Long texts of a session that are held so as to be known again: its tools, those of a sub-agent or
-two; one that falls out is written anew when it comes again and nobody else holds it."""
+"""Long texts that a session keeps for deduplication, e.g. its tools and those of a sub-agent. A
+text that is evicted is stored again when it is repeated, unless another session holds it."""
 
 
 class SessionTexts:
-    """How one session's deeds name its texts."""
+    """References of one session's events to its texts."""
 
-    __slots__ = ("_archive", "_same", "_session_id")
+    __slots__ = ("_journal", "_same", "_session_id")
 
-    def __init__(self, archive: GatewayJournal, session_id: str) -> None:
-        self._archive = archive
+    def __init__(self, journal: GatewayJournal, session_id: str) -> None:
+        self._journal = journal
         self._session_id = session_id
         self._same: OrderedDict[bytes, Blob] | None = None
-        """Long ones that come again and again, by their digests, the newest last: they have their
-        number as long as their blob."""
+        """Long repeated texts by digest, the newest last; a text keeps its number while its blob
+        exists."""
 
     def text(self, text: bytes | Blob) -> Text:
-        """One that may be long."""
+        """Return a text that may be long, or its number."""
         if isinstance(text, Blob):
-            return self._archive.name(self._session_id, text)
-        return text if len(text) < LONG_BYTES else self._archive.name(self._session_id, hold(text))
+            return self._journal.name(self._session_id, text)
+        return text if len(text) < LONG_BYTES else self._journal.name(self._session_id, hold(text))
 
     def same(self, text: bytes) -> Text:
-        """One that comes again and again."""
+        """Return a text that is often repeated, or its number."""
         if len(text) < MIN_SAME_BYTES:
             return text
         if len(text) < LONG_BYTES:
-            return self._archive.name(self._session_id, text)
+            return self._journal.name(self._session_id, text)
         digest = digest_of(text)
         same = self._same = OrderedDict() if self._same is None else self._same
         blob = same.get(digest)
@@ -65,24 +60,24 @@ class SessionTexts:
         same.move_to_end(digest)
         if len(same) > MAX_SAME:
             same.popitem(last=False)
-        return self._archive.name(self._session_id, blob)
+        return self._journal.name(self._session_id, blob)
 
 
 class SessionEventWriter(WriteBuffer):
-    """Satisfies Scribe."""
+    """Event writer of one session, as the runtime's `Scribe` protocol requires."""
 
-    __slots__ = ("_archive", "_waiters", "shown", "texts")
+    __slots__ = ("_journal", "_waiters", "shown", "texts")
 
-    def __init__(self, archive: GatewayJournal, session_id: str) -> None:
-        super().__init__(session_id, archive.due)
+    def __init__(self, journal: GatewayJournal, session_id: str) -> None:
+        super().__init__(session_id, journal.flush_queue)
         self.shown: frozenset[str] = frozenset()
-        """Images that deeds have told."""
-        self.texts = SessionTexts(archive, session_id)
-        self._archive = archive
+        """Digests of the images in earlier events."""
+        self.texts = SessionTexts(journal, session_id)
+        self._journal = journal
         self._waiters: tuple[asyncio.Future[SessionError | None], ...] = ()
 
     def check(self) -> None:
-        self._archive.check()
+        self._journal.check()
 
     def text(self, text: bytes | Blob) -> Text:
         return self.texts.text(text)
@@ -96,20 +91,20 @@ class SessionEventWriter(WriteBuffer):
         self.shown |= {image.digest}
         if image.data is None:
             return ImageShown(image.digest, image.url)
-        return ImageShown(image.digest, self._archive.name(self.session_id, image.data))
+        return ImageShown(image.digest, self._journal.name(self.session_id, image.data))
 
     async def written(self) -> None:
-        if not self.is_owing:
+        if not self.has_pending:
             return
         self.be_due()
-        waiter: asyncio.Future[SessionError | None] = self._due.loop.create_future()
+        waiter: asyncio.Future[SessionError | None] = self._flush_queue.loop.create_future()
         self._waiters += (waiter,)
         failure = await waiter
         if failure is not None:
             raise failure.again()
 
-    def tried(self, failure: SessionError | None) -> None:
-        super().tried(failure)
+    def flushed(self, failure: SessionError | None) -> None:
+        super().flushed(failure)
         waiters, self._waiters = self._waiters, ()
         for waiter in waiters:
             if not waiter.done():
@@ -119,62 +114,60 @@ class SessionEventWriter(WriteBuffer):
 def opened_entry(
     new: capture.OpenedSession, metadata: bytes, created_s: float
 ) -> entries.SessionOpened:
-    """The first entry of a session."""
+    """Return the first entry of a session."""
     locks = locks_of(new.api_key, new.path_secret)
     session_id = new.captured.session_id
     return entries.SessionOpened(session_id, 0, created_s, locks, metadata, new.seed, new.sampling)
 
 
 def write_report(
-    archive: GatewayJournal, captured: capture.CapturedSession, finished: FinishedSession
+    journal: GatewayJournal, captured: capture.CapturedSession, finished: FinishedSession
 ) -> None:
-    """File an account; SessionError 507 where the disk does not take it."""
-    session_id, account = captured.session_id, finished.account
+    """Store the report of a finished session; SessionError 507 if the disk refuses it."""
+    session_id, report = captured.session_id, finished.report
     contents: set[int] = set()
-    archive.due.write()  # before the account has its number, which it would else share
+    journal.flush_queue.flush()  # pending events take their numbers before the report does
 
     def text_of(piece: Piece) -> Text:
         if isinstance(piece, bytes):
             return piece
-        contents.add(number := archive.name(session_id, piece))
+        contents.add(number := journal.name(session_id, piece))
         return number
 
-    inlets = [
-        (at, inlet if isinstance(inlet, RewardSlot) else text_of(inlet))
-        for at, inlet in account.inlets
+    slots = [
+        (at, slot if isinstance(slot, RewardSlot) else text_of(slot)) for at, slot in report.slots
     ]
     entry = entries.SessionFinished(
         session_id,
-        archive.rooms[session_id].next_number,
+        journal.usage[session_id].next_number,
         finished.outcome,
-        text_of(account.text),
-        tuple(inlets),
-        text_of(account.names),
-        account.nodes,
+        text_of(report.text),
+        tuple(slots),
+        text_of(report.names),
+        report.nodes,
         dict(finished.forks),
         dict(finished.healed),
         finished.fault,
         finished.spent_because,
         captured.num_calls,
     )
-    archive.finish(entry, contents)
+    journal.finish(entry, contents)
 
 
 def restored_report(
     entry: entries.SessionFinished, blob_of: Callable[[int], Blob]
 ) -> FinishedSession:
-    """The account as it was filed."""
+    """Rebuild a report from its journal entry."""
 
     def piece_of(text: Text) -> Piece:
         return text if isinstance(text, bytes) else blob_of(text)
 
-    inlets: list[tuple[int, RewardSlot | Piece]] = [
-        (at, inlet if isinstance(inlet, RewardSlot) else piece_of(inlet))
-        for at, inlet in entry.inlets
+    slots: list[tuple[int, RewardSlot | Piece]] = [
+        (at, slot if isinstance(slot, RewardSlot) else piece_of(slot)) for at, slot in entry.slots
     ]
-    account = SessionReport(
-        entry.session_id, piece_of(entry.text), inlets, piece_of(entry.names), entry.nodes
+    report = SessionReport(
+        entry.session_id, piece_of(entry.text), slots, piece_of(entry.names), entry.nodes
     )
     return FinishedSession(
-        entry.outcome, account, entry.forks, entry.healed, entry.fault, entry.spent_because
+        entry.outcome, report, entry.forks, entry.healed, entry.fault, entry.spent_because
     )

@@ -1,12 +1,12 @@
-"""What sessions have done that their gateway's journal does not hold yet.
+"""Session events that are not yet in the gateway's journal, and the queue that flushes them.
 
-    put --> owed --due--> written with all that is due in the same turn of the loop
-                     \\--the disk does not take it--> owed, until it is due again
+    put --> pending --be_due--> written with all that is due in the same turn of the event loop
+                     \\--the disk refuses it--> pending, until it is due again
 
-Owns the deeds until they are written, and when that is. Invariants: what is due is written before
-the loop has turned again, in one write however many sessions it concerns; each hears of it, once,
-whatever fails, and fails alone where it is its own record that cannot be made; a session's deeds
-stand in one record or in none. Driven by scribes; archive.py makes the records and writes them.
+- Due events are written before the event loop has turned again, in one write for all sessions.
+- Each session is notified of the result exactly once. A session fails alone if only its own record
+  cannot be built.
+- The events of one flush of a session are in one record or in none.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.logs import get_logger
 
 Record = list[bytes]
-"""The frames of one."""
+"""Frames of one record."""
 Given = TypeVar("Given")
 
 log = get_logger()
@@ -27,98 +27,102 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class WriteBuffer:
-    """Of one session; its scribe is one, so that a session costs few objects."""
+    """Pending events of one session; the session's event writer derives from it, to save an
+    object."""
 
-    __slots__ = ("_due", "_owed", "session_id")
+    __slots__ = ("_flush_queue", "_pending", "session_id")
 
-    def __init__(self, session_id: str, due: "FlushQueue") -> None:
+    def __init__(self, session_id: str, flush_queue: "FlushQueue") -> None:
         self.session_id = session_id
-        self._due = due
-        self._owed: list[msgspec.Struct] = []
+        self._flush_queue = flush_queue
+        self._pending: list[msgspec.Struct] = []
 
     @property
-    def is_owing(self) -> bool:
-        """Something is not written."""
-        return bool(self._owed)
+    def has_pending(self) -> bool:
+        return bool(self._pending)
 
-    def put(self, deed: msgspec.Struct) -> None:
-        """It is done, and written with what is due next."""
-        self._owed.append(deed)
+    def put(self, event: msgspec.Struct) -> None:
+        """Add an event to the pending ones."""
+        self._pending.append(event)
 
     def be_due(self) -> None:
-        """What was put is written before the loop has turned again."""
-        if self._owed:
-            self._due.add(self)
+        """Schedule a flush before the event loop has turned again."""
+        if self._pending:
+            self._flush_queue.add(self)
 
-    def deeds(self) -> bytes:
-        """All that is owed."""
-        return _encode(self._owed)
+    def encoded_events(self) -> bytes:
+        """Return all pending events as msgpack."""
+        return _encode(self._pending)
 
-    def tried(self, failure: SessionError | None) -> None:
-        """It was written, or why not."""
+    def flushed(self, failure: SessionError | None) -> None:
+        """Handle the result of a flush: None, or the error that prevented it."""
         if failure is None:
-            self._owed.clear()
+            self._pending.clear()
 
 
 class FlushQueue:
-    """The pages that are due now; one per archive."""
+    """Buffers that are due; one queue per journal."""
 
     def __init__(
         self,
-        record_of: Callable[[WriteBuffer], Record | None],
+        record_for: Callable[[WriteBuffer], Record | None],
         write: Callable[[Mapping[WriteBuffer, Record]], None],
         *,
         one_by_one: bool,
     ) -> None:
-        """`record_of` makes a page's, None where nothing is to be written: SessionError. `write`
-        writes all: SessionError, of a disk that takes none. `one_by_one` where each is synced."""
-        self._record_of = record_of
+        """Create the queue.
+
+        `record_for` builds the record of a buffer, or returns None if there is nothing to write.
+        `write` writes all records. Both raise SessionError. With `one_by_one`, each record has a
+        write of its own, because each is synced.
+        """
+        self._record_for = record_for
         self._write = write
         self._one_by_one = one_by_one
-        self._pages: dict[WriteBuffer, None] = {}
+        self._buffers: dict[WriteBuffer, None] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The one that all of it runs in; kept, since to ask for it is a system call."""
+        """The running event loop, cached because asking for it is a system call."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
 
-    def add(self, page: WriteBuffer) -> None:
-        """See Page.be_due."""
-        if not self._pages:
-            self.loop.call_soon(self.write)
-        self._pages[page] = None
+    def add(self, buffer: WriteBuffer) -> None:
+        """Schedule a flush of this buffer."""
+        if not self._buffers:
+            self.loop.call_soon(self.flush)
+        self._buffers[buffer] = None
 
-    def write(self) -> None:
-        """Now."""
-        pages, self._pages = list(self._pages), {}
-        for batch in [[page] for page in pages] if self._one_by_one else [pages]:
+    def flush(self) -> None:
+        """Write all due buffers now."""
+        buffers, self._buffers = list(self._buffers), {}
+        for batch in [[buffer] for buffer in buffers] if self._one_by_one else [buffers]:
             self._write_batch(batch)
 
-    def _write_batch(self, pages: Sequence[WriteBuffer]) -> None:
+    def _write_batch(self, buffers: Sequence[WriteBuffer]) -> None:
         records: dict[WriteBuffer, Record] = {}
 
-        def make(page: WriteBuffer) -> None:
-            record = self._record_of(page)
+        def make(buffer: WriteBuffer) -> None:
+            record = self._record_for(buffer)
             if record is not None:
-                records[page] = record
+                records[buffer] = record
 
-        failures = {page: _try(make, page) for page in pages}
+        failures = {buffer: _try(make, buffer) for buffer in buffers}
         if records:
             failures |= dict.fromkeys(records, _try(self._write, records))
-        for page, failure in failures.items():
-            _try(page.tried, failure)
+        for buffer, failure in failures.items():
+            _try(buffer.flushed, failure)
 
 
 def _try(work: Callable[[Given], None], given: Given) -> SessionError | None:
-    """Why it could not be done."""
+    """Run `work`; return the error that ended it, or None."""
     try:
         work(given)
     except SessionError as error:
         return error
-    except Exception as error:  # door: what one session breaks holds up no other
+    except Exception as error:  # door: a fault in one session must not block the others
         log.exception("journal.failed")
         why = f"the journal: {type(error).__name__}: {error}"
         return SessionError(500, "journal_failed", why)

@@ -50,7 +50,7 @@ def account_of(
     writer.field("healed", {})
     writer.field("num_calls", len(calls))
     writer.field("capture", "relay")
-    return writer.account(session_id, builder.names, range(len(calls)))
+    return writer.build(session_id, builder.names, range(len(calls)))
 
 
 class _AccountBuilder:

@@ -25,9 +25,9 @@ class RelayCapture:
         upstreams: UpstreamPool,
         clock: Clock,
         config: InterceptionConfig,
-        archive: GatewayJournal | None = None,
+        journal: GatewayJournal | None = None,
     ) -> None:
-        self._archive = archive
+        self._journal = journal
         self._upstreams = upstreams
         self._clock = clock
         self._config = config
@@ -42,15 +42,15 @@ class RelayCapture:
             why = "sampling: a relay forwards requests as they are; rules need --capture tokens"
             raise SessionError(400, "unsupported_sampling", why)
         session_id = new_id("s", 6)
-        writer = RelayEventWriter(self._archive, session_id) if self._archive else None
+        writer = RelayEventWriter(self._journal, session_id) if self._journal else None
         session = self.create(session_id, writer, None)
         keys = self._keys.make(session)
         self._locks[session_id] = keys.locks
         return OpenedSession(session, keys.api_key, keys.path_secret)
 
-    def regain(self, standing: JournaledSession) -> "RelayRestoration":
-        assert self._archive is not None
-        writer = RelayEventWriter(self._archive, standing.session_id)
+    def restore(self, standing: JournaledSession) -> "RelayRestoration":
+        assert self._journal is not None
+        writer = RelayEventWriter(self._journal, standing.session_id)
         replay = RelayReplay(standing.read, self._config.max_body_bytes)
         return RelayRestoration(self, standing, writer, replay)
 

@@ -188,19 +188,19 @@ def _lost(number: int, max_bytes: int) -> RelayCall:
 class RelayEventWriter(WriteBuffer):
     """Writes the events of one session to the gateway's journal."""
 
-    __slots__ = ("_archive", "encoder", "on_written")
+    __slots__ = ("_journal", "encoder", "on_written")
 
-    def __init__(self, archive: GatewayJournal, session_id: str) -> None:
-        super().__init__(session_id, archive.due)
-        texts = SessionTexts(archive, session_id)
+    def __init__(self, journal: GatewayJournal, session_id: str) -> None:
+        super().__init__(session_id, journal.flush_queue)
+        texts = SessionTexts(journal, session_id)
         self.encoder = RelayEventEncoder(texts.text, texts.same)
         self.on_written: Callable[[SessionError | None], None] | None = None
         """Called after each attempt to write, with its failure."""
-        self._archive = archive
+        self._journal = journal
 
     def check(self) -> None:
         """SessionError 503 or 507 while no new call may begin."""
-        self._archive.check()
+        self._journal.check()
 
     def ended(self, call: RelayCall) -> None:
         """Write the event of a call that has ended."""
@@ -213,9 +213,9 @@ class RelayEventWriter(WriteBuffer):
 
     def write(self) -> None:
         """Write the queued events now."""
-        self._archive.due.write()
+        self._journal.flush_queue.flush()
 
-    def tried(self, failure: SessionError | None) -> None:
-        super().tried(failure)
+    def flushed(self, failure: SessionError | None) -> None:
+        super().flushed(failure)
         if self.on_written is not None:
             self.on_written(failure)

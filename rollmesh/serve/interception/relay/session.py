@@ -258,7 +258,7 @@ class RelaySession:
         self._last = None
         self._num_answer_bytes = self._num_blob_bytes = 0
 
-    def account(self) -> SessionReport:
+    def report(self) -> SessionReport:
         rotating = compile_rotating(self._config.rotating_lines)
         return account_of(self.session_id, self._calls, rotating)
 

@@ -88,9 +88,9 @@ async def echo(request: HttpRequest) -> None:
     try:
         body = await request.read(MAX_BYTES, PATIENCE_S)
     except SessionError as error:
-        request.answer(error.status, request.dated(JSON), error.code.encode())
+        request.answer(error.status, request.header_lines(JSON), error.code.encode())
     else:
-        request.answer(200, request.dated(JSON), body)
+        request.answer(200, request.header_lines(JSON), body)
 
 
 class Held:
@@ -108,7 +108,7 @@ class Held:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        request.answer(200, request.dated(JSON), b"held")
+        request.answer(200, request.header_lines(JSON), b"held")
 
 
 def sized(body: bytes, *lines: bytes) -> bytes:

@@ -14,7 +14,7 @@ from rollmesh.core.process import listen
 from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, SamplingPolicy, SamplingRule
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.serve.interception.admin import AdminKit, AdminRoutes
+from rollmesh.serve.interception.admin import AdminRoutes
 from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
@@ -46,8 +46,8 @@ class Office:
         self.capture = capture
         self.book = SessionRegistry(capture, SystemClock(), 100.0)
         self.client = aiohttp.ClientSession()
-        kit = AdminKit(self.book, TOKEN, TRAINING, Exposition("gateway"), lambda: {"status": "ok"})
-        self._admin = AdminRoutes(kit)
+        health = {"status": "ok"}
+        self._admin = AdminRoutes(self.book, TOKEN, TRAINING, Exposition("gateway"), lambda: health)
         self.server = HttpServer(self._handle, drain_s=0.1)
         self.base = ""
 
@@ -161,7 +161,7 @@ BAD: list[Bad] = [
     ("", b"[]", 400, "Expected `object`"),
     ("", b'{"metdata": 1}', 400, "unknown field `metdata`"),
     ("", b'{"sampling": "trian"}', 400, "Invalid enum value 'trian'"),
-    ("", b'{"sampling": {"topk": {"policy": "allow"}}}', 400, "sampling.topk: no such field"),
+    ("", b'{"sampling": {"topk": {"policy": "allow"}}}', 400, "sampling.topk: unknown field"),
     ("", b'{"sampling": {"top_k": {"policy": "often"}}}', 400, "Invalid enum value 'often'"),
     *[
         ("", b'{"sampling": {"%b": {"policy": "force", "value": %b}}}' % (field, value), 400, line)
@@ -171,8 +171,8 @@ BAD: list[Bad] = [
             (b"top_k", b"0", "sampling.top_k: 0 is not -1 or a whole number from 1"),
             (b"max_tokens", b"1.5", "sampling.max_tokens: 1.5 is not a whole number from 1"),
             (b"min_p", b"2", "sampling.min_p: 2 is not from 0 to 1"),
-            (b"penalties", b"9", "sampling.penalties: takes no value; forced means none"),
-            (b"grammar", b"1", "sampling.grammar: takes no value; forced means none"),
+            (b"penalties", b"9", "sampling.penalties: takes no value; `forced` means none"),
+            (b"grammar", b"1", "sampling.grammar: takes no value; `forced` means none"),
         ]
     ],
     ("", b'{"metadata": "\xff"}', 400, "the body: 'utf-8' codec can't decode byte 0xff"),
@@ -184,9 +184,9 @@ BAD: list[Bad] = [
     ("/ID/reward", b'{"reward": 1, "node": 0}', 404, "node: 0 is neither"),
     ("/ID/reward", b'{"reward": 1, "node": "chatcmpl-x"}', 404, "node: 'chatcmpl-x' is neither"),
     ("/ID/finish", b'{"outcome": "fine"}', 400, "Invalid enum value 'fine'"),
-    ("/ID/stop", b"{}", 404, "no 'stop' here; there are reward, finish"),
-    ("/nobody/finish", b"{}", 404, "no session 'nobody' here"),
-    ("/ID", b"{}", 405, "POST is not possible here; use GET"),
+    ("/ID/stop", b"{}", 404, "unknown action 'stop'; actions: reward, finish"),
+    ("/nobody/finish", b"{}", 404, "no session 'nobody'"),
+    ("/ID", b"{}", 405, "POST is not allowed; use GET"),
 ]
 
 
@@ -207,9 +207,9 @@ async def test_a_wrong_request_is_told_in_one_line_and_changes_nothing(
 async def test_finish_may_be_asked_again_until_the_session_is_deleted(office: Office) -> None:
     _, told = await office.ask("POST", "/admin/sessions", {})
     path = f"/admin/sessions/{told['session_id']}"
-    status, account = await office.ask("POST", f"{path}/finish")
-    assert (status, account["samples"], account["messages"]) == (200, [], [])
-    assert await office.ask("POST", f"{path}/finish", {"outcome": "stale"}) == (200, account)
+    status, report = await office.ask("POST", f"{path}/finish")
+    assert (status, report["samples"], report["messages"]) == (200, [], [])
+    assert await office.ask("POST", f"{path}/finish", {"outcome": "stale"}) == (200, report)
     deleted = {"session_id": told["session_id"], "deleted": True}
     assert await office.ask("DELETE", path) == (200, deleted)
     assert [(await office.ask(*route))[0] for route in _after(path)] == [404, 404, 404]
@@ -225,6 +225,6 @@ async def test_a_session_that_is_set_aside_is_told_so_and_can_be_freed(office: O
     for route in (("GET", path), ("POST", f"{path}/finish")):
         status, told = await office.ask(*route)
         assert (status, told["error"]["code"]) == (409, "session_set_aside")
-        assert "(DecodeError: no such deed); DELETE frees it" in told["error"]["message"]
+        assert "(DecodeError: no such deed); DELETE removes it" in told["error"]["message"]
     assert await office.ask("DELETE", path) == (200, {"session_id": "s7", "deleted": True})
     assert (await office.ask("GET", path))[0] == 404

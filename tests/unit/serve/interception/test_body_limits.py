@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.serve.interception.body_limits import (
-    HURRIED_SILENCE_S,
+    CONTENDED_SILENCE_S,
     LONG_BYTES,
     STEP_BYTES,
     BodyBudget,
@@ -48,12 +48,12 @@ class Counter:
         try:
             body = await request.read(MAX_BODY, self._silence_s)
         except SessionError as error:
-            request.answer(error.status, request.dated(JSON), error.code.encode())
+            request.answer(error.status, request.header_lines(JSON), error.code.encode())
             return
         self.num_read += 1
         self.peak_bytes = max(self.peak_bytes, self._bodies.held_bytes)
         await self.go.wait()
-        request.answer(200, request.dated(JSON), b"%d" % len(body))
+        request.answer(200, request.header_lines(JSON), b"%d" % len(body))
 
 
 class Ground:
@@ -271,20 +271,20 @@ def test_the_bodies_of_one_session_do_not_block_each_other(runner: asyncio.Runne
 
 def test_a_sender_may_be_silent_unless_others_wait_for_room() -> None:
     pace = SendDeadline(now_s=100.0, num_bytes=0, silence_s=15.0)
-    look_s, is_late = pace.look(100.0, 0, is_sought=False)
-    assert (look_s, is_late) == (100.0 + HURRIED_SILENCE_S, False)
-    assert pace.look(114.9, 0, is_sought=False) == (115.0, False)
-    assert pace.look(115.0, 0, is_sought=False)[1]
+    look_s, is_late = pace.check(100.0, 0, is_contended=False)
+    assert (look_s, is_late) == (100.0 + CONTENDED_SILENCE_S, False)
+    assert pace.check(114.9, 0, is_contended=False) == (115.0, False)
+    assert pace.check(115.0, 0, is_contended=False)[1]
 
     hurried = SendDeadline(now_s=100.0, num_bytes=0, silence_s=15.0)
-    assert hurried.look(110.0, 1000, is_sought=True) == (110.0 + HURRIED_SILENCE_S, False)
-    assert hurried.look(110.0 + HURRIED_SILENCE_S, 1000, is_sought=True)[1]
+    assert hurried.check(110.0, 1000, is_contended=True) == (110.0 + CONTENDED_SILENCE_S, False)
+    assert hurried.check(110.0 + CONTENDED_SILENCE_S, 1000, is_contended=True)[1]
 
 
 def test_a_sender_that_drips_is_cut_while_others_wait_whatever_it_sent_before() -> None:
     pace = SendDeadline(now_s=0.0, num_bytes=0, silence_s=15.0)
     num_bytes, now_s = 60 * MIB, 1.0
-    while not pace.look(now_s, num_bytes, is_sought=True)[1]:
+    while not pace.check(now_s, num_bytes, is_contended=True)[1]:
         num_bytes, now_s = num_bytes + 1, now_s + 0.5
         assert now_s < 10.0, "what it sent before earned it more than the grace"
 
@@ -418,10 +418,10 @@ def test_places_are_given_in_the_order_of_arrival() -> None:
 
 
 async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None:
-    turnstile, done = DecodeGate(), list[str]()
+    decode_gate, done = DecodeGate(), list[str]()
 
     async def long(name: str) -> None:
-        await turnstile.pass_through(LONG_BYTES)
+        await decode_gate.pass_through(LONG_BYTES)
         done.append(name)
 
     async def other() -> None:
@@ -434,62 +434,62 @@ async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None
     assert [each for each in done if each != "-"] == list("abcd")
     told = "".join(done)
     assert all(f"{one}{two}" not in told for one in "abcd" for two in "abcd"), told
-    assert len(turnstile) == 0
+    assert len(decode_gate) == 0
 
 
 async def test_alone_nobody_waits() -> None:
-    turnstile = DecodeGate()
+    decode_gate = DecodeGate()
     for _ in range(2):
-        passing = turnstile.pass_through(LONG_BYTES)
+        passing = decode_gate.pass_through(LONG_BYTES)
         with pytest.raises(StopIteration):  # it is over and has not waited
             passing.send(None)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert len(turnstile) == 0
+        assert len(decode_gate) == 0
 
 
 async def test_a_short_piece_of_work_passes_by_those_in_the_line() -> None:
-    turnstile = DecodeGate()
-    tasks = [asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3)]
+    decode_gate = DecodeGate()
+    tasks = [asyncio.create_task(decode_gate.pass_through(LONG_BYTES)) for _ in range(3)]
     await asyncio.sleep(0)
-    passing = turnstile.pass_through(LONG_BYTES - 1)
+    passing = decode_gate.pass_through(LONG_BYTES - 1)
     with pytest.raises(StopIteration):
         passing.send(None)
-    assert len(turnstile) == 2
+    assert len(decode_gate) == 2
     await asyncio.gather(*tasks)
 
 
 async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
-    turnstile = DecodeGate()
-    tasks = [asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3)]
+    decode_gate = DecodeGate()
+    tasks = [asyncio.create_task(decode_gate.pass_through(LONG_BYTES)) for _ in range(3)]
     await asyncio.sleep(0)
-    assert len(turnstile) == 2
+    assert len(decode_gate) == 2
     tasks[1].cancel()
     async with asyncio.timeout(60):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert [task.cancelled() for task in tasks] == [False, True, False]
-    assert len(turnstile) == 0
+    assert len(decode_gate) == 0
 
 
 async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
-    turnstile = DecodeGate()
-    _, first, second = (asyncio.create_task(turnstile.pass_through(LONG_BYTES)) for _ in range(3))
+    decode_gate = DecodeGate()
+    _, first, second = (asyncio.create_task(decode_gate.pass_through(LONG_BYTES)) for _ in range(3))
     await asyncio.sleep(0)
-    while len(turnstile) != 1:  # noqa: ASYNC110 - the line tells nobody
+    while len(decode_gate) != 1:  # noqa: ASYNC110 - the line tells nobody
         await asyncio.sleep(0)
     first.cancel()
     async with asyncio.timeout(60):
         await second
-    assert (first.cancelled(), len(turnstile)) == (True, 0)
+    assert (first.cancelled(), len(decode_gate)) == (True, 0)
 
 
 async def test_sessions_take_turns_whatever_one_of_them_has_in_the_line() -> None:
-    turnstile, done = DecodeGate(), list[str]()
+    decode_gate, done = DecodeGate(), list[str]()
 
     async def long(owner: str) -> None:
-        await turnstile.pass_through(LONG_BYTES, owner)
+        await decode_gate.pass_through(LONG_BYTES, owner)
         done.append(owner)
 
     await asyncio.gather(*[long(owner) for owner in "aaaaaabbc"])
     assert "".join(done) == "aabcabaaa"
-    assert len(turnstile) == 0
+    assert len(decode_gate) == 0

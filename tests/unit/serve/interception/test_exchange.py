@@ -161,7 +161,7 @@ async def test_a_sealed_session_wakes_its_waiters_with_410(
 async def test_a_sealed_session_wakes_a_call_whose_client_takes_nothing(
     make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(request, "LOOK_S", 0.01)
+    monkeypatch.setattr(request, "DRAIN_CHECK_S", 0.01)
     desk = await make_desk(max_context_tokens=10**7)
     client = await narrow_client(desk, {**ask, "max_tokens": 10**6})
     await started(desk)

@@ -53,7 +53,7 @@ async def test_a_gateway_counts_what_its_book_holds() -> None:
     backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
     book, inventory = SessionRegistry(backend.capture, SystemClock(), 100.0), Inventory()
     backend.serve(nobody)
-    backend.join(inventory, book)
+    backend.count_in(inventory, book)
     at_rest = [(figure.name, *figure.labels.values()) for figure in inventory.figures()]
     assert ("entries", "sessions") in at_rest
     assert not any(inventory.held().values())

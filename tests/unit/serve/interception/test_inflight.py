@@ -22,7 +22,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "guess"}]}
 async def until_empty(desk: Desk) -> set[ExchangeState]:
     """The last states of all exchanges there were, once there are no more."""
     async with asyncio.timeout(60):
-        while len(desk.edge.intercepts):  # noqa: ASYNC110 - nobody tells when an exchange ends
+        while len(desk.edge.inflight):  # noqa: ASYNC110 - nobody tells when an exchange ends
             await asyncio.sleep(0)
     return {state for _, state in desk.edge.num_exchanges}
 
@@ -59,7 +59,7 @@ async def test_a_request_that_still_reads_its_body_ends_with_its_rollout(
 ) -> None:
     desk = await make_desk("4")
     client = await connected(desk, head(desk, 100) + b"{")
-    while not len(desk.edge.intercepts):  # noqa: ASYNC110 - nobody tells of its head
+    while not len(desk.edge.inflight):  # noqa: ASYNC110 - nobody tells of its head
         await asyncio.sleep(0)
     desk.runtime.cleanup_group(ROLLOUT.group_id)
     status, told = await answer_of(client)
@@ -76,7 +76,7 @@ async def test_what_a_client_does_not_take_goes_with_its_rollout(make_desk: Make
     # Six bytes of JSON each, so more than the kernel takes.
     desk.sampler.generations[0].end(*desk.ids("\x01") * 10**6)
     await asyncio.get_running_loop().sock_recv(client, 1)
-    assert len(desk.edge.intercepts) == 1
+    assert len(desk.edge.inflight) == 1
     desk.runtime.cleanup_group(ROLLOUT.group_id)
     assert await until_empty(desk) == {ExchangeState.SEALED}
     num_bytes = 0
@@ -136,8 +136,8 @@ async def test_a_request_whose_client_vanished_is_gone(make_desk: MakeDesk) -> N
     await desk.sampler.until(lambda: len(desk.sampler.generations) == 1)
     client.close()
     assert await until_empty(desk) == {ExchangeState.ABANDONED}
-    desk.edge.intercepts.discard_request(1)
-    desk.edge.intercepts.unregister_rollout(ROLLOUT)
+    desk.edge.inflight.discard_request(1)
+    desk.edge.inflight.unregister_rollout(ROLLOUT)
 
 
 async def test_no_table_knows_a_rollout_that_has_ended(make_desk: MakeDesk) -> None:
@@ -210,7 +210,7 @@ async def test_no_body_is_held_while_the_engine_is_slow(make_desk: MakeDesk, pat
         await desk.sampler.until(
             lambda: len(made) == 8 and all(each.machine.num_readers > 0 for each in made)
         )
-        assert len(desk.edge.intercepts) == 8
+        assert len(desk.edge.inflight) == 8
         assert desk.edge.bodies.held_bytes == 0
         del ask["messages"]
         text = ""
@@ -232,7 +232,7 @@ async def test_a_body_that_came_at_once_is_not_held_either(make_desk: MakeDesk) 
     num_bytes = len(body)
     del body
     await desk.sampler.until(lambda: len(desk.sampler.generations) == 1)
-    assert len(desk.edge.intercepts) == 1
+    assert len(desk.edge.inflight) == 1
     assert large(b"never seen never", num_bytes // 2) == []
     client.close()
     await until_empty(desk)

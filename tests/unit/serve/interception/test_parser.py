@@ -8,7 +8,7 @@ import pytest
 from rollmesh.core.errors import SessionError
 from rollmesh.engine.connection import MAX_MUTE_BYTES
 from rollmesh.serve.interception import body_limits as bodies_module
-from rollmesh.serve.interception.connection import MAX_AHEAD
+from rollmesh.serve.interception.connection import MAX_PIPELINED
 from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.http_client import (
     GET,
@@ -95,7 +95,7 @@ def test_pipelined_requests_are_answered_one_after_the_other(runner: asyncio.Run
     async def main() -> None:
         async with serving(handle) as place:
             client = await place.client()
-            bodies = [b"%d" % number * 5000 for number in range(MAX_AHEAD)]
+            bodies = [b"%d" % number * 5000 for number in range(MAX_PIPELINED)]
             client.send(b"".join(map(sized, bodies)))
             assert [await client.answer() for _ in bodies] == [(200, body) for body in bodies]
 
@@ -108,7 +108,7 @@ def test_too_many_pipelined_requests_end_the_connection_behind_those_before(
     async def main() -> None:
         async with serving(echo) as place:
             told = await place.ask(GET * 1000)
-            assert told.count(b"HTTP/1.1 200 ") == MAX_AHEAD + 1
+            assert told.count(b"HTTP/1.1 200 ") == MAX_PIPELINED + 1
             assert told.count(b"HTTP/1.1 400 ") == 1
             assert told.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 ")
 
@@ -142,7 +142,7 @@ def test_answers_that_nobody_takes_do_not_pile_up(runner: asyncio.Runner) -> Non
     async def handle(request: HttpRequest) -> None:
         nonlocal num_answered
         num_answered += request.path == "/many"
-        request.answer(200, request.dated(JSON), b"x" * 100_000)
+        request.answer(200, request.header_lines(JSON), b"x" * 100_000)
 
     async def main() -> None:
         async with serving(handle) as place:

@@ -25,8 +25,10 @@ from rollmesh.serve.interception.report import (
 LONG = b"A" * 50_000
 
 
-def told(account: SessionReport, *rewards: Any) -> dict[str, Any]:
-    read: dict[str, Any] = msgspec.json.decode(joined(account.told(SessionRewards(*rewards), a=1)))
+def render(account: SessionReport, *rewards: Any) -> dict[str, Any]:
+    read: dict[str, Any] = msgspec.json.decode(
+        joined(account.render(SessionRewards(*rewards), a=1))
+    )
     return read
 
 
@@ -37,15 +39,15 @@ def test_a_samples_reward_is_that_of_the_newest_rewarded_turn_on_its_path() -> N
         "samples", [(RewardSlot(path, has_default=True), {"n": path[-1]}) for path in paths]
     )
     writer.rows("calls", [(RewardSlot((number,), has_default=False), {}) for number in (1, 3)])
-    account = writer.account("s", {}, ())
-    assert told(account, 0.5, {1: 0.25, 4: 1.0}) == {
+    account = writer.build("s", {}, ())
+    assert render(account, 0.5, {1: 0.25, 4: 1.0}) == {
         "session_id": "s",
         "a": 1,
         "samples": [{"reward": 0.25, "n": 3}, {"reward": 1.0, "n": 4}],
         "calls": [{"reward": 0.25}, {"reward": None}],
     }
-    assert [sample["reward"] for sample in told(account, 0.5)["samples"]] == [0.5, 0.5]
-    assert [sample["reward"] for sample in told(account)["samples"]] == [None, None]
+    assert [sample["reward"] for sample in render(account, 0.5)["samples"]] == [0.5, 0.5]
+    assert [sample["reward"] for sample in render(account)["samples"]] == [None, None]
 
 
 def test_what_is_long_is_never_joined_and_an_account_is_small_beside_it() -> None:
@@ -54,13 +56,13 @@ def test_what_is_long_is_never_joined_and_an_account_is_small_beside_it() -> Non
     writer.named("images", [("d", (b'"', image, b'"')), ("e", (b"null",))])
     writer.field("tokens", list(range(MIN_BLOB_BYTES)))
     writer.ready("more", (b"[]",))
-    account = writer.account("s", {"r1": 1}, (1,))
-    pieces = account.told(SessionRewards())
+    account = writer.build("s", {"r1": 1}, (1,))
+    pieces = account.render(SessionRewards())
     assert [piece for piece in pieces if isinstance(piece, Blob)] == [image, image]
     assert isinstance(account.text, Blob)
     assert account.num_bytes == len(b'{"r1":1}')
     text = LONG.decode()
-    assert told(account) == {
+    assert render(account) == {
         "session_id": "s",
         "a": 1,
         "messages": [{"n": text}, 7],

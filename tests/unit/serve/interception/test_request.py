@@ -14,8 +14,8 @@ import pytest
 from rollmesh.serve.interception.request import (
     JSON,
     HttpRequest,
-    bears,
     find_secret,
+    has_bearer,
     read_retry_mark,
 )
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
@@ -102,7 +102,7 @@ async def test_a_request_does_not_hold_whom_it_gave_its_body(at_once: bool) -> N
         assert b"".join(pieces) == body
         held = weakref.ref(pieces)
         del pieces, taking
-        request.answer(200, request.dated(JSON), b"gone" if held() is None else b"held")
+        request.answer(200, request.header_lines(JSON), b"gone" if held() is None else b"held")
 
     body = b"x" * 1000
     async with serving(handle) as place:
@@ -145,8 +145,8 @@ def test_a_secret_is_found(path: str, headers: dict[bytes, bytes], secret: str) 
 def test_the_token_is_a_bearer_and_an_empty_one_is_nobodys(
     token: bytes, said: bytes, is_good: bool
 ) -> None:
-    assert bears(token, {b"authorization": said}) == is_good
-    assert not bears(token, {b"x-api-key": token})
+    assert has_bearer(token, {b"authorization": said}) == is_good
+    assert not has_bearer(token, {b"x-api-key": token})
 
 
 KEY, COUNT = b"idempotency-key", b"x-stainless-retry-count"

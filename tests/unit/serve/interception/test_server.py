@@ -154,7 +154,7 @@ def test_a_client_that_takes_nothing_and_half_hangs_up_is_cut_at_once(
     async def handle(request: HttpRequest) -> None:
         request.open(200, b"")
         try:
-            while not request.is_clogged:
+            while not request.is_write_paused:
                 request.send(b"x" * 65536)
             clogged.set()
             await request.drain(to_the_end)
@@ -201,7 +201,7 @@ def test_a_clogged_writer_goes_on_when_its_client_reads_again(runner: asyncio.Ru
 
     async def handle(request: HttpRequest) -> None:
         request.answer(200, b"", whole)
-        assert request.is_clogged
+        assert request.is_write_paused
         await request.drain(to_the_end)
 
     async def main() -> None:
@@ -235,7 +235,7 @@ def test_connections_are_kept_and_closed_as_the_client_says(runner: asyncio.Runn
 
 
 async def tell(request: HttpRequest) -> None:
-    request.open(200, request.dated(b"text/event-stream"))
+    request.open(200, request.header_lines(b"text/event-stream"))
     for _ in range(2):
         request.send(b"data: 1\n\n")
         await asyncio.sleep(0)
@@ -264,7 +264,7 @@ def test_streams_are_chunked_or_end_with_their_connection(runner: asyncio.Runner
 
 def test_head_is_answered_without_a_body(runner: asyncio.Runner) -> None:
     async def handle(request: HttpRequest) -> None:
-        request.answer(200, request.dated(JSON), b"body")
+        request.answer(200, request.header_lines(JSON), b"body")
 
     async def main() -> None:
         async with serving(handle) as place:

@@ -46,14 +46,14 @@ class Session:
     def seal(self, reason: str) -> None:
         self.sealed.append(reason)
 
-    def account(self) -> SessionReport:
+    def report(self) -> SessionReport:
         assert self.sealed
         assert not self.is_forgotten
         writer = ReportWriter()
         writer.rows(
             "samples", [(RewardSlot((1, 3), has_default=True), {}), (RewardSlot((1,), True), {})]
         )
-        return writer.account(self.session_id, {f"{self.session_id}-r3": 3}, (1, 3))
+        return writer.build(self.session_id, {f"{self.session_id}-r3": 3}, (1, 3))
 
     def forget(self) -> None:
         self.is_forgotten = True
@@ -199,16 +199,16 @@ def test_what_nobody_touches_is_forgotten_after_the_retention_time() -> None:
 
 def test_a_process_that_holds_too_much_opens_no_session_until_some_is_gone() -> None:
     scene = Scene(max_bytes=100)
-    scene.book.weigh(101)
+    scene.book.set_held_bytes(101)
     kept = scene.add()
     scene.book.finish(scene.book.find(kept.session_id), None)
     with pytest.raises(SessionError, match="of 1 sessions 1 are finished: delete") as caught:
         scene.add()
     assert (caught.value.status, caught.value.code) == (503, "over_budget")
     assert caught.value.retry_after_s
-    scene.book.weigh(100)
+    scene.book.set_held_bytes(100)
     scene.add()
-    scene.book.weigh(101)
+    scene.book.set_held_bytes(101)
     for session_id in scene.ids():
         scene.book.delete(scene.book.find(session_id))
     scene.add()

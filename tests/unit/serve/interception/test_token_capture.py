@@ -19,11 +19,11 @@ async def test_what_was_shown_before_is_a_set_that_nobody_changes(
         raise LookupError(number)
 
     standing = JournaledSession("s", locks_of("key", "secret"), None, 7, read)
-    scribe = SessionEventWriter(life.archive, "s")
+    scribe = SessionEventWriter(life.journal, "s")
     regaining = TokenSessionRestore(life.capture, standing, scribe)
     before = scribe.shown
     regaining.end()
     scribe.shown |= {"a digest"}
     assert isinstance(scribe.shown, frozenset)
     assert before == frozenset()
-    life.archive.close_journal()
+    life.journal.close_journal()

@@ -61,7 +61,7 @@ async def run(
     async with served(context) as (context, edge):
         payload = await run_group(context, Slots(2), begin, ASK)
         assert context.runtime.entries() == NONE
-        assert len(edge.intercepts) == sum(context.runtime.held().values()) == 0
+        assert len(edge.inflight) == sum(context.runtime.held().values()) == 0
     return payload, decode_record(payload.body)
 
 
@@ -181,7 +181,7 @@ async def test_a_group_that_is_cancelled_while_it_is_scored_leaves_nothing(
         with pytest.raises(asyncio.CancelledError):
             await task
         assert context.runtime.entries() == NONE
-        assert len(edge.intercepts) == 0
+        assert len(edge.inflight) == 0
 
 
 @pytest.mark.parametrize("num_given", [0, 1, 3])

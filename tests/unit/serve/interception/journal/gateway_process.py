@@ -24,11 +24,11 @@ from tests.unit.runtime.session_world import Message, call
 
 SEGMENT_BYTES = 16 * 1024
 RETENTION_S = 1e9
-BEGAN = JournalHeader("tokens", "m", "q", FORMAT)
+HEADER = JournalHeader("tokens", "m", "q", FORMAT)
 
 
 class GatewayProcess:
-    """One process's; a kill is to make the next one after `archive.close_journal`."""
+    """One process's; a kill is to make the next one after `journal.close_journal`."""
 
     def __init__(
         self, folder: Path, prompts: Prompts, ids: list[int], max_bytes: int = 2**40
@@ -36,17 +36,17 @@ class GatewayProcess:
         self.clock = clock = FakeClock()
         self.sampler = ScriptedSampler(lambda _: ids, clock=clock)
         config = JournalConfig(segment_bytes=SEGMENT_BYTES, max_bytes=max_bytes)
-        self.archive = GatewayJournal(folder, config)
+        self.journal = GatewayJournal(folder, config)
         runtime = Runtime(self.sampler, prompts, 10**6, clock)
         self.runtime = runtime
-        self.capture = TokenCapture(runtime, SamplingPolicy(), self.archive)
-        self.book = SessionRegistry(self.capture, clock, RETENTION_S, archive=self.archive)
+        self.capture = TokenCapture(runtime, SamplingPolicy(), self.journal)
+        self.book = SessionRegistry(self.capture, clock, RETENTION_S, journal=self.journal)
         try:
             self.recovered: RecoveryReport = JournalRecovery(
-                self.archive, self.capture, self.book
-            ).run(BEGAN)
+                self.journal, self.capture, self.book
+            ).run(HEADER)
         except ConfigError:
-            self.archive.close_journal()
+            self.journal.close_journal()
             raise
 
     def open(self) -> OpenedSession:
@@ -66,7 +66,7 @@ class GatewayProcess:
         raws = [msgspec.json.encode(message) for message in messages[:-1]]
         await call(captured.session, Turn(messages=raws, digest=hash(texts), tools=tools))
 
-    def account(self, opened: OpenedSession) -> dict[str, Any]:
+    def report(self, opened: OpenedSession) -> dict[str, Any]:
         told = joined(self.book.finish(self.entry(opened), Outcome.COMPLETED))
-        account: dict[str, Any] = msgspec.json.decode(told)
-        return account
+        report: dict[str, Any] = msgspec.json.decode(told)
+        return report

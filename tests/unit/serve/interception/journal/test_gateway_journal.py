@@ -38,7 +38,7 @@ async def talk_for_ever(life: GatewayProcess, opened: OpenedSession) -> None:
 
 
 def num_files(life: GatewayProcess) -> int:
-    return len(list(life.archive.folder.glob("*.journal")))
+    return len(list(life.journal.folder.glob("*.journal")))
 
 
 async def test_sessions_that_are_deleted_leave_nothing_but_some_segments(begin: Begin) -> None:
@@ -46,28 +46,28 @@ async def test_sessions_that_are_deleted_leave_nothing_but_some_segments(begin: 
     for _ in range(400):
         opened = life.open()
         await life.say(opened, "hello " * 20)
-        life.account(opened)
+        life.report(opened)
         life.book.delete(life.entry(opened))
-    assert life.archive.live_bytes == 0
-    assert life.archive.journal.end > 12 * SEGMENT_BYTES
+    assert life.journal.live_bytes == 0
+    assert life.journal.journal.end > 12 * SEGMENT_BYTES
     assert num_files(life) <= 4
-    assert life.archive.journal.size_bytes <= 4 * SEGMENT_BYTES
+    assert life.journal.journal.size_bytes <= 4 * SEGMENT_BYTES
 
 
 async def test_a_segment_of_which_nothing_lives_goes_without_being_read(begin: Begin) -> None:
     life = begin()
-    lasting, first = None, min(life.archive.folder.glob("*.journal"))
+    lasting, first = None, min(life.journal.folder.glob("*.journal"))
     while first.exists():
         opened = life.open()
         await life.say(opened, "hello " * 20)
         life.book.delete(life.entry(opened))
-        if lasting is None and life.archive.journal.end > SEGMENT_BYTES:
+        if lasting is None and life.journal.journal.end > SEGMENT_BYTES:
             first.write_bytes(b"\0" * first.stat().st_size)  # who reads it finds damage
             lasting = life.open()
             await life.say(lasting, "a")
-        assert life.archive.journal.end < 10 * SEGMENT_BYTES
+        assert life.journal.journal.end < 10 * SEGMENT_BYTES
     assert lasting is not None
-    life.archive.close_journal()
+    life.journal.close_journal()
     after = begin()
     assert (after.recovered.num_open, after.recovered.set_aside) == (1, [])
 
@@ -84,15 +84,15 @@ async def test_a_session_that_stays_open_for_days_does_not_hold_the_journal(begi
         if number % 30 == 0:
             texts.append(f"more {number}")
             await life.say(lasting, *texts)
-    assert life.archive.journal.size_bytes <= 2 * life.archive.live_bytes + 4 * SEGMENT_BYTES
-    life.archive.close_journal()
+    assert life.journal.journal.size_bytes <= 2 * life.journal.live_bytes + 4 * SEGMENT_BYTES
+    life.journal.close_journal()
     after = begin()
     assert after.recovered.set_aside == []
     assert after.recovered.num_open == 1
-    assert life.archive.live_bytes == pytest.approx(after.archive.live_bytes, abs=1024)
-    account = after.account(lasting)
-    assert account["num_calls"] == len(texts)
-    assert (len(account["samples"]), account["forks"]) == (1, [])
+    assert life.journal.live_bytes == pytest.approx(after.journal.live_bytes, abs=1024)
+    report = after.report(lasting)
+    assert report["num_calls"] == len(texts)
+    assert (len(report["samples"]), report["forks"]) == (1, [])
 
 
 async def test_a_long_text_is_written_once_whoever_shows_it_and_dies_with_the_last(
@@ -102,16 +102,16 @@ async def test_a_long_text_is_written_once_whoever_shows_it_and_dies_with_the_la
     one, other = life.open(), life.open()
     sizes = []
     for opened in (one, other):
-        before = life.archive.journal.end
+        before = life.journal.journal.end
         await life.say(opened, LONG)
-        sizes.append(life.archive.journal.end - before)
+        sizes.append(life.journal.journal.end - before)
     assert sizes[0] - sizes[1] == pytest.approx(len(LONG), abs=200)
-    life.archive.close_journal()
+    life.journal.close_journal()
     after = begin()
     for opened in (one, other):
-        assert after.account(opened)["messages"][0]["content"] == LONG
+        assert after.report(opened)["messages"][0]["content"] == LONG
         after.book.delete(after.entry(opened))
-    assert after.archive.live_bytes == 0
+    assert after.journal.live_bytes == 0
 
 
 async def test_what_a_full_disk_refuses_is_no_answer_and_is_written_when_it_is_asked_again(
@@ -120,8 +120,8 @@ async def test_what_a_full_disk_refuses_is_no_answer_and_is_written_when_it_is_a
     life = begin()
     opened = life.open()
     await life.say(opened, "one")
-    size = sum(path.stat().st_size for path in life.archive.folder.iterdir())
-    with small_disk(monkeypatch, life.archive.folder, size):
+    size = sum(path.stat().st_size for path in life.journal.folder.iterdir())
+    with small_disk(monkeypatch, life.journal.folder, size):
         for _ in range(2):
             with pytest.raises(SessionError, match=r"No space left") as refused:
                 await life.say(opened, "one", "two")
@@ -134,12 +134,12 @@ async def test_what_a_full_disk_refuses_is_no_answer_and_is_written_when_it_is_a
     await life.say(opened, "one", "two")
     assert len(life.sampler.generations) == 2, "the answer that could not be written is given"
     life.book.reward(life.entry(opened), 1.0, None)
-    life.archive.close_journal()
+    life.journal.close_journal()
     after = begin()
     assert after.recovered.set_aside == []
-    account = after.account(opened)
-    assert (account["num_calls"], len(account["samples"]), account["unused"]) == (2, 1, [])
-    assert account["samples"][0]["reward"] == 1.0
+    report = after.report(opened)
+    assert (report["num_calls"], len(report["samples"]), report["unused"]) == (2, 1, [])
+    assert report["samples"][0]["reward"] == 1.0
 
 
 async def test_past_the_budget_no_call_begins_and_a_deletion_makes_room(
@@ -153,17 +153,17 @@ async def test_past_the_budget_no_call_begins_and_a_deletion_makes_room(
         await talk_for_ever(life, large)
     assert (refused.value.status, refused.value.code) == (503, "journal_full")
     assert refused.value.retry_after_s
-    with pytest.raises(SessionError, match=r"delete those"):
+    with pytest.raises(SessionError, match=r"delete finished sessions"):
         life.open()
     life.book.delete(life.entry(large))
     await life.say(kept, "one", "two")
-    assert life.archive.journal.size_bytes <= 6 * SEGMENT_BYTES
+    assert life.journal.journal.size_bytes <= 6 * SEGMENT_BYTES
 
 
 def test_a_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     folder.mkdir(mode=0o755)
-    with pytest.raises(ConfigError, match=r"others can look into it; chmod 700"):
+    with pytest.raises(ConfigError, match=r"other users can read it; chmod 700"):
         GatewayJournal(folder, JournalConfig())
     with pytest.raises(ConfigError, match=r"name another folder, or --no-journal"):
         GatewayJournal(Path("/proc/here"), JournalConfig())
@@ -184,17 +184,17 @@ async def test_tools_are_written_once_for_all_sessions_and_die_with_the_last(beg
     for each in opened:
         for texts in (["one"], ["one", "two"]):
             await life.say(each, *texts, tools=TOOLS)
-    records = b"".join(b"".join(frames) for _, frames in life.archive.journal.replay())
+    records = b"".join(b"".join(frames) for _, frames in life.journal.journal.replay())
     assert records.count(TOOLS) == 1
     assert num_blobs() == before, "they are no blobs, which would lie on disk page by page"
-    life.archive.close_journal()
+    life.journal.close_journal()
     after = begin()
     await after.say(opened[0], "one", "two", "three", tools=TOOLS)
-    records = b"".join(b"".join(frames) for _, frames in after.archive.journal.replay())
+    records = b"".join(b"".join(frames) for _, frames in after.journal.journal.replay())
     assert records.count(TOOLS) == 1
     for each in opened:
         after.book.delete(after.entry(each))
-    assert after.archive.live_bytes == 0
+    assert after.journal.live_bytes == 0
 
 
 async def test_nothing_moves_before_it_is_known_what_lives(begin: Begin) -> None:
@@ -202,21 +202,21 @@ async def test_nothing_moves_before_it_is_known_what_lives(begin: Begin) -> None
     life = begin()
     opened = life.open()
     await life.say(opened, LONG)
-    life.archive.close_journal()
-    archive = GatewayJournal(life.archive.folder, JournalConfig(segment_bytes=1024))
+    life.journal.close_journal()
+    journal = GatewayJournal(life.journal.folder, JournalConfig(segment_bytes=1024))
 
     def pass_by() -> None:
         for number in range(200):
-            archive.rooms["s"] = SessionUsage(contents=set())
-            archive.reward("s", number, None)
-            archive.close("s")
+            journal.usage["s"] = SessionUsage(contents=set())
+            journal.reward("s", number, None)
+            journal.close("s")
 
     pass_by()
-    assert archive.journal.size_bytes == archive.journal.end
-    archive.drop_unnamed()
+    assert journal.journal.size_bytes == journal.journal.end
+    journal.drop_unreferenced()
     pass_by()
-    assert archive.journal.size_bytes < archive.journal.end
-    archive.close_journal()
+    assert journal.journal.size_bytes < journal.journal.end
+    journal.close_journal()
 
 
 def test_a_folder_that_another_gateway_writes_is_refused_though_a_segment_goes_meanwhile(
@@ -237,8 +237,8 @@ async def test_while_the_disk_takes_nothing_no_call_begins(
     life = begin()
     opened = life.open()
     await life.say(opened, "one")
-    size = sum(path.stat().st_size for path in life.archive.folder.iterdir())
-    with small_disk(monkeypatch, life.archive.folder, size):
+    size = sum(path.stat().st_size for path in life.journal.folder.iterdir())
+    with small_disk(monkeypatch, life.journal.folder, size):
         for text in ("two", "three", "four"):
             with pytest.raises(SessionError, match=r"No space left") as refused:
                 await life.say(opened, "one", text)
@@ -253,11 +253,11 @@ async def test_texts_that_never_come_again_are_not_held(begin: Begin) -> None:
     life = begin()
     opened = life.open()
     session_id = opened.captured.session_id
-    texts = SessionTexts(life.archive, session_id)
+    texts = SessionTexts(life.journal, session_id)
 
     def name(number: int, size: int) -> int | bytes:
         named = texts.same(b"%d " % number * (size // 4))
-        life.archive.reward(session_id, 1.0, None)  # a record, behind the texts that it may name
+        life.journal.reward(session_id, 1.0, None)  # a record, behind the texts that it may name
         return named
 
     before = num_blobs()
@@ -279,15 +279,15 @@ async def test_each_byte_that_is_written_is_counted_once(begin: Begin) -> None:
     life = begin()
     naming = life.open()
     session_id = naming.captured.session_id
-    before = life.archive.live_bytes - life.archive.journal.end  # the same as long as all lives
-    texts = SessionTexts(life.archive, session_id)
+    before = life.journal.live_bytes - life.journal.journal.end  # the same as long as all lives
+    texts = SessionTexts(life.journal, session_id)
     for record in range(3):
         texts.text(b"%d" % record + LONG.encode())
         life.open()
-        life.archive.reward(session_id, 1.0, None)
-    assert life.archive.live_bytes - life.archive.journal.end == pytest.approx(before, abs=200)
-    life.account(naming)
-    after = life.archive.live_bytes - life.archive.journal.end
+        life.journal.reward(session_id, 1.0, None)
+    assert life.journal.live_bytes - life.journal.journal.end == pytest.approx(before, abs=200)
+    life.report(naming)
+    after = life.journal.live_bytes - life.journal.journal.end
     assert after == pytest.approx(before - 3 * len(LONG), abs=200), "an account names no text of it"
 
 
@@ -297,7 +297,7 @@ async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
     life, spilled = begin(), tmp_path / "spilled"
     spilled.mkdir()
     losing, other = life.open(), life.open()
-    number = SessionTexts(life.archive, losing.captured.session_id).text(LONG.encode())
+    number = SessionTexts(life.journal, losing.captured.session_id).text(LONG.encode())
     with no_room_in_memory(spilled):
         assert spill_over() >= len(LONG)
         lose_files(spilled)
@@ -308,9 +308,9 @@ async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
         with pytest.raises(ContentLost):
             life.book.reward(life.entry(losing), 1.0, None)
         life.open()
-        life.account(losing)  # names no text that is lost
-    life.archive.close_journal()
-    records = [decode(frames[0]) for _, frames in life.archive.journal.replay()]
+        life.report(losing)  # names no text that is lost
+    life.journal.close_journal()
+    records = [decode(frames[0]) for _, frames in life.journal.journal.replay()]
     assert ContentStored(int(number)) not in records
     after = begin()
     assert (after.recovered.num_open, after.recovered.num_finished) == (2, 1)
@@ -324,21 +324,21 @@ async def test_an_account_stands_behind_what_was_due_before_it(begin: Begin) -> 
     captured = life.entry(opened).captured
     assert isinstance(captured, TokenSession)
     captured.session.end_early("a limit of ours")
-    account = life.account(opened)
-    life.archive.close_journal()
+    report = life.report(opened)
+    life.journal.close_journal()
     after = begin()
     assert (after.recovered.num_finished, after.recovered.set_aside) == (1, [])
-    assert after.account(opened) == account
+    assert after.report(opened) == report
 
 
 async def test_a_segment_that_cannot_be_moved_holds_up_nobody(begin: Begin) -> None:
     life = begin()
     await life.say(life.open(), "one")
-    life.archive.journal.append([b"no entry"])
+    life.journal.journal.append([b"no entry"])
     opened = life.open()
-    while life.archive.journal.end < 8 * SEGMENT_BYTES:
+    while life.journal.journal.end < 8 * SEGMENT_BYTES:
         await life.say(opened, "hello " * 300)
         life.book.delete(life.entry(opened))
         opened = life.open()
     await life.say(opened, "one")
-    assert life.archive.journal.segments[0] == 0, "where it stands"
+    assert life.journal.journal.segments[0] == 0, "where it stands"

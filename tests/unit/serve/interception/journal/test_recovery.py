@@ -36,8 +36,8 @@ def begin(tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer) -> Begin:
 
 def rewrite(life: GatewayProcess, change: Callable[[list[list[bytes]]], list[list[bytes]]]) -> None:
     """Write the journal anew, with its records changed."""
-    folder = life.archive.folder
-    life.archive.close_journal()
+    folder = life.journal.folder
+    life.journal.close_journal()
     journal = Journal(folder, 2**20)
     records = [frames for _, frames in journal.replay()]
     journal.close()
@@ -60,10 +60,10 @@ async def test_entries_come_back_in_their_order_wherever_they_stand(begin: Begin
     # As if all but the newest had been moved behind it, some of them twice.
     rewrite(life, lambda records: [records[0], records[-1], *records[1:-1], *records[1:3]])
     after = begin()
-    account = after.account(opened)
+    report = after.report(opened)
     assert after.recovered.set_aside == []
-    assert (account["num_calls"], len(account["samples"]), account["forks"]) == (3, 1, [])
-    assert account["samples"][0]["reward"] == 0.5
+    assert (report["num_calls"], len(report["samples"]), report["forks"]) == (3, 1, [])
+    assert report["samples"][0]["reward"] == 0.5
 
 
 async def test_a_session_without_all_of_its_records_is_set_aside_alone(begin: Begin) -> None:
@@ -79,18 +79,18 @@ async def test_a_session_without_all_of_its_records_is_set_aside_alone(begin: Be
 
     rewrite(life, without_first_call)
     after = begin()
-    assert after.recovered.set_aside == [f"{lost_id}: not all of its records are there"]
-    assert after.account(kept)["num_calls"] == 2
-    with pytest.raises(SessionError, match=r"records are there.*DELETE") as refused:
+    assert after.recovered.set_aside == [f"{lost_id}: some of its records are missing"]
+    assert after.report(kept)["num_calls"] == 2
+    with pytest.raises(SessionError, match=r"records are missing.*DELETE") as refused:
         after.entry(lost)
     assert (refused.value.status, refused.value.code) == (409, "session_set_aside")
-    after.archive.close_journal()
+    after.journal.close_journal()
     again = begin()
     assert again.recovered.set_aside == after.recovered.set_aside, "it is told at each start"
-    live_bytes = again.archive.live_bytes
-    assert again.book.free(lost_id)
-    assert again.archive.live_bytes < live_bytes
-    again.archive.close_journal()
+    live_bytes = again.journal.live_bytes
+    assert again.book.delete_set_aside(lost_id)
+    assert again.journal.live_bytes < live_bytes
+    again.journal.close_journal()
     assert begin().recovered.set_aside == []
 
 
@@ -109,7 +109,7 @@ async def test_a_session_whose_deeds_make_no_sense_takes_no_other_along(begin: B
     after = begin()
     [why] = after.recovered.set_aside
     assert why.startswith(f"{lost_id}: DecodeError: ")
-    assert after.account(kept)["num_calls"] == 1
+    assert after.report(kept)["num_calls"] == 1
 
 
 async def test_a_finished_session_comes_back_as_its_account_though_its_deeds_are_gone(
@@ -118,22 +118,22 @@ async def test_a_finished_session_comes_back_as_its_account_though_its_deeds_are
     life = begin()
     opened = life.open()
     await life.say(opened, "one " * 5000)
-    account = life.account(opened)
+    report = life.report(opened)
     life.book.reward(life.entry(opened), 0.5, None)
     rewrite(life, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionGrew)])
     after = begin()
     assert after.recovered.num_finished == 1
-    told = after.account(opened)
+    told = after.report(opened)
     assert told.pop("samples")[0]["reward"] == 0.5
-    assert told == {name: value for name, value in account.items() if name != "samples"}
+    assert told == {name: value for name, value in report.items() if name != "samples"}
 
 
 async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin: Begin) -> None:
     life = begin()
     opened = life.open()
     await life.say(opened, "one")
-    life.archive.close_journal()
-    [file] = life.archive.folder.glob("*.journal")
+    life.journal.close_journal()
+    [file] = life.journal.folder.glob("*.journal")
     raw = bytearray(file.read_bytes())
     raw[40] ^= 0xFF
     file.write_bytes(raw)
@@ -146,15 +146,15 @@ async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin
     [
         (
             JournalHeader("tokens", "n", "q", FORMAT),
-            "chats tokens m q, these are tokens n q; name another",
+            "chats tokens m q, this gateway has tokens n q; name another",
         ),
         (
             JournalHeader("tokens", "m", "r", FORMAT),
-            "chats tokens m q, these are tokens m r; name another",
+            "chats tokens m q, this gateway has tokens m r; name another",
         ),
         (
             JournalHeader("tokens", "m", "q", FORMAT + 1),
-            rf"of format {FORMAT}, this release writes \d+; go",
+            rf"have format {FORMAT}, this release writes \d+; use",
         ),
     ],
 )
@@ -162,8 +162,8 @@ async def test_what_is_made_again_is_made_by_what_made_it(
     begin: Begin, monkeypatch: pytest.MonkeyPatch, began: JournalHeader, said: str
 ) -> None:
     life = begin()
-    life.archive.close_journal()
-    monkeypatch.setattr("tests.unit.serve.interception.journal.gateway_process.BEGAN", began)
+    life.journal.close_journal()
+    monkeypatch.setattr("tests.unit.serve.interception.journal.gateway_process.HEADER", began)
     with pytest.raises(ConfigError, match=said):
         begin()
 
@@ -174,7 +174,7 @@ async def test_records_of_another_release_are_refused_in_a_line(
 ) -> None:
     life = begin()
     rewrite(life, lambda records: [frames, *records])
-    with pytest.raises(ConfigError, match="no gateway of this release has written; go on with"):
+    with pytest.raises(ConfigError, match="no gateway of this release wrote; use"):
         begin()
 
 
@@ -188,10 +188,8 @@ async def test_a_session_whose_texts_are_gone_is_named_with_the_text(begin: Begi
     )
     after = begin()
     lost_id = lost.captured.session_id
-    assert after.recovered.set_aside == [
-        f"{lost_id}: LookupError: its text or image 0 is not there"
-    ]
-    assert after.account(kept)["num_calls"] == 1
+    assert after.recovered.set_aside == [f"{lost_id}: LookupError: its text or image 0 is missing"]
+    assert after.report(kept)["num_calls"] == 1
 
 
 @pytest.mark.parametrize("missing", [ContentStored, SessionOpened])
@@ -204,7 +202,7 @@ async def test_a_finished_session_that_lacks_something_takes_no_other_along(
     await life.say(lost, "one " * 5000)
     await life.say(kept, "one")
     for opened in (lost, kept):
-        life.account(opened)
+        life.report(opened)
 
     def is_there(frames: list[bytes]) -> bool:
         entry = decode(frames[0])
@@ -214,9 +212,9 @@ async def test_a_finished_session_that_lacks_something_takes_no_other_along(
     rewrite(life, lambda records: [each for each in records if is_there(each)])
     after = begin()
     [why] = after.recovered.set_aside
-    what = "its text or image" if missing is ContentStored else "how it was opened"
+    what = "its text or image" if missing is ContentStored else "its opening record"
     assert why.startswith(f"{lost_id}: LookupError: {what}")
-    assert after.account(kept)["num_calls"] == 1
+    assert after.report(kept)["num_calls"] == 1
     with pytest.raises(SessionError) as refused:
         after.runtime.find(lost.api_key)
     assert refused.value.status == 401, "no door leads to what is not in the book"
@@ -243,7 +241,7 @@ async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begi
         passing = after.open()
         await after.say(passing, "hello " * 20)
         after.book.delete(after.entry(passing))
-    assert after.archive.journal.end > 8 * SEGMENT_BYTES
+    assert after.journal.journal.end > 8 * SEGMENT_BYTES
 
     def mended(records: list[list[bytes]]) -> list[list[bytes]]:
         return [[each[0], deeds[0]] if decode(each[0]) == right else each for each in records]
@@ -251,7 +249,7 @@ async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begi
     rewrite(after, mended)
     again = begin()
     assert again.recovered.set_aside == []
-    [told] = [each for each in again.account(lost)["messages"] if each["role"] == "user"]
+    [told] = [each for each in again.report(lost)["messages"] if each["role"] == "user"]
     assert told["content"] == "one " * 5000
 
 
@@ -266,9 +264,9 @@ async def test_what_is_set_aside_is_freed_when_its_time_is_over(begin: Begin) ->
     assert after.recovered.num_set_aside == 1
     after.clock.advance(RETENTION_S / 2)
     after.book.expire()
-    assert after.archive.live_bytes > 0
+    assert after.journal.live_bytes > 0
     after.clock.advance(RETENTION_S)
     after.book.expire()
-    assert (after.archive.live_bytes, after.book.num_expired) == (0, 1)
-    after.archive.close_journal()
+    assert (after.journal.live_bytes, after.book.num_expired) == (0, 1)
+    after.journal.close_journal()
     assert begin().recovered.num_set_aside == 0

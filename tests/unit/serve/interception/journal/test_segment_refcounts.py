@@ -27,12 +27,12 @@ class Crowd:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.archive = GatewayJournal(folder, JournalConfig(segment_bytes=SEGMENT_BYTES))
-        self.archive.drop_unnamed()
+        self.journal = GatewayJournal(folder, JournalConfig(segment_bytes=SEGMENT_BYTES))
+        self.journal.drop_unreferenced()
         self.num_opened = self.num_dead_seen = 0
 
     def act(self) -> None:
-        names = list(self.archive.rooms)
+        names = list(self.journal.usage)
         acts = [self._speak, self._reward, self._finish, self._close]
         if len(names) < 2 or self.rng.random() < 0.2:
             self._open()
@@ -42,35 +42,35 @@ class Crowd:
     def _open(self) -> None:
         self.num_opened += 1
         name = f"s{self.num_opened}"
-        self.archive.open(SessionOpened(name, 0, 0.0, locks_of(name, name), b"{}", 7, None))
+        self.journal.open(SessionOpened(name, 0, 0.0, locks_of(name, name), b"{}", 7, None))
 
     def _speak(self, name: str) -> None:
         if self.rng.random() < 0.4:
-            self.archive.name(name, b"%d" % self.rng.randrange(6) * self.rng.choice([80, 300]))
-        page = WriteBuffer(name, self.archive.due)
+            self.journal.name(name, b"%d" % self.rng.randrange(6) * self.rng.choice([80, 300]))
+        page = WriteBuffer(name, self.journal.flush_queue)
         for call in range(self.rng.randrange(1, 12)):
             page.put(DeliveryChanged(call, is_untaken=True))
         page.be_due()
-        self.archive.due.write()
+        self.journal.flush_queue.flush()
 
     def _reward(self, name: str) -> None:
-        self.archive.reward(name, 1.0, None)
+        self.journal.reward(name, 1.0, None)
 
     def _finish(self, name: str) -> None:
-        room = self.archive.rooms[name]
+        room = self.journal.usage[name]
         if not room.is_finished:
             of = (name, room.next_number)
             done = SessionFinished(
                 *of, Outcome.COMPLETED, b"x" * 50, (), b"", (), {}, {}, "", "", 1
             )
-            self.archive.finish(done, set())
+            self.journal.finish(done, set())
 
     def _close(self, name: str) -> None:
-        self.archive.close(name)
+        self.journal.close(name)
 
     def check(self) -> None:
         """What lives is there, and the oldest segment is dead exactly where nothing in it does."""
-        rooms, journal = self.archive.rooms, self.archive.journal
+        usage, journal = self.journal.usage, self.journal.journal
         numbers: dict[str, set[int]] = defaultdict(set)
         kept: set[int] = set()
         is_needed = False
@@ -78,20 +78,20 @@ class Crowd:
             match decode(frames[0]):
                 case ContentStored(number):
                     kept.add(number)
-                    is_live = number in self.archive._contents  # noqa: SLF001 - what it holds dear
+                    is_live = number in self.journal._contents  # noqa: SLF001 - what it holds dear
                 case SessionEntry(name, number):
                     numbers[name].add(number)
-                    is_live = name in rooms
+                    is_live = name in usage
                 case _:
                     is_live = False
             is_needed |= is_live and len(journal.segments) > 1 and position < journal.segments[1]
-        for name, room in rooms.items():
+        for name, room in usage.items():
             lacking = set(range(room.next_number)) - numbers[name]
             assert room.is_finished or not lacking, f"{name} has lost {lacking}"
             assert room.next_number - 1 in numbers[name]
-            unwritten = self.archive._unwritten  # noqa: SLF001 - named, and written with the next
+            unwritten = self.journal._unwritten  # noqa: SLF001 - named, and written with the next
             assert room.contents <= kept | set(unwritten)
-        tenants = self.archive._tenants  # noqa: SLF001 - whose count it is
+        tenants = self.journal._segment_refs  # noqa: SLF001 - whose count it is
         if len(journal.segments) > 1:
             assert tenants.is_oldest_dead is not is_needed
             self.num_dead_seen += tenants.is_oldest_dead
@@ -104,7 +104,7 @@ async def test_what_lives_is_never_lost_and_what_is_dead_is_known(tmp_path: Path
         for _ in range(NUM_ACTS):
             crowd.act()
             crowd.check()
-        assert crowd.archive.journal.segments[0] > 0, "none was dropped"
+        assert crowd.journal.journal.segments[0] > 0, "none was dropped"
         num_dead_seen += crowd.num_dead_seen
-        crowd.archive.close_journal()
+        crowd.journal.close_journal()
     assert num_dead_seen > 0

@@ -21,8 +21,8 @@ class Told(WriteBuffer):
         self.heard: list[SessionError | None] = []
         self.is_deaf = False
 
-    def tried(self, failure: SessionError | None) -> None:
-        super().tried(failure)
+    def flushed(self, failure: SessionError | None) -> None:
+        super().flushed(failure)
         self.heard.append(failure)
         if self.is_deaf:
             raise LookupError("whom to tell")
@@ -40,7 +40,7 @@ class Disk:
         self.pages = [Told(name, due) for name in "abc"]
 
     def _record_of(self, page: WriteBuffer) -> Record:
-        return [page.deeds()]
+        return [page.encoded_events()]
 
     def _write(self, records: Mapping[WriteBuffer, Record]) -> None:
         if self.broken is not None:
@@ -66,7 +66,7 @@ async def test_what_is_due_in_one_turn_is_one_write() -> None:
     await asyncio.sleep(0)
     assert disk.batches == [{"a": 2, "b": 1}]
     assert [page.heard for page in disk.pages] == [[None], [None], []]
-    assert [page.is_owing for page in disk.pages] == [False, False, True]
+    assert [page.has_pending for page in disk.pages] == [False, False, True]
     one.be_due()
     await asyncio.sleep(0)
     assert len(disk.batches) == 1, "nothing is owed twice"
@@ -90,7 +90,7 @@ async def test_what_was_refused_is_owed_until_it_is_due_again(one_by_one: bool) 
     other.be_due()
     await asyncio.sleep(0)
     assert disk.batches == [{"b": 2}]
-    assert not other.is_owing
+    assert not other.has_pending
 
 
 async def test_what_cannot_be_encoded_is_left_out_and_the_others_are_written() -> None:
@@ -107,7 +107,7 @@ async def test_what_cannot_be_encoded_is_left_out_and_the_others_are_written() -
     assert failure is not None
     assert (failure.status, failure.code) == (500, "journal_failed")
     assert "surrogates not allowed" in str(failure)
-    assert one.is_owing
+    assert one.has_pending
 
 
 async def test_each_hears_of_it_whatever_breaks() -> None:
@@ -122,7 +122,7 @@ async def test_each_hears_of_it_whatever_breaks() -> None:
         assert [(each.code, str(each)) for each in page.heard if each is not None] == [
             ("journal_failed", "the journal: RuntimeError: nobody thought of this")
         ]
-        assert page.is_owing
+        assert page.has_pending
     disk.broken = None
     for page in disk.pages:
         page.be_due()

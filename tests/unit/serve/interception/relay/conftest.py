@@ -67,7 +67,7 @@ class Relay:
     def account(self, **rewards: Any) -> dict[str, Any]:
         """What the sealed session has to show, by way of JSON."""
         self.session.seal("the test is over")
-        told = self.session.account().told(SessionRewards(**rewards))
+        told = self.session.report().render(SessionRewards(**rewards))
         account: dict[str, Any] = msgspec.json.decode(joined(told))
         return account
 

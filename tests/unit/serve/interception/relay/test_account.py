@@ -44,7 +44,7 @@ async def test_a_conversation_is_one_sample_in_which_each_token_trains_once(
         await relay.read(ask("a", temperature=0.5))
         await relay.read(ask("a", "b", "c", temperature=0.5))
         await relay.read(ask("other"))
-    account = relay.account(whole=1.0, by_node={2: 0.25})
+    account = relay.account(session=1.0, by_node={2: 0.25})
     line, other = account["samples"]
     assert line["token_ids"] == [1, 2, 3, 4, 5, 6]
     assert line["loss_mask"] == [0, 0, 1, 1, 0, 1]
@@ -132,7 +132,7 @@ async def test_whatever_an_agent_sent_its_session_can_be_told(
             0
         ] == 200
         assert (await relay.read(b'{"messages":[{"role":"user","content":"\xff"}]}'))[0] == 200
-    account = json.loads(joined(relay.session.account().told(SessionRewards())))
+    account = json.loads(joined(relay.session.report().render(SessionRewards())))
     assert len(account["samples"]) == 2
     assert account["num_calls"] == 2
 

@@ -88,7 +88,7 @@ async def test_sealing_wakes_a_call_whose_body_is_still_coming(make_relay: MakeR
 async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request, "LOOK_S", 0.01)
+    monkeypatch.setattr(request, "DRAIN_CHECK_S", 0.01)
     async with ScriptedProvider(lambda _: events(b"x" * 30_000_000, b"2")) as provider:
         provider.holds = True
         relay = await make_relay(provider)

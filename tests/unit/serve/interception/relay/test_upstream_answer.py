@@ -264,7 +264,7 @@ def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bo
     for _ in range(400):
         route, template = chance.choice(TEMPLATES)
         chunks = [mutated(chance, chunk) for chunk in template]
-        told = account_of("s", [answered(route, is_stream, chunks)]).told(SessionRewards(1.0))
+        told = account_of("s", [answered(route, is_stream, chunks)]).render(SessionRewards(1.0))
         account = msgspec.json.decode(joined(told))
         for sample in account["samples"]:
             num_samples += 1

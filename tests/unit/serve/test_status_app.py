@@ -47,17 +47,18 @@ def test_it_serves_the_newest_snapshot_and_says_when_there_is_none(
     with httpx.Client(base_url=http_address(listening), timeout=30.0) as client:
         assert client.get("/healthz").status_code == 503
         assert client.get("/status").json() is None
-        board.hang(Seen(3))
+        board.publish(Seen(3))
         assert client.get("/healthz").text == "ok\n"
         assert client.get("/status").json() == {"num_turns": 3}
         assert "rollmesh_turns_total 3.0" in client.get("/metrics").text
-        board.stick("the disk is full")
-        assert client.get("/healthz").text == "nothing is done: the disk is full\n"
-        board.stick("")
+        board.set_blocked("the disk is full")
+        assert client.get("/healthz").text == "no progress: the disk is full\n"
+        board.set_blocked("")
         assert client.get("/healthz").text == "ok\n"
         clock.advance(STALE_S + 1)
         late = client.get("/healthz")
-        assert (late.status_code, late.text) == (503, "the loop has not turned for 5 s\n")
+        assert late.status_code == 503
+        assert late.text == "the loop has not published a snapshot for 5 s\n"
     face.close()
 
 
