@@ -39,6 +39,9 @@ from rollmesh.serve.client.arrivals import Arrival, Finished, Unopened
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.checkpoints.recovery import restored_staleness
+from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.meter.fencing import FenceAsked
@@ -46,9 +49,6 @@ from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
-from rollmesh.trainer.recovery.plan import plan_recovery
-from rollmesh.trainer.recovery.revival import staleness_of
-from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
 from rollmesh.trainer.weights.verdicts import Probe
@@ -238,7 +238,7 @@ def main() -> None:
     books = RunRecords(folder, SystemClock()), Tally()
     tasks = (Task(id=str(number)) for number in itertools.count())
     asking = asking_of(config)
-    pacer = Pacer(client, staleness_of(config), tasks, asking, books)
+    pacer = Pacer(client, restored_staleness(config), tasks, asking, books)
     weights = WeightVersions(folder / "weights", BackgroundLoop("publisher"))
     policy = Policy(config.model.path, config.trainer)
     parts = TrainerDeps(
@@ -249,7 +249,7 @@ def main() -> None:
         bring=bring,
         records=books[0],
         tally=books[1],
-        savepoints=Savepoints(folder),
+        checkpoints=CheckpointStore(folder),
         fence=fence,
     )
     TrainLoop(config, parts, threading.Event()).run(plan_recovery(None, History()))

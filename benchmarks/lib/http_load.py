@@ -30,15 +30,15 @@ Talk = Generator[bytes, Reply, None]
 
 
 class Timings(msgspec.Struct):
-    """Seconds of one run."""
+    """Of one run."""
 
     calls_s: list[float] = []
     first_events_s: list[float] = []
-    """Seconds to the first event of each stream."""
+    """Of streams: until the first event was here."""
     wall_s: float = 0.0
 
     def percentile_ms(self, percent: float) -> float:
-        """Seconds of each call."""
+        """Of the calls."""
         return 1e3 * percentile(self.calls_s, percent)
 
 
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
             self.ended.set_exception(LoadError(f"{line}: {body[:300].decode(errors='replace')}"))
 
     def close(self) -> None:
-        """Hang up; a caller that waits for the end of a talk waits no more."""
+        """Hang up; whoever waits for the end of a talk waits no more."""
         self.ended.cancel()
         self._transport.close()
 

@@ -26,12 +26,12 @@ _PROGRAM = [sys.executable, "-m", "benchmarks.lib.serving_floor"]
 
 
 class Lap(NamedTuple):
-    """Times of round trips."""
+    """What round trips took."""
 
     per_s: float
     p50_us: float
     router_cpu_us: float
-    """Seconds of each."""
+    """Of each."""
 
 
 class Floor:

@@ -4,7 +4,7 @@
 
 Before and after: how many unseen pairs the model rates the right way round, by its log-probs or, as
 a reward model, by its rewards. After each step nothing of its batch is left in any process. With
---run it leaves savepoints there, and goes on from the newest.
+--run it leaves checkpoints there, and goes on from the newest.
 """
 
 import argparse
@@ -15,14 +15,14 @@ from pathlib import Path
 from examples.recipes.data import batch
 from rollmesh.core.config import TrainerConfig
 from rollmesh.tensors.plane import Plane, use
+from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TensorUsage, TrainController
 from rollmesh.trainer.controller.dispatch import DispatchRule
 from rollmesh.trainer.controller.spec import PlaneSpec, Topology
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.roles.recipes import RECIPES, Report, Rows, SavedRoles, role_specs
-from rollmesh.trainer.savepoints.shelf import Savepoints
-from rollmesh.trainer.savepoints.state import LoopState
 
 TRAINER = TrainerConfig(learning_rate=3e-3)
 LOSSES = {"actor": {"kl_coef": 0.005}, "critic": {"kl_coef": 0.005}}
@@ -43,17 +43,17 @@ def train(recipe: str, num_ranks: int, num_steps: int, folder: Path, run: Path |
     ):
         use(home.plane)
         subject = SavedRoles(controller, [each for each in RECIPES[recipe].roles if each != FROZEN])
-        savepoints = Savepoints(run) if run else None
-        newest = savepoints.newest() if savepoints else None
-        if savepoints and newest:
-            savepoints.restore(newest, subject)
+        checkpoints = CheckpointStore(run) if run else None
+        newest = checkpoints.newest() if checkpoints else None
+        if checkpoints and newest:
+            checkpoints.restore(newest, subject)
         before = share_right(controller, home.plane, recipe)
         for step in range(newest.state.num_steps if newest else 0, num_steps):
             rows = controller.take(home.plane.remotize(rows_for(recipe, step)), step)
             report = RECIPES[recipe].step(controller, rows, step)
             tell(step, report, controller.end_step(step))
-        if savepoints and savepoints.begin(LoopState(num_steps=num_steps), subject):
-            savepoints.settled(SETTLE_S)
+        if checkpoints and checkpoints.begin(LoopState(num_steps=num_steps), subject):
+            checkpoints.settled(SETTLE_S)
         after = share_right(controller, home.plane, recipe)
     print(f"unseen pairs that it rates the right way round: {before:.0%} before, {after:.0%} now")
 
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="ppo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--run", type=Path, help="a folder for savepoints, to go on from")
+    parser.add_argument("--run", type=Path, help="a folder for checkpoints, to go on from")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         train(options.recipe, options.ranks, options.steps, Path(folder), options.run)

@@ -10,7 +10,7 @@
         AddressError       an address in use, not reachable, or not allowed
         DispatchError      a call whose rows do not divide, or whose answers do not add up
         PublishError       no engine accepts the new weights
-        SavepointError     a savepoint that is not whole, or is of another model
+        CheckpointError    a checkpoint that is damaged, or was written by another model
       WireError            a frame that does not parse; counted and answered, never fatal
       EngineError          an engine refused, failed or vanished
         EngineUnavailable  no engine is READY, or it did not answer
@@ -151,8 +151,8 @@ class PublishError(UserError):
     """No engine accepts the weights that are published."""
 
 
-class SavepointError(UserError):
-    """A savepoint cannot be written, is not whole, or is of another model."""
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, is damaged, or was written by another model."""
 
 
 class WireError(RollmeshError):

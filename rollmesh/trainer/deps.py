@@ -14,16 +14,16 @@ from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.checkpoints.store import Checkpointable, CheckpointStore
 from rollmesh.trainer.gpu_lease import ExclusiveGpus, GpuLease, Offloadable
 from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.ready_queue import SampleAllocator
-from rollmesh.trainer.savepoints.shelf import Savepoints, Subject
 from rollmesh.trainer.weights.folder import PublishFn, WeightVersions
 from rollmesh.trainer.weights.verdicts import Probe
 
 
-class TrainablePolicy(Subject, Offloadable, Protocol):
+class TrainablePolicy(Checkpointable, Offloadable, Protocol):
     """A policy in this process, or on ranks."""
 
     @property
@@ -67,7 +67,7 @@ class TrainerDeps(msgspec.Struct):
     bring: PublishFn
     records: RunRecords
     tally: Tally
-    savepoints: Savepoints
+    checkpoints: CheckpointStore
     fence: Callable[[FenceAsked], None]
     """Fence an engine, without waiting."""
     gpu_lease: GpuLease = ExclusiveGpus()

@@ -3,7 +3,7 @@
     REDOING -> PUBLISHING -> MEASURING -> TRAINING -> ENDED   (a stop leads to ENDED from anywhere)
 
 Invariants: what a step consumes is in the journal before the step begins; what the journal holds
-beyond the newest savepoint is done again, each step with its own groups, before anything is
+beyond the newest checkpoint is done again, each step with its own groups, before anything is
 published; a step never waits for its publication, only the next publication does; generation goes
 on while a step runs, since asks are made before it; a step ends when nothing of its batch is held
 here, and while the loop waits for the next one, what it freed goes back to the system. Driven by
@@ -31,6 +31,7 @@ from rollmesh.trainer.algorithms.advantages import rewards_equal
 from rollmesh.trainer.algorithms.optimizer import MAX_SKIPPED, skipped_too_often
 from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.books.records import lives_of, share, write_summary
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.meter.exactness import Findings, find
 from rollmesh.trainer.meter.fencing import FenceAsked
@@ -38,8 +39,7 @@ from rollmesh.trainer.meter.suspicion import Suspicion
 from rollmesh.trainer.pacing.accounting import step_means
 from rollmesh.trainer.pacing.pacer import Batch
 from rollmesh.trainer.pacing.versions import spans_versions
-from rollmesh.trainer.recovery.plan import Recovery
-from rollmesh.trainer.saver import Saver
+from rollmesh.trainer.saver import CheckpointSaver
 from rollmesh.trainer.weights.folder import RefusalMonitor
 
 log = get_logger()
@@ -73,8 +73,8 @@ class TrainLoop:
         self._stop = stop
         self._suspicion = Suspicion()
         self._refusals = RefusalMonitor(parts.records, config.publish.accept_timeout_s)
-        self._saver = Saver(parts, config.trainer.checkpoint_steps)
-        # Rows, as well as notes: a savepoint under way may be what fills the disk.
+        self._saver = CheckpointSaver(parts, config.trainer.checkpoint_steps)
+        # Rows, as well as notes: a checkpoint under way may be what fills the disk.
         parts.records.wait_by(self._tries_again)
         self._heap = Heap()
         self._trimmed_s = -math.inf
@@ -86,15 +86,15 @@ class TrainLoop:
         self._may_trim_s = math.inf
         """When that is worth its time again; not before a step."""
 
-    def run(self, recovery: Recovery) -> bool:
+    def run(self, recovery: RecoveryPlan) -> bool:
         """Go on from there: do again what is not in the weights, measure the untrained policy,
         train until `num_steps` steps are done, save. Whether they are."""
-        self._saver.go_on(recovery.saved)
+        self._saver.resume_from(recovery.saved)
         if recovery.next_step and self._parts.tally.measured:
             self._end_evaluation()  # all of it was there before the first step
         named = {step: each for each, step in recovery.step_of_version.items()}
         if not all(self._redo(again, recovery, named.get(again.step)) for again in recovery.redo):
-            return False  # stopped: savepoints and journal hold what the next life needs
+            return False  # stopped: checkpoints and journal hold what the next life needs
         num_done, num_steps = recovery.next_step, self._config.trainer.num_steps
         # Whatever the engines were started with: from here on they sample from our weights.
         self._publish(num_done)
@@ -109,7 +109,7 @@ class TrainLoop:
             self._parts.pacer.cancel_open("its run is done")
         return is_done
 
-    def _redo(self, again: StepTaken, recovery: Recovery, policy_version: int | None) -> bool:
+    def _redo(self, again: StepTaken, recovery: RecoveryPlan, policy_version: int | None) -> bool:
         """A step that an earlier life took; False where the run is to end before it.
 
         The weights are known by the name that they had: whose gaps are exact depends on it.
@@ -122,10 +122,10 @@ class TrainLoop:
         self._parts.client.redo.ended(again.step, again=self._tries_again)
         self._parts.policy.end_step(again.step)
         # So that a life that ends before the redo does leaves less of it to the next.
-        self._saver.stepped(again.step + 1)
+        self._saver.after_step(again.step + 1)
         return True
 
-    def _train_again(self, again: StepTaken, recovery: Recovery) -> None:
+    def _train_again(self, again: StepTaken, recovery: RecoveryPlan) -> None:
         batch = self._parts.pacer.retake(again, recovery.results)
         if batch:
             self._record(batch, self._train(batch, 0.0))
@@ -136,7 +136,7 @@ class TrainLoop:
         was_done = self._train_next(step)
         if was_done:
             self._parts.policy.end_step(step)
-            self._saver.stepped(step + 1)
+            self._saver.after_step(step + 1)
         return was_done
 
     def _train_next(self, step: int) -> bool:
@@ -163,7 +163,7 @@ class TrainLoop:
                 return False
             if gpu_lease.may_request(UNTRAINED, num_to_come, "eval"):
                 pacer.measure(num_rollouts)
-            self._saver.tend(0)  # a full journal holds asks back until there is one
+            self._saver.poll(0)  # a full journal holds asks back until there is one
             self._look_at_publication(0.0)
             pacer.collect(MEASURE_S)
         self._end_evaluation()
@@ -183,7 +183,7 @@ class TrainLoop:
         pacer, trainer, gpu_lease = self._parts.pacer, self._config.trainer, self._parts.gpu_lease
         while not self._stop.is_set():
             self._look_at_publication(0.0)
-            self._saver.tend(step)
+            self._saver.poll(step)
             batch = pacer.take(step)
             num_to_come = self._num_to_come(step + bool(batch))
             gpu_lease.finish_step(step, num_to_come, is_next_there=batch is not None)
@@ -284,7 +284,7 @@ class TrainLoop:
 
     def _await_publication(self) -> None:
         """Until it is over, or the run is to end: it may be waiting for room on the disk, which a
-        savepoint that ends makes."""
+        checkpoint that ends makes."""
         while self._parts.weights.is_publishing and not self._stop.is_set():
             self._look_at_publication(timeout_s=0.5)
             self._saver.settle()

@@ -47,6 +47,7 @@ from rollmesh.trainer.algorithms.loss import (
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
 from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
 from rollmesh.trainer.algorithms.step_report import StepMeter, StepReport, TokenAges
+from rollmesh.trainer.checkpoints.snapshot import RankSnapshot
 from rollmesh.trainer.models.device import resolve_device
 from rollmesh.trainer.models.folders import (
     begin_without_weights,
@@ -58,7 +59,6 @@ from rollmesh.trainer.models.folders import (
 )
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator
 from rollmesh.trainer.ranks import Ranks, SingleRank, check_finite, is_finite, named_weights
-from rollmesh.trainer.savepoints.imprint import Imprint
 from rollmesh.trainer.weights.payload import WeightBuffer
 from rollmesh.trainer.weights.verdicts import Probe
 
@@ -90,7 +90,7 @@ class Policy:
         self._max_tokens = settings.microbatch_tokens if enable_packing(self._model) else 1
         self._ranks.shard(self._model)
         self._optimizer = ModelOptimizer(self._model, settings)
-        self._imprint = Imprint(self._model, self._optimizer, self._ranks)
+        self._imprint = RankSnapshot(self._model, self._optimizer, self._ranks)
         self._weight_buffer = WeightBuffer()
         self._policy_version: int | None = 0
 

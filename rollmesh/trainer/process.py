@@ -25,6 +25,16 @@ from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
 from rollmesh.trainer.books.picture import draw_learning
 from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, write_summary
+from rollmesh.trainer.checkpoints.recovery import (
+    ResumePoint,
+    find_resume_point,
+    open_client,
+    report_resume,
+    restored_staleness,
+    restored_tally,
+)
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.deps import TrainablePolicy, TrainerDeps
 from rollmesh.trainer.gpu_lease import SLEEP_S, STOP_SHARE, GpuLease, gpu_lease_of
 from rollmesh.trainer.loop import TrainLoop
@@ -35,16 +45,6 @@ from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.requester import RequestSettings, endless_tasks
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.recovery.plan import Recovery
-from rollmesh.trainer.recovery.revival import (
-    Revival,
-    find,
-    open_client,
-    restored_tally,
-    staleness_of,
-    tell,
-)
-from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.staleness import Staleness
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.keys import Role, read_keys
@@ -75,19 +75,19 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
     gpu_lease = gpu_lease_of(share, stop)
-    client, savepoints, revival = begin(config, router, ready_fd)
+    client, checkpoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
-    staleness = staleness_of(config, revival)
+    staleness = restored_staleness(config, revival)
     hurried_s = min(STOP_SHARE * config.launch.stop_timeout_s, MAX_HURRIED_S)
     policy = build(config, staleness, gpu_lease)
     if policy is None:
         leave_unbuilt(client, gpu_lease, hurried_s)
         return INTERRUPTED
     if revival.saved:
-        savepoints.restore(revival.saved, policy)
+        checkpoints.restore(revival.saved, policy)
     records = RunRecords(folder, SystemClock(), revival.covered, stop)
     tally = restored_tally(config, revival)
-    tell(revival, records)
+    report_resume(revival, records)
     tasks = endless_tasks(env, config.env, config.run.seed, recovery.num_tasks)
     pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.allocator)
     pacer.resume(recovery)
@@ -107,7 +107,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         bring=shell.publish,
         records=records,
         tally=tally,
-        savepoints=savepoints,
+        checkpoints=checkpoints,
         fence=fence,
         gpu_lease=gpu_lease,
     )
@@ -119,7 +119,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
 
 def train(
     loop: TrainLoop,
-    recovery: Recovery,
+    recovery: RecoveryPlan,
     parts: TrainerDeps,
     publisher: tuple[BackgroundLoop, PublishShell],
     hurried_s: float,
@@ -127,7 +127,7 @@ def train(
     """Run the loop, then close every part, even where one is late or fails; return whether all
     steps are done."""
     is_done = False
-    folder = parts.savepoints.folder.parent
+    folder = parts.checkpoints.folder.parent
     with told_in_one_line(), ExitStack() as leaving:
         leaving.callback(lambda: parts.gpu_lease.close(SLEEP_S if is_done else hurried_s))
         leaving.callback(parts.policy.close)
@@ -144,22 +144,22 @@ def train(
 
 def begin(
     config: Config, router: str, ready_fd: int | None
-) -> tuple[RolloutClient, Savepoints, Revival]:
+) -> tuple[RolloutClient, CheckpointStore, ResumePoint]:
     """Be where results go, and only then look what there is to go on from.
 
-    UserError where another trainer has the journal, its disk is full, or no savepoint is whole.
+    UserError where another trainer has the journal, its disk is full, or no checkpoint is whole.
     """
-    client, savepoints = open_client(config, router), Savepoints(config.run_folder())
+    client, checkpoints = open_client(config, router), CheckpointStore(config.run_folder())
     with ExitStack() as undo:
         undo.callback(client.close)
-        # Before a savepoint is proven, which is to read all of it: that may take many minutes.
+        # Before a checkpoint is proven, which is to read all of it: that may take many minutes.
         announce(ready_fd, Ready("trainer", os.getpid(), client.address))
-        revival = find(client, savepoints)
+        revival = find_resume_point(client, checkpoints)
         # What finished while nobody was here is acked and safe before anything is loaded.
         with told_in_one_line():
             client.start(revival.recovery.saved)
         undo.pop_all()
-    return client, savepoints, revival
+    return client, checkpoints, revival
 
 
 @contextmanager

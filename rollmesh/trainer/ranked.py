@@ -19,7 +19,7 @@ import msgspec
 from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.errors import CallFailed, NoRoom, SavepointError
+from rollmesh.core.errors import CallFailed, CheckpointError, NoRoom
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import Branch, Json
 from rollmesh.engine.in_memory import Part
@@ -170,7 +170,7 @@ class RankedPolicy:
         try:
             self._controller.call(f"{ROLE}.restore", str(folder.absolute()))
         except CallFailed as error:
-            raise SavepointError(str(error)) from None
+            raise CheckpointError(str(error)) from None
 
     def set_policy_version(self, policy_version: int | None) -> None:
         """As Policy has it."""

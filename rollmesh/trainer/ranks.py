@@ -159,7 +159,7 @@ def is_finite(model: PreTrainedModel, ranks: Ranks) -> bool:
 def not_finite_error(what: object) -> NotFinite:
     """The error for weights with NaN or infinity that were to be written as `what`."""
     return NotFinite(
-        f"{what}: not written, since the weights hold NaN or infinity; the newest savepoint has "
+        f"{what}: not written, since the weights hold NaN or infinity; the newest checkpoint has "
         "finite ones: lower trainer.learning_rate, then --resume"
     )
 

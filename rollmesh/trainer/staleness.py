@@ -204,7 +204,7 @@ class StalenessManager:
         restored: StalenessState | None = None,
     ) -> None:
         """After a recovery, `published_step` and `policy_version` are those of the weights that
-        engines have, and `restored` has the counts of the savepoint."""
+        engines have, and `restored` has the counts of the checkpoint."""
         self.settings = settings
         before = restored or StalenessState()
         self._lock = threading.Lock()

@@ -44,7 +44,7 @@ def test_a_trainer_that_is_killed_five_times_loses_nothing_and_trains_nothing_tw
 
 
 @pytest.mark.slow
-def test_a_journal_at_its_byte_budget_forces_savepoints_and_loses_nothing(
+def test_a_journal_at_its_byte_budget_forces_checkpoints_and_loses_nothing(
     tmp_path: Path, model: Path
 ) -> None:
     journal = {"segment_bytes": 2**14, "max_bytes": 2**16}
@@ -57,7 +57,7 @@ def test_a_journal_at_its_byte_budget_forces_savepoints_and_loses_nothing(
         assert mesh.end() == OK, mesh.told()
         check_rows(mesh)
         log = (mesh.run / "logs" / "trainer.log").read_text()
-        num_forced = log.count("savepoint.saved") - log.count("publisher.closed")
+        num_forced = log.count("checkpoint.saved") - log.count("publisher.closed")
         assert num_forced >= 2, "it is never due but at the end"
         sizes = [path.stat().st_size for path in (mesh.run / "journal").glob("*.journal")]
         assert sum(sizes) < 2 * journal["max_bytes"]

@@ -30,8 +30,8 @@ def until(run: Path, step: int) -> None:
     next(row for row in follow(run / "metrics.jsonl") if row["step"] >= step)
 
 
-def sealed_savepoints(run: Path) -> list[Path]:
-    """Whole savepoints; one that is being written has a suffix."""
+def sealed_checkpoints(run: Path) -> list[Path]:
+    """Whole checkpoints; one that is being written has a suffix."""
     return [each for each in (run / "savepoints").glob("*-step-*") if not each.suffix]
 
 
@@ -49,7 +49,7 @@ def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path
         until(run, 2)
         os.kill(pids(run)["trainer"], signal.SIGKILL)
         next(follow(run / "recoveries.jsonl"))
-        look_until(lambda: sealed_savepoints(run))
+        look_until(lambda: sealed_checkpoints(run))
         processes = [psutil.Process(each) for each in pids(run).values() if psutil.pid_exists(each)]
         os.kill(pids(run)["launch"], signal.SIGKILL)
         ended(process)

@@ -32,6 +32,8 @@ from rollmesh.serve.client.journal_entries import (
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.testing.mesh_sim.asker import FORGED
 from rollmesh.testing.mesh_sim.machines import Machines
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
+from rollmesh.trainer.checkpoints.state import CheckpointSchedule, LoopState
 from rollmesh.trainer.pacing.lifecycle import Action as CourseAction
 from rollmesh.trainer.pacing.lifecycle import Event as CourseEvent
 from rollmesh.trainer.pacing.lifecycle import (
@@ -45,9 +47,6 @@ from rollmesh.trainer.pacing.lifecycle import (
 )
 from rollmesh.trainer.pacing.lifecycle import GroupRequested as CourseAsked
 from rollmesh.trainer.pacing.lifecycle import QueueGroup as CourseKeep
-from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
-from rollmesh.trainer.savepoints.due import Due
-from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import Action as StalenessAction
 from rollmesh.trainer.staleness import StalenessManager
 from rollmesh.wire.fleet import EnginePhase, FenceEngine
@@ -159,7 +158,7 @@ class BookThatLetsGoOfNothing(ClientJournal):
 
 
 class BookThatForgetsWhatWasPublished(ClientJournal):
-    """As soon as a savepoint covers it."""
+    """As soon as a checkpoint covers it."""
 
     def cover(self, saved: StateSaved) -> None:
         super().cover(msgspec.structs.replace(saved, step_of_version={}))
@@ -237,17 +236,17 @@ class CourseThatCountsWhatFailed(GroupLifecycle):
         return super().step(event)
 
 
-class DueWhenItsTimeComes(Due):
+class DueWhenItsTimeComes(CheckpointSchedule):
     """And not for a full journal."""
 
     def is_now(self, num_gone: int, now_s: float, **_told: bool) -> bool:
         return super().is_now(num_gone, now_s, is_full=False)
 
 
-def plan_that(**otherwise: Callable[[Recovery], Any]) -> Machines:
+def plan_that(**otherwise: Callable[[RecoveryPlan], Any]) -> Machines:
     """One whose plan is wrong in one thing."""
 
-    def plan(saved: LoopState | None, history: History) -> Recovery:
+    def plan(saved: LoopState | None, history: History) -> RecoveryPlan:
         right = plan_recovery(saved, history)
         wrong = {name: value(right) for name, value in otherwise.items()}
         return msgspec.structs.replace(right, **wrong)
@@ -255,7 +254,7 @@ def plan_that(**otherwise: Callable[[Recovery], Any]) -> Machines:
     return Machines(plan=plan)
 
 
-def ready_and_taken(plan: Recovery) -> tuple[StoredResult, ...]:
+def ready_and_taken(plan: RecoveryPlan) -> tuple[StoredResult, ...]:
     return (*plan.ready, *plan.results.values())
 
 

@@ -44,7 +44,7 @@ TELLING_SEEDS = (
     1765,
 )
 """Some of each kind, more of those whose chaos is long and whose attempts are bounded, and some in
-which a savepoint breaks by which alone a full journal was freed."""
+which a checkpoint breaks by which alone a full journal was freed."""
 NUM_PRINTED = 24
 PRINTS_A_RUN = f"""
 from rollmesh.testing.mesh_sim.mesh import simulate
@@ -61,13 +61,13 @@ KEPT_SEEDS = {
     700495: "a suspect was given to a worker that had just left",
     700190: "the same with two groups",
     20036: "a fence ask was blamed for the engine that the same step fenced for its overdue probe",
-    11575: "a full disk, a kill and a broken savepoint hid two steps",
+    11575: "a full disk, a kill and a broken checkpoint hid two steps",
     3795: "a second freeze of a frozen worker reordered the chunks of a stream",
     13066: "the same, with the end of the stream before its first chunks",
     19075: "the same, with two streams of one worker",
     13585: "the router and all engines restarted while the publisher was frozen: `wait` dropped",
-    16305: "a savepoint could not be read, and the one before it hid the newer policy versions",
-    41355: "a disk took a savepoint's entry and not what followed: asks were held without end",
+    16305: "a checkpoint could not be read, and the one before it hid the newer policy versions",
+    41355: "a disk took a checkpoint's entry and not what followed: asks were held without end",
     32835: "routers of two lives gave two attempts one number, and one of them never began",
     44045: "the same, with a group of two rollouts",
 }

@@ -86,7 +86,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Cover(msgspec.Struct, frozen=True):
-    """Command: this savepoint is durable, and the journal may release what it covers."""
+    """Command: this checkpoint is durable, and the journal may release what it covers."""
 
     saved: StateSaved
 

@@ -4,9 +4,9 @@
   knew. What a full disk refused is written before anything else.
 - In memory there are only the positions of results. A segment is kept while an entry in it is
   needed; an open ask is written again instead of keeping a segment for long.
-- Entries are needed that the last savepoint but one does not cover, since the last may be damaged.
+- Entries are needed that the last checkpoint but one does not cover, since the last may be damaged.
   Over the byte budget the last one decides.
-- For each group that a savepoint does not cover, `History` has one of three: open, a result, or
+- For each group that a checkpoint does not cover, `History` has one of three: open, a result, or
   dropped with a reason.
 """
 

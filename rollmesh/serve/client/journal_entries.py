@@ -11,7 +11,7 @@
     StepBegun     a train step that is redone, before that
     StepEnded     a train step that was redone, or one that raised, and why
     Published     a policy version, before it is published
-    StateSaved    a durable savepoint, and what it covers
+    StateSaved    a durable checkpoint, and what it covers
     EndedSoFar    all ended groups as intervals, before older segments are dropped
 
 A field that is added has a default and is the last, so that older journals are read.

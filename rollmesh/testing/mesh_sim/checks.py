@@ -18,7 +18,7 @@ from rollmesh.testing.mesh_sim.worker import SimWorker
 
 CULPRIT_DEATHS = 2
 UNDER_WAY_BYTES = 8000
-"""As much as the results of all that may run at once, and what a savepoint takes to be written."""
+"""As much as the results of all that may run at once, and what a checkpoint takes to be written."""
 NAMED_WORKER = re.compile(r"worker-\d+")
 
 

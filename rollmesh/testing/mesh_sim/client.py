@@ -3,7 +3,7 @@
     one life: begin (replay, plan, say again what is open) -> ask, receive, note -> killed
 
 What RolloutClient and its intake do, without threads and sockets. Invariant: all that a new life
-knows, the disk and the savepoints told it; a result is on the disk before it is acked, and what the
+knows, the disk and checkpoints hold; a result is on the disk before it is acked, and what the
 disk does not take is not acked. trainer.py says what is asked for and what becomes of it. Driven by
 the kernel's messages and ticks.
 """
@@ -148,7 +148,7 @@ class SimClient(Asker):
             self._network.num["owed"] += 1
 
     def note_saved(self, saved: StateSaved) -> None:
-        """A savepoint is durable."""
+        """A checkpoint is durable."""
         try:
             self.book.cover(saved)
         except JournalError:

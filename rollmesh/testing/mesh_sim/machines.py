@@ -13,10 +13,9 @@ from rollmesh.runtime.generation import GenerationMachine
 from rollmesh.serve.client.arrivals import ResultSink
 from rollmesh.serve.client.journal import ClientJournal, History
 from rollmesh.serve.router.group_scheduler import GroupScheduler
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
+from rollmesh.trainer.checkpoints.state import CheckpointSchedule, LoopState
 from rollmesh.trainer.pacing.lifecycle import GroupLifecycle
-from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
-from rollmesh.trainer.savepoints.due import Due
-from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import StalenessManager
 
 
@@ -30,8 +29,8 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     book: type[ClientJournal] = ClientJournal
     staleness: type[StalenessManager] = StalenessManager
     course: type[GroupLifecycle] = GroupLifecycle
-    due: type[Due] = Due
-    plan: Callable[[LoopState | None, History], Recovery] = plan_recovery
+    due: type[CheckpointSchedule] = CheckpointSchedule
+    plan: Callable[[LoopState | None, History], RecoveryPlan] = plan_recovery
 
 
 REAL = Machines()

@@ -83,9 +83,9 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     disk_full: float = 0.0
     """Per entry: there is no room for it."""
     save_failed: float = 0.0
-    """Per savepoint: it cannot be written."""
+    """Per checkpoint: it cannot be written."""
     save_broke: float = 0.0
-    """Per life of the trainer: the newest savepoint is no longer whole."""
+    """Per life of the trainer: the newest checkpoint is no longer whole."""
     zombie: float = 0.0
     """Per death of the trainer: its publisher is frozen for a while, and goes on."""
 

@@ -1,13 +1,13 @@
-"""The trainer of the simulated mesh: a client, steps that take time, savepoints, and its recovery.
+"""The trainer of the simulated mesh: a client, steps that take time, checkpoints, and its recovery.
 
-    RISING (savepoint + journal -> plan) -> REDOING (steps of the plan) -> RENAMING (the weights are
+    RISING (checkpoint, journal -> plan) -> REDOING (steps of it) -> RENAMING (the weights are
     published under a new version) -> MEASURING (an evaluation, in some seeds) -> TRAINING (asks
     again) --killed at any moment--> RISING
 
 A shell of the course, as pacer and train loop are: what becomes of each group that says, and this
 carries it out. Its weights are the steps that they are made of, so that witness.py can tell whether
 any is missing, doubled or of other groups. Invariant: over a life's end it keeps the journal, its
-ledger and the savepoints that were whole by then, nothing else. Driven by the kernel.
+ledger and the checkpoints that were whole by then, nothing else. Driven by the kernel.
 """
 
 from collections import deque
@@ -28,6 +28,8 @@ from rollmesh.testing.mesh_sim.kernel import Kernel
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.publisher import SimPublisher
 from rollmesh.testing.mesh_sim.witness import Witness
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
+from rollmesh.trainer.checkpoints.state import LoopState
 from rollmesh.trainer.pacing.lifecycle import (
     Action,
     DropReplayed,
@@ -46,8 +48,6 @@ from rollmesh.trainer.pacing.lifecycle import (
     VersionCreated,
     VersionPublished,
 )
-from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
-from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.wire.machine import Ticked
 
@@ -63,13 +63,13 @@ POLICIES = [
     ),
 ]
 SAVE_STEPS = (1, 2, 50)
-"""Between savepoints; the last is only for those that a full journal forces."""
+"""Between checkpoints; the last is only for those that a full journal forces."""
 PUBLISH_STEPS = (1, 2)
 """Between publications; by two some steps train what those before have left them room for."""
 NUM_EVALS = (0, 3)
 """Groups of the evaluation before all steps."""
 NUM_SAVES = 2
-"""Savepoints that are kept."""
+"""Checkpoints that are kept."""
 STEP_S = (0.05, 0.4)
 SAVE_S = (0.02, 0.8)
 MOST_AT_ONCE = 3
@@ -77,7 +77,7 @@ MOST_AT_ONCE = 3
 
 
 class Save(msgspec.Struct, frozen=True):
-    """A savepoint."""
+    """A checkpoint."""
 
     state: LoopState
     weights: tuple[StepTaken, ...]
@@ -105,7 +105,7 @@ class SimTrainer(SimClient):
         self.zombies: list[SimPublisher] = []
         """Publishers whose trainer is dead."""
         self.group_scheduler: list[GroupLeft] = []
-        """How groups have left; a life goes on from what its savepoint covers of it."""
+        """How groups have left; a life goes on from what its checkpoint covers of it."""
         self._engines = engines
         self._num_to_ask = num_groups
         # One without a name takes nothing over: leases alone free what its dead one held. One with
@@ -116,7 +116,7 @@ class SimTrainer(SimClient):
         self._num_to_measure = NUM_EVALS[kernel.seed // 4 % len(NUM_EVALS)]
         self._forget_all(plan_recovery(None, History()), [])
         self._shelf: list[Save] = []
-        """Whole savepoints, the newest last."""
+        """Whole checkpoints, the newest last."""
 
     # what remains to be done
 
@@ -193,7 +193,7 @@ class SimTrainer(SimClient):
             self._shelf.pop()
         return self._shelf[-1] if self._shelf else None
 
-    def _forget_all(self, plan: Recovery, weights: list[StepTaken]) -> None:
+    def _forget_all(self, plan: RecoveryPlan, weights: list[StepTaken]) -> None:
         machines = self._network.machines
         newest, step = max(plan.step_of_version.items())
         self.staleness = machines.staleness(self._settings, step, newest)
@@ -267,7 +267,7 @@ class SimTrainer(SimClient):
         self._num_drawn += 1
         return Task(id=str(self._num_drawn))
 
-    def _stay_parted(self, entry: GroupParted, plan: Recovery) -> None:
+    def _stay_parted(self, entry: GroupParted, plan: RecoveryPlan) -> None:
         turns = self.open(plan.results[entry.group_id])
         task = Task(id=self.witness.asked[entry.group_id])
         self._do(self.course.step(DropReplayed(entry, task, len(turns.rollouts()))))
@@ -355,7 +355,7 @@ class SimTrainer(SimClient):
             self._is_admitting = True
             self.witness.admitted(self.course.gone, self.staleness)
 
-    # savepoints
+    # checkpoints
 
     def _save_if_due(self) -> None:
         now_s, is_full = self._kernel.now_s(), self.book.is_full
@@ -384,4 +384,4 @@ class SimTrainer(SimClient):
         self._shelf = [*self._shelf, save][-NUM_SAVES:]
         # It is whole now; whether its maker lives to say so is another matter.
         delay_s = self._kernel.rng.uniform(0.0, 0.1)
-        self._kernel.after(delay_s, lambda: self.note_saved(save.state.told()), self)
+        self._kernel.after(delay_s, lambda: self.note_saved(save.state.to_journal()), self)

@@ -23,8 +23,8 @@ from rollmesh.serve.client.journal_entries import (
 )
 from rollmesh.testing.mesh_sim.endings import Endings
 from rollmesh.testing.mesh_sim.turns import GroupTurns
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.lifecycle import MAX_REQUEUES, GroupLeft, GroupOutcome, TrainGroups
-from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.wire.bodies import decode_ask
 
@@ -61,7 +61,7 @@ class Witness:
         self._freed: set[GroupId] = set()
         """The journal need not have them any more."""
         self._unwritten: set[GroupId] = set()
-        """Whose rows went with a savepoint that broke."""
+        """Whose rows went with a checkpoint that broke."""
         self._lost_steps: set[int] = set()
         """Not in the weights, for the same reason."""
 
@@ -94,7 +94,7 @@ class Witness:
             case _:
                 pass
 
-    def recovered(self, history: History, plan: Recovery) -> None:
+    def recovered(self, history: History, plan: RecoveryPlan) -> None:
         """A new life has its plan."""
         self.num_lives += 1
         self._lost_steps |= set(range(plan.num_steps, history.saved.num_steps)) & self.steps.keys()

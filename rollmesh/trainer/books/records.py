@@ -9,7 +9,7 @@
 
 Invariants: num_asked = num_trained + num_dropped + num_open + num_lost, all in rollouts, and
 num_lost is what this equation leaves, never a counter of its own; a trainer that goes on from a
-savepoint cuts the first three to what that covers and writes the rest again, so that each step and
+checkpoint cuts the first three to what that covers and writes the rest again, so that each step and
 each group has its rows once; what is held does not grow with the run. Driven by the trainer's loop.
 """
 
@@ -137,7 +137,7 @@ class RunRecords:
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a Tally a savepoint holds as it is."""
+    """What of a Tally a checkpoint holds as it is."""
 
     num_asked: int = 0
     num_evals: int = 0

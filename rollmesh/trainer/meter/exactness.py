@@ -232,7 +232,7 @@ class ExactnessBook:
         return [_named(origin) | cell.row() for origin, cell in sorted(self._cells.items())]
 
     def state(self) -> list[dict[str, Json]]:
-        """All of it, for a savepoint; gaps as text, since JSON has no word for one that is none."""
+        """Return the state for a checkpoint; a gap of NaN is text, which JSON can hold."""
         return [
             {
                 "origin": list(origin),

@@ -7,7 +7,7 @@ A file is safetensors' own format (https://github.com/huggingface/safetensors, "
 of the header, little-endian; the header, JSON, padded by spaces; the tensors, row by row, one after
 the other; names and table are transformers'. Invariant: it follows from names, types and whole
 shapes alone, so ranks that never speak of it agree, and each can write its rows where they belong
-in the whole tensor. Pure; driven by carriers/shards.py and savepoints/tray.py.
+in the whole tensor. Pure; driven by carriers/shards.py and checkpoints/tray.py.
 """
 
 import math

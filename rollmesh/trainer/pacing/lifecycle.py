@@ -23,9 +23,9 @@ import msgspec
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.types import Task
 from rollmesh.serve.client.journal_entries import NOT_NOTED, Again, GroupParted, Groups, StepTaken
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, admitted_groups
+from rollmesh.trainer.checkpoints.state import PendingTask
 from rollmesh.trainer.pacing.versions import VersionSteps
-from rollmesh.trainer.recovery.plan import Recovery, under_way
-from rollmesh.trainer.savepoints.state import Waiting
 from rollmesh.trainer.staleness import (
     BatchTaken,
     GroupAdmitted,
@@ -227,19 +227,19 @@ class GroupLifecycle:
         return self._again.popleft() if self._again else None
 
     @property
-    def to_ask_again(self) -> tuple[Waiting, ...]:
+    def to_ask_again(self) -> tuple[PendingTask, ...]:
         """Requeued tasks that are not requested again or still open. The next process finds out
         which of these are missing in the journal."""
         turns = [*self._again, *self._open.values()]
         known = [each for each in turns if each.task is not UNKNOWN]
-        return tuple(Waiting(each.task, each.again) for each in known if each.again)
+        return tuple(PendingTask(each.task, each.again) for each in known if each.again)
 
     def may_ask(self, num_needed: int) -> bool:
         """Whether to request one more group to train, while `num_needed` are needed."""
         staleness, most = self._staleness, num_needed * self._num_samples
         return staleness.capacity > 0 and staleness.running + staleness.ready < most
 
-    def resume(self, recovery: Recovery) -> list[GroupLeft]:
+    def resume(self, recovery: RecoveryPlan) -> list[GroupLeft]:
         """Start from the state of earlier processes, before any event; return the groups that left
         between processes, in the order of `drops`."""
         self.versions.add(recovery.step_of_version)
@@ -254,7 +254,7 @@ class GroupLifecycle:
             self._open[group_id] = GroupRequest(UNKNOWN, again.get(group_id), is_eval)
         for ask in recovery.open_asks:
             self._open[ask.group_id] = GroupRequest(ask.task, again.get(ask.group_id), ask.is_eval)
-        for event in under_way(recovery, self._num_samples):
+        for event in admitted_groups(recovery, self._num_samples):
             self._staleness.step(event)
         self._is_eval = recovery.is_eval
         # Not counted as untrainable in a row: groups that trained in between are not known here.

@@ -16,6 +16,7 @@ from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, StoredRes
 from rollmesh.serve.client.journal_entries import GroupBooked, GroupParted, StepTaken
 from rollmesh.serve.client.samples import Sample, lay_plainly
 from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.accounting import FirstFailures, GroupAccounting
 from rollmesh.trainer.pacing.lifecycle import (
     UNKNOWN,
@@ -42,7 +43,6 @@ from rollmesh.trainer.pacing.ready_queue import (
 )
 from rollmesh.trainer.pacing.requester import GroupRequester, GroupSource, RequestSettings
 from rollmesh.trainer.pacing.versions import versions_of
-from rollmesh.trainer.recovery.plan import Recovery
 from rollmesh.trainer.staleness import StalenessManager, StalenessState
 
 UNTRAINABLE_ROUNDS = 4
@@ -95,7 +95,7 @@ class Pacer:
         self._step = 0
         """The next step, whose batch is being collected."""
 
-    def resume(self, recovery: Recovery) -> None:
+    def resume(self, recovery: RecoveryPlan) -> None:
         """Start from the state of earlier processes of the run, before any other call."""
         self.requester.resume(recovery)
         self._first_failures.has_succeeded = self._tally.num_trained > 0
@@ -154,7 +154,7 @@ class Pacer:
     def measure(self, num_rollouts: int) -> bool:
         """Request single rollouts that do not train until there are `num_rollouts`, including those
         of earlier processes; return whether all have ended."""
-        # Not requested less measured: a broken savepoint may have lost some.
+        # Not requested less measured: a broken checkpoint may have lost some.
         num_out = self.lifecycle.num_measuring
         num_left = num_rollouts - self._tally.num_evals
         for _ in range(min(num_left, EVAL_WINDOW - num_out)):

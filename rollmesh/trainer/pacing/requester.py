@@ -21,8 +21,8 @@ from rollmesh.envs.env import Env
 from rollmesh.serve.client.arrivals import Arrival, Unopened
 from rollmesh.serve.client.journal_entries import Again
 from rollmesh.trainer.books.records import Tally
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.lifecycle import GroupLifecycle, GroupRequest, GroupRequested
-from rollmesh.trainer.recovery.plan import Recovery
 
 SPLIT = "train"
 
@@ -130,7 +130,7 @@ class GroupRequester:
         self.num_drawn = 0
         """Tasks drawn, in all processes of the run."""
 
-    def resume(self, recovery: Recovery) -> None:
+    def resume(self, recovery: RecoveryPlan) -> None:
         """Continue after earlier processes, whose tasks the iterator has skipped."""
         self.num_drawn = recovery.num_tasks
         self._num_asked = recovery.num_asked

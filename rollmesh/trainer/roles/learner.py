@@ -30,10 +30,10 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.core.types import Json
 from rollmesh.trainer.algorithms.attention import enable_packing, packed_logits
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.checkpoints.snapshot import RankSnapshot
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.models.folders import save_model
 from rollmesh.trainer.ranks import ShardedRanks, check_finite
-from rollmesh.trainer.savepoints.imprint import Imprint
 
 Row = Mapping[str, Any]
 
@@ -181,9 +181,9 @@ class Learner:
         self._ranks.shard(self._model)
         self._context = context
         self._optimizer = None if trainer is None else ModelOptimizer(self._model, self.settings)
-        self._imprint: Imprint | None = None
+        self._imprint: RankSnapshot | None = None
         if self._optimizer:
-            self._imprint = Imprint(self._model, self._optimizer, self._ranks)
+            self._imprint = RankSnapshot(self._model, self._optimizer, self._ranks)
 
     def outputs(self, batch: RowBatch, kept_K: Tensor) -> Tensor:
         """[K, V]: the model's outputs at the kept positions of the batch, which are in order."""
@@ -263,7 +263,7 @@ class Learner:
         return self._imprint is None or self._imprint.is_written()
 
     def restore(self, folder: Path) -> None:
-        """Read such a folder; raise SavepointError if it is of another model."""
+        """Read such a folder; raise CheckpointError if it is of another model."""
         if self._imprint:
             self._imprint.restore(folder)
 

@@ -1,4 +1,4 @@
-"""One step of each common recipe, as calls of roles; and the roles as one subject of savepoints.
+"""One step of each common recipe, as calls of roles; and the roles as one subject of checkpoints.
 
     recipe    roles                       rows
     ppo       actor, reference, critic    reward
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.errors import CallFailed, ConfigError, SavepointError
+from rollmesh.core.errors import CallFailed, CheckpointError, ConfigError
 from rollmesh.core.types import Json, reward_fault
 from rollmesh.trainer.algorithms.advantages import grpo as grpo_advantages
 from rollmesh.trainer.controller.controller import RoleCall
@@ -166,9 +166,9 @@ def _over_siblings(rows: Rows) -> list[float]:
 
 
 class SavedRoles:
-    """The roles of a trainer as one Subject of savepoints, each in a folder of its own.
+    """The roles of a trainer as one Subject of checkpoints, each in a folder of its own.
 
-        savepoint/actor/model/...  savepoint/critic/model/...
+        checkpoint/actor/model/...  checkpoint/critic/model/...
 
     A frozen role has nothing to save. All is of one moment, between two calls.
     """
@@ -189,9 +189,9 @@ class SavedRoles:
         return all(written)
 
     def restore(self, folder: Path) -> None:
-        """Read the state of all roles; raise SavepointError if one cannot."""
+        """Read the state of all roles; raise CheckpointError if one cannot."""
         try:
             for role in self._roles:
                 self._trainer.call(f"{role}.restore", str(folder.absolute() / role))
         except CallFailed as error:
-            raise SavepointError(str(error)) from None
+            raise CheckpointError(str(error)) from None

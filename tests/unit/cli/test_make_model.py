@@ -26,7 +26,7 @@ def test_a_model_that_is_there_is_kept_without_torch(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(
+def test_folder_that_cannot_be_created_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -17,6 +17,7 @@ from rollmesh.core.share import Share, check_may_share
 from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Task, VersionRun
 from rollmesh.serve.coordinator.claims import Said
 from rollmesh.serve.coordinator.hooks import PipelineHooks
+from rollmesh.trainer.checkpoints.recovery import restored_staleness
 from rollmesh.trainer.gpu_lease import (
     TRAIN_CLUSTER,
     ExclusiveGpus,
@@ -26,7 +27,6 @@ from rollmesh.trainer.gpu_lease import (
     gpu_lease_of,
 )
 from rollmesh.trainer.process import build
-from rollmesh.trainer.recovery.revival import staleness_of
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -476,7 +476,7 @@ def test_no_model_is_loaded_before_its_gpus_are_granted(
 
         def load() -> None:
             try:
-                build(config, staleness_of(config), gpus)
+                build(config, restored_staleness(config), gpus)
             except Exception as error:  # noqa: BLE001 - door: whatever it is, the model is not there
                 ends.append(error)
 
@@ -497,7 +497,7 @@ def test_a_run_that_is_stopped_before_that_loads_none(
     config, stop = nowhere(tmp_path), threading.Event()
     stop.set()
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        assert build(config, staleness_of(config), ScheduledGpus(hooks, stop)) is None
+        assert build(config, restored_staleness(config), ScheduledGpus(hooks, stop)) is None
 
 
 def test_ranks_on_gpus_cannot_leave_them_and_are_refused_in_one_line() -> None:

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, JournalConfig, load_config
-from rollmesh.core.errors import SavepointError
+from rollmesh.core.errors import CheckpointError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.serve.client.client import RolloutClient
@@ -27,6 +27,9 @@ from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
 from rollmesh.trainer.algorithms.batches import TokenBatch
 from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.checkpoints.recovery import restored_staleness
+from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.meter.fencing import FenceAsked
@@ -35,9 +38,6 @@ from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator, ReadyGroup
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
-from rollmesh.trainer.recovery.plan import plan_recovery
-from rollmesh.trainer.recovery.revival import staleness_of
-from rollmesh.trainer.savepoints.shelf import Savepoints
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
@@ -123,7 +123,7 @@ class Site:
         self.records, self.tally = WatchedRecords(folder), Tally()
         tasks = (Task(id=f"t{number}") for number in itertools.count())
         books = (self.records, self.tally)
-        pacer = Pacer(self.client, staleness_of(config), tasks, asking_of(config), books)
+        pacer = Pacer(self.client, restored_staleness(config), tasks, asking_of(config), books)
         self.background = BackgroundLoop("publisher")
         self.weights = WeightVersions(folder / "weights", self.background)
         self.policy = policy = WatchedPolicy(config, self.records)
@@ -136,7 +136,7 @@ class Site:
             bring=bring,
             records=self.records,
             tally=self.tally,
-            savepoints=Savepoints(folder),
+            checkpoints=CheckpointStore(folder),
             fence=self.fenced.append,
         )
         self.stop = threading.Event()
@@ -266,7 +266,7 @@ def test_an_evaluation_ends_though_the_journal_is_full_of_it(
     assert len(again.rows("trajectories.jsonl")) == num_rollouts
 
 
-def test_an_evaluation_goes_on_after_a_savepoint_in_the_middle_of_it(begin: Lives) -> None:
+def test_an_evaluation_goes_on_after_a_checkpoint_in_the_middle_of_it(begin: Lives) -> None:
     life = begin(ROOMY, "trainer.eval_rollouts=4")
     assert not life.pacer.measure(4)
     asked = [life.hear_ask() for _ in range(4)]
@@ -287,7 +287,7 @@ def test_an_evaluation_goes_on_after_a_savepoint_in_the_middle_of_it(begin: Live
 
 
 @pytest.mark.parametrize("eval_rollouts", [2, 0])
-def test_an_evaluation_that_ended_before_a_step_is_told_though_no_savepoint_knows_it(
+def test_an_evaluation_that_ended_before_a_step_is_told_though_no_checkpoint_knows_it(
     begin: Lives, eval_rollouts: int
 ) -> None:
     life = begin(ROOMY, "trainer.eval_rollouts=2")
@@ -330,7 +330,7 @@ class FillingRoom(LocalAllocator):
         return super().holds(sample)
 
 
-def test_a_savepoint_is_settled_while_a_full_disk_refuses_a_note(
+def test_a_checkpoint_is_settled_while_a_full_disk_refuses_a_note(
     begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with ExitStack() as full:
@@ -342,22 +342,22 @@ def test_a_savepoint_is_settled_while_a_full_disk_refuses_a_note(
             for _ in range(2):
                 group_id, task = life.hear_ask()
                 life.finish(group_id, task.id)
-            assert life.savepoints.are_durable.wait(PATIENCE_S)
-            life.savepoints.are_durable.clear()
+            assert life.checkpoints.are_durable.wait(PATIENCE_S)
+            life.checkpoints.are_durable.clear()
             full.close()
-            assert life.savepoints.are_durable.wait(PATIENCE_S), "it went on"
+            assert life.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
 
 
-def test_a_savepoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
+def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
     begin: Lives, tmp_path: Path
 ) -> None:
     rows = tmp_path / "run" / "metrics.jsonl"
     with ExitStack() as full, capture_logs() as told:
         allocator = FillingRoom(lambda: full.enter_context(no_more_bytes(rows)))
-        # Nothing is published between the two steps, which would look after savepoints as well.
+        # Nothing is published between the two steps, which would look after checkpoints as well.
         settings = ("run.name=run", "trainer.checkpoint_steps=1", "publish.every_steps=5")
         life = begin(ROOMY, *settings, allocator=allocator)
-        part = life.savepoints.folder / "000001-step-1.part"
+        part = life.checkpoints.folder / "000001-step-1.part"
 
         has_failed = threading.Event()  # what it leaves is removed behind the loop, in its own time
 
@@ -365,7 +365,7 @@ def test_a_savepoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
             if allocator.is_full.is_set() and not has_failed.is_set():
                 has_failed.set()
                 full.close()
-                raise SavepointError(f"{part}: No space left on device")
+                raise CheckpointError(f"{part}: No space left on device")
             return allocator.is_full.is_set()
 
         life.policy.may_be_written = finds_no_room
@@ -373,10 +373,10 @@ def test_a_savepoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
             for _ in range(2):
                 group_id, task = life.hear_ask()
                 life.finish(group_id, task.id)
-            assert life.savepoints.are_durable.wait(PATIENCE_S), "it went on"
+            assert life.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
     assert [each["event"] for each in told if each["log_level"] == "error"] == [
         "records.wait",
-        "savepoint.failed",
+        "checkpoint.failed",
     ]
     assert [row["step"] for row in life.rows("metrics.jsonl")] == [0, 1]
     assert not part.exists()

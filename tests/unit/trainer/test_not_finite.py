@@ -126,9 +126,9 @@ def test_five_skipped_steps_in_a_row_end_the_run_in_one_line(begin: Lives) -> No
 
 @pytest.mark.parametrize("method", ["train_text", "train_policy", "train_preference"])
 def test_a_role_skips_what_is_not_finite_and_ends_after_five(
-    place: RankContext, tiny_folder: Path, method: str
+    context: RankContext, tiny_folder: Path, method: str
 ) -> None:
-    role = LanguageModel(place, str(tiny_folder), {"learning_rate": 1e-2})
+    role = LanguageModel(context, str(tiny_folder), {"learning_rate": 1e-2})
     rows = [each | {"advantages": math.inf, "reference": math.nan} for each in drawn(1, 4, 4)]
     for each in rows:
         each["temperature"] = 1e-44 if method == "train_text" else 1.0
@@ -141,9 +141,9 @@ def test_a_role_skips_what_is_not_finite_and_ends_after_five(
 
 
 def test_a_role_whose_weights_are_not_finite_is_not_saved(
-    place: RankContext, broken_folder: Path, tmp_path: Path
+    context: RankContext, broken_folder: Path, tmp_path: Path
 ) -> None:
-    role = LanguageModel(place, str(broken_folder), {})
+    role = LanguageModel(context, str(broken_folder), {})
     for save in (role.save, role.snapshot):
         with pytest.raises(NotFinite):
             save(str(tmp_path / "saved"))

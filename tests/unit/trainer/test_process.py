@@ -1,4 +1,4 @@
-"""A trainer's process: it is there before it reads savepoints, and leaves whatever is late."""
+"""A trainer's process: it is there before it reads checkpoints, and leaves whatever is late."""
 
 import errno
 import os
@@ -13,9 +13,9 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.process import Ready
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer import process
+from rollmesh.trainer.checkpoints.recovery import open_client
 from rollmesh.trainer.process import close_publisher, write_books
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.recovery.revival import open_client
 from rollmesh.trainer.weights.folder import BackgroundLoop
 from tests.disks import small_disk
 from tests.unit.trainer.trainer_lives import Lives
@@ -36,7 +36,7 @@ def test_it_says_that_it_is_there_before_it_proves_what_it_goes_on_from(config: 
     client.close()
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
-    with pytest.raises(UserError, match="none of its savepoints is whole"):
+    with pytest.raises(UserError, match="no checkpoint is intact"):
         process.begin(config, NOWHERE, writing)
     ready = msgspec.json.decode(os.read(reading, 1000), type=Ready)
     os.close(reading)

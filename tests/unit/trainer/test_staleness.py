@@ -248,7 +248,7 @@ def test_a_step_that_is_done_again_counts_what_masking_had_left_of_its_groups() 
     assert (again.consumed, first.consumed) == (2, 2)
 
 
-def test_counts_go_on_from_a_savepoint() -> None:
+def test_counts_go_on_from_a_checkpoint() -> None:
     m = manager()
     ask(m, 0, 1, 2)
     for seq in range(3):

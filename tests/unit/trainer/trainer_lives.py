@@ -1,4 +1,4 @@
-"""Lives of one run's trainer, with its client, journal, policy and savepoints, on a mesh by hand.
+"""Lives of one run's trainer, with its client, journal, policy and checkpoints, on a mesh by hand.
 
 Invariant: what a life knows it has from the run's folder. Driven by the tests of what one life
 leaves to the next; conftest.py has `begin`.
@@ -24,15 +24,19 @@ from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
 from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.books.records import RunRecords
+from rollmesh.trainer.checkpoints.recovery import (
+    find_resume_point,
+    restored_staleness,
+    restored_tally,
+)
+from rollmesh.trainer.checkpoints.store import CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
-from rollmesh.trainer.recovery.revival import find, restored_tally, staleness_of
-from rollmesh.trainer.savepoints.shelf import Saved, Savepoints
-from rollmesh.trainer.saver import Saver
+from rollmesh.trainer.saver import CheckpointSaver
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
 from rollmesh.trainer.weights.verdicts import Probe
@@ -59,7 +63,7 @@ class KilledHard(BaseException):
 
 
 class MortalPolicy(Policy):
-    """Its trainer may die in a step or after it, and its savepoints may take long."""
+    """Its trainer may die in a step or after it, and its checkpoints may take long."""
 
     dies_in_step = -1
     raises_in_steps: Mapping[int, BaseException] = {}
@@ -85,14 +89,14 @@ class MortalPolicy(Policy):
         return self.may_be_written() and super().is_snapshot_written()
 
 
-class ToldSavepoints(Savepoints):
+class ToldCheckpoints(CheckpointStore):
     """Tells whoever waits for it that one is durable."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.are_durable = threading.Event()
 
-    def settled(self, timeout_s: float = 0.0) -> Saved | None:
+    def settled(self, timeout_s: float = 0.0) -> SavedCheckpoint | None:
         saved = super().settled(timeout_s)
         if saved:
             self.are_durable.set()
@@ -113,10 +117,10 @@ class Life:
         self.folder = folder
         self.router = router
         self.client = RolloutClient(router.hub.address, journal, folder, keep=True)
-        self.savepoints = ToldSavepoints(folder)
+        self.checkpoints = ToldCheckpoints(folder)
         with ExitStack() as undo:
             undo.callback(self.client.close)
-            revival = find(self.client, self.savepoints)
+            revival = find_resume_point(self.client, self.checkpoints)
             undo.pop_all()
         self.recovery = revival.recovery
         self.client.start(self.recovery.saved)
@@ -125,7 +129,7 @@ class Life:
         self.tally = restored_tally(config, revival)
         num_tasks = self.recovery.num_tasks
         tasks = (Task(id=f"t{number}") for number in itertools.count(num_tasks))
-        staleness = staleness_of(config, revival)
+        staleness = restored_staleness(config, revival)
         books = (self.records, self.tally)
         self.pacer = Pacer(self.client, staleness, tasks, asking_of(config), books, allocator)
         self.pacer.resume(self.recovery)
@@ -138,13 +142,13 @@ class Life:
             bring=bring,
             records=self.records,
             tally=self.tally,
-            savepoints=self.savepoints,
+            checkpoints=self.checkpoints,
             fence=lambda _: None,
         )
         self.stop = threading.Event()
         self.loop = TrainLoop(config, self.parts, self.stop)
-        self.saver = Saver(self.parts, PERIOD_STEPS)
-        self.saver.go_on(self.recovery.saved)
+        self.saver = CheckpointSaver(self.parts, PERIOD_STEPS)
+        self.saver.resume_from(self.recovery.saved)
 
     def end(self) -> None:
         """As by kill -9: nothing more is saved."""

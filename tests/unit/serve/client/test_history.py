@@ -25,7 +25,7 @@ def trainers_client(router: FakeRouter, folder: Path, max_bytes: int = 2**30) ->
     return RolloutClient(router.hub.address, config, folder, keep=True)
 
 
-def test_what_no_savepoint_covers_is_told_to_the_next_trainer(
+def test_what_no_checkpoint_covers_is_told_to_the_next_trainer(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = trainers_client(router, tmp_path)
@@ -37,7 +37,7 @@ def test_what_no_savepoint_covers_is_told_to_the_next_trainer(
     client.cancel(failed, "of no use")
     client.note_step(0, [trained])
     client.note_published(3, 1)
-    client.done_with([trained, waiting])  # of which a savepoint alone lets go
+    client.done_with([trained, waiting])  # of which a checkpoint alone lets go
     client.close()
 
     again = trainers_client(router, tmp_path)
@@ -57,7 +57,7 @@ def test_what_no_savepoint_covers_is_told_to_the_next_trainer(
     again.close()
 
 
-def test_savepoint_lets_go_of_what_it_knows(router: FakeRouter, tmp_path: Path) -> None:
+def test_checkpoint_lets_go_of_what_it_knows(router: FakeRouter, tmp_path: Path) -> None:
     client = trainers_client(router, tmp_path, max_bytes=1)
     client.start(StateSaved())
     group_id = ask(client)

@@ -32,7 +32,7 @@ BEGAN = RunBegan("r1", "c1", "tcp://sink")
 
 
 def ready(client_journal: ClientJournal) -> list[StoredResult]:
-    """What the next client without savepoints is handed."""
+    """What the next client without checkpoints is handed."""
     return client_journal.begin(client_journal.earlier, None)
 
 
@@ -296,7 +296,7 @@ def test_results_that_were_taken_while_the_disk_was_full_free_their_segments(
     again.close()
 
 
-def test_nothing_is_let_go_of_before_the_savepoint_that_frees_it_is_told(tmp_path: Path) -> None:
+def test_nothing_is_let_go_of_before_the_checkpoint_that_frees_it_is_told(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), StateSaved())
     for seq in range(20):
@@ -317,7 +317,7 @@ def test_nothing_is_let_go_of_before_the_savepoint_that_frees_it_is_told(tmp_pat
     client_journal.close()
 
 
-def test_over_the_budget_the_newest_savepoint_frees_alone(tmp_path: Path) -> None:
+def test_over_the_budget_the_newest_checkpoint_frees_alone(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, JournalConfig(segment_bytes=200, max_bytes=4000))
     client_journal.begin(RunBegan("r1"), StateSaved())
     sizes = []
@@ -332,11 +332,11 @@ def test_over_the_budget_the_newest_savepoint_frees_alone(tmp_path: Path) -> Non
     assert 3000 < max(sizes) < 4000 + CONFIG.segment_bytes
     client_journal.close()
     again = open_journal(tmp_path, CONFIG)
-    assert again.history().steps[0].step > 211, "it was freed by the savepoint of 241 or 271 steps"
+    assert again.history().steps[0].step > 211, "it was freed by the checkpoint of 241 or 271 steps"
     again.close()
 
 
-def test_asks_are_not_held_where_the_newest_savepoint_frees_the_journal(
+def test_asks_are_not_held_where_the_newest_checkpoint_frees_the_journal(
     tmp_path: Path,
 ) -> None:
     client_journal = open_journal(tmp_path, JournalConfig(segment_bytes=200, max_bytes=4000))

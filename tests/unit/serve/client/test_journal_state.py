@@ -31,14 +31,14 @@ from rollmesh.serve.client.journal_entries import (
     decode_entry,
 )
 from rollmesh.serve.client.journal_state import JournalPosition, JournalState
-from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import GroupAsk, GroupFinished
 from tests.unit.serve.client.trainer_life import CONFIG, Trainer
 
 NUM_SEGMENTS = 20
-"""Of a journal that savepoints free, at most."""
+"""Of a journal that checkpoints free, at most."""
 ACTS = (
     "ask",
     "ask",
@@ -65,7 +65,7 @@ def scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def check(plan: Recovery, trainer: Trainer) -> None:
+def check(plan: RecoveryPlan, trainer: Trainer) -> None:
     """Every group that has not left is in one place, and nothing is named again."""
     in_steps = [group_id for step in plan.redo for group_id in step.group_ids]
     ready = [each.group_id for each in plan.ready]
@@ -80,7 +80,7 @@ def check(plan: Recovery, trainer: Trainer) -> None:
     assert plan.lines == ()
 
 
-def essence(plan: Recovery) -> Recovery:
+def essence(plan: RecoveryPlan) -> RecoveryPlan:
     """But for the order of asks, which are written again now and then."""
     return msgspec.structs.replace(plan, open_asks=tuple(sorted(plan.open_asks, key=str)))
 
@@ -95,11 +95,11 @@ def test_kill_at_any_byte_leaves_the_history_before_the_act_or_after_it(
         for act in before:
             trainer.do(*act)
         if last[0] == "save":
-            trainer.make_savepoint()  # it is durable, and its maker may not live to say so
+            trainer.make_checkpoint()  # it is durable, and its maker may not live to say so
         plans = [plan_now(trainer)]
         shutil.copytree(folder / "run", folder / "killed")
         if last[0] == "save":
-            trainer.tell_of_savepoint()
+            trainer.tell_of_checkpoint()
         else:
             trainer.do(*last)
         plans.append(plan_now(trainer))
@@ -112,7 +112,7 @@ def test_kill_at_any_byte_leaves_the_history_before_the_act_or_after_it(
     assert plan in plans
 
 
-def plan_now(trainer: Trainer) -> Recovery:
+def plan_now(trainer: Trainer) -> RecoveryPlan:
     return essence(plan_recovery(trainer.saved, trainer.client_journal.history()))
 
 
@@ -174,7 +174,7 @@ def ids_in(groups: Groups) -> set[GroupId]:
     }
 
 
-def test_savepoints_keep_the_journal_small_however_long_the_run(tmp_path: Path) -> None:
+def test_checkpoints_keep_the_journal_small_however_long_the_run(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     trainer.do("ask", 0)  # it stays open to the end
     for _ in range(200):
@@ -215,7 +215,7 @@ def test_ends_without_a_result_are_told_with_their_reasons(tmp_path: Path) -> No
     client_journal.close()
 
 
-def test_journal_is_full_only_while_a_savepoint_would_free_some_of_it(tmp_path: Path) -> None:
+def test_journal_is_full_only_while_a_checkpoint_would_free_some_of_it(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     while trainer.client_journal.size_bytes <= CONFIG.max_bytes:
         trainer.do("ask", 0)
@@ -232,7 +232,7 @@ def test_journal_is_full_only_while_a_savepoint_would_free_some_of_it(tmp_path: 
 
 
 @pytest.mark.parametrize("num_segments", [1, 3])
-def test_ends_that_the_journal_has_lost_are_those_that_the_savepoint_knows(
+def test_ends_that_the_journal_has_lost_are_those_that_the_checkpoint_knows(
     tmp_path: Path, num_segments: int
 ) -> None:
     """As where a full disk took the segments' end before their summary was written."""
@@ -240,7 +240,7 @@ def test_ends_that_the_journal_has_lost_are_those_that_the_savepoint_knows(
     for _ in range(20):
         for act in ("ask", "keep", "step"):
             trainer.do(act, 0)
-    trainer.make_savepoint()
+    trainer.make_checkpoint()
     trainer.client_journal.close()
     for path in sorted((tmp_path / "journal").glob("*.journal"))[:num_segments]:
         path.unlink()
@@ -270,7 +270,7 @@ def test_entries_of_older_journals_are_read() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [4, 9])
-def test_savepoint_that_is_older_than_the_last_one_told_takes_nothing_back(num_steps: int) -> None:
+def test_checkpoint_that_is_older_than_the_last_one_told_takes_nothing_back(num_steps: int) -> None:
     told = JournalState()
     newer, older = StateSaved(9, 9, {"r1": [(0, 30)]}), StateSaved(num_steps, 4, {"r1": [(0, 12)]})
     for at, entry in enumerate((newer, older)):
@@ -279,7 +279,7 @@ def test_savepoint_that_is_older_than_the_last_one_told_takes_nothing_back(num_s
     assert told.ended["r1"].intervals() == [(0, 30)]
 
 
-def test_journals_of_programs_without_savepoints_forget_drops_and_steps(tmp_path: Path) -> None:
+def test_journals_of_programs_without_checkpoints_forget_drops_and_steps(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), None)
     client_journal.ended["r1"].add(0)
@@ -298,7 +298,7 @@ def test_journals_of_programs_without_savepoints_forget_drops_and_steps(tmp_path
     journal.close()
 
 
-def test_versions_that_were_named_after_the_savepoint_was_copied_stay(tmp_path: Path) -> None:
+def test_versions_that_were_named_after_the_checkpoint_was_copied_stay(tmp_path: Path) -> None:
     client_journal = open_journal(
         tmp_path, JournalConfig(segment_bytes=1)
     )  # each record has its own
@@ -335,7 +335,7 @@ def test_whose_task_a_group_asks_for_again_is_known_until_it_has_left(tmp_path: 
     client_journal.close()
 
 
-def test_results_that_no_step_will_take_are_a_reason_for_a_savepoint(tmp_path: Path) -> None:
+def test_results_that_no_step_will_take_are_a_reason_for_a_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     while trainer.client_journal.size_bytes <= CONFIG.max_bytes:
         trainer.do("ask", 0)
@@ -345,12 +345,12 @@ def test_results_that_no_step_will_take_are_a_reason_for_a_savepoint(tmp_path: P
     trainer.client_journal.take((stale,))
     full.append(trainer.client_journal.is_full)
     assert full == [False, True]
-    # Until a savepoint knows that it has left, a new life has it again.
+    # Until a checkpoint knows that it has left, a new life has it again.
     assert stale in [each.group_id for each in trainer.client_journal.history().results]
     trainer.client_journal.close()
 
 
-def trainer_whose_newest_savepoint_has_broken(folder: Path, config: JournalConfig) -> Trainer:
+def trainer_whose_newest_checkpoint_has_broken(folder: Path, config: JournalConfig) -> Trainer:
     trainer = Trainer(folder, config)
     for _ in range(3):
         before = trainer.saved
@@ -362,8 +362,8 @@ def trainer_whose_newest_savepoint_has_broken(folder: Path, config: JournalConfi
     return trainer
 
 
-def test_nothing_is_lost_where_the_newest_savepoint_has_broken(tmp_path: Path) -> None:
-    trainer = trainer_whose_newest_savepoint_has_broken(tmp_path, CONFIG)
+def test_nothing_is_lost_where_the_newest_checkpoint_has_broken(tmp_path: Path) -> None:
+    trainer = trainer_whose_newest_checkpoint_has_broken(tmp_path, CONFIG)
     for _ in range(2):
         trainer.do("rise", 0)
         check(trainer.plan, trainer)
@@ -379,11 +379,11 @@ def test_versions_of_results_are_known_where_one_has_broken_that_freed_alone(
     tmp_path: Path,
 ) -> None:
     tight = msgspec.structs.replace(CONFIG, max_bytes=1)
-    trainer = trainer_whose_newest_savepoint_has_broken(tmp_path, tight)
+    trainer = trainer_whose_newest_checkpoint_has_broken(tmp_path, tight)
     for _ in range(2):
         trainer.do("rise", 0)
         [line] = trainer.plan.lines
-        assert line.startswith("steps 2 to 2 are not in the weights: the savepoint that freed")
+        assert line.startswith("steps 2 to 2 are not in the weights: the checkpoint that freed")
         assert (trainer.plan.num_steps, trainer.plan.next_step) == (2, 3)
         assert [each.group_id for each in trainer.plan.ready] == trainer.ready
         assert trainer.plan.step_of_version == {0: 0, 1: 1, 2: 2, 3: 3}

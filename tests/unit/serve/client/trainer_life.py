@@ -18,8 +18,8 @@ from rollmesh.serve.client.journal_entries import (
     RunBegan,
     StepTaken,
 )
-from rollmesh.trainer.recovery.plan import plan_recovery
-from rollmesh.trainer.savepoints.state import LoopState, Waiting
+from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
+from rollmesh.trainer.checkpoints.state import LoopState, PendingTask
 from rollmesh.wire.bodies import encode_ask, encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import GroupAsk, GroupFinished
@@ -37,7 +37,7 @@ class Trainer:
         self.folder = folder
         self._config = config
         self.saved: LoopState | None = None
-        """The newest savepoint that is durable."""
+        """The newest checkpoint that is durable."""
         self.open: list[GroupId] = []
         self.ready: list[GroupId] = []
         self.evals: set[GroupId] = set()
@@ -86,23 +86,23 @@ class Trainer:
 
     def _save(self, act: str) -> None:
         if act != "tell":
-            self.make_savepoint()
+            self.make_checkpoint()
         if act != "copy":
-            self.tell_of_savepoint()
+            self.tell_of_checkpoint()
 
-    def make_savepoint(self) -> None:
+    def make_checkpoint(self) -> None:
         self.saved = LoopState(
             num_steps=self.num_steps,
             policy_version=self.policy_version,
             step_of_version=dict(self.step_of_version),
             num_tasks=self.num_asked,
-            waiting=tuple(Waiting(Task(id="t"), each) for each in self._not_ended_again()),
+            waiting=tuple(PendingTask(Task(id="t"), each) for each in self._not_ended_again()),
             ended={run: each.intervals() for run, each in self.gone.items()},
         )
 
-    def tell_of_savepoint(self) -> None:
+    def tell_of_checkpoint(self) -> None:
         if self.saved:
-            self.client_journal.cover(self.saved.told())
+            self.client_journal.cover(self.saved.to_journal())
 
     def _ask(self) -> None:
         group_id = GroupId(f"r{self.num_lives}", self.num_asked)
@@ -147,7 +147,7 @@ class Trainer:
         self._leave(group_id)
 
     def _not_ended_again(self) -> list[Again]:
-        """What a savepoint must hold: of these asks the journal may not have heard."""
+        """What a checkpoint must hold: of these asks the journal may not have heard."""
         return self.waiting + [self.again[each] for each in self.open if each in self.again]
 
     def _step(self) -> None:

@@ -118,7 +118,7 @@ def test_summary_file_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_later_life_writes_again_what_no_savepoint_covers(tmp_path: Path) -> None:
+def test_a_later_life_writes_again_what_no_checkpoint_covers(tmp_path: Path) -> None:
     first = RunRecords(tmp_path, FakeClock())
     first.step({"step": 0})
     first.drop(GROUP, 4, "stale: age 3")
@@ -138,14 +138,14 @@ def test_a_later_life_writes_again_what_no_savepoint_covers(tmp_path: Path) -> N
     assert rows(tmp_path / "recoveries.jsonl")[0]["life"] == 2
 
 
-def test_a_file_that_is_shorter_than_a_savepoint_says_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_file_that_is_shorter_than_a_checkpoint_says_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"{}\n")
     records = RunRecords(tmp_path, FakeClock(), {"metrics.jsonl": 100})
     assert records.offsets()["metrics.jsonl"] == 3
     records.close()
 
 
-def test_counts_go_on_from_what_a_savepoint_holds() -> None:
+def test_counts_go_on_from_what_a_checkpoint_holds() -> None:
     tally, again = Tally(), Tally()
     for success in [0.25] * 12:
         tally.add_step(success, success)

@@ -29,7 +29,7 @@ def run(
     dialect: str = "chat",
     cause: str = "",
 ) -> SampledRun:
-    return SampledRun(num_tokens, policy_version, engine, dialect, cause)  # type: ignore[arg-type] # spelled out by the tests
+    return SampledRun(num_tokens, policy_version, engine, dialect, cause)
 
 
 def sample(*runs: SampledRun) -> Sample:

@@ -15,6 +15,8 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
     decode_entry,
 )
+from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
+from rollmesh.trainer.checkpoints.state import LoopState, PendingTask
 from rollmesh.trainer.pacing.lifecycle import (
     MAX_REQUEUES,
     UNKNOWN,
@@ -35,8 +37,6 @@ from rollmesh.trainer.pacing.lifecycle import (
     VersionCreated,
     VersionPublished,
 )
-from rollmesh.trainer.recovery.plan import Recovery, plan_recovery
-from rollmesh.trainer.savepoints.state import LoopState, Waiting
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 
 SIZE = 2
@@ -264,8 +264,8 @@ def test_the_age_of_a_token_is_counted_in_steps_and_not_in_versions() -> None:
     assert taken(run.lifecycle.step(TakeStep(2))) == [StepTaken(2, tuple(map(group, range(3))), 0)]
 
 
-def earlier(**more: tuple[int, ...]) -> Recovery:
-    """Steps 2 and 3 were taken after a savepoint of two, which knows of the groups 0 to 3."""
+def earlier(**more: tuple[int, ...]) -> RecoveryPlan:
+    """Steps 2 and 3 were taken after a checkpoint of two, which knows of the groups 0 to 3."""
     told = History(
         steps=(StepTaken(2, (group(5), group(4)), 0), StepTaken(3, (group(6), group(7)), 0)),
         results=tuple(
@@ -409,17 +409,17 @@ def test_what_earlier_lives_dropped_stays_so_and_is_asked_for_again_if_it_was_to
     assert run.lifecycle.next_again() is None
 
 
-def test_a_savepoint_holds_the_tasks_that_are_to_be_asked_for_again_or_are_open_so() -> None:
+def test_a_checkpoint_holds_the_tasks_that_are_to_be_asked_for_again_or_are_open_so() -> None:
     run, first, second = Run("requeue"), Again(group(70), 1), Again(group(71), 3)
     plan = earlier(ready=(8,))
-    waiting = (Waiting(task(70), first),)
+    waiting = (PendingTask(task(70), first),)
     run.lifecycle.resume(
         msgspec.structs.replace(plan, waiting=waiting, again={group(8): Again(group(72), 1)})
     )
     run.ask(20)
     run.ask(21, again=second)
     # Of what has a result, the journal has the ask.
-    assert run.lifecycle.to_ask_again == (*waiting, Waiting(task(21), second))
+    assert run.lifecycle.to_ask_again == (*waiting, PendingTask(task(21), second))
     assert run.lifecycle.request(group(8)) == GroupRequest(UNKNOWN, Again(group(72), 1))
     run.come(21, {0})
     assert run.lifecycle.next_again() == GroupRequest(task(70), first)

@@ -12,10 +12,10 @@ from rollmesh.serve.client.arrivals import Arrival
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.testing.client import ScriptedClient
+from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
+from rollmesh.trainer.checkpoints.state import LoopState
 from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.pacing.versions import SPARE_VERSIONS
-from rollmesh.trainer.recovery.plan import plan_recovery
-from rollmesh.trainer.savepoints.state import LoopState
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage
 
 
@@ -201,7 +201,7 @@ def test_evaluation_of_any_size_asks_for_a_window_at_a_time(
     stage.records.close()
 
 
-def test_an_evaluation_does_not_wait_for_what_went_with_a_savepoint(stage: Stage) -> None:
+def test_an_evaluation_does_not_wait_for_what_went_with_a_checkpoint(stage: Stage) -> None:
     asked = {"before": [(0, 3)]}
     told = History(evals=asked, num_asked=3, saved=StateSaved(gone=asked))
     stage.tally.num_evals = 3

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.errors import ConfigError, SavepointError
+from rollmesh.core.errors import CheckpointError, ConfigError
+from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.controller.spec import Topology
@@ -20,8 +22,6 @@ from rollmesh.trainer.controller.torchrun import PlainRank
 from rollmesh.trainer.roles.language import LanguageModel
 from rollmesh.trainer.roles.recipes import PPO_EPOCHS, RECIPES, SavedRoles, role_specs
 from rollmesh.trainer.roles.scalar import ScalarModel
-from rollmesh.trainer.savepoints.shelf import Savepoints
-from rollmesh.trainer.savepoints.state import LoopState
 from tests.unit.trainer.roles.rows import drawn
 
 LENGTHS = (5, 12, 12, 7, 9, 4)
@@ -153,13 +153,13 @@ def test_all_that_learn_go_on_bit_by_bit(
 ) -> None:
     one, other = new(context, folder), new(context, folder)
     train(one, 0, 1)
-    shelf = Savepoints(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     assert shelf.begin(LoopState(num_steps=2), SavedRoles(one, LEARNERS))
     saved = shelf.settled(30.0)
     assert saved is not None
     assert sorted(each.name for each in saved.folder.iterdir() if each.is_dir()) == [*LEARNERS]
     expected = train(one, 2, 3)
-    newest = Savepoints(tmp_path).newest()
+    newest = CheckpointStore(tmp_path).newest()
     assert newest is not None
     assert shelf.restore(newest, SavedRoles(other, LEARNERS)).num_steps == 2
     assert train(other, 2, 3) == expected
@@ -175,13 +175,13 @@ def test_what_is_frozen_has_nothing_to_keep(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_roles_savepoint_is_refused(
+def test_another_roles_checkpoint_is_refused(
     context: RankContext, folder: Path, tmp_path: Path
 ) -> None:
     roles = new(context, folder)
-    shelf = Savepoints(tmp_path)
+    shelf = CheckpointStore(tmp_path)
     assert shelf.begin(LoopState(num_steps=0), SavedRoles(roles, ["actor"]))
     saved = shelf.settled(30.0)
     assert saved is not None
-    with pytest.raises(SavepointError, match="scorer/model: is of another model"):
+    with pytest.raises(CheckpointError, match="scorer/model: written by another model"):
         shelf.restore(saved, SavedRoles(roles, LEARNERS))

@@ -1,4 +1,4 @@
-"""Training that goes on from a savepoint is the training that was, on any number of ranks."""
+"""Training from a checkpoint continues exactly, on any number of ranks."""
 
 import itertools
 import subprocess
@@ -13,28 +13,28 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rollmesh.core.errors import CallFailed, SavepointError
+from rollmesh.core.errors import CallFailed, CheckpointError
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.tensors.segment import SHARED_MEMORY
+from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.store import Checkpointable, CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranked import RankedPolicy
-from rollmesh.trainer.savepoints.shelf import Saved, Savepoints, Subject
-from rollmesh.trainer.savepoints.state import LoopState
-from tests.flow.savepoint_run import figures_of
-from tests.flow.savepoint_victims import EARLIER, LATER, Row
+from tests.flow.checkpoint_run import figures_of
+from tests.flow.checkpoint_victims import EARLIER, LATER, Row
 from tests.flow.test_ranked import SETTINGS, batch
 from tests.house.source import ROOT
 
 pytestmark = pytest.mark.slow
 
 FIRST, ALL = 2, 4
-"""Steps before the savepoint, and in all."""
+"""Steps before the checkpoint, and in all."""
 NUM_RANKS = 3
-"""Which does not divide the rows of any weight."""
+"""A number that divides the rows of no weight."""
 ALIKE = 1e-6
-"""The bound between different numbers of ranks, which add up in another order: these steps were
-within 6e-8 by weight."""
+"""Bound between different numbers of ranks, which sum in another order: these steps were within
+6e-8 by weight."""
 
 numbers = itertools.count()
 
@@ -56,22 +56,22 @@ def furthest(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
 
 
 def wait_until_written(policy: RankedPolicy) -> None:
-    """Or until it is told why not."""
+    """Wait until the snapshot is written or has failed."""
     while not policy.is_snapshot_written():
         pass
 
 
-def save(run: Path, subject: Subject) -> Saved:
-    shelf = Savepoints(run)
-    assert shelf.begin(LoopState(num_steps=FIRST), subject)
-    saved = shelf.settled(60.0)
+def save(run: Path, subject: Checkpointable) -> SavedCheckpoint:
+    store = CheckpointStore(run)
+    assert store.begin(LoopState(num_steps=FIRST), subject)
+    saved = store.settled(60.0)
     assert saved is not None
     return saved
 
 
 @pytest.fixture(scope="module")
 def three(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankedPolicy]:
-    """Of three ranks; they are wherever the last test has brought them."""
+    """A policy on three ranks, in the state where the last test left it."""
     settings = msgspec.structs.replace(SETTINGS, num_ranks=NUM_RANKS)
     folder = tmp_path_factory.mktemp("three")
     with RankedPolicy(str(model_folder), settings, folder) as policy:
@@ -80,21 +80,21 @@ def three(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def train(policy: RankedPolicy, step: int) -> None:
-    """On the batch of `step`, under a number of its own: what has ended does not come again."""
+    """Train on the batch of `step`, with a new group id."""
     number = next(numbers)
     policy.step(batch(step), number)
     policy.end_step(number)
 
 
 def go_on(policy: RankedPolicy, folder: Path) -> dict[str, Tensor]:
-    """From FIRST steps to ALL; the weights then."""
+    """Train from FIRST to ALL steps; return the weights."""
     for step in range(FIRST, ALL):
         train(policy, step)
     policy.save(folder)
     return weights_in(folder)
 
 
-def test_a_new_process_goes_on_bit_by_bit(model_folder: Path, tmp_path: Path) -> None:
+def test_new_process_continues_bit_by_bit(model_folder: Path, tmp_path: Path) -> None:
     policy = Policy(str(model_folder), SETTINGS)
     figures_of(policy, 0, FIRST)
     save(tmp_path, policy)
@@ -102,7 +102,7 @@ def test_a_new_process_goes_on_bit_by_bit(model_folder: Path, tmp_path: Path) ->
     policy.save(tmp_path / "straight")
     words = [str(tmp_path), str(model_folder), str(ALL), str(tmp_path / "resumed")]
     told = subprocess.run(
-        [sys.executable, "-m", "tests.flow.savepoint_run", *words],
+        [sys.executable, "-m", "tests.flow.checkpoint_run", *words],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -111,10 +111,12 @@ def test_a_new_process_goes_on_bit_by_bit(model_folder: Path, tmp_path: Path) ->
     assert furthest(weights_in(tmp_path / "resumed"), weights_in(tmp_path / "straight")) == 0.0
 
 
-def test_kill_9_at_any_stage_leaves_the_one_before_or_the_one_after() -> None:
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:  # where a sync costs nothing
+def test_kill_9_at_any_stage_leaves_the_checkpoint_before_or_after() -> None:
+    with tempfile.TemporaryDirectory(
+        dir=SHARED_MEMORY
+    ) as folder:  # a memory folder, where a sync is free
         told = subprocess.run(
-            [sys.executable, "-m", "tests.flow.savepoint_victims", folder],
+            [sys.executable, "-m", "tests.flow.checkpoint_victims", folder],
             cwd=ROOT,
             check=True,
             stdout=subprocess.PIPE,
@@ -127,24 +129,24 @@ def test_kill_9_at_any_stage_leaves_the_one_before_or_the_one_after() -> None:
     assert steps.count(LATER) > 5
 
 
-def test_ranks_go_on_bit_by_bit_and_one_alone_almost(
+def test_ranks_continue_bit_by_bit_and_a_single_one_almost(
     three: RankedPolicy, model_folder: Path, tmp_path: Path
 ) -> None:
     saved = save(tmp_path, three)
     probe = three.probe()
     straight = go_on(three, tmp_path / "straight")
     assert three.probe() != probe, "now the ranks have the weights of their last layers gathered"
-    Savepoints(tmp_path).restore(saved, three)
+    CheckpointStore(tmp_path).restore(saved, three)
     assert three.probe() == probe
     assert furthest(go_on(three, tmp_path / "again"), straight) == 0.0
     alone = Policy(str(model_folder), SETTINGS)
-    Savepoints(tmp_path).restore(saved, alone)
+    CheckpointStore(tmp_path).restore(saved, alone)
     figures_of(alone, FIRST, ALL)
     alone.save(tmp_path / "alone")
     assert 0.0 < furthest(weights_in(tmp_path / "alone"), straight) <= ALIKE
 
 
-def test_ranks_go_on_where_one_was_alone(
+def test_ranks_continue_from_a_single_one(
     three: RankedPolicy, model_folder: Path, tmp_path: Path
 ) -> None:
     alone = Policy(str(model_folder), SETTINGS)
@@ -152,14 +154,12 @@ def test_ranks_go_on_where_one_was_alone(
     saved = save(tmp_path, alone)
     figures_of(alone, FIRST, ALL)
     alone.save(tmp_path / "straight")
-    Savepoints(tmp_path).restore(saved, three)
+    CheckpointStore(tmp_path).restore(saved, three)
     resumed = go_on(three, tmp_path / "resumed")
     assert 0.0 < furthest(resumed, weights_in(tmp_path / "straight")) <= ALIKE
 
 
-def test_what_ranks_write_is_a_model_folder_and_nothing_is_gathered_for_it(
-    three: RankedPolicy, tmp_path: Path
-) -> None:
+def test_ranks_write_a_model_folder_without_gathering(three: RankedPolicy, tmp_path: Path) -> None:
     three.save(tmp_path / "gathered")
     save(tmp_path, three)
     told = weights_in(tmp_path / "checkpoint")
@@ -168,7 +168,7 @@ def test_what_ranks_write_is_a_model_folder_and_nothing_is_gathered_for_it(
     assert model.num_parameters() == sum(each.numel() for each in told.values())
 
 
-def test_a_rank_that_cannot_write_is_named_and_the_ranks_go_on(
+def test_rank_that_cannot_write_is_named_and_training_continues(
     three: RankedPolicy, tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -180,11 +180,11 @@ def test_a_rank_that_cannot_write_is_named_and_the_ranks_go_on(
     assert save(tmp_path, three).state.num_steps == FIRST
 
 
-def test_another_models_savepoint_is_one_line_that_says_what_to_set(
+def test_checkpoint_of_another_model_is_one_line_with_the_remedy(
     three: RankedPolicy, tmp_path: Path
 ) -> None:
     shape = TinyShape(width=32)
     write_tiny_model(tmp_path / "small", texts_of(GuessEnv()), shape, seed=0)
     saved = save(tmp_path, Policy(str(tmp_path / "small"), SETTINGS))
-    with pytest.raises(SavepointError, match=r"is of another model: .* set model\.path"):
-        Savepoints(tmp_path).restore(saved, three)
+    with pytest.raises(CheckpointError, match=r"written by another model: .* set model\.path"):
+        CheckpointStore(tmp_path).restore(saved, three)

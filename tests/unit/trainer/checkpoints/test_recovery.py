@@ -1,4 +1,5 @@
-"""A trainer goes on from what an earlier life left, with its counts, and says so in one place."""
+"""A trainer continues from what an earlier incarnation left, with its counts, and reports it
+once."""
 
 from pathlib import Path
 
@@ -16,12 +17,12 @@ from rollmesh.serve.client.journal import History, OpenAsk
 from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateSaved, StepTaken
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, read_recoveries
+from rollmesh.trainer.checkpoints import recovery
+from rollmesh.trainer.checkpoints.recovery import ResumePoint
+from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
+from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.store import CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.pacing import pacer
-from rollmesh.trainer.recovery import revival
-from rollmesh.trainer.recovery.plan import plan_recovery
-from rollmesh.trainer.recovery.revival import Revival
-from rollmesh.trainer.savepoints.shelf import Saved, Savepoints
-from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import StalenessState
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage
 from tests.unit.trainer.pacing.test_pacer import ClientThatFinishes, drop_groups
@@ -35,62 +36,62 @@ def config(tmp_path: Path) -> Config:
     return Config(run=RunConfig(name="run", folder=str(tmp_path)), trainer=trainer)
 
 
-def of(history: History, state: LoopState | None = None) -> Revival:
-    saved = Saved(Path("000003-step-9"), state, 1000) if state else None
+def of(history: History, state: LoopState | None = None) -> ResumePoint:
+    saved = SavedCheckpoint(Path("000003-step-9"), state, 1000) if state else None
     recovery = plan_recovery(state, history)
-    return Revival(saved, recovery, is_first=saved is None and history == History())
+    return ResumePoint(saved, recovery, is_first=saved is None and history == History())
 
 
 def test_two_trainers_never_write_one_journal(config: Config) -> None:
-    first = revival.open_client(config, NOWHERE)
-    with pytest.raises(UserError, match=r"another process writes this journal; a run has one"):
-        revival.open_client(config, NOWHERE)
+    first = recovery.open_client(config, NOWHERE)
+    with pytest.raises(UserError, match=r"another process writes this journal; a run folder can"):
+        recovery.open_client(config, NOWHERE)
     first.close()
-    revival.open_client(config, NOWHERE).close()
+    recovery.open_client(config, NOWHERE).close()
 
 
 def test_a_damaged_journal_is_named_with_what_can_be_done(config: Config) -> None:
-    client = revival.open_client(config, NOWHERE)
+    client = recovery.open_client(config, NOWHERE)
     client.start(StateSaved())
     for policy_version in range(3):
         client.note_published(policy_version, 0)
     client.close()
     [segment] = (config.run_folder() / "journal").glob("*.journal")
     written = bytearray(segment.read_bytes())
-    written[40] ^= 1  # within the first record, which others follow
+    written[40] ^= 1  # in the first record; others follow
     segment.write_bytes(written)
     with pytest.raises(UserError, match=r"offset .* move journal/ and weights/ out of .*--resume"):
-        revival.open_client(config, NOWHERE)
+        recovery.open_client(config, NOWHERE)
     segment.unlink()
-    revival.open_client(config, NOWHERE).close()
+    recovery.open_client(config, NOWHERE).close()
 
 
-def test_a_life_that_only_said_hello_leaves_nothing_to_go_on_from(tmp_path: Path) -> None:
+def test_incarnation_that_only_connected_leaves_no_resume_point(tmp_path: Path) -> None:
     for _ in range(2):
         client = RolloutClient(NOWHERE, JournalConfig(), tmp_path, keep=True)
-        found = revival.find(client, Savepoints(tmp_path))
+        found = recovery.find_resume_point(client, CheckpointStore(tmp_path))
         assert found.is_first
         client.start(found.recovery.saved)
         client.close()
 
 
-@pytest.mark.parametrize("num_steps", [0, 4])  # 0: made after an evaluation
-def test_a_run_whose_savepoints_are_all_broken_is_not_begun_anew_in_silence(
+@pytest.mark.parametrize("num_steps", [0, 4])  # 0: after an evaluation
+def test_run_whose_checkpoints_are_all_damaged_does_not_silently_restart(
     config: Config, num_steps: int
 ) -> None:
-    client = revival.open_client(config, NOWHERE)
+    client = recovery.open_client(config, NOWHERE)
     client.start(StateSaved())
     for policy_version in (4, 5):  # the newest alone frees nothing
         client.note_saved(StateSaved(num_steps, policy_version, {"r": [(0, 8)]}))
     client.close()
-    client = revival.open_client(config, NOWHERE)
-    told = f"none of its savepoints is whole, and .* what that of {num_steps} steps held"
+    client = recovery.open_client(config, NOWHERE)
+    told = f"no checkpoint is intact, and .* what the one of {num_steps} steps held"
     with pytest.raises(UserError, match=told):
-        revival.find(client, Savepoints(config.run_folder()))
+        recovery.find_resume_point(client, CheckpointStore(config.run_folder()))
     client.close()
 
 
-def test_what_an_evaluation_has_asked_for_is_told_by_the_journal_whatever_the_settings_are(
+def test_journal_knows_evaluation_groups_whatever_the_settings(
     config: Config,
 ) -> None:
     tally = Tally()
@@ -98,37 +99,37 @@ def test_what_an_evaluation_has_asked_for_is_told_by_the_journal_whatever_the_se
     tally.num_trained = 8
     state = LoopState(num_steps=1, tally=tally.state(), step_of_version={0: 0, 1: 1})
     found = of(History(num_asked=8 + 5, evals={"r": [(0, 6)], "s": [(0, 2)]}), state)
-    again = revival.restored_tally(config, found)
+    again = recovery.restored_tally(config, found)
     assert (again.num_evals, again.num_asked, again.num_trained) == (8, 5 * 4, 8)
     without = msgspec.structs.replace(config.trainer, eval_rollouts=0)
     changed = msgspec.structs.replace(config, trainer=without)
-    assert revival.restored_tally(changed, found).num_evals == 8
+    assert recovery.restored_tally(changed, found).num_evals == 8
 
 
-def test_what_waited_for_room_in_the_journal_when_its_trainer_died_was_never_asked_for(
+def test_requests_that_waited_for_journal_space_at_a_death_are_not_counted(
     config: Config,
 ) -> None:
     tally = Tally()
     tally.num_evals, tally.num_asked = 8, 12
     state = LoopState(num_steps=0, tally=tally.state())
     found = of(History(num_asked=6 + 2, evals={"r": [(0, 6)]}), state)
-    held = revival.restored_tally(config, found)
+    held = recovery.restored_tally(config, found)
     assert (held.num_evals, held.num_asked) == (6, 2 * 4)
-    without_a_journal = revival.restored_tally(config, of(History(), state))
+    without_a_journal = recovery.restored_tally(config, of(History(), state))
     assert (without_a_journal.num_evals, without_a_journal.num_asked) == (8, 12)
 
 
-def test_a_journal_of_an_earlier_release_leaves_the_evaluation_as_the_savepoint_knows_it(
+def test_journal_of_an_earlier_release_keeps_the_checkpoints_evaluation_count(
     config: Config,
 ) -> None:
     tally = Tally()
     tally.num_evals, tally.num_asked = 8, 12
     found = of(History(num_asked=8 + 5), LoopState(num_steps=1, tally=tally.state()))
-    restored = revival.restored_tally(config, found)
+    restored = recovery.restored_tally(config, found)
     assert (restored.num_evals, restored.num_asked) == (8, 5 * 4)
 
 
-def test_pacing_goes_on_with_what_was_consumed_and_the_newest_weights(config: Config) -> None:
+def test_pacing_continues_with_consumed_groups_and_the_newest_weights(config: Config) -> None:
     before = StalenessState(consumed=40, training=8, histogram={0: 30, 1: 18})
     state = LoopState(
         num_steps=6,
@@ -136,18 +137,18 @@ def test_pacing_goes_on_with_what_was_consumed_and_the_newest_weights(config: Co
         step_of_version={8: 5, 9: 6},
         staleness=msgspec.to_builtins(before, str_keys=True),
     )
-    staleness = revival.staleness_of(config, of(History(published=(Published(10, 7),)), state))
+    staleness = recovery.restored_staleness(
+        config, of(History(published=(Published(10, 7),)), state)
+    )
     assert (staleness.consumed, staleness.histogram) == (48, {0: 30, 1: 18})
     assert (staleness.published_step, staleness.running) == (7, 0)
-    fresh = revival.staleness_of(config)
+    fresh = recovery.restored_staleness(config)
     assert (fresh.published_step, fresh.consumed) == (0, 0)
 
 
-def test_each_life_but_the_first_leaves_one_row_that_says_all(
-    config: Config, tmp_path: Path
-) -> None:
+def test_each_restart_leaves_one_complete_row(config: Config, tmp_path: Path) -> None:
     records = RunRecords(tmp_path, SystemClock())
-    revival.tell(of(History()), records)
+    recovery.report_resume(of(History()), records)
     assert lives_of(tmp_path) == {"num_lives": 1, "num_steps_redone": 0}
     lost = GroupId("r", 5)
     history = History(
@@ -158,8 +159,8 @@ def test_each_life_but_the_first_leaves_one_row_that_says_all(
             GroupBooked(GroupId("r", 4), "deadline: no result within 9 s"),
         ),
     )
-    revival.tell(of(history, LoopState(num_steps=9, policy_version=4)), records)
-    revival.tell(of(history), records)
+    recovery.report_resume(of(history, LoopState(num_steps=9, policy_version=4)), records)
+    recovery.report_resume(of(history), records)
     records.close()
     row, last = read_recoveries(tmp_path)
     assert row.pop("time_s") > 0
@@ -180,20 +181,20 @@ def test_each_life_but_the_first_leaves_one_row_that_says_all(
     assert lives_of(tmp_path)["num_lives"] == 3
 
 
-def test_a_step_that_ends_every_trainer_is_not_done_again_for_ever(tmp_path: Path) -> None:
+def test_step_that_ends_every_trainer_is_not_repeated_forever(tmp_path: Path) -> None:
     records = RunRecords(tmp_path, SystemClock())
     stuck = of(History(num_asked=7), LoopState(num_steps=9))
-    revival.tell(of(History(num_asked=7), LoopState(num_steps=8)), records)
-    for _ in range(2):  # who has mended it, or thinks so, has as many tries again
-        for _ in range(revival.MAX_LIVES):
-            revival.tell(stuck, records)
+    recovery.report_resume(of(History(num_asked=7), LoopState(num_steps=8)), records)
+    for _ in range(2):  # an operator's fix earns as many attempts again
+        for _ in range(recovery.MAX_INCARNATIONS):
+            recovery.report_resume(stuck, records)
         with pytest.raises(UserError, match=r"10 trainers in a row have died at step 9; logs"):
-            revival.tell(stuck, records)
+            recovery.report_resume(stuck, records)
     records.close()
 
 
 def later_life(tmp_path: Path, history: History, state: LoopState | None = None) -> Stage:
-    """A pacer that goes on from this."""
+    """A pacer that continues from this resume point."""
     stage = Stage(tmp_path)
     recovery = plan_recovery(state, history)
     stage.tally.num_asked = recovery.num_asked * 4
@@ -208,7 +209,7 @@ def earlier(seq: int) -> GroupId:
 def left(
     client: ScriptedClient, *seqs: int, outcomes: dict[int, Outcome] | None = None
 ) -> tuple[StoredResult, ...]:
-    """Groups of an earlier life, whose results stand on its disk."""
+    """Groups of an earlier incarnation whose results are on its disk."""
     for seq in seqs:
         client.asked[earlier(seq)] = (Task(id=f"t{seq}"), 4)
         client.finish(earlier(seq), outcomes)
@@ -223,12 +224,14 @@ def open_ask(seq: int, asked_step: int = 0) -> OpenAsk:
     )
 
 
-def test_what_an_earlier_life_left_counts_as_ready_running_and_dropped(tmp_path: Path) -> None:
+def test_groups_of_an_earlier_incarnation_count_as_ready_running_and_dropped(
+    tmp_path: Path,
+) -> None:
     filed = left(ScriptedClient(), 0, 1)
     drops = (GroupBooked(earlier(3), "deadline: no result within 5 s"),)
     history = History(results=filed, open_asks=(open_ask(2),), drops=drops, num_asked=4)
     stage = later_life(tmp_path, history)
-    # Three of four groups are under way: what the bound leaves is one.
+    # Three of four groups are admitted, so the bound leaves one.
     stage.pacer.ask(MANY)
     assert len(stage.open()) == 1
     assert (stage.lost(), stage.tally.num_open, stage.tally.num_dropped) == (0, 16, 4)
@@ -236,7 +239,7 @@ def test_what_an_earlier_life_left_counts_as_ready_running_and_dropped(tmp_path:
     stage.records.close()
 
 
-def test_what_failed_in_earlier_lives_is_no_sign_that_nothing_trains(tmp_path: Path) -> None:
+def test_failures_of_earlier_incarnations_do_not_count_as_barren(tmp_path: Path) -> None:
     drops = tuple(GroupBooked(earlier(seq), "env_failed: no licence") for seq in range(400))
     stage = later_life(tmp_path, History(drops=drops, open_asks=(open_ask(400),), num_asked=401))
     assert [*stage.pacer.lifecycle.open_ids] == [earlier(400)]
@@ -251,7 +254,7 @@ def test_what_failed_in_earlier_lives_is_no_sign_that_nothing_trains(tmp_path: P
 
 @pytest.mark.parametrize("policy", ["wait", "drop", "requeue", "mask"])
 @pytest.mark.parametrize("is_last_whole", [True, False])
-def test_no_batch_is_taken_before_all_results_of_earlier_lives_are_there(
+def test_no_batch_is_taken_before_all_earlier_results_are_delivered(
     tmp_path: Path, policy: StalePolicy, is_last_whole: bool
 ) -> None:
     stage = Stage(tmp_path, policy=policy)
@@ -276,7 +279,7 @@ def test_no_batch_is_taken_before_all_results_of_earlier_lives_are_there(
     stage.records.close()
 
 
-def test_results_of_earlier_lives_are_no_sign_that_nothing_trains(
+def test_results_of_earlier_incarnations_do_not_count_as_barren(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pacer, "UNTRAINABLE_ROUNDS", 1 / 100)  # one group is a sign
@@ -297,7 +300,7 @@ def test_results_of_earlier_lives_are_no_sign_that_nothing_trains(
     stage.records.close()
 
 
-def test_a_step_is_done_again_with_its_own_groups(tmp_path: Path) -> None:
+def test_step_is_redone_with_its_own_groups(tmp_path: Path) -> None:
     client = ScriptedClient()
     filed = left(client, 0, 1, 2)
     again = StepTaken(0, (earlier(2), earlier(0)))
@@ -313,14 +316,14 @@ def test_a_step_is_done_again_with_its_own_groups(tmp_path: Path) -> None:
     stage.pacer.trained(batch)
     assert (stage.tally.num_trained, stage.lost()) == (8, 0)
     assert stage.pacer.lifecycle.gone == {"before": [(0, 1), (2, 3)]}
-    # The third, which no step took, arrives as any other.
+    # The third group, which no step took, arrives like any other.
     stage.client.hand_out(1)
     stage.pacer.collect(0.0)
     assert stage.pacer.pacing.ready == 4
     stage.records.close()
 
 
-def test_a_result_that_cannot_be_read_again_is_dropped_and_its_step_done_without(
+def test_unreadable_result_is_dropped_and_its_step_redone_without_it(
     tmp_path: Path,
 ) -> None:
     client = ScriptedClient()
@@ -340,7 +343,7 @@ def test_a_result_that_cannot_be_read_again_is_dropped_and_its_step_done_without
     stage.records.close()
 
 
-def test_what_had_left_before_does_not_leave_again(tmp_path: Path) -> None:
+def test_group_that_has_left_does_not_leave_again(tmp_path: Path) -> None:
     state = LoopState(num_steps=1, ended={"before": [(0, 5)]}, num_tasks=5)
     stage = later_life(tmp_path, History(num_asked=5, num_drawn=6), state)
     assert stage.pacer.lifecycle.num_gone == 5
@@ -349,7 +352,7 @@ def test_what_had_left_before_does_not_leave_again(tmp_path: Path) -> None:
     stage.records.close()
 
 
-def test_an_evaluation_goes_on_where_an_earlier_life_left_it(tmp_path: Path) -> None:
+def test_evaluation_continues_where_an_earlier_incarnation_left_it(tmp_path: Path) -> None:
     stage = Stage(tmp_path, ClientThatFinishes())
     open_eval = OpenAsk(
         group_id=earlier(2), task=Task(id="t2"), num_samples=1, is_eval=True, asked_step=0

@@ -1,4 +1,4 @@
-"""A step that ends the trainer twice alike is skipped at the next start, and the run continues."""
+"""A step that ends the trainer twice in the same way is skipped at the next start."""
 
 import threading
 
@@ -14,7 +14,7 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
 )
 from rollmesh.serve.client.journal_state import JournalPosition, JournalState
-from rollmesh.trainer.recovery.plan import MAX_ERRORS, MAX_KILLS, poison_in
+from rollmesh.trainer.checkpoints.recovery_plan import MAX_ERRORS, MAX_KILLS, poison_reason
 from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Killed, KilledHard, Life, Lives
 
 ROOMY = JournalConfig()
@@ -26,7 +26,7 @@ def overflow() -> OverflowError:
 
 
 def run(life: Life, num_groups: int) -> list[BaseException]:
-    """Run its train loop, bring so many groups; what ended it, if anything."""
+    """Run the train loop and deliver so many groups; return what ended it, if anything."""
     ends: list[BaseException] = []
 
     def train() -> None:
@@ -45,7 +45,7 @@ def run(life: Life, num_groups: int) -> list[BaseException]:
     return ends
 
 
-def test_a_step_that_raises_twice_alike_is_skipped_at_the_next_start(begin: Lives) -> None:
+def test_step_that_raises_twice_in_the_same_way_is_skipped_at_the_next_start(begin: Lives) -> None:
     life = begin(ROOMY, *SETTINGS)
     life.policy.raises_in_steps = {1: overflow()}
     assert run(life, 2)
@@ -80,10 +80,10 @@ def test_a_skipped_step_stays_skipped(begin: Lives) -> None:
         assert life.recovery.redo == ()
         assert [each.step for each in life.recovery.parted] == [0]
     assert run(life, 2) == []
-    assert begin(ROOMY, *SETTINGS).recovery.parted == (), "the savepoint at the end knows it"
+    assert begin(ROOMY, *SETTINGS).recovery.parted == (), "the checkpoint at the end knows it"
 
 
-def test_a_step_that_raises_otherwise_the_second_time_is_redone(begin: Lives) -> None:
+def test_step_that_raises_differently_the_second_time_is_redone(begin: Lives) -> None:
     life = begin(ROOMY, *SETTINGS)
     life.policy.raises_in_steps = {0: overflow()}
     assert run(life, 1)
@@ -97,7 +97,7 @@ def test_a_step_that_raises_otherwise_the_second_time_is_redone(begin: Lives) ->
 
 
 def test_a_step_in_which_the_trainer_is_killed_each_time_is_skipped(begin: Lives) -> None:
-    """The first kill is in the step as it was taken, the others as it was redone."""
+    """The first kill is in the step as it was taken, the others in the redone step."""
     for number in range(1 + MAX_KILLS):
         life = begin(ROOMY, *SETTINGS)
         assert [each.step for each in life.recovery.redo] == ([0] if number else [])
@@ -125,7 +125,7 @@ def test_being_killed_after_a_redone_step_is_no_fault_of_the_step(begin: Lives) 
 
 
 def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:
-    """What a journal with these entries tells of deaths in steps."""
+    """Deaths in steps that a journal with these entries reports."""
     chronicle = JournalState()
     group_id = GroupId("r", 0)
     for at, entry in enumerate((GroupKept(group_id, 1, "w"), StepTaken(0, (group_id,)), *entries)):
@@ -134,11 +134,11 @@ def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:
 
 
 def test_only_deaths_of_one_launch_count_together() -> None:
-    """A run that is stopped hard and resumed three times by its operator loses nothing."""
+    """A run that its operator stops hard and resumes three times loses nothing."""
     apart = deaths_after(*[StepBegun(0, launch) for launch in range(10)])
-    assert [poison_in(each) for each in apart.values()] == [""]
+    assert [poison_reason(each) for each in apart.values()] == [""]
     alike = deaths_after(*[StepBegun(0, 7)] * MAX_KILLS)
-    assert "killed under process 7" in poison_in(alike[0])
+    assert "killed under process 7" in poison_reason(alike[0])
 
 
 def test_a_step_that_was_done_again_has_a_clean_record() -> None:
@@ -159,5 +159,5 @@ def test_an_error_is_known_by_its_kind_and_place() -> None:
 
     assert fail("at 0x1") == fail("at 0x2")
     assert fail("").startswith("OverflowError at ")
-    assert poison_in([fail("")] * MAX_ERRORS)
-    assert not poison_in([fail("")] * (MAX_ERRORS - 1))
+    assert poison_reason([fail("")] * MAX_ERRORS)
+    assert not poison_reason([fail("")] * (MAX_ERRORS - 1))

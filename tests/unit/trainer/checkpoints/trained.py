@@ -1,4 +1,4 @@
-"""A small thing that trains, for tests of savepoints: fields of an imprint, and a subject of three.
+"""A small target that trains, for checkpoint tests: its snapshot, and a target of three roles.
 
 model     two layers, a weight that is frozen where asked, a buffer that is kept and one not
 """
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.checkpoints.snapshot import RankSnapshot
 from rollmesh.trainer.ranks import SingleRank
-from rollmesh.trainer.savepoints.imprint import Imprint
 
 SETTINGS = TrainerConfig(learning_rate=0.1)
 
@@ -30,24 +30,24 @@ class Small(nn.Module):
 
 
 class Trained:
-    """A subject that trains by noise, which is drawn from torch's generator."""
+    """A target that trains by noise from torch's generator."""
 
     def __init__(self, seed: int = 0, width: int = 3, device: str = "cpu") -> None:
         self.model = Small(seed, width).to(device)
         self.descent = ModelOptimizer(self.model, SETTINGS)
-        self.imprint = Imprint(self.model, self.descent, SingleRank())
+        self.rank_snapshot = RankSnapshot(self.model, self.descent, SingleRank())
 
     def snapshot(self, folder: Path) -> None:
-        self.imprint.take(folder)
+        self.rank_snapshot.take(folder)
 
     def is_snapshot_written(self) -> bool:
-        return self.imprint.is_written()
+        return self.rank_snapshot.is_written()
 
     def restore(self, folder: Path) -> None:
-        self.imprint.restore(folder)
+        self.rank_snapshot.restore(folder)
 
     def train(self, num_steps: int = 1) -> None:
-        """Each with a gradient by chance."""
+        """Step each parameter that gets a gradient, which is random."""
         for _ in range(num_steps):
             for each in self.model.parameters():
                 each.grad = torch.randn_like(each)
@@ -56,7 +56,7 @@ class Trained:
             count += 1
 
     def values(self) -> list[Tensor]:
-        """All that a savepoint keeps, but for chance."""
+        """Everything in a checkpoint except the generators' states."""
         parameters = list(self.model.parameters())
         moments = [each for p in parameters for each in self.descent.moments(p).values()]
         kept = [*parameters, *moments, self.model.get_buffer("count")]
@@ -64,19 +64,19 @@ class Trained:
 
 
 def same(some: list[Tensor], others: list[Tensor]) -> bool:
-    """Bit by bit."""
+    """Compare bit by bit."""
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
 def write(subject: Trained, folder: Path) -> Path:
-    """Its snapshot, on the disk."""
+    """Write a snapshot to the disk."""
     folder.mkdir()
     subject.snapshot(folder)
-    wait_until_written(subject.imprint)
+    wait_until_written(subject.rank_snapshot)
     return folder
 
 
-def wait_until_written(imprint: Imprint) -> None:
-    """Or until it is told why not."""
-    while not imprint.is_written():
+def wait_until_written(snapshot: RankSnapshot) -> None:
+    """Wait until the snapshot is written or has failed."""
+    while not snapshot.is_written():
         pass

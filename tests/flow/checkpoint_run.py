@@ -1,6 +1,6 @@
-"""A process that goes on from a savepoint: python -m tests.flow.savepoint_run RUN MODEL N FOLDER
+"""A process that goes on from a checkpoint: python -m tests.flow.checkpoint_run RUN MODEL N FOLDER
 
-Restores the newest savepoint of RUN in a policy on one rank, trains up to N steps in all, saves
+Restores the newest checkpoint of RUN in a policy on one rank, trains up to N steps in all, saves
 the model as FOLDER, and prints what each step reported.
 """
 
@@ -9,24 +9,23 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.savepoints.shelf import Savepoints
 from tests.flow.test_ranked import SETTINGS, batch
 
 
 def figures_of(policy: Policy, first: int, num_steps: int) -> list[dict[str, object]]:
-    """Of each step, what it reported."""
+    """The reported figures of each step."""
     return [policy.step(batch(step), step).figures() for step in range(first, num_steps)]
 
 
 def main() -> None:
-    """See the module."""
     run, model, num_steps, folder = sys.argv[1:]
-    savepoints = Savepoints(Path(run))
+    checkpoints = CheckpointStore(Path(run))
     policy = Policy(model, msgspec.structs.replace(SETTINGS, num_ranks=1))
-    newest = savepoints.newest()
+    newest = checkpoints.newest()
     assert newest is not None
-    state = savepoints.restore(newest, policy)
+    state = checkpoints.restore(newest, policy)
     figures = figures_of(policy, state.num_steps, int(num_steps))
     policy.save(Path(folder))
     sys.stdout.write(msgspec.json.encode(figures).decode())

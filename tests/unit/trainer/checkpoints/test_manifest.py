@@ -1,4 +1,4 @@
-"""A savepoint is whole or it is refused: any bit, any length, any file."""
+"""A checkpoint is complete or refused: any bit flip, length change or missing file is found."""
 
 import os
 import shutil
@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.core.errors import SavepointError
-from rollmesh.trainer.savepoints.manifest import MANIFEST, prove, seal, tell, write_pieces
+from rollmesh.core.errors import CheckpointError
+from rollmesh.trainer.checkpoints.manifest import (
+    MANIFEST,
+    record_pieces,
+    seal,
+    verify,
+    write_pieces,
+)
 from tests.disks import full_disk
 
 HALF = b"the rows of one rank, "
@@ -19,13 +25,13 @@ OTHER = b"and those of another"
 
 
 def write(folder: Path) -> Path:
-    """A savepoint of two ranks, one file of which both have written."""
+    """Write a checkpoint of two ranks, with one file written by both."""
     (folder / "model").mkdir(parents=True)
     for rank, (offset, data) in enumerate([(0, HALF), (len(HALF), OTHER)]):
         own = {f"random-{rank}": write_pieces(folder / f"random-{rank}", [(0, bytes([rank] * 9))])}
         both = {"model/both": write_pieces(folder / "model/both", [(offset, data)])}
-        tell(folder, str(rank), own | both)
-    tell(folder, "loop", {"empty": write_pieces(folder / "empty", [])})
+        record_pieces(folder, str(rank), own | both)
+    record_pieces(folder, "loop", {"empty": write_pieces(folder / "empty", [])})
     seal(folder)
     return folder
 
@@ -39,9 +45,9 @@ def files_of(folder: Path) -> list[str]:
     return sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
 
 
-def test_what_two_ranks_wrote_is_one_file_and_proven(whole: Path) -> None:
+def test_file_written_by_two_ranks_is_verified(whole: Path) -> None:
     assert (whole / "model/both").read_bytes() == HALF + OTHER
-    assert prove(whole).num_bytes == len(HALF + OTHER) + 18
+    assert verify(whole).num_bytes == len(HALF + OTHER) + 18
     assert files_of(whole) == ["empty", "manifest.json", "model/both", "random-0", "random-1"]
 
 
@@ -56,8 +62,8 @@ def test_any_bit_that_flips_is_found(
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    with pytest.raises(SavepointError, match=str(folder)) as caught:
-        prove(folder)
+    with pytest.raises(CheckpointError, match=str(folder)) as caught:
+        verify(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -71,41 +77,41 @@ def test_any_file_that_is_cut_or_grows_is_found(
     size_bytes = path.stat().st_size
     sizes = st.integers(0, size_bytes + 3).filter(size_bytes.__ne__)
     os.truncate(path, data.draw(sizes))
-    with pytest.raises(SavepointError, match=str(path)):
-        prove(folder)
+    with pytest.raises(CheckpointError, match=str(path)):
+        verify(folder)
 
 
 @pytest.mark.parametrize("name", ["empty", "manifest.json", "model/both", "random-1"])
 def test_a_file_that_is_gone_is_named(whole: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(whole, tmp_path / "it")
     (tmp_path / "it" / name).unlink()
-    told = "was cut off" if name == MANIFEST else f"{name}: is not there"
-    with pytest.raises(SavepointError, match=told):
-        prove(tmp_path / "it")
+    told = "incomplete: it has no manifest" if name == MANIFEST else f"{name}: missing"
+    with pytest.raises(CheckpointError, match=told):
+        verify(tmp_path / "it")
 
 
-def test_a_file_that_nobody_wrote_is_not_sealed(tmp_path: Path) -> None:
+def test_unrecorded_file_is_not_sealed(tmp_path: Path) -> None:
     folder = tmp_path / "it"
     (folder / "model").mkdir(parents=True)
     (folder / "model/stray").touch()
-    with pytest.raises(SavepointError, match=r"model/stray: does not belong"):
+    with pytest.raises(CheckpointError, match=r"model/stray: not part of the checkpoint"):
         seal(folder)
     assert not (folder / MANIFEST).exists()
 
 
-def test_what_others_put_beside_it_later_breaks_nothing(whole: Path, tmp_path: Path) -> None:
+def test_files_added_after_the_seal_are_ignored(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "it")
-    for name in ("README", "model/.nfs000000000001"):  # an NFS client's, of what is held open
+    for name in ("README", "model/.nfs000000000001"):  # left by an NFS client for open files
         (tmp_path / "it" / name).write_text("mine")
-    assert prove(tmp_path / "it") == prove(whole)
+    assert verify(tmp_path / "it") == verify(whole)
 
 
-def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SavepointError, match="cut off"):
-        prove(tmp_path / "absent")
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no manifest"):
+        verify(tmp_path / "absent")
     (tmp_path / "file").touch()
-    with pytest.raises(SavepointError, match="file"):
-        prove(tmp_path / "file")
+    with pytest.raises(CheckpointError, match="file"):
+        verify(tmp_path / "file")
 
 
 def test_manifest_of_another_format_says_which(whole: Path, tmp_path: Path) -> None:
@@ -115,28 +121,28 @@ def test_manifest_of_another_format_says_which(whole: Path, tmp_path: Path) -> N
     sealed = msgspec.json.decode(text)
     sealed["crc32"] = zlib.crc32(msgspec.json.encode(sealed["manifest"]))
     path.write_bytes(msgspec.json.encode(sealed))
-    with pytest.raises(SavepointError, match="of format 2; this rollmesh reads 1"):
-        prove(tmp_path / "it")
+    with pytest.raises(CheckpointError, match="format 2; this version of rollmesh reads 1"):
+        verify(tmp_path / "it")
 
 
-def test_bytes_that_no_rank_wrote_are_not_sealed(tmp_path: Path) -> None:
+def test_unwritten_bytes_are_not_sealed(tmp_path: Path) -> None:
     folder = tmp_path / "it"
     folder.mkdir()
-    tell(folder, "1", {"both": write_pieces(folder / "both", [(len(HALF), OTHER)])})
-    with pytest.raises(SavepointError, match=r"both: nobody wrote its bytes from 0 on"):
+    record_pieces(folder, "1", {"both": write_pieces(folder / "both", [(len(HALF), OTHER)])})
+    with pytest.raises(CheckpointError, match=r"both: bytes from 0 on were not written"):
         seal(folder)
     assert not (folder / MANIFEST).exists()
 
 
-def test_bytes_that_two_wrote_are_not_sealed(tmp_path: Path) -> None:
+def test_bytes_written_twice_are_not_sealed(tmp_path: Path) -> None:
     folder = tmp_path / "it"
     folder.mkdir()
     for rank in ("0", "1"):
-        tell(folder, rank, {"both": write_pieces(folder / "both", [(0, OTHER)])})
-    with pytest.raises(SavepointError, match="nobody wrote its bytes from 20 on"):
+        record_pieces(folder, rank, {"both": write_pieces(folder / "both", [(0, OTHER)])})
+    with pytest.raises(CheckpointError, match="bytes from 20 on were not written"):
         seal(folder)
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    with full_disk(50), pytest.raises(SavepointError, match=r"file: File too large"):
+    with full_disk(50), pytest.raises(CheckpointError, match=r"file: File too large"):
         write_pieces(tmp_path / "file", [(0, b"x" * 100)])

@@ -1,4 +1,4 @@
-"""A dead trainer's plan: every group in one place, and no number used twice."""
+"""A plan puts every group in one place and uses no number twice."""
 
 import collections
 
@@ -11,6 +11,8 @@ from rollmesh.core.types import Outcome, Task
 from rollmesh.serve.client.arrivals import StoredResult
 from rollmesh.serve.client.journal import History, OpenAsk
 from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateSaved, StepTaken
+from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
+from rollmesh.trainer.checkpoints.state import LoopState
 from rollmesh.trainer.pacing.lifecycle import (
     GroupLifecycle,
     GroupRequest,
@@ -20,8 +22,6 @@ from rollmesh.trainer.pacing.lifecycle import (
     VersionCreated,
     VersionPublished,
 )
-from rollmesh.trainer.recovery.plan import plan_recovery
-from rollmesh.trainer.savepoints.state import LoopState
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from tests.unit.trainer.trainer_lives import PATIENCE_S, Life, Lives
 
@@ -48,7 +48,7 @@ def open_ask(seq: int, *, asked_step: int = 0, is_eval: bool = False) -> OpenAsk
 
 
 def history() -> History:
-    """Steps 2 and 3 were taken, and version 3 named, after the savepoint of 2 steps."""
+    """Steps 2 and 3 were taken, and version 3 named, after the checkpoint of 2 steps."""
     return History(
         saved=StateSaved(2, 2, {"r1": [(0, 4)]}),
         steps=(StepTaken(2, (group(5), group(4))), StepTaken(3, (group(6), group(7)))),
@@ -70,7 +70,7 @@ SAVED = LoopState(
 )
 
 
-def test_steps_after_the_savepoint_are_redone_with_their_own_groups() -> None:
+def test_steps_after_the_checkpoint_are_redone_with_their_own_groups() -> None:
     plan = plan_recovery(SAVED, history())
     assert (plan.num_steps, plan.next_step) == (2, 4)
     assert plan.redo == (StepTaken(2, (group(5), group(4))), StepTaken(3, (group(6), group(7))))
@@ -78,18 +78,18 @@ def test_steps_after_the_savepoint_are_redone_with_their_own_groups() -> None:
     assert plan.ready == (filed(8), filed(9))
     assert [each.group_id for each in plan.open_asks] == [group(11), group(12)]
     assert plan.drops == (GroupBooked(group(10), "deadline: over"),)
-    assert plan.saved == SAVED.told()
+    assert plan.saved == SAVED.to_journal()
     assert plan.lines == ()
 
 
-def test_tasks_go_on_where_the_journal_says_that_the_last_was_drawn() -> None:
-    # 15 had been drawn, and of these two asks waited for room in the journal and went nowhere.
+def test_tasks_continue_after_the_last_one_drawn_in_the_journal() -> None:
+    # 15 were drawn; the requests of two of them waited for space in the journal and were lost.
     ahead = LoopState(num_steps=2, num_tasks=15)
     assert plan_recovery(ahead, history()).num_tasks == 13
     assert plan_recovery(ahead, History()).num_tasks == 15
 
 
-def test_policy_versions_go_on_after_the_highest_that_was_ever_named() -> None:
+def test_policy_versions_continue_after_the_highest_ever_used() -> None:
     plan = plan_recovery(SAVED, history())
     assert plan.policy_version == 4
     assert plan.step_of_version == {0: 0, 1: 1, 2: 2, 3: 3}
@@ -99,7 +99,7 @@ def test_policy_versions_go_on_after_the_highest_that_was_ever_named() -> None:
     assert plan_recovery(None, History()).policy_version == 1
 
 
-def test_without_a_savepoint_everything_is_redone_from_the_first_weights() -> None:
+def test_without_a_checkpoint_everything_is_redone_from_the_first_weights() -> None:
     steps = (StepTaken(0, (group(0),)), StepTaken(1, (group(1),)))
     told = History(steps=steps, results=(filed(0), filed(1), filed(2)), num_asked=3)
     plan = plan_recovery(None, told)
@@ -109,8 +109,8 @@ def test_without_a_savepoint_everything_is_redone_from_the_first_weights() -> No
     assert plan.lines == ()
 
 
-def test_what_the_savepoint_knows_to_have_left_does_not_come_back() -> None:
-    # It is durable, and its maker died before the journal heard of it.
+def test_groups_that_left_by_the_checkpoint_do_not_return() -> None:
+    # It is durable, but its process died before the journal recorded it.
     newer = LoopState(num_steps=3, policy_version=3, ended={"r1": [(0, 6), (8, 9), (10, 12)]})
     plan = plan_recovery(newer, history())
     assert plan.redo == (StepTaken(3, (group(6), group(7))),)
@@ -119,7 +119,7 @@ def test_what_the_savepoint_knows_to_have_left_does_not_come_back() -> None:
     assert [each.group_id for each in plan.open_asks] == [group(12)]
 
 
-def test_steps_that_a_broken_savepoint_took_with_it_are_told_and_their_numbers_not_used() -> None:
+def test_steps_lost_with_a_damaged_checkpoint_are_reported_and_their_numbers_not_reused() -> None:
     saved = StateSaved(20, 21, {}, {10: 10, 20: 19, 21: 20})
     freed = History(saved=saved, steps=(StepTaken(20, (group(40),)),))
     older = LoopState(num_steps=10, policy_version=10, step_of_version={9: 9, 10: 10})
@@ -127,10 +127,10 @@ def test_steps_that_a_broken_savepoint_took_with_it_are_told_and_their_numbers_n
     assert (plan.num_steps, plan.redo, plan.next_step) == (10, (), 21)
     assert plan_recovery(older, History(saved=saved)).next_step == 20, "nor where none came after"
     assert plan.policy_version == 22
-    # Its versions are known, oldest first: results that wait are of these.
+    # Its versions are known, oldest first: waiting results may have these.
     assert list(plan.step_of_version.items()) == [(9, 9), (10, 10), (20, 19), (21, 20)]
     [gap, lost] = plan.lines
-    assert gap.startswith("steps 10 to 19 are not in the weights: the savepoint that freed ")
+    assert gap.startswith("steps 10 to 19 are not in the weights: the checkpoint that freed ")
     assert lost == "step 20 is not redone: r1/40, which the journal has lost"
 
 
@@ -171,7 +171,7 @@ def test_evaluations_that_are_open_do_not_count() -> None:
 
 
 def live_through_all_kinds_of_ends(life: Life) -> None:
-    """Up to a step that takes two groups, one of whose rollouts has failed each."""
+    """Run to a step that takes two groups, each with a failed rollout."""
     life.pacer.publishing(1, 1)
     life.client.note_published(1, 1)
     life.pacer.published(1)
@@ -193,7 +193,7 @@ def live_through_all_kinds_of_ends(life: Life) -> None:
         outcomes = (Outcome.COMPLETED, Outcome.AGENT_ERROR)
         life.finish(group_id, task.id, outcomes, policy_versions=(policy_version,))
         life.pacer.collect(PATIENCE_S)
-    batch = life.pacer.take(5)  # for which one is too old
+    batch = life.pacer.take(5)  # for which one group is too old
     assert batch is not None
     life.client.note_step(5, batch.group_ids(), batch.oldest_step)
     life.pacer.trained(batch)
@@ -237,7 +237,7 @@ def test_drops_of_a_trainer_that_was_killed_are_those_of_one_that_was_not(
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_task_that_came_too_late_is_asked_for_again_once_whoever_dies(
+def test_stale_task_is_requested_again_once_whichever_process_dies(
     begin: Lives, is_saved: bool
 ) -> None:
     requeue = "trainer.stale_policy=requeue"
@@ -259,7 +259,7 @@ def test_a_task_that_came_too_late_is_asked_for_again_once_whoever_dies(
     assert life.pacer.lifecycle.next_again() is None
 
 
-def test_nothing_is_lost_where_the_newest_savepoint_rots(begin: Lives) -> None:
+def test_nothing_is_lost_if_the_newest_checkpoint_is_damaged(begin: Lives) -> None:
     journal = JournalConfig(segment_bytes=256)
     life = begin(journal)
     for step in range(4):
@@ -271,8 +271,8 @@ def test_nothing_is_lost_where_the_newest_savepoint_rots(begin: Lives) -> None:
     assert life.recovery.num_steps == 3
     assert [each.step for each in life.recovery.redo] == [3]
     assert life.recovery.lines == ()
-    # It is freed all the same: by the one before that.
+    # It is freed all the same, by the checkpoint before that.
     assert life.recovery.saved.num_steps == 3
     (older / "manifest.json").unlink()
-    with pytest.raises(UserError, match="none of its savepoints is whole"):
+    with pytest.raises(UserError, match="no checkpoint is intact"):
         begin(journal)

@@ -1,4 +1,5 @@
-"""A run's savepoints: whole or not there, the newest good one found, and the run goes on."""
+"""Checkpoints are complete or absent, the newest intact one is found, and disk errors end
+nothing."""
 
 import os
 import shutil
@@ -10,12 +11,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.core.errors import SavepointError
+from rollmesh.core.errors import CheckpointError
+from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.store import Checkpointable, CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.savepoints.shelf import Saved, Savepoints, Subject
-from rollmesh.trainer.savepoints.state import LoopState
 from tests.disks import full_disk
-from tests.unit.trainer.savepoints.subjects import Trained, same
+from tests.unit.trainer.checkpoints.trained import Trained, same
 
 STATE = LoopState(
     num_steps=7,
@@ -33,11 +34,11 @@ def at(num_steps: int) -> LoopState:
     return LoopState(num_steps=num_steps)
 
 
-def save(shelf: Savepoints, state: LoopState, subject: Subject) -> Saved:
-    assert shelf.begin(state, subject)
-    saved = shelf.settled(30.0)
+def save(store: CheckpointStore, state: LoopState, subject: Checkpointable) -> SavedCheckpoint:
+    assert store.begin(state, subject)
+    saved = store.settled(30.0)
     assert saved is not None
-    assert not shelf.is_writing
+    assert not store.is_writing
     return saved
 
 
@@ -49,57 +50,57 @@ def told(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
     return [each.message for each in caplog.records if event in each.message]
 
 
-def test_all_that_the_loop_knew_comes_back(tmp_path: Path) -> None:
+def test_loop_state_is_restored(tmp_path: Path) -> None:
     one, other = Trained(1), Trained(2)
     one.train(2)
-    save(Savepoints(tmp_path), STATE, one)
-    again = Savepoints(tmp_path)
+    save(CheckpointStore(tmp_path), STATE, one)
+    again = CheckpointStore(tmp_path)
     found = again.newest()
     assert found is not None
     assert again.restore(found, other) == STATE
     assert same(other.values(), one.values())
 
 
-def test_a_folder_without_savepoints_has_none(tmp_path: Path) -> None:
-    assert Savepoints(tmp_path).newest() is None
+def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path).newest() is None
     assert list(tmp_path.iterdir()) == []
 
 
 class Slow(Trained):
-    """Its snapshot is written when it is let go."""
+    """A target whose snapshot is written only when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.may_write = threading.Event()
 
     def snapshot(self, folder: Path) -> None:
-        self.imprint.take(folder, self._wait)
+        self.rank_snapshot.take(folder, self._wait)
 
     def _wait(self, _: Path) -> None:
-        self.may_write.wait(60.0)  # a test that fails does not hang
+        self.may_write.wait(60.0)  # a failing test does not hang
 
 
-def test_while_one_is_written_no_other_begins_and_nobody_waits(tmp_path: Path) -> None:
-    shelf, slow = Savepoints(tmp_path), Slow()
-    assert shelf.begin(at(1), slow)
-    assert not shelf.begin(at(2), slow)
-    assert shelf.is_writing
-    assert shelf.settled() is None
-    assert shelf.settled(0.01) is None
+def test_no_second_checkpoint_begins_while_one_is_written(tmp_path: Path) -> None:
+    store, slow = CheckpointStore(tmp_path), Slow()
+    assert store.begin(at(1), slow)
+    assert not store.begin(at(2), slow)
+    assert store.is_writing
+    assert store.settled() is None
+    assert store.settled(0.01) is None
     slow.may_write.set()
-    saved = shelf.settled(30.0)
+    saved = store.settled(30.0)
     assert saved is not None
     assert saved.state == at(1)
-    assert shelf.begin(at(3), slow)
-    assert shelf.settled(30.0) is not None
+    assert store.begin(at(3), slow)
+    assert store.settled(30.0) is not None
 
 
 def test_the_newest_two_stay(tmp_path: Path) -> None:
-    shelf, one = Savepoints(tmp_path), Trained()
+    store, one = CheckpointStore(tmp_path), Trained()
     for number in range(4):
-        save(shelf, at(number), one)
+        save(store, at(number), one)
     assert names(tmp_path) == ["000003-step-2", "000004-step-3"]
-    found = Savepoints(tmp_path).newest()
+    found = CheckpointStore(tmp_path).newest()
     assert found is not None
     assert found.state == at(3)
 
@@ -130,33 +131,33 @@ def damage_manifest(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
-        (damage_nothing_was_sealed, "savepoint.cut_off"),
+        (damage_nothing_was_sealed, "checkpoint.cut_off"),
         (damage_half_removed, ""),
-        (damage_bit, "model.safetensors: has a wrong checksum"),
-        (damage_cut, "optimizer.safetensors: has 100 bytes"),
-        (damage_manifest, "was cut off before it was whole"),
+        (damage_bit, "model.safetensors: wrong checksum"),
+        (damage_cut, "optimizer.safetensors: 100 bytes"),
+        (damage_manifest, "incomplete: it has no manifest"),
     ],
 )
-def test_one_that_is_not_whole_is_named_and_left_and_the_one_before_is_found(
+def test_damaged_checkpoint_is_named_and_left_and_the_one_before_is_found(
     damage: Callable[[Path], None],
     word: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     one = Trained()
-    shelf = Savepoints(tmp_path)
+    store = CheckpointStore(tmp_path)
     for number in (1, 2):
         one.train()
-        newest = save(shelf, at(number), one)
+        newest = save(store, at(number), one)
     damage(newest.folder)
     before = names(tmp_path)
-    again = Savepoints(tmp_path)
+    again = CheckpointStore(tmp_path)
     found = again.newest()
     assert found is not None
     assert found.state == at(1)
     assert len(told(caplog, word)) == 1 if word else True
     assert names(tmp_path) == before
-    # A name is not used again, and what was found broken is no reason to remove what is whole.
+    # A name is not reused, and a damaged checkpoint is no reason to remove an intact one.
     broken = [newest.folder.name] * newest.folder.exists()
     save(again, at(2), one)
     assert names(tmp_path) == ["000001-step-1", *broken, "000003-step-2"]
@@ -164,36 +165,36 @@ def test_one_that_is_not_whole_is_named_and_left_and_the_one_before_is_found(
     assert names(tmp_path) == [*broken, "000003-step-2", "000004-step-3"]
 
 
-def test_a_disk_that_refuses_is_one_line_and_the_next_is_tried(
+def test_disk_error_is_one_line_and_the_next_checkpoint_is_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf, one = Savepoints(tmp_path), Trained()
-    save(shelf, at(1), one)
+    store, one = CheckpointStore(tmp_path), Trained()
+    save(store, at(1), one)
     with full_disk(300):
-        assert shelf.begin(at(2), one)
-        assert shelf.settled(30.0) is None
-    assert not shelf.is_writing
-    [line] = told(caplog, "savepoint.failed")
+        assert store.begin(at(2), one)
+        assert store.settled(30.0) is None
+    assert not store.is_writing
+    [line] = told(caplog, "checkpoint.failed")
     assert "File too large" in line
     while names(tmp_path) != ["000001-step-1"]:
-        pass  # what the disk did not take is removed, beside the steps
-    found = Savepoints(tmp_path).newest()
+        pass  # the failed one is removed in the background
+    found = CheckpointStore(tmp_path).newest()
     assert found is not None
     assert found.state == at(1)
-    save(shelf, at(3), one)
+    save(store, at(3), one)
     assert names(tmp_path) == ["000001-step-1", "000003-step-3"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(
+def test_folder_that_cannot_be_created_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "savepoints").touch()
-    shelf = Savepoints(tmp_path)
-    assert shelf.begin(at(1), Trained())
-    assert not shelf.is_writing
-    assert len(told(caplog, "savepoint.failed")) == 1
-    with pytest.raises(SavepointError, match="savepoints: Not a directory"):
-        shelf.newest()
+    store = CheckpointStore(tmp_path)
+    assert store.begin(at(1), Trained())
+    assert not store.is_writing
+    assert len(told(caplog, "checkpoint.failed")) == 1
+    with pytest.raises(CheckpointError, match="savepoints: Not a directory"):
+        store.newest()
 
 
 def test_nothing_has_its_name_before_it_is_on_the_disk(
@@ -213,7 +214,7 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(Path, "rename", seen_rename)
-    saved = save(Savepoints(tmp_path), at(1), Trained())
+    saved = save(CheckpointStore(tmp_path), at(1), Trained())
     part = "savepoints/000001-step-1.part"
     at_rename = acts.index(("rename", part))
     files = [each for each in saved.folder.rglob("*") if each.name != "manifest.json"]
@@ -225,12 +226,10 @@ def test_nothing_has_its_name_before_it_is_on_the_disk(
     assert ("sync", "savepoints") in acts[at_rename:]
 
 
-def test_checkpoint_is_the_newest_model_folder_written_once(
-    tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_model_folder_links_the_newest_checkpoint(tiny_folder: Path, tmp_path: Path) -> None:
     policy = Policy(str(tiny_folder), TrainerConfig())
-    shelf = Savepoints(tmp_path)
-    saved = [save(shelf, at(number), policy) for number in (1, 2, 3)][-1]
+    store = CheckpointStore(tmp_path)
+    saved = [save(store, at(number), policy) for number in (1, 2, 3)][-1]
     assert saved.model is not None
     weights = tmp_path / "checkpoint/model.safetensors"
     assert weights.samefile(saved.model / "model.safetensors")
@@ -239,14 +238,14 @@ def test_checkpoint_is_the_newest_model_folder_written_once(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_what_stock_transformers_does_not_load_is_no_checkpoint(tmp_path: Path) -> None:
-    saved = save(Savepoints(tmp_path), at(1), Trained())
+def test_state_that_transformers_cannot_load_gets_no_model_folder(tmp_path: Path) -> None:
+    saved = save(CheckpointStore(tmp_path), at(1), Trained())
     assert saved.model is None
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_another_models_savepoint_is_refused(tmp_path: Path) -> None:
-    shelf = Savepoints(tmp_path)
-    saved = save(shelf, at(1), Trained(width=3))
-    with pytest.raises(SavepointError, match="is of another model"):
-        shelf.restore(saved, Trained(width=4))
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    saved = save(store, at(1), Trained(width=3))
+    with pytest.raises(CheckpointError, match="written by another model"):
+        store.restore(saved, Trained(width=4))

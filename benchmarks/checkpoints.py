@@ -1,13 +1,13 @@
-"""What a savepoint costs the steps beside it: a copy on their thread, and the writing behind it.
+"""What a checkpoint costs the steps beside it: a copy on their thread, and the writing behind it.
 
-    python -m benchmarks.savepoints [--quick] [--json] [--check] [--only demo,large]
+    python -m benchmarks.checkpoints [--quick] [--json] [--check] [--only demo,large]
 
 Cases: `demo`, the demo's model and batch; `large`, a model of 100 MB with a batch of 512 tokens,
 far less than anybody trains on, so that its step is short. What is saved is three times the
 weights: they, and AdamW's two averages. Invariant: one thread computes; a step and the copy in
 front of it are timed by the CPU that their thread takes, so a busy machine does not flatter their
 ratio; what runs side by side is timed by the clock; medians over all rounds, in turns with and
-without a savepoint. Driven by `make bench`.
+without a checkpoint. Driven by `make bench`.
 """
 
 import statistics
@@ -23,10 +23,10 @@ from benchmarks.lib.report import Goal, parser, report
 from benchmarks.packing import SETTINGS, demo_batch, made_up
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.savepoints.shelf import Savepoints
-from rollmesh.trainer.savepoints.state import LoopState
 
 LARGE = TinyShape(
     width=640, num_layers=5, num_heads=10, num_kv_heads=10, head_dim=64, mlp_width=1792
@@ -40,7 +40,7 @@ GOALS = [
     Goal("large.copy_over_step", "<=", 0.1),
     Goal("large.memory_over_saved", "<=", 1.1),
 ]
-"""A savepoint costs its step a tenth, and the host one copy (of the demo's the rest of what a
+"""A checkpoint costs its step a tenth, and the host one copy (of the demo's the rest of what a
 process grows by is more)."""
 
 
@@ -55,23 +55,23 @@ class Times(NamedTuple):
 
 
 class Round:
-    """A policy that steps, and its savepoints."""
+    """A policy that steps, and its checkpoints."""
 
     def __init__(self, model: Path, samples: Sequence[Sample], run: Path) -> None:
         self._policy = Policy(str(model), SETTINGS)
         self._samples = samples
-        self._savepoints = Savepoints(run)
+        self._checkpoints = CheckpointStore(run)
         self._step = 0
         self.rates: list[float] = []
-        """Of each savepoint, bytes a second from its copy to when it is durable, with nothing
+        """Of each checkpoint, bytes a second from its copy to when it is durable, with nothing
         beside it."""
         self.num_bytes = 0
 
     def step(self, *, is_saved: bool) -> Times:
-        """One; beside it a savepoint is written if it `is_saved`."""
+        """One; beside it a checkpoint is written if it `is_saved`."""
         began_s, start_s = time.thread_time(), time.monotonic()
         if is_saved:
-            assert self._savepoints.begin(LoopState(num_steps=self._step), self._policy)
+            assert self._checkpoints.begin(LoopState(num_steps=self._step), self._policy)
         copied_s, stepping_s = time.thread_time(), time.monotonic()
         self._policy.step(self._samples, self._step)
         ended_s, end_s = time.thread_time(), time.monotonic()
@@ -81,17 +81,17 @@ class Round:
         return Times(copied_s - began_s, ended_s - copied_s, end_s - stepping_s)
 
     def write(self) -> float:
-        """A savepoint beside nothing; the CPU of its copy, in seconds."""
+        """A checkpoint beside nothing; the CPU of its copy, in seconds."""
         start_s, began_s = time.monotonic(), time.thread_time()
-        assert self._savepoints.begin(LoopState(num_steps=self._step), self._policy)
+        assert self._checkpoints.begin(LoopState(num_steps=self._step), self._policy)
         copy_s = time.thread_time() - began_s
         self._settle(start_s)
         self.rates.append(self.num_bytes / (time.monotonic() - start_s))
         return copy_s
 
     def _settle(self, start_s: float) -> None:
-        saved = self._savepoints.settled(WAIT_S)
-        assert saved, f"no savepoint after {time.monotonic() - start_s:.0f} s"
+        saved = self._checkpoints.settled(WAIT_S)
+        assert saved, f"no checkpoint after {time.monotonic() - start_s:.0f} s"
         self.num_bytes = saved.num_bytes
 
 

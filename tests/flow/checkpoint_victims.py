@@ -1,8 +1,8 @@
-"""Lives that kill -9 ends in mid-savepoint: python -m tests.flow.savepoint_victims FOLDER
+"""Lives that kill -9 ends in mid-checkpoint: python -m tests.flow.checkpoint_victims FOLDER
 
-A life finds two savepoints, begins a third and is killed just before it runs a certain line of
-savepoints/ or checkpoint.py, on whichever thread that is. Then another life looks: it finds the
-second savepoint or the third, whole, restores that, and saves once more. There is a pair of lives
+A life finds two checkpoints, begins a third and is killed just before it runs a certain line of
+checkpoints/ or checkpoint.py, on whichever thread that is. Then another life looks: it finds the
+second checkpoint or the third, whole, restores that, and saves once more. There is a pair of lives
 for each state in which the disk is on the way, by names and sizes: where the first line runs that
 finds it so, the first of them ends. Prints a row for each pair: the line, the step that was found,
 and what is wrong, if anything is. Lives are forks of this process, which never starts a thread.
@@ -24,16 +24,16 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.trainer import savepoints
+from rollmesh.trainer import checkpoints
+from rollmesh.trainer.checkpoints.manifest import verify
+from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.models import folders
-from rollmesh.trainer.savepoints.manifest import prove
-from rollmesh.trainer.savepoints.shelf import Savepoints
-from rollmesh.trainer.savepoints.state import LoopState
-from tests.unit.trainer.savepoints.subjects import Trained, same
+from tests.unit.trainer.checkpoints.trained import Trained, same
 
-WATCHED = (str(Path(savepoints.__file__).parent), str(folders.__file__))
+WATCHED = (str(Path(checkpoints.__file__).parent), str(folders.__file__))
 FIRST, EARLIER, LATER, AGAIN = 1, 2, 3, 4
-"""Steps done at the savepoints."""
+"""Steps done at the checkpoints."""
 WAIT_S = 60.0
 
 Line = tuple[str, int]
@@ -42,7 +42,7 @@ Moment = tuple[str, int, int]
 
 
 class Row(msgspec.Struct):
-    """Of one pair of lives."""
+    """The result of one pair of processes."""
 
     line: str
     was_killed: bool
@@ -55,7 +55,7 @@ class Fuse:
 
     def __init__(self, run: Path, at: Moment | None = None) -> None:
         self.stages: dict[frozenset[tuple[str, int]], Moment] = {}
-        """By what the disk has, the first moment that found it so."""
+        """By the state of the disk, the first moment with that state."""
         self._run = run
         self._at = at
         self._counts = Counter[Line]()
@@ -71,7 +71,8 @@ class Fuse:
         threading.settrace(None)
 
     def leave_this_thread(self) -> None:
-        """To those that write: a thread that only waits runs its lines as often as it comes to."""
+        """Trace only the threads that write: a waiting thread runs its lines a varying number of
+        times."""
         sys.settrace(None)
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> "Fuse | None":
@@ -90,14 +91,14 @@ class Fuse:
 
 
 class Subject(Trained):
-    """What it writes is a model folder, as far as savepoints know."""
+    """Its files look like a model folder to the store."""
 
     def snapshot(self, folder: Path) -> None:
-        self.imprint.take(folder, lambda model: (model / "config.json").touch())
+        self.rank_snapshot.take(folder, lambda model: (model / "config.json").touch())
 
 
 def found(run: Path) -> Iterator[tuple[str, int]]:
-    """All files and folders, each with its size; what is removed meanwhile may be in it, or not."""
+    """All files and folders with their sizes; concurrent removals may or may not show."""
     for folder, names, files in os.walk(run):
         for name in (*names, *files):
             with contextlib.suppress(FileNotFoundError):
@@ -105,40 +106,40 @@ def found(run: Path) -> Iterator[tuple[str, int]]:
 
 
 def subject(num_steps: int) -> Subject:
-    """As it is after so many steps."""
+    """The target after so many steps."""
     trained = Subject()
     trained.train(num_steps)
     return trained
 
 
-def begun(run: Path, num_steps: int, trained: Trained) -> Savepoints:
-    """As the loop does it."""
-    shelf = Savepoints(run)
-    shelf.newest()
-    assert shelf.begin(LoopState(num_steps=num_steps), trained)
-    return shelf
+def begun(run: Path, num_steps: int, trained: Trained) -> CheckpointStore:
+    """Begin a checkpoint as the loop does."""
+    store = CheckpointStore(run)
+    store.newest()
+    assert store.begin(LoopState(num_steps=num_steps), trained)
+    return store
 
 
 def save(run: Path, num_steps: int, trained: Trained) -> None:
-    """To the end."""
+    """Save and wait for the end."""
     assert begun(run, num_steps, trained).settled(WAIT_S) is not None
 
 
 def look(run: Path, expected: dict[int, Any]) -> int:
-    """What the next life finds; AssertionError where that is not good."""
-    shelf, trained = Savepoints(run), Subject()
-    newest = shelf.newest()
+    """Check what the next process finds; AssertionError if it is not intact."""
+    store, trained = CheckpointStore(run), Subject()
+    newest = store.newest()
     assert newest is not None, "nothing was found"
-    num_steps = shelf.restore(newest, trained).num_steps
+    num_steps = store.restore(newest, trained).num_steps
     assert same(trained.values(), expected[num_steps]), "other weights were restored"
-    assert shelf.begin(LoopState(num_steps=AGAIN), trained)
-    saved = shelf.settled(WAIT_S)
-    assert saved is not None, "the next savepoint failed"
+    assert store.begin(LoopState(num_steps=AGAIN), trained)
+    saved = store.settled(WAIT_S)
+    assert saved is not None, "the next checkpoint failed"
     left = sorted(path.name for path in (run / "savepoints").iterdir())
     assert saved.folder.name == left[-1], left
     assert len(left) == 2, left
     for name in left:
-        prove(run / "savepoints" / name)
+        verify(run / "savepoints" / name)
     assert {path.name for path in run.iterdir()} == {"savepoints", "checkpoint"}
     weights = "model/model.safetensors"
     assert (run / "checkpoint" / Path(weights).name).samefile(saved.folder / weights)
@@ -146,7 +147,7 @@ def look(run: Path, expected: dict[int, Any]) -> int:
 
 
 def in_a_fork(life: Callable[[], object]) -> tuple[int, bytes]:
-    """Its wait status, and what it returned or raised."""
+    """Run in a fork; return its wait status, and its result or exception."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
@@ -162,7 +163,6 @@ def in_a_fork(life: Callable[[], object]) -> tuple[int, bytes]:
 
 
 def main() -> None:
-    """See the module."""
     folder = Path(sys.argv[1])
     trained = {steps: subject(steps) for steps in (FIRST, EARLIER, LATER)}
     expected = {steps: each.values() for steps, each in trained.items()}
@@ -171,9 +171,9 @@ def main() -> None:
 
     def victim(run: Path, at: Moment | None) -> list[Moment]:
         with Fuse(run, at) as fuse:
-            shelf = begun(run, LATER, trained[LATER])
+            store = begun(run, LATER, trained[LATER])
             fuse.leave_this_thread()
-            assert shelf.settled(WAIT_S) is not None
+            assert store.settled(WAIT_S) is not None
         return list(fuse.stages.values())
 
     def new(name: str) -> Path:

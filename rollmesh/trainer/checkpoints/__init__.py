@@ -1,0 +1,1 @@
+"""Checkpoints of a run and the recovery from them: write, verify, find, and plan what to redo."""
