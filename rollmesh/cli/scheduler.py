@@ -114,8 +114,8 @@ def _example(path: Path) -> str:
 def serve(argv: list[str]) -> int:
     """The service."""
     from rollmesh.scheduler.admission.desk import Secrets
-    from rollmesh.scheduler.service.process import ServiceAsk, run
-    from rollmesh.scheduler.service.settings import SchedulerSettings
+    from rollmesh.scheduler.service.process import ServiceOptions, run
+    from rollmesh.scheduler.service.state import SchedulerSettings
 
     arguments = _arguments("serve", "Run the scheduler's service: it says whose each GPU is.")
     arguments.add_argument("--listen-fd", type=int, help="serve HTTP on this inherited socket")
@@ -126,7 +126,7 @@ def serve(argv: list[str]) -> int:
         JoinNode(f"file-{node.name}", node.name, node.gpus, node.labels, beats=False)
         for node in fleet.nodes
     ]
-    ask = ServiceAsk(
+    ask = ServiceOptions(
         bind=fleet.bind,
         http_bind=fleet.http_bind,
         journal=Path(fleet.journal),

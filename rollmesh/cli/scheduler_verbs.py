@@ -30,7 +30,7 @@ from rollmesh.scheduler.admission.fleet_file import (
     keys_of_fleet,
     read_fleet,
 )
-from rollmesh.scheduler.service.explain import FleetView, PipelineView
+from rollmesh.scheduler.service.explain import FleetExplanation, PipelineView
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.keys import use_scheduler_keys
 from rollmesh.wire.scheduling import (
@@ -59,7 +59,7 @@ def status(argv: list[str]) -> int:
     if options.is_json:
         print(bytes(raw).decode())
         return OK
-    seen = msgspec.json.decode(raw, type=FleetView)
+    seen = msgspec.json.decode(raw, type=FleetExplanation)
     num_gpus = sum(len(node.gpus) for node in seen.nodes)
     print(f"scheduler {seen.scheduler}: {seen.policy}, {seen.num_free} of {num_gpus} GPUs free")
     width = None if Terminal().is_terminal else PIPE_WIDTH
@@ -85,7 +85,7 @@ def explain(argv: list[str]) -> int:
     arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = _parsed(arguments, argv, "scheduler")
     raw = _read(options, options.pipeline)
-    seen = msgspec.json.decode(raw, type=FleetView)
+    seen = msgspec.json.decode(raw, type=FleetExplanation)
     if seen.error:
         raise UserError(seen.error)
     if options.is_json:

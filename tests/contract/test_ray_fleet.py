@@ -18,7 +18,7 @@ from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.planning.state import NodePhase
-from rollmesh.scheduler.service.explain import FleetView, NodeView
+from rollmesh.scheduler.service.explain import FleetExplanation, NodeView
 from rollmesh.wire.scheduling import ReadScheduler
 from tests.contract.ray_token import RAY_TOKEN
 from tests.ports import free_ports
@@ -49,9 +49,9 @@ class Fleet:
         )
         self.address = f"tcp://127.0.0.1:{ports[0]}"
 
-    def seen(self) -> FleetView:
+    def seen(self) -> FleetExplanation:
         answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=PATIENCE_S)
-        return msgspec.json.decode(answer.body, type=FleetView)
+        return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def sizes(self, phase: NodePhase = NodePhase.UP) -> list[int]:
         return sorted(len(node.gpus) for node in self.seen().nodes if node.phase is phase)

@@ -17,7 +17,7 @@ import psutil
 
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import ask
-from rollmesh.scheduler.service.explain import FleetView
+from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.testing.pipeline import Ended, StepDone
 from rollmesh.wire.scheduling import ReadScheduler
 from tests.ports import free_ports
@@ -105,10 +105,10 @@ class ScriptedFleet:
             if "serve" in child.cmdline():
                 os.kill(child.pid, signal.SIGKILL)
 
-    def view(self) -> FleetView:
+    def view(self) -> FleetExplanation:
         """How the scheduler says that it stands."""
         answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
-        return msgspec.json.decode(answer.body, type=FleetView)
+        return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def _start(self, command: list[str], stdout: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(command, stdout=stdout, start_new_session=True)

@@ -20,7 +20,7 @@ import psutil
 
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import ask
-from rollmesh.scheduler.service.explain import FleetView
+from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.wire.scheduling import ReadScheduler
 from tests.ports import free_ports
 
@@ -95,11 +95,11 @@ class SharedFleet:
             if "serve" in child.cmdline():
                 os.kill(child.pid, signal.SIGKILL)
 
-    def view(self) -> FleetView:
+    def view(self) -> FleetExplanation:
         """How the scheduler says that it stands."""
         with contextlib.chdir(self.folder):  # scheduler.toml is there, by which keys are found
             answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
-        return msgspec.json.decode(answer.body, type=FleetView)
+        return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def stood(self) -> dict[int, list[tuple[str, str, int, str]]]:
         """By slot, who stood there and how: (pipeline, cluster, rank, phase), '' for nobody."""

@@ -18,7 +18,7 @@ from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.admission.door import ask_admission
-from rollmesh.scheduler.service.explain import FleetView
+from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys
 from rollmesh.wire.scheduling import AdmitPipeline, GpuPriority, ReadScheduler
@@ -81,9 +81,9 @@ class KeyedFleet:
         self._stack.callback(_end, process)
         return process
 
-    def seen(self, patience_s: float = ENDS_WITHIN_S) -> FleetView:
+    def seen(self, patience_s: float = ENDS_WITHIN_S) -> FleetExplanation:
         answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=patience_s)
-        return msgspec.json.decode(answer.body, type=FleetView)
+        return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def close(self) -> None:
         self._stack.close()

@@ -17,7 +17,7 @@ from rollmesh.core.share import FLEET_FILE
 from rollmesh.scheduler.admission.asking import ask
 from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.explain import FleetView
+from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.wire.scheduling import GpuPriority, KillPipeline, ReadScheduler
 from tests.ports import free_ports
@@ -174,7 +174,7 @@ def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> No
     with scheduler_up(folder, "--no-keys") as address:
         told = run_as_stranger(MESSAGES, CHANGE, address)
         answer = ask(address, ReadScheduler("r", "math"), patience_s=ENDS_WITHIN_S)
-    [pipeline] = msgspec.json.decode(answer.body, type=FleetView).pipelines
+    [pipeline] = msgspec.json.decode(answer.body, type=FleetExplanation).pipelines
     assert len(told.splitlines()) == 3
     assert "ok=True" not in told
     assert (pipeline.phase, pipeline.run) == (PipelinePhase.ADMITTED, None)

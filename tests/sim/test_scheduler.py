@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
-from rollmesh.scheduler.service.demands import Demands
+from rollmesh.scheduler.service.demands import DemandTracker
 from rollmesh.scheduler.service.intents import Intents
-from rollmesh.scheduler.service.records import Ticket
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.settings import SchedulerSettings
-from rollmesh.scheduler.service.tickets import Tickets
+from rollmesh.scheduler.service.records import TicketRecord
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import SchedulerSettings
+from rollmesh.scheduler.service.tickets import TicketQueue
 from rollmesh.serve.coordinator.claims import Action, Claims
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.scheduler_sim.draws import Shape, draw
@@ -83,7 +83,7 @@ TRANSITIONS = {
 }
 
 
-class ForgetsAll(Scheduler):
+class ForgetsAll(FleetScheduler):
     """Each of its lives is the first (W13)."""
 
     def __init__(
@@ -96,17 +96,17 @@ class ForgetsAll(Scheduler):
         super().__init__(settings, policy, None, incarnation)
 
 
-class DemandsOfNow(Demands):
+class DemandsOfNow(DemandTracker):
     """Who has lost all its engines has to ask again: the wedge that started it all (B-13)."""
 
     def on_report(self, report: ReportProgress) -> None:
         super().on_report(report)
-        pipeline = self._book.state.pipelines.get(report.pipeline_id)
+        pipeline = self._state.fleet.pipelines.get(report.pipeline_id)
         if pipeline and pipeline.demand and pipeline.waiting_s is not None:
             self.close(pipeline)
 
 
-class SnapshotDemand(Scheduler):
+class SnapshotDemand(FleetScheduler):
     DEMANDS = DemandsOfNow
 
 
@@ -114,35 +114,35 @@ class NobodyStands(Intents):
     """What is planned is done at once, whoever is still there."""
 
     def drive(self) -> None:
-        standing, self._book.standing = self._book.standing, {}
+        standing, self._state.occupants = self._state.occupants, {}
         super().drive()
-        self._book.standing = {**standing, **self._book.standing}
+        self._state.occupants = {**standing, **self._state.occupants}
 
 
-class Hasty(Scheduler):
+class Hasty(FleetScheduler):
     INTENTS = NobodyStands
 
 
-class TakenByNobody(Tickets):
+class TakenByNobody(TicketQueue):
     """What is clear is the asker's at once, dead or alive."""
 
-    def _offer(self, ticket: Ticket) -> None:
+    def _offer(self, ticket: TicketRecord) -> None:
         self._grant(ticket)
 
 
-class OfferedForEver(Tickets):
+class OfferedForEver(TicketQueue):
     """Who was offered GPUs may be dead: they are kept for him."""
 
-    def _forsake(self, ticket: Ticket) -> None:
+    def _expire(self, ticket: TicketRecord) -> None:
         if ticket.state is not TicketState.OFFERED:
-            super()._forsake(ticket)
+            super()._expire(ticket)
 
 
-class GrantsTheDead(Scheduler):
+class GrantsTheDead(FleetScheduler):
     TICKETS = TakenByNobody
 
 
-class WaitsForTheDead(Scheduler):
+class WaitsForTheDead(FleetScheduler):
     TICKETS = OfferedForEver
 
 
@@ -211,14 +211,15 @@ def test_pipeline_that_ends_early_does_not_wedge_the_other(how: Boundary) -> Non
 
 
 @pytest.mark.parametrize("broken", [ForgetsAll, SnapshotDemand, Hasty])
-def test_a_broken_scheduler_is_found(broken: type[Scheduler]) -> None:
+def test_a_broken_scheduler_is_found(broken: type[FleetScheduler]) -> None:
     assert any(breaks(seed, broken) for seed in range(10))
 
 
 @pytest.mark.parametrize(
-    ("broken", "is_found"), [(GrantsTheDead, True), (WaitsForTheDead, True), (Scheduler, False)]
+    ("broken", "is_found"),
+    [(GrantsTheDead, True), (WaitsForTheDead, True), (FleetScheduler, False)],
 )
-def test_who_died_as_he_waited_holds_nothing(broken: type[Scheduler], is_found: bool) -> None:
+def test_who_died_as_he_waited_holds_nothing(broken: type[FleetScheduler], is_found: bool) -> None:
     """Not later than `patience_s` after he was last heard, and a moment: fleet.py looks at that."""
     shape = boundary(5, Boundary.CLEARS, num_steps=3, trains_s=6.0)
     seeds = (37, 43, 55, *range(12))  # the first three show the first of them
@@ -261,7 +262,7 @@ def outcome(seed: int, parts: Parts, shape: Shape, faults: FleetFaults = DEATHS)
     return ""
 
 
-def breaks(seed: int, kind: type[Scheduler]) -> bool:
+def breaks(seed: int, kind: type[FleetScheduler]) -> bool:
     try:
         simulate(seed, parts=Parts(scheduler=kind))
     except AssertionError:
@@ -283,7 +284,7 @@ def test_nobody_waits_for_longer_than_the_bound_on_a_perfect_network() -> None:
 def test_perfect_network_refuses_nobody_and_restarts_nothing() -> None:
     for seed in range(10):
         report = simulate(seed, faults=FleetFaults())
-        assert report.num_lives == 1
+        assert report.num_incarnations == 1
         assert report.faults["waits_long"] == 0
         assert report.transitions["pipeline: admitted > quarantined"] == 0
 

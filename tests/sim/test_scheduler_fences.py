@@ -51,7 +51,7 @@ def stray(stage: Stage, gpu: int) -> None:
     coordinator = stage.pipeline("c", train=(), generation=(gpu,))
     coordinator.is_hung = True
     coordinator.move(0, AWAKE)
-    stage.say(coordinator.hello(), coordinator.route)
+    stage.send(coordinator.hello(), coordinator.route)
 
 
 # strays
@@ -84,7 +84,7 @@ def test_a_stray_that_is_promised_its_gpu_is_not_taken_for_one_that_was_told() -
     assert kinds(stage, "c") == [(IntentKind.WAKE, 0)]
     coordinator.is_hung = True
     coordinator.move(0, AWAKE)
-    stage.say(coordinator.hello(), coordinator.route)
+    stage.send(coordinator.hello(), coordinator.route)
     assert stage.of("c").phase is QUARANTINED
     assert stage.state("g-c") is QUEUED
 
@@ -95,10 +95,10 @@ def test_a_pipeline_that_was_never_admitted_is_not_by_being_well_again() -> None
     stage.of("a").phase = PipelinePhase.REGISTERED
     coordinator.move(0, LOST)
     stage.beat()
-    assert stage.scheduler.book.tenants["a"].why
+    assert stage.scheduler.state.pipeline_records["a"].why
     coordinator.move(0, ASLEEP)
     stage.run(5)
-    assert not stage.scheduler.book.tenants["a"].why
+    assert not stage.scheduler.state.pipeline_records["a"].why
     assert stage.of("a").phase is PipelinePhase.REGISTERED
 
 
@@ -109,7 +109,7 @@ def test_a_cluster_that_is_promised_is_not_taken_for_a_worker_to_wake() -> None:
     stage = waiting_for_a()
     coordinator = stage.coordinators["b"]
     stage.generate("b", "g-b")
-    assert [[c.rank for c in each.changes] for each in coordinator.told] == [[0]]
+    assert [[c.rank for c in each.changes] for each in coordinator.pending_resizes] == [[0]]
     assert kinds(stage, "b") == [(IntentKind.GRANT, FIXED), (IntentKind.WAKE, 0)]
 
 
@@ -121,8 +121,8 @@ def test_of_two_promises_the_one_that_cannot_be_kept_is_broken() -> None:
     stage.coordinators["a"].move(0, LOST)
     stage.beat()
     assert stage.scheduler.intents.of("b") == [kept], "it was told to wake, and does"
-    assert stage.scheduler.book.state.owners[0] == Owner("a", GENERATION_CLUSTER, 0)
-    assert list(stage.scheduler.book.state.requests) == ["t"]
+    assert stage.scheduler.state.fleet.owners[0] == Owner("a", GENERATION_CLUSTER, 0)
+    assert list(stage.scheduler.state.fleet.requests) == ["t"]
 
 
 def test_who_was_only_promised_a_gpu_loses_none_when_its_pipeline_fails() -> None:
@@ -143,7 +143,7 @@ def test_who_was_only_promised_a_gpu_loses_none_when_its_pipeline_fails() -> Non
     assert stage.of("b").phase is QUARANTINED
     assert kinds(stage, "b") == []
     assert phases(stage, "b")[promised] is ASLEEP
-    assert promised not in stage.scheduler.book.state.owners
+    assert promised not in stage.scheduler.state.fleet.owners
 
 
 def test_what_waits_behind_a_resize_that_fails_is_called_off_with_it() -> None:
@@ -160,7 +160,7 @@ def test_what_waits_behind_a_resize_that_fails_is_called_off_with_it() -> None:
     coordinator.move(0, LOST)
     stage.beat()
     assert [each for each in kinds(stage, "a") if each == (IntentKind.SLEEP, 0)] == []
-    assert set(stage.scheduler.book.standing) == {0, 1}
+    assert set(stage.scheduler.state.occupants) == {0, 1}
     coordinator.move(0, ASLEEP)
     coordinator.is_hung = False
     stage.wait_for("t0", GRANTED)
@@ -173,10 +173,10 @@ def test_what_was_asked_before_its_pipeline_left_is_refused_when_it_is_said_agai
     stage.pipeline("b", generation=())
     stage.train("a", "ta")
     stage.train("b", "tb")
-    said = stage.open.pop("tb")
+    text = stage.open.pop("tb")
     stage.run(stage.settings.patience_s + 2)  # nobody says it any more
-    stage.say(UnregisterPipeline("u", "b"))
-    assert stage.ask(said) is TicketState.REFUSED
+    stage.send(UnregisterPipeline("u", "b"))
+    assert stage.ask(text) is TicketState.REFUSED
 
 
 def test_a_withdrawal_gives_back_what_was_granted_long_ago() -> None:
@@ -186,7 +186,7 @@ def test_a_withdrawal_gives_back_what_was_granted_long_ago() -> None:
     stage.train("a", "ta")
     stage.run(30)
     stage.train("b", "tb")
-    stage.say(WithdrawRequest("ta"), b"hooks-a")
+    stage.send(WithdrawRequest("ta"), b"hooks-a")
     assert stage.state("ta") is TicketState.RELEASED
     assert stage.state("tb") is GRANTED
 
@@ -225,14 +225,14 @@ def test_an_engine_that_is_known_to_sleep_frees_its_gpu_while_another_is_lost() 
     (resize,) = coordinator.take()
     coordinator.move(0, LOST)
     coordinator.move(1, ASLEEP)
-    told = WorkersResized("a", resize.resize_id, tuple(coordinator.truths), "one does not answer")
-    stage.say(told, coordinator.route)
+    result = WorkersResized("a", resize.resize_id, tuple(coordinator.truths), "one does not answer")
+    stage.send(result, coordinator.route)
     assert phases(stage, "a") == [LOST, LOST]
-    num_resizes = stage.scheduler.book.num["resizes"]
+    num_resizes = stage.scheduler.state.counts["resizes"]
     stage.beat()
     assert phases(stage, "a") == [LOST, ASLEEP]
-    assert set(stage.scheduler.book.standing) == {0}
-    assert stage.scheduler.book.num["resizes"] == num_resizes
+    assert set(stage.scheduler.state.occupants) == {0}
+    assert stage.scheduler.state.counts["resizes"] == num_resizes
 
 
 def test_two_moments_of_doubt_are_not_one_long_one() -> None:
@@ -242,9 +242,9 @@ def test_two_moments_of_doubt_are_not_one_long_one() -> None:
     stage.act()
     old = msgspec.structs.replace(coordinator.hello(), workers=(WorkerTruth(0, AWAKE, 0),))
     for _ in range(3):
-        stage.say(old, coordinator.route)
+        stage.send(old, coordinator.route)
         stage.run(stage.settings.slack_s + 1)
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
 def test_what_a_sleep_would_lose_is_what_the_coordinator_says() -> None:
@@ -267,17 +267,17 @@ def test_who_is_killed_before_its_wake_leaves_no_promise() -> None:
     stage.coordinators["b"].is_hung = True
     stage.release("a", "r")
     assert kinds(stage, "b") == [(IntentKind.WAKE, 0)]
-    stage.say(KillPipeline("kill", "b"))
+    stage.send(KillPipeline("kill", "b"))
     assert kinds(stage, "b") == []
     assert stage.train("a", "t2") is GRANTED
     stage.run(30)
-    assert stage.scheduler.book.troubles == []
-    assert stage.scheduler.book.standing == {0: Owner("a", TRAIN, FIXED)}
+    assert stage.scheduler.state.problems == []
+    assert stage.scheduler.state.occupants == {0: Owner("a", TRAIN, FIXED)}
 
 
 def test_a_node_that_dies_takes_nothing_with_it_that_is_elsewhere() -> None:
     stage = Stage(2)
-    stage.say(JoinNode("n", "n1", 2))
+    stage.send(JoinNode("n", "n1", 2))
     stage.pipeline("a", train=(), generation=(0, 2))
     stage.pipeline("b", train=(1,), generation=(3,))
     stage.pipeline("c", train=(), generation=(1,))

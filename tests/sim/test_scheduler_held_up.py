@@ -1,7 +1,7 @@
 """Whose silence it is where the service itself was slow: its own once, theirs in the end."""
 
 from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase
-from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.wire.scheduling import JoinNode, NodeBeat, TicketState, WorkerPhase
 from tests.unit.scheduler.service.stage import Stage
 
@@ -11,17 +11,17 @@ SLOW_S = 1.5
 TURN_S = 0.01
 
 
-class ForgivesAlways(Scheduler):
+class ForgivesAlways(FleetScheduler):
     """The fault: each turn that was slow is nobody's silence."""
 
     def _was_held_up(self, before_s: float) -> bool:
-        return self.book.now_s - before_s > 1.0
+        return self.state.now_s - before_s > 1.0
 
 
-def two(kind: type[Scheduler] = Scheduler) -> Stage:
+def two(kind: type[FleetScheduler] = FleetScheduler) -> Stage:
     """Pipelines a and b, each with an engine awake; a has one more on a node of an agent."""
     stage = Stage(2, kind=kind)
-    stage.say(JoinNode("n1", "n1", 1))
+    stage.send(JoinNode("n1", "n1", 1))
     stage.pipeline("a", train=(), generation=(0, 2))
     stage.pipeline("b", train=(), generation=(1,))
     stage.generate("a", "ga")
@@ -37,7 +37,7 @@ def crawl(stage: Stage, seconds: float, *, beats: bool = False) -> None:
     while stage.now_s < end_s:
         stage.now_s += SLOW_S
         if beats:
-            stage.say(NodeBeat("n1"))
+            stage.send(NodeBeat("n1"))
         stage.beat()
         stage.run(TURN_S)
 
@@ -53,7 +53,7 @@ def test_a_loop_that_is_always_slow_fences_who_is_silent_and_nobody_else() -> No
 def test_a_loop_that_is_always_slow_sees_that_a_node_is_dead() -> None:
     stage = two()
     crawl(stage, 2 * stage.settings.node_grace_s)
-    assert stage.scheduler.book.state.nodes["n1"].phase is NodePhase.DOWN
+    assert stage.scheduler.state.fleet.nodes["n1"].phase is NodePhase.DOWN
     assert stage.of("a").workers[1].phase is WorkerPhase.LOST
 
 
@@ -76,7 +76,7 @@ def test_an_ask_that_nobody_says_any_more_is_withdrawn_by_a_slow_loop_too() -> N
     stage.train("d", "t")
     del stage.open["t"]
     crawl(stage, 2 * stage.settings.patience_s, beats=True)
-    assert "t" not in stage.scheduler.book.state.requests
+    assert "t" not in stage.scheduler.state.fleet.requests
 
 
 def test_one_that_forgives_at_each_turn_fences_nobody() -> None:
@@ -84,16 +84,16 @@ def test_one_that_forgives_at_each_turn_fences_nobody() -> None:
     stage.coordinators["a"].is_silent = True
     crawl(stage, 120.0)
     assert stage.of("a").phase is ADMITTED
-    assert stage.scheduler.book.state.nodes["n1"].phase is NodePhase.UP
+    assert stage.scheduler.state.fleet.nodes["n1"].phase is NodePhase.UP
 
 
 def test_what_was_held_up_once_for_long_fences_nobody() -> None:
     stage = two()
     for _ in range(20):
-        stage.say(NodeBeat("n1"))
+        stage.send(NodeBeat("n1"))
         stage.run(1)
     stage.now_s += 600.0
     stage.run(TURN_S)
     stage.run(0.5)
     assert (stage.of("a").phase, stage.of("b").phase) == (ADMITTED, ADMITTED)
-    assert stage.scheduler.book.state.nodes["n1"].phase is NodePhase.UP
+    assert stage.scheduler.state.fleet.nodes["n1"].phase is NodePhase.UP

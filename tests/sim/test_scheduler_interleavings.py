@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.state import FIXED, Owner, PipelinePhase
-from rollmesh.scheduler.service.coordinators import DRIVEN_S, Coordinators
-from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.coordinators import LIVE_S, CoordinatorTracker
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
@@ -51,27 +51,27 @@ def test_a_hello_is_answered_with_whose_life_it_is() -> None:
 def answer(stage: Stage, hello: CoordinatorHello) -> AnyMessage:
     """What that is answered with."""
     actions = stage.scheduler.step(Received(b"c", hello), stage.now_s)
-    [said] = [each.message for each in actions if isinstance(each, Send) and each.route == b"c"]
-    return said
+    [text] = [each.message for each in actions if isinstance(each, Send) and each.route == b"c"]
+    return text
 
 
-class TellsWhoeverAsks(Coordinators):
+class TellsWhoeverAsks(CoordinatorTracker):
     """The fault: a process of before that lives yet goes above the newest one, and silences it."""
 
     def on_hello(self, route: bytes, hello: CoordinatorHello) -> None:
-        link = self._book.links[hello.pipeline_id]
-        before, link.heard_s = link.heard_s, 0.0
+        link = self._state.links[hello.pipeline_id]
+        before, link.last_seen_s = link.last_seen_s, 0.0
         super().on_hello(route, hello)
-        link.heard_s = max(before, link.heard_s)
+        link.last_seen_s = max(before, link.last_seen_s)
 
 
-class GivesPlacesAway(Scheduler):
+class GivesPlacesAway(FleetScheduler):
     COORDINATORS = TellsWhoeverAsks
 
 
-@pytest.mark.parametrize(("kind", "is_safe"), [(Scheduler, True), (GivesPlacesAway, False)])
+@pytest.mark.parametrize(("kind", "is_safe"), [(FleetScheduler, True), (GivesPlacesAway, False)])
 def test_who_is_heard_keeps_its_place_before_one_of_an_earlier_clock(
-    kind: type[Scheduler], is_safe: bool
+    kind: type[FleetScheduler], is_safe: bool
 ) -> None:
     """Only when it is silent that one may be its next life."""
     stage = Stage(1, kind)
@@ -81,7 +81,7 @@ def test_who_is_heard_keeps_its_place_before_one_of_an_earlier_clock(
     earlier = msgspec.structs.replace(coordinator.hello(), started_s=4000.0)
     assert (answer(stage, earlier) == SchedulerHello("s1")) is is_safe
     coordinator.is_silent = True
-    stage.run(DRIVEN_S + 1.0)
+    stage.run(LIVE_S + 1.0)
     assert answer(stage, earlier) == SchedulerHello("s1", newest_s=5000.0)
 
 
@@ -96,14 +96,14 @@ def test_a_hello_of_a_time_before_does_not_end_a_sleep() -> None:
     stage.act()
     coordinator.is_hung = True
     stage.train("b", "t")
-    stage.say(asleep, coordinator.route)
-    book = stage.scheduler.book
-    assert book.standing[0] == Owner("a", GENERATION_CLUSTER, 0)
+    stage.send(asleep, coordinator.route)
+    state = stage.scheduler.state
+    assert state.occupants[0] == Owner("a", GENERATION_CLUSTER, 0)
     assert stage.state("t") is QUEUED
     coordinator.is_hung = False
     stage.act()
     assert stage.state("t") is GRANTED
-    assert book.standing[0] == Owner("b", TRAIN, FIXED)
+    assert state.occupants[0] == Owner("b", TRAIN, FIXED)
 
 
 def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
@@ -114,7 +114,7 @@ def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
     stage.act()
     coordinator.is_hung = True
     assert stage.generate("a", "g2", step=1) is QUEUED
-    stage.say(awake, coordinator.route)
+    stage.send(awake, coordinator.route)
     assert stage.state("g2") is QUEUED
     assert stage.of("a").workers[0].phase is WorkerPhase.WAKING
 
@@ -127,10 +127,10 @@ def test_who_is_told_to_sleep_that_its_truth_be_known_is_told_once() -> None:
     stage.beat()
     coordinator.is_hung = True
     stage.run(1)
-    assert [[c.rank for c in each.changes] for each in coordinator.told] == [[1]]
-    epoch = coordinator.told[0].changes[0].epoch
+    assert [[c.rank for c in each.changes] for each in coordinator.pending_resizes] == [[1]]
+    epoch = coordinator.pending_resizes[0].changes[0].epoch
     stage.run(5)
-    assert [each.changes[0].epoch for each in coordinator.told] == [epoch]
+    assert [each.changes[0].epoch for each in coordinator.pending_resizes] == [epoch]
 
 
 def test_what_was_late_and_is_done_after_all_lets_its_pipeline_in() -> None:
@@ -140,12 +140,14 @@ def test_what_was_late_and_is_done_after_all_lets_its_pipeline_in() -> None:
     stage.release("a", "r", GENERATION_CLUSTER)
     stage.run(stage.settings.resize_deadline_s + stage.settings.slack_s + 1)
     assert stage.of("a").phase is PipelinePhase.QUARANTINED
-    num_resizes = stage.scheduler.book.num["resizes"]
+    num_resizes = stage.scheduler.state.counts["resizes"]
     coordinator.is_hung = False
     stage.run(5)
     assert stage.of("a").phase is PipelinePhase.ADMITTED
     assert stage.state("r") is RELEASED
-    assert stage.scheduler.book.num["resizes"] <= num_resizes + 1, "it sleeps, and is left alone"
+    assert stage.scheduler.state.counts["resizes"] <= num_resizes + 1, (
+        "it sleeps, and is left alone"
+    )
 
 
 def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time() -> None:
@@ -155,7 +157,7 @@ def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time()
     for num_faults in range(1, 5):
         coordinator.move(0, WorkerPhase.LOST)
         stage.beat()
-        assert stage.scheduler.book.tenants["a"].num_faults == num_faults
+        assert stage.scheduler.state.pipeline_records["a"].num_faults == num_faults
         coordinator.move(0, WorkerPhase.ASLEEP)
         coordinator.is_hung = True  # so that it does nothing but what lets it in
         for _ in range(100):
@@ -176,35 +178,35 @@ def test_nothing_is_told_before_its_truth_is_known() -> None:
     """Its coordinator may know newer epochs, of a registration before, and would refuse all."""
     stage = Stage(1)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
-    link = stage.scheduler.book.links["a"]
+    link = stage.scheduler.state.links["a"]
     link.is_known, link.route = False, b""
     coordinator.truths = [WorkerTruth(0, WorkerPhase.ASLEEP, 7)]
     assert stage.generate("a", "g") is QUEUED
-    assert stage.scheduler.book.num["resizes"] == 0
+    assert stage.scheduler.state.counts["resizes"] == 0
     stage.beat()
     stage.act()
     assert stage.state("g") is GRANTED
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
 def test_who_leaves_is_still_leaving_when_an_engine_of_it_fails() -> None:
     stage = generating()
     coordinator = stage.coordinators["a"]
-    stage.say(UnregisterPipeline("leave", "a"))
+    stage.send(UnregisterPipeline("leave", "a"))
     coordinator.move(0, WorkerPhase.LOST)
     stage.beat()
     assert stage.of("a").phase is PipelinePhase.LEAVING
     coordinator.move(0, WorkerPhase.ASLEEP)
     stage.run(5)
     assert stage.answers["leave"].ok
-    assert not stage.scheduler.book.standing
+    assert not stage.scheduler.state.occupants
 
 
 def test_generation_is_given_up_though_a_node_of_it_is_down() -> None:
     stage = Stage(1)
-    stage.say(JoinNode("n", "n1", 1))
+    stage.send(JoinNode("n", "n1", 1))
     coordinator = stage.pipeline("a", train=(), generation=(0, 1))
-    stage.say(NodeBeat("n1"))
+    stage.send(NodeBeat("n1"))
     stage.generate("a", "g")
     stage.act()
     assert stage.awake("a") == [0, 1]
@@ -220,7 +222,7 @@ def test_a_truth_of_workers_that_there_are_none_of_changes_nothing() -> None:
     coordinator = stage.coordinators["a"]
     stray = WorkerTruth(1, WorkerPhase.AWAKE, 9)
     hello = CoordinatorHello("a", (*coordinator.truths, stray), coordinator.started_s)
-    stage.say(hello, coordinator.route)
-    stage.say(msgspec.structs.replace(hello, pipeline_id="z"), coordinator.route)
+    stage.send(hello, coordinator.route)
+    stage.send(msgspec.structs.replace(hello, pipeline_id="z"), coordinator.route)
     assert stage.of("a").phase is PipelinePhase.ADMITTED
     assert stage.awake("a") == [0]

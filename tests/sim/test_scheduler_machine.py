@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.testing.scheduler_sim.stage import Cast, Stage
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -116,13 +116,13 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     @rule(name=names, fails=st.sampled_from([False, False, False, True]))
     def carries_out_a_resize(self, name: str, fails: bool) -> None:
-        told = self._cast(name).told
+        told = self._cast(name).pending_resizes
         if told:
             self.stage.carry_out(name, min(told), fails=fails)
 
     @rule(name=names)
     def forgets_its_resizes(self, name: str) -> None:
-        self._cast(name).told.clear()
+        self._cast(name).pending_resizes.clear()
 
     @rule(name=names)
     def mends_its_engines(self, name: str) -> None:
@@ -152,7 +152,7 @@ class SchedulerHistories(RuleBasedStateMachine):
     @invariant()
     def nothing_goes_wrong_inside(self) -> None:
         if hasattr(self, "stage"):
-            assert self.stage.scheduler.book.troubles == []
+            assert self.stage.scheduler.state.problems == []
 
     def teardown(self) -> None:
         if hasattr(self, "stage"):
@@ -180,7 +180,7 @@ class SchedulerHistories(RuleBasedStateMachine):
         # Quarantine is grown out of first; then what waits is counted.
         for _ in range(math.ceil(SETTINGS.max_retry_s) + 10):
             self._obey()
-            phases = {each.phase for each in stage.scheduler.book.state.pipelines.values()}
+            phases = {each.phase for each in stage.scheduler.state.fleet.pipelines.values()}
             if phases == {PipelinePhase.ADMITTED}:
                 break
         num_waiting = sum(len(each.open) for each in stage.cast.values())
@@ -206,7 +206,7 @@ class SchedulerHistories(RuleBasedStateMachine):
     def _obey(self) -> None:
         for name, each in self.stage.cast.items():
             self.stage.mend(name)
-            for resize_id in sorted(each.told):
+            for resize_id in sorted(each.pending_resizes):
                 self.stage.carry_out(name, resize_id)
         self.stage.cycle()
 
@@ -216,7 +216,7 @@ class SchedulerHistories(RuleBasedStateMachine):
             stage.tell("admission", UnregisterPipeline(stage.key(), name))
         for _ in range(10):
             self._obey()
-        state = stage.scheduler.book.state
+        state = stage.scheduler.state.fleet
         assert not state.owners
         assert not state.requests
         assert not state.pipelines

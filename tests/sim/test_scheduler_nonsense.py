@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.policies import make_policy
-from rollmesh.scheduler.service.actions import Write
-from rollmesh.scheduler.service.records import Revived
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.records import JournalTables, WriteRows
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
@@ -89,20 +88,20 @@ def true_message(rng: random.Random) -> AnyMessage:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_messages_that_make_no_sense_end_nothing(seed: int) -> None:
-    rng, kept, now_s = random.Random(seed), Revived(), 100.0
-    scheduler = Scheduler(SchedulerSettings(), make_policy("fair"), None, "s0")
+    rng, kept, now_s = random.Random(seed), JournalTables(), 100.0
+    scheduler = FleetScheduler(SchedulerSettings(), make_policy("fair"), None, "s0")
     for number in range(NUM_STEPS):
         now_s += rng.choice([0.0, 0.1, 1.0, 5.0, 20.0])
         message = true_message(rng) if rng.random() < 0.5 else any_value(rng.choice(KINDS), rng)
         event = Ticked() if rng.random() < 0.2 else Received(rng.choice([b"x", b"y"]), message)
         for action in scheduler.step(event, now_s):
-            if isinstance(action, Write):
+            if isinstance(action, WriteRows):
                 kept.keep(action.rows)
             elif isinstance(action, Send):
                 encode(Packet(action.message, "s", action.body))
-        assert not list(scheduler.book.troubles), scheduler.book.troubles
+        assert not list(scheduler.state.problems), scheduler.state.problems
         if number % 40 == 39:
             tables = {table: dict(rows) for table, rows in kept.tables.items()}
-            scheduler = Scheduler(
-                SchedulerSettings(), make_policy("fair"), Revived(tables), f"s{number}"
+            scheduler = FleetScheduler(
+                SchedulerSettings(), make_policy("fair"), JournalTables(tables), f"s{number}"
             )

@@ -6,8 +6,8 @@ say a verb anew that was killed. A seed that ever failed is kept.
 
 import collections
 
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.tenants import Tenants
+from rollmesh.scheduler.service.registry import PipelineRegistry
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.testing.scheduler_sim.faults import WILD
 from rollmesh.testing.scheduler_sim.fleet import simulate
 from rollmesh.testing.scheduler_sim.scheduler import Parts
@@ -17,7 +17,7 @@ SEEDS = (*range(20), *KEPT_SEEDS)
 WHAT_PEOPLE_DO = {"left", "withdrawn", "drained", "verb_killed", "held_up", "jump", "disk_full"}
 
 
-class DrainsForGood(Tenants):
+class DrainsForGood(PipelineRegistry):
     """The fault: a node that was drained is not used again."""
 
     def _on_drain(self, name: str, *, is_drained: bool) -> str:
@@ -25,8 +25,8 @@ class DrainsForGood(Tenants):
         return super()._on_drain(name, is_drained=True)
 
 
-class LosesNodes(Scheduler):
-    TENANTS = DrainsForGood
+class LosesNodes(FleetScheduler):
+    REGISTRY = DrainsForGood
 
 
 def test_whatever_people_do_all_comes_to_rest_and_no_gpu_has_two_users() -> None:
@@ -40,7 +40,7 @@ def test_a_scheduler_that_does_not_undo_what_people_do_is_found() -> None:
     assert any("is at work" in outcome(seed, LosesNodes) for seed in range(10))
 
 
-def outcome(seed: int, kind: type[Scheduler]) -> str:
+def outcome(seed: int, kind: type[FleetScheduler]) -> str:
     """What the simulation finds, if anything."""
     try:
         simulate(seed, WILD, Parts(scheduler=kind))

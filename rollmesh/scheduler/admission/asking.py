@@ -60,5 +60,5 @@ def ask(
         dialer.close()
     raise AddressError(
         f"{address}: nobody answers there within {patience_s:g} s; "
-        "does it run, has its disk room, are its address and our keys right?"
+        "does it run, has its disk space, are its address and our keys right?"
     )

@@ -1,92 +1,89 @@
-"""Durable demand: which pipelines want to generate, and how much is left of it.
+"""Durable demand: which pipelines want to generate, and how much is left.
 
-    demand   opened by an ask for generation; closed by a release, when all streams of its progress
-             are retired, or with its pipeline
-    stream   reported -> retired -> forgotten with its demand
+    demand   opened by a request for generation; closed by a release, when all streams of its
+             progress are retired, or with its pipeline
+    stream   reported -> retired -> removed with its demand
 
-What it does when its demand has ended tells when it will ask again (planning/habits.py).
-Invariants: progress corrects a demand's estimate, is never added to it, and never opens one; a
-batch that began before the demand did is no news of it, so that what comes late closes nothing;
-a plan is wanted where a demand opens, closes, or has got on by a bucket of 2 %, and of the last no
-more often than `progress_plan_s`. Driven by tickets.py and scheduler.py.
+- Progress replaces a demand's estimate, is never added to it, and never opens a demand.
+- A batch that began before the demand is ignored, so that late messages close nothing.
+- A plan is requested when a demand opens, closes or progresses by a bucket of 2 %, the latter at
+  most every `progress_plan_s`.
 """
 
 import math
 
 from rollmesh.scheduler.planning.state import Demand, PipelineState, StreamProgress
-from rollmesh.scheduler.service.book import Book
-from rollmesh.scheduler.service.records import Wish
+from rollmesh.scheduler.service.records import DemandRecord
+from rollmesh.scheduler.service.state import SchedulerState
 from rollmesh.wire.scheduling import ClearProgress, ReportProgress
 
 NUM_BUCKETS = 50
 
 
-class Demands:
-    """See the module."""
-
-    def __init__(self, book: Book) -> None:
-        self._book = book
+class DemandTracker:
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._first_look_s: float | None = None
-        """When this process of the scheduler first looked for stalls."""
+        """When this process first checked for stalls."""
 
     def open(self, pipeline: PipelineState, key: str, estimate: int, step: int) -> None:
-        """It asks: of another rollout than before, what was reported so far is old."""
-        book, name = self._book, pipeline.pipeline_id
-        wish = book.wishes.setdefault(name, Wish(pipeline_id=name))
-        is_same = pipeline.demand is not None and step >= 0 and step == wish.step
+        """Open a demand; for another step than before, earlier progress is stale."""
+        state, name = self._state, pipeline.pipeline_id
+        record = state.demand_records.setdefault(name, DemandRecord(pipeline_id=name))
+        is_same = pipeline.demand is not None and step >= 0 and step == record.step
         if not is_same:
-            self._retire(pipeline, wish)
-            pipeline.demand = Demand(key=key, estimate=max(0, estimate), opened_s=book.now_s)
-            wish.demand, wish.step = pipeline.demand, step
-            pipeline.demand_history = wish.demand_history
-            wish.demand_history.note_requested(max(0, estimate), book.now_s)
-            book.links[name].progressed_s = book.now_s
-            book.links[name].is_stalled = False
+            self._retire(pipeline, record)
+            pipeline.demand = Demand(key=key, estimate=max(0, estimate), opened_s=state.now_s)
+            record.demand, record.step = pipeline.demand, step
+            pipeline.demand_history = record.demand_history
+            record.demand_history.note_requested(max(0, estimate), state.now_s)
+            state.links[name].progressed_s = state.now_s
+            state.links[name].is_stalled = False
         self._changed(pipeline)
 
     def close(self, pipeline: PipelineState) -> None:
-        """It wants no more; what is said of it from now on is old. Who gave it up, or is dead, is
-        not expected to ask again."""
-        wish = self._book.wishes.get(pipeline.pipeline_id)
+        """Close the demand; later reports of it are stale. A pipeline that released or died is not
+        expected to request again."""
+        record = self._state.demand_records.get(pipeline.pipeline_id)
         if pipeline.demand_history.marks:
             pipeline.demand_history.reset()
-            self._book.mark("demands", pipeline.pipeline_id)
-        if pipeline.demand is None or wish is None:
+            self._state.mark("demands", pipeline.pipeline_id)
+        if pipeline.demand is None or record is None:
             return
-        self._retire(pipeline, wish)
-        pipeline.demand = wish.demand = None
+        self._retire(pipeline, record)
+        pipeline.demand = record.demand = None
         self._changed(pipeline)
 
     def note_grant(self, pipeline: PipelineState, cluster: str) -> None:
-        """A phase begins, after which it will ask again."""
+        """Record in the demand history that a phase begins."""
         priority = pipeline.holds[cluster].priority
         if pipeline.demand_history.marks:
-            pipeline.demand_history.note_granted(cluster, priority, self._book.now_s)
-            self._book.mark("demands", pipeline.pipeline_id)
-            self._book.wants_plan = True
+            pipeline.demand_history.note_granted(cluster, priority, self._state.now_s)
+            self._state.mark("demands", pipeline.pipeline_id)
+            self._state.wants_plan = True
 
     def on_report(self, report: ReportProgress) -> None:
-        """How far a stream is."""
+        """Update the progress of a stream."""
         pipeline = self._wanting(report)
         if pipeline is None:
             return
-        book, known = self._book, pipeline.progress.get(report.stream)
+        state, known = self._state, pipeline.progress.get(report.stream)
         if known and known.batch == report.batch:
             if known.is_retired or report.completed < known.completed:
-                return  # said before what we know
+                return  # older than what is known
             if (known.target, known.completed) == (report.target, report.completed):
                 return
         completed = max(0, report.completed)
         pipeline.progress[report.stream] = StreamProgress(
             batch=report.batch, target=max(0, report.target), completed=completed
         )
-        book.mark("progress", pipeline.pipeline_id, report.stream)
-        link = book.links[pipeline.pipeline_id]
-        link.progressed_s, link.is_stalled = book.now_s, False
+        state.mark("progress", pipeline.pipeline_id, report.stream)
+        link = state.links[pipeline.pipeline_id]
+        link.progressed_s, link.is_stalled = state.now_s, False
         self._corrected(pipeline)
 
     def on_clear(self, clear: ClearProgress) -> bool:
-        """A stream is retired; whether that closed the demand."""
+        """Retire a stream; return whether that closed the demand."""
         pipeline = self._wanting(clear)
         if pipeline is None:
             return False
@@ -95,29 +92,29 @@ class Demands:
         if known and known.batch == clear.batch:
             progress.target, progress.completed = known.target, known.completed
         pipeline.progress[clear.stream] = progress
-        self._book.mark("progress", pipeline.pipeline_id, clear.stream)
+        self._state.mark("progress", pipeline.pipeline_id, clear.stream)
         if all(each.is_retired for each in pipeline.progress.values()):
             self.close(pipeline)
-            pipeline.demand_history.note_ended(self._book.now_s)
+            pipeline.demand_history.note_ended(self._state.now_s)
             return True
         self._corrected(pipeline)
         return False
 
     def newest_batch(self, pipeline_id: str) -> int:
-        """What is not above it may be taken for old; 0 where nothing is known."""
-        pipeline = self._book.state.pipelines.get(pipeline_id)
-        wish = self._book.wishes.get(pipeline_id)
+        """Batches up to this may be considered old; 0 if nothing is known."""
+        pipeline = self._state.fleet.pipelines.get(pipeline_id)
+        record = self._state.demand_records.get(pipeline_id)
         known = [each.batch for each in pipeline.progress.values()] if pipeline else []
-        floors: list[int] = [*wish.floors.values()] if wish else []
+        floors: list[int] = [*record.floors.values()] if record else []
         return max([0, *known, *floors])
 
-    def tell_stalled(self, holders: str, pipeline: PipelineState) -> None:
+    def log_stalled(self, holders: str, pipeline: PipelineState) -> None:
         """Log once that its rollouts make no progress, and which clusters hold its GPUs."""
-        link = self._book.links[pipeline.pipeline_id]
+        link = self._state.links[pipeline.pipeline_id]
         link.is_stalled = True
         still_s = self._still_s(pipeline)
         lacks = "progress" if pipeline.progress else "first batch"
-        self._book.note(
+        self._state.log(
             "rollout.stalled",
             pipeline.pipeline_id,
             f"no {lacks} for {still_s:.0f} s; its GPUs: {holders or 'held by none'}",
@@ -126,54 +123,54 @@ class Demands:
     def is_stalled(self, pipeline: PipelineState) -> bool:
         """Whether a demand has made no progress for `stall_s`, or begun no batch, and that is not
         logged yet."""
-        link = self._book.links[pipeline.pipeline_id]
+        link = self._state.links[pipeline.pipeline_id]
         if pipeline.demand is None or link.is_stalled:
             return False
-        return self._still_s(pipeline) >= self._book.settings.stall_s and pipeline.remaining != 0
+        return self._still_s(pipeline) >= self._state.settings.stall_s and pipeline.remaining != 0
 
     def _still_s(self, pipeline: PipelineState) -> float:
         """Seconds since the last progress; those before this process looked first do not count."""
-        now_s = self._book.now_s
+        now_s = self._state.now_s
         if self._first_look_s is None:
             self._first_look_s = now_s
-        return now_s - max(self._first_look_s, self._book.links[pipeline.pipeline_id].progressed_s)
+        return now_s - max(self._first_look_s, self._state.links[pipeline.pipeline_id].progressed_s)
 
-    def _wanting(self, said: ReportProgress | ClearProgress) -> PipelineState | None:
-        """The pipeline, if this is news of its demand."""
-        pipeline = self._book.state.pipelines.get(said.pipeline_id)
+    def _wanting(self, report: ReportProgress | ClearProgress) -> PipelineState | None:
+        """The pipeline, if the report belongs to its current demand."""
+        pipeline = self._state.fleet.pipelines.get(report.pipeline_id)
         if pipeline is None or pipeline.demand is None:
             return None
-        floors = self._book.wishes[said.pipeline_id].floors
-        known = pipeline.progress.get(said.stream)
-        is_old = said.batch <= floors.get(said.stream, -1)
-        return None if is_old or (known and said.batch < known.batch) else pipeline
+        floors = self._state.demand_records[report.pipeline_id].floors
+        known = pipeline.progress.get(report.stream)
+        is_old = report.batch <= floors.get(report.stream, -1)
+        return None if is_old or (known and report.batch < known.batch) else pipeline
 
-    def _retire(self, pipeline: PipelineState, wish: Wish) -> None:
-        """All that was reported is of a demand before."""
+    def _retire(self, pipeline: PipelineState, record: DemandRecord) -> None:
+        """Mark all reported progress as of an earlier demand."""
         name = pipeline.pipeline_id
         for stream, progress in pipeline.progress.items():
-            wish.floors[stream] = max(progress.batch, wish.floors.get(stream, -1))
-            self._book.mark("progress", name, stream)
+            record.floors[stream] = max(progress.batch, record.floors.get(stream, -1))
+            self._state.mark("progress", name, stream)
         pipeline.progress.clear()
 
     def _changed(self, pipeline: PipelineState) -> None:
-        self._book.state.update_waiting(pipeline)
-        self._book.mark("demands", pipeline.pipeline_id)
-        self._book.mark("pipelines", pipeline.pipeline_id)
-        self._book.wants_plan = True
+        self._state.fleet.update_waiting(pipeline)
+        self._state.mark("demands", pipeline.pipeline_id)
+        self._state.mark("pipelines", pipeline.pipeline_id)
+        self._state.wants_plan = True
 
     def _corrected(self, pipeline: PipelineState) -> None:
-        """Perhaps a plan, but not at once: reports come often."""
-        book, link = self._book, self._book.links[pipeline.pipeline_id]
+        """Schedule a plan if the remaining work changed by a bucket."""
+        state, link = self._state, self._state.links[pipeline.pipeline_id]
         bucket = _bucket(pipeline)
         if bucket != link.bucket:
             link.bucket = bucket
-            due_s = book.planned_s + book.settings.progress_plan_s
-            book.again_s = min(book.again_s, max(book.now_s, due_s))
+            due_s = state.planned_s + state.settings.progress_plan_s
+            state.again_s = min(state.again_s, max(state.now_s, due_s))
 
 
 def _bucket(pipeline: PipelineState) -> int:
-    """The part that is left, in steps of 2 %; 0 only if nothing is."""
+    """Remaining work in steps of 2 %; 0 only if none is left."""
     target = sum(each.target for each in pipeline.progress.values())
     remaining = sum(each.remaining for each in pipeline.progress.values())
     return math.ceil(NUM_BUCKETS * remaining / max(1, target))

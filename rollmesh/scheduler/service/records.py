@@ -1,15 +1,17 @@
-"""What the scheduler must find again after its death, as values: one record for each row.
+"""Values of the scheduler's machine: journal records and the actions that each step returns.
+
+- A step returns at most one WriteRows, and it comes first. The process carries out nothing else
+  before the rows are stored, all or none. A Send may be lost.
+- GPU ownership and use follow from the records alone.
 
     ticket   QUEUED -> GRANTED -> RELEASED;  QUEUED -> REFUSED | WITHDRAWN
              of a fixed cluster QUEUED -> OFFERED -> GRANTED
-             WITHDRAWN, since nobody said it -> QUEUED, when it is said after all
+             WITHDRAWN because it expired -> QUEUED, when it is renewed after all
     intent   PLANNED -> SENT -> ACKED -> COMMITTED | FAILED
-             a grant, and what is called off: PLANNED -> COMMITTED | FAILED
+             a grant, and an intent that is called off: PLANNED -> COMMITTED | FAILED
 
-An intent is PLANNED while others stand on its GPUs, or its coordinator is busy; SENT with an epoch
-and a deadline; ACKED when its coordinator has said that it is done, which commits it in that step.
-Invariant: whose a GPU is, and who stands there, follows from the records alone. Driven by book.py,
-which writes them, journal.py, which keeps them, and revival.py, which reads them.
+An intent is PLANNED while its GPUs are in use or its coordinator is busy, SENT with an epoch and a
+deadline, and ACKED when its coordinator reports it done, which commits it in the same step.
 """
 
 import enum
@@ -29,28 +31,82 @@ from rollmesh.scheduler.planning.state import (
     PipelinePhase,
     StreamProgress,
 )
-from rollmesh.scheduler.service.actions import Drop, Put, Row
+from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import PipelineSpec, RunClaim, TicketState, WorkerPhase
+
+
+class PutRow(msgspec.Struct, frozen=True):
+    """Store the record of `key` in `table`."""
+
+    table: str
+    key: str
+    raw: bytes
+    """The record in msgpack, encoded at once so that later changes do not affect the row."""
+
+
+class DropRow(msgspec.Struct, frozen=True):
+    """Delete the record."""
+
+    table: str
+    key: str
+
+
+class HistoryRow(msgspec.Struct, frozen=True):
+    """Use of a GPU from `at_s` until the next row of that GPU."""
+
+    at_s: float
+    gpu: int
+    pipeline_id: str
+    """'' if unused."""
+    cluster: str
+    rank: int
+    """Rank of the generation worker; -1 for a fixed cluster."""
+    phase: str
+    """Phase of the worker; `held` by a fixed cluster; `free`."""
+
+
+Row = PutRow | DropRow | HistoryRow
+
+
+class WriteRows(msgspec.Struct, frozen=True):
+    """Store these rows in one transaction."""
+
+    rows: tuple[Row, ...]
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """Write a line to the log."""
+
+    event: str
+    """`noun.verbed`."""
+    pipeline_id: str
+    detail: str
+    is_warning: bool = True
+
+
+Event = Received | Ticked
+Action = WriteRows | Send | LogLine
+
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 
-class Ticket(msgspec.Struct, kw_only=True):
-    """An ask with a key."""
+class TicketRecord(msgspec.Struct, kw_only=True, rename={"is_expired": "is_forsaken"}):
+    """A request or release with a key."""
 
     key: str
     pipeline_id: str
     cluster: str
     gives_up: bool = False
-    """It is a release, and waits for its end; else a request."""
+    """It is a release and waits for its completion; otherwise a request."""
     state: TicketState = TicketState.QUEUED
     reason: str = ""
     """Why it was refused."""
     asked_s: float
     closed_s: float = 0.0
-    """When it came to its last state."""
-    is_forsaken: bool = False
-    """It was withdrawn since nobody said it any more; who does after all has waited all along."""
+    """When it reached its final state."""
+    is_expired: bool = False
+    """It was withdrawn because it was not renewed; a later renewal restores its place."""
     offer: int = 0
     """Number of the newest offer, if any."""
 
@@ -60,21 +116,17 @@ class Ticket(msgspec.Struct, kw_only=True):
 
     @property
     def is_waiting(self) -> bool:
-        """Whoever asked does not have it yet."""
+        """Whether its client does not have the GPUs yet."""
         return self.state in (TicketState.QUEUED, TicketState.OFFERED)
 
 
 class IntentKind(enum.StrEnum):
-    """What an op becomes."""
-
     SLEEP = "sleep"
     WAKE = "wake"
     GRANT = "grant"
 
 
 class IntentPhase(enum.StrEnum):
-    """See the module."""
-
     PLANNED = "planned"
     SENT = "sent"
     ACKED = "acked"
@@ -83,7 +135,7 @@ class IntentPhase(enum.StrEnum):
 
 
 class Intent(msgspec.Struct, kw_only=True):
-    """An op that is under way, of one worker or one fixed cluster."""
+    """An operation in progress, of one worker or one fixed cluster."""
 
     intent_id: int
     kind: IntentKind
@@ -91,55 +143,53 @@ class Intent(msgspec.Struct, kw_only=True):
     cluster: str
     rank: int = FIXED
     for_: str = ""
-    """Of a SLEEP, as the planner says it."""
+    """Shrink.for_ of a SLEEP."""
     request: ClusterRequest | None = None
-    """Of a GRANT: it waits again where the promise cannot be kept."""
+    """Of a GRANT: restored to the queue if the promise cannot be kept."""
     phase: IntentPhase = IntentPhase.PLANNED
     planned_s: float
     epoch: int = 0
     resize_id: int = 0
-    """From SENT on: those of one message have the same."""
+    """From SENT on; intents of one message share it."""
     until_s: float = float("inf")
-    """From SENT on: its pipeline is quarantined if it is not done by then."""
+    """From SENT on: deadline after which its pipeline is quarantined."""
     detail: str = ""
     """Why it failed."""
     ended_s: float = 0.0
 
 
-class Tenant(msgspec.Struct, kw_only=True):
-    """What the service knows of a pipeline, beside what the planner does."""
+class PipelineRecord(msgspec.Struct, kw_only=True, rename={"resized_ranks": "told"}):
+    """Service-side state of a pipeline."""
 
     pipeline_id: str
     seq: int
-    """In the order of registration."""
+    """Order of registration."""
     spec: PipelineSpec
     phase: PipelinePhase = PipelinePhase.REGISTERED
     releasing: str = ""
-    """The key of who gives generation up, until all workers are asleep."""
+    """Key of the release of generation, until all workers are asleep."""
     waiting_s: float | None = None
     is_wired: bool = False
-    """Its hooks have been heard."""
+    """Its hooks have connected."""
     why: str = ""
     """Why it is quarantined."""
     num_faults: int = 0
-    """Since its last resize that was done."""
+    """Since the last successful resize."""
     started_s: float = 0.0
-    """Of its coordinator."""
-    told: list[int] = []
-    """Ranks that this coordinator has been told to resize: of these it must know the epoch."""
+    """Start time of its coordinator."""
+    resized_ranks: list[int] = []
+    """Ranks that this coordinator was ordered to resize; it must know their epochs."""
     unsure: list[int] = []
-    """Ranks that may yet do what they were told to, though nobody answered in time."""
+    """Ranks that may still carry out an order that was not answered in time."""
     leavers: list[str] = []
-    """Keys of those who asked that it leaves."""
+    """Keys of the requests to unregister it."""
     run: RunClaim | None = None
-    """The run that has its name."""
+    """The run that uses its name."""
     token_hash: str = ""
-    """SHA-256 of its token, in hex; '': it was registered without one."""
+    """SHA-256 of its token, in hex; '' if it was registered without one."""
 
 
-class Engine(msgspec.Struct, kw_only=True):
-    """A worker of a pipeline."""
-
+class WorkerRecord(msgspec.Struct, kw_only=True):
     pipeline_id: str
     rank: int
     phase: WorkerPhase
@@ -147,47 +197,44 @@ class Engine(msgspec.Struct, kw_only=True):
     since_s: float
 
 
-class Held(msgspec.Struct, kw_only=True):
-    """A hold of a pipeline, kept or promised."""
+class HoldRecord(msgspec.Struct, kw_only=True):
+    """A hold, kept or promised."""
 
     pipeline_id: str
     hold: GpuHold
 
 
-class Wish(msgspec.Struct, kw_only=True):
-    """A pipeline's demand, and what it must not be mistaken for."""
+class DemandRecord(msgspec.Struct, kw_only=True, rename={"demand_history": "habits"}):
+    """A pipeline's demand, and what separates its progress from that of earlier demands."""
 
     pipeline_id: str
     demand: Demand | None = None
     step: int = -1
-    """The rollout that opened it."""
+    """Rollout step that opened it."""
     floors: dict[str, int] = {}
-    """By stream, the newest batch of demands before: its news is old."""
+    """By stream, the newest batch of earlier demands; reports of it are stale."""
     demand_history: DemandHistory = msgspec.field(default_factory=DemandHistory)
-    """What its next demand is foreseen by."""
 
 
-class Stream(msgspec.Struct, kw_only=True):
-    """A stream's progress."""
-
+class ProgressRecord(msgspec.Struct, kw_only=True):
     pipeline_id: str
     stream: str
     progress: StreamProgress
 
 
-class Machine(msgspec.Struct, kw_only=True):
-    """A node, and whether it says that it lives."""
+class NodeRecord(msgspec.Struct, kw_only=True):
+    """A node, and whether it sends heartbeats."""
 
     node: GpuNode
     beats: bool
     key: str = ""
-    """Of the ask by which it joined: said again, it does not end a drain."""
+    """Key of the request by which it joined; repeating it does not end a drain."""
     is_drained: bool = False
-    """Also while it is down: who but was silent for a while is still not to be used."""
+    """Also kept while it is DOWN: a drained node that returns stays drained."""
 
 
-class Answer(msgspec.Struct, kw_only=True):
-    """To an ask of admission or of a node, which is done once."""
+class AnswerRecord(msgspec.Struct, kw_only=True):
+    """Answer to a request of admission or a node, which is carried out once."""
 
     key: str
     ok: bool
@@ -195,20 +242,20 @@ class Answer(msgspec.Struct, kw_only=True):
     at_s: float
 
 
-class Numbers(msgspec.Struct, kw_only=True):
-    """What only grows, as one row, which is written with each other."""
+class CounterRecord(msgspec.Struct, kw_only=True, rename={"num_incarnations": "num_lives"}):
+    """Counters, in one row that is written with every step."""
 
-    num_lives: int = 0
+    num_incarnations: int = 0
     now_s: float = 0.0
-    """Of the last step that wrote."""
+    """Time of the last step that wrote."""
     seq: int = 0
     intent_id: int = 0
     resize_id: int = 0
     next_gpu: int = 0
 
 
-class Credits(msgspec.Struct, kw_only=True):
-    """What the policy owes whom, as one row, which is written with each plan."""
+class CreditRecord(msgspec.Struct, kw_only=True):
+    """Credits of the policy, in one row that is written with every plan."""
 
     credited_s: float = 0.0
     gpu_s: dict[str, float] = {}
@@ -232,21 +279,21 @@ TABLES = (
 )
 
 
-class Revived(msgspec.Struct):
-    """What a journal holds, by table and key."""
+class JournalTables(msgspec.Struct):
+    """Contents of a journal by table and key."""
 
     tables: dict[str, dict[str, bytes]] = {}
 
     def keep(self, rows: Iterable[Row]) -> None:
-        """What a journal does with them; what happened is of no use to who rises."""
+        """Apply rows as a journal does; history is not needed for a restart."""
         for row in rows:
-            if isinstance(row, Put):
+            if isinstance(row, PutRow):
                 self.tables.setdefault(row.table, {})[row.key] = row.raw
-            elif isinstance(row, Drop):
+            elif isinstance(row, DropRow):
                 self.tables.get(row.table, {}).pop(row.key, None)
 
     def read(self, table: str, kind: type[R]) -> list[R]:
-        """All records of a table; JournalDamaged where one is none of ours."""
+        """Return all records of a table; JournalDamaged if one cannot be decoded."""
         rows = self.tables.get(table, {})
         try:
             return [msgspec.msgpack.decode(raw, type=kind) for raw in rows.values()]

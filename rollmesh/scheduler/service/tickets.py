@@ -1,31 +1,28 @@
-"""Asks with a key: who waits for what, who has it, and what they are told.
+"""Tickets: requests and releases with a key, their grants, and the messages about them.
 
     generation       QUEUED -> GRANTED -> RELEASED
     a fixed cluster  QUEUED -> OFFERED -> GRANTED -> RELEASED
-    either           QUEUED, OFFERED -> REFUSED | WITHDRAWN <-> QUEUED (forsaken, taken up)
+    either           QUEUED, OFFERED -> REFUSED | WITHDRAWN <-> QUEUED (expired, then renewed)
 
-    whoever asks          the scheduler            their GPUs
-    RequestGpus     --->  QUEUED                   somebody's
-                    <---  OFFERED, offer n         kept: the ticket waits for its asker
-    TakeGpus n      --->  GRANTED, on the disk     his, until he gives them up
+    client                the scheduler            the GPUs
+    RequestGpus     --->  QUEUED                   in use by others
+                    <---  OFFERED, offer n         reserved for the client
+    TakeGpus n      --->  GRANTED, journalled      the client's until it releases them
     computes        <---  GRANTED
 
-Who asks for a fixed cluster computes there only when he is told GRANTED. So an offer may lapse: who
-was offered GPUs and died, or is not heard for `patience_s`, has never had them; and a grant never
-lapses: who was told of one may be computing, however long he is not heard. An offer has a number,
-so that what a dead asker still had on its way does not take a later one.
-
-An ask that is said again is its renewal, and is answered by how its ticket stands; a second ask for
-what somebody of that pipeline waits for, or has, joins it. Invariants: a fixed cluster has one
-place in the line, which is there as long as one open ticket is; a ticket that is queued or offered
-and that nobody renews for `patience_s` is withdrawn, told to nobody, and leaves nothing: who was
-but held up, and says it again, waits again, for he would take its end for a grant; what has ended
-is known for `memory_s`, so that a late copy of an ask is not done anew. Driven by scheduler.py.
+- A client may use a fixed cluster only after it has received GRANTED. So an offer may expire after
+  `patience_s` without renewal, and a grant never does. Offers are numbered, so that a delayed
+  TakeGpus does not take a later one.
+- Repeating a request renews it and is answered with its status. A second request for the same
+  cluster joins the first. A cluster has one place in the queue, as long as one open ticket has.
+- A queued or offered ticket that is not renewed for `patience_s` is withdrawn silently; a late
+  renewal restores it. Ended tickets are remembered for `memory_s`, so that a delayed copy is not
+  carried out again.
 """
 
 from collections.abc import Container
 
-from rollmesh.scheduler.planning.plan import ReleaseCluster, apply
+from rollmesh.scheduler.planning.plan import ReleaseCluster, ShrinkReason, apply
 from rollmesh.scheduler.planning.state import (
     FIXED,
     ClusterRequest,
@@ -33,13 +30,13 @@ from rollmesh.scheduler.planning.state import (
     PipelinePhase,
     PipelineState,
 )
-from rollmesh.scheduler.service.book import Asker, Book
-from rollmesh.scheduler.service.demands import Demands
-from rollmesh.scheduler.service.intents import Intents, rests
-from rollmesh.scheduler.service.records import Ticket
-from rollmesh.scheduler.service.refusals import Ask, refusal
+from rollmesh.scheduler.service.demands import DemandTracker
+from rollmesh.scheduler.service.intents import Intents, is_at_rest
+from rollmesh.scheduler.service.records import TicketRecord
+from rollmesh.scheduler.service.state import ReplyTarget, SchedulerState
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
+    GpuPriority,
     NotifyReleaseGpus,
     NotifyReleaseThenRequestGpus,
     RequestGpus,
@@ -50,41 +47,87 @@ from rollmesh.wire.scheduling import (
     WorkerPhase,
 )
 
+GpuRequest = RequestGpus | NotifyReleaseThenRequestGpus
+TicketRequest = GpuRequest | NotifyReleaseGpus
+_RESERVED = frozenset(map(str, ShrinkReason))
+"""Values of Shrink.for_ that are not keys."""
 
-class Tickets:
-    """See the module."""
 
-    def __init__(self, book: Book, demands: Demands, intents: Intents) -> None:
-        self._book = book
+def refusal(state: SchedulerState, ask: TicketRequest) -> str:
+    """Explain why a request can never be granted, in one line with the remedy; '' if it can.
+
+    A release is refused only where nothing could ever be held.
+    """
+    if not ask.key or ask.key in _RESERVED:
+        return f"{ask.key!r} is not a valid key; build it from pipeline, cluster and a number"
+    pipeline = state.fleet.pipelines.get(ask.pipeline_id)
+    if pipeline is None:
+        return f"no pipeline {ask.pipeline_id!r} is registered; register and admit it first"
+    if pipeline.phase is PipelinePhase.REGISTERED:
+        return f"{ask.pipeline_id} is registered and not admitted; admit it first"
+    released = getattr(ask, "release_cluster", ask.cluster)
+    for cluster in (ask.cluster, released):
+        if cluster != GENERATION_CLUSTER and cluster not in pipeline.spec.clusters:
+            names = ", ".join([*pipeline.spec.clusters, GENERATION_CLUSTER])
+            return f"{ask.pipeline_id} has no cluster {cluster!r}; it has {names}"
+    if isinstance(ask, NotifyReleaseGpus):
+        return ""
+    if pipeline.phase is PipelinePhase.LEAVING:
+        return f"{ask.pipeline_id} is leaving"
+    return _mismatch(state, pipeline, ask)
+
+
+def _mismatch(state: SchedulerState, pipeline: PipelineState, ask: GpuRequest) -> str:
+    is_generation = ask.cluster == GENERATION_CLUSTER
+    if is_generation != (ask.priority == GpuPriority.GENERATION) or ask.priority < 0:
+        return (
+            f"{ask.cluster} cannot be requested with priority {ask.priority}: "
+            f"{int(GpuPriority.GENERATION)} is for {GENERATION_CLUSTER}, and only that"
+        )
+    if ask.priority > GpuPriority.GENERATION:
+        return f"there is no priority {ask.priority}; the last is {int(GpuPriority.GENERATION)}"
+    if is_generation and not pipeline.workers:
+        return f"{pipeline.pipeline_id} has no engines; register it with GPUs for generation"
+    if is_generation and not state.pipeline_records[pipeline.pipeline_id].is_wired:
+        return (
+            f"the hooks of {pipeline.pipeline_id} are not wired, so its progress would not be "
+            "reported; create its PipelineHooks before it generates"
+        )
+    return ""
+
+
+class TicketQueue:
+    def __init__(self, state: SchedulerState, demands: DemandTracker, intents: Intents) -> None:
+        self._state = state
         self._demands = demands
         self._intents = intents
-        self._to_tell: dict[str, None] = {}
+        self._to_notify: dict[str, None] = {}
 
-    # asks
+    # requests
 
-    def on_ask(self, route: bytes, ask: Ask) -> None:
-        """New, or said again."""
-        book, known = self._book, self._book.tickets.get(ask.key)
+    def on_ask(self, route: bytes, ask: TicketRequest) -> None:
+        """Handle a new request or a renewal."""
+        state, known = self._state, self._state.tickets.get(ask.key)
         if known and _is_another(known, ask):
-            why = f"{ask.key!r} is the key of another ask; give each a key of its own"
-            book.send(route, TicketMoved(ask.key, TicketState.REFUSED, reason=why))
+            why = f"{ask.key!r} is the key of another request; give each its own key"
+            state.send(route, TicketMoved(ask.key, TicketState.REFUSED, reason=why))
             return
-        book.askers[ask.key] = Asker(route, book.now_s)
-        self._to_tell[ask.key] = None
+        state.reply_targets[ask.key] = ReplyTarget(route, state.now_s)
+        self._to_notify[ask.key] = None
         if known:
-            if known.is_forsaken:
+            if known.is_expired:
                 self._take_up(known, ask)
             return
-        ticket = Ticket(
-            key=ask.key, pipeline_id=ask.pipeline_id, cluster=ask.cluster, asked_s=book.now_s
+        ticket = TicketRecord(
+            key=ask.key, pipeline_id=ask.pipeline_id, cluster=ask.cluster, asked_s=state.now_s
         )
         ticket.gives_up = isinstance(ask, NotifyReleaseGpus)
-        book.tickets[ask.key] = ticket
-        book.mark("tickets", ask.key)
-        if why := refusal(self._book, ask):
+        state.tickets[ask.key] = ticket
+        state.mark("tickets", ask.key)
+        if why := refusal(self._state, ask):
             self._refuse(ticket, ask, why)
             return
-        book.num["asks"] += 1
+        state.counts["asks"] += 1
         if isinstance(ask, NotifyReleaseGpus):
             self._give_up(ticket)
             return
@@ -92,60 +135,65 @@ class Tickets:
             self.release(ask.pipeline_id, ask.release_cluster, ask.key)
         self._request(ticket, ask)
 
-    def _refuse(self, ticket: Ticket, ask: Ask, why: str) -> None:
-        """Whose pipeline is leaving gives up none the less what he gives up with it."""
+    def _refuse(self, ticket: TicketRecord, ask: TicketRequest, why: str) -> None:
+        """Refuse it; a leaving pipeline still releases what the request releases."""
         self._close(ticket, TicketState.REFUSED, why)
-        pipeline = self._book.state.pipelines.get(ask.pipeline_id)
+        pipeline = self._state.fleet.pipelines.get(ask.pipeline_id)
         if pipeline and pipeline.phase is PipelinePhase.LEAVING:
             released = getattr(ask, "release_cluster", None)
             if released in pipeline.holds:
                 self.release(ask.pipeline_id, released, ask.key)
 
-    def _take_up(self, ticket: Ticket, ask: Ask) -> None:
-        """Who asked was held up, and waits still; what he gave up with it he gave up at once."""
+    def _take_up(self, ticket: TicketRecord, ask: TicketRequest) -> None:
+        """Restore an expired ticket; what it released with its request stays released."""
         assert not isinstance(ask, NotifyReleaseGpus)
-        ticket.is_forsaken, ticket.state = False, TicketState.QUEUED
-        self._book.mark("tickets", ticket.key)
-        if why := refusal(self._book, ask):
+        ticket.is_expired, ticket.state = False, TicketState.QUEUED
+        self._state.mark("tickets", ticket.key)
+        if why := refusal(self._state, ask):
             self._close(ticket, TicketState.REFUSED, why)
         else:
             self._request(ticket, ask)
 
     def on_take(self, route: bytes, take: TakeGpus) -> None:
-        """Whoever asked is there; of what has lapsed he hears by his next renewal."""
-        book = self._book
-        ticket = book.tickets.get(take.key)
-        if ticket is None or ticket.is_forsaken:
+        """Grant an offer that its client takes; an expired one is reported by the next renewal."""
+        state = self._state
+        ticket = state.tickets.get(take.key)
+        if ticket is None or ticket.is_expired:
             return
-        book.askers[take.key] = Asker(route, book.now_s)
-        self._to_tell[take.key] = None
+        state.reply_targets[take.key] = ReplyTarget(route, state.now_s)
+        self._to_notify[take.key] = None
         if ticket.state is TicketState.OFFERED and take.offer == ticket.offer:
             self._grant(ticket)
 
     def on_withdraw(self, route: bytes, ask: WithdrawRequest) -> None:
-        """Whoever asked has lost interest, and may not know yet that it was granted."""
-        book = self._book
-        book.askers[ask.key] = Asker(route, book.now_s)
-        self._to_tell[ask.key] = None
-        ticket = book.tickets.get(ask.key)
-        if ticket is None:  # it has overtaken its ask, which comes too late then
-            ticket = Ticket(key=ask.key, pipeline_id="", cluster="", asked_s=book.now_s)
-            book.tickets[ask.key] = ticket
+        """Withdraw a request whose client has lost interest and may not know yet that it was
+        granted."""
+        state = self._state
+        state.reply_targets[ask.key] = ReplyTarget(route, state.now_s)
+        self._to_notify[ask.key] = None
+        ticket = state.tickets.get(ask.key)
+        if ticket is None:  # it overtook its request, which is then too late
+            ticket = TicketRecord(key=ask.key, pipeline_id="", cluster="", asked_s=state.now_s)
+            state.tickets[ask.key] = ticket
             self._close(ticket, TicketState.WITHDRAWN)
-        elif ticket.is_forsaken:
-            ticket.is_forsaken = False
-            book.mark("tickets", ask.key)
+        elif ticket.is_expired:
+            ticket.is_expired = False
+            state.mark("tickets", ask.key)
         elif ticket.is_waiting and not ticket.gives_up:
             self._withdraw(ticket)
         elif ticket.state is TicketState.GRANTED and ticket.cluster != GENERATION_CLUSTER:
             if len(self._open(ticket.pipeline_id, ticket.cluster)) > 1:
-                self._close(ticket, TicketState.RELEASED)  # another that joined it has it still
+                self._close(
+                    ticket, TicketState.RELEASED
+                )  # another ticket that joined it still holds it
             else:
                 self.release(ticket.pipeline_id, ticket.cluster, ask.key)
 
-    def _request(self, ticket: Ticket, ask: RequestGpus | NotifyReleaseThenRequestGpus) -> None:
-        book = self._book
-        pipeline = book.state.pipelines[ticket.pipeline_id]
+    def _request(
+        self, ticket: TicketRecord, ask: RequestGpus | NotifyReleaseThenRequestGpus
+    ) -> None:
+        state = self._state
+        pipeline = state.fleet.pipelines[ticket.pipeline_id]
         self._enqueue(ticket)
         if ticket.cluster == GENERATION_CLUSTER:
             self._demands.open(pipeline, ask.key, ask.step_target_estimate, ask.global_step)
@@ -154,76 +202,77 @@ class Tickets:
         if hold is not None and not self._intents.is_promise(pipeline.pipeline_id, hold.cluster):
             self._offer(ticket)
         elif hold is None and not self._place(ticket):
-            book.numbers.seq += 1
-            book.state.requests[ask.key] = ClusterRequest(
+            state.numbers.seq += 1
+            state.fleet.requests[ask.key] = ClusterRequest(
                 key=ask.key,
                 pipeline_id=ticket.pipeline_id,
                 cluster=ticket.cluster,
                 priority=ask.priority,
-                seq=book.numbers.seq,
-                asked_s=book.now_s,
+                seq=state.numbers.seq,
+                asked_s=state.now_s,
             )
-            book.mark("requests", ask.key)
-            book.wants_plan = True
+            state.mark("requests", ask.key)
+            state.wants_plan = True
 
-    def _place(self, ticket: Ticket) -> ClusterRequest | None:
-        """Its cluster's in the line."""
-        for request in self._book.state.requests.values():
+    def _place(self, ticket: TicketRecord) -> ClusterRequest | None:
+        """The request of its cluster in the queue."""
+        for request in self._state.fleet.requests.values():
             if (request.pipeline_id, request.cluster) == (ticket.pipeline_id, ticket.cluster):
                 return request
         return None
 
-    # giving up
+    # releases
 
-    def _give_up(self, ticket: Ticket) -> None:
+    def _give_up(self, ticket: TicketRecord) -> None:
         self._enqueue(ticket)
         self.release(ticket.pipeline_id, ticket.cluster, ticket.key)
         if ticket.cluster != GENERATION_CLUSTER:
             self._close(ticket, TicketState.RELEASED)
 
     def release(self, pipeline_id: str, cluster: str, key: str) -> None:
-        """Take it back, or out of the line; of generation, when its workers are asleep."""
-        book = self._book
-        pipeline = book.state.pipelines[pipeline_id]
-        book.wants_plan = True
+        """Take a cluster back, or remove it from the queue; generation when its workers are
+        asleep."""
+        state = self._state
+        pipeline = state.fleet.pipelines[pipeline_id]
+        state.wants_plan = True
         if cluster == GENERATION_CLUSTER:
             self._demands.close(pipeline)
             self._close_all(pipeline_id, cluster, TicketState.WITHDRAWN)
             self._intents.call_off(pipeline_id, "generation was released")
-            pipeline.releasing[cluster] = book.tenants[pipeline_id].releasing = key
-            book.mark("pipelines", pipeline_id)
+            pipeline.releasing[cluster] = state.pipeline_records[pipeline_id].releasing = key
+            state.mark("pipelines", pipeline_id)
             return
         self._close_all(pipeline_id, cluster, TicketState.WITHDRAWN)
         self.take_back(pipeline_id, cluster)
 
     def take_back(self, pipeline_id: str, cluster: str) -> None:
-        """A fixed cluster has nothing, waits for nothing, and is promised nothing any more."""
-        book = self._book
-        for key, request in list(book.state.requests.items()):
+        """Free a fixed cluster and cancel its requests and promises."""
+        state = self._state
+        for key, request in list(state.fleet.requests.items()):
             if (request.pipeline_id, request.cluster) == (pipeline_id, cluster):
-                del book.state.requests[key]
-                book.mark("requests", key)
+                del state.fleet.requests[key]
+                state.mark("requests", key)
         self._intents.drop_promise(pipeline_id, cluster)
-        pipeline = book.state.pipelines[pipeline_id]
+        pipeline = state.fleet.pipelines[pipeline_id]
         if cluster in pipeline.holds:
-            apply(book.state, ReleaseCluster(pipeline_id, cluster))
-            book.clear(Owner(pipeline_id, cluster, FIXED), pipeline.spec.clusters[cluster])
-            book.mark("holds", pipeline_id, cluster)
-        book.wants_plan = True
+            apply(state.fleet, ReleaseCluster(pipeline_id, cluster))
+            state.clear(Owner(pipeline_id, cluster, FIXED), pipeline.spec.clusters[cluster])
+            state.mark("holds", pipeline_id, cluster)
+        state.wants_plan = True
 
     def settle_releases(self) -> None:
-        """Generation that was given up has gone to sleep."""
-        book = self._book
-        for pipeline_id, tenant in book.tenants.items():
-            if not tenant.releasing:
+        """Complete releases of generation whose workers are asleep."""
+        state = self._state
+        for pipeline_id, record in state.pipeline_records.items():
+            if not record.releasing:
                 continue
-            pipeline = book.state.pipelines[pipeline_id]
-            if not all(rests(book, each) for each in pipeline.workers):
+            pipeline = state.fleet.pipelines[pipeline_id]
+            if not all(is_at_rest(state, each) for each in pipeline.workers):
                 continue
-            tenant.releasing = ""
+            record.releasing = ""
             pipeline.releasing.pop(GENERATION_CLUSTER, None)
-            book.mark("pipelines", pipeline_id)
-            book.wants_plan = True
+            state.mark("pipelines", pipeline_id)
+            state.wants_plan = True
             for ticket in self._open(pipeline_id, GENERATION_CLUSTER):
                 if ticket.gives_up:
                     self._close(ticket, TicketState.RELEASED)
@@ -231,11 +280,10 @@ class Tickets:
     # grants
 
     def settle_grants(self) -> None:
-        """Who waits for generation of a pipeline that has a worker awake has it; what was promised
-        and is clear now is offered."""
-        book = self._book
-        for pipeline_id, cluster in list(book.queue):
-            pipeline = book.state.pipelines[pipeline_id]
+        """Grant generation where a worker is awake, and offer promised clusters that are clear."""
+        state = self._state
+        for pipeline_id, cluster in list(state.queue):
+            pipeline = state.fleet.pipelines[pipeline_id]
             if cluster == GENERATION_CLUSTER:
                 has_it = not pipeline.releasing and bool(awake_gpus(pipeline))
             else:
@@ -248,49 +296,48 @@ class Tickets:
                     settle = self._grant if cluster == GENERATION_CLUSTER else self._offer
                     settle(ticket)
 
-    def _offer(self, ticket: Ticket) -> None:
-        book = self._book
-        book.numbers.seq += 1
-        ticket.state, ticket.offer = TicketState.OFFERED, book.numbers.seq
-        book.mark("tickets", ticket.key)
-        self._to_tell[ticket.key] = None
+    def _offer(self, ticket: TicketRecord) -> None:
+        state = self._state
+        state.numbers.seq += 1
+        ticket.state, ticket.offer = TicketState.OFFERED, state.numbers.seq
+        state.mark("tickets", ticket.key)
+        self._to_notify[ticket.key] = None
 
-    def _grant(self, ticket: Ticket) -> None:
-        book = self._book
+    def _grant(self, ticket: TicketRecord) -> None:
+        state = self._state
         if ticket.cluster != GENERATION_CLUSTER:
-            pipeline = book.state.pipelines[ticket.pipeline_id]
+            pipeline = state.fleet.pipelines[ticket.pipeline_id]
             self._demands.note_grant(pipeline, ticket.cluster)
         ticket.state = TicketState.GRANTED
-        book.waits_s.append(book.now_s - ticket.asked_s)
-        book.num["grants"] += 1
-        book.mark("tickets", ticket.key)
-        self._to_tell[ticket.key] = None
+        state.waits_s.append(state.now_s - ticket.asked_s)
+        state.counts["grants"] += 1
+        state.mark("tickets", ticket.key)
+        self._to_notify[ticket.key] = None
 
     def is_taken(self, pipeline_id: str, cluster: str) -> bool:
-        """Whether somebody may compute on what it holds; what is but offered nobody has."""
+        """Whether a client may be using the cluster; an offered one is not in use."""
         tickets = self._open(pipeline_id, cluster)
         return not tickets or any(each.state is TicketState.GRANTED for each in tickets)
 
     # ends
 
     def close_generation(self, pipeline_id: str) -> None:
-        """Its demand has ended by itself."""
+        """Close the tickets of a demand that has ended by itself."""
         for ticket in self._open(pipeline_id, GENERATION_CLUSTER):
             if not ticket.gives_up:
-                state = ticket.state
-                is_held = state is TicketState.GRANTED
+                is_held = ticket.state is TicketState.GRANTED
                 self._close(ticket, TicketState.RELEASED if is_held else TicketState.WITHDRAWN)
 
     def refuse_all(self, pipeline_id: str, why: str, but: Container[str] = ()) -> None:
-        """Its pipeline is gone, or goes; tickets of these clusters stay."""
-        for of_pipeline, cluster in list(self._book.queue):
+        """Refuse the tickets of a pipeline that leaves, except those of these clusters."""
+        for of_pipeline, cluster in list(self._state.queue):
             if of_pipeline == pipeline_id and cluster not in but:
                 self._close_all(pipeline_id, cluster, TicketState.REFUSED, why)
 
     def _close_all(
         self, pipeline_id: str, cluster: str, queued: TicketState, why: str = ""
     ) -> None:
-        """Open tickets end: granted ones as RELEASED, others as `queued`; releases go on."""
+        """Close open tickets: granted ones as RELEASED, others as `queued`; releases continue."""
         for ticket in self._open(pipeline_id, cluster):
             is_held = ticket.state is TicketState.GRANTED
             if is_held or (ticket.gives_up and queued is TicketState.REFUSED):
@@ -298,69 +345,71 @@ class Tickets:
             elif not ticket.gives_up:
                 self._close(ticket, queued, why)
 
-    def _withdraw(self, ticket: Ticket) -> None:
-        """Its place in the line goes with the last who waits; a demand for generation stays."""
+    def _withdraw(self, ticket: TicketRecord) -> None:
+        """Close the ticket; the last one gives up the place in the queue, but a demand for
+        generation stays."""
         self._close(ticket, TicketState.WITHDRAWN)
         is_last = not self._open(ticket.pipeline_id, ticket.cluster)
         if is_last and ticket.cluster != GENERATION_CLUSTER:
             self.take_back(ticket.pipeline_id, ticket.cluster)
 
-    def _close(self, ticket: Ticket, state: TicketState, reason: str = "") -> None:
-        book = self._book
-        ticket.state, ticket.reason, ticket.closed_s = state, reason, book.now_s
-        self._to_tell[ticket.key] = None
-        book.mark("tickets", ticket.key)
-        keys = book.queue.get((ticket.pipeline_id, ticket.cluster), {})
+    def _close(self, ticket: TicketRecord, end_state: TicketState, reason: str = "") -> None:
+        state = self._state
+        ticket.state, ticket.reason, ticket.closed_s = end_state, reason, state.now_s
+        self._to_notify[ticket.key] = None
+        state.mark("tickets", ticket.key)
+        keys = state.queue.get((ticket.pipeline_id, ticket.cluster), {})
         keys.pop(ticket.key, None)
         if not keys:
-            book.queue.pop((ticket.pipeline_id, ticket.cluster), None)
+            state.queue.pop((ticket.pipeline_id, ticket.cluster), None)
 
-    def _enqueue(self, ticket: Ticket) -> None:
-        line = self._book.queue.setdefault((ticket.pipeline_id, ticket.cluster), {})
+    def _enqueue(self, ticket: TicketRecord) -> None:
+        line = self._state.queue.setdefault((ticket.pipeline_id, ticket.cluster), {})
         line[ticket.key] = None
 
-    def _open(self, pipeline_id: str, cluster: str) -> list[Ticket]:
-        keys = self._book.queue.get((pipeline_id, cluster), {})
-        return [self._book.tickets[key] for key in keys]
+    def _open(self, pipeline_id: str, cluster: str) -> list[TicketRecord]:
+        keys = self._state.queue.get((pipeline_id, cluster), {})
+        return [self._state.tickets[key] for key in keys]
 
     # time
 
     def on_tick(self) -> None:
-        """Withdraw what nobody renews, forget what has ended long ago."""
-        book, settings = self._book, self._book.settings
-        forget_s = book.now_s - settings.memory_s
-        patience_s = book.now_s - settings.patience_s
-        for key, ticket in list(book.tickets.items()):
-            heard_s = book.askers[key].heard_s
-            if not ticket.is_open and max(heard_s, ticket.closed_s) < forget_s:
-                del book.tickets[key], book.askers[key]
-                book.mark("tickets", key)
-            elif ticket.is_waiting and heard_s < patience_s:
-                self._forsake(ticket)
-            elif ticket.state is TicketState.GRANTED and heard_s < forget_s:
+        """Withdraw tickets that were not renewed, and forget those that ended long ago."""
+        state, settings = self._state, self._state.settings
+        forget_s = state.now_s - settings.memory_s
+        patience_s = state.now_s - settings.patience_s
+        for key, ticket in list(state.tickets.items()):
+            last_seen_s = state.reply_targets[key].last_seen_s
+            if not ticket.is_open and max(last_seen_s, ticket.closed_s) < forget_s:
+                del state.tickets[key], state.reply_targets[key]
+                state.mark("tickets", key)
+            elif ticket.is_waiting and last_seen_s < patience_s:
+                self._expire(ticket)
+            elif ticket.state is TicketState.GRANTED and last_seen_s < forget_s:
                 self._forget_grant(ticket)
 
-    def _forsake(self, ticket: Ticket) -> None:
-        """Nobody waits any more. What it gives up it gives up none the less."""
+    def _expire(self, ticket: TicketRecord) -> None:
+        """Withdraw a ticket that was not renewed; what it released stays released."""
         if not ticket.gives_up:
-            self._book.num["withdrawn"] += 1
-            ticket.is_forsaken = True
+            self._state.counts["withdrawn"] += 1
+            ticket.is_expired = True
             self._withdraw(ticket)
-            del self._to_tell[ticket.key]
+            del self._to_notify[ticket.key]
 
-    def _forget_grant(self, ticket: Ticket) -> None:
-        """Of generation its demand says all: there may be a grant of each rollout."""
+    def _forget_grant(self, ticket: TicketRecord) -> None:
+        """Close an old grant of generation: each rollout may have one, and the demand itself
+        remains."""
         if ticket.cluster == GENERATION_CLUSTER:
             self._close(ticket, TicketState.RELEASED)
-            del self._to_tell[ticket.key]
+            del self._to_notify[ticket.key]
 
-    # telling
+    # notifications
 
-    def tell(self) -> None:
-        """How the tickets stand that have moved, or that somebody asked for."""
-        book = self._book
-        for key in self._to_tell:
-            ticket = book.tickets[key]
+    def notify(self) -> None:
+        """Send the status of tickets that changed or were asked about."""
+        state = self._state
+        for key in self._to_notify:
+            ticket = state.tickets[key]
             gpus: tuple[int, ...] = ()
             reason = ticket.reason
             if ticket.state in (TicketState.GRANTED, TicketState.OFFERED):
@@ -368,47 +417,48 @@ class Tickets:
             elif ticket.state is TicketState.QUEUED:
                 reason = self._why(ticket)
             moved = TicketMoved(key, ticket.state, gpus, reason, ticket.offer)
-            book.send(book.askers[key].route, moved)
-        self._to_tell = {}
+            state.send(state.reply_targets[key].route, moved)
+        self._to_notify = {}
 
-    def _gpus(self, ticket: Ticket) -> tuple[int, ...]:
-        pipeline = self._book.state.pipelines[ticket.pipeline_id]
+    def _gpus(self, ticket: TicketRecord) -> tuple[int, ...]:
+        pipeline = self._state.fleet.pipelines[ticket.pipeline_id]
         if ticket.cluster == GENERATION_CLUSTER:
             return awake_gpus(pipeline)
         return pipeline.spec.clusters[ticket.cluster]
 
-    def _why(self, ticket: Ticket) -> str:
-        """Why it waits, in one line."""
-        book = self._book
-        pipeline = book.state.pipelines[ticket.pipeline_id]
+    def _why(self, ticket: TicketRecord) -> str:
+        """Explain in one line why it waits."""
+        state = self._state
+        pipeline = state.fleet.pipelines[ticket.pipeline_id]
         if pipeline.phase is PipelinePhase.QUARANTINED:
-            return f"{ticket.pipeline_id} is quarantined: {book.tenants[ticket.pipeline_id].why}"
+            why = state.pipeline_records[ticket.pipeline_id].why
+            return f"{ticket.pipeline_id} is quarantined: {why}"
         if ticket.gives_up:
             return "its workers go to sleep"
         is_generation = ticket.cluster == GENERATION_CLUSTER
         spec = pipeline.spec
         gpus = spec.generation if is_generation else spec.clusters[ticket.cluster]
-        return f"waits for {holders(book, gpus) or 'its turn'}"
+        return f"waits for {holders(state, gpus) or 'its turn'}"
 
 
 def awake_gpus(pipeline: PipelineState) -> tuple[int, ...]:
-    """Of its workers that serve."""
+    """GPUs of its awake workers."""
     awake = (each for each in pipeline.workers if each.phase is WorkerPhase.AWAKE)
     return tuple(gpu for each in awake for gpu in each.gpus)
 
 
-def holders(book: Book, gpus: tuple[int, ...]) -> str:
-    """Who stands on them, or is promised them."""
+def holders(state: SchedulerState, gpus: tuple[int, ...]) -> str:
+    """Describe the owners that use these GPUs or are promised them."""
     found: dict[str, list[int]] = {}
     for gpu in gpus:
-        owner = book.standing.get(gpu) or book.state.owners.get(gpu)
+        owner = state.occupants.get(gpu) or state.fleet.owners.get(gpu)
         if owner:
             found.setdefault(f"{owner.pipeline_id}/{owner.cluster}", []).append(gpu)
-    return "; ".join(f"{who} on {', '.join(map(str, on))}" for who, on in found.items())
+    return "; ".join(f"{name} on {', '.join(map(str, on))}" for name, on in found.items())
 
 
-def _is_another(ticket: Ticket, ask: Ask) -> bool:
-    """Whether the ticket is not of this ask; one that a withdrawal overtook is of any."""
+def _is_another(ticket: TicketRecord, ask: TicketRequest) -> bool:
+    """Whether the ticket belongs to another request; one that a withdrawal overtook matches any."""
     asked = (ask.pipeline_id, ask.cluster, isinstance(ask, NotifyReleaseGpus))
     return bool(ticket.pipeline_id) and asked != (
         ticket.pipeline_id,

@@ -46,7 +46,7 @@ class FleetReport(msgspec.Struct):
     num_events: int
     num_steps: int
     """Of all pipelines."""
-    num_lives: int
+    num_incarnations: int
     """Of the scheduler."""
     ended_s: float
     waits_s: dict[str, float]
@@ -272,7 +272,7 @@ def simulate(
         seed=seed,
         num_events=fleet.kernel.num_events,
         num_steps=sum(each.num_done for each in tenants),
-        num_lives=fleet.scheduler.life + 1,
+        num_incarnations=fleet.scheduler.life + 1,
         ended_s=max(each.ended_s for each in tenants),
         waits_s={
             kind: max(each.waits_s.get(kind, 0.0) for each in tenants)

@@ -14,9 +14,9 @@ from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
 from rollmesh.scheduler.planning.state import FleetState, PipelineState
-from rollmesh.scheduler.service.actions import Action, Note, Write
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.records import Action, LogLine, WriteRows
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.serve.coordinator.claims import Claims
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed, Node
@@ -44,7 +44,7 @@ def quick(name: str) -> SchedulingPolicy:
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
     """What the scheduler is built from; a test may put a broken one in a real one's place."""
 
-    scheduler: type[Scheduler] = Scheduler
+    scheduler: type[FleetScheduler] = FleetScheduler
     claims: type[Claims] = Claims
     coordinator: type[Coordinator] = Coordinator
     policy: Callable[[str], SchedulingPolicy] = quick
@@ -79,14 +79,14 @@ class SimScheduler(Node):
 
     def fixed_of(self, pipeline_id: str) -> tuple[set[str], set[str]]:
         """Fixed clusters that it waits for, and that it has."""
-        state = self.machine.book.state
+        state = self.machine.state.fleet
         pipeline = state.pipelines.get(pipeline_id)
         waits = {r.cluster for r in state.requests.values() if r.pipeline_id == pipeline_id}
         return waits, set(pipeline.holds if pipeline else ())
 
     def leftovers(self) -> list[str]:
         """What should be gone when nobody wants anything."""
-        state = self.machine.book.state
+        state = self.machine.state.fleet
         found = [f"request {key} waits" for key in state.requests]
         found += [f"GPU {gpu} is {owner}'s" for gpu, owner in state.owners.items()]
         found += [f"{each.pipeline_id} has demand" for each in _all(state) if each.demand]
@@ -98,7 +98,7 @@ class SimScheduler(Node):
         self.machine = self._parts.scheduler(
             self._parts.settings, policy, self.disk.load(), f"scheduler.{self.life}"
         )
-        self._watched = witness.Sleepers(self.machine.book.state)
+        self._watched = witness.Sleepers(self.machine.state.fleet)
         self._arrived: list[Received | Ticked] = []
         self._unkept: list[Action] = []
         """What waits for room on the disk."""
@@ -133,10 +133,10 @@ class SimScheduler(Node):
         for number, event in enumerate(events, 1):
             now_s, is_last = self._kernel.now_s(self), number == len(events)
             step = self.machine.step(event, now_s, is_last)
-            assert sum(isinstance(each, Write) for each in step) <= 1, "two transactions in one"
+            assert sum(isinstance(each, WriteRows) for each in step) <= 1, "two transactions in one"
             actions += step
-        assert not self.machine.book.troubles, self.machine.book.troubles
-        if any(isinstance(each, Write) for each in actions):
+        assert not self.machine.state.problems, self.machine.state.problems
+        if any(isinstance(each, WriteRows) for each in actions):
             self._look()
         if self._network.strikes("disk_full"):
             self._unkept = actions
@@ -153,9 +153,11 @@ class SimScheduler(Node):
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
         """One transaction, then the rest."""
-        if rows := tuple(row for each in actions if isinstance(each, Write) for row in each.rows):
+        if rows := tuple(
+            row for each in actions if isinstance(each, WriteRows) for row in each.rows
+        ):
             self._die_if("killed_before_write")
-            self.disk.keep(Write(rows))
+            self.disk.keep(WriteRows(rows))
             self._die_if("killed_after_write")
         for action in actions:
             match action:
@@ -164,7 +166,7 @@ class SimScheduler(Node):
                         self.on_granted(message.key)
                     packet = Packet(message, "", body)
                     self._network.send(self, route.decode(), packet)
-                case Note(event=event_name):
+                case LogLine(event=event_name):
                     self.notes[event_name] += 1
 
     def _die_if(self, fault: str) -> None:
@@ -172,7 +174,7 @@ class SimScheduler(Node):
             raise Killed(self)
 
     def _look(self) -> None:
-        state, transitions = self.machine.book.state, self._network.transitions
+        state, transitions = self.machine.state.fleet, self._network.transitions
         witness.look_at_owners(state)
         self._watched.look(state)
         pipelines = {name: each.phase.value for name, each in state.pipelines.items()}

@@ -10,9 +10,9 @@ order.
 import msgspec
 
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
-from rollmesh.scheduler.service.actions import Note, Write
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.records import LogLine, WriteRows
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.testing.scheduler_sim import witness
 from rollmesh.testing.scheduler_sim.disk import SimDisk
 from rollmesh.testing.scheduler_sim.space import Space
@@ -47,7 +47,7 @@ class Cast(msgspec.Struct, kw_only=True):
 
     spec: PipelineSpec
     workers: list[WorkerTruth]
-    told: dict[int, ResizeWorkers] = {}
+    pending_resizes: dict[int, ResizeWorkers] = {}
     """Resizes that are not carried out."""
     open: dict[str, Ask] = {}
     """Asks that are not answered for good."""
@@ -74,7 +74,7 @@ class Stage:
         num_gpus: int,
         policy: SchedulingPolicy,
         settings: SchedulerSettings,
-        kind: type[Scheduler] = Scheduler,
+        kind: type[FleetScheduler] = FleetScheduler,
     ) -> None:
         self.now_s = 0.0
         self.num_keys = 0
@@ -94,7 +94,7 @@ class Stage:
         self._settings = settings
         self._kind = kind
         self.scheduler = kind(settings, policy, None, self.key())
-        self._sleepers = witness.Sleepers(self.scheduler.book.state)
+        self._sleepers = witness.Sleepers(self.scheduler.state.fleet)
         self.tell("node", JoinNode(self.key(), "n0", num_gpus, beats=False))
         for spec in specs:
             self.tell("admission", RegisterPipeline(self.key(), spec))
@@ -133,10 +133,10 @@ class Stage:
         if after is not None:
             self.now_s += 0.01
             for action in self.scheduler.step(Received(b"x", after), self.now_s):
-                if isinstance(action, Write):
+                if isinstance(action, WriteRows):
                     self.disk.keep(action)
         self.scheduler = self._kind(self._settings, self._policy, self.disk.load(), self.key())
-        self._sleepers = witness.Sleepers(self.scheduler.book.state)
+        self._sleepers = witness.Sleepers(self.scheduler.state.fleet)
         self.advance(0.01)
 
     # what is said
@@ -157,23 +157,23 @@ class Stage:
     def step(self, event: Received | Ticked) -> None:
         for action in self.scheduler.step(event, self.now_s):
             match action:
-                case Write():
+                case WriteRows():
                     self.disk.keep(action)
                 case Send(message=ResizeWorkers() as resize):
-                    self.cast[resize.pipeline_id].told[resize.resize_id] = resize
+                    self.cast[resize.pipeline_id].pending_resizes[resize.resize_id] = resize
                 case Send(route, TicketMoved() as moved):
                     self._moved(route.decode(), moved)
-                case Send() | Note():
+                case Send() | LogLine():
                     pass
-        witness.look_at_owners(self.scheduler.book.state)
-        self._sleepers.look(self.scheduler.book.state)
+        witness.look_at_owners(self.scheduler.state.fleet)
+        self._sleepers.look(self.scheduler.state.fleet)
 
     # what is done
 
     def carry_out(self, name: str, resize_id: int, *, fails: bool = False) -> None:
         """Its coordinator does a resize, or says that it could not; and answers."""
         each = self.cast[name]
-        resize = each.told.pop(resize_id)
+        resize = each.pending_resizes.pop(resize_id)
         error = ""
         for change in resize.changes:
             before = each.workers[change.rank]

@@ -86,5 +86,5 @@ def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> N
     journal.mkdir()
     (journal / FILE_NAME).write_bytes(b"no journal " * 1000)
     told = complaint("serve", path)
-    assert f"{journal / FILE_NAME} is no scheduler's journal: " in told
+    assert f"{journal / FILE_NAME} is not a scheduler's journal: " in told
     assert f"; put a copy back, or move {journal} away: an empty one is begun" in told

@@ -20,7 +20,7 @@ from rollmesh.core.ids import new_id
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase
-from rollmesh.scheduler.service.explain import FleetView, PipelineView
+from rollmesh.scheduler.service.explain import FleetExplanation, PipelineView
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
@@ -100,9 +100,9 @@ class Running:
                     return child.pid
         return 0
 
-    def seen(self) -> FleetView:
+    def seen(self) -> FleetExplanation:
         answer = self.ask(self.address, ReadScheduler(new_id("read")))
-        return msgspec.json.decode(answer.body, type=FleetView)
+        return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def ask(self, address: str, question: Question) -> Answer:
         return ask(address, question, patience_s=PATIENCE_S)

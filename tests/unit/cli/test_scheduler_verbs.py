@@ -14,8 +14,7 @@ from rollmesh.scheduler.admission.desk import Desk, Secrets
 from rollmesh.scheduler.admission.door import Door
 from rollmesh.scheduler.admission.process import turn
 from rollmesh.scheduler.planning.state import ClusterRequest, PipelinePhase
-from rollmesh.scheduler.service.explain import view
-from rollmesh.scheduler.service.known import Known
+from rollmesh.scheduler.service.explain import ExplainContext, explain_fleet
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.scheduling import (
     DrainNode,
@@ -53,7 +52,9 @@ class Town(Fleet):
 
     def ask(self, question: Question, patience_s: float = 1.0) -> Answer:
         if isinstance(question, ReadScheduler):
-            seen = view(self.state, Known(scheduler="i1", policy="fair"), question.pipeline_id)
+            seen = explain_fleet(
+                self.state, ExplainContext(scheduler="i1", policy="fair"), question.pipeline_id
+            )
             return Answer(ok=True, body=msgspec.json.encode(seen))
         if isinstance(question, DrainNode | UndrainNode) and question.name not in self.state.nodes:
             return Answer(ok=False, error=f"no node {question.name!r}")

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import msgspec
 
 from rollmesh.scheduler.planning.state import FleetState, PipelinePhase
-from rollmesh.scheduler.service.explain import view
-from rollmesh.scheduler.service.known import Known
+from rollmesh.scheduler.service.explain import ExplainContext, explain_fleet
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
@@ -56,10 +55,12 @@ def fleet(
                         is_early = num_looks <= num_registered
                         early = PipelinePhase.REGISTERED if is_early else phase
                         state.pipelines["math"].phase = early
-                        known = Known(driven=next(looks, frozenset()), runs=runs)
-                        state_view = view(state, known, pipeline_id)
-                        answer = SchedulerAnswered(key, not state_view.error, state_view.error)
-                        hub.send(route, Packet(answer, body=msgspec.json.encode(state_view)))
+                        context = ExplainContext(
+                            live_coordinators=next(looks, frozenset()), runs=runs
+                        )
+                        explanation = explain_fleet(state, context, pipeline_id)
+                        answer = SchedulerAnswered(key, not explanation.error, explanation.error)
+                        hub.send(route, Packet(answer, body=msgspec.json.encode(explanation)))
                     case ClaimPipeline(key):
                         hub.send(route, Packet(SchedulerAnswered(key, not error, error)))
 

@@ -8,8 +8,7 @@ import msgspec
 
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.planning.state import FleetState, GpuNode, PipelinePhase
-from rollmesh.scheduler.service.explain import view
-from rollmesh.scheduler.service.known import Known
+from rollmesh.scheduler.service.explain import ExplainContext, explain_fleet
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
     KillPipeline,
@@ -37,7 +36,10 @@ class Fleet:
         match question:
             case ReadScheduler():
                 return Answer(
-                    ok=True, body=msgspec.json.encode(view(self.state, Known(runs=self.runs)))
+                    ok=True,
+                    body=msgspec.json.encode(
+                        explain_fleet(self.state, ExplainContext(runs=self.runs))
+                    ),
                 )
             case RegisterPipeline(_, spec):
                 if spec.pipeline_id not in self.state.pipelines:

@@ -20,7 +20,7 @@ from rollmesh.scheduler.admission.fleet_file import (
 )
 from rollmesh.scheduler.planning.policies import policy_names, policy_settings_type
 from rollmesh.scheduler.planning.policies.fair import FairSettings
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.state import SchedulerSettings
 
 WHOLE = """
 bind = "tcp://127.0.0.1:9000"

@@ -18,8 +18,8 @@ from rollmesh.scheduler.nodes.agent import (
 )
 from rollmesh.scheduler.planning.policies import make_policy
 from rollmesh.scheduler.planning.state import NodePhase
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import DrainNode, JoinNode, NodeBeat, SchedulerAnswered
@@ -39,10 +39,10 @@ def joined(agent: Agent, now_s: float, *, ok: bool = True, error: str = "") -> J
 
 def test_a_join_is_said_again_with_its_key_until_it_is_answered() -> None:
     agent = Agent("a", 4, ("h200",))
-    said = [send.message for at in range(5) for send in agent.step(Ticked(), at * BEAT_S / 2)]
-    assert len(said) == 3
-    assert len(set(said)) == 1
-    join = said[0]
+    text = [send.message for at in range(5) for send in agent.step(Ticked(), at * BEAT_S / 2)]
+    assert len(text) == 3
+    assert len(set(text)) == 1
+    join = text[0]
     assert isinstance(join, JoinNode)
     assert (join.name, join.num_gpus, join.labels, join.beats) == ("a", 4, ("h200",), True)
 
@@ -52,15 +52,15 @@ def test_who_has_joined_beats_each_second() -> None:
     joined(agent, 0.0)
     assert agent.phase is AgentPhase.JOINED
     times = [at / 4 for at in range(1, 4 * int(REJOIN_S))]
-    said = [(at, send.message) for at in times for send in agent.step(Ticked(), at)]
-    assert said == [(float(at), NodeBeat("a")) for at in range(1, int(REJOIN_S))]
+    text = [(at, send.message) for at in times for send in agent.step(Ticked(), at)]
+    assert text == [(float(at), NodeBeat("a")) for at in range(1, int(REJOIN_S))]
 
 
 def test_a_scheduler_that_lost_its_journal_hears_of_the_node_again() -> None:
     agent = Agent("a", 4)
     join = joined(agent, 0.0)
-    said = [send.message for send in agent.step(Ticked(), REJOIN_S)]
-    assert said == [NodeBeat("a"), join]
+    text = [send.message for send in agent.step(Ticked(), REJOIN_S)]
+    assert text == [NodeBeat("a"), join]
 
 
 def test_an_answer_to_somebody_else_is_not_ours() -> None:
@@ -77,7 +77,7 @@ def test_who_is_refused_says_nothing_more() -> None:
     assert agent.step(Ticked(), 99.0) == []
 
 
-def live(scheduler: Scheduler, agent: Agent, from_s: float, to_s: float) -> None:
+def live(scheduler: FleetScheduler, agent: Agent, from_s: float, to_s: float) -> None:
     """Both for so long, with nothing between them."""
     for now_s in (from_s + step * BEAT_S for step in range(int((to_s - from_s) / BEAT_S))):
         for send in agent.step(Ticked(), now_s):
@@ -89,40 +89,40 @@ def live(scheduler: Scheduler, agent: Agent, from_s: float, to_s: float) -> None
 
 def test_a_drained_node_stays_drained_until_its_agent_is_started_anew() -> None:
     settings = SchedulerSettings(memory_s=30.0)
-    scheduler = Scheduler(settings, make_policy("fair"))
+    scheduler = FleetScheduler(settings, make_policy("fair"))
     agent = Agent("a", 4)
     live(scheduler, agent, 0.0, 5.0)
     scheduler.step(Received(b"cli", DrainNode("d", "a")), 5.0)
     live(scheduler, agent, 6.0, 6.0 + 3 * settings.memory_s)
-    node = scheduler.book.state.nodes["a"]
+    node = scheduler.state.fleet.nodes["a"]
     assert node.phase is NodePhase.DRAINING
     live(scheduler, Agent("a", 4), 100.0, 105.0)
     assert (node.name, node.gpus) == ("a", (0, 1, 2, 3))
-    assert scheduler.book.state.nodes["a"].phase is NodePhase.UP
+    assert scheduler.state.fleet.nodes["a"].phase is NodePhase.UP
 
 
 def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> None:
     settings = SchedulerSettings()
-    scheduler = Scheduler(settings, make_policy("fair"))
+    scheduler = FleetScheduler(settings, make_policy("fair"))
     agent = Agent("a", 4)
     live(scheduler, agent, 0.0, 5.0)
     live(scheduler, Agent("b", 2), 5.0, 6.0 + settings.node_grace_s)
-    phases = {node.name: node.phase for node in scheduler.book.state.nodes.values()}
+    phases = {node.name: node.phase for node in scheduler.state.fleet.nodes.values()}
     assert phases == {"a": NodePhase.DOWN, "b": NodePhase.UP}
     live(scheduler, agent, 25.0, 26.0)
-    assert scheduler.book.state.nodes["a"].phase is NodePhase.UP
-    assert scheduler.book.state.nodes["a"].gpus == (0, 1, 2, 3)
+    assert scheduler.state.fleet.nodes["a"].phase is NodePhase.UP
+    assert scheduler.state.fleet.nodes["a"].gpus == (0, 1, 2, 3)
 
 
 def test_a_silent_scheduler_is_told_of_once_until_it_is_heard_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     silence = Silence("tcp://there:1")
-    for num_heard, now_s in ((0, 0.0), (0, UNHEARD_S), (0, 9 * UNHEARD_S)):
-        silence.look(num_heard, now_s)
+    for num_received, now_s in ((0, 0.0), (0, UNHEARD_S), (0, 9 * UNHEARD_S)):
+        silence.look(num_received, now_s)
     assert sum("scheduler.unheard" in line for line in caplog.messages) == 1
-    for num_heard, now_s in ((1, 200.0), (1, 200.0 + UNHEARD_S / 2), (2, 220.0), (2, 230.0)):
-        silence.look(num_heard, now_s)
+    for num_received, now_s in ((1, 200.0), (1, 200.0 + UNHEARD_S / 2), (2, 220.0), (2, 230.0)):
+        silence.look(num_received, now_s)
     assert sum("scheduler.unheard" in line for line in caplog.messages) == 1
     silence.look(2, 220.0 + UNHEARD_S)
     assert sum("scheduler.unheard" in line for line in caplog.messages) == 2

@@ -101,8 +101,8 @@ def test_a_fault_of_what_is_tended_is_one_warning_and_ends_nothing(
         tended.fault = OSError("another")
         tended.wait()
         tended.wait()
-    told = [line for line in caplog.messages if "keeper.failed" in line]
-    assert [("RuntimeError" in line, "OSError" in line) for line in told] == [
+    result = [line for line in caplog.messages if "keeper.failed" in line]
+    assert [("RuntimeError" in line, "OSError" in line) for line in result] == [
         (True, False),
         (False, True),
     ]

@@ -1,7 +1,7 @@
-"""What a pipeline's program does, in small: it generates and trains in turn, each GPU by asking.
+"""A small model of a pipeline's program: it generates and trains in turn, requesting GPUs each
+time.
 
-Owns where each program stands. Invariant: a program goes on only by what it was told, as hooks do.
-Driven by the tests that kill the scheduler.
+- A program proceeds only on messages it received, as hooks do.
 """
 
 from rollmesh.wire.scheduling import (

@@ -1,7 +1,7 @@
-"""A scheduler's machine with coordinators and askers around it, on a clock that the test moves.
+"""A scheduler machine with coordinators and clients around it, on a clock that the test moves.
 
-Owns who really stands on each GPU: a coordinator that wakes an engine where another is awake or a
-cluster is held fails the test at once. Driven by the tests of the service.
+- Tracks the actual user of each GPU: a coordinator that wakes an engine where another is awake or a
+  cluster is held fails the test at once.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,9 @@ import msgspec
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
 from rollmesh.scheduler.planning.state import PipelineState
-from rollmesh.scheduler.service.actions import Action, Note, Row, Write
-from rollmesh.scheduler.service.records import Revived
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.records import Action, JournalTables, LogLine, Row, WriteRows
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
@@ -52,8 +51,8 @@ class Coordinator:
         self.name = name
         self.started_s = started_s
         self.truths = [WorkerTruth(r, WorkerPhase.ASLEEP, 0) for r in range(num_workers)]
-        self.told: list[ResizeWorkers] = []
-        self.num_heard = 0
+        self.pending_resizes: list[ResizeWorkers] = []
+        self.num_received = 0
         self.is_hung = False
         self.hung: set[int] = set()
         """Ranks of engines that do not answer."""
@@ -65,8 +64,8 @@ class Coordinator:
     def route(self) -> bytes:
         return f"coordinator-{self.name}".encode()
 
-    def hear(self, resize: ResizeWorkers) -> None:
-        self.num_heard += 1
+    def receive(self, resize: ResizeWorkers) -> None:
+        self.num_received += 1
         if resize.started_s != self.started_s:
             return
         for change in resize.changes:
@@ -76,14 +75,14 @@ class Coordinator:
         for change in resize.changes:
             truth = self.truths[change.rank]
             self.truths[change.rank] = msgspec.structs.replace(truth, epoch=change.epoch)
-        if all(each.resize_id != resize.resize_id for each in self.told):
-            self.told.append(resize)
+        if all(each.resize_id != resize.resize_id for each in self.pending_resizes):
+            self.pending_resizes.append(resize)
 
     def take(self) -> list[ResizeWorkers]:
         """What it does now."""
-        told = [each for each in self.told if not self._hangs(each)]
-        self.told = [each for each in self.told if self._hangs(each)]
-        return told
+        result = [each for each in self.pending_resizes if not self._hangs(each)]
+        self.pending_resizes = [each for each in self.pending_resizes if self._hangs(each)]
+        return result
 
     def _hangs(self, resize: ResizeWorkers) -> bool:
         return self.is_hung or any(change.rank in self.hung for change in resize.changes)
@@ -96,21 +95,19 @@ class Coordinator:
 
 
 class Stage:
-    """See the module."""
-
     def __init__(
         self,
         num_gpus: int = 4,
-        kind: type[Scheduler] = Scheduler,
+        kind: type[FleetScheduler] = FleetScheduler,
         policy: SchedulingPolicy | None = None,
         settings: SchedulerSettings = SETTINGS,
     ) -> None:
         self.kind, self.settings = kind, settings
         self.policy = policy or Fair(QUICK)
-        self.kept = Revived()
+        self.kept = JournalTables()
         self.rows: list[Row] = []
         self.now_s = 100.0
-        self.num_lives = 0
+        self.num_incarnations = 0
         self.num_steps = 0
         self.coordinators: dict[str, Coordinator] = {}
         self.open: dict[str, Asked] = {}
@@ -119,7 +116,7 @@ class Stage:
         """By key, the first answer that was for good."""
         self.answers: dict[str, SchedulerAnswered] = {}
         self._held: dict[str, Asked] = {}
-        self.notes: list[Note] = []
+        self.notes: list[LogLine] = []
         self.lost_steps: frozenset[int] = frozenset()
         """Before the rows of these are kept, the scheduler is killed."""
         self.cut_steps: frozenset[int] = frozenset()
@@ -128,20 +125,20 @@ class Stage:
         """After so many steps, if any."""
         self.begin()
         if num_gpus:
-            self.say(JoinNode("node", "n0", num_gpus, (), False))
+            self.send(JoinNode("node", "n0", num_gpus, (), False))
 
     def begin(self) -> None:
         """A life of the scheduler, from what was kept."""
-        self.num_lives += 1
-        revived = Revived({table: dict(rows) for table, rows in self.kept.tables.items()})
+        self.num_incarnations += 1
+        revived = JournalTables({table: dict(rows) for table, rows in self.kept.tables.items()})
         is_first = not revived.tables
         self.scheduler = self.kind(
-            self.settings, self.policy, None if is_first else revived, f"s{self.num_lives}"
+            self.settings, self.policy, None if is_first else revived, f"s{self.num_incarnations}"
         )
 
-    # who speaks
+    # messages
 
-    def say(self, message: AnyMessage, route: bytes = b"cli") -> None:
+    def send(self, message: AnyMessage, route: bytes = b"cli") -> None:
         self._step(Received(route, message))
 
     def ask(self, message: Asked) -> TicketState:
@@ -151,7 +148,7 @@ class Stage:
         elif isinstance(message, NotifyReleaseThenRequestGpus):
             self._give_up(message.pipeline_id, message.release_cluster)
         self.open[message.key] = message
-        self.say(message, f"hooks-{message.pipeline_id}".encode())
+        self.send(message, f"hooks-{message.pipeline_id}".encode())
         return self.state(message.key)
 
     def generate(self, name: str, key: str, target: int = 16, step: int = 0) -> TicketState:
@@ -180,13 +177,13 @@ class Stage:
             generation=tuple(generation),
             **fields,  # type: ignore[arg-type]  # of the spec
         )
-        self.say(RegisterPipeline(f"register-{name}", spec))
+        self.send(RegisterPipeline(f"register-{name}", spec))
         assert self.answers[f"register-{name}"].ok, self.answers[f"register-{name}"].error
-        self.say(AdmitPipeline(f"admit-{name}", name))
-        self.say(HooksWired(name))
+        self.send(AdmitPipeline(f"admit-{name}", name))
+        self.send(HooksWired(name))
         coordinator = Coordinator(name, len(generation) // spec.tp)
         self.coordinators[name] = coordinator
-        self.say(coordinator.hello(), coordinator.route)
+        self.send(coordinator.hello(), coordinator.route)
         return coordinator
 
     # time
@@ -211,9 +208,9 @@ class Stage:
         """Whoever says things each second does."""
         for coordinator in self.coordinators.values():
             if not coordinator.is_silent:
-                self.say(coordinator.hello(), coordinator.route)
+                self.send(coordinator.hello(), coordinator.route)
         for message in list(self.open.values()):
-            self.say(message, f"hooks-{message.pipeline_id}".encode())
+            self.send(message, f"hooks-{message.pipeline_id}".encode())
 
     def _resize(self, coordinator: Coordinator, resize: ResizeWorkers) -> None:
         ranks = {change.rank for change in resize.changes}
@@ -225,7 +222,7 @@ class Stage:
         self._check_gpus()
         truths = tuple(truth for truth in coordinator.truths if truth.rank in ranks)
         answer = WorkersResized(coordinator.name, resize.resize_id, truths, coordinator.error)
-        self.say(answer, coordinator.route)
+        self.send(answer, coordinator.route)
 
     # what is so
 
@@ -233,7 +230,7 @@ class Stage:
         return self.moved[key].state if key in self.moved else TicketState.QUEUED
 
     def of(self, name: str) -> PipelineState:
-        return self.scheduler.book.state.pipelines[name]
+        return self.scheduler.state.fleet.pipelines[name]
 
     def awake(self, name: str) -> list[int]:
         """Ranks that serve in truth."""
@@ -249,12 +246,12 @@ class Stage:
 
     def _check_gpus(self) -> None:
         """Nobody is where another is."""
-        book, users = self.scheduler.book, dict[int, str]()
+        state, users = self.scheduler.state, dict[int, str]()
         for name, coordinator in self.coordinators.items():
-            if name not in book.state.pipelines:
+            if name not in state.fleet.pipelines:
                 continue
             for rank in self.awake(name):
-                for gpu in book.state.pipelines[name].workers[rank].gpus:
+                for gpu in state.fleet.pipelines[name].workers[rank].gpus:
                     assert gpu not in users, f"GPU {gpu}: {users[gpu]} and {coordinator.name}"
                     users[gpu] = coordinator.name
         for key, moved in self.moved.items():
@@ -272,7 +269,7 @@ class Stage:
         self.num_steps += 1
         actions = self.scheduler.step(event, self.now_s)
         for action in actions:
-            if isinstance(action, Write):
+            if isinstance(action, WriteRows):
                 if self.num_steps in self.lost_steps:
                     self.begin()
                     return
@@ -282,18 +279,18 @@ class Stage:
                     self.begin()
                     return
             else:
-                self._hear(action)
+                self._receive(action)
         if self.checks_rows_each and self.num_steps % self.checks_rows_each == 0:
             self._check_rows()
 
-    def _hear(self, action: Action) -> None:
-        if isinstance(action, Note):
+    def _receive(self, action: Action) -> None:
+        if isinstance(action, LogLine):
             self.notes.append(action)
             return
         assert isinstance(action, Send)
         match action.message:
             case ResizeWorkers(pipeline_id) as resize:
-                self.coordinators[pipeline_id].hear(resize)
+                self.coordinators[pipeline_id].receive(resize)
             case TicketMoved(key, state) as moved:
                 self._on_moved(key, state, moved)
             case SchedulerAnswered(key) as answer:
@@ -303,7 +300,7 @@ class Stage:
         self.moved[key] = moved
         if state is TicketState.OFFERED:
             if key in self.open:
-                self.say(TakeGpus(key, moved.offer), f"hooks-{key}".encode())
+                self.send(TakeGpus(key, moved.offer), f"hooks-{key}".encode())
             return
         if state is TicketState.QUEUED:
             return
@@ -315,29 +312,31 @@ class Stage:
 
     def _check_rows(self) -> None:
         """What was kept tells all that the machine knows."""
-        book = self.scheduler.book
+        state = self.scheduler.state
         tables = {table: dict(rows) for table, rows in self.kept.tables.items()}
-        again = self.kind(self.settings, self.policy, Revived(tables), "again").book
-        again.state.now_s, again.numbers.num_lives = book.state.now_s, book.numbers.num_lives
-        for name, pipeline in again.state.pipelines.items():
-            pipeline.is_resizing = book.state.pipelines[
-                name
-            ].is_resizing  # looked at before each plan
-        assert again.state == book.state
-        assert list(again.state.requests) == list(book.state.requests)
-        assert again.standing == book.standing
-        assert again.tickets == book.tickets
+        again = self.kind(self.settings, self.policy, JournalTables(tables), "again").state
+        again.fleet.now_s, again.numbers.num_incarnations = (
+            state.fleet.now_s,
+            state.numbers.num_incarnations,
+        )
+        for name, pipeline in again.fleet.pipelines.items():
+            # Not kept: read before each plan.
+            pipeline.is_resizing = state.fleet.pipelines[name].is_resizing
+        assert again.fleet == state.fleet
+        assert list(again.fleet.requests) == list(state.fleet.requests)
+        assert again.occupants == state.occupants
+        assert again.tickets == state.tickets
         assert {k: set(v) for k, v in again.queue.items()} == {
-            k: set(v) for k, v in book.queue.items()
+            k: set(v) for k, v in state.queue.items()
         }
-        assert again.intents == book.intents
-        assert again.ended == book.ended
-        assert again.tenants == book.tenants
-        assert again.wishes == book.wishes
-        assert again.machines == book.machines
-        assert again.answers == book.answers
-        assert again.numbers == book.numbers
-        assert again.credits == book.credits
+        assert again.intents == state.intents
+        assert again.ended == state.ended
+        assert again.pipeline_records == state.pipeline_records
+        assert again.demand_records == state.demand_records
+        assert again.node_records == state.node_records
+        assert again.answers == state.answers
+        assert again.numbers == state.numbers
+        assert again.credits == state.credits
 
     def _give_up(self, name: str, cluster: str) -> None:
         for key in [

@@ -1,10 +1,10 @@
-"""What coordinators say: done, said again, quarantined, let in again."""
+"""Coordinator reports complete resizes, trigger repeats, quarantine pipelines and readmit them."""
 
 import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.coordinators import DRIVEN_S
+from rollmesh.scheduler.service.coordinators import LIVE_S
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     CoordinatorHello,
@@ -36,24 +36,24 @@ def test_a_resize_that_was_lost_on_the_way_is_said_again_with_the_same_epoch() -
     stage = Stage(2)
     coordinator = stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g")
-    first = coordinator.told.pop()
+    first = coordinator.pending_resizes.pop()
     coordinator.truths = Coordinator("a", 2).truths
     stage.run(2)
     assert stage.awake("a") == [0, 1]
     assert {truth.epoch for truth in coordinator.truths} == {first.changes[0].epoch}
-    assert stage.scheduler.book.numbers.resize_id == first.resize_id
+    assert stage.scheduler.state.numbers.resize_id == first.resize_id
 
 
 def test_an_answer_that_was_lost_is_read_off_the_next_hello() -> None:
     stage = Stage(2)
     coordinator = stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g")
-    coordinator.told.clear()
+    coordinator.pending_resizes.clear()
     for rank in (0, 1):
         coordinator.move(rank, WorkerPhase.AWAKE)
-    stage.say(coordinator.hello(), coordinator.route)
+    stage.send(coordinator.hello(), coordinator.route)
     assert stage.state("g") is TicketState.GRANTED
-    assert not stage.scheduler.book.intents
+    assert not stage.scheduler.state.intents
 
 
 def test_resizes_of_a_pipeline_are_one_at_a_time_and_what_sleeps_goes_first() -> None:
@@ -63,12 +63,12 @@ def test_resizes_of_a_pipeline_are_one_at_a_time_and_what_sleeps_goes_first() ->
     stage.act()
     coordinator.is_hung = True
     stage.train("a", "t")
-    assert [change.rank for change in coordinator.told[0].changes] == [0]
+    assert [change.rank for change in coordinator.pending_resizes[0].changes] == [0]
     stage.release("a", "r", GENERATION_CLUSTER)
-    assert len(coordinator.told) == 1
+    assert len(coordinator.pending_resizes) == 1
     coordinator.is_hung = False
     stage.act()
-    assert [change.rank for change in coordinator.told[0].changes] == [1]
+    assert [change.rank for change in coordinator.pending_resizes[0].changes] == [1]
 
 
 def test_an_engine_wakes_only_when_its_gpus_are_clear_in_truth() -> None:
@@ -77,8 +77,8 @@ def test_an_engine_wakes_only_when_its_gpus_are_clear_in_truth() -> None:
     stage.coordinators["a"].is_hung = True
     stage.generate("b", "g2")
     stage.run(8)  # a has more than its share by now, and was told
-    assert stage.scheduler.book.num["resizes"] == 2
-    assert not stage.coordinators["b"].num_heard
+    assert stage.scheduler.state.counts["resizes"] == 2
+    assert not stage.coordinators["b"].num_received
     stage.coordinators["a"].is_hung = False
     stage.run(2)
     assert stage.state("g2") is TicketState.GRANTED
@@ -102,12 +102,12 @@ def test_what_fails_quarantines_its_pipeline_and_fences_its_gpus(fault: str) -> 
     assert stage.of("a").phase is QUARANTINED
     assert stage.state("t") is TicketState.QUEUED
     assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.LOST}
-    assert set(stage.scheduler.book.state.owners) == {0, 1}
-    assert "quarantined" in _told_again(stage, "t")
+    assert set(stage.scheduler.state.fleet.owners) == {0, 1}
+    assert "quarantined" in _resent(stage, "t")
 
 
-def _told_again(stage: Stage, key: str) -> str:
-    stage.say(stage.open[key], b"hooks-a")
+def _resent(stage: Stage, key: str) -> str:
+    stage.send(stage.open[key], b"hooks-a")
     return stage.moved[key].reason
 
 
@@ -132,11 +132,11 @@ def test_each_fault_doubles_the_time_until_it_is_let_in_again() -> None:
     coordinator.error = "an engine does not answer"
     stage.train("a", "t")
     stage.run(60)
-    num_faults = stage.scheduler.book.num["pipeline.quarantined"]
+    num_faults = stage.scheduler.state.counts["pipeline.quarantined"]
     assert 4 <= num_faults <= 7
     coordinator.error = ""
     stage.wait_for("t", TicketState.GRANTED, stage.settings.max_retry_s + 5)
-    assert stage.scheduler.book.tenants["a"].num_faults == 0
+    assert stage.scheduler.state.pipeline_records["a"].num_faults == 0
 
 
 def test_who_is_lost_keeps_its_gpus_and_who_was_promised_them_waits_in_his_old_place() -> None:
@@ -150,7 +150,7 @@ def test_who_is_lost_keeps_its_gpus_and_who_was_promised_them_waits_in_his_old_p
     stage.coordinators["a"].move(0, WorkerPhase.LOST)
     stage.beat()
     assert not stage.of("b").holds
-    assert list(stage.scheduler.book.state.requests) == ["b1", "c1"]
+    assert list(stage.scheduler.state.fleet.requests) == ["b1", "c1"]
     coordinator = stage.coordinators["a"]
     coordinator.is_hung = False
     coordinator.move(0, WorkerPhase.ASLEEP)
@@ -170,7 +170,7 @@ def test_one_lost_engine_fences_its_own_gpus_alone_once_the_others_are_known() -
     stage.run(3)
     assert stage.of("a").phase is PipelinePhase.QUARANTINED
     assert stage.awake("a") == []
-    assert set(stage.scheduler.book.standing) == {0}
+    assert set(stage.scheduler.state.occupants) == {0}
     stage.train("b", "t")
     stage.wait_for("t", TicketState.GRANTED)
     assert stage.of("a").phase is PipelinePhase.QUARANTINED
@@ -190,12 +190,12 @@ def test_a_silent_coordinator_is_fenced_and_the_others_go_on() -> None:
 def test_a_pipeline_whose_coordinator_was_never_heard_evicts_nobody() -> None:
     stage = generating()
     stage.pipeline("b", generation=(0, 1)).is_silent = True
-    stage.scheduler.book.links["b"].is_known = False
+    stage.scheduler.state.links["b"].is_known = False
     stage.run(stage.settings.coordinator_grace_s + 1)
     assert stage.generate("b", "b1") is TicketState.QUEUED
     stage.run(20)
     assert stage.awake("a") == [0, 1]
-    assert stage.scheduler.book.num["evictions"] == 0
+    assert stage.scheduler.state.counts["evictions"] == 0
     stage.coordinators["b"].is_silent = False
     stage.wait_for("b1", TicketState.GRANTED)
 
@@ -207,8 +207,8 @@ def test_old_news_is_not_believed() -> None:
     stage.release("a", "r", GENERATION_CLUSTER)
     stage.act()
     assert stage.state("r") is TicketState.RELEASED
-    stage.say(before, coordinator.route)
-    stage.say(WorkersResized("a", 1, before.workers), coordinator.route)
+    stage.send(before, coordinator.route)
+    stage.send(WorkersResized("a", 1, before.workers), coordinator.route)
     assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.ASLEEP}
     assert stage.of("a").phase is ADMITTED
 
@@ -219,10 +219,10 @@ def test_a_coordinator_that_was_started_again_is_believed_and_its_past_is_not() 
     again = Coordinator("a", 2, started_s=2.0)
     again.move(1, WorkerPhase.AWAKE)  # the other engine was put to sleep by hand
     stage.coordinators["a"] = again
-    stage.say(again.hello(), again.route)
+    stage.send(again.hello(), again.route)
     phases = [WorkerPhase.WAKING, WorkerPhase.AWAKE]
     assert [worker.phase for worker in stage.of("a").workers] == phases
-    stage.say(before, b"coordinator-a")
+    stage.send(before, b"coordinator-a")
     assert [worker.phase for worker in stage.of("a").workers] == phases
     stage.run(5)
     assert stage.awake("a") == [0, 1]
@@ -235,10 +235,10 @@ def test_who_starts_again_in_the_middle_of_a_resize_is_told_again_and_then_must_
     again = Coordinator("a", 2, started_s=2.0)
     stage.coordinators["a"] = again
     before = again.hello()
-    stage.say(before, again.route)
+    stage.send(before, again.route)
     stage.act()
     assert stage.state("g") is TicketState.GRANTED
-    stage.say(before, again.route)  # said before it had heard anything
+    stage.send(before, again.route)  # said before it had heard anything
     assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.AWAKE}
 
 
@@ -249,7 +249,7 @@ def test_one_that_has_forgotten_what_it_was_told_is_put_to_sleep_before_it_is_le
     stage.coordinators["a"] = again
     stage.run(stage.settings.slack_s + 8)
     assert stage.of("a").phase is ADMITTED
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 1
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 1
     assert {truth.epoch > 1 for truth in again.truths} == {True}
 
 
@@ -281,17 +281,17 @@ def test_a_coordinator_that_outlives_its_registration_is_told_newer_epochs_than_
         stage.release("a", f"r{step}", GENERATION_CLUSTER)
         stage.run(2)
     known = coordinator.truths
-    stage.say(UnregisterPipeline("leave", "a"))
+    stage.send(UnregisterPipeline("leave", "a"))
     stage.run(2)
     assert stage.answers["leave"].ok
     for key in ("register-a", "admit-a"):
-        del stage.scheduler.book.answers[key]
+        del stage.scheduler.state.answers[key]
     stage.pipeline("a", train=(), generation=(0,)).truths = known
     stage.beat()
     stage.generate("a", "again")
     stage.run(2)
     assert stage.state("again") is TicketState.GRANTED
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
 def test_an_engine_that_is_awake_from_the_start_stays_so_where_nobody_else_is() -> None:
@@ -309,16 +309,16 @@ def test_an_engine_that_is_awake_where_another_is_must_go_to_sleep() -> None:
     stage.train("a", "t")
     coordinator = stage.pipeline("b", generation=(0, 1))
     stray = msgspec.structs.replace(coordinator.truths[0], phase=WorkerPhase.AWAKE)
-    stage.say(CoordinatorHello("b", (stray, coordinator.truths[1]), 1.0), coordinator.route)
+    stage.send(CoordinatorHello("b", (stray, coordinator.truths[1]), 1.0), coordinator.route)
     assert stage.of("b").phase is QUARANTINED
-    assert [(c.rank, c.wakes) for c in coordinator.told[0].changes] == [(0, False)]
+    assert [(c.rank, c.wakes) for c in coordinator.pending_resizes[0].changes] == [(0, False)]
     stage.run(5)
     assert stage.of("b").phase is ADMITTED
 
 
 def test_workers_of_a_dead_node_are_lost_and_their_pipeline_goes_on_elsewhere() -> None:
     stage = Stage(2)
-    stage.say(JoinNode("n", "n1", 2))
+    stage.send(JoinNode("n", "n1", 2))
     stage.pipeline("a", generation=(0, 1, 2, 3))
     stage.generate("a", "g", target=4)
     stage.act()
@@ -332,7 +332,7 @@ def test_workers_of_a_dead_node_are_lost_and_their_pipeline_goes_on_elsewhere() 
     for rank in (2, 3):
         stage.coordinators["a"].move(rank, WorkerPhase.ASLEEP)
     for _ in range(8):
-        stage.say(NodeBeat("n1"))
+        stage.send(NodeBeat("n1"))
         stage.run(0.5)
     assert stage.of("a").phase is ADMITTED
     assert stage.awake("a") == [0, 1, 2, 3]
@@ -340,15 +340,15 @@ def test_workers_of_a_dead_node_are_lost_and_their_pipeline_goes_on_elsewhere() 
 
 def test_a_run_drives_its_pipeline_while_its_coordinator_is_heard() -> None:
     stage = generating()
-    assert stage.scheduler.known().driven == {"a"}
+    assert stage.scheduler.explain_context().live_coordinators == {"a"}
     stage.coordinators["a"].is_silent = True
-    stage.run(DRIVEN_S)
-    assert stage.scheduler.known().driven == frozenset()
+    stage.run(LIVE_S)
+    assert stage.scheduler.explain_context().live_coordinators == frozenset()
     stage.coordinators["a"].is_silent = False
     stage.run(1.0)
-    assert stage.scheduler.known().driven == {"a"}
-    stage.say(KillPipeline("k", "a"))
-    assert stage.scheduler.known().driven == frozenset()
+    assert stage.scheduler.explain_context().live_coordinators == {"a"}
+    stage.send(KillPipeline("k", "a"))
+    assert stage.scheduler.explain_context().live_coordinators == frozenset()
 
 
 @pytest.mark.parametrize("started_s", [float("inf"), float("-inf"), float("nan"), 1e300, -1.0])
@@ -357,6 +357,6 @@ def test_a_coordinator_that_began_at_no_time_is_refused_and_blocks_no_later_one(
 ) -> None:
     stage = Stage()
     stage.pipeline("a", generation=(0,))
-    before = stage.scheduler.book.tenants["a"].started_s
-    stage.say(CoordinatorHello("a", (), started_s), b"stranger")
-    assert stage.scheduler.book.tenants["a"].started_s == before
+    before = stage.scheduler.state.pipeline_records["a"].started_s
+    stage.send(CoordinatorHello("a", (), started_s), b"stranger")
+    assert stage.scheduler.state.pipeline_records["a"].started_s == before

@@ -1,8 +1,8 @@
 """Durable demand and progress: what opens, corrects and closes it, and what does not."""
 
 from rollmesh.scheduler.planning.state import Demand, PipelineState
-from rollmesh.scheduler.service.demands import Demands
-from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.demands import DemandTracker
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -16,7 +16,7 @@ from rollmesh.wire.scheduling import (
 from tests.unit.scheduler.service.stage import Stage
 
 
-def wanting(kind: type[Scheduler] = Scheduler) -> Stage:
+def wanting(kind: type[FleetScheduler] = FleetScheduler) -> Stage:
     """A pipeline that generates, of which nobody has reported anything."""
     stage = Stage(kind=kind)
     stage.pipeline("a")
@@ -32,22 +32,22 @@ def demand(stage: Stage) -> Demand | None:
 def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
     stage = wanting()
     assert stage.of("a").remaining == 128
-    stage.say(ReportProgress("a", "train", 1, 100, 30))
-    stage.say(ReportProgress("a", "eval", 1, 10, 0))
+    stage.send(ReportProgress("a", "train", 1, 100, 30))
+    stage.send(ReportProgress("a", "eval", 1, 10, 0))
     assert stage.of("a").remaining == 80
 
 
 def test_a_stream_that_overshoots_takes_nothing_from_another() -> None:
     stage = wanting()
-    stage.say(ReportProgress("a", "train", 1, 100, 130))
-    stage.say(ReportProgress("a", "eval", 1, 10, 4))
+    stage.send(ReportProgress("a", "train", 1, 100, 130))
+    stage.send(ReportProgress("a", "eval", 1, 10, 4))
     assert stage.of("a").remaining == 6
 
 
 def test_a_report_never_opens_a_demand() -> None:
     stage = Stage()
     stage.pipeline("a")
-    stage.say(ReportProgress("a", "train", 1, 100, 0))
+    stage.send(ReportProgress("a", "train", 1, 100, 0))
     assert demand(stage) is None
     assert not stage.of("a").progress
     assert not stage.awake("a")
@@ -55,51 +55,51 @@ def test_a_report_never_opens_a_demand() -> None:
 
 def test_the_demand_is_closed_when_all_streams_are_retired() -> None:
     stage = wanting()
-    stage.say(ReportProgress("a", "train", 1, 100, 100))
-    stage.say(ReportProgress("a", "eval", 1, 10, 0))
-    stage.say(ClearProgress("a", "train", 1))
+    stage.send(ReportProgress("a", "train", 1, 100, 100))
+    stage.send(ReportProgress("a", "eval", 1, 10, 0))
+    stage.send(ClearProgress("a", "train", 1))
     assert demand(stage) is not None
-    stage.say(ClearProgress("a", "eval", 1))
+    stage.send(ClearProgress("a", "eval", 1))
     assert demand(stage) is None
     assert not stage.kept.tables["progress"]
 
 
 def test_a_stream_whose_report_was_lost_can_be_retired() -> None:
     stage = wanting()
-    stage.say(ClearProgress("a", "train", 1))
+    stage.send(ClearProgress("a", "train", 1))
     assert demand(stage) is None
 
 
 def test_news_that_comes_late_changes_nothing() -> None:
     stage = wanting()
-    stage.say(ReportProgress("a", "train", 2, 100, 30))
+    stage.send(ReportProgress("a", "train", 2, 100, 30))
     for late in (
         ReportProgress("a", "train", 2, 100, 20),
         ReportProgress("a", "train", 1, 64, 60),
         ClearProgress("a", "train", 1),
     ):
-        stage.say(late)
+        stage.send(late)
         assert stage.of("a").remaining == 70
 
 
 def test_what_comes_late_of_a_rollout_does_not_close_the_next_ones_demand() -> None:
     stage = wanting()
-    stage.say(ReportProgress("a", "train", 1, 100, 90))
+    stage.send(ReportProgress("a", "train", 1, 100, 90))
     stage.generate("a", "g1", target=64, step=1)
     for late in (ReportProgress("a", "train", 1, 100, 99), ClearProgress("a", "train", 1)):
-        stage.say(late)
+        stage.send(late)
         assert demand(stage)
         assert stage.of("a").remaining == 64
-    stage.say(ReportProgress("a", "train", 2, 64, 10))
+    stage.send(ReportProgress("a", "train", 2, 64, 10))
     assert stage.of("a").remaining == 54
 
 
 def test_a_second_ask_of_the_same_rollout_leaves_its_progress() -> None:
     stage = wanting()
-    stage.say(ReportProgress("a", "train", 1, 128, 28))
+    stage.send(ReportProgress("a", "train", 1, 128, 28))
     stage.generate("a", "g0-again", target=128, step=0)
     assert stage.of("a").remaining == 100
-    stage.say(ClearProgress("a", "train", 1))
+    stage.send(ClearProgress("a", "train", 1))
     assert demand(stage) is None
 
 
@@ -109,13 +109,13 @@ def test_a_demand_outlives_its_asker() -> None:
     stage.generate("a", "g")
     stage.open.clear()
     stage.run(stage.settings.patience_s + 1)
-    assert stage.scheduler.book.tickets["g"].state is TicketState.WITHDRAWN
+    assert stage.scheduler.state.tickets["g"].state is TicketState.WITHDRAWN
     assert demand(stage) is not None
 
 
 def test_a_demand_is_closed_by_its_release() -> None:
     stage = wanting()
-    stage.say(ReportProgress("a", "train", 1, 100, 30))
+    stage.send(ReportProgress("a", "train", 1, 100, 30))
     stage.release("a", "r", GENERATION_CLUSTER)
     assert demand(stage) is None
     assert not stage.of("a").progress
@@ -129,7 +129,7 @@ def test_a_demand_without_an_estimate_gets_a_worker() -> None:
     assert stage.state("g") is TicketState.GRANTED
 
 
-class PlansOfNothing(Demands):
+class PlansOfNothing(DemandTracker):
     """The fault: whoever has said no number yet is overlooked (W11)."""
 
     def open(self, pipeline: PipelineState, key: str, estimate: int, step: int) -> None:
@@ -137,7 +137,7 @@ class PlansOfNothing(Demands):
             super().open(pipeline, key, estimate, step)
 
 
-class OverlooksUnknown(Scheduler):
+class OverlooksUnknown(FleetScheduler):
     DEMANDS = PlansOfNothing
 
 
@@ -153,15 +153,15 @@ def test_without_its_floor_an_unknown_demand_would_never_wake() -> None:
 def test_reports_within_a_bucket_make_no_plan_and_many_make_few() -> None:
     stage = wanting()
     stage.run(5)
-    stage.say(ReportProgress("a", "train", 1, 1000, 0))
+    stage.send(ReportProgress("a", "train", 1, 1000, 0))
     stage.run(1)
-    num = stage.scheduler.book.num
+    num = stage.scheduler.state.counts
     num_plans = num["plans"]
     for completed in range(1, 20):
-        stage.say(ReportProgress("a", "train", 1, 1000, completed))
+        stage.send(ReportProgress("a", "train", 1, 1000, completed))
     assert num["plans"] == num_plans
     for completed in range(100, 900, 20):
-        stage.say(ReportProgress("a", "train", 1, 1000, completed))
+        stage.send(ReportProgress("a", "train", 1, 1000, completed))
     assert num["plans"] == num_plans + 1
     stage.run(1)
     assert num["plans"] == num_plans + 2
@@ -170,12 +170,12 @@ def test_reports_within_a_bucket_make_no_plan_and_many_make_few() -> None:
 def test_a_rollout_that_stands_still_is_told_of_once_and_who_holds_its_gpus() -> None:
     stage = wanting()
     stage.pipeline("b", train=(0,))
-    stage.say(ReportProgress("a", "train", 1, 100, 3))
+    stage.send(ReportProgress("a", "train", 1, 100, 3))
     stage.run(stage.settings.stall_s + 2)
-    told = [note for note in stage.notes if note.event == "rollout.stalled"]
-    assert [note.pipeline_id for note in told] == ["a"]
-    assert "a/actor_infer on 0, 1, 2, 3" in told[0].detail
-    stage.say(ReportProgress("a", "train", 1, 100, 4))
+    result = [note for note in stage.notes if note.event == "rollout.stalled"]
+    assert [note.pipeline_id for note in result] == ["a"]
+    assert "a/actor_infer on 0, 1, 2, 3" in result[0].detail
+    stage.send(ReportProgress("a", "train", 1, 100, 4))
     stage.run(stage.settings.stall_s + 2)
     assert len([note for note in stage.notes if note.event == "rollout.stalled"]) == 2
 
@@ -185,10 +185,10 @@ def test_pipeline_without_any_progress_since_it_asked_is_logged_once() -> None:
     stage.run(stage.settings.stall_s - 2)
     assert not [note for note in stage.notes if note.event == "rollout.stalled"]
     stage.run(stage.settings.stall_s)
-    [told] = [note for note in stage.notes if note.event == "rollout.stalled"]
-    assert told.pipeline_id == "a"
-    assert "no first batch" in told.detail
-    assert "a/actor_infer on 0, 1, 2, 3" in told.detail
+    [result] = [note for note in stage.notes if note.event == "rollout.stalled"]
+    assert result.pipeline_id == "a"
+    assert "no first batch" in result.detail
+    assert "a/actor_infer on 0, 1, 2, 3" in result.detail
 
 
 def test_time_before_a_restart_of_the_scheduler_is_no_stall() -> None:
@@ -203,7 +203,7 @@ def test_time_before_a_restart_of_the_scheduler_is_no_stall() -> None:
 
 def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None:
     stage = wanting()
-    stage.say(ClearProgress("a", "train", 1))
+    stage.send(ClearProgress("a", "train", 1))
     stage.run(10.0)
     stage.train("a", "t0")
     stage.run(20.0)
@@ -219,15 +219,15 @@ def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None
 
 def test_of_a_run_that_is_dead_nobody_foresees_anything() -> None:
     stage = wanting()
-    stage.say(ClearProgress("a", "train", 1))
+    stage.send(ClearProgress("a", "train", 1))
     assert stage.of("a").demand_history.marks
-    stage.say(KillPipeline("kill", "a"))
+    stage.send(KillPipeline("kill", "a"))
     assert not stage.of("a").demand_history.marks
 
 
 def test_who_gives_generation_up_is_not_expected_to_ask_again() -> None:
     stage = wanting()
-    stage.say(ClearProgress("a", "train", 1))
+    stage.send(ClearProgress("a", "train", 1))
     assert stage.of("a").demand_history.marks
     stage.release("a", "r", GENERATION_CLUSTER)
     stage.run(30.0)
@@ -237,12 +237,12 @@ def test_who_gives_generation_up_is_not_expected_to_ask_again() -> None:
 
 def test_who_is_wired_hears_of_the_newest_batch_of_any_life() -> None:
     stage = wanting()
-    stage.say(ReportProgress("a", "train", 5000, 100, 30))
+    stage.send(ReportProgress("a", "train", 5000, 100, 30))
     assert stage.scheduler.demands.newest_batch("a") == 5000
     stage.release("a", "r", GENERATION_CLUSTER)
     stage.act()
     stage.begin()
     actions = stage.scheduler.step(Received(b"hooks", HooksWired("a")), stage.now_s)
-    said = [each.message for each in actions if isinstance(each, Send)]
-    assert SchedulerHello("s2", newest_batch=5000) in said
+    text = [each.message for each in actions if isinstance(each, Send)]
+    assert SchedulerHello("s2", newest_batch=5000) in text
     assert stage.scheduler.demands.newest_batch("nobody") == 0

@@ -1,4 +1,4 @@
-"""Whoever waits is told for which GPUs, who has them, and what ends it."""
+"""A waiting pipeline sees the GPUs it needs, their owners, and what ends the wait."""
 
 import msgspec
 import pytest
@@ -12,8 +12,13 @@ from rollmesh.scheduler.planning.state import (
     NodePhase,
     PipelinePhase,
 )
-from rollmesh.scheduler.service.explain import FleetView, PipelineView, view
-from rollmesh.scheduler.service.known import Known, UnderWay
+from rollmesh.scheduler.service.explain import (
+    ExplainContext,
+    FleetExplanation,
+    OpInProgress,
+    PipelineView,
+    explain_fleet,
+)
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     ClearProgress,
@@ -69,8 +74,8 @@ def wake(state: FleetState, name: str, *ranks: int) -> None:
         state.pipelines[name].workers[rank].phase = WorkerPhase.AWAKE
 
 
-def told(state: FleetState, name: str, known: Known | None = None) -> PipelineView:
-    (only,) = view(state, known or Known(), name).pipelines
+def result(state: FleetState, name: str, known: ExplainContext | None = None) -> PipelineView:
+    (only,) = explain_fleet(state, known or ExplainContext(), name).pipelines
     return only
 
 
@@ -79,13 +84,13 @@ def test_each_missing_gpu_names_who_has_it_since_when(state: FleetState) -> None
     state.now_s = 104.0
     ask(state, "math", 1)
     state.now_s = 107.5
-    math = told(state, "math", Known(reserve_after_s=30.0))
+    math = result(state, "math", ExplainContext(reserve_after_s=30.0))
     (wait,) = math.waits
     assert (wait.cluster, wait.priority, wait.for_s) == ("actor_train", "actor_training", 3.5)
     assert wait.missing == {0: "code generation worker 0, awake for 7.5 s"}
-    assert wait.until == "their holders release them; after 26.5 s more nothing may bypass it"
+    assert wait.until == "their owners release them; after 26.5 s more no request may bypass it"
     assert "  GPU 0: code generation worker 0, awake for 7.5 s" in math.lines
-    assert told(state, "code").lines[-1] == "waits for nothing"
+    assert result(state, "code").lines[-1] == "waits for nothing"
 
 
 def test_a_fixed_holder_is_named_by_its_cluster(state: FleetState) -> None:
@@ -94,8 +99,8 @@ def test_a_fixed_holder_is_named_by_its_cluster(state: FleetState) -> None:
     apply(state, Grant(ask(state, "third", 1, "critic")))
     state.now_s = 109.0
     ask(state, "math", 2)
-    assert told(state, "math").waits[0].missing == {1: "third critic, for 9.0 s"}
-    assert "has critic on GPUs 1 2, 9.0 s" in told(state, "third").lines
+    assert result(state, "math").waits[0].missing == {1: "third critic, for 9.0 s"}
+    assert "has critic on GPUs 1 2, 9.0 s" in result(state, "third").lines
 
 
 def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: FleetState) -> None:
@@ -104,8 +109,8 @@ def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: Flee
     ask(state, "third", 1, "critic")
     ask(state, "code", 2)
     ask(state, "math", 3)
-    until = told(state, "math", Known(reserve_after_s=0.0)).waits[0].until
-    assert "before it comes third critic; nothing new may bypass it" in until
+    until = result(state, "math", ExplainContext(reserve_after_s=0.0)).waits[0].until
+    assert "third critic first; no new request may bypass it" in until
     assert "code" not in until
 
 
@@ -115,10 +120,10 @@ def test_the_line_is_told_as_the_planner_has_it(state: FleetState) -> None:
     ask(state, "third", 1, "reference", GpuPriority.REF_LOG_PROBS)
     state.now_s = 110.0
     ask(state, "math", 2)
-    patient, short = Known(reserve_after_s=60.0), Known(reserve_after_s=5.0)
-    assert "before it comes math actor_train" in told(state, "third", patient).waits[0].until
-    assert "before it comes" not in told(state, "math", patient).waits[0].until
-    assert "before it comes third reference" in told(state, "math", short).waits[0].until
+    patient, short = ExplainContext(reserve_after_s=60.0), ExplainContext(reserve_after_s=5.0)
+    assert "math actor_train first" in result(state, "third", patient).waits[0].until
+    assert "before it comes" not in result(state, "math", patient).waits[0].until
+    assert "third reference first" in result(state, "math", short).waits[0].until
 
 
 def test_a_promise_waits_for_those_who_go_to_sleep_there(state: FleetState) -> None:
@@ -126,9 +131,9 @@ def test_a_promise_waits_for_those_who_go_to_sleep_there(state: FleetState) -> N
     key = ask(state, "math", 1)
     apply(state, Shrink("code", 0, key))
     apply(state, Grant(key))
-    under_way = (
-        UnderWay(pipeline_id="math", cluster="actor_train", stage="planned", since_s=100.0),
-        UnderWay(
+    in_progress = (
+        OpInProgress(pipeline_id="math", cluster="actor_train", stage="planned", since_s=100.0),
+        OpInProgress(
             pipeline_id="code",
             cluster=GENERATION_CLUSTER,
             rank=0,
@@ -138,14 +143,14 @@ def test_a_promise_waits_for_those_who_go_to_sleep_there(state: FleetState) -> N
         ),
     )
     state.now_s = 101.0
-    math = told(state, "math", Known(under_way=under_way))
+    math = result(state, "math", ExplainContext(in_progress=in_progress))
     (wait,) = math.waits
     assert wait.until == "they are clear: it is promised them (planned)"
     assert wait.missing == {
         0: "code generation worker 0 goes to sleep (sent 1.0 s ago, at most 59.0 s more)"
     }
     assert not any(line.startswith("has ") for line in math.lines)
-    assert any(line.startswith("has actor_train") for line in told(state, "math").lines)
+    assert any(line.startswith("has actor_train") for line in result(state, "math").lines)
 
 
 def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(
@@ -156,10 +161,10 @@ def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(
     math.demand = Demand(key="k", estimate=64, opened_s=100.0)
     math.waiting_s, math.credit_gpu_s = 100.0, 12.0
     state.now_s = 102.0
-    seen = told(state, "math", Known(again_s=105.0))
+    seen = result(state, "math", ExplainContext(again_s=105.0))
     (wait,) = seen.waits
     assert wait.cluster == GENERATION_CLUSTER
-    assert wait.until.endswith("looked at again in 3.0 s at the latest")
+    assert wait.until.endswith("planned again within 3.0 s")
     assert len(wait.missing) == 4
     assert "generates 64 rollouts more on 0 of 4 workers, owed 12.0 GPU seconds" in seen.lines
 
@@ -168,8 +173,8 @@ def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(
     ("phase", "until"),
     [
         (PipelinePhase.REGISTERED, "it is admitted: rollmesh scheduler admit"),
-        (PipelinePhase.QUARANTINED, "its coordinator says again how its workers are"),
-        (PipelinePhase.LEAVING, "never: it is leaving"),
+        (PipelinePhase.QUARANTINED, "its coordinator reports all workers again"),
+        (PipelinePhase.LEAVING, "never: the pipeline is leaving"),
     ],
 )
 def test_a_pipeline_that_gets_nothing_is_told_why(
@@ -177,7 +182,7 @@ def test_a_pipeline_that_gets_nothing_is_told_why(
 ) -> None:
     ask(state, "math", 1)
     state.pipelines["math"].phase = phase
-    seen = told(state, "math", Known(faults={"math": "no answer to a resize for 60 s"}))
+    seen = result(state, "math", ExplainContext(faults={"math": "no answer to a resize for 60 s"}))
     assert seen.waits[0].until == until
     assert seen.lines[0] == f"math: {phase}: no answer to a resize for 60 s"
 
@@ -187,30 +192,35 @@ def test_gpus_that_nobody_may_have_say_why(state: FleetState) -> None:
     state.pipelines["code"].workers[0].phase = WorkerPhase.LOST
     state.nodes["a"].phase = NodePhase.DRAINING
     ask(state, "math", 1)
-    missing = told(state, "math").waits[0].missing
-    assert missing[0].endswith(", fenced until its coordinator tells; its node a is draining")
+    missing = result(state, "math").waits[0].missing
+    assert missing[0].endswith(", fenced until its coordinator reports; its node a is draining")
     assert missing[1] == "its node a is draining"
 
 
 def test_the_fleet_is_told_whole_and_an_unknown_name_is_refused(state: FleetState) -> None:
     wake(state, "code", 3)
-    seen = view(state, Known(policy="fair", scheduler="i1", troubles=("a plan failed",)))
+    seen = explain_fleet(
+        state, ExplainContext(policy="fair", scheduler="i1", problems=("a plan failed",))
+    )
     assert [each.pipeline_id for each in seen.pipelines] == ["math", "code"]
     assert (seen.num_free, seen.policy, seen.troubles) == (3, "fair", ("a plan failed",))
-    assert view(state, Known(), "maths").error == "no pipeline 'maths'; math, code known"
+    assert (
+        explain_fleet(state, ExplainContext(), "maths").error
+        == "no pipeline 'maths'; math, code known"
+    )
 
 
 def test_a_view_goes_through_json_as_it_is(state: FleetState) -> None:
     ask(state, "math", 1)
-    seen = view(state, Known())
-    assert msgspec.json.decode(msgspec.json.encode(seen), type=FleetView) == seen
+    seen = explain_fleet(state, ExplainContext())
+    assert msgspec.json.decode(msgspec.json.encode(seen), type=FleetExplanation) == seen
 
 
 # a whole scheduler, in each state that a pipeline may be in
 
 
 def lines(stage: Stage, name: str) -> list[str]:
-    return list(told(stage.scheduler.book.state, name, stage.scheduler.known()).lines)
+    return list(result(stage.scheduler.state.fleet, name, stage.scheduler.explain_context()).lines)
 
 
 def test_a_pipeline_that_is_there_and_wants_nothing() -> None:
@@ -223,7 +233,7 @@ def test_a_pipeline_that_is_there_and_wants_nothing() -> None:
     ]
     stage.coordinators["a"].is_silent = True
     stage.run(5.0)
-    assert lines(stage, "a")[1] == "no run drives it: its coordinator is not heard"
+    assert lines(stage, "a")[1] == "no run uses it: its coordinator is not connected"
 
 
 def test_engines_of_which_nobody_has_told_yet() -> None:
@@ -232,14 +242,16 @@ def test_engines_of_which_nobody_has_told_yet() -> None:
     stage.begin()
     stage.generate("a", "g")
     stage.run(stage.settings.settle_s + 1.0)
-    said = lines(stage, "a")
-    assert said[1] == "no run drives it: its coordinator is not heard"
-    assert any(line.startswith("  until one of workers 0 1 has woken (planned") for line in said)
-    assert not any("the next plan decides" in line for line in said), "it has"
+    text = lines(stage, "a")
+    assert text[1] == "no run uses it: its coordinator is not connected"
+    assert any(line.startswith("  until one of workers 0 1 has woken (planned") for line in text)
+    assert not any("the next plan decides" in line for line in text), "it has"
     stage.run(stage.settings.coordinator_grace_s)
-    said = lines(stage, "a")
-    assert said[0].startswith("a: quarantined: its coordinator is silent for ")
-    assert any(line.startswith("  until its coordinator says again how its w") for line in said)
+    text = lines(stage, "a")
+    assert text[0].startswith("a: quarantined: its coordinator is silent for ")
+    assert any(
+        line.startswith("  until its coordinator reports all workers again") for line in text
+    )
 
 
 def test_a_wake_that_waits_for_those_who_sleep_there() -> None:
@@ -254,13 +266,13 @@ def test_a_wake_that_waits_for_those_who_sleep_there() -> None:
     stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g2", target=0)
     stage.run(QUICK.hold_s + 5.0)
-    said = lines(stage, "a")
+    text = lines(stage, "a")
     limit = "at most 17.0 s more"
-    assert said[1].startswith("generates an unknown number of rollouts more on 0 of 2 workers; ")
-    assert "waits for actor_infer (generation) since 5.0 s" in said
-    assert any(line.startswith("  until one of worker 0 has woken (planned") for line in said)
+    assert text[1].startswith("generates an unknown number of rollouts more on 0 of 2 workers; ")
+    assert "waits for actor_infer (generation) since 5.0 s" in text
+    assert any(line.startswith("  until one of worker 0 has woken (planned") for line in text)
     gpu = "  GPU 0: b generation worker 0 goes to sleep (sent 5.0 s ago, " + limit + ")"
-    assert gpu in said
+    assert gpu in text
     assert f"; 0 goes to sleep (sent 5.0 s ago, {limit})" in lines(stage, "b")[1]
     stage.coordinators["b"].is_hung = False
     stage.run(1.0)
@@ -272,10 +284,10 @@ def test_a_quota_that_is_full() -> None:
     stage.pipeline("a", max_gpus=2)
     stage.generate("a", "g")
     stage.act()
-    said = lines(stage, "a")
-    assert said[1].startswith("generates 16 rollouts more on 2 of 4 workers (ranks ")
-    assert said[1].endswith("; no more than max_gpus = 2")
-    assert said[-1] == "waits for nothing"
+    text = lines(stage, "a")
+    assert text[1].startswith("generates 16 rollouts more on 2 of 4 workers (ranks ")
+    assert text[1].endswith("; no more than max_gpus = 2")
+    assert text[-1] == "waits for nothing"
 
 
 def test_a_quarantine_without_an_ask_says_until_what() -> None:
@@ -283,10 +295,10 @@ def test_a_quarantine_without_an_ask_says_until_what() -> None:
     coordinator = stage.pipeline("a", generation=(0, 1))
     coordinator.move(0, WorkerPhase.LOST)
     stage.beat()
-    said = lines(stage, "a")
-    assert said[0] == "a: quarantined: worker 0 is lost: nobody knows why"
-    assert said[-1] == (
-        "gets no GPU until its coordinator says again how its workers are; in 1.0 s at the earliest"
+    text = lines(stage, "a")
+    assert text[0] == "a: quarantined: worker 0 is lost: unknown reason"
+    assert text[-1] == (
+        "gets no GPU until its coordinator reports all workers again; in 1.0 s or later"
     )
     coordinator.move(0, WorkerPhase.ASLEEP)
     stage.run(3.0)
@@ -297,9 +309,9 @@ def test_a_pipeline_that_leaves_says_what_its_trainer_still_has() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1))
     stage.train("a", "t")
-    stage.say(UnregisterPipeline("u", "a"))
-    told = "is forgotten when its workers are asleep, and actor_train is given up"
-    assert lines(stage, "a")[-1] == told
+    stage.send(UnregisterPipeline("u", "a"))
+    result = "is removed when its workers are asleep, and actor_train is released"
+    assert lines(stage, "a")[-1] == result
 
 
 def test_a_pipeline_that_is_registered_or_leaves_says_until_what() -> None:
@@ -308,10 +320,10 @@ def test_a_pipeline_that_is_registered_or_leaves_says_until_what() -> None:
     stage.generate("a", "g")
     stage.act()
     stage.coordinators["a"].is_hung = True
-    stage.say(UnregisterPipeline("u", "a"))
-    assert lines(stage, "a")[-1] == "is forgotten when its workers are asleep"
+    stage.send(UnregisterPipeline("u", "a"))
+    assert lines(stage, "a")[-1] == "is removed when its workers are asleep"
     stage.pipeline("b", generation=(0, 1))
-    stage.say(KillPipeline("k", "b"))
+    stage.send(KillPipeline("k", "b"))
     assert lines(stage, "b")[-1] == ("gets no GPU until it is admitted: rollmesh scheduler admit")
 
 
@@ -322,7 +334,7 @@ def test_generation_that_is_given_up_is_told_until_all_sleep() -> None:
     stage.act()
     stage.coordinators["a"].is_hung = True
     stage.release("a", "r", GENERATION_CLUSTER)
-    assert lines(stage, "a")[1].startswith("gives generation up; 0 of 2 workers are still awake; 0")
+    assert lines(stage, "a")[1].startswith("releases generation; 0 of 2 workers are still awake; 0")
     stage.coordinators["a"].is_hung = False
     stage.run(1.0)
     assert lines(stage, "a")[1] == "wants no generation; 0 of 2 workers awake"
@@ -334,26 +346,26 @@ def test_when_it_is_expected_to_ask_is_told_of_one_whose_habits_are_known() -> N
     for step, when in ((0, ""), (1, ", and is expected to in 60.0 s")):
         stage.generate("a", f"g{step}", step=step)
         stage.act()
-        stage.say(ClearProgress("a", "train", step))
+        stage.send(ClearProgress("a", "train", step))
         assert lines(stage, "a")[1].startswith(f"wants no generation{when}; ")
         stage.run(60.0)
 
 
 def test_a_node_that_drains_or_is_down_is_what_is_waited_for() -> None:
     stage = Stage(0)
-    stage.say(JoinNode("j", "n1", 2))
+    stage.send(JoinNode("j", "n1", 2))
     stage.pipeline("a", generation=(0, 1))
-    stage.say(DrainNode("d", "n1"))
+    stage.send(DrainNode("d", "n1"))
     stage.train("a", "t")
     stage.generate("a", "g")
     undo = "  until node n1 is used again (rollmesh scheduler drain n1 --undo)"
     assert sum(line.startswith(undo) for line in lines(stage, "a")) == 2
     assert lines(stage, "a").count("  GPU 0: its node n1 is draining") == 2
     stage.run(stage.settings.node_grace_s + 1)
-    said = lines(stage, "a")
-    assert sum(line.startswith("  until node n1 is up again") for line in said) == 2
-    stage.say(NodeBeat("n1"))
-    stage.say(UndrainNode("u", "n1"))
+    text = lines(stage, "a")
+    assert sum(line.startswith("  until node n1 is up again") for line in text) == 2
+    stage.send(NodeBeat("n1"))
+    stage.send(UndrainNode("u", "n1"))
     stage.act()
     assert not any("its node" in line for line in lines(stage, "a"))
     assert stage.state("t") is TicketState.GRANTED
@@ -368,11 +380,11 @@ def test_a_cluster_that_waited_long_is_not_bypassed() -> None:
     stage.train("a", "t2")
     assert lines(stage, "a")[2:] == [
         "waits for actor_train (actor_training) since 0.0 s",
-        "  until their holders release them; after 8.0 s more nothing may bypass it",
+        "  until their owners release them; after 8.0 s more no request may bypass it",
         "  GPU 0: b actor_train, for 0.0 s",
     ]
     stage.run(9.0)
-    assert "  until their holders release them; nothing new may bypass it" in lines(stage, "a")
+    assert "  until their owners release them; no new request may bypass it" in lines(stage, "a")
     stage.release("b", "r")
     stage.act()
     assert lines(stage, "a") == [

@@ -2,14 +2,13 @@
 
 from rollmesh.scheduler.planning.plan import Expand, Grant
 from rollmesh.scheduler.planning.state import FIXED, ClusterRequest, Owner
-from rollmesh.scheduler.service.actions import Happened
-from rollmesh.scheduler.service.records import IntentKind, IntentPhase
+from rollmesh.scheduler.service.records import HistoryRow, IntentKind, IntentPhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhase
 from tests.unit.scheduler.service.stage import TRAIN, Stage
 
 
 def phases(stage: Stage) -> list[tuple[str, IntentKind, int, IntentPhase]]:
-    intents = stage.scheduler.book.intents.values()
+    intents = stage.scheduler.state.intents.values()
     return [(each.pipeline_id, each.kind, each.rank, each.phase) for each in intents]
 
 
@@ -31,13 +30,13 @@ def test_a_grant_waits_for_the_sleep_that_it_was_planned_with() -> None:
         ("a", IntentKind.SLEEP, 0, IntentPhase.SENT),
         ("b", IntentKind.GRANT, FIXED, IntentPhase.PLANNED),
     ]
-    book = stage.scheduler.book
-    assert book.state.owners[0] == Owner("b", TRAIN, FIXED)
-    assert book.standing[0] == Owner("a", GENERATION_CLUSTER, 0)
+    state = stage.scheduler.state
+    assert state.fleet.owners[0] == Owner("b", TRAIN, FIXED)
+    assert state.occupants[0] == Owner("a", GENERATION_CLUSTER, 0)
     stage.coordinators["a"].is_hung = False
     stage.act()
     assert phases(stage) == []
-    assert book.standing[0] == Owner("b", TRAIN, FIXED)
+    assert state.occupants[0] == Owner("b", TRAIN, FIXED)
     assert stage.state("t") is TicketState.GRANTED
 
 
@@ -45,7 +44,7 @@ def test_each_intent_ends_in_one_of_two_ways_and_is_counted() -> None:
     stage = handing_over()
     stage.coordinators["a"].is_hung = False
     stage.act()
-    num = stage.scheduler.book.num
+    num = stage.scheduler.state.counts
     assert (num["intents_committed"], num["intents_failed"], num["evictions"]) == (4, 0, 1)
     assert stage.kept.tables["intents"] == {}
 
@@ -58,16 +57,16 @@ def test_what_pipelines_do_of_their_own_is_no_eviction() -> None:
     stage.release("a", "r", GENERATION_CLUSTER)
     stage.act()
     assert stage.state("r") is TicketState.RELEASED
-    assert stage.scheduler.book.num["evictions"] == 0
+    assert stage.scheduler.state.counts["evictions"] == 0
 
 
 def test_a_broken_promise_gives_back_the_place_and_its_age() -> None:
     stage = handing_over()
-    request = next(i.request for i in stage.scheduler.book.intents.values() if i.request)
+    request = next(i.request for i in stage.scheduler.state.intents.values() if i.request)
     stage.run(3)
     stage.coordinators["a"].move(0, WorkerPhase.LOST)
     stage.beat()
-    assert stage.scheduler.book.state.requests == {"t": request}
+    assert stage.scheduler.state.fleet.requests == {"t": request}
     assert isinstance(request, ClusterRequest)
     assert request.asked_s < stage.now_s - 2
     assert [kind for _, kind, _, _ in phases(stage)] == [IntentKind.SLEEP], "of what is not lost"
@@ -79,9 +78,9 @@ def test_the_past_tells_who_stood_where_and_when() -> None:
     stage.coordinators["a"].is_hung = False
     stage.act()
     stage.release("b", "r")
-    past = [row for row in stage.rows if isinstance(row, Happened)]
-    told = [(row.pipeline_id, row.cluster, row.rank, row.phase) for row in past if row.gpu == 0]
-    assert told[:5] == [
+    past = [row for row in stage.rows if isinstance(row, HistoryRow)]
+    result = [(row.pipeline_id, row.cluster, row.rank, row.phase) for row in past if row.gpu == 0]
+    assert result[:5] == [
         ("a", GENERATION_CLUSTER, 0, "waking"),
         ("a", GENERATION_CLUSTER, 0, "awake"),
         ("a", GENERATION_CLUSTER, 0, "sleeping"),
@@ -95,8 +94,8 @@ def test_the_past_tells_who_stood_where_and_when() -> None:
 def test_plans_of_the_planner_are_promised_as_they_are() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(0,), generation=(0, 1))
-    book, intents = stage.scheduler.book, stage.scheduler.intents
-    book.state.requests["t"] = ClusterRequest(
+    state, intents = stage.scheduler.state, stage.scheduler.intents
+    state.fleet.requests["t"] = ClusterRequest(
         key="t", pipeline_id="a", cluster=TRAIN, priority=1, seq=1, asked_s=0.0
     )
     intents.promise(Grant("t"))

@@ -1,4 +1,5 @@
-"""The journal on the disk: all of a transaction or none, one owner, a bounded past."""
+"""The journal stores all rows of a step or none, and names what is wrong with a file that it cannot
+use."""
 
 import os
 import sqlite3
@@ -8,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import ConfigError, JournalDamaged, JournalError
-from rollmesh.scheduler.service.actions import Drop, Happened, Put
-from rollmesh.scheduler.service.journal import FILE_NAME, Journal
+from rollmesh.scheduler.service.journal import FILE_NAME, SqliteJournal
+from rollmesh.scheduler.service.records import (
+    CounterRecord,
+    DropRow,
+    HistoryRow,
+    Intent,
+    IntentKind,
+    JournalTables,
+    PutRow,
+    TicketRecord,
+)
+from rollmesh.wire.scheduling import TicketState
 from tests.disks import full_disk
 
 
@@ -22,12 +33,14 @@ def history(folder: Path) -> list[tuple[object, ...]]:
 
 
 def test_what_was_kept_is_found_and_what_was_dropped_is_not(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "new" / "folder")
+    journal = SqliteJournal(tmp_path / "new" / "folder")
     assert journal.load() is None
-    journal.keep([Put("tickets", "k1", b"one"), Put("tickets", "k2", b"two")])
-    journal.keep([Put("tickets", "k1", b"again"), Drop("tickets", "k2"), Put("nodes", "n", b"n")])
+    journal.keep([PutRow("tickets", "k1", b"one"), PutRow("tickets", "k2", b"two")])
+    journal.keep(
+        [PutRow("tickets", "k1", b"again"), DropRow("tickets", "k2"), PutRow("nodes", "n", b"n")]
+    )
     journal.close()
-    again = Journal(tmp_path / "new" / "folder")
+    again = SqliteJournal(tmp_path / "new" / "folder")
     revived = again.load()
     assert revived
     assert revived.tables["tickets"] == {"k1": b"again"}
@@ -36,11 +49,11 @@ def test_what_was_kept_is_found_and_what_was_dropped_is_not(tmp_path: Path) -> N
 
 
 def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    wrong = Put("tickets", "k2", None)  # type: ignore[arg-type]  # which SQLite refuses
+    journal = SqliteJournal(tmp_path)
+    wrong = PutRow("tickets", "k2", None)  # type: ignore[arg-type]  # which SQLite refuses
     with pytest.raises(JournalError, match="cannot be written"):
-        journal.keep([Put("tickets", "k1", b"one"), wrong])
-    journal.keep([Put("nodes", "n", b"n")])
+        journal.keep([PutRow("tickets", "k1", b"one"), wrong])
+    journal.keep([PutRow("nodes", "n", b"n")])
     revived = journal.load()
     assert revived
     assert revived.tables["tickets"] == {}
@@ -48,19 +61,19 @@ def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_journal_has_one_owner_and_any_number_of_readers(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    with pytest.raises(ConfigError, match="another scheduler has this journal"):
-        Journal(tmp_path)
-    journal.keep([Happened(1.0, 3, "a", "actor_train", -1, "held")])
+    journal = SqliteJournal(tmp_path)
+    with pytest.raises(ConfigError, match="another scheduler uses it"):
+        SqliteJournal(tmp_path)
+    journal.keep([HistoryRow(1.0, 3, "a", "actor_train", -1, "held")])
     assert history(tmp_path) == [(1.0, 3, "a", "actor_train", -1, "held")]
     journal.close()
-    Journal(tmp_path).close()
+    SqliteJournal(tmp_path).close()
 
 
 def test_the_past_is_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, max_history=10)
+    journal = SqliteJournal(tmp_path, max_history=10)
     for number in range(100):
-        journal.keep([Happened(float(number), 0, "", "", -1, "free")])
+        journal.keep([HistoryRow(float(number), 0, "", "", -1, "free")])
     journal.close()
     kept = [row[0] for row in history(tmp_path)]
     assert len(kept) <= 20
@@ -69,51 +82,51 @@ def test_the_past_is_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
 
 def test_what_is_no_journal_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"not a database" * 100)
-    with pytest.raises(JournalDamaged, match="is no scheduler's journal"):
-        Journal(tmp_path)
+    with pytest.raises(JournalDamaged, match="is not a scheduler's journal"):
+        SqliteJournal(tmp_path)
     (tmp_path / FILE_NAME).unlink()
-    Journal(tmp_path).close()
+    SqliteJournal(tmp_path).close()
     database = sqlite3.connect(tmp_path / FILE_NAME)
     database.execute("PRAGMA user_version = 99")
     database.close()
     with pytest.raises(JournalDamaged, match="its schema is 99"):
-        Journal(tmp_path)
+        SqliteJournal(tmp_path)
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name another folder"):
-        Journal(tmp_path / "file")
+        SqliteJournal(tmp_path / "file")
 
 
 def test_a_page_that_was_scribbled_over_is_found_when_it_is_opened(tmp_path: Path) -> None:
     """Else nothing could be written later, and nothing would be done for ever."""
-    rows = [Happened(float(at), 0, "a", "c", 0, "awake") for at in range(2000)]
-    with closing(Journal(tmp_path)) as journal:
+    rows = [HistoryRow(float(at), 0, "a", "c", 0, "awake") for at in range(2000)]
+    with closing(SqliteJournal(tmp_path)) as journal:
         journal.keep(rows)
     raw = bytearray((tmp_path / FILE_NAME).read_bytes())
     raw[len(raw) // 2 : len(raw) // 2 + 4096] = bytes(range(256)) * 16
     (tmp_path / FILE_NAME).write_bytes(raw)
-    with pytest.raises(JournalDamaged, match="is no scheduler's journal"):
-        Journal(tmp_path)
+    with pytest.raises(JournalDamaged, match="is not a scheduler's journal"):
+        SqliteJournal(tmp_path)
 
 
 def test_a_folder_where_its_file_should_be_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
-    with pytest.raises(JournalDamaged, match="is no scheduler's journal"):
-        Journal(tmp_path)
+    with pytest.raises(JournalDamaged, match="is not a scheduler's journal"):
+        SqliteJournal(tmp_path)
     (tmp_path / FILE_NAME).rmdir()
-    Journal(tmp_path).close()  # nobody has its lock
+    SqliteJournal(tmp_path).close()  # nobody has its lock
 
 
 def test_a_full_disk_is_told_from_a_damaged_journal(tmp_path: Path) -> None:
     with full_disk(1024), pytest.raises(JournalError, match="cannot be written") as caught:
-        Journal(tmp_path)
+        SqliteJournal(tmp_path)
     assert not isinstance(caught.value, JournalDamaged)
 
 
 def test_journal_that_is_closed_twice_leaves_a_file_opened_since_alone(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = SqliteJournal(tmp_path / "journal")
     journal.close()
     with (tmp_path / "other").open("wb") as other:
         journal.close()
@@ -125,8 +138,8 @@ def test_a_journal_is_its_users_alone_also_one_that_was_open_to_others(tmp_path:
     for _ in range(2):
         before = os.umask(0o022)
         try:
-            with closing(Journal(folder)) as journal:
-                journal.keep([Put("tickets", "k", b"raw")])
+            with closing(SqliteJournal(folder)) as journal:
+                journal.keep([PutRow("tickets", "k", b"raw")])
                 modes = {each.name: each.stat().st_mode & 0o777 for each in folder.iterdir()}
         finally:
             os.umask(before)
@@ -135,3 +148,35 @@ def test_a_journal_is_its_users_alone_also_one_that_was_open_to_others(tmp_path:
         assert folder.stat().st_mode & 0o777 == 0o700
         folder.chmod(0o755)
         (folder / FILE_NAME).chmod(0o644)
+
+
+def test_rows_are_kept_as_a_journal_keeps_them() -> None:
+    kept = JournalTables()
+    kept.keep([PutRow("tickets", "a", b"1"), HistoryRow(1.0, 0, "", "", -1, "free")])
+    kept.keep([PutRow("tickets", "a", b"2"), PutRow("nodes", "n", b"3"), DropRow("tickets", "b")])
+    assert kept.tables == {"tickets": {"a": b"2"}, "nodes": {"n": b"3"}}
+    kept.keep([DropRow("tickets", "a")])
+    assert kept.tables["tickets"] == {}
+
+
+def test_a_record_that_is_none_is_named() -> None:
+    with pytest.raises(JournalDamaged, match="table tickets cannot be read"):
+        JournalTables({"tickets": {"a": b"\xc1"}}).read("tickets", TicketRecord)
+    assert JournalTables().read("numbers", CounterRecord) == []
+
+
+def test_a_ticket_is_open_until_its_last_state() -> None:
+    ticket = TicketRecord(key="k", pipeline_id="a", cluster="actor_train", asked_s=0.0)
+    opened = set()
+    for state in TicketState:
+        ticket.state = state
+        if ticket.is_open:
+            opened.add(state)
+    assert opened == {TicketState.QUEUED, TicketState.OFFERED, TicketState.GRANTED}
+
+
+def test_an_intent_that_is_not_sent_is_never_late() -> None:
+    intent = Intent(
+        intent_id=1, kind=IntentKind.WAKE, pipeline_id="a", cluster="actor_infer", planned_s=0.0
+    )
+    assert intent.until_s == float("inf")

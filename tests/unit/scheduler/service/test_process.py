@@ -9,10 +9,10 @@ import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
 from rollmesh.scheduler.planning.policies.fair import Fair
-from rollmesh.scheduler.service.actions import Row
-from rollmesh.scheduler.service.face import board_of
-from rollmesh.scheduler.service.journal import Journal
-from rollmesh.scheduler.service.process import ServiceAsk, ServiceLoop, open_hub
+from rollmesh.scheduler.service.journal import SqliteJournal
+from rollmesh.scheduler.service.process import ServiceLoop, ServiceOptions, open_hub
+from rollmesh.scheduler.service.records import Row
+from rollmesh.scheduler.service.status import snapshots_of
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage
@@ -37,7 +37,7 @@ NODE = JoinNode("file-n0", "n0", 2, (), beats=False)
 SPEC = PipelineSpec(pipeline_id="a", clusters={"actor_train": (0,)}, generation=())
 
 
-class FullDisk(Journal):
+class FullDisk(SqliteJournal):
     """It refuses what is written, as long as it is full."""
 
     is_full = False
@@ -52,13 +52,13 @@ class Life:
     """A scheduler's process, but for its process."""
 
     def __init__(self, folder: Path, clock: FakeClock) -> None:
-        ask = ServiceAsk(
+        ask = ServiceOptions(
             bind="tcp://127.0.0.1:0", http_bind="127.0.0.1:0", journal=folder, policy=Fair()
         )
         self.clock = clock
         self.hub = open_hub(ask.bind)
         self.journal = FullDisk(folder)
-        self.loop = ServiceLoop(ask, self.hub, self.journal, board_of(clock), clock)
+        self.loop = ServiceLoop(ask, self.hub, self.journal, snapshots_of(clock), clock)
         self.dialer = Dialer(self.hub.address, "test")
 
     def ask(self, message: AnyMessage, kind: type[AnyMessage]) -> AnyMessage:
@@ -107,7 +107,7 @@ def test_what_was_granted_is_held_over_lives(tmp_path: Path) -> None:
         second = life.ask(HooksWired("a"), SchedulerHello)
         assert first != second
         assert granted(life, "k").state is TicketState.GRANTED
-        assert life.loop.scheduler.book.numbers.num_lives == 2
+        assert life.loop.scheduler.state.numbers.num_incarnations == 2
 
 
 def test_it_does_not_spin_while_it_may_not_plan_yet(tmp_path: Path) -> None:
@@ -122,20 +122,20 @@ def test_it_does_not_spin_while_it_may_not_plan_yet(tmp_path: Path) -> None:
         life.dialer.send(Packet(ReportProgress("a", "train", 1, 8, 4)))
         life.ask(HooksWired("a"), SchedulerHello)
         life.loop.turn()
-        assert life.loop.scheduler.book.again_s <= life.loop.scheduler.book.now_s
+        assert life.loop.scheduler.state.again_s <= life.loop.scheduler.state.now_s
         assert life.loop.idle_s() > 0.0
 
 
 def test_its_time_does_not_run_back_over_lives(tmp_path: Path) -> None:
     with closing(begin(tmp_path, now_s=1000.0)) as life:
         life.loop.turn()
-        before_s = life.loop.scheduler.book.now_s
+        before_s = life.loop.scheduler.state.now_s
     with closing(begin(tmp_path, now_s=10.0)) as life:
         life.loop.turn()
-        assert life.loop.scheduler.book.now_s >= before_s
+        assert life.loop.scheduler.state.now_s >= before_s
         life.clock.advance(5.0)
         life.loop.turn()
-        assert life.loop.scheduler.book.now_s >= before_s + 5.0
+        assert life.loop.scheduler.state.now_s >= before_s + 5.0
 
 
 def test_nothing_is_sent_before_its_rows_are_on_the_disk(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_nothing_is_sent_before_its_rows_are_on_the_disk(tmp_path: Path) -> None
         life.ask(RegisterPipeline("r", SPEC), SchedulerAnswered)
         life.journal.is_full = True
         life.dialer.send(Packet(AdmitPipeline("ad", "a")))
-        while not life.loop.scheduler.book.answers.get("ad"):
+        while not life.loop.scheduler.state.answers.get("ad"):
             wait([life.hub], None, 0.05)
             life.loop.turn()
         life.dialer.send(Packet(HooksWired("a")))
@@ -151,22 +151,22 @@ def test_nothing_is_sent_before_its_rows_are_on_the_disk(tmp_path: Path) -> None
         life.loop.turn()
         assert not list(life.dialer.receive())
         assert life.loop.idle_s() > 0.0
-        assert life.loop.hears() == []  # or it would spin on what waits to be heard
+        assert life.loop.poll_hubs() == []  # or it would spin on what waits to be heard
         life.journal.is_full = False
-        told = life.heard()
-        assert next(told) == SchedulerAnswered("ad", True)
-        assert isinstance(next(told), SchedulerHello)
-        assert life.loop.hears() == [life.hub]
+        result = life.heard()
+        assert next(result) == SchedulerAnswered("ad", True)
+        assert isinstance(next(result), SchedulerHello)
+        assert life.loop.poll_hubs() == [life.hub]
 
 
 def test_a_node_that_has_changed_is_named_at_the_start(tmp_path: Path) -> None:
     begin(tmp_path).close()
-    said = pytest.raises(ConfigError, match="'n0' had 2 GPUs and comes back with 3")
-    with closing(Life(tmp_path, FakeClock())) as life, said:
+    text = pytest.raises(ConfigError, match="'n0' had 2 GPUs and comes back with 3")
+    with closing(Life(tmp_path, FakeClock())) as life, text:
         life.loop.join((JoinNode("file-n0", "n0", 3, (), beats=False),))
 
 
 def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
-    said = pytest.raises(AddressError, match=r"bind = tcp://127\.0\.0\.1")
-    with closing(Hub("tcp://127.0.0.1:0")) as hub, said:
+    text = pytest.raises(AddressError, match=r"bind = tcp://127\.0\.0\.1")
+    with closing(Hub("tcp://127.0.0.1:0")) as hub, text:
         open_hub(hub.address)

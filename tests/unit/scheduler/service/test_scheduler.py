@@ -8,11 +8,10 @@ from rollmesh.scheduler.planning.plan import PlanBuilder
 from rollmesh.scheduler.planning.planner import PolicyResult
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.actions import Action, Event
-from rollmesh.scheduler.service.coordinators import Coordinators
-from rollmesh.scheduler.service.refusals import Ask
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.tickets import Tickets
+from rollmesh.scheduler.service.coordinators import CoordinatorTracker
+from rollmesh.scheduler.service.records import Action, Event
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.tickets import TicketQueue, TicketRequest
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
@@ -37,7 +36,7 @@ MANY = 100
 # W1: many waiters never block a release
 
 
-def contested(kind: type[Scheduler], num_pipelines: int = MANY) -> Stage:
+def contested(kind: type[FleetScheduler], num_pipelines: int = MANY) -> Stage:
     """One holds what all the others wait for."""
     stage = Stage(1, kind=kind)
     for number in range(num_pipelines):
@@ -47,18 +46,22 @@ def contested(kind: type[Scheduler], num_pipelines: int = MANY) -> Stage:
 
 
 def test_a_hundred_that_wait_do_not_keep_one_from_releasing() -> None:
-    stage = contested(Scheduler)
+    stage = contested(FleetScheduler)
     for number in range(MANY):
         assert stage.state(f"k{number}") is GRANTED
         assert stage.release(f"p{number}", f"r{number}") is RELEASED
 
 
-class FourAtATime(Scheduler):
+class FourAtATime(FleetScheduler):
     """The fault: who waits has one of four doors until it is answered."""
 
     def step(self, event: Event, now_s: float, is_last: bool = True) -> list[Action]:
-        waiting = sum(each.state is QUEUED for each in self.book.tickets.values())
-        if waiting >= 4 and isinstance(event, Received) and isinstance(event.message, Ask):
+        waiting = sum(each.state is QUEUED for each in self.state.tickets.values())
+        if (
+            waiting >= 4
+            and isinstance(event, Received)
+            and isinstance(event.message, TicketRequest)
+        ):
             return []
         return super().step(event, now_s, is_last)
 
@@ -85,11 +88,11 @@ class FailsOnce(Fair):
         return super().generate(builder)
 
 
-class EndsWithItsFirstError(Scheduler):
+class EndsWithItsFirstError(FleetScheduler):
     """The fault: the loop ends with a cycle's error, and the rest goes on as if it turned."""
 
     def _may_plan(self) -> bool:
-        return not self.book.troubles and super()._may_plan()
+        return not self.state.problems and super()._may_plan()
 
 
 def test_a_plan_that_fails_is_told_and_the_next_event_plans_again() -> None:
@@ -99,9 +102,11 @@ def test_a_plan_that_fails_is_told_and_the_next_event_plans_again() -> None:
     assert stage.generate("a", "g") is QUEUED
     stage.run(1)
     assert stage.state("g") is GRANTED
-    assert stage.scheduler.book.troubles == ["no plan of generation: ZeroDivisionError: of nothing"]
+    assert stage.scheduler.state.problems == [
+        "no plan of generation: ZeroDivisionError: of nothing"
+    ]
     assert any("of nothing" in note.detail for note in stage.notes)
-    stage.say(ReadScheduler("read"))
+    stage.send(ReadScheduler("read"))
     assert stage.answers["read"].ok
 
 
@@ -110,7 +115,7 @@ def test_where_the_policy_fails_for_ever_fixed_clusters_go_on() -> None:
     stage.policy.num_left = -1  # type: ignore[attr-defined]  # of this policy
     stage.pipeline("a", train=(0, 1))
     assert stage.train("a", "a1") is GRANTED
-    assert len(stage.scheduler.book.troubles) == 1, "told once, not with each plan"
+    assert len(stage.scheduler.state.problems) == 1, "told once, not with each plan"
 
 
 def test_a_loop_that_ends_with_its_first_error_answers_nobody_any_more() -> None:
@@ -124,19 +129,19 @@ def test_a_loop_that_ends_with_its_first_error_answers_nobody_any_more() -> None
 # W3, W4: a pipeline's fault is its own
 
 
-class BlamesAll(Coordinators):
+class BlamesAll(CoordinatorTracker):
     """The fault: one that fails fails all."""
 
     def quarantine(self, name: str, why: str, answered: int = 0) -> None:
-        for each in self._book.tenants:
+        for each in self._state.pipeline_records:
             super().quarantine(each, why, answered)
 
 
-class Unfenced(Scheduler):
+class Unfenced(FleetScheduler):
     COORDINATORS = BlamesAll
 
 
-def faulty(kind: type[Scheduler]) -> Stage:
+def faulty(kind: type[FleetScheduler]) -> Stage:
     """Pipeline a cannot put its engines to sleep; c trains; b waits for what c has, then a."""
     stage = Stage(4, kind=kind)
     stage.pipeline("a", train=(0,), generation=(0, 1))
@@ -151,7 +156,7 @@ def faulty(kind: type[Scheduler]) -> Stage:
 
 
 def test_a_resize_that_fails_touches_no_other_pipeline() -> None:
-    stage = faulty(Scheduler)
+    stage = faulty(FleetScheduler)
     assert stage.of("a").phase is PipelinePhase.QUARANTINED
     assert stage.of("b").phase is PipelinePhase.ADMITTED
     assert stage.awake("b") == [0, 1]
@@ -168,19 +173,19 @@ def test_were_all_to_blame_none_would_go_on() -> None:
     assert stage.state("tb") is QUEUED
 
 
-class WaitsForAll(Scheduler):
+class WaitsForAll(FleetScheduler):
     """The fault: nothing is done while any resize is not answered, and none is ever late."""
 
     def step(self, event: Event, now_s: float, is_last: bool = True) -> list[Action]:
-        for intent in self.book.intents.values():
+        for intent in self.state.intents.values():
             intent.until_s = math.inf
         is_answer = isinstance(event, Received) and isinstance(event.message, WorkersResized)
-        if self.book.intents and not is_answer:
+        if self.state.intents and not is_answer:
             return []
         return super().step(event, now_s, is_last)
 
 
-def hung(kind: type[Scheduler]) -> Stage:
+def hung(kind: type[FleetScheduler]) -> Stage:
     """Pipeline a hangs with all it has; b and c want to go on, d waits for what a was told to
     give up."""
     stage = Stage(4, kind=kind)
@@ -195,7 +200,7 @@ def hung(kind: type[Scheduler]) -> Stage:
 
 
 def test_an_engine_that_hangs_holds_up_its_own_pipeline_alone() -> None:
-    stage = hung(Scheduler)
+    stage = hung(FleetScheduler)
     run_all(stage, [Program("b", 5)])
     stage.run(stage.settings.resize_deadline_s + stage.settings.slack_s)
     assert stage.of("a").phase is PipelinePhase.QUARANTINED
@@ -212,24 +217,24 @@ def test_without_a_deadline_one_engine_would_hold_up_everybody() -> None:
 # W6: a release that comes while resizes are under way is not lost
 
 
-class AcksAtOnce(Tickets):
+class AcksAtOnce(TicketQueue):
     """The fault: whatever waits for a release is told that it is done with the next resize."""
 
     def settle_releases(self) -> None:
-        for pipeline_id, tenant in self._book.tenants.items():
+        for pipeline_id, tenant in self._state.pipeline_records.items():
             if tenant.releasing:
                 tenant.releasing = ""
-                self._book.state.pipelines[pipeline_id].releasing.clear()
+                self._state.fleet.pipelines[pipeline_id].releasing.clear()
                 for ticket in self._open(pipeline_id, GENERATION_CLUSTER):
                     if ticket.gives_up:
                         self._close(ticket, RELEASED)
 
 
-class LosesReleases(Scheduler):
+class LosesReleases(FleetScheduler):
     TICKETS = AcksAtOnce
 
 
-def released_while_waking(kind: type[Scheduler]) -> Stage:
+def released_while_waking(kind: type[FleetScheduler]) -> Stage:
     stage = Stage(2, kind=kind)
     stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g")
@@ -239,7 +244,7 @@ def released_while_waking(kind: type[Scheduler]) -> Stage:
 
 
 def test_a_release_while_workers_wake_is_done_when_they_have_gone_to_sleep_again() -> None:
-    stage = released_while_waking(Scheduler)
+    stage = released_while_waking(FleetScheduler)
     assert stage.awake("a") == [0, 1]
     assert stage.state("r") is QUEUED
     stage.act()
@@ -261,16 +266,16 @@ def test_training_goes_through_a_full_cycle() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0, 1), generation=())
     assert stage.train("a", "k") is GRANTED
-    assert set(stage.scheduler.book.standing) == {0, 1}
+    assert set(stage.scheduler.state.occupants) == {0, 1}
     assert stage.release("a", "r") is RELEASED
-    assert stage.scheduler.book.standing == {}
+    assert stage.scheduler.state.occupants == {}
 
 
 def test_generation_goes_through_a_full_cycle() -> None:
     stage = Stage(2)
     coordinator = stage.pipeline("a", generation=(0, 1))
     assert stage.generate("a", "g") is QUEUED
-    (resize,) = coordinator.told
+    (resize,) = coordinator.pending_resizes
     assert {(c.rank, c.wakes, c.epoch) for c in resize.changes} == {(0, True, 1), (1, True, 1)}
     assert resize.deadline_s == stage.settings.resize_deadline_s
     stage.act()
@@ -287,7 +292,7 @@ def test_pipelines_that_share_all_gpus_come_to_their_end(num_pipelines: int) -> 
         stage.pipeline(name, train=(first, first + 1))
     run_all(stage, [Program(name, 5) for name in names], limit_s=2000.0)
     stage.run(5)
-    assert stage.scheduler.book.state.owners == {}
+    assert stage.scheduler.state.fleet.owners == {}
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 1.0, 6.0])
@@ -334,17 +339,17 @@ def test_of_what_has_come_at_once_the_last_makes_the_plan() -> None:
     stage = Stage(2)
     for name in ("a", "b"):
         stage.pipeline(name, train=(0,), generation=())
-    book, now_s = stage.scheduler.book, stage.now_s
-    num_plans = book.num["plans"]
+    state, now_s = stage.scheduler.state, stage.now_s
+    num_plans = state.counts["plans"]
     first = RequestGpus("ka", "a", TRAIN, GpuPriority.ACTOR_TRAINING)
     second = RequestGpus("kb", "b", TRAIN, GpuPriority.ACTOR_TRAINING)
     stage.scheduler.step(Received(b"a", first), now_s, is_last=False)
-    assert book.num["plans"] == num_plans
+    assert state.counts["plans"] == num_plans
     actions = stage.scheduler.step(Received(b"b", second), now_s)
-    assert book.num["plans"] == num_plans + 1
-    said = [each.message for each in actions if isinstance(each, Send)]
-    told = {each.key: each.state for each in said if isinstance(each, TicketMoved)}
-    assert told == {"ka": TicketState.OFFERED, "kb": QUEUED}
+    assert state.counts["plans"] == num_plans + 1
+    text = [each.message for each in actions if isinstance(each, Send)]
+    result = {each.key: each.state for each in text if isinstance(each, TicketMoved)}
+    assert result == {"ka": TicketState.OFFERED, "kb": QUEUED}
 
 
 def test_a_step_that_changes_nothing_writes_nothing_and_plans_nothing() -> None:
@@ -352,23 +357,23 @@ def test_a_step_that_changes_nothing_writes_nothing_and_plans_nothing() -> None:
     stage.pipeline("a")
     stage.generate("a", "g")
     stage.run(3)
-    stage.say(ReportProgress("a", "train", 1, 100, 50))
+    stage.send(ReportProgress("a", "train", 1, 100, 50))
     stage.run(1)
-    num_rows, num_plans = len(stage.rows), stage.scheduler.book.num["plans"]
-    stage.say(ReportProgress("a", "train", 1, 100, 50))
+    num_rows, num_plans = len(stage.rows), stage.scheduler.state.counts["plans"]
+    stage.send(ReportProgress("a", "train", 1, 100, 50))
     stage.beat()
     assert len(stage.rows) == num_rows
-    assert stage.scheduler.book.num["plans"] == num_plans
+    assert stage.scheduler.state.counts["plans"] == num_plans
 
 
 def test_time_does_not_run_back() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.run(5)
-    at_s = stage.scheduler.book.now_s
+    at_s = stage.scheduler.state.now_s
     stage.now_s -= 3
     stage.train("a", "t")
-    assert stage.scheduler.book.tickets["t"].asked_s == at_s
+    assert stage.scheduler.state.tickets["t"].asked_s == at_s
 
 
 def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
@@ -392,9 +397,9 @@ def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
 def test_what_is_foreign_changes_nothing() -> None:
     stage = Stage()
     num_rows = len(stage.rows)
-    stage.say(NotifyReleaseGpus("r", "nobody", "nothing"))
-    stage.say(WorkersResized("nobody", 1, ()))
-    stage.say(ReportProgress("nobody", "train", 1, 1, 1))
+    stage.send(NotifyReleaseGpus("r", "nobody", "nothing"))
+    stage.send(WorkersResized("nobody", 1, ()))
+    stage.send(ReportProgress("nobody", "train", 1, 1, 1))
     assert stage.state("r") is TicketState.REFUSED
     assert len(stage.rows) == num_rows + 2  # the ticket, and when
     assert not [note for note in stage.notes if note.is_warning]

@@ -29,10 +29,10 @@ def test_an_ask_said_again_is_answered_again_and_done_once() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.train("a", "k")
-    held = dict(stage.scheduler.book.state.owners)
+    held = dict(stage.scheduler.state.fleet.owners)
     assert stage.train("a", "k") is GRANTED
-    assert stage.scheduler.book.state.owners == held
-    assert stage.scheduler.book.num["asks"] == 1
+    assert stage.scheduler.state.fleet.owners == held
+    assert stage.scheduler.state.counts["asks"] == 1
 
 
 def test_a_second_key_for_what_is_held_has_it_at_once() -> None:
@@ -50,10 +50,10 @@ def test_a_second_key_for_what_is_queued_shares_its_place() -> None:
     stage.pipeline("c", train=(1, 3))
     stage.train("a", "a1")
     assert stage.train("b", "b1") is stage.train("c", "c1") is stage.train("b", "b2") is QUEUED
-    assert len(stage.scheduler.book.state.requests) == 2
+    assert len(stage.scheduler.state.fleet.requests) == 2
     del stage.open["b1"]
     stage.run(stage.settings.patience_s + 1)
-    assert stage.scheduler.book.tickets["b1"].state is WITHDRAWN
+    assert stage.scheduler.state.tickets["b1"].state is WITHDRAWN
     assert stage.release("a", "a2") is RELEASED
     assert (stage.state("b2"), stage.state("c1")) == (GRANTED, QUEUED)
 
@@ -84,7 +84,7 @@ def test_grants_of_a_demand_that_never_closes_are_forgotten_one_by_one() -> None
         stage.generate("a", f"g{step}", step=step)
         stage.wait_for(f"g{step}", GRANTED)
         stage.run(stage.settings.memory_s)
-    assert len(stage.scheduler.book.tickets) <= 3
+    assert len(stage.scheduler.state.tickets) <= 3
     assert len(stage.kept.tables["tickets"]) <= 3
     assert stage.of("a").demand is not None
 
@@ -97,13 +97,13 @@ def test_a_queued_ask_that_nobody_renews_leaves_nothing() -> None:
     stage.train("b", "b1")
     stage.open.clear()
     stage.run(stage.settings.patience_s + 1)
-    book = stage.scheduler.book
-    assert book.tickets["b1"].state is WITHDRAWN
-    assert not book.state.requests
+    state = stage.scheduler.state
+    assert state.tickets["b1"].state is WITHDRAWN
+    assert not state.fleet.requests
     assert not stage.kept.tables["requests"]
-    assert ("b", TRAIN) not in book.queue
+    assert ("b", TRAIN) not in state.queue
     stage.run(stage.settings.memory_s + 1)
-    assert set(stage.kept.tables["tickets"]) == {"a1"} == set(book.tickets)
+    assert set(stage.kept.tables["tickets"]) == {"a1"} == set(state.tickets)
 
 
 def test_who_was_held_up_for_long_waits_again_and_is_never_told_that_it_ended() -> None:
@@ -116,7 +116,7 @@ def test_who_was_held_up_for_long_waits_again_and_is_never_told_that_it_ended() 
     held_up = stage.open.pop("b1")
     stage.run(stage.settings.patience_s + 1)
     assert stage.state("b1") is QUEUED
-    assert not stage.scheduler.book.state.requests
+    assert not stage.scheduler.state.fleet.requests
     assert stage.ask(held_up) is QUEUED
     stage.begin()
     stage.run(stage.settings.settle_s + 1)
@@ -124,7 +124,7 @@ def test_who_was_held_up_for_long_waits_again_and_is_never_told_that_it_ended() 
     assert stage.state("b1") is GRANTED
 
 
-def test_what_is_withdrawn_after_it_was_forsaken_is_not_taken_up() -> None:
+def test_what_is_withdrawn_after_it_was_expiren_is_not_taken_up() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0, 1))
     stage.pipeline("b", train=(1, 2))
@@ -132,7 +132,7 @@ def test_what_is_withdrawn_after_it_was_forsaken_is_not_taken_up() -> None:
     stage.train("b", "b1")
     held_up = stage.open.pop("b1")
     stage.run(stage.settings.patience_s + 1)
-    stage.say(WithdrawRequest("b1"))
+    stage.send(WithdrawRequest("b1"))
     assert stage.ask(held_up) is WITHDRAWN
 
 
@@ -141,11 +141,11 @@ def test_who_withdraws_takes_nothing_from_another_that_has_joined_it() -> None:
     stage.pipeline("a")
     stage.train("a", "k1")
     stage.train("a", "k2")
-    stage.say(WithdrawRequest("k1"))
+    stage.send(WithdrawRequest("k1"))
     assert stage.state("k1") is RELEASED
     assert stage.state("k2") is GRANTED
     assert TRAIN in stage.of("a").holds
-    stage.say(WithdrawRequest("k2"))
+    stage.send(WithdrawRequest("k2"))
     assert not stage.of("a").holds
 
 
@@ -160,9 +160,9 @@ def test_a_promise_that_nobody_waits_for_any_more_is_taken_back() -> None:
     assert stage.of("a").holds
     del stage.open["t"]
     stage.run(stage.settings.patience_s + 1)
-    assert stage.scheduler.book.tickets["t"].state is WITHDRAWN
+    assert stage.scheduler.state.tickets["t"].state is WITHDRAWN
     assert not stage.of("a").holds
-    assert {each.phase for each in stage.scheduler.book.intents.values()} <= {IntentPhase.SENT}
+    assert {each.phase for each in stage.scheduler.state.intents.values()} <= {IntentPhase.SENT}
     stage.coordinators["a"].is_hung = False
     stage.run(3)
     assert stage.awake("a") == [0]  # its demand was never withdrawn
@@ -172,17 +172,17 @@ def test_a_withdrawal_that_comes_after_the_grant_gives_it_back() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.train("a", "k")
-    stage.say(WithdrawRequest("k"))
+    stage.send(WithdrawRequest("k"))
     assert stage.state("k") is RELEASED
-    assert not stage.scheduler.book.state.owners
+    assert not stage.scheduler.state.fleet.owners
 
 
 def test_a_withdrawal_that_overtakes_its_ask_counts() -> None:
     stage = Stage()
     stage.pipeline("a")
-    stage.say(WithdrawRequest("k"))
+    stage.send(WithdrawRequest("k"))
     assert stage.train("a", "k") is WITHDRAWN
-    assert not stage.scheduler.book.state.owners
+    assert not stage.scheduler.state.fleet.owners
 
 
 def test_a_late_copy_of_a_release_releases_nothing() -> None:
@@ -192,7 +192,7 @@ def test_a_late_copy_of_a_release_releases_nothing() -> None:
     stage.release("a", "k2")
     stage.train("a", "k3")
     assert stage.release("a", "k2") is RELEASED
-    assert stage.scheduler.book.state.owners[0].cluster == TRAIN
+    assert stage.scheduler.state.fleet.owners[0].cluster == TRAIN
 
 
 def test_what_nobody_holds_is_released_at_once() -> None:
@@ -255,7 +255,7 @@ def test_a_release_calls_off_what_was_not_begun() -> None:
     assert stage.release("b", "r", GENERATION_CLUSTER) is RELEASED
     stage.coordinators["a"].is_hung = False
     stage.run(3)
-    assert not coordinator.num_heard
+    assert not coordinator.num_received
 
 
 def test_release_then_request_leaves_no_gap_for_others() -> None:
@@ -315,17 +315,17 @@ def test_who_was_held_up_past_his_offer_waits_again_and_an_old_word_takes_nothin
     first = stage.moved["b1"].offer
     stage.train("a", "a3")
     stage.run(stage.settings.patience_s + 1)
-    stage.say(TakeGpus("b1", first))
+    stage.send(TakeGpus("b1", first))
     assert stage.state("b1") is OFFERED
     stage.open["b1"] = held_up
-    stage.say(held_up)
+    stage.send(held_up)
     assert stage.state("b1") is QUEUED
     del stage.open["b1"]
     stage.release("a", "a4")
     assert stage.state("b1") is OFFERED
-    stage.say(TakeGpus("b1", first))
+    stage.send(TakeGpus("b1", first))
     assert stage.state("b1") is OFFERED
-    stage.say(TakeGpus("b1", stage.moved["b1"].offer))
+    stage.send(TakeGpus("b1", stage.moved["b1"].offer))
     assert stage.state("b1") is GRANTED
 
 
@@ -352,9 +352,9 @@ def test_an_offer_outlives_the_scheduler_and_not_its_asker() -> None:
     held_up = again.open.pop("b1")
     again.release("a", "a2")
     again.begin()
-    again.say(held_up)
+    again.send(held_up)
     assert again.moved["b1"].offer == offer
-    again.say(TakeGpus("b1", offer))
+    again.send(TakeGpus("b1", offer))
     assert again.state("b1") is GRANTED
 
 
@@ -362,12 +362,12 @@ def test_what_is_withdrawn_while_it_is_offered_is_given_back() -> None:
     stage = queue_of_two()
     del stage.open["b1"]
     stage.release("a", "a2")
-    stage.say(WithdrawRequest("b1"))
+    stage.send(WithdrawRequest("b1"))
     assert stage.state("b1") is WITHDRAWN
-    assert not stage.scheduler.book.state.owners
-    stage.say(TakeGpus("b1", stage.moved["b1"].offer))
+    assert not stage.scheduler.state.fleet.owners
+    stage.send(TakeGpus("b1", stage.moved["b1"].offer))
     assert stage.state("b1") is WITHDRAWN
-    stage.say(TakeGpus("nobody", 1))
+    stage.send(TakeGpus("nobody", 1))
     assert "nobody" not in stage.moved
 
 
@@ -376,8 +376,8 @@ def test_an_offer_that_lapses_takes_nothing_from_who_has_taken_it() -> None:
     stage.pipeline("a")
     stage.train("a", "k1")
     second = RequestGpus("k2", "a", TRAIN, GpuPriority.ACTOR_TRAINING)
-    stage.say(second)
+    stage.send(second)
     assert stage.state("k2") is OFFERED
     stage.run(stage.settings.patience_s + 1)
-    assert stage.scheduler.book.tickets["k2"].state is WITHDRAWN
+    assert stage.scheduler.state.tickets["k2"].state is WITHDRAWN
     assert TRAIN in stage.of("a").holds

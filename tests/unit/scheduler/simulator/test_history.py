@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import UserError
-from rollmesh.scheduler.service.actions import Happened
-from rollmesh.scheduler.service.journal import FILE_NAME, Journal
+from rollmesh.scheduler.service.journal import FILE_NAME, SqliteJournal
+from rollmesh.scheduler.service.records import HistoryRow
 from rollmesh.scheduler.simulator.history import Occupancy, chart, spans
 from rollmesh.scheduler.simulator.spans import Span, Use
 
@@ -31,17 +31,17 @@ def test_a_row_holds_until_the_next_of_its_gpu() -> None:
 
 def _journal(folder: Path, rows: list[Occupancy]) -> Path:
     """As the service writes it."""
-    journal = Journal(folder)
-    journal.keep([Happened(*row) for row in rows])
+    journal = SqliteJournal(folder)
+    journal.keep([HistoryRow(*row) for row in rows])
     journal.close()
     return folder / FILE_NAME
 
 
 def test_a_live_scheduler_does_not_mind(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
-    journal.keep([Happened(*row) for row in ROWS])
+    journal = SqliteJournal(tmp_path)
+    journal.keep([HistoryRow(*row) for row in ROWS])
     assert chart(tmp_path).spans == spans(ROWS)
-    journal.keep([Happened(*ROWS[-1]._replace(at_s=30.0))])
+    journal.keep([HistoryRow(*ROWS[-1]._replace(at_s=30.0))])
     assert chart(tmp_path).end_s == 30.0
     journal.close()
 

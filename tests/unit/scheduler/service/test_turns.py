@@ -1,4 +1,4 @@
-"""Who is late with a resize holds up nobody else."""
+"""A late resize delays no other pipeline, and its own for at most a turn."""
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
 
 
 def phases(stage: Stage, pipeline_id: str) -> list[IntentPhase]:
-    intents = stage.scheduler.book.intents.values()
+    intents = stage.scheduler.state.intents.values()
     return [each.phase for each in intents if each.pipeline_id == pipeline_id]
 
 
@@ -98,7 +98,7 @@ def test_an_engine_that_is_slow_comes_up_after_its_turn_as_if_in_it() -> None:
     ill.hung = set()
     stage.run(2)
     assert stage.awake("ill") == [0, 1, 2]
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
 @pytest.mark.parametrize(("wakes", "deadline_s"), [(False, 12.0), (True, 20.0)])
@@ -113,12 +113,12 @@ def test_the_deadline_is_that_of_the_deed(wakes: bool, deadline_s: float) -> Non
         stage.generate("a", "g")
     else:
         stage.release("a", "r", GENERATION_CLUSTER)
-    [resize] = coordinator.told
+    [resize] = coordinator.pending_resizes
     assert resize.deadline_s == deadline_s
     stage.run(deadline_s + SETTINGS.slack_s - 1.0)
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
     stage.run(2.0)
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 1
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 1
 
 
 def test_all_that_is_under_way_is_said_again_to_who_has_not_heard_it() -> None:
@@ -127,17 +127,17 @@ def test_all_that_is_under_way_is_said_again_to_who_has_not_heard_it() -> None:
     ill = stage.coordinators["ill"]
     ill.hung = {0, 1}
     stage.run(SETTINGS.turn_s + 1.0)
-    told = {each.resize_id: each.changes for each in ill.told}
-    assert len(told) == 2
-    ill.told.clear()
+    result = {each.resize_id: each.changes for each in ill.pending_resizes}
+    assert len(result) == 2
+    ill.pending_resizes.clear()
     for rank in (0, 1):  # it forgets: both were lost on the way
         ill.truths[rank] = msgspec.structs.replace(ill.truths[rank], epoch=0)
     stage.run(1.5)
-    assert {each.resize_id: each.changes for each in ill.told} == told
+    assert {each.resize_id: each.changes for each in ill.pending_resizes} == result
     ill.hung = set()
     stage.wait_for("t1", TicketState.GRANTED)
     stage.wait_for("t2", TicketState.GRANTED)
-    assert stage.scheduler.book.num["pipeline.quarantined"] == 0
+    assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
 def test_of_two_resizes_under_way_what_was_not_answered_stays_in_doubt() -> None:
@@ -150,7 +150,7 @@ def test_of_two_resizes_under_way_what_was_not_answered_stays_in_doubt() -> None
     ill.hung, ill.error = {0}, "http://e:1 does not answer"
     stage.act()
     assert stage.of("ill").phase is PipelinePhase.QUARANTINED
-    assert stage.scheduler.book.tenants["ill"].unsure == [0]
+    assert stage.scheduler.state.pipeline_records["ill"].unsure == [0]
 
 
 def test_in_quarantine_too_one_that_hangs_keeps_only_its_own_gpus() -> None:

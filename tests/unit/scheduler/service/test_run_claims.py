@@ -3,10 +3,9 @@
 import msgspec
 
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.coordinators import DRIVEN_S
-from rollmesh.scheduler.service.runs import Runs
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.tenants import Tenants
+from rollmesh.scheduler.service.coordinators import LIVE_S
+from rollmesh.scheduler.service.registry import PipelineRegistry, RunClaims
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
     CheckKill,
@@ -25,15 +24,15 @@ def unclaimed(**fields: object) -> Stage:
     """Pipeline `a`, which no run drives."""
     stage = Stage(**fields)  # type: ignore[arg-type]  # of the stage
     stage.pipeline("a", train=(0,), generation=(0, 1)).is_silent = True
-    stage.run(DRIVEN_S)
+    stage.run(LIVE_S)
     return stage
 
 
 def begin(stage: Stage, started_s: float) -> None:
     """A run's coordinator and hooks."""
     coordinator = stage.coordinators["a"] = Coordinator("a", 2, started_s)
-    stage.say(coordinator.hello(), coordinator.route)
-    stage.say(HooksWired("a"))
+    stage.send(coordinator.hello(), coordinator.route)
+    stage.send(HooksWired("a"))
 
 
 def run_of(run_id: str, **fields: object) -> RunClaim:
@@ -43,17 +42,17 @@ def run_of(run_id: str, **fields: object) -> RunClaim:
 def claim(stage: Stage, run: RunClaim | None, after: str = "") -> str:
     """Why it is refused, or ''."""
     key = f"claim-{len(stage.answers)}"
-    stage.say(ClaimPipeline(key, "a", run, after))
+    stage.send(ClaimPipeline(key, "a", run, after))
     return stage.answers[key].error
 
 
 def test_of_two_runs_that_take_a_name_in_the_same_moment_one_is_refused() -> None:
     stage = unclaimed()
     assert claim(stage, run_of("one")) == ""
-    assert claim(stage, run_of("two")) == "another run has that name and goes on"
-    assert stage.scheduler.known().runs == {"a": run_of("one")}
+    assert claim(stage, run_of("two")) == "another run has that name and is active"
+    assert stage.scheduler.explain_context().runs == {"a": run_of("one")}
     stage.begin()
-    assert claim(stage, run_of("two")) == "another run has that name and goes on", (
+    assert claim(stage, run_of("two")) == "another run has that name and is active", (
         "it is journalled"
     )
 
@@ -62,9 +61,9 @@ def test_a_run_without_a_claim_keeps_its_name_as_the_scheduler_is_started_again(
     stage = Stage()
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.begin()  # and that run is not heard yet
-    assert claim(stage, run_of("one")) == "another run has that name and goes on"
+    assert claim(stage, run_of("one")) == "another run has that name and is active"
     stage.coordinators["a"].is_silent = True
-    stage.run(DRIVEN_S)
+    stage.run(LIVE_S)
     assert claim(stage, run_of("one")) == ""
 
 
@@ -72,21 +71,21 @@ def test_of_two_that_follow_a_dead_run_one_is_refused() -> None:
     stage = unclaimed()
     assert claim(stage, run_of("dead")) == ""
     assert claim(stage, run_of("one"), after="dead") == ""
-    assert claim(stage, run_of("two"), after="dead") == "another run has that name and goes on"
-    assert stage.scheduler.known().runs["a"].run_id == "one"
+    assert claim(stage, run_of("two"), after="dead") == "another run has that name and is active"
+    assert stage.scheduler.explain_context().runs["a"].run_id == "one"
 
 
-class LastWins(Runs):
+class LastWins(RunClaims):
     """The fault: whoever claims a name has it."""
 
     def on_claim(self, ask: ClaimPipeline) -> str:
-        run = self._book.tenants[ask.pipeline_id].run
+        run = self._state.pipeline_records[ask.pipeline_id].run
         return super().on_claim(msgspec.structs.replace(ask, after=run.run_id if run else ""))
 
 
-class Careless(Scheduler):
-    class TENANTS(Tenants):
-        RUNS = LastWins
+class Careless(FleetScheduler):
+    class REGISTRY(PipelineRegistry):
+        RUN_CLAIMS = LastWins
 
 
 def test_were_names_not_compared_two_runs_would_have_one() -> None:
@@ -111,7 +110,7 @@ def test_a_run_that_follows_a_dead_one_finds_nothing_of_it() -> None:
     pipeline = stage.of("a")
     assert (pipeline.phase, pipeline.holds, pipeline.demand) == (PipelinePhase.ADMITTED, {}, None)
     assert {each.phase for each in pipeline.workers} == {WorkerPhase.ASLEEP}
-    assert stage.scheduler.book.state.owners == {}
+    assert stage.scheduler.state.fleet.owners == {}
     begin(stage, started_s=3.0)
     assert stage.train("a", "t2") is TicketState.GRANTED
 
@@ -138,44 +137,44 @@ def test_a_run_that_ends_after_another_has_its_name_takes_nothing_from_it() -> N
     stage.train("a", "t")
     stage.act()
     assert claim(stage, None, after="dead") == ""
-    assert stage.scheduler.known().runs["a"].run_id == "next"
+    assert stage.scheduler.explain_context().runs["a"].run_id == "next"
     assert list(stage.of("a").holds) == [TRAIN]
 
 
 def test_nobody_claims_what_is_driven_without_a_claim_or_may_not_ask() -> None:
     stage = Stage()
     stage.pipeline("a")
-    assert claim(stage, run_of("one")) == "another run has that name and goes on"
-    stage.say(KillPipeline("k", "a"))
+    assert claim(stage, run_of("one")) == "another run has that name and is active"
+    stage.send(KillPipeline("k", "a"))
     assert claim(stage, run_of("one")) == "a is registered, and not admitted"
 
 
 def test_a_pipeline_that_was_killed_is_nobodys() -> None:
     stage = unclaimed()
     claim(stage, run_of("one"))
-    stage.say(KillPipeline("k", "a"))
-    stage.say(AdmitPipeline("again", "a"))
-    assert stage.scheduler.known().runs == {}
+    stage.send(KillPipeline("k", "a"))
+    stage.send(AdmitPipeline("again", "a"))
+    assert stage.scheduler.explain_context().runs == {}
     stage.coordinators["a"].is_silent = True
     assert claim(stage, run_of("two")) == ""
 
 
 def test_processes_may_be_ended_only_of_the_run_that_has_the_name() -> None:
     stage = unclaimed()
-    stage.say(CheckKill("1", "a"))
+    stage.send(CheckKill("1", "a"))
     claim(stage, run_of("one"))
     for number, ask in enumerate((CheckKill("2", "a", "one"), CheckKill("3", "a", "two")), 2):
-        stage.say(ask)
+        stage.send(ask)
         assert stage.answers[str(number)].ok is (number == 2)
-    stage.say(CheckKill("4", "nope", ""))
-    told = [stage.answers[key].error for key in ("1", "3", "4")]
-    assert told == ["", "another run has the name a", "no pipeline 'nope'; a registered"]
+    stage.send(CheckKill("4", "nope", ""))
+    result = [stage.answers[key].error for key in ("1", "3", "4")]
+    assert result == ["", "another run has the name a", "no pipeline 'nope'; a registered"]
 
 
 def test_a_kill_that_comes_after_the_next_run_has_the_name_frees_nothing() -> None:
     stage = unclaimed()
     claim(stage, run_of("one"))
     claim(stage, run_of("two"), after="one")
-    stage.say(KillPipeline("k", "a", "one"))
+    stage.send(KillPipeline("k", "a", "one"))
     assert stage.answers["k"].error == "another run has the name a"
-    assert stage.scheduler.known().runs["a"].run_id == "two"
+    assert stage.scheduler.explain_context().runs["a"].run_id == "two"

@@ -6,10 +6,9 @@ import pytest
 from rollmesh.core.secret_file import hash_token
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.actions import Write
-from rollmesh.scheduler.service.records import Revived
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.settings import SchedulerSettings
+from rollmesh.scheduler.service.records import JournalTables, WriteRows
+from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
@@ -69,26 +68,26 @@ class Fleet:
     """A scheduler that has an operator, and pipeline `a` with a token, which asks for GPUs."""
 
     def __init__(self) -> None:
-        self.disk = Revived()
+        self.disk = JournalTables()
         self.now_s = 0.0
         self.begin(None)
-        self.say(JoinNode("n", "n0", 1, beats=False))
-        self.say(RegisterPipeline("r", SPEC, "operator", hash_token("of a")))
-        self.say(AdmitPipeline("ad", "a", "operator"))
-        self.say(HooksWired("a", "of a"))
-        self.say(CoordinatorHello("a", TRUTH, 1.0, "of a"))
-        assert self.say(RequestGpus("t", "a", "actor_train", 1, token="of a"))
+        self.send(JoinNode("n", "n0", 1, beats=False))
+        self.send(RegisterPipeline("r", SPEC, "operator", hash_token("of a")))
+        self.send(AdmitPipeline("ad", "a", "operator"))
+        self.send(HooksWired("a", "of a"))
+        self.send(CoordinatorHello("a", TRUTH, 1.0, "of a"))
+        assert self.send(RequestGpus("t", "a", "actor_train", 1, token="of a"))
 
-    def begin(self, revived: Revived | None) -> None:
+    def begin(self, revived: JournalTables | None) -> None:
         operator_hash = hash_token("operator")
-        self.scheduler = Scheduler(SchedulerSettings(), Fair(), revived, "s", operator_hash)
+        self.scheduler = FleetScheduler(SchedulerSettings(), Fair(), revived, "s", operator_hash)
 
-    def say(self, message: AnyMessage) -> list[AnyMessage]:
+    def send(self, message: AnyMessage) -> list[AnyMessage]:
         """Its answers."""
         self.now_s += 0.1
         actions = self.scheduler.step(Received(b"peer", message), self.now_s)
         for each in actions:
-            if isinstance(each, Write):
+            if isinstance(each, WriteRows):
                 self.disk.keep(each.rows)
         return [each.message for each in actions if isinstance(each, Send)]
 
@@ -105,11 +104,11 @@ def test_without_its_token_nothing_of_a_pipeline_changes_and_the_sender_is_told(
 ) -> None:
     fleet = Fleet()
     before = fleet.rows()
-    told = fleet.say(signed(message, token))
+    result = fleet.send(signed(message, token))
     assert fleet.rows() == before
     whys = [
         getattr(each, "error", "") or getattr(each, "reason", "")
-        for each in told
+        for each in result
         if isinstance(each, SchedulerAnswered | SchedulerHello | TicketMoved)
     ]
     silent = isinstance(message, ReportProgress | ClearProgress | ReportPreempt | WorkersResized)
@@ -122,44 +121,44 @@ def test_without_its_token_nothing_of_a_pipeline_changes_and_the_sender_is_told(
 def test_with_its_token_or_the_operators_a_message_is_carried_out(
     message: AnyMessage, token: str
 ) -> None:
-    told = Fleet().say(signed(message, token))
-    assert "token of a" not in repr(told)
+    result = Fleet().send(signed(message, token))
+    assert "token of a" not in repr(result)
 
 
 def test_only_the_operator_registers() -> None:
     fleet = Fleet()
     other = msgspec.structs.replace(SPEC, pipeline_id="b")
     for token in ("", "of a"):
-        [told] = fleet.say(RegisterPipeline(f"b-{token}", other, token, hash_token("x")))
-        assert isinstance(told, SchedulerAnswered)
-        assert told.error == "only the admission process of this scheduler registers pipelines"
-    assert set(fleet.scheduler.book.tenants) == {"a"}
+        [result] = fleet.send(RegisterPipeline(f"b-{token}", other, token, hash_token("x")))
+        assert isinstance(result, SchedulerAnswered)
+        assert result.error == "only the admission process of this scheduler registers pipelines"
+    assert set(fleet.scheduler.state.pipeline_records) == {"a"}
 
 
 def test_a_token_outlives_the_scheduler_and_is_in_no_row() -> None:
     fleet = Fleet()
     fleet.begin(fleet.disk)
-    assert fleet.scheduler.book.state.pipelines["a"].phase is PipelinePhase.ADMITTED
+    assert fleet.scheduler.state.fleet.pipelines["a"].phase is PipelinePhase.ADMITTED
     assert not any(b"of a" in raw for rows in fleet.rows().values() for raw in rows.values())
-    [told] = fleet.say(KillPipeline("k", "a"))
-    assert isinstance(told, SchedulerAnswered)
-    assert not told.ok
-    assert fleet.say(KillPipeline("k2", "a", token="of a")) == [SchedulerAnswered("k2", True)]
+    [result] = fleet.send(KillPipeline("k", "a"))
+    assert isinstance(result, SchedulerAnswered)
+    assert not result.ok
+    assert fleet.send(KillPipeline("k2", "a", token="of a")) == [SchedulerAnswered("k2", True)]
 
 
 def test_a_token_that_was_lost_is_replaced_by_registering_again() -> None:
     fleet = Fleet()
-    fleet.say(RegisterPipeline("again", SPEC, "operator", hash_token("new")))
-    [told] = fleet.say(CheckKill("old", "a", token="of a"))
-    assert isinstance(told, SchedulerAnswered)
-    assert not told.ok
-    assert fleet.say(CheckKill("new", "a", token="new")) == [SchedulerAnswered("new", True)]
+    fleet.send(RegisterPipeline("again", SPEC, "operator", hash_token("new")))
+    [result] = fleet.send(CheckKill("old", "a", token="of a"))
+    assert isinstance(result, SchedulerAnswered)
+    assert not result.ok
+    assert fleet.send(CheckKill("new", "a", token="new")) == [SchedulerAnswered("new", True)]
 
 
 def test_a_pipeline_that_was_registered_without_a_token_is_the_operators_alone() -> None:
     fleet = Fleet()
-    fleet.scheduler.book.tenants["a"].token_hash = ""
-    [told] = fleet.say(KillPipeline("k", "a", token="of a"))
-    assert told == SchedulerAnswered(
+    fleet.scheduler.state.pipeline_records["a"].token_hash = ""
+    [result] = fleet.send(KillPipeline("k", "a", token="of a"))
+    assert result == SchedulerAnswered(
         "k", False, "a was registered without a token; register it again"
     )

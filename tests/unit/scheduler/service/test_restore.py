@@ -5,14 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.records import Revived
-from rollmesh.scheduler.service.scheduler import Scheduler
+from rollmesh.scheduler.service.records import JournalTables
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, ReportProgress, TicketState, WorkerPhase
 from tests.unit.scheduler.service.programs import Program, run_all
 from tests.unit.scheduler.service.stage import Stage
 
 
-def two_pipelines(kind: type[Scheduler] = Scheduler) -> Stage:
+def two_pipelines(kind: type[FleetScheduler] = FleetScheduler) -> Stage:
     """Both generate on all of four GPUs, and train on two each."""
     stage = Stage(4, kind=kind)
     stage.pipeline("a", train=(0, 1))
@@ -24,10 +24,10 @@ def story(stage: Stage) -> dict[str, TicketState]:
     """Both do two rollouts; how each ask has ended."""
     run_all(stage, [Program("a", 2), Program("b", 2, generates_s=3.0)])
     stage.run(5)
-    book = stage.scheduler.book
-    assert book.state.owners == book.standing == {}
-    assert book.intents == {}
-    assert not book.troubles
+    state = stage.scheduler.state
+    assert state.fleet.owners == state.occupants == {}
+    assert state.intents == {}
+    assert not state.problems
     return stage.ended
 
 
@@ -36,8 +36,8 @@ def test_the_rows_tell_all_that_the_machine_knows_after_each_step() -> None:
     stage.checks_rows_each = 1
     story(stage)
     stage.generate("a", "g", target=0, step=9)
-    stage.say(ReportProgress("a", "train", 1, 100, 10))
-    stage.say(ReportProgress("a", "eval/x", 1, 100, 10))
+    stage.send(ReportProgress("a", "train", 1, 100, 10))
+    stage.send(ReportProgress("a", "eval/x", 1, 100, 10))
     stage.coordinators["a"].error = "an engine does not answer"
     stage.train("b", "t")
     stage.run(10)
@@ -101,12 +101,12 @@ def test_random_histories_come_to_the_same_end(
         _strike(stage, fault, name, is_on=False)
     run_all(stage, programs)
     stage.run(5)
-    book = stage.scheduler.book
-    assert book.state.owners == book.standing == {}
-    assert book.intents == {}
-    assert not book.state.requests
-    assert not book.troubles
-    assert {each.phase for each in book.state.pipelines.values()} == {PipelinePhase.ADMITTED}
+    state = stage.scheduler.state
+    assert state.fleet.owners == state.occupants == {}
+    assert state.intents == {}
+    assert not state.fleet.requests
+    assert not state.problems
+    assert {each.phase for each in state.fleet.pipelines.values()} == {PipelinePhase.ADMITTED}
     assert set(stage.ended.values()) == {TicketState.GRANTED, TicketState.RELEASED}
 
 
@@ -127,11 +127,11 @@ def _strike(stage: Stage, fault: str, name: str, is_on: bool) -> None:
         coordinator.error = "an engine does not answer" if is_on else ""
 
 
-class Amnesiac(Scheduler):
+class Amnesiac(FleetScheduler):
     """The fault: a life begins from nothing."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
-        kept = [each for each in arguments if not isinstance(each, Revived)]
+        kept = [each for each in arguments if not isinstance(each, JournalTables)]
         if len(kept) < len(arguments):
             kept.insert(2, None)
         super().__init__(*kept, **named)  # type: ignore[arg-type]  # what it was given
@@ -167,14 +167,14 @@ def test_a_wake_that_was_done_while_nobody_listened_counts() -> None:
     stage.coordinators["b"].is_silent = True
     coordinator = stage.coordinators["a"]
     stage.generate("a", "g")
-    coordinator.told.clear()
+    coordinator.pending_resizes.clear()
     for rank in range(4):
         coordinator.move(rank, WorkerPhase.AWAKE)
     stage.begin()
-    num_heard = coordinator.num_heard
+    num_received = coordinator.num_received
     stage.beat()
     assert stage.state("g") is TicketState.GRANTED
-    assert coordinator.num_heard == num_heard
+    assert coordinator.num_received == num_received
 
 
 def test_a_wake_that_nobody_heard_of_is_sent_again_with_its_epoch() -> None:
@@ -182,7 +182,7 @@ def test_a_wake_that_nobody_heard_of_is_sent_again_with_its_epoch() -> None:
     coordinator = stage.coordinators["a"]
     stage.cut_steps = frozenset({stage.num_steps + 1})
     stage.generate("a", "g")
-    assert not coordinator.num_heard
+    assert not coordinator.num_received
     stage.run(3)
     assert stage.state("g") is TicketState.GRANTED
     assert {truth.epoch for truth in coordinator.truths} == {1}
@@ -195,7 +195,7 @@ def test_workers_that_are_to_sleep_are_no_answer_though_no_plan_can_be_made_yet(
     stage.generate("a", "g1")
     stage.release("a", "r", GENERATION_CLUSTER)
     stage.generate("a", "g2", step=1)
-    coordinator.told.clear()
+    coordinator.pending_resizes.clear()
     for rank in range(4):
         coordinator.move(rank, WorkerPhase.AWAKE)
     stage.begin()

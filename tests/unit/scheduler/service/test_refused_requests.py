@@ -1,4 +1,4 @@
-"""What can never be granted is refused in one line, and nothing comes of it."""
+"""Requests that can never be granted are refused in one line without effect."""
 
 import pytest
 
@@ -19,20 +19,20 @@ GRANTED, RELEASED, REFUSED = TicketState.GRANTED, TicketState.RELEASED, TicketSt
 
 
 @pytest.mark.parametrize(
-    ("cluster", "priority", "said"),
+    ("cluster", "priority", "text"),
     [
         ("critic", GpuPriority.CRITIC_TRAINING, "has no cluster 'critic'; it has actor_train"),
-        (TRAIN, GpuPriority.GENERATION, "cannot be asked for with priority 6"),
-        (GENERATION_CLUSTER, GpuPriority.ACTOR_TRAINING, "cannot be asked for with priority 1"),
+        (TRAIN, GpuPriority.GENERATION, "cannot be requested with priority 6"),
+        (GENERATION_CLUSTER, GpuPriority.ACTOR_TRAINING, "cannot be requested with priority 1"),
         (TRAIN, 9, "there is no priority 9"),
-        (TRAIN, -1, "cannot be asked for with priority -1"),
+        (TRAIN, -1, "cannot be requested with priority -1"),
     ],
 )
-def test_what_can_never_be_is_refused_in_one_line(cluster: str, priority: int, said: str) -> None:
+def test_what_can_never_be_is_refused_in_one_line(cluster: str, priority: int, text: str) -> None:
     stage = Stage()
     stage.pipeline("a")
     assert stage.ask(RequestGpus("k", "a", cluster, priority)) is REFUSED
-    assert said in stage.moved["k"].reason
+    assert text in stage.moved["k"].reason
     assert "\n" not in stage.moved["k"].reason
 
 
@@ -54,7 +54,7 @@ def test_a_key_that_a_plan_would_take_for_a_reason_stops_nobody(key: str) -> Non
     assert "key" in stage.moved[key].reason
     stage.train("a", "t")
     stage.wait_for("t", GRANTED, 5)
-    assert not stage.scheduler.book.troubles
+    assert not stage.scheduler.state.problems
 
 
 def test_who_is_unknown_or_not_admitted_is_refused() -> None:
@@ -62,7 +62,7 @@ def test_who_is_unknown_or_not_admitted_is_refused() -> None:
     assert stage.train("x", "k1") is REFUSED
     assert "register" in stage.moved["k1"].reason
     spec = PipelineSpec(pipeline_id="b", clusters={}, generation=(0,))
-    stage.say(RegisterPipeline("r", spec))
+    stage.send(RegisterPipeline("r", spec))
     assert stage.generate("b", "k2") is REFUSED
     assert "admit" in stage.moved["k2"].reason
 
@@ -70,7 +70,7 @@ def test_who_is_unknown_or_not_admitted_is_refused() -> None:
 def test_a_pipeline_without_hooks_is_refused_generation_and_not_training() -> None:
     stage = Stage()
     stage.pipeline("a")
-    stage.scheduler.book.tenants["a"].is_wired = False
+    stage.scheduler.state.pipeline_records["a"].is_wired = False
     assert stage.generate("a", "k1") is REFUSED
     assert "PipelineHooks" in stage.moved["k1"].reason
     assert stage.train("a", "k2") is GRANTED
@@ -89,9 +89,9 @@ def test_of_a_hand_over_the_first_half_counts_though_its_pipeline_is_leaving() -
     stage = Stage()
     stage.pipeline("a")
     stage.train("a", "a1")
-    stage.say(UnregisterPipeline("u", "a"))
+    stage.send(UnregisterPipeline("u", "a"))
     priority = GpuPriority.GENERATION
     ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, GENERATION_CLUSTER, priority)
     assert stage.ask(ask) is REFUSED
     assert stage.answers["u"].ok, "else it is waited for until somebody kills it"
-    assert not stage.scheduler.book.state.owners
+    assert not stage.scheduler.state.fleet.owners

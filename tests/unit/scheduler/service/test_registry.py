@@ -1,12 +1,11 @@
-"""Pipelines and nodes: who comes and who goes."""
+"""Pipelines and nodes that join and leave."""
 
 import pytest
 
 from rollmesh.scheduler.planning.state import GpuNode, NodePhase, PipelinePhase, PipelineState
-from rollmesh.scheduler.service import tenants
-from rollmesh.scheduler.service.runs import Runs
-from rollmesh.scheduler.service.scheduler import Scheduler
-from rollmesh.scheduler.service.tenants import Tenants
+from rollmesh.scheduler.service import registry
+from rollmesh.scheduler.service.registry import PipelineRegistry, RunClaims
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     AdmitPipeline,
@@ -40,7 +39,7 @@ def test_a_registration_said_again_changes_nothing() -> None:
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.train("a", "t")
     rows = {table: dict(rows) for table, rows in stage.kept.tables.items()}
-    stage.say(RegisterPipeline("again", stage.of("a").spec))
+    stage.send(RegisterPipeline("again", stage.of("a").spec))
     assert stage.answers["again"].ok
     assert stage.of("a").phase is PipelinePhase.ADMITTED
     changed = {table for table, kept in stage.kept.tables.items() if kept != rows[table]}
@@ -51,63 +50,66 @@ def test_a_registration_said_again_changes_nothing() -> None:
 def test_another_spec_under_the_same_name_is_refused_in_one_line() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.say(RegisterPipeline("other", spec(weight=2.0)))
+    stage.send(RegisterPipeline("other", spec(weight=2.0)))
     answer = stage.answers["other"]
     assert not answer.ok
     assert answer.error == "a is registered with another spec (weight); unregister it first"
     assert stage.of("a").spec.weight == 1.0
 
 
-class BeginsAnew(Tenants):
+class BeginsAnew(PipelineRegistry):
     """The fault: who registers again is not admitted any more."""
 
     def on_ask(self, route: bytes, ask: object) -> None:
-        if isinstance(ask, RegisterPipeline) and ask.spec.pipeline_id in self._book.tenants:
+        if (
+            isinstance(ask, RegisterPipeline)
+            and ask.spec.pipeline_id in self._state.pipeline_records
+        ):
             name = ask.spec.pipeline_id
-            self._book.state.pipelines[name].phase = PipelinePhase.REGISTERED
+            self._state.fleet.pipelines[name].phase = PipelinePhase.REGISTERED
         super().on_ask(route, ask)  # type: ignore[arg-type]  # what it is given
 
 
-class Forgetful(Scheduler):
-    TENANTS = BeginsAnew
+class Forgetful(FleetScheduler):
+    REGISTRY = BeginsAnew
 
 
 def test_were_admission_reset_by_it_requests_would_be_refused() -> None:
     stage = Stage(kind=Forgetful)
     stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.say(RegisterPipeline("again", stage.of("a").spec))
+    stage.send(RegisterPipeline("again", stage.of("a").spec))
     assert stage.train("a", "t") is TicketState.REFUSED
 
 
-# who comes
+# joining
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "text"),
     [
         (spec("a/b"), "a name is one word"),
-        (spec(clusters={GENERATION_CLUSTER: (0,)}), "is `generation`"),
+        (spec(clusters={GENERATION_CLUSTER: (0,)}), "is reserved"),
         (spec(generation=(0, 99)), "99"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused_in_one_line(wrong: PipelineSpec, said: str) -> None:
+def test_a_spec_that_cannot_be_is_refused_in_one_line(wrong: PipelineSpec, text: str) -> None:
     stage = Stage()
-    stage.say(RegisterPipeline("r", wrong))
+    stage.send(RegisterPipeline("r", wrong))
     assert not stage.answers["r"].ok
-    assert said in stage.answers["r"].error
+    assert text in stage.answers["r"].error
     assert "\n" not in stage.answers["r"].error
-    assert not stage.scheduler.book.tenants
+    assert not stage.scheduler.state.pipeline_records
 
 
 def test_an_ask_is_done_once_and_answered_as_often_as_it_is_said() -> None:
     stage = Stage()
     stage.pipeline("a")
-    stage.say(KillPipeline("k", "a"))
-    stage.say(AdmitPipeline("again", "a"))
-    stage.say(KillPipeline("k", "a"))
+    stage.send(KillPipeline("k", "a"))
+    stage.send(AdmitPipeline("again", "a"))
+    stage.send(KillPipeline("k", "a"))
     assert stage.of("a").phase is PipelinePhase.ADMITTED
     stage.answers.clear()
-    stage.say(KillPipeline("k", "a"))
+    stage.send(KillPipeline("k", "a"))
     assert stage.answers["k"].ok
 
 
@@ -115,12 +117,12 @@ def test_an_ask_is_done_once_and_answered_as_often_as_it_is_said() -> None:
 def test_what_is_asked_of_an_unknown_pipeline_is_refused(ask: type) -> None:
     stage = Stage()
     stage.pipeline("a")
-    stage.say(ask("k", "x"))
+    stage.send(ask("k", "x"))
     assert not stage.answers["k"].ok
     assert stage.answers["k"].error == "no pipeline 'x'; a registered"
 
 
-# who goes
+# leaving
 
 
 def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
@@ -129,7 +131,7 @@ def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
     stage.train("a", "t")
     stage.generate("a", "g")
     stage.act()
-    stage.say(UnregisterPipeline("u", "a"))
+    stage.send(UnregisterPipeline("u", "a"))
     assert "u" not in stage.answers
     assert stage.train("a", "t2") is TicketState.REFUSED
     stage.act()
@@ -137,63 +139,63 @@ def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
     assert "u" not in stage.answers, "its trainer has not given up its GPUs"
     stage.release("a", "r")
     assert stage.answers["u"].ok
-    book = stage.scheduler.book
-    assert book.state.owners == book.standing == {}
-    assert book.state.pipelines == {}
-    assert book.intents == {}
+    state = stage.scheduler.state
+    assert state.fleet.owners == state.occupants == {}
+    assert state.fleet.pipelines == {}
+    assert state.intents == {}
     kept = {table for table, rows in stage.kept.tables.items() if rows}
     assert kept == {"nodes", "answers", "tickets", "ended", "credits", "numbers"}
 
 
-class Hurried(Runs):
+class Hurried(RunClaims):
     """The fault: who leaves has nothing from then on, whoever stands there."""
 
-    def strip(self, pipeline: PipelineState, why: str, *, with_trainer: bool = True) -> None:
-        super().strip(pipeline, why, with_trainer=True)
+    def release_all(self, pipeline: PipelineState, why: str, *, with_trainer: bool = True) -> None:
+        super().release_all(pipeline, why, with_trainer=True)
 
 
-class HurriedTenants(Tenants):
-    RUNS = Hurried
+class HurriedTenants(PipelineRegistry):
+    RUN_CLAIMS = Hurried
 
 
-class LeavesAtOnce(Scheduler):
-    TENANTS = HurriedTenants
+class LeavesAtOnce(FleetScheduler):
+    REGISTRY = HurriedTenants
 
 
-def left_while_training(kind: type[Scheduler]) -> Stage:
+def left_while_training(kind: type[FleetScheduler]) -> Stage:
     """Pipeline a trains as somebody unregisters it; b waits for a GPU of it."""
     stage = Stage(2, kind=kind)
     stage.pipeline("a", train=(0, 1), generation=())
     stage.pipeline("b", train=(1,), generation=())
     stage.train("a", "ta")
     stage.train("b", "tb")
-    stage.say(UnregisterPipeline("u", "a"))
+    stage.send(UnregisterPipeline("u", "a"))
     return stage
 
 
 def test_who_trains_as_its_pipeline_leaves_keeps_its_gpus_until_it_gives_them_up() -> None:
-    stage = left_while_training(Scheduler)
+    stage = left_while_training(FleetScheduler)
     stage.run(1)
     stage.begin()  # also in the scheduler's next life
     stage.run(30)
     assert stage.state("tb") is TicketState.QUEUED
     stage.release("a", "r")
     stage.wait_for("tb", TicketState.GRANTED, 5)
-    assert list(stage.scheduler.book.state.pipelines) == ["b"]
+    assert list(stage.scheduler.state.fleet.pipelines) == ["b"]
 
 
 def test_who_leaves_with_an_offer_that_nobody_has_taken_has_nothing() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(0, 1), generation=())
-    stage.say(RequestGpus("ta", "a", TRAIN, GpuPriority.ACTOR_TRAINING))
+    stage.send(RequestGpus("ta", "a", TRAIN, GpuPriority.ACTOR_TRAINING))
     offered = stage.moved["ta"]
-    stage.say(UnregisterPipeline("u", "a"))
+    stage.send(UnregisterPipeline("u", "a"))
     assert offered.state is TicketState.OFFERED
     assert stage.state("ta") is TicketState.REFUSED
     assert stage.answers["u"].ok
-    stage.say(TakeGpus("ta", offered.offer))  # it was on its way
+    stage.send(TakeGpus("ta", offered.offer))  # it was on its way
     assert stage.state("ta") is TicketState.REFUSED
-    assert stage.scheduler.book.standing == {}
+    assert stage.scheduler.state.occupants == {}
 
 
 def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
@@ -202,8 +204,8 @@ def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
 
 
 def test_who_leaves_and_is_killed_is_forgotten_whatever_it_held() -> None:
-    stage = left_while_training(Scheduler)
-    stage.say(KillPipeline("k", "a"))
+    stage = left_while_training(FleetScheduler)
+    stage.send(KillPipeline("k", "a"))
     assert stage.answers["u"].ok
     assert stage.state("tb") is TicketState.GRANTED
 
@@ -216,14 +218,14 @@ def test_who_leaves_while_others_are_about_to_get_its_gpus_leaves_all_idle() -> 
     stage.act()
     stage.coordinators["a"].is_hung = True
     stage.train("b", "b1")  # promised, while a's workers go to sleep
-    stage.say(UnregisterPipeline("ub", "b"))
-    stage.say(UnregisterPipeline("ua", "a"))
+    stage.send(UnregisterPipeline("ub", "b"))
+    stage.send(UnregisterPipeline("ua", "a"))
     stage.coordinators["a"].is_hung = False
     stage.act()
     assert stage.answers["ua"].ok
     assert stage.answers["ub"].ok
     assert stage.state("b1") is TicketState.REFUSED
-    assert stage.scheduler.book.state.owners == stage.scheduler.book.standing == {}
+    assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
 
 
 def test_a_wake_that_was_only_promised_is_not_sent_for_who_has_left() -> None:
@@ -235,12 +237,12 @@ def test_a_wake_that_was_only_promised_is_not_sent_for_who_has_left() -> None:
     stage.coordinators["a"].is_hung = True
     stage.generate("b", "g2")
     stage.run(8)
-    assert stage.scheduler.book.intents
-    stage.say(UnregisterPipeline("u", "b"))
+    assert stage.scheduler.state.intents
+    stage.send(UnregisterPipeline("u", "b"))
     assert stage.answers["u"].ok
     stage.coordinators["a"].is_hung = False
     stage.run(3)
-    assert not coordinator.num_heard
+    assert not coordinator.num_received
     assert stage.awake("a") == [0, 1]
 
 
@@ -252,13 +254,13 @@ def test_who_was_killed_has_nothing_whatever_its_coordinator_said_last() -> None
     coordinator = stage.coordinators.pop("a")
     stage.run(stage.settings.coordinator_grace_s + 2)
     assert stage.of("a").phase is PipelinePhase.QUARANTINED
-    assert set(stage.scheduler.book.standing) == {0, 1}
-    stage.say(KillPipeline("k", "a"))
+    assert set(stage.scheduler.state.occupants) == {0, 1}
+    stage.send(KillPipeline("k", "a"))
     assert stage.of("a").phase is PipelinePhase.REGISTERED
-    assert stage.scheduler.book.state.owners == stage.scheduler.book.standing == {}
-    assert coordinator.num_heard == 1
-    stage.say(coordinator.hello(), coordinator.route)
-    assert stage.scheduler.book.state.owners == stage.scheduler.book.standing == {}
+    assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
+    assert coordinator.num_received == 1
+    stage.send(coordinator.hello(), coordinator.route)
+    assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
 
 
 def test_unregister_said_again_after_a_restart_is_answered() -> None:
@@ -266,10 +268,10 @@ def test_unregister_said_again_after_a_restart_is_answered() -> None:
     stage.pipeline("a")
     stage.generate("a", "g")
     stage.act()
-    stage.say(UnregisterPipeline("u", "a"))
+    stage.send(UnregisterPipeline("u", "a"))
     stage.begin()
     stage.run(4)
-    stage.say(UnregisterPipeline("u", "a"))
+    stage.send(UnregisterPipeline("u", "a"))
     assert stage.answers["u"].ok
 
 
@@ -278,32 +280,32 @@ def test_unregister_said_again_after_a_restart_is_answered() -> None:
 
 def test_a_node_that_comes_back_has_its_gpu_numbers_again() -> None:
     stage = Stage(2)
-    stage.say(JoinNode("n1", "n1", 2))
-    stage.say(JoinNode("n2", "n2", 4))
+    stage.send(JoinNode("n1", "n1", 2))
+    stage.send(JoinNode("n2", "n2", 4))
     stage.run(stage.settings.node_grace_s + 1)
-    state = stage.scheduler.book.state
+    state = stage.scheduler.state.fleet
     assert {name: node.phase for name, node in state.nodes.items()} == {
         "n0": NodePhase.UP,
         "n1": NodePhase.DOWN,
         "n2": NodePhase.DOWN,
     }
-    stage.say(JoinNode("n2-again", "n2", 4, ("big",)))
+    stage.send(JoinNode("n2-again", "n2", 4, ("big",)))
     assert state.nodes["n2"] == GpuNode(name="n2", gpus=(4, 5, 6, 7), labels=("big",))
-    stage.say(NodeBeat("n1"))
+    stage.send(NodeBeat("n1"))
     assert state.nodes["n1"].phase is NodePhase.UP
-    assert stage.scheduler.book.num["node.returned"] == 1
+    assert stage.scheduler.state.counts["node.returned"] == 1
 
 
 def test_a_node_that_has_changed_is_refused() -> None:
     stage = Stage(2)
-    stage.say(JoinNode("again", "n0", 3))
+    stage.send(JoinNode("again", "n0", 3))
     assert stage.answers["again"].error == "node 'n0' had 2 GPUs and comes back with 3; rename it"
     for number, num_gpus in enumerate((0, -1, 2**62)):
-        stage.say(JoinNode(f"none-{number}", "n1", num_gpus))
-        assert "it has from 1 to 1024" in stage.answers[f"none-{number}"].error
+        stage.send(JoinNode(f"none-{number}", "n1", num_gpus))
+        assert "use 1 to 1024" in stage.answers[f"none-{number}"].error
     for number, name in enumerate(("", "a b", "a/b", "a\n")):
-        stage.say(JoinNode(f"name-{number}", name, 2))
-        assert "a name is one word" in stage.answers[f"name-{number}"].error
+        stage.send(JoinNode(f"name-{number}", name, 2))
+        assert "one word" in stage.answers[f"name-{number}"].error
 
 
 def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
@@ -311,11 +313,11 @@ def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
     stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g")
     stage.act()
-    stage.say(DrainNode("d", "n0"))
+    stage.send(DrainNode("d", "n0"))
     stage.act()
     assert not stage.awake("a")
     assert stage.train("a", "t") is TicketState.QUEUED
-    stage.say(DrainNode("d2", "nowhere"))
+    stage.send(DrainNode("d2", "nowhere"))
     assert not stage.answers["d2"].ok
 
 
@@ -323,65 +325,65 @@ def test_a_ticket_outlives_a_leave_that_has_its_key() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1))
     stage.train("a", "same")
-    stage.say(UnregisterPipeline("same", "a"))
+    stage.send(UnregisterPipeline("same", "a"))
     stage.release("a", "r")
     assert stage.answers["same"].ok
     stage.run(2 * stage.settings.memory_s)
-    assert not stage.scheduler.book.askers
+    assert not stage.scheduler.state.reply_targets
 
 
 def test_a_drain_that_is_undone_wakes_what_waits() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1))
-    stage.say(DrainNode("d", "n0"))
+    stage.send(DrainNode("d", "n0"))
     stage.generate("a", "g")
     stage.run(1.0)
     assert not stage.awake("a")
-    stage.say(UndrainNode("u", "n0"))
+    stage.send(UndrainNode("u", "n0"))
     stage.act()
     assert stage.awake("a") == [0, 1]
-    stage.say(UndrainNode("u2", "nowhere"))
+    stage.send(UndrainNode("u2", "nowhere"))
     assert "no node 'nowhere'; n0 known" in stage.answers["u2"].error
 
 
 def phase_of(stage: Stage, name: str) -> NodePhase:
-    return stage.scheduler.book.state.nodes[name].phase
+    return stage.scheduler.state.fleet.nodes[name].phase
 
 
 def test_a_drained_node_that_was_but_silent_is_still_drained() -> None:
     stage = Stage(0)
     join = JoinNode("n1", "n1", 2)
-    stage.say(join)
-    stage.say(DrainNode("d", "n1"))
+    stage.send(join)
+    stage.send(DrainNode("d", "n1"))
     stage.run(stage.settings.node_grace_s + 1)
     assert phase_of(stage, "n1") is NodePhase.DOWN
     stage.begin()
-    stage.say(NodeBeat("n1"))
+    stage.send(NodeBeat("n1"))
     assert phase_of(stage, "n1") is NodePhase.DRAINING
     stage.run(stage.settings.memory_s + stage.settings.node_grace_s)
-    stage.say(join)
+    stage.send(join)
     assert phase_of(stage, "n1") is NodePhase.DRAINING
-    stage.say(JoinNode("anew", "n1", 2))
+    stage.send(JoinNode("anew", "n1", 2))
     assert phase_of(stage, "n1") is NodePhase.UP
 
 
 def test_a_node_that_is_down_is_drained_or_used_when_it_is_back() -> None:
     stage = Stage(0)
-    stage.say(JoinNode("n1", "n1", 2))
+    stage.send(JoinNode("n1", "n1", 2))
     for ask, phase in (
         (DrainNode("d", "n1"), NodePhase.DRAINING),
         (UndrainNode("u", "n1"), NodePhase.UP),
     ):
         stage.run(stage.settings.node_grace_s + 1)
-        stage.say(ask)
+        stage.send(ask)
         assert phase_of(stage, "n1") is NodePhase.DOWN
-        stage.say(NodeBeat("n1"))
+        stage.send(NodeBeat("n1"))
         assert phase_of(stage, "n1") is phase
 
 
 def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
     stage = Stage(0)
-    stage.say(JoinNode("n1", "n1", 2))
+    stage.send(JoinNode("n1", "n1", 2))
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.generate("a", "g")
     stage.act()
@@ -389,17 +391,17 @@ def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
     stage.train("a", "t")
     stage.run(stage.settings.node_grace_s + 1)
     assert not stage.of("a").holds
-    assert list(stage.scheduler.book.state.requests) == ["t"]
+    assert list(stage.scheduler.state.fleet.requests) == ["t"]
     assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.LOST}
     stage.coordinators["a"].is_hung = False
     for _ in range(16):
-        stage.say(NodeBeat("n1"))
+        stage.send(NodeBeat("n1"))
         stage.run(0.5)
     assert stage.state("t") is TicketState.GRANTED
 
 
 def test_names_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "MAX_NODES", 1)
+    monkeypatch.setattr(registry, "MAX_NODES", 1)
     stage = Stage()  # it has a node
     asks = [
         JoinNode("long", "n" * 129, 1),
@@ -408,6 +410,6 @@ def test_names_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch)
         JoinNode("many", "another", 1),
     ]
     for ask in asks:
-        stage.say(ask)
+        stage.send(ask)
         assert not stage.answers[ask.key].ok
-    assert len(stage.scheduler.book.machines) == 1
+    assert len(stage.scheduler.state.node_records) == 1
