@@ -1,5 +1,4 @@
-"""What lives in a worker: sessions of running rollouts, their token graphs and generations.
+"""Runtime of a worker: sessions of running rollouts, their token graphs and their generations.
 
-Invariant: a session's tokens are exactly what the engines saw and sampled; nothing is tokenised
-twice. Driven by the worker (scopes) and by the HTTP edge (calls).
+A session's tokens are exactly those that engines received and sampled; nothing is tokenised twice.
 """

@@ -1,13 +1,13 @@
-"""Long contents (images, long texts), each held once in the process, some of them on disk.
+"""Long contents (images, texts), each stored once per process, some of them on disk.
 
     in memory --the coldest, beyond the budget--> spilled;   either --last reference gone--> freed
 
 - Equal contents are one blob. A blob whose bytes the disk has lost is stored again when its content
   is received again.
-- The spill file has no name that another process could see. A full disk takes nothing and loses
-  nothing. The lock is never held during I/O.
-- Reading back 0.5 MB takes 8 us from the page cache and 0.7 ms from a cold disk, and a thread's
-  answer 77 us; so the event loop reads, a part at a time.
+- The spill file is unnamed, so no other process sees it. A full disk loses nothing: blobs stay in
+  memory. The lock is never held during I/O.
+- Reading 0.5 MB back takes 8 us from the page cache and 0.7 ms from a cold disk; a reply from a
+  thread takes 77 us. So the event loop reads by itself, a part at a time.
 """
 
 import atexit
@@ -30,32 +30,32 @@ from rollmesh.core.errors import ConfigError, ContentLost, remedy_of
 from rollmesh.core.logs import get_logger
 
 PAGE_BYTES = 4096
-"""Extents begin at whole pages, as disks write."""
+"""Extents begin at page boundaries, since disks write whole pages."""
 
 
 class Extent(msgspec.Struct, frozen=True, gc=False):
-    """A place in the file."""
+    """A range of the file."""
 
     start: int
     num_bytes: int
 
     @property
     def stop(self) -> int:
-        """Where the next may begin."""
+        """End of the extent, rounded up to a page."""
         return self.start + -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class FreeSpace:
-    """Which runs of a file are free, the smallest that is large enough being given first."""
+    """Free ranges of a file; allocation takes the smallest one that fits."""
 
     def __init__(self) -> None:
         self.end = 0
-        """Of what is in use; behind it all is free."""
+        """End of the used part; everything after it is free."""
         self._runs: list[tuple[int, int]] = []
-        """(start, stop), in order; two never touch."""
+        """(start, stop) in order; adjacent ranges are merged."""
 
     def take(self, num_bytes: int) -> Extent:
-        """An extent that is nobody's."""
+        """Allocate an extent."""
         behind = Extent(self.end, num_bytes)
         wanted = behind.stop - behind.start
         sizes = [(stop - start, n) for n, (start, stop) in enumerate(self._runs)]
@@ -69,7 +69,7 @@ class FreeSpace:
         return Extent(start, num_bytes)
 
     def give(self, extent: Extent) -> None:
-        """It is nobody's again."""
+        """Free an extent."""
         start, stop = extent.start, extent.stop
         place = bisect(self._runs, (start, stop))
         if place < len(self._runs) and self._runs[place][0] == stop:
@@ -84,15 +84,16 @@ class FreeSpace:
 
 
 class SpillFile:
-    """An unnamed file and the map of its free extents."""
+    """An unnamed file and its free extents."""
 
     def __init__(self, folder: Path | None) -> None:
-        """In `folder`, by default the system's for temporary files; OSError where that fails."""
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - lives on
+        """Create the file in `folder`, by default the system's temporary folder; OSError if that
+        fails."""
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`
         self._space = FreeSpace()
 
     def write(self, content: bytes) -> Extent:
-        """Where it lies from now on; OSError where the disk does not take it whole."""
+        """Write a content and return its extent; OSError if the disk does not take all of it."""
         extent = self._space.take(len(content))
         try:
             rest, at = memoryview(content), extent.start
@@ -105,7 +106,7 @@ class SpillFile:
         return extent
 
     def read(self, extent: Extent, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of what was written there; OSError if the disk lost them."""
+        """Bytes `start` to `stop` of an extent's content; OSError if the disk lost them."""
         pieces: list[bytes] = []
         at, end = extent.start + start, extent.start + min(stop, extent.num_bytes)
         while at < end:
@@ -117,7 +118,7 @@ class SpillFile:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def free(self, extent: Extent) -> None:
-        """Nobody reads it any more."""
+        """Free an extent that is no longer read."""
         end = self._space.end
         self._space.give(extent)
         if self._space.end < end:
@@ -125,15 +126,14 @@ class SpillFile:
 
     @property
     def num_bytes(self) -> int:
-        """The length of the file, what is free between its extents included."""
+        """Length of the file, including free ranges."""
         return self._space.end
 
     def fileno(self) -> int:
-        """The file's descriptor."""
         return self._file.fileno()
 
     def close(self) -> None:
-        """All that it holds is gone."""
+        """Close the file, which discards its contents."""
         self._file.close()
 
 
@@ -141,11 +141,11 @@ log = get_logger()
 
 Place = tuple[SpillFile, Extent]
 _ticks = itertools.count()
-"""The order of uses."""
+"""Clock of uses: a higher tick is a more recent use."""
 
 
 class Blob:
-    """A long content; made by BlobStore.hold."""
+    """A long content, created by BlobStore.hold."""
 
     __slots__ = (
         "__weakref__", "_content", "_digest", "_place", "_store", "is_lost", "last_use",
@@ -156,26 +156,26 @@ class Blob:
         self.num_bytes = len(content)
         self.last_use = next(_ticks)
         self.is_lost = False
-        """It could not be read back."""
+        """Reading it back failed."""
         self._content: bytes | None = content
         self._place: Place | None = None
         self._digest = ""
         self._store = store
 
     def read(self) -> bytes:
-        """The content; ContentLost where it is spilled and the disk does not give it back."""
+        """The content; ContentLost if it is spilled and cannot be read back."""
         self.last_use = next(_ticks)
         content = self._content
         return self._from_disk(0, self.num_bytes) if content is None else content
 
     def part(self, start: int, stop: int) -> bytes | memoryview:
-        """A part of it, not copied where it is in memory; ContentLost as `read`."""
+        """A part of the content, not copied if it is in memory; ContentLost as `read`."""
         self.last_use = next(_ticks)
         content = self._content
         return self._from_disk(start, stop) if content is None else memoryview(content)[start:stop]
 
     def is_of(self, content: bytes) -> bool:
-        """Whether its content is this, and to be had."""
+        """Whether it has this content and can be read."""
         self.last_use = next(_ticks)
         own = self._content
         if own is not None:
@@ -185,16 +185,16 @@ class Blob:
 
     @property
     def is_spilled(self) -> bool:
-        """Whether its bytes are on disk alone."""
+        """Whether its bytes are only on disk."""
         return self._content is None
 
     def spill(self, file: SpillFile) -> None:
-        """Lie in `file` from now on; OSError where it takes no more. The store's."""
+        """Move the content to `file`; OSError if that is full. Called by the store."""
         content = self._content
         assert content is not None
         self._digest = hashlib.sha256(content).hexdigest()
         self._place = file, file.write(content)
-        # In this order, for readers in other threads.
+        # This order keeps readers in other threads safe.
         self._content = None
 
     def _from_disk(self, start: int, stop: int) -> bytes:
@@ -207,7 +207,7 @@ class Blob:
             raise ContentLost(self.num_bytes, str(error)) from None
 
     def __del__(self) -> None:
-        # Any thread may be here, also one that has the lock: what ended is only written down.
+        # May run in any thread, even one that holds the lock: only record the end.
         self._store.ended.append((self.num_bytes, self._place))
 
 
@@ -216,7 +216,7 @@ class BlobStore:
 
     def __init__(self) -> None:
         self.ended: deque[tuple[int, Place | None]] = deque()
-        """Blobs that are gone and still counted."""
+        """Blobs that were freed but are still counted."""
         self._blobs: WeakValueDictionary[int, Blob] = WeakValueDictionary()
         """By the hash of their content."""
         self._lock = threading.Lock()
@@ -227,12 +227,12 @@ class BlobStore:
         self._folder: Path | None = None
         self._file: SpillFile | None = None
         self._free: list[Extent] = []
-        """In the file, of blobs that ended; `spill_over` gives them back."""
+        """Extents of freed blobs; `spill_over` frees them."""
         self._has_warned = False
 
     def settle(self, max_memory_bytes: int, folder: Path | None) -> None:
-        """Set the budget, and where the spill file is made once it is needed; ConfigError where
-        the folder takes none."""
+        """Set the memory budget and the folder of the spill file; ConfigError if the folder is not
+        writable."""
         self._max_memory_bytes, self._folder = max_memory_bytes, folder
         if folder is not None:
             try:
@@ -255,11 +255,12 @@ class BlobStore:
             other = self._counted(Blob(content, self))
             if blob.is_lost:
                 self._blobs[key] = other
-            # Another content of the same hash is not shared, nor ever spilled, and that is all.
+            # A second content with the same hash is not shared and never spilled.
             return other
 
     def spill_over(self) -> int:
-        """Bring memory within its budget; returns bytes moved to disk. One thread at a time."""
+        """Bring memory within its budget; return the bytes moved to disk. Call from one thread at a
+        time."""
         with self._lock:
             self._settle_ended()
             free, self._free = self._free, []
@@ -272,47 +273,47 @@ class BlobStore:
         for each in _coldest_first(refs):
             if num_moved >= excess:
                 break
-            blob = each()  # it may have ended meanwhile
+            blob = each()  # it may have been freed meanwhile
             if blob is not None:
                 if not self._move(blob):
                     return num_moved
                 num_moved += blob.num_bytes
-        # All found room: it is said again when next something does not. A disk that stays full
-        # takes one now and then, as others go.
+        # All excess was spilled: warn again at the next failure. A full disk still takes one now
+        # and then, as others are freed.
         self._has_warned = self._has_warned and num_moved < excess
         return num_moved
 
     def held_bytes(self) -> int:
-        """Of the blobs in memory."""
+        """Bytes of the blobs in memory."""
         with self._lock:
             self._settle_ended()
             return self._held_bytes
 
     def spilled_bytes(self) -> int:
-        """Of those on disk alone."""
+        """Bytes of the blobs on disk."""
         with self._lock:
             self._settle_ended()
             return self._spilled_bytes
 
     def freed_bytes(self) -> int:
-        """Of all blobs so far that ended in memory, or were spilled: it only grows."""
+        """Bytes of all blobs so far that were freed from memory or spilled; only grows."""
         with self._lock:
             self._settle_ended()
             return self._freed_bytes
 
     def num_blobs(self) -> int:
-        """Wherever they lie."""
+        """Number of blobs, in memory and on disk."""
         return len(self._blobs)
 
     def close(self) -> None:
-        """What is spilled is gone."""
+        """Close the spill file; spilled contents are lost."""
         if self._file is not None:
             self._file.close()
             self._file = None
             self._free.clear()
 
     def _move(self, blob: Blob) -> bool:
-        """Spill one; False where the disk takes no more."""
+        """Spill one blob; False if the disk takes no more."""
         try:
             self._file = self._file or SpillFile(self._folder)
             blob.spill(self._file)
@@ -346,7 +347,7 @@ class BlobStore:
 
 
 def _coldest_first(refs: Sequence[ref[Blob]]) -> list[ref[Blob]]:
-    """Those in memory; nobody is kept alive by the order that he stands in."""
+    """Blobs in memory, least recently used first; weak references keep none of them alive."""
     blobs = ((each(), each) for each in refs)
     used = [(blob.last_use, each) for blob, each in blobs if blob and not blob.is_spilled]
     return [each for _, each in sorted(used, key=itemgetter(0))]

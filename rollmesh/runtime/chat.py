@@ -1,4 +1,4 @@
-"""Chat messages, the turn that a call asks for, and the pieces of an answer.
+"""Chat messages, the turn that a call requests, and the deltas of an answer.
 
 All dialects decode requests to these types and encode answers from them.
 """
@@ -17,12 +17,12 @@ from rollmesh.runtime.images import ImageRef, hold_image
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call of a finished reply."""
+    """One tool call of a finished reply."""
 
     id: str
     name: str
     arguments: str
-    """JSON text as the model wrote it; cut short where the reply was."""
+    """JSON text as the model wrote it; truncated if the reply was."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -34,10 +34,10 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """A piece of one call; `id` and `name` stand in a call's first piece only."""
+    """A piece of one tool call; `id` and `name` are set in its first piece only."""
 
     index: int
-    """Of the call in its reply."""
+    """Position of the call in its reply."""
     id: str = ""
     name: str = ""
     arguments: str = ""
@@ -45,41 +45,42 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """A piece of a reply; its tokens are those from the last delta's `num_tokens` on."""
+    """A piece of a reply; its tokens follow those of the previous delta."""
 
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
     num_tokens: int = 0
-    """Tokens of the reply up to and with this piece."""
+    """Tokens of the reply up to the end of this piece."""
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """How one reply is to be read."""
+    """How to parse one reply."""
 
     stop: tuple[str, ...] = ()
-    """Text ends before the first of them."""
+    """The text ends before the first of these strings."""
     reads_calls: bool = False
-    """Whether tool-call markup is a call, not text."""
+    """Whether tool-call markup is parsed; else it is text."""
     call_id_prefix: str = "call"
-    """Calls get ids `<prefix>_0`, `_1`..."""
+    """Tool calls get the ids `<prefix>_0`, `_1`..."""
     lead: tuple[int, ...] = ()
-    """What stands between the generation prompt and the sampled tokens (Prompts.lead)."""
+    """Tokens between the generation prompt and the sampled tokens (Prompts.lead)."""
     tools: bytes = b""
-    """A JSON array in chat shape: XML arguments are read by their declared types."""
+    """A JSON array in chat shape; XML arguments are parsed by their declared types."""
 
 
 class DeltaReader(Protocol):
-    """Reads one generation's tokens: `feed` as they come, then `end`, then `answer`."""
+    """Incremental parser of one generation: `feed` tokens as they arrive, then `end`, then
+    `answer`."""
 
     def feed(self, token_ids: Sequence[int]) -> Delta | None:
-        """The piece that `token_ids` complete; None while there is nothing to tell."""
+        """The piece that `token_ids` complete; None if they complete none."""
 
     def end(self, num_tokens: int) -> Delta:
-        """The rest, when no more tokens will come; `num_tokens` is the reply's length."""
+        """The rest, after the last token; `num_tokens` is the reply's length."""
 
     def answer(self) -> Answer:
-        """The fold of all deltas; after `end`."""
+        """All deltas combined; after `end`."""
 
 
 def whole_calls(calls: Sequence[ToolCall]) -> tuple[CallDelta, ...]:
@@ -97,7 +98,7 @@ ROLES = {
 }
 
 Rotating = re.Pattern[str] | None
-"""Matches lines of a system text that change from call to call and mean nothing."""
+"""Matches lines of a system text that change from call to call without meaning."""
 
 
 class Part(msgspec.Struct, omit_defaults=True):
@@ -106,19 +107,19 @@ class Part(msgspec.Struct, omit_defaults=True):
     type: str = ""
     text: str | None = None
     refusal: str | None = None
-    """What an assistant says instead of a text."""
+    """The text of a refusal, in place of `text`."""
     image_url: Any = None
-    """As the client sends an image; replaced by `image` when read."""
+    """The image as the client sends it; replaced by `image` when the message is read."""
     image: ImageRef | None = msgspec.field(default=None, name="rollmesh_image")
-    """Of a message that `as_json` wrote; clients cannot set it."""
+    """Set by `as_json`; clients cannot set it."""
 
     def said(self) -> str | None:
-        """Its text; None where it is something else, such as an image."""
+        """The part's text; None for other content, such as an image."""
         return self.refusal if self.text is None else self.text
 
 
 class Function(msgspec.Struct):
-    """What a tool call names."""
+    """The function of a tool call."""
 
     name: str = ""
     arguments: Any = None
@@ -132,7 +133,7 @@ class Call(msgspec.Struct, omit_defaults=True):
     id: str | None = None
 
     def parsed_arguments(self) -> Any:
-        """The arguments as JSON values; a text that is no JSON stays a text."""
+        """The arguments as JSON values; a text that is not JSON stays a text."""
         arguments = self.function.arguments
         if not isinstance(arguments, str):
             return {} if arguments is None else arguments
@@ -158,18 +159,18 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         return self.content or ""
 
     def images(self) -> list[ImageRef]:
-        """The images that it shows, in order."""
+        """The images of the message, in order."""
         if not isinstance(self.content, list):
             return []
         return [p.image for p in self.content if isinstance(p, Part) and p.image is not None]
 
     def meanings(self, rotating: Rotating = None, is_ours: bool = True) -> list[int]:
-        """Identities by meaning, strongest first; one match is enough.
+        """Identities by meaning, strongest first; one match suffices.
 
-        An assistant message is known by its tool-call ids, then by text, reasoning and parsed
-        arguments, then without the reasoning, since many agents drop it, then by the calls alone.
-        One that is not ours, but of the agent's making, is not known by ids, which agents use
-        again, nor by the calls alone: nothing but what it says would be what the model saw.
+        An assistant message is identified by its tool-call ids, then by text, reasoning and parsed
+        arguments, then without the reasoning (which many agents drop), then by the calls alone. A
+        message that the model did not sample is identified neither by ids, which agents reuse, nor
+        by the calls alone.
         """
         if self.role != "assistant":
             return [hash((ROLES[self.role], self._shown(rotating), self.tool_call_id))]
@@ -189,17 +190,18 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_text_of_assistant(self) -> bool:
-        """Whether it is nothing but what the assistant says, as what is seen of a cut answer is."""
+        """Whether it is an assistant message with text only, like the visible part of a truncated
+        answer."""
         return self.role == "assistant" and not self.tool_calls and bool(self.text().strip())
 
     def joined(self, other: "ChatMessage") -> "ChatMessage":
-        """Such a message and the assistant's next one as one."""
+        """This message and the assistant's next one as one message."""
         thoughts = [str(m.reasoning_content) for m in (self, other) if m.reasoning_content]
         text, reasoning = self.text() + other.text(), "\n".join(thoughts) or None
         return ChatMessage("assistant", text, reasoning, other.tool_calls)
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it: text content, arguments as objects."""
+        """The message in the shape of chat templates: text content, arguments as objects."""
         if self.images():
             why = "this model reads text only, and a message shows an image"
             raise SessionError(400, "unsupported_content", why)
@@ -214,7 +216,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         return message
 
     def as_json(self) -> bytes:
-        """The message in the common shape, images by their digest alone."""
+        """The message in the common shape, with images as digests only."""
         if not self.images():
             return msgspec.json.encode(self)
         assert isinstance(self.content, list)
@@ -227,7 +229,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         return msgspec.json.encode(msgspec.structs.replace(self, content=parts))
 
     def _shown(self, rotating: Rotating) -> str:
-        """What it says and shows, without what may come and go."""
+        """Text and images of the content, without rotating lines and outer white space."""
         is_system = ROLES[self.role] == "system"
         if not isinstance(self.content, list):
             text = self.content or ""
@@ -245,7 +247,7 @@ _decoder = msgspec.json.Decoder(ChatMessage)
 
 
 def read_message(raw: bytes, position: int) -> ChatMessage:
-    """Parse one message; SessionError 400 names its position and what is wrong."""
+    """Parse one message; SessionError 400 names its position and the problem."""
     try:
         message = _decoder.decode(raw)
     except DECODE_ERRORS as error:
@@ -260,7 +262,7 @@ def read_message(raw: bytes, position: int) -> ChatMessage:
 
 
 def read_held(raw: bytes, images: Mapping[str, ImageRef]) -> ChatMessage:
-    """A message that `as_json` wrote; `images` has those it shows, by their digest."""
+    """Parse a message that `as_json` wrote; `images` has its images by digest."""
     message = _decoder.decode(raw)
     if isinstance(message.content, list):
         for part in message.content:
@@ -270,7 +272,8 @@ def read_held(raw: bytes, images: Mapping[str, ImageRef]) -> ChatMessage:
 
 
 def compile_rotating(patterns: Sequence[str]) -> Rotating:
-    """What matches a line that begins with any of `patterns`; ConfigError where one is none."""
+    """Compile a pattern of lines that begin with any of `patterns`; ConfigError for an invalid
+    one."""
     if not patterns:
         return None
     for pattern in patterns:
@@ -291,12 +294,13 @@ def _beginning_with(pattern: str) -> re.Pattern[str]:
 
 @Memo
 def settled(text: str, rotating: re.Pattern[str]) -> str:
-    """A system text, or a part of it, less its rotating lines; a group's sessions share it."""
+    """A system text, or a part of it, without its rotating lines; cached for the sessions of a
+    group."""
     return rotating.sub("", text)
 
 
 def normalised(text: str) -> str:
-    """Assistant text without what agents add or drop: outer white space, inlined reasoning."""
+    """Assistant text without outer white space and inlined reasoning, which agents add or drop."""
     if "</think>" in text:
         text = text.rpartition("</think>")[2]
     return text.strip()
@@ -306,12 +310,12 @@ def canonical(value: Any) -> bytes:
     """JSON bytes that are equal for equal values."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # integers past 64 bits
+    except TypeError:  # integers beyond 64 bits
         return repr(value).encode()
 
 
 def read_tools(raw: bytes) -> list[Any]:
-    """The tools as JSON values; SessionError 400 where they are no list of objects."""
+    """The tools as JSON values; SessionError 400 unless they are a list of objects."""
     try:
         tools = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -322,7 +326,7 @@ def read_tools(raw: bytes) -> list[Any]:
 
 
 def _open_part(part: Part, position: int) -> None:
-    """Take an image in; refuse what is neither text nor image."""
+    """Load a part's image; refuse content that is neither text nor image."""
     part.image = None
     if part.image_url is not None:
         address = part.image_url.get("url") if isinstance(part.image_url, dict) else part.image_url
@@ -347,17 +351,17 @@ def _bad_message(position: int, why: str, code: str = "invalid_messages") -> Ses
 
 
 ReadUnit = Callable[[bytes, int], list[ChatMessage]]
-"""Reads one history unit; the number is its position, for the text of a SessionError 400."""
+"""Parses one history unit; the number is its position, for the text of a SessionError 400."""
 
 
 FindAnswer = Callable[[str], ChatMessage | None]
-"""The answer with this ReplyHead.id in the session of the request; None if it has no such."""
+"""Finds the answer with this ReplyHead.id in the session; None if there is none."""
 SpellOut = Callable[[list[bytes], FindAnswer], list[bytes]]
-"""Units with the items that they name by id; SessionError 400 for an unknown id."""
+"""Replaces references to items by id; SessionError 400 for an unknown id."""
 
 
 class SamplingAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling fields as the agent sent them; None where it did not."""
+    """Sampling fields of a request; None for fields that it omits."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -374,53 +378,53 @@ class SamplingAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Whether the model may, must not or must call a tool, or which one."""
+    """Whether the model may, must not or must call a tool, or which tool."""
 
     kind: Literal["auto", "none", "required", "named"] = "auto"
     name: str = ""
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """What is shown with an answer: that alone of a Turn is kept until then."""
+    """Fields of a Turn that are needed to encode its answer."""
 
     model: str
-    """As the agent names it; given back, otherwise without effect."""
+    """As named by the agent; returned in the answer, without other effect."""
     include_usage: bool
     logprobs: bool
     num_top_logprobs: int
     return_token_ids: bool
     prompt_text: str | None
-    """A raw prompt that came as text."""
+    """A raw prompt that was sent as text."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One decoded request."""
 
     messages: list[bytes]
-    """History units in the dialect's own JSON, unopened, in order; system text is the first."""
+    """History units as raw JSON of the dialect, in order; system text is the first."""
     messages_raw: bytes = b""
-    """More units, behind those: a JSON array whose elements they are, unopened.
+    """Further units, after those: a raw JSON array of units.
 
-    Cheaper than the list where a history grows at its end: what was there before is not split.
+    Cheaper than the list if a history only grows: its known beginning is not split.
     """
     read: ReadUnit | None = None
-    """Reads a unit that is not held yet; None where units are chat messages."""
+    """Parses a unit that is new to the session; None if units are chat messages."""
     spell_out: SpellOut | None = None
-    """Replaces references to answers of this session in `messages`; None where there are none."""
+    """Replaces references to answers of this session in `messages`; None if there are none."""
     tools: bytes = b""
-    """A JSON array in chat shape, unopened; empty where the agent offers none."""
+    """A raw JSON array in chat shape; empty if no tools are offered."""
     tool_choice: ToolChoice = ToolChoice()
     parallel_calls: bool = True
-    """False where the turn is to end after one tool call."""
+    """False if the turn must end after one tool call."""
     num_choices: int = 1
     num_top_logprobs: int = 0
     previous_reply: str = ""
-    """ReplyHead.id of the reply to go on from; then the units are what follows it."""
+    """ReplyHead.id of the reply to continue; the units then follow it."""
     begins_anew: bool = False
-    """The first unit is a system text that takes the place of that reply's own."""
+    """The first unit is a system text that replaces that reply's own."""
     prompt_ids: tuple[int, ...] | None = None
     prompt_text: str | None = None
-    """A raw prompt instead of messages: either as tokens or as text."""
+    """A raw prompt instead of messages, as tokens or as text."""
     ask: SamplingAsk = SamplingAsk()
     model: str = ""
     stream: bool = False
@@ -428,11 +432,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     return_token_ids: bool = False
     digest: int = 0
-    """Identifies the body (and its Idempotency-Key), in this process and those after it."""
+    """Identity of the body (and its Idempotency-Key), stable across processes."""
     is_retry: bool = False
-    """The client says that it sent this before."""
+    """The client marked it as a resend."""
     dialect: DialectName = ""
-    """What it was decoded from."""
+    """The dialect that it was decoded from."""
 
     @property
     def is_raw(self) -> bool:
@@ -440,7 +444,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_ids is not None or self.prompt_text is not None
 
     def wish(self) -> "Wish":
-        """How its answers are to be shown."""
+        """The fields that encoding its answers needs."""
         return Wish(
             self.model,
             self.include_usage,
@@ -452,5 +456,5 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reads_calls(self) -> bool:
-        """Whether tool-call markup in the answer is a call, not text."""
+        """Whether tool-call markup in the answer is parsed; else it is text."""
         return bool(self.tools) and self.tool_choice.kind != "none"

@@ -4,9 +4,9 @@
 
 - `match` and `build` change nothing, so a long prompt can be built in a thread. `hold` adds the new
   tokens of a prompt once, however often they are requested.
-- A raw prompt continues held tokens only where it repeats them exactly. Sampled tokens are never
+- A raw prompt continues stored tokens only if it repeats them exactly. Sampled tokens are never
   tokenised again.
-- The newest long prompt is kept as JSON text, so that an engine request encodes only new ids.
+- The newest long prompt is cached as JSON text, so that an engine request encodes only new ids.
 - `find_shown` finds the running turn whose finished parts an agent sends back (Codex after a
   stall).
 """
@@ -40,11 +40,12 @@ from rollmesh.runtime.token_graph import ROOT, RootKind, TokenGraph
 
 KEPT_FROM_TOKENS = 1024
 _MAX_STEPS = 8
-"""Nodes between a prompt and the one before it on its line; there are two or three."""
+"""Maximum number of nodes between a prompt and the previous one on its branch; usually two or
+three."""
 
 
 class PromptJson:
-    """One per session."""
+    """The newest long prompt of a session as JSON text."""
 
     __slots__ = ("_node", "_text")
 
@@ -53,16 +54,16 @@ class PromptJson:
         self._text: bytes | bytearray = b""
 
     def begin(self, node: int, text: bytes) -> None:
-        """`text` is that of all tokens down to and with `node`."""
+        """Set the text of all tokens up to the end of `node`."""
         self._node, self._text = node, text
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the text that is kept."""
+        """Bytes of the cached text."""
         return len(self._text)
 
     def of(self, graph: TokenGraph, node: int) -> bytes | memoryview:
-        """`1,2,3`: all tokens down to and with `node`."""
+        """`1,2,3`: all tokens up to the end of `node`."""
         if node != self._node:
             if graph.depth_of(node) < KEPT_FROM_TOKENS:
                 return encode(graph.path_ids(node))
@@ -79,12 +80,12 @@ class PromptJson:
         else:
             try:
                 self._text += new
-            except BufferError:  # a call still sends it
+            except BufferError:  # a running call still sends it
                 self._text = self._text + new
         self._node = node
 
     def _new_pieces(self, graph: TokenGraph, node: int) -> bytes | None:
-        """What follows the kept text; None where `node` is not on its line."""
+        """The text after the cached text; None if `node` does not continue it."""
         pieces: list[bytes] = []
         if self._node == ROOT:
             return None
@@ -105,19 +106,19 @@ def encode(token_ids: Sequence[int]) -> bytes:
 
 
 MAX_ENDS = 32
-"""Answers that a later prompt may go on from, newest kept."""
+"""Number of answers that a later raw prompt may continue; the newest are kept."""
 
 
 class RawPrompt(msgspec.Struct, frozen=True):
-    """A raw prompt as it meets the graph."""
+    """A raw prompt and its place in the graph."""
 
     key: int
     """Equal for equal prompts."""
     parent: int
     token_ids: Sequence[int]
-    """What follows the parent."""
+    """Tokens after the parent."""
     num_chars: int = 0
-    """Of the text that stands for the parent and all above it."""
+    """Length of the text of the parent and all nodes above it."""
 
 
 class _End(msgspec.Struct, frozen=True):
@@ -125,12 +126,12 @@ class _End(msgspec.Struct, frozen=True):
 
     node: int
     num_chars: int
-    """Of prompt and answer, as text; 0 where the prompt came as tokens."""
+    """Length of prompt and answer as text; 0 if the prompt was sent as tokens."""
     text_hash: int
 
 
 class RawPrompts:
-    """One per session that has any."""
+    """The raw prompts of a session."""
 
     __slots__ = ("_ends", "_message_nodes", "_prompts")
 
@@ -140,7 +141,7 @@ class RawPrompts:
         self._ends: list[_End] = []
 
     def plan(self, turn: Turn, graph: TokenGraph) -> RawPrompt:
-        """Where `turn`'s prompt stands; SessionError 400 for ids that no model has."""
+        """The place of a turn's prompt; SessionError 400 for ids outside the vocabulary."""
         if turn.prompt_ids is not None:
             return self._plan_ids(turn.prompt_ids, graph)
         text = turn.prompt_text or ""
@@ -154,17 +155,17 @@ class RawPrompts:
         return RawPrompt(hash(text), ROOT, ids)
 
     def message_node(self, prompt: RawPrompt) -> MessageNode | None:
-        """Where the same prompt was asked before."""
+        """The node of an equal earlier prompt; None if there is none."""
         return self._message_nodes.get(prompt.key)
 
     def hold(self, prompt: RawPrompt, node: int) -> MessageNode:
-        """Hold the prompt whose tokens end with `node`."""
+        """Store the prompt whose tokens end with `node`."""
         message_node = self._message_nodes[prompt.key] = MessageNode(None, b"")
         message_node.node = node
         return message_node
 
     def add_answer(self, turn_text: str | None, node: int, token_ids: Sequence[int]) -> None:
-        """A later prompt may go on from the answer that ends with `node`."""
+        """Let later prompts continue the answer that ends with `node`."""
         text = "" if turn_text is None else turn_text + self._prompts.text(token_ids)
         self._ends = [*self._ends[1 - MAX_ENDS :], _End(node, len(text), hash(text))]
 
@@ -181,21 +182,21 @@ class RawPrompts:
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a request stands in the history."""
+    """The place of a request in the history."""
 
     turn: Turn
     match: Match
     start: MessageNode | None = None
-    """The answer that it goes on from by name."""
+    """The answer that it continues by id."""
 
     @property
     def stand(self) -> tuple[int, bool]:
-        """Equal where the same tokens are new."""
+        """Equal for positions at which the same tokens are new."""
         return self.match.message_node.node, self.match.is_held
 
     @property
     def chat(self) -> Chat:
-        """What is to be rendered behind the match."""
+        """The messages to render after the match."""
         return Chat(self.match.raws, self.match.new, self.turn.tools)
 
 
@@ -207,16 +208,16 @@ class Prompt(msgspec.Struct, frozen=True):
     parent: int
     token_ids: Sequence[int]
     cause: ForkCause | None = None
-    """Where it is known before the history is asked."""
+    """The cause of a fork that is known without comparing the history."""
     raw: RawPrompt | None = None
     context: MessageNode | None = None
-    """Where it is held already: the very same request was asked before."""
+    """The stored context of an equal earlier request; None if there is none."""
     line: PrefixTokens | None = None
-    """Of the opening that it is."""
+    """The messages of the shared prefix that it is."""
 
 
 class Conversation:
-    """One per session."""
+    """The conversation of one session."""
 
     __slots__ = (
         "_json", "_leads", "_prompts", "_raw_prompts", "fork_log", "graph", "history", "root_kinds",
@@ -229,12 +230,12 @@ class Conversation:
         self._prompts = prompts
         self._json = PromptJson()
         self._leads: dict[tuple[int, tuple[int, ...]], int] = {}
-        # Most sessions never have these, and there are many sessions.
+        # Created on use: most sessions need none of these, and there are many sessions.
         self._raw_prompts: RawPrompts | None = None
         self.fork_log: ForkLog | None = None
 
     def match(self, turn: Turn, start: MessageNode | None) -> Position:
-        """Find what is held of a chat; it goes on from the answer `start`, where there is one."""
+        """Find the stored part of a chat, which continues the answer `start` if given."""
         if start is None:
             return Position(turn, self.history.match(turn))
         turn = self._without_own_system(turn, start)
@@ -248,7 +249,7 @@ class Conversation:
         return Position(whole, self.history.match(whole))
 
     def begin(self, shared_prefix: SharedPrefix) -> Prompt:
-        """Hold, before anything else, what another session held after the same request."""
+        """Store, before anything else, what another session stored after the same request."""
         node = self.graph.add_context(ROOT, shared_prefix.token_ids, shared_prefix.image_digests)
         self.root_kinds[node] = shared_prefix.kind
         self._json.begin(node, shared_prefix.prompt_json)
@@ -256,7 +257,8 @@ class Conversation:
         return Prompt(None, node, (), context=context, line=shared_prefix.line)
 
     def shared_prefix(self, prompt: Prompt, context: MessageNode) -> SharedPrefix | None:
-        """What is held after the first `prompt`, for others that begin so; None if it is raw."""
+        """The state after the first `prompt`, for sessions that begin alike; None for a raw
+        prompt."""
         match, node = prompt.match, context.node
         if match is None or len(self.graph.nodes) > 1:
             return None
@@ -271,11 +273,12 @@ class Conversation:
         )
 
     def again(self, context: MessageNode) -> Prompt:
-        """The prompt that `context` ends, for one more answer to the same request."""
+        """The prompt that ends with `context`, for another answer to the same request."""
         return Prompt(None, context.node, (), context=context)
 
     def build(self, place: Position) -> Prompt:
-        """The new prompt tokens of a chat; falls back to the whole of it, and says so."""
+        """The new prompt tokens of a chat; if they cannot be appended, the whole chat, marked as a
+        fork."""
         match = place.match
         if match.is_held:
             return Prompt(match, match.message_node.node, ())
@@ -290,7 +293,7 @@ class Conversation:
         return Prompt(again, ROOT, self._prompts.first(chat), ForkCause.TEMPLATE)
 
     def build_raw(self, turn: Turn) -> Prompt:
-        """The new tokens of a raw prompt; SessionError 400 for ids that no model has."""
+        """The new tokens of a raw prompt; SessionError 400 for ids outside the vocabulary."""
         raw = self._raw().plan(turn, self.graph)
         held = self._raw().message_node(raw)
         if held is not None:
@@ -298,11 +301,11 @@ class Conversation:
         return Prompt(None, raw.parent, raw.token_ids, raw=raw)
 
     def num_tokens(self, prompt: Prompt) -> int:
-        """Of a prompt with all that it follows."""
+        """Length of a prompt, including all tokens that it follows."""
         return self.graph.depth_of(prompt.parent) + len(prompt.token_ids)
 
     def hold(self, prompt: Prompt, call: int) -> MessageNode:
-        """Enter a prompt's new tokens and messages, for the call with this number."""
+        """Store a prompt's new tokens and messages for the call with this number."""
         if prompt.context is not None:
             return prompt.context
         if prompt.match is None:
@@ -323,7 +326,7 @@ class Conversation:
         return self.history.hold(match, node)
 
     def hold_answer(self, source: ReplySource, answer: Answer, node: int, is_void: bool) -> None:
-        """Enter what was sampled as `node` as the next message behind what it answers."""
+        """Store the sampled `node` as the next message after the context that it answers."""
         if source.is_raw:
             if not is_void:
                 self._raw().add_answer(source.prompt_text, node, self.graph.ids_of(node))
@@ -331,7 +334,7 @@ class Conversation:
             self.history.add_sampled(source.context, as_message(answer), node, is_void)
 
     def lead_to(self, node: int, lead: tuple[int, ...]) -> int:
-        """The node of a lead behind the context `node`; it is made once."""
+        """The node of a lead after the context `node`; created once."""
         if not lead:
             return node
         found = self._leads.get((node, lead))
@@ -340,18 +343,18 @@ class Conversation:
         return found
 
     def prompt_json(self, node: int) -> bytes | memoryview:
-        """All tokens down to and with `node`, as JSON without brackets."""
+        """All tokens up to the end of `node`, as JSON without brackets."""
         return self._json.of(self.graph, node)
 
     def images(self, node: int) -> tuple[str | Blob, ...]:
-        """Addresses of the images that have a placeholder down to and with `node`, in order."""
+        """Addresses of the images with a placeholder up to the end of `node`, in order."""
         held = self.history.images
         return (
             tuple([held[digest].address for digest in self.graph.images_of(node)]) if held else ()
         )
 
     def held(self) -> dict[str, int]:
-        """Bytes by what they are: `graph`, `history` and `blobs`, which others may hold, too."""
+        """Bytes of `graph`, `history` and `blobs`, which other sessions may share."""
         return {
             "graph": self.graph.num_bytes + self._json.num_bytes,
             "history": self.history.num_bytes,
@@ -359,7 +362,7 @@ class Conversation:
         }
 
     def fork_report(self) -> ForkReport:
-        """Where the histories did not extend what was sampled, and what was healed instead."""
+        """Forks, and the differences that were healed instead."""
         return self.fork_log.report() if self.fork_log else ForkReport([], {})
 
     def _fork_log(self) -> ForkLog:
@@ -372,18 +375,18 @@ class Conversation:
         return self._raw_prompts
 
     def _turn_ids(self, node: int) -> Sequence[int]:
-        """What stands behind the generation prompt: a lead, and what was sampled as `node`."""
+        """Tokens after the generation prompt: a lead, and what was sampled as `node`."""
         ids, above = self.graph.ids_of(node), self.graph.nodes[node].parent
         return self.graph.ids_of(above) + ids if self._is_lead(above) else ids
 
     def _is_lead(self, node: int) -> bool:
-        """Nothing else is context behind context."""
+        """Whether `node` is a lead: only a lead is a context after a context."""
         nodes = self.graph.nodes
         row = nodes[node]
         return not row.sampled and row.parent != ROOT and not nodes[row.parent].sampled
 
     def _fork_row(self, prompt: Prompt, match: Match, call: int) -> ForkRow | None:
-        """What is to be said of a prompt that is about to be held; None if it forks nothing."""
+        """The fork row of a prompt that is about to be stored; None if it is no fork."""
         cause = prompt.cause or cause_of(self.history, match)
         if cause is None:
             return None
@@ -397,7 +400,7 @@ class Conversation:
         return ForkRow(call, len(self.graph.nodes), cause, at, held, got, token, num)
 
     def _kind(self, match: Match) -> RootKind:
-        """The kind of the chat whose first messages are `match.new`."""
+        """The kind of the chat that begins with `match.new`."""
         rotating, first = self.history.rotating, match.new[0]
         if first.role not in ("system", "developer"):
             return RootKind(match.tools_key, 0, first.meanings(rotating)[0])
@@ -415,7 +418,7 @@ class Conversation:
         return self._raw().hold(prompt.raw, node)
 
     def _without_own_system(self, turn: Turn, start: MessageNode) -> Turn:
-        """The turn less a system text that its line begins with anyhow."""
+        """The turn without a system text that its branch begins with already."""
         if not turn.begins_anew:
             return turn
         (system, *_) = (turn.read or read_chat)(turn.messages[0], 0)
@@ -426,7 +429,7 @@ class Conversation:
         return turn
 
     def _spell_out(self, turn: Turn, start: MessageNode) -> Turn:
-        """The whole chat that `turn` goes on with, in the common shape."""
+        """The whole chat that `turn` continues, in the common shape."""
         line = start.line()
         new: list[ChatMessage] = []
         for position, unit in enumerate(turn.messages):
@@ -454,7 +457,7 @@ def shared_tools(raw: bytes) -> bytes:
 
 
 def as_message(answer: Answer) -> ChatMessage:
-    """A reply as the assistant message that a history holds."""
+    """A reply as the assistant message in a history."""
     if not answer.tool_calls:
         return ChatMessage("assistant", answer.content, answer.reasoning or None)
     calls = [Call(Function(call.name, call.arguments), call.id) for call in answer.tool_calls]
@@ -467,7 +470,7 @@ def find_shown(
     asked: Iterable[tuple[Reply, ...]],
     parse: Callable[[Reply], Answer],
 ) -> tuple[Reply, ...] | None:
-    """The replies among `asked` that `turn` shows the beginning of; `parse` reads one so far."""
+    """The replies among `asked` whose beginning `turn` resends; `parse` reads a reply so far."""
     match = prompt.match
     if match is None or not match.new or match.new[-1].role != "assistant":
         return None
@@ -486,7 +489,7 @@ def find_shown(
 
 
 def _answers(reply: Reply, turn: Turn, prompt: Prompt) -> bool:
-    """Whether it is an open answer to the same history, asked for in the same way."""
+    """Whether a reply is an open answer to the same history with the same options."""
     assert prompt.match is not None
     is_open = reply.state is ReplyState.COMMITTED or (
         reply.state is ReplyState.SAMPLING and reply.is_running
@@ -501,7 +504,7 @@ def _answers(reply: Reply, turn: Turn, prompt: Prompt) -> bool:
 
 
 def _is_begin(shown: ChatMessage, answer: Answer, is_ended: bool) -> bool:
-    """Whether `shown` is what is finished of `answer`, however often it was seen."""
+    """Whether `shown` is the finished part of `answer`, once or repeated."""
     if shown.tool_calls:
         return False
     reasoning, text = str(shown.reasoning_content or "").strip(), shown.text().strip()
@@ -514,7 +517,7 @@ def _is_begin(shown: ChatMessage, answer: Answer, is_ended: bool) -> bool:
 
 
 def _repeats(shown: str, once: str) -> bool:
-    """Whether it is nothing but `once`, again and again."""
+    """Whether the text is one or several repetitions of `once`."""
     while once and shown.startswith(once):
         shown = shown[len(once) :].strip()
     return not shown

@@ -1,11 +1,11 @@
-"""Which renderer a model's chats go through: a library family, or the folder's Jinja template.
+"""Choose the renderer of a model's chats: a library family, or the folder's Jinja template.
 
 - The renderer library is loaded without the openai SDK.
-- A template's model is parsed as Qwen's models write (`<think>`, `<tool_call>`), if these marks are
-  single tokens of its vocabulary.
+- With a template, replies are parsed like those of Qwen's models (`<think>`, `<tool_call>`), if
+  these marks are single tokens of the vocabulary.
 - A prompt has one placeholder for each image of its chat, in order. SGLang expands them by the
-  model's processor, and so does the trainer. SGLang 0.5.21 with a tiny Qwen3-VL returns our ids but
-  for that, and refuses ids that are expanded or a wrong number of images.
+  model's processor, and so does the trainer. SGLang 0.5.21 with a tiny Qwen3-VL returns our ids
+  except for that, and refuses ids that are expanded or a wrong number of images.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from rollmesh.runtime.tool_calls import CallStyle
 
 
 class PlaceholderRenderer:
-    """A multimodal renderer of the library, as families.Renderer; its image processor stays out."""
+    """A multimodal renderer of the library as a Renderer, without its image processor."""
 
     def __init__(self, renderer: Any) -> None:
         self._renderer = renderer
@@ -60,7 +60,7 @@ class PlaceholderRenderer:
         *,
         tools: list[Any] | None,
     ) -> Any:
-        """As the library's."""
+        """As the library's method."""
         return self._renderer.bridge_to_next_turn(
             previous_prompt_ids,
             previous_completion_ids,
@@ -71,7 +71,7 @@ class PlaceholderRenderer:
 
 
 def with_images(message: ChatMessage) -> dict[str, Any]:
-    """A message as multimodal renderers take it."""
+    """A message in the shape of multimodal renderers."""
     if not message.images():
         return message.for_template()
     assert isinstance(message.content, list)
@@ -82,7 +82,7 @@ def with_images(message: ChatMessage) -> dict[str, Any]:
 def check_placeholders(
     token_ids: Sequence[int], messages: Sequence[ChatMessage], image_id: int
 ) -> None:
-    """SessionError 400 unless each image has its placeholder and each placeholder its image."""
+    """SessionError 400 unless images and placeholders match one to one."""
     num_images = sum([len(message.images()) for message in messages])
     num_places = token_ids.count(image_id)
     if num_places != num_images:
@@ -97,10 +97,10 @@ def check_placeholders(
 
 
 def check_sampled(sampled_ids: Sequence[int], image_id: int) -> None:
-    """SessionError 400 where a turn to go on from holds a placeholder that shows no image.
+    """SessionError 400 if a turn to continue from has a placeholder without an image.
 
-    A model may sample the mark like any token. It trains as one; but in a prompt neither an engine
-    nor a trainer's processor could tell it from the place of an image.
+    A model may sample the placeholder like any token. It is trained as one; but in a prompt neither
+    an engine nor a trainer's processor could distinguish it from the place of an image.
     """
     if image_id in sampled_ids:
         raise SessionError(
@@ -118,14 +118,14 @@ def _part(part: Part | str) -> dict[str, Any]:
 
 
 _OPENS_REASONING = re.compile(r"assistant(\\n|\n)<think>(\\n|\n)['\"]")
-"""As templates spell it: the end of a string, its line breaks escaped or not."""
+"""The end of a template's string that opens reasoning, with line breaks escaped or not."""
 
 
 class TemplateRenderer:
-    """Satisfies families.Renderer for any folder that has a chat template."""
+    """Renders by a folder's chat template; implements Renderer."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
-        import jinja2.sandbox  # noqa: PLC0415 - 10 MB that known families do without
+        import jinja2.sandbox  # noqa: PLC0415 - 10 MB that known families do not need
 
         settings = _read_json(folder / "tokenizer_config.json")
         source = _template_source(folder, settings)
@@ -135,7 +135,7 @@ class TemplateRenderer:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
         self.style = CallStyle.XML if "<function=" in source else CallStyle.JSON
-        """By what the template shows the model."""
+        """The call style that the template shows the model."""
         self._template = environment.from_string(source)
         self._faults = jinja2.TemplateError
         self._tokenizer = tokenizer
@@ -153,7 +153,7 @@ class TemplateRenderer:
         tools: list[Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of the rendered chat; SessionError 400 where the template refuses it."""
+        """Token ids of the rendered chat; SessionError 400 if the template refuses it."""
         try:
             text = self._template.render(
                 messages=messages,
@@ -186,16 +186,16 @@ class TemplateRenderer:
 
 
 def opens_reasoning(folder: Path) -> bool:
-    """Whether the folder's own template ends each prompt in an open `<think>`.
+    """Whether the folder's template ends each prompt with an open `<think>`.
 
-    The models that always think share a type with those that may, and differ from them in this.
+    Models that always reason share a model type with those that may reason, and differ in this.
     """
     settings = _read_json(folder / "tokenizer_config.json")
     return _OPENS_REASONING.search(_find_source(folder, settings)) is not None
 
 
 def template_digest(folder: Path) -> str:
-    """Of the folder's own template, so that another one is told from it."""
+    """Digest of the folder's template."""
     source = _find_source(folder, _read_json(folder / "tokenizer_config.json"))
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
@@ -243,7 +243,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    # Templates are written for the standard library's spacing.
+    # Templates expect the spacing of the standard library.
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
@@ -258,10 +258,10 @@ FAMILY_OF_MODEL_TYPE = {
     "qwen3_vl_moe": "qwen3-vl",
     "gpt_oss": "gpt-oss",
 }
-"""`model_type` of config.json where the published models of the type share one chat format; those
-that always think do not, see opens_reasoning."""
+"""Families by `model_type` of config.json, if all published models of the type share a chat format;
+those that always reason do not, see opens_reasoning."""
 IMAGE_FAMILIES = ("qwen3-vl",)
-"""Those whose images SGLang takes beside exact token ids (families.py)."""
+"""Families whose images SGLang accepts together with exact token ids."""
 
 
 STYLE_OF_FAMILY = {
@@ -275,18 +275,19 @@ STYLE_OF_FAMILY = {
     "nemotron-3-ultra": CallStyle.XML,
     "nemotron-3.5": CallStyle.XML,
 }
-"""Families that frame by marks; others are parsed when their replies end (parsers.py)."""
+"""Families with marks of one token; replies of others are parsed when they end (parsers.py)."""
 CALL_OPENING_OF_FAMILY = {
     "glm-5": "<tool_call>",
     "glm-5.1": "<tool_call>",
     "glm-5.3": "<tool_call>",
     "minimax-m2": "<minimax:tool_call>",
 }
-"""Of the others, those whose replies begin in reasoning, up to `</think>`, and open calls so."""
+"""Other families, whose replies begin in reasoning up to `</think>` and open calls with this
+token."""
 
 
 class Renderer(Protocol):
-    """What we use of the library renderers; its docs have the meanings."""
+    """The methods that are used of the library's renderers; see its documentation."""
 
     def render_ids(
         self, messages: list[Any], *, tools: list[Any] | None, add_generation_prompt: bool
@@ -305,7 +306,7 @@ class Renderer(Protocol):
 
 
 class Parser(Protocol):
-    """What the library knows of a family's replies."""
+    """The library's parser of a family's replies."""
 
     def get_stop_token_ids(self) -> list[int]: ...
 
@@ -315,24 +316,24 @@ class Parser(Protocol):
 
 
 class Family(msgspec.Struct, frozen=True):
-    """A renderer and what we know of its format."""
+    """A renderer and the properties of its format."""
 
     renderer: Renderer
     style: CallStyle | Parser
-    """How it writes calls, where reasoning and calls stand between single `<think>` and
-    `<tool_call>` tokens; else who can read it."""
+    """The style of tool calls, if reasoning and calls are between single `<think>` and
+    `<tool_call>` tokens; else the parser of replies."""
     call_opening: str = ""
-    """The token before which replies need no parser, if they need one; empty if it is not known."""
+    """The token before which replies of such a parser can be streamed; empty if it is not known."""
     is_framed: bool = False
     """Its messages are texts in Qwen3's fixed frames (prompts.py)."""
     image_id: int | None = None
-    """The placeholder of an image; None where the format, or the engine, has texts only."""
+    """The placeholder of an image; None if the format or the engine has only text."""
 
 
 def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
-    """The renderer that `name` asks for: `auto`, `template`, or a family of the library.
+    """The renderer of a setting: `auto`, `template`, or a family of the library.
 
-    ConfigError on an unknown name, ModelError if the folder lacks what the choice needs.
+    ConfigError for an unknown name, ModelError if the folder lacks what the choice needs.
     """
     name = _resolved(folder, name)
     if name == "template":
@@ -347,13 +348,13 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
             "`auto` and `template` always work"
         ) from None
     try:
-        # The direct import keeps some thirty other families out of the process.
+        # The direct import keeps about thirty other families out of the process.
         renderer: Any = (
             library.Qwen3Renderer(tokenizer, config)
             if name == "qwen3"
             else library.create_renderer(tokenizer, config)
         )
-    except Exception as error:  # noqa: BLE001 - door: some families fetch files when they are made
+    except Exception as error:  # noqa: BLE001 - door: some families fetch files when they are created
         raise ModelError(
             f"{folder}: the renderer {name!r} cannot be made for its tokenizer: {error}; "
             'set model.renderer = "template"'
@@ -368,7 +369,7 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
 
 
 def refuse_processors(renderer: Any) -> None:
-    """Make a renderer of the library refuse to load an image processor.
+    """Make a library renderer refuse to load an image processor.
 
     Some families load it with `trust_remote_code=True`, which runs code of the model's folder.
     """
@@ -377,18 +378,18 @@ def refuse_processors(renderer: Any) -> None:
         raise ModelError("images: this family's processor would run code of the model's folder")
 
     if hasattr(renderer, "_get_processor"):
-        setattr(renderer, "_get_processor", refused)  # noqa: B010 - private there: no setting
+        setattr(renderer, "_get_processor", refused)  # noqa: B010 - private in the library: there is no setting
 
 
 def chats_of(folder: Path, name: str) -> str:
-    """What makes prompts of chats and reads answers, where `name` is asked for: the family, or
-    `template` and a digest of the folder's own."""
+    """Identity of a folder's chat format: the family, or `template` and the digest of the
+    template."""
     name = _resolved(folder, name)
     return f"{name}:{template_digest(folder)}" if name == "template" else name
 
 
 def _resolved(folder: Path, name: str) -> str:
-    """`template`, or a family's name."""
+    """The name that `auto` resolves to: `template`, or a family."""
     if name == "auto":
         name = FAMILY_OF_MODEL_TYPE.get(_model_type(folder), "template")
         name = "template" if opens_reasoning(folder) else name
@@ -405,10 +406,10 @@ def _model_type(folder: Path) -> str:
 
 
 def _import_renderers() -> Any:
-    """The library, without the openai SDK that its HTTP client imports at load.
+    """Import the library without the openai SDK, which its HTTP client imports.
 
     That client is not used here, and the SDK costs half a second and 15 MB in every worker. A stub
-    stands in for the moment of the import and goes; later imports of openai get the real one.
+    replaces it during the import only; later imports of openai get the real one.
     """
     if "openai" in sys.modules or "renderers" in sys.modules:
         import renderers  # noqa: PLC0415 - heavy, see above

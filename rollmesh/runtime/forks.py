@@ -1,7 +1,7 @@
 """Forks: where a request does not extend the sampled history, why, and how many tokens that costs.
 
-Differences that keep the meaning (dropped reasoning, re-serialised arguments, cache markers) are no
-forks. They are healed, and counted by kind.
+Differences that keep the meaning (dropped reasoning, re-serialised arguments, cache markers) are
+not forks. They are healed, and counted by kind.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from rollmesh.runtime.message_trie import Alias, Match, MessageNode, read_chat
 
 
 class _Plain(msgspec.Struct, forbid_unknown_fields=True):
-    """A message without anything to see past, as most are."""
+    """A message with the common fields only, as most are."""
 
     role: str
     content: str | None = None
@@ -33,17 +33,17 @@ _EMPTY: tuple[object, ...] = (None, [], {}, "")
 
 
 class HealedKind(enum.StrEnum):
-    """What was seen past."""
+    """Kinds of differences that are healed."""
 
     DROPPED_REASONING = "dropped_reasoning"
     INLINED_REASONING = "inlined_reasoning"
     CHANGED_REASONING = "changed_reasoning"
     RESERIALISED_ARGUMENTS = "reserialised_arguments"
     CHANGED_CALL = "changed_call"
-    """Known by its call ids, though name, arguments or text are others."""
+    """Same call ids, but another name, arguments or text."""
     CHANGED_CALL_IDS = "changed_call_ids"
     CHANGED_TEXT = "changed_text"
-    """Of an answer that is known by its calls."""
+    """The text of an answer that is identified by its calls."""
     WHITE_SPACE = "white_space"
     SYSTEM_LINE = "system_line"
     PART_LIST = "part_list"
@@ -52,7 +52,7 @@ class HealedKind(enum.StrEnum):
 
 
 def healed_kinds(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
-    """What differs between two messages of one meaning, as they were read."""
+    """Kinds of differences between two parsed messages of one meaning."""
     if held == got:
         return set()
     kinds = _of_text(held, got)
@@ -65,7 +65,7 @@ def healed_kinds(held: ChatMessage, got: ChatMessage) -> set[HealedKind]:
 
 
 def healed_keys(unit: bytes) -> set[HealedKind]:
-    """Kinds that show in a unit's bytes alone: keys that readers ignore."""
+    """Kinds that only a unit's bytes show: keys that parsers ignore."""
     kinds: set[HealedKind] = set()
     try:
         _plain.decode(unit)
@@ -124,11 +124,11 @@ _CHARS_BEFORE = 20
 _MIN_SUMMARY_CHARS = 24
 _MAX_SYSTEMS = 16
 _MAX_LOOKED_AT = 256
-"""Answers of the model that are looked for in a new chat."""
+"""Number of the model's answers that are searched for in a new chat."""
 
 
 class ForkCause(enum.StrEnum):
-    """Why a request did not simply extend what was sampled last on its line."""
+    """Why a request did not extend the last sampled answer of its branch."""
 
     OTHER_CHAT = "subagent_or_side_call"
     COMPACTED = "compaction"
@@ -142,31 +142,31 @@ class ForkCause(enum.StrEnum):
 
 
 class ForkReport(msgspec.Struct, frozen=True):
-    """What became of a session's histories."""
+    """Forks and healed differences of a session."""
 
     forks: list[ForkRow]
     healed: dict[str, int]
-    """Differences that did not fork, by kind."""
+    """Healed differences by kind."""
 
 
 class ForkLog:
-    """One per session."""
+    """Collects the forks and healed differences of one session."""
 
     __slots__ = ("healed", "rows")
 
     def __init__(self) -> None:
         self.rows: list[ForkRow] = []
         self.healed: dict[str, int] = {}
-        """How often, by kind."""
+        """Counts by kind."""
 
     def add_healed(self, history: MessageHistory, match: Match) -> None:
-        """Count what was seen past when `match` was found."""
+        """Count the differences that were healed when `match` was found."""
         for alias in match.lookup.aliases:
             kinds = healed_keys(alias.unit) if len(alias.messages) == 1 else set()
             for held, message in zip(_held_as(history, alias), alias.messages, strict=True):
                 kinds |= healed_kinds(held, message)
             if match.lookup.read is not read_chat:
-                kinds.discard(HealedKind.PART_LIST)  # other dialects have nothing but parts
+                kinds.discard(HealedKind.PART_LIST)  # other dialects have only parts
             for kind in kinds:
                 self.healed[kind] = self.healed.get(kind, 0) + 1
 
@@ -175,7 +175,7 @@ class ForkLog:
 
 
 def cause_of(history: MessageHistory, match: Match) -> ForkCause | None:
-    """Why `match` is a fork; None where it extends the end of a line, or begins the first."""
+    """Why `match` is a fork; None if it extends the end of a branch, or begins the first."""
     if match.is_held or not history.sampled:
         return None
     if match.message_node.parent is None:
@@ -185,12 +185,12 @@ def cause_of(history: MessageHistory, match: Match) -> ForkCause | None:
     if echo is None:
         return ForkCause.REWOUND if match.message_node.continued else None
     if not match.message_node.continued and not _is_known_answer(history, match.new[echo]):
-        return None  # answers of others behind the line's end are context like any other
+        return None  # answers of others after the branch's end are ordinary context
     return _cause_of_echo(history, match, at, echo)
 
 
 def where(history: MessageHistory, match: Match) -> tuple[int, str, str]:
-    """(index of the first differing message, an excerpt of it as held, and as it came)."""
+    """(index of the first differing message, excerpts of it as stored and as received)."""
     at = _place_of_deepest(match)
     got = _shown(match.new[at]) if at < len(match.new) else ""
     held_next = _newest_child(match.deepest)
@@ -199,7 +199,7 @@ def where(history: MessageHistory, match: Match) -> tuple[int, str, str]:
 
 
 def excerpts(held: str, got: str) -> tuple[str, str]:
-    """Both texts, cut to where they differ."""
+    """Both texts, cut to the part in which they differ."""
     start = max(0, first_difference(held, got) - _CHARS_BEFORE)
     stop = start + EXCERPT_CHARS
     return held[start:stop], got[start:stop]
@@ -215,7 +215,7 @@ def _shown(message: ChatMessage) -> str:
 
 
 def newest_node(history: MessageHistory, match: Match) -> int:
-    """The last node of the line that `match` leaves; -1 where there is none."""
+    """The last node of the branch that `match` leaves; -1 if there is none."""
     message_node = match.deepest
     if message_node.parent is None and not message_node.children:
         message_node = history.sampled[-1] if history.sampled else message_node
@@ -227,7 +227,7 @@ def newest_node(history: MessageHistory, match: Match) -> int:
 
 
 def first_difference(one: Sequence[Any], two: Sequence[Any]) -> int:
-    """Index of the first element in which two sequences differ, or of the end of the shorter."""
+    """Index of the first element in which two sequences differ, or the length of the shorter."""
     size = min(len(one), len(two))
     if one[:size] == two[:size]:
         return size
@@ -235,7 +235,8 @@ def first_difference(one: Sequence[Any], two: Sequence[Any]) -> int:
 
 
 def _held_as(history: MessageHistory, alias: Alias) -> list[ChatMessage]:
-    """What is held for each message of `alias`; what the assistant said in a row may be one."""
+    """The stored messages of `alias`; consecutive messages of the assistant may be stored as
+    one."""
     message_nodes: list[MessageNode] = []
     message_node: MessageNode | None = alias.message_node
     while message_node is not None and message_node is not alias.start:
@@ -278,7 +279,7 @@ def _cause_at_root(history: MessageHistory, match: Match) -> ForkCause:
 
 
 def _cause_of_echo(history: MessageHistory, match: Match, at: int, echo: int) -> ForkCause:
-    """Edited if the answer is in its old place, compacted if it moved up, or its calls as text."""
+    """EDITED if the answer kept its place, COMPACTED if it moved up, or its calls became text."""
     message_node: MessageNode | None = match.deepest
     for _ in range(at, echo + 1):
         message_node = _newest_child(message_node) if message_node else None
@@ -294,7 +295,7 @@ def _cause_of_echo(history: MessageHistory, match: Match, at: int, echo: int) ->
 
 
 def _writes_out_calls(message: ChatMessage, held: ChatMessage) -> bool:
-    """Whether the calls of the held answer are in the text of a message that has none itself."""
+    """Whether a message without calls has the stored answer's calls in its text."""
     if message.tool_calls or not held.tool_calls:
         return False
     text = message.text()
@@ -304,14 +305,15 @@ def _writes_out_calls(message: ChatMessage, held: ChatMessage) -> bool:
 
 
 def _place_of_deepest(match: Match) -> int:
-    """How many of `match.new` are held."""
+    """Number of messages of `match.new` that are stored."""
     return max(0, match.deepest.depth - match.message_node.depth)
 
 
 def _shares_talk(
     start: MessageNode, messages: Sequence[ChatMessage], history: MessageHistory
 ) -> bool:
-    """Whether a user's message or an answer of ours is held behind `start` as it stands here."""
+    """Whether a user's message or an answer of the model is stored after `start` at the same
+    place."""
     message_node: MessageNode | None = start
     for message in messages:
         message_node = (
@@ -333,7 +335,7 @@ def _is_known_answer(history: MessageHistory, message: ChatMessage) -> bool:
 
 
 def _quotes_an_answer(history: MessageHistory, messages: Sequence[ChatMessage]) -> bool:
-    """Whether an answer stands in the text of a message: a summary that was asked for."""
+    """Whether a message quotes an answer of the model: a requested summary."""
     text = "\n".join([message.text() for message in messages])
     for message_node in history.sampled[-_MAX_LOOKED_AT:]:
         answer = history.read(message_node).text().strip()
@@ -343,7 +345,7 @@ def _quotes_an_answer(history: MessageHistory, messages: Sequence[ChatMessage]) 
 
 
 def _children(message_node: MessageNode) -> list[MessageNode]:
-    """The spots one message below, each once."""
+    """The nodes one message below, each once."""
     found = dict.fromkeys((message_node.children or {}).values())
     message_nodes = []
     for child in found:

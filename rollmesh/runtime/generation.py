@@ -1,17 +1,17 @@
-"""A generation: one sampled turn, gathered over as many engine legs as it takes.
+"""A generation: one sampled turn, gathered over as many engine requests (attempts) as it takes.
 
     RUNNING --last reader leaves--> PARKED --a reader joins--> RUNNING
     RUNNING | PARKED --stop, length--> COMMITTED
-    RUNNING | PARKED --sealed, refused, no engine or no room in time, retry window over--> VOID
+    RUNNING | PARKED --sealed, refused, no engine or no capacity in time, retry window over--> VOID
 
-- No token is lost or doubled over legs; a leg resumes from the exact tokens so far.
+- No token is lost or doubled between attempts; an attempt resumes from the exact tokens so far.
 - An abort that was not requested is resumed and never becomes `length`. A requested abort is
-  repeated until its stream ends, because an engine that does not know the rid yet ignores it.
+  repeated until its stream ends, since an engine ignores an abort for a rid that it does not know
+  yet.
 - With a publisher, tokens of weights older than the session has seen, or than the engine's row in
   the fleet table, are dropped. Without one no token is dropped, and a fall-back is reported.
-- Readers are woken at every end. Deadlines count neither updates of engines nor the wait for a free
-  place at an engine.
-- GenerationMachine is pure. `Generation` is what replies and sessions read of it.
+- Readers are woken at every end. Deadlines exclude updates of engines and the wait for a free place
+  at an engine.
 """
 
 import asyncio
@@ -64,12 +64,12 @@ _FINAL: dict[str, type[EngineError]] = {
     "lost": RequestLost,
     "local": LocalShortage,
 }
-"""Failures that another try would meet again, or that were tried for long enough."""
+"""Failures that another attempt would repeat, or that were retried for long enough."""
 _CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar cannot be resumed"
 
 
 class GenerationState(enum.StrEnum):
-    """States of a generation."""
+    """State of a generation."""
 
     RUNNING = "running"
     PARKED = "parked"
@@ -105,7 +105,7 @@ Action = (
 
 
 class GenerationMachine:
-    """The pure machine of one generation; its attributes are read-only for others."""
+    """The pure state machine of one generation; others only read its attributes."""
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class GenerationMachine:
         now_s: float,
         new_matcher: Callable[[], StopMatcher] | None = None,
     ) -> None:
-        """`rid` is unique among all live requests of the engines; legs append their number.
+        """`rid` is unique among all running requests of the engines; attempts append their number.
 
-        Begin with `step(EngineChosen(...))` where an engine is at hand, else with `step(Ticked())`.
-        `new_matcher` is needed where the request has stop strings.
+        Start it with `step(EngineChosen(...))` if an engine is available, else with
+        `step(Ticked())`. `new_matcher` is required for stop strings.
         """
         self.request = request
         self.state = GenerationState.RUNNING
@@ -134,37 +134,37 @@ class GenerationMachine:
         self._matcher = self._new_matcher() if self._new_matcher else None
         self._leg: Leg | None = None
         self.min_policy_version = request.min_policy_version
-        """The newest that the session has seen; without a publisher, the last."""
+        """The newest version that the session has seen; without a publisher, the last."""
         self._patience = Patience(settings)
         self._is_paused = False
         self._is_queued = False
         self._seen_s = now_s
         self._clock_s = 0.0
-        """Un-paused seconds since the start; all times below are of this clock."""
+        """Unpaused seconds since the start, the clock of all times below."""
         self._waiting_since_s = 0.0
         self._parked_s = 0.0
 
     @property
     def is_settled(self) -> bool:
-        """At an end and without a leg: nothing will ever come of it again."""
+        """Whether it has ended and has no open attempt, so that nothing can happen any more."""
         return self._leg is None and self._is_ended
 
     @property
     def leg_url(self) -> str | None:
-        """The engine of the current leg."""
+        """The engine of the current attempt."""
         return self._leg.url if self._leg else None
 
     @property
     def leg_incarnation(self) -> str:
-        """Of the engine of the current leg, or ''."""
+        """Incarnation of that engine, or ''."""
         return self._leg.incarnation if self._leg else ""
 
     def context(self) -> list[int]:
-        """The prompt and all tokens so far: what a leg begins with."""
+        """The prompt and all tokens so far, which an attempt begins with."""
         return [*self.request.prompt_ids, *self.sampled.token_ids]
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event; what concerns an earlier leg changes nothing."""
+        """Apply one event; events of an earlier attempt change nothing."""
         if not self._is_paused and not self.is_queued:
             self._clock_s += max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
@@ -210,7 +210,7 @@ class GenerationMachine:
     def _on_sealed(self, event: Sealed) -> list[Action]:
         return [] if self._is_ended else self._void(EngineError(event.reason))
 
-    # legs
+    # attempts
 
     def _on_choice(self, chosen: EngineChosen | EngineMissed | EngineFull) -> list[Action]:
         self._is_queued = isinstance(chosen, EngineFull)
@@ -268,14 +268,14 @@ class GenerationMachine:
         return fallen + self._commit(event.finish.kind, event.finish.matched)
 
     def _append(self, event: LegSampled, leg: Leg) -> list[Action]:
-        """Take the tokens; report it if the session has fallen back with them."""
+        """Add tokens; report a fall-back to older weights."""
         room = self.request.params.max_tokens - len(self.sampled.token_ids)
         token_ids, logprobs, top = event.token_ids, event.logprobs, event.top_logprobs
         if len(token_ids) > room:
             token_ids, logprobs, top = token_ids[:room], logprobs[:room], top[:room]
         self.sampled.append(token_ids, logprobs, event.policy_version, top)
         if event.policy_versions:
-            # The engine's own account of the leg is exact where weights changed under it.
+            # The engine's own account of the attempt is exact if its weights changed meanwhile.
             self.sampled.restate(leg.offset, event.policy_versions)
         fallen: list[Action] = []
         seen = self.min_policy_version
@@ -287,8 +287,8 @@ class GenerationMachine:
         return fallen
 
     def _on_older_weights(self, leg: Leg, policy_version: int) -> list[Action]:
-        """A fault where the session has seen newer ones. Where its engine alone had newer ones, it
-        was started again, as a probe will find, or serves a run that counts anew, and is well."""
+        """A fault if the session has seen newer weights. If only the engine's row had newer ones,
+        the engine was restarted, which a probe will find, or serves another run: no fault."""
         self._leg = None
         stop: list[Action] = [leg.abort(self._clock_s, self._seen_s), DropLeg(leg.number)]
         leave: Action = AvoidEngine(leg.url)
@@ -317,7 +317,7 @@ class GenerationMachine:
         return self._on_fault(leg, failed.detail)
 
     def _on_fault(self, leg: Leg, detail: str) -> list[Action]:
-        """The engine failed the leg, and should not be chosen for a moment."""
+        """The engine failed the attempt, and is avoided for a moment."""
         is_fruitful, life = len(self.sampled) > leg.offset, (leg.url, leg.incarnation)
         end = None
         if not is_fruitful and self.state is GenerationState.RUNNING:
@@ -331,17 +331,17 @@ class GenerationMachine:
             return []
         if isinstance(event, EngineLost):
             if self._is_bound:
-                return []  # nobody can take over, so its own connection decides
+                return []  # no other engine can take over, so its own connection decides
             self._leg = None
             return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
-        # The publisher waits until nothing runs there, for a while, and cuts it then.
+        # The publisher waits for running requests for a while, and then cuts them.
         leg.leaves_for_update = True
         return self._abort() if is_resumable(self.request.params) else []
 
     def _on_cut(
         self, is_fruitful: bool, end: EngineError | None = None, *, is_excused: bool = False
     ) -> list[Action]:
-        """The leg is over and the turn is not, unless the tokens end it, or `end` does."""
+        """End the attempt without ending the turn, unless the tokens or `end` end it."""
         if self._is_ended:
             return []
         if end:
@@ -354,7 +354,7 @@ class GenerationMachine:
         return self._void(end) if end else self._go_on()
 
     def _go_on(self) -> list[Action]:
-        """Without a leg: see whether the tokens end the turn, else ask for an engine."""
+        """Without an attempt: end the turn if the tokens do, else ask for an engine."""
         if self._leg or self._is_ended:
             return []
         params = self.request.params
@@ -376,22 +376,23 @@ class GenerationMachine:
 
     @property
     def waits_for_engine(self) -> bool:
-        """Whether it is to be sampled and has no leg."""
+        """Whether it needs an engine and has none."""
         return self.state is GenerationState.RUNNING and self._leg is None
 
     @property
     def is_queued(self) -> bool:
-        """Whether it waits for a free place at its engine, and needs no answer until then."""
+        """Whether it waits for a free place at its engine."""
         return self._is_queued and self.waits_for_engine
 
     @property
     def _is_bound(self) -> bool:
-        """A reader saw tokens, and no other leg can go on from them."""
+        """Whether a reader saw tokens that no other attempt can continue."""
         is_seen = self.request.stream and self.state is GenerationState.RUNNING
         return is_seen and len(self.sampled) > 0 and not is_resumable(self.request.params)
 
     def _restart(self) -> None:
-        """No reader that is left saw the tokens, and no leg can go on from them: sample anew."""
+        """Sample from the start: no remaining reader saw the tokens, and no attempt can continue
+        them."""
         self.sampled.truncate(0)
         self._matcher = self._new_matcher() if self._new_matcher else None
 
@@ -455,7 +456,7 @@ Drive = Callable[["Generation", Event], None]
 
 
 class Generation:
-    """A generation as readers see it; new tokens and every end wake those that wait."""
+    """A generation for its readers; new tokens and every end wake those that wait."""
 
     def __init__(
         self, machine: GenerationMachine, drive: Drive, loop: asyncio.AbstractEventLoop
@@ -463,15 +464,15 @@ class Generation:
         self.machine = machine
         sampled = machine.sampled
         self.token_ids: array[int] = sampled.token_ids
-        """All sampled tokens so far, the stop token included."""
+        """All sampled tokens so far, including the stop token."""
         self.logprobs: array[float] = sampled.logprobs
         """One per token."""
         self.top_logprobs: list[TopLogprobs] = sampled.top_logprobs
-        """One per token where the request asked for them."""
+        """One per token, if requested."""
         self.policy_versions: list[VersionRun] = sampled.policy_versions
         """Runs that add up to the tokens."""
         self.engines: list[str] = sampled.engines
-        """Where they ran; runs name places in it."""
+        """The engines that sampled them; runs refer to positions here."""
         self._drive = drive
         self._loop = loop
         self._waiters: list[asyncio.Future[None]] = []
@@ -496,19 +497,20 @@ class Generation:
         return self.machine.error
 
     def join(self) -> None:
-        """A reader comes; a parked generation goes on from its exact tokens."""
+        """Add a reader; a parked generation continues from its exact tokens."""
         self._drive(self, Joined())
 
     def leave(self) -> None:
-        """A reader goes; the last one parks a running generation."""
+        """Remove a reader; the last one parks a running generation."""
         self._drive(self, Left())
 
     def seal(self, reason: str) -> None:
-        """End it, VOID, unless it is COMMITTED; every waiter is woken."""
+        """End it as VOID, unless it is COMMITTED; every waiter is woken."""
         self._drive(self, Sealed(reason))
 
     async def wait(self, num_tokens: int) -> bool:
-        """Until there are more than `num_tokens` tokens (True) or no more will come (False)."""
+        """Wait until there are more than `num_tokens` tokens (True) or no more will come
+        (False)."""
         while len(self.token_ids) <= num_tokens:
             if self.state in (GenerationState.COMMITTED, GenerationState.VOID):
                 return False
@@ -517,7 +519,7 @@ class Generation:
         return True
 
     def wake(self) -> None:
-        """Let every waiter look again; the sampler's."""
+        """Wake every waiter; called by the sampler."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

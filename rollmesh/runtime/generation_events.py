@@ -1,10 +1,11 @@
-"""Events and actions of the generation machine, its sampled tokens and its current leg.
+"""Events and actions of the generation machine, its sampled tokens and its current attempt.
 
-    no leg --StartLeg--> OPEN --AbortLeg--> ABORTING --its stream ends, or DropLeg--> no leg
+    no attempt --StartAttempt--> OPEN --AbortAttempt--> ABORTING
+    ABORTING --its stream ends, or DropAttempt--> no attempt
 
-A leg is one `/generate` request, numbered from 0 within its generation. Events of another leg than
-the current one are ignored. A leg's times are of the generation's clock, which stops during engine
-updates; aborts are repeated by the wall clock.
+An attempt is one `/generate` request, numbered from 0 within its generation. Events of another
+attempt than the current one are ignored. Its times are of the generation's clock, which stops
+during engine updates; aborts are repeated by the wall clock.
 """
 
 import enum
@@ -28,27 +29,27 @@ from rollmesh.engine.leg import Image
 
 
 class SampledTokens:
-    """Grows at its end; `truncate` takes back what lies behind a stop.
+    """Sampled tokens, which grow at the end; `truncate` removes those after a stop.
 
-    Its arrays and lists stay the same objects: readers hold them.
+    Its arrays and lists stay the same objects, since readers hold them.
     """
 
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs = array("f")
         self.policy_versions: list[VersionRun] = []
-        """Whose engines are places in `engines`."""
+        """Runs; their engines are positions in `engines`."""
         self.engines: list[str] = []
-        """That a leg ran at, in order."""
+        """Engines of the attempts, in order."""
         self.top_logprobs: list[TopLogprobs] = []
         self._engine = -1
-        """Of the leg that runs."""
+        """Position of the current attempt's engine."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def begin_leg(self, engine: str) -> None:
-        """What comes from now on is sampled there."""
+        """Set the engine that samples the following tokens."""
         if engine not in self.engines:
             self.engines.append(engine)
         self._engine = self.engines.index(engine)
@@ -60,9 +61,9 @@ class SampledTokens:
         policy_version: int,
         top_logprobs: Sequence[TopLogprobs] = (),
     ) -> None:
-        """Add tokens of one version; the sequences are of one length, the last may be empty."""
+        """Add tokens of one version; the sequences have one length, the last may be empty."""
         if token_ids:
-            # Made of a list at once and then joined, which is twice as fast as item by item.
+            # Creating an array and joining it is twice as fast as adding item by item.
             self.token_ids += array("i", token_ids)
             self.logprobs += array("f", logprobs)
             if top_logprobs:
@@ -70,9 +71,9 @@ class SampledTokens:
             self._add_run(VersionRun(policy_version, len(token_ids), self._engine))
 
     def restate(self, offset: int, runs: Sequence[VersionRun]) -> None:
-        """Replace the versions of this leg's tokens, which are those from `offset` on.
+        """Replace the versions of the attempt's tokens, from `offset` on.
 
-        Only if `runs` add up to so many.
+        Only if `runs` add up to their number.
         """
         said = [VersionRun(run.policy_version, run.num_tokens, self._engine) for run in runs]
         if not offset and self.policy_versions == said:
@@ -107,8 +108,8 @@ class SampledTokens:
 
 
 def fall_back(runs: Sequence[VersionRun], seen: int) -> tuple[int, int]:
-    """(version that a session wants next, number of moves to older weights), of a turn that began
-    when the session had `seen` this version; unnumbered runs are not compared."""
+    """(the version that the session requires next, number of moves to older weights) of a turn that
+    began when the session had `seen` this version; unnumbered runs are not compared."""
     num_falls = 0
     for run in runs:
         if run.policy_version != UNVERSIONED:
@@ -131,19 +132,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     generation_id: str
     """For logs."""
     session_key: str
-    """Legs of one session stay with one engine while it serves."""
+    """Attempts of one session stay at one engine while it serves."""
     prompt_ids: Sequence[int]
-    """Exact tokens; the caller changes them no more."""
+    """Exact tokens; the caller does not change them any more."""
     prompt_json: bytes | memoryview = b""
-    """`1,2,3`: the same ids as JSON, checked; then legs send this and never look at the ids."""
+    """`1,2,3`: the same ids as checked JSON; if set, attempts send it and do not read the ids."""
     params: SamplingParams
     min_policy_version: int = -1
-    """Newest version that the session has seen. Older weights never continue it where a publisher
-    is known; elsewhere they do, and it is counted."""
+    """Newest version that the session has seen. Older weights never continue it if a publisher is
+    known; otherwise they do, and it is counted."""
     stream: bool = False
-    """Readers want tokens as they come; else one plain call, which costs both sides far less."""
+    """Readers want tokens as they come; otherwise one plain request, which costs both sides much
+    less."""
     num_top_logprobs: int = 0
-    """So many likeliest tokens are kept for each place."""
+    """Number of likeliest tokens that are kept for each position."""
     images: tuple[Image, ...] = ()
     """In the order of their placeholders in the prompt."""
 
@@ -152,26 +154,26 @@ class StopHit(msgspec.Struct, frozen=True):
     """A stop string was completed."""
 
     num_tokens: int
-    """Tokens up to and with the one that completed it."""
+    """Tokens up to and including the one that completed it."""
     stop: str
 
 
 class StopMatcher(Protocol):
-    """Finds stop strings in what one generation sampled; see tool_calls.py."""
+    """Finds stop strings in one generation's tokens; see tool_calls.py."""
 
     def push(self, token_ids: Sequence[int]) -> StopHit | None:
-        """Take the next tokens; the first hit, if they complete one."""
+        """Add the next tokens; return the first hit that they complete."""
 
 
 # events
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """A reader came."""
+    """A reader joined."""
 
 
 class Left(msgspec.Struct, frozen=True):
-    """A reader went."""
+    """A reader left."""
 
 
 class Sealed(msgspec.Struct, frozen=True):
@@ -181,33 +183,32 @@ class Sealed(msgspec.Struct, frozen=True):
 
 
 class EngineChosen(msgspec.Struct, frozen=True):
-    """The answer to ChooseEngine, when there is one; none is needed otherwise, see EngineMissed."""
+    """An engine for ChooseEngine; see EngineMissed for the case of none."""
 
     url: str
     incarnation: str
     policy_version: int
     adapter: str = ""
-    """Whose weights they are with the engine's own, if it has one."""
+    """The adapter whose weights are used with the engine's own; '' for none."""
     has_publisher: bool = True
-    """Whether tokens of older weights are refused; see FleetChanged."""
+    """Whether tokens of older weights are refused."""
 
 
 class EngineMissed(msgspec.Struct, frozen=True):
-    """The answer to ChooseEngine where there is none, if anybody knows why."""
+    """No engine for ChooseEngine, with the reason if it is known."""
 
     why: str
-    """Why no engine serves the session, in a line; '' where no reason is known."""
+    """Why no engine serves the session, in one line; '' if unknown."""
     is_for_good: bool = False
-    """None will come."""
+    """No engine will come."""
     is_behind: bool = False
     """Engines are READY with older weights than the session has seen."""
 
 
 class EngineFull(msgspec.Struct, frozen=True):
-    """The answer to ChooseEngine where the engine has as many requests of ours as it may have.
+    """The chosen engine has as many requests of this process as it may have.
 
-    EngineChosen follows when it is the turn of the generation's session; until then no deadline
-    runs.
+    EngineChosen follows when it is the session's turn; until then no deadline runs.
     """
 
 
@@ -215,23 +216,24 @@ class FleetMoved(msgspec.Struct, frozen=True):
     """The fleet table changed."""
 
     is_paused: bool
-    """What this generation waits for is an engine that is being updated: time stands still."""
+    """The generation waits for an engine that is being updated: its clock stops."""
 
 
 class UpdateBegun(msgspec.Struct, frozen=True):
-    """The engine at `url` is to get new weights: what can go on elsewhere leaves it."""
+    """The engine at `url` is about to get new weights: attempts that can continue elsewhere leave
+    it."""
 
     url: str
 
 
 class EngineLost(msgspec.Struct, frozen=True):
-    """The engine at `url` is fenced, gone, or was restarted."""
+    """The engine at `url` was fenced, has gone, or was restarted."""
 
     url: str
 
 
 class LegSampled(msgspec.Struct, frozen=True):
-    """The engine answered; each event brings only its own tokens."""
+    """The engine sent tokens; each event has only new ones."""
 
     leg: int
     token_ids: Sequence[int]
@@ -239,17 +241,17 @@ class LegSampled(msgspec.Struct, frozen=True):
     policy_version: int
     finish: Finish | None = None
     policy_versions: tuple[VersionRun, ...] = ()
-    """With `finish`, where the engine knows: the versions of all of the leg's tokens."""
+    """With `finish`, if the engine knows them: the versions of all tokens of the attempt."""
     top_logprobs: Sequence[TopLogprobs] = ()
-    """One per token where they were asked for."""
+    """One per token, if requested."""
 
 
 LegFailure = Literal["fault", "broke", "refused", "lost", "local", "overloaded"]
-"""`refused`: the engine says that the request is wrong, so another try would fail alike.
-`lost`: the request could not be read, so another try would fail alike; no engine's fault.
-`local`: no connection could be opened here for as long as a call waits; no engine's fault.
-`overloaded`: the engine's queue is full, which is no fault.
-`broke`: the engine failed at the request before the first token."""
+"""`refused`: the engine considers the request invalid, so another attempt would fail, too. `lost`:
+the request could not be read, so another attempt would fail, too; no fault of the engine. `local`:
+no connection could be opened here for as long as a call waits; no fault of the engine.
+`overloaded`: the engine's queue is full, which is no fault. `broke`: the engine failed at the
+request before the first token."""
 KIND_OF_ERROR: dict[type[EngineError], LegFailure] = {
     EngineBroke: "broke",
     EngineOverloaded: "overloaded",
@@ -260,13 +262,13 @@ KIND_OF_ERROR: dict[type[EngineError], LegFailure] = {
 
 
 class LegHeld(msgspec.Struct, frozen=True):
-    """The leg waits until a connection can be opened here: the engine has not got it."""
+    """The attempt waits until a connection can be opened here: the engine has not received it."""
 
     leg: int
 
 
 class LegFailed(msgspec.Struct, frozen=True):
-    """The leg's stream ended without a finish."""
+    """The attempt's stream ended without a finish."""
 
     leg: int
     detail: str
@@ -293,11 +295,11 @@ class StartLeg(msgspec.Struct, frozen=True):
     """Isolates the prefix cache of one policy version."""
     stream: bool
     adapter: str = ""
-    """Of the engine's row."""
+    """The adapter of the engine's row."""
 
 
 class AbortLeg(msgspec.Struct, frozen=True):
-    """Ask the engine to end the leg; comes again until its stream has ended."""
+    """Ask the engine to end the attempt; repeated until its stream has ended."""
 
     leg: int
     rid: str
@@ -305,13 +307,13 @@ class AbortLeg(msgspec.Struct, frozen=True):
 
 
 class DropLeg(msgspec.Struct, frozen=True):
-    """Close the leg's connection; nothing more is expected of it."""
+    """Close the attempt's connection; nothing more is expected of it."""
 
     leg: int
 
 
 class ReportFault(msgspec.Struct, frozen=True):
-    """Tell the router; this engine should not be chosen for a moment."""
+    """Report an engine fault to the router, and avoid this engine for a moment."""
 
     url: str
     incarnation: str
@@ -319,7 +321,7 @@ class ReportFault(msgspec.Struct, frozen=True):
 
 
 class AvoidEngine(msgspec.Struct, frozen=True):
-    """This engine should not be chosen for a moment, by no fault of its own."""
+    """Avoid this engine for a moment, without a fault."""
 
     url: str
 
@@ -333,56 +335,56 @@ class FellBack(msgspec.Struct, frozen=True):
 
 
 class WakeReaders(msgspec.Struct, frozen=True):
-    """There are new tokens, or the generation is at an end."""
+    """There are new tokens, or the generation has ended."""
 
 
 SLOWEST_TOKEN_S = 0.1
-"""A plain leg shows no sign of life before its end, so it is given this much more per token."""
+"""A plain attempt gives no sign of progress before its end, so it gets this much more per token."""
 
 
 MAX_ABORT_REPEAT_S = 0.25
 
 
 class LegPhase(enum.Enum):
-    """States of a leg."""
+    """Phase of an attempt."""
 
     OPEN = "open"
     ABORTING = "aborting"
 
 
 class Leg:
-    """The open leg of a generation, which had `offset` tokens when it began."""
+    """The open attempt of a generation, which had `offset` tokens when it began."""
 
     def __init__(self, start: StartLeg, chosen: EngineChosen, offset: int, now_s: float) -> None:
         self.number = start.leg
         self.url = start.url
         self.incarnation = chosen.incarnation
         self.policy_version = chosen.policy_version
-        """The engine's when it was chosen; an older one has it only if it was started again or
-        serves a run that counts anew."""
+        """The engine's version when it was chosen; an older one means that the engine was restarted
+        or serves another run."""
         self.has_publisher = chosen.has_publisher
         """Whether tokens of older weights are refused."""
         self.offset = offset
         self.phase = LegPhase.OPEN
         self.sign_s = now_s
-        """When it showed a sign of life last, or was known to wait here."""
+        """When it last gave a sign of progress, or was known to wait here."""
         self._start = start
         self._aborted_s = 0.0
         self.leaves_for_update = False
-        """Its engine is to get new weights: an abort is no sign of anything."""
+        """Its engine is about to get new weights: an abort means nothing."""
         self._repeated_s = 0.0
-        """By the wall's clock."""
+        """By the wall clock."""
         self._num_aborts = 0
 
     def is_silent(self, now_s: float, answer_timeout_s: float) -> bool:
-        """Whether an open leg has shown no sign of life for too long."""
+        """Whether an open attempt has given no sign of progress for too long."""
         patience_s = answer_timeout_s
         if not self._start.stream:
             patience_s += SLOWEST_TOKEN_S * self._start.max_new_tokens
         return now_s - self.sign_s >= patience_s
 
     def abort(self, now_s: float, wall_s: float) -> AbortLeg:
-        """Ask for its end, again if it was asked for already."""
+        """Request its end, again if it was requested already."""
         if self.phase is LegPhase.OPEN:
             self.phase = LegPhase.ABORTING
             self._aborted_s = now_s
@@ -395,16 +397,16 @@ class Leg:
         return now_s - self._aborted_s >= abort_timeout_s
 
     def wants_repeat(self, wall_s: float, abort_repeat_s: float) -> bool:
-        """Whether an abort that may have come too early is due again; each time a little later."""
+        """Whether an abort that may have come too early should be repeated; intervals grow."""
         wait_s = abort_repeat_s * 2.0 ** (self._num_aborts - 1)
         return wall_s - self._repeated_s >= min(wait_s, MAX_ABORT_REPEAT_S)
 
 
 def is_resumable(params: SamplingParams) -> bool:
-    """Whether a leg that begins with sampled tokens as its prompt samples on as if uncut.
+    """Whether an attempt whose prompt ends with sampled tokens samples as if it were uncut.
 
     Engines count penalties over a request's own output only (SGLang, penaltylib), which a resumed
-    leg has none of, and hold a grammar against that output from its begin.
+    attempt lacks, and match a grammar against that output from its begin.
     """
     no_additive = params.frequency_penalty == 0.0 and params.presence_penalty == 0.0
     return no_additive and params.repetition_penalty == 1.0 and params.grammar is None

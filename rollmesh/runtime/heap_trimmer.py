@@ -4,7 +4,7 @@
     DUE --MIN_INTERVAL_S after the last trim--> trimmed --> QUIET
 
 A trim holds the arena's lock for milliseconds, so it never runs on the event loop. TrimPlan decides
-and is pure. If the heap cannot be trimmed, one warning says so, and blobs are still spilled.
+and is pure. If the heap cannot be trimmed, one warning is logged, and blobs are still spilled.
 """
 
 import threading
@@ -26,18 +26,18 @@ log = get_logger()
 
 
 class TrimPlan:
-    """When to trim; told what was freed since the start."""
+    """Decides when to trim, from the bytes freed since the start."""
 
     def __init__(self, freed_bytes: int = 0) -> None:
         self._trimmed_s = float("-inf")
         self._trimmed_bytes = freed_bytes
-        """Freed before the last trim, or before this began."""
+        """Bytes freed before the last trim, or before this object was created."""
         self._seen_bytes = freed_bytes
         self._moved_s = 0.0
-        """When something was freed last."""
+        """When something was last freed."""
 
     def is_due(self, freed_bytes: int, now_s: float) -> bool:
-        """Whether a trim is worth its time now."""
+        """Whether a trim is worth its cost now."""
         if freed_bytes > self._seen_bytes:
             self._seen_bytes, self._moved_s = freed_bytes, now_s
         if now_s - self._trimmed_s < MIN_INTERVAL_S:
@@ -47,12 +47,12 @@ class TrimPlan:
         return freed >= MIN_FREED_BYTES or (freed >= SOME_FREED_BYTES and is_settled)
 
     def trimmed(self, freed_bytes: int, now_s: float) -> None:
-        """It was done, as of so many freed bytes."""
+        """Record a trim, made when `freed_bytes` had been freed."""
         self._trimmed_bytes, self._trimmed_s = freed_bytes, now_s
 
 
 class HeapTrimmer:
-    """The thread, from `start` to `close`."""
+    """The trimming thread, from `start` to `close`."""
 
     def __init__(self, clock: Clock, own_heap: Heap | None = None) -> None:
         self.num_trims = 0
@@ -63,12 +63,12 @@ class HeapTrimmer:
         self._heap = own_heap or Heap()
         self._plan = TrimPlan(_freed_bytes())
         self._last_fault = ""
-        """Said once, since it may come with each turn."""
+        """The last logged fault; each is logged once, since it may recur at each turn."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
     def start(self) -> None:
-        """Keep memory from now on."""
+        """Start the thread."""
         if not self._heap.can_trim:
             log.info("trim.off", why="malloc is not glibc's")
         self._thread.start()
@@ -80,7 +80,7 @@ class HeapTrimmer:
             self._thread.join()
 
     def turn(self) -> None:
-        """Spill what is over, trim if it is due; the thread does this each LOOK_S."""
+        """Spill excess blobs and trim if it is due; the thread calls this every LOOK_S."""
         blobs.spill_over()
         now_s, freed = self._clock.now_s(), _freed_bytes()
         if not self._heap.can_trim or not self._plan.is_due(freed, now_s):
@@ -93,7 +93,7 @@ class HeapTrimmer:
         self.total_trim_s += took_s
 
     def figures(self) -> Iterator[Figure]:
-        """A source for the exposition."""
+        """Metrics of the trimmer."""
         yield Figure("trim_on", self._heap.can_trim, "Whether freed memory is given back.")
         yield Figure("trims_total", self.num_trims, "Times it was.")
         yield Figure("trim_seconds_total", self.total_trim_s, "All trims together.")

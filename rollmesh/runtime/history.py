@@ -1,11 +1,11 @@
-"""The message history of a session: which messages of a request are held as exact tokens.
+"""The message history of a session: which messages of a request are stored as exact tokens.
 
 - A trie of messages (message_trie.py). Each distinct message is stored once, in the common form of
-  all dialects, a long one as a blob. Other spellings are known by hash, at most ALIASES_PER_SPOT
+  all dialects, a long one as a blob. Other spellings are stored as hashes, at most ALIASES_PER_SPOT
   for each node.
-- `match` changes nothing, so it may run twice, or only to count.
-- Codex sends a cut answer and the next one as adjacent items, which are one message: both lead to
-  the node of the newer answer.
+- `match` changes nothing, so it may run twice, or only to count tokens.
+- Codex sends a truncated answer and the next one as adjacent items, which are one message: both
+  lead to the node of the newer answer.
 """
 
 import bisect
@@ -33,14 +33,14 @@ from rollmesh.runtime.shared_prefixes import PrefixMessage, PrefixTokens
 
 ALIASES_PER_SPOT = 4
 LONG_BYTES = 16 * 1024
-"""Messages from here on are blobs, which siblings share."""
+"""Messages from this size on are blobs, which siblings share."""
 SPOT_BYTES = 500
-"""What a spot takes beside its message: itself, its children and the keys that lead to it, as
-tracemalloc counts them (487 over 1,000 spots with an alias to every second)."""
+"""Memory of a node besides its message: itself, its children and the keys that lead to it, measured
+by tracemalloc (487 over 1,000 nodes with an alias for every second)."""
 
 
 class _LateAnswer(NamedTuple):
-    """A sampled message on its way into the trie."""
+    """A sampled message that is not in the trie yet."""
 
     context: MessageNode
     message: ChatMessage
@@ -49,7 +49,7 @@ class _LateAnswer(NamedTuple):
 
 
 class MessageHistory:
-    """One per session."""
+    """The message history of one session."""
 
     __slots__ = (
         "_begun", "_late", "_long", "_num_aliases", "_num_late_bytes",
@@ -60,32 +60,34 @@ class MessageHistory:
     def __init__(self, rotating: Rotating = None) -> None:
         self.rotating = rotating
         self.roots: dict[int, MessageNode] = {}
-        """By the meaning of the tools on offer."""
+        """By the meaning of the offered tools."""
         self.sampled: list[MessageNode] = []
         """Answers of the model, in order."""
         self.images: dict[str, ImageRef] = {}
-        """Those that held messages show, by digest."""
+        """Images of stored messages, by digest."""
         self.blob_bytes = 0
-        """Of images and long messages, each counted once, though other sessions may hold it too."""
+        """Bytes of images and long messages, each counted once, though other sessions may share
+        them."""
         self._long: set[Blob] = set()
         self._num_short_bytes = 0
         self._begun: tuple[PrefixTokens, MessageNode] | None = None
-        """The opening and its end, while nothing has asked for more than that."""
+        """The shared prefix and its end, while no request has gone further."""
         self._late: list[_LateAnswer] = []
-        """Answers that nothing has asked for yet."""
+        """Answers that no request has needed yet."""
         self._num_late_bytes = 0
         self._prefixes = PrefixIndex()
         self._parse_cache: ParseCache | None = None
-        """Made for the first unit that shows an image."""
+        """Created for the first unit with an image."""
         self._num_aliases = 0
         self._num_spots = 0
         self._numbered: list[MessageNode] | None = None
-        """By their numbers, where it is made again of what another process did."""
+        """Nodes by number, while the history is restored."""
 
     def match(self, turn: Turn, start: MessageNode | None = None) -> Match:
-        """Find the deepest held history that `turn` begins with; SessionError 400 if unreadable.
+        """Find the deepest stored history that `turn` begins with; SessionError 400 if it is
+        unreadable.
 
-        From `start` on where it is given, else from the root of the turn's tools.
+        The search begins at `start` if given, else at the root of the turn's tools.
         """
         self.catch_up()
         tools_key = tools_key_of(turn.tools)
@@ -97,7 +99,7 @@ class MessageHistory:
         return conclude(lookup, tools_key)
 
     def from_root(self, match: Match, turn: Turn) -> Match:
-        """The same request on no held history at all."""
+        """The match of the same request with nothing stored."""
         root = self.roots.get(match.tools_key) or MessageNode(None, b"")
         lookup = self._walk_from(root, turn)
         lookup.is_stopped = True
@@ -111,7 +113,7 @@ class MessageHistory:
         return again
 
     def hold(self, match: Match, node: int) -> MessageNode:
-        """Hold the matched request's new messages; `node` ends with the last of them."""
+        """Store the new messages of a matched request; `node` ends with the last of them."""
         for alias in match.lookup.aliases:
             self._add_alias(alias.start, hash(alias.unit), alias.message_node)
         for each in match.lookup.renamed or ():
@@ -143,9 +145,9 @@ class MessageHistory:
     def add_sampled(
         self, context: MessageNode, message: ChatMessage, node: int, is_void: bool = False
     ) -> None:
-        """Hold the message that the model sampled after `context`.
+        """Store the message that the model sampled after `context`.
 
-        Void, it is no answer, and never stands for one that says the same.
+        A void one is not an answer, and does not match messages of equal text.
         """
         self._late.append(_LateAnswer(context, message, node, is_void))
         self._num_late_bytes += len(message.text())
@@ -158,20 +160,21 @@ class MessageHistory:
         return found if found and found.node == node else None
 
     def raws_to(self, context: MessageNode) -> list[bytes]:
-        """The messages down to and with `context`, in the common shape."""
+        """The messages up to `context`, in the common shape."""
         if self._begun and self._begun[1] is context:
             return list(self._begun[0].raws)
         return [message_node.raw for message_node in context.line()]
 
     @property
     def num_bytes(self) -> int:
-        """Of the messages held, but for blobs."""
+        """Bytes of the stored messages, except blobs."""
         begun = self._begun[0].num_bytes if self._begun else 0
         texts = self._num_short_bytes + self._num_late_bytes
         return texts + begun + SPOT_BYTES * self._num_spots
 
     def begin(self, line: PrefixTokens, node: int) -> MessageNode:
-        """Hold a whole line, before anything else; `node` ends with the last of its messages."""
+        """Store a shared prefix, before anything else; `node` ends with the last of its
+        messages."""
         end = MessageNode(None, b"")
         end.node = node
         for image in line.images.values():
@@ -180,7 +183,7 @@ class MessageHistory:
         return end
 
     def catch_up(self) -> None:
-        """Enter into the trie what is held already; most rollouts of one turn never need it."""
+        """Enter postponed messages into the trie; most rollouts of one turn never need them."""
         if self._begun:
             self._link(*self._begun)
             self._begun = None
@@ -190,7 +193,7 @@ class MessageHistory:
                 self._add_answer(answer)
 
     def line(self, match: Match, message_node: MessageNode) -> PrefixTokens:
-        """The line down to `spot`, which is all that there is; `match` made it."""
+        """The messages up to `message_node`, which is the whole history; `match` created it."""
         message_nodes = [self.roots[match.tools_key], *message_node.line()]
         places = {each: place for place, each in enumerate(message_nodes)}
         links = [
@@ -210,16 +213,17 @@ class MessageHistory:
         )
 
     def regain(self) -> list[MessageNode]:
-        """It is made again, of what another process did: its spots, which come by their numbers."""
+        """Prepare to restore the history; returns its nodes, which are referred to by number."""
         self._numbered = []
         return self._numbered
 
     def add_way(self, start: MessageNode, key: int, message_node: MessageNode) -> None:
-        """A unit of this key leads from `start` to `end`, as another process found."""
+        """Add a key of a unit that leads from `start` to `message_node`, found by another
+        process."""
         self._add_alias(start, key, message_node)
 
     def forget(self) -> None:
-        """Cut the ties between spots, which hold each other."""
+        """Break the reference cycles between nodes."""
         message_nodes = list(self.roots.values())
         while message_nodes:
             message_node = message_nodes.pop()
@@ -235,7 +239,7 @@ class MessageHistory:
         self._begun = None
 
     def read(self, message_node: MessageNode) -> ChatMessage:
-        """The message of a spot that has one."""
+        """The message of a node that has one."""
         return read_held(message_node.raw, self.images)
 
     def _walk_from(self, root: MessageNode, turn: Turn) -> Lookup:
@@ -314,7 +318,8 @@ class MessageHistory:
     def _join(
         self, message_node: MessageNode | None, message: ChatMessage, answer: MessageNode
     ) -> None:
-        """Know `answer` too where it is shown as one with the assistant's messages before it."""
+        """Store `answer` also for requests that show it joined with the assistant's messages before
+        it."""
         while message_node is not None and message_node.parent is not None:
             if message_node.said:
                 before = self.read(message_node) if b'"assistant"' in message_node.raw else None
@@ -331,7 +336,7 @@ class MessageHistory:
             self.blob_bytes += image.num_bytes
 
     def _kept(self, raw: bytes) -> bytes | Blob:
-        """A message as its spot holds it."""
+        """A message in the form that its node stores."""
         if len(raw) < LONG_BYTES:
             return raw
         blob = blobs.hold(raw)
@@ -362,6 +367,6 @@ class MessageHistory:
 
 @Memo
 def tools_key_of(raw: bytes) -> int:
-    """The meaning of tools; 0 for none, and for an empty list."""
+    """The meaning of tools; 0 for none, or for an empty list."""
     tools = read_tools(raw) if raw else []
     return hash(msgspec.json.encode(tools, order="deterministic")) if tools else 0

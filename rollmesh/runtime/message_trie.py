@@ -1,13 +1,13 @@
-"""The trie of a session's messages, and how a request is looked up in it.
+"""The trie of a session's messages, and the lookup of a request in it.
 
     root --system--> . --user--> [context node] --assistant--> [sampled node] --tool--> [context]
 
-- A unit of a request is looked up by its bytes (BLAKE2b), and only if these are new it is parsed
-  and looked up by meaning. A lookup changes nothing; history.py stores the aliases that it found.
-- A request that ends with the model's own answer gets a node without a message behind the answer's.
-- A prefix of an array that was sent before is found by its hash, and not parsed again. Units with
-  images are kept as they were parsed, for agents that drop their oldest screenshots.
-- Keys are equal in every process: Python's own hash is salted.
+- A unit of a request is looked up by its bytes (BLAKE2b); only if these are new, it is parsed and
+  looked up by meaning. A lookup changes nothing; history.py stores the aliases that it found.
+- A request that ends with the model's own answer gets a node without a message after that answer.
+- A prefix of an array that was sent before is found by its hash and not parsed again. Units with
+  images are cached as parsed, for agents that drop their oldest screenshots.
+- Keys are equal in every process, unlike Python's salted hash.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ TAIL_BYTES = 2048
 
 
 def key_of(*parts: bytes) -> int:
-    """64 bits of the parts, in their order."""
+    """64 bits of BLAKE2b over the parts, in order."""
     checksum, tails = 0, []
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -42,12 +42,12 @@ def unit_key(unit: bytes) -> int:
 
 NO_NODE = -1
 NO_NUMBER = -1
-"""Of a root, and of a spot that is not in the trie yet."""
+"""Number of a root, and of a node that is not in the trie yet."""
 BARE = hash("asked with nothing new after an answer")
 
 
 class MessageNode:
-    """A history up to and with one message."""
+    """A history up to and including one message."""
 
     __slots__ = (
         "__weakref__", "children", "continued", "depth", "node", "number", "parent", "said",
@@ -59,25 +59,26 @@ class MessageNode:
         self.children: dict[int, MessageNode] | None = None
         """By meanings, and by the hashes of units that lead there or further down."""
         self.node = NO_NODE
-        """The graph node that ends with this message (a context's also ends the prompt)."""
+        """The graph node that ends with this message (for a context, also the end of the
+        prompt)."""
         self.number = NO_NUMBER
-        """Of the spots of its session, in the order in which they were made."""
+        """Number within the session, in order of creation."""
         self.sampled = False
-        """This message is one that the model sampled here."""
+        """The model sampled this message in this session."""
         self.continued = False
-        """The model has answered a request that went on from this answer."""
+        """The model has answered a request that continues this answer."""
 
     def follow(self, parent: "MessageNode | None", said: bytes | Blob) -> None:
-        """Stand behind `parent`, for one message more."""
+        """Move after `parent`, for the message `said`."""
         self.parent = parent
         self.depth: int = (parent.depth if parent else 0) + bool(said)
-        """Messages up to and with this one."""
+        """Number of messages up to this one."""
         self.said = said
-        """The message in the common shape; empty at a root and at a bare spot."""
+        """The message in the common shape; empty for a root and for a node without a message."""
 
     @property
     def raw(self) -> bytes:
-        """The same, read."""
+        """The message's bytes, read."""
         return self.said if isinstance(self.said, bytes) else self.said.read()
 
     def child(self, key: int) -> "MessageNode | None":
@@ -89,20 +90,21 @@ class MessageNode:
         return found
 
     def find(self, keys: Iterable[int]) -> "MessageNode | None":
-        """The child under the first key that has one."""
+        """The child of the first key that has one."""
         if not self.children:
             return None
         return next((found for key in keys if (found := self.child(key)) is not None), None)
 
     def adopt(self, message_node: "MessageNode", keys: Iterable[int]) -> None:
-        """Make `spot` a child under each key; a newer sibling of the same meaning wins."""
+        """Make `message_node` a child under each key, replacing older siblings of the same
+        meaning."""
         if self.children is None:
             self.children = {}
         for key in keys:
             self.children[key] = message_node
 
     def line(self) -> "list[MessageNode]":
-        """The spots of this history that have a message, in order."""
+        """The nodes of this history that have a message, in order."""
         message_nodes: list[MessageNode] = []
         message_node: MessageNode | None = self
         while message_node is not None:
@@ -120,7 +122,7 @@ class MessageNode:
         return message_node
 
     def asked(self) -> "MessageNode | None":
-        """The spot whose node a request that ends with this message was sampled after."""
+        """The node after which a request that ends with this message was sampled."""
         message_node = self.child(BARE) if self.sampled else self
         return message_node if message_node is not None and message_node.node != NO_NODE else None
 
@@ -132,23 +134,23 @@ _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class PrefixHash(msgspec.Struct, frozen=True):
-    """Units in a row, without the bracket that closes them."""
+    """The hash of consecutive units of an array, without its closing bracket."""
 
     start: MessageNode
-    """What they follow."""
+    """The node that the units follow."""
     end: MessageNode
-    """Their last message."""
+    """The node of their last message."""
     segments: tuple[tuple[int, int], ...]
-    """(offset of its end, hash of its bytes); the first begins at 0."""
+    """(end offset, hash of the bytes) of each segment; the first begins at 0."""
     num_units: int
-    """Of the request up to here."""
+    """Units of the request up to the end."""
 
     @property
     def num_bytes(self) -> int:
         return self.segments[-1][0]
 
     def begins(self, array: bytes) -> bool:
-        """Whether `array` goes on from these very bytes."""
+        """Whether `array` begins with these bytes."""
         if len(array) <= self.num_bytes or array[self.num_bytes] not in b",]":
             return False
         view, at = memoryview(array), 0
@@ -159,7 +161,7 @@ class PrefixHash(msgspec.Struct, frozen=True):
         return True
 
     def rest(self, array: bytes) -> Iterator[bytes]:
-        """The units of `array` behind these."""
+        """The units of `array` after these."""
         behind = self.num_bytes + 1
         if array[self.num_bytes] == ord("]"):
             return iter(())
@@ -167,14 +169,14 @@ class PrefixHash(msgspec.Struct, frozen=True):
 
 
 class PrefixIndex:
-    """The newest of one session."""
+    """The newest prefix hashes of one session."""
 
     __slots__ = ("_newest_last", "_num_strangers")
 
     def __init__(self) -> None:
         self._newest_last: tuple[PrefixHash, ...] = ()
         self._num_strangers = 0
-        """Arrays in a row that began like none before."""
+        """Consecutive arrays that began like none before."""
 
     @property
     def newest(self) -> PrefixHash | None:
@@ -187,11 +189,11 @@ class PrefixIndex:
         end: MessageNode,
         num_units: int,
     ) -> None:
-        """Know one stretch, of which another session has learned."""
+        """Add a prefix that another session has found."""
         self._newest_last = (PrefixHash(start, end, segments, num_units),)
 
     def find(self, start: MessageNode, array: bytes) -> PrefixHash | None:
-        """The one that `array`, standing behind `start`, goes on from."""
+        """The prefix with which `array`, which follows `start`, begins."""
         for prefix_hash in reversed(self._newest_last):
             if prefix_hash.start is start and prefix_hash.begins(array):
                 return prefix_hash
@@ -200,10 +202,10 @@ class PrefixIndex:
     def add(
         self, known: PrefixHash | None, start: MessageNode, array: bytes, end: MessageNode, num: int
     ) -> None:
-        """Remember all of `array`, `num` units; it begins with `known` and takes its place.
+        """Store `array` of `num` units; it replaces `known`, with which it begins.
 
-        Of an agent that edits its history at each turn only some arrays are: to hash them all would
-        be in vain.
+        If an agent edits its history at each turn, only some arrays are stored, since hashing all
+        of them would be useless.
         """
         self._num_strangers = 0 if known else self._num_strangers + 1
         if self._num_strangers > 2 * MAX_STRETCHES and self._num_strangers % MAX_STRETCHES:
@@ -222,8 +224,8 @@ class PrefixIndex:
 
 
 def split_array(array: bytes) -> Iterator[bytes]:
-    """The elements of a JSON array, unopened, each copied in its turn; SessionError 400 if it is
-    none."""
+    """The raw elements of a JSON array, copied one at a time; SessionError 400 if it is not an
+    array."""
     try:
         return map(bytes, _split(array))
     except DECODE_ERRORS as error:
@@ -231,16 +233,16 @@ def split_array(array: bytes) -> Iterator[bytes]:
 
 
 MIN_UNIT_BYTES = 4096
-"""Shorter ones are read sooner than they are looked up."""
+"""Shorter units are parsed, which is faster than a lookup."""
 MAX_UNITS = 1024
-"""The newest: agents that move a cache marker spell a unit anew at each turn."""
+"""Number of cached units; agents that move a cache marker change a unit's bytes at each turn."""
 
 _Key = tuple[ReadUnit, int]
-"""The reader of the unit, and the hash of its bytes."""
+"""The unit's parser, and the hash of its bytes."""
 
 
 class ParseCache:
-    """One per session; `images` are those that it holds, by their digests."""
+    """Parsed units of one session; `images` are the session's, by digest."""
 
     __slots__ = ("_images", "_said")
 
@@ -249,11 +251,11 @@ class ParseCache:
         self._said: dict[_Key, Sequence[bytes | Blob]] = {}
 
     def __len__(self) -> int:
-        """Units that are known."""
+        """Number of cached units."""
         return len(self._said)
 
     def find(self, read: ReadUnit, unit: bytes) -> list[ChatMessage] | None:
-        """The messages of `unit`; None where it has to be read."""
+        """The messages of `unit`; None if it must be parsed."""
         if len(unit) < MIN_UNIT_BYTES or not self._said:
             return None
         said = self._said.get((read, hash(unit)))
@@ -269,9 +271,9 @@ class ParseCache:
         messages: Sequence[ChatMessage],
         said: Sequence[bytes | Blob],
     ) -> None:
-        """The unit of this hash was read as `messages`, which are held as `said`."""
+        """Cache the messages of the unit with this hash, which are stored as `said`."""
         shows = any(each.images() for each in messages)
-        # An assistant's message may be held as one that says less or more: see meanings().
+        # The stored form of an assistant's message may have less or more: see meanings().
         if shows and all(each.role != "assistant" for each in messages):
             self._said[read, unit_key] = said
             if len(self._said) > MAX_UNITS:
@@ -279,7 +281,7 @@ class ParseCache:
 
 
 class Alias(msgspec.Struct, frozen=True):
-    """A unit whose bytes were new and whose meaning was not."""
+    """A unit with new bytes and a known meaning."""
 
     start: MessageNode
     unit: bytes
@@ -288,7 +290,7 @@ class Alias(msgspec.Struct, frozen=True):
 
 
 class Renamed(msgspec.Struct, frozen=True):
-    """A unit that another process knew, and what its bytes hash to in this one."""
+    """A unit of another process, with the hash of its bytes in this one."""
 
     start: MessageNode
     key: int
@@ -296,7 +298,7 @@ class Renamed(msgspec.Struct, frozen=True):
 
 
 class Lookup:
-    """One request's way down the trie, unit by unit."""
+    """The lookup of one request in the trie, unit by unit."""
 
     __slots__ = (
         "aliases",
@@ -320,20 +322,20 @@ class Lookup:
     ) -> None:
         self.message_node = start
         self.anchor: MessageNode | None = start if start.sampled or start.parent is None else None
-        """The last sampled message on the way; None while none is known."""
+        """The last sampled message on the path; None while none was found."""
         self.units: list[bytes] = []
-        """Those behind the anchor."""
+        """The units after the anchor."""
         self.num_leapt = 0
         """Position of the first of `units`; in an array, elements count from 0."""
         self.pending: dict[int, list[ChatMessage]] = {}
-        """What was read on the way, by place in `units`."""
+        """Messages that were parsed on the path, by position in `units`."""
         self.aliases: list[Alias] = []
         self.renamed: list[Renamed] | None = None
-        """None where the history was made in this process alone."""
+        """None if the whole history is of this process."""
         self.is_stopped = False
-        """The next message is not held."""
+        """The next message is not stored."""
         self.array = b""
-        """The request's array of units, the spot that it follows, and what is known of it."""
+        """The request's array of units, the node that it follows, and its known prefix."""
         self.array_start: MessageNode | None = None
         self.prefix_hash: PrefixHash | None = None
         self.read = read
@@ -342,18 +344,18 @@ class Lookup:
 
     @property
     def num_units(self) -> int:
-        """Of the request, or of its array, up to here."""
+        """Units of the request, or of its array, up to here."""
         return self.num_leapt + len(self.units)
 
     def go(self, units: Iterable[bytes]) -> None:
-        """Lookup on while units are known."""
+        """Continue while units are known."""
         for unit in units:
             self.units.append(unit)
             if not self.is_stopped:
                 self._step(unit)
 
     def leap(self, prefix_hash: PrefixHash, array: bytes) -> "Lookup | None":
-        """The same walk over a known stretch; None where what lies in it has to be read."""
+        """The lookup after a known prefix; None if units in it must be parsed."""
         lookup = Lookup(prefix_hash.end, self.read, self.rotating, self.parse_cache)
         lookup.aliases = list(self.aliases)
         lookup.renamed = None if self.renamed is None else list(self.renamed)
@@ -404,29 +406,29 @@ class Lookup:
 
 
 class Match(msgspec.Struct):
-    """The result of a lookup: the last held node and the new messages behind it."""
+    """The result of a lookup: the last stored node and the new messages after it."""
 
     message_node: MessageNode
-    """The deepest spot to build on: the whole request's, or the last sampled message's."""
+    """The deepest node to build on: that of the whole request, or the last sampled message."""
     deepest: MessageNode
-    """The last spot that the request was found to share."""
+    """The last node that the request shares."""
     tools_key: int
-    """The meaning of the tools on offer."""
+    """The meaning of the offered tools."""
     lookup: Lookup
     new: list[ChatMessage] = []
-    """The messages after `spot`, read."""
+    """The parsed messages after `message_node`."""
     raws: list[bytes] = []
-    """The same in the common shape."""
+    """These messages in the common shape."""
     ends: list[tuple[int, int]] = []
-    """Of each unit of `new`: its hash, and how many of `new` end with it."""
+    """(hash, number of messages of `new` up to its end) of each unit of `new`."""
 
     @property
     def is_held(self) -> bool:
-        """The very same messages were asked before: a sibling, no new context."""
+        """Whether the same messages were requested before: a sibling, without new context."""
         return not self.new and self.message_node.node != NO_NODE and not self.message_node.sampled
 
     def unit_ends(self) -> tuple[UnitEnd, ...]:
-        """`ends` in keys that outlive the process."""
+        """`ends` with keys that are stable across processes."""
         ends: list[UnitEnd] = []
         at = 0
         for unit, (_, end) in zip(self.lookup.units, self.ends, strict=True):
@@ -437,14 +439,14 @@ class Match(msgspec.Struct):
 
 
 def conclude(lookup: Lookup, tools_key: int) -> Match:
-    """What `walk` has found; SessionError 400 where that is no message at all."""
+    """The result of a lookup; SessionError 400 if the request has no message."""
     if not lookup.is_stopped and (asked := lookup.message_node.asked()) is not None:
         return Match(asked, lookup.message_node, tools_key, lookup)
     assert lookup.anchor is not None
     match = Match(lookup.anchor, lookup.message_node, tools_key, lookup)
     for place, unit in enumerate(lookup.units):
         messages = lookup.messages_of(place)
-        # Parts may have keys of the client's own, which say nothing and are not held.
+        # Parts may have keys of the client's own, which have no meaning and are not stored.
         is_common = lookup.read is read_chat and not isinstance(messages[0].content, list)
         match.new += messages
         match.raws += [unit] if is_common else [message.as_json() for message in messages]
@@ -455,5 +457,5 @@ def conclude(lookup: Lookup, tools_key: int) -> Match:
 
 
 def read_chat(raw: bytes, position: int) -> list[ChatMessage]:
-    """Reads a unit that is one chat message."""
+    """Parse a unit that is one chat message."""
     return [read_message(raw, position)]

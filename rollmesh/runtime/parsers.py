@@ -1,10 +1,11 @@
-"""Parsers of sampled replies: which one a model family gets.
+"""Parsers of sampled replies, chosen by model family.
 
-- Families with one-token marks: streaming_parser.py. Raw prompts: plain text up to a stop string.
+- Families with marks of one token: streaming_parser.py. Raw prompts: plain text up to a stop
+  string.
 - Other families are parsed by the renderer library when the reply ends. If such a family opens its
   calls by one known token, reasoning and content before it are streamed (GLM, MiniMax); otherwise
-  the stream comes in one piece (gpt-oss, DeepSeek, Kimi, Gemma, Llama and others).
-- Streamed pieces are never taken back. Tool calls that the library finds malformed are text.
+  the stream has one piece (gpt-oss, DeepSeek, Kimi, Gemma, Llama and others).
+- Streamed pieces are never revoked. Tool calls that the library finds malformed are text.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,7 +28,7 @@ from rollmesh.runtime.tool_calls import CallStyle, arguments_text, begun, call_o
 
 
 class PlainTextParser:
-    """Satisfies DeltaReader."""
+    """Parser of answers to raw prompts; implements DeltaReader."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int], stop: tuple[str, ...]) -> None:
         self._text = tokenizer.stream()
@@ -35,18 +36,16 @@ class PlainTextParser:
         self._stop = stop
         self._told: list[str] = []
         self._waiting = ""
-        """May be the beginning of a stop string."""
+        """A possible beginning of a stop string."""
         self._is_over = False
         self._num_tokens = 0
 
     def feed(self, token_ids: Sequence[int]) -> Delta | None:
-        """The piece that `token_ids` complete; None while there is nothing to tell."""
         self._num_tokens += len(token_ids)
         piece = self._take(self._text.feed([i for i in token_ids if i not in self._ends]))
         return Delta(piece, num_tokens=self._num_tokens) if piece else None
 
     def end(self, num_tokens: int) -> Delta:
-        """The rest, when no more tokens will come."""
         piece = self._take(self._text.end())
         if not self._is_over:
             piece += self._waiting
@@ -56,7 +55,6 @@ class PlainTextParser:
         return Delta(piece, num_tokens=num_tokens)
 
     def answer(self) -> Answer:
-        """The fold of all deltas; after `end`."""
         return Answer("".join(self._told))
 
     def _take(self, text: str) -> str:
@@ -72,7 +70,7 @@ class PlainTextParser:
 
 
 class BatchParser:
-    """Satisfies DeltaReader."""
+    """Parser that parses a reply when it ends; implements DeltaReader."""
 
     def __init__(
         self,
@@ -82,7 +80,8 @@ class BatchParser:
         reading: Reading,
         told: StreamingParser | None = None,
     ) -> None:
-        """`opening` is the generation prompt; `told` reads what may be told before the end."""
+        """`opening` is the generation prompt; `streaming` parses what can be streamed before the
+        end."""
         self._parser = parser
         self._tokenizer = tokenizer
         self._opening = [*opening, *reading.lead]
@@ -92,12 +91,12 @@ class BatchParser:
         self._answer = Answer("")
 
     def feed(self, token_ids: Sequence[int]) -> Delta | None:
-        """The piece that needs no parse; None while there is none."""
+        """The piece that needs no parse; None if there is none."""
         self._token_ids.extend(token_ids)
         return self._told.feed(token_ids) if self._told else None
 
     def end(self, num_tokens: int) -> Delta:
-        """The rest."""
+        """The rest, which the library parses."""
         parsed = self._parse()
         told, last = Answer(""), Delta()
         if self._told is not None:
@@ -109,7 +108,6 @@ class BatchParser:
         return Delta(last.content + content, last.reasoning + reasoning, calls, num_tokens)
 
     def answer(self) -> Answer:
-        """The fold of all deltas; after `end`."""
         return self._answer
 
     def _parse(self) -> Answer:
@@ -152,7 +150,7 @@ _EMPTY_REASONING = "\n</think>\n\n"
 
 
 class TurnFrame(msgspec.Struct, frozen=True):
-    """What stands around each sampled turn."""
+    """The tokens around each sampled turn."""
 
     opening: list[int]
     """The generation prompt."""
@@ -160,7 +158,7 @@ class TurnFrame(msgspec.Struct, frozen=True):
 
 
 class Parsers:
-    """One per process."""
+    """Creates the parsers of a process."""
 
     def __init__(self, family: Family, tokenizer: Tokenizer, turn: TurnFrame) -> None:
         self._family = family
@@ -172,7 +170,7 @@ class Parsers:
         self._marks_before_calls = self._text_marks.ending_at(opens_calls)
 
     def new(self, reading: Reading) -> DeltaReader:
-        """A reader for one reply."""
+        """A parser for one reply."""
         style, tokenizer = self._family.style, self._tokenizer
         if isinstance(style, CallStyle):
             marks = self._marks if reading.reads_calls else self._text_marks
@@ -185,7 +183,8 @@ class Parsers:
         return BatchParser(style, tokenizer, self._opening, reading, told)
 
     def answer(self, reading: Reading, token_ids: Sequence[int]) -> Answer:
-        """The fold of a finished reply's deltas; a reply without marks is looked up in one go."""
+        """The answer of a finished reply, as its parser would return it; a reply without marks is
+        decoded at once."""
         if (said := self._all_content(reading, token_ids)) is not None:
             return Answer(self._tokenizer.decode(said).strip())
         reader = self.new(reading)
@@ -194,7 +193,8 @@ class Parsers:
         return reader.answer()
 
     def lead(self, name: str | None) -> list[int]:
-        """The end of an open reasoning and, for a `name`, the beginning of a call; '' is any."""
+        """The tokens that close open reasoning and, if `name` is not None, begin a call; '' is any
+        call."""
         style, marks = self._family.style, self._marks
         if not isinstance(style, CallStyle):
             return []
@@ -204,7 +204,7 @@ class Parsers:
         return self._tokenizer.encode(text)
 
     def _all_content(self, reading: Reading, token_ids: Sequence[int]) -> Sequence[int] | None:
-        """The reply without the mark of its end, if it is nothing but content; else None."""
+        """The reply without its end mark, if it is only content; else None."""
         marks = self._marks
         is_read_by_marks = isinstance(self._family.style, CallStyle)
         if not is_read_by_marks or marks.opens_in_reasoning or reading.stop or reading.lead:
@@ -214,7 +214,7 @@ class Parsers:
 
     @property
     def call_end_ids(self) -> tuple[int, ...]:
-        """Ends of a call."""
+        """Ids that end a call."""
         end = self._marks.end_tool_call
         return (end,) if end is not None and isinstance(self._family.style, CallStyle) else ()
 

@@ -1,8 +1,8 @@
 """Chats to prompt tokens, and sampled tokens to answers, for one model folder.
 
 - `first` renders a whole chat. `extend` returns only the tokens that follow sampled ones: by known
-  frames (Qwen3), by the family's own bridge, or by rendering the new messages behind a fixed prefix
-  and cutting that prefix off.
+  frames (Qwen3), by the family's own bridge, or by rendering the new messages after a fixed prefix
+  and removing that prefix.
 - Sampled tokens are never tokenised again, and no delta is returned unless the prefix is rendered
   unchanged.
 """
@@ -40,7 +40,7 @@ _MAX_HEAD_CHARS = 64 * 1024
 
 
 class Frames:
-    """Satisfies what prompts.py wants of a fast path; one per process."""
+    """Fast path for texts in Qwen3's fixed frames; one per process."""
 
     def __init__(self, renderer: Renderer, tokenizer: Tokenizer, opening: Sequence[int]) -> None:
         """`opening` is the generation prompt."""
@@ -62,7 +62,7 @@ class Frames:
         self._decode = tokenizer.decode
 
     def first(self, messages: Sequence[ChatMessage], tools: bytes) -> list[int] | None:
-        """A whole chat with the generation prompt; None where the library has to render it."""
+        """A whole chat with the generation prompt; None if the library must render it."""
         if not messages or not _are_plain(messages):
             return None
         has_system = ROLES[messages[0].role] == "system"
@@ -76,9 +76,10 @@ class Frames:
     def extend(
         self, sampled_ids: Sequence[int], messages: Sequence[ChatMessage]
     ) -> list[int] | None:
-        """What follows `sampled_ids`, with their turn's end if it is missing; None as above.
+        """The tokens after `sampled_ids`, with their turn's end if it is missing; None as in
+        `first`.
 
-        No messages are no exception: then the model is asked for another turn of its own.
+        Without messages, the model is asked for another turn.
         """
         if not _are_plain(messages):
             return None
@@ -113,7 +114,7 @@ class Frames:
         return ids + self._opening
 
     def _render_head(self, text: str | None, tools: bytes) -> list[int]:
-        """The system text, if there is one, and the tools; siblings share it."""
+        """The system text, if there is one, and the tools; cached for siblings."""
         role = "user" if text is None else "system"
         message = {"role": role, "content": text or ""}
         ids = self._renderer.render_ids(
@@ -125,7 +126,7 @@ class Frames:
         return ids[: len(ids) - len(empty)]
 
     def _is_reasoning(self, sampled_ids: Sequence[int]) -> bool:
-        """Whether a turn that was cut short is cut in its reasoning."""
+        """Whether a truncated turn ends in its reasoning."""
         if self._think not in sampled_ids:
             return False
         start = sampled_ids.index(self._think)
@@ -142,7 +143,7 @@ _MARKS = (
 
 
 def _are_plain(messages: Sequence[ChatMessage]) -> bool:
-    """Whether they are framed texts, without turns of the model or images."""
+    """Whether messages are framed texts, without turns of the model or images."""
     for message in messages:
         if message.role == "assistant" or (isinstance(message.content, list) and message.images()):
             return False
@@ -153,7 +154,7 @@ _FIXED_PREFIX = [{"role": "user", "content": "a"}, {"role": "assistant", "conten
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """Messages to render, as JSON and as read, with the tools on offer."""
+    """Messages to render, as JSON and as parsed, with the offered tools."""
 
     raws: Sequence[bytes]
     messages: Sequence[ChatMessage]
@@ -166,7 +167,7 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 class Prompts:
-    """One per process; stateless but for the newest fixed prefix."""
+    """Rendering and parsing for one model; stateless except for the newest fixed prefix."""
 
     def __init__(self, family: Family, tokenizer: Tokenizer) -> None:
         self._renderer = family.renderer
@@ -181,7 +182,8 @@ class Prompts:
         self._readers = Parsers(family, tokenizer, TurnFrame(self._opening, self.stop_token_ids))
 
     def first(self, chat: Chat) -> "array[int]":
-        """Token ids of a whole chat with the generation prompt; SessionError 400 if it has none."""
+        """Token ids of a whole chat with the generation prompt; SessionError 400 if it cannot be
+        rendered."""
         framed = self._frames.first(chat.messages, chat.tools) if self._frames else None
         if framed is not None:
             return array("i", framed)
@@ -189,11 +191,11 @@ class Prompts:
         return self._checked(array("i", rendered), chat)
 
     def extend(self, sampled_ids: Sequence[int], chat: Chat) -> "array[int] | None":
-        """The ids that follow a turn of `sampled_ids` when `chat`'s messages come after them.
+        """The ids that follow a turn of `sampled_ids` when `chat`'s messages come after it.
 
-        These begin with the turn's lead, if it had one. With the turn's missing close, if it was
-        cut short, and the generation prompt. None where this model's format cannot be extended so;
-        then the whole chat has to be rendered. SessionError 400 where nothing may follow.
+        `sampled_ids` begin with the turn's lead, if it had one. The result has the turn's missing
+        end, if it was truncated, and the generation prompt. None if this model's format cannot be
+        extended so; the whole chat must be rendered then. SessionError 400 if nothing may follow.
         """
         if self._image_id is not None:
             check_sampled(sampled_ids, self._image_id)
@@ -210,20 +212,20 @@ class Prompts:
         return None if ids is None else self._checked(ids, chat)
 
     def reader(self, reading: Reading) -> DeltaReader:
-        """Cuts one generation's tokens into deltas as they come."""
+        """An incremental parser of one generation."""
         return self._readers.new(reading)
 
     def answer(self, reading: Reading, token_ids: Sequence[int]) -> Answer:
-        """What a finished reply says: the fold of what its reader would tell."""
+        """The answer of a finished reply: all deltas of its parser combined."""
         return self._readers.answer(reading, token_ids)
 
     def lead(
         self, tool_choice: ToolChoice, grammar: Grammar | None, tools: bytes
     ) -> tuple[int, ...]:
-        """Tokens to put behind the generation prompt as context, before anything is sampled.
+        """Tokens to put after the generation prompt as context, before anything is sampled.
 
-        A required call is begun, and a reasoning that the prompt has opened is closed before a
-        call or a grammar. Nothing where the family's frames are not known: the model stays free.
+        They begin a required call, and close a reasoning that the prompt has opened before a call
+        or a grammar. Empty if the family's frames are not known.
         """
         is_forced = tool_choice.kind in ("required", "named") and bool(tools)
         if not (is_forced or grammar):
@@ -233,19 +235,19 @@ class Prompts:
 
     @property
     def call_end_ids(self) -> tuple[int, ...]:
-        """Further ends of a turn that may hold one call only."""
+        """Further stop tokens of a turn that may hold only one call."""
         return self._readers.call_end_ids
 
     def raw(self, text: str) -> "array[int]":
-        """Token ids of a prompt that is no chat."""
+        """Token ids of a raw prompt."""
         return array("i", self._tokenizer.encode(text))
 
     def raw_reader(self, stop: tuple[str, ...]) -> DeltaReader:
-        """Cuts the answer to such a prompt: all of it is text."""
+        """A parser of the answer to a raw prompt, which is all text."""
         return PlainTextParser(self._tokenizer, self.stop_token_ids, stop)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, special ones included."""
+        """The text of tokens, including special ones."""
         return self._tokenizer.decode(token_ids)
 
     @property
@@ -258,7 +260,7 @@ class Prompts:
         return self._tokenizer.token_bytes(token_id)
 
     def _for_template(self, chat: Chat) -> list[dict[str, Any]]:
-        """The messages as the renderer takes them; SessionError 400 on images it cannot show."""
+        """The messages in the renderer's shape; SessionError 400 for images that it cannot show."""
         if self._image_id is None:
             return [message.for_template() for message in chat.messages]
         return [with_images(message) for message in chat.messages]
@@ -276,7 +278,7 @@ class Prompts:
     def _bridge(
         self, sampled_ids: list[int], messages: list[dict[str, Any]], tools: bytes
     ) -> "array[int] | None":
-        # The bridge only looks at the turn before, so the generation prompt stands for the history.
+        # The bridge reads only the previous turn, so the generation prompt replaces the history.
         rendered = self._renderer.bridge_to_next_turn(
             self._opening, sampled_ids, messages, tools=_tools(tools)
         )
@@ -292,20 +294,21 @@ class Prompts:
     ) -> "array[int] | None":
         prefix = self._prefixes.get(tools)
         if prefix is None:
-            # Long texts come here in threads: whoever is last is remembered.
+            # Long texts are rendered in threads: the last one's prefix is remembered.
             prefix = self._fixed_prefix(tools)
             self._prefixes = {tools: prefix}
         whole = self._render([*_FIXED_PREFIX, *messages], tools, generate=True)
         if not prefix or whole[: len(prefix)] != prefix:
             return None
-        # A turn may also end with a stop that is none of the format's, such as the end of text.
+        # A turn may also end with a stop token of another kind, such as the end of text.
         closed = bool(sampled_ids) and sampled_ids[-1] == prefix[-1]
         return array("i", whole[len(prefix) if closed else len(prefix) - 1 :])
 
     def _fixed_prefix(self, tools: bytes) -> list[int]:
-        """A rendered chat up to the token that closes its assistant turn; empty if none does.
+        """A rendered chat up to the token that closes its assistant turn; empty if there is none.
 
-        A user message follows it in the making: templates render a last assistant turn differently.
+        It is rendered with a user message after it, since templates render a last assistant turn
+        differently.
         """
         stops = set(self.stop_token_ids)
         before = self._render([_FIXED_PREFIX[0]], tools, generate=False)
@@ -314,7 +317,7 @@ class Prompts:
         return ids[: next(closes, -1) + 1] if ids[: len(before)] == before else []
 
     def _find_opening(self) -> list[int]:
-        """The generation prompt: what every sampled turn follows."""
+        """The generation prompt, which every sampled turn follows."""
         chat = [_FIXED_PREFIX[0]]
         closed = self._render(chat, b"", generate=False)
         opened = self._render(chat, b"", generate=True)

@@ -1,6 +1,6 @@
-"""The scopes of a worker or a gateway, and how their runtime is put together.
+"""The scopes of a worker or a gateway, and the construction of their runtime.
 
-A scope that has ended leaves nothing here but, for a while, its name.
+An ended scope leaves nothing here except its name, which is remembered for a while.
 """
 
 import sys
@@ -31,11 +31,12 @@ from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.wire.fleet import EngineFaulted
 
 MAX_REMEMBERED = 1024
-"""Rollouts that have ended, by name: who asks for one is told so."""
+"""Number of ended rollouts that are remembered by name, so that their callers get
+TrajectoryEnded."""
 
 
 class Runtime:
-    """One per worker."""
+    """The scopes of one process and what their sessions share."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Runtime:
         max_session_bytes: int = sys.maxsize,
         max_turns_at_once: int = sys.maxsize,
     ) -> None:
-        """`rotating_lines`: see InterceptionConfig; ConfigError where one is no pattern."""
+        """`rotating_lines`: see InterceptionConfig; ConfigError for an invalid pattern."""
         self.prompts = prompts
         self._totals = Totals()
         rotating = compile_rotating(rotating_lines)
@@ -64,10 +65,10 @@ class Runtime:
         )
         self._session_keys: SessionKeys[Session] = SessionKeys()
         self.on_sealed = self.deps.on_sealed
-        """Who is told of each session that is sealed, by its rollout."""
+        """Called with the rollout of each session that is sealed."""
         self._scopes: dict[RolloutId, Scope] = {}
         self._groups: dict[GroupId, list[Scope]] = {}
-        """Those that end together."""
+        """Scopes that end together."""
         self._ended: dict[RolloutId, None] = {}
 
     def register_trajectory(
@@ -80,7 +81,7 @@ class Runtime:
         kept: StoredSession | None = None,
         min_policy_version: int = -1,
     ) -> OpenSession:
-        """Open a session for the rollout's agent; a rollout that is run again gets another.
+        """Open a session for a rollout's agent; a rollout that is run again gets another one.
 
         Its first call waits for weights of `min_policy_version` or newer.
         """
@@ -103,22 +104,20 @@ class Runtime:
         return session
 
     def lend(self, rollout_id: RolloutId, borrower: str, *, appends: bool) -> Loan:
-        """A key for a child task, to go on from the rollout's transcript, or to the model alone.
+        """A key with which a child task continues the rollout's transcript, or uses only the model.
 
-        Its scope lives until the loan is released. TrajectoryEnded where that has ended, or waits
-        for borrowers to let go.
+        The scope is kept until the loan is released. TrajectoryEnded if the scope has ended, or
+        waits for borrowers.
         """
         return self._scope(rollout_id).lend(borrower, appends=appends)
 
     def call_in(self, rollout_id: RolloutId) -> None:
-        """No child appends to the rollout's transcript any more: it is to be recorded."""
+        """Recall the loans that append to the rollout's transcript, since it is about to be
+        recorded."""
         self._scope(rollout_id).call_in()
 
     def cleanup_rollout(self, rollout_id: RolloutId) -> None:
-        """Its agent has ended, well or not: so does its scope, unless that is its group's.
-
-        Idempotent.
-        """
+        """End the rollout's scope, unless its group ends it. Idempotent."""
         scope = self._scopes.get(rollout_id)
         if scope is not None:
             scope.close()
@@ -126,21 +125,22 @@ class Runtime:
                 scope.end()
 
     def cleanup_group(self, group_id: GroupId) -> None:
-        """End the scopes of the group's rollouts, whatever their states. Idempotent."""
+        """End the scopes of the group's rollouts, in any state. Idempotent."""
         for scope in self._groups.pop(group_id, []):
             scope.end()
 
     def look_for_leaks(self) -> None:
-        """End what waits for borrowers that will not let go; to be called now and then."""
+        """End scopes whose borrowers did not release their loans in time; call this
+        periodically."""
         for scope in [each for each in self._scopes.values() if each.state is ScopeState.LENT]:
             scope.look()
 
     def find(self, secret: str) -> Session:
-        """The session of a secret; SessionError 401 if there is none, 410 if its time is over."""
+        """The session of a secret; SessionError 401 if there is none, 410 if it is over."""
         return self._session_keys.find(secret)
 
     def entries(self) -> dict[str, int]:
-        """How long each table is; nothing is in them while no rollout is here."""
+        """Sizes of the tables that are empty while there is no rollout."""
         scopes = self._scopes.values()
         return {
             "scopes": len(self._scopes),
@@ -150,14 +150,14 @@ class Runtime:
         }
 
     def cache_entries(self) -> dict[str, int]:
-        """What is kept within bounds though no rollout is here."""
+        """Sizes of the bounded tables that outlive rollouts."""
         return {
             "ended_rollouts": len(self._ended),
             "openings": self.deps.shared_prefixes.num_openings,
         }
 
     def held(self) -> dict[str, int]:
-        """Bytes of all sessions, by what they are."""
+        """Bytes of all sessions, by kind."""
         held: Counter[str] = Counter()
         for scope in self._scopes.values():
             for session in scope.sessions():
@@ -188,16 +188,16 @@ class Runtime:
 
 
 GC_THRESHOLDS = (10_000, 100, 50)
-"""Collections of young objects now and then, while the cache still has them: ten thousand cost
-under 1 ms, fifty thousand 14. Cycles are rare here, so of older ones hardly ever."""
+"""Young objects are collected now and then, while they are in the CPU's cache: ten thousand cost
+under 1 ms, fifty thousand 14. Cycles are rare here, so older ones are hardly ever collected."""
 
 
 def new_runtime(
     config: Config, view: FleetView, report: Callable[[EngineFaulted], None]
 ) -> tuple[Runtime, Sampler]:
-    """A runtime, and the sampler to close when it ends; faults of engines go to `report`.
+    """A runtime, and the sampler to close when it ends; engine faults are passed to `report`.
 
-    ModelError or ConfigError in one line where the model's folder or renderer is none.
+    ModelError or ConfigError in one line for an invalid model folder or renderer.
     """
     folder = Path(config.model.path)
     tokenizer = load_tokenizer(folder)

@@ -4,8 +4,7 @@
     SAMPLING --generation void, session sealed--> VOID
     COMMITTED --session sealed before delivery--> VOID
 
-- A reply outlives its connections: a retry attaches to it, resumes it, or gets the same bytes
-  again.
+- A reply outlives its connections: a retry joins it, resumes it, or gets the same bytes again.
 - From COMMITTED on, a reply's tokens are a node of the token graph and its generation is gone.
 - Until they are delivered, the replies of a request answer every equal request. Later they answer
   requests that the client marks as retries. An unmarked one gets new replies, which supersede the
@@ -40,11 +39,11 @@ RETRY_AFTER_S = 1.0
 VOID_FINISH = "void"
 """The finish reason of a node that was never delivered."""
 _OVERFLOW = re.compile("(longer than|exceeds) the model's (maximum )?context length")
-"""How SGLang says that a request is longer than its context."""
+"""SGLang's error for a request that is longer than its context."""
 
 
 class LiveGeneration(Protocol):
-    """What the session needs of a generation; legs.Generation is the real one."""
+    """The methods of a generation that the session needs; implemented by generation.Generation."""
 
     @property
     def state(self) -> GenerationState: ...
@@ -66,20 +65,20 @@ class LiveGeneration(Protocol):
     def error(self) -> EngineError | None: ...
 
     def join(self) -> None:
-        """A reader came."""
+        """Add a reader."""
 
     def leave(self) -> None:
-        """A reader went; the last one parks the generation."""
+        """Remove a reader; the last one parks the generation."""
 
     async def wait(self, num_tokens: int) -> bool:
-        """Until more than `num_tokens` are there (True) or no more will come (False)."""
+        """Wait until there are more than `num_tokens` (True) or no more will come (False)."""
 
     def seal(self, reason: str) -> None:
         """End it; readers are woken."""
 
 
 class ReplyState(enum.Enum):
-    """States of a reply."""
+    """State of a reply."""
 
     SAMPLING = "sampling"
     COMMITTED = "committed"
@@ -88,7 +87,7 @@ class ReplyState(enum.Enum):
 
 
 class ReplyHead(msgspec.Struct, frozen=True):
-    """What is known of a reply from its beginning."""
+    """The data of a reply that are known from its beginning."""
 
     id: str
     """`<session id>-<number>`; ids of responses and tool calls derive from it."""
@@ -98,36 +97,36 @@ class ReplyHead(msgspec.Struct, frozen=True):
     reads_calls: bool
     params: SamplingParams
     index: int = 0
-    """Which choice of its call it is."""
+    """Position among the choices of its call."""
     ask: SamplingAsk = SamplingAsk()
-    """What the agent wished of them."""
+    """The sampling fields that the agent requested."""
     dialect: DialectName = ""
     min_policy_version: int = -1
     """The newest weights that the session had seen when the call began."""
 
     @property
     def forced(self) -> tuple[str, ...]:
-        """Sampling fields that the session's policy decided against the agent's wish."""
+        """Sampling fields that the session's policy set against the agent's request."""
         return forced_fields(self.ask, self.params)
 
 
 class ReplySource(msgspec.Struct, frozen=True):
-    """What a reply was sampled after, and what reading it needs."""
+    """What a reply was sampled after, and what parsing it needs."""
 
     context: MessageNode
     """The history that it answers."""
     node: int
-    """The last node of its prompt: that of `context`, or a lead behind it."""
+    """The last node of its prompt: that of `context`, or a lead after it."""
     lead: tuple[int, ...] = ()
     """The tokens of that lead."""
     tools: bytes = b""
-    """On offer; a JSON array in chat shape."""
+    """The offered tools; a JSON array in chat shape."""
     is_raw: bool = False
     """It answers a raw prompt: all of it is text."""
     prompt_text: str | None = None
-    """That prompt, if it came as text."""
+    """That prompt, if it was sent as text."""
     digest: int = 0
-    """Of the request."""
+    """Digest of the request."""
 
 
 class Reply:
@@ -145,7 +144,7 @@ class Reply:
         generation: LiveGeneration | None,
         graph: TokenGraph,
     ) -> None:
-        """Without a generation it is one that another process sampled."""
+        """A reply without a generation was sampled in another process."""
         self.head = head
         self.source = source
         self.generation = generation
@@ -156,21 +155,21 @@ class Reply:
         self.matched_stop: str | None = None
         """The stop string that ended it."""
         self.failure: SessionError | None = None
-        """Why it is VOID, for each of its readers; None where the session's end is the reason."""
+        """Why it is VOID, for its readers; None if the session's end is the reason."""
 
         self.is_untaken = False
-        """COMMITTED, and who read it has gone without its last byte; its diary's."""
+        """COMMITTED, and its reader left before the last byte; written by the recorder."""
         self._graph = graph
         self._top_logprobs: Sequence[TopLogprobs] = ()
 
     @property
     def is_running(self) -> bool:
-        """Still worth attaching to."""
+        """Whether a request should still join it."""
         return self.generation is not None and self.generation.state is not GenerationState.VOID
 
     @property
     def is_ended(self) -> bool:
-        """No more tokens will come."""
+        """Whether no more tokens will come."""
         return self.generation is None or self.generation.state in (
             GenerationState.COMMITTED,
             GenerationState.VOID,
@@ -178,12 +177,12 @@ class Reply:
 
     @property
     def finish_reason(self) -> str:
-        """Of a committed reply: `stop`, `length` or `tool_calls`."""
+        """Finish reason of a committed reply: `stop`, `length` or `tool_calls`."""
         return self._graph.nodes[self.node].finish_reason
 
     @property
     def num_tokens(self) -> int:
-        """Sampled so far."""
+        """Number of tokens sampled so far."""
         if self.generation is not None:
             return len(self.generation.token_ids)
         return 0 if self.node == NO_NODE else self._graph.nodes[self.node].num_tokens
@@ -201,11 +200,11 @@ class Reply:
         return () if self.node == NO_NODE else self._graph.logprobs_of(self.node)
 
     def top_logprobs(self) -> Sequence[TopLogprobs]:
-        """Per token so far the likeliest (log-prob, token id) of its place, where asked for."""
+        """The likeliest (log-prob, token id) for each token so far, if requested."""
         return self._top_logprobs if self.generation is None else self.generation.top_logprobs
 
     def drop_top_logprobs(self) -> None:
-        """They take far more room than all else of a reply."""
+        """Drop the likeliest tokens, which need much more memory than the rest of a reply."""
         self._top_logprobs = ()
 
     def prompt_ids(self) -> Sequence[int]:
@@ -213,7 +212,7 @@ class Reply:
         return self._graph.path_ids(self.source.node)
 
     def reading(self) -> Reading:
-        """How its tokens are to be read, unless it answers a raw prompt."""
+        """How its tokens are parsed, unless it answers a raw prompt."""
         head, source = self.head, self.source
         prefix = f"call_{head.id.replace('-', '_')}"
         return Reading(head.params.stop, head.reads_calls, prefix, source.lead, source.tools)
@@ -224,9 +223,9 @@ class Reply:
         matched_stop: str | None = None,
         top_logprobs: Sequence[TopLogprobs] = (),
     ) -> None:
-        """Its tokens are in the graph now, as `node`; the generation goes.
+        """Replace the generation with `node`, which has its tokens in the graph.
 
-        The rest is of one that another process sampled.
+        The other arguments are given for a reply of another process.
         """
         if self.generation is not None:
             matched = self.generation.matched_stop
@@ -236,22 +235,22 @@ class Reply:
         self.node, self.generation = node, None
 
     def join(self) -> None:
-        """A connection reads this reply."""
+        """Add a connection that reads this reply."""
         if self.generation is not None:
             self.generation.join()
 
     def leave(self) -> None:
-        """A connection stopped reading; a generation without readers is parked."""
+        """Remove a reading connection; a generation without readers is parked."""
         if self.generation is not None:
             self.generation.leave()
 
     async def wait(self, num_tokens: int) -> bool:
-        """Until more than `num_tokens` are there (True) or no more will come (False)."""
+        """Wait until there are more than `num_tokens` (True) or no more will come (False)."""
         return self.generation is not None and await self.generation.wait(num_tokens)
 
 
 def sampled_of(reply: Reply, finish_reason: str) -> Sampled:
-    """What a reply's generation has sampled, as it enters the graph."""
+    """The sampled tokens of a reply's generation, for the graph."""
     generation = reply.generation
     assert generation is not None
     return Sampled(
@@ -266,14 +265,14 @@ def sampled_of(reply: Reply, finish_reason: str) -> Sampled:
 
 
 def number_of(reply: Reply) -> int:
-    """Of its call, in its session."""
+    """Number of the reply's call in its session."""
     return int(reply.head.id.rpartition("-")[2])
 
 
 def failure_of(error: EngineError | None) -> SessionError:
-    """What the readers of a reply are told whose generation found no good end."""
+    """The error for the readers of a reply whose generation failed."""
     if isinstance(error, EngineRefused):
-        if _OVERFLOW.search(str(error)):  # by images, whose tokens the engine alone counts
+        if _OVERFLOW.search(str(error)):  # because of images, whose tokens only the engine counts
             why = f"This model's maximum context length is exceeded, as its engine says: {error}"
             return SessionError(400, "context_length_exceeded", why)
         return SessionError(400, "engine_refused", f"the engine refused the request: {error}")
@@ -286,7 +285,8 @@ def failure_of(error: EngineError | None) -> SessionError:
 
 
 MAX_LISTED = 32
-"""Delivered replies whose likeliest tokens are kept, for a retry: they take 2 KB a token."""
+"""Number of delivered replies whose likeliest tokens are kept for a retry: they need 2 KB per
+token."""
 
 Choices = tuple[Reply, ...]
 """The replies to one request."""
@@ -301,16 +301,18 @@ class ReplyTable:
         self._of_request: dict[int, Choices] = {}
         """By the request's digest."""
         self._older: dict[int, set[int]] = {}
-        """Nodes of delivered answers to requests that were asked anew, until that is delivered."""
+        """Nodes of delivered answers to requests that were sent again, until the new answer is
+        delivered."""
         self._listed: deque[Reply] | None = None
-        """The newest delivered ones with likeliest tokens; few sessions have any."""
+        """The newest delivered replies with likeliest tokens; few sessions have any."""
 
     def put(self, digest: int, replies: Choices) -> None:
-        """The request has these from now on."""
+        """Set the replies of a request."""
         self._of_request[digest] = replies
 
     def put_again(self, digest: int, replies: Choices) -> None:
-        """The same, as another process did it: those it has already were delivered before."""
+        """Set replies that another process stored; the previous ones of the request were
+        delivered."""
         older = [
             r.node for r in self._of_request.get(digest, ()) if r.state is ReplyState.DELIVERED
         ]
@@ -319,42 +321,43 @@ class ReplyTable:
         self.put(digest, replies)
 
     def newest(self, digest: int) -> Choices | None:
-        """What the request has, whether or not it is to be answered by that again."""
+        """The newest replies of a request, whether or not they may answer it again."""
         return self._of_request.get(digest)
 
     def all(self) -> Iterable[Choices]:
-        """By request."""
+        """The newest replies of all requests."""
         return self._of_request.values()
 
     def known(self, turn: Turn) -> Choices | None:
-        """What `turn` is to be answered with, if it already has that."""
+        """The replies that answer `turn` again, if there are any."""
         replies = self._of_request.get(turn.digest)
         if replies is None:
             return None
         if turn.is_retry or any(r.state is not ReplyState.DELIVERED for r in replies):
             return replies
-        # Again after delivery: siblings. If no request follows the old ones, it is a retry.
+        # Sent again after delivery: siblings. If no request follows the old ones, it is a retry.
         self._older.setdefault(turn.digest, set()).update([reply.node for reply in replies])
         return None
 
     def delivered(self, reply: Reply) -> Iterable[int]:
-        """The last byte of a committed reply was handed over; the nodes that it supersedes."""
+        """Record that a committed reply was sent completely; returns the nodes that it
+        supersedes."""
         reply.state = ReplyState.DELIVERED
         if reply.top_logprobs():
             self._list(reply)
         return self._older.pop(reply.source.digest, ()) if self._older else ()
 
     def take_back(self, reply: Reply, older: set[int]) -> None:
-        """It was not delivered after all, and supersedes nothing until it is."""
+        """Record that a reply was not delivered after all, and supersedes nothing until it is."""
         if older:
             self._older.setdefault(reply.source.digest, set()).update(older)
 
     def pop(self, digest: int) -> Choices:
-        """The request has none from now on; those that it had."""
+        """Remove and return the replies of a request."""
         return self._of_request.pop(digest, ())
 
     def drop_void(self) -> None:
-        """Requests whose answers were withdrawn may be asked anew."""
+        """Forget requests whose answers were withdrawn, so that they can be sent again."""
         for digest, replies in list(self._of_request.items()):
             if any(reply.state is ReplyState.VOID for reply in replies):
                 del self._of_request[digest]
@@ -367,7 +370,7 @@ class ReplyTable:
 
 
 class Answers:
-    """Answers by name: an id leads to its node, and to none if there is no answer or it is void."""
+    """Finds answers by id; an id without an answer, or with a void one, has no node."""
 
     __slots__ = ("_nodes", "_prompts", "_session_id")
 
@@ -375,35 +378,35 @@ class Answers:
         self._session_id = session_id
         self._prompts = prompts
         self._nodes: list[int] = []
-        """By the call's number; NO_NODE where it has no answer."""
+        """By the call's number; NO_NODE for a call without an answer."""
 
     def begin(self) -> str:
-        """A call begins; its name."""
+        """Begin a call; return its id."""
         name = f"{self._session_id}-{len(self._nodes)}"
         self._nodes.append(NO_NODE)
         return name
 
     def put(self, reply: Reply) -> None:
-        """It is in the graph and answers its call."""
+        """Record the node of a reply, which answers its call."""
         self._nodes[number_of(reply)] = reply.node
 
     def node_of(self, name: str) -> int:
-        """Of the answer with this name; NO_NODE if there is none such."""
+        """The node of the answer with this id; NO_NODE if there is none."""
         session_id, _, number = name.rpartition("-")
-        # Python counts the digits of an integer and refuses too many.
+        # Python limits the number of digits that it converts to an integer.
         is_ours = session_id == self._session_id and len(number) <= len(str(len(self._nodes)))
         if is_ours and number.isdecimal() and int(number) < len(self._nodes):
             return self._nodes[int(number)]
         return NO_NODE
 
     def reader(self, reply: Reply) -> DeltaReader:
-        """Cuts the reply's tokens into deltas."""
+        """An incremental parser of the reply's tokens."""
         if reply.source.is_raw:
             return self._prompts.raw_reader(reply.head.params.stop)
         return self._prompts.reader(reply.reading())
 
     def read(self, reply: Reply) -> Answer:
-        """All that its tokens say."""
+        """The parsed reply so far."""
         token_ids = reply.token_ids()
         if not reply.source.is_raw:
             return self._prompts.answer(reply.reading(), token_ids)
@@ -413,11 +416,11 @@ class Answers:
         return reader.answer()
 
     def forget(self) -> None:
-        """All names."""
+        """Forget all ids."""
         self._nodes.clear()
 
 
 def no_such(name: int | str) -> SessionError:
-    """Nothing here was answered under this name."""
+    """The error for an id without an answer."""
     why = f"Previous response with id {name!r} not found."
     return SessionError(400, "previous_response_not_found", why)

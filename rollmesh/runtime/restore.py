@@ -1,10 +1,10 @@
 """Restore a session from its events.
 
-    events --SessionReplay.take, in order--> ... --past--> a Session that continues
+    events --SessionReplay.take, in order--> ... --restored--> a Session that continues
 
 - Events are applied by the code that applied them first (conversation, history, reply table).
 - Tokens come from the events alone. A reply that was written counts as delivered, since its client
-  may have read it, unless an DeliveryChanged event says otherwise.
+  may have read it, unless a DeliveryChanged event says otherwise.
 - A call of which not all choices were written has no reply: its request, sent again, is a new call.
 """
 
@@ -49,7 +49,7 @@ from rollmesh.runtime.token_graph import Sampled
 
 
 class RestoredState(msgspec.Struct):
-    """What a session goes on from."""
+    """The state from which a session continues."""
 
     held: Conversation
     answers: Answers
@@ -67,15 +67,15 @@ class StoredSession(msgspec.Struct, frozen=True):
     session_id: str
     event_writer: EventWriter
     locks: Locks | None = None
-    """Of the secrets that lead to it already."""
+    """Digests of the secrets that open it already."""
     past: RestoredState | None = None
 
 
 class SessionReplay:
-    """One per session; `take` its deeds, then ask for its `past`."""
+    """Rebuilds one session: `take` its events, then read `past`."""
 
     def __init__(self, session_id: str, deps: SessionDeps, read: Callable[[int], bytes]) -> None:
-        """`read` gives the text that is kept under a number."""
+        """`read` returns the text that is stored under a number."""
         self._past = RestoredState(
             Conversation(deps.prompts, deps.rotating),
             Answers(session_id, deps.prompts),
@@ -83,17 +83,17 @@ class SessionReplay:
         )
         self._message_nodes = self._past.held.history.regain()
         self._raw: dict[int, tuple[MessageNode, str | None]] = {}
-        """RawMessages prompts by their nodes, with their texts where they came as text."""
+        """Raw prompts by node, with their text if they were sent as text."""
         self._of_node: dict[int, Reply] = {}
         self._calls: dict[int, tuple[Reply, ...]] = {}
-        """All choices of a request, by the number of each; those that may still change."""
+        """All choices of a request, by the number of each, while they may change."""
         self._older: dict[int, set[int]] = {}
-        """Nodes that the delivery of these replies has superseded, by who they are."""
+        """Nodes that the delivery of these replies has superseded, by the replies' keys."""
         self._read = read
         self._prompts = deps.prompts
 
     def take(self, event: AnyDeed) -> None:
-        """Do one again."""
+        """Apply one event."""
         match event:
             case CallBegan():
                 self._ask(event)
@@ -108,7 +108,7 @@ class SessionReplay:
                 assert_never(event)
 
     def past(self) -> RestoredState:
-        """After the last: calls that nobody has answered yet will not be."""
+        """The restored state, after the last event; unanswered calls stay unanswered."""
         for replies in list(self._past.replies.all()):
             if any(reply.node == NO_NODE for reply in replies):
                 self._withdraw(replies)
@@ -153,7 +153,7 @@ class SessionReplay:
         return Reply(head, source, None, past.held.graph)
 
     def _prompt(self, event: CallBegan, tools: bytes) -> tuple[Prompt, str | None]:
-        """What was held for a call, and the raw prompt as text, if it came as text."""
+        """What was stored for a call, and its raw prompt, if that was sent as text."""
         token_ids = array("i")
         token_ids.frombytes(event.token_ids)
         place = event.place
@@ -196,7 +196,7 @@ class SessionReplay:
         deepest = self._message_node(place.deepest, root)
         return Match(message_node, deepest, tools_key, lookup, new, raws, ends)
 
-    # its end
+    # the end of a call
 
     def _answer(self, event: ChoiceEnded) -> None:
         past, graph = self._past, self._past.held.graph
@@ -258,7 +258,7 @@ class SessionReplay:
             self._past.held.graph.nodes[node].superseded = is_so
 
     def _withdraw(self, replies: tuple[Reply, ...]) -> None:
-        """The choices of a request stand or fall together."""
+        """Void all choices of a request, which are valid only together."""
         past = self._past
         if past.replies.newest(replies[0].source.digest) is replies:
             past.replies.pop(replies[0].source.digest)
@@ -267,7 +267,7 @@ class SessionReplay:
                 past.held.graph.nodes[reply.node].finish_reason = VOID_FINISH
             reply.state = ReplyState.VOID
 
-    # what deeds name
+    # lookups by number
 
     def _message_node(self, number: int, root: MessageNode) -> MessageNode:
         return root if number == NO_NUMBER else self._message_nodes[number]

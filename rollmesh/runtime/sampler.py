@@ -1,9 +1,9 @@
-"""Runs generations: sends their legs to engines, queues those that wait, wakes their readers.
+"""Runs generations: sends their attempts to engines, queues those that wait, wakes their readers.
 
-- The sampler owns every request, timer and task of its generations, and `close` ends them all. A
-  leg is no task: received tokens go straight into the generation's machine.
-- A generation is kept until it and the stream of its leg have ended. A leg counts in the fleet view
-  while its connection is open.
+- The sampler owns every request, timer and task of its generations, and `close` ends them all. An
+  attempt is no task: received tokens go straight into the generation's machine.
+- A generation is kept until it and the stream of its attempt have ended. An attempt counts in the
+  fleet view while its connection is open.
 - An engine gets an eighth more requests of this process than it runs at a time, or
   `engine.max_inflight`. Other generations are queued, and sessions take turns for free places.
   While generations are queued for an engine, it has no free place.
@@ -55,12 +55,12 @@ from rollmesh.wire.fleet import EngineFaulted, EngineRow
 from rollmesh.wire.machine import Ticked
 
 MARGIN_DIVISOR = 8
-"""An engine gets 1/8 more requests than it runs at a time, so that it has the next one when one
+"""An engine gets 1/8 more requests than it runs at a time, so that the next one is there when one
 ends."""
 
 
 class EngineQueues:
-    """The queues of one sampler: one for each engine for which generations wait."""
+    """The queues of one sampler: one for each engine that generations wait for."""
 
     def __init__(self, view: FleetView, max_inflight: int = 0) -> None:
         self._view = view
@@ -70,15 +70,15 @@ class EngineQueues:
         self._urls: dict[Generation, str] = {}
 
     def __len__(self) -> int:
-        """Number of generations that wait."""
+        """Number of waiting generations."""
         return len(self._urls)
 
     def urls(self) -> list[str]:
-        """Engines for which generations wait."""
+        """Engines that generations wait for."""
         return list(self._queues)
 
     def admit(self, generation: Generation, row: EngineRow) -> bool:
-        """Whether its leg may start at this engine now; if not, it waits for its turn there."""
+        """Whether its attempt may start at this engine now; if not, it is queued there."""
         url = self._urls.get(generation)
         if url == row.url:
             return False
@@ -93,7 +93,7 @@ class EngineQueues:
         return False
 
     def leave(self, generation: Generation) -> None:
-        """It waits no more, if it did."""
+        """Remove it from its queue, if it is in one."""
         url = self._urls.pop(generation, None)
         if url is None:
             return
@@ -104,7 +104,7 @@ class EngineQueues:
             del self._queues[url]
 
     def next(self, url: str) -> Generation | None:
-        """Take the generation whose turn it is out of the queue, if the engine has a free place."""
+        """Remove and return the next generation of the queue, if the engine has a free place."""
         queue, row = self._queues.get(url), self._view.find(url)
         if not queue or row is None or self._is_full(row):
             return None
@@ -125,18 +125,18 @@ class EngineQueues:
 
 TICK_S = 0.1
 AVOID_S = 1.0
-"""An engine that failed a leg is chosen for so long only where there is no other."""
+"""For this long, an engine that failed an attempt is chosen only if there is no other."""
 FELL_BACK_LOG_S = 60.0
 """Fall-backs between the same two versions are logged once in this time."""
 WAIT_LOG_AFTER_S = 5.0
 WAIT_LOG_S = 30.0
-"""Calls that wait for an engine are logged after the first of these, then this often."""
+"""Calls that wait for an engine are logged after this time, and then at this interval."""
 
 log = get_logger()
 
 
 class _Leg:
-    """Hears one leg's tokens from its engine and hands them to the generation."""
+    """Receives one attempt's tokens from its engine and passes them to the generation."""
 
     __slots__ = ("_sampler", "call", "generation", "number", "url")
 
@@ -169,7 +169,7 @@ class _Leg:
 
 
 class EngineWait(msgspec.Struct, frozen=True):
-    """Generations for which no engine is fit now, or no connection can be opened."""
+    """Generations for which no engine is available, or no connection can be opened."""
 
     num_calls: int
     since_s: float
@@ -178,21 +178,21 @@ class EngineWait(msgspec.Struct, frozen=True):
 
 
 class SamplerParts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampler stands on."""
+    """Dependencies of a sampler."""
 
     view: FleetView
     vocab_size: int
-    """The model's; ids from here on never reach an engine."""
+    """The model's; higher ids never reach an engine."""
     report: Callable[[EngineFaulted], None]
-    """Tells the router."""
+    """Reports an engine fault to the router."""
     new_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
-    """Makes a StopStrings with a fresh detokenizer; needed where agents send stop strings."""
+    """Creates a StopStrings with a new detokenizer; required for stop strings."""
     max_inflight: int = 0
-    """Legs that are sent to one engine at a time; 0: an eighth more than it runs at a time."""
+    """Attempts that one engine gets at a time; 0: an eighth more than it runs at a time."""
 
 
 class Sampler:
-    """Starts generations and drives them; one per worker, used from one event loop."""
+    """Starts and runs generations; one per worker, used from one event loop."""
 
     def __init__(
         self,
@@ -205,11 +205,11 @@ class Sampler:
         self._clock = clock or SystemClock()
         self._live: set[Generation] = set()
         self._legs: dict[tuple[Generation, int], _Leg] = {}
-        """Those whose connection is open, by their number within the generation."""
+        """Attempts with an open connection, by their number within the generation."""
         self._queues = EngineQueues(parts.view, parts.max_inflight)
         self._tasks: set[asyncio.Task[None]] = set()
         self.clients: dict[str, EngineClient] = {}
-        """Of engines that are in the table, or run legs of ours still."""
+        """Clients of engines that are in the table, or still run attempts."""
         self._http = HttpClient(shortage_wait_s=self._settings.engine_wait_s)
         self._timer: asyncio.TimerHandle | None = None
         self._avoid_until_s: dict[str, float] = {}
@@ -223,11 +223,11 @@ class Sampler:
 
     @functools.cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that this is used from; on CPython 3.11 each asking costs a system call."""
+        """The running event loop, cached: on CPython 3.11 each lookup costs a system call."""
         return asyncio.get_running_loop()
 
     def start(self, request: GenerationRequest) -> Generation:
-        """Begin to sample; the caller joins at once, since only a reader's leaving parks it."""
+        """Start sampling; the caller joins at once, since only a reader's leaving parks it."""
         rid = f"{self._rid_prefix}.{self._num_started}"
         self._num_started += 1
         make, stops = self._parts.new_matcher, request.params.stop
@@ -240,7 +240,7 @@ class Sampler:
         )
         generation = Generation(machine, self._drive, self._loop)
         self._live.add(generation)
-        # Where all sleep, or are updated, no table may come that says so anew.
+        # If all engines sleep or are updated, no new table may follow that says so.
         moved = FleetMoved(self._parts.view.is_paused(machine.min_policy_version))
         self._drive(generation, self._chosen(generation) or moved)
         if self._timer is None:
@@ -248,7 +248,7 @@ class Sampler:
         return generation
 
     def waiting(self) -> dict[str, Any] | None:
-        """How many calls wait for an engine, for how long and why; None where none does."""
+        """Number of calls that wait for an engine, for how long and why; None if none waits."""
         wait = self._wait
         if wait is None:
             return None
@@ -256,7 +256,7 @@ class Sampler:
         return {"num_calls": wait.num_calls, "waited_s": waited_s, "why": wait.why}
 
     def entries(self) -> dict[str, int]:
-        """How long each table is; all are empty when nothing is sampled."""
+        """Sizes of the tables; all are empty when nothing is sampled."""
         return {
             "generations": len(self._live),
             "generations_queued": len(self._queues),
@@ -265,7 +265,7 @@ class Sampler:
         }
 
     def cache_entries(self) -> dict[str, int]:
-        """What is kept of engines: clients, and connections for the next call."""
+        """Numbers of cached clients and idle connections."""
         return {
             "engine_clients": len(self.clients),
             "engines_avoided": len(self._avoid_until_s),
@@ -274,7 +274,7 @@ class Sampler:
         }
 
     async def close(self) -> None:
-        """Seal what runs, abort its legs, hang up."""
+        """Seal running generations, abort their attempts, and close connections."""
         self._parts.view.listeners.remove(self._on_table)
         for generation in list(self._live):
             generation.seal("the worker stops")
@@ -291,16 +291,17 @@ class Sampler:
     # events
 
     def hear(self, leg: _Leg, event: LegSampled | LegFailed) -> None:
-        """An engine told something of a leg."""
+        """Handle an engine's answer to an attempt."""
         try:
             self._drive(leg.generation, event)
-        except Exception as error:  # door: one leg's fault must not end its connection's loop
+        except Exception as error:  # door: one attempt's fault must not end its connection's loop
             log.error("leg.broken", url=leg.url, exc_info=True)
             self.drop(leg)
             self._drive(leg.generation, LegFailed(leg.number, f"{type(error).__name__}: {error}"))
 
     def drop(self, leg: _Leg) -> None:
-        """Close the leg's connection, if it is open, and give its place to the next generation."""
+        """Close the attempt's connection, if it is open, and give its place to the next
+        generation."""
         if self._legs.pop((leg.generation, leg.number), None) is None:
             return
         self._parts.view.count(leg.url, legs=-1)
@@ -311,7 +312,7 @@ class Sampler:
             self._fill(leg.url)
 
     def _fill(self, url: str) -> None:
-        """Start legs of the generations that are queued for an engine while it has free places."""
+        """Start attempts of queued generations while their engine has free places."""
         while (generation := self._queues.next(url)) is not None:
             self._carry_out(generation, ChooseEngine(generation.machine.min_policy_version))
 
@@ -324,7 +325,7 @@ class Sampler:
             self._live.discard(generation)
 
     def _tick(self) -> None:
-        # Armed first: no fault below may stop the time of all generations.
+        # Set first: a fault below must not stop the timer of all generations.
         self._timer = None
         if self._live:
             self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -336,13 +337,13 @@ class Sampler:
         self._note_wait(len(held))
 
     def _held_legs(self) -> list[tuple[Generation, int]]:
-        """Legs that wait until a connection can be opened here."""
+        """Attempts that wait until a connection can be opened here."""
         calls = self._http.held
         return [key for key, leg in self._legs.items() if leg.call in calls] if calls else []
 
     def _note_wait(self, num_held: int) -> None:
-        """Keep `waiting` true, and log a wait that lasts; `num_held` calls wait for a connection,
-        which the HTTP client logs."""
+        """Update `waiting`, and log a long wait; `num_held` calls wait for a connection, which the
+        HTTP client logs."""
         view, now_s = self._parts.view, self._clock.now_s()
         waiting = [
             each.machine.min_policy_version
@@ -399,7 +400,7 @@ class Sampler:
                 self._start_leg(generation, action)
             case AbortLeg():
                 self._spawn(self._abort_leg(action), f"abort {action.rid}")
-                # An abort that came before its request did nothing, and ticks are far apart.
+                # An abort that came before its request has no effect, and ticks are far apart.
                 wait_s = self._settings.abort_repeat_s
                 self._loop.call_later(wait_s, self._drive, generation, Ticked())
             case DropLeg():
@@ -428,7 +429,7 @@ class Sampler:
         )
 
     def _shun(self, action: AvoidEngine | ReportFault) -> None:
-        """Choose others for a moment; said once a moment, whatever the number of its legs."""
+        """Avoid an engine for a moment; logged once, whatever the number of its attempts."""
         now_s, url = self._clock.now_s(), action.url
         is_news = self._avoid_until_s.get(url, now_s) <= now_s
         self._avoid_until_s[url] = now_s + AVOID_S
@@ -440,7 +441,8 @@ class Sampler:
             log.info("engine.avoided", url=url)
 
     def _chosen(self, generation: Generation) -> EngineChosen | EngineFull | None:
-        """The engine for the next leg, if there is one; it is queued if that one has no place."""
+        """The engine of the next attempt, if there is one; the generation is queued if it has no
+        free place."""
         machine = generation.machine
         avoid = self._avoid_until_s
         if avoid:
@@ -495,7 +497,7 @@ class Sampler:
         try:
             await self._client(action.url).abort(action.rid)
         except EngineError as error:
-            # The machine asks again until the leg's stream has ended.
+            # The machine repeats the abort until the attempt's stream has ended.
             log.debug("abort.failed", rid=action.rid, error=str(error))
 
     def _client(self, url: str) -> EngineClient:

@@ -3,8 +3,9 @@
 - `force | default | allow` combine the session's policy with the agent's parameters. The same
   request, rollout and generation get the same seed on any machine; under a forced seed no two
   generations of a group share one.
-- A token resets all retry counters. A leg that an update cut counts in `max_fruitless_legs` only.
-  One engine's faults are retried for `sick_s` if no better engine was available.
+- A token resets all retry counters. An attempt that an update cut counts only in
+  `max_fruitless_attempts`. One engine's faults are retried for `sick_s` if no better engine was
+  available.
 """
 
 import functools
@@ -20,13 +21,13 @@ from rollmesh.runtime.chat import SamplingAsk
 
 Number = float | int
 MAX_SEED = 2**63 - 1
-"""Engines keep seeds in a signed 64-bit integer."""
+"""Engines store seeds in a signed 64-bit integer."""
 NO_TOP_K = -1
-"""SGLang's word for no bound; agents of other servers write 0."""
+"""SGLang's value for no limit; agents of other servers send 0."""
 
 
 def derive_seed(seed: int, rollout_index: int, generation_index: int) -> int:
-    """63 bits of BLAKE2b over the three: engines keep seeds in a signed 64-bit integer."""
+    """63 bits of BLAKE2b over the arguments: engines store seeds in a signed 64-bit integer."""
     text = f"{seed}/{rollout_index}/{generation_index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -42,8 +43,8 @@ def resolve(
 ) -> SamplingParams:
     """The parameters to sample with.
 
-    `room_tokens` is what the context leaves for the answer; it caps max_tokens whatever is asked.
-    The choices of one call never share a seed, wherever it comes from.
+    `room_tokens` is the number of tokens that the context has left; it always limits max_tokens.
+    The choices of one call never share a seed, whatever its source.
     """
     decided = _decide(policy, ask, stop_token_ids)
     seed = _pick(policy.seed, None if ask.seed is None else ask.seed + choice, derived_seed)
@@ -57,14 +58,15 @@ def resolve(
 def _decide(
     policy: SamplingPolicy, ask: SamplingAsk, stop_token_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """What does not depend on the call: an agent asks the same of each of its turns."""
+    """The parameters that do not depend on the call; cached, since an agent's turns request the
+    same."""
     free = policy.penalties.policy is not FieldPolicy.FORCE
     has_bias = policy.logit_bias.policy is not FieldPolicy.FORCE
     has_grammar = policy.grammar.policy is not FieldPolicy.FORCE
     temperature = _pick(policy.temperature, ask.temperature, 1.0)
     top_p = _pick(policy.top_p, ask.top_p, 1.0)
     if top_p == 0:
-        # The smallest nucleus is the likeliest token; engines take no share of nothing.
+        # Temperature 0 as the smallest nucleus: engines accept no top_p of 0.
         temperature, top_p = 0.0, 1.0
     return SamplingParams(
         max_tokens=int(_pick(policy.max_tokens, ask.max_tokens, sys.maxsize)),
@@ -98,7 +100,7 @@ _NOTHING_ASKED = SamplingAsk()
 
 
 def _pick(rule: SamplingRule, asked: Number | None, otherwise: Number) -> Number:
-    """Ours where forced, else theirs, else ours as a default, else the common default."""
+    """The forced value, else the agent's, else the policy's default, else the common default."""
     if rule.policy is not FieldPolicy.FORCE and asked is not None:
         return asked
     return otherwise if rule.value is None else rule.value
@@ -106,7 +108,7 @@ def _pick(rule: SamplingRule, asked: Number | None, otherwise: Number) -> Number
 
 WHERE_TO_LOOK = "`rollmesh status`, or a gateway's /healthz, says more"
 MAX_SAID_CHARS = 300
-"""What an engine says goes on to agents; a page of HTML would not help them."""
+"""Engine errors are passed on to agents; longer ones, such as pages of HTML, are truncated."""
 
 _NOT_READY = "no engine is ready"
 _BEHIND = "no engine has weights as new as this session has seen"
@@ -116,7 +118,7 @@ EngineLife = tuple[str, str]
 
 
 class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient a generation is; all in time that is not paused by an update."""
+    """Retry limits of a generation; all times exclude pauses by updates."""
 
     retry_window_s: float = 30.0
     engine_wait_s: float = 120.0
@@ -124,22 +126,26 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     abort_repeat_s: float = 0.04
     """Wait after a first abort; grows from there."""
     abort_timeout_s: float = 5.0
-    """A leg that does not end by then is dropped with the tokens that it did not show."""
+    """An attempt that does not end within this time is dropped with the tokens that it has not
+    sent."""
     max_fruitless_legs: int = 16
-    """So many legs in a row without a token, and the engines are given up."""
+    """Number of consecutive attempts without a token after which the generation fails."""
     max_full_queues: int = 8
-    """So many legs in a row that meet a full queue, and the caller is told to come back later."""
+    """Number of consecutive attempts that meet a full queue after which the caller must retry
+    later."""
     max_broken_legs: int = 3
-    """So many legs that break before the first token of a request with images, and it is why."""
+    """Number of attempts that break before the first token of a request with images after which the
+    request is considered the cause."""
     sick_s: float = 1.5
-    """An engine whose faults go on for so long, with nobody to take over, is given up."""
+    """A generation fails if its engine's faults last this long and no other engine can take
+    over."""
     backoff_s: float = 0.05
-    """Wait after a second fruitless leg in a row; doubles from there."""
+    """Wait after a second fruitless attempt in a row; doubles from there."""
     max_backoff_s: float = 1.0
 
 
 class Patience:
-    """One generation's. Each of its questions is answered by the error to end with, or None."""
+    """Retry state of one generation. Its methods return the error to end with, or None."""
 
     __slots__ = (
         "_faulted",
@@ -155,31 +161,32 @@ class Patience:
 
     def __init__(self, settings: GenerationSettings) -> None:
         self.not_before_s = 0.0
-        """When the next leg may begin."""
+        """When the next attempt may begin."""
         self._settings = settings
         self._num_fruitless = 0
         self._num_full_queues = 0
         self._num_broken = 0
         self._faulted: set[EngineLife] = set()
-        """Engines that failed it since the last token, each in one life."""
+        """Engine incarnations that failed since the last token."""
         self._sick_since_s = 0.0
         self._missing = _NOT_READY
         self._last_said = ""
 
     def on_tokens(self) -> None:
-        """An engine gets on with it."""
+        """The engine produced tokens."""
         self._num_full_queues = 0
 
     def on_full_queue(self, detail: str) -> EngineError | None:
-        """No leg was begun: the engine has no room."""
+        """No attempt began: the engine's queue is full."""
         self._num_full_queues += 1
         is_enough = self._num_full_queues > self._settings.max_full_queues
         return EngineOverloaded(detail) if is_enough else None
 
     def on_broken(self, detail: str) -> EngineError | None:
-        """The engine fetches and opens images before it samples: one such request would fence all.
+        """An engine broke at a request with images, which it fetches and opens before it samples;
+        one such request would fence all engines.
 
-        SGLang answers 500, or cuts the stream, where an image's address leads nowhere.
+        SGLang answers 500, or cuts the stream, if an image's address is invalid.
         """
         self._num_broken += 1
         if self._num_broken < self._settings.max_broken_legs:
@@ -188,7 +195,7 @@ class Patience:
         return EngineBroke(why)
 
     def on_fault(self, life: EngineLife, detail: str, now_s: float) -> EngineError | None:
-        """The engine failed without a token, and the request is not known to be why."""
+        """The engine failed without a token, and the request is not known to be the cause."""
         self._num_full_queues = 0
         self._last_said = detail[:MAX_SAID_CHARS]
         if not self._faulted:
@@ -200,7 +207,7 @@ class Patience:
         return None
 
     def on_cut(self, is_fruitful: bool, now_s: float) -> EngineError | None:
-        """A leg is over and the turn is not, whosever fault it was."""
+        """An attempt ended before the turn did, whatever the cause."""
         if is_fruitful:
             self._num_fruitless = 0
             self._faulted.clear()
@@ -214,17 +221,18 @@ class Patience:
         return None
 
     def on_older_weights(self, url: str, served: int, announced: int) -> None:
-        """A leg's tokens were refused: of older weights than the session's or the fleet table's."""
+        """An attempt's tokens were refused: of older weights than the session's or the fleet
+        table's."""
         named = "unnumbered weights" if served == UNVERSIONED else f"policy version {served}"
         self._last_said = f"{url}: samples with {named}, the fleet table has {announced}"
 
     def on_missing(self, why: str, *, is_behind: bool = False) -> None:
-        """No engine is fit, and why; those that are READY are behind the session."""
+        """No engine is available, for the reason `why`; READY engines are behind the session."""
         self._missing = _BEHIND if is_behind else _NOT_READY
         self._last_said = why[:MAX_SAID_CHARS] or self._last_said
 
     def without_engine(self) -> EngineError:
-        """None was fit for as long as a call waits."""
+        """The error if no engine was available for as long as a call waits."""
         return self._unavailable(self._missing)
 
     def _unavailable(self, why: str) -> EngineUnavailable:

@@ -6,9 +6,9 @@
 
 - A child task borrows the transcript, which its calls continue, or only the model, in a session of
   its own that is not trained on.
-- A scope that ends releases all that it holds, once. A run that begins again keeps nothing.
+- An ended scope releases all that it holds, once. A rollout that is run again keeps nothing.
 - A borrower keeps a scope for at most LOAN_PATIENCE_S past its end. A loan that is dropped without
-  a release, or recalled, is named in a warning; its key is answered with 410.
+  a release, or recalled, is named in a warning; its key gets a 410.
 """
 
 import enum
@@ -32,18 +32,18 @@ log = get_logger()
 
 
 class Loan:
-    """Held by a borrower, who lets go of it by `release` or at the end of a `with`."""
+    """A loan of a borrower, ended by `release` or by the end of a `with`."""
 
     __slots__ = ("__weakref__", "_give_back", "api_key", "borrower")
 
     def __init__(self, borrower: str, api_key: str, give_back: Callable[[], None]) -> None:
         self.borrower = borrower
-        """Who borrows, for people."""
+        """Name of the borrower, for people."""
         self.api_key = api_key
         self._give_back = give_back
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """End the loan. Idempotent."""
         self._give_back()
 
     def __enter__(self) -> "Loan":
@@ -59,7 +59,7 @@ class Loan:
 
 
 class _Out(NamedTuple):
-    """A loan that is out."""
+    """An open loan."""
 
     borrower: str
     session: Session
@@ -68,21 +68,21 @@ class _Out(NamedTuple):
 
 
 class Loans:
-    """Of one scope."""
+    """The open loans of one scope."""
 
     __slots__ = ("__weakref__", "_num_made", "_on_back", "_out", "_session_keys")
 
     def __init__(
         self, session_keys: SessionKeys[Session], on_back: Callable[[Session, Locks], None]
     ) -> None:
-        """`on_back` is told of each session whose key is back, for whatever reason."""
+        """`on_back` is called with each session whose key is returned, for whatever reason."""
         self._session_keys = session_keys
         self._on_back = on_back
         self._out: dict[int, _Out] = {}
         self._num_made = 0
 
     def __len__(self) -> int:
-        """How many are out."""
+        """Number of open loans."""
         return len(self._out)
 
     def make(self, borrower: str, session: Session) -> Loan:
@@ -94,28 +94,28 @@ class Loans:
         def give_back() -> None:
             loans = this()
             if loans is not None:
-                loans._back(number)  # noqa: SLF001 - its own
+                loans._back(number)  # noqa: SLF001 - same module
 
         loan = Loan(borrower, made.api_key, give_back)
         self._out[number] = _Out(borrower, session, made.locks, weakref.ref(loan))
         return loan
 
     def has(self, session: Session) -> bool:
-        """Whether a key to `session` is out."""
+        """Whether a key to `session` is lent."""
         return any(each.session is session for each in self._out.values())
 
     def sessions(self) -> list[Session]:
-        """That keys are out for."""
+        """Sessions whose keys are lent."""
         return list({each.session.session_id: each.session for each in self._out.values()}.values())
 
     def find_dropped(self) -> None:
-        """Take back what nobody holds any more, and name who dropped it."""
+        """Recall loans that were dropped without a release, and name their borrowers."""
         for number, each in list(self._out.items()):
             if each.loan() is None:
                 self._leaked(number, each, "dropped without a release")
 
     def call_in(self, why: str, session: Session | None = None) -> None:
-        """Take all back, or those of one session, and name who had not let go."""
+        """Recall all loans, or those of one session, and name their borrowers."""
         for number, each in list(self._out.items()):
             if session in (None, each.session):
                 self._leaked(number, each, why)
@@ -133,11 +133,11 @@ class Loans:
 
 
 LOAN_PATIENCE_S = 30.0
-"""What borrowers still have when the scope that they borrowed from was to end."""
+"""Time that borrowers have left when the scope that they borrowed from should end."""
 
 
 class ScopeState(enum.StrEnum):
-    """States of a scope."""
+    """State of a scope."""
 
     OPEN = "open"
     OVER = "over"
@@ -146,7 +146,8 @@ class ScopeState(enum.StrEnum):
 
 
 class OpenSession(msgspec.Struct, frozen=True):
-    """How an agent reaches its session; the secrets are nowhere else, and '' where told before."""
+    """How an agent reaches its session; the secrets are stored nowhere else, and '' if returned
+    before."""
 
     session: Session
     api_key: str
@@ -184,18 +185,18 @@ class Scope:
     ) -> None:
         self.rollout_id = rollout_id
         self.is_grouped = is_grouped
-        """It ends with its group, and not with its agent."""
+        """It ends with its group, not with its agent."""
         self.state = ScopeState.OVER
         self.session: Session | None = None
-        """The newest run's."""
+        """The session of the newest run."""
         self._deps = deps
         self._session_keys = session_keys
         self._sampling = SamplingPolicy()
         self._seed = 0
         self._locks: list[Locks] = []
-        """Of all keys that were ever made here: they say 410 until the end."""
+        """Digests of all keys of this scope: they get a 410 until the end."""
         self._loans: Loans | None = None
-        """Few scopes ever lend."""
+        """None in most scopes, which never lend."""
         self._lent_since_s = 0.0
         self._on_end: list[Callable[[], None]] = []
 
@@ -206,9 +207,9 @@ class Scope:
         kept: StoredSession | None = None,
         min_policy_version: int = -1,
     ) -> OpenSession:
-        """A run of the rollout, in a fresh session; what was lent of the run before is back.
+        """Begin a run of the rollout in a new session; loans of the previous run are recalled.
 
-        One that stands already has the secrets that it had.
+        A restored session keeps its secrets.
         """
         self.close()
         if self._loans:
@@ -228,7 +229,7 @@ class Scope:
         return OpenSession(self.session, session_keys.api_key, session_keys.path_secret)
 
     def close(self) -> None:
-        """The agent has ended: its calls are over, what they left is kept. Idempotent."""
+        """End the agent's calls; their results are kept. Idempotent."""
         if self.state is ScopeState.OPEN:
             assert self.session is not None
             self.state = ScopeState.OVER
@@ -236,9 +237,9 @@ class Scope:
             self._session_keys.retire(self._locks[-1])
 
     def lend(self, borrower: str, *, appends: bool) -> Loan:
-        """A key for `borrower`: to go on from the transcript, or to the model alone.
+        """A key with which `borrower` continues the transcript, or uses only the model.
 
-        TrajectoryEnded where the scope was to end already.
+        TrajectoryEnded if the scope should have ended already.
         """
         if self.state in (ScopeState.LENT, ScopeState.ENDED):
             raise TrajectoryEnded(str(self.rollout_id))
@@ -252,17 +253,17 @@ class Scope:
         return self._loans.make(borrower, self.session)
 
     def call_in(self) -> None:
-        """Nobody goes on from the transcript any more; a borrower that still could is named."""
+        """Recall the loans of the transcript, and name their borrowers."""
         if self._loans:
             self._loans.find_dropped()
             self._loans.call_in("its rollout is to be recorded", self.session)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Have this done once the scope has ended."""
+        """Call `callback` when the scope has ended."""
         self._on_end.append(callback)
 
     def end(self) -> None:
-        """Let go of everything, or as soon as nobody borrows. Idempotent."""
+        """End the scope, or as soon as nothing is lent. Idempotent."""
         if self.state in (ScopeState.LENT, ScopeState.ENDED):
             return
         self.close()
@@ -274,25 +275,25 @@ class Scope:
             self._finish()
 
     def look(self) -> None:
-        """Has a borrower dropped its loan, or had its time? Only while LENT."""
+        """End the scope if its loans were dropped, or their time is over; only while LENT."""
         if self._loans and self.state is ScopeState.LENT:
             self._loans.find_dropped()
             if self._deps.clock.now_s() - self._lent_since_s >= LOAN_PATIENCE_S:
                 self.give_up(f"still out {LOAN_PATIENCE_S:g} s after its scope was to end")
 
     def give_up(self, why: str) -> None:
-        """Wait for borrowers no longer; after `end`."""
+        """End the scope without waiting for borrowers any longer; after `end`."""
         if self._loans and self.state is ScopeState.LENT:
             self._loans.call_in(why)
 
     def sessions(self) -> list[Session]:
-        """Its own, and those of borrowers."""
+        """Its own session, and those of borrowers."""
         own = [self.session] if self.session else []
         return own + [each for each in self._borrowers() if each is not self.session]
 
     @property
     def num_loans(self) -> int:
-        """Those that are out."""
+        """Number of open loans."""
         return len(self._loans or ())
 
     def _borrowers(self) -> list[Session]:
@@ -316,7 +317,8 @@ class Scope:
         return Session(ask, self._deps, kept.past if kept else None)
 
     def _session_of_borrower(self) -> Session:
-        """Nobody trains on it, so it is sampled as its borrower asks; unlike the rollout's own."""
+        """A session of a borrower, which is sampled as the borrower requests, since it is not
+        trained on."""
         sampling = msgspec.structs.replace(EVAL_SAMPLING, max_tokens=self._sampling.max_tokens)
         number = len(self._locks) + self.num_loans
         return self._new_session(sampling, derive_seed(self._seed, self.rollout_id.index, -number))

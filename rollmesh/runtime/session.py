@@ -5,7 +5,7 @@
 
 - Each call is matched against the conversation, adds its new tokens to the token graph, and gets
   one reply per choice: new generations, or the replies of an equal request.
-- SPENT, a session begins no new call, and running calls finish. SEALED, every call and every
+- A SPENT session begins no new call; running calls finish. In a SEALED one, every call and every
   waiting reader gets a SessionError 410, and replies that were not delivered are void.
 - A reply is in the graph before its last byte is sent.
 """
@@ -54,7 +54,7 @@ class SamplingPlan(msgspec.Struct, frozen=True):
 
 
 def lead_of(turn: Turn, ask: SessionOptions, deps: SessionDeps) -> tuple[int, ...]:
-    """Tokens that stand behind the prompt as context; none behind a raw one."""
+    """Tokens after the prompt that are given as context; none for a raw prompt."""
     if turn.is_raw or (turn.ask.grammar is None and turn.tool_choice.kind == "auto"):
         return ()
     is_free = ask.sampling.grammar.policy is not FieldPolicy.FORCE
@@ -65,9 +65,10 @@ def lead_of(turn: Turn, ask: SessionOptions, deps: SessionDeps) -> tuple[int, ..
 def plan_sampling(
     turn: Turn, num_prompt: int, call: int, ask: SessionOptions, deps: SessionDeps
 ) -> SamplingPlan:
-    """What to sample behind `num_prompt` tokens, as the session's calls from number `call` on.
+    """The parameters for sampling after `num_prompt` tokens, for the session's calls from number
+    `call` on.
 
-    SessionError 400 where the context is full, or a token is none of the model's.
+    SessionError 400 if the context is full, or a token id is outside the vocabulary.
     """
     prompts, max_tokens = deps.prompts, deps.max_context_tokens
     lead = lead_of(turn, ask, deps)
@@ -107,17 +108,17 @@ class SessionRecord(msgspec.Struct, frozen=True):
     token_ids: memoryview
     """Bytes of int32: all nodes' tokens in row order."""
     logprobs: memoryview
-    """Bytes of float32: the sampled nodes' in row order."""
+    """Bytes of float32: the sampled nodes' log-probs in row order."""
     engines: list[str]
-    """That sampled them; see RolloutRecord."""
+    """Engines that sampled the nodes; see RolloutRecord."""
     messages: msgspec.Raw
-    """The main line's messages, a JSON array, for people."""
+    """The main branch's messages, a JSON array, for people."""
     num_calls: int
     forks: list[ForkRow]
     images: dict[str, ImageRef]
-    """That its nodes show, by their digests; not read."""
+    """Images of the nodes by digest; not loaded."""
     healed: dict[str, int]
-    """Differences that did not fork, by kind."""
+    """Healed differences by kind."""
 
     @property
     def num_forks(self) -> int:
@@ -156,13 +157,13 @@ def record_of(
 
 
 OFF_LOOP_BYTES = 32 * 1024
-"""Longer new text is tokenised in a thread, so that other calls go on."""
+"""Longer new text is tokenised in a thread, so that other calls continue."""
 OVER_LIMIT = "session_over_limit"
 """The code of calls that a SPENT session refuses."""
 
 
 class SessionState(enum.Enum):
-    """States of a session."""
+    """State of a session."""
 
     OPEN = "open"
     SPENT = "spent"
@@ -195,24 +196,25 @@ class Session:
     def __init__(
         self, ask: SessionOptions, deps: SessionDeps, past: RestoredState | None = None
     ) -> None:
-        """With a `past` it goes on from there."""
+        """A session with `past` continues from there."""
         self.session_id = ask.session_id
         self.rollout_id = ask.rollout_id
         self.state = SessionState.OPEN
         self.num_calls = 0
         self.num_fell_back = 0
-        """Moves to older weights than it had seen; none where a publisher is known."""
+        """Moves to older weights than it had seen; none if a publisher is known."""
         self.engine_fault = ""
-        """Why the newest ended call got no answer; '' if it got one. Not the agent's fault."""
+        """Why the newest ended call has no answer, if that is not the agent's error; '' if it has
+        one."""
         self.spent_because = ""
-        """The limit of ours that ended it early; '' if none did."""
+        """The limit that ended it early; '' if none did."""
         self.sampling: list[Reply] = []
         """Replies whose tokens are not in the graph yet."""
         self._ask = ask
         self._deps = deps
         self.recorder = EventRecorder(ask.event_writer) if ask.event_writer else NO_DIARY
         self._held: Conversation | None = None
-        """Made by the first call: most sessions of a large run wait for theirs."""
+        """Created by the first call: most sessions of a large run wait for theirs."""
         self._replies = ReplyTable()
         self.answers = Answers(ask.session_id, deps.prompts)
         self._sealed_because = ""
@@ -221,11 +223,11 @@ class Session:
             self._regain(past)
 
     async def attach(self, turn: Turn) -> tuple[Reply, ...]:
-        """The replies to `turn`, one per choice: those it already has, or new ones.
+        """The replies to `turn`, one per choice: existing or new ones.
 
-        SessionError: 400 unreadable messages, context overflow or an unknown previous reply; 410
-        sealed; 429 too many turns are in progress; 400
-        session_over_limit where a limit of ours has ended it; 503 or 507 journal_full.
+        SessionError 400 for unreadable messages, context overflow or an unknown previous reply; 400
+        session_over_limit if a limit has ended the session; 410 sealed; 429 too many turns in
+        progress; 503 or 507 journal_full.
         """
         if (replies := self._known(turn)) is not None:
             return replies
@@ -239,15 +241,15 @@ class Session:
             return self._start(turn, self._conversation.begin(shared_prefix))
         turn = self._spelled_out(turn)
         prompt = await self._build(turn)
-        # Other calls may have gone on meanwhile; what they changed decides.
+        # Other calls may have continued meanwhile: check again.
         shown = self._replies.all(), self.answers.read
         known = self._known(turn) or find_shown(turn, prompt, *shown)
         return known or self._start(turn, prompt)
 
     async def count(self, turn: Turn) -> int:
-        """Prompt tokens that `turn` would be sampled after; nothing is started or held.
+        """Prompt tokens of `turn`; nothing is started or stored.
 
-        SessionError as `attach`, but for the overflow.
+        SessionError as `attach`, except for an overflow.
         """
         self._check_open()
         held = self._conversation
@@ -255,7 +257,8 @@ class Session:
         return held.num_tokens(prompt) + len(lead_of(turn, self._ask, self._deps))
 
     def finish(self, reply: Reply) -> Answer:
-        """What an ended reply says; commits it first. SessionError where it has no good end."""
+        """The answer of an ended reply, which is committed first. SessionError if its generation
+        failed."""
         if reply.state is ReplyState.SAMPLING:
             self._commit(reply)
         if reply.state is ReplyState.VOID:
@@ -265,7 +268,7 @@ class Session:
         return reply.answer
 
     def delivered(self, reply: Reply) -> None:
-        """The last byte of `reply` was handed over."""
+        """Record that the last byte of `reply` was sent."""
         reply.answer = None
         if reply.state is ReplyState.COMMITTED:
             for node in self._replies.delivered(reply):
@@ -273,12 +276,12 @@ class Session:
             self.recorder.delivered(reply)
 
     def left(self, reply: Reply) -> None:
-        """A connection reads `reply` no more."""
+        """Remove a reader of `reply`."""
         reply.leave()
         self.recorder.left(reply)
 
     def node_of(self, name: int | str) -> int:
-        """The node of the answer with this ReplyHead.id, or with this very number.
+        """The node of the answer with this ReplyHead.id, or with this node number.
 
         SessionError 400 if the model sampled none such here.
         """
@@ -293,7 +296,7 @@ class Session:
         return node
 
     def seal(self, reason: str) -> None:
-        """End the session; whoever still waits is woken and gets an error. Idempotent."""
+        """End the session; waiting readers are woken and get an error. Idempotent."""
         if self.state is SessionState.SEALED:
             return
         self.state = SessionState.SEALED
@@ -308,30 +311,31 @@ class Session:
             told(self.rollout_id)
 
     def reopen(self) -> None:
-        """Take calls again, of a child that goes on from what is held; after `seal`."""
+        """Accept calls again, of a child task that continues the transcript; after `seal`."""
         assert self.state is SessionState.SEALED
         self.state = SessionState.SPENT if self.spent_because else SessionState.OPEN
         self._replies.drop_void()
 
     def end_early(self, reason: str) -> None:
-        """A limit of ours is reached: calls are refused from now on, and the rollout ends as
-        `truncated` for this reason, whatever its agent makes of that. Idempotent."""
+        """End the session because a limit was reached: new calls are refused, and the rollout ends
+        as `truncated` for this reason. Idempotent."""
         if self.state is SessionState.OPEN:
             self.state, self.spent_because = SessionState.SPENT, reason
             self.recorder.noted(self.engine_fault, self.spent_because)
 
     def fork_report(self) -> ForkReport:
-        """Where histories did not extend what was sampled, and what was healed instead."""
+        """Forks, and the differences that were healed instead."""
         return self._held.fork_report() if self._held else ForkReport([], {})
 
     def record(self) -> SessionRecord:
-        """What the rollout leaves behind; the session must be sealed."""
+        """The session's record; the session must be sealed."""
         assert self.state is SessionState.SEALED
         delivered = [r for rs in self._replies.all() for r in rs if r.state is ReplyState.DELIVERED]
         return record_of(self._conversation, delivered, self.num_calls, self.answers.read)
 
     def forget(self) -> None:
-        """Let go of everything, at once and without the garbage collector; after the record."""
+        """Drop everything, breaking reference cycles so that no garbage collection is needed; after
+        the record."""
         assert self.state is SessionState.SEALED
         note_freed(self.held_bytes)
         if self._held is not None:
@@ -340,12 +344,12 @@ class Session:
         self.answers.forget()
 
     def held(self) -> dict[str, int]:
-        """Bytes by what they are: `graph`, `history` and `blobs`, which others may hold, too."""
+        """Bytes of `graph`, `history` and `blobs`, which other sessions may share."""
         return self._held.held() if self._held else dict.fromkeys(("graph", "history", "blobs"), 0)
 
     @property
     def held_bytes(self) -> int:
-        """Of all that."""
+        """Sum of these bytes."""
         return sum(self.held().values())
 
     # a call
@@ -357,7 +361,7 @@ class Session:
         return self._held
 
     async def _build(self, turn: Turn) -> Prompt:
-        """The new tokens of a turn's prompt; of a long text in a thread."""
+        """The new tokens of a turn's prompt; a long text is tokenised in a thread."""
         held = self._conversation
         if turn.is_raw:
             if len(turn.prompt_text or "") <= OFF_LOOP_BYTES:
@@ -373,7 +377,7 @@ class Session:
         return prompt if again.stand == place.stand else held.build(again)
 
     def _spelled_out(self, turn: Turn) -> Turn:
-        """The turn with the answers that it names by id; SessionError 400 for an unknown id."""
+        """The turn with the answers that it refers to by id; SessionError 400 for an unknown id."""
         if turn.spell_out is None:
             return turn
         messages = turn.spell_out(turn.messages, self._find_answer)
@@ -390,7 +394,7 @@ class Session:
             raise self._gone()
 
     def _known(self, turn: Turn) -> tuple[Reply, ...] | None:
-        """The replies that `turn` is to be answered with, if it already has them."""
+        """The replies that answer `turn` again, if there are any."""
         self._check_open()
         if self.sampling:
             for lost in [r for r in self.sampling if not r.is_running]:
@@ -401,7 +405,7 @@ class Session:
         return known
 
     def _withdraw(self, replies: tuple[Reply, ...]) -> None:
-        """What of these choices was not delivered never will be."""
+        """Void the undelivered choices of a call."""
         for reply in replies:
             if reply.state is ReplyState.SAMPLING and reply.generation is not None:
                 reply.generation.seal("another choice of its call failed")
@@ -438,8 +442,8 @@ class Session:
         return replies
 
     def _check_turns(self, num_choices: int) -> None:
-        """SessionError 429 if that many more turns are too many; those that have ended, and are not
-        read yet, do not count."""
+        """SessionError 429 if these turns would be too many; turns that have ended and are not read
+        yet do not count."""
         limit = self._deps.max_turns_at_once
         if len(self.sampling) + num_choices <= limit:
             return
@@ -485,7 +489,8 @@ class Session:
         return reply
 
     def _spot_named(self, reply_id: str) -> MessageNode | None:
-        """The answer with this id; None for no id. SessionError 400 if there is none such."""
+        """The node of the answer with this id; None for no id. SessionError 400 if there is
+        none."""
         if not reply_id:
             return None
         message_node = self._conversation.history.answer_at(self.node_of(reply_id))
@@ -503,7 +508,9 @@ class Session:
             return
         reply.answer = self.answers.read(reply)
         finish = generation.finish_reason
-        if reply.answer.tool_calls and finish == "stop":  # one cut short is no call to carry out
+        if (
+            reply.answer.tool_calls and finish == "stop"
+        ):
             finish = "tool_calls"
         self._enter(reply, finish)
         reply.state = ReplyState.COMMITTED
@@ -511,13 +518,13 @@ class Session:
         self._hold_answer(reply, reply.answer)
 
     def _void(self, reply: Reply) -> None:
-        """No good end: what was sampled is kept as a void node, for the books.
+        """End a reply without an answer: its tokens are kept as a void node, for the records.
 
-        Agents may show it back to us, as much of it as they saw: then it is context.
+        If an agent sends back the part that it received, that is context.
         """
         generation = reply.generation
         if generation is None:
-            return  # another choice took it along
+            return  # another choice has voided it
         reply.state = ReplyState.VOID
         if self.state is not SessionState.SEALED:
             reply.failure = failure_of(generation.error)

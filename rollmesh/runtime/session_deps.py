@@ -1,7 +1,7 @@
-"""The keys that lead to sessions, and the dependencies that all sessions of a process share.
+"""The keys that open sessions, and the dependencies that all sessions of a process share.
 
 Agents find a session by one of two random 256-bit secrets: an API key, or a path for clients that
-cannot set one. A secret is returned once, and only its SHA-256 is kept.
+cannot set one. A secret is returned once, and only its SHA-256 is stored.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ Locks = tuple[bytes, bytes]
 
 
 class NewSessionKeys(NamedTuple):
-    """What is told of a session's secrets, once, and what closes its doors."""
+    """The secrets of a session, returned once, and the digests that close them."""
 
     api_key: str
     path_secret: str
@@ -41,23 +41,23 @@ class NewSessionKeys(NamedTuple):
 
 
 class SessionKeys(Generic[S]):
-    """One table for all sessions of a process."""
+    """The keys of all sessions of a process."""
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, S | None] = {}
-        """By the digest of either secret; None where its time is over."""
+        """By the digest of either secret; None if the session is over."""
         register_lookup(self.is_secret)
 
     def __len__(self) -> int:
-        """How many secrets are known."""
+        """Number of known secrets."""
         return len(self._sessions)
 
     def is_secret(self, word: str) -> bool:
-        """Return whether the word is a secret of a session here, open or over."""
+        """Whether the word is a secret of a session here, open or over."""
         return _digest(word) in self._sessions
 
     def make(self, session: S) -> NewSessionKeys:
-        """Two new secrets that lead to `session`."""
+        """Two new secrets for `session`."""
         api_key = "sk-" + secrets.token_urlsafe(SECRET_BYTES)
         path_secret = secrets.token_urlsafe(SECRET_BYTES)
         locks = locks_of(api_key, path_secret)
@@ -66,12 +66,12 @@ class SessionKeys(Generic[S]):
         return NewSessionKeys(api_key, path_secret, locks)
 
     def reopen(self, locks: Locks, session: S) -> None:
-        """The secrets of these digests lead to `session`, as they did in another process."""
+        """Accept the secrets of these digests again, as in another process."""
         for lock in locks:
             self._sessions[lock] = session
 
     def find(self, secret: str) -> S:
-        """The session of a secret; SessionError 401 if there is none, 410 if there was one."""
+        """The session of a secret; SessionError 401 if there is none, 410 if it is over."""
         lock = _digest(secret)
         session = self._sessions.get(lock)
         if session is None:
@@ -81,12 +81,12 @@ class SessionKeys(Generic[S]):
         return session
 
     def retire(self, locks: Locks) -> None:
-        """Either secret is answered by a 410 from now on, until its doors are closed."""
+        """Answer both secrets with 410 until they are closed."""
         for lock in locks:
             self._sessions[lock] = None
 
     def close(self, locks: Locks) -> None:
-        """Neither secret leads anywhere from now on."""
+        """Forget both secrets."""
         for lock in locks:
             del self._sessions[lock]
 
@@ -101,24 +101,24 @@ def _digest(secret: str) -> bytes:
 
 
 class AnySampler(Protocol):
-    """What starts generations; legs.Sampler is the real one."""
+    """Starts generations; implemented by sampler.Sampler."""
 
     def start(self, request: GenerationRequest) -> LiveGeneration: ...
     def waiting(self) -> dict[str, Any] | None:
-        """How many calls wait for an engine, for how long and why; None where none does."""
+        """Number of calls that wait for an engine, for how long and why; None if none waits."""
 
 
 class Totals(msgspec.Struct):
-    """Plain integers, counted on the hot path and read by a collector."""
+    """Counters, incremented on the hot path and read by a metrics collector."""
 
     num_calls: int = 0
     """Generations started."""
     num_tokens: int = 0
-    """Sampled."""
+    """Tokens sampled."""
 
 
 class SessionDeps(msgspec.Struct, frozen=True):
-    """What all sessions of a process share."""
+    """Dependencies of all sessions of a process."""
 
     sampler: AnySampler
     prompts: Prompts
@@ -128,12 +128,12 @@ class SessionDeps(msgspec.Struct, frozen=True):
     shared_prefixes: SharedPrefixes
     rotating: Rotating = None
     on_sealed: list[Callable[[RolloutId], None]] = []
-    """Told of each session that is sealed, by its rollout."""
+    """Called with the rollout of each session that is sealed."""
     max_session_bytes: int = sys.maxsize
     max_turns_at_once: int = sys.maxsize
 
     def check_fits(self, num_choices: int) -> None:
-        """SessionError 400 if one call asks for more choices than a session may sample at once."""
+        """SessionError 400 if one call requests more choices than a session may sample at once."""
         limit = self.max_turns_at_once
         if num_choices > limit:
             why = f"the call asks for {num_choices} answers (prompts x n), at most {limit} are"
@@ -141,19 +141,19 @@ class SessionDeps(msgspec.Struct, frozen=True):
             raise SessionError(400, "too_many_choices", why)
 
     def over_limit(self, held_bytes: int) -> str:
-        """Why a session that holds so much, which is more than it may, is to end."""
+        """The error text for a session that holds more bytes than it may."""
         limit = self.max_session_bytes
         return f"the session holds {held_bytes} bytes, interception.max_session_bytes = {limit}"
 
 
 class SessionOptions(msgspec.Struct, frozen=True):
-    """What a session is opened with."""
+    """Options of a session."""
 
     session_id: str
     rollout_id: RolloutId
     sampling: SamplingPolicy
     seed: int
     event_writer: EventWriter | None = None
-    """Writes down what the session does; None where nothing of it outlives the process."""
+    """Writes the session's events; None if it does not outlive the process."""
     min_policy_version: int = -1
     """The oldest weights that may answer its first call; -1: any."""

@@ -1,9 +1,9 @@
 """The events of a session, which are enough to restore it, token by token, in another process.
 
-    attach --CallBegan--> ... --Sampled--> finish --written--> the last byte is sent
+    attach --CallBegan--> ... --ChoiceEnded--> finish --written--> the last byte is sent
     a limit, an engine fault --CallFailed-->    a reply not delivered --DeliveryChanged-->
 
-- Events name message nodes and graph nodes by number, so they are replayed in order, from the
+- Events refer to message nodes and graph nodes by number, so they are replayed in order, from the
   first.
 - Tokens are those that the engine received and returned; nothing is rendered or tokenised again.
 - Events are on disk when `written` returns, before the last byte of the reply is sent.
@@ -27,7 +27,7 @@ from rollmesh.runtime.shared_prefixes import UnitEnd
 from rollmesh.runtime.token_graph import ROOT, Sampled
 
 Text = bytes | int
-"""A text, or the number under which a long one is kept."""
+"""A text, or the number under which a long one is stored."""
 
 
 JournaledDialect = Literal["", "chat", "completions", "responses", "messages", "relay"]
@@ -36,19 +36,19 @@ _JOURNALED_DIALECTS = frozenset(get_args(JournaledDialect))
 
 
 class SessionEvent(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
-    """Something that a session did."""
+    """Something that happened in a session."""
 
 
 class ImageShown(msgspec.Struct, frozen=True, array_like=True):
-    """An image that a session was shown for the first time."""
+    """An image that appears in a session for the first time."""
 
     digest: str
     address: str | int
-    """Where it is, or the number under which it is kept."""
+    """Its address, or the number under which the address is stored."""
 
 
 class AliasAdded(msgspec.Struct, frozen=True, array_like=True):
-    """A unit whose bytes were new and whose meaning was not: from one spot it leads to another."""
+    """A unit with new bytes and a known meaning, which leads from one node to another."""
 
     start: int
     key: int
@@ -56,7 +56,7 @@ class AliasAdded(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChatMessages(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
-    """New messages behind what was held; spots by their numbers, -1 is the root of its tools."""
+    """New messages after stored ones; nodes are given by number, -1 is the root of the tools."""
 
     message_node: int
     deepest: int
@@ -66,26 +66,26 @@ class ChatMessages(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
     ways: tuple[AliasAdded, ...] = ()
     images: tuple[ImageShown, ...] = ()
     healed: dict[str, int] = {}
-    """Differences that were seen past, by kind."""
+    """Healed differences by kind."""
     cause: str = ""
-    """Of a fork, where it was known before the history was asked."""
+    """Cause of a fork that was known without comparing the history."""
 
 
 class RawMessages(msgspec.Struct, frozen=True, array_like=True, tag="raw"):
-    """A raw prompt; its text is what follows the text of the answer that it goes on from."""
+    """A raw prompt; its text follows the text of the answer that it continues."""
 
     text: Text | None
 
 
 class RepeatedNode(msgspec.Struct, frozen=True, array_like=True, tag="again"):
-    """What a held spot ends, once more; a raw prompt's is known by its node alone."""
+    """The prompt that ends with a stored node, again; a raw prompt's is given by its node alone."""
 
     message_node: int
     node: int
 
 
 class CallBegan(SessionEvent, frozen=True, tag="asked"):
-    """A call began: what was new in its prompt, and what its choices are sampled with."""
+    """A call began: the new part of its prompt, and the parameters of its choices."""
 
     call: int
     """Number of its first choice."""
@@ -94,7 +94,7 @@ class CallBegan(SessionEvent, frozen=True, tag="asked"):
     parent: int
     """The node that its new tokens follow."""
     token_ids: bytes
-    """Int32."""
+    """Bytes of int32."""
     lead: tuple[int, ...]
     tools: Text
     params: tuple[SamplingParams, ...]
@@ -106,12 +106,12 @@ class CallBegan(SessionEvent, frozen=True, tag="asked"):
 
 
 class ChoiceEnded(SessionEvent, frozen=True, tag="answered"):
-    """A choice came to its end, good or `void`; void without tokens, it has no node."""
+    """A choice ended, with an answer or `void`; a void one without tokens has no node."""
 
     call: int
     token_ids: bytes
     logprobs: bytes
-    """Float32."""
+    """Bytes of float32."""
     policy_versions: tuple[VersionRun, ...]
     engines: tuple[str, ...]
     finish_reason: str
@@ -120,14 +120,15 @@ class ChoiceEnded(SessionEvent, frozen=True, tag="answered"):
 
 
 class DeliveryChanged(SessionEvent, frozen=True, tag="untaken"):
-    """The last byte of a choice was not handed over (True), or was after all (False)."""
+    """A reader left before the last byte of a choice (True), or it was sent after all (False)."""
 
     call: int
     is_untaken: bool
 
 
 class CallFailed(SessionEvent, frozen=True, tag="noted"):
-    """Why its newest call got no answer ('' for it did), and what limit ended it."""
+    """Why the newest call has no answer ('' if it has one), and the limit that ended the
+    session."""
 
     engine_fault: str
     spent_because: str
@@ -137,53 +138,53 @@ AnyDeed = CallBegan | ChoiceEnded | DeliveryChanged | CallFailed
 
 
 class EventWriter(Protocol):
-    """Writes down what one session does."""
+    """Writes the events of one session."""
 
     def check(self) -> None:
         """SessionError 503 or 507 while nothing more can be written."""
 
     def text(self, text: bytes | Blob) -> Text:
-        """How a deed names a text that may be long."""
+        """Store a text that may be long; return its form in an event."""
 
     def same(self, text: bytes) -> Text:
-        """How a deed names a text that comes again and again."""
+        """Store a text that many events repeat; return its form in an event."""
 
     def image(self, image: ImageRef) -> ImageShown | None:
-        """How a deed tells an image; None where one did before."""
+        """The event part of an image; None if an earlier event has it."""
 
     def put(self, event: AnyDeed) -> None:
-        """It is done, and written with what is due next."""
+        """Queue an event for the next write."""
 
     def be_due(self) -> None:
-        """What was put is to be written soon, if the disk takes it; nobody waits."""
+        """Request a write soon, without waiting for it."""
 
     async def written(self) -> None:
-        """Until all that was put is written; SessionError 507 where the disk does not take it."""
+        """Wait until all queued events are written; SessionError 507 if the write fails."""
 
 
 class PromptChanges:
-    """Around the begin of a call, to see what holding its prompt changed."""
+    """Records the state before a prompt is stored, to find what that changed."""
 
     def __init__(self, event_writer: EventWriter, held: Conversation) -> None:
         self.event_writer = event_writer
         self.held = held
         self._healed = dict(held.fork_log.healed) if held.fork_log else {}
-        """Before."""
+        """Counts before."""
 
     def healed(self) -> dict[str, int]:
-        """What was seen past, by kind."""
+        """Healed differences by kind."""
         now = self.held.fork_log.healed if self.held.fork_log else {}
         before = self._healed
         return {kind: n - before.get(kind, 0) for kind, n in now.items() if n != before.get(kind)}
 
     def shown(self, images: Iterable[ImageRef]) -> tuple[ImageShown, ...]:
-        """Those of `images` that no deed has told yet."""
+        """The `images` that no event has yet."""
         told = (self.event_writer.image(image) for image in images)
         return tuple([each for each in told if each is not None])
 
 
 def asked(turn: Turn, prompt: Prompt, replies: Sequence[Reply], told: PromptChanges) -> CallBegan:
-    """The deed of a call whose `prompt` is held by now."""
+    """The event of a call whose `prompt` is stored."""
     head, source = replies[0].head, replies[0].source
     new_ids = (
         prompt.token_ids if prompt.line is None else told.held.graph.ids_of(source.context.node)
@@ -206,7 +207,7 @@ def asked(turn: Turn, prompt: Prompt, replies: Sequence[Reply], told: PromptChan
 
 
 def answered(reply: Reply, sampled: Sampled) -> ChoiceEnded:
-    """The deed of a choice that has come to its end, and is in the graph."""
+    """The event of a choice that has ended and is in the graph."""
     top = reply.top_logprobs()
     return ChoiceEnded(
         call=number_of(reply),
@@ -240,7 +241,7 @@ def _place_of(
     if prompt.match is not None:
         return _chat_of(prompt, prompt.match, told)
     if prompt.raw is None or prompt.parent == context.node:
-        told.held.history.catch_up()  # a message_node is numbered then
+        told.held.history.catch_up()  # this gives the message_node its number
         return RepeatedNode(context.number, context.node)
     if turn.prompt_text is None:
         return RawMessages(None)
@@ -267,7 +268,7 @@ def _chat_of(prompt: Prompt, match: Match, told: PromptChanges) -> ChatMessages:
 
 
 class NullRecorder:
-    """Of a session of which nothing outlives its process."""
+    """Recorder of a session that does not outlive its process."""
 
     __slots__ = ()
 
@@ -275,34 +276,34 @@ class NullRecorder:
         """SessionError 503 or 507 while no call may begin."""
 
     def telling(self, held: Conversation) -> PromptChanges | None:
-        """Before a prompt is held."""
+        """The state before a prompt is stored."""
 
     def begun(
         self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], told: PromptChanges | None
     ) -> None:
-        """A call has begun; `told` is from before."""
+        """A call has begun; `told` is the state before."""
 
     def ended(self, reply: Reply, sampled: Sampled | None) -> None:
-        """A choice has come to its end; void without tokens, nothing of it was sampled."""
+        """A choice has ended; None if it is void and nothing was sampled."""
 
     def noted(self, engine_fault: str, spent_because: str) -> None:
-        """Why the newest call got no answer, or what limit ended the session."""
+        """The newest call has no answer, or a limit ended the session."""
 
     def left(self, reply: Reply) -> None:
-        """A connection reads it no more."""
+        """A reader has left."""
 
     def delivered(self, reply: Reply) -> None:
-        """Its last byte was handed over."""
+        """The last byte was sent."""
 
     async def written(self) -> None:
-        """Until all that was put is on disk; SessionError 507 where that does not take it."""
+        """Wait until all events are on disk; SessionError 507 if the write fails."""
 
 
 NO_DIARY = NullRecorder()
 
 
 class EventRecorder(NullRecorder):
-    """One per session that has a scribe."""
+    """Recorder of a session with an event writer."""
 
     __slots__ = ("_event_writer",)
 

@@ -2,8 +2,8 @@
 
 - A session that begins with the same request bytes starts from the stored messages and tokens.
 - A shared prefix never changes. The number and the bytes of all are bounded; the least recently
-  used is dropped first. It holds no image, and is lost with the last session that shows one of its
-  images.
+  used is dropped first. It has no image, and is dropped with the last session that shows one of
+  its images.
 """
 
 from collections import OrderedDict
@@ -18,15 +18,15 @@ from rollmesh.runtime.token_graph import RootKind
 
 MAX_OPENINGS = 256
 MAX_OPENING_BYTES = 64 * 1024
-"""A larger one is found out by each session."""
+"""Larger prefixes are not shared."""
 MAX_BYTES = 4 * 2**20
-"""Of all of them."""
+"""Total bytes of all shared prefixes."""
 _BYTES_PER_TOKEN = 12
-"""Four as it lies in the graph, the rest as JSON."""
+"""Four in the graph, the rest as JSON."""
 
 
 class PrefixMessage(msgspec.Struct, frozen=True, gc=False):
-    """One way down a line: from a place on it, by `key`, to another; 0 is the root."""
+    """A key that leads from one message of a prefix to a later one; 0 is the root."""
 
     start: int
     key: int
@@ -34,45 +34,45 @@ class PrefixMessage(msgspec.Struct, frozen=True, gc=False):
 
 
 UnitEnd = tuple[int, int]
-"""A unit's key (SAME_BYTES if it is one message with the same bytes), and the number of messages up
-to its end."""
+"""(the unit's key, or SAME_BYTES if it is one message with the same bytes; the number of messages
+up to its end)"""
 SAME_BYTES = 0
 
 
 class PrefixTokens(msgspec.Struct, frozen=True):
-    """A history without a branch, as history.py holds it."""
+    """The messages of a prefix, for history.py."""
 
     tools_key: int
     raws: tuple[bytes, ...]
     """The messages in the common shape."""
     links: tuple[PrefixMessage, ...]
     segments: tuple[tuple[int, int], ...]
-    """Of the array that the messages came in, see message_trie.py; empty for none."""
+    """Segments of the array with the messages (message_trie.py); empty for none."""
     num_units: int
-    """In that array."""
+    """Number of units in that array."""
     images: dict[str, ImageRef]
     ends: tuple[UnitEnd, ...] = ()
-    """Of the units that the messages came in."""
+    """Ends of the units with the messages."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the messages."""
+        """Bytes of the messages."""
         return sum(map(len, self.raws))
 
 
 class SharedPrefix(msgspec.Struct, frozen=True):
-    """A first chat."""
+    """The first prompt of a chat."""
 
     line: PrefixTokens
     kind: RootKind
     token_ids: Sequence[int]
     prompt_json: bytes
-    """The same as JSON, without brackets."""
+    """These ids as JSON, without brackets."""
     image_digests: tuple[str, ...]
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """An opening that shows images has none of them in its line."""
+    """A stored prefix, without its images."""
 
     shared_prefix: SharedPrefix
     digests: tuple[str, ...]
@@ -81,7 +81,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 class SharedPrefixes:
-    """The newest, by the requests that they begin with."""
+    """The most recently used shared prefixes, by their first requests."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -92,7 +92,7 @@ class SharedPrefixes:
         return len(self._newest_last)
 
     def find(self, turn: Turn) -> SharedPrefix | None:
-        """What a new session holds after `turn`, if one before it has told."""
+        """The state of a new session after `turn`, if an earlier session has stored it."""
         key = _key(turn)
         kept = self._newest_last.get(key)
         if kept is None:
@@ -107,7 +107,7 @@ class SharedPrefixes:
         return _with_images(kept.shared_prefix, {each: images[each] for each in kept.digests})
 
     def keep(self, turn: Turn, shared_prefix: SharedPrefix) -> None:
-        """Remember what `turn` opened, unless it is large."""
+        """Store the state after `turn`, unless it is large."""
         num_bytes = _size(turn, shared_prefix)
         if num_bytes > MAX_OPENING_BYTES:
             return

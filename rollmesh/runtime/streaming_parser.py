@@ -1,10 +1,10 @@
-"""Parser for families that frame reasoning and calls by marks of one token each, as tokens come.
+"""Streaming parser for families that frame reasoning and calls by marks of one token each.
 
     OPENING -- <think> --> REASONING -- </think> --> CONTENT <-- </tool_call> --> CALL
        `-- any text ---------------------------------^       --- <tool_call> -->
     REASONING -- <tool_call> --> DRAFT -- </think> --> CONTENT      any -- end of turn --> OVER
 
-- Equal tokens give equal answers, however they were split. Text outside of reasoning and calls is
+- Equal tokens give equal answers, however they are split. Text outside of reasoning and calls is
   content; neither has outer white space.
 - A call inside of reasoning is reasoning if </think> follows, and else a call, so it is not
   streamed.
@@ -21,19 +21,19 @@ from rollmesh.runtime.tool_calls import CallParser, CallStyle, begun, new_call, 
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """Ids of the single tokens that frame reasoning and calls; None where there is none."""
+    """Ids of the single tokens that frame reasoning and calls; None for a missing one."""
 
     think: int | None = None
     end_think: int | None = None
     tool_call: int | None = None
     end_tool_call: int | None = None
     stops: frozenset[int] = frozenset()
-    """Ends of a turn; no text."""
+    """Ends of a turn; not text."""
     opens_in_reasoning: bool = False
-    """The generation prompt itself ends in an open `<think>`."""
+    """The generation prompt ends with an open `<think>`."""
     style: CallStyle = CallStyle.JSON
     ids: frozenset[int] = frozenset()
-    """All of them; made of the others."""
+    """All of them, derived from the others."""
 
     def __post_init__(self) -> None:
         own = (self.think, self.end_think, self.tool_call, self.end_tool_call)
@@ -41,17 +41,17 @@ class Marks(msgspec.Struct, frozen=True):
         msgspec.structs.force_setattr(self, "ids", ids)
 
     def without_calls(self) -> "Marks":
-        """The same family where tool-call markup is text like any other."""
+        """The marks with tool-call markup as text."""
         return msgspec.structs.replace(self, tool_call=None, end_tool_call=None)
 
     def ending_at(self, token_id: int | None) -> "Marks":
-        """The same family as if a reply ended before this token."""
+        """The marks with a reply that ends before this token."""
         stops = self.stops if token_id is None else self.stops | {token_id}
         return msgspec.structs.replace(self, stops=stops)
 
 
 class ParserState(enum.Enum):
-    """Where in a reply the reader is; drawn above."""
+    """State of the parser, drawn above."""
 
     OPENING = "opening"
     REASONING = "reasoning"
@@ -62,7 +62,7 @@ class ParserState(enum.Enum):
 
 
 class StreamingParser:
-    """Satisfies DeltaReader."""
+    """Incremental parser of one reply; implements DeltaReader."""
 
     def __init__(self, tokenizer: Tokenizer, marks: Marks, reading: Reading) -> None:
         self._tokenizer = tokenizer
@@ -71,7 +71,7 @@ class StreamingParser:
         self._text = tokenizer.stream()
         self._stop = reading.stop
         self._waiting = ""
-        """May be the beginning of a stop string."""
+        """A possible beginning of a stop string."""
         self._stage = ParserState.REASONING if marks.opens_in_reasoning else ParserState.OPENING
         self._num_tokens = 0
         self._draft: list[int] = []
@@ -81,16 +81,14 @@ class StreamingParser:
         self._read(reading.lead)
 
     def feed(self, token_ids: Sequence[int]) -> Delta | None:
-        """The piece that `token_ids` complete; None while there is nothing to tell."""
         self._num_tokens += len(token_ids)
         self._read(token_ids)
-        # Content behind a call waits for the end, so that a client's blocks keep their order.
+        # Content after a call waits for the end, so that a client's blocks keep their order.
         content = "" if self._calls.num_told else self._content.tell()
         delta = Delta(content, self._reasoning.tell(), self._calls.tell(), self._num_tokens)
         return delta if delta.content or delta.reasoning or delta.calls else None
 
     def end(self, num_tokens: int) -> Delta:
-        """The rest, when no more tokens will come."""
         if self._stage is ParserState.DRAFT:
             drafted, self._draft = self._draft, []
             self._stage = ParserState.CONTENT
@@ -99,7 +97,6 @@ class StreamingParser:
         return Delta(self._content.tell(), self._reasoning.tell(), self._calls.tell(), num_tokens)
 
     def answer(self) -> Answer:
-        """The fold of all deltas; after `end`."""
         return Answer(self._content.text(), self._reasoning.text(), self._calls.finished())
 
     def _read(self, token_ids: Sequence[int]) -> None:
@@ -114,7 +111,8 @@ class StreamingParser:
             self._take(self._text.feed(rest))
 
     def _read_mark(self, token_ids: Sequence[int], start: int, at: int) -> int:
-        """Read what stands before a mark, and the mark if it is one here; where to go on."""
+        """Parse the tokens before a mark, and the mark if there is one; return where to
+        continue."""
         token_id = token_ids[at]
         if self._stage is ParserState.DRAFT:
             self._draft += token_ids[start:at]
@@ -124,7 +122,7 @@ class StreamingParser:
             return start
         self._take(self._text.feed(token_ids[start:at]))
         self._take(self._text.end())
-        # What came before it may have changed what the mark means.
+        # The tokens before it may have changed the mark's meaning.
         stage = self._stage_after(token_id)
         if stage is None:
             return at
@@ -134,7 +132,7 @@ class StreamingParser:
         return at + 1
 
     def _stage_after(self, token_id: int) -> ParserState | None:
-        """The stage that this token opens; None where it is text."""
+        """The state that this token opens; None if it is text."""
         stage, marks = self._stage, self._marks
         if stage is ParserState.OVER:
             return None
@@ -144,7 +142,7 @@ class StreamingParser:
             if token_id == marks.end_think:
                 return ParserState.CONTENT
             if token_id == marks.think:
-                return ParserState.REASONING  # open already: no text either
+                return ParserState.REASONING  # already open: not text either
             return ParserState.DRAFT if token_id == marks.tool_call else None
         if stage is ParserState.CALL:
             return ParserState.CONTENT if token_id == marks.end_tool_call else None
@@ -154,7 +152,7 @@ class StreamingParser:
         return ParserState.CALL if token_id == marks.tool_call else None
 
     def _read_draft(self, token_id: int) -> None:
-        """Keep what may be a call, until it is known."""
+        """Keep tokens that may be a call, until that is decided."""
         marks = self._marks
         if token_id == marks.end_think:
             drafted, self._draft = self._draft, []
@@ -165,7 +163,7 @@ class StreamingParser:
             self._draft.append(token_id)
 
     def _enter(self, stage: ParserState) -> None:
-        """Leave the stage: nothing of it waits any longer, neither bytes nor stop strings."""
+        """Change the state: bytes and possible stop strings no longer wait."""
         self._take(self._text.end())
         self._switch(stage)
 
@@ -180,7 +178,7 @@ class StreamingParser:
                 self._calls.open()
 
     def _take(self, text: str) -> None:
-        """Text of the stage, up to a stop string."""
+        """Add text of the current state, up to a stop string."""
         if not text or self._stage is ParserState.OVER:
             return
         if self._stop:
@@ -208,7 +206,7 @@ class StreamingParser:
 
 
 class _Prose:
-    """Text without outer white space, told piece by piece."""
+    """Text without outer white space, emitted piece by piece."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -225,7 +223,7 @@ class _Prose:
         self._space = text[len(going) :]
 
     def tell(self) -> str:
-        """What was not told yet."""
+        """The text that was not emitted yet."""
         if self._num_told == len(self._parts):
             return ""
         piece = "".join(self._parts[self._num_told :])
@@ -237,7 +235,7 @@ class _Prose:
 
 
 class _Calls:
-    """The calls of one reply, and which of their pieces were told."""
+    """The calls of one reply, and which of their pieces were emitted."""
 
     def __init__(self, style: CallStyle, reading: Reading) -> None:
         self.num_told = 0
@@ -247,7 +245,7 @@ class _Calls:
         self._block: list[str] = []
         """The open block's text, while it is not known to be a call."""
         self._calls: list[tuple[str, list[str]]] = []
-        """Name and arguments of each."""
+        """Name and arguments of each call."""
         self._deltas: list[CallDelta] = []
 
     def open(self) -> None:
@@ -262,7 +260,7 @@ class _Calls:
         self._add(was_known, self._reader.feed(text))
 
     def close(self, is_closed: bool) -> str:
-        """End the open block; its text, if it was no call."""
+        """End the open block; return its text if it was not a call."""
         reader = self._reader
         assert reader is not None
         was_known = bool(reader.name)
@@ -272,7 +270,7 @@ class _Calls:
         return "".join(["<tool_call>", *self._block, "</tool_call>" if is_closed else ""])
 
     def tell(self) -> tuple[CallDelta, ...]:
-        """What was not told yet."""
+        """The pieces that were not emitted yet."""
         if not self._deltas:
             return ()
         deltas, self._deltas = self._deltas, []

@@ -1,6 +1,6 @@
 """The token graph of a rollout: every distinct token that was sampled or used as context, once.
 
-Also the branch of each chat (`main`, `subagent`, `side`) and the training samples, which are paths
+Also the branch of each chat (`main`, `subagent`, `side`) and the training samples: paths that are
 cut so that no token trains twice.
 """
 
@@ -14,8 +14,8 @@ from rollmesh.core.types import Branch, DialectName, NodeRow, SamplingParams, Ve
 
 ROOT = -1
 NODE_BYTES = 410
-"""What a row takes, as tracemalloc counts it: every second one sampled, with parameters of its own
-(410 over 4,000 rows)."""
+"""Memory of a row, measured by tracemalloc: every second one sampled, with its own parameters (410
+over 4,000 rows)."""
 
 
 class TokenNode(msgspec.Struct, gc=False):
@@ -23,18 +23,18 @@ class TokenNode(msgspec.Struct, gc=False):
 
     parent: int
     start: int
-    """Where its tokens begin in the graph's array."""
+    """Offset of its tokens in the graph's array."""
     num_tokens: int
     depth_tokens: int
     """Tokens from the root to its end."""
     run_start: int
-    """Where the tokens begin that lead to its end without a gap in the graph's array."""
+    """Offset of the contiguous tokens in the graph's array that lead to its end."""
     above: int
-    """The node whose end that run follows."""
+    """The node whose end that contiguous run follows."""
     root: int
-    """The root above it, which for a root is itself."""
+    """The root above it; a root's is itself."""
     logprob_start: int = 0
-    """Where its log-probs begin, if it is sampled."""
+    """Offset of its log-probs, if it is sampled."""
     sampled: bool = False
     superseded: bool = False
     finish_reason: str = ""
@@ -45,7 +45,7 @@ class TokenNode(msgspec.Struct, gc=False):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """A finished generation as it enters the graph."""
+    """A finished generation for the graph."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -53,12 +53,12 @@ class Sampled(msgspec.Struct, frozen=True):
     params: SamplingParams
     finish_reason: str
     engines: Sequence[str] = ()
-    """That its runs name, by their place here."""
+    """Engines that its runs refer to by position."""
     dialect: DialectName = ""
 
 
 class Path(Sequence[int]):
-    """All tokens down to a node, copied out of the graph only where somebody looks at them."""
+    """All tokens up to the end of a node, copied out of the graph on access."""
 
     __slots__ = ("_graph", "_node")
 
@@ -81,21 +81,23 @@ class Path(Sequence[int]):
 
 
 class TokenGraph:
-    """Append only."""
+    """The graph; append only."""
 
     __slots__ = ("engines", "logprobs", "nodes", "token_ids")
 
     def __init__(self) -> None:
         self.nodes: list[TokenNode] = []
         self.engines: list[str] = []
-        """That sampled its nodes, in the order of their first token; runs name places in it."""
+        """Engines that sampled its nodes, in order of their first token; runs refer to positions
+        here."""
         self.token_ids: array[int] = array("i")
         self.logprobs: array[float] = array("f")
 
     def add_context(
         self, parent: int, token_ids: Sequence[int], images: tuple[str, ...] = ()
     ) -> int:
-        """A node of tokens that nobody sampled, and the images they show; returns its index."""
+        """Add a node of tokens that were not sampled, with the images that they show; return its
+        index."""
         node = self._new_node(parent, token_ids)
         node.images = images
         self.nodes.append(node)
@@ -103,7 +105,7 @@ class TokenGraph:
         return len(self.nodes) - 1
 
     def add_sampled(self, parent: int, sampled: Sampled) -> int:
-        """A node of tokens that the model sampled; returns its index."""
+        """Add a node of tokens that the model sampled; return its index."""
         assert len(sampled.token_ids) == len(sampled.logprobs)
         node = self._new_node(parent, sampled.token_ids)
         node.sampled = True
@@ -119,7 +121,7 @@ class TokenGraph:
 
     @property
     def num_bytes(self) -> int:
-        """Of ids, log-probs and rows."""
+        """Bytes of ids, log-probs and rows."""
         num_items = len(self.token_ids) + len(self.logprobs)
         return 4 * num_items + NODE_BYTES * len(self.nodes)
 
@@ -138,9 +140,9 @@ class TokenGraph:
         return 0 if index == ROOT else self.nodes[index].depth_tokens
 
     def path_ids(self, index: int) -> "array[int]":
-        """All tokens from the root down to and with this node.
+        """All tokens from the root to the end of this node.
 
-        A line that nothing interrupted is one run, and one copy, however many nodes it has.
+        A line without interruptions is one run and one copy, however many nodes it has.
         """
         runs: list[tuple[int, int]] = []
         while index != ROOT:
@@ -155,7 +157,7 @@ class TokenGraph:
         return path
 
     def images_of(self, index: int) -> list[str]:
-        """Digests of the images shown from the root down to and with this node, in order."""
+        """Digests of the images from the root to the end of this node, in order."""
         found: list[tuple[str, ...]] = []
         while index != ROOT:
             node = self.nodes[index]
@@ -165,7 +167,7 @@ class TokenGraph:
         return [digest for images in reversed(found) for digest in images]
 
     def rows(self, branch_of_root: dict[int, Branch]) -> list[NodeRow]:
-        """The table as the wire carries it; each node is in its root's branch."""
+        """The table in its wire form; each node is in its root's branch."""
         return [
             NodeRow(
                 node.parent,
@@ -183,7 +185,7 @@ class TokenGraph:
         ]
 
     def _runs(self, sampled: Sampled) -> tuple[VersionRun, ...]:
-        """Its runs, with engines by their places here: mostly there is one, and it is the first."""
+        """The node's runs with positions in this graph's engines; mostly one run at position 0."""
         runs = sampled.policy_versions
         if list(sampled.engines) == self.engines:
             return runs
@@ -215,17 +217,17 @@ class TokenGraph:
 
 
 class RootKind(msgspec.Struct, frozen=True):
-    """The meanings that distinguish lines."""
+    """The meanings by which branches are distinguished."""
 
     tools: int
     """0 for none."""
     system: int
     """0 for none."""
     opening: int = 0
-    """The first message behind the system text; 0 if it is not known."""
+    """The first message after the system text; 0 if it is not known."""
 
     def shared_keys(self) -> list[tuple[str, int, int]]:
-        """Chats that share one of these are one line."""
+        """Chats with one of these keys in common are one branch."""
         keys = [("tools and system", self.tools, self.system)]
         if self.opening:
             keys.append(("system and opening", self.system, self.opening))
@@ -234,11 +236,11 @@ class RootKind(msgspec.Struct, frozen=True):
 
 
 class RootChat(msgspec.Struct):
-    """One chat of a session, that is a root of its graph, or a single call."""
+    """One chat of a session: a root of its graph, or a single call."""
 
     kind: RootKind
     first: int
-    """Its place in the session's order of calls, or of nodes."""
+    """Its position in the session's order of calls or nodes."""
     last: int
     num_calls: int = 1
 
@@ -285,7 +287,7 @@ def branches_of(graph: TokenGraph, kinds: Mapping[int, RootKind]) -> dict[int, B
 
 
 def _group(chats: Mapping[int, RootChat]) -> dict[int, int]:
-    """The line of each chat, named by one of its chats."""
+    """The group of each chat, named by one of its chats."""
     parents = {name: name for name in chats}
 
     def line_of(name: int) -> int:
@@ -302,20 +304,20 @@ def _group(chats: Mapping[int, RootChat]) -> dict[int, int]:
 
 
 class SamplePath(msgspec.Struct, frozen=True):
-    """One sample's rows."""
+    """The rows of one sample."""
 
     path: list[int]
-    """From the root down to its last node."""
+    """Rows from the root to its last node."""
     trained: set[int]
-    """Those of the path that train here."""
+    """Rows of the path that train in this sample."""
 
 
 def sample_paths(nodes: Sequence[NodeRow], trains: Sequence[bool]) -> list[SamplePath]:
-    """The samples of a table whose rows in `trains` train, by creation of their last node.
+    """The samples of a table whose rows in `trains` train, in order of creation of their last node.
 
-    Children stand after their parents, so that going backwards every last node comes before what
-    it stands on; each claims what nobody below claimed. A row sampled at another temperature ends
-    a sample of its own.
+    Children come after their parents, so in reverse order every last node precedes its ancestors;
+    each sample claims the rows that no later one claimed. A row with another temperature ends a
+    sample of its own.
     """
     claimed = [False] * len(nodes)
     claims = []
@@ -336,7 +338,7 @@ def sample_paths(nodes: Sequence[NodeRow], trains: Sequence[bool]) -> list[Sampl
 
 
 def path_to(nodes: Sequence[NodeRow], row: int) -> list[int]:
-    """The rows from the root down to `row`."""
+    """The rows from the root to `row`."""
     path = []
     while row >= 0:
         path.append(row)
@@ -345,18 +347,18 @@ def path_to(nodes: Sequence[NodeRow], row: int) -> list[int]:
 
 
 def images_on(nodes: Sequence[NodeRow], path: Sequence[int]) -> tuple[str, ...]:
-    """Digests of the images that a path's tokens have placeholders for, in order."""
+    """Digests of the images with a placeholder in a path's tokens, in order."""
     return tuple([digest for row in path for digest in nodes[row].images])
 
 
 def reasons_of(nodes: Sequence[NodeRow], branches: Collection[Branch]) -> list[str]:
-    """Why each row does not train; '' for those that do. `branches` says which branches train."""
+    """Why each row does not train; '' if it does. `branches` are the branches that train."""
     with_children = {node.parent for node in nodes}
     return [_reason(node, row in with_children, branches) for row, node in enumerate(nodes)]
 
 
 def temperature_of(node: NodeRow) -> float:
-    """What a row was sampled with; its log-probs are of that distribution."""
+    """The temperature that a row was sampled at, to which its log-probs refer."""
     return node.params.temperature if node.params else 1.0
 
 

@@ -1,9 +1,9 @@
-"""Text to token ids and back, over a model folder's tokenizer.json, without transformers.
+"""Text to token ids and back, by a model folder's tokenizer.json, without transformers.
 
-- Ids are those of the `tokenizers` library. A byte-level BPE is encoded by tiktoken where a
-  self-test at start (a fixed corpus, texts from the vocabulary, look-alikes of added tokens)
-  returns equal ids: 45 us against 195 us for 1 KB of code (benchmarks/tokens.py).
-- The pieces of a Detokenizer join to `decode` of all its ids, with special tokens shown.
+- Ids are those of the `tokenizers` library. A byte-level BPE is encoded by tiktoken if a self-test
+  at start (a fixed corpus, texts from the vocabulary, look-alikes of added tokens) returns equal
+  ids: 45 us instead of 195 us for 1 KB of code (benchmarks/tokens.py).
+- The pieces of a Detokenizer join to `decode` of all its ids, including special tokens.
 """
 
 import itertools
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 
 MAX_CHARS = 200_000
-"""Longer texts go the slow way: tiktoken's regex engine gives up on a million blanks in a row."""
+"""Longer texts are encoded by the slow path: tiktoken's regex engine fails at a million spaces in a
+row."""
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What `ByteLevel` splits by when it is told to use its own."""
+"""The pattern of `ByteLevel` if it uses its own."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -47,12 +48,13 @@ class _AddedToken(msgspec.Struct):
 
 
 class FastEncoder:
-    """Encodes as the folder's tokenizer.json says; see the module."""
+    """Encodes by tiktoken, with the ids of the folder's tokenizer.json."""
 
     def __init__(
         self, bpe: Callable[[str], list[int]], added: Sequence[_AddedToken], composes: bool
     ) -> None:
-        """`composes`: text is brought into Unicode's NFC, and some tokens are found only then."""
+        """`composes`: text is normalised to Unicode's NFC, in which some added tokens are found
+        only then."""
         self._bpe = bpe
         self._composes = composes
         self._raw = _Cuts([token for token in added if not token.normalized])
@@ -69,7 +71,7 @@ class FastEncoder:
 
 
 class _Cuts:
-    """Added tokens, which stand for themselves wherever they occur."""
+    """Added tokens, which are recognised anywhere in a text."""
 
     def __init__(self, tokens: Sequence[_AddedToken]) -> None:
         self._ids = {token.content: token.id for token in tokens}
@@ -78,7 +80,7 @@ class _Cuts:
         self._firsts = tuple({text[0] for text in self._ids})
 
     def around(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Their ids, and what `encode` gives for the text between them."""
+        """Their ids, and the ids of the text between them by `encode`."""
         for first in self._firsts:
             if first in text:
                 break
@@ -99,7 +101,7 @@ class _Cuts:
 def fast_encoder(
     backend: "tokenizers.Tokenizer", spec: dict[str, Any], pieces: Sequence[bytes]
 ) -> FastEncoder | None:
-    """An encoder that equals `backend`, or None where that cannot be had.
+    """An encoder equal to `backend`; None if there is none.
 
     `spec` is the tree of tokenizer.json, `pieces` are the bytes of each id.
     """
@@ -137,14 +139,14 @@ def _build(spec: dict[str, Any], pieces: Sequence[bytes]) -> FastEncoder | None:
         return None
     if any(bytes([byte]) not in ranks for byte in range(256)):
         return None
-    import tiktoken  # noqa: PLC0415 - see tokenizer.py's load_tokenizer
+    import tiktoken  # noqa: PLC0415 - see load_tokenizer
 
     bpe = tiktoken.Encoding("model", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
     return FastEncoder(bpe.encode_ordinary, added, composes)
 
 
 def _pattern(spec: dict[str, Any]) -> str | None:
-    """The regular expression that splits text before BPE; None where it is something else."""
+    """The regular expression that splits text before BPE; None for another kind of splitter."""
     if spec["type"] == "ByteLevel":
         return _GPT2_PATTERN if spec["use_regex"] and not spec["add_prefix_space"] else None
     if spec["type"] != "Sequence":
@@ -162,16 +164,16 @@ def _pattern(spec: dict[str, Any]) -> str | None:
 
 
 def _composes(spec: dict[str, Any] | None) -> bool | None:
-    """Whether text is brought into NFC; None where something else is done to it."""
+    """Whether text is normalised to NFC; None for another normaliser."""
     if spec is None:
         return False
     return True if spec["type"] == "NFC" else None
 
 
 def _is_by_rank(model: dict[str, Any], num_tokens: int) -> bool:
-    """Whether merges make all tokens but the bytes, in the order of their ids.
+    """Whether merges create all tokens except bytes, in the order of their ids.
 
-    That is what tiktoken takes for granted, since it has no list of merges.
+    tiktoken requires this, since it has no list of merges.
     """
     vocabulary = model["vocab"]
     pairs = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
@@ -197,7 +199,7 @@ _ALPHABET = " \n\t\r  aZ0.'_-<>|{}\"\\/\xa0\xdf\u0301\u0308\u3000\u4f60\u0e33\u2
 
 
 def _corpus(spec: dict[str, Any], pieces: Sequence[bytes]) -> list[str]:
-    """Texts that tell tokenizers apart: about 40 KB, the same at each start."""
+    """Texts that distinguish tokenizers: about 40 KB, equal at each start."""
     chance = random.Random(0)
     added = [token["content"] for token in spec.get("added_tokens") or []]
     texts = list(_PROSE)
@@ -214,16 +216,17 @@ def _corpus(spec: dict[str, Any], pieces: Sequence[bytes]) -> list[str]:
 log = get_logger()
 
 _SHORT_CHARS = 48
-"""Texts up to this length are encoded once: role tags and separators come back in every turn."""
+"""Encodings of texts up to this length are cached: role tags and separators recur in every turn."""
 
 
 class Tokenizer:
-    """One per process; stateless but for caches."""
+    """The tokenizer of a process; stateless except for caches."""
 
     def __init__(
         self, backend: "tokenizers.Tokenizer", name_or_path: str = "", vocab_size: int = 0
     ) -> None:
-        """`vocab_size` is the model's; its embedding often has more rows than there are texts."""
+        """`vocab_size` is the model's; its embedding often has more rows than there are tokens with
+        text."""
         self.name_or_path = name_or_path
         self.unk_token_id: int | None = None
         self.vocab_size: int = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
@@ -233,7 +236,7 @@ class Tokenizer:
         self._pieces = _byte_pieces(backend, spec)
         fast = fast_encoder(backend, spec, self._pieces) if self._pieces else None
         self.is_fast = fast is not None
-        """Whether text is encoded by tiktoken; else by the library tokenizers."""
+        """Whether text is encoded by tiktoken; else by the `tokenizers` library."""
         self._encode_fast = fast.encode if fast else self._encode_slow
         self._encode_short = functools.lru_cache(maxsize=1024)(self._encode_anew)
         self._token_to_id = functools.lru_cache(maxsize=256)(backend.token_to_id)
@@ -246,7 +249,7 @@ class Tokenizer:
         return self._encode_anew(text)
 
     def decode(self, token_ids: int | Sequence[int], **_: Any) -> str:
-        """The text of `token_ids`, special tokens included; bytes that are no text are U+FFFD."""
+        """The text of `token_ids`, including special tokens; invalid UTF-8 becomes U+FFFD."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         if self._pieces is None:
             return self._backend.decode(list(ids), skip_special_tokens=False)
@@ -265,7 +268,7 @@ class Tokenizer:
         return [self._token_to_id(token) for token in tokens]
 
     def stream(self) -> "Detokenizer":
-        """A decoder for one generation's ids as they come."""
+        """An incremental decoder of one generation's ids."""
         return Detokenizer(self._backend, self._pieces)
 
     def _encode_anew(self, text: str) -> list[int]:
@@ -281,7 +284,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Ids to text piece by piece, never cutting a character in two."""
+    """Ids to text piece by piece, never splitting a character."""
 
     def __init__(self, backend: "tokenizers.Tokenizer", pieces: list[bytes] | None) -> None:
         self._backend = backend
@@ -301,13 +304,13 @@ class Detokenizer:
         return self._utf8.decode(_join(self._pieces or [], token_ids))
 
     def end(self) -> str:
-        """What was held back, as U+FFFD."""
+        """The waiting bytes, as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a model folder; ModelError if it has none."""
-    import tokenizers  # noqa: PLC0415 - 5 MB, which a relay rests lower without
+    import tokenizers  # noqa: PLC0415 - 5 MB, which a relay does not need
 
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -323,7 +326,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _model_vocab_size(folder: Path) -> int:
-    """By config.json, 0 where it does not say; multimodal models say it of their text part."""
+    """Size by config.json, 0 if it has none; multimodal models have it in their text config."""
     try:
         config = orjson.loads((folder / "config.json").read_bytes())
         return int(config.get("vocab_size") or config.get("text_config", {})["vocab_size"])
@@ -332,7 +335,7 @@ def _model_vocab_size(folder: Path) -> int:
 
 
 def _join(pieces: list[bytes], token_ids: Sequence[int]) -> bytes:
-    """The bytes of `token_ids`; ids without a text, which a model may sample, have none."""
+    """The bytes of `token_ids`; ids without text, which a model may sample, have none."""
     try:
         return b"".join([pieces[i] for i in token_ids])
     except IndexError:

@@ -1,11 +1,11 @@
-"""Tool calls parsed while their block is being sampled, and stop strings.
+"""Tool calls, parsed while their block is being sampled, and stop strings.
 
     JSON  {"name": "f", "arguments": {"a": 1}}
     XML   <function=f><parameter=a>1</parameter></function>
 
-- Arguments are streamed as pieces of one JSON text and never taken back. A block is a call once its
+- Arguments are streamed as pieces of one JSON text and never revoked. A block is a call once its
   name is known; a block without a name is text.
-- A stop string ends at the first token that completes it, however the tokens were split.
+- A stop string ends at the first token that completes it, however the tokens are split.
 """
 
 import enum
@@ -23,17 +23,17 @@ from rollmesh.runtime.generation_events import StopHit
 
 
 class Feed(Protocol):
-    """What decodes token ids as they come, such as tokenizer.Detokenizer."""
+    """Decodes token ids as they arrive, such as tokenizer.Detokenizer."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete."""
 
 
 class StopStrings:
-    """Matches the stop strings of one generation."""
+    """Finds the stop strings of one generation."""
 
     def __init__(self, stops: tuple[str, ...], detokenizer: Feed) -> None:
-        """`detokenizer` is this matcher's own; empty stop strings never match."""
+        """`detokenizer` must not be shared; empty stop strings never match."""
         self._stops = tuple(stop for stop in stops if stop)
         self._detokenizer = detokenizer
         self._longest = max(map(len, self._stops), default=1)
@@ -41,7 +41,7 @@ class StopStrings:
         self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int]) -> StopHit | None:
-        """Take the next tokens; the first hit, if they complete one."""
+        """Add the next tokens; return the first hit that they complete."""
         for token_id in token_ids:
             self._num_tokens += 1
             self._tail += self._detokenizer.feed([token_id])
@@ -60,7 +60,7 @@ class StopStrings:
 
 
 def begun(text: str, words: tuple[str, ...]) -> int:
-    """Length of the longest end of `text` that one of `words` begins with, short of all of it."""
+    """Length of the longest proper end of `text` with which one of `words` begins."""
     longest = 0
     for word in words:
         for size in range(min(len(word) - 1, len(text)), longest, -1):
@@ -71,18 +71,18 @@ def begun(text: str, words: tuple[str, ...]) -> int:
 
 
 StringParameters = dict[str, frozenset[str]]
-"""By function, the parameters that are declared as strings and nothing else."""
+"""By function, the parameters that are declared as strings only."""
 
 
 class CallStyle(enum.Enum):
-    """How a family writes what stands in a call's block."""
+    """How a family writes the content of a call's block."""
 
     JSON = "json"
     XML = "xml"
 
 
 class CallParser(Protocol):
-    """Takes the text of one block."""
+    """Parses the text of one block."""
 
     name: str
     """Empty until it is known."""
@@ -91,15 +91,15 @@ class CallParser(Protocol):
         """The next piece of the arguments' JSON text."""
 
     def close(self) -> str:
-        """The block's closing mark came: what is left of the arguments."""
+        """End at the block's closing mark: the rest of the arguments."""
 
     def cut(self) -> str:
-        """The reply ended inside the block: what is left of the arguments."""
+        """End at the reply's end, inside the block: the rest of the arguments."""
 
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{\[])')
 _MAX_HEAD_CHARS = 4096
-"""A longer one is read at the block's end: it is looked at anew with each piece."""
+"""A longer head is parsed at the block's end, since it is scanned again with each piece."""
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
@@ -109,7 +109,7 @@ class JsonCall:
     def __init__(self) -> None:
         self.name = ""
         self._text = ""
-        """All of the block while the name is not known."""
+        """The block's text, while the name is not known."""
         self._depth = 0
         self._in_string = False
         self._num_scanned = 0
@@ -132,7 +132,7 @@ class JsonCall:
         return text[:end] if self._is_done else text
 
     def close(self) -> str:
-        """All of the arguments, where the block had them in an unusual order or shape."""
+        """All arguments, if the block has them in an unusual order or shape."""
         if self.name:
             return ""
         try:
@@ -148,7 +148,7 @@ class JsonCall:
     cut = close
 
     def _scan(self, text: str) -> int:
-        """Where in `text` the arguments' value ends; -1 if it does not."""
+        """Where the arguments' value ends in `text`; -1 if it does not."""
         base = self._num_scanned
         self._num_scanned += len(text)
         for found in _STRUCTURE.finditer(text):
@@ -173,21 +173,21 @@ class JsonCall:
 _FUNCTION = re.compile(r"<function=([^>]+)>")
 _NEXT = re.compile(r"<parameter=([^>]+)>|</function>")
 _AS_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""What models that have read much Python write for JSON's words."""
+"""Python's spelling of JSON's literals, which models often write."""
 _VALUE_END = "</parameter>"
 _VALUE_ENDS = (_VALUE_END, "\n" + _VALUE_END)
 
 
 class XmlCall:
-    """A call as tags; string values are streamed, others wait for their end to be read as JSON."""
+    """A call as tags; string values are streamed, others are parsed as JSON at their end."""
 
     def __init__(self, strings: StringParameters) -> None:
         self.name = ""
         self._strings = strings
         self._text = ""
-        """Not yet understood."""
+        """Text that is not parsed yet."""
         self._key: str | None = None
-        """Of the value that is open."""
+        """Key of the open value."""
         self._is_string = False
         self._num_keys = 0
         self._at_start = False
@@ -208,7 +208,7 @@ class XmlCall:
         return "".join(told)
 
     def close(self) -> str:
-        """What is open is closed, so that the arguments are JSON."""
+        """The end of open values, so that the arguments are JSON."""
         if not self.name or self._is_done:
             return ""
         told: list[str] = []
@@ -218,11 +218,11 @@ class XmlCall:
         return "".join(told)
 
     def cut(self) -> str:
-        """Nothing: a value that was cut short is not made up."""
+        """Nothing: a truncated value is not completed."""
         return ""
 
     def _step(self, told: list[str]) -> bool:
-        """Understand the next tag or piece; False where more text is needed."""
+        """Parse the next tag or piece; False if more text is needed."""
         if self._key is not None:
             return self._step_in_value(told)
         found = _NEXT.search(self._text)
@@ -273,14 +273,15 @@ class XmlCall:
 
 
 def new_call(style: CallStyle, strings: StringParameters) -> CallParser:
-    """A reader for the next block."""
+    """A parser for the next block."""
     return JsonCall() if style is CallStyle.JSON else XmlCall(strings)
 
 
 def call_opening(style: CallStyle, name: str) -> str:
-    """The text that begins a call of `name`, or of any function, behind `<tool_call>` and a break.
+    """The text that begins a call of `name`, or of any function, after `<tool_call>` and a line
+    break.
 
-    It ends where models begin a token of their own: before white space and names.
+    It ends where models begin a new token: before white space and names.
     """
     if style is CallStyle.XML:
         return f"<function={name}>" if name else "<function="
@@ -289,10 +290,10 @@ def call_opening(style: CallStyle, name: str) -> str:
 
 @Memo
 def string_parameters(tools: bytes) -> StringParameters:
-    """Which parameters of `tools`, a JSON array in chat shape, are plain strings.
+    """The string parameters of `tools`, a JSON array in chat shape.
 
-    XML has no quotes: only the declared type tells `1` from `"1"`. What cannot be read declares
-    nothing.
+    XML has no quotes, so only the declared type distinguishes `1` from `"1"`. Unreadable tools
+    declare none.
     """
     return {
         tool.function.name: frozenset(
@@ -305,13 +306,13 @@ def string_parameters(tools: bytes) -> StringParameters:
 
 
 def sole_function(tools: bytes) -> str:
-    """The name of the only tool there is; empty where there are several."""
+    """The name of the only tool; empty if there are several."""
     read = _read_tools(tools)
     return read[0].function.name if len(read) == 1 else ""
 
 
 def arguments_text(arguments: Any) -> str:
-    """As the model writes JSON: with a space after colons and commas."""
+    """Arguments in the JSON spacing of the model: a space after colons and commas."""
     if isinstance(arguments, str) and _is_text(arguments):
         return arguments
     text = json.dumps(arguments, ensure_ascii=False)
@@ -339,7 +340,7 @@ def _read_tools(tools: bytes) -> list[_Tool]:
 
 
 def _plain_string(quoted: str) -> str:
-    """The text of a JSON string; empty if it is none."""
+    """The text of a JSON string; empty for anything else."""
     try:
         text = json.loads(quoted)
     except ValueError:
@@ -348,7 +349,7 @@ def _plain_string(quoted: str) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can leave as UTF-8: JSON can spell half a surrogate pair."""
+    """Whether it can be encoded as UTF-8: JSON can contain half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -361,7 +362,7 @@ def _quoted(text: str) -> str:
 
 
 def _as_json(text: str) -> str:
-    """A value of a type that is not declared as a string: itself if it is JSON, else a string."""
+    """A value that is not declared as a string: itself if it is JSON, else a JSON string."""
     text = _AS_PYTHON.get(text.strip(), text)
     try:
         orjson.loads(text)
