@@ -14,7 +14,7 @@ import tokenizers
 
 from benchmarks.lib.corpus import Texts, model_folder
 from benchmarks.lib.report import Goal, parser, report
-from rollmesh.runtime.chat import Reading, read_message
+from rollmesh.runtime.chat import ParseOptions, read_message
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import load_tokenizer
@@ -71,10 +71,10 @@ def main() -> None:
     system = {"role": "system", "content": "You are a careful engineer."}
 
     def read(token_ids: Sequence[int]) -> None:
-        prompts.answer(Reading((), True, "call"), token_ids)
+        prompts.answer(ParseOptions((), True, "call"), token_ids)
 
     def stream(token_ids: Sequence[int]) -> None:
-        reader = prompts.reader(Reading((), True, "call"))
+        reader = prompts.reader(ParseOptions((), True, "call"))
         for token_id in token_ids:
             reader.feed([token_id])
         reader.end(len(token_ids))

@@ -8,7 +8,7 @@ need not be in the view yet: `watch` waits for it. Driven by tests.
 import asyncio
 
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.wire.fleet import EngineFaulted, FleetChanged
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import WorkerBeat, WorkerHello
@@ -29,7 +29,7 @@ class FleetWorker:
         self._dialer.attach(asyncio.get_running_loop(), self._on_packet)
         self._dialer.send(Packet(WorkerHello("worker-0", "echo", 8, 1, "here")))
         self._beat()
-        parts = SamplerParts(view=self.view, vocab_size=vocab_size, report=self.faults.append)
+        parts = SamplerDeps(view=self.view, vocab_size=vocab_size, report=self.faults.append)
         self.sampler = Sampler(parts)
 
     async def close(self) -> None:

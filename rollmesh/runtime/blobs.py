@@ -45,7 +45,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
         return self.start + -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class FreeSpace:
+class FreeExtents:
     """Free ranges of a file; allocation takes the smallest one that fits."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class SpillFile:
         """Create the file in `folder`, by default the system's temporary folder; OSError if that
         fails."""
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`
-        self._space = FreeSpace()
+        self._space = FreeExtents()
 
     def write(self, content: bytes) -> Extent:
         """Write a content and return its extent; OSError if the disk does not take all of it."""
@@ -239,7 +239,7 @@ class BlobStore:
                 SpillFile(folder).close()
             except OSError as error:
                 why = f"interception.spill_folder = {folder}: {error.strerror}"
-                raise ConfigError(f"{why}; name a folder where files can be made") from None
+                raise ConfigError(f"{why}; name a folder in which files can be created") from None
 
     def hold(self, content: bytes) -> Blob:
         """The blob of this content."""

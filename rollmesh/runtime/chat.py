@@ -25,7 +25,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     """JSON text as the model wrote it; truncated if the reply was."""
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ParsedReply(msgspec.Struct, frozen=True):
     """A finished reply, parsed."""
 
     content: str
@@ -54,7 +54,7 @@ class Delta(msgspec.Struct, frozen=True):
     """Tokens of the reply up to the end of this piece."""
 
 
-class Reading(msgspec.Struct, frozen=True):
+class ParseOptions(msgspec.Struct, frozen=True):
     """How to parse one reply."""
 
     stop: tuple[str, ...] = ()
@@ -63,8 +63,8 @@ class Reading(msgspec.Struct, frozen=True):
     """Whether tool-call markup is parsed; else it is text."""
     call_id_prefix: str = "call"
     """Tool calls get the ids `<prefix>_0`, `_1`..."""
-    lead: tuple[int, ...] = ()
-    """Tokens between the generation prompt and the sampled tokens (Prompts.lead)."""
+    prefill: tuple[int, ...] = ()
+    """Tokens between the generation prompt and the sampled tokens (Prompts.prefill)."""
     tools: bytes = b""
     """A JSON array in chat shape; XML arguments are parsed by their declared types."""
 
@@ -79,7 +79,7 @@ class DeltaReader(Protocol):
     def end(self, num_tokens: int) -> Delta:
         """The rest, after the last token; `num_tokens` is the reply's length."""
 
-    def answer(self) -> Answer:
+    def answer(self) -> ParsedReply:
         """All deltas combined; after `end`."""
 
 
@@ -101,7 +101,7 @@ Rotating = re.Pattern[str] | None
 """Matches lines of a system text that change from call to call without meaning."""
 
 
-class Part(msgspec.Struct, omit_defaults=True):
+class ContentPart(msgspec.Struct, omit_defaults=True):
     """One element of a content list."""
 
     type: str = ""
@@ -113,7 +113,7 @@ class Part(msgspec.Struct, omit_defaults=True):
     image: ImageRef | None = msgspec.field(default=None, name="rollmesh_image")
     """Set by `as_json`; clients cannot set it."""
 
-    def said(self) -> str | None:
+    def plain_text(self) -> str | None:
         """The part's text; None for other content, such as an image."""
         return self.refusal if self.text is None else self.text
 
@@ -126,7 +126,7 @@ class Function(msgspec.Struct):
     """A JSON text, or the object itself."""
 
 
-class Call(msgspec.Struct, omit_defaults=True):
+class MessageToolCall(msgspec.Struct, omit_defaults=True):
     """A tool call in an assistant message."""
 
     function: Function = msgspec.field(default_factory=Function)
@@ -147,22 +147,24 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     """A message as read from its JSON."""
 
     role: str
-    content: str | list[Part | str] | None = None
+    content: str | list[ContentPart | str] | None = None
     reasoning_content: Any = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
 
     def text(self) -> str:
         """The content as one string; parts are joined without a separator."""
         if isinstance(self.content, list):
-            return "".join([p if isinstance(p, str) else p.said() or "" for p in self.content])
+            return "".join(
+                [p if isinstance(p, str) else p.plain_text() or "" for p in self.content]
+            )
         return self.content or ""
 
     def images(self) -> list[ImageRef]:
         """The images of the message, in order."""
         if not isinstance(self.content, list):
             return []
-        return [p.image for p in self.content if isinstance(p, Part) and p.image is not None]
+        return [p.image for p in self.content if isinstance(p, ContentPart) and p.image is not None]
 
     def meanings(self, rotating: Rotating = None, is_ours: bool = True) -> list[int]:
         """Identities by meaning, strongest first; one match suffices.
@@ -175,8 +177,8 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         if self.role != "assistant":
             return [hash((ROLES[self.role], self._shown(rotating), self.tool_call_id))]
         text = normalised(self.text())
-        told = self.tool_calls or ()
-        calls = tuple([(c.function.name, canonical(c.parsed_arguments())) for c in told])
+        calls_made = self.tool_calls or ()
+        calls = tuple([(c.function.name, canonical(c.parsed_arguments())) for c in calls_made])
         keys = [hash(("text", text, calls))]
         if self.reasoning_content:
             reasoning = str(self.reasoning_content).strip()
@@ -222,7 +224,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
         assert isinstance(self.content, list)
         parts = [
             msgspec.structs.replace(p, image=ImageRef(p.image.digest))
-            if isinstance(p, Part) and p.image is not None
+            if isinstance(p, ContentPart) and p.image is not None
             else p
             for p in self.content
         ]
@@ -236,9 +238,9 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
             return (settled(text, rotating) if is_system and rotating else text).strip()
         shown = []
         for part in self.content:
-            text = (part if isinstance(part, str) else part.said()) or ""
+            text = (part if isinstance(part, str) else part.plain_text()) or ""
             shown.append(settled(text, rotating) if is_system and rotating else text)
-            if isinstance(part, Part) and part.image is not None:
+            if isinstance(part, ContentPart) and part.image is not None:
                 shown.append(f"\0{part.image.digest}\0")
         return "".join(shown).strip()
 
@@ -256,7 +258,7 @@ def read_message(raw: bytes, position: int) -> ChatMessage:
         raise _bad_message(position, f"unknown role {message.role!r}")
     if isinstance(message.content, list):
         for part in message.content:
-            if isinstance(part, Part):
+            if isinstance(part, ContentPart):
                 _open_part(part, position)
     return message
 
@@ -266,7 +268,7 @@ def read_held(raw: bytes, images: Mapping[str, ImageRef]) -> ChatMessage:
     message = _decoder.decode(raw)
     if isinstance(message.content, list):
         for part in message.content:
-            if isinstance(part, Part) and part.image is not None:
+            if isinstance(part, ContentPart) and part.image is not None:
                 part.image = images[part.image.digest]
     return message
 
@@ -280,7 +282,7 @@ def compile_rotating(patterns: Sequence[str]) -> Rotating:
         try:
             matches_all = _beginning_with(pattern).fullmatch("") is not None
         except re.error as error:
-            why = f"interception.rotating_lines: {pattern!r} is no regular expression: {error}"
+            why = f"interception.rotating_lines: {pattern!r} is not a regular expression: {error}"
             raise ConfigError(why) from None
         if matches_all:
             why = f"interception.rotating_lines: {pattern!r} matches every line; begin with a word"
@@ -325,7 +327,7 @@ def read_tools(raw: bytes) -> list[Any]:
     return tools
 
 
-def _open_part(part: Part, position: int) -> None:
+def _open_part(part: ContentPart, position: int) -> None:
     """Load a part's image; refuse content that is neither text nor image."""
     part.image = None
     if part.image_url is not None:
@@ -335,13 +337,13 @@ def _open_part(part: Part, position: int) -> None:
         except ValueError as error:
             raise _bad_message(position, f"image_url: {error}") from None
         part.type, part.image_url = "image", None
-    elif part.said() is None:
-        why = f"content of type {part.type!r}: only texts and images can be read"
+    elif part.plain_text() is None:
+        why = f"content of type {part.type!r}: only text and images are supported"
         raise _bad_message(position, why, "unsupported_content")
     part.type = part.type or "text"
 
 
-def _call_for_template(call: Call) -> dict[str, Any]:
+def _call_for_template(call: MessageToolCall) -> dict[str, Any]:
     function = {"name": call.function.name, "arguments": call.parsed_arguments()}
     return {"id": call.id or "", "type": "function", "function": function}
 
@@ -356,11 +358,11 @@ ReadUnit = Callable[[bytes, int], list[ChatMessage]]
 
 FindAnswer = Callable[[str], ChatMessage | None]
 """Finds the answer with this ReplyHead.id in the session; None if there is none."""
-SpellOut = Callable[[list[bytes], FindAnswer], list[bytes]]
+ResolveReferences = Callable[[list[bytes], FindAnswer], list[bytes]]
 """Replaces references to items by id; SessionError 400 for an unknown id."""
 
 
-class SamplingAsk(msgspec.Struct, frozen=True, kw_only=True):
+class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling fields of a request; None for fields that it omits."""
 
     temperature: float | None = None
@@ -384,7 +386,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Wish(msgspec.Struct, frozen=True):
+class AnswerOptions(msgspec.Struct, frozen=True):
     """Fields of a Turn that are needed to encode its answer."""
 
     model: str
@@ -409,7 +411,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """
     read: ReadUnit | None = None
     """Parses a unit that is new to the session; None if units are chat messages."""
-    spell_out: SpellOut | None = None
+    resolve_references: ResolveReferences | None = None
     """Replaces references to answers of this session in `messages`; None if there are none."""
     tools: bytes = b""
     """A raw JSON array in chat shape; empty if no tools are offered."""
@@ -420,12 +422,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     num_top_logprobs: int = 0
     previous_reply: str = ""
     """ReplyHead.id of the reply to continue; the units then follow it."""
-    begins_anew: bool = False
+    replaces_system: bool = False
     """The first unit is a system text that replaces that reply's own."""
     prompt_ids: tuple[int, ...] | None = None
     prompt_text: str | None = None
     """A raw prompt instead of messages, as tokens or as text."""
-    ask: SamplingAsk = SamplingAsk()
+    sampling: RequestedSampling = RequestedSampling()
     model: str = ""
     stream: bool = False
     include_usage: bool = False
@@ -443,9 +445,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it has a raw prompt, and no messages."""
         return self.prompt_ids is not None or self.prompt_text is not None
 
-    def wish(self) -> "Wish":
+    def options(self) -> "AnswerOptions":
         """The fields that encoding its answers needs."""
-        return Wish(
+        return AnswerOptions(
             self.model,
             self.include_usage,
             self.logprobs,

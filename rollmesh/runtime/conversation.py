@@ -21,7 +21,15 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.memo import Memo
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.chat import Answer, Call, ChatMessage, Function, Rotating, Turn, read_held
+from rollmesh.runtime.chat import (
+    ChatMessage,
+    Function,
+    MessageToolCall,
+    ParsedReply,
+    Rotating,
+    Turn,
+    read_held,
+)
 from rollmesh.runtime.forks import (
     ForkCause,
     ForkLog,
@@ -35,7 +43,7 @@ from rollmesh.runtime.history import MessageHistory, tools_key_of
 from rollmesh.runtime.message_trie import NO_NODE, Match, MessageNode, read_chat
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.replies import Reply, ReplySource, ReplyState
-from rollmesh.runtime.shared_prefixes import PrefixTokens, SharedPrefix
+from rollmesh.runtime.shared_prefixes import PrefixMessages, SharedPrefix
 from rollmesh.runtime.token_graph import ROOT, RootKind, TokenGraph
 
 KEPT_FROM_TOKENS = 1024
@@ -151,7 +159,7 @@ class RawPrompts:
                 return RawPrompt(hash(text), end.node, rest, end.num_chars)
         ids = self._prompts.raw(text)
         if not ids:
-            raise SessionError(400, "invalid_prompt", "prompt: expected a text that is not empty")
+            raise SessionError(400, "invalid_prompt", "prompt: expected a non-empty text")
         return RawPrompt(hash(text), ROOT, ids)
 
     def message_node(self, prompt: RawPrompt) -> MessageNode | None:
@@ -190,7 +198,7 @@ class Position(msgspec.Struct, frozen=True):
     """The answer that it continues by id."""
 
     @property
-    def stand(self) -> tuple[int, bool]:
+    def identity(self) -> tuple[int, bool]:
         """Equal for positions at which the same tokens are new."""
         return self.match.message_node.node, self.match.is_held
 
@@ -212,7 +220,7 @@ class Prompt(msgspec.Struct, frozen=True):
     raw: RawPrompt | None = None
     context: MessageNode | None = None
     """The stored context of an equal earlier request; None if there is none."""
-    line: PrefixTokens | None = None
+    line: PrefixMessages | None = None
     """The messages of the shared prefix that it is."""
 
 
@@ -220,7 +228,8 @@ class Conversation:
     """The conversation of one session."""
 
     __slots__ = (
-        "_json", "_leads", "_prompts", "_raw_prompts", "fork_log", "graph", "history", "root_kinds",
+        "_json", "_prefills", "_prompts", "_raw_prompts", "fork_log", "graph", "history",
+        "root_kinds",
     )  # fmt: skip
 
     def __init__(self, prompts: Prompts, rotating: Rotating) -> None:
@@ -229,7 +238,7 @@ class Conversation:
         self.root_kinds: dict[int, RootKind] = {}
         self._prompts = prompts
         self._json = PromptJson()
-        self._leads: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._prefills: dict[tuple[int, tuple[int, ...]], int] = {}
         # Created on use: most sessions need none of these, and there are many sessions.
         self._raw_prompts: RawPrompts | None = None
         self.fork_log: ForkLog | None = None
@@ -243,9 +252,9 @@ class Conversation:
         while root.parent is not None:
             root = root.parent
         known = self.history.roots.get(tools_key_of(turn.tools)) is root
-        if known and not turn.begins_anew:
+        if known and not turn.replaces_system:
             return Position(turn, self.history.match(turn, start), start)
-        whole = self._spell_out(turn, start)
+        whole = self._resolve_references(turn, start)
         return Position(whole, self.history.match(whole))
 
     def begin(self, shared_prefix: SharedPrefix) -> Prompt:
@@ -287,7 +296,7 @@ class Conversation:
         ids = self._prompts.extend(self._turn_ids(match.message_node.node), place.chat)
         if ids is not None:
             return Prompt(match, match.message_node.node, ids)
-        turn = self._spell_out(place.turn, place.start) if place.start else place.turn
+        turn = self._resolve_references(place.turn, place.start) if place.start else place.turn
         again = self.history.from_root(match, turn)
         chat = Chat(again.raws, again.new, turn.tools)
         return Prompt(again, ROOT, self._prompts.first(chat), ForkCause.TEMPLATE)
@@ -325,7 +334,9 @@ class Conversation:
             self.root_kinds[node] = self._kind(match)
         return self.history.hold(match, node)
 
-    def hold_answer(self, source: ReplySource, answer: Answer, node: int, is_void: bool) -> None:
+    def hold_answer(
+        self, source: ReplySource, answer: ParsedReply, node: int, is_void: bool
+    ) -> None:
         """Store the sampled `node` as the next message after the context that it answers."""
         if source.is_raw:
             if not is_void:
@@ -333,13 +344,13 @@ class Conversation:
         elif not is_void or answer.content or answer.tool_calls:
             self.history.add_sampled(source.context, as_message(answer), node, is_void)
 
-    def lead_to(self, node: int, lead: tuple[int, ...]) -> int:
-        """The node of a lead after the context `node`; created once."""
-        if not lead:
+    def prefill_node(self, node: int, prefill: tuple[int, ...]) -> int:
+        """The node of a prefill after the context `node`; created once."""
+        if not prefill:
             return node
-        found = self._leads.get((node, lead))
+        found = self._prefills.get((node, prefill))
         if found is None:
-            found = self._leads[node, lead] = self.graph.add_context(node, lead)
+            found = self._prefills[node, prefill] = self.graph.add_context(node, prefill)
         return found
 
     def prompt_json(self, node: int) -> bytes | memoryview:
@@ -375,12 +386,12 @@ class Conversation:
         return self._raw_prompts
 
     def _turn_ids(self, node: int) -> Sequence[int]:
-        """Tokens after the generation prompt: a lead, and what was sampled as `node`."""
+        """Tokens after the generation prompt: a prefill, and what was sampled as `node`."""
         ids, above = self.graph.ids_of(node), self.graph.nodes[node].parent
-        return self.graph.ids_of(above) + ids if self._is_lead(above) else ids
+        return self.graph.ids_of(above) + ids if self._is_prefill(above) else ids
 
-    def _is_lead(self, node: int) -> bool:
-        """Whether `node` is a lead: only a lead is a context after a context."""
+    def _is_prefill(self, node: int) -> bool:
+        """Whether `node` is a prefill: only a prefill is a context after a context."""
         nodes = self.graph.nodes
         row = nodes[node]
         return not row.sampled and row.parent != ROOT and not nodes[row.parent].sampled
@@ -419,28 +430,28 @@ class Conversation:
 
     def _without_own_system(self, turn: Turn, start: MessageNode) -> Turn:
         """The turn without a system text that its branch begins with already."""
-        if not turn.begins_anew:
+        if not turn.replaces_system:
             return turn
         (system, *_) = (turn.read or read_chat)(turn.messages[0], 0)
         first = start.line()[0]
         keys = system.meanings(self.history.rotating)
         if set(keys) & set(self.history.read(first).meanings(self.history.rotating)):
-            return msgspec.structs.replace(turn, messages=turn.messages[1:], begins_anew=False)
+            return msgspec.structs.replace(turn, messages=turn.messages[1:], replaces_system=False)
         return turn
 
-    def _spell_out(self, turn: Turn, start: MessageNode) -> Turn:
+    def _resolve_references(self, turn: Turn, start: MessageNode) -> Turn:
         """The whole chat that `turn` continues, in the common shape."""
         line = start.line()
         new: list[ChatMessage] = []
         for position, unit in enumerate(turn.messages):
             new += (turn.read or read_chat)(unit, position)
-        if turn.begins_anew:
+        if turn.replaces_system:
             is_system = self.history.read(line[0]).role in ("system", "developer")
             line = line[1:] if is_system else line
         images = {image.digest: image for message in new for image in message.images()}
         images |= self.history.images
         raws = [message.as_json() for message in new]
-        num_system = int(turn.begins_anew)
+        num_system = int(turn.replaces_system)
         held = [message_node.raw for message_node in line]
         return msgspec.structs.replace(
             turn,
@@ -456,11 +467,13 @@ def shared_tools(raw: bytes) -> bytes:
     return raw
 
 
-def as_message(answer: Answer) -> ChatMessage:
+def as_message(answer: ParsedReply) -> ChatMessage:
     """A reply as the assistant message in a history."""
     if not answer.tool_calls:
         return ChatMessage("assistant", answer.content, answer.reasoning or None)
-    calls = [Call(Function(call.name, call.arguments), call.id) for call in answer.tool_calls]
+    calls = [
+        MessageToolCall(Function(call.name, call.arguments), call.id) for call in answer.tool_calls
+    ]
     return ChatMessage("assistant", answer.content, answer.reasoning or None, calls)
 
 
@@ -468,7 +481,7 @@ def find_shown(
     turn: Turn,
     prompt: Prompt,
     asked: Iterable[tuple[Reply, ...]],
-    parse: Callable[[Reply], Answer],
+    parse: Callable[[Reply], ParsedReply],
 ) -> tuple[Reply, ...] | None:
     """The replies among `asked` whose beginning `turn` resends; `parse` reads a reply so far."""
     match = prompt.match
@@ -497,13 +510,13 @@ def _answers(reply: Reply, turn: Turn, prompt: Prompt) -> bool:
     return (
         is_open
         and reply.source.context is prompt.match.deepest.asked()
-        and reply.head.ask == turn.ask
+        and reply.head.sampling == turn.sampling
         and reply.head.reads_calls == turn.reads_calls
         and turn.num_choices == 1
     )
 
 
-def _is_begin(shown: ChatMessage, answer: Answer, is_ended: bool) -> bool:
+def _is_begin(shown: ChatMessage, answer: ParsedReply, is_ended: bool) -> bool:
     """Whether `shown` is the finished part of `answer`, once or repeated."""
     if shown.tool_calls:
         return False

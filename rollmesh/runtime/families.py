@@ -21,7 +21,7 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import ConfigError, ModelError, SessionError
-from rollmesh.runtime.chat import ROLES, ChatMessage, Part
+from rollmesh.runtime.chat import ROLES, ChatMessage, ContentPart
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.runtime.tool_calls import CallStyle
 
@@ -92,7 +92,7 @@ def check_placeholders(
             400,
             "unsupported_content",
             f"{num_images} images are shown{where}, but this model's chat format has a place for "
-            f"{num_places}: users and tools can show images, and their marks cannot be written",
+            f"{num_places}: only users and tools can show images, and text has no placeholders",
         )
 
 
@@ -106,15 +106,15 @@ def check_sampled(sampled_ids: Sequence[int], image_id: int) -> None:
         raise SessionError(
             400,
             "unsupported_content",
-            "the model itself wrote the mark of an image in an earlier turn, and no engine could "
-            "tell it from the place of one: go on without that turn",
+            "the model wrote an image placeholder in an earlier turn, and engines could not "
+            "distinguish it from the place of an image: continue without that turn",
         )
 
 
-def _part(part: Part | str) -> dict[str, Any]:
-    if isinstance(part, Part) and part.image is not None:
+def _part(part: ContentPart | str) -> dict[str, Any]:
+    if isinstance(part, ContentPart) and part.image is not None:
         return {"type": "image"}
-    return {"type": "text", "text": part if isinstance(part, str) else part.said() or ""}
+    return {"type": "text", "text": part if isinstance(part, str) else part.plain_text() or ""}
 
 
 _OPENS_REASONING = re.compile(r"assistant(\\n|\n)<think>(\\n|\n)['\"]")
@@ -354,9 +354,9 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
             if name == "qwen3"
             else library.create_renderer(tokenizer, config)
         )
-    except Exception as error:  # noqa: BLE001 - door: some families fetch files when they are created
+    except Exception as error:  # noqa: BLE001 - door: some families fetch files
         raise ModelError(
-            f"{folder}: the renderer {name!r} cannot be made for its tokenizer: {error}; "
+            f"{folder}: the renderer {name!r} cannot be created for its tokenizer: {error}; "
             'set model.renderer = "template"'
         ) from None
     style = STYLE_OF_FAMILY.get(name, renderer)
@@ -401,7 +401,7 @@ def _model_type(folder: Path) -> str:
         return str(orjson.loads((folder / "config.json").read_bytes()).get("model_type", ""))
     except (OSError, orjson.JSONDecodeError, AttributeError):
         raise ModelError(
-            f"{folder}: no readable config.json; model.path wants a model folder"
+            f"{folder}: no readable config.json; model.path must be a model folder"
         ) from None
 
 

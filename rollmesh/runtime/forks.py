@@ -18,7 +18,7 @@ from rollmesh.runtime.history import MessageHistory
 from rollmesh.runtime.message_trie import Alias, Match, MessageNode, read_chat
 
 
-class _Plain(msgspec.Struct, forbid_unknown_fields=True):
+class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
     """A message with the common fields only, as most are."""
 
     role: str
@@ -28,7 +28,7 @@ class _Plain(msgspec.Struct, forbid_unknown_fields=True):
 _KNOWN_KEYS = frozenset(
     ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "type", "id")
 )
-_plain = msgspec.json.Decoder(_Plain)
+_plain = msgspec.json.Decoder(_PlainMessage)
 _EMPTY: tuple[object, ...] = (None, [], {}, "")
 
 
@@ -181,12 +181,12 @@ def cause_of(history: MessageHistory, match: Match) -> ForkCause | None:
     if match.message_node.parent is None:
         return _cause_at_root(history, match)
     at = _place_of_deepest(match)
-    echo = next((n for n in range(at, len(match.new)) if _is_answer(match.new[n])), None)
-    if echo is None:
+    resent = next((n for n in range(at, len(match.new)) if _is_answer(match.new[n])), None)
+    if resent is None:
         return ForkCause.REWOUND if match.message_node.continued else None
-    if not match.message_node.continued and not _is_known_answer(history, match.new[echo]):
+    if not match.message_node.continued and not _is_known_answer(history, match.new[resent]):
         return None  # answers of others after the branch's end are ordinary context
-    return _cause_of_echo(history, match, at, echo)
+    return _cause_of_resend(history, match, at, resent)
 
 
 def where(history: MessageHistory, match: Match) -> tuple[int, str, str]:
@@ -240,7 +240,7 @@ def _held_as(history: MessageHistory, alias: Alias) -> list[ChatMessage]:
     message_nodes: list[MessageNode] = []
     message_node: MessageNode | None = alias.message_node
     while message_node is not None and message_node is not alias.start:
-        message_nodes += [message_node] if message_node.said else []
+        message_nodes += [message_node] if message_node.content else []
         message_node = message_node.parent
     message_nodes.reverse()
     held: list[ChatMessage] = []
@@ -270,26 +270,28 @@ def _cause_at_root(history: MessageHistory, match: Match) -> ForkCause:
         return ForkCause.OTHER_CHAT
     if not root.children:
         return ForkCause.OTHER_CHAT
-    echo = next((n for n in range(at, len(new)) if _is_answer(new[n])), None)
-    if echo is not None:
-        return _cause_of_echo(history, match, at, echo)
+    resent = next((n for n in range(at, len(new)) if _is_answer(new[n])), None)
+    if resent is not None:
+        return _cause_of_resend(history, match, at, resent)
     if any(ROLES[message.role] == "user" for message in new[:at]):
         return ForkCause.COMPACTED
     return ForkCause.COMPACTED if _quotes_an_answer(history, new[at:]) else ForkCause.RESTARTED
 
 
-def _cause_of_echo(history: MessageHistory, match: Match, at: int, echo: int) -> ForkCause:
+def _cause_of_resend(history: MessageHistory, match: Match, at: int, resent: int) -> ForkCause:
     """EDITED if the answer kept its place, COMPACTED if it moved up, or its calls became text."""
     message_node: MessageNode | None = match.deepest
-    for _ in range(at, echo + 1):
+    for _ in range(at, resent + 1):
         message_node = _newest_child(message_node) if message_node else None
-    keys = match.new[echo].meanings()
+    keys = match.new[resent].meanings()
     in_place = message_node is not None and bool(
         set(keys) & set(history.read(message_node).meanings())
     )
-    if not in_place and _is_known_answer(history, match.new[echo]):
+    if not in_place and _is_known_answer(history, match.new[resent]):
         return ForkCause.COMPACTED
-    if message_node is not None and _writes_out_calls(match.new[echo], history.read(message_node)):
+    if message_node is not None and _writes_out_calls(
+        match.new[resent], history.read(message_node)
+    ):
         return ForkCause.CALLS_AS_TEXT
     return ForkCause.EDITED
 
@@ -350,7 +352,7 @@ def _children(message_node: MessageNode) -> list[MessageNode]:
     message_nodes = []
     for child in found:
         if child.parent is message_node:
-            message_nodes += [child] if child.said else _children(child)
+            message_nodes += [child] if child.content else _children(child)
     return message_nodes
 
 

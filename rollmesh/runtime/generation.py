@@ -29,10 +29,15 @@ from rollmesh.core.errors import (
 from rollmesh.core.types import VersionRun
 from rollmesh.engine.answers import UNVERSIONED, TopLogprobs
 from rollmesh.runtime.generation_events import (
-    AbortLeg,
+    AbortAttempt,
+    AttemptFailed,
+    AttemptHeld,
+    AttemptPhase,
+    AttemptSampled,
     AvoidEngine,
     ChooseEngine,
-    DropLeg,
+    DropAttempt,
+    EngineAttempt,
     EngineChosen,
     EngineFull,
     EngineLost,
@@ -40,23 +45,18 @@ from rollmesh.runtime.generation_events import (
     FellBack,
     FleetMoved,
     GenerationRequest,
-    Joined,
-    Left,
-    Leg,
-    LegFailed,
-    LegHeld,
-    LegPhase,
-    LegSampled,
+    ReaderJoined,
+    ReaderLeft,
     ReportFault,
     SampledTokens,
     Sealed,
-    StartLeg,
+    StartAttempt,
     StopMatcher,
     UpdateBegun,
     WakeReaders,
     is_resumable,
 )
-from rollmesh.runtime.sampling import GenerationSettings, Patience
+from rollmesh.runtime.sampling import GenerationSettings, RetryState
 from rollmesh.wire.machine import Ticked
 
 _FINAL: dict[str, type[EngineError]] = {
@@ -65,7 +65,7 @@ _FINAL: dict[str, type[EngineError]] = {
     "local": LocalShortage,
 }
 """Failures that another attempt would repeat, or that were retried for long enough."""
-_CANNOT_RESUME = "its engine was cut off; a turn with penalties or a grammar cannot be resumed"
+_CANNOT_RESUME = "its engine was lost; a turn with penalties or a grammar cannot be resumed"
 
 
 class GenerationState(enum.StrEnum):
@@ -78,8 +78,8 @@ class GenerationState(enum.StrEnum):
 
 
 Event = (
-    Joined
-    | Left
+    ReaderJoined
+    | ReaderLeft
     | Sealed
     | EngineChosen
     | FleetMoved
@@ -87,16 +87,16 @@ Event = (
     | EngineLost
     | EngineMissed
     | EngineFull
-    | LegSampled
-    | LegHeld
-    | LegFailed
+    | AttemptSampled
+    | AttemptHeld
+    | AttemptFailed
     | Ticked
 )
 Action = (
     ChooseEngine
-    | StartLeg
-    | AbortLeg
-    | DropLeg
+    | StartAttempt
+    | AbortAttempt
+    | DropAttempt
     | ReportFault
     | AvoidEngine
     | FellBack
@@ -132,10 +132,10 @@ class GenerationMachine:
         self._rid = rid
         self._new_matcher = new_matcher if request.params.stop else None
         self._matcher = self._new_matcher() if self._new_matcher else None
-        self._leg: Leg | None = None
+        self._attempt: EngineAttempt | None = None
         self.min_policy_version = request.min_policy_version
         """The newest version that the session has seen; without a publisher, the last."""
-        self._patience = Patience(settings)
+        self._patience = RetryState(settings)
         self._is_paused = False
         self._is_queued = False
         self._seen_s = now_s
@@ -147,17 +147,17 @@ class GenerationMachine:
     @property
     def is_settled(self) -> bool:
         """Whether it has ended and has no open attempt, so that nothing can happen any more."""
-        return self._leg is None and self._is_ended
+        return self._attempt is None and self._is_ended
 
     @property
-    def leg_url(self) -> str | None:
+    def attempt_url(self) -> str | None:
         """The engine of the current attempt."""
-        return self._leg.url if self._leg else None
+        return self._attempt.url if self._attempt else None
 
     @property
-    def leg_incarnation(self) -> str:
+    def attempt_incarnation(self) -> str:
         """Incarnation of that engine, or ''."""
-        return self._leg.incarnation if self._leg else ""
+        return self._attempt.incarnation if self._attempt else ""
 
     def context(self) -> list[int]:
         """The prompt and all tokens so far, which an attempt begins with."""
@@ -169,15 +169,15 @@ class GenerationMachine:
             self._clock_s += max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
         match event:
-            case LegSampled():
+            case AttemptSampled():
                 return self._on_sampled(event)
             case EngineChosen() | EngineMissed() | EngineFull():
                 return self._on_choice(event)
-            case Joined():
+            case ReaderJoined():
                 return self._on_joined()
-            case Left():
+            case ReaderLeft():
                 return self._on_left()
-            case LegFailed() | LegHeld():
+            case AttemptFailed() | AttemptHeld():
                 return self._on_failed(event)
             case UpdateBegun() | EngineLost():
                 return self._on_engine(event)
@@ -220,13 +220,13 @@ class GenerationMachine:
             self._patience.on_missing(chosen.why, is_behind=chosen.is_behind)
             is_over = chosen.is_for_good and not self._is_ended
             return self._void(EngineUnavailable(chosen.why)) if is_over else []
-        if self.state is not GenerationState.RUNNING or self._leg:
+        if self.state is not GenerationState.RUNNING or self._attempt:
             return []
         if chosen.has_publisher and chosen.policy_version < self.min_policy_version:
             return []
         params = self.request.params
-        start = StartLeg(
-            leg=self.num_legs,
+        start = StartAttempt(
+            attempt=self.num_legs,
             rid=f"{self._rid}.{self.num_legs}",
             url=chosen.url,
             max_new_tokens=params.max_tokens - len(self.sampled),
@@ -235,24 +235,24 @@ class GenerationMachine:
             adapter=chosen.adapter,
         )
         self._is_paused = False
-        self._leg = Leg(start, chosen, len(self.sampled), self._clock_s)
-        self.sampled.begin_leg(chosen.url)
+        self._attempt = EngineAttempt(start, chosen, len(self.sampled), self._clock_s)
+        self.sampled.begin_attempt(chosen.url)
         self.num_legs += 1
         return [start]
 
-    def _on_sampled(self, event: LegSampled) -> list[Action]:
-        leg = self._leg
-        if leg is None or event.leg != leg.number:
+    def _on_sampled(self, event: AttemptSampled) -> list[Action]:
+        attempt = self._attempt
+        if attempt is None or event.attempt != attempt.number:
             return []
-        leg.sign_s = self._clock_s
+        attempt.sign_s = self._clock_s
         if event.finish:
-            self._leg = None
+            self._attempt = None
         if self._is_ended:
             return []
-        least = max(self.min_policy_version, leg.policy_version)
-        if leg.has_publisher and event.token_ids and event.policy_version < least:
-            return self._on_older_weights(leg, event.policy_version)
-        fallen = self._append(event, leg)
+        least = max(self.min_policy_version, attempt.policy_version)
+        if attempt.has_publisher and event.token_ids and event.policy_version < least:
+            return self._on_older_weights(attempt, event.policy_version)
+        fallen = self._append(event, attempt)
         self._patience.on_tokens()
         hit = self._matcher.push(event.token_ids) if self._matcher else None
         if hit:
@@ -262,12 +262,12 @@ class GenerationMachine:
         if event.finish is None:
             return fallen + woken
         if event.finish.kind == "abort":
-            is_excused = leg.leaves_for_update
-            cut = self._on_cut(len(self.sampled) > leg.offset, is_excused=is_excused)
+            is_excused = attempt.leaves_for_update
+            cut = self._on_cut(len(self.sampled) > attempt.offset, is_excused=is_excused)
             return fallen + woken + cut
         return fallen + self._commit(event.finish.kind, event.finish.matched)
 
-    def _append(self, event: LegSampled, leg: Leg) -> list[Action]:
+    def _append(self, event: AttemptSampled, attempt: EngineAttempt) -> list[Action]:
         """Add tokens; report a fall-back to older weights."""
         room = self.request.params.max_tokens - len(self.sampled.token_ids)
         token_ids, logprobs, top = event.token_ids, event.logprobs, event.top_logprobs
@@ -276,66 +276,69 @@ class GenerationMachine:
         self.sampled.append(token_ids, logprobs, event.policy_version, top)
         if event.policy_versions:
             # The engine's own account of the attempt is exact if its weights changed meanwhile.
-            self.sampled.restate(leg.offset, event.policy_versions)
+            self.sampled.restate(attempt.offset, event.policy_versions)
         fallen: list[Action] = []
         seen = self.min_policy_version
         for run in self.sampled.policy_versions[-1:]:
-            if UNVERSIONED < run.policy_version < seen and not leg.has_publisher:
-                fallen.append(FellBack(leg.url, seen, run.policy_version))
+            if UNVERSIONED < run.policy_version < seen and not attempt.has_publisher:
+                fallen.append(FellBack(attempt.url, seen, run.policy_version))
                 self.min_policy_version = run.policy_version
             self.min_policy_version = max(self.min_policy_version, run.policy_version)
         return fallen
 
-    def _on_older_weights(self, leg: Leg, policy_version: int) -> list[Action]:
+    def _on_older_weights(self, attempt: EngineAttempt, policy_version: int) -> list[Action]:
         """A fault if the session has seen newer weights. If only the engine's row had newer ones,
         the engine was restarted, which a probe will find, or serves another run: no fault."""
-        self._leg = None
-        stop: list[Action] = [leg.abort(self._clock_s, self._seen_s), DropLeg(leg.number)]
-        leave: Action = AvoidEngine(leg.url)
+        self._attempt = None
+        stop: list[Action] = [
+            attempt.abort(self._clock_s, self._seen_s),
+            DropAttempt(attempt.number),
+        ]
+        leave: Action = AvoidEngine(attempt.url)
         if policy_version < self.min_policy_version:
             detail = f"serves version {policy_version}, the session saw {self.min_policy_version}"
-            leave = ReportFault(leg.url, leg.incarnation, detail)
-        self._patience.on_older_weights(leg.url, policy_version, leg.policy_version)
+            leave = ReportFault(attempt.url, attempt.incarnation, detail)
+        self._patience.on_older_weights(attempt.url, policy_version, attempt.policy_version)
         return [*stop, leave, *self._on_cut(False)]
 
-    def _on_failed(self, failed: LegFailed | LegHeld) -> list[Action]:
-        leg = self._leg
-        if leg is None or failed.leg != leg.number:
+    def _on_failed(self, failed: AttemptFailed | AttemptHeld) -> list[Action]:
+        attempt = self._attempt
+        if attempt is None or failed.attempt != attempt.number:
             return []
-        if isinstance(failed, LegHeld):
-            leg.sign_s = self._clock_s
+        if isinstance(failed, AttemptHeld):
+            attempt.sign_s = self._clock_s
             return []
-        self._leg = None
+        self._attempt = None
         if final := _FINAL.get(failed.kind):
             return [] if self._is_ended else self._void(final(failed.detail))
         if failed.kind == "overloaded":
             end = self._patience.on_full_queue(failed.detail)
-            return [AvoidEngine(leg.url), *self._on_cut(False, end)]
-        if failed.kind == "broke" and self.request.images and len(self.sampled) == leg.offset:
+            return [AvoidEngine(attempt.url), *self._on_cut(False, end)]
+        if failed.kind == "broke" and self.request.images and len(self.sampled) == attempt.offset:
             end = self._patience.on_broken(failed.detail)
-            return [AvoidEngine(leg.url), *self._on_cut(False, end)]
-        return self._on_fault(leg, failed.detail)
+            return [AvoidEngine(attempt.url), *self._on_cut(False, end)]
+        return self._on_fault(attempt, failed.detail)
 
-    def _on_fault(self, leg: Leg, detail: str) -> list[Action]:
+    def _on_fault(self, attempt: EngineAttempt, detail: str) -> list[Action]:
         """The engine failed the attempt, and is avoided for a moment."""
-        is_fruitful, life = len(self.sampled) > leg.offset, (leg.url, leg.incarnation)
+        is_fruitful, life = len(self.sampled) > attempt.offset, (attempt.url, attempt.incarnation)
         end = None
         if not is_fruitful and self.state is GenerationState.RUNNING:
             end = self._patience.on_fault(life, detail, self._clock_s)
-        report = ReportFault(leg.url, leg.incarnation, detail)
+        report = ReportFault(attempt.url, attempt.incarnation, detail)
         return [report, *self._on_cut(is_fruitful, end)]
 
     def _on_engine(self, event: UpdateBegun | EngineLost) -> list[Action]:
-        leg = self._leg
-        if leg is None or leg.url != event.url:
+        attempt = self._attempt
+        if attempt is None or attempt.url != event.url:
             return []
         if isinstance(event, EngineLost):
             if self._is_bound:
                 return []  # no other engine can take over, so its own connection decides
-            self._leg = None
-            return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
+            self._attempt = None
+            return [DropAttempt(attempt.number), *self._on_cut(len(self.sampled) > attempt.offset)]
         # The publisher waits for running requests for a while, and then cuts them.
-        leg.leaves_for_update = True
+        attempt.leaves_for_update = True
         return self._abort() if is_resumable(self.request.params) else []
 
     def _on_cut(
@@ -355,7 +358,7 @@ class GenerationMachine:
 
     def _go_on(self) -> list[Action]:
         """Without an attempt: end the turn if the tokens do, else ask for an engine."""
-        if self._leg or self._is_ended:
+        if self._attempt or self._is_ended:
             return []
         params = self.request.params
         token_ids = self.sampled.token_ids
@@ -377,7 +380,7 @@ class GenerationMachine:
     @property
     def waits_for_engine(self) -> bool:
         """Whether it needs an engine and has none."""
-        return self.state is GenerationState.RUNNING and self._leg is None
+        return self.state is GenerationState.RUNNING and self._attempt is None
 
     @property
     def is_queued(self) -> bool:
@@ -414,16 +417,16 @@ class GenerationMachine:
         return [WakeReaders(), *self._abort()]
 
     def _abort(self) -> list[Action]:
-        leg = self._leg
-        if leg is None or leg.phase is LegPhase.ABORTING:
+        attempt = self._attempt
+        if attempt is None or attempt.phase is AttemptPhase.ABORTING:
             return []
-        return [leg.abort(self._clock_s, self._seen_s)]
+        return [attempt.abort(self._clock_s, self._seen_s)]
 
     # time
 
     def _tend(self) -> list[Action]:
-        if self._leg:
-            actions = self._tend_leg(self._leg)
+        if self._attempt:
+            actions = self._tend_leg(self._attempt)
         elif self.is_queued:
             actions = []
         elif self.state is GenerationState.RUNNING:
@@ -434,22 +437,22 @@ class GenerationMachine:
             actions = []
         is_parked = self.state is GenerationState.PARKED
         if is_parked and self._clock_s - self._parked_s >= self._settings.retry_window_s:
-            actions += self._void(EngineError("nobody came back for it"))
+            actions += self._void(EngineError("no client resumed it in time"))
         return actions
 
-    def _tend_leg(self, leg: Leg) -> list[Action]:
+    def _tend_leg(self, attempt: EngineAttempt) -> list[Action]:
         now_s, settings = self._clock_s, self._settings
-        if leg.phase is LegPhase.OPEN:
-            if not leg.is_silent(now_s, settings.answer_timeout_s):
+        if attempt.phase is AttemptPhase.OPEN:
+            if not attempt.is_silent(now_s, settings.answer_timeout_s):
                 return []
-            self._leg = None
-            stop: list[Action] = [leg.abort(now_s, self._seen_s), DropLeg(leg.number)]
-            return [*stop, *self._on_fault(leg, "a request shows no sign of life")]
-        if leg.is_deaf(now_s, settings.abort_timeout_s):
-            self._leg = None
-            return [DropLeg(leg.number), *self._on_cut(len(self.sampled) > leg.offset)]
-        repeats = leg.wants_repeat(self._seen_s, settings.abort_repeat_s)
-        return [leg.abort(now_s, self._seen_s)] if repeats else []
+            self._attempt = None
+            stop: list[Action] = [attempt.abort(now_s, self._seen_s), DropAttempt(attempt.number)]
+            return [*stop, *self._on_fault(attempt, "a request shows no progress")]
+        if attempt.is_deaf(now_s, settings.abort_timeout_s):
+            self._attempt = None
+            return [DropAttempt(attempt.number), *self._on_cut(len(self.sampled) > attempt.offset)]
+        repeats = attempt.wants_repeat(self._seen_s, settings.abort_repeat_s)
+        return [attempt.abort(now_s, self._seen_s)] if repeats else []
 
 
 Drive = Callable[["Generation", Event], None]
@@ -498,11 +501,11 @@ class Generation:
 
     def join(self) -> None:
         """Add a reader; a parked generation continues from its exact tokens."""
-        self._drive(self, Joined())
+        self._drive(self, ReaderJoined())
 
     def leave(self) -> None:
         """Remove a reader; the last one parks a running generation."""
-        self._drive(self, Left())
+        self._drive(self, ReaderLeft())
 
     def seal(self, reason: str) -> None:
         """End it as VOID, unless it is COMMITTED; every waiter is woken."""

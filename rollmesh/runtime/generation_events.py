@@ -48,7 +48,7 @@ class SampledTokens:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def begin_leg(self, engine: str) -> None:
+    def begin_attempt(self, engine: str) -> None:
         """Set the engine that samples the following tokens."""
         if engine not in self.engines:
             self.engines.append(engine)
@@ -75,12 +75,12 @@ class SampledTokens:
 
         Only if `runs` add up to their number.
         """
-        said = [VersionRun(run.policy_version, run.num_tokens, self._engine) for run in runs]
-        if not offset and self.policy_versions == said:
+        moved = [VersionRun(run.policy_version, run.num_tokens, self._engine) for run in runs]
+        if not offset and self.policy_versions == moved:
             return
         if sum(run.num_tokens for run in runs) == len(self) - offset:
             self._truncate_runs(offset)
-            for run in said:
+            for run in moved:
                 self._add_run(run)
 
     def truncate(self, num_tokens: int) -> None:
@@ -168,11 +168,11 @@ class StopMatcher(Protocol):
 # events
 
 
-class Joined(msgspec.Struct, frozen=True):
+class ReaderJoined(msgspec.Struct, frozen=True):
     """A reader joined."""
 
 
-class Left(msgspec.Struct, frozen=True):
+class ReaderLeft(msgspec.Struct, frozen=True):
     """A reader left."""
 
 
@@ -232,10 +232,10 @@ class EngineLost(msgspec.Struct, frozen=True):
     url: str
 
 
-class LegSampled(msgspec.Struct, frozen=True):
+class AttemptSampled(msgspec.Struct, frozen=True):
     """The engine sent tokens; each event has only new ones."""
 
-    leg: int
+    attempt: int
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     policy_version: int
@@ -246,13 +246,13 @@ class LegSampled(msgspec.Struct, frozen=True):
     """One per token, if requested."""
 
 
-LegFailure = Literal["fault", "broke", "refused", "lost", "local", "overloaded"]
+AttemptFailure = Literal["fault", "broke", "refused", "lost", "local", "overloaded"]
 """`refused`: the engine considers the request invalid, so another attempt would fail, too. `lost`:
 the request could not be read, so another attempt would fail, too; no fault of the engine. `local`:
 no connection could be opened here for as long as a call waits; no fault of the engine.
 `overloaded`: the engine's queue is full, which is no fault. `broke`: the engine failed at the
 request before the first token."""
-KIND_OF_ERROR: dict[type[EngineError], LegFailure] = {
+KIND_OF_ERROR: dict[type[EngineError], AttemptFailure] = {
     EngineBroke: "broke",
     EngineOverloaded: "overloaded",
     EngineRefused: "refused",
@@ -261,18 +261,18 @@ KIND_OF_ERROR: dict[type[EngineError], LegFailure] = {
 }
 
 
-class LegHeld(msgspec.Struct, frozen=True):
+class AttemptHeld(msgspec.Struct, frozen=True):
     """The attempt waits until a connection can be opened here: the engine has not received it."""
 
-    leg: int
+    attempt: int
 
 
-class LegFailed(msgspec.Struct, frozen=True):
+class AttemptFailed(msgspec.Struct, frozen=True):
     """The attempt's stream ended without a finish."""
 
-    leg: int
+    attempt: int
     detail: str
-    kind: LegFailure = "fault"
+    kind: AttemptFailure = "fault"
 
 
 # actions
@@ -284,10 +284,10 @@ class ChooseEngine(msgspec.Struct, frozen=True):
     min_policy_version: int
 
 
-class StartLeg(msgspec.Struct, frozen=True):
+class StartAttempt(msgspec.Struct, frozen=True):
     """Call `/generate` with the prompt and all tokens so far (`machine.context()`)."""
 
-    leg: int
+    attempt: int
     rid: str
     url: str
     max_new_tokens: int
@@ -298,18 +298,18 @@ class StartLeg(msgspec.Struct, frozen=True):
     """The adapter of the engine's row."""
 
 
-class AbortLeg(msgspec.Struct, frozen=True):
+class AbortAttempt(msgspec.Struct, frozen=True):
     """Ask the engine to end the attempt; repeated until its stream has ended."""
 
-    leg: int
+    attempt: int
     rid: str
     url: str
 
 
-class DropLeg(msgspec.Struct, frozen=True):
+class DropAttempt(msgspec.Struct, frozen=True):
     """Close the attempt's connection; nothing more is expected of it."""
 
-    leg: int
+    attempt: int
 
 
 class ReportFault(msgspec.Struct, frozen=True):
@@ -345,18 +345,20 @@ SLOWEST_TOKEN_S = 0.1
 MAX_ABORT_REPEAT_S = 0.25
 
 
-class LegPhase(enum.Enum):
+class AttemptPhase(enum.Enum):
     """Phase of an attempt."""
 
     OPEN = "open"
     ABORTING = "aborting"
 
 
-class Leg:
+class EngineAttempt:
     """The open attempt of a generation, which had `offset` tokens when it began."""
 
-    def __init__(self, start: StartLeg, chosen: EngineChosen, offset: int, now_s: float) -> None:
-        self.number = start.leg
+    def __init__(
+        self, start: StartAttempt, chosen: EngineChosen, offset: int, now_s: float
+    ) -> None:
+        self.number = start.attempt
         self.url = start.url
         self.incarnation = chosen.incarnation
         self.policy_version = chosen.policy_version
@@ -365,7 +367,7 @@ class Leg:
         self.has_publisher = chosen.has_publisher
         """Whether tokens of older weights are refused."""
         self.offset = offset
-        self.phase = LegPhase.OPEN
+        self.phase = AttemptPhase.OPEN
         self.sign_s = now_s
         """When it last gave a sign of progress, or was known to wait here."""
         self._start = start
@@ -383,14 +385,14 @@ class Leg:
             patience_s += SLOWEST_TOKEN_S * self._start.max_new_tokens
         return now_s - self.sign_s >= patience_s
 
-    def abort(self, now_s: float, wall_s: float) -> AbortLeg:
+    def abort(self, now_s: float, wall_s: float) -> AbortAttempt:
         """Request its end, again if it was requested already."""
-        if self.phase is LegPhase.OPEN:
-            self.phase = LegPhase.ABORTING
+        if self.phase is AttemptPhase.OPEN:
+            self.phase = AttemptPhase.ABORTING
             self._aborted_s = now_s
         self._repeated_s = wall_s
         self._num_aborts += 1
-        return AbortLeg(self.number, self._start.rid, self.url)
+        return AbortAttempt(self.number, self._start.rid, self.url)
 
     def is_deaf(self, now_s: float, abort_timeout_s: float) -> bool:
         """Whether it has ignored aborts for too long."""

@@ -94,22 +94,26 @@ class HeapTrimmer:
 
     def figures(self) -> Iterator[Figure]:
         """Metrics of the trimmer."""
-        yield Figure("trim_on", self._heap.can_trim, "Whether freed memory is given back.")
-        yield Figure("trims_total", self.num_trims, "Times it was.")
-        yield Figure("trim_seconds_total", self.total_trim_s, "All trims together.")
-        yield Figure("trim_last_seconds", self.last_trim_s, "The last trim.")
-        yield Figure("trim_worst_seconds", self.worst_trim_s, "The longest trim.")
-        yield Figure("freed_bytes_total", _freed_bytes(), "Of bodies, sessions, results and blobs.")
-        yield Figure("spilled_bytes", blobs.spilled_bytes(), "Of blobs that are on disk.")
+        yield Figure("trim_on", self._heap.can_trim, "1 if freed memory is returned to the system.")
+        yield Figure("trims_total", self.num_trims, "Trims so far.")
+        yield Figure("trim_seconds_total", self.total_trim_s, "Total duration of all trims.")
+        yield Figure("trim_last_seconds", self.last_trim_s, "Duration of the last trim.")
+        yield Figure("trim_worst_seconds", self.worst_trim_s, "Duration of the longest trim.")
+        yield Figure(
+            "freed_bytes_total",
+            _freed_bytes(),
+            "Freed bytes of bodies, sessions and blobs.",
+        )
+        yield Figure("spilled_bytes", blobs.spilled_bytes(), "Bytes of blobs on disk.")
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
             try:
                 self.turn()
-            except Exception as error:  # door: memory is kept on, whatever one turn met
+            except Exception as error:  # door: one failed turn must not end the thread
                 if str(error) != self._last_fault:
                     self._last_fault = str(error)
-                    log.exception("keeper.failed")
+                    log.exception("heap_trimmer.failed")
 
 
 def _freed_bytes() -> int:

@@ -1,7 +1,7 @@
 """The message history of a session: which messages of a request are stored as exact tokens.
 
 - A trie of messages (message_trie.py). Each distinct message is stored once, in the common form of
-  all dialects, a long one as a blob. Other spellings are stored as hashes, at most ALIASES_PER_SPOT
+  all dialects, a long one as a blob. Other spellings are stored as hashes, at most ALIASES_PER_NODE
   for each node.
 - `match` changes nothing, so it may run twice, or only to count tokens.
 - Codex sends a truncated answer and the next one as adjacent items, which are one message: both
@@ -29,12 +29,12 @@ from rollmesh.runtime.message_trie import (
     read_chat,
     split_array,
 )
-from rollmesh.runtime.shared_prefixes import PrefixMessage, PrefixTokens
+from rollmesh.runtime.shared_prefixes import PrefixMessage, PrefixMessages
 
-ALIASES_PER_SPOT = 4
+ALIASES_PER_NODE = 4
 LONG_BYTES = 16 * 1024
 """Messages from this size on are blobs, which siblings share."""
-SPOT_BYTES = 500
+MESSAGE_NODE_BYTES = 500
 """Memory of a node besides its message: itself, its children and the keys that lead to it, measured
 by tracemalloc (487 over 1,000 nodes with an alias for every second)."""
 
@@ -52,9 +52,21 @@ class MessageHistory:
     """The message history of one session."""
 
     __slots__ = (
-        "_begun", "_late", "_long", "_num_aliases", "_num_late_bytes",
-        "_num_short_bytes", "_num_spots", "_numbered", "_parse_cache", "_prefixes", "blob_bytes",
-        "images", "roots", "rotating", "sampled",
+        "_begun",
+        "_late",
+        "_long",
+        "_num_aliases",
+        "_num_late_bytes",
+        "_num_nodes",
+        "_num_short_bytes",
+        "_numbered",
+        "_parse_cache",
+        "_prefixes",
+        "blob_bytes",
+        "images",
+        "roots",
+        "rotating",
+        "sampled",
     )  # fmt: skip
 
     def __init__(self, rotating: Rotating = None) -> None:
@@ -70,7 +82,7 @@ class MessageHistory:
         them."""
         self._long: set[Blob] = set()
         self._num_short_bytes = 0
-        self._begun: tuple[PrefixTokens, MessageNode] | None = None
+        self._begun: tuple[PrefixMessages, MessageNode] | None = None
         """The shared prefix and its end, while no request has gone further."""
         self._late: list[_LateAnswer] = []
         """Answers that no request has needed yet."""
@@ -79,7 +91,7 @@ class MessageHistory:
         self._parse_cache: ParseCache | None = None
         """Created for the first unit with an image."""
         self._num_aliases = 0
-        self._num_spots = 0
+        self._num_nodes = 0
         self._numbered: list[MessageNode] | None = None
         """Nodes by number, while the history is restored."""
 
@@ -138,7 +150,7 @@ class MessageHistory:
             at = end
         self._remember(match, message_node)
         if message_node.sampled:
-            message_node = message_node.child(BARE) or self._new_spot(message_node, b"", [BARE])
+            message_node = message_node.child(BARE) or self._new_node(message_node, b"", [BARE])
         message_node.node = node
         return message_node
 
@@ -170,9 +182,9 @@ class MessageHistory:
         """Bytes of the stored messages, except blobs."""
         begun = self._begun[0].num_bytes if self._begun else 0
         texts = self._num_short_bytes + self._num_late_bytes
-        return texts + begun + SPOT_BYTES * self._num_spots
+        return texts + begun + MESSAGE_NODE_BYTES * self._num_nodes
 
-    def begin(self, line: PrefixTokens, node: int) -> MessageNode:
+    def begin(self, line: PrefixMessages, node: int) -> MessageNode:
         """Store a shared prefix, before anything else; `node` ends with the last of its
         messages."""
         end = MessageNode(None, b"")
@@ -192,7 +204,7 @@ class MessageHistory:
             for answer in late:
                 self._add_answer(answer)
 
-    def line(self, match: Match, message_node: MessageNode) -> PrefixTokens:
+    def line(self, match: Match, message_node: MessageNode) -> PrefixMessages:
         """The messages up to `message_node`, which is the whole history; `match` created it."""
         message_nodes = [self.roots[match.tools_key], *message_node.line()]
         places = {each: place for place, each in enumerate(message_nodes)}
@@ -202,7 +214,7 @@ class MessageHistory:
             for key, child in (each.children or {}).items()
         ]
         prefix_hash = self._prefixes.newest
-        return PrefixTokens(
+        return PrefixMessages(
             tools_key=match.tools_key,
             raws=tuple([each.raw for each in message_nodes[1:]]),
             links=tuple(links),
@@ -212,7 +224,7 @@ class MessageHistory:
             images=dict(self.images),
         )
 
-    def regain(self) -> list[MessageNode]:
+    def restore(self) -> list[MessageNode]:
         """Prepare to restore the history; returns its nodes, which are referred to by number."""
         self._numbered = []
         return self._numbered
@@ -249,9 +261,9 @@ class MessageHistory:
 
     def _walk_array(self, lookup: Lookup, array: bytes) -> Lookup:
         start = None if lookup.is_stopped else lookup.message_node
-        lookup.num_leapt = -len(lookup.units)
+        lookup.num_skipped = -len(lookup.units)
         known = self._prefixes.find(start, array) if start else None
-        onward = lookup.leap(known, array) if known else None
+        onward = lookup.skip(known, array) if known else None
         if onward is None:
             onward = lookup
             lookup.go(split_array(array))
@@ -277,13 +289,13 @@ class MessageHistory:
             match.lookup.read,
             unit_key,
             messages,
-            [message_node.said for message_node in message_nodes],
+            [message_node.content for message_node in message_nodes],
         )
 
-    def _link(self, line: PrefixTokens, end: MessageNode) -> None:
+    def _link(self, line: PrefixMessages, end: MessageNode) -> None:
         message_nodes = [self.roots.setdefault(line.tools_key, MessageNode(None, b""))]
         for raw in line.raws[:-1]:
-            message_nodes.append(self._new_spot(message_nodes[-1], raw, []))
+            message_nodes.append(self._new_node(message_nodes[-1], raw, []))
         end.follow(message_nodes[-1], self._kept(line.raws[-1]))
         message_nodes.append(self._counted(end))
         for link in line.links:
@@ -296,7 +308,7 @@ class MessageHistory:
         keys = message.meanings()
         if answer.is_void:
             keys = [key for key in keys if context.child(key) is None]
-        message_node = self._new_spot(context, message.as_json(), keys)
+        message_node = self._new_node(context, message.as_json(), keys)
         message_node.node, message_node.sampled = answer.node, True
         if not answer.is_void:
             self.sampled.append(message_node)
@@ -313,7 +325,7 @@ class MessageHistory:
         for image in message.images():
             self._hold_image(image)
         own = message.meanings(self.rotating, is_ours=False)
-        return self._new_spot(message_node, raw, [hash(raw), *own])
+        return self._new_node(message_node, raw, [hash(raw), *own])
 
     def _join(
         self, message_node: MessageNode | None, message: ChatMessage, answer: MessageNode
@@ -321,7 +333,7 @@ class MessageHistory:
         """Store `answer` also for requests that show it joined with the assistant's messages before
         it."""
         while message_node is not None and message_node.parent is not None:
-            if message_node.said:
+            if message_node.content:
                 before = self.read(message_node) if b'"assistant"' in message_node.raw else None
                 if before is None or not before.is_text_of_assistant:
                     return
@@ -345,22 +357,22 @@ class MessageHistory:
             self.blob_bytes += blob.num_bytes
         return blob
 
-    def _new_spot(self, parent: MessageNode, raw: bytes, keys: list[int]) -> MessageNode:
+    def _new_node(self, parent: MessageNode, raw: bytes, keys: list[int]) -> MessageNode:
         message_node = MessageNode(parent, self._kept(raw))
         parent.adopt(message_node, keys)
         return self._counted(message_node)
 
     def _counted(self, message_node: MessageNode) -> MessageNode:
-        message_node.number = self._num_spots
-        self._num_spots += 1
+        message_node.number = self._num_nodes
+        self._num_nodes += 1
         if self._numbered is not None:
             self._numbered.append(message_node)
-        if isinstance(message_node.said, bytes):
-            self._num_short_bytes += len(message_node.said)
+        if isinstance(message_node.content, bytes):
+            self._num_short_bytes += len(message_node.content)
         return message_node
 
     def _add_alias(self, start: MessageNode, key: int, message_node: MessageNode) -> None:
-        if self._num_aliases < ALIASES_PER_SPOT * self._num_spots:
+        if self._num_aliases < ALIASES_PER_NODE * self._num_nodes:
             self._num_aliases += 1
             start.adopt(message_node, [key])
 

@@ -79,7 +79,7 @@ class ImageTable:
             self._by_digest[digest] = self._by_address[key] = image
         return image
 
-    def regain(self, digest: str, address: str | bytes) -> ImageRef:
+    def restore(self, digest: str, address: str | bytes) -> ImageRef:
         """The image of this digest, as another process found it; it is not decoded again."""
         image = self._by_digest.get(digest)
         if image is None:
@@ -122,7 +122,7 @@ def _read_data(address: str) -> bytes:
         # As strict as base64's own decoder, and four times as fast.
         return msgspec.convert(address[head.end() :], bytes)
     except msgspec.ValidationError:
-        raise ValueError("its base64 is garbled") from None
+        raise ValueError("its base64 is invalid") from None
 
 
 images = ImageTable(blobs.store)

@@ -50,12 +50,19 @@ class MessageNode:
     """A history up to and including one message."""
 
     __slots__ = (
-        "__weakref__", "children", "continued", "depth", "node", "number", "parent", "said",
+        "__weakref__",
+        "children",
+        "content",
+        "continued",
+        "depth",
+        "node",
+        "number",
+        "parent",
         "sampled",
     )  # fmt: skip
 
-    def __init__(self, parent: "MessageNode | None", said: bytes | Blob) -> None:
-        self.follow(parent, said)
+    def __init__(self, parent: "MessageNode | None", content: bytes | Blob) -> None:
+        self.follow(parent, content)
         self.children: dict[int, MessageNode] | None = None
         """By meanings, and by the hashes of units that lead there or further down."""
         self.node = NO_NODE
@@ -68,18 +75,18 @@ class MessageNode:
         self.continued = False
         """The model has answered a request that continues this answer."""
 
-    def follow(self, parent: "MessageNode | None", said: bytes | Blob) -> None:
-        """Move after `parent`, for the message `said`."""
+    def follow(self, parent: "MessageNode | None", content: bytes | Blob) -> None:
+        """Move after `parent`, for the message `content`."""
         self.parent = parent
-        self.depth: int = (parent.depth if parent else 0) + bool(said)
+        self.depth: int = (parent.depth if parent else 0) + bool(content)
         """Number of messages up to this one."""
-        self.said = said
+        self.content = content
         """The message in the common shape; empty for a root and for a node without a message."""
 
     @property
     def raw(self) -> bytes:
         """The message's bytes, read."""
-        return self.said if isinstance(self.said, bytes) else self.said.read()
+        return self.content if isinstance(self.content, bytes) else self.content.read()
 
     def child(self, key: int) -> "MessageNode | None":
         if not self.children:
@@ -108,7 +115,7 @@ class MessageNode:
         message_nodes: list[MessageNode] = []
         message_node: MessageNode | None = self
         while message_node is not None:
-            if message_node.said:
+            if message_node.content:
                 message_nodes.append(message_node)
             message_node = message_node.parent
         message_nodes.reverse()
@@ -127,7 +134,7 @@ class MessageNode:
         return message_node if message_node is not None and message_node.node != NO_NODE else None
 
 
-MAX_STRETCHES = 8
+MAX_PREFIX_HASHES = 8
 _MAX_SEGMENTS = 16
 
 _split = msgspec.json.Decoder(list[msgspec.Raw]).decode
@@ -171,11 +178,11 @@ class PrefixHash(msgspec.Struct, frozen=True):
 class PrefixIndex:
     """The newest prefix hashes of one session."""
 
-    __slots__ = ("_newest_last", "_num_strangers")
+    __slots__ = ("_newest_last", "_num_misses")
 
     def __init__(self) -> None:
         self._newest_last: tuple[PrefixHash, ...] = ()
-        self._num_strangers = 0
+        self._num_misses = 0
         """Consecutive arrays that began like none before."""
 
     @property
@@ -207,8 +214,8 @@ class PrefixIndex:
         If an agent edits its history at each turn, only some arrays are stored, since hashing all
         of them would be useless.
         """
-        self._num_strangers = 0 if known else self._num_strangers + 1
-        if self._num_strangers > 2 * MAX_STRETCHES and self._num_strangers % MAX_STRETCHES:
+        self._num_misses = 0 if known else self._num_misses + 1
+        if self._num_misses > 2 * MAX_PREFIX_HASHES and self._num_misses % MAX_PREFIX_HASHES:
             return
         stop = len(array) - 1
         segments = known.segments if known else ()
@@ -220,7 +227,7 @@ class PrefixIndex:
         segment = (stop, hash(memoryview(array)[at:stop]))
         segments = (*segments, segment) if at else (segment,)
         kept = [each for each in self._newest_last if each is not known]
-        self._newest_last = (*kept[1 - MAX_STRETCHES :], PrefixHash(start, end, segments, num))
+        self._newest_last = (*kept[1 - MAX_PREFIX_HASHES :], PrefixHash(start, end, segments, num))
 
 
 def split_array(array: bytes) -> Iterator[bytes]:
@@ -244,24 +251,24 @@ _Key = tuple[ReadUnit, int]
 class ParseCache:
     """Parsed units of one session; `images` are the session's, by digest."""
 
-    __slots__ = ("_images", "_said")
+    __slots__ = ("_contents", "_images")
 
     def __init__(self, images: dict[str, ImageRef]) -> None:
         self._images = images
-        self._said: dict[_Key, Sequence[bytes | Blob]] = {}
+        self._contents: dict[_Key, Sequence[bytes | Blob]] = {}
 
     def __len__(self) -> int:
         """Number of cached units."""
-        return len(self._said)
+        return len(self._contents)
 
     def find(self, read: ReadUnit, unit: bytes) -> list[ChatMessage] | None:
         """The messages of `unit`; None if it must be parsed."""
-        if len(unit) < MIN_UNIT_BYTES or not self._said:
+        if len(unit) < MIN_UNIT_BYTES or not self._contents:
             return None
-        said = self._said.get((read, hash(unit)))
-        if said is None:
+        content = self._contents.get((read, hash(unit)))
+        if content is None:
             return None
-        raws = [each if isinstance(each, bytes) else each.read() for each in said]
+        raws = [each if isinstance(each, bytes) else each.read() for each in content]
         return [read_held(raw, self._images) for raw in raws]
 
     def keep(
@@ -269,15 +276,15 @@ class ParseCache:
         read: ReadUnit,
         unit_key: int,
         messages: Sequence[ChatMessage],
-        said: Sequence[bytes | Blob],
+        content: Sequence[bytes | Blob],
     ) -> None:
-        """Cache the messages of the unit with this hash, which are stored as `said`."""
+        """Cache the messages of the unit with this hash, which are stored as `content`."""
         shows = any(each.images() for each in messages)
         # The stored form of an assistant's message may have less or more: see meanings().
         if shows and all(each.role != "assistant" for each in messages):
-            self._said[read, unit_key] = said
-            if len(self._said) > MAX_UNITS:
-                del self._said[next(iter(self._said))]
+            self._contents[read, unit_key] = content
+            if len(self._contents) > MAX_UNITS:
+                del self._contents[next(iter(self._contents))]
 
 
 class Alias(msgspec.Struct, frozen=True):
@@ -307,7 +314,7 @@ class Lookup:
         "array_start",
         "is_stopped",
         "message_node",
-        "num_leapt",
+        "num_skipped",
         "parse_cache",
         "pending",
         "prefix_hash",
@@ -325,7 +332,7 @@ class Lookup:
         """The last sampled message on the path; None while none was found."""
         self.units: list[bytes] = []
         """The units after the anchor."""
-        self.num_leapt = 0
+        self.num_skipped = 0
         """Position of the first of `units`; in an array, elements count from 0."""
         self.pending: dict[int, list[ChatMessage]] = {}
         """Messages that were parsed on the path, by position in `units`."""
@@ -345,7 +352,7 @@ class Lookup:
     @property
     def num_units(self) -> int:
         """Units of the request, or of its array, up to here."""
-        return self.num_leapt + len(self.units)
+        return self.num_skipped + len(self.units)
 
     def go(self, units: Iterable[bytes]) -> None:
         """Continue while units are known."""
@@ -354,12 +361,12 @@ class Lookup:
             if not self.is_stopped:
                 self._step(unit)
 
-    def leap(self, prefix_hash: PrefixHash, array: bytes) -> "Lookup | None":
+    def skip(self, prefix_hash: PrefixHash, array: bytes) -> "Lookup | None":
         """The lookup after a known prefix; None if units in it must be parsed."""
         lookup = Lookup(prefix_hash.end, self.read, self.rotating, self.parse_cache)
         lookup.aliases = list(self.aliases)
         lookup.renamed = None if self.renamed is None else list(self.renamed)
-        lookup.num_leapt, lookup.prefix_hash = prefix_hash.num_units, prefix_hash
+        lookup.num_skipped, lookup.prefix_hash = prefix_hash.num_units, prefix_hash
         lookup.go(prefix_hash.rest(array))
         if lookup.anchor is None and (lookup.is_stopped or lookup.message_node.asked() is None):
             return None
@@ -373,7 +380,7 @@ class Lookup:
     def _read(self, place: int) -> list[ChatMessage]:
         unit = self.units[place]
         found = self.parse_cache.find(self.read, unit) if self.parse_cache else None
-        return self.read(unit, self.num_leapt + place) if found is None else found
+        return self.read(unit, self.num_skipped + place) if found is None else found
 
     def _step(self, unit: bytes) -> None:
         if not self.message_node.children:
@@ -400,7 +407,7 @@ class Lookup:
         self.message_node = message_node
         if message_node.sampled:
             self.anchor = message_node
-            self.num_leapt += len(self.units)
+            self.num_skipped += len(self.units)
             self.units.clear()
             self.pending.clear()
 

@@ -13,10 +13,10 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from rollmesh.runtime.chat import (
-    Answer,
     Delta,
     DeltaReader,
-    Reading,
+    ParsedReply,
+    ParseOptions,
     ToolCall,
     read_tools,
     whole_calls,
@@ -24,7 +24,7 @@ from rollmesh.runtime.chat import (
 from rollmesh.runtime.families import Family, Parser
 from rollmesh.runtime.streaming_parser import Marks, StreamingParser
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import CallStyle, arguments_text, begun, call_opening
+from rollmesh.runtime.tool_calls import CallStyle, arguments_text, call_opening, partial_match
 
 
 class PlainTextParser:
@@ -34,7 +34,7 @@ class PlainTextParser:
         self._text = tokenizer.stream()
         self._ends = ends
         self._stop = stop
-        self._told: list[str] = []
+        self._streaming: list[str] = []
         self._waiting = ""
         """A possible beginning of a stop string."""
         self._is_over = False
@@ -49,23 +49,23 @@ class PlainTextParser:
         piece = self._take(self._text.end())
         if not self._is_over:
             piece += self._waiting
-            self._told.append(self._waiting)
+            self._streaming.append(self._waiting)
             self._waiting = ""
         self._is_over = True
         return Delta(piece, num_tokens=num_tokens)
 
-    def answer(self) -> Answer:
-        return Answer("".join(self._told))
+    def answer(self) -> ParsedReply:
+        return ParsedReply("".join(self._streaming))
 
     def _take(self, text: str) -> str:
         if self._is_over:
             return ""
         text = self._waiting + text
         cuts = [at for word in self._stop if (at := text.find(word)) >= 0]
-        size = min(cuts) if cuts else len(text) - begun(text, self._stop)
+        size = min(cuts) if cuts else len(text) - partial_match(text, self._stop)
         self._is_over = bool(cuts)
         text, self._waiting = text[:size], text[size:]
-        self._told.append(text)
+        self._streaming.append(text)
         return text
 
 
@@ -77,67 +77,69 @@ class BatchParser:
         parser: Parser,
         tokenizer: Tokenizer,
         opening: list[int],
-        reading: Reading,
-        told: StreamingParser | None = None,
+        options: ParseOptions,
+        streamed: StreamingParser | None = None,
     ) -> None:
         """`opening` is the generation prompt; `streaming` parses what can be streamed before the
         end."""
         self._parser = parser
         self._tokenizer = tokenizer
-        self._opening = [*opening, *reading.lead]
-        self._reading = reading
-        self._told = told
+        self._opening = [*opening, *options.prefill]
+        self._reading = options
+        self._streaming = streamed
         self._token_ids: list[int] = []
-        self._answer = Answer("")
+        self._answer = ParsedReply("")
 
     def feed(self, token_ids: Sequence[int]) -> Delta | None:
         """The piece that needs no parse; None if there is none."""
         self._token_ids.extend(token_ids)
-        return self._told.feed(token_ids) if self._told else None
+        return self._streaming.feed(token_ids) if self._streaming else None
 
     def end(self, num_tokens: int) -> Delta:
         """The rest, which the library parses."""
         parsed = self._parse()
-        told, last = Answer(""), Delta()
-        if self._told is not None:
-            last, told = self._told.end(num_tokens), self._told.answer()
-        content = _rest(parsed.content, told.content)
-        reasoning = _rest(parsed.reasoning, told.reasoning)
-        self._answer = Answer(told.content + content, told.reasoning + reasoning, parsed.tool_calls)
+        streamed, last = ParsedReply(""), Delta()
+        if self._streaming is not None:
+            last, streamed = self._streaming.end(num_tokens), self._streaming.answer()
+        content = _rest(parsed.content, streamed.content)
+        reasoning = _rest(parsed.reasoning, streamed.reasoning)
+        self._answer = ParsedReply(
+            streamed.content + content, streamed.reasoning + reasoning, parsed.tool_calls
+        )
         calls = whole_calls(parsed.tool_calls)
         return Delta(last.content + content, last.reasoning + reasoning, calls, num_tokens)
 
-    def answer(self) -> Answer:
+    def answer(self) -> ParsedReply:
         return self._answer
 
-    def _parse(self) -> Answer:
-        reading = self._reading
+    def _parse(self) -> ParsedReply:
+        options = self._reading
         parsed = self._parser.parse_response(
             self._token_ids,
-            tools=read_tools(reading.tools) if reading.tools else None,
+            tools=read_tools(options.tools) if options.tools else None,
             prompt_ids=self._opening,
         )
         reasoning = str(parsed.reasoning_content or "").strip()
-        if parsed.tool_calls and not reading.reads_calls:
+        if parsed.tool_calls and not options.reads_calls:
             stops = self._parser.get_stop_token_ids()
-            said = self._tokenizer.decode([i for i in self._token_ids if i not in stops])
-            return Answer(_before(reading.stop, said.strip()))
+            ids = self._tokenizer.decode([i for i in self._token_ids if i not in stops])
+            return ParsedReply(_before(options.stop, ids.strip()))
         calls: list[ToolCall] = []
         texts = [str(parsed.content)]
         for call in parsed.tool_calls or ():
             if str(call.status) == "ok":
-                name = f"{reading.call_id_prefix}_{len(calls)}"
+                name = f"{options.call_id_prefix}_{len(calls)}"
                 calls.append(ToolCall(name, str(call.name), arguments_text(call.arguments)))
             else:
                 texts.append(str(call.raw))
         content = "\n".join(filter(None, texts)).strip()
-        return Answer(
-            _before(reading.stop, content), _before(reading.stop, reasoning), tuple(calls)
+        return ParsedReply(
+            _before(options.stop, content), _before(options.stop, reasoning), tuple(calls)
         )
 
 
-def _rest(whole: str, told: str) -> str:
-    return whole[len(told) :] if whole.startswith(told) else ""
+def _rest(whole: str, streamed: str) -> str:
+    return whole[len(streamed) :] if whole.startswith(streamed) else ""
 
 
 def _before(stops: tuple[str, ...], text: str) -> str:
@@ -169,30 +171,30 @@ class Parsers:
         opens_calls = tokenizer.convert_tokens_to_ids(family.call_opening)
         self._marks_before_calls = self._text_marks.ending_at(opens_calls)
 
-    def new(self, reading: Reading) -> DeltaReader:
+    def new(self, options: ParseOptions) -> DeltaReader:
         """A parser for one reply."""
         style, tokenizer = self._family.style, self._tokenizer
         if isinstance(style, CallStyle):
-            marks = self._marks if reading.reads_calls else self._text_marks
-            return StreamingParser(tokenizer, marks, reading)
+            marks = self._marks if options.reads_calls else self._text_marks
+            return StreamingParser(tokenizer, marks, options)
         if not self._family.call_opening:
-            return BatchParser(style, tokenizer, self._opening, reading)
-        if not reading.reads_calls:
-            return StreamingParser(tokenizer, self._text_marks, reading)
-        told = StreamingParser(tokenizer, self._marks_before_calls, reading)
-        return BatchParser(style, tokenizer, self._opening, reading, told)
+            return BatchParser(style, tokenizer, self._opening, options)
+        if not options.reads_calls:
+            return StreamingParser(tokenizer, self._text_marks, options)
+        streamed = StreamingParser(tokenizer, self._marks_before_calls, options)
+        return BatchParser(style, tokenizer, self._opening, options, streamed)
 
-    def answer(self, reading: Reading, token_ids: Sequence[int]) -> Answer:
+    def answer(self, options: ParseOptions, token_ids: Sequence[int]) -> ParsedReply:
         """The answer of a finished reply, as its parser would return it; a reply without marks is
         decoded at once."""
-        if (said := self._all_content(reading, token_ids)) is not None:
-            return Answer(self._tokenizer.decode(said).strip())
-        reader = self.new(reading)
+        if (ids := self._all_content(options, token_ids)) is not None:
+            return ParsedReply(self._tokenizer.decode(ids).strip())
+        reader = self.new(options)
         reader.feed(token_ids)
         reader.end(len(token_ids))
         return reader.answer()
 
-    def lead(self, name: str | None) -> list[int]:
+    def prefill(self, name: str | None) -> list[int]:
         """The tokens that close open reasoning and, if `name` is not None, begin a call; '' is any
         call."""
         style, marks = self._family.style, self._marks
@@ -203,14 +205,14 @@ class Parsers:
             text += "<tool_call>\n" + call_opening(style, name)
         return self._tokenizer.encode(text)
 
-    def _all_content(self, reading: Reading, token_ids: Sequence[int]) -> Sequence[int] | None:
+    def _all_content(self, options: ParseOptions, token_ids: Sequence[int]) -> Sequence[int] | None:
         """The reply without its end mark, if it is only content; else None."""
         marks = self._marks
         is_read_by_marks = isinstance(self._family.style, CallStyle)
-        if not is_read_by_marks or marks.opens_in_reasoning or reading.stop or reading.lead:
+        if not is_read_by_marks or marks.opens_in_reasoning or options.stop or options.prefill:
             return None
-        said = token_ids[:-1] if len(token_ids) and token_ids[-1] in marks.stops else token_ids
-        return said if marks.ids.isdisjoint(said) else None
+        ids = token_ids[:-1] if len(token_ids) and token_ids[-1] in marks.stops else token_ids
+        return ids if marks.ids.isdisjoint(ids) else None
 
     @property
     def call_end_ids(self) -> tuple[int, ...]:

@@ -17,10 +17,10 @@ import msgspec
 from rollmesh.core.types import Grammar
 from rollmesh.runtime.chat import (
     ROLES,
-    Answer,
     ChatMessage,
     DeltaReader,
-    Reading,
+    ParsedReply,
+    ParseOptions,
     ToolChoice,
     read_tools,
 )
@@ -193,9 +193,10 @@ class Prompts:
     def extend(self, sampled_ids: Sequence[int], chat: Chat) -> "array[int] | None":
         """The ids that follow a turn of `sampled_ids` when `chat`'s messages come after it.
 
-        `sampled_ids` begin with the turn's lead, if it had one. The result has the turn's missing
-        end, if it was truncated, and the generation prompt. None if this model's format cannot be
-        extended so; the whole chat must be rendered then. SessionError 400 if nothing may follow.
+        `sampled_ids` begin with the turn's prefill, if it had one. The result has the turn's
+        missing end, if it was truncated, and the generation prompt. None if this model's format
+        cannot be extended so; the whole chat must be rendered then. SessionError 400 if nothing may
+        follow.
         """
         if self._image_id is not None:
             check_sampled(sampled_ids, self._image_id)
@@ -211,15 +212,15 @@ class Prompts:
             ids = self._extend_behind_prefix(sampled_ids, messages, chat.tools)
         return None if ids is None else self._checked(ids, chat)
 
-    def reader(self, reading: Reading) -> DeltaReader:
+    def reader(self, options: ParseOptions) -> DeltaReader:
         """An incremental parser of one generation."""
-        return self._readers.new(reading)
+        return self._readers.new(options)
 
-    def answer(self, reading: Reading, token_ids: Sequence[int]) -> Answer:
+    def answer(self, options: ParseOptions, token_ids: Sequence[int]) -> ParsedReply:
         """The answer of a finished reply: all deltas of its parser combined."""
-        return self._readers.answer(reading, token_ids)
+        return self._readers.answer(options, token_ids)
 
-    def lead(
+    def prefill(
         self, tool_choice: ToolChoice, grammar: Grammar | None, tools: bytes
     ) -> tuple[int, ...]:
         """Tokens to put after the generation prompt as context, before anything is sampled.
@@ -231,7 +232,7 @@ class Prompts:
         if not (is_forced or grammar):
             return ()
         name = tool_choice.name or sole_function(tools)
-        return tuple(self._readers.lead(name if is_forced else None))
+        return tuple(self._readers.prefill(name if is_forced else None))
 
     @property
     def call_end_ids(self) -> tuple[int, ...]:

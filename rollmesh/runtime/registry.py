@@ -20,11 +20,11 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.images import images
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.restore import StoredSession
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.scopes import Loan, OpenSession, Scope, ScopeState
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.session_deps import AnySampler, SessionDeps, SessionKeys, Totals
+from rollmesh.runtime.session_deps import AnySampler, RuntimeCounters, SessionDeps, SessionKeys
 from rollmesh.runtime.shared_prefixes import SharedPrefixes
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.runtime.tool_calls import StopStrings
@@ -50,7 +50,7 @@ class Runtime:
     ) -> None:
         """`rotating_lines`: see InterceptionConfig; ConfigError for an invalid pattern."""
         self.prompts = prompts
-        self._totals = Totals()
+        self._totals = RuntimeCounters()
         rotating = compile_rotating(rotating_lines)
         self.deps = SessionDeps(
             sampler,
@@ -111,10 +111,10 @@ class Runtime:
         """
         return self._scope(rollout_id).lend(borrower, appends=appends)
 
-    def call_in(self, rollout_id: RolloutId) -> None:
+    def recall(self, rollout_id: RolloutId) -> None:
         """Recall the loans that append to the rollout's transcript, since it is about to be
         recorded."""
-        self._scope(rollout_id).call_in()
+        self._scope(rollout_id).recall()
 
     def cleanup_rollout(self, rollout_id: RolloutId) -> None:
         """End the rollout's scope, unless its group ends it. Idempotent."""
@@ -202,7 +202,7 @@ def new_runtime(
     folder = Path(config.model.path)
     tokenizer = load_tokenizer(folder)
     prompts = Prompts(choose_family(folder, config.model.renderer, tokenizer), tokenizer)
-    parts = SamplerParts(
+    parts = SamplerDeps(
         view=view,
         vocab_size=tokenizer.vocab_size,
         report=report,

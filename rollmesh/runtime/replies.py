@@ -28,7 +28,7 @@ from rollmesh.core.errors import (
 )
 from rollmesh.core.types import DialectName, SamplingParams, VersionRun
 from rollmesh.engine.answers import TopLogprobs
-from rollmesh.runtime.chat import Answer, DeltaReader, Reading, SamplingAsk, Turn
+from rollmesh.runtime.chat import DeltaReader, ParsedReply, ParseOptions, RequestedSampling, Turn
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.message_trie import NO_NODE, MessageNode
 from rollmesh.runtime.prompts import Prompts
@@ -98,7 +98,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
     params: SamplingParams
     index: int = 0
     """Position among the choices of its call."""
-    ask: SamplingAsk = SamplingAsk()
+    sampling: RequestedSampling = RequestedSampling()
     """The sampling fields that the agent requested."""
     dialect: DialectName = ""
     min_policy_version: int = -1
@@ -107,7 +107,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
     @property
     def forced(self) -> tuple[str, ...]:
         """Sampling fields that the session's policy set against the agent's request."""
-        return forced_fields(self.ask, self.params)
+        return forced_fields(self.sampling, self.params)
 
 
 class ReplySource(msgspec.Struct, frozen=True):
@@ -116,9 +116,9 @@ class ReplySource(msgspec.Struct, frozen=True):
     context: MessageNode
     """The history that it answers."""
     node: int
-    """The last node of its prompt: that of `context`, or a lead after it."""
-    lead: tuple[int, ...] = ()
-    """The tokens of that lead."""
+    """The last node of its prompt: that of `context`, or a prefill after it."""
+    prefill: tuple[int, ...] = ()
+    """The tokens of that prefill."""
     tools: bytes = b""
     """The offered tools; a JSON array in chat shape."""
     is_raw: bool = False
@@ -133,7 +133,7 @@ class Reply:
     """One reply; only its session writes the attributes."""
 
     __slots__ = (
-        "_graph", "_top_logprobs", "answer", "failure", "generation", "head", "is_untaken",
+        "_graph", "_top_logprobs", "answer", "failure", "generation", "head", "is_undelivered",
         "matched_stop", "node", "source", "state",
     )  # fmt: skip
 
@@ -150,14 +150,14 @@ class Reply:
         self.generation = generation
         self.state = ReplyState.SAMPLING
         self.node = NO_NODE
-        self.answer: Answer | None = None
+        self.answer: ParsedReply | None = None
         """Parsed at the commit, dropped after delivery."""
         self.matched_stop: str | None = None
         """The stop string that ended it."""
         self.failure: SessionError | None = None
         """Why it is VOID, for its readers; None if the session's end is the reason."""
 
-        self.is_untaken = False
+        self.is_undelivered = False
         """COMMITTED, and its reader left before the last byte; written by the recorder."""
         self._graph = graph
         self._top_logprobs: Sequence[TopLogprobs] = ()
@@ -211,11 +211,13 @@ class Reply:
         """All tokens that it was sampled after."""
         return self._graph.path_ids(self.source.node)
 
-    def reading(self) -> Reading:
+    def parse_options(self) -> ParseOptions:
         """How its tokens are parsed, unless it answers a raw prompt."""
         head, source = self.head, self.source
         prefix = f"call_{head.id.replace('-', '_')}"
-        return Reading(head.params.stop, head.reads_calls, prefix, source.lead, source.tools)
+        return ParseOptions(
+            head.params.stop, head.reads_calls, prefix, source.prefill, source.tools
+        )
 
     def settle(
         self,
@@ -369,7 +371,7 @@ class ReplyTable:
             self._listed.popleft().drop_top_logprobs()
 
 
-class Answers:
+class AnswerIndex:
     """Finds answers by id; an id without an answer, or with a void one, has no node."""
 
     __slots__ = ("_nodes", "_prompts", "_session_id")
@@ -403,13 +405,13 @@ class Answers:
         """An incremental parser of the reply's tokens."""
         if reply.source.is_raw:
             return self._prompts.raw_reader(reply.head.params.stop)
-        return self._prompts.reader(reply.reading())
+        return self._prompts.reader(reply.parse_options())
 
-    def read(self, reply: Reply) -> Answer:
+    def read(self, reply: Reply) -> ParsedReply:
         """The parsed reply so far."""
         token_ids = reply.token_ids()
         if not reply.source.is_raw:
-            return self._prompts.answer(reply.reading(), token_ids)
+            return self._prompts.answer(reply.parse_options(), token_ids)
         reader = self.reader(reply)
         reader.feed(token_ids)
         reader.end(len(token_ids))

@@ -23,7 +23,7 @@ from rollmesh.runtime.images import ImageRef, images
 from rollmesh.runtime.message_trie import NO_NODE, NO_NUMBER, Lookup, Match, MessageNode, read_chat
 from rollmesh.runtime.replies import (
     VOID_FINISH,
-    Answers,
+    AnswerIndex,
     Reply,
     ReplyHead,
     ReplySource,
@@ -31,16 +31,16 @@ from rollmesh.runtime.replies import (
     ReplyTable,
     number_of,
 )
-from rollmesh.runtime.session_deps import Locks, SessionDeps
+from rollmesh.runtime.session_deps import KeyDigests, SessionDeps
 from rollmesh.runtime.session_log import (
-    AnyDeed,
+    AnyEvent,
     CallBegan,
-    CallFailed,
-    ChatMessages,
     ChoiceEnded,
     DeliveryChanged,
     EventWriter,
-    RawMessages,
+    FaultsChanged,
+    NewMessages,
+    NewRawText,
     RepeatedNode,
     Text,
 )
@@ -52,7 +52,7 @@ class RestoredState(msgspec.Struct):
     """The state from which a session continues."""
 
     held: Conversation
-    answers: Answers
+    answers: AnswerIndex
     replies: ReplyTable
     num_calls: int = 0
     min_policy_version: int = -1
@@ -66,22 +66,22 @@ class StoredSession(msgspec.Struct, frozen=True):
 
     session_id: str
     event_writer: EventWriter
-    locks: Locks | None = None
+    locks: KeyDigests | None = None
     """Digests of the secrets that open it already."""
-    past: RestoredState | None = None
+    restored: RestoredState | None = None
 
 
 class SessionReplay:
-    """Rebuilds one session: `take` its events, then read `past`."""
+    """Rebuilds one session: `take` its events, then read `restored`."""
 
     def __init__(self, session_id: str, deps: SessionDeps, read: Callable[[int], bytes]) -> None:
         """`read` returns the text that is stored under a number."""
-        self._past = RestoredState(
+        self._restored = RestoredState(
             Conversation(deps.prompts, deps.rotating),
-            Answers(session_id, deps.prompts),
+            AnswerIndex(session_id, deps.prompts),
             ReplyTable(),
         )
-        self._message_nodes = self._past.held.history.regain()
+        self._message_nodes = self._restored.held.history.restore()
         self._raw: dict[int, tuple[MessageNode, str | None]] = {}
         """Raw prompts by node, with their text if they were sent as text."""
         self._of_node: dict[int, Reply] = {}
@@ -92,7 +92,7 @@ class SessionReplay:
         self._read = read
         self._prompts = deps.prompts
 
-    def take(self, event: AnyDeed) -> None:
+    def take(self, event: AnyEvent) -> None:
         """Apply one event."""
         match event:
             case CallBegan():
@@ -101,23 +101,23 @@ class SessionReplay:
                 self._answer(event)
             case DeliveryChanged():
                 self._take_back(event)
-            case CallFailed():
-                self._past.engine_fault = event.engine_fault
-                self._past.spent_because = event.spent_because
+            case FaultsChanged():
+                self._restored.engine_fault = event.engine_fault
+                self._restored.spent_because = event.spent_because
             case _:
                 assert_never(event)
 
-    def past(self) -> RestoredState:
+    def restored(self) -> RestoredState:
         """The restored state, after the last event; unanswered calls stay unanswered."""
-        for replies in list(self._past.replies.all()):
+        for replies in list(self._restored.replies.all()):
             if any(reply.node == NO_NODE for reply in replies):
                 self._withdraw(replies)
-        return self._past
+        return self._restored
 
     # a call
 
     def _ask(self, event: CallBegan) -> None:
-        past, held = self._past, self._past.held
+        restored, held = self._restored, self._restored.held
         tools = shared_tools(self._text(event.tools)) if event.tools != b"" else b""
         prompt, text = self._prompt(event, tools)
         context = held.hold(prompt, event.call)
@@ -125,45 +125,45 @@ class SessionReplay:
             self._raw[context.node] = context, text
         source = ReplySource(
             context,
-            held.lead_to(context.node, event.lead),
-            event.lead,
+            held.prefill_node(context.node, event.prefill),
+            event.prefill,
             tools,
             event.is_raw,
             text,
             event.digest,
         )
         replies = tuple([self._reply(event, source, choice) for choice in range(len(event.params))])
-        past.replies.put_again(event.digest, replies)
+        restored.replies.put_again(event.digest, replies)
         self._calls |= {event.call + choice: replies for choice in range(len(replies))}
-        past.num_calls = max(past.num_calls, event.call + len(replies))
+        restored.num_calls = max(restored.num_calls, event.call + len(replies))
 
     def _reply(self, event: CallBegan, source: ReplySource, choice: int) -> Reply:
-        past = self._past
+        restored = self._restored
         head = ReplyHead(
-            id=past.answers.begin(),
+            id=restored.answers.begin(),
             created_s=event.created_s,
-            num_prompt_tokens=past.held.graph.depth_of(source.node),
+            num_prompt_tokens=restored.held.graph.depth_of(source.node),
             reads_calls=event.reads_calls,
             params=event.params[choice],
             index=choice,
-            ask=event.ask,
+            sampling=event.sampling,
             dialect=event.dialect,
-            min_policy_version=past.min_policy_version,
+            min_policy_version=restored.min_policy_version,
         )
-        return Reply(head, source, None, past.held.graph)
+        return Reply(head, source, None, restored.held.graph)
 
     def _prompt(self, event: CallBegan, tools: bytes) -> tuple[Prompt, str | None]:
         """What was stored for a call, and its raw prompt, if that was sent as text."""
         token_ids = array("i")
         token_ids.frombytes(event.token_ids)
         place = event.place
-        if isinstance(place, ChatMessages):
+        if isinstance(place, NewMessages):
             match = self._match(place, tools_key_of(tools))
             cause = ForkCause(place.cause) if place.cause else None
             return Prompt(match, event.parent, token_ids, cause), None
         if isinstance(place, RepeatedNode):
-            message_node = self._spot_again(place)
-            return self._past.held.again(message_node), self._raw[message_node.node][
+            message_node = self._node_again(place)
+            return self._restored.held.again(message_node), self._raw[message_node.node][
                 1
             ] if event.is_raw else None
         text = self._whole_text(place, event.parent)
@@ -171,8 +171,8 @@ class SessionReplay:
         raw = RawPrompt(key, event.parent, token_ids)
         return Prompt(None, event.parent, token_ids, raw=raw), text
 
-    def _match(self, place: ChatMessages, tools_key: int) -> Match:
-        history = self._past.held.history
+    def _match(self, place: NewMessages, tools_key: int) -> Match:
+        history = self._restored.held.history
         history.catch_up()
         root = history.roots.get(tools_key) or MessageNode(None, b"")
         for way in place.ways:
@@ -180,7 +180,7 @@ class SessionReplay:
                 self._message_node(way.start, root), way.key, self._message_node(way.end, root)
             )
         if place.healed:
-            log = self._past.held.fork_log = self._past.held.fork_log or ForkLog()
+            log = self._restored.held.fork_log = self._restored.held.fork_log or ForkLog()
             for kind, number in place.healed.items():
                 log.healed[kind] = log.healed.get(kind, 0) + number
         shown = {**history.images}
@@ -199,7 +199,7 @@ class SessionReplay:
     # the end of a call
 
     def _answer(self, event: ChoiceEnded) -> None:
-        past, graph = self._past, self._past.held.graph
+        restored, graph = self._restored, self._restored.held.graph
         replies = self._calls[event.call]
         reply = next(each for each in replies if number_of(each) == event.call)
         is_void = event.finish_reason == VOID_FINISH
@@ -220,16 +220,18 @@ class SessionReplay:
             node = graph.add_sampled(reply.source.node, sampled)
             reply.settle(node, event.matched_stop, event.top_logprobs)
             self._of_node[reply.node] = reply
-            answer = past.answers.read(reply)
-            past.held.hold_answer(reply.source, answer, reply.node, is_void)
+            answer = restored.answers.read(reply)
+            restored.held.hold_answer(reply.source, answer, reply.node, is_void)
             last, num_falls = fall_back(event.policy_versions, reply.head.min_policy_version)
-            past.num_fell_back += num_falls
-            past.min_policy_version = last if num_falls else max(past.min_policy_version, last)
+            restored.num_fell_back += num_falls
+            restored.min_policy_version = (
+                last if num_falls else max(restored.min_policy_version, last)
+            )
         if is_void:
             self._withdraw(replies)
             return
-        past.answers.put(reply)
-        past.engine_fault = ""
+        restored.answers.put(reply)
+        restored.engine_fault = ""
         if all(each.node != NO_NODE for each in replies):
             for each in replies:
                 self._deliver(each, replies)
@@ -239,32 +241,32 @@ class SessionReplay:
         reply = next(each for each in replies if number_of(each) == event.call)
         if reply.state is ReplyState.VOID:
             return
-        reply.is_untaken = event.is_untaken
-        if not event.is_untaken:
+        reply.is_undelivered = event.is_undelivered
+        if not event.is_undelivered:
             self._deliver(reply, replies)
         elif reply.state is ReplyState.DELIVERED:
             reply.state = ReplyState.COMMITTED
             older = self._older.pop(id(replies), set())
-            self._past.replies.take_back(reply, older)
+            self._restored.replies.take_back(reply, older)
             self._supersede(older, is_so=False)
 
     def _deliver(self, reply: Reply, replies: tuple[Reply, ...]) -> None:
-        older = set(self._past.replies.delivered(reply))
+        older = set(self._restored.replies.delivered(reply))
         self._older.setdefault(id(replies), set()).update(older)
         self._supersede(older, is_so=True)
 
     def _supersede(self, nodes: set[int], *, is_so: bool) -> None:
         for node in nodes:
-            self._past.held.graph.nodes[node].superseded = is_so
+            self._restored.held.graph.nodes[node].superseded = is_so
 
     def _withdraw(self, replies: tuple[Reply, ...]) -> None:
         """Void all choices of a request, which are valid only together."""
-        past = self._past
-        if past.replies.newest(replies[0].source.digest) is replies:
-            past.replies.pop(replies[0].source.digest)
+        restored = self._restored
+        if restored.replies.newest(replies[0].source.digest) is replies:
+            restored.replies.pop(replies[0].source.digest)
         for reply in replies:
             if reply.state is not ReplyState.VOID and reply.node != NO_NODE:
-                past.held.graph.nodes[reply.node].finish_reason = VOID_FINISH
+                restored.held.graph.nodes[reply.node].finish_reason = VOID_FINISH
             reply.state = ReplyState.VOID
 
     # lookups by number
@@ -272,8 +274,8 @@ class SessionReplay:
     def _message_node(self, number: int, root: MessageNode) -> MessageNode:
         return root if number == NO_NUMBER else self._message_nodes[number]
 
-    def _spot_again(self, place: RepeatedNode) -> MessageNode:
-        self._past.held.history.catch_up()
+    def _node_again(self, place: RepeatedNode) -> MessageNode:
+        self._restored.held.history.catch_up()
         if place.message_node == NO_NUMBER:
             return self._raw[place.node][0]
         return self._message_nodes[place.message_node]
@@ -283,18 +285,18 @@ class SessionReplay:
 
     def _image(self, digest: str, address: str | int) -> ImageRef:
         if isinstance(address, str):
-            return images.regain(digest, address)
-        return images.regain(digest, self._read(address))
+            return images.restore(digest, address)
+        return images.restore(digest, self._read(address))
 
-    def _whole_text(self, place: RawMessages, parent: int) -> str | None:
+    def _whole_text(self, place: NewRawText, parent: int) -> str | None:
         if place.text is None:
             return None
         rest = self._text(place.text).decode()
         if parent == NO_NODE:
             return rest
         answer = self._of_node[parent]
-        said = self._prompts.text(answer.token_ids())
-        return (answer.source.prompt_text or "") + said + rest
+        sampled_text = self._prompts.text(answer.token_ids())
+        return (answer.source.prompt_text or "") + sampled_text + rest
 
     def _ids_to(self, parent: int, token_ids: "array[int]") -> tuple[int, ...]:
-        return (*self._past.held.graph.path_ids(parent), *token_ids)
+        return (*self._restored.held.graph.path_ids(parent), *token_ids)

@@ -30,10 +30,13 @@ from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation import Action, Event, Generation, GenerationMachine
 from rollmesh.runtime.generation_events import (
     KIND_OF_ERROR,
-    AbortLeg,
+    AbortAttempt,
+    AttemptFailed,
+    AttemptHeld,
+    AttemptSampled,
     AvoidEngine,
     ChooseEngine,
-    DropLeg,
+    DropAttempt,
     EngineChosen,
     EngineFull,
     EngineLost,
@@ -41,11 +44,8 @@ from rollmesh.runtime.generation_events import (
     FellBack,
     FleetMoved,
     GenerationRequest,
-    LegFailed,
-    LegHeld,
-    LegSampled,
     ReportFault,
-    StartLeg,
+    StartAttempt,
     StopMatcher,
     UpdateBegun,
     WakeReaders,
@@ -135,20 +135,20 @@ WAIT_LOG_S = 30.0
 log = get_logger()
 
 
-class _Leg:
+class _AttemptReceiver:
     """Receives one attempt's tokens from its engine and passes them to the generation."""
 
     __slots__ = ("_sampler", "call", "generation", "number", "url")
 
-    def __init__(self, sampler: "Sampler", generation: Generation, start: StartLeg) -> None:
+    def __init__(self, sampler: "Sampler", generation: Generation, start: StartAttempt) -> None:
         self.generation = generation
-        self.number = start.leg
+        self.number = start.attempt
         self.url = start.url
         self.call: Call | None = None
         self._sampler = sampler
 
     def on_chunk(self, chunk: LegChunk) -> None:
-        sampled = LegSampled(
+        sampled = AttemptSampled(
             self.number,
             chunk.token_ids,
             chunk.logprobs,
@@ -157,7 +157,7 @@ class _Leg:
             chunk.policy_versions,
             chunk.top_logprobs,
         )
-        self._sampler.hear(self, sampled)
+        self._sampler.on_answer(self, sampled)
 
     def on_end(self) -> None:
         self.call = None
@@ -165,7 +165,7 @@ class _Leg:
 
     def on_error(self, error: EngineError) -> None:
         self._sampler.drop(self)
-        self._sampler.hear(self, _failed(self.number, error))
+        self._sampler.on_answer(self, _failed(self.number, error))
 
 
 class EngineWait(msgspec.Struct, frozen=True):
@@ -177,7 +177,7 @@ class EngineWait(msgspec.Struct, frozen=True):
     why: str
 
 
-class SamplerParts(msgspec.Struct, frozen=True, kw_only=True):
+class SamplerDeps(msgspec.Struct, frozen=True, kw_only=True):
     """Dependencies of a sampler."""
 
     view: FleetView
@@ -196,7 +196,7 @@ class Sampler:
 
     def __init__(
         self,
-        parts: SamplerParts,
+        parts: SamplerDeps,
         settings: GenerationSettings | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -204,7 +204,7 @@ class Sampler:
         self._settings = settings or GenerationSettings()
         self._clock = clock or SystemClock()
         self._live: set[Generation] = set()
-        self._legs: dict[tuple[Generation, int], _Leg] = {}
+        self._attempts: dict[tuple[Generation, int], _AttemptReceiver] = {}
         """Attempts with an open connection, by their number within the generation."""
         self._queues = EngineQueues(parts.view, parts.max_inflight)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -260,7 +260,7 @@ class Sampler:
         return {
             "generations": len(self._live),
             "generations_queued": len(self._queues),
-            "legs": len(self._legs),
+            "legs": len(self._attempts),
             "engine_tasks": len(self._tasks),
         }
 
@@ -290,26 +290,29 @@ class Sampler:
 
     # events
 
-    def hear(self, leg: _Leg, event: LegSampled | LegFailed) -> None:
+    def on_answer(self, attempt: _AttemptReceiver, event: AttemptSampled | AttemptFailed) -> None:
         """Handle an engine's answer to an attempt."""
         try:
-            self._drive(leg.generation, event)
+            self._drive(attempt.generation, event)
         except Exception as error:  # door: one attempt's fault must not end its connection's loop
-            log.error("leg.broken", url=leg.url, exc_info=True)
-            self.drop(leg)
-            self._drive(leg.generation, LegFailed(leg.number, f"{type(error).__name__}: {error}"))
+            log.error("attempt.broken", url=attempt.url, exc_info=True)
+            self.drop(attempt)
+            self._drive(
+                attempt.generation,
+                AttemptFailed(attempt.number, f"{type(error).__name__}: {error}"),
+            )
 
-    def drop(self, leg: _Leg) -> None:
+    def drop(self, attempt: _AttemptReceiver) -> None:
         """Close the attempt's connection, if it is open, and give its place to the next
         generation."""
-        if self._legs.pop((leg.generation, leg.number), None) is None:
+        if self._attempts.pop((attempt.generation, attempt.number), None) is None:
             return
-        self._parts.view.count(leg.url, legs=-1)
-        if leg.call:
-            leg.call.close()
-            leg.call = None
+        self._parts.view.count(attempt.url, legs=-1)
+        if attempt.call:
+            attempt.call.close()
+            attempt.call = None
         if self._queues:
-            self._fill(leg.url)
+            self._fill(attempt.url)
 
     def _fill(self, url: str) -> None:
         """Start attempts of queued generations while their engine has free places."""
@@ -329,17 +332,21 @@ class Sampler:
         self._timer = None
         if self._live:
             self._timer = self._loop.call_later(TICK_S, self._tick)
-        held = self._held_legs()
+        held = self._held_attempts()
         for generation, number in held:
-            self._drive(generation, LegHeld(number))
+            self._drive(generation, AttemptHeld(number))
         for generation in list(self._live):
             self._drive(generation, Ticked())
         self._note_wait(len(held))
 
-    def _held_legs(self) -> list[tuple[Generation, int]]:
+    def _held_attempts(self) -> list[tuple[Generation, int]]:
         """Attempts that wait until a connection can be opened here."""
         calls = self._http.held
-        return [key for key, leg in self._legs.items() if leg.call in calls] if calls else []
+        return (
+            [key for key, attempt in self._attempts.items() if attempt.call in calls]
+            if calls
+            else []
+        )
 
     def _note_wait(self, num_held: int) -> None:
         """Update `waiting`, and log a long wait; `num_held` calls wait for a connection, which the
@@ -359,8 +366,10 @@ class Sampler:
         self._wait = EngineWait(len(waiting), since_s, why)
         if now_s >= max(since_s + WAIT_LOG_AFTER_S, self._wait_logged_s + WAIT_LOG_S):
             self._wait_logged_s = now_s
-            say = log.info if view.is_paused(max(waiting)) else log.warning
-            say("engine.awaited", num_calls=len(waiting), waited_s=round(now_s - since_s), why=why)
+            log_wait = log.info if view.is_paused(max(waiting)) else log.warning
+            log_wait(
+                "engine.awaited", num_calls=len(waiting), waited_s=round(now_s - since_s), why=why
+            )
 
     def _on_table(self) -> None:
         view = self._parts.view
@@ -369,15 +378,15 @@ class Sampler:
                 del self.clients[url]
         for generation in list(self._live):
             machine = generation.machine
-            row = view.find(machine.leg_url) if machine.leg_url else None
-            if machine.leg_url and (row is None or is_lost(row, machine.leg_incarnation)):
-                self._drive(generation, EngineLost(machine.leg_url))
-            if machine.leg_url and row:
+            row = view.find(machine.attempt_url) if machine.attempt_url else None
+            if machine.attempt_url and (row is None or is_lost(row, machine.attempt_incarnation)):
+                self._drive(generation, EngineLost(machine.attempt_url))
+            if machine.attempt_url and row:
                 is_paused = is_leased(row)
             else:
                 is_paused = view.is_paused(machine.min_policy_version)
             self._drive(generation, FleetMoved(is_paused))
-            if machine.leg_url and row and is_leased(row):
+            if machine.attempt_url and row and is_leased(row):
                 self._drive(generation, UpdateBegun(row.url))
         for url in self._queues.urls():
             self._fill(url)
@@ -396,21 +405,21 @@ class Sampler:
                 why = never or view.why_waiting(least)
                 missed = EngineMissed(why, bool(never), view.is_behind(least))
                 self._drive(generation, chosen or missed)
-            case StartLeg():
-                self._start_leg(generation, action)
-            case AbortLeg():
-                self._spawn(self._abort_leg(action), f"abort {action.rid}")
+            case StartAttempt():
+                self._start_attempt(generation, action)
+            case AbortAttempt():
+                self._spawn(self._abort_attempt(action), f"abort {action.rid}")
                 # An abort that came before its request has no effect, and ticks are far apart.
                 wait_s = self._settings.abort_repeat_s
                 self._loop.call_later(wait_s, self._drive, generation, Ticked())
-            case DropLeg():
-                leg = self._legs.get((generation, action.leg))
-                if leg:
-                    self.drop(leg)
+            case DropAttempt():
+                attempt = self._attempts.get((generation, action.attempt))
+                if attempt:
+                    self.drop(attempt)
             case FellBack():
                 self._log_fall(action)
             case AvoidEngine() | ReportFault():
-                self._shun(action)
+                self._avoid(action)
 
     def _log_fall(self, fall: FellBack) -> None:
         now_s = self._clock.now_s()
@@ -428,7 +437,7 @@ class Sampler:
             policy_version=fall.policy_version,
         )
 
-    def _shun(self, action: AvoidEngine | ReportFault) -> None:
+    def _avoid(self, action: AvoidEngine | ReportFault) -> None:
         """Avoid an engine for a moment; logged once, whatever the number of its attempts."""
         now_s, url = self._clock.now_s(), action.url
         is_news = self._avoid_until_s.get(url, now_s) <= now_s
@@ -469,9 +478,9 @@ class Sampler:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _start_leg(self, generation: Generation, start: StartLeg) -> None:
+    def _start_attempt(self, generation: Generation, start: StartAttempt) -> None:
         request = generation.machine.request
-        leg = _Leg(self, generation, start)
+        attempt = _AttemptReceiver(self, generation, start)
         asked = LegRequest(
             rid=start.rid,
             prompt_ids=request.prompt_ids,
@@ -486,14 +495,14 @@ class Sampler:
             adapter=start.adapter,
         )
         try:
-            leg.call = self._client(start.url).generate(asked, leg)
+            attempt.call = self._client(start.url).generate(asked, attempt)
         except EngineError as error:
-            self._drive(generation, _failed(start.leg, error))
+            self._drive(generation, _failed(start.attempt, error))
             return
-        self._legs[generation, start.leg] = leg
+        self._attempts[generation, start.attempt] = attempt
         self._parts.view.count(start.url, legs=1)
 
-    async def _abort_leg(self, action: AbortLeg) -> None:
+    async def _abort_attempt(self, action: AbortAttempt) -> None:
         try:
             await self._client(action.url).abort(action.rid)
         except EngineError as error:
@@ -508,5 +517,5 @@ class Sampler:
         return client
 
 
-def _failed(number: int, error: EngineError) -> LegFailed:
-    return LegFailed(number, str(error), KIND_OF_ERROR.get(type(error), "fault"))
+def _failed(number: int, error: EngineError) -> AttemptFailed:
+    return AttemptFailed(number, str(error), KIND_OF_ERROR.get(type(error), "fault"))

@@ -17,7 +17,7 @@ import msgspec
 from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineUnavailable
 from rollmesh.core.types import FieldPolicy, SamplingParams, SamplingPolicy, SamplingRule
 from rollmesh.engine.answers import UNVERSIONED
-from rollmesh.runtime.chat import SamplingAsk
+from rollmesh.runtime.chat import RequestedSampling
 
 Number = float | int
 MAX_SEED = 2**63 - 1
@@ -34,7 +34,7 @@ def derive_seed(seed: int, rollout_index: int, generation_index: int) -> int:
 
 def resolve(
     policy: SamplingPolicy,
-    ask: SamplingAsk,
+    requested: RequestedSampling,
     *,
     room_tokens: int,
     derived_seed: int,
@@ -46,8 +46,10 @@ def resolve(
     `room_tokens` is the number of tokens that the context has left; it always limits max_tokens.
     The choices of one call never share a seed, whatever its source.
     """
-    decided = _decide(policy, ask, stop_token_ids)
-    seed = _pick(policy.seed, None if ask.seed is None else ask.seed + choice, derived_seed)
+    decided = _decide(policy, requested, stop_token_ids)
+    seed = _pick(
+        policy.seed, None if requested.seed is None else requested.seed + choice, derived_seed
+    )
     if seed == policy.seed.value:
         seed += choice
     max_tokens = max(1, min(decided.max_tokens, room_tokens))
@@ -56,47 +58,47 @@ def resolve(
 
 @functools.lru_cache(maxsize=64)
 def _decide(
-    policy: SamplingPolicy, ask: SamplingAsk, stop_token_ids: tuple[int, ...]
+    policy: SamplingPolicy, requested: RequestedSampling, stop_token_ids: tuple[int, ...]
 ) -> SamplingParams:
     """The parameters that do not depend on the call; cached, since an agent's turns request the
     same."""
     free = policy.penalties.policy is not FieldPolicy.FORCE
     has_bias = policy.logit_bias.policy is not FieldPolicy.FORCE
     has_grammar = policy.grammar.policy is not FieldPolicy.FORCE
-    temperature = _pick(policy.temperature, ask.temperature, 1.0)
-    top_p = _pick(policy.top_p, ask.top_p, 1.0)
+    temperature = _pick(policy.temperature, requested.temperature, 1.0)
+    top_p = _pick(policy.top_p, requested.top_p, 1.0)
     if top_p == 0:
         # Temperature 0 as the smallest nucleus: engines accept no top_p of 0.
         temperature, top_p = 0.0, 1.0
     return SamplingParams(
-        max_tokens=int(_pick(policy.max_tokens, ask.max_tokens, sys.maxsize)),
+        max_tokens=int(_pick(policy.max_tokens, requested.max_tokens, sys.maxsize)),
         temperature=temperature,
         top_p=top_p,
-        top_k=int(_pick(policy.top_k, ask.top_k, NO_TOP_K)) or NO_TOP_K,
-        stop=ask.stop,
+        top_k=int(_pick(policy.top_k, requested.top_k, NO_TOP_K)) or NO_TOP_K,
+        stop=requested.stop,
         stop_token_ids=stop_token_ids,
-        frequency_penalty=(ask.frequency_penalty or 0.0) if free else 0.0,
-        presence_penalty=(ask.presence_penalty or 0.0) if free else 0.0,
-        repetition_penalty=(ask.repetition_penalty or 1.0) if free else 1.0,
-        min_p=_pick(policy.min_p, ask.min_p, 0.0),
-        logit_bias=ask.logit_bias if has_bias else (),
-        grammar=ask.grammar if has_grammar else None,
+        frequency_penalty=(requested.frequency_penalty or 0.0) if free else 0.0,
+        presence_penalty=(requested.presence_penalty or 0.0) if free else 0.0,
+        repetition_penalty=(requested.repetition_penalty or 1.0) if free else 1.0,
+        min_p=_pick(policy.min_p, requested.min_p, 0.0),
+        logit_bias=requested.logit_bias if has_bias else (),
+        grammar=requested.grammar if has_grammar else None,
     )
 
 
-def forced_fields(ask: SamplingAsk, params: SamplingParams) -> tuple[str, ...]:
+def forced_fields(requested: RequestedSampling, params: SamplingParams) -> tuple[str, ...]:
     """Names of the fields that the agent set and that are sampled with another value."""
-    if ask == _NOTHING_ASKED:
+    if requested == _NOTHING_REQUESTED:
         return ()
     names = []
-    for name in SamplingAsk.__struct_fields__:
-        asked = getattr(ask, name)
+    for name in RequestedSampling.__struct_fields__:
+        asked = getattr(requested, name)
         if asked not in (None, ()) and asked != getattr(params, name):
             names.append(name)
     return tuple(names)
 
 
-_NOTHING_ASKED = SamplingAsk()
+_NOTHING_REQUESTED = RequestedSampling()
 
 
 def _pick(rule: SamplingRule, asked: Number | None, otherwise: Number) -> Number:
@@ -106,14 +108,14 @@ def _pick(rule: SamplingRule, asked: Number | None, otherwise: Number) -> Number
     return otherwise if rule.value is None else rule.value
 
 
-WHERE_TO_LOOK = "`rollmesh status`, or a gateway's /healthz, says more"
-MAX_SAID_CHARS = 300
+REMEDY = "see `rollmesh status` or a gateway's /healthz"
+MAX_QUOTED_CHARS = 300
 """Engine errors are passed on to agents; longer ones, such as pages of HTML, are truncated."""
 
 _NOT_READY = "no engine is ready"
 _BEHIND = "no engine has weights as new as this session has seen"
 
-EngineLife = tuple[str, str]
+EngineIncarnation = tuple[str, str]
 """(url, incarnation)"""
 
 
@@ -128,12 +130,12 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     abort_timeout_s: float = 5.0
     """An attempt that does not end within this time is dropped with the tokens that it has not
     sent."""
-    max_fruitless_legs: int = 16
+    max_fruitless_attempts: int = 16
     """Number of consecutive attempts without a token after which the generation fails."""
     max_full_queues: int = 8
     """Number of consecutive attempts that meet a full queue after which the caller must retry
     later."""
-    max_broken_legs: int = 3
+    max_broken_attempts: int = 3
     """Number of attempts that break before the first token of a request with images after which the
     request is considered the cause."""
     sick_s: float = 1.5
@@ -144,7 +146,7 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_backoff_s: float = 1.0
 
 
-class Patience:
+class RetryState:
     """Retry state of one generation. Its methods return the error to end with, or None."""
 
     __slots__ = (
@@ -166,7 +168,7 @@ class Patience:
         self._num_fruitless = 0
         self._num_full_queues = 0
         self._num_broken = 0
-        self._faulted: set[EngineLife] = set()
+        self._faulted: set[EngineIncarnation] = set()
         """Engine incarnations that failed since the last token."""
         self._sick_since_s = 0.0
         self._missing = _NOT_READY
@@ -189,21 +191,21 @@ class Patience:
         SGLang answers 500, or cuts the stream, if an image's address is invalid.
         """
         self._num_broken += 1
-        if self._num_broken < self._settings.max_broken_legs:
+        if self._num_broken < self._settings.max_broken_attempts:
             return None
-        why = f"engines break at this request, which shows images; are they in reach? {detail}"
+        why = f"engines fail at this request, which has images; can they reach them? {detail}"
         return EngineBroke(why)
 
-    def on_fault(self, life: EngineLife, detail: str, now_s: float) -> EngineError | None:
+    def on_fault(self, life: EngineIncarnation, detail: str, now_s: float) -> EngineError | None:
         """The engine failed without a token, and the request is not known to be the cause."""
         self._num_full_queues = 0
-        self._last_said = detail[:MAX_SAID_CHARS]
+        self._last_said = detail[:MAX_QUOTED_CHARS]
         if not self._faulted:
             self._sick_since_s = now_s
         is_again = life in self._faulted
         self._faulted.add(life)
         if is_again and now_s - self._sick_since_s >= self._settings.sick_s:
-            return self._unavailable("the engine fails at every try, and no other is there")
+            return self._unavailable("the engine fails at every attempt, and there is no other")
         return None
 
     def on_cut(self, is_fruitful: bool, now_s: float) -> EngineError | None:
@@ -213,8 +215,8 @@ class Patience:
             self._faulted.clear()
             return None
         self._num_fruitless += 1
-        if self._num_fruitless > self._settings.max_fruitless_legs:
-            return self._unavailable("no engine got on with it; are they healthy?")
+        if self._num_fruitless > self._settings.max_fruitless_attempts:
+            return self._unavailable("no engine made progress; are they healthy?")
         if self._num_fruitless > 1:
             wait_s = self._settings.backoff_s * 2.0 ** (self._num_fruitless - 2)
             self.not_before_s = now_s + min(wait_s, self._settings.max_backoff_s)
@@ -229,7 +231,7 @@ class Patience:
     def on_missing(self, why: str, *, is_behind: bool = False) -> None:
         """No engine is available, for the reason `why`; READY engines are behind the session."""
         self._missing = _BEHIND if is_behind else _NOT_READY
-        self._last_said = why[:MAX_SAID_CHARS] or self._last_said
+        self._last_said = why[:MAX_QUOTED_CHARS] or self._last_said
 
     def without_engine(self) -> EngineError:
         """The error if no engine was available for as long as a call waits."""
@@ -237,4 +239,4 @@ class Patience:
 
     def _unavailable(self, why: str) -> EngineUnavailable:
         last = f" (last: {self._last_said})" if self._last_said else ""
-        return EngineUnavailable(f"{why}{last}; {WHERE_TO_LOOK}")
+        return EngineUnavailable(f"{why}{last}; {REMEDY}")

@@ -26,7 +26,7 @@ from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy
 from rollmesh.runtime.restore import StoredSession
 from rollmesh.runtime.sampling import derive_seed
 from rollmesh.runtime.session import Session, SessionState
-from rollmesh.runtime.session_deps import Locks, SessionDeps, SessionKeys, SessionOptions
+from rollmesh.runtime.session_deps import KeyDigests, SessionDeps, SessionKeys, SessionOptions
 
 log = get_logger()
 
@@ -58,27 +58,27 @@ class Loan:
         self.release()
 
 
-class _Out(NamedTuple):
+class _OpenLoan(NamedTuple):
     """An open loan."""
 
     borrower: str
     session: Session
-    locks: Locks
+    locks: KeyDigests
     loan: weakref.ref[Loan]
 
 
-class Loans:
+class OpenLoans:
     """The open loans of one scope."""
 
     __slots__ = ("__weakref__", "_num_made", "_on_back", "_out", "_session_keys")
 
     def __init__(
-        self, session_keys: SessionKeys[Session], on_back: Callable[[Session, Locks], None]
+        self, session_keys: SessionKeys[Session], on_return: Callable[[Session, KeyDigests], None]
     ) -> None:
-        """`on_back` is called with each session whose key is returned, for whatever reason."""
+        """`on_return` is called with each session whose key is returned, for whatever reason."""
         self._session_keys = session_keys
-        self._on_back = on_back
-        self._out: dict[int, _Out] = {}
+        self._on_back = on_return
+        self._out: dict[int, _OpenLoan] = {}
         self._num_made = 0
 
     def __len__(self) -> int:
@@ -94,10 +94,10 @@ class Loans:
         def give_back() -> None:
             loans = this()
             if loans is not None:
-                loans._back(number)  # noqa: SLF001 - same module
+                loans._return_key(number)  # noqa: SLF001 - same module
 
         loan = Loan(borrower, made.api_key, give_back)
-        self._out[number] = _Out(borrower, session, made.locks, weakref.ref(loan))
+        self._out[number] = _OpenLoan(borrower, session, made.locks, weakref.ref(loan))
         return loan
 
     def has(self, session: Session) -> bool:
@@ -114,18 +114,18 @@ class Loans:
             if each.loan() is None:
                 self._leaked(number, each, "dropped without a release")
 
-    def call_in(self, why: str, session: Session | None = None) -> None:
+    def recall(self, why: str, session: Session | None = None) -> None:
         """Recall all loans, or those of one session, and name their borrowers."""
         for number, each in list(self._out.items()):
             if session in (None, each.session):
                 self._leaked(number, each, why)
 
-    def _leaked(self, number: int, out: _Out, why: str) -> None:
+    def _leaked(self, number: int, out: _OpenLoan, why: str) -> None:
         rollout_id = str(out.session.rollout_id)
         log.warning("loan.leaked", borrower=out.borrower, rollout_id=rollout_id, why=why)
-        self._back(number)
+        self._return_key(number)
 
-    def _back(self, number: int) -> None:
+    def _return_key(self, number: int) -> None:
         out = self._out.pop(number, None)
         if out is not None:
             self._session_keys.retire(out.locks)
@@ -193,9 +193,9 @@ class Scope:
         self._session_keys = session_keys
         self._sampling = SamplingPolicy()
         self._seed = 0
-        self._locks: list[Locks] = []
+        self._locks: list[KeyDigests] = []
         """Digests of all keys of this scope: they get a 410 until the end."""
-        self._loans: Loans | None = None
+        self._loans: OpenLoans | None = None
         """None in most scopes, which never lend."""
         self._lent_since_s = 0.0
         self._on_end: list[Callable[[], None]] = []
@@ -214,7 +214,7 @@ class Scope:
         self.close()
         if self._loans:
             self._loans.find_dropped()
-            self._loans.call_in("the rollout is run again")
+            self._loans.recall("the rollout is run again")
         if self.session is not None:
             self.session.forget()
         self.state = ScopeState.OPEN
@@ -243,20 +243,20 @@ class Scope:
         """
         if self.state in (ScopeState.LENT, ScopeState.ENDED):
             raise TrajectoryEnded(str(self.rollout_id))
-        self._loans = self._loans or Loans(self._session_keys, self._came_back)
+        self._loans = self._loans or OpenLoans(self._session_keys, self._came_back)
         if not appends:
             return self._loans.make(borrower, self._session_of_borrower())
-        assert self.state is ScopeState.OVER, "its own agent still speaks"
+        assert self.state is ScopeState.OVER, "its own agent has not ended"
         assert self.session is not None
         if self.session.state is SessionState.SEALED:
             self.session.reopen()
         return self._loans.make(borrower, self.session)
 
-    def call_in(self) -> None:
+    def recall(self) -> None:
         """Recall the loans of the transcript, and name their borrowers."""
         if self._loans:
             self._loans.find_dropped()
-            self._loans.call_in("its rollout is to be recorded", self.session)
+            self._loans.recall("its rollout is about to be recorded", self.session)
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call `callback` when the scope has ended."""
@@ -279,12 +279,12 @@ class Scope:
         if self._loans and self.state is ScopeState.LENT:
             self._loans.find_dropped()
             if self._deps.clock.now_s() - self._lent_since_s >= LOAN_PATIENCE_S:
-                self.give_up(f"still out {LOAN_PATIENCE_S:g} s after its scope was to end")
+                self.give_up(f"not released {LOAN_PATIENCE_S:g} s after its scope's end")
 
     def give_up(self, why: str) -> None:
         """End the scope without waiting for borrowers any longer; after `end`."""
         if self._loans and self.state is ScopeState.LENT:
-            self._loans.call_in(why)
+            self._loans.recall(why)
 
     def sessions(self) -> list[Session]:
         """Its own session, and those of borrowers."""
@@ -306,7 +306,7 @@ class Scope:
         kept: StoredSession | None = None,
         min_policy_version: int = -1,
     ) -> Session:
-        ask = SessionOptions(
+        options = SessionOptions(
             kept.session_id if kept else new_id("s", 6),
             self.rollout_id,
             sampling,
@@ -314,7 +314,7 @@ class Scope:
             kept.event_writer if kept else None,
             min_policy_version,
         )
-        return Session(ask, self._deps, kept.past if kept else None)
+        return Session(options, self._deps, kept.restored if kept else None)
 
     def _session_of_borrower(self) -> Session:
         """A session of a borrower, which is sampled as the borrower requests, since it is not
@@ -323,7 +323,7 @@ class Scope:
         number = len(self._locks) + self.num_loans
         return self._new_session(sampling, derive_seed(self._seed, self.rollout_id.index, -number))
 
-    def _came_back(self, session: Session, locks: Locks) -> None:
+    def _came_back(self, session: Session, locks: KeyDigests) -> None:
         assert self._loans is not None
         self._locks.append(locks)
         if not self._loans.has(session):

@@ -19,7 +19,7 @@ import msgspec
 from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.types import FieldPolicy, ForkRow, NodeRow, SamplingParams
-from rollmesh.runtime.chat import Answer, ChatMessage, Turn
+from rollmesh.runtime.chat import ChatMessage, ParsedReply, Turn
 from rollmesh.runtime.conversation import Conversation, Prompt, as_message, find_shown, shared_tools
 from rollmesh.runtime.forks import ForkReport
 from rollmesh.runtime.generation import GenerationState
@@ -29,7 +29,7 @@ from rollmesh.runtime.message_trie import NO_NODE, MessageNode
 from rollmesh.runtime.replies import (
     RETRY_AFTER_S,
     VOID_FINISH,
-    Answers,
+    AnswerIndex,
     Reply,
     ReplyHead,
     ReplySource,
@@ -42,28 +42,28 @@ from rollmesh.runtime.replies import (
 from rollmesh.runtime.restore import RestoredState
 from rollmesh.runtime.sampling import derive_seed, resolve
 from rollmesh.runtime.session_deps import SessionDeps, SessionOptions
-from rollmesh.runtime.session_log import NO_DIARY, EventRecorder
+from rollmesh.runtime.session_log import NO_RECORDER, EventRecorder
 from rollmesh.runtime.token_graph import Path, branches_of
 
 
 class SamplingPlan(msgspec.Struct, frozen=True):
     """The parameters of each choice of a call; choices differ only in their seeds."""
 
-    lead: tuple[int, ...]
+    prefill: tuple[int, ...]
     choices: tuple[SamplingParams, ...]
 
 
-def lead_of(turn: Turn, ask: SessionOptions, deps: SessionDeps) -> tuple[int, ...]:
+def prefill_of(turn: Turn, options: SessionOptions, deps: SessionDeps) -> tuple[int, ...]:
     """Tokens after the prompt that are given as context; none for a raw prompt."""
-    if turn.is_raw or (turn.ask.grammar is None and turn.tool_choice.kind == "auto"):
+    if turn.is_raw or (turn.sampling.grammar is None and turn.tool_choice.kind == "auto"):
         return ()
-    is_free = ask.sampling.grammar.policy is not FieldPolicy.FORCE
-    grammar = turn.ask.grammar if is_free else None
-    return deps.prompts.lead(turn.tool_choice, grammar, turn.tools)
+    is_free = options.sampling.grammar.policy is not FieldPolicy.FORCE
+    grammar = turn.sampling.grammar if is_free else None
+    return deps.prompts.prefill(turn.tool_choice, grammar, turn.tools)
 
 
 def plan_sampling(
-    turn: Turn, num_prompt: int, call: int, ask: SessionOptions, deps: SessionDeps
+    turn: Turn, num_prompt: int, call: int, options: SessionOptions, deps: SessionDeps
 ) -> SamplingPlan:
     """The parameters for sampling after `num_prompt` tokens, for the session's calls from number
     `call` on.
@@ -71,8 +71,8 @@ def plan_sampling(
     SessionError 400 if the context is full, or a token id is outside the vocabulary.
     """
     prompts, max_tokens = deps.prompts, deps.max_context_tokens
-    lead = lead_of(turn, ask, deps)
-    num_prompt += len(lead)
+    prefill = prefill_of(turn, options, deps)
+    num_prompt += len(prefill)
     if num_prompt >= max_tokens:
         raise SessionError(
             400,
@@ -80,7 +80,7 @@ def plan_sampling(
             f"This model's maximum context length is {max_tokens} tokens. "
             f"However, your messages resulted in {num_prompt} tokens.",
         )
-    bias = turn.ask.logit_bias
+    bias = turn.sampling.logit_bias
     if bias and not all(0 <= token_id < prompts.vocab_size for token_id, _ in bias):
         why = f"logit_bias: expected token ids from 0 to {prompts.vocab_size - 1}"
         raise SessionError(400, "invalid_logit_bias", why)
@@ -89,16 +89,16 @@ def plan_sampling(
         ends = (*ends, *prompts.call_end_ids)
     choices = [
         resolve(
-            ask.sampling,
-            turn.ask,
+            options.sampling,
+            turn.sampling,
             room_tokens=max_tokens - num_prompt,
-            derived_seed=derive_seed(ask.seed, ask.rollout_id.index, call + choice),
+            derived_seed=derive_seed(options.seed, options.rollout_id.index, call + choice),
             stop_token_ids=ends,
             choice=choice,
         )
         for choice in range(turn.num_choices)
     ]
-    return SamplingPlan(lead, tuple(choices))
+    return SamplingPlan(prefill, tuple(choices))
 
 
 class SessionRecord(msgspec.Struct, frozen=True):
@@ -129,7 +129,7 @@ def record_of(
     held: Conversation,
     delivered: Collection[Reply],
     num_calls: int,
-    parse: Callable[[Reply], Answer],
+    parse: Callable[[Reply], ParsedReply],
 ) -> SessionRecord:
     """The record of a session with these delivered replies; `parse` reads one of them."""
     branches, nodes = branches_of(held.graph, held.root_kinds), held.graph.nodes
@@ -175,10 +175,10 @@ class Session:
 
     __slots__ = (
         "__weakref__",
-        "_ask",
         "_deps",
         "_held",
         "_min_policy_version",
+        "_options",
         "_replies",
         "_sealed_because",
         "answers",
@@ -194,11 +194,11 @@ class Session:
     )  # fmt: skip
 
     def __init__(
-        self, ask: SessionOptions, deps: SessionDeps, past: RestoredState | None = None
+        self, options: SessionOptions, deps: SessionDeps, restored: RestoredState | None = None
     ) -> None:
-        """A session with `past` continues from there."""
-        self.session_id = ask.session_id
-        self.rollout_id = ask.rollout_id
+        """A session with `restored` continues from there."""
+        self.session_id = options.session_id
+        self.rollout_id = options.rollout_id
         self.state = SessionState.OPEN
         self.num_calls = 0
         self.num_fell_back = 0
@@ -210,17 +210,17 @@ class Session:
         """The limit that ended it early; '' if none did."""
         self.sampling: list[Reply] = []
         """Replies whose tokens are not in the graph yet."""
-        self._ask = ask
+        self._options = options
         self._deps = deps
-        self.recorder = EventRecorder(ask.event_writer) if ask.event_writer else NO_DIARY
+        self.recorder = EventRecorder(options.event_writer) if options.event_writer else NO_RECORDER
         self._held: Conversation | None = None
         """Created by the first call: most sessions of a large run wait for theirs."""
         self._replies = ReplyTable()
-        self.answers = Answers(ask.session_id, deps.prompts)
+        self.answers = AnswerIndex(options.session_id, deps.prompts)
         self._sealed_because = ""
-        self._min_policy_version = ask.min_policy_version
-        if past is not None:
-            self._regain(past)
+        self._min_policy_version = options.min_policy_version
+        if restored is not None:
+            self._restore(restored)
 
     async def attach(self, turn: Turn) -> tuple[Reply, ...]:
         """The replies to `turn`, one per choice: existing or new ones.
@@ -239,7 +239,7 @@ class Session:
             and (shared_prefix := self._deps.shared_prefixes.find(turn)) is not None
         ):
             return self._start(turn, self._conversation.begin(shared_prefix))
-        turn = self._spelled_out(turn)
+        turn = self._with_references(turn)
         prompt = await self._build(turn)
         # Other calls may have continued meanwhile: check again.
         shown = self._replies.all(), self.answers.read
@@ -253,10 +253,10 @@ class Session:
         """
         self._check_open()
         held = self._conversation
-        prompt = await self._build(self._spelled_out(turn))
-        return held.num_tokens(prompt) + len(lead_of(turn, self._ask, self._deps))
+        prompt = await self._build(self._with_references(turn))
+        return held.num_tokens(prompt) + len(prefill_of(turn, self._options, self._deps))
 
-    def finish(self, reply: Reply) -> Answer:
+    def finish(self, reply: Reply) -> ParsedReply:
         """The answer of an ended reply, which is committed first. SessionError if its generation
         failed."""
         if reply.state is ReplyState.SAMPLING:
@@ -307,8 +307,8 @@ class Session:
             self._void(reply)
         for replies in self._replies.all():
             self._withdraw(replies)
-        for told in self._deps.on_sealed:
-            told(self.rollout_id)
+        for notify in self._deps.on_sealed:
+            notify(self.rollout_id)
 
     def reopen(self) -> None:
         """Accept calls again, of a child task that continues the transcript; after `seal`."""
@@ -321,7 +321,7 @@ class Session:
         as `truncated` for this reason. Idempotent."""
         if self.state is SessionState.OPEN:
             self.state, self.spent_because = SessionState.SPENT, reason
-            self.recorder.noted(self.engine_fault, self.spent_because)
+            self.recorder.faults_changed(self.engine_fault, self.spent_because)
 
     def fork_report(self) -> ForkReport:
         """Forks, and the differences that were healed instead."""
@@ -340,7 +340,7 @@ class Session:
         note_freed(self.held_bytes)
         if self._held is not None:
             self._held.history.forget()
-        self._held, self.recorder, self._replies = None, NO_DIARY, ReplyTable()
+        self._held, self.recorder, self._replies = None, NO_RECORDER, ReplyTable()
         self.answers.forget()
 
     def held(self) -> dict[str, int]:
@@ -367,21 +367,21 @@ class Session:
             if len(turn.prompt_text or "") <= OFF_LOOP_BYTES:
                 return held.build_raw(turn)
             return await asyncio.to_thread(held.build_raw, turn)
-        start = self._spot_named(turn.previous_reply)
+        start = self._node_named(turn.previous_reply)
         place = held.match(turn, start)
         if place.chat.num_bytes <= OFF_LOOP_BYTES:
             return held.build(place)
         prompt = await asyncio.to_thread(held.build, place)
         self._check_open()
         again = held.match(turn, start)
-        return prompt if again.stand == place.stand else held.build(again)
+        return prompt if again.identity == place.identity else held.build(again)
 
-    def _spelled_out(self, turn: Turn) -> Turn:
+    def _with_references(self, turn: Turn) -> Turn:
         """The turn with the answers that it refers to by id; SessionError 400 for an unknown id."""
-        if turn.spell_out is None:
+        if turn.resolve_references is None:
             return turn
-        messages = turn.spell_out(turn.messages, self._find_answer)
-        return msgspec.structs.replace(turn, messages=messages, spell_out=None)
+        messages = turn.resolve_references(turn.messages, self._find_answer)
+        return msgspec.structs.replace(turn, messages=messages, resolve_references=None)
 
     def _find_answer(self, reply_id: str) -> ChatMessage | None:
         node = self.answers.node_of(reply_id)
@@ -417,8 +417,10 @@ class Session:
     def _start(self, turn: Turn, prompt: Prompt) -> tuple[Reply, ...]:
         self._check_turns(turn.num_choices)
         held = self._conversation
-        plan = plan_sampling(turn, held.num_tokens(prompt), self.num_calls, self._ask, self._deps)
-        told = self.recorder.telling(held)
+        plan = plan_sampling(
+            turn, held.num_tokens(prompt), self.num_calls, self._options, self._deps
+        )
+        changes = self.recorder.before_prompt(held)
         context = held.hold(prompt, self.num_calls)
         if (
             self.num_calls == 0
@@ -427,8 +429,8 @@ class Session:
             self._deps.shared_prefixes.keep(turn, shared_prefix)
         source = ReplySource(
             context,
-            held.lead_to(context.node, plan.lead),
-            plan.lead,
+            held.prefill_node(context.node, plan.prefill),
+            plan.prefill,
             shared_tools(turn.tools) if turn.tools else b"",
             turn.is_raw,
             turn.prompt_text,
@@ -436,7 +438,7 @@ class Session:
         )
         replies = tuple([self._sample(turn, source, p, n) for n, p in enumerate(plan.choices)])
         self._replies.put(turn.digest, replies)
-        self.recorder.begun(turn, prompt, replies, told)
+        self.recorder.begun(turn, prompt, replies, changes)
         if (num_bytes := self.held_bytes) > self._deps.max_session_bytes:
             self.end_early(self._deps.over_limit(num_bytes))
         return replies
@@ -480,7 +482,7 @@ class Session:
             reads_calls=turn.reads_calls,
             params=params,
             index=choice,
-            ask=turn.ask,
+            sampling=turn.sampling,
             dialect=turn.dialect,
             min_policy_version=self._min_policy_version,
         )
@@ -488,7 +490,7 @@ class Session:
         self.sampling.append(reply)
         return reply
 
-    def _spot_named(self, reply_id: str) -> MessageNode | None:
+    def _node_named(self, reply_id: str) -> MessageNode | None:
         """The node of the answer with this id; None for no id. SessionError 400 if there is
         none."""
         if not reply_id:
@@ -508,9 +510,7 @@ class Session:
             return
         reply.answer = self.answers.read(reply)
         finish = generation.finish_reason
-        if (
-            reply.answer.tool_calls and finish == "stop"
-        ):
+        if reply.answer.tool_calls and finish == "stop":
             finish = "tool_calls"
         self._enter(reply, finish)
         reply.state = ReplyState.COMMITTED
@@ -530,7 +530,7 @@ class Session:
             reply.failure = failure_of(generation.error)
             if isinstance(generation.error, EngineUnavailable):
                 self.engine_fault = str(generation.error)
-                self.recorder.noted(self.engine_fault, self.spent_because)
+                self.recorder.faults_changed(self.engine_fault, self.spent_because)
         if len(generation.token_ids):
             self._enter(reply, VOID_FINISH)
             if self.state is not SessionState.SEALED:
@@ -551,18 +551,18 @@ class Session:
         self._min_policy_version = last if num_falls else max(self._min_policy_version, last)
         self.recorder.ended(reply, sampled)
 
-    def _hold_answer(self, reply: Reply, answer: Answer) -> None:
+    def _hold_answer(self, reply: Reply, answer: ParsedReply) -> None:
         is_void = reply.state is ReplyState.VOID
         self._conversation.hold_answer(reply.source, answer, reply.node, is_void)
         if not is_void:
             self.answers.put(reply)
 
-    def _regain(self, past: RestoredState) -> None:
-        self._held, self._replies, self.answers = past.held, past.replies, past.answers
-        self.num_calls, self._min_policy_version = past.num_calls, past.min_policy_version
-        self.num_fell_back = past.num_fell_back
-        self.engine_fault, self.spent_because = past.engine_fault, past.spent_because
-        self.state = SessionState.SPENT if past.spent_because else SessionState.OPEN
+    def _restore(self, restored: RestoredState) -> None:
+        self._held, self._replies, self.answers = restored.held, restored.replies, restored.answers
+        self.num_calls, self._min_policy_version = restored.num_calls, restored.min_policy_version
+        self.num_fell_back = restored.num_fell_back
+        self.engine_fault, self.spent_because = restored.engine_fault, restored.spent_because
+        self.state = SessionState.SPENT if restored.spent_because else SessionState.OPEN
 
     def _gone(self) -> SessionError:
         why = f"this rollout's session is over: {self._sealed_because}"

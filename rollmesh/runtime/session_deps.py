@@ -28,7 +28,7 @@ SECRET_BYTES = 32
 
 S = TypeVar("S")
 
-Locks = tuple[bytes, bytes]
+KeyDigests = tuple[bytes, bytes]
 """The digests of a session's secrets."""
 
 
@@ -37,7 +37,7 @@ class NewSessionKeys(NamedTuple):
 
     api_key: str
     path_secret: str
-    locks: Locks
+    locks: KeyDigests
 
 
 class SessionKeys(Generic[S]):
@@ -65,7 +65,7 @@ class SessionKeys(Generic[S]):
             self._sessions[lock] = session
         return NewSessionKeys(api_key, path_secret, locks)
 
-    def reopen(self, locks: Locks, session: S) -> None:
+    def reopen(self, locks: KeyDigests, session: S) -> None:
         """Accept the secrets of these digests again, as in another process."""
         for lock in locks:
             self._sessions[lock] = session
@@ -80,18 +80,18 @@ class SessionKeys(Generic[S]):
             raise SessionError(401, "invalid_api_key", "Incorrect API key: no session here has it.")
         return session
 
-    def retire(self, locks: Locks) -> None:
+    def retire(self, locks: KeyDigests) -> None:
         """Answer both secrets with 410 until they are closed."""
         for lock in locks:
             self._sessions[lock] = None
 
-    def close(self, locks: Locks) -> None:
+    def close(self, locks: KeyDigests) -> None:
         """Forget both secrets."""
         for lock in locks:
             del self._sessions[lock]
 
 
-def locks_of(api_key: str, path_secret: str) -> Locks:
+def locks_of(api_key: str, path_secret: str) -> KeyDigests:
     """The digests of these secrets."""
     return _digest(api_key), _digest(path_secret)
 
@@ -108,7 +108,7 @@ class AnySampler(Protocol):
         """Number of calls that wait for an engine, for how long and why; None if none waits."""
 
 
-class Totals(msgspec.Struct):
+class RuntimeCounters(msgspec.Struct):
     """Counters, incremented on the hot path and read by a metrics collector."""
 
     num_calls: int = 0
@@ -124,7 +124,7 @@ class SessionDeps(msgspec.Struct, frozen=True):
     prompts: Prompts
     clock: Clock
     max_context_tokens: int
-    totals: Totals
+    totals: RuntimeCounters
     shared_prefixes: SharedPrefixes
     rotating: Rotating = None
     on_sealed: list[Callable[[RolloutId], None]] = []

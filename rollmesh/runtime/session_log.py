@@ -1,13 +1,13 @@
 """The events of a session, which are enough to restore it, token by token, in another process.
 
     attach --CallBegan--> ... --ChoiceEnded--> finish --written--> the last byte is sent
-    a limit, an engine fault --CallFailed-->    a reply not delivered --DeliveryChanged-->
+    a limit, an engine fault --FaultsChanged-->    a reply not delivered --DeliveryChanged-->
 
 - Events refer to message nodes and graph nodes by number, so they are replayed in order, from the
   first.
 - Tokens are those that the engine received and returned; nothing is rendered or tokenised again.
 - Events are on disk when `written` returns, before the last byte of the reply is sent.
-  DeliveryChanged and CallFailed delay no reply when the disk is full; they are written later.
+  DeliveryChanged and FaultsChanged delay no reply when the disk is full; they are written later.
 """
 
 from array import array
@@ -18,7 +18,7 @@ import msgspec
 
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.chat import SamplingAsk, Turn
+from rollmesh.runtime.chat import RequestedSampling, Turn
 from rollmesh.runtime.conversation import Conversation, Prompt
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.message_trie import NO_NUMBER, Match, MessageNode, unit_key
@@ -55,7 +55,7 @@ class AliasAdded(msgspec.Struct, frozen=True, array_like=True):
     end: int
 
 
-class ChatMessages(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
+class NewMessages(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
     """New messages after stored ones; nodes are given by number, -1 is the root of the tools."""
 
     message_node: int
@@ -71,7 +71,7 @@ class ChatMessages(msgspec.Struct, frozen=True, array_like=True, tag="chat"):
     """Cause of a fork that was known without comparing the history."""
 
 
-class RawMessages(msgspec.Struct, frozen=True, array_like=True, tag="raw"):
+class NewRawText(msgspec.Struct, frozen=True, array_like=True, tag="raw"):
     """A raw prompt; its text follows the text of the answer that it continues."""
 
     text: Text | None
@@ -90,15 +90,15 @@ class CallBegan(SessionEvent, frozen=True, tag="asked"):
     call: int
     """Number of its first choice."""
     digest: int
-    place: ChatMessages | RawMessages | RepeatedNode
+    place: NewMessages | NewRawText | RepeatedNode
     parent: int
     """The node that its new tokens follow."""
     token_ids: bytes
     """Bytes of int32."""
-    lead: tuple[int, ...]
+    prefill: tuple[int, ...]
     tools: Text
     params: tuple[SamplingParams, ...]
-    ask: SamplingAsk
+    sampling: RequestedSampling
     created_s: int
     reads_calls: bool
     is_raw: bool
@@ -123,10 +123,10 @@ class DeliveryChanged(SessionEvent, frozen=True, tag="untaken"):
     """A reader left before the last byte of a choice (True), or it was sent after all (False)."""
 
     call: int
-    is_untaken: bool
+    is_undelivered: bool
 
 
-class CallFailed(SessionEvent, frozen=True, tag="noted"):
+class FaultsChanged(SessionEvent, frozen=True, tag="noted"):
     """Why the newest call has no answer ('' if it has one), and the limit that ended the
     session."""
 
@@ -134,7 +134,7 @@ class CallFailed(SessionEvent, frozen=True, tag="noted"):
     spent_because: str
 
 
-AnyDeed = CallBegan | ChoiceEnded | DeliveryChanged | CallFailed
+AnyEvent = CallBegan | ChoiceEnded | DeliveryChanged | FaultsChanged
 
 
 class EventWriter(Protocol):
@@ -152,7 +152,7 @@ class EventWriter(Protocol):
     def image(self, image: ImageRef) -> ImageShown | None:
         """The event part of an image; None if an earlier event has it."""
 
-    def put(self, event: AnyDeed) -> None:
+    def put(self, event: AnyEvent) -> None:
         """Queue an event for the next write."""
 
     def be_due(self) -> None:
@@ -179,26 +179,28 @@ class PromptChanges:
 
     def shown(self, images: Iterable[ImageRef]) -> tuple[ImageShown, ...]:
         """The `images` that no event has yet."""
-        told = (self.event_writer.image(image) for image in images)
-        return tuple([each for each in told if each is not None])
+        changes = (self.event_writer.image(image) for image in images)
+        return tuple([each for each in changes if each is not None])
 
 
-def asked(turn: Turn, prompt: Prompt, replies: Sequence[Reply], told: PromptChanges) -> CallBegan:
+def call_began(
+    turn: Turn, prompt: Prompt, replies: Sequence[Reply], changes: PromptChanges
+) -> CallBegan:
     """The event of a call whose `prompt` is stored."""
     head, source = replies[0].head, replies[0].source
     new_ids = (
-        prompt.token_ids if prompt.line is None else told.held.graph.ids_of(source.context.node)
+        prompt.token_ids if prompt.line is None else changes.held.graph.ids_of(source.context.node)
     )
     return CallBegan(
         call=number_of(replies[0]),
         digest=source.digest,
-        place=_place_of(turn, prompt, source.context, told),
+        place=_place_of(turn, prompt, source.context, changes),
         parent=prompt.parent if prompt.line is None else ROOT,
         token_ids=_bytes_of("i", new_ids),
-        lead=source.lead,
-        tools=told.event_writer.same(source.tools),
+        prefill=source.prefill,
+        tools=changes.event_writer.same(source.tools),
         params=tuple([reply.head.params for reply in replies]),
-        ask=head.ask,
+        sampling=head.sampling,
         created_s=head.created_s,
         reads_calls=head.reads_calls,
         is_raw=source.is_raw,
@@ -206,7 +208,7 @@ def asked(turn: Turn, prompt: Prompt, replies: Sequence[Reply], told: PromptChan
     )
 
 
-def answered(reply: Reply, sampled: Sampled) -> ChoiceEnded:
+def choice_ended(reply: Reply, sampled: Sampled) -> ChoiceEnded:
     """The event of a choice that has ended and is in the graph."""
     top = reply.top_logprobs()
     return ChoiceEnded(
@@ -227,42 +229,42 @@ def _bytes_of(kind: Literal["i", "f"], values: Sequence[float]) -> bytes:
 
 
 def _place_of(
-    turn: Turn, prompt: Prompt, context: MessageNode, told: PromptChanges
-) -> ChatMessages | RawMessages | RepeatedNode:
+    turn: Turn, prompt: Prompt, context: MessageNode, changes: PromptChanges
+) -> NewMessages | NewRawText | RepeatedNode:
     if prompt.line is not None:
-        return ChatMessages(
+        return NewMessages(
             NO_NUMBER,
             NO_NUMBER,
             is_held=False,
-            messages=tuple([told.event_writer.text(raw) for raw in prompt.line.raws]),
+            messages=tuple([changes.event_writer.text(raw) for raw in prompt.line.raws]),
             ends=prompt.line.ends,
-            images=told.shown(prompt.line.images.values()),
+            images=changes.shown(prompt.line.images.values()),
         )
     if prompt.match is not None:
-        return _chat_of(prompt, prompt.match, told)
+        return _chat_of(prompt, prompt.match, changes)
     if prompt.raw is None or prompt.parent == context.node:
-        told.held.history.catch_up()  # this gives the message_node its number
+        changes.held.history.catch_up()  # this gives the message_node its number
         return RepeatedNode(context.number, context.node)
     if turn.prompt_text is None:
-        return RawMessages(None)
-    return RawMessages(told.event_writer.text(turn.prompt_text[prompt.raw.num_chars :].encode()))
+        return NewRawText(None)
+    return NewRawText(changes.event_writer.text(turn.prompt_text[prompt.raw.num_chars :].encode()))
 
 
-def _chat_of(prompt: Prompt, match: Match, told: PromptChanges) -> ChatMessages:
+def _chat_of(prompt: Prompt, match: Match, changes: PromptChanges) -> NewMessages:
     ways = [
         AliasAdded(alias.start.number, unit_key(alias.unit), alias.message_node.number)
         for alias in match.lookup.aliases
     ]
     images = [image for m in match.new if isinstance(m.content, list) for image in m.images()]
-    return ChatMessages(
+    return NewMessages(
         match.message_node.number,
         match.deepest.number,
         match.is_held,
-        messages=tuple([told.event_writer.text(raw) for raw in match.raws]),
+        messages=tuple([changes.event_writer.text(raw) for raw in match.raws]),
         ends=() if match.is_held else match.unit_ends(),
         ways=tuple(ways),
-        images=told.shown(images),
-        healed=told.healed() if ways else {},
+        images=changes.shown(images),
+        healed=changes.healed() if ways else {},
         cause=prompt.cause or "",
     )
 
@@ -275,18 +277,18 @@ class NullRecorder:
     def check(self) -> None:
         """SessionError 503 or 507 while no call may begin."""
 
-    def telling(self, held: Conversation) -> PromptChanges | None:
+    def before_prompt(self, held: Conversation) -> PromptChanges | None:
         """The state before a prompt is stored."""
 
     def begun(
-        self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], told: PromptChanges | None
+        self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], changes: PromptChanges | None
     ) -> None:
-        """A call has begun; `told` is the state before."""
+        """A call has begun; `changes` is the state before."""
 
     def ended(self, reply: Reply, sampled: Sampled | None) -> None:
         """A choice has ended; None if it is void and nothing was sampled."""
 
-    def noted(self, engine_fault: str, spent_because: str) -> None:
+    def faults_changed(self, engine_fault: str, spent_because: str) -> None:
         """The newest call has no answer, or a limit ended the session."""
 
     def left(self, reply: Reply) -> None:
@@ -299,7 +301,7 @@ class NullRecorder:
         """Wait until all events are on disk; SessionError 507 if the write fails."""
 
 
-NO_DIARY = NullRecorder()
+NO_RECORDER = NullRecorder()
 
 
 class EventRecorder(NullRecorder):
@@ -313,37 +315,37 @@ class EventRecorder(NullRecorder):
     def check(self) -> None:
         self._event_writer.check()
 
-    def telling(self, held: Conversation) -> PromptChanges:
+    def before_prompt(self, held: Conversation) -> PromptChanges:
         return PromptChanges(self._event_writer, held)
 
     def begun(
-        self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], told: PromptChanges | None
+        self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], changes: PromptChanges | None
     ) -> None:
-        assert told is not None
-        self._event_writer.put(asked(turn, prompt, replies, told))
+        assert changes is not None
+        self._event_writer.put(call_began(turn, prompt, replies, changes))
 
     def ended(self, reply: Reply, sampled: Sampled | None) -> None:
         if sampled is not None:
-            self._event_writer.put(answered(reply, sampled))
+            self._event_writer.put(choice_ended(reply, sampled))
         else:
             number = number_of(reply)
             self._event_writer.put(ChoiceEnded(number, b"", b"", (), (), VOID_FINISH))
 
-    def noted(self, engine_fault: str, spent_because: str) -> None:
-        self._event_writer.put(CallFailed(engine_fault, spent_because))
+    def faults_changed(self, engine_fault: str, spent_because: str) -> None:
+        self._event_writer.put(FaultsChanged(engine_fault, spent_because))
         self._event_writer.be_due()
 
     def left(self, reply: Reply) -> None:
-        if reply.state is ReplyState.COMMITTED and not reply.is_untaken:
-            self._mark(reply, is_untaken=True)
+        if reply.state is ReplyState.COMMITTED and not reply.is_undelivered:
+            self._mark(reply, is_undelivered=True)
 
     def delivered(self, reply: Reply) -> None:
-        if reply.is_untaken:
-            self._mark(reply, is_untaken=False)
+        if reply.is_undelivered:
+            self._mark(reply, is_undelivered=False)
 
-    def _mark(self, reply: Reply, *, is_untaken: bool) -> None:
-        reply.is_untaken = is_untaken
-        self._event_writer.put(DeliveryChanged(number_of(reply), is_untaken))
+    def _mark(self, reply: Reply, *, is_undelivered: bool) -> None:
+        reply.is_undelivered = is_undelivered
+        self._event_writer.put(DeliveryChanged(number_of(reply), is_undelivered))
         self._event_writer.be_due()
 
     async def written(self) -> None:

@@ -16,8 +16,8 @@ from rollmesh.runtime.chat import Turn
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.token_graph import RootKind
 
-MAX_OPENINGS = 256
-MAX_OPENING_BYTES = 64 * 1024
+MAX_PREFIXES = 256
+MAX_PREFIX_BYTES = 64 * 1024
 """Larger prefixes are not shared."""
 MAX_BYTES = 4 * 2**20
 """Total bytes of all shared prefixes."""
@@ -39,7 +39,7 @@ up to its end)"""
 SAME_BYTES = 0
 
 
-class PrefixTokens(msgspec.Struct, frozen=True):
+class PrefixMessages(msgspec.Struct, frozen=True):
     """The messages of a prefix, for history.py."""
 
     tools_key: int
@@ -63,7 +63,7 @@ class PrefixTokens(msgspec.Struct, frozen=True):
 class SharedPrefix(msgspec.Struct, frozen=True):
     """The first prompt of a chat."""
 
-    line: PrefixTokens
+    line: PrefixMessages
     kind: RootKind
     token_ids: Sequence[int]
     prompt_json: bytes
@@ -109,7 +109,7 @@ class SharedPrefixes:
     def keep(self, turn: Turn, shared_prefix: SharedPrefix) -> None:
         """Store the state after `turn`, unless it is large."""
         num_bytes = _size(turn, shared_prefix)
-        if num_bytes > MAX_OPENING_BYTES:
+        if num_bytes > MAX_PREFIX_BYTES:
             return
         key, images = _key(turn), shared_prefix.line.images
         self._drop(key)
@@ -118,7 +118,7 @@ class SharedPrefixes:
             without, tuple(images), WeakValueDictionary(images), num_bytes
         )
         self.num_bytes += num_bytes
-        while len(self._newest_last) > MAX_OPENINGS or self.num_bytes > MAX_BYTES:
+        while len(self._newest_last) > MAX_PREFIXES or self.num_bytes > MAX_BYTES:
             self._drop(next(iter(self._newest_last)))
 
     def _drop(self, key: Hashable) -> None:

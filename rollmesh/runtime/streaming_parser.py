@@ -15,9 +15,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.runtime.chat import Answer, CallDelta, Delta, Reading, ToolCall
+from rollmesh.runtime.chat import CallDelta, Delta, ParsedReply, ParseOptions, ToolCall
 from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import CallParser, CallStyle, begun, new_call, string_parameters
+from rollmesh.runtime.tool_calls import (
+    CallParser,
+    CallStyle,
+    new_call,
+    partial_match,
+    string_parameters,
+)
 
 
 class Marks(msgspec.Struct, frozen=True):
@@ -64,28 +70,28 @@ class ParserState(enum.Enum):
 class StreamingParser:
     """Incremental parser of one reply; implements DeltaReader."""
 
-    def __init__(self, tokenizer: Tokenizer, marks: Marks, reading: Reading) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: Marks, options: ParseOptions) -> None:
         self._tokenizer = tokenizer
         self._marks = marks
         self._ids = marks.ids
         self._text = tokenizer.stream()
-        self._stop = reading.stop
+        self._stop = options.stop
         self._waiting = ""
         """A possible beginning of a stop string."""
         self._stage = ParserState.REASONING if marks.opens_in_reasoning else ParserState.OPENING
         self._num_tokens = 0
         self._draft: list[int] = []
-        self._calls = _Calls(marks.style, reading)
+        self._calls = _Calls(marks.style, options)
         self._reasoning = _Prose()
         self._content = _Prose()
-        self._read(reading.lead)
+        self._read(options.prefill)
 
     def feed(self, token_ids: Sequence[int]) -> Delta | None:
         self._num_tokens += len(token_ids)
         self._read(token_ids)
         # Content after a call waits for the end, so that a client's blocks keep their order.
-        content = "" if self._calls.num_told else self._content.tell()
-        delta = Delta(content, self._reasoning.tell(), self._calls.tell(), self._num_tokens)
+        content = "" if self._calls.num_emitted else self._content.emit()
+        delta = Delta(content, self._reasoning.emit(), self._calls.emit(), self._num_tokens)
         return delta if delta.content or delta.reasoning or delta.calls else None
 
     def end(self, num_tokens: int) -> Delta:
@@ -94,10 +100,10 @@ class StreamingParser:
             self._stage = ParserState.CONTENT
             self._read(drafted)
         self._enter(ParserState.OVER)
-        return Delta(self._content.tell(), self._reasoning.tell(), self._calls.tell(), num_tokens)
+        return Delta(self._content.emit(), self._reasoning.emit(), self._calls.emit(), num_tokens)
 
-    def answer(self) -> Answer:
-        return Answer(self._content.text(), self._reasoning.text(), self._calls.finished())
+    def answer(self) -> ParsedReply:
+        return ParsedReply(self._content.text(), self._reasoning.text(), self._calls.finished())
 
     def _read(self, token_ids: Sequence[int]) -> None:
         start, ids = 0, self._ids
@@ -188,7 +194,7 @@ class StreamingParser:
                 self._waiting = text[: min(cuts)]
                 self._switch(ParserState.OVER)
                 return
-            size = len(text) - begun(text, self._stop)
+            size = len(text) - partial_match(text, self._stop)
             text, self._waiting = text[:size], text[size:]
         self._put(text)
 
@@ -210,7 +216,7 @@ class _Prose:
 
     def __init__(self) -> None:
         self._parts: list[str] = []
-        self._num_told = 0
+        self._num_emitted = 0
         self._space = ""
 
     def push(self, text: str) -> None:
@@ -222,12 +228,12 @@ class _Prose:
             self._parts.append(going)
         self._space = text[len(going) :]
 
-    def tell(self) -> str:
+    def emit(self) -> str:
         """The text that was not emitted yet."""
-        if self._num_told == len(self._parts):
+        if self._num_emitted == len(self._parts):
             return ""
-        piece = "".join(self._parts[self._num_told :])
-        self._num_told = len(self._parts)
+        piece = "".join(self._parts[self._num_emitted :])
+        self._num_emitted = len(self._parts)
         return piece
 
     def text(self) -> str:
@@ -237,10 +243,10 @@ class _Prose:
 class _Calls:
     """The calls of one reply, and which of their pieces were emitted."""
 
-    def __init__(self, style: CallStyle, reading: Reading) -> None:
-        self.num_told = 0
+    def __init__(self, style: CallStyle, options: ParseOptions) -> None:
+        self.num_emitted = 0
         self._style = style
-        self._reading = reading
+        self._reading = options
         self._reader: CallParser | None = None
         self._block: list[str] = []
         """The open block's text, while it is not known to be a call."""
@@ -269,12 +275,12 @@ class _Calls:
             return ""
         return "".join(["<tool_call>", *self._block, "</tool_call>" if is_closed else ""])
 
-    def tell(self) -> tuple[CallDelta, ...]:
+    def emit(self) -> tuple[CallDelta, ...]:
         """The pieces that were not emitted yet."""
         if not self._deltas:
             return ()
         deltas, self._deltas = self._deltas, []
-        self.num_told += len(deltas)
+        self.num_emitted += len(deltas)
         return tuple(deltas)
 
     def finished(self) -> tuple[ToolCall, ...]:

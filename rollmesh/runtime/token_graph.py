@@ -245,7 +245,7 @@ class RootChat(msgspec.Struct):
     num_calls: int = 1
 
 
-class _Line(msgspec.Struct):
+class _BranchGroup(msgspec.Struct):
     first: int
     last: int
     began_with_tools: bool
@@ -258,10 +258,10 @@ class _Line(msgspec.Struct):
 def assign(chats: Mapping[int, RootChat]) -> dict[int, Branch]:
     """The branch of each chat, by the keys of `chats`."""
     names = _group(chats)
-    lines: dict[int, _Line] = {}
+    lines: dict[int, _BranchGroup] = {}
     for name, chat in sorted(chats.items(), key=lambda item: item[1].first):
         line = lines.setdefault(
-            names[name], _Line(chat.first, chat.last, began_with_tools=chat.kind.tools != 0)
+            names[name], _BranchGroup(chat.first, chat.last, began_with_tools=chat.kind.tools != 0)
         )
         line.last = max(line.last, chat.last)
     with_tools = [name for name, line in lines.items() if line.began_with_tools]

@@ -314,14 +314,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder}: no tokenizer.json in it; model.path wants a model folder")
+        raise ModelError(f"{folder}: no tokenizer.json in it; model.path must be a model folder")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - door: the library raises bare Exception
         raise ModelError(f"{path}: not a tokenizer: {error}") from None
     tokenizer = Tokenizer(backend, str(folder), _model_vocab_size(folder))
     if not tokenizer.is_fast:
-        log.warning("tokenizer.slow", path=str(path), reason="tiktoken would encode otherwise")
+        log.warning("tokenizer.slow", path=str(path), reason="tiktoken encodes differently")
     return tokenizer
 
 

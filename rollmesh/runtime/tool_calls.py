@@ -22,7 +22,7 @@ from rollmesh.core.memo import Memo
 from rollmesh.runtime.generation_events import StopHit
 
 
-class Feed(Protocol):
+class TokenDecoder(Protocol):
     """Decodes token ids as they arrive, such as tokenizer.Detokenizer."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -32,7 +32,7 @@ class Feed(Protocol):
 class StopStrings:
     """Finds the stop strings of one generation."""
 
-    def __init__(self, stops: tuple[str, ...], detokenizer: Feed) -> None:
+    def __init__(self, stops: tuple[str, ...], detokenizer: TokenDecoder) -> None:
         """`detokenizer` must not be shared; empty stop strings never match."""
         self._stops = tuple(stop for stop in stops if stop)
         self._detokenizer = detokenizer
@@ -59,7 +59,7 @@ class StopStrings:
         return None
 
 
-def begun(text: str, words: tuple[str, ...]) -> int:
+def partial_match(text: str, words: tuple[str, ...]) -> int:
     """Length of the longest proper end of `text` with which one of `words` begins."""
     longest = 0
     for word in words:
@@ -202,73 +202,73 @@ class XmlCall:
                 return ""
             self.name = found.group(1).strip()
             self._text = self._text[found.end() :]
-        told: list[str] = []
-        while not self._is_done and self._step(told):
+        pieces: list[str] = []
+        while not self._is_done and self._step(pieces):
             pass
-        return "".join(told)
+        return "".join(pieces)
 
     def close(self) -> str:
         """The end of open values, so that the arguments are JSON."""
         if not self.name or self._is_done:
             return ""
-        told: list[str] = []
+        pieces: list[str] = []
         if self._key is not None:
-            self._end_value(self._text, told)
-        self._end(told)
-        return "".join(told)
+            self._end_value(self._text, pieces)
+        self._end(pieces)
+        return "".join(pieces)
 
     def cut(self) -> str:
         """Nothing: a truncated value is not completed."""
         return ""
 
-    def _step(self, told: list[str]) -> bool:
+    def _step(self, pieces: list[str]) -> bool:
         """Parse the next tag or piece; False if more text is needed."""
         if self._key is not None:
-            return self._step_in_value(told)
+            return self._step_in_value(pieces)
         found = _NEXT.search(self._text)
         if found is None:
             return False
         self._text = self._text[found.end() :]
         if found.group(1) is None:
-            self._end(told)
+            self._end(pieces)
         else:
-            self._begin_value(found.group(1), told)
+            self._begin_value(found.group(1), pieces)
         return True
 
-    def _begin_value(self, key: str, told: list[str]) -> None:
+    def _begin_value(self, key: str, pieces: list[str]) -> None:
         self._key = key
         self._is_string = key in self._strings.get(self.name, ())
         self._at_start = True
-        told.append((", " if self._num_keys else "{") + _quoted(key) + ": ")
-        told.append('"' if self._is_string else "")
+        pieces.append((", " if self._num_keys else "{") + _quoted(key) + ": ")
+        pieces.append('"' if self._is_string else "")
         self._num_keys += 1
 
-    def _step_in_value(self, told: list[str]) -> bool:
+    def _step_in_value(self, pieces: list[str]) -> bool:
         end = self._text.find(_VALUE_END)
         if end >= 0:
             text, self._text = self._text[:end], self._text[end + len(_VALUE_END) :]
-            self._end_value(text, told)
+            self._end_value(text, pieces)
             return True
         if self._is_string:
-            self._tell_string(len(self._text) - begun(self._text, _VALUE_ENDS), told)
+            self._emit_string(len(self._text) - partial_match(self._text, _VALUE_ENDS), pieces)
         return False
 
-    def _tell_string(self, size: int, told: list[str]) -> None:
+    def _emit_string(self, size: int, pieces: list[str]) -> None:
         text, self._text = self._text[:size], self._text[size:]
         if text and self._at_start:
             self._at_start = False
             text = text.removeprefix("\n")
-        told.append(_quoted(text)[1:-1])
+        pieces.append(_quoted(text)[1:-1])
 
-    def _end_value(self, text: str, told: list[str]) -> None:
+    def _end_value(self, text: str, pieces: list[str]) -> None:
         if self._at_start:
             text = text.removeprefix("\n")
         text = text.removesuffix("\n")
-        told.append(_quoted(text)[1:] if self._is_string else _as_json(text))
+        pieces.append(_quoted(text)[1:] if self._is_string else _as_json(text))
         self._key = None
 
-    def _end(self, told: list[str]) -> None:
-        told.append("}" if self._num_keys else "{}")
+    def _end(self, pieces: list[str]) -> None:
+        pieces.append("}" if self._num_keys else "{}")
         self._is_done = True
 
 
@@ -323,13 +323,13 @@ class _Parameters(msgspec.Struct):
     properties: dict[str, Any] = {}
 
 
-class _Function(msgspec.Struct):
+class _DeclaredFunction(msgspec.Struct):
     name: str = ""
     parameters: _Parameters = msgspec.field(default_factory=_Parameters)
 
 
 class _Tool(msgspec.Struct):
-    function: _Function = msgspec.field(default_factory=_Function)
+    function: _DeclaredFunction = msgspec.field(default_factory=_DeclaredFunction)
 
 
 def _read_tools(tools: bytes) -> list[_Tool]:

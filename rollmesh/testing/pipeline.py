@@ -29,7 +29,7 @@ from rollmesh.core.types import SamplingParams
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import FleetAnswered, FleetChanged, ReadFleet
@@ -124,7 +124,7 @@ class Rollouts:
         self._view = FleetView()
         self._dialer = Dialer(router, f"rollouts-{plan.pipeline}", read_keys(role=Role.PUBLISHER))
         self._sampler = Sampler(
-            SamplerParts(view=self._view, vocab_size=TO_THE_END, report=lambda _: None)
+            SamplerDeps(view=self._view, vocab_size=TO_THE_END, report=lambda _: None)
         )
         self._dice = random.Random(plan.pipeline)
 

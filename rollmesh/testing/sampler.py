@@ -1,8 +1,7 @@
 """A sampler without engines: generations say what the script says, when the test lets them.
 
-Invariant: the states and wake-ups are those of the real generation machine, which it runs; only the
-engine legs are scripted. Nothing sleeps: a held generation shows tokens when `show` is called and
-ends when `end` or `fail` is. Driven by tests and benchmarks.
+States and wake-ups are those of the real generation machine; only the engine attempts are scripted.
+Nothing sleeps: a held generation shows tokens on `show` and ends on `end` or `fail`.
 """
 
 import asyncio
@@ -18,13 +17,13 @@ from rollmesh.runtime.generation import (
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
-    AbortLeg,
+    AbortAttempt,
+    AttemptFailed,
+    AttemptSampled,
     ChooseEngine,
     EngineChosen,
     GenerationRequest,
-    LegFailed,
-    LegSampled,
-    StartLeg,
+    StartAttempt,
     StopMatcher,
 )
 from rollmesh.runtime.sampling import GenerationSettings
@@ -47,19 +46,19 @@ class ScriptedGeneration(Generation):
 
     def __init__(self, machine: GenerationMachine, sampler: "ScriptedSampler") -> None:
         super().__init__(machine, _drive, asyncio.get_running_loop())
-        self.leg: StartLeg | None = None
-        """The open leg."""
+        self.attempt: StartAttempt | None = None
+        """The open attempt."""
         self.num_aborts = 0
         self._sampler = sampler
 
     def show(self, *token_ids: int, finish: Finish | None = None) -> None:
-        """The engine streams these tokens; with `finish` the leg's stream ends."""
-        assert self.leg is not None, "no leg is open"
+        """The engine streams these tokens; with `finish` the attempt's stream ends."""
+        assert self.attempt is not None, "no attempt is open"
         start = len(self.token_ids)
         logprobs = [logprob_at(start + n) for n in range(len(token_ids))]
         policy_version = self._sampler.policy_version
-        event = LegSampled(self.leg.leg, token_ids, logprobs, policy_version, finish)
-        self.leg = None if finish else self.leg
+        event = AttemptSampled(self.attempt.attempt, token_ids, logprobs, policy_version, finish)
+        self.attempt = None if finish else self.attempt
         self.drive(event)
 
     def end(self, *token_ids: int, reason: str = "stop") -> None:
@@ -68,10 +67,10 @@ class ScriptedGeneration(Generation):
         self.show(*token_ids, finish=Finish(kind))  # type: ignore[arg-type]
 
     def fail(self, detail: str, is_refused: bool = False) -> None:
-        """The leg's stream breaks."""
-        assert self.leg is not None, "no leg is open"
-        number, self.leg = self.leg.leg, None
-        self.drive(LegFailed(number, detail, "refused" if is_refused else "fault"))
+        """The attempt's stream breaks."""
+        assert self.attempt is not None, "no attempt is open"
+        number, self.attempt = self.attempt.attempt, None
+        self.drive(AttemptFailed(number, detail, "refused" if is_refused else "fault"))
 
     def drive(self, event: Event) -> None:
         """Feed one event to the machine and carry out what it asks for."""
@@ -85,11 +84,11 @@ class ScriptedGeneration(Generation):
                 sampler = self._sampler
                 told = sampler.policy_version, "", sampler.has_publisher
                 self.drive(EngineChosen(sampler.engine, "i0", *told))
-            case StartLeg():
-                self.leg = action
-            case AbortLeg():
+            case StartAttempt():
+                self.attempt = action
+            case AbortAttempt():
                 self.num_aborts += 1
-                if self.leg is not None and self.leg.leg == action.leg:
+                if self.attempt is not None and self.attempt.attempt == action.attempt:
                     self.show(finish=Finish("abort"))
             case _:
                 self.wake()
@@ -118,7 +117,7 @@ class ScriptedSampler:
         self.generations: list[ScriptedGeneration] = []
         self.policy_version = 1
         self.engine = "http://scripted"
-        """Where the next leg runs."""
+        """Where the next attempt runs."""
         self.has_publisher = True
         """Whether older weights than a session has seen are refused."""
         self.clock = clock or FakeClock()

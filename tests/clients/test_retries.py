@@ -22,7 +22,7 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.replies import RETRY_AFTER_S
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.interception.agent_server import AgentServer
@@ -87,7 +87,7 @@ async def hasty_worker(folder: Path, stage: Stage) -> AsyncIterator[tuple[Runtim
     view = FleetView()
     row = EngineRow(stage.engine.url, "", EnginePhase.READY, 0)
     view.update(FleetChanged(0, (row,)), "router")
-    parts = SamplerParts(view=view, vocab_size=tokenizer.vocab_size, report=lambda fault: None)
+    parts = SamplerDeps(view=view, vocab_size=tokenizer.vocab_size, report=lambda fault: None)
     sampler = Sampler(parts, GenerationSettings(backoff_s=0.001, max_backoff_s=0.001))
     prompts = Prompts(choose_family(model, "auto", tokenizer), tokenizer)
     runtime = Runtime(sampler, prompts, 4096)

@@ -16,7 +16,7 @@ from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import Generation, GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 from tests.contract.engines import WAIT_S, EngineUnderContract
 
@@ -38,7 +38,7 @@ class Caller:
         self.faults: list[EngineFaulted] = []
         row = EngineRow(url, "", EnginePhase.READY, policy_version)
         self.view.update(FleetChanged(1, (row,)), "r")
-        parts = SamplerParts(view=self.view, vocab_size=2**31, report=self.faults.append)
+        parts = SamplerDeps(view=self.view, vocab_size=2**31, report=self.faults.append)
         self.sampler = Sampler(parts)
 
     def start(self, num_tokens: int, *, stream: bool = False, **more: Any) -> Generation:

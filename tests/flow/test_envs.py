@@ -24,7 +24,7 @@ from rollmesh.envs.loading import load_env
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.evaluation_files import RESULTS, Row
@@ -102,7 +102,7 @@ async def open_desk(
         view = FleetView()
         row = EngineRow(engine.url, "i0", EnginePhase.READY, 0)
         view.update(FleetChanged(0, (row,)), "router")
-        sampler = Sampler(SamplerParts(view=view, vocab_size=tokenizer.vocab_size, report=print))
+        sampler = Sampler(SamplerDeps(view=view, vocab_size=tokenizer.vocab_size, report=print))
         prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
         runtime = Runtime(sampler, prompts, max_context_tokens)
         edge = AgentServer(runtime, InterceptionConfig(), "policy")

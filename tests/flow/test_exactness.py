@@ -31,7 +31,7 @@ from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
@@ -79,7 +79,7 @@ class Bench:
         self.engine = engine
         self.view = FleetView()
         self.epoch = 0
-        parts = SamplerParts(
+        parts = SamplerDeps(
             view=self.view,
             vocab_size=tokenizer.vocab_size,
             report=lambda fault: pytest.fail(f"the engine failed: {fault}"),

@@ -313,7 +313,7 @@ async def test_what_cannot_be_seen_is_said_in_a_line(
     kind: type[Chat], folder: Path, tmp_path: Path
 ) -> None:
     refused = [
-        ("data:image/png;base64,AAA?" + "A" * 100_000, "its base64 is garbled"),
+        ("data:image/png;base64,AAA?" + "A" * 100_000, "its base64 is invalid"),
         ("data:text/html;base64,aGk=", "expected data:image/...;base64,..."),
         ("file:///etc/passwd", "expected a data: or http(s) address"),
     ]

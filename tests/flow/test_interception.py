@@ -19,7 +19,7 @@ from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.tokenizer import load_tokenizer
@@ -50,7 +50,7 @@ class Front:
         self.view = FleetView()
         rows = tuple(EngineRow(e.url, "i0", EnginePhase.READY, 0) for e in engines)
         self.view.update(FleetChanged(0, rows), "router")
-        parts = SamplerParts(
+        parts = SamplerDeps(
             view=self.view, vocab_size=tokenizer.vocab_size, report=self.faults.append
         )
         self.sampler = Sampler(parts)

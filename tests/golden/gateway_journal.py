@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.runtime.session_log import AnyDeed
+from rollmesh.runtime.session_log import AnyEvent
 from rollmesh.serve.interception.journal.entries import FORMAT, AnyEntry
 from rollmesh.serve.interception.relay.events import RelayEvent
 
 FILE = Path(__file__).with_name("gateway_journal.json")
-KINDS = {"entries": AnyEntry, "tokens": AnyDeed, "relay": RelayEvent}
+KINDS = {"entries": AnyEntry, "tokens": AnyEvent, "relay": RelayEvent}
 
 
 def shapes() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.core.types import Outcome, SamplingPolicy
-from rollmesh.runtime.session_deps import Locks
+from rollmesh.runtime.session_deps import KeyDigests
 from rollmesh.serve.interception.report import SessionReport
 
 NO_COUNTS: Mapping[str, int] = {}
@@ -94,7 +94,7 @@ class JournaledSession(msgspec.Struct, frozen=True):
     """A session of an earlier process, as found in the journal."""
 
     session_id: str
-    locks: Locks
+    locks: KeyDigests
     sampling: SamplingPolicy | None
     seed: int
     read: Callable[[int], bytes]

@@ -294,11 +294,11 @@ class Exchange:
         for number, turn in enumerate(turns):
             if number:
                 await self._deps.decode_gate.pass_through(LONG_BYTES, session.session_id)
-            wish = turn.wish()
+            options = turn.options()
             for reply in await session.attach(turn):
                 reply.join()
                 replies.append(reply)
-                views.append(ReplyView(session, reply, wish, self._deps.view))
+                views.append(ReplyView(session, reply, options, self._deps.view))
         self._num_bytes = 0
         self.request.release_body()
         return views

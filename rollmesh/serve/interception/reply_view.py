@@ -6,7 +6,7 @@ byte-identical.
 
 from collections.abc import Callable, Sequence
 
-from rollmesh.runtime.chat import Answer, Delta, Wish, whole_calls
+from rollmesh.runtime.chat import AnswerOptions, Delta, ParsedReply, whole_calls
 from rollmesh.runtime.replies import Reply, ReplyHead
 from rollmesh.runtime.session import Session
 from rollmesh.serve.interception.dialects.token_listing import TokenListing
@@ -15,18 +15,20 @@ from rollmesh.serve.interception.dialects.token_listing import TokenListing
 class ReplyView:
     """One reply as one exchange presents it."""
 
-    __slots__ = ("_edge", "_reply", "_session", "head", "model", "wish")
+    __slots__ = ("_edge", "_reply", "_session", "head", "model", "options")
 
-    def __init__(self, session: Session, reply: Reply, wish: Wish, edge: "ViewContext") -> None:
+    def __init__(
+        self, session: Session, reply: Reply, options: AnswerOptions, edge: "ViewContext"
+    ) -> None:
         self.head: ReplyHead = reply.head
-        self.wish = wish
-        self.model = wish.model or edge.model_name
+        self.options = options
+        self.model = options.model or edge.model_name
         self._session = session
         self._reply = reply
         self._edge = edge
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> ParsedReply:
         """The parsed answer of a committed reply."""
         return self._session.finish(self._reply)
 
@@ -79,9 +81,9 @@ class ReplyView:
 
     def top_logprobs(self, start: int, stop: int) -> Sequence[Sequence[tuple[float, int]]]:
         """Return the most likely alternatives of those tokens; empty if none were requested."""
-        if not self.wish.num_top_logprobs:
+        if not self.options.num_top_logprobs:
             return ()
-        num, rows = self.wish.num_top_logprobs, self._reply.top_logprobs()
+        num, rows = self.options.num_top_logprobs, self._reply.top_logprobs()
         # An engine may have returned none for all or a part of the reply.
         return [row[:num] for row in rows[start:stop]] if len(rows) >= stop else ()
 

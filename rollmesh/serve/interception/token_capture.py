@@ -20,7 +20,7 @@ from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.restore import RestoredState, SessionReplay, StoredSession
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.session_log import AnyDeed
+from rollmesh.runtime.session_log import AnyEvent
 from rollmesh.runtime.token_graph import images_on
 from rollmesh.serve.interception.capture import (
     NO_COUNTS,
@@ -165,9 +165,9 @@ class TokenSessionRestore:
             self._redo.take(event)
 
     def end(self) -> TokenSession:
-        past = self._redo.past()
-        self._writer.shown |= frozenset(past.held.history.images)
-        return self._capture.register_restored(self._standing, self._writer, past)
+        restored = self._redo.restored()
+        self._writer.shown |= frozenset(restored.held.history.images)
+        return self._capture.register_restored(self._standing, self._writer, restored)
 
     def finished(self, num_calls: int) -> TokenSession:
         captured = self._capture.register_restored(self._standing, self._writer, None)
@@ -209,10 +209,13 @@ class TokenCapture:
         )
 
     def register_restored(
-        self, journaled: JournaledSession, writer: SessionEventWriter, past: RestoredState | None
+        self,
+        journaled: JournaledSession,
+        writer: SessionEventWriter,
+        restored: RestoredState | None,
     ) -> TokenSession:
         """Register a session of an earlier process with its restored state."""
-        kept = StoredSession(journaled.session_id, writer, journaled.locks, past)
+        kept = StoredSession(journaled.session_id, writer, journaled.locks, restored)
         opened = self._register(journaled.sampling or self._sampling, journaled.seed, kept)
         return TokenSession(opened.session)
 
@@ -230,4 +233,4 @@ class TokenCapture:
         )
 
 
-_decode = msgspec.msgpack.Decoder(list[AnyDeed]).decode
+_decode = msgspec.msgpack.Decoder(list[AnyEvent]).decode

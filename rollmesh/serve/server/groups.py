@@ -252,7 +252,7 @@ class _Group:
             if each.is_cut_short:
                 continue
             rollout_id = RolloutId(self._begin.group_id, each.record.index)
-            self._context.runtime.call_in(rollout_id)
+            self._context.runtime.recall(rollout_id)
             session = self._context.runtime.resolve_trajectory(rollout_id).record()
             fill(each.record, session)
             token_ids.append(session.token_ids)

@@ -16,7 +16,12 @@ from rollmesh.runtime.generation import (
     GenerationMachine,
     GenerationState,
 )
-from rollmesh.runtime.generation_events import GenerationRequest, Joined, Left, WakeReaders
+from rollmesh.runtime.generation_events import (
+    GenerationRequest,
+    ReaderJoined,
+    ReaderLeft,
+    WakeReaders,
+)
 from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.mesh_sim.engine import STOP_TOKEN
 from rollmesh.testing.mesh_sim.kernel import Kernel
@@ -103,7 +108,7 @@ class SimRollout:
         )
         rid = f"{self._run.name}/{self.session_key}/{self._num_begun}"
         self.machine = self._run.new_machine(request, SETTINGS, rid, self._run.now_s())
-        self.step(Joined())
+        self.step(ReaderJoined())
         self.step(Ticked())
 
     def tick(self) -> None:
@@ -112,9 +117,9 @@ class SimRollout:
             return
         rng = self._kernel.rng
         if self.machine.num_readers and self._run.strikes("reader_left"):
-            self.step(Left())
+            self.step(ReaderLeft())
         elif not self.machine.num_readers and rng.random() < 0.3:
-            self.step(Joined())
+            self.step(ReaderJoined())
         self.step(Ticked())
 
     def step(self, event: Event) -> None:

@@ -1,4 +1,4 @@
-"""A simulated worker: its machine for groups, a machine for each turn, legs to engines.
+"""A simulated worker: its machine for groups, a machine for each turn, attempts to engines.
 
     UP --crash, killed by a task, drained, recycled--> its process ended --launch--> UP
 
@@ -17,16 +17,16 @@ from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation import Action as LegAction
 from rollmesh.runtime.generation import GenerationMachine
 from rollmesh.runtime.generation_events import (
-    AbortLeg,
+    AbortAttempt,
+    AttemptFailed,
+    AttemptSampled,
     ChooseEngine,
     EngineChosen,
     EngineLost,
     FleetMoved,
-    LegFailed,
-    LegSampled,
     ReportFault,
     Sealed,
-    StartLeg,
+    StartAttempt,
     UpdateBegun,
     is_resumable,
 )
@@ -242,12 +242,12 @@ class SimWorker(Node):
     def _tell_of_fleet(self) -> None:
         for rollout in [each for group in self.groups.values() for each in group]:
             machine = rollout.machine
-            row = self.view.find(machine.leg_url) if machine.leg_url else None
-            if machine.leg_url and (row is None or is_lost(row, machine.leg_incarnation)):
-                rollout.step(EngineLost(machine.leg_url))
+            row = self.view.find(machine.attempt_url) if machine.attempt_url else None
+            if machine.attempt_url and (row is None or is_lost(row, machine.attempt_incarnation)):
+                rollout.step(EngineLost(machine.attempt_url))
             is_updating = row is not None and is_leased(row)
             paused = self.view.is_paused(rollout.machine.min_policy_version)
-            rollout.step(FleetMoved(is_updating if machine.leg_url and row else paused))
+            rollout.step(FleetMoved(is_updating if machine.attempt_url and row else paused))
             if row and is_updating:
                 rollout.step(UpdateBegun(row.url))
 
@@ -348,19 +348,21 @@ class SimWorker(Node):
                 if row:
                     chosen = EngineChosen(row.url, row.incarnation, row.policy_version)
                     self._kernel.after(0.0, lambda: self._tell(rollout, machine, chosen), self)
-            case StartLeg():
-                self._start_leg(rollout, machine, action)
-            case AbortLeg(_, rid, url):
+            case StartAttempt():
+                self._start_attempt(rollout, machine, action)
+            case AbortAttempt(_, rid, url):
                 self._engines[url].abort(rid)
             case ReportFault(url, incarnation, detail):
                 fault = EngineFaulted(url, incarnation, detail)
                 self._send("router", Packet(fault, self.duties.router))
 
-    def _start_leg(self, rollout: SimRollout, machine: GenerationMachine, leg: StartLeg) -> None:
+    def _start_attempt(
+        self, rollout: SimRollout, machine: GenerationMachine, attempt: StartAttempt
+    ) -> None:
         def answer(chunk: EngineChunk) -> None:
             finish = Finish(chunk.finish) if chunk.finish else None  # type: ignore[arg-type]
-            sampled = LegSampled(
-                leg.leg,
+            sampled = AttemptSampled(
+                attempt.attempt,
                 chunk.token_ids,
                 [0.0] * len(chunk.token_ids),
                 chunk.policy_version,
@@ -369,17 +371,17 @@ class SimWorker(Node):
             self._tell(rollout, machine, sampled)
 
         def hang_up() -> None:
-            self._tell(rollout, machine, LegFailed(leg.leg, "the connection broke"))
+            self._tell(rollout, machine, AttemptFailed(attempt.attempt, "the connection broke"))
 
         is_bound = not is_resumable(machine.request.params)
-        request = (machine.context(), leg.max_new_tokens, is_bound, rollout.is_slow)
-        self._engines[leg.url].generate(self, leg.rid, request, answer, hang_up)
+        request = (machine.context(), attempt.max_new_tokens, is_bound, rollout.is_slow)
+        self._engines[attempt.url].generate(self, attempt.rid, request, answer, hang_up)
 
     def _tell(
         self,
         rollout: SimRollout,
         machine: GenerationMachine,
-        event: EngineChosen | LegSampled | LegFailed,
+        event: EngineChosen | AttemptSampled | AttemptFailed,
     ) -> None:
         if rollout.machine is machine:
             rollout.step(event)

@@ -11,12 +11,12 @@ from rollmesh.runtime.generation import (
     GenerationMachine,
 )
 from rollmesh.runtime.generation_events import (
+    AttemptSampled,
     ChooseEngine,
     EngineChosen,
     GenerationRequest,
-    Joined,
-    LegSampled,
-    StartLeg,
+    ReaderJoined,
+    StartAttempt,
 )
 from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN
@@ -57,10 +57,10 @@ class Bench:
         return self.actions
 
     def sample(
-        self, leg: int, *token_ids: int, finish: Finish | None = None, policy_version: int = 0
+        self, attempt: int, *token_ids: int, finish: Finish | None = None, policy_version: int = 0
     ) -> list[Action]:
         logprobs = [-float(token) for token in token_ids]
-        return self.step(LegSampled(leg, token_ids, logprobs, policy_version, finish))
+        return self.step(AttemptSampled(attempt, token_ids, logprobs, policy_version, finish))
 
     def said(self, kind: type[Action]) -> list[Action]:
         return [action for action in self.actions if isinstance(action, kind)]
@@ -70,7 +70,7 @@ def running(**params: object) -> Bench:
     """One reader, leg 0 open."""
     bench = Bench(**params)  # type: ignore[arg-type]
     assert bench.step(Ticked()) == [ChooseEngine(0)]
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     [start] = bench.step(ENGINE)
-    assert start == StartLeg(0, "r.0", ENGINE.url, 10, "0", True)
+    assert start == StartAttempt(0, "r.0", ENGINE.url, 10, "0", True)
     return bench

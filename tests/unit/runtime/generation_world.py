@@ -15,18 +15,18 @@ from rollmesh.runtime.generation import (
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
-    AbortLeg,
+    AbortAttempt,
+    AttemptFailed,
+    AttemptSampled,
     ChooseEngine,
-    DropLeg,
+    DropAttempt,
     EngineChosen,
     EngineFull,
     FleetMoved,
     GenerationRequest,
-    Joined,
-    Left,
-    LegFailed,
-    LegSampled,
-    StartLeg,
+    ReaderJoined,
+    ReaderLeft,
+    StartAttempt,
     WakeReaders,
 )
 from rollmesh.runtime.sampling import GenerationSettings
@@ -50,12 +50,12 @@ class World:
             params=params,
             stream=self.rng.random() < 0.5,
         )
-        settings = GenerationSettings(max_fruitless_legs=10_000, engine_wait_s=1e4, sick_s=1e4)
+        settings = GenerationSettings(max_fruitless_attempts=10_000, engine_wait_s=1e4, sick_s=1e4)
         self.machine = GenerationMachine(self.request, settings, "r", 0.0)
         self.now_s = 0.0
         self.policy_version = 0
         self.num_readers = 0
-        self.legs: dict[int, list[int]] = {}
+        self.attempts: dict[int, list[int]] = {}
         """Live legs at engines: what each has in its context."""
         self.aborted: set[int] = set()
         self.is_queued = False
@@ -82,50 +82,50 @@ class World:
                 elif chance < 0.7:
                     self.is_queued = True
                     self.step(EngineFull())
-            case StartLeg(leg, max_new_tokens=num_left):
+            case StartAttempt(attempt, max_new_tokens=num_left):
                 context = self.machine.context()
                 assert num_left == 30 - (len(context) - 4)
-                self.legs[leg] = context
-            case AbortLeg(leg) if self.rng.random() < 0.5:
-                self.aborted.add(leg)
-            case DropLeg(leg):
-                self.legs.pop(leg, None)
+                self.attempts[attempt] = context
+            case AbortAttempt(attempt) if self.rng.random() < 0.5:
+                self.aborted.add(attempt)
+            case DropAttempt(attempt):
+                self.attempts.pop(attempt, None)
 
     def disturb(self) -> None:
         self.now_s += self.rng.choice([0.0, 0.05, 0.3])
         act = self.rng.randrange(12)
         if act == 0 and self.num_readers:
             self.num_readers -= 1
-            self.step(Left())
+            self.step(ReaderLeft())
         elif act <= 2:
             self.num_readers += 1
-            self.step(Joined())
+            self.step(ReaderJoined())
         elif act == 3:
             self.policy_version += 1
-            self.aborted |= set(self.legs)
-        elif act == 4 and self.legs:
-            leg = self.rng.choice(list(self.legs))
-            del self.legs[leg]
-            self.step(LegFailed(leg, "cut"))
+            self.aborted |= set(self.attempts)
+        elif act == 4 and self.attempts:
+            attempt = self.rng.choice(list(self.attempts))
+            del self.attempts[attempt]
+            self.step(AttemptFailed(attempt, "cut"))
         elif act == 5:
             self.step(FleetMoved(self.rng.random() < 0.3))
         else:
             self.progress()
 
     def progress(self) -> None:
-        for leg in list(self.legs):
-            self.sample(leg)
+        for attempt in list(self.attempts):
+            self.sample(attempt)
         if self.is_queued:
             self.is_queued = False
             self.step(EngineChosen("http://a", "i1", self.policy_version))
         self.step(Ticked())
 
-    def sample(self, leg: int) -> None:
-        if leg in self.aborted:
-            del self.legs[leg]
-            self.step(LegSampled(leg, (), (), self.policy_version, ABORT))
+    def sample(self, attempt: int) -> None:
+        if attempt in self.aborted:
+            del self.attempts[attempt]
+            self.step(AttemptSampled(attempt, (), (), self.policy_version, ABORT))
             return
-        context = self.legs[leg]
+        context = self.attempts[attempt]
         tokens: list[int] = []
         finish = None
         for _ in range(self.rng.randint(1, 3)):
@@ -136,9 +136,13 @@ class World:
             elif len(context) - 4 == 30:
                 finish = Finish("length")
             if finish:
-                del self.legs[leg]
+                del self.attempts[attempt]
                 break
-        self.step(LegSampled(leg, tokens, [-float(t) for t in tokens], self.policy_version, finish))
+        self.step(
+            AttemptSampled(
+                attempt, tokens, [-float(t) for t in tokens], self.policy_version, finish
+            )
+        )
 
     def check_chain(self) -> None:
         """Each token follows from the ones before it under the version it is stamped with."""

@@ -15,7 +15,7 @@ from rollmesh.engine.answers import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.sampler import Sampler, SamplerParts
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.testing.clock import FakeClock
@@ -48,7 +48,7 @@ class Bench:
         self.view = FleetView()
         self.faults: list[EngineFaulted] = []
         self.epoch = 0
-        parts = SamplerParts(
+        parts = SamplerDeps(
             view=self.view,
             vocab_size=VOCAB_SIZE,
             report=self.faults.append,

@@ -10,7 +10,7 @@ import re
 import msgspec
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.chat import Answer, Turn, read_message
+from rollmesh.runtime.chat import ParsedReply, Turn, read_message
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.sampling import GenerationSettings
@@ -43,7 +43,7 @@ class RandomTalks:
         event_writer: EventWriter | None = None,
     ) -> None:
         self.clock = FakeClock()
-        settings = GenerationSettings(retry_window_s=WINDOW_S, max_fruitless_legs=0)
+        settings = GenerationSettings(retry_window_s=WINDOW_S, max_fruitless_attempts=0)
         self.sampler = ScriptedSampler(None, settings, self.clock)
         self.session = open_session(
             self.sampler, prompts, shared_prefixes=shared_prefixes, event_writer=event_writer
@@ -150,7 +150,7 @@ class RandomTalks:
                 self.session.delivered(reply)
         self._talks.append(([*messages, self._echo(self._chance.choice(answers))], tools))
 
-    def _echo(self, answer: Answer) -> Message:
+    def _echo(self, answer: ParsedReply) -> Message:
         """An answer as agents show it back."""
         echo: Message = {"role": "assistant", "content": answer.content}
         if answer.reasoning and self._chance.random() < 0.5:

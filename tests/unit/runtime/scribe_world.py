@@ -6,7 +6,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.history import LONG_BYTES
 from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.session_log import AnyDeed, ImageShown, Text
+from rollmesh.runtime.session_log import AnyEvent, ImageShown, Text
 
 
 class ListScribe:
@@ -16,7 +16,7 @@ class ListScribe:
         self.records: list[bytes] = []
         self.texts: list[bytes] = []
         self.is_full = False
-        self._owed: list[AnyDeed] = []
+        self._owed: list[AnyEvent] = []
         self._shown: set[str] = set()
 
     def check(self) -> None:
@@ -40,7 +40,7 @@ class ListScribe:
             image.digest, address if isinstance(address, str) else self._keep(address.read())
         )
 
-    def put(self, event: AnyDeed) -> None:
+    def put(self, event: AnyEvent) -> None:
         self._owed.append(event)
 
     def be_due(self) -> None:
@@ -56,9 +56,9 @@ class ListScribe:
         self.records += [msgspec.msgpack.encode(event) for event in self._owed]
         self._owed.clear()
 
-    def events(self) -> list[AnyDeed]:
+    def events(self) -> list[AnyEvent]:
         """What another process would read."""
-        kind: type[AnyDeed] = AnyDeed  # type: ignore[assignment]
+        kind: type[AnyEvent] = AnyEvent  # type: ignore[assignment]
         return [msgspec.msgpack.decode(raw, type=kind) for raw in self.records]
 
     def read(self, number: int) -> bytes:

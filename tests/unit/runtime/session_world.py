@@ -6,12 +6,12 @@ import msgspec
 
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
-from rollmesh.runtime.chat import Answer, Rotating, Turn
+from rollmesh.runtime.chat import ParsedReply, Rotating, Turn
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.restore import SessionReplay
 from rollmesh.runtime.session import Session
-from rollmesh.runtime.session_deps import SessionDeps, SessionOptions, Totals
+from rollmesh.runtime.session_deps import RuntimeCounters, SessionDeps, SessionOptions
 from rollmesh.runtime.session_log import EventWriter
 from rollmesh.runtime.shared_prefixes import SharedPrefixes
 from rollmesh.testing.sampler import ScriptedSampler
@@ -57,7 +57,7 @@ def open_session(
         prompts,
         sampler.clock,
         max_context_tokens,
-        Totals(),
+        RuntimeCounters(),
         shared_prefixes or SharedPrefixes(),
         rotating,
     )
@@ -70,20 +70,20 @@ def open_session(
 def regained(before: Session, event_writer: ListScribe) -> Session:
     """The session as another process makes it again of what was written; with the same scribe."""
     deps = msgspec.structs.replace(before._deps, shared_prefixes=SharedPrefixes())  # noqa: SLF001 - another process makes its own
-    ask = msgspec.structs.replace(before._ask, event_writer=event_writer)  # noqa: SLF001 - likewise
+    ask = msgspec.structs.replace(before._options, event_writer=event_writer)  # noqa: SLF001 - likewise
     redo = SessionReplay(ask.session_id, deps, event_writer.read)
     for event in event_writer.events():
         redo.take(event)
-    return Session(ask, deps, redo.past())
+    return Session(ask, deps, redo.restored())
 
 
-async def call(session: Session, asked: Turn) -> tuple[Reply, Answer]:
+async def call(session: Session, asked: Turn) -> tuple[Reply, ParsedReply]:
     """A turn of one choice, to its last byte."""
     ((reply, answer),) = await call_all(session, asked)
     return reply, answer
 
 
-async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, Answer]]:
+async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, ParsedReply]]:
     """All choices of a turn, to their last byte."""
     replies = await session.attach(asked)
     for reply in replies:

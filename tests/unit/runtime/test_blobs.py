@@ -149,9 +149,7 @@ def test_a_disk_that_stays_full_is_said_once_though_blobs_come_and_go(store: Blo
 def test_a_folder_that_takes_no_file_is_told_at_once_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in tmp_path / "missing", tmp_path / "file":
-        told = (
-            rf"^interception.spill_folder = {folder}: \w.*; name a folder where files can be made$"
-        )
+        told = rf"^interception.spill_folder = {folder}: \w.*; name a folder in which"
         with pytest.raises(ConfigError, match=told):
             BlobStore().settle(1000, folder)
 

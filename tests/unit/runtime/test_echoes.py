@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from rollmesh.core.types import EVAL_SAMPLING
-from rollmesh.runtime.chat import SamplingAsk
+from rollmesh.runtime.chat import RequestedSampling
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ async def test_what_was_not_finished_of_the_turn_is_no_resend_of_it(
 
 
 async def test_a_turn_that_is_asked_otherwise_is_another(stalled: Stalled) -> None:
-    assert not await stalled.is_resumed_by(shown("hm"), ask=SamplingAsk(temperature=0.5))
+    assert not await stalled.is_resumed_by(shown("hm"), sampling=RequestedSampling(temperature=0.5))
 
 
 async def test_a_delivered_turn_is_not_given_to_one_that_goes_on_from_its_reasoning(

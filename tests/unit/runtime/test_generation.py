@@ -12,23 +12,23 @@ from rollmesh.runtime.generation import (
     GenerationState,
 )
 from rollmesh.runtime.generation_events import (
-    AbortLeg,
+    AbortAttempt,
+    AttemptFailed,
+    AttemptSampled,
     AvoidEngine,
     ChooseEngine,
-    DropLeg,
+    DropAttempt,
     EngineChosen,
     EngineFull,
     EngineLost,
     EngineMissed,
     FellBack,
     FleetMoved,
-    Joined,
-    Left,
-    LegFailed,
-    LegSampled,
+    ReaderJoined,
+    ReaderLeft,
     ReportFault,
     Sealed,
-    StartLeg,
+    StartAttempt,
     StopHit,
     WakeReaders,
 )
@@ -58,7 +58,7 @@ def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
     bench.sample(0, finish=ABORT)
     assert bench.said(ChooseEngine)
     [start] = bench.step(EngineChosen("http://b", "i1", 1))
-    assert start == StartLeg(1, "r.1", "http://b", 7, "1", True)
+    assert start == StartAttempt(1, "r.1", "http://b", 7, "1", True)
     assert bench.machine.context() == [*PROMPT, 1, 2, 3]
     bench.sample(1, 4, finish=Finish("stop"), policy_version=1)
     assert bench.machine.finish_reason == "stop"
@@ -69,10 +69,10 @@ def test_abort_that_nobody_asked_for_is_resumed_from_the_exact_tokens() -> None:
 
 def test_turn_over_two_engines_of_one_version_has_two_runs() -> None:
     bench = running()
-    for leg, engine in enumerate([ENGINE, EngineChosen("http://b", "i1", 0), ENGINE]):
-        if leg:
+    for attempt, engine in enumerate([ENGINE, EngineChosen("http://b", "i1", 0), ENGINE]):
+        if attempt:
             bench.step(engine)
-        bench.sample(leg, leg + 1, finish=ABORT)
+        bench.sample(attempt, attempt + 1, finish=ABORT)
     sampled = bench.machine.sampled
     assert sampled.policy_versions == [
         VersionRun(0, 1, 0),
@@ -107,56 +107,56 @@ def test_engine_that_overshoots_is_cut_at_max_tokens() -> None:
 def test_last_reader_parks_and_a_new_one_resumes() -> None:
     bench = running()
     bench.sample(0, 1)
-    assert bench.step(Left()) == [AbortLeg(0, "r.0", ENGINE.url)]
+    assert bench.step(ReaderLeft()) == [AbortAttempt(0, "r.0", ENGINE.url)]
     assert bench.machine.state is GenerationState.PARKED
     bench.sample(0, 2, finish=ABORT)
     assert bench.said(ChooseEngine) == []
-    assert bench.step(Joined(), after_s=29.0) == [ChooseEngine(0)]
+    assert bench.step(ReaderJoined(), after_s=29.0) == [ChooseEngine(0)]
     assert bench.machine.context() == [*PROMPT, 1, 2]
 
 
 def test_one_of_two_readers_may_leave() -> None:
     bench = running()
-    bench.step(Joined())
-    assert bench.step(Left()) == []
+    bench.step(ReaderJoined())
+    assert bench.step(ReaderLeft()) == []
     assert bench.machine.state is GenerationState.RUNNING
 
 
 def test_reader_who_returns_before_the_abort_took_waits_for_its_end() -> None:
     bench = running()
-    bench.step(Left())
-    assert bench.step(Joined()) == []
+    bench.step(ReaderLeft())
+    assert bench.step(ReaderJoined()) == []
     bench.sample(0, 1, finish=ABORT)
     assert bench.said(ChooseEngine)
 
 
 def test_abort_is_repeated_until_the_stream_ends() -> None:
     bench = running()
-    bench.step(Left())
+    bench.step(ReaderLeft())
     for _ in range(4):
-        assert bench.step(Ticked(), after_s=0.3) == [AbortLeg(0, "r.0", ENGINE.url)]
+        assert bench.step(Ticked(), after_s=0.3) == [AbortAttempt(0, "r.0", ENGINE.url)]
     bench.sample(0, finish=ABORT)
     assert bench.step(Ticked(), after_s=0.3) == []
 
 
 def test_leg_that_ignores_its_abort_is_dropped() -> None:
     bench = running()
-    bench.step(Left())
+    bench.step(ReaderLeft())
     bench.step(Ticked(), after_s=5.0)
-    assert bench.said(DropLeg) == [DropLeg(0)]
-    assert bench.machine.leg_url is None
+    assert bench.said(DropAttempt) == [DropAttempt(0)]
+    assert bench.machine.attempt_url is None
 
 
 def test_parked_turn_that_finishes_before_its_abort_is_committed() -> None:
     bench = running()
-    bench.step(Left())
+    bench.step(ReaderLeft())
     bench.sample(0, 1, finish=Finish("stop", 1))
     assert bench.machine.state is GenerationState.COMMITTED
 
 
 def test_parked_turn_is_void_when_the_retry_window_is_over() -> None:
     bench = running()
-    bench.step(Left())
+    bench.step(ReaderLeft())
     bench.sample(0, finish=ABORT)
     bench.step(Ticked(), after_s=30.0)
     assert bench.machine.state is GenerationState.VOID
@@ -168,7 +168,7 @@ def test_seal_wakes_readers_and_takes_no_more_tokens() -> None:
     bench.sample(0, 1)
     bench.step(Sealed("the rollout ended"))
     assert bench.said(WakeReaders)
-    assert bench.said(AbortLeg)
+    assert bench.said(AbortAttempt)
     bench.sample(0, 2, finish=ABORT)
     assert list(bench.machine.sampled.token_ids) == [1]
     assert str(bench.machine.error) == "the rollout ended"
@@ -185,14 +185,14 @@ def test_seal_leaves_a_committed_turn_alone() -> None:
 def test_failed_leg_is_reported_and_resumed_elsewhere() -> None:
     bench = running()
     bench.sample(0, 1)
-    bench.step(LegFailed(0, "connection reset"))
+    bench.step(AttemptFailed(0, "connection reset"))
     assert bench.said(ReportFault) == [ReportFault(ENGINE.url, "i1", "connection reset")]
     assert bench.said(ChooseEngine)
 
 
 def test_refused_leg_ends_the_turn_with_the_engines_words() -> None:
     bench = running()
-    bench.step(LegFailed(0, "prompt too long", kind="refused"))
+    bench.step(AttemptFailed(0, "prompt too long", kind="refused"))
     assert bench.machine.state is GenerationState.VOID
     assert isinstance(bench.machine.error, EngineRefused)
     assert bench.said(WakeReaders)
@@ -202,14 +202,14 @@ def test_an_engine_that_breaks_after_a_token_or_without_images_is_at_fault() -> 
     seeing, plain = running(images=("https://here/a.png",)), running()
     seeing.sample(0, 1)
     for bench in (seeing, plain):
-        bench.step(LegFailed(0, "cut", "broke"))
+        bench.step(AttemptFailed(0, "cut", "broke"))
         assert bench.said(ReportFault)
         assert bench.machine.state is GenerationState.RUNNING
 
 
 def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
     bench = Bench()
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(FleetMoved(is_paused=True))
     bench.step(Ticked(), after_s=1000.0)
     assert bench.machine.state is GenerationState.RUNNING
@@ -224,7 +224,7 @@ def test_waiting_for_an_engine_ends_in_time_but_pauses_do_not_count() -> None:
 
 def test_turn_that_is_queued_for_its_engine_needs_no_answer_and_meets_no_deadline() -> None:
     bench = Bench()
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(Ticked())
     assert bench.step(EngineFull()) == []
     assert bench.step(Ticked(), after_s=1000.0) == []
@@ -232,15 +232,15 @@ def test_turn_that_is_queued_for_its_engine_needs_no_answer_and_meets_no_deadlin
     assert bench.step(FleetMoved(is_paused=False)) == [ChooseEngine(0)]
     bench.step(EngineFull())
     [start] = bench.step(ENGINE)
-    assert isinstance(start, StartLeg)
+    assert isinstance(start, StartAttempt)
     assert not bench.machine.is_queued
 
 
 def test_turn_that_was_left_while_it_was_queued_is_parked_and_expires() -> None:
     bench = Bench()
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(EngineFull())
-    bench.step(Left())
+    bench.step(ReaderLeft())
     assert not bench.machine.is_queued
     bench.step(Ticked(), after_s=1000.0)
     assert bench.machine.state is GenerationState.VOID
@@ -248,7 +248,7 @@ def test_turn_that_was_left_while_it_was_queued_is_parked_and_expires() -> None:
 
 def test_turn_that_waits_for_newer_weights_than_are_served_ends_in_time_and_says_so() -> None:
     bench = Bench()
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(Ticked())
     assert bench.step(EngineMissed("http://a: ready, with policy version 3", is_behind=True)) == []
     bench.step(Ticked(), after_s=120.0)
@@ -260,7 +260,7 @@ def test_turn_that_waits_for_newer_weights_than_are_served_ends_in_time_and_says
 def free(policy_version: int) -> Bench:
     """A turn of a session that has seen version 5, at an engine of no publisher's."""
     bench = Bench(min_policy_version=5)
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(EngineChosen("http://a", "i1", policy_version, has_publisher=False))
     return bench
 
@@ -286,10 +286,10 @@ def test_without_a_publisher_unnumbered_tokens_are_kept_and_not_compared() -> No
 
 def test_turn_that_an_engine_never_continues_with_published_weights_says_what_it_serves() -> None:
     bench = Bench(min_policy_version=5)
-    bench.step(Joined())
-    for leg in range(17):
+    bench.step(ReaderJoined())
+    for attempt in range(17):
         bench.step(EngineChosen("http://a", "i1", 5))
-        bench.sample(leg, 1, policy_version=-1)
+        bench.sample(attempt, 1, policy_version=-1)
         bench.step(Ticked(), after_s=1.0)
     told = "(last: http://a: samples with unnumbered weights, the fleet table has 5)"
     assert told in str(bench.machine.error)
@@ -309,18 +309,18 @@ def test_silent_leg_is_given_up_and_resumed() -> None:
     bench.sample(0, 1)
     assert bench.step(Ticked(), after_s=89.0) == []
     bench.step(Ticked(), after_s=1.0)
-    assert bench.said(DropLeg)
+    assert bench.said(DropAttempt)
     assert bench.said(ReportFault)
     assert bench.said(ChooseEngine)
 
 
 def test_plain_leg_is_given_longer_since_it_shows_no_sign_of_life() -> None:
     bench = Bench(stream=False, max_tokens=1000)
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(ENGINE)
     assert bench.step(Ticked(), after_s=189.0) == []
     bench.step(Ticked(), after_s=1.0)
-    assert bench.said(DropLeg)
+    assert bench.said(DropAttempt)
 
 
 def test_lost_engine_drops_its_leg_without_a_report() -> None:
@@ -328,7 +328,7 @@ def test_lost_engine_drops_its_leg_without_a_report() -> None:
     bench.sample(0, 1)
     assert bench.step(EngineLost("http://other")) == []
     bench.step(EngineLost(ENGINE.url))
-    assert bench.actions == [DropLeg(0), ChooseEngine(0)]
+    assert bench.actions == [DropAttempt(0), ChooseEngine(0)]
     assert bench.sample(0, 2) == []
     assert list(bench.machine.sampled.token_ids) == [1]
 
@@ -340,7 +340,7 @@ def test_turn_never_goes_on_with_older_weights() -> None:
     assert bench.step(EngineChosen("http://b", "i1", 2)) == []
     bench.step(EngineChosen("http://b", "i1", 3))
     bench.sample(1, 2, policy_version=2)
-    assert bench.said(DropLeg)
+    assert bench.said(DropAttempt)
     assert bench.said(ReportFault)
     assert list(bench.machine.sampled.token_ids) == [1]
 
@@ -348,11 +348,11 @@ def test_turn_never_goes_on_with_older_weights() -> None:
 def test_first_turn_is_not_of_an_engine_that_came_back_with_older_weights() -> None:
     # It was chosen for its version, died and was started again, as the request lay in its backlog.
     bench = Bench()
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(EngineChosen(ENGINE.url, "i1", 7))
     # Or a run began on it that counts anew: it is well then, and a new choice tells.
     bench.sample(0, 1, policy_version=0)
-    assert bench.actions[1:] == [DropLeg(0), AvoidEngine(ENGINE.url), ChooseEngine(0)]
+    assert bench.actions[1:] == [DropAttempt(0), AvoidEngine(ENGINE.url), ChooseEngine(0)]
     assert list(bench.machine.sampled.token_ids) == []
 
 
@@ -362,13 +362,13 @@ def test_engines_account_of_versions_is_taken_for_the_whole_leg() -> None:
     bench.step(ENGINE)
     bench.sample(1, 2, 3, policy_version=1)
     runs = (VersionRun(0, 1), VersionRun(1, 2))
-    bench.step(LegSampled(1, [4], [-4.0], 1, Finish("stop", 4), runs))
+    bench.step(AttemptSampled(1, [4], [-4.0], 1, Finish("stop", 4), runs))
     assert bench.machine.sampled.policy_versions == [VersionRun(0, 2, 0), VersionRun(1, 2, 0)]
 
 
 def test_plain_turn_with_penalties_is_sampled_anew_since_it_cannot_resume() -> None:
     bench = Bench(stream=False, frequency_penalty=0.5)
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(ENGINE)
     bench.sample(0, 1, 2, finish=ABORT)
     assert bench.said(ChooseEngine)
@@ -393,16 +393,16 @@ def test_streamed_turn_with_a_grammar_fails_rather_than_resume_wrongly() -> None
 def test_streamed_turn_that_cannot_resume_is_sampled_anew_for_a_retry_who_saw_nothing() -> None:
     bench = running(grammar=Grammar("regex", "a+"))
     bench.sample(0, 1)
-    bench.step(Left())
+    bench.step(ReaderLeft())
     bench.sample(0, 2, finish=ABORT)
     assert bench.machine.state is GenerationState.PARKED
-    assert bench.step(Joined()) == [ChooseEngine(0)]
+    assert bench.step(ReaderJoined()) == [ChooseEngine(0)]
     assert bench.machine.context() == PROMPT
 
 
 def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
     bench = running()
-    bench.step(LegFailed(0, "queue full", "overloaded"))
+    bench.step(AttemptFailed(0, "queue full", "overloaded"))
     assert bench.actions == [AvoidEngine(ENGINE.url), ChooseEngine(0)]
     bench.step(EngineChosen("http://b", "i1", 0))
     bench.sample(1, 1, finish=Finish("stop"))
@@ -412,9 +412,9 @@ def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
 def test_likeliest_tokens_are_kept_over_legs_and_cut_at_max_tokens() -> None:
     bench = running(max_tokens=10)
     tops = [((-0.5, token),) for token in range(12)]
-    bench.step(LegSampled(0, [1, 2], [0.0, 0.0], 0, ABORT, (), tops[:2]))
+    bench.step(AttemptSampled(0, [1, 2], [0.0, 0.0], 0, ABORT, (), tops[:2]))
     bench.step(ENGINE)
-    bench.step(LegSampled(1, range(10), [0.0] * 10, 0, Finish("length"), (), tops[2:]))
+    bench.step(AttemptSampled(1, range(10), [0.0] * 10, 0, Finish("length"), (), tops[2:]))
     assert bench.machine.sampled.top_logprobs == tops[:10]
 
 
@@ -435,15 +435,15 @@ def test_stop_string_across_legs_ends_the_turn_and_aborts_the_leg() -> None:
     request = bench.machine.request
     machine = GenerationMachine(request, GenerationSettings(), "r", 0.0, lambda: EndsAt(3))
     bench.machine = machine
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(ENGINE)
     bench.sample(0, 1, 2, finish=ABORT)
     bench.step(ENGINE)
     bench.sample(1, 3, 4)
     assert list(machine.sampled.token_ids) == [1, 2, 3]
     assert (machine.finish_reason, machine.matched_stop) == ("stop", "END")
-    assert bench.said(AbortLeg)
-    assert machine.leg_url == ENGINE.url
+    assert bench.said(AbortAttempt)
+    assert machine.attempt_url == ENGINE.url
     bench.sample(1, 5, finish=ABORT)
     assert machine.is_settled
     assert list(machine.sampled.token_ids) == [1, 2, 3]
@@ -458,7 +458,7 @@ def test_random_schedules_lose_and_double_no_token(seed: int) -> None:
         world.check_chain()
     world.step(FleetMoved(is_paused=False))
     if world.machine.state in (GenerationState.RUNNING, GenerationState.PARKED):
-        world.step(Joined())
+        world.step(ReaderJoined())
     for _ in range(200):
         world.now_s += 0.3
         world.progress()

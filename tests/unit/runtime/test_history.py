@@ -15,7 +15,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, Turn, read_message
-from rollmesh.runtime.history import ALIASES_PER_SPOT, LONG_BYTES, SPOT_BYTES
+from rollmesh.runtime.history import ALIASES_PER_NODE, LONG_BYTES, MESSAGE_NODE_BYTES
 from tests.disks import no_room_in_memory
 from tests.unit.runtime.history_world import (
     MORE,
@@ -154,7 +154,7 @@ def test_each_message_is_held_once(held: Held) -> None:
     before = held.history.num_bytes
     asked = turn(SYSTEM, USER, SAID, MORE)
     _, message_node = held.ask(asked)
-    assert held.history.num_bytes == before + len(asked.messages[-1]) + SPOT_BYTES
+    assert held.history.num_bytes == before + len(asked.messages[-1]) + MESSAGE_NODE_BYTES
     assert [each.raw for each in message_node.line()] == [
         *asked.messages[:2],
         message_node.line()[2].raw,
@@ -171,11 +171,11 @@ def test_a_long_message_is_one_blob_however_many_turns_and_siblings_show_it(held
     before = held.history.num_bytes
     _, message_node = held.ask(turn(SYSTEM, USER, SAID, LONG))
     _, edited = held.ask(turn(SYSTEM, user("other"), LONG, MORE))
-    assert held.history.num_bytes < before + 6 * SPOT_BYTES
-    blob = message_node.said
+    assert held.history.num_bytes < before + 6 * MESSAGE_NODE_BYTES
+    blob = message_node.content
     assert isinstance(blob, Blob)
-    assert [each.said for each in edited.line() if each.said is blob] == [blob]
-    assert blob in [each.said for each in sibling.history.sampled[0].line()]
+    assert [each.content for each in edited.line() if each.content is blob] == [blob]
+    assert blob in [each.content for each in sibling.history.sampled[0].line()]
     assert held.history.blob_bytes == sibling.history.blob_bytes == blob.num_bytes
     ended = weakref.ref(blob)
     for history in (held.history, sibling.history):
@@ -281,7 +281,7 @@ def test_spellings_that_are_remembered_are_bounded(held: Held) -> None:
         assert held.ask(turn(SYSTEM, USER, echo))[0].message_node.node <= 2
     message_nodes = {id(message_node): message_node for message_node in _all_spots(held)}
     num_keys = sum(len(message_node.children or {}) for message_node in message_nodes.values())
-    assert num_keys <= (ALIASES_PER_SPOT + 3) * len(message_nodes)
+    assert num_keys <= (ALIASES_PER_NODE + 3) * len(message_nodes)
 
 
 def test_counting_what_is_held_takes_the_same_however_many_answers_wait(held: Held) -> None:

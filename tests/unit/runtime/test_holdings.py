@@ -11,7 +11,7 @@ from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import ToolChoice, Turn
 from rollmesh.runtime.conversation import Conversation, Prompt
 from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.history import SPOT_BYTES
+from rollmesh.runtime.history import MESSAGE_NODE_BYTES
 from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
@@ -46,7 +46,9 @@ async def test_a_named_reply_is_gone_on_from_without_its_history(
     second, _ = await call(session, named)
     before = [*sampler.requests[0].prompt_ids, *say("4")]
     assert list(sampler.requests[1].prompt_ids)[: len(before)] == before
-    with_system = with_fields(turn(SYSTEM, USER), previous_reply=second.head.id, begins_anew=True)
+    with_system = with_fields(
+        turn(SYSTEM, USER), previous_reply=second.head.id, replaces_system=True
+    )
     await call(session, with_system)
     text = tokenizer.decode(list(sampler.requests[2].prompt_ids))
     assert text.count("Be brief.") == 1
@@ -63,7 +65,7 @@ async def test_other_instructions_replace_those_of_the_line(
     session = open_session(sampler, prompts)
     first, _ = await call(session, turn(SYSTEM, USER))
     other: Message = {"role": "system", "content": "Be loud."}
-    named = with_fields(turn(other, MORE), previous_reply=first.head.id, begins_anew=True)
+    named = with_fields(turn(other, MORE), previous_reply=first.head.id, replaces_system=True)
     await call(session, named)
     text = tokenizer.decode(list(sampler.requests[1].prompt_ids))
     assert "Be loud." in text
@@ -111,10 +113,10 @@ async def test_a_required_call_is_begun_as_context(
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"), num_choices=2)
     answered = await call_all(session, asked)
-    lead = prompts.lead(ToolChoice("required"), None, TOOLS)
-    assert list(sampler.requests[0].prompt_ids)[-len(lead) :] == list(lead)
+    prefill = prompts.prefill(ToolChoice("required"), None, TOOLS)
+    assert list(sampler.requests[0].prompt_ids)[-len(prefill) :] == list(prefill)
     for reply, answer in answered:
-        assert [made.name for made in answer.tool_calls] == ["f"], tokenizer.decode(lead)
+        assert [made.name for made in answer.tool_calls] == ["f"], tokenizer.decode(prefill)
         assert reply.head.num_prompt_tokens == len(sampler.requests[0].prompt_ids)
     assert trained(session) == [(1, False, "tool_calls")] * 2
 
@@ -125,7 +127,7 @@ async def test_a_lead_is_prompt_wherever_prompt_tokens_are_counted(
     sampler = ScriptedSampler(lambda _: say("}"))
     free = open_session(sampler, prompts)
     asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"))
-    num_lead = len(prompts.lead(asked.tool_choice, None, TOOLS))
+    num_lead = len(prompts.prefill(asked.tool_choice, None, TOOLS))
     num_prompt = await free.count(turn(USER, tools=TOOLS)) + num_lead
     assert await free.count(asked) == num_prompt
     session = open_session(sampler, prompts, max_context_tokens=num_prompt + 3)
@@ -212,7 +214,7 @@ def test_an_image_is_held_once_and_goes_with_the_last_that_was_shown_it(prompts:
         assert held.images(message_node.node) == (hold_image(address).address,)
         counts = held.held()
         assert (counts["graph"], counts["blobs"]) == (NODE_BYTES + 4, len(address))
-        assert counts["history"] == SPOT_BYTES + len(message_node.raw)
+        assert counts["history"] == MESSAGE_NODE_BYTES + len(message_node.raw)
     left = weakref.ref(hold_image(address))
     assert sessions[0].history.images == sessions[1].history.images
     del match, message_node, held

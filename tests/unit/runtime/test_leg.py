@@ -9,16 +9,16 @@ from rollmesh.engine.answers import Finish
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import (
     MAX_ABORT_REPEAT_S,
-    AbortLeg,
+    AbortAttempt,
+    AttemptPhase,
     ChooseEngine,
-    DropLeg,
+    DropAttempt,
+    EngineAttempt,
     EngineChosen,
     EngineLost,
     FleetMoved,
-    Joined,
-    Leg,
-    LegPhase,
-    StartLeg,
+    ReaderJoined,
+    StartAttempt,
     UpdateBegun,
     is_resumable,
 )
@@ -27,23 +27,23 @@ from tests.unit.runtime.generation_bench import ENGINE, Bench, running
 from tests.unit.runtime.generation_world import ABORT as CUT
 from tests.unit.runtime.generation_world import PROMPT
 
-ABORT = AbortLeg(0, "r.0", "http://a")
+ABORT = AbortAttempt(0, "r.0", "http://a")
 
 
-def leg(*, stream: bool = True) -> Leg:
-    return Leg(StartLeg(0, "r.0", "http://a", 100, "0", stream), ENGINE, 0, 0.0)
+def attempt(*, stream: bool = True) -> EngineAttempt:
+    return EngineAttempt(StartAttempt(0, "r.0", "http://a", 100, "0", stream), ENGINE, 0, 0.0)
 
 
 def test_plain_leg_may_be_silent_for_as_long_as_its_tokens_take() -> None:
-    assert leg().is_silent(60.0, 60.0)
-    assert not leg(stream=False).is_silent(69.9, 60.0)
-    assert leg(stream=False).is_silent(70.0, 60.0)
+    assert attempt().is_silent(60.0, 60.0)
+    assert not attempt(stream=False).is_silent(69.9, 60.0)
+    assert attempt(stream=False).is_silent(70.0, 60.0)
 
 
 def test_aborts_are_repeated_ever_later_within_bounds() -> None:
-    aborted = leg()
+    aborted = attempt()
     assert aborted.abort(0.0, 0.0) == ABORT
-    assert aborted.phase is LegPhase.ABORTING
+    assert aborted.phase is AttemptPhase.ABORTING
     now_s = 0.0
     for wait_s in (0.0625, 0.125, MAX_ABORT_REPEAT_S, MAX_ABORT_REPEAT_S):
         assert not aborted.wants_repeat(now_s + wait_s - 0.001, 0.0625)
@@ -53,7 +53,7 @@ def test_aborts_are_repeated_ever_later_within_bounds() -> None:
 
 
 def test_leg_is_deaf_when_its_first_abort_is_long_ago() -> None:
-    aborted = leg()
+    aborted = attempt()
     aborted.abort(1.0, 1.0)
     aborted.abort(5.0, 5.0)
     assert not aborted.is_deaf(5.9, 5.0)
@@ -84,12 +84,12 @@ def test_turn_leaves_an_engine_that_is_to_be_updated_and_goes_on_elsewhere() -> 
     bench = running()
     bench.sample(0, 1)
     assert bench.step(UpdateBegun("http://other")) == []
-    assert bench.step(UpdateBegun(ENGINE.url)) == [AbortLeg(0, "r.0", ENGINE.url)]
+    assert bench.step(UpdateBegun(ENGINE.url)) == [AbortAttempt(0, "r.0", ENGINE.url)]
     assert bench.step(UpdateBegun(ENGINE.url)) == []
     bench.sample(0, 2, finish=CUT)
     assert bench.said(ChooseEngine)
     [start] = bench.step(EngineChosen("http://b", "i1", 1))
-    assert isinstance(start, StartLeg)
+    assert isinstance(start, StartAttempt)
     assert (start.url, bench.machine.context()) == ("http://b", [*PROMPT, 1, 2])
 
 
@@ -97,15 +97,15 @@ def test_abort_for_an_update_is_repeated_though_the_turns_own_time_stands_still(
     bench = running()
     bench.step(UpdateBegun(ENGINE.url))
     bench.step(FleetMoved(is_paused=True))
-    assert bench.step(Ticked(), after_s=0.3) == [AbortLeg(0, "r.0", ENGINE.url)]
-    assert bench.step(Ticked(), after_s=1000.0) == [AbortLeg(0, "r.0", ENGINE.url)]
-    assert bench.machine.leg_url == ENGINE.url
+    assert bench.step(Ticked(), after_s=0.3) == [AbortAttempt(0, "r.0", ENGINE.url)]
+    assert bench.step(Ticked(), after_s=1000.0) == [AbortAttempt(0, "r.0", ENGINE.url)]
+    assert bench.machine.attempt_url == ENGINE.url
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bool) -> None:
     bench = Bench(stream=stream, grammar=Grammar("regex", "a+"))
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(ENGINE)
     assert bench.step(UpdateBegun(ENGINE.url)) == []
     bench.sample(0, 1, 2, finish=Finish("stop"))
@@ -123,9 +123,9 @@ def test_streamed_turn_that_cannot_resume_begins_anew_if_nothing_of_it_was_seen(
 
 def test_turn_that_an_update_cuts_again_and_again_is_not_given_up() -> None:
     bench = running()
-    for leg in range(100):
+    for attempt in range(100):
         bench.step(UpdateBegun(ENGINE.url))
-        bench.sample(leg, finish=CUT)
+        bench.sample(attempt, finish=CUT)
         assert bench.said(ChooseEngine) == [ChooseEngine(0)]
         bench.step(ENGINE)
     bench.sample(100, 1, finish=Finish("stop"))
@@ -136,7 +136,7 @@ def test_adapter_of_the_chosen_engine_goes_with_the_leg() -> None:
     bench = running()
     bench.sample(0, 1, finish=CUT)
     [start] = bench.step(EngineChosen("http://b", "i1", 1, "rollmesh-v1"))
-    assert isinstance(start, StartLeg)
+    assert isinstance(start, StartAttempt)
     assert start.adapter == "rollmesh-v1"
 
 
@@ -150,8 +150,8 @@ def test_streamed_turn_that_cannot_resume_stays_with_an_engine_that_others_have_
 
 def test_turn_that_cannot_resume_begins_anew_elsewhere_where_nobody_saw_of_it() -> None:
     bench = Bench(stream=False, grammar=Grammar("regex", "a+"))
-    bench.step(Joined())
+    bench.step(ReaderJoined())
     bench.step(ENGINE)
     bench.step(EngineLost(ENGINE.url))
-    assert bench.said(DropLeg)
+    assert bench.said(DropAttempt)
     assert bench.said(ChooseEngine)

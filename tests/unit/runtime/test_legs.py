@@ -339,7 +339,9 @@ async def test_engines_run_what_we_count_whatever_happens(seed: int) -> None:
     rng = random.Random(seed)
     async with ScriptedEngine(endless_token) as first, ScriptedEngine(endless_token) as second:
         engines = (first, second)
-        settings = GenerationSettings(max_fruitless_legs=1000, backoff_s=0.001, max_backoff_s=0.01)
+        settings = GenerationSettings(
+            max_fruitless_attempts=1000, backoff_s=0.001, max_backoff_s=0.01
+        )
         bench = Bench(*engines, settings=settings)
         for engine in engines:
             engine.hold()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.runtime.chat import Answer, Delta, DeltaReader, Reading, ToolCall
+from rollmesh.runtime.chat import Delta, DeltaReader, ParsedReply, ParseOptions, ToolCall
 from rollmesh.runtime.families import Family, Parser
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.streaming_parser import Marks, StreamingParser
@@ -65,11 +65,11 @@ class Fold:
                 text = before.arguments + call.arguments
                 self.calls[-1] = ToolCall(before.id, before.name, text)
 
-    def answer(self) -> Answer:
-        return Answer(self.content, self.reasoning, tuple(self.calls))
+    def answer(self) -> ParsedReply:
+        return ParsedReply(self.content, self.reasoning, tuple(self.calls))
 
 
-def read(reader: DeltaReader, ids: Sequence[int], sizes: Iterable[int]) -> Answer:
+def read(reader: DeltaReader, ids: Sequence[int], sizes: Iterable[int]) -> ParsedReply:
     fold, at = Fold(), 0
     for size in [*sizes, len(ids)]:
         delta = reader.feed(ids[at : at + size])
@@ -124,9 +124,9 @@ def test_however_a_reply_is_cut_it_says_the_same(
     ids = encoded(tokenizer, pieces)
     marks = marks_of(tokenizer, style, opens)
     marks = marks if reads_calls else marks.without_calls()
-    reading = Reading(stop, reads_calls, tools=TOOLS)
-    cut = read(StreamingParser(tokenizer, marks, reading), ids, sizes)
-    assert cut == read(StreamingParser(tokenizer, marks, reading), ids, [])
+    options = ParseOptions(stop, reads_calls, tools=TOOLS)
+    cut = read(StreamingParser(tokenizer, marks, options), ids, sizes)
+    assert cut == read(StreamingParser(tokenizer, marks, options), ids, [])
 
 
 @given(
@@ -151,9 +151,9 @@ def test_a_well_formed_reply_says_what_the_library_hears(
     blocks = [json.dumps({"name": "f", "arguments": a}, ensure_ascii=False) for a in calls]
     said += content + "".join(f"\n<tool_call>\n{block}\n</tool_call>" for block in blocks) + END
     ids = tokenizer.encode(said)
-    library = cast(Parser, family.renderer)
+    library = cast("Parser", family.renderer)
     heard = library.parse_response(ids, tools=None, prompt_ids=None)
-    own = read(prompts.reader(Reading((), True, "call")), ids, sizes)
+    own = read(prompts.reader(ParseOptions((), True, "call")), ids, sizes)
     assert (own.content, own.reasoning) == (heard.content, heard.reasoning_content or "")
     assert [json.loads(call.arguments) for call in own.tool_calls] == [
         call.arguments for call in heard.tool_calls
@@ -163,7 +163,7 @@ def test_a_well_formed_reply_says_what_the_library_hears(
 def test_text_reasoning_and_calls_are_sent_as_they_come(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
-    reader = prompts.reader(Reading((), True, "c"))
+    reader = prompts.reader(ParseOptions((), True, "c"))
     ids = tokenizer.encode(f"<think>hm, so</think>I guess{CALL}{END}")
     deltas = [delta for i in ids if (delta := reader.feed([i]))]
     assert len([1 for delta in deltas if delta.reasoning]) > 1
@@ -176,10 +176,10 @@ def test_text_reasoning_and_calls_are_sent_as_they_come(
 def test_the_beginning_of_a_stop_string_waits(
     prompts: Prompts, tokenizer: Tokenizer, stop: str
 ) -> None:
-    reader = prompts.reader(Reading((stop,), False))
+    reader = prompts.reader(ParseOptions((stop,), False))
     sent = [reader.feed([i]) for i in tokenizer.encode("go " + stop)]
     assert "".join(d.content for d in sent if d) == "go"
-    missed = prompts.reader(Reading(("Observation:",), False))
+    missed = prompts.reader(ParseOptions(("Observation:",), False))
     sent = [missed.feed([i]) for i in tokenizer.encode("Observant")]
     assert "".join(d.content for d in sent if d) == "Observant"
 
@@ -206,7 +206,7 @@ def test_nothing_from_a_stop_string_on_is_said(
     reasoning: str,
     arguments: list[str],
 ) -> None:
-    answer = read(prompts.reader(Reading(("Obs:",), True)), tokenizer.encode(said), [1] * 99)
+    answer = read(prompts.reader(ParseOptions(("Obs:",), True)), tokenizer.encode(said), [1] * 99)
     assert (answer.content, answer.reasoning) == (content, reasoning)
     assert [call.arguments for call in answer.tool_calls] == arguments
 
@@ -230,7 +230,7 @@ def test_a_block_is_a_call_from_the_moment_that_its_name_is_read(
     prompts: Prompts, tokenizer: Tokenizer, block: str, calls: list[tuple[str, str]]
 ) -> None:
     ids = tokenizer.encode(f"so <tool_call>\n{block}\n</tool_call>{END}")
-    answer = read(prompts.reader(Reading((), True, "p")), ids, [1] * len(ids))
+    answer = read(prompts.reader(ParseOptions((), True, "p")), ids, [1] * len(ids))
     assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
     assert [call.id for call in answer.tool_calls] == [f"p_{n}" for n in range(len(calls))]
     text = "so" if calls else f"so <tool_call>\n{block}\n</tool_call>"
@@ -241,13 +241,13 @@ def test_a_reply_cut_short_in_a_call_keeps_what_was_said_of_it(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     said = '<tool_call>\n{"name": "f", "arguments": {"a": "long'
-    answer = read(prompts.reader(Reading((), True, "c")), tokenizer.encode(said), [3])
-    assert answer == Answer("", "", (ToolCall("c_0", "f", '{"a": "long'),))
+    answer = read(prompts.reader(ParseOptions((), True, "c")), tokenizer.encode(said), [3])
+    assert answer == ParsedReply("", "", (ToolCall("c_0", "f", '{"a": "long'),))
 
 
 def test_what_is_said_behind_a_call_comes_last(prompts: Prompts, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(f"so {CALL} and on{END}")
-    answer = read(prompts.reader(Reading((), True)), ids, [1] * len(ids))
+    answer = read(prompts.reader(ParseOptions((), True)), ids, [1] * len(ids))
     assert answer.content == "so  and on"
     assert len(answer.tool_calls) == 1
 
@@ -271,7 +271,7 @@ def test_a_call_in_reasoning_is_a_draft_unless_nothing_closes_the_reasoning(
     num_calls: int,
 ) -> None:
     ids = tokenizer.encode(said)
-    answer = read(prompts.reader(Reading((), True)), ids, [1] * len(ids))
+    answer = read(prompts.reader(ParseOptions((), True)), ids, [1] * len(ids))
     assert (answer.content, answer.reasoning) == (content, reasoning)
     assert len(answer.tool_calls) == num_calls
 
@@ -288,14 +288,14 @@ def test_a_call_in_reasoning_is_a_draft_unless_nothing_closes_the_reasoning(
 def test_markup_is_text_where_no_calls_are_read(
     prompts: Prompts, tokenizer: Tokenizer, said: str, content: str, reasoning: str
 ) -> None:
-    answer = read(prompts.reader(Reading((), False)), tokenizer.encode(said), [2])
-    assert answer == Answer(content, reasoning)
+    answer = read(prompts.reader(ParseOptions((), False)), tokenizer.encode(said), [2])
+    assert answer == ParsedReply(content, reasoning)
 
 
 def test_xml_values_are_json_by_their_declared_types(tokenizer: Tokenizer) -> None:
     marks = marks_of(tokenizer, CallStyle.XML)
     ids = tokenizer.encode(f"so\n{XML}{END}")
-    reader = StreamingParser(tokenizer, marks, Reading(reads_calls=True, tools=TOOLS))
+    reader = StreamingParser(tokenizer, marks, ParseOptions(reads_calls=True, tools=TOOLS))
     answer = read(reader, ids, [1] * len(ids))
     assert answer.content == "so"
     assert [call.arguments for call in answer.tool_calls] == ['{"s": "  one\\ntwo", "n": 12}']

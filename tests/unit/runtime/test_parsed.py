@@ -14,7 +14,7 @@ import renderers
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from rollmesh.runtime.chat import Answer, DeltaReader, Reading, read_message
+from rollmesh.runtime.chat import DeltaReader, ParsedReply, ParseOptions, read_message
 from rollmesh.runtime.families import Family, choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -108,7 +108,7 @@ def test_a_reply_is_read_as_the_library_reads_it(
         if whole[: len(prompt)] != prompt:
             # Templates drop reasoning from history, where this prompt has it begun.
             sampled, num_calls = say(prompts, tokenizer, prompt), 0
-        answer, _ = read(prompts.reader(Reading((), True, "c", tools=TOOLS_JSON)), sampled)
+        answer, _ = read(prompts.reader(ParseOptions((), True, "c", tools=TOOLS_JSON)), sampled)
         heard = library.parse_response(sampled, tools=TOOLS, prompt_ids=prompt)
         assert answer.content == heard.content.strip()
         assert answer.reasoning == (heard.reasoning_content or "").strip()
@@ -117,7 +117,7 @@ def test_a_reply_is_read_as_the_library_reads_it(
         assert len(calls) == num_calls
 
 
-def read(reader: DeltaReader, sampled: list[int]) -> tuple[Answer, int]:
+def read(reader: DeltaReader, sampled: list[int]) -> tuple[ParsedReply, int]:
     """What a reader answers, which its deltas fold to, and how many came before the last."""
     deltas = [delta for i in sampled if (delta := reader.feed([i])) is not None]
     num_told = len(deltas)
@@ -149,7 +149,7 @@ def test_what_stands_before_a_call_is_told_as_it_comes(
         prompts.stop_token_ids[0],
     ]
     answer, num_told = read(
-        prompts.reader(Reading((), reads_calls, "c", tools=TOOLS_JSON)), sampled
+        prompts.reader(ParseOptions((), reads_calls, "c", tools=TOOLS_JSON)), sampled
     )
     assert num_told > 10
     assert answer.reasoning == "hm, so"

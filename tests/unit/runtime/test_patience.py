@@ -3,13 +3,13 @@
 from rollmesh.core.errors import EngineError, EngineOverloaded, EngineUnavailable
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import (
+    AttemptFailed,
     AvoidEngine,
     EngineChosen,
-    Left,
-    LegFailed,
+    ReaderLeft,
     ReportFault,
 )
-from rollmesh.runtime.sampling import MAX_SAID_CHARS, GenerationSettings, Patience
+from rollmesh.runtime.sampling import MAX_QUOTED_CHARS, GenerationSettings, RetryState
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.machine import Ticked
@@ -22,11 +22,11 @@ SICK_S = GenerationSettings().sick_s
 OOPS = "http://a: HTTP 500: oops"
 
 
-def patience() -> Patience:
-    return Patience(GenerationSettings())
+def patience() -> RetryState:
+    return RetryState(GenerationSettings())
 
 
-def fault(of: Patience, life: tuple[str, str], now_s: float) -> EngineError | None:
+def fault(of: RetryState, life: tuple[str, str], now_s: float) -> EngineError | None:
     return of.on_fault(life, OOPS, now_s) or of.on_cut(False, now_s)
 
 
@@ -34,7 +34,7 @@ def test_a_lone_engine_that_stays_sick_is_given_up_in_its_own_words() -> None:
     mine = patience()
     assert [fault(mine, A, now_s) for now_s in (5.0, 5.0, 5.0 + SICK_S - 0.1)] == [None] * 3
     error = fault(mine, A, 5.0 + SICK_S)
-    assert f"no other is there (last: {OOPS})" in str(error)
+    assert f"(last: {OOPS})" in str(error)
     assert "/healthz" in str(error)
 
 
@@ -58,7 +58,7 @@ def test_cuts_that_are_nobodys_fault_may_go_on_for_long() -> None:
     mine = patience()
     told = [mine.on_cut(False, 10.0 * n) for n in range(17)]
     assert told[:16] == [None] * 16
-    assert "no engine got on with it" in str(told[16])
+    assert "no engine made progress" in str(told[16])
 
 
 def test_full_queues_are_overload_unless_tokens_or_faults_come_between() -> None:
@@ -73,13 +73,13 @@ def test_full_queues_are_overload_unless_tokens_or_faults_come_between() -> None
 
 def test_what_keeps_engines_away_is_said_within_bounds() -> None:
     mine = patience()
-    assert "no engine is ready; `rollmesh status`" in str(mine.without_engine())
+    assert "no engine is ready" in str(mine.without_engine())
     fault(mine, A, 0.0)
     assert f"no engine is ready (last: {OOPS})" in str(mine.without_engine())
     mine.on_missing("http://a: joining, connection refused" + "x" * 1000)
     told = str(mine.without_engine())
     assert "(last: http://a: joining, connection refused" in told
-    assert len(told) < MAX_SAID_CHARS + 150
+    assert len(told) < MAX_QUOTED_CHARS + 150
     mine.on_missing("")
     assert "connection refused" in str(mine.without_engine())
 
@@ -89,9 +89,9 @@ def test_what_keeps_engines_away_is_said_within_bounds() -> None:
 
 def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
     bench = running()
-    for leg in range(17):
+    for attempt in range(17):
         assert bench.machine.error is None
-        bench.sample(leg, finish=ABORT)
+        bench.sample(attempt, finish=ABORT)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
     assert bench.machine.state is GenerationState.VOID
@@ -100,9 +100,9 @@ def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
 
 def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
     bench = running()
-    for leg in range(3):
+    for attempt in range(3):
         assert bench.machine.error is None
-        bench.step(LegFailed(leg, "http://a: HTTP 500: oops", "broke"))
+        bench.step(AttemptFailed(attempt, "http://a: HTTP 500: oops", "broke"))
         assert bench.said(ReportFault)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
@@ -112,47 +112,47 @@ def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
 
 def test_an_engine_that_is_parked_with_or_restarted_is_not_given_up() -> None:
     bench = running()
-    bench.step(LegFailed(0, "cut"))
+    bench.step(AttemptFailed(0, "cut"))
     bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
-    bench.step(LegFailed(1, "cut"))
+    bench.step(AttemptFailed(1, "cut"))
     assert bench.machine.error is None
     bench.step(Ticked(), after_s=60.0)
     bench.step(ENGINE)
-    bench.step(Left())
-    bench.step(LegFailed(2, "cut"))
+    bench.step(ReaderLeft())
+    bench.step(AttemptFailed(2, "cut"))
     assert bench.machine.state is GenerationState.PARKED
 
 
 def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
     bench = running(images=("https://nowhere/a.png",))
-    for leg in range(2):
-        bench.step(LegFailed(leg, "HTTP 500: oops", "broke"))
+    for attempt in range(2):
+        bench.step(AttemptFailed(attempt, "HTTP 500: oops", "broke"))
         assert bench.said(AvoidEngine)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
-    bench.step(LegFailed(2, "HTTP 500: oops", "broke"))
+    bench.step(AttemptFailed(2, "HTTP 500: oops", "broke"))
     assert bench.said(ReportFault) == []
     assert bench.machine.state is GenerationState.VOID
-    assert "in reach? HTTP 500: oops" in str(bench.machine.error)
+    assert "HTTP 500: oops" in str(bench.machine.error)
 
 
 def test_a_resumed_leg_that_breaks_at_its_images_fences_nobody_either() -> None:
     """An address may lead nowhere by then, or the model has written the mark of an image."""
     bench = running(images=("https://gone/a.png",))
     bench.sample(0, 1, finish=ABORT)
-    for leg in range(1, 4):
+    for attempt in range(1, 4):
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
-        bench.step(LegFailed(leg, "HTTP 500: oops", "broke"))
+        bench.step(AttemptFailed(attempt, "HTTP 500: oops", "broke"))
         assert bench.said(ReportFault) == []
-    assert "in reach? HTTP 500: oops" in str(bench.machine.error)
+    assert "HTTP 500: oops" in str(bench.machine.error)
 
 
 def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
     bench = running()
-    for leg in range(9):
+    for attempt in range(9):
         assert bench.machine.error is None
-        bench.step(LegFailed(leg, "http://a: the queue is full", "overloaded"))
+        bench.step(AttemptFailed(attempt, "http://a: the queue is full", "overloaded"))
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
     assert isinstance(bench.machine.error, EngineOverloaded)

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.runtime.chat import Answer
+from rollmesh.runtime.chat import ParsedReply
 from rollmesh.runtime.parsers import PlainTextParser
 from rollmesh.runtime.tokenizer import Tokenizer
 
 
 def read(
     tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...]
-) -> tuple[str, Answer]:
+) -> tuple[str, ParsedReply]:
     """What the pieces say, joined, and the answer."""
     reader = PlainTextParser(tokenizer, tokenizer.encode("<|im_end|>"), stop)
     deltas = [reader.feed(chunk) for chunk in chunks]
@@ -43,6 +43,8 @@ def test_the_pieces_fold_to_the_answer_however_they_are_cut(
         ids = ids[size:]
     pieces, answer = read(tokenizer, [*chunks, ids], ("STOP", "TOP "))
     assert (
-        Answer(pieces) == answer == read(tokenizer, [tokenizer.encode(said)], ("STOP", "TOP "))[1]
+        ParsedReply(pieces)
+        == answer
+        == read(tokenizer, [tokenizer.encode(said)], ("STOP", "TOP "))[1]
     )
     assert "STOP" not in pieces

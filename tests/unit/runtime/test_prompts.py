@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.chat import Answer, Reading, ToolCall, ToolChoice, read_message
+from rollmesh.runtime.chat import ParsedReply, ParseOptions, ToolCall, ToolChoice, read_message
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -20,9 +20,9 @@ def chat(*messages: dict[str, object], tools: bytes = b"") -> Chat:
     return Chat(raws, [read_message(raw, n) for n, raw in enumerate(raws)], tools)
 
 
-def read(prompts: Prompts, ids: list[int], reads_calls: bool, prefix: str) -> Answer:
+def read(prompts: Prompts, ids: list[int], reads_calls: bool, prefix: str) -> ParsedReply:
     """A finished reply."""
-    reader = prompts.reader(Reading((), reads_calls, prefix))
+    reader = prompts.reader(ParseOptions((), reads_calls, prefix))
     reader.feed(ids)
     reader.end(len(ids))
     return reader.answer()
@@ -122,28 +122,28 @@ def test_nothing_that_was_said_is_lost_where_calls_are_not_read(
 def test_a_required_call_is_begun_for_the_model(
     prompts: Prompts, tokenizer: Tokenizer, choice: ToolChoice, said: str, arguments: str
 ) -> None:
-    lead = prompts.lead(choice, None, TOOLS)
-    assert tokenizer.decode(lead) == '<tool_call>\n{"name": "f", "arguments":'
-    reader = prompts.reader(Reading((), True, "c", lead, TOOLS))
+    prefill = prompts.prefill(choice, None, TOOLS)
+    assert tokenizer.decode(prefill) == '<tool_call>\n{"name": "f", "arguments":'
+    reader = prompts.reader(ParseOptions((), True, "c", prefill, TOOLS))
     sampled = tokenizer.encode(said)
     delta = reader.feed(sampled)
     assert delta is not None
     assert delta.num_tokens == len(sampled), "a lead is not sampled"
     assert reader.end(len(sampled)).num_tokens == len(sampled)
-    assert reader.answer() == Answer("", "", (ToolCall("c_0", "f", arguments),))
+    assert reader.answer() == ParsedReply("", "", (ToolCall("c_0", "f", arguments),))
 
 
 def test_any_of_several_tools_may_be_called(prompts: Prompts, tokenizer: Tokenizer) -> None:
     tools = b'[{"function":{"name":"f"}},{"function":{"name":"g"}}]'
-    lead = prompts.lead(ToolChoice("required"), None, tools)
-    assert tokenizer.decode(lead) == '<tool_call>\n{"name":'
+    prefill = prompts.prefill(ToolChoice("required"), None, tools)
+    assert tokenizer.decode(prefill) == '<tool_call>\n{"name":'
 
 
 def test_a_free_turn_has_no_lead(prompts: Prompts) -> None:
-    assert prompts.lead(ToolChoice(), None, TOOLS) == ()
-    assert prompts.lead(ToolChoice("none"), None, TOOLS) == ()
-    assert prompts.lead(ToolChoice("required"), None, b"") == ()
-    assert prompts.lead(ToolChoice(), Grammar("json_schema", "{}"), b"") == ()
+    assert prompts.prefill(ToolChoice(), None, TOOLS) == ()
+    assert prompts.prefill(ToolChoice("none"), None, TOOLS) == ()
+    assert prompts.prefill(ToolChoice("required"), None, b"") == ()
+    assert prompts.prefill(ToolChoice(), Grammar("json_schema", "{}"), b"") == ()
 
 
 def test_an_opened_reasoning_is_closed_before_a_grammar_or_a_call(
@@ -156,13 +156,13 @@ def test_an_opened_reasoning_is_closed_before_a_grammar_or_a_call(
     own = load_tokenizer(folder)
     prompts = Prompts(choose_family(folder, "auto", own), own)
     grammar = Grammar("json_schema", "{}")
-    lead = prompts.lead(ToolChoice(), grammar, b"")
-    assert own.decode(lead) == "\n</think>\n\n"
-    reader = prompts.reader(Reading((), True, "c", lead))
+    prefill = prompts.prefill(ToolChoice(), grammar, b"")
+    assert own.decode(prefill) == "\n</think>\n\n"
+    reader = prompts.reader(ParseOptions((), True, "c", prefill))
     reader.feed(own.encode('{"a": 1}<|im_end|>'))
     assert reader.end(9).content == ""
-    assert reader.answer() == Answer('{"a": 1}')
-    forced = own.decode(prompts.lead(ToolChoice("named", "f"), grammar, TOOLS))
+    assert reader.answer() == ParsedReply('{"a": 1}')
+    forced = own.decode(prompts.prefill(ToolChoice("named", "f"), grammar, TOOLS))
     assert forced == '\n</think>\n\n<tool_call>\n{"name": "f", "arguments":'
 
 

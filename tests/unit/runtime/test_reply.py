@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.core.errors import EngineRefused, SessionError
 from rollmesh.core.types import EVAL_SAMPLING
-from rollmesh.runtime.chat import SamplingAsk
+from rollmesh.runtime.chat import RequestedSampling
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.replies import MAX_LISTED, Reply, ReplyState, failure_of
 from rollmesh.runtime.sampling import GenerationSettings
@@ -47,7 +47,7 @@ async def test_choices_are_siblings_of_one_context_with_their_own_seeds(
 async def test_choices_under_the_clients_seed_differ_too(prompts: Prompts, say: Say) -> None:
     sampler = ScriptedSampler(lambda _: say("4"))
     session = open_session(sampler, prompts, sampling=EVAL_SAMPLING)
-    asked = with_fields(turn(USER), num_choices=2, ask=SamplingAsk(seed=11))
+    asked = with_fields(turn(USER), num_choices=2, sampling=RequestedSampling(seed=11))
     await call_all(session, asked)
     assert [request.params.seed for request in sampler.requests] == [11, 12]
 
@@ -74,7 +74,7 @@ async def test_a_history_goes_on_from_the_choice_that_it_shows(prompts: Prompts,
 async def test_a_failed_choice_takes_the_undelivered_others_along(
     prompts: Prompts, say: Say
 ) -> None:
-    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER), num_choices=3)
     replies = await session.attach(asked)
@@ -116,7 +116,7 @@ async def test_a_delivered_turn_is_superseded_by_another_that_is_delivered_alone
     prompts: Prompts, say: Say
 ) -> None:
     for num_good in (0, 1):
-        sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+        sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
         session = open_session(sampler, prompts)
         for is_good in [True, False, *[True] * num_good]:
             (reply,) = await session.attach(turn(USER))
@@ -153,7 +153,7 @@ async def test_resends_of_a_cut_turn_resume_it(
 async def test_a_cut_answer_that_is_shown_back_is_exact_context_and_does_not_train(
     prompts: Prompts, say: Say
 ) -> None:
-    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     (cut,) = await session.attach(turn(USER))
     sampler.generations[0].show(*say("I guess")[:-1])
@@ -197,7 +197,7 @@ async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
         [say("go STOP")], new_matcher=lambda stops: StopStrings(stops, tokenizer.stream())
     )
     session = open_session(sampler, prompts)
-    asked = with_fields(turn(USER), ask=SamplingAsk(stop=("STOP",)))
+    asked = with_fields(turn(USER), sampling=RequestedSampling(stop=("STOP",)))
     first, answer = await call(session, asked)
     shown = first.matched_stop, first.finish_reason, first.token_ids(), first.logprobs()
     again, same = await call(session, with_fields(asked, is_retry=True))
@@ -208,7 +208,7 @@ async def test_a_repeated_answer_has_its_stop_string_and_alternatives_again(
 async def test_a_cut_answer_never_stands_for_a_whole_one_of_the_same_text(
     prompts: Prompts, say: Say
 ) -> None:
-    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     (good,) = await session.attach(turn(USER))
     sampler.generations[0].end(*say("4"))
@@ -242,7 +242,7 @@ async def test_a_session_whose_agent_went_for_good_is_idle(prompts: Prompts, say
 
 
 async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> None:
-    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     (reply,) = await session.attach(turn(USER))
     sampler.generations[0].fail("out of memory")
@@ -254,7 +254,7 @@ async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> No
         return weakref.ref(request)
 
     assert ask()() is None
-    with pytest.raises(SessionError, match="no engine got on"):
+    with pytest.raises(SessionError, match="no engine made progress"):
         session.finish(reply)
 
 

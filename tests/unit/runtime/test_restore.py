@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.chat import SamplingAsk, Turn
+from rollmesh.runtime.chat import RequestedSampling, Turn
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.history import LONG_BYTES
 from rollmesh.runtime.message_trie import NO_NODE, MessageNode
@@ -180,7 +180,7 @@ async def test_a_repeated_answer_is_the_same_to_its_likeliest_tokens_and_stop_st
         new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
     )
     session = open_session(sampler, prompts, event_writer=event_writer)
-    asked = with_fields(turn(USER), ask=SamplingAsk(stop=("stop",)))
+    asked = with_fields(turn(USER), sampling=RequestedSampling(stop=("stop",)))
     reply, answer = await call(session, asked)
     after = regained(session, event_writer.next_life())
     (again,) = await after.attach(msgspec.structs.replace(asked, is_retry=True))

@@ -28,7 +28,7 @@ def test_truncation_cuts_runs_and_arrays_alike() -> None:
 def test_tokens_of_one_version_and_two_engines_are_two_runs() -> None:
     tokens = SampledTokens()
     for engine in ("http://a", "http://b", "http://a"):
-        tokens.begin_leg(engine)
+        tokens.begin_attempt(engine)
         tokens.append([1, 2], [-1.0, -1.0], 3)
     assert tokens.engines == ["http://a", "http://b"]
     assert tokens.policy_versions == [VersionRun(3, 2, 0), VersionRun(3, 2, 1), VersionRun(3, 2, 0)]
@@ -39,7 +39,7 @@ def test_tokens_of_one_version_and_two_engines_are_two_runs() -> None:
 def test_restated_runs_are_of_the_engine_whose_leg_it_is() -> None:
     tokens = SampledTokens()
     for engine in ("http://a", "http://b"):
-        tokens.begin_leg(engine)
+        tokens.begin_attempt(engine)
         tokens.append([1, 2], [-1.0, -1.0], 3)
     tokens.restate(2, (VersionRun(3, 1), VersionRun(4, 1)))
     assert tokens.policy_versions == [VersionRun(3, 2, 0), VersionRun(3, 1, 1), VersionRun(4, 1, 1)]

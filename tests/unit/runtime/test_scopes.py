@@ -222,7 +222,7 @@ async def test_a_transcript_that_is_to_be_recorded_is_called_in(
     loans = [runtime.lend(ROLLOUT, name, appends=True) for name in ("dropped", "held")]
     model = runtime.lend(ROLLOUT, "judge", appends=False)
     del loans[0]
-    runtime.call_in(ROLLOUT)
+    runtime.recall(ROLLOUT)
     assert own.state is SessionState.SEALED
     assert [log["borrower"] for log in logs] == ["dropped", "held"]
     assert over(runtime, loans[0].api_key) == 410

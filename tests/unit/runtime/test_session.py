@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, Grammar, SamplingPolicy, SamplingRule
-from rollmesh.runtime.chat import SamplingAsk
+from rollmesh.runtime.chat import RequestedSampling
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.prompts import Chat, Prompts
@@ -122,7 +122,7 @@ async def test_a_reader_that_left_finds_its_generation_parked_and_resumes_it(
     (again,) = await session.attach(turn(USER))
     assert again is reply
     again.join()
-    assert generation.leg is not None
+    assert generation.attempt is not None
     generation.end(*say("4")[1:])
     assert session.finish(again).content == "4"
     assert list(again.token_ids()) == list(say("4"))
@@ -189,7 +189,7 @@ async def test_what_was_sampled_but_not_delivered_is_void(prompts: Prompts, say:
 async def test_a_failed_generation_gives_its_status_and_a_retry_starts_anew(
     prompts: Prompts, say: Say, is_refused: bool, status: int
 ) -> None:
-    settings = GenerationSettings(max_fruitless_legs=0)
+    settings = GenerationSettings(max_fruitless_attempts=0)
     sampler = ScriptedSampler(None, settings)
     session = open_session(sampler, prompts)
     (reply,) = await session.attach(turn(USER))
@@ -207,7 +207,7 @@ async def test_a_failed_generation_gives_its_status_and_a_retry_starts_anew(
 async def test_another_call_does_not_hide_why_one_failed(
     prompts: Prompts, say: Say, is_refused: bool, status: int
 ) -> None:
-    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_legs=0))
+    sampler = ScriptedSampler(None, GenerationSettings(max_fruitless_attempts=0))
     session = open_session(sampler, prompts)
     readers = [(await session.attach(turn(USER)))[0] for _ in range(2)]
     sampler.generations[0].fail("out of memory", is_refused)
@@ -305,7 +305,7 @@ async def test_tool_calls_are_known_by_id_when_the_agent_comes_back(
 async def test_a_stop_string_ends_the_text_but_its_tokens_stay(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler([say("go Observation: x")]), prompts)
     asked = turn(USER)
-    asked = msgspec.structs.replace(asked, ask=SamplingAsk(stop=("Observation:",)))
+    asked = msgspec.structs.replace(asked, sampling=RequestedSampling(stop=("Observation:",)))
     reply, answer = await call(session, asked)
     assert answer.content == "go"
     assert list(reply.token_ids()) == list(say("go Observation: x"))
@@ -313,7 +313,7 @@ async def test_a_stop_string_ends_the_text_but_its_tokens_stay(prompts: Prompts,
 
 async def test_a_stop_string_in_the_reasoning_ends_it_too(prompts: Prompts, say: Say) -> None:
     session = open_session(ScriptedSampler([say("<think>hm STOP")]), prompts)
-    asked = msgspec.structs.replace(turn(USER), ask=SamplingAsk(stop=("STOP",)))
+    asked = msgspec.structs.replace(turn(USER), sampling=RequestedSampling(stop=("STOP",)))
     _, answer = await call(session, asked)
     assert (answer.content, answer.reasoning) == ("", "hm")
 
@@ -345,8 +345,8 @@ async def test_what_the_policy_decides_is_in_the_params_and_named(
     prompts: Prompts, say: Say
 ) -> None:
     grammar = Grammar("regex", "[0-9]")
-    ask = SamplingAsk(temperature=0.0, min_p=0.1, logit_bias=((5, -1.0),), grammar=grammar)
-    asked = with_fields(turn(USER), ask=ask)
+    ask = RequestedSampling(temperature=0.0, min_p=0.1, logit_bias=((5, -1.0),), grammar=grammar)
+    asked = with_fields(turn(USER), sampling=ask)
     sampler = ScriptedSampler(lambda _: say("4"))
     reply, _ = await call(open_session(sampler, prompts), asked)
     params = reply.head.params
@@ -362,9 +362,9 @@ async def test_what_the_policy_decides_is_in_the_params_and_named(
 
 
 async def test_a_bias_on_a_token_that_the_model_has_not_is_refused(prompts: Prompts) -> None:
-    ask = SamplingAsk(logit_bias=((10**9, 1.0),))
+    ask = RequestedSampling(logit_bias=((10**9, 1.0),))
     with pytest.raises(SessionError, match="logit_bias: expected token ids"):
-        await open_session(ScriptedSampler(), prompts).attach(with_fields(turn(USER), ask=ask))
+        await open_session(ScriptedSampler(), prompts).attach(with_fields(turn(USER), sampling=ask))
 
 
 async def test_a_session_that_ends_early_refuses_new_calls_and_finishes_those_under_way(

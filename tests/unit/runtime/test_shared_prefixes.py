@@ -11,8 +11,8 @@ from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import SessionRecord
 from rollmesh.runtime.shared_prefixes import (
     MAX_BYTES,
-    MAX_OPENING_BYTES,
-    MAX_OPENINGS,
+    MAX_PREFIX_BYTES,
+    MAX_PREFIXES,
     SharedPrefix,
     SharedPrefixes,
 )
@@ -154,8 +154,8 @@ async def test_an_opening_holds_no_image_and_is_lost_with_the_last_that_does() -
 
 async def test_openings_are_bounded_in_bytes(prompts: Prompts, say: Say) -> None:
     shared_prefixes = SharedPrefixes()
-    for n in range(2 * MAX_BYTES // MAX_OPENING_BYTES):
-        asked = turn({"role": "user", "content": f"{n} " + "a " * (MAX_OPENING_BYTES // 20)})
+    for n in range(2 * MAX_BYTES // MAX_PREFIX_BYTES):
+        asked = turn({"role": "user", "content": f"{n} " + "a " * (MAX_PREFIX_BYTES // 20)})
         session = open_session(
             ScriptedSampler([say("4")]), prompts, 10**6, shared_prefixes=shared_prefixes
         )
@@ -167,8 +167,8 @@ async def test_openings_are_bounded_in_bytes(prompts: Prompts, say: Say) -> None
 
 async def test_openings_are_bounded_in_number_and_size(prompts: Prompts, say: Say) -> None:
     shared_prefixes = SharedPrefixes()
-    asked = [turn({"role": "user", "content": str(n)}) for n in range(MAX_OPENINGS + 1)]
-    large = turn({"role": "user", "content": "a" * MAX_OPENING_BYTES})
+    asked = [turn({"role": "user", "content": str(n)}) for n in range(MAX_PREFIXES + 1)]
+    large = turn({"role": "user", "content": "a" * MAX_PREFIX_BYTES})
     for each in (*asked, large):
         sampler = ScriptedSampler([say("4")])
         session = open_session(sampler, prompts, 10**6, shared_prefixes=shared_prefixes)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.blobs import PAGE_BYTES, Extent, FreeSpace, SpillFile
+from rollmesh.runtime.blobs import PAGE_BYTES, Extent, FreeExtents, SpillFile
 from tests.disks import full_disk
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_owners_share_a_page_and_the_file_ends_with_its_last_extent(seed: int) -> None:
-    chance, space, taken = random.Random(seed), FreeSpace(), list[Extent]()
+    chance, space, taken = random.Random(seed), FreeExtents(), list[Extent]()
     for _ in range(1000):
         if chance.random() < 0.5 or not taken:
             taken.append(space.take(chance.randrange(1, 5 * PAGE_BYTES)))
@@ -31,7 +31,7 @@ def test_no_two_owners_share_a_page_and_the_file_ends_with_its_last_extent(seed:
 
 
 def test_what_is_free_is_used_again_before_the_file_grows() -> None:
-    space = FreeSpace()
+    space = FreeExtents()
     small, _, large, _ = [space.take(n * PAGE_BYTES) for n in (1, 1, 3, 1)]
     space.give(large)
     space.give(small)

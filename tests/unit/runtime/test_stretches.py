@@ -1,6 +1,6 @@
 """Arrays that begin like one seen before."""
 
-from rollmesh.runtime.message_trie import MAX_STRETCHES, MessageNode, PrefixIndex, split_array
+from rollmesh.runtime.message_trie import MAX_PREFIX_HASHES, MessageNode, PrefixIndex, split_array
 
 START, END = MessageNode(None, b""), MessageNode(None, b"{}")
 
@@ -39,7 +39,7 @@ def test_a_long_line_is_one_stretch_of_few_segments() -> None:
 
 def test_the_newest_few_are_kept() -> None:
     prefixes = PrefixIndex()
-    arrays = [b'[{"n":%d}]' % n for n in range(MAX_STRETCHES + 1)]
+    arrays = [b'[{"n":%d}]' % n for n in range(MAX_PREFIX_HASHES + 1)]
     for array in arrays:
         prefixes.add(None, START, array, END, 1)
     assert prefixes.find(START, arrays[0]) is None
@@ -55,19 +55,22 @@ def test_space_before_the_bracket_is_no_known_beginning() -> None:
 
 def test_of_a_history_that_is_edited_at_each_turn_only_some_arrays_are_kept() -> None:
     prefixes = PrefixIndex()
-    num_turns = 8 * MAX_STRETCHES
+    num_turns = 8 * MAX_PREFIX_HASHES
     known = []
     for n in range(num_turns):
         array = b'[{"n":%d}]' % n
         prefixes.add(None, START, array, END, 1)
         known.append(prefixes.find(START, array) is not None)
-    assert all(known[: 2 * MAX_STRETCHES])
-    assert sum(known[2 * MAX_STRETCHES :]) == (num_turns - 2 * MAX_STRETCHES) // MAX_STRETCHES
+    assert all(known[: 2 * MAX_PREFIX_HASHES])
+    assert (
+        sum(known[2 * MAX_PREFIX_HASHES :])
+        == (num_turns - 2 * MAX_PREFIX_HASHES) // MAX_PREFIX_HASHES
+    )
 
 
 def test_a_history_that_is_edited_no_more_is_soon_known_again() -> None:
     prefixes = PrefixIndex()
-    for n in range(3 * MAX_STRETCHES + 1):
+    for n in range(3 * MAX_PREFIX_HASHES + 1):
         prefixes.add(None, START, b'[{"n":%d}]' % n, END, 1)
     array, num_strange = b'[{"m":0}]', 0
     for m in range(1, 50):
@@ -75,4 +78,4 @@ def test_a_history_that_is_edited_no_more_is_soon_known_again() -> None:
         num_strange += found is None
         prefixes.add(found, START, array, END, m)
         array = array[:-1] + b',{"m":%d}]' % m
-    assert num_strange <= MAX_STRETCHES
+    assert num_strange <= MAX_PREFIX_HASHES

@@ -88,7 +88,7 @@ def test_a_turn_in_which_the_model_wrote_the_mark_itself_is_not_gone_on_from(
     """SGLang would look for one image more than there are and answer 500 from then on."""
     said = vl_tokenizer.encode(f"a <|image_pad|> cat{END}")
     for new in (SHOT, {"role": "user", "content": "go on"}):
-        with pytest.raises(SessionError, match="the model itself wrote the mark") as caught:
+        with pytest.raises(SessionError, match="the model wrote an image placeholder") as caught:
             vl_prompts.extend(said, chat(new))
         assert (caught.value.status, caught.value.code) == (400, "unsupported_content")
 

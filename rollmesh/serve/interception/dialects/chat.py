@@ -18,17 +18,17 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.memo import Memo
 from rollmesh.core.types import DialectName
 from rollmesh.runtime.chat import (
-    Answer,
     CallDelta,
     ChatMessage,
     Delta,
     Function,
+    MessageToolCall,
+    ParsedReply,
     ToolCall,
     ToolChoice,
     Turn,
     read_message,
 )
-from rollmesh.runtime.chat import Call as MessageToolCall
 from rollmesh.serve.interception.dialects.answer_parts import (
     DONE,
     openai_error,
@@ -103,7 +103,7 @@ class ChatDialect:
             parallel_calls=body.parallel_tool_calls is not False and not is_legacy,
             num_choices=body.n or 1,
             num_top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
-            ask=body.ask(body.max_completion_tokens or body.max_tokens),
+            sampling=body.requested_sampling(body.max_completion_tokens or body.max_tokens),
             model=body.model or "",
             stream=bool(body.stream),
             include_usage=body.includes_usage,
@@ -177,7 +177,7 @@ class ChatRequest:
     def whole(self, views: Sequence[ReplyView]) -> bytes:
         choices = b",".join([self._choice(n, view) for n, view in enumerate(views)])
         first = views[0]
-        ids = _prompt_ids(first) if first.wish.return_token_ids else b""
+        ids = _prompt_ids(first) if first.options.return_token_ids else b""
         frame = _frame(first, b"chat.completion"), choices, ids, _usage(views)
         return b'{%b,"choices":[%b]%b,"usage":%b}' % frame
 
@@ -190,12 +190,12 @@ class ChatRequest:
             index,
             b"null" if answer.tool_calls and not answer.content else orjson.dumps(answer.content),
             self._more_fields(answer),
-            listing(view, 0, num_tokens) if view.wish.logprobs else b"null",
+            listing(view, 0, num_tokens) if view.options.logprobs else b"null",
             _finish(view, self._is_legacy),
             _token_ids(view, 0, num_tokens),
         )
 
-    def _more_fields(self, answer: Answer) -> bytes:
+    def _more_fields(self, answer: ParsedReply) -> bytes:
         """Reasoning and tool calls of a message; most have neither."""
         fields = b""
         if answer.reasoning:
@@ -230,7 +230,7 @@ class ChatStream:
         return self._chunk(choice, delta, finish)
 
     def close(self) -> bytes:
-        if not self._views[0].wish.include_usage:
+        if not self._views[0].options.include_usage:
             return DONE
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._frame, _usage(self._views), DONE)
 
@@ -247,11 +247,11 @@ class ChatStream:
             fields.append(b'"role":"assistant"')
             if not delta.content:
                 fields.append(b'"content":""')
-            if view.wish.return_token_ids:
+            if view.options.return_token_ids:
                 prompt_ids = _prompt_ids(view)
         fields += self._fields(delta)
         extra = _token_ids(view, start, delta.num_tokens)
-        if view.wish.logprobs:
+        if view.options.logprobs:
             extra += b',"logprobs":' + listing(view, start, delta.num_tokens)
         parts = self._heads[choice], b",".join(fields), finish, extra, prompt_ids
         return b'%b%b},"finish_reason":%b%b}]%b}\n\n' % parts
@@ -309,7 +309,7 @@ def _prompt_ids(view: ReplyView) -> bytes:
 
 
 def _token_ids(view: ReplyView, start: int, stop: int) -> bytes:
-    if not view.wish.return_token_ids:
+    if not view.options.return_token_ids:
         return b""
     return b',"token_ids":' + orjson.dumps(view.token_ids(start, stop))
 

@@ -125,7 +125,7 @@ def _turn(body: CompletionBody, request: RequestBody, number: int, prompt: Promp
         prompt_ids=None if isinstance(prompt, str) else prompt,
         num_choices=body.n or 1,
         num_top_logprobs=int(body.logprobs or 0),
-        ask=body.ask(body.max_tokens or DEFAULT_MAX_TOKENS),
+        sampling=body.requested_sampling(body.max_tokens or DEFAULT_MAX_TOKENS),
         model=body.model or "",
         stream=bool(body.stream),
         include_usage=body.includes_usage,
@@ -177,7 +177,7 @@ class CompletionStream:
         return b"%b%b]}\n\n" % (self._head, ended)
 
     def close(self) -> bytes:
-        if not self._views[0].wish.include_usage:
+        if not self._views[0].options.include_usage:
             return DONE
         return b'%b],"usage":%b}\n\n%b' % (self._head, _usage(self._views), DONE)
 
@@ -191,14 +191,14 @@ class CompletionStream:
         prompt, self._echo[index] = self._echo[index], None
         text = (prompt or "") + delta.content
         fields = [b'{"index":%d,"text":%b,"logprobs":' % (index, orjson.dumps(text))]
-        if view.wish.logprobs:
+        if view.options.logprobs:
             fields.append(_logprobs(view, start, delta.num_tokens, self._num_chars[index], prompt))
         else:
             fields.append(b"null")
         self._num_chars[index] += len(text)
         reason = b'"%b"' % ended.finish_reason.encode() if ended else b"null"
         fields.append(b',"finish_reason":' + reason)
-        if view.wish.return_token_ids:
+        if view.options.return_token_ids:
             fields.append(b',"token_ids":' + orjson.dumps(view.token_ids(start, delta.num_tokens)))
             if start == 0:
                 fields.append(b',"prompt_token_ids":' + orjson.dumps(view.prompt_ids()))
@@ -206,7 +206,7 @@ class CompletionStream:
 
 
 def _echo(view: ReplyView) -> str:
-    text = view.wish.prompt_text
+    text = view.options.prompt_text
     return view.prompt_text() if text is None else text
 
 
@@ -226,7 +226,7 @@ def _logprobs(view: ReplyView, start: int, stop: int, at: int, echo: str | None)
         {
             "tokens": tokens,
             "token_logprobs": [*no_values, *view.logprobs(start, stop)],
-            "top_logprobs": [*no_values, *tops] if view.wish.num_top_logprobs else None,
+            "top_logprobs": [*no_values, *tops] if view.options.num_top_logprobs else None,
             "text_offset": offsets,
         }
     )
@@ -245,6 +245,6 @@ def _usage(views: Sequence[ReplyView]) -> bytes:
     """The `usage`, which counts the prompt of each turn once."""
     firsts: dict[int, ReplyView] = {}
     for view in views:
-        firsts.setdefault(id(view.wish), view)
+        firsts.setdefault(id(view.options), view)
     num_prompt = sum([view.head.num_prompt_tokens for view in firsts.values()])
     return usage(views, num_prompt)

@@ -25,7 +25,7 @@ from rollmesh.runtime.chat import (
     CallDelta,
     ChatMessage,
     Delta,
-    SamplingAsk,
+    RequestedSampling,
     ToolCall,
     ToolChoice,
     Turn,
@@ -127,7 +127,7 @@ class MessagesDialect:
             tools=tools,
             tool_choice=choice,
             parallel_calls=is_parallel,
-            ask=_sampling(body),
+            sampling=_sampling(body),
             model=body.model or "",
             stream=bool(body.stream),
             digest=request.digest,
@@ -152,13 +152,13 @@ def _tool_choice(value: Any) -> tuple[ToolChoice, bool]:
     return read_tool_choice(value), is_parallel
 
 
-def _sampling(body: MessagesBody) -> SamplingAsk:
+def _sampling(body: MessagesBody) -> RequestedSampling:
     form = body.output_format or (body.output_config and body.output_config.format)
     grammar = None
     if form:
         text = schema_text(bytes(form.schema), "output_config.format.schema")
         grammar = Grammar("json_schema", text)
-    return SamplingAsk(
+    return RequestedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,

@@ -15,7 +15,7 @@ import msgspec
 from rollmesh.core.errors import DECODE_ERRORS, SessionError
 from rollmesh.core.memo import Memo
 from rollmesh.core.types import Grammar
-from rollmesh.runtime.chat import SamplingAsk, ToolChoice, read_tools
+from rollmesh.runtime.chat import RequestedSampling, ToolChoice, read_tools
 
 Body = TypeVar("Body")
 
@@ -189,10 +189,10 @@ class OpenAISamplingBody(msgspec.Struct, kw_only=True):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def ask(self, max_tokens: int | None) -> SamplingAsk:
+    def requested_sampling(self, max_tokens: int | None) -> RequestedSampling:
         """The sampling fields as rollmesh's type."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingAsk(
+        return RequestedSampling(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,

@@ -19,7 +19,7 @@ import orjson
 
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import DialectName, Grammar
-from rollmesh.runtime.chat import ChatMessage, FindAnswer, SamplingAsk, Turn, read_message
+from rollmesh.runtime.chat import ChatMessage, FindAnswer, RequestedSampling, Turn, read_message
 from rollmesh.serve.interception.dialects.answer_parts import (
     openai_error,
     openai_error_body,
@@ -171,14 +171,14 @@ class ResponsesDialect:
         turn = Turn(
             messages=units,
             read=read_unit,
-            spell_out=spell_out if has_references else None,
+            resolve_references=resolve_references if has_references else None,
             tools=tools,
             tool_choice=choice,
             parallel_calls=body.parallel_tool_calls is not False,
             num_top_logprobs=(body.top_logprobs or 0) if lists else 0,
             previous_reply=previous.removeprefix(ID_PREFIX),
-            begins_anew=bool(body.instructions),
-            ask=_sampling(body),
+            replaces_system=bool(body.instructions),
+            sampling=_sampling(body),
             model=body.model or "",
             stream=bool(body.stream),
             logprobs=lists,
@@ -222,8 +222,8 @@ def _text_unit(role: str, text: str) -> bytes:
     return msgspec.json.encode([{"role": role, "content": text}])
 
 
-def _sampling(body: ResponsesBody) -> SamplingAsk:
-    return SamplingAsk(
+def _sampling(body: ResponsesBody) -> RequestedSampling:
+    return RequestedSampling(
         temperature=body.temperature,
         top_p=body.top_p,
         max_tokens=body.max_output_tokens,
@@ -274,7 +274,7 @@ def units_of(heads: list[ItemHead], raws: list[msgspec.Raw]) -> list[bytes]:
     return units
 
 
-def spell_out(units: list[bytes], find: FindAnswer) -> list[bytes]:
+def resolve_references(units: list[bytes], find: FindAnswer) -> list[bytes]:
     """Replace item references with their items; SessionError 400 for an unknown id."""
     return [_spelled_out(unit, find) if b'"id"' in unit else unit for unit in units]
 

@@ -115,7 +115,7 @@ def text_part(text: str, listed: bytes = b"[]") -> Item:
 
 def list_tokens(view: ReplyView, output: list[Item]) -> None:
     """Add log-probs, if requested: those of the whole reply, including reasoning."""
-    if not view.wish.logprobs:
+    if not view.options.logprobs:
         return
     listed = view.listed_tokens(0, view.num_tokens)
     for item in output:

@@ -16,7 +16,7 @@
 import msgspec
 
 from rollmesh.core.types import Outcome, SamplingPolicy
-from rollmesh.runtime.session_deps import Locks
+from rollmesh.runtime.session_deps import KeyDigests
 from rollmesh.runtime.session_log import Text
 from rollmesh.serve.interception.report import RewardSlot
 
@@ -52,7 +52,7 @@ class SessionOpened(SessionEntry, frozen=True, tag="opened"):
     """A new session."""
 
     created_s: float
-    locks: Locks
+    locks: KeyDigests
     metadata: bytes
     seed: int
     sampling: SamplingPolicy | None

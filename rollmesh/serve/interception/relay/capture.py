@@ -4,7 +4,7 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import new_id
-from rollmesh.runtime.session_deps import Locks, SessionKeys
+from rollmesh.runtime.session_deps import KeyDigests, SessionKeys
 from rollmesh.serve.interception.capture import (
     CapturedSession,
     CaptureOptions,
@@ -32,7 +32,7 @@ class RelayCapture:
         self._clock = clock
         self._config = config
         self._keys: SessionKeys[RelaySession] = SessionKeys()
-        self._locks: dict[str, Locks] = {}
+        self._locks: dict[str, KeyDigests] = {}
         """By session id."""
         self.counters = RelayCounters()
 
@@ -62,7 +62,7 @@ class RelayCapture:
             session_id, self._upstreams, self._clock, self._config, self.counters, writer, replay
         )
 
-    def reopen(self, session: RelaySession, locks: Locks) -> None:
+    def reopen(self, session: RelaySession, locks: KeyDigests) -> None:
         """Accept the keys that opened the session in another process."""
         self._keys.reopen(locks, session)
         self._locks[session.session_id] = locks

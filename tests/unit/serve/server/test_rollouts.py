@@ -125,7 +125,7 @@ async def test_lasting_infrastructure_fault_is_never_a_reward(tmp_path: Path) ->
 async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
     tmp_path: Path, end: Transcript | Exception
 ) -> None:
-    sampler = ScriptedSampler(settings=GenerationSettings(max_fruitless_legs=0))
+    sampler = ScriptedSampler(settings=GenerationSettings(max_fruitless_attempts=0))
 
     async def swallow(agent: Endpoint) -> Transcript:
         session = context.runtime.find(agent.api_key)

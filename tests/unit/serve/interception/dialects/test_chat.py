@@ -25,11 +25,11 @@ def decode(**fields: object) -> Any:
 
 def test_sampling_fields_are_read_under_all_their_names() -> None:
     turn = decode(max_tokens=5, max_completion_tokens=7, stop="x", temperature=0, seed=2**70)
-    assert turn.ask.max_tokens == 7
-    assert turn.ask.stop == ("x",)
-    assert turn.ask.temperature == 0
-    assert 0 <= turn.ask.seed < 2**63
-    assert decode(stop=["a", ""]).ask.stop == ("a",)
+    assert turn.sampling.max_tokens == 7
+    assert turn.sampling.stop == ("x",)
+    assert turn.sampling.temperature == 0
+    assert 0 <= turn.sampling.seed < 2**63
+    assert decode(stop=["a", ""]).sampling.stop == ("a",)
 
 
 def test_nulls_and_unknown_keys_are_accepted() -> None:
@@ -91,7 +91,7 @@ def test_functions_of_old_are_tools_and_a_call_ends_the_turn() -> None:
 def test_every_constraint_becomes_a_grammar(
     fields: dict[str, object], grammar: tuple[Any, str] | None
 ) -> None:
-    assert decode(**fields).ask.grammar == (None if grammar is None else Grammar(*grammar))
+    assert decode(**fields).sampling.grammar == (None if grammar is None else Grammar(*grammar))
 
 
 @pytest.mark.parametrize(

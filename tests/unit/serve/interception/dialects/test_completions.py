@@ -50,7 +50,7 @@ def test_a_batch_is_several_turns_that_are_told_apart() -> None:
     assert {turn.num_choices for turn in turns} == {2}
     assert {turn.num_top_logprobs for turn in turns} == {3}
     assert len({turn.digest for turn in turns}) == 2
-    assert decode()[0].ask.max_tokens == 16, "as OpenAI's reference has it"
+    assert decode()[0].sampling.max_tokens == 16, "as OpenAI's reference has it"
 
 
 async def test_a_raw_prompt_is_gone_on_from(make_desk: MakeDesk) -> None:

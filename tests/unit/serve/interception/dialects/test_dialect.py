@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_events import LegFailed
+from rollmesh.runtime.generation_events import AttemptFailed
 from rollmesh.serve.interception.exchange import ExchangeState
 from rollmesh.wire.machine import Ticked
 from tests.unit.serve.interception.conftest import Desk, MakeDesk, read_events
@@ -214,9 +214,9 @@ async def test_engines_that_stay_full_are_a_429(
         opening = group.create_task(desk.post({**ASKS[path], "stream": stream}, path).__aenter__())
         await started(desk)
         generation = desk.sampler.generations[0]
-        while generation.leg is not None:
-            number, generation.leg = generation.leg.leg, None
-            generation.drive(LegFailed(number, "the queue is full", "overloaded"))
+        while generation.attempt is not None:
+            number, generation.attempt = generation.attempt.attempt, None
+            generation.drive(AttemptFailed(number, "the queue is full", "overloaded"))
             desk.clock.advance(1.0)
             generation.drive(Ticked())
         response = await opening

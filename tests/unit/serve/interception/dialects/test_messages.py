@@ -115,10 +115,10 @@ def test_the_choice_of_tools_is_read_in_every_form() -> None:
 def test_sampling_fields_are_read() -> None:
     schema = {"type": "json_schema", "schema": {"type": "object"}}
     turn = decode(stop_sequences=["x", ""], top_k=5, output_config={"format": schema})
-    assert (turn.ask.max_tokens, turn.ask.stop, turn.ask.top_k) == (64, ("x",), 5)
-    assert turn.ask.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert (turn.sampling.max_tokens, turn.sampling.stop, turn.sampling.top_k) == (64, ("x",), 5)
+    assert turn.sampling.grammar == Grammar("json_schema", '{"type":"object"}')
     unread: dict[str, Any] = {"thinking": {"type": "enabled"}, "metadata": {"user_id": "u"}}
-    assert decode(**unread).ask.max_tokens == 64
+    assert decode(**unread).sampling.max_tokens == 64
 
 
 async def test_a_plain_answer_has_blocks_and_usage(make_desk: MakeDesk) -> None:

@@ -137,10 +137,10 @@ def test_tools_that_only_openais_servers_have_are_left_out() -> None:
 def test_formats_are_grammars_and_what_came_before_is_named() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     turn = decode(text={"format": form}, previous_response_id="resp_s-3", max_output_tokens=9)
-    assert turn.ask.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert turn.sampling.grammar == Grammar("json_schema", '{"type":"object"}')
     assert turn.previous_reply == "s-3"
-    assert turn.ask.max_tokens == 9
-    assert decode(text={"format": {"type": "text"}, "verbosity": "low"}).ask.grammar is None
+    assert turn.sampling.max_tokens == 9
+    assert decode(text={"format": {"type": "text"}, "verbosity": "low"}).sampling.grammar is None
 
 
 async def test_a_plain_response_has_items_and_usage(make_desk: MakeDesk) -> None:

@@ -49,7 +49,7 @@ class Crowd:
             self.journal.name(name, b"%d" % self.rng.randrange(6) * self.rng.choice([80, 300]))
         page = WriteBuffer(name, self.journal.flush_queue)
         for call in range(self.rng.randrange(1, 12)):
-            page.put(DeliveryChanged(call, is_untaken=True))
+            page.put(DeliveryChanged(call, is_undelivered=True))
         page.be_due()
         self.journal.flush_queue.flush()
 

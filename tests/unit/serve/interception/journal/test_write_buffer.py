@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.session_log import CallFailed, DeliveryChanged
+from rollmesh.runtime.session_log import DeliveryChanged, FaultsChanged
 from rollmesh.serve.interception.journal.write_buffer import FlushQueue, Record, WriteBuffer
 
 FULL = SessionError(507, "journal_full", "full")
@@ -59,7 +59,7 @@ async def test_what_is_due_in_one_turn_is_one_write() -> None:
     disk = Disk()
     one, other, quiet = disk.pages
     for page in (one, other, one, quiet):
-        page.put(DeliveryChanged(0, is_untaken=True))
+        page.put(DeliveryChanged(0, is_undelivered=True))
     for page in (one, other, one):
         page.be_due()
     assert disk.batches == []
@@ -77,7 +77,7 @@ async def test_what_was_refused_is_owed_until_it_is_due_again(one_by_one: bool) 
     disk = Disk(one_by_one=one_by_one)
     disk.refused = {"b"}
     for page in disk.pages:
-        page.put(DeliveryChanged(0, is_untaken=True))
+        page.put(DeliveryChanged(0, is_undelivered=True))
         page.be_due()
     await asyncio.sleep(0)
     # Written alone, each fails alone.
@@ -86,7 +86,7 @@ async def test_what_was_refused_is_owed_until_it_is_due_again(one_by_one: bool) 
     assert [page.heard for page in disk.pages] == [[others], [FULL], [others]]
     disk.refused, disk.batches = set(), []
     other = disk.pages[1]
-    other.put(DeliveryChanged(0, is_untaken=False))
+    other.put(DeliveryChanged(0, is_undelivered=False))
     other.be_due()
     await asyncio.sleep(0)
     assert disk.batches == [{"b": 2}]
@@ -96,8 +96,8 @@ async def test_what_was_refused_is_owed_until_it_is_due_again(one_by_one: bool) 
 async def test_what_cannot_be_encoded_is_left_out_and_the_others_are_written() -> None:
     disk = Disk()
     one, other, _ = disk.pages
-    one.put(CallFailed("half of a pair: \ud800", ""))
-    other.put(DeliveryChanged(0, is_untaken=True))
+    one.put(FaultsChanged("half of a pair: \ud800", ""))
+    other.put(DeliveryChanged(0, is_undelivered=True))
     for page in (one, other):
         page.be_due()
     await asyncio.sleep(0)
@@ -115,7 +115,7 @@ async def test_each_hears_of_it_whatever_breaks() -> None:
     disk.broken = RuntimeError("nobody thought of this")
     disk.pages[0].is_deaf = True
     for page in disk.pages:
-        page.put(DeliveryChanged(0, is_untaken=True))
+        page.put(DeliveryChanged(0, is_undelivered=True))
         page.be_due()
     await asyncio.sleep(0)
     for page in disk.pages:

@@ -162,8 +162,8 @@ async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_writt
     events = [event for frames in records if len(frames) > 1 for event in decode(frames[1])]
     assert isinstance(events[0], CallEnded)
     assert events[1:] == [
-        DeliveryChanged(0, is_untaken=True),
-        DeliveryChanged(0, is_untaken=False),
+        DeliveryChanged(0, is_undelivered=True),
+        DeliveryChanged(0, is_undelivered=False),
     ]
     archive.close_journal()
 
