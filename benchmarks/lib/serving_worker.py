@@ -25,7 +25,7 @@ import msgspec
 import uvloop
 
 from benchmarks.lib.corpus import STREAM_TOKENS, read_canned
-from rollmesh.cli.options import add_room, config_of
+from rollmesh.cli.options import add_process_options, config_of
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.process import Ready, announce, die_with_parent, stop_event
 from rollmesh.core.types import Json, SamplingParams, Score, Task, VersionRun
@@ -190,7 +190,7 @@ def answers_in(folder: Path) -> list[Sampled]:
 def main() -> None:
     """Serve until SIGTERM."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.serving_worker")
-    add_room(arguments)
+    add_process_options(arguments)
     arguments.add_argument("--router", required=True)
     arguments.add_argument("--worker-id", required=True)
     options = arguments.parse_args()

@@ -10,8 +10,8 @@ by hand beside engines that somebody else started, with the router's `--asleep`.
 import argparse
 from pathlib import Path
 
-from rollmesh.cli.options import add_room, config_of, parser
-from rollmesh.cli.rooms import pass_gate
+from rollmesh.cli.options import add_process_options, config_of, parser
+from rollmesh.cli.processes import pass_gate
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.share import read_token
@@ -61,7 +61,7 @@ def _arguments() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where its trainer publishes, such as runs/NAME/weights",
     )
-    add_room(arguments)
+    add_process_options(arguments)
     return arguments
 
 

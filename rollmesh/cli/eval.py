@@ -1,8 +1,8 @@
-"""`rollmesh eval`: rollouts of an environment's tasks, and what they say of a model.
+"""`rollmesh eval`: evaluate a model by rollouts of an environment's tasks.
 
-Owns the verb's arguments and the order of things: check, start a small mesh or join one, evaluate,
-report. Invariants: whatever ends it, `--resume` can go on with the folder, and what has a result
-does not run again; no process of the small mesh is left behind. Driven by people.
+- Order: check, start a small mesh or join one, evaluate, report.
+- `--resume` continues an evaluation however it ended; rollouts that have a result do not run again.
+- No process of the small mesh is left behind.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.cli.endpoint import Upstream, add_upstream, relay, upstream_of
-from rollmesh.cli.evaltable import progress, show
+from rollmesh.cli.eval_report import progress, show
+from rollmesh.cli.local_client import UpstreamEndpoint, add_upstream, relay, upstream_of
 from rollmesh.cli.options import (
     add_model_dir,
     add_no_keys,
     add_run,
     add_set,
     config_of,
-    lay_model_over,
     model_defaults,
     parser,
     quoted,
+    set_model,
 )
 from rollmesh.core.config import Config, write_config
 from rollmesh.core.errors import UserError
@@ -57,37 +57,41 @@ CONFIG = "config.json"
 NUM_SAMPLES, NUM_TASKS, SPLIT = 1, 100, "eval"
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to evaluate, where, and how to say it."""
+class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to evaluate, where, and how to report it."""
 
     plan: Plan
     config: Config
     folder: Path
     router: str
     """Address of the mesh to use; '' to start one."""
-    upstream: Upstream | None
+    upstream: UpstreamEndpoint | None
     """The endpoint to evaluate instead, without a mesh."""
     run: Path | None
     """With `router`: the run folder that has its keys."""
     has_keys: bool
-    """Make keys for the mesh that it starts."""
-    resumes: bool
-    says_json: bool
+    """Create keys for the mesh that is started."""
+    resume: bool
+    as_json: bool
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate; the exit code."""
-    order = order_of(arguments().parse_args(argv))
-    env = load_env(order.plan.env, order.plan.env_settings)
-    tasks = pose(env, order.plan)
-    work = carry_out_locally(order, env, tasks) if order.upstream else carry_out(order, tasks)
-    return conclude(order, asyncio.run(work))
+    """Evaluate and return the exit code."""
+    request = options_of(arguments().parse_args(argv))
+    env = load_env(request.plan.env, request.plan.env_settings)
+    tasks = pose(env, request.plan)
+    work = (
+        evaluate_upstream(request, env, tasks)
+        if request.upstream
+        else evaluate_on_mesh(request, tasks)
+    )
+    return conclude(request, asyncio.run(work))
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The verb's."""
-    found = parser("eval", "Evaluate a model: n rollouts of each of an environment's tasks.")
-    found.add_argument("--env", help="built in, or package.module:Class")
+    """Return the verb's parser."""
+    found = parser("eval", "Evaluate a model by n rollouts of each task of an environment.")
+    found.add_argument("--env", help="environment: a built-in name or package.module:Class")
     add_model_dir(found)
     found.add_argument(
         "--engine",
@@ -95,38 +99,46 @@ def arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL",
-        help="of a server with that model; may be given again; none: the embedded engine",
+        help="SGLang server with that model; may be repeated (default: the embedded engine)",
     )
-    found.add_argument("--router", default="", help="tcp:// address of a mesh that runs already")
+    found.add_argument(
+        "--router", default="", help="tcp:// address of the router of a running mesh"
+    )
     add_upstream(found)
     found.add_argument(
-        "-n", dest="num_samples", type=int, help=f"rollouts of each task ({NUM_SAMPLES})"
+        "-n", dest="num_samples", type=int, help=f"rollouts per task (default: {NUM_SAMPLES})"
     )
-    found.add_argument("--num-tasks", type=int, help=f"at most so many tasks ({NUM_TASKS})")
-    found.add_argument("--split", help=f"which of the environment's tasks ({SPLIT})")
+    found.add_argument(
+        "--num-tasks", type=int, help=f"maximum number of tasks (default: {NUM_TASKS})"
+    )
+    found.add_argument("--split", help=f"split of the environment's tasks (default: {SPLIT})")
     found.add_argument(
         "--pass-threshold",
         type=float,
         metavar="REWARD",
-        help="a rollout with at least this reward succeeded, where the environment does not "
-        "report success and rewards are not 0 or 1 (default: pass_threshold of --config)",
+        help="minimum reward of a success, for environments that do not report success and whose "
+        "rewards are not 0 or 1 (default: pass_threshold of --config)",
     )
-    found.add_argument("--out", type=Path, default=FOLDER, help=f"folder of results ({FOLDER})")
-    found.add_argument("--resume", action="store_true", help="go on with what stands in --out")
-    found.add_argument("--json", action="store_true", help="report as JSON, not as a table")
-    found.add_argument("--config", type=Path, help="mesh.toml, for all other settings")
+    found.add_argument(
+        "--out", type=Path, default=FOLDER, help=f"folder for results (default: {FOLDER})"
+    )
+    found.add_argument("--resume", action="store_true", help="resume the evaluation in --out")
+    found.add_argument("--json", action="store_true", help="print the report as JSON")
+    found.add_argument("--config", type=Path, help="mesh.toml with all other settings")
     add_set(found)
     add_run(found)
     add_no_keys(found)
     return found
 
 
-def order_of(options: argparse.Namespace) -> Order:
-    """What the arguments ask for; UserError, one line, where they cannot mean anything."""
+def options_of(options: argparse.Namespace) -> EvalOptions:
+    """Validate the arguments and merge them with the settings; UserError in one line."""
     if options.router and (options.engines or options.model_dir):
-        raise UserError("--router: that mesh has its model and engines; leave the others out")
+        raise UserError(
+            "--router: excludes --engine and --model-dir, which that mesh has; leave them out"
+        )
     if options.base_url and (options.router or options.engines or options.model_dir):
-        raise UserError("--base-url: needs no --router, --engine or --model-dir; leave them out")
+        raise UserError("--base-url: excludes --router, --engine and --model-dir; leave them out")
     upstream = upstream_of(options)
     stored = read_plan(options.out) if options.resume else None
     if stored and not options.config:
@@ -138,7 +150,7 @@ def order_of(options: argparse.Namespace) -> Order:
     if options.engines:
         urls = ", ".join(map(quoted, options.engines))
         options.overrides.append(f"engine.urls=[{urls}]")
-    lay_model_over(options)
+    set_model(options)
     config = config_of(options, SETTINGS | model_defaults(options))
     plan = Plan(
         env=config.env,
@@ -151,7 +163,7 @@ def order_of(options: argparse.Namespace) -> Order:
         sampling=config.sampling.eval_policy(),
     )
     check_plan(plan, stored, options.out)
-    return Order(
+    return EvalOptions(
         plan=plan,
         config=config,
         folder=options.out,
@@ -159,55 +171,55 @@ def order_of(options: argparse.Namespace) -> Order:
         upstream=upstream,
         run=options.run,
         has_keys=options.has_keys,
-        resumes=options.resume,
-        says_json=options.json,
+        resume=options.resume,
+        as_json=options.json,
     )
 
 
 def check_plan(plan: Plan, stored: Plan | None, folder: Path) -> None:
-    """UserError if it asks for nothing, or is not what the folder evaluates."""
+    """Raise UserError if the plan is empty, or differs from the one in the folder."""
     for name, number in (("-n", plan.num_samples), ("--num-tasks", plan.num_tasks)):
         if number < 1:
-            raise UserError(f"{name} {number}: at least 1")
+            raise UserError(f"{name} {number}: must be at least 1")
     for field in Plan.__struct_fields__ if stored else ():
         new, old = getattr(plan, field), getattr(stored, field)
         if new != old:
             raise UserError(
-                f"{folder} evaluates with {field} = {_told(old)}, not {_told(new)}; "
-                "leave that out, or begin anew without --resume"
+                f"{folder} evaluates with {field} = {_json(old)}, not {_json(new)}; "
+                "leave that option out, or start again without --resume"
             )
 
 
-def open_folder(order: Order) -> None:
-    """Make the folder, moving an older evaluation aside, or keep the one that is resumed."""
+def open_folder(request: EvalOptions) -> None:
+    """Create the folder, moving an older evaluation aside, or keep the one that is resumed."""
     try:
-        if not order.resumes:
-            move_aside(order.folder)
-        make_folder(order.folder, order.config.run.mode)
+        if not request.resume:
+            move_aside(request.folder)
+        make_folder(request.folder, request.config.run.mode)
     except OSError as error:
-        raise UserError(f"{order.folder}: {error.strerror}; name another --out") from None
-    if order.resumes:
+        raise UserError(f"{request.folder}: {error.strerror}; name another --out") from None
+    if request.resume:
         return
-    write_plan(order.plan, order.folder)
-    write_config(order.config, order.folder / CONFIG)
+    write_plan(request.plan, request.folder)
+    write_config(request.config, request.folder / CONFIG)
 
 
-async def carry_out(order: Order, tasks: list[Task]) -> RunEnd:
-    """Do what is missing; how it ended."""
+async def evaluate_on_mesh(request: EvalOptions, tasks: list[Task]) -> RunEnd:
+    """Run the missing rollouts on a mesh; return how it ended."""
     # numpy comes with the client, and stays out of the other verbs.
     from rollmesh.serve.client.evaluation import Site, evaluate  # noqa: PLC0415 - see above
 
-    # A mistake that can be seen early moves no older evaluation aside.
-    if not order.router:
-        await check(mesh_config(order), makes_model=False)
-    open_folder(order)
+    # A mistake that can be detected early moves no older evaluation aside.
+    if not request.router:
+        await check(mesh_config(request), makes_model=False)
+    open_folder(request)
     async with AsyncExitStack() as stack:
-        teller = stack.enter_context(progress(order.plan, len(tasks), status_of(order)))
-        router, keys, stop = await _enter_mesh(order, stack)
+        shown = stack.enter_context(progress(request.plan, len(tasks), status_of(request)))
+        router, keys, stop = await _enter_mesh(request, stack)
         if stop.done():
             return stop.result()
-        site = Site(router, order.folder, order.config.journal, keys)
-        evaluating = evaluate(order.plan, tasks, site, teller.on_rows, teller.on_client)
+        site = Site(router, request.folder, request.config.journal, keys)
+        evaluating = evaluate(request.plan, tasks, site, shown.on_rows, shown.set_wait_reason)
         work = asyncio.create_task(evaluating, name="evaluation")
         try:
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -220,24 +232,24 @@ async def carry_out(order: Order, tasks: list[Task]) -> RunEnd:
             await asyncio.wait([work])
 
 
-async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> RunEnd:
-    """Do what is missing by rollouts in this process, against order.upstream; how it ended."""
+async def evaluate_upstream(request: EvalOptions, env: Env, tasks: list[Task]) -> RunEnd:
+    """Run the missing rollouts in this process, against request.upstream; return how it ended."""
     # numpy and the runtime come with these, and stay out of the other verbs.
     from rollmesh.cli.local_client import LocalClient, LocalRollouts  # noqa: PLC0415 - see above
     from rollmesh.serve.client.evaluation import evaluate_locally  # noqa: PLC0415 - see above
 
-    assert order.upstream
-    open_folder(order)
-    with relay(order.upstream) as gateway:
-        settings = order.config.worker
+    assert request.upstream
+    open_folder(request)
+    with relay(request.upstream) as gateway:
+        settings = request.config.worker
         isolate_programs(settings, forward_to(gateway.url))
-        rollouts = LocalRollouts(env, gateway, order.upstream.model, settings, is_relay=True)
+        rollouts = LocalRollouts(env, gateway, request.upstream.model, settings, is_relay=True)
         client = LocalClient(rollouts)
         stop = asyncio.create_task(_stopped(), name="stop")
-        with progress(order.plan, len(tasks), order.upstream.base_url) as teller:
-            teller.on_client(lambda: "the rollouts that began still run")
+        with progress(request.plan, len(tasks), request.upstream.base_url) as shown:
+            shown.set_wait_reason(lambda: "the started rollouts are still running")
             work = asyncio.create_task(
-                evaluate_locally(client, order.plan, tasks, order.folder, teller.on_rows)
+                evaluate_locally(client, request.plan, tasks, request.folder, shown.on_rows)
             )
             await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
             is_done = work.done()
@@ -253,16 +265,18 @@ async def carry_out_locally(order: Order, env: Env, tasks: list[Task]) -> RunEnd
 
 
 async def _enter_mesh(
-    order: Order, stack: AsyncExitStack
+    request: EvalOptions, stack: AsyncExitStack
 ) -> tuple[str, Keys | None, asyncio.Task[RunEnd]]:
-    """The router's address, the keys for it, and a task that ends when the evaluation must."""
-    if order.router:
-        keys = find_keys(order.router, Role.CLIENT, order.run)
-        check_admitted(order.router, keys)
+    """Return the router's address, the keys for it, and a task that ends when the evaluation
+    must.
+    """
+    if request.router:
+        keys = find_keys(request.router, Role.CLIENT, request.run)
+        check_admitted(request.router, keys)
         stop = asyncio.create_task(_stopped(), name="stop")
         stack.callback(stop.cancel)
-        return order.router, keys, stop
-    started = ServingMesh(mesh_config(order), resume_command(order), has_keys=order.has_keys)
+        return request.router, keys, stop
+    started = ServingMesh(mesh_config(request), resume_command(request), has_keys=request.has_keys)
     mesh = await stack.enter_async_context(started)
     keys = keys_of(mesh.keys, Role.CLIENT)
     return "" if mesh.end.done() else mesh.router, keys, mesh.end
@@ -273,29 +287,29 @@ async def _stopped() -> RunEnd:
     return RunEnd(INTERRUPTED, "stopped")
 
 
-def mesh_config(order: Order) -> Config:
-    """The small mesh's settings; its run folder stands in the evaluation's."""
-    if not order.config.model.path:
-        raise UserError("--model-dir is missing: the folder of the model's tokenizer and weights")
-    run = msgspec.structs.replace(order.config.run, folder=str(order.folder), name=EVAL_MESH)
-    return msgspec.structs.replace(order.config, run=run)
+def mesh_config(request: EvalOptions) -> Config:
+    """Return the small mesh's settings; its run folder is inside the evaluation's."""
+    if not request.config.model.path:
+        raise UserError("--model-dir is missing: the folder with the model's tokenizer and weights")
+    run = msgspec.structs.replace(request.config.run, folder=str(request.folder), name=EVAL_MESH)
+    return msgspec.structs.replace(request.config, run=run)
 
 
-def status_of(order: Order) -> str:
-    """What tells how its mesh stands."""
-    return "its mesh's status" if order.router else f"`rollmesh status {order.folder}`"
+def status_of(request: EvalOptions) -> str:
+    """Return the name of the status that shows more about the mesh."""
+    return "the status of its mesh" if request.router else f"`rollmesh status {request.folder}`"
 
 
-def conclude(order: Order, end: RunEnd) -> int:
-    """Say how it went; the exit code. UserError where the mesh could not work."""
+def conclude(request: EvalOptions, end: RunEnd) -> int:
+    """Report the result and return the exit code; UserError if the mesh could not work."""
     if end.code == USAGE:
         raise UserError(end.reason)
-    rows = rows_in(order.folder)
-    report = report_of(rows, order.config.pass_threshold)
+    rows = rows_in(request.folder)
+    report = report_of(rows, request.config.pass_threshold)
     if end.code == OK or report.num_rollouts:
-        show(order.plan, report, order.folder, as_json=order.says_json)
+        show(request.plan, report, request.folder, as_json=request.as_json)
     if end.code != OK:
-        print(f"{end.reason}; `{resume_command(order)}` resumes it", file=sys.stderr)
+        print(f"{end.reason}; `{resume_command(request)}` resumes it", file=sys.stderr)
         return end.code
     if complaint := all_failed(rows, report):
         print(f"rollmesh: {complaint}", file=sys.stderr)
@@ -303,28 +317,30 @@ def conclude(order: Order, end: RunEnd) -> int:
     return OK
 
 
-def resume_command(order: Order) -> str:
-    """The command that resumes the evaluation."""
-    words = ["rollmesh", "eval", "--resume", "--out", str(order.folder)]
-    words += ["--router", order.router] if order.router else []
-    if order.upstream:
-        words += ["--base-url", order.upstream.base_url, "--model", order.upstream.model]
+def resume_command(request: EvalOptions) -> str:
+    """Return the command that resumes the evaluation."""
+    words = ["rollmesh", "eval", "--resume", "--out", str(request.folder)]
+    words += ["--router", request.router] if request.router else []
+    if request.upstream:
+        words += ["--base-url", request.upstream.base_url, "--model", request.upstream.model]
     return shlex.join(words)
 
 
 def all_failed(rows: Sequence[Row], report: Report) -> str:
-    """A line for people where every rollout failed, or there is none; '' otherwise."""
+    """Return a line for the user if every rollout failed, or there is none; else ''."""
     if any(row.outcome in TRAINED_OUTCOMES for row in rows):
         return ""
     if not rows:
         return "the evaluation has no rollouts"
     cause, failure = next(iter(report.failures.items()))
     error = next(iter(failure.errors), "")
-    return f"every rollout failed ({len(rows):,}), most by {cause}{error and f': {error}'}"
+    return f"every rollout failed ({len(rows):,}), most with {cause}{error and f': {error}'}"
 
 
-def _model_of(options: argparse.Namespace, config: Config, upstream: Upstream | None) -> str:
-    """The plan's word for the model; '' for that of a running mesh."""
+def _model_of(
+    options: argparse.Namespace, config: Config, upstream: UpstreamEndpoint | None
+) -> str:
+    """Return the plan's name for the model; '' for that of a running mesh."""
     if upstream:
         return f"{upstream.model} at {upstream.base_url}"
     return "" if options.router else config.model.path
@@ -334,5 +350,5 @@ def _first(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def _told(value: Any) -> str:
+def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()

@@ -1,7 +1,6 @@
 """`rollmesh gateway`: the capture gateway alone, for agents that run elsewhere.
 
-Invariant: what is wrong with the command line is told before anything serves, in one line that
-names the option. Driven by people, and by scripts that wait for its address.
+A mistake on the command line is reported before anything serves, in one line that names the option.
 """
 
 # ruff: noqa: PLC0415 - the room is imported by its own verb only
@@ -14,12 +13,12 @@ from typing import Any
 from rollmesh.cli.options import (
     add_listen,
     add_model_dir,
-    add_room,
+    add_process_options,
     config_of,
-    lay_model_over,
     model_defaults,
     parser,
     quoted,
+    set_model,
 )
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
@@ -33,7 +32,7 @@ UPSTREAM_KEY_VARIABLE = "ROLLMESH_UPSTREAM_KEY"
 
 
 def main(argv: list[str]) -> int:
-    """Serve."""
+    """Serve until stopped."""
     options = _arguments().parse_args(argv)
     _check_used(options)
     from rollmesh.serve.interception.gateway import GatewayOptions, run
@@ -62,83 +61,85 @@ def main(argv: list[str]) -> int:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    arguments = parser("gateway", "Run the capture gateway alone: sessions for agents elsewhere.")
+    arguments = parser(
+        "gateway", "Run the capture gateway: sessions for agents that run elsewhere."
+    )
     arguments.add_argument(
         "--engine",
         dest="engines",
         action="append",
         default=[],
         metavar="URL",
-        help="an SGLang server or, for relay, anything with a chat endpoint; may be given again",
+        help="an SGLang server or, for relay, any server with a chat endpoint; may be repeated",
     )
     add_model_dir(arguments)
-    arguments.add_argument("--host", help="where to listen (127.0.0.1)")
-    arguments.add_argument("--port", type=int, help="where to listen (8100; 0 picks a free one)")
+    arguments.add_argument("--host", help="listening address (default: 127.0.0.1)")
+    arguments.add_argument(
+        "--port", type=int, help="listening port (default: 8100; 0 picks a free one)"
+    )
     arguments.add_argument(
         "--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM): serve https"
     )
-    arguments.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key (PEM)")
+    arguments.add_argument(
+        "--tls-key", type=Path, metavar="FILE", help="private key (PEM) of --tls-cert"
+    )
     arguments.add_argument(
         "--plain",
         action="store_true",
-        help="plain HTTP also on an address that other machines can reach, behind a proxy with TLS",
+        help="allow plain HTTP on an address that other machines can reach, behind a TLS proxy",
     )
     arguments.add_argument(
         "--admin-token-file",
         type=Path,
         required=True,
-        help="holds the token of /admin; made, random, if it is missing",
+        help="file with the token for /admin; created with a random token if missing",
     )
     arguments.add_argument(
         "--capture",
         choices=["tokens", "relay"],
         default="tokens",
-        help="tokens: rendered here and sampled as exact tokens; relay: forwarded as they are",
+        help="tokens: render here and sample exact tokens; relay: forward requests unchanged",
     )
     arguments.add_argument(
         "--journal",
         type=Path,
         metavar="DIR",
-        help="keeps what sessions did, so that they outlive the gateway; beside the token file",
+        help="folder that persists sessions across restarts (default: beside the token file)",
     )
-    arguments.add_argument(
-        "--no-journal", action="store_true", help="sessions end with the process"
-    )
+    arguments.add_argument("--no-journal", action="store_true", help="do not persist sessions")
     arguments.add_argument(
         "--upstream-key-file",
         type=Path,
-        help=f"relay: the provider's key (or set {UPSTREAM_KEY_VARIABLE})",
+        help=f"for relay: file with the provider's key (or set {UPSTREAM_KEY_VARIABLE})",
     )
-    add_room(arguments)
+    add_process_options(arguments)
     add_listen(arguments)
     return arguments
 
 
 def _check_used(options: argparse.Namespace) -> None:
-    """ConfigError for an option that would change nothing beside the others."""
+    """Raise ConfigError for an option that has no effect beside the others."""
     if options.capture == "tokens" and options.upstream_key_file is not None:
         raise ConfigError(
-            f"--upstream-key-file {options.upstream_key_file}: engines are asked without a key; "
-            "leave it out, or --capture relay"
+            f"--upstream-key-file {options.upstream_key_file}: engines need no key; "
+            "leave it out, or use --capture relay"
         )
     if options.capture == "relay" and options.model_dir is not None:
         raise ConfigError(
-            f"--model-dir {options.model_dir}: a relay renders nothing; "
-            "leave it out, or --capture tokens"
+            f"--model-dir {options.model_dir}: a relay renders no prompts; "
+            "leave it out, or use --capture tokens"
         )
     if options.no_journal and options.journal is not None:
-        raise ConfigError(f"--journal {options.journal}: --no-journal keeps none; leave one out")
+        raise ConfigError(f"--journal {options.journal}: excluded by --no-journal; leave one out")
     for name in ("host", "port"):
-        told = getattr(options, name)
-        if options.listen_fd is not None and told is not None:
-            raise ConfigError(
-                f"--{name} {told}: the socket of --listen-fd has its address; leave one out"
-            )
+        value = getattr(options, name)
+        if options.listen_fd is not None and value is not None:
+            raise ConfigError(f"--{name} {value}: excluded by --listen-fd; leave one out")
 
 
 def _lay_over(options: argparse.Namespace) -> None:
-    """What the options say becomes settings, over the file's."""
-    lay_model_over(options)
+    """Turn options into overrides of the file's settings."""
+    set_model(options)
     if options.host is not None or options.port is not None:
         host, _, port = BIND.rpartition(":")
         host = options.host or host
@@ -148,12 +149,12 @@ def _lay_over(options: argparse.Namespace) -> None:
 
 
 def _defaults(options: argparse.Namespace) -> dict[str, Any]:
-    """A gateway's own, under the file's: its address, and the context length of the model."""
+    """Return the gateway's own defaults: its address, and the context length of the model."""
     return {"interception": {"bind": BIND}, **model_defaults(options)}
 
 
 def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) -> None:
-    """UserError if the gateway cannot work with these."""
+    """Raise UserError if the gateway cannot work with these."""
     from rollmesh.core.engine_url import why_no_engine_url
     from rollmesh.engine.http import target
 
@@ -167,13 +168,13 @@ def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) ->
         except AddressError as error:
             raise AddressError(f"--engine {error}") from None
     if options.capture == "tokens" and not model:
-        raise ModelError("--model-dir DIR is needed to capture tokens; --capture relay needs none")
+        raise ModelError("--model-dir DIR is missing, which --capture tokens needs")
     if options.capture == "tokens" and (why := why_no_folder(model)):
         raise ModelError(f"--model-dir {model}: {why}")
 
 
 def _tls(options: argparse.Namespace) -> tuple[Path, Path] | None:
-    """ConfigError if one file is given without the other."""
+    """Return certificate and key; ConfigError if one file is given without the other."""
     certificate, key = options.tls_cert, options.tls_key
     if certificate is None and key is None:
         return None
@@ -181,12 +182,14 @@ def _tls(options: argparse.Namespace) -> tuple[Path, Path] | None:
         given, missing = ("cert", "key") if key is None else ("key", "cert")
         raise ConfigError(f"--tls-{given} {certificate or key}: --tls-{missing} is missing")
     if options.plain:
-        raise ConfigError("--plain: --tls-cert and --tls-key serve https; leave --plain out")
+        raise ConfigError("--plain: excluded by --tls-cert and --tls-key; leave it out")
     return certificate, key
 
 
 def _journal(options: argparse.Namespace) -> Path | None:
-    """Beside the token file: whoever may read the one may read the other."""
+    """Return the journal's folder, by default beside the token file, whose readers may read
+    both.
+    """
     if options.no_journal:
         return None
     token_file: Path = options.admin_token_file

@@ -1,11 +1,12 @@
-"""`rollmesh healthy ADDRESS`: whether the process that listens there serves.
+"""`rollmesh healthy ADDRESS`: check whether the process that listens there serves.
 
-Invariant: one question, one answer within the time: exit code 0, or 1 and a line that says why; an
-open port is not enough, the process itself must have answered. Driven by health checks: Docker's,
-which find the address in ROLLMESH_HEALTH, Kubernetes's, a script's.
+- One request, one answer within the time limit: exit code 0, or 1 and a line with the reason. An
+  open port is not enough; the process itself must have answered.
+- For health checks of Docker (which sets ROLLMESH_HEALTH), Kubernetes and scripts, so it imports
+  little.
 
     http://host:port/path   answers 2xx
-    tcp://host:port         greets as ZMTP 3 does (rfc.zeromq.org/spec/23), as zmq's thread sends it
+    tcp://host:port         sends the ZMTP 3 greeting (rfc.zeromq.org/spec/23)
 """
 
 import http.client
@@ -20,17 +21,17 @@ from rollmesh.core.process import FAILED, OK
 HEALTH_VARIABLE = "ROLLMESH_HEALTH"
 TIMEOUT_S = 3.0
 GREETING = b"\xff"
-"""The first byte that a ZMTP peer sends, asked or not."""
+"""The first byte that a ZMTP peer sends, without being asked."""
 
 
 def main(argv: list[str]) -> int:
-    """Ask; the exit code. AddressError if there is nothing to ask."""
-    arguments = parser("healthy", "Exit with 0 if the process that listens at ADDRESS serves.")
+    """Check the address and return the exit code; AddressError without an address."""
+    arguments = parser("healthy", "Exit with 0 if the process at ADDRESS serves.")
     arguments.add_argument(
         "address",
         nargs="?",
         default=os.environ.get(HEALTH_VARIABLE, ""),
-        help=f"http://host:port/path or tcp://host:port; {HEALTH_VARIABLE} if left out",
+        help=f"http://host:port/path or tcp://host:port (default: {HEALTH_VARIABLE})",
     )
     address = str(arguments.parse_args(argv).address)
     why = fault(split(address))
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def split(address: str) -> SplitResult:
-    """The address in its parts; AddressError if it is none of ours."""
+    """Split the address; AddressError if it has another form."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "tcp") or not parts.hostname or not parts.port:
         raise AddressError(
@@ -51,7 +52,7 @@ def split(address: str) -> SplitResult:
 
 
 def fault(parts: SplitResult) -> str:
-    """What is wrong there; '' if nothing is."""
+    """Return what is wrong there; '' if it serves."""
     ask = http_fault if parts.scheme == "http" else tcp_fault
     try:
         return ask(parts.hostname or "", parts.port or 0, parts.path)
@@ -60,17 +61,17 @@ def fault(parts: SplitResult) -> str:
 
 
 def http_fault(host: str, port: int, path: str) -> str:
-    """Of a process that speaks HTTP."""
+    """Check a process that speaks HTTP."""
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", path or "/")
         answer = connection.getresponse()
-        return "" if 200 <= answer.status < 300 else f"answers {answer.status}"
+        return "" if 200 <= answer.status < 300 else f"returned status {answer.status}"
     finally:
         connection.close()
 
 
 def tcp_fault(host: str, port: int, _path: str) -> str:
-    """Of a process that speaks ZMTP."""
+    """Check a process that speaks ZMTP."""
     with socket.create_connection((host, port), TIMEOUT_S) as connection:
-        return "" if connection.recv(1) == GREETING else "does not greet as zmq does"
+        return "" if connection.recv(1) == GREETING else "sent no ZMTP greeting"

@@ -1,23 +1,38 @@
-"""Rollouts in this process, their model calls through a gateway: no router and no workers.
+"""Rollouts without a mesh: in this process, with model calls through a gateway of our own.
 
-- LocalClient has the part of AsyncRolloutClient that an evaluation uses.
+    eval --base-url, play --base-url    gateway --capture relay, before the endpoint
+    play                                gateway --capture tokens, before an engine
+
+- Child processes end with the block that started them, and with this process.
+- The agent gets a session's key; the endpoint's own key stays with the gateway.
 - An environment is called as a worker calls it: the same limits, retries and outcomes. A rollout
-  whose last model call got no answer is `infra_error`, whatever its agent made of that.
+  whose last model call got no answer is `infra_error`.
 """
 
+import argparse
 import asyncio
+import os
+import subprocess
+import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+import httpx
 import msgspec
 
+from rollmesh.cli.gateway import UPSTREAM_KEY_VARIABLE
 from rollmesh.core.config import WorkerConfig
-from rollmesh.core.errors import AddressError, InfraError
+from rollmesh.core.errors import AddressError, ConfigError, InfraError, UserError
 from rollmesh.core.ids import GroupId, new_id
+from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
+from rollmesh.core.redaction import register_secret
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Score, Task
 from rollmesh.envs.calls import Calls, Limit, OvertimeError
 from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
+from rollmesh.launch.plan import ROLLMESH
 from rollmesh.serve.client.gateway import Gateway, GatewaySession
 from rollmesh.serve.server.rollouts import Fault, check_score, fault_of, give_score, score_limit
 
@@ -25,11 +40,128 @@ if TYPE_CHECKING:
     from rollmesh.serve.client.arrivals import Arrival
     from rollmesh.serve.client.async_client import CallOptions
 
+ANSWER_S = 10.0
+STOP_TIMEOUT_S = 3.0
+
+
+class UpstreamEndpoint(msgspec.Struct, frozen=True):
+    """An OpenAI-style endpoint of a third party."""
+
+    base_url: str
+    model: str
+    """The model name that requests carry."""
+    key: str
+    """'' if it needs none."""
+
+
+def add_upstream(parser: argparse.ArgumentParser) -> None:
+    """Add `--base-url`, `--model` and `--api-key-env`, for `upstream_of`."""
+    parser.add_argument(
+        "--base-url", metavar="URL", help="an OpenAI-style endpoint, such as https://HOST/v1"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="with --base-url: its model (default: the first it lists)"
+    )
+    parser.add_argument(
+        "--api-key-env",
+        metavar="VARIABLE",
+        default=UPSTREAM_KEY_VARIABLE,
+        help="with --base-url: environment variable that holds its key (default: %(default)s)",
+    )
+
+
+def upstream_of(options: argparse.Namespace) -> UpstreamEndpoint | None:
+    """Return the endpoint of `--base-url`; None without one. UserError if it does not answer."""
+    if not options.base_url:
+        if options.model:
+            raise ConfigError(f"--model {options.model}: needs --base-url")
+        return None
+    key = os.environ.get(options.api_key_env, "")
+    register_secret(key)
+    if not key and options.api_key_env != UPSTREAM_KEY_VARIABLE:
+        raise ConfigError(f"--api-key-env {options.api_key_env}: the variable is not set")
+    names = model_names(options.base_url, key)
+    if options.model or names:
+        return UpstreamEndpoint(options.base_url, options.model or names[0], key)
+    raise ConfigError(f"--base-url {options.base_url}: lists no models; name one by --model")
+
+
+def model_names(base_url: str, key: str) -> list[str]:
+    """Return the models that the endpoint lists; AddressError if it does not answer or refuses the
+    key.
+    """
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    url = f"{base_url.rstrip('/').removesuffix('/v1')}/v1/models"
+    try:
+        reply = httpx.get(url, headers=headers, timeout=ANSWER_S, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = str(error) or type(error).__name__
+        raise AddressError(f"--base-url {base_url}: does not answer: {why}") from None
+    if reply.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise AddressError(
+            f"--base-url {base_url}: refuses the key ({reply.status_code}); "
+            "name the environment variable of the key by --api-key-env"
+        )
+    try:
+        return [str(each["id"]) for each in msgspec.json.decode(reply.content)["data"]]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return []
+
+
+@contextmanager
+def relay(upstream: UpstreamEndpoint) -> Iterator[Gateway]:
+    """Yield a gateway that forwards calls to the endpoint and records them."""
+    words = ("--capture", "relay", "--engine", upstream.base_url)
+    with gateway(words, {UPSTREAM_KEY_VARIABLE: upstream.key} if upstream.key else {}) as found:
+        yield found
+
+
+@contextmanager
+def gateway(words: tuple[str, ...], variables: Mapping[str, str] = {}) -> Iterator[Gateway]:
+    """Yield a client of a gateway with these arguments, on loopback."""
+    with tempfile.TemporaryDirectory(prefix="rollmesh-") as folder:
+        token = Path(folder) / "token"
+        more = ("--port", "0", "--no-journal", "--admin-token-file", str(token))
+        settings = ("--set", f"run.folder={folder}")
+        with (
+            child("gateway", (*words, *more, *settings), variables) as ready,
+            Gateway(ready.address, token) as found,
+        ):
+            yield found
+
+
+@contextmanager
+def child(verb: str, words: tuple[str, ...], variables: Mapping[str, str] = {}) -> Iterator[Ready]:
+    """Run a verb as a child process while the block runs; UserError if it does not start."""
+    reading, writing = os.pipe()
+    process = subprocess.Popen(
+        (*ROLLMESH, verb, *words, "--ready-fd", str(writing)),
+        env={**os.environ, **variables, LAUNCHER_VARIABLE: str(os.getpid())},
+        pass_fds=[writing],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # keeps the terminal's Ctrl-C from the child
+    )
+    os.close(writing)
+    try:
+        with os.fdopen(reading, "rb") as pipe:
+            line = pipe.readline()
+        if not line:
+            raise UserError(f"rollmesh {verb} did not start; its output is above")
+        yield msgspec.json.decode(line, type=Ready)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 SEEDS = 2**63
 
 
-class Played(msgspec.Struct):
-    """One rollout, and what scores of its group need of it."""
+class LocalRollout(msgspec.Struct):
+    """One rollout, and what scoring its group needs."""
 
     record: RolloutRecord
     transcript: Transcript | None = None
@@ -39,12 +171,12 @@ class Played(msgspec.Struct):
 
 
 class LocalRollouts:
-    """Plays rollouts of one environment."""
+    """Runs rollouts of one environment."""
 
     def __init__(
         self, env: Env, gateway: Gateway, model: str, settings: WorkerConfig, *, is_relay: bool
     ) -> None:
-        """A relay forwards sampling parameters as they are; else they are those of evaluation."""
+        """A relay forwards sampling parameters unchanged; else those of evaluation are used."""
         self._is_relay = is_relay
         self._env = env
         self._gateway = gateway
@@ -53,8 +185,10 @@ class LocalRollouts:
         self._calls = Calls()
         self._slots = asyncio.Semaphore(settings.max_rollouts)
 
-    async def play(self, task: Task, index: int, seed: int) -> Played:
-        """Run and score one rollout; again, within bounds, after an infrastructure fault."""
+    async def play(self, task: Task, index: int, seed: int) -> LocalRollout:
+        """Run and score one rollout; retry after an infrastructure fault, up to the configured
+        limit.
+        """
         async with self._slots:
             started_s, started_unix_s = time.monotonic(), time.time()
             for retries_left in range(self._settings.num_infra_retries, -1, -1):
@@ -65,8 +199,8 @@ class LocalRollouts:
             played.record.duration_s = time.monotonic() - started_s
             return played
 
-    async def score_together(self, task: Task, scored: list[Played]) -> str:
-        """Let the environment compare the siblings; why that failed, or ''."""
+    async def score_together(self, task: Task, scored: list[LocalRollout]) -> str:
+        """Let the environment compare the siblings; return why that failed, or ''."""
         kind = type(self._env)
         if not scored or (
             kind.score_siblings is Env.score_siblings and kind.score_group is Env.score_group
@@ -75,14 +209,14 @@ class LocalRollouts:
         try:
             found = await self._scores(task, scored)
             if len(found) != len(scored):
-                raise ValueError(f"gave {len(found)} scores for {len(scored)} siblings")
+                raise ValueError(f"returned {len(found)} scores for {len(scored)} siblings")
             for each, score in zip(scored, found, strict=True):
                 give_score(each.record, check_score(score, f"{kind.__name__}.score_group"))
         except Exception as error:  # noqa: BLE001 - door: env code may raise anything
             return f"infra_error: score_group: {fault_of(error, self._env.score_group).text}"
         return ""
 
-    async def _scores(self, task: Task, scored: list[Played]) -> list[Score]:
+    async def _scores(self, task: Task, scored: list[LocalRollout]) -> list[Score]:
         limit = score_limit(self._settings)
         scores = [each.score for each in scored if each.score]
         if type(self._env).score_siblings is Env.score_siblings:
@@ -99,13 +233,13 @@ class LocalRollouts:
         finally:
             await asyncio.to_thread(session.delete)
 
-    async def _once(self, task: Task, index: int, seed: int) -> Played:
+    async def _once(self, task: Task, index: int, seed: int) -> LocalRollout:
         try:
             return await self._in_session(task, index, seed)
-        except AddressError as error:  # the gateway: one failed call ends one rollout at most
+        except AddressError as error:  # a failed gateway call ends one rollout at most
             return _failed(index, Outcome.INFRA_ERROR, Fault(str(error), None), is_worth_retry=True)
 
-    async def _in_session(self, task: Task, index: int, seed: int) -> Played:
+    async def _in_session(self, task: Task, index: int, seed: int) -> LocalRollout:
         session = await self._open(task, seed)
         played = await self._run(task, index, self._endpoint(session))
         account = await asyncio.to_thread(session.finish)
@@ -120,21 +254,23 @@ class LocalRollouts:
         record.messages = msgspec.Raw(msgspec.json.encode(account["messages"]))
         return played
 
-    async def _run(self, task: Task, index: int, agent: Endpoint) -> Played:
+    async def _run(self, task: Task, index: int, agent: Endpoint) -> LocalRollout:
         limit = Limit("run_timeout_s", self._settings.run_timeout_s)
         try:
             transcript = await self._calls.call(limit, self._env.run, task, agent)
             if not isinstance(transcript, Transcript):
-                raise TypeError(f"run gave {type(transcript).__name__} and not a Transcript")
+                raise TypeError(f"run returned {type(transcript).__name__} and not a Transcript")
         except OvertimeError as error:
-            return Played(RolloutRecord(index=index, outcome=Outcome.TRUNCATED, error=str(error)))
+            return LocalRollout(
+                RolloutRecord(index=index, outcome=Outcome.TRUNCATED, error=str(error))
+            )
         except Exception as error:  # noqa: BLE001 - door: env and agent code may raise anything
             is_infra = isinstance(error, InfraError)
             outcome = Outcome.INFRA_ERROR if is_infra else Outcome.AGENT_ERROR
             return _failed(index, outcome, fault_of(error, self._env.run), is_infra)
         return await self._score(task, index, transcript)
 
-    async def _score(self, task: Task, index: int, transcript: Transcript) -> Played:
+    async def _score(self, task: Task, index: int, transcript: Transcript) -> LocalRollout:
         try:
             limit = score_limit(self._settings)
             found = await self._calls.call(limit, self._env.score, task, transcript)
@@ -146,7 +282,7 @@ class LocalRollouts:
         outcome = Outcome.TRUNCATED if transcript.truncated else Outcome.COMPLETED
         record = RolloutRecord(index=index, outcome=outcome)
         give_score(record, score)
-        return Played(record, transcript, score)
+        return LocalRollout(record, transcript, score)
 
     async def _open(self, task: Task, seed: int | None) -> GatewaySession:
         metadata = {"task": task.id}
@@ -161,7 +297,7 @@ class LocalRollouts:
 
 
 class LocalClient:
-    """Groups of local rollouts, asked for and streamed as from a mesh."""
+    """Groups of local rollouts, with the methods of AsyncRolloutClient that an evaluation uses."""
 
     num_ended = 0
     reopened: Mapping[GroupId, Task] = {}
@@ -181,14 +317,14 @@ class LocalClient:
         return group_id
 
     async def stream(self) -> "AsyncGenerator[Arrival, None]":
-        """The groups as they end, until none is open."""
+        """Yield groups as they end, until none is open."""
         while self._groups:
             await asyncio.wait(self._groups.values(), return_when=asyncio.FIRST_COMPLETED)
             for group_id in [each for each, work in self._groups.items() if work.done()]:
                 yield self._groups.pop(group_id).result()
 
     async def cancel(self, group_id: GroupId, reason: str = "no longer wanted") -> None:
-        """Stop a group; its result is lost."""
+        """Stop a group; its result is discarded."""
         del reason
         work = self._groups.pop(group_id, None)
         if work is not None:
@@ -214,13 +350,13 @@ class LocalClient:
         return without_tokens(group_id, record)
 
 
-def _failed(index: int, outcome: Outcome, fault: Fault, is_worth_retry: bool) -> Played:
+def _failed(index: int, outcome: Outcome, fault: Fault, is_worth_retry: bool) -> LocalRollout:
     record = RolloutRecord(index=index, outcome=outcome, error=fault.text, place=fault.place)
-    return Played(record, is_worth_retry=is_worth_retry)
+    return LocalRollout(record, is_worth_retry=is_worth_retry)
 
 
 def _last_error(account: Mapping[str, object]) -> str:
-    """The error of the session's last call, where it has one."""
+    """Return the error of the session's last call, if it has one."""
     calls = account.get("calls")
     last = calls[-1] if isinstance(calls, list) and calls else {}
     return str(last.get("error") or last.get("unread") or f"status {last.get('status')}")

@@ -1,7 +1,7 @@
 """`rollmesh VERB ...`: find the verb, call it, and turn errors into exit codes.
 
-- A verb's module is imported only when it is called, so `--help` is fast and a process loads only
-  what it uses.
+- A verb's module is imported only when the verb is called, so `--help` is fast and a process loads
+  only what it uses.
 - A user's mistake is one line on stderr and exit code 2, never a traceback.
 - A closed stdout (`| head`) is not an error.
 
@@ -26,50 +26,55 @@ from rollmesh.core.redaction import redact_output
 
 
 class Verb(NamedTuple):
-    """Where a verb is, and its line in the help."""
+    """The function of a verb, and its line in the help."""
 
     target: str
     line: str
 
 
 VERBS = {
-    "demo": Verb("rollmesh.cli.demo:main", "train a tiny agent on this machine while you watch"),
-    "up": Verb("rollmesh.cli.up:main", "start a mesh with the settings of a mesh.toml"),
-    "init": Verb("rollmesh.cli.init:main", "write a mesh.toml for your model and environment"),
-    "play": Verb("rollmesh.cli.play:main", "run a task of an environment and print what was said"),
+    "demo": Verb(
+        "rollmesh.cli.runs:demo", "train a tiny agent on this machine, as a demonstration"
+    ),
+    "up": Verb("rollmesh.cli.runs:up", "start a mesh with the settings of a mesh.toml"),
+    "init": Verb("rollmesh.cli.files:init", "write a mesh.toml for your model and environment"),
+    "play": Verb("rollmesh.cli.play:main", "run one task and print its conversation and score"),
     "eval": Verb("rollmesh.cli.eval:main", "evaluate a model on an environment's tasks"),
-    "status": Verb("rollmesh.cli.status:main", "show a run: progress, workers, queue, engines"),
-    "trace": Verb("rollmesh.cli.trace:main", "report what a run selects against: trace bias RUN"),
-    "drain": Verb("rollmesh.cli.drain:main", "end a worker once its rollouts are done"),
-    "dashboard": Verb("rollmesh.cli.dashboard:main", "serve the page of a run, or list the runs"),
-    "engine": Verb("rollmesh.cli.rooms:engine", "run the embedded engine alone"),
-    "router": Verb("rollmesh.cli.rooms:router", "run a router alone"),
-    "worker": Verb("rollmesh.cli.worker:main", "run an env worker alone"),
-    "gateway": Verb("rollmesh.cli.gateway:main", "serve sessions to agents that run elsewhere"),
-    "coordinator": Verb("rollmesh.cli.coordinator:main", "share a run's GPUs with others"),
-    "train": Verb("rollmesh.cli.rooms:train", "run a trainer alone"),
+    "status": Verb("rollmesh.cli.status:status", "show a run: progress, workers, queue, engines"),
+    "trace": Verb("rollmesh.cli.trace:main", "report selection bias of a run: trace bias RUN"),
+    "drain": Verb("rollmesh.cli.status:drain", "let a worker finish its rollouts, then stop it"),
+    "dashboard": Verb(
+        "rollmesh.cli.status:dashboard", "serve the dashboard of a run, or list runs"
+    ),
+    "engine": Verb("rollmesh.cli.processes:engine", "run an embedded engine process"),
+    "router": Verb("rollmesh.cli.processes:router", "run a router process"),
+    "worker": Verb("rollmesh.cli.processes:worker", "run an environment worker process"),
+    "gateway": Verb("rollmesh.cli.gateway:main", "serve capture sessions to agents elsewhere"),
+    "coordinator": Verb("rollmesh.cli.coordinator:main", "share a run's GPUs with other runs"),
+    "train": Verb("rollmesh.cli.processes:train", "run a trainer process"),
     "scheduler": Verb("rollmesh.cli.scheduler:main", "share one GPU fleet between pipelines"),
-    "keys": Verb("rollmesh.cli.keys:main", "write the keys of a mesh that spans machines"),
-    "healthy": Verb("rollmesh.cli.healthy:main", "check whether the process at an address serves"),
-    "make-model": Verb("rollmesh.cli.make_model:main", "write the demo's warm-started tiny model"),
+    "keys": Verb("rollmesh.cli.files:keys", "manage the keys of a mesh across machines"),
+    "healthy": Verb("rollmesh.cli.healthy:main", "check that a process serves (health check)"),
+    "make-model": Verb("rollmesh.cli.files:make_model", "write the demo's tiny warm-started model"),
 }
 
-WRITES_FOR_USERS = frozenset({"init", "make-model"})
+USER_FILE_VERBS = frozenset({"init", "make-model"})
 """Verbs whose files are the user's own rather than a run's."""
 
-TRAIN = frozenset({"torch", "transformers", "safetensors", "llguidance", "matplotlib"})
+TRAIN_MODULES = frozenset({"torch", "transformers", "safetensors", "llguidance", "matplotlib"})
 """Modules of the extra `train`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the verb of `argv` (sys.argv's where None); its exit code."""
+    """Run the verb of `argv` (default: sys.argv) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     redact_output(with_stdout=is_launched())
     attach_to_launcher()
     code = OK
-    # A user's own files, such as mesh.toml or a model, follow the user's umask; what launch
-    # starts has launch's.
-    keeps_umask = is_launched() or not words or words[0] in WRITES_FOR_USERS
+    # A user's own files, such as mesh.toml or a model, follow the user's umask; processes that
+    # launch
+    # starts inherit launch's.
+    keeps_umask = is_launched() or not words or words[0] in USER_FILE_VERBS
     try:
         try:
             with nullcontext() if keeps_umask else restricted_files():
@@ -78,15 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout:
                 sys.stdout.flush()
     except BrokenPipeError:
-        if not is_unread():
+        if not is_stdout_closed():
             raise
-        # Python flushes once more on its way out, and would complain.
+        # Python flushes stdout again at exit, which would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def run(words: list[str]) -> int:
-    """Run the verb; the exit code. Mistakes are printed to stderr."""
+    """Run the verb and return its exit code. Errors are printed to stderr."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(usage())
         return OK if words else USAGE
@@ -95,28 +100,28 @@ def run(words: list[str]) -> int:
         return OK
     verb = VERBS.get(words[0])
     if verb is None:
-        return complain(f"no verb {words[0]!r}; {instead_of(words[0], VERBS)}")
+        return report_error(f"unknown verb {words[0]!r}; {instead_of(words[0], VERBS)}")
     try:
         return load(verb)(words[1:])
     except UserError as error:
-        return complain(str(error))
+        return report_error(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in TRAIN:
+        if error.name not in TRAIN_MODULES:
             raise
-        return complain(f"{words[0]} needs {error.name}: pip install 'rollmesh[train]'")
+        return report_error(f"{words[0]} needs {error.name}: pip install 'rollmesh[train]'")
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def load(verb: Verb) -> Callable[[list[str]], int]:
-    """The verb's function, imported now."""
+    """Import the verb's module and return its function."""
     module, _, name = verb.target.partition(":")
     function: Callable[[list[str]], int] = getattr(importlib.import_module(module), name)
     return function
 
 
 def usage() -> str:
-    """The text of `rollmesh --help`."""
+    """Return the text of `rollmesh --help`."""
     lines = [f"  {name:<12}{verb.line}" for name, verb in VERBS.items()]
     return "\n".join(
         [
@@ -126,20 +131,20 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "`rollmesh VERB --help` explains a verb; `rollmesh --version` prints the version.",
+            "`rollmesh VERB --help` describes a verb; `rollmesh --version` prints the version.",
         ]
     )
 
 
-def is_unread() -> bool:
-    """Whether the reader of stdout has closed it."""
+def is_stdout_closed() -> bool:
+    """Return whether the reader of stdout has closed it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def complain(line: str) -> int:
-    """Print the mistake and its remedy to stderr."""
+def report_error(line: str) -> int:
+    """Print the error and its remedy to stderr."""
     print(f"rollmesh: {printable_lines(line)}", file=sys.stderr)
     return USAGE
 

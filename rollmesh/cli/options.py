@@ -1,7 +1,7 @@
-"""Arguments that several verbs share.
+"""Arguments shared by several verbs.
 
-Invariant: an argument of one name means the same with every verb, and settings are laid over each
-other in one order: defaults, the file, `--set`. Driven by the verbs.
+- An argument of one name means the same with every verb.
+- Settings are merged in one order: defaults, the file, `--set`.
 """
 
 import argparse
@@ -21,41 +21,43 @@ from rollmesh.wire.keys import KEYS_VARIABLE, use_scheduler_keys
 
 
 def parser(verb: str, description: str) -> argparse.ArgumentParser:
-    """A parser that calls itself `rollmesh VERB`."""
+    """Return a parser whose program name is `rollmesh VERB`."""
     return argparse.ArgumentParser(prog=f"rollmesh {verb}", description=description)
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
-    """`--set section.key=value`, any number of times."""
+    """Add `--set section.key=value`, which may be repeated."""
     parser.add_argument(
         "--set",
         dest="overrides",
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="override a setting; may be given again",
+        help="override a setting; may be repeated",
     )
 
 
-def add_room(parser: argparse.ArgumentParser) -> None:
-    """What every process of a mesh is started with."""
+def add_process_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that every process of a mesh takes."""
     parser.add_argument("--config", type=Path, help="mesh.toml, or a run folder's config.json")
     add_set(parser)
-    parser.add_argument("--ready-fd", type=int, help="report on this descriptor when serving")
+    parser.add_argument(
+        "--ready-fd", type=int, help="write a report to this descriptor when ready (used by launch)"
+    )
 
 
 def add_no_keys(parser: argparse.ArgumentParser) -> None:
-    """`--no-keys`, for verbs that start a mesh."""
+    """Add `--no-keys`, for verbs that start a mesh."""
     parser.add_argument(
         "--no-keys",
         dest="has_keys",
         action="store_false",
-        help="make no keys: any user of this machine can then join",
+        help="create no keys: any user of this machine can then join the mesh",
     )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """`--run`, for verbs that dial a mesh."""
+    """Add `--run`, for verbs that connect to a mesh."""
     parser.add_argument(
         "--run",
         type=Path,
@@ -66,19 +68,23 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_listen(parser: argparse.ArgumentParser) -> None:
-    """`--listen-fd`, for processes with an HTTP face."""
-    parser.add_argument("--listen-fd", type=int, help="serve HTTP on this inherited socket")
+    """Add `--listen-fd`, for processes that serve HTTP."""
+    parser.add_argument(
+        "--listen-fd", type=int, help="serve HTTP on this inherited socket (used by launch)"
+    )
 
 
 def add_share(parser: argparse.ArgumentParser) -> None:
-    """`--scheduler`, `--pipeline` and `--pipeline-token`, for `share_of`."""
+    """Add `--scheduler`, `--pipeline` and `--pipeline-token`, for `share_of`."""
     parser.add_argument(
         "--scheduler",
         default="",
         metavar="ADDRESS",
-        help="tcp:// address of the scheduler of a fleet that other runs share",
+        help="tcp:// address of a shared fleet's scheduler",
     )
-    parser.add_argument("--pipeline", default="", metavar="ID", help="this run's name there")
+    parser.add_argument(
+        "--pipeline", default="", metavar="ID", help="this run's name at the scheduler"
+    )
     parser.add_argument(
         "--pipeline-token",
         default="",
@@ -89,11 +95,13 @@ def add_share(parser: argparse.ArgumentParser) -> None:
 
 
 def share_of(options: argparse.Namespace) -> Share | None:
-    """What they say; None for a run that shares nothing, ConfigError where one is missing."""
+    """Return the share of these options; None if the run shares nothing, ConfigError if one is
+    missing.
+    """
     address, pipeline = options.scheduler, options.pipeline
     if bool(address) != bool(pipeline):
         lacking = "--pipeline" if address else "--scheduler"
-        raise ConfigError(f"--scheduler and --pipeline go together: name {lacking}, too")
+        raise ConfigError(f"--scheduler and --pipeline go together: {lacking} is missing")
     if address and not address.startswith("tcp://"):
         raise ConfigError(f"--scheduler {address}: write it as tcp://HOST:PORT")
     if not address:
@@ -103,49 +111,51 @@ def share_of(options: argparse.Namespace) -> Share | None:
 
 
 def add_model_dir(parser: argparse.ArgumentParser) -> None:
-    """`--model-dir`, for `lay_model_over` and `model_defaults`."""
+    """Add `--model-dir`, for `set_model` and `model_defaults`."""
     parser.add_argument(
         "--model-dir",
         type=lambda text: Path(resolve_model(text)),
         metavar="DIR",
-        help="model folder in Hugging Face layout, or the id of a downloaded model of the hub",
+        help="model folder in Hugging Face layout, or the id of a downloaded Hub model",
     )
 
 
-def lay_model_over(options: argparse.Namespace) -> None:
-    """`--model-dir` becomes the setting, over the file's."""
+def set_model(options: argparse.Namespace) -> None:
+    """Make `--model-dir` an override of model.path."""
     if options.model_dir is not None:
         options.overrides.append(f"model.path={quoted(str(options.model_dir))}")
 
 
 def model_defaults(options: argparse.Namespace) -> dict[str, Any]:
-    """What follows from `--model-dir`, under the file's: the context length of the model."""
+    """Return the defaults that follow from `--model-dir`: the context length of the model."""
     num_tokens = context_of(options.model_dir) if options.model_dir else None
     return {"model": {"max_context_tokens": num_tokens}} if num_tokens else {}
 
 
 def context_of(folder: Path) -> int | None:
-    """What the folder's config.json says that the model can hold."""
+    """Return the context length in the folder's config.json; None if unknown."""
     try:
-        told = orjson.loads((folder / "config.json").read_bytes())
-        told = told if "max_position_embeddings" in told else told.get("text_config", {})
-        return int(told["max_position_embeddings"])
+        settings = orjson.loads((folder / "config.json").read_bytes())
+        settings = (
+            settings if "max_position_embeddings" in settings else settings.get("text_config", {})
+        )
+        return int(settings["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def quoted(text: str) -> str:
-    """As a string of TOML."""
+    """Return a TOML string."""
     return orjson.dumps(text).decode()
 
 
 def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Config:
     """Load the settings of `--config` and `--set` over `defaults`; ConfigError in one line.
 
-    A hub id in model.path becomes its folder in the local cache. Files that the process writes from
-    now on have the permissions of run.mode.
+    A Hub id in model.path is replaced by its folder in the local cache. Files that the process
+    writes from now on have the permissions of run.mode.
     """
-    process_engine_key()  # a fault in it is reported at the start, and not by the first request
+    process_engine_key()  # reports a broken key at the start, and not at the first request
     config = load_config(options.config, options.overrides, defaults)
     file_modes.use(config.run.mode)
     model = msgspec.structs.replace(config.model, path=resolve_model(config.model.path))
@@ -153,7 +163,7 @@ def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = Non
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
-    """`--no-live`, for verbs that show a run."""
+    """Add `--no-live`, for verbs that show a run."""
     parser.add_argument(
         "--no-live",
         dest="is_live",

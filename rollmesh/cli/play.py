@@ -18,16 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollmesh.cli.endpoint import Upstream, add_upstream, child, gateway, relay, upstream_of
-from rollmesh.cli.make_model import make_model
+from rollmesh.cli.files import write_demo_model
+from rollmesh.cli.local_client import (
+    UpstreamEndpoint,
+    add_upstream,
+    child,
+    gateway,
+    relay,
+    upstream_of,
+)
 from rollmesh.cli.options import (
     add_model_dir,
     add_set,
     config_of,
-    lay_model_over,
     model_defaults,
     parser,
     quoted,
+    set_model,
 )
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
@@ -44,23 +51,23 @@ from rollmesh.serve.client.evaluation_files import Plan, pose
 from rollmesh.serve.client.gateway import Gateway
 
 if TYPE_CHECKING:
-    from rollmesh.cli.local_client import LocalRollouts, Played
+    from rollmesh.cli.local_client import LocalRollout, LocalRollouts
 
 MODEL_NAME = "policy"
 CALLS = ("tool_use", "function_call", "custom_tool_call")
-"""Types of content parts that are calls: of the Messages and the Responses API."""
+"""Types of content parts that are calls, in the Messages and the Responses API."""
 
 
 def main(argv: list[str]) -> int:
-    """Play; exit code 1 if a rollout failed."""
+    """Play; return exit code 1 if a rollout failed."""
     options = arguments().parse_args(argv)
     if options.base_url and (options.engine or options.model_dir):
-        raise UserError("--base-url: needs no --engine or --model-dir; leave them out")
+        raise UserError("--base-url: excludes --engine and --model-dir; leave them out")
     if options.engine and not options.model_dir:
-        raise UserError("--engine: name its model by --model-dir, which renders the prompts")
+        raise UserError("--engine: needs --model-dir, which renders the prompts")
     if options.env:
         options.overrides.append(f"env={quoted(options.env)}")
-    lay_model_over(options)
+    set_model(options)
     config = config_of(options, model_defaults(options))
     if options.model_dir and (why := why_no_model(str(options.model_dir))):
         raise UserError(f"--model-dir {options.model_dir}: {why}")
@@ -72,13 +79,17 @@ def main(argv: list[str]) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The verb's."""
-    found = parser("play", "Run one task of an environment, and print what was said and its score.")
-    found.add_argument(
-        "env", nargs="?", help="built in, or package.module:Class (default: env of --config)"
+    """Return the verb's parser."""
+    found = parser(
+        "play", "Run tasks of an environment, and print each conversation and its score."
     )
-    found.add_argument("-n", dest="num_tasks", type=int, default=1, help="tasks (default: 1)")
-    found.add_argument("--split", default="eval", help="of the tasks (default: %(default)s)")
+    found.add_argument(
+        "env", nargs="?", help="a built-in name or package.module:Class (default: env of --config)"
+    )
+    found.add_argument(
+        "-n", dest="num_tasks", type=int, default=1, help="number of tasks (default: 1)"
+    )
+    found.add_argument("--split", default="eval", help="split of the tasks (default: %(default)s)")
     add_upstream(found)
     found.add_argument(
         "--engine", metavar="URL", help="SGLang server with the model of --model-dir"
@@ -90,9 +101,9 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def plan_of(config: Config, options: argparse.Namespace) -> Plan:
-    """Which tasks; UserError if there are none."""
+    """Return the tasks to play; UserError if there are none."""
     if options.num_tasks < 1:
-        raise UserError(f"-n {options.num_tasks}: at least 1")
+        raise UserError(f"-n {options.num_tasks}: must be at least 1")
     return Plan(
         env=config.env,
         env_settings=config.env_settings,
@@ -107,9 +118,9 @@ def plan_of(config: Config, options: argparse.Namespace) -> Plan:
 
 @contextmanager
 def sessions(
-    options: argparse.Namespace, config: Config, upstream: Upstream | None
+    options: argparse.Namespace, config: Config, upstream: UpstreamEndpoint | None
 ) -> Iterator[Gateway]:
-    """A gateway before the chosen model."""
+    """Yield a gateway for the chosen model."""
     with ExitStack() as stack:
         if upstream:
             yield stack.enter_context(relay(upstream))
@@ -118,8 +129,11 @@ def sessions(
         if not model:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollmesh-"))
             model = Path(folder) / "tiny-model"
-            print("no model named: making the demo's tiny one, some seconds", flush=True)
-            make_model(model, config.run.seed)
+            print(
+                "no model named: writing the demo's tiny model, which takes some seconds",
+                flush=True,
+            )
+            write_demo_model(model, config.run.seed)
         if not url:
             more = ("--run-folder", stack.enter_context(tempfile.TemporaryDirectory()))
             words = ("--model-dir", str(model), "--incremental-streaming-output", *more)
@@ -130,9 +144,9 @@ def sessions(
 
 
 async def play(
-    env: Env, tasks: list[Task], found: Gateway, config: Config, upstream: Upstream | None
+    env: Env, tasks: list[Task], found: Gateway, config: Config, upstream: UpstreamEndpoint | None
 ) -> int:
-    """Play the tasks one after the other; the exit code."""
+    """Play the tasks one after the other; return the exit code."""
     from rollmesh.cli.local_client import LocalRollouts
 
     isolate_programs(config.worker, forward_to(found.url))
@@ -148,12 +162,12 @@ async def play(
     return OK if is_fine else FAILED
 
 
-async def play_one(rollouts: "LocalRollouts", task: Task, seed: int) -> "Played":
+async def play_one(rollouts: "LocalRollouts", task: Task, seed: int) -> "LocalRollout":
     """Play one task and print it."""
     print(f"=== task {printable(task.id)}", flush=True)
     played = await rollouts.play(task, 0, seed)
     for message in msgspec.json.decode(played.record.messages):
-        print(printable_lines("\n".join(told(message))))
+        print(printable_lines("\n".join(message_lines(message))))
     record = played.record
     words = [f"=== {record.outcome}", *([f": {record.error}"] if record.error else [])]
     words += [f", reward {record.reward:g}"] if record.reward is not None else []
@@ -162,8 +176,8 @@ async def play_one(rollouts: "LocalRollouts", task: Task, seed: int) -> "Played"
     return played
 
 
-def told(message: Mapping[str, Any]) -> Iterator[str]:
-    """A message as lines: its role, its text, and the tools that it calls."""
+def message_lines(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message as lines: its role, its text, and its tool calls."""
     role = message.get("role") or message.get("type", "message")
     content, calls = message.get("content"), list(message.get("tool_calls") or [])
     if isinstance(content, list):
@@ -179,7 +193,7 @@ def told(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def part_text(part: Mapping[str, Any]) -> str:
-    """A part of a content: its text, a tool's result, or the name of its type."""
+    """Return the text of a content part: its text, a tool's result, or the name of its type."""
     if isinstance(part.get("text"), str):
         return str(part["text"])
     result = part.get("content")
@@ -189,7 +203,9 @@ def part_text(part: Mapping[str, Any]) -> str:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """`search(query="red", limit=3)`, of a call in any API's form; broken arguments as they are."""
+    """Format a call of any API as `search(query="red", limit=3)`; broken arguments are shown as
+    they are.
+    """
     called = call.get("function") or call.get("custom") or call
     given = called.get("arguments", called.get("input")) or {}
     if isinstance(given, str):

@@ -1,7 +1,6 @@
-"""`rollmesh trace bias [RUN_FOLDER]`: what a run's rollouts went through, and which it lost.
+"""`rollmesh trace bias [RUN_FOLDER]`: what became of a run's rollouts, and which were lost.
 
-Invariant: it only reads, and a running run as well as one that has ended. Driven by people, and
-with `--json` by programs.
+It only reads; the run may be running or have ended.
 """
 
 import sys
@@ -13,54 +12,62 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rollmesh.cli.mesh_state import run_folder
 from rollmesh.cli.options import parser
-from rollmesh.cli.run_folder import run_folder
 from rollmesh.core.process import OK
 from rollmesh.launch.screen import Terminal, ignore_closed_output
 from rollmesh.trainer.books.bias import Bias, Part, Verdict, bias_of
 
 PIPE_WIDTH = 200
-"""Where stdout is no terminal, lines are cut for no one."""
+"""Width without a terminal, so that lines are not cut."""
 SMALL_P = 0.01
-"""A difference less probable than this by chance is said to be one."""
-TOLD = ("trained", "masked", "requeued")
-"""Fates with a column of their own; all others are dropped."""
+"""A difference with a smaller p-value is reported."""
+SHOWN_FATES = ("trained", "masked", "requeued")
+"""Outcomes with a column of their own; all others are dropped."""
 COMPARED = {"length": ("longer", "shorter", "tokens"), "difficulty": ("easier", "harder", "reward")}
-"""By what, what a larger value is called and a smaller one, and in what it is told."""
+"""By quantity: the words for larger and smaller values, and its unit."""
 TEST = "Mann-Whitney U over the means of groups, two-sided, normal approximation with ties"
 
 
 def main(argv: list[str]) -> int:
-    """Tell it."""
-    arguments = parser("trace", "Follow what became of a run's rollouts.")
+    """Print the report."""
+    arguments = parser("trace", "Report what became of a run's rollouts.")
     what = arguments.add_subparsers(dest="what", required=True, metavar="WHAT")
-    bias = what.add_parser("bias", help="whom the run selects against, by length and difficulty")
-    bias.add_argument("run_folder", type=Path, nargs="?", help="the newest in runs/ if left out")
-    bias.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
+    bias = what.add_parser(
+        "bias", help="which rollouts the run selects against, by length and difficulty"
+    )
+    bias.add_argument(
+        "run_folder", type=Path, nargs="?", help="run folder (default: the newest in runs/)"
+    )
+    bias.add_argument("--json", dest="is_json", action="store_true", help="print one JSON line")
     options = arguments.parse_args(argv)
     found = bias_of(run_folder(options.run_folder))
     with ignore_closed_output():
         if options.is_json:
             print(msgspec.json.encode(found).decode())
         else:
-            tell(found)
+            show(found)
     return OK
 
 
-def tell(bias: Bias) -> None:
-    """Tables, and what they say in words."""
+def show(bias: Bias) -> None:
+    """Print tables, and their conclusions as sentences."""
     console = Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    for each in _scenes(bias):
+    for each in _parts(bias):
         console.print(each)
 
 
-def _scenes(bias: Bias) -> Iterator[RenderableType]:
-    yield Text(f"{bias.num_ended:,} rollouts came to an end{_told(bias.fates)}", style="bold")
+def _parts(bias: Bias) -> Iterator[RenderableType]:
+    yield Text(f"{bias.num_ended:,} rollouts ended{_counts(bias.fates)}", style="bold")
     if bias.unseen:
         num = sum(bias.unseen.values())
-        yield Text(f"{num:,} more never came, and nothing is known of them{_told(bias.unseen)}")
+        yield Text(
+            f"{num:,} more were never received, so nothing is known of them{_counts(bias.unseen)}"
+        )
     if bias.num_unread:
-        yield Text(f"{bias.num_unread:,} lines do not fit, and are passed over", style="yellow")
+        yield Text(
+            f"{bias.num_unread:,} lines could not be parsed and were skipped", style="yellow"
+        )
     if not bias.num_ended:
         return
     for title, parts in (
@@ -77,12 +84,12 @@ def _scenes(bias: Bias) -> Iterator[RenderableType]:
     for verdict in bias.verdicts:
         yield Text(sentence(verdict, bias.mean_age.get(verdict.fate)))
     if any(each.test for each in bias.verdicts):
-        yield Text(f"({TEST}; a difference is told where p < {SMALL_P:g})", style="dim")
+        yield Text(f"({TEST}; a difference is reported if p < {SMALL_P:g})", style="dim")
     if not bias.verdicts:
-        yield Text("all that came was trained, every token of it: nothing is selected against")
+        yield Text("every token of every received rollout was trained: no selection bias")
 
 
-def _told(nums: dict[str, int]) -> str:
+def _counts(nums: dict[str, int]) -> str:
     parts = (f"{num:,} {name}" for name, num in nums.items())
     return f": {', '.join(parts)}" if nums else ""
 
@@ -90,31 +97,31 @@ def _told(nums: dict[str, int]) -> str:
 def _table(title: str, parts: Sequence[Part]) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column(title)
-    for head in ("rollouts", *TOLD, "dropped"):
+    for head in ("rollouts", *SHOWN_FATES, "dropped"):
         table.add_column(head, justify="right")
     for part in parts:
-        shares = [part.shares.get(fate, 0.0) for fate in TOLD]
+        shares = [part.shares.get(fate, 0.0) for fate in SHOWN_FATES]
         others = sum(part.shares.values()) - sum(shares)
         table.add_row(Text(part.name), f"{part.num:,}", *(f"{s:.1%}" for s in (*shares, others)))
     return table
 
 
 def sentence(verdict: Verdict, mean_age: float | None) -> str:
-    """One comparison in words."""
-    who = f"{verdict.num:,} group{'s' * (verdict.num != 1)}"
+    """Return one comparison as a sentence."""
+    groups = f"{verdict.num:,} group{'s' * (verdict.num != 1)}"
     if verdict.by == "length" and mean_age is not None:
-        who += f", {mean_age:.1f} steps old on average"
-    who = f"{verdict.fate} ({who})"
+        groups += f", {mean_age:.1f} steps old on average"
+    groups = f"{verdict.fate} ({groups})"
     test = verdict.test
     if test is None or verdict.median is None or verdict.median_trained is None:
-        return f"{who}: too few to compare by {verdict.by}"
+        return f"{groups}: too few to compare by {verdict.by}"
     if test.p >= SMALL_P:
-        return f"{who}: by {verdict.by} no other than those that trained (p = {test.p:.2g})"
+        return f"{groups}: no difference by {verdict.by} from those that trained (p = {test.p:.2g})"
     larger, smaller, unit = COMPARED[verdict.by]
     is_larger = test.share_larger > 0.5
     share = test.share_larger if is_larger else 1.0 - test.share_larger
     return (
-        f"{who}: {larger if is_larger else smaller} than those that trained, median "
+        f"{groups}: {larger if is_larger else smaller} than those that trained, median "
         f"{verdict.median:,.4g} against {verdict.median_trained:,.4g} {unit}, and so in "
         f"{share:.0%} of pairs (p = {test.p:.2g})"
     )

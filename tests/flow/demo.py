@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.cli.demo import SETTINGS
+from rollmesh.cli.runs import SETTINGS
 
 SHORT = {
     "trainer.num_steps": 6,

@@ -162,7 +162,7 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
         (["--capture", "relay"], "--engine URL: name at least one engine"),
         (["--engine", "localhost:30000"], "--engine localhost:30000: not an http://"),
         (["--engine", "http://u:p@h"], "an engine's URL is scheme, host and port only"),
-        (["--engine", "http://h"], "--model-dir DIR is needed to capture tokens"),
+        (["--engine", "http://h"], "--model-dir DIR is missing"),
         (["--engine", "http://h", "--model-dir", "nowhere"], "--model-dir nowhere: no such folder"),
         (["--engine", "http://h", "--model-dir", ".", "--port", "0"], "no tokenizer.json in it"),
         (["--engine", "http://h", "--capture", "relay", "--port", "{port}"], "choose another"),
@@ -171,11 +171,11 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
         (["--engine", "http://h", "--capture", "relay", "--set", "interception.x=1"],
          "unknown key 'interception.x'"),
         (["--engine", "http://h", "--model-dir", ".", "--upstream-key-file", "k"],
-         "--upstream-key-file k: engines are asked without a key; leave it out, or --capture"),
+         "--upstream-key-file k: engines need no key; leave it out, or use --capture"),
         (["--engine", "http://h", "--capture", "relay", "--model-dir", "."],
-         "--model-dir .: a relay renders nothing; leave it out, or --capture tokens"),
+         "--model-dir .: a relay renders no prompts; leave it out, or use --capture tokens"),
         (["--engine", "http://h", "--capture", "relay", "--port", "0", "--listen-fd", "3"],
-         "--port 0: the socket of --listen-fd has its address; leave one out"),
+         "--port 0: excluded by --listen-fd; leave one out"),
     ],
 )  # fmt: skip
 async def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], told: str) -> None:

@@ -133,7 +133,7 @@ def test_an_engine_whose_model_folder_is_not_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", [("dashboard",), ("status",), ("trace", "bias")])
 def test_a_run_folder_that_is_not_there(verb: tuple[str, ...], tmp_path: Path) -> None:
     code, err = rollmesh(*verb, "runs/none", cwd=tmp_path)
-    assert (code, err) == (2, "rollmesh: runs/none: no such run folder; runs stand in runs/NAME\n")
+    assert (code, err) == (2, "rollmesh: runs/none: not a run folder; runs are in runs/NAME\n")
 
 
 def test_a_page_for_the_whole_network(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_the_own_agent_trains_is_looked_at_and_resumes(project: Path) -> None:
         until_it_trains(process)
         assert run(status, project).startswith("mesh: running, step ")
         drained = run(drain, project)
-        assert drained.startswith(f"{drain[-1]} takes nothing new")
+        assert drained.startswith(f"{drain[-1]} takes no new rollouts")
         assert "router: tcp://127.0.0.1:" in drained
         assert "status http://127.0.0.1:" in drained
     summary = orjson.loads((project / "runs/mesh/summary.json").read_bytes())

@@ -135,8 +135,8 @@ def test_what_cannot_be_drained_is_told_in_one_line(idle_mesh: LaunchedMesh) -> 
     nobody = rollmesh("drain", "worker-0", "--router", "tcp://127.0.0.1:9")
     assert nobody.returncode == 2
     assert nobody.stderr == (
-        "rollmesh: tcp://127.0.0.1:9: no router answers there within 3 s; "
-        "are its address and our keys right?\n"
+        "rollmesh: tcp://127.0.0.1:9: no answer from a router within 3 s; "
+        "check its address and our keys\n"
     )
 
 

@@ -101,7 +101,7 @@ async def test_a_drained_worker_finishes_what_it_runs_and_is_not_started_again(
     busy = await asyncio.to_thread(find_busy, mesh.router().http_address)
     drained = await asyncio.to_thread(drain, busy, str(mesh.run))
     assert (drained.returncode, drained.stderr) == (0, "")
-    assert drained.stdout.startswith(f"{busy} takes nothing new")
+    assert drained.stdout.startswith(f"{busy} takes no new rollouts")
     await engine.release()
     [finished] = await asyncio.to_thread(client.take, WITHIN_S)
     assert isinstance(finished, Finished)

@@ -129,7 +129,7 @@ async def test_without_a_model_the_tiny_one_is_made_and_played(tmp_path: Path) -
         (["play", "gues"], "did you mean 'guess'?"),
         (["eval", "--base-url", "http://h:1", "--engine", "http://h:2"], "leave them out"),
         (["eval", "--base-url", "http://127.0.0.1:9", "--env", "guess"], "does not answer"),
-        (["eval", "--model", "gpt", "--env", "guess"], "--model gpt: goes with --base-url"),
+        (["eval", "--model", "gpt", "--env", "guess"], "--model gpt: needs --base-url"),
         (
             ["eval", "--base-url", "http://h:1", "--api-key-env", "NO_SUCH"],
             "--api-key-env NO_SUCH: the variable is not set",

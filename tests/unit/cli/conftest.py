@@ -1,7 +1,4 @@
-"""Verbs called in the tests' own process.
-
-Invariant: a verb that gets as far as to set up its logs leaves them as they were. Driven by pytest.
-"""
+"""Fixtures for verbs that are called in the tests' own process, whose logging is restored."""
 
 from collections.abc import Iterator
 

@@ -1,11 +1,11 @@
-"""`rollmesh eval`: what it is asked for is checked before anything starts, one line each."""
+"""`rollmesh eval` checks its arguments first and reports each mistake in one line."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from rollmesh.cli.eval import arguments, conclude, main, open_folder, order_of
+from rollmesh.cli.eval import arguments, conclude, main, open_folder, options_of
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import FAILED, OK
 from rollmesh.core.types import FieldPolicy
@@ -29,11 +29,11 @@ def out(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["-n", "0"], "-n 0: at least 1"),
-        (["--num-tasks", "-3"], "--num-tasks -3: at least 1"),
+        (["-n", "0"], "-n 0: must be at least 1"),
+        (["--num-tasks", "-3"], "--num-tasks -3: must be at least 1"),
         (["--env", "nonsense"], 'env = "nonsense" is neither built in'),
-        (["--router", "tcp://h:1", "--engine", "http://h:2"], "--router: that mesh has its model"),
-        (["--router", "tcp://h:1", "--model-dir", "m"], "--router: that mesh has its model"),
+        (["--router", "tcp://h:1", "--engine", "http://h:2"], "--router: excludes --engine and"),
+        (["--router", "tcp://h:1", "--model-dir", "m"], "--router: excludes --engine and"),
         (["--env", "guess"], "--model-dir is missing"),
         (["--env", "guess", "--model-dir", "nowhere"], "no such folder"),
         (["--router", "nonsense"], "write it as tcp://host:port"),
@@ -62,7 +62,7 @@ def test_environment_without_tasks_is_one_line(tmp_path: Path, out: str) -> None
 
 
 def test_evaluation_lets_agents_choose_their_sampling(out: str) -> None:
-    order = order_of(arguments().parse_args(["--out", out, "--model-dir", "m"]))
+    order = options_of(arguments().parse_args(["--out", out, "--model-dir", "m"]))
     assert order.plan.sampling.temperature.policy is FieldPolicy.DEFAULT
     assert order.plan.sampling.seed.policy is FieldPolicy.ALLOW
     assert order.config.worker.failed_sibling == "score_rest"
@@ -70,23 +70,23 @@ def test_evaluation_lets_agents_choose_their_sampling(out: str) -> None:
 
 def test_resuming_needs_no_more_than_the_folder(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3", "--num-tasks", "7"]
-    first = order_of(arguments().parse_args(words))
+    first = options_of(arguments().parse_args(words))
     open_folder(first)
-    again = order_of(arguments().parse_args(["--out", out, "--resume"]))
+    again = options_of(arguments().parse_args(["--out", out, "--resume"]))
     assert again.plan == first.plan
     assert again.config == first.config
-    assert again.resumes
+    assert again.resume
 
 
 def test_resuming_with_something_else_is_one_line(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3"]
-    open_folder(order_of(arguments().parse_args(words)))
+    open_folder(options_of(arguments().parse_args(words)))
     told = refused(["--out", out, "--resume", "-n", "4"])
     assert "evaluates with num_samples = 3, not 4" in told
 
 
 def test_mistake_moves_no_older_evaluation_aside(out: str) -> None:
-    open_folder(order_of(arguments().parse_args(["--out", out, "--model-dir", "m"])))
+    open_folder(options_of(arguments().parse_args(["--out", out, "--model-dir", "m"])))
     for words in (["--model-dir", "nowhere"], [], ["--env", "nonsense"]):
         refused(["--out", out, *words])
     assert not Path(f"{out}.1").exists()
@@ -95,7 +95,7 @@ def test_mistake_moves_no_older_evaluation_aside(out: str) -> None:
 def test_older_evaluation_is_moved_aside(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m"]
     for _ in range(2):
-        open_folder(order_of(arguments().parse_args(words)))
+        open_folder(options_of(arguments().parse_args(words)))
     older = msgspec.json.decode(Path(f"{out}.1", "eval.json").read_bytes())
     assert older["env"] == "echo"
 
@@ -112,7 +112,7 @@ def test_older_evaluation_is_moved_aside(out: str) -> None:
 def test_an_evaluation_whose_rollouts_all_failed_ends_with_code_1_and_a_line(
     out: str, outcomes: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    order = order_of(arguments().parse_args(["--out", out, "--env", "echo", "--model-dir", "m"]))
+    order = options_of(arguments().parse_args(["--out", out, "--env", "echo", "--model-dir", "m"]))
     open_folder(order)
     error = "KeyError: 'answer' (env.py:15 in score)"
     for number, outcome in enumerate(outcomes):
@@ -125,4 +125,4 @@ def test_an_evaluation_whose_rollouts_all_failed_ends_with_code_1_and_a_line(
     told = capsys.readouterr().err
     assert told.count("\n") == (code != OK)
     if outcomes and code == FAILED:
-        assert f"every rollout failed (2), most by {outcomes[0]}: {error}" in told
+        assert f"every rollout failed (2), most with {outcomes[0]}: {error}" in told

@@ -1,4 +1,4 @@
-"""`rollmesh healthy`: it asks the process, not the port, and says what is wrong."""
+"""`rollmesh healthy` asks the process, not the port, and reports what is wrong."""
 
 import socket
 import threading
@@ -37,12 +37,12 @@ def test_a_process_that_answers_2xx_is_healthy() -> None:
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", "answers 503"),
+        (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", "returned status 503"),
         (b"nonsense\r\n", "nonsense"),
         (b"", "closed connection"),
     ],
 )
-def test_any_other_answer_is_told(
+def test_any_other_answer_is_reported(
     answer: bytes, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(answer) as port:
@@ -54,7 +54,7 @@ def test_any_other_answer_is_told(
     assert said.count("\n") == 1
 
 
-def test_nobody_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_closed_port_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     for address in (f"tcp://127.0.0.1:{port}", f"http://127.0.0.1:{port}/"):

@@ -1,4 +1,4 @@
-"""The dispatcher: verbs are found, mistakes are one line, nothing heavy is loaded."""
+"""The dispatcher finds verbs, reports mistakes in one line, and loads nothing heavy."""
 
 import os
 import subprocess
@@ -24,24 +24,24 @@ def test_no_verb_is_a_mistake_that_shows_the_help(capsys: pytest.CaptureFixture[
 def test_an_unknown_verb_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["xyz"]) == 2
     captured = capsys.readouterr()
-    assert captured.err == f"rollmesh: no verb 'xyz'; choose one of {', '.join(VERBS)}\n"
+    assert captured.err == f"rollmesh: unknown verb 'xyz'; choose one of {', '.join(VERBS)}\n"
 
 
 def test_a_mistyped_verb_is_answered_with_the_one_that_was_meant(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["statsu"]) == 2
-    assert capsys.readouterr().err == "rollmesh: no verb 'statsu'; did you mean 'status'?\n"
+    assert capsys.readouterr().err == "rollmesh: unknown verb 'statsu'; did you mean 'status'?\n"
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_every_verb_is_where_the_table_says(name: str) -> None:
+def test_every_verb_of_the_table_exists(name: str) -> None:
     assert callable(load(VERBS[name]))
 
 
 def test_a_users_error_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "no/such/run"]) == 2
-    assert capsys.readouterr().err.startswith("rollmesh: no/such/run: no such run folder")
+    assert capsys.readouterr().err.startswith("rollmesh: no/such/run: not a run folder")
 
 
 def test_a_verb_whose_extra_is_not_installed_names_it(

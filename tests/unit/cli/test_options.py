@@ -1,11 +1,11 @@
-"""Shared arguments make the settings that files and overrides say."""
+"""Shared arguments are merged with files and overrides into the settings."""
 
 from pathlib import Path
 
 import pytest
 
 from rollmesh.cli.options import (
-    add_room,
+    add_process_options,
     add_set,
     add_share,
     add_view,
@@ -21,7 +21,7 @@ def test_overrides_lie_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
     path = tmp_path / "mesh.toml"
     path.write_text('[run]\nname = "filed"\nseed = 3\n')
     arguments = parser("router", "")
-    add_room(arguments)
+    add_process_options(arguments)
     options = arguments.parse_args(["--config", str(path), "--set", "run.seed=4"])
     config = config_of(options, {"run": {"name": "default", "folder": "elsewhere"}})
     assert (config.run.name, config.run.seed, config.run.folder) == ("filed", 4, "elsewhere")
@@ -34,7 +34,7 @@ def test_set_may_be_given_again() -> None:
     assert options.overrides == ["run.seed=4", "run.name=x"]
 
 
-def test_the_view_is_live_unless_told_otherwise() -> None:
+def test_the_view_is_live_by_default() -> None:
     arguments = parser("up", "")
     add_view(arguments)
     assert arguments.parse_args([]).is_live
@@ -51,7 +51,7 @@ def test_the_view_is_live_unless_told_otherwise() -> None:
 )
 def test_a_wrong_override_is_named(override: str, line: str) -> None:
     arguments = parser("router", "")
-    add_room(arguments)
+    add_process_options(arguments)
     with pytest.raises(ConfigError, match=line.replace(".", r"\.")):
         config_of(arguments.parse_args(["--set", override]))
 
@@ -69,8 +69,8 @@ def test_a_share_is_a_scheduler_and_a_name_there() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--scheduler", "tcp://h:7070"], "name --pipeline, too"),
-        (["--pipeline", "math"], "name --scheduler, too"),
+        (["--scheduler", "tcp://h:7070"], "--pipeline is missing"),
+        (["--pipeline", "math"], "--scheduler is missing"),
         (["--scheduler", "h:7070", "--pipeline", "math"], "--scheduler h:7070: write it as tcp:"),
     ],
 )

@@ -1,6 +1,7 @@
-"""The status verb tells what the page tells, as tables or as JSON."""
+"""`rollmesh status` shows the state as tables or JSON; `rollmesh dashboard` lists the runs."""
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rollmesh.cli.standing import Standing
-from rollmesh.cli.status import main, tell_json
-from rollmesh.cli.tables import paint
+from rollmesh.cli.main import main
+from rollmesh.cli.mesh_state import MeshReport
+from rollmesh.cli.status import print_json, status, tables_of
+from rollmesh.core.process import OK, USAGE
 from rollmesh.dashboard.rows import EngineRow, RouterRow, WorkerRow
 from rollmesh.testing.run_folder import FakeRun
 
@@ -26,20 +28,20 @@ def run(tmp_path: Path) -> FakeRun:
 def painted(router: RouterRow, width: int = 200) -> str:
     console = Console(width=width, file=io.StringIO())
     with console.capture() as capture:
-        console.print(paint(Standing(0.0, None, router, [])))
+        console.print(tables_of(MeshReport(0.0, None, router, [])))
     return capture.get()
 
 
 def test_a_run_is_described_from_its_folder(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(run.folder)]) == 0
+    assert status([str(run.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "demo: silent, step 12 of 60"
     assert lines[1].startswith("reward 0.")
     assert ", untrained 0.660, success 0." in lines[1]
     assert lines[1].endswith("untrained 0.66, policy version 12, oldest sample 2")
-    assert lines[2].startswith("launch cannot be checked from here; as last seen at ")
+    assert lines[2].startswith("launch cannot be checked from this machine; last seen at ")
     assert lines[3].startswith("groups: 12 queued, 2 assigned, 30 running; 176 done")
     [worker] = [line.split() for line in lines if line.startswith("worker-1")]
     assert worker[1:3] == ["ready", "guess"]
@@ -47,11 +49,11 @@ def test_a_run_is_described_from_its_folder(
     assert engine[1:5] == ["READY", "12", "61", "3"]
 
 
-def test_a_run_that_has_ended_is_told_by_its_summary(
+def test_an_ended_run_is_shown_by_its_summary(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.finish()
-    assert main([str(run.folder)]) == 0
+    assert status([str(run.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "demo: done, step 12 of 60"
     assert lines[1].split() == ["reward_untrained", "0.66"]
@@ -64,18 +66,18 @@ def test_success_is_not_shown_where_it_is_not_known(
     run = FakeRun(tmp_path / "dense", num_steps=60, is_dense=True)
     run.add_baseline(0.05)
     run.add_steps(12)
-    assert main([str(run.folder)]) == 0
+    assert status([str(run.folder)]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].startswith("reward 0.0")
     assert "success" not in out
 
 
-def test_why_groups_wait_is_told_below_their_numbers() -> None:
+def test_reasons_for_waiting_are_shown_below_the_counts() -> None:
     text = painted(RouterRow(queue={"queued": 3}, causes=["no worker has served env '[x]'"]))
     assert text.splitlines()[1].strip() == "no worker has served env '[x]'"
 
 
-def test_a_worker_is_told_with_its_stall_and_its_last_error_as_they_are() -> None:
+def test_a_workers_stall_and_last_error_are_shown_unparsed() -> None:
     rows = [
         WorkerRow("w0", "echo", "live", 3, loop_lag_s=0.25, stalled_in="Env.run (env.py:7)"),
         WorkerRow("w1", "echo", "lost", num_attempts=9, num_failed=4, last_error="[red]no[/red]"),
@@ -99,7 +101,7 @@ def test_a_workers_last_error_names_its_task_and_log(
     row = {"worker_id": "worker-1", "last_error": error, "last_task_id": "t7"}
     telemetry = {"time_s": run.now_s, "router": {"workers": [row]}}
     run.append("telemetry.jsonl", telemetry)
-    assert main([str(run.folder)]) == 0
+    assert status([str(run.folder)]) == 0
     log = run.folder / "logs" / "worker-1.log"
     text = f"worker-1's last error: {error}; task t7, log {log}"
     assert "".join(text.split()) in "".join(capsys.readouterr().out.split())
@@ -114,7 +116,7 @@ def test_a_narrow_terminal_folds_names_and_keeps_numbers() -> None:
 
 
 def test_json_holds_all_of_it(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(run.folder), "--json"]) == 0
+    assert status([str(run.folder), "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     told: dict[str, Any] = msgspec.json.decode(line)
     assert told["run"]["name"] == "demo"
@@ -122,12 +124,37 @@ def test_json_holds_all_of_it(run: FakeRun, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_watch_ends_by_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
-    looks = iter([Standing(1.0, None, None, [])])
+    looks = iter([MeshReport(1.0, None, None, [])])
 
-    def look() -> Standing:
+    def look() -> MeshReport:
         for standing in looks:
             return standing
         raise KeyboardInterrupt
 
-    tell_json(look, is_watched=True)
+    print_json(look, is_watched=True)
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_without_a_folder_the_runs_are_listed_newest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("old", "new")):
+        run = FakeRun(tmp_path / "runs" / name, num_steps=60)
+        run.add_steps(3 + number)
+        os.utime(run.folder / "config.json", (1e9 + 1e5 * number, 1e9 + 1e5 * number))
+    assert main(["dashboard"]) == OK
+    first, second, hint = capsys.readouterr().out.splitlines()
+    assert first.startswith("runs/new  2001-09-1")
+    assert first.endswith("step 4 of 60")
+    assert second.startswith("runs/old  2001-09-0")
+    assert second.endswith("step 3 of 60")
+    assert hint == "`rollmesh dashboard RUN_FOLDER` serves the dashboard of one"
+
+
+def test_a_folder_without_runs_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["dashboard"]) == USAGE
+    assert capsys.readouterr().err == "rollmesh: runs: contains no runs; name a run folder\n"

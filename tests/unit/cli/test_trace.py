@@ -1,4 +1,4 @@
-"""The trace verb says whom a run selects against, in numbers and in words."""
+"""`rollmesh trace bias` reports selection bias in numbers and sentences."""
 
 from pathlib import Path
 
@@ -21,19 +21,19 @@ def run(tmp_path: Path) -> FakeRun:
     return run
 
 
-def test_it_tells_shares_and_what_they_mean(
+def test_it_reports_shares_and_conclusions(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bias", str(run.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "170 rollouts came to an end: 160 trained, 10 stale"
+    assert lines[0] == "170 rollouts ended: 160 trained, 10 stale"
     rows = [line.split() for line in lines]
     assert ["6", "to", "5,000", "60", "83.3%", "0.0%", "0.0%", "16.7%"] in rows
     assert ["guess", "170", "94.1%", "0.0%", "0.0%", "5.9%"] in rows
-    [said] = [line for line in lines if "longer" in line]
-    assert said.startswith("stale (10 groups, 4.0 steps old on average): longer than those that")
-    assert "5,000 against" in said
-    assert "in 100% of pairs (p = " in said
+    [text] = [line for line in lines if "longer" in line]
+    assert text.startswith("stale (10 groups, 4.0 steps old on average): longer than those that")
+    assert "5,000 against" in text
+    assert "in 100% of pairs (p = " in text
     assert "Mann-Whitney U" in lines[-1]
 
 
@@ -43,39 +43,39 @@ def test_programs_get_one_line_of_json(run: FakeRun, capsys: pytest.CaptureFixtu
     assert told["fates"] == {"trained": 160, "stale": 10}
 
 
-def test_a_run_that_lost_nothing_says_so(
+def test_a_run_that_lost_nothing_has_no_bias(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(tmp_path / "demo")
     run.add_steps(3)
     assert main(["bias", str(run.folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("all that came was trained")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("no selection bias")
 
 
-def test_a_run_that_has_not_begun_is_told_in_a_line(
+def test_a_run_that_has_not_begun_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(tmp_path / "demo")
     assert main(["bias", str(run.folder)]) == 0
-    assert capsys.readouterr().out == "0 rollouts came to an end\n"
+    assert capsys.readouterr().out == "0 rollouts ended\n"
 
 
 def test_a_folder_of_something_else_is_a_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such run folder"):
+    with pytest.raises(UserError, match="not a run folder"):
         main(["bias", str(tmp_path)])
 
 
 @pytest.mark.parametrize(
-    ("share", "p", "said"),
+    ("share", "p", "text"),
     [
         (0.9, 0.001, "longer than those that trained, median 90 against 50 tokens, and so in 90%"),
         (0.2, 0.001, "shorter than those that trained, median 90 against 50 tokens, and so in 80%"),
-        (0.6, 0.2, "by length no other than those that trained (p = 0.2)"),
+        (0.6, 0.2, "no difference by length from those that trained (p = 0.2)"),
     ],
 )
-def test_a_difference_is_told_where_there_is_one(share: float, p: float, said: str) -> None:
+def test_a_difference_is_reported_only_if_significant(share: float, p: float, text: str) -> None:
     verdict = Verdict("stale", "length", 10, 20, 90, 50, RankSum(share, p))
-    assert f"stale (10 groups): {said}" in sentence(verdict, None)
+    assert f"stale (10 groups): {text}" in sentence(verdict, None)
 
 
 def test_too_few_are_not_compared() -> None:

@@ -1,4 +1,4 @@
-"""What has ended is not told as alive, and a router that says nothing is told in one line."""
+"""Ended runs are not reported as alive, and a verb reads the run that was named."""
 
 import io
 import os
@@ -13,9 +13,16 @@ import psutil
 import pytest
 from rich.console import Console
 
-from rollmesh.cli.standing import Standing, of_folder, of_router
-from rollmesh.cli.tables import paint
-from rollmesh.core.errors import AddressError
+from rollmesh.cli.mesh_state import (
+    MeshReport,
+    newest,
+    page_folder,
+    report_of_folder,
+    report_of_router,
+    run_folder,
+)
+from rollmesh.cli.status import tables_of
+from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.run_state import RunRecord, RunState, running_record
 from rollmesh.launch.folder import Pid
 from rollmesh.testing.run_folder import FakeRun
@@ -31,8 +38,8 @@ def run(tmp_path: Path) -> FakeRun:
     return run
 
 
-def look(run: FakeRun, after_s: float = 1.0) -> Standing:
-    return of_folder(run.folder, run.now_s + after_s)
+def look(run: FakeRun, after_s: float = 1.0) -> MeshReport:
+    return report_of_folder(run.folder, run.now_s + after_s)
 
 
 def write_pids(run: FakeRun, host: str = "", **pids: int) -> None:
@@ -42,7 +49,7 @@ def write_pids(run: FakeRun, host: str = "", **pids: int) -> None:
     (run.folder / "pids.json").write_bytes(msgspec.json.encode(rows))
 
 
-def test_a_run_that_runs_is_told_with_its_mesh(run: FakeRun) -> None:
+def test_a_running_run_is_reported_with_its_mesh(run: FakeRun) -> None:
     standing = look(run)
     assert standing.run
     assert (standing.run.name, standing.run.phase, standing.run.num_done) == ("demo", "running", 12)
@@ -122,9 +129,9 @@ def test_a_run_that_ended_before_it_was_done_is_never_called_finished(
     assert (f"cause: {cause}" in lines) == bool(cause)
 
 
-def painted(standing: Standing) -> str:
+def painted(standing: MeshReport) -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(paint(standing))
+    console.print(tables_of(standing))
     return "\n".join(line.rstrip() for line in console.export_text().splitlines())
 
 
@@ -143,7 +150,7 @@ def test_a_run_that_has_ended_has_no_mesh(run: FakeRun) -> None:
     assert (standing.router, standing.processes) == (None, [])
 
 
-def test_a_run_of_many_hours_is_told_by_its_newest_lines(run: FakeRun) -> None:
+def test_a_long_run_is_reported_by_its_newest_lines(run: FakeRun) -> None:
     line = {"time_s": run.now_s, "processes": [], "router": {"workers": [{"worker_id": "w"}] * 50}}
     with (run.folder / "telemetry.jsonl").open("ab") as file:
         file.write((msgspec.json.encode(line) + b"\n") * 15_000)
@@ -157,13 +164,13 @@ def test_a_run_of_many_hours_is_told_by_its_newest_lines(run: FakeRun) -> None:
     assert standing.time_s == run.now_s
 
 
-def test_a_run_that_has_just_begun_is_told_too(tmp_path: Path) -> None:
+def test_a_run_that_has_just_begun_is_reported(tmp_path: Path) -> None:
     standing = look(FakeRun(tmp_path / "new"))
     assert standing.run
     assert (standing.run.phase, standing.time_s, standing.router) == ("waiting", None, None)
 
 
-def test_an_evaluation_is_told_by_its_name_and_has_no_steps(tmp_path: Path) -> None:
+def test_an_evaluation_is_reported_by_name_and_without_steps(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "eval.json").write_text("{}")
     mesh = FakeRun(tmp_path / "eval" / "mesh")
@@ -176,14 +183,14 @@ def test_an_evaluation_is_told_by_its_name_and_has_no_steps(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("127.0.0.1:5", "name an address of the router"),
+        ("127.0.0.1:5", "not an address of a router"),
         ("http://127.0.0.1:9", "does not answer"),
         ("http://[", "does not answer"),
     ],
 )
-def test_a_router_that_is_none_is_told_in_one_line(url: str, why: str) -> None:
+def test_an_address_without_a_router_is_one_line(url: str, why: str) -> None:
     with pytest.raises(AddressError, match=why) as raised:
-        of_router(url, 0.0)
+        report_of_router(url, 0.0)
     assert str(raised.value).startswith(f"--router {url}: ")
     assert "\n" not in str(raised.value)
 
@@ -215,10 +222,54 @@ def guarded() -> Iterator[str]:
 def test_a_router_that_asks_for_a_token_gets_ours(
     guarded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(AddressError, match="asks for a token; set ROLLMESH_ADMIN_TOKEN"):
-        of_router(guarded, 0.0)
+    with pytest.raises(AddressError, match="needs a token; set ROLLMESH_ADMIN_TOKEN"):
+        report_of_router(guarded, 0.0)
     monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN", "sesame")
-    with pytest.raises(AddressError, match="is no router: 200"):
-        of_router(guarded, 0.0)
-    with pytest.raises(AddressError, match="is no router: 404"):
-        of_router(f"{guarded}/elsewhere", 0.0)
+    with pytest.raises(AddressError, match="is not a router"):
+        report_of_router(guarded, 0.0)
+    with pytest.raises(AddressError, match="status 404"):
+        report_of_router(f"{guarded}/elsewhere", 0.0)
+
+
+def make_model(folder: Path) -> Path:
+    """Its file of settings bears the name of a run's."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    return folder
+
+
+def test_the_newest_run_is_taken(tmp_path: Path) -> None:
+    for number, name in enumerate(("b", "a", "c")):
+        config = FakeRun(tmp_path / name).folder / "config.json"
+        os.utime(config, (100 - number, 100 - number))
+    make_model(tmp_path / "model")
+    assert newest(tmp_path) == tmp_path / "b"
+
+
+def test_of_an_evaluation_its_mesh_is_meant(tmp_path: Path) -> None:
+    mesh = FakeRun(tmp_path / "eval" / "mesh")
+    (tmp_path / "eval" / "eval.json").write_text("{}")
+    assert run_folder(tmp_path / "eval") == mesh.folder
+
+
+def test_the_page_of_an_evaluation_is_its_own(tmp_path: Path) -> None:
+    mesh = FakeRun(tmp_path / "eval" / "mesh")
+    (tmp_path / "eval" / "eval.json").write_text("{}")
+    assert page_folder(tmp_path / "eval") == tmp_path / "eval"
+    assert page_folder(mesh.folder) == mesh.folder
+
+
+def test_an_evaluation_on_an_existing_mesh_has_no_mesh_folder(tmp_path: Path) -> None:
+    (tmp_path / "eval.json").write_text("{}")
+    with pytest.raises(UserError, match="runs on an existing mesh; name that by --router"):
+        run_folder(tmp_path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    with pytest.raises(UserError, match="contains no runs"):
+        newest(tmp_path)
+    for folder in (tmp_path, model, tmp_path / "none"):
+        with pytest.raises(UserError) as told:
+            run_folder(folder)
+        assert str(told.value) == f"{folder}: not a run folder; runs are in runs/NAME"

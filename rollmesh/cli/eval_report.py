@@ -1,7 +1,7 @@
-"""What `rollmesh eval` shows: a bar while it runs, a table or JSON at its end.
+"""The output of `rollmesh eval`: a progress bar while it runs, a table or JSON at its end.
 
-Invariant: the report alone goes to stdout, so that it may be piped; the bar is painted on stderr
-and, where that is no terminal, is a line now and then. Driven by the verb `eval`.
+Only the report goes to stdout, so that it can be piped; the bar goes to stderr and is a line now
+and then if stderr is not a terminal.
 """
 
 import asyncio
@@ -27,11 +27,10 @@ QUIET_S = 30.0
 
 
 @contextmanager
-def progress(plan: Plan, num_tasks: int, status: str) -> Iterator["Teller"]:
-    """A bar; call its `on_rows` with the number of rows so far.
+def progress(plan: Plan, num_tasks: int, status: str) -> Iterator["EvalProgress"]:
+    """Show a progress bar; call its `on_rows` with the number of rows so far.
 
-    Where stderr is no terminal it is a line now and then. Where nothing moves, a line says so, why
-    if the router knows it, and that `status` shows more.
+    If nothing moves, a line says so, with the router's reason, and names `status` for more.
     """
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -42,16 +41,16 @@ def progress(plan: Plan, num_tasks: int, status: str) -> Iterator["Teller"]:
     )
     console = Terminal(stderr=True)
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        teller = Teller(bar, plan.env, num_tasks * plan.num_samples, status)
-        teller.look_later()
+        shown = EvalProgress(bar, plan.env, num_tasks * plan.num_samples, status)
+        shown.schedule()
         try:
-            yield teller
+            yield shown
         finally:
-            teller.close()
+            shown.close()
 
 
-class Teller:
-    """Moves a bar, and says lines where it cannot speak for itself; lives on the running loop."""
+class EvalProgress:
+    """A progress bar, with lines where a bar cannot be shown; runs on the current event loop."""
 
     def __init__(self, bar: Progress, env: str, num_wanted: int, status: str) -> None:
         self._bar = bar
@@ -60,47 +59,47 @@ class Teller:
         self._status = status
         self._task = bar.add_task("starting", total=num_wanted)
         self._num_rows = self._num_seen = 0
-        self._has_complained = False
+        self._has_warned = False
         self._why_waiting: Callable[[], str] = str
         self._timer: asyncio.TimerHandle | None = None
 
     def on_rows(self, num_rows: int) -> None:
-        """There are so many."""
+        """Set the number of rows so far."""
         self._num_rows = num_rows
         self._bar.update(self._task, completed=num_rows, description=self._env)
 
-    def on_client(self, why_waiting: Callable[[], str]) -> None:
-        """`why_waiting` returns why groups wait, '' where nothing is known."""
+    def set_wait_reason(self, why_waiting: Callable[[], str]) -> None:
+        """Set the function that returns why groups wait, '' if unknown."""
         self._why_waiting = why_waiting
 
-    def look_later(self) -> None:
-        """Look whether it moves after a while, and again, until `close`."""
-        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self.look)
+    def schedule(self) -> None:
+        """Check for progress after a while, and again, until `close`."""
+        self._timer = asyncio.get_running_loop().call_later(QUIET_S, self.update)
 
-    def look(self) -> None:
-        """Say what there is to say: that it moved, or once that it does not."""
+    def update(self) -> None:
+        """Print a line: the progress, or once that there is none."""
         if self._num_rows != self._num_seen:
-            self._has_complained = False
+            self._has_warned = False
             if not self._bar.console.is_terminal:
-                self._say(f"{self._env}: {self._num_rows:,} of {self._num_wanted:,} rollouts")
-        elif not self._has_complained:
-            self._has_complained = True
+                self._print(f"{self._env}: {self._num_rows:,} of {self._num_wanted:,} rollouts")
+        elif not self._has_warned:
+            self._has_warned = True
             why = self._why_waiting() or f"does a worker serve {self._env}?"
-            self._say(f"nothing has ended for {QUIET_S:g} s; {why}; {self._status} shows more")
+            self._print(f"no rollout has ended for {QUIET_S:g} s; {why}; {self._status} shows more")
         self._num_seen = self._num_rows
-        self.look_later()
+        self.schedule()
 
     def close(self) -> None:
-        """No more looks."""
+        """Stop the checks."""
         if self._timer:
             self._timer.cancel()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._bar.console.print(Text(line), highlight=False, soft_wrap=True)
 
 
 def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
-    """Print the report, and leave it in the folder."""
+    """Print the report, and write it to the folder."""
     text = msgspec.json.format(msgspec.json.encode(report))
     try:
         (folder / SUMMARY).write_bytes(text + b"\n")
@@ -118,7 +117,7 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
 
 
 def table_of(plan: Plan, report: Report) -> Table:
-    """The figures."""
+    """Return the table of figures."""
     title = f"{plan.env}: {report.num_rollouts:,} rollouts of {report.num_tasks:,} tasks"
     table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
@@ -146,7 +145,7 @@ def table_of(plan: Plan, report: Report) -> Table:
 
 
 def failures_of(report: Report, logs: Path) -> Iterator[Text]:
-    """A line for each cause, for each of its most frequent errors, and for the `logs`."""
+    """Yield a line for each cause, for each of its most frequent errors, and for the `logs`."""
     for cause, failure in report.failures.items():
         yield Text(f"failed: {failure.num_rollouts:,} x {cause}", style="yellow")
         for error, num_rollouts in failure.errors.items():

@@ -1,10 +1,10 @@
-"""An engine that takes the place of another begins with what was published by then."""
+"""A restarted engine starts with the newest published weights."""
 
 from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.rooms import with_newest
+from rollmesh.cli.processes import with_newest
 from rollmesh.core.model_folder import MODEL_FILES
 
 UNTRAINED = ["--model-dir", "the/model", "--weight-version", "0"]

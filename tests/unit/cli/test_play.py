@@ -1,10 +1,10 @@
-"""A conversation as lines: tool calls are shown as calls, whichever API they came by."""
+"""A conversation as lines: tool calls of every API are shown as calls."""
 
 from typing import Any
 
 import pytest
 
-from rollmesh.cli.play import told
+from rollmesh.cli.play import message_lines
 
 QUOTED = '{"query": "red \\"shoes\\"", "limit": 3}'
 
@@ -51,4 +51,4 @@ QUOTED = '{"query": "red \\"shoes\\"", "limit": 3}'
     ],
 )
 def test_a_message_is_shown_with_its_calls(message: dict[str, Any], lines: list[str]) -> None:
-    assert list(told(message)) == lines
+    assert list(message_lines(message)) == lines

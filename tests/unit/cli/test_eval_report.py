@@ -1,4 +1,4 @@
-"""What `rollmesh eval` shows of a report."""
+"""The report of `rollmesh eval` and its progress lines."""
 
 import io
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from rollmesh.cli.evaltable import SUMMARY, Teller, show
+from rollmesh.cli.eval_report import SUMMARY, EvalProgress, show
 from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.serve.client.evaluation_files import Plan, Row
 from rollmesh.serve.client.scores import Report, report_of
@@ -112,15 +112,15 @@ def test_what_a_single_task_cannot_tell_is_not_shown(
 async def test_where_no_bar_can_be_painted_lines_say_how_far_it_is() -> None:
     console = Console(file=io.StringIO())
     with console.capture() as capture, Progress(console=console, disable=True) as bar:
-        teller = Teller(bar, "guess", num_wanted=4, status="its status")
+        teller = EvalProgress(bar, "guess", num_wanted=4, status="its status")
         for num_rows in (0, 0, 2, 2, 4):
             teller.on_rows(num_rows)
-            teller.look()
+            teller.update()
             teller.close()
     assert capture.get().splitlines() == [
-        "nothing has ended for 30 s; does a worker serve guess?; its status shows more",
+        "no rollout has ended for 30 s; does a worker serve guess?; its status shows more",
         "guess: 2 of 4 rollouts",
-        "nothing has ended for 30 s; does a worker serve guess?; its status shows more",
+        "no rollout has ended for 30 s; does a worker serve guess?; its status shows more",
         "guess: 4 of 4 rollouts",
     ]
 
@@ -141,12 +141,12 @@ def test_a_failure_is_shown_with_its_place_a_task_and_the_logs(
 async def test_where_the_router_knows_that_no_engine_serves_workers_are_not_asked_about() -> None:
     console = Console(file=io.StringIO())
     with console.capture() as capture, Progress(console=console, disable=True) as bar:
-        teller = Teller(bar, "guess", num_wanted=4, status="its status")
-        teller.on_client(lambda: "no engine serves: http://e is fenced: refused (for 20 s)")
-        teller.look()
+        teller = EvalProgress(bar, "guess", num_wanted=4, status="its status")
+        teller.set_wait_reason(lambda: "no engine serves: http://e is fenced: refused (for 20 s)")
+        teller.update()
         teller.close()
     [line] = capture.get().splitlines()
     assert line == (
-        "nothing has ended for 30 s; no engine serves: http://e is fenced: refused (for 20 s); "
+        "no rollout has ended for 30 s; no engine serves: http://e is fenced: refused (for 20 s); "
         "its status shows more"
     )

@@ -1,4 +1,4 @@
-"""A run goes on with its own settings, but for those of the command line that it may change."""
+"""A run is resumed with its own settings, except those that may change; the demo's are valid."""
 
 from pathlib import Path
 from typing import Any
@@ -6,9 +6,28 @@ from typing import Any
 import pytest
 
 from rollmesh.cli.options import add_set, parser
-from rollmesh.cli.resume import FIXED, add_go_on, add_resume, setting, settings_of
+from rollmesh.cli.runs import (
+    FIXED,
+    SETTINGS,
+    add_go_on,
+    add_resume,
+    setting,
+    settings_of,
+    with_model,
+)
 from rollmesh.core.config import Config, load_config, write_config
 from rollmesh.core.errors import ConfigError
+
+
+def test_the_demo_keeps_to_the_settings_that_exist() -> None:
+    config = load_config(None, [], SETTINGS)
+    assert (config.env, config.run.name) == ("guess", "demo")
+
+
+def test_the_model_moves_with_the_run() -> None:
+    config = with_model(load_config(None, ["run.folder=elsewhere"], SETTINGS))
+    assert config.model.path == "elsewhere/demo/model"
+
 
 DEFAULTS: dict[str, Any] = {"env": "echo", "trainer": {"num_steps": 7}}
 
@@ -63,15 +82,15 @@ def test_who_goes_on_by_himself_begins_where_no_run_is_or_one_has_ended(
     assert settings(tmp_path / "nowhere", "--go-on").trainer.num_steps == 7
 
 
-def test_where_no_run_is_that_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mesh: no run to go on with; name it by run\.folder"):
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mesh: no run to resume; name it by run\.folder"):
         settings(tmp_path, "--resume")
 
 
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("run.seed=6", "run.seed = 6: the run began with 5 and keeps that"),
+        ("run.seed=6", "run.seed = 6: the run began with 5, which cannot change"),
         ("trainer.samples_per_group=8", "trainer.samples_per_group = 8: the run began with 16"),
         ("env=guess", 'env = "guess": the run began with "echo"'),
     ],
@@ -88,14 +107,14 @@ def test_what_a_run_keeps_are_settings(name: str) -> None:
     assert setting(Config(), name) is not None
 
 
-def test_what_has_changed_is_told_in_one_line(
+def test_changed_settings_are_printed_in_one_line(
     begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["--set", "trainer.num_steps=60", "--set", "publish.mode=tensor"]
     settings(begun, "--resume", *overrides)
     changed = 'trainer.num_steps = 60 (was 30), publish.mode = "tensor" (was "disk")'
     assert capsys.readouterr().out == (
-        f"{begun / 'mesh'} goes on, with changed settings: {changed}\n"
+        f"resuming {begun / 'mesh'} with changed settings: {changed}\n"
     )
     settings(begun, "--resume")
     assert capsys.readouterr().out == ""

@@ -1,0 +1,247 @@
+"""The verbs that run one process of a mesh: engine, router, worker and train.
+
+- A room is imported only by its own verb, so that torch stays out of every other process.
+- A process that launch holds at a gate imports first and then waits.
+- A mistake on the command line is reported in one line before the environment is loaded.
+"""
+
+import argparse
+import os
+import socket
+from pathlib import Path
+
+from rollmesh.cli.options import (
+    add_listen,
+    add_model_dir,
+    add_process_options,
+    add_run,
+    add_share,
+    config_of,
+    model_defaults,
+    parser,
+    quoted,
+    set_model,
+    share_of,
+)
+from rollmesh.core.clock import SystemClock
+from rollmesh.core.config import Config
+from rollmesh.core.descriptors import PEERS, PER_ROLLOUT, allow_descriptors
+from rollmesh.core.engine_url import why_no_engine_url
+from rollmesh.core.errors import AddressError, ConfigError, ModelError
+from rollmesh.core.handed import begin_without_secrets, protect_memory, read_root_files
+from rollmesh.core.ids import new_id
+from rollmesh.core.model_folder import why_no_folder
+from rollmesh.core.process import OK, is_launched, wait_for_go
+from rollmesh.core.run_state import RunState
+from rollmesh.core.warden import guard, mark_self
+
+# ruff: noqa: PLC0415 - each room is imported by its own verb only
+
+
+def engine(argv: list[str]) -> int:
+    """Run the embedded torch engine, which parses its own arguments."""
+    from rollmesh.engine.embedded.server import main
+
+    allow_descriptors(PEERS, "an engine")
+    return main(with_newest(pass_gate(argv)))
+
+
+def router(argv: list[str]) -> int:
+    """Run the router."""
+    from rollmesh.engine.member import UNVERSIONED
+    from rollmesh.serve.router.process import Engines, run
+
+    arguments = parser(
+        "router", "Run a router, which schedules rollouts on workers and tracks engines."
+    )
+    add_process_options(arguments)
+    add_listen(arguments)
+    arguments.add_argument(
+        "--engine",
+        dest="engines",
+        action="append",
+        default=[],
+        help="URL of an engine; may be repeated",
+    )
+    arguments.add_argument("--bind", metavar="ADDRESS", help="override router.bind")
+    arguments.add_argument(
+        "--fixed-weights",
+        action="store_true",
+        help="no trainer publishes: engines serve the weights they have, whatever their version",
+    )
+    arguments.add_argument(
+        "--asleep",
+        action="store_true",
+        help="engines are on shared GPUs: none serves until a coordinator wakes it",
+    )
+    arguments.add_argument(
+        "--least-version",
+        type=int,
+        default=UNVERSIONED,
+        help="engines with older weights wait for the publisher",
+    )
+    options = arguments.parse_args(argv)
+    for url in options.engines:
+        if why := why_no_engine_url(url):
+            raise AddressError(f"--engine {url}: {why}")
+    if options.bind:
+        options.overrides.append(f"router.bind={options.bind}")
+    allow_descriptors(PEERS, "a router")
+    engines = Engines(
+        tuple(options.engines), options.fixed_weights, options.least_version, options.asleep
+    )
+    protect_memory()
+    run(config_of(options), engines, options.listen_fd, options.ready_fd)
+    return 0
+
+
+def train(argv: list[str]) -> int:
+    """Run the trainer; without launch, it also writes the run's folder and telemetry."""
+    from rollmesh.cli.runs import add_go_on, add_resume, resume_command, settings_of
+    from rollmesh.launch.folder import RunFolder
+    from rollmesh.launch.telemetry import TelemetryThread
+    from rollmesh.trainer.process import run
+
+    arguments = parser("train", "Train on the rollouts of a mesh.")
+    add_process_options(arguments)
+    arguments.add_argument("--router", required=True, help="tcp:// address of the router")
+    arguments.add_argument(
+        "--status",
+        default="",
+        metavar="URL",
+        help="http:// address of the router, for telemetry (without launch)",
+    )
+    add_share(arguments)
+    add_resume(arguments)
+    add_go_on(arguments)
+    options = arguments.parse_args(pass_gate(argv))
+    share, config = share_of(options), settings_of(options)
+    if options.ready_fd is not None:
+        return run(config, options.router, options.ready_fd, share)
+    command = resume_command("train", argv)
+    folder = RunFolder(config, resume=options.resume, resume_command=command)
+    try:
+        with TelemetryThread(options.status, "trainer", folder, SystemClock()):
+            code = run(config, options.router, None, share)
+    except BaseException as error:
+        folder.end(RunState.FAILED, str(error) or type(error).__name__)
+        raise
+    folder.end(RunState.DONE if code == OK else RunState.STOPPED)
+    return code
+
+
+def with_newest(argv: list[str]) -> list[str]:
+    """Replace `--newest-of RUN/weights` by the newest weights in that folder, if there are any.
+
+    For launch, which restarts an engine: the newest weights are known only then.
+    """
+    from rollmesh.launch.plan import newest_published, weights_options
+
+    arguments = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    arguments.add_argument("--newest-of", type=Path)
+    options, rest = arguments.parse_known_args(argv)
+    newest = newest_published(options.newest_of) if options.newest_of else None
+    return [*rest, *weights_options(str(newest.weights), newest.policy_version)] if newest else rest
+
+
+def pass_gate(argv: list[str]) -> list[str]:
+    """Wait until launch opens the gate, if there is one; return `argv` without `--go-fd`.
+
+    Call it after imports: they take seconds, while the model is made.
+    """
+    arguments = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    arguments.add_argument("--go-fd", type=int)
+    options, rest = arguments.parse_known_args(argv)
+    wait_for_go(options.go_fd)
+    return rest
+
+
+# ruff: noqa: PLC0415 - the room is imported by its own verb only
+
+
+def worker(argv: list[str]) -> int:
+    """Run an env worker until it is stopped, drained or worn out; the exit code says which.
+
+    - Without a settings file it needs a router, an environment and the model's folder, and gets a
+      unique name.
+    - Programs that its environment starts do not outlive it, launched or not.
+    """
+    from rollmesh.envs.spawning import process_spawner
+    from rollmesh.wire.key_search import find_keys
+    from rollmesh.wire.keys import Role
+    from rollmesh.wire.sockets import check_admitted
+
+    mark = "" if is_launched() else mark_self("worker")
+    _leave_root(argv)
+    begin_without_secrets()
+    process_spawner()
+    protect_memory()
+    if mark:
+        guard(mark)
+    from rollmesh.serve.server.process import run
+
+    options = _worker_arguments().parse_args(pass_gate(argv))
+    set_model(options)
+    if options.env is not None:
+        options.overrides.append(f"env={quoted(options.env)}")
+    config = config_of(options, model_defaults(options))
+    _check_worker(options, config)
+    num_rollouts = config.worker.max_rollouts
+    allow_descriptors(PER_ROLLOUT * num_rollouts, f"worker.max_rollouts = {num_rollouts}")
+    worker_id = options.worker_id or new_worker_id()
+    keys = find_keys(options.router, Role.WORKER, options.run)
+    check_admitted(options.router, keys)
+    return run(config, options.router, worker_id, options.listen_fd, options.ready_fd, keys)
+
+
+def _leave_root(argv: list[str]) -> None:
+    """With --user, become this user and leave the right to change users to a spawner.
+
+    Settings are read as that user; of the secrets, only files of root are read before.
+    """
+    from rollmesh.envs.spawning import SPAWNER_VARIABLE, account_of, acting_as, split
+
+    options, _ = _worker_arguments().parse_known_args(argv)
+    if options.user is None or SPAWNER_VARIABLE in os.environ:
+        return
+    account = account_of(options.user)
+    with acting_as(account):
+        worker = config_of(options, model_defaults(options)).worker
+    split(account, worker.isolation_first_uid, worker.isolation_num_uids, read_root_files)
+
+
+def new_worker_id() -> str:
+    """Return `HOST-PID-RANDOM`, which names the machine and stays unique after a restart."""
+    return f"{socket.gethostname()}-{os.getpid()}-{new_id('', 2)}"
+
+
+def _worker_arguments() -> argparse.ArgumentParser:
+    arguments = parser("worker", "Run a worker: environments, agents and their endpoints.")
+    arguments.add_argument("--router", required=True, help="tcp:// address of the router")
+    arguments.add_argument(
+        "--env", help="environment, overriding the setting: a built-in name or package.module:Class"
+    )
+    add_model_dir(arguments)
+    arguments.add_argument("--worker-id", help="name in the mesh (default: HOST-PID-RANDOM)")
+    add_run(arguments)
+    arguments.add_argument(
+        "--user",
+        help="when started as root: become this user (name or uid) and run agents' programs as "
+        "separate users, started by a process that keeps CAP_SETUID and CAP_SETGID",
+    )
+    add_process_options(arguments)
+    add_listen(arguments)
+    return arguments
+
+
+def _check_worker(options: argparse.Namespace, config: Config) -> None:
+    """Raise UserError if the worker cannot work with these."""
+    names_env = options.env is not None or any(o.startswith("env=") for o in options.overrides)
+    if options.config is None and not names_env:
+        raise ConfigError(
+            "--env ENV is missing: name the environment, or a settings file by --config"
+        )
+    if not config.model.path:
+        raise ModelError("--model-dir DIR is missing: prompts are rendered with the model's files")
+    if why := why_no_folder(config.model.path):
+        raise ModelError(f"model.path = {config.model.path}: {why}")
