@@ -34,7 +34,7 @@ from rollmesh.core.types import (
     Task,
     VersionRun,
 )
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.arrivals import Arrival, Finished, Unopened
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import StateSaved
@@ -200,7 +200,7 @@ def tell_rest(num_steps: int) -> None:
 
 
 async def bring(
-    policy_version: int, folder: Path, probe: Probe, parts: tuple[Part, ...]
+    policy_version: int, folder: Path, probe: Probe, parts: tuple[SharedSegment, ...]
 ) -> PublishReport:
     """To no engine at all."""
     del folder, probe, parts

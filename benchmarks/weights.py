@@ -27,8 +27,8 @@ import torch
 from benchmarks.lib.report import Goal, parser, report
 from benchmarks.lib.servers import Child, cores
 from rollmesh.core.config import PublishMode, TrainerConfig
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
@@ -73,7 +73,7 @@ class Stepped(Policy):
 class Bench:
     """A policy and an engine, and versions on their way from one to the other."""
 
-    def __init__(self, policy: Stepped, engine: Child, client: EngineClient, folder: Path) -> None:
+    def __init__(self, policy: Stepped, engine: Child, client: SglangBackend, folder: Path) -> None:
         self._policy = policy
         self._engine = engine
         self._client = client
@@ -137,7 +137,7 @@ async def measured(case: str, folder: Path, num_rounds: int) -> dict[str, float]
     policy = Stepped(str(folder / "model"), TrainerConfig())
     try:
         async with HttpClient() as http:
-            client = EngineClient(engine.ready.address, http)
+            client = SglangBackend(engine.ready.address, http)
             bench = Bench(policy, engine, client, folder)
             for number in range(num_rounds + 1):
                 await bench.round()

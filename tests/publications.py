@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from rollmesh.core.config import PublishConfig, TrainerConfig
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
@@ -73,7 +73,7 @@ class Publications:
         self._policy.close()
 
     async def _bring(
-        self, policy_version: int, folder: Path, probe: Probe, parts: tuple[Part, ...]
+        self, policy_version: int, folder: Path, probe: Probe, parts: tuple[SharedSegment, ...]
     ) -> PublishReport:
         report = await self._shell.publish(policy_version, folder, probe, parts)
         self.reports.append(report)

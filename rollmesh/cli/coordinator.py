@@ -19,6 +19,7 @@ from rollmesh.core.share import read_token
 
 def main(argv: list[str]) -> int:
     """Coordinate until stopped."""
+    from rollmesh.engine.backend import DEFAULT_BACKEND
     from rollmesh.serve.coordinator.events import CoordinatorSettings
     from rollmesh.serve.coordinator.process import CoordinatorAsk, run
 
@@ -26,12 +27,14 @@ def main(argv: list[str]) -> int:
     _check(options)
     allow_descriptors(PEERS, "a coordinator")
     is_launched = options.ready_fd is not None
+    config = config_of(options) if is_launched or options.config else None
     ask = CoordinatorAsk(
         settings=CoordinatorSettings(pipeline_id=options.pipeline, urls=tuple(options.engines)),
         scheduler=options.scheduler,
         router=options.router,
         weights=options.weights,
-        run_folder=config_of(options).run_folder() if is_launched else None,
+        run_folder=config.run_folder() if config and is_launched else None,
+        backend=config.engine.backend if config else DEFAULT_BACKEND,
         ready_fd=options.ready_fd,
         token=read_token(options.pipeline, options.pipeline_token),
     )

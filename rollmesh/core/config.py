@@ -81,6 +81,9 @@ class EngineConfig(Section, frozen=True):
     allow_hosts: tuple[str, ...] = ()
     """Hosts, IP addresses or networks (CIDR) from which engines may join while the mesh runs
     (default: none; only engines of the configuration are used)."""
+    backend: str = "sglang"
+    """Protocol of the engines at `urls`: `sglang`, or `module:attribute` of a factory of your own
+    (default: sglang, which the embedded engine serves too)."""
     num_embedded: Positive = 1
     """How many embedded engines to start where no urls are given."""
     max_running: Positive = 256

@@ -1,31 +1,28 @@
-"""The fleet table: which engines there are, what weights they serve, and who may use them.
+"""The fleet table: which engines exist, which weights they serve, and which may be used.
 
     JOINING --good probe of a trusted, current version--> READY --BeginUpdate--> UPDATING
     JOINING, FENCED --BeginUpdate--> UPDATING --FinishUpdate ok--> READY, not ok--> FENCED
     UPDATING --lease lapsed, holder left--> JOINING (continued, probed) <--Wake-- ASLEEP
-    any but UPDATING --Sleep--> ASLEEP (sleeping.py);  READY --faults or failed probes--> FENCED
+    any but UPDATING --Sleep--> ASLEEP;  READY --faults or failed probes--> FENCED
+    ASLEEP --Sleep, from any process--> ASLEEP, with a new lease
     FENCED --cool-down--> JOINING
     READY --Fence, beside another READY one--> FENCED, until an update succeeds
     READY --restart or unknown weights--> JOINING;  any --Remove--> GONE --a while--> forgotten
 
-- An engine joins from the configuration, or by a message if its host is in the allow-list.
-- Only a leased ask changes weights or sleep. An update's lapsed lease ends in an engine that is
-  continued and probed, or fenced, so that a publisher that is killed during an update blocks
-  nothing. The next process of its run takes over at once.
-- A version counts only if its publisher verified it or a fresh process came up with it.
-- Of two running publishers the one with the newer version wins.
-- A request to fence never removes the last engine.
-- A probe that fails for a shortage of this process changes no phase.
-
-Pure; driven by the router's fleet shell and by the simulator.
+- A pure state machine. Engines join by the configuration, or by a message from an allowed host.
+- Only leased requests change weights or sleep. A lapsed update lease ends in an engine that is
+  continued and probed, or fenced, so that a publisher killed during an update blocks nothing.
+- Only a Wake ends a sleep: after a lapsed lease the owner of the GPUs is unknown.
+- A version counts only if its publisher verified it or a fresh process started with it. Of two
+  running publishers the one with the newer version wins.
+- A Fence never removes the last engine; a probe that failed for a local shortage changes no phase.
 """
 
 import msgspec
 
 from rollmesh.core.engine_url import is_allowed_url, why_no_engine_url
-from rollmesh.engine.incumbent import Incumbent
-from rollmesh.engine.member import UNVERSIONED, Member, Trust
-from rollmesh.engine.sleeping import put_to_sleep, sleep_on
+from rollmesh.engine.backend import UNVERSIONED
+from rollmesh.engine.members import ActivePublisher, FleetMember, Trust
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,
@@ -44,47 +41,71 @@ from rollmesh.wire.fleet import (
 )
 from rollmesh.wire.machine import Received, Send, Ticked
 
+ASLEEP = "its GPUs are not its own now"
+LAPSED = "asleep until it is woken: the process that put it to sleep is gone"
+
+
+def put_to_sleep(engine: FleetMember, route: bytes, ask: SleepEngine, now_s: float) -> str:
+    """Put an engine to sleep; return why it is refused, else ''."""
+    if engine.row.phase is EnginePhase.UPDATING:
+        return f"{ask.url} is being updated; ask again when that is done"
+    engine.set(EnginePhase.ASLEEP, ASLEEP)
+    engine.holder = route
+    engine.until_s = now_s + ask.lease_s
+    engine.probe_serial = None
+    engine.num_failed_probes = 0
+    engine.faults_s.clear()
+    return ""
+
+
+def expire_sleep(engine: FleetMember, now_s: float) -> None:
+    """Clear a sleeping engine's lease if it has lapsed."""
+    if now_s >= engine.until_s:
+        engine.holder = b""
+        engine.set(EnginePhase.ASLEEP, LAPSED)
+
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient the fleet is."""
+    """Intervals and limits of the fleet."""
 
     probe_s: float = 1.0
-    """A READY engine is probed this often; its load comes with it."""
+    """Interval of probes, which also read the load, of a READY engine."""
     join_probe_s: float = 0.25
-    """An engine that is not READY yet is probed this often."""
+    """Interval of probes of an engine that is not READY yet."""
     answer_s: float = 3.0
-    """A probe that the shell has not answered by then has failed."""
+    """A probe without an answer after this time has failed."""
     max_failed_probes: int = 2
-    """So many in a row fence a READY engine: a hung one is left after five seconds or so, which is
-    longer than the longest step of a busy one takes."""
+    """Consecutive failed probes that fence a READY engine. A hung one is abandoned after about five
+    seconds, which is longer than the longest step of a busy one."""
     max_faults: int = 3
-    """So many reports by workers within `fault_window_s` fence a READY engine."""
+    """Faults reported by workers within `fault_window_s` that fence a READY engine."""
     fault_window_s: float = 5.0
     fence_s: float = 1.0
-    """A fenced engine is tried again after this time."""
+    """Time after which a fenced engine is tried again."""
     push_s: float = 1.0
-    """The table goes to the workers this often, and at once when a phase or version changes."""
+    """Interval of pushing the table to the workers; changes of phase or version are pushed at
+    once."""
     gone_s: float = 10.0
-    """A removed engine is shown as GONE so long, then forgotten."""
+    """Time for which a removed engine is shown as GONE."""
     publisher_grace_s: float = 10.0
-    """A publisher that has not asked for so long is gone; each reads the table every second."""
+    """A publisher without a request for this long is gone; each reads the table every second."""
     believes_engines: bool = False
-    """No publisher is expected here, as in a stand-alone gateway: what an engine reports that it
-    serves counts, weights without a version are served, and an engine that is paused is left so.
-    The table names a publisher only while one holds a lease or is heard."""
+    """Whether the weights that engines report count, for a mesh without a publisher such as a
+    stand-alone gateway: weights without a version are served, and a paused engine stays paused. The
+    table names a publisher only while one holds a lease or is active."""
     allow_hosts: tuple[str, ...] = ()
-    """Hosts or networks from which engines join by a message; those of the configuration
-    join by an ask without a route, which no peer can send."""
+    """Hosts or networks from which engines may join by a message. Engines of the configuration join
+    by a request without a route, which no peer can send."""
     least_version: int = UNVERSIONED
-    """An engine with older weights waits for the publisher, as it does for what that verified."""
+    """An engine with older weights waits for the publisher."""
 
 
 class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to ProbeEngine or ContinueEngine; each is answered once."""
+    """The answer to a ProbeEngine or ContinueEngine; each is answered once."""
 
     url: str
     serial: int
-    """Of the ask."""
+    """Serial of the request."""
     ok: bool
     incarnation: str = ""
     policy_version: int = UNVERSIONED
@@ -92,33 +113,33 @@ class EngineProbed(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     max_running: int = 0
     adapter: str = ""
-    """Of that version, where the engine has one."""
+    """The engine's adapter of that version, if any."""
     detail: str = ""
-    """Why it is not ok, in one line."""
+    """Why the probe failed, in one line."""
     is_local: bool = False
-    """It is not ok since no connection could be opened here, by no fault of the engine."""
+    """Whether the probe failed because no connection could be opened here."""
 
 
 class ProbeEngine(msgspec.Struct, frozen=True):
-    """Ask `url` who it is and how loaded (never by /health, which generates)."""
+    """Read identity, weights and load of `url` (never by /health, which generates)."""
 
     url: str
     serial: int
 
 
 class ContinueEngine(msgspec.Struct, frozen=True):
-    """Resume generation at `url`, which a vanished holder may have left paused; then probe it."""
+    """Resume generation at `url`, which a lost lease holder may have left paused; then probe it."""
 
     url: str
     serial: int
 
 
 class PublishTable(msgspec.Struct, frozen=True):
-    """Push `fleet.table()` to every worker."""
+    """Send `fleet.table()` to every worker."""
 
 
 CONFIGURATION = b""
-"""The route of an ask by the process itself, for an engine of its configuration."""
+"""Route of a request by the process itself, for an engine of its configuration."""
 _NOT_OURS = "not an engine of this mesh; name it in engine.urls, or its host in engine.allow_hosts"
 _EXPECTED = "it waits for a publisher (`rollmesh router --fixed-weights` expects none)"
 
@@ -127,32 +148,34 @@ Action = Send | ProbeEngine | ContinueEngine | PublishTable
 
 
 class Fleet:
-    """See the module. `table()` is the read-only view of it."""
+    """The state machine of all engines; `table()` is its read-only view."""
 
     def __init__(self, settings: FleetSettings | None = None) -> None:
         self._settings = settings or FleetSettings()
-        self._engines: dict[str, Member] = {}
+        self._engines: dict[str, FleetMember] = {}
         self._configured: set[str] = set()
         grace_s = self._settings.publisher_grace_s
-        self._incumbent = Incumbent(grace_s, self._settings.least_version)
+        self._publisher = ActivePublisher(grace_s, self._settings.least_version)
         self._has_publisher = not self._settings.believes_engines
         self._epoch = 0
         self._serial = 0
         self._pushed_s = float("-inf")
 
     def table(self) -> FleetChanged:
-        """All rows, in the order in which the engines joined, under the current epoch."""
+        """Return all rows under the current epoch, in the order in which the engines joined."""
         rows = tuple(each.row for each in self._engines.values())
-        return FleetChanged(self._epoch, rows, self._incumbent.told, self._has_publisher)
+        return FleetChanged(
+            self._epoch, rows, self._publisher.verified_version, self._has_publisher
+        )
 
     def policy_version(self) -> int:
-        """The newest version that any engine serves, UNVERSIONED if none is known."""
+        """Return the newest version that any engine serves, UNVERSIONED if none is known."""
         live = (e.row.policy_version for e in self._engines.values() if self._is_live(e))
         return max(live, default=UNVERSIONED)
 
     def why_none_serves(self) -> str:
-        """Why no engine serves, in a line; '' where one serves, will after a lease,
-        or none is known."""
+        """Return why no engine serves, in a line; '' if one serves, will after a lease, or none is
+        known."""
         rows = [
             each.row for each in self._engines.values() if each.row.phase is not EnginePhase.GONE
         ]
@@ -163,7 +186,7 @@ class Fleet:
         return f"{rows[0].url} is {rows[0].phase.value}: {rows[0].detail}{more}"
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """Take one event; unknown engines, late probes and foreign messages change nothing."""
+        """Handle one event; unknown engines, late probes and foreign messages change nothing."""
         before = self.table()
         answers: list[Action] = []
         match event:
@@ -172,11 +195,11 @@ class Fleet:
             case Received(message=EngineFaulted() as fault):
                 self._on_faulted(fault, now_s)
             case Received(route=route, message=PublisherLeft()):
-                self._incumbent.leave(route)
+                self._publisher.leave(route)
                 for engine in (e for e in self._engines.values() if e.is_updated_by(route)):
                     self._rejoin(engine, "its publisher left", now_s)
             case Received(route=route, message=message) if isinstance(message, FleetAsk):
-                answers = [Send(route, self._on_asked(route, message, now_s))]
+                answers = [Send(route, self._on_request(route, message, now_s))]
         actions = self._tend(now_s)
         self._has_publisher = self._knows_publisher(now_s)
         return [*self._push(before, now_s), *map(self._complete, answers), *actions]
@@ -191,12 +214,12 @@ class Fleet:
         return action
 
     def _knows_publisher(self, now_s: float) -> bool:
-        """Whether weights are numbered by a publisher: one is expected, has announced a version, is
-        updating an engine, or has finished an update and still runs."""
-        incumbent = self._incumbent
-        if not self._settings.believes_engines or incumbent.is_running(now_s):
+        """Whether a publisher numbers the weights: one is expected, has announced a version, is
+        updating an engine, or has finished an update and is still running."""
+        publisher = self._publisher
+        if not self._settings.believes_engines or publisher.is_running(now_s):
             return True
-        if incumbent.is_announced(now_s):
+        if publisher.is_announced(now_s):
             return True
         return any(e.row.phase is EnginePhase.UPDATING for e in self._engines.values())
 
@@ -204,33 +227,33 @@ class Fleet:
         after = self.table()
         if after != before:
             self._epoch += 1
-        urgent = _news_of(before) != _news_of(after)
+        urgent = _urgent_parts(before) != _urgent_parts(after)
         if not urgent and now_s < self._pushed_s + self._settings.push_s:
             return []
         self._pushed_s = now_s
         return [PublishTable()]
 
-    # what clients of the table ask
+    # requests
 
-    def _on_asked(self, route: bytes, ask: FleetAsk, now_s: float) -> FleetAnswered:
-        """The answer, but for the table: its epoch is known when all of the step is done."""
-        incumbent = self._incumbent
-        incumbent.hear(route, now_s)
-        if isinstance(ask, BeginUpdate) and incumbent.is_ahead_of(route, ask.policy_version, now_s):
-            by = incumbent.published
+    def _on_request(self, route: bytes, ask: FleetAsk, now_s: float) -> FleetAnswered:
+        """Carry out a request; `step` adds the table to the answer when its epoch is known."""
+        publisher = self._publisher
+        publisher.seen(route, now_s)
+        if isinstance(ask, BeginUpdate) and publisher.is_ahead_of(route, ask.policy_version, now_s):
+            by = publisher.published
             error = (
                 f"{ask.url}: a publisher that still runs has published version {by}; "
-                f"version {ask.policy_version} comes too late"
+                f"version {ask.policy_version} is too late"
             )
-            runs = incumbent.keep_out(route, now_s)
+            runs = publisher.refuse(route, now_s)
             return FleetAnswered(ask.ask_id, False, error, 0, (), by if runs else UNVERSIONED)
-        error = self._on_ask(route, ask, now_s)
+        error = self._carry_out(route, ask, now_s)
         return FleetAnswered(ask.ask_id, not error, error, 0, ())
 
-    def _on_ask(self, route: bytes, ask: FleetAsk, now_s: float) -> str:
-        """Carry out `ask`; the reason where it is refused, else ''."""
+    def _carry_out(self, route: bytes, ask: FleetAsk, now_s: float) -> str:
+        """Carry out `ask`; return why it is refused, else ''."""
         if isinstance(ask, ReadFleet):
-            self._incumbent.announce(route, ask.policy_version, now_s)
+            self._publisher.announce(route, ask.policy_version, now_s)
             return ""
         why = self._on_join(route, ask.url) if isinstance(ask, JoinEngine | SleepEngine) else ""
         engine = self._engines.get(ask.url)
@@ -253,7 +276,7 @@ class Fleet:
         return ""
 
     def _on_join(self, route: bytes, url: str) -> str:
-        """Add an engine that is unknown or was removed; the reason where it may not join."""
+        """Add an engine that is unknown or was removed; return why it may not join, else ''."""
         if route == CONFIGURATION:
             self._configured.add(url)
         engine = self._engines.get(url)
@@ -264,13 +287,13 @@ class Fleet:
                 return f"{url[:200]!a}: {why}"
             if not is_allowed_url(url, self._settings.allow_hosts):
                 return f"{url}: {_NOT_OURS}"
-        self._engines[url] = Member(url)
+        self._engines[url] = FleetMember(url)
         return ""
 
-    def _on_begin(self, engine: Member, route: bytes, ask: BeginUpdate, now_s: float) -> str:
+    def _on_begin(self, engine: FleetMember, route: bytes, ask: BeginUpdate, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
             return f"{ask.url} is asleep; wake it first"
-        if engine.is_held_from(route, ask):
+        if engine.is_held_by_other(route, ask):
             return f"{ask.url} is being updated by another publisher"
         engine.set(EnginePhase.UPDATING, f"takes policy version {ask.policy_version}")
         engine.holder, engine.taking = route, ask
@@ -278,7 +301,7 @@ class Fleet:
         engine.probe_serial = None
         return ""
 
-    def _on_finish(self, engine: Member, route: bytes, ask: FinishUpdate, now_s: float) -> str:
+    def _on_finish(self, engine: FleetMember, route: bytes, ask: FinishUpdate, now_s: float) -> str:
         row = engine.row
         if row.phase is not EnginePhase.UPDATING or engine.holder != route:
             repeated = row.phase is EnginePhase.READY and row.policy_version == ask.policy_version
@@ -287,7 +310,7 @@ class Fleet:
         engine.faults_s.clear()
         if ask.ok:
             engine.trusted = ask.policy_version
-            self._incumbent.verified(route, ask.policy_version, now_s)
+            self._publisher.verified(route, ask.policy_version, now_s)
             engine.set(EnginePhase.READY, "", ask.policy_version, ask.adapter)
             engine.next_probe_s = now_s
             return ""
@@ -296,7 +319,7 @@ class Fleet:
         self._fence(engine, f"update failed: {ask.detail}", now_s)
         return ""
 
-    def _on_wake(self, engine: Member, ask: WakeEngine, now_s: float) -> str:
+    def _on_wake(self, engine: FleetMember, ask: WakeEngine, now_s: float) -> str:
         if engine.row.phase is EnginePhase.ASLEEP:
             engine.trusted = ask.policy_version
             self._rejoin(engine, "woken", now_s)
@@ -305,7 +328,7 @@ class Fleet:
             )
         return ""
 
-    def _on_fence(self, engine: Member, ask: FenceEngine, now_s: float) -> str:
+    def _on_fence(self, engine: FleetMember, ask: FenceEngine, now_s: float) -> str:
         row = engine.row
         if row.phase is not EnginePhase.READY or row.policy_version != ask.policy_version:
             is_kept_out = row.phase in (EnginePhase.FENCED, EnginePhase.JOINING)
@@ -319,7 +342,7 @@ class Fleet:
         self._fence(engine, ask.detail, now_s)
         return ""
 
-    # what engines and workers report
+    # reports of engines and workers
 
     def _on_faulted(self, fault: EngineFaulted, now_s: float) -> None:
         engine = self._engines.get(fault.url)
@@ -364,7 +387,7 @@ class Fleet:
             engine.trusted = Trust.BROKEN
         self._judge(engine, probed.policy_version, now_s)
 
-    def _on_incarnation(self, engine: Member) -> None:
+    def _on_incarnation(self, engine: FleetMember) -> None:
         is_restart = engine.row.incarnation != ""
         if is_restart:
             engine.set(EnginePhase.JOINING, "was restarted", adapter="")
@@ -372,9 +395,9 @@ class Fleet:
             engine.trusted = Trust.FRESH
         engine.faults_s.clear()
 
-    def _judge(self, engine: Member, served: int, now_s: float) -> None:
-        """Decide by the weights that an answering engine says it serves."""
-        newest = max(self.policy_version(), self._incumbent.newest(now_s))
+    def _judge(self, engine: FleetMember, served: int, now_s: float) -> None:
+        """Set the phase by the weights that a responding engine reports."""
+        newest = max(self.policy_version(), self._publisher.newest(now_s))
         is_ready = engine.row.phase is EnginePhase.READY
         if served == UNVERSIONED and not self._settings.believes_engines:
             engine.set(EnginePhase.JOINING, f"its weights have no version yet; {_EXPECTED}", served)
@@ -385,13 +408,13 @@ class Fleet:
             detail = f"serves version {served}, the fleet is at {newest}"
             engine.set(EnginePhase.JOINING, detail, served)
         else:
-            # A READY engine that is behind serves on until its own update begins.
+            # A READY engine with older weights keeps serving until its own update begins.
             engine.set(EnginePhase.READY, "", served)
         is_ready = engine.row.phase is EnginePhase.READY
         wait_s = self._settings.probe_s if is_ready else self._settings.join_probe_s
         engine.next_probe_s = now_s + wait_s
 
-    def _on_failed_probe(self, engine: Member, detail: str, now_s: float) -> None:
+    def _on_failed_probe(self, engine: FleetMember, detail: str, now_s: float) -> None:
         engine.num_failed_probes += 1
         engine.next_probe_s = now_s + self._settings.join_probe_s
         phase = engine.row.phase
@@ -401,7 +424,7 @@ class Fleet:
         if phase is EnginePhase.READY and too_many:
             self._fence(engine, f"does not answer: {detail}", now_s)
 
-    # what time brings
+    # time
 
     def _tend(self, now_s: float) -> list[Action]:
         actions: list[Action] = []
@@ -412,7 +435,7 @@ class Fleet:
                     del self._engines[url]
                 continue
             if phase is EnginePhase.ASLEEP:
-                sleep_on(engine, now_s)
+                expire_sleep(engine, now_s)
                 continue
             if phase is EnginePhase.UPDATING:
                 if now_s < engine.until_s:
@@ -423,7 +446,7 @@ class Fleet:
             actions += self._probe(engine, now_s)
         return actions
 
-    def _probe(self, engine: Member, now_s: float) -> list[Action]:
+    def _probe(self, engine: FleetMember, now_s: float) -> list[Action]:
         if engine.probe_serial is not None:
             if now_s < engine.probe_sent_s + self._settings.answer_s:
                 return []
@@ -437,25 +460,25 @@ class Fleet:
         ask = ContinueEngine if engine.is_suspect else ProbeEngine
         return [ask(engine.row.url, self._serial)]
 
-    def _rejoin(self, engine: Member, detail: str, now_s: float) -> None:
+    def _rejoin(self, engine: FleetMember, detail: str, now_s: float) -> None:
         engine.is_suspect = not self._settings.believes_engines
         engine.holder = b""
         engine.next_probe_s = now_s
         engine.probe_serial = None
         engine.set(EnginePhase.JOINING, detail)
 
-    def _fence(self, engine: Member, detail: str, now_s: float) -> None:
+    def _fence(self, engine: FleetMember, detail: str, now_s: float) -> None:
         engine.faults_s.clear()
         engine.num_failed_probes = 0
         engine.probe_serial = None
         engine.next_probe_s = now_s + self._settings.fence_s
         engine.set(EnginePhase.FENCED, detail)
 
-    def _is_live(self, engine: Member) -> bool:
+    def _is_live(self, engine: FleetMember) -> bool:
         return engine.row.phase in (EnginePhase.READY, EnginePhase.UPDATING)
 
 
-def _news_of(table: FleetChanged) -> tuple[object, ...]:
-    """The parts of a table whose changes workers get at once."""
+def _urgent_parts(table: FleetChanged) -> tuple[object, ...]:
+    """Return the parts of a table whose changes workers get at once."""
     rows = [(row.url, row.phase, row.policy_version) for row in table.engines]
     return (table.has_publisher, rows)

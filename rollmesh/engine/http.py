@@ -1,15 +1,15 @@
-"""HTTP/1.1 to engines and providers: pooled connections, answers by callbacks, no task per call.
+"""HTTP/1.1 client for engines and providers: pooled connections, callbacks, no task per call.
 
     call:  CONNECTING --connected--> SENT --head, data...--> ended | failed | closed by its caller
            CONNECTING --no descriptor, port or memory left here--> CONNECTING, after a while
 
-- `send` never calls the receiver at once.
-- A request on a connection that the server has just closed is sent once more, if no byte of an
+- `send` never calls the receiver synchronously.
+- A request on a connection that the server has just closed is sent once more if no byte of an
   answer has come.
 - Idle connections are closed before the server closes them.
 - A dial that fails for a shortage of this process or machine is repeated for `shortage_wait_s`,
-  then ends in LocalShortage, so that no caller takes it for a failure of the engine. A connection
-  of the same origin that becomes idle meanwhile carries the call.
+  then ends in LocalShortage, so that callers do not blame the engine. A connection of the same
+  origin that becomes idle meanwhile carries the call.
 - There is no time limit on an answer: the caller closes the call.
 """
 
@@ -29,22 +29,28 @@ import msgspec
 from rollmesh.core.descriptors import require_one, shortage_of
 from rollmesh.core.errors import AddressError, EngineUnavailable, LocalShortage
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.connection import Call, Connection, Receiver, Target, one_line
-from rollmesh.engine.parser import Headers
-from rollmesh.engine.pieces import Piece
+from rollmesh.engine.connection import (
+    Headers,
+    HttpCall,
+    HttpConnection,
+    Piece,
+    ResponseReceiver,
+    Target,
+    one_line,
+)
 
 IDLE_S = 4.0
 """Idle connections are closed after this; SGLang's server closes its own after 5 s."""
 CONNECT_TIMEOUT_S = 5.0
 SHORTAGE_WAIT_S = 30.0
-"""Dials that fail for a shortage of this process or machine are repeated for this long."""
+"""Time for which dials that fail for a local shortage are repeated."""
 FIRST_PAUSE_S = 0.05
 LAST_PAUSE_S = 1.0
-"""Pauses between such dials; each is twice as long as the one before, up to the last."""
+"""Pauses between these dials; each is twice the one before, up to the last."""
 SHORTAGE_LOG_S = 30.0
-"""A shortage that lasts is logged this often."""
+"""Interval at which a lasting shortage is logged."""
 KEEPALIVE_S = 15
-"""A peer that is silent for so long is asked whether it is there, where silence is minded."""
+"""Idle time before TCP keepalive probes, where `keepalive` is set."""
 _CLOSED = "this process hung up"
 _TARGET = re.compile(r"[\x21-\x7e]+")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -54,7 +60,7 @@ log = get_logger()
 
 
 class Response(msgspec.Struct, frozen=True):
-    """A whole answer."""
+    """A whole response."""
 
     status: int
     headers: Headers
@@ -62,9 +68,9 @@ class Response(msgspec.Struct, frozen=True):
 
 
 def target(method: str, url: str, headers: Iterable[tuple[str, str]] = ()) -> Target:
-    """The target of `method` requests to `url`, sent with these headers beside Host and length.
+    """Return the target of `method` requests to `url`, with these headers besides Host and length.
 
-    AddressError if `url` is no http(s) URL; ValueError if a header could break out of its line.
+    AddressError if `url` is not an http(s) URL; ValueError if a header could break out of its line.
     """
     try:
         parts = urlsplit(url)
@@ -80,7 +86,7 @@ def target(method: str, url: str, headers: Iterable[tuple[str, str]] = ()) -> Ta
     lines = [f"{method} {path} HTTP/1.1", f"Host: {parts.netloc}"]
     for name, value in headers:
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
-            raise ValueError(f"header {name!r} holds what no header may")
+            raise ValueError(f"header {name!r} holds characters that no header may")
         lines.append(f"{name}: {value}")
     return Target(
         origin=f"{parts.scheme}://{parts.hostname}:{port}",
@@ -99,27 +105,27 @@ class HttpClient:
         self,
         tls: ssl.SSLContext | None = None,
         *,
-        minds_silence: bool = False,
+        keepalive: bool = False,
         shortage_wait_s: float = SHORTAGE_WAIT_S,
     ) -> None:
-        """`tls` is for https; by default the system's authorities are trusted. With
-        `minds_silence` a peer that vanishes without closing its connection is an error within a
-        minute or so; callers need it that wait for an answer without a limit."""
+        """`tls` is for https; by default the system's authorities are trusted. With `keepalive`, a
+        peer that vanishes without closing its connection is an error within about a minute; callers
+        that wait for an answer without a limit need it."""
         self._tls = tls
-        self._minds_silence = minds_silence
+        self._keepalive = keepalive
         self._shortage_wait_s = shortage_wait_s
         self._shortage_logged_s = float("-inf")
-        self.held: dict[Call, str] = {}
-        """Calls that wait until a connection can be opened here, and why it cannot."""
-        self._idle: dict[str, list[Connection]] = {}
-        self._connections: set[Connection] = set()
-        self._opening: dict[asyncio.Task[None], Call] = {}
+        self.held: dict[HttpCall, str] = {}
+        """Calls waiting until a connection can be opened here, with the reason."""
+        self._idle: dict[str, list[HttpConnection]] = {}
+        self._connections: set[HttpConnection] = set()
+        self._opening: dict[asyncio.Task[None], HttpCall] = {}
         self._sweeper: asyncio.TimerHandle | None = None
         self._emptied: asyncio.Future[None] | None = None
 
     @functools.cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that this is used from; on CPython 3.11 each asking costs a system call."""
+        """The event loop; each lookup costs a system call on CPython 3.11."""
         return asyncio.get_running_loop()
 
     async def __aenter__(self) -> Self:
@@ -133,15 +139,16 @@ class HttpClient:
     ) -> None:
         await self.close()
 
-    def send(self, target: Target, body: Sequence[Piece], receiver: Receiver) -> Call:
-        """Begin a call; no body means a request without one. Never tells anything at once."""
-        call = Call(target, body, receiver)
+    def send(self, target: Target, body: Sequence[Piece], receiver: ResponseReceiver) -> HttpCall:
+        """Start a call; an empty body means a request without one. Never calls the receiver
+        synchronously."""
+        call = HttpCall(target, body, receiver)
         if not self._begin_on_idle(call):
             self.connect(call)
         return call
 
-    def _begin_on_idle(self, call: Call) -> bool:
-        """Carry `call` by an idle connection, if there is one."""
+    def _begin_on_idle(self, call: HttpCall) -> bool:
+        """Carry `call` on an idle connection, if there is one."""
         idle = self._idle.get(call.target.origin)
         oldest_s = self._loop.time() - IDLE_S
         while idle:
@@ -155,9 +162,9 @@ class HttpClient:
     async def fetch(
         self, target: Target, body: Sequence[Piece] = (), *, timeout_s: float
     ) -> Response:
-        """A whole answer, whatever its status; EngineUnavailable also when time is over, and
-        LocalShortage if it is over before a connection could be opened here."""
-        whole = _Whole()
+        """Return a whole response of any status. EngineUnavailable after `timeout_s`; LocalShortage
+        if no connection could be opened here by then."""
+        whole = _Collector()
         call = self.send(target, body, whole)
         try:
             async with asyncio.timeout(timeout_s):
@@ -165,13 +172,13 @@ class HttpClient:
         except TimeoutError:
             if call in self.held:
                 raise LocalShortage(self.held[call]) from None
-            told = f"{target.origin}: no answer within {timeout_s:g} s"
-            raise EngineUnavailable(told) from None
+            why = f"{target.origin}: no answer within {timeout_s:g} s"
+            raise EngineUnavailable(why) from None
         finally:
             call.close()
 
     async def close(self) -> None:
-        """End every call with an error and every connection."""
+        """End all calls with an error and close all connections."""
         if self._sweeper:
             self._sweeper.cancel()
         self._emptied = asyncio.get_running_loop().create_future()
@@ -187,13 +194,13 @@ class HttpClient:
 
     @property
     def num_connections(self) -> int:
-        """Open ones, idle or busy."""
+        """Open connections, idle or busy."""
         return len(self._connections)
 
-    # what connections say
+    # callbacks of connections
 
-    def connect(self, call: Call) -> None:
-        """Carry `call` by a new connection."""
+    def connect(self, call: HttpCall) -> None:
+        """Carry `call` on a new connection."""
         loop = asyncio.get_running_loop()
         if self._emptied:
             gone = EngineUnavailable(f"{call.target.origin}: {_CLOSED}")
@@ -204,19 +211,18 @@ class HttpClient:
         opening.add_done_callback(lambda done: self._opening.pop(done))
         call.attach(opening=opening)
 
-    def opened(self, connection: Connection) -> None:
-        """It is there."""
+    def opened(self, connection: HttpConnection) -> None:
         self._connections.add(connection)
 
-    def rest(self, connection: Connection) -> None:
-        """It is free for another call."""
+    def rest(self, connection: HttpConnection) -> None:
+        """Keep the connection for another call."""
         connection.idle_since_s = self._loop.time()
         self._idle.setdefault(connection.origin, []).append(connection)
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
 
-    def lost(self, connection: Connection) -> None:
-        """It is gone; the sweep takes it out of the idle ones."""
+    def lost(self, connection: HttpConnection) -> None:
+        """Forget the connection; the sweep removes it from the idle ones."""
         self._connections.discard(connection)
         if self._emptied and not self._connections and not self._emptied.done():
             self._emptied.set_result(None)
@@ -234,8 +240,9 @@ class HttpClient:
         if self._idle:
             self._sweeper = self._loop.call_later(IDLE_S, self._sweep)
 
-    async def _open(self, call: Call) -> None:
-        """Begin `call` on a new connection; while none can be opened here, on an idle one."""
+    async def _open(self, call: HttpCall) -> None:
+        """Start `call` on a new connection, or on one that becomes idle while none can be
+        opened."""
         until_s = self._loop.time() + self._shortage_wait_s
         pause_s = FIRST_PAUSE_S
         try:
@@ -254,8 +261,10 @@ class HttpClient:
         finally:
             self.held.pop(call, None)
 
-    def _failure_of(self, call: Call, error: OSError, until_s: float) -> EngineUnavailable | None:
-        """The error that ends a call that was not dialed; None if it is held to be dialed again."""
+    def _failure_of(
+        self, call: HttpCall, error: OSError, until_s: float
+    ) -> EngineUnavailable | None:
+        """Return the error of a failed dial; None if the call is held to dial again."""
         shortage = shortage_of(error)
         if not shortage:
             return EngineUnavailable(f"{call.target.origin}: cannot connect: {one_line(error)}")
@@ -264,19 +273,19 @@ class HttpClient:
             self._shortage_logged_s = now_s
             log.error("connections.short", why=shortage, num_connections=self.num_connections)
         for idle in self._idle.values():
-            while idle:  # another origin's may be all that there is
+            while idle:  # another origin's may be the only ones
                 idle.pop().hang_up()
         if now_s >= until_s:
             return LocalShortage(shortage)
         self.held[call] = shortage
         return None
 
-    async def _dial(self, target: Target) -> Connection:
-        """A new connection; OSError or TimeoutError."""
+    async def _dial(self, target: Target) -> HttpConnection:
+        """Open a connection; OSError or TimeoutError if that fails."""
         if target.is_tls and self._tls is None:
-            require_one()  # without a descriptor the context would come without authorities
+            require_one()  # without a descriptor the context would lack its authorities
             self._tls = ssl.create_default_context()
-        connection = Connection(self, target.origin)
+        connection = HttpConnection(self, target.origin)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await asyncio.get_running_loop().create_connection(
@@ -286,16 +295,16 @@ class HttpClient:
                     ssl=self._tls if target.is_tls else None,
                 )
         except BaseException:
-            # If cancelled, it may have been made just now, and uvloop closes it without a callback.
+            # The connection may have just been made, and uvloop closes it without a callback.
             self.lost(connection)
             raise
-        if self._minds_silence and connection.transport:
-            _mind_silence(connection.transport.get_extra_info("socket"))
+        if self._keepalive and connection.transport:
+            _set_keepalive(connection.transport.get_extra_info("socket"))
         return connection
 
 
-class _Whole:
-    """Gathers an answer for `fetch`."""
+class _Collector:
+    """Collects a response for `fetch`."""
 
     def __init__(self) -> None:
         self.response: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
@@ -319,7 +328,7 @@ class _Whole:
             self.response.set_exception(error)
 
 
-def _mind_silence(carrier: socket.socket) -> None:
+def _set_keepalive(carrier: socket.socket) -> None:
     carrier.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
@@ -327,5 +336,5 @@ def _mind_silence(carrier: socket.socket) -> None:
         carrier.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
-def _is_open(connection: Connection) -> bool:
+def _is_open(connection: HttpConnection) -> bool:
     return connection.transport is not None and not connection.transport.is_closing()

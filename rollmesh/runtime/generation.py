@@ -27,7 +27,7 @@ from rollmesh.core.errors import (
     RequestLost,
 )
 from rollmesh.core.types import VersionRun
-from rollmesh.engine.answers import UNVERSIONED, TopLogprobs
+from rollmesh.engine.backend import UNVERSIONED, TopLogprobs
 from rollmesh.runtime.generation_events import (
     AbortAttempt,
     AttemptFailed,

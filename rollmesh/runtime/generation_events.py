@@ -24,8 +24,7 @@ from rollmesh.core.errors import (
     RequestLost,
 )
 from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.engine.answers import UNVERSIONED, Finish, TopLogprobs
-from rollmesh.engine.leg import Image
+from rollmesh.engine.backend import UNVERSIONED, Finish, Image, TopLogprobs
 
 
 class SampledTokens:

@@ -14,6 +14,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import TrajectoryEnded
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
+from rollmesh.engine.backend import backend_factory
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.chat import compile_rotating
 from rollmesh.runtime.families import choose_family
@@ -207,6 +208,7 @@ def new_runtime(
         vocab_size=tokenizer.vocab_size,
         report=report,
         new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
+        connect=backend_factory(config.engine.backend),
         max_inflight=config.engine.max_inflight,
     )
     generation = GenerationSettings(

@@ -27,7 +27,7 @@ from rollmesh.core.errors import (
     SessionError,
 )
 from rollmesh.core.types import DialectName, SamplingParams, VersionRun
-from rollmesh.engine.answers import TopLogprobs
+from rollmesh.engine.backend import TopLogprobs
 from rollmesh.runtime.chat import DeltaReader, ParsedReply, ParseOptions, RequestedSampling, Turn
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.message_trie import NO_NODE, MessageNode

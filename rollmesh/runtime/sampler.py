@@ -21,11 +21,15 @@ from rollmesh.core.errors import EngineError
 from rollmesh.core.fair_queue import FairQueue
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.answers import LegChunk
-from rollmesh.engine.client import EngineClient
-from rollmesh.engine.connection import Call
+from rollmesh.engine.backend import (
+    BackendFactory,
+    EngineBackend,
+    EngineRequest,
+    RunningRequest,
+    TokenChunk,
+    backend_factory,
+)
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.leg import LegRequest
 from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation import Action, Event, Generation, GenerationMachine
 from rollmesh.runtime.generation_events import (
@@ -120,7 +124,7 @@ class EngineQueues:
         limit = self._max_inflight
         if not limit and row.max_running:
             limit = row.max_running + max(1, row.max_running // MARGIN_DIVISOR)
-        return bool(limit) and self._view.num_legs(row.url) >= limit
+        return bool(limit) and self._view.num_requests(row.url) >= limit
 
 
 TICK_S = 0.1
@@ -144,10 +148,10 @@ class _AttemptReceiver:
         self.generation = generation
         self.number = start.attempt
         self.url = start.url
-        self.call: Call | None = None
+        self.call: RunningRequest | None = None
         self._sampler = sampler
 
-    def on_chunk(self, chunk: LegChunk) -> None:
+    def on_chunk(self, chunk: TokenChunk) -> None:
         sampled = AttemptSampled(
             self.number,
             chunk.token_ids,
@@ -187,6 +191,8 @@ class SamplerDeps(msgspec.Struct, frozen=True, kw_only=True):
     """Reports an engine fault to the router."""
     new_matcher: Callable[[tuple[str, ...]], StopMatcher] | None = None
     """Creates a StopStrings with a new detokenizer; required for stop strings."""
+    connect: BackendFactory = msgspec.field(default_factory=backend_factory)
+    """Creates the client of an engine."""
     max_inflight: int = 0
     """Attempts that one engine gets at a time; 0: an eighth more than it runs at a time."""
 
@@ -208,7 +214,7 @@ class Sampler:
         """Attempts with an open connection, by their number within the generation."""
         self._queues = EngineQueues(parts.view, parts.max_inflight)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.clients: dict[str, EngineClient] = {}
+        self.clients: dict[str, EngineBackend] = {}
         """Clients of engines that are in the table, or still run attempts."""
         self._http = HttpClient(shortage_wait_s=self._settings.engine_wait_s)
         self._timer: asyncio.TimerHandle | None = None
@@ -307,7 +313,7 @@ class Sampler:
         generation."""
         if self._attempts.pop((attempt.generation, attempt.number), None) is None:
             return
-        self._parts.view.count(attempt.url, legs=-1)
+        self._parts.view.count(attempt.url, requests=-1)
         if attempt.call:
             attempt.call.close()
             attempt.call = None
@@ -374,7 +380,7 @@ class Sampler:
     def _on_table(self) -> None:
         view = self._parts.view
         for url in list(self.clients):
-            if view.find(url) is None and not view.num_legs(url):
+            if view.find(url) is None and not view.num_requests(url):
                 del self.clients[url]
         for generation in list(self._live):
             machine = generation.machine
@@ -481,7 +487,7 @@ class Sampler:
     def _start_attempt(self, generation: Generation, start: StartAttempt) -> None:
         request = generation.machine.request
         attempt = _AttemptReceiver(self, generation, start)
-        asked = LegRequest(
+        asked = EngineRequest(
             rid=start.rid,
             prompt_ids=request.prompt_ids,
             prompt_json=request.prompt_json,
@@ -500,7 +506,7 @@ class Sampler:
             self._drive(generation, _failed(start.attempt, error))
             return
         self._attempts[generation, start.attempt] = attempt
-        self._parts.view.count(start.url, legs=1)
+        self._parts.view.count(start.url, requests=1)
 
     async def _abort_attempt(self, action: AbortAttempt) -> None:
         try:
@@ -509,10 +515,10 @@ class Sampler:
             # The machine repeats the abort until the attempt's stream has ended.
             log.debug("abort.failed", rid=action.rid, error=str(error))
 
-    def _client(self, url: str) -> EngineClient:
+    def _client(self, url: str) -> EngineBackend:
         client = self.clients.get(url)
         if client is None:
-            client = EngineClient(url, self._http, self._parts.vocab_size)
+            client = self._parts.connect(url, self._http, vocab_size=self._parts.vocab_size)
             self.clients[url] = client
         return client
 

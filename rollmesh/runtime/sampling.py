@@ -16,7 +16,7 @@ import msgspec
 
 from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineUnavailable
 from rollmesh.core.types import FieldPolicy, SamplingParams, SamplingPolicy, SamplingRule
-from rollmesh.engine.answers import UNVERSIONED
+from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.runtime.chat import RequestedSampling
 
 Number = float | int

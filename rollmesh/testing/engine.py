@@ -21,7 +21,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from rollmesh.engine.answers import policy_version_of
+from rollmesh.engine.backend import policy_version_of
 from rollmesh.testing.faults import Fault, refusal
 
 VOCAB_SIZE = 500

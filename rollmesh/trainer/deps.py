@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.step_report import StepReport
@@ -42,7 +42,7 @@ class TrainablePolicy(Checkpointable, Offloadable, Protocol):
     def save(self, folder: Path) -> None:
         """Write the weights."""
 
-    def export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+    def export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...]:
         """Copy the weights, `policy_version` from now on, to memory that transports can read until
         the next call; return nothing if they are in `folder` already. Raises NoRoom if the disk is
         full; the call may be repeated."""

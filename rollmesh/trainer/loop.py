@@ -24,7 +24,7 @@ from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, NoRoom, RankGone, UserError, kind_and_place
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.journal_entries import NOT_COUNTED, StepTaken
 from rollmesh.serve.client.samples import sibling_rewards
 from rollmesh.trainer.algorithms.advantages import rewards_equal
@@ -269,7 +269,7 @@ class TrainLoop:
         if parts is not None:
             weights.publish(num_steps, folder, parts, self._parts.bring, policy.probe())
 
-    def _export(self, folder: Path, policy_version: int) -> tuple[Part, ...] | None:
+    def _export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...] | None:
         """As the policy does; a full disk is waited for. None where the run is to end meanwhile."""
         is_told = False
         while True:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmesh.core.config import TrainerConfig
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.advantages import sample_advantages
 from rollmesh.trainer.algorithms.attention import PROBE_STRIDE, enable_packing, packed_logits
@@ -139,7 +139,7 @@ class Policy:
         if policy_version is not None:
             self._policy_version = policy_version
 
-    def export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+    def export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...]:
         """Copy this rank's part of the weights to memory that transports can read, and begin
         `folder`; return the part, which stays unchanged until the next call, or nothing if the
         folder is already complete.
@@ -152,7 +152,7 @@ class Policy:
         with disk_errors(folder):
             return self._export(folder, policy_version)
 
-    def _export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+    def _export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...]:
         if self._adapters:
             self._adapters.save(folder, self._ranks)
             self._policy_version = policy_version

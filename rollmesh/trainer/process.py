@@ -92,7 +92,8 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.allocator)
     pacer.resume(recovery)
     background = BackgroundLoop("publisher")
-    shell = PublishShell(router, config.publish, read_keys(role=Role.PUBLISHER), client.client_id)
+    keys = read_keys(role=Role.PUBLISHER)
+    shell = PublishShell(router, config.publish, keys, client.client_id, config.engine.backend)
     weights = WeightVersions(folder / "weights", background, shell.is_loading, shell.fleet)
     weights.policy_version = recovery.policy_version - 1
 

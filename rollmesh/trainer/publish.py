@@ -16,10 +16,9 @@ from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable, L
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.published import WeightsProbe, leave_probe
-from rollmesh.engine.answers import UNVERSIONED
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import DEFAULT_BACKEND, UNVERSIONED, EngineBackend, backend_factory
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
 from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.publisher import (
@@ -61,10 +60,16 @@ class PublishShell:
     """Used from one event loop."""
 
     def __init__(
-        self, router: str, settings: PublishConfig, keys: Keys | None = None, name: str = ""
+        self,
+        router: str,
+        settings: PublishConfig,
+        keys: Keys | None = None,
+        name: str = "",
+        backend: str = DEFAULT_BACKEND,
     ) -> None:
         """`name` is that of the run, of which at most one life publishes at a time."""
         self._router = router
+        self._connect = backend_factory(backend)
         self._keys = keys
         self._tolerance = settings.probe_tolerance
         self._publisher = Publisher(
@@ -89,7 +94,7 @@ class PublishShell:
         policy_version: int,
         folder: Path,
         probe: Probe | None = None,
-        parts: tuple[Part, ...] = (),
+        parts: tuple[SharedSegment, ...] = (),
     ) -> PublishReport:
         """Bring the weights in `folder` to all engines as `policy_version`, newer than any before;
         where they lie in `parts`, the folder is made whole of them on the way.
@@ -122,9 +127,9 @@ class PublishShell:
             with contextlib.suppress(OSError):  # without it they are tried by their name alone
                 await asyncio.to_thread(leave_probe, folder, left)
 
-    def _serving(self) -> list[EngineClient]:
+    def _serving(self) -> list[EngineBackend]:
         assert self._http
-        return [EngineClient(url, self._http) for url in self._publisher.serving()]
+        return [self._connect(url, self._http) for url in self._publisher.serving()]
 
     def is_loading(self, folder: Path) -> bool:
         """Whether an engine may be reading this version's folder; from any thread."""
@@ -242,7 +247,7 @@ class PublishShell:
             await asyncio.wait([before])  # it puts the engine in order first
         await asyncio.sleep(call.after_s)
         try:
-            client = EngineClient(call.url, self._http)
+            client = self._connect(call.url, self._http)
             called = await carry_out(client, call, self._transfer)
         except (AddressError, EngineError) as error:
             is_local = isinstance(error, LocalShortage)
@@ -257,7 +262,7 @@ def absolute(folder: Path) -> str:
     return str(folder.absolute())
 
 
-async def carry_out(client: EngineClient, call: RunPhase, transfer: Transfer) -> PhaseResult:
+async def carry_out(client: EngineBackend, call: RunPhase, transfer: Transfer) -> PhaseResult:
     """Do to the engine what the machine asks for; EngineError if it does not."""
     target = call.target
     logprobs: tuple[float, ...] = ()

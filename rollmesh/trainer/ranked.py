@@ -22,7 +22,7 @@ from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import CallFailed, CheckpointError, NoRoom
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.types import Branch, Json
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.samples import Sample, SampledRun, arrays_in
 from rollmesh.tensors.handles import RTensor
 from rollmesh.tensors.plane import use
@@ -65,7 +65,7 @@ class _SampleFields(msgspec.Struct, frozen=True):
 class _Laid(msgspec.Struct, frozen=True):
     """What ranks handed over."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SharedSegment, ...] = ()
     refused: str = ""
     """By a disk that is full, and in what words; then another try may do."""
 
@@ -147,7 +147,7 @@ class RankedPolicy:
         self._check_finite(folder)
         self._controller.call(f"{ROLE}.save", str(folder.absolute()), policy_version)
 
-    def export(self, folder: Path, policy_version: int) -> tuple[Part, ...]:
+    def export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...]:
         """As Policy has it: the parts of all ranks, about as large as each other."""
         self._check_finite(folder)
         told = self._controller.call(f"{ROLE}.export", str(folder.absolute()), policy_version)

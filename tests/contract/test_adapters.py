@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from rollmesh.core.config import PublishConfig
-from rollmesh.engine.answers import policy_version_of
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import policy_version_of
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.member import adapter_name
+from rollmesh.engine.members import adapter_name
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.transports.sglang import swap_adapter
 from tests.contract.engines import WAIT_S, EngineUnderContract
@@ -129,7 +129,7 @@ async def test_an_sglang_with_room_for_one_adapter_takes_the_next(
     flags = (*LORA, "--lora-backend", "torch_native", *few)
     with sglang_engine(wide_folder, *flags) as process:
         async with HttpClient() as http:
-            client = EngineClient(process.address, http)
+            client = SglangBackend(process.address, http)
             told = []
             for at, folder in enumerate([*folders, folders[0]], start=1):
                 await client.pause()
@@ -162,7 +162,7 @@ async def test_adapters_are_published_in_mid_generation(
         newest = adapter_name(first + 2)
         await worker.watch.row(adapting, lambda row: row.adapter == newest)
         async with HttpClient() as http:
-            client = EngineClient(adapting, http)
+            client = SglangBackend(adapting, http)
             assert await client.adapters() == [newest]
             for turn in turns:
                 await turn.wait(TO_THE_END)

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.in_memory import LOAD_FORMAT, Part, Piece, told
+from rollmesh.engine.sglang import SglangBackend
+from rollmesh.engine.shared_memory import LOAD_FORMAT, SharedSegment, TensorPiece, encode_parts
 from rollmesh.trainer.weights.payload import Payload, WeightBuffer
 from rollmesh.trainer.weights.transports.sglang import update_session
 from rollmesh.trainer.weights.transports.tensor import TensorTransport
@@ -140,7 +140,7 @@ def test_a_bracket_that_was_left_with_a_part_of_the_model_is_closed(
     assert update_from(client, part).status_code == 200
 
     async def update() -> None:
-        async with HttpClient() as http, update_session(EngineClient(str(client.base_url), http)):
+        async with HttpClient() as http, update_session(SglangBackend(str(client.base_url), http)):
             pass
 
     asyncio.run(update())
@@ -150,7 +150,7 @@ def test_a_bracket_that_was_left_with_a_part_of_the_model_is_closed(
 
 
 @pytest.fixture
-def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[Part]:
+def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[SharedSegment]:
     """All of the model, in memory that a test may take away."""
     weights = load_file(model_folder / "model.safetensors")
     buffer = WeightBuffer()
@@ -163,7 +163,7 @@ def laid(client: httpx.Client, model_folder: Path, tmp_path: Path) -> Iterator[P
 
 
 def test_what_is_staged_is_used_once_by_the_update_that_says_the_same(
-    client: httpx.Client, laid: Part
+    client: httpx.Client, laid: SharedSegment
 ) -> None:
     assert update_from(client, laid, path="/stage_weights").status_code == 200
     assert client.get("/model_info").json()["weight_version"] == "0", "it serves as before"
@@ -175,7 +175,9 @@ def test_what_is_staged_is_used_once_by_the_update_that_says_the_same(
     assert client.get("/model_info").json()["weight_version"] == "9"
 
 
-def test_what_is_staged_of_one_version_is_not_another(client: httpx.Client, laid: Part) -> None:
+def test_what_is_staged_of_one_version_is_not_another(
+    client: httpx.Client, laid: SharedSegment
+) -> None:
     assert update_from(client, laid, path="/stage_weights").status_code == 200
     Path(laid.path).unlink()
     assert client.post("/begin_weight_update").status_code == 200
@@ -184,7 +186,7 @@ def test_what_is_staged_of_one_version_is_not_another(client: httpx.Client, laid
 
 
 def test_staging_that_cannot_be_read_is_a_400_and_stages_nothing(
-    client: httpx.Client, laid: Part
+    client: httpx.Client, laid: SharedSegment
 ) -> None:
     gone = msgspec.structs.replace(laid, path=f"/dev/shm/rollmesh-{os.getuid()}-none")
     assert update_from(client, laid, path="/stage_weights").status_code == 200
@@ -195,11 +197,11 @@ def test_staging_that_cannot_be_read_is_a_400_and_stages_nothing(
 
 
 async def test_in_its_pause_an_engine_copies_nothing_that_it_could_copy_before(
-    client: httpx.Client, laid: Part
+    client: httpx.Client, laid: SharedSegment
 ) -> None:
     carrier, payload = TensorTransport(), Payload(9, "/none", (laid,))
     async with HttpClient() as http:
-        engine = EngineClient(str(client.base_url), http)
+        engine = SglangBackend(str(client.base_url), http)
         await carrier.begin(payload, [engine], 10.0)
         await asyncio.to_thread(Path(laid.path).unlink)
         await engine.pause()
@@ -215,8 +217,8 @@ def test_memory_that_is_not_there_is_a_400_and_the_engine_lives(
 ) -> None:
     """SGLang ends."""
     assert client.post("/begin_weight_update").status_code == 200
-    piece = Piece("model.norm.weight", "float32", (32,), 0, 128)
-    refused = update_from(client, Part(path, (piece,)))
+    piece = TensorPiece("model.norm.weight", "float32", (32,), 0, 128)
+    refused = update_from(client, SharedSegment(path, (piece,)))
     assert refused.status_code == 400
     assert path in refused.json()["message"]
     assert client.post("/end_weight_update").status_code == 200
@@ -225,13 +227,13 @@ def test_memory_that_is_not_there_is_a_400_and_the_engine_lives(
 
 def update_from(
     client: httpx.Client,
-    part: Part,
+    part: SharedSegment,
     *,
     policy_version: str = "9",
     path: str = "/update_weights_from_tensor",
 ) -> httpx.Response:
     """Tell the engine of weights in memory."""
-    body = {"serialized_named_tensors": told([part]), "load_format": LOAD_FORMAT}
+    body = {"serialized_named_tensors": encode_parts([part]), "load_format": LOAD_FORMAT}
     return client.post(path, json=body | {"weight_version": policy_version})
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.types import Grammar, SamplingParams
-from rollmesh.engine.answers import policy_version_of
+from rollmesh.engine.backend import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import Generation, GenerationState
 from rollmesh.runtime.generation_events import GenerationRequest
@@ -120,7 +120,7 @@ async def test_parked_turn_is_over_at_the_engine_and_goes_on_as_if_uncut(
     else:
         await engine.until_running(1)
     generation.leave()
-    await until(lambda: caller.view.num_legs(caller.url) == 0)
+    await until(lambda: caller.view.num_requests(caller.url) == 0)
     await engine.until_idle()
     num_parked = len(generation.token_ids)
     assert generation.state is GenerationState.PARKED

@@ -12,9 +12,9 @@ import pytest
 
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.types import SamplingParams
-from rollmesh.engine.answers import policy_version_of
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineBackend, policy_version_of
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.trainer.publish import PublishShell
@@ -85,7 +85,7 @@ async def shell(router: str) -> AsyncIterator[PublishShell]:
 
 
 async def check_scores(
-    client: EngineClient, turn: Generation, policy_version: int, label: int
+    client: EngineBackend, turn: Generation, policy_version: int, label: int
 ) -> None:
     """The engine, with the weights of that version under the name `label`, finds its tokens as
     likely as they were recorded."""
@@ -129,7 +129,7 @@ async def test_update_in_mid_generation_is_seen_by_nobody_and_told_by_every_toke
     assert worker.faults == []
     resumed = [turn for at, turn in enumerate(turns) if at % 3]
     async with HttpClient() as http:
-        client = EngineClient(address, http)
+        client = SglangBackend(address, http)
         for turn in resumed:
             await check_scores(client, turn, first + 1, first + 1)
         # The first weights again, under a name of their own: they still say what they said.

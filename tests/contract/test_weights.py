@@ -12,8 +12,9 @@ import msgspec
 import pytest
 from safetensors.torch import load_file
 
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.trainer.weights.payload import Payload, WeightBuffer
 from rollmesh.trainer.weights.transports.distributed import GATHER_S, DistributedTransport
 from rollmesh.trainer.weights.transports.sglang import update_session
@@ -42,11 +43,11 @@ def payload(newer_folder: Path) -> Iterator[Payload]:
 
 
 @pytest.fixture
-async def client(engine: EngineUnderContract, address: str) -> AsyncIterator[EngineClient]:
+async def client(engine: EngineUnderContract, address: str) -> AsyncIterator[SglangBackend]:
     """The publisher's; afterwards the engine has its own weights again."""
     before = (await engine.get("/model_info"))["weight_version"]
     async with HttpClient() as http:
-        client = EngineClient(address, http)
+        client = SglangBackend(address, http)
         yield client
     restored = await engine.post(
         "/update_weights_from_disk", model_path=engine.model_path, weight_version=before
@@ -55,7 +56,7 @@ async def client(engine: EngineUnderContract, address: str) -> AsyncIterator[Eng
 
 
 async def scores_of_folder(
-    engine: EngineUnderContract, client: EngineClient, folder: Path
+    engine: EngineUnderContract, client: EngineBackend, folder: Path
 ) -> list[float]:
     await client.update_from_disk(folder, 70)
     scores = await client.score(PROBE, "70")
@@ -65,7 +66,7 @@ async def scores_of_folder(
 
 
 async def test_weights_from_memory_score_as_those_of_the_file(
-    engine: EngineUnderContract, client: EngineClient, payload: Payload, newer_folder: Path
+    engine: EngineUnderContract, client: EngineBackend, payload: Payload, newer_folder: Path
 ) -> None:
     expected = await scores_of_folder(engine, client, newer_folder)
     await client.pause()
@@ -80,7 +81,7 @@ async def test_weights_from_memory_score_as_those_of_the_file(
 
 
 async def test_broadcast_weights_score_as_those_of_the_file_time_and_again(
-    engine: EngineUnderContract, client: EngineClient, payload: Payload, newer_folder: Path
+    engine: EngineUnderContract, client: EngineBackend, payload: Payload, newer_folder: Path
 ) -> None:
     expected = await scores_of_folder(engine, client, newer_folder)
     carrier = DistributedTransport()
@@ -102,16 +103,16 @@ async def test_broadcast_weights_score_as_those_of_the_file_time_and_again(
 
 
 async def test_a_bracket_that_a_killed_publisher_left_open_is_closed(
-    engine: EngineUnderContract, client: EngineClient, payload: Payload
+    engine: EngineUnderContract, client: EngineBackend, payload: Payload
 ) -> None:
-    await client.order("/begin_weight_update", {})
+    await client.command("/begin_weight_update", {})
     async with update_session(client):
         pass
     assert (await engine.post("/end_weight_update")).status_code == 400
 
 
 async def test_a_load_that_fails_leaves_no_bracket_open(
-    engine: EngineUnderContract, client: EngineClient
+    engine: EngineUnderContract, client: EngineBackend
 ) -> None:
     with pytest.raises(ZeroDivisionError):
         async with update_session(client):
@@ -132,7 +133,7 @@ async def test_weights_outside_of_a_bracket_are_refused(engine: EngineUnderContr
 
 
 async def test_a_bracket_waits_for_nobody(
-    engine: EngineUnderContract, client: EngineClient
+    engine: EngineUnderContract, client: EngineBackend
 ) -> None:
     """What is held while an engine is paused goes on after it."""
     await client.pause()

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received
 from rollmesh.wire.scheduling import (
@@ -129,7 +129,7 @@ class SleepingMesh:
 
     async def info(self, rank: int) -> dict[str, Any]:
         async with HttpClient() as http:
-            return await EngineClient(self.engines[rank], http, VOCAB_SIZE).server_info()
+            return await SglangBackend(self.engines[rank], http, VOCAB_SIZE).server_info()
 
     def end(self) -> None:
         self.coordinator.terminate()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.published import WeightsProbe, leave_probe
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.member import adapter_name
+from rollmesh.engine.members import adapter_name
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.runtime.generation import Generation
 from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token
 from rollmesh.wire.fleet import EnginePhase
@@ -204,7 +204,7 @@ async def test_an_engine_wakes_with_the_adapter_over_its_weights_before_it_serve
         await ended(turn, 40)
         assert [run.policy_version for run in turn.policy_versions] == [policy_version]
         async with HttpClient() as http:
-            client = EngineClient(torch_mesh.engines[0], http, VOCAB_SIZE)
+            client = SglangBackend(torch_mesh.engines[0], http, VOCAB_SIZE)
             name = adapter_name(policy_version)
             assert await client.adapters() == [name], "that of before is gone"
             whole = [*PROMPT, *turn.token_ids]

@@ -25,8 +25,8 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import Ready, listen
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, SamplingPolicy, Task
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
@@ -107,7 +107,7 @@ class Bench:
         """What the publisher would do: abort, flush, load, go on."""
         self.table(EnginePhase.UPDATING, old)
         async with HttpClient() as http:
-            client = EngineClient(self.engine, http)
+            client = SglangBackend(self.engine, http)
             await client.pause("abort")
             await client.flush()
             await client.update_from_disk(folder, new)
@@ -153,7 +153,7 @@ async def bench(engine: str, models: list[Path]) -> AsyncIterator[Bench]:
     bench = Bench(engine, models[0])
     await bench.start()
     async with HttpClient() as http:
-        await EngineClient(engine, http).update_from_disk(models[0], 0)
+        await SglangBackend(engine, http).update_from_disk(models[0], 0)
     bench.table(EnginePhase.READY, 0)
     yield bench
     await bench.close()

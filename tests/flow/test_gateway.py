@@ -86,7 +86,7 @@ async def test_an_engine_that_is_gone_is_503_and_taken_again_when_it_is_back(
 
 
 @pytest.mark.parametrize(
-    ("token", "is_stream", "said"), [(None, False, "HTTP 500: "), (10**6, True, "told of tokens")]
+    ("token", "is_stream", "said"), [(None, False, "HTTP 500: "), (10**6, True, "sent token ids")]
 )
 async def test_a_lone_engine_that_fails_at_every_try_is_told_at_once(
     tmp_path: Path, token: int | None, is_stream: bool, said: str

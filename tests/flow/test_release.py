@@ -25,7 +25,7 @@ from rollmesh.core.heap import freed_bytes
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import listen
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, SamplingPolicy, Score, Task
-from rollmesh.engine.leg import LegRequest
+from rollmesh.engine.backend import EngineRequest
 from rollmesh.envs.calls import Calls
 from rollmesh.envs.chat import ChatClient, Message
 from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
@@ -90,10 +90,10 @@ OF_A_ROLLOUT = (
         Generation,
         Turn,
     ),
-    *(Exchange, HttpRequest, Blob, LegRequest, SessionRecord, RolloutRecord, GroupRecord),
+    *(Exchange, HttpRequest, Blob, EngineRequest, SessionRecord, RolloutRecord, GroupRecord),
     *(RolloutResult, Payload, PendingResult, Transcript, Sibling, Endpoint, Tool),
 )
-NEVER_SEEN = {Turn, SessionRecord, GroupRecord, LegRequest}  # made and read without a pause
+NEVER_SEEN = {Turn, SessionRecord, GroupRecord, EngineRequest}  # made and read without a pause
 PASSING = (Generation, HttpRequest)
 
 

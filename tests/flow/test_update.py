@@ -20,8 +20,8 @@ from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.core.process import Ready
 from rollmesh.core.types import SamplingParams
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
@@ -136,7 +136,7 @@ async def shell(router_address: str) -> AsyncIterator[PublishShell]:
 
 async def scores(engine: str, token_ids: Sequence[int], key: str) -> list[float]:
     async with HttpClient() as http:
-        return await EngineClient(engine, http, VOCAB_SIZE).score(token_ids, key)
+        return await SglangBackend(engine, http, VOCAB_SIZE).score(token_ids, key)
 
 
 async def check_part(
@@ -251,7 +251,7 @@ async def test_adapter_is_published_and_every_turn_goes_on_under_it(
         assert (turn.finish_reason, len(turn.token_ids), turn.error) == ("length", NUM_TOKENS, None)
         assert [run.policy_version for run in turn.policy_versions] == [0, 1, 2]
     async with HttpClient() as http:
-        client = EngineClient(engine, http, VOCAB_SIZE)
+        client = SglangBackend(engine, http, VOCAB_SIZE)
         assert await client.adapters() == ["rollmesh-v2"]
         for turn in turns:
             last = turn.policy_versions[-1].num_tokens
@@ -328,7 +328,7 @@ async def test_publisher_that_vanishes_in_mid_update_wedges_no_turn(
     publisher = Dialer(router_address, "doomed publisher")
     publisher.send(Packet(BeginUpdate(1, engine, 1, 0.5)))
     async with HttpClient() as http:
-        await EngineClient(engine, http).pause()
+        await SglangBackend(engine, http).pause()
     publisher.close()
     await turn.wait(TO_THE_END)
     assert (turn.finish_reason, len(turn.token_ids)) == ("length", 60)

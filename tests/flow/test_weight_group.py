@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.weights.payload import Payload, WeightBuffer
@@ -51,9 +52,9 @@ def engines(folders: list[Path]) -> Iterator[list[EngineProcess]]:
 
 
 @pytest.fixture
-async def clients(engines: list[EngineProcess]) -> AsyncIterator[list[EngineClient]]:
+async def clients(engines: list[EngineProcess]) -> AsyncIterator[list[SglangBackend]]:
     async with HttpClient() as http:
-        yield [EngineClient(engine.address, http) for engine in engines]
+        yield [SglangBackend(engine.address, http) for engine in engines]
 
 
 @pytest.fixture
@@ -79,12 +80,12 @@ async def transfer(request: pytest.FixtureRequest, payload: Payload) -> AsyncIte
 gives_up = pytest.mark.parametrize("transfer", [TIMEOUT_S], indirect=True, ids=["gives up"])
 
 
-async def scores(client: EngineClient) -> list[float]:
+async def scores(client: EngineBackend) -> list[float]:
     return await client.score(PROBE, "probe")
 
 
 async def test_all_who_come_together_are_in_one_group(
-    clients: list[EngineClient], transfer: Transfer, payload: Payload, folders: list[Path]
+    clients: list[SglangBackend], transfer: Transfer, payload: Payload, folders: list[Path]
 ) -> None:
     await clients[0].update_from_disk(folders[1], 1)
     expected = await scores(clients[0])
@@ -97,11 +98,11 @@ async def test_all_who_come_together_are_in_one_group(
 
 
 async def test_one_that_knows_no_bracket_gets_the_file_and_the_others_cross(
-    clients: list[EngineClient], transfer: Transfer, payload: Payload
+    clients: list[SglangBackend], transfer: Transfer, payload: Payload
 ) -> None:
     """As SGLang before 0.5.21; it is asked once."""
     async with ScriptedEngine() as older, HttpClient() as http:
-        all_three = [EngineClient(older.url, http), *clients]
+        all_three = [SglangBackend(older.url, http), *clients]
         with capture_logs() as told:
             for _ in range(2):
                 await asyncio.gather(
@@ -119,7 +120,7 @@ async def test_one_that_knows_no_bracket_gets_the_file_and_the_others_cross(
 @gives_up
 async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
     engines: list[EngineProcess],
-    clients: list[EngineClient],
+    clients: list[SglangBackend],
     transfer: Transfer,
     payload: Payload,
 ) -> None:
@@ -140,11 +141,11 @@ async def test_one_that_is_stopped_keeps_nobody_and_the_others_get_the_file(
 
 @gives_up
 async def test_one_that_dies_keeps_nobody(
-    folders: list[Path], clients: list[EngineClient], transfer: Transfer, payload: Payload
+    folders: list[Path], clients: list[SglangBackend], transfer: Transfer, payload: Payload
 ) -> None:
     with embedded_engine(folders[0]) as doomed:
         async with HttpClient() as http:
-            group = [EngineClient(doomed.address, http), clients[1]]
+            group = [SglangBackend(doomed.address, http), clients[1]]
             await asyncio.gather(*(transfer.load(each, 5, payload.folder) for each in group))
             doomed.child.kill()
             doomed.child.wait()
@@ -166,7 +167,7 @@ async def test_exited_sender_is_an_error_without_a_wait() -> None:
 
 
 async def test_one_that_is_away_is_not_waited_for_longer_than_the_muster(
-    clients: list[EngineClient], transfer: Transfer, payload: Payload
+    clients: list[SglangBackend], transfer: Transfer, payload: Payload
 ) -> None:
     await asyncio.gather(*(transfer.load(client, 5, payload.folder) for client in clients))
     await transfer.load(clients[1], 5, payload.folder)
@@ -174,7 +175,7 @@ async def test_one_that_is_away_is_not_waited_for_longer_than_the_muster(
 
 
 async def test_after_one_came_late_all_cross_together_again(
-    clients: list[EngineClient], payload: Payload, monkeypatch: pytest.MonkeyPatch
+    clients: list[SglangBackend], payload: Payload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distributed, "GATHER_S", 0.1)
     carrier = DistributedTransport()
@@ -193,7 +194,7 @@ async def test_after_one_came_late_all_cross_together_again(
 
 
 async def test_a_load_that_is_given_up_ends_the_crossing_for_all(
-    engines: list[EngineProcess], clients: list[EngineClient], payload: Payload
+    engines: list[EngineProcess], clients: list[SglangBackend], payload: Payload
 ) -> None:
     """Its engine is no more the publisher's; the others are not held by it."""
     carrier = DistributedTransport()

@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from rollmesh.core.errors import EngineError
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.in_memory import LOAD_FORMAT, Part, Piece, told
+from rollmesh.engine.sglang import SglangBackend
+from rollmesh.engine.shared_memory import LOAD_FORMAT, SharedSegment, TensorPiece, encode_parts
 from tests.contract.engines import WAIT_S
 from tests.contract.processes import EngineProcess, embedded_engine
 from tests.unit.engine.embedded.tiny_models import write_model
@@ -84,30 +84,30 @@ def test_a_weight_group_is_joined_at_allowed_hosts_only(client: httpx.Client) ->
 
 
 @pytest.fixture
-def refused_parts() -> Iterator[list[Part]]:
+def refused_parts() -> Iterator[list[SharedSegment]]:
     """Weights in our shared memory that cannot be read as described."""
     path = Path(f"/dev/shm/rollmesh-{os.getuid()}-{secrets.token_hex(8)}")
     pieces = [
-        Piece("w", "float32", (10**6,), 0, 4 * 10**6),
-        Piece("w", "float32", (3,), 0, 4096),
-        Piece("w", "no_dtype", (4,), 0, 16),
-        Piece("w", "nn", (4,), 0, 16),
-        Piece("w", "float32", (4,), -8, 16),
+        TensorPiece("w", "float32", (10**6,), 0, 4 * 10**6),
+        TensorPiece("w", "float32", (3,), 0, 4096),
+        TensorPiece("w", "no_dtype", (4,), 0, 16),
+        TensorPiece("w", "nn", (4,), 0, 16),
+        TensorPiece("w", "float32", (4,), -8, 16),
     ]
     path.write_bytes(b"x" * 4096)
-    yield [Part(str(path), (piece,)) for piece in pieces]
+    yield [SharedSegment(str(path), (piece,)) for piece in pieces]
     path.unlink()
 
 
 def test_refused_weights_leave_no_descriptor(
-    engine: EngineProcess, client: httpx.Client, refused_parts: list[Part]
+    engine: EngineProcess, client: httpx.Client, refused_parts: list[SharedSegment]
 ) -> None:
     def num_open() -> int:
         maps = Path(f"/proc/{engine.pid}/maps").read_text().count("/dev/shm/rollmesh-")
         return len(os.listdir(f"/proc/{engine.pid}/fd")) + maps
 
-    def stage(part: Part) -> int:
-        body = {"load_format": LOAD_FORMAT, "serialized_named_tensors": told([part])}
+    def stage(part: SharedSegment) -> int:
+        body = {"load_format": LOAD_FORMAT, "serialized_named_tensors": encode_parts([part])}
         return client.post("/stage_weights", json=body).status_code
 
     stage(refused_parts[0])
@@ -122,7 +122,7 @@ def test_weights_are_read_from_our_shared_memory_only(client: httpx.Client, path
     body = {"load_format": LOAD_FORMAT}
     answers = []
     for name in (path, f"{path}-that-is-not-there"):
-        entries = told([Part(name, (Piece("w", "float32", (1,), 0, 4),))])
+        entries = encode_parts([SharedSegment(name, (TensorPiece("w", "float32", (1,), 0, 4),))])
         answer = client.post("/stage_weights", json=body | {"serialized_named_tensors": entries})
         answers.append((answer.status_code, answer.json()["message"].replace(name, "")))
     assert answers[0] == answers[1], "it does not tell whether a file exists"
@@ -144,10 +144,10 @@ async def test_with_a_key_every_path_but_health_needs_it(folder: Path, tmp_path:
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/model_info", headers=bearer(KEY))).status_code == 200
         async with HttpClient() as http:
-            await EngineClient(keyed.address, http, key=KEY).model_info()
-            await EngineClient(keyed.address, http, key=KEY).score([1, 2], "0")
+            await SglangBackend(keyed.address, http, key=KEY).model_info()
+            await SglangBackend(keyed.address, http, key=KEY).score([1, 2], "0")
             with pytest.raises(EngineError, match="ROLLMESH_ENGINE_KEY"):
-                await EngineClient(keyed.address, http, key="").model_info()
+                await SglangBackend(keyed.address, http, key="").model_info()
 
 
 def bearer(key: str | bytes) -> Any:

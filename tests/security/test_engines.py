@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import AddressError
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.wire.fleet import FleetAnswered, JoinEngine, ReadFleet, SleepEngine
 from tests.flow.router_process import Peer, RouterProcess, until
 
@@ -113,5 +113,5 @@ def test_no_body_of_a_server_reaches_peers_status_or_log(
 async def test_an_engines_url_is_scheme_host_and_port(url: str) -> None:
     async with HttpClient() as http_client:
         with pytest.raises(AddressError) as refused:
-            EngineClient(url, http_client)
+            SglangBackend(url, http_client)
     assert len(str(refused.value).splitlines()) == 1

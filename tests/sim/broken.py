@@ -14,7 +14,7 @@ from rollmesh.core.types import GroupRecord
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet
-from rollmesh.engine.member import Member
+from rollmesh.engine.members import FleetMember
 from rollmesh.runtime.generation import Action as GenerationAction
 from rollmesh.runtime.generation import Event as GenerationEvent
 from rollmesh.runtime.generation import GenerationMachine
@@ -102,7 +102,7 @@ class FleetWhoseLeasesLast(Fleet):
 
 
 class FleetThatFencesTheLastEngine(Fleet):
-    def _on_fence(self, engine: Member, ask: FenceEngine, now_s: float) -> str:
+    def _on_fence(self, engine: FleetMember, ask: FenceEngine, now_s: float) -> str:
         error = super()._on_fence(engine, ask, now_s)
         if error.endswith("is the last engine that is ready"):
             self._fence(engine, ask.detail, now_s)

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 from rollmesh.core.errors import EngineRefused
 from rollmesh.core.ids import new_id
-from rollmesh.engine.answers import one_line
 from rollmesh.engine.embedded.adapter_routes import AdapterRoutes
 from rollmesh.engine.embedded.answers import Answer, Answering
 from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks, GenerateBody
@@ -31,7 +30,8 @@ from rollmesh.engine.embedded.replies import read_body, reply
 from rollmesh.engine.embedded.request import Finish, Progress
 from rollmesh.engine.embedded.steploop import Reader, StepLoop
 from rollmesh.engine.embedded.weight_routes import WeightRoutes
-from rollmesh.engine.in_memory import LOAD_FORMAT
+from rollmesh.engine.responses import one_line
+from rollmesh.engine.shared_memory import LOAD_FORMAT
 
 _DONE = b"data: [DONE]\n\n"
 _IN_STREAM = {"type": "invalid_request_error", "code": 400, "retryable": False}

@@ -28,6 +28,7 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.model_folder import resolve_model, why_no_folder
 from rollmesh.core.process import Ready, announce, die_with_parent, http_address, listen, stop_event
 from rollmesh.core.secret_file import read_secret
+from rollmesh.engine.backend import MemoryState, weights_name
 from rollmesh.engine.embedded.asks import AskDecoder
 from rollmesh.engine.embedded.engine import Engine, Limits
 from rollmesh.engine.embedded.guard import Guard, check_open, is_loopback
@@ -36,7 +37,6 @@ from rollmesh.engine.embedded.params import ParamsReader
 from rollmesh.engine.embedded.routes import Face, Routes
 from rollmesh.engine.embedded.steploop import StepLoop
 from rollmesh.engine.embedded.text import load_tokenizer
-from rollmesh.engine.occupation import Occupation, name_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _MAX_BODY_BYTES = 64 * 2**20
@@ -88,7 +88,7 @@ async def serve(settings: Settings) -> None:
         engine = Engine(model, settings.limits, settings.weight_version)
         if settings.is_asleep:
             engine.release()
-            engine.rename(name_of(Occupation.RELEASED, settings.weight_version))
+            engine.rename(weights_name(MemoryState.RELEASED, settings.weight_version))
         setup(settings.role, settings.run_folder)
         await run(settings, engine, listening)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.errors import ModelError
-from rollmesh.engine.in_memory import Part, Piece, parts_of
+from rollmesh.engine.shared_memory import SharedSegment, TensorPiece, decode_parts
 
 _OURS = re.compile(rf"/dev/shm/rollmesh-{os.getuid()}-[0-9A-Za-z_.-]+")
 """Names of shared memory that rollmesh makes for this user."""
@@ -22,12 +22,12 @@ _OURS = re.compile(rf"/dev/shm/rollmesh-{os.getuid()}-[0-9A-Za-z_.-]+")
 def read_told(entries: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies of all tensors, by name, as `dtype`; ModelError where something is not as told."""
     weights: dict[str, Tensor] = {}
-    for part in parts_of(entries):
+    for part in decode_parts(entries):
         weights |= read_part(part, dtype)
     return weights
 
 
-def read_part(part: Part, dtype: torch.dtype) -> dict[str, Tensor]:
+def read_part(part: SharedSegment, dtype: torch.dtype) -> dict[str, Tensor]:
     """The same of one part, whose memory is not mapped any more when this returns or raises."""
     if not _OURS.fullmatch(part.path):
         raise ModelError(f"{part.path[:200]!a}: not shared memory of this user's rollmesh")
@@ -63,7 +63,7 @@ def _mapped(path: str) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _copy(memory: mmap.mmap, piece: Piece, dtype: torch.dtype) -> Tensor:
+def _copy(memory: mmap.mmap, piece: TensorPiece, dtype: torch.dtype) -> Tensor:
     kind = dtype_of(piece.dtype)
     if not piece.num_bytes:
         return torch.empty(piece.shape, dtype=dtype)

@@ -23,7 +23,6 @@ from aiohttp import web
 from torch import Tensor
 
 from rollmesh.core.errors import ModelError
-from rollmesh.engine.answers import one_line
 from rollmesh.engine.embedded.engine import Engine, Update
 from rollmesh.engine.embedded.groups import (
     DEVICES,
@@ -38,7 +37,8 @@ from rollmesh.engine.embedded.replies import read_body, told
 from rollmesh.engine.embedded.shared_memory import dtype_of, read_told
 from rollmesh.engine.embedded.staging import Saying, Staging
 from rollmesh.engine.embedded.steploop import StepLoop
-from rollmesh.engine.in_memory import LOAD_FORMAT
+from rollmesh.engine.responses import one_line
+from rollmesh.engine.shared_memory import LOAD_FORMAT
 
 GROUP_TIMEOUT_S = 60.0
 """For all ranks to meet, and for one broadcast."""

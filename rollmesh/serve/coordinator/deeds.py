@@ -13,11 +13,18 @@ import msgspec
 
 from rollmesh.core.errors import AddressError, EngineError, EngineRefused, LocalShortage
 from rollmesh.core.published import find_probe, newest_adapter, newest_published
-from rollmesh.engine.answers import policy_version_of
-from rollmesh.engine.client import OUTCOME_S, EngineClient
+from rollmesh.engine.backend import (
+    UNBOUNDED_S,
+    BackendFactory,
+    EngineBackend,
+    MemoryState,
+    backend_factory,
+    memory_state_of,
+    policy_version_of,
+    weights_name,
+)
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.member import ADAPTER_PREFIX, adapter_name
-from rollmesh.engine.occupation import Occupation, name_of, told_by
+from rollmesh.engine.members import ADAPTER_PREFIX, adapter_name
 from rollmesh.serve.coordinator.events import (
     UNVERSIONED,
     CallEngine,
@@ -31,13 +38,15 @@ FLUSH_S = 5.0
 LOOK_AGAIN_S = 0.05
 
 
-async def carry_out(call: CallEngine, http: HttpClient, weights: Path) -> EngineDone:
+async def carry_out(
+    call: CallEngine, http: HttpClient, weights: Path, connect: BackendFactory | None = None
+) -> EngineDone:
     """Do it, and answer; `weights` is where the run publishes.
 
     LocalShortage if not all of it could be sent, by no fault of the engine; it may be repeated.
     """
     try:
-        engine = _Engine(EngineClient(call.url, http), weights)
+        engine = _Engine((connect or backend_factory())(call.url, http), weights)
         done = await engine.do(call)
     except LocalShortage:
         raise
@@ -56,7 +65,7 @@ def _failed(call: CallEngine, detail: str) -> EngineDone:
 class _Engine:
     """One engine, told one thing at a time."""
 
-    def __init__(self, client: EngineClient, weights: Path) -> None:
+    def __init__(self, client: EngineBackend, weights: Path) -> None:
         self._client = client
         self._weights = weights
 
@@ -86,11 +95,11 @@ class _Engine:
 
     async def _look(self) -> EngineSeen:
         info, load = await self._client.model_info(), await self._client.loads()
-        occupation, _ = told_by(info.weight_version)
+        occupation, _ = memory_state_of(info.weight_version)
         adapter = adapter_name(info.policy_version)
         return EngineSeen(
-            is_released=occupation is Occupation.RELEASED,
-            is_moving=occupation is Occupation.MOVING,
+            is_released=occupation is MemoryState.RELEASED,
+            is_moving=occupation is MemoryState.MOVING,
             policy_version=info.policy_version,
             adapter=adapter if adapter in await self._client.adapters() else "",
             num_requests=load.num_running + load.num_waiting,
@@ -99,12 +108,12 @@ class _Engine:
 
     async def _release(self) -> None:
         occupation, called = await self._called()
-        if occupation is Occupation.RELEASED:
+        if occupation is MemoryState.RELEASED:
             return
         await self._flush()
-        await self._rename(Occupation.MOVING, called)
+        await self._rename(MemoryState.MOVING, called)
         await self._client.memory.release()
-        await self._rename(Occupation.RELEASED, called)
+        await self._rename(MemoryState.RELEASED, called)
 
     async def _flush(self) -> None:
         """Forget all prefixes, once what was aborted has ended."""
@@ -117,15 +126,15 @@ class _Engine:
 
     async def _resume(self) -> None:
         occupation, called = await self._called()
-        if occupation is Occupation.RELEASED:
-            await self._rename(Occupation.MOVING, called)
-        if occupation is not Occupation.HELD:
-            await self._client.memory.retake()
+        if occupation is MemoryState.RELEASED:
+            await self._rename(MemoryState.MOVING, called)
+        if occupation is not MemoryState.HELD:
+            await self._client.memory.resume()
 
     async def _load(self) -> tuple[str, str]:
         """What its weights are called now, and the adapter over them."""
         info = await self._client.model_info()
-        _, called = told_by(info.weight_version)
+        _, called = memory_state_of(info.weight_version)
         folder = info.model_path
         loop = asyncio.get_running_loop()
         newest = await loop.run_in_executor(None, newest_published, self._weights)
@@ -138,13 +147,13 @@ class _Engine:
             if name.startswith(ADAPTER_PREFIX):  # it stood over weights that are gone
                 await self._client.unload_adapter(name)
         # Without its adapter it has nobody's weights: nothing is to take them for a version's.
-        base = name_of(Occupation.MOVING, called) if adapter else called
+        base = weights_name(MemoryState.MOVING, called) if adapter else called
         body = {"model_path": folder, "weight_version": base, "flush_cache": True}
-        await self._client.order("/update_weights_from_disk", body, OUTCOME_S)
+        await self._client.command("/update_weights_from_disk", body, UNBOUNDED_S)
         if adapter:
             called, name = str(adapter.policy_version), adapter_name(adapter.policy_version)
             await self._client.load_adapter(name, adapter.folder.absolute())
-            await self._rename(Occupation.HELD, called)
+            await self._rename(MemoryState.HELD, called)
         await self._client.resume()
         return called, adapter_name(adapter.policy_version) if adapter else ""
 
@@ -161,9 +170,9 @@ class _Engine:
         if why := probe.why_not(scores):
             raise EngineRefused(f"{self._client.url}: {why}")
 
-    async def _called(self) -> tuple[Occupation, str]:
-        return told_by((await self._client.model_info()).weight_version)
+    async def _called(self) -> tuple[MemoryState, str]:
+        return memory_state_of((await self._client.model_info()).weight_version)
 
-    async def _rename(self, occupation: Occupation, called: str) -> None:
-        body = {"new_version": name_of(occupation, called), "abort_all_requests": False}
-        await self._client.order("/update_weight_version", body)
+    async def _rename(self, occupation: MemoryState, called: str) -> None:
+        body = {"new_version": weights_name(occupation, called), "abort_all_requests": False}
+        await self._client.command("/update_weight_version", body)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollmesh.core.errors import LocalShortage
+from rollmesh.engine.backend import DEFAULT_BACKEND, backend_factory
 from rollmesh.engine.http import HttpClient
 from rollmesh.serve.coordinator.deeds import carry_out
 from rollmesh.serve.coordinator.events import CallEngine, Deed, EngineDone
@@ -43,9 +44,16 @@ class _Errand:
 class Errands:
     """Used from one event loop."""
 
-    def __init__(self, http: HttpClient, weights: Path, tell: Callable[[EngineDone], None]) -> None:
+    def __init__(
+        self,
+        http: HttpClient,
+        weights: Path,
+        tell: Callable[[EngineDone], None],
+        backend: str = DEFAULT_BACKEND,
+    ) -> None:
         """`weights` is where the run publishes; `tell` hears what came of the newest calls."""
         self._http = http
+        self._connect = backend_factory(backend)
         self._weights = weights
         self._tell = tell
         self._newest: dict[str, _Errand] = {}
@@ -87,7 +95,7 @@ class Errands:
         call = errand.call
         while True:
             try:
-                return await carry_out(call, self._http, self._weights)
+                return await carry_out(call, self._http, self._weights, self._connect)
             except LocalShortage as error:
                 if self._newest.get(call.url) is not errand:
                     why = str(error)

@@ -19,6 +19,7 @@ from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import OK, Ready, announce, stop_event
+from rollmesh.engine.backend import DEFAULT_BACKEND
 from rollmesh.engine.http import HttpClient
 from rollmesh.serve.coordinator.errands import Errands
 from rollmesh.serve.coordinator.events import SCHEDULER, CoordinatorSettings, Event
@@ -43,6 +44,8 @@ class CoordinatorAsk(msgspec.Struct, frozen=True, kw_only=True):
     router: str
     weights: Path
     """Where the run publishes; there may be nothing yet."""
+    backend: str = DEFAULT_BACKEND
+    """Protocol of the engines: the value of `engine.backend`."""
     run_folder: Path | None = None
     """Where the log goes; None logs to stderr."""
     ready_fd: int | None = None
@@ -89,8 +92,8 @@ class CoordinatorShell:
         self._clock = clock or SystemClock()
         started_s = self._clock.unix_s()
         self.machine = Coordinator(msgspec.structs.replace(ask.settings, started_s=started_s))
-        self._http = HttpClient(minds_silence=True)
-        self._errands = Errands(self._http, ask.weights, self._step)
+        self._http = HttpClient(keepalive=True)
+        self._errands = Errands(self._http, ask.weights, self._step, ask.backend)
         self._incarnations = {SCHEDULER: "", ROUTER: ""}
         self._is_announced = False
         self._refusal = ""

@@ -19,8 +19,8 @@ import msgspec
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.inventory import Inventory
+from rollmesh.engine.fleet_loop import FleetLoop
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.keeper import FleetKeeper
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.registry import new_runtime
 from rollmesh.serve.interception.agent_server import (
@@ -97,7 +97,7 @@ class TokenBackend:
         """Create the backend; ModelError or ConfigError if the model folder is invalid."""
         self._config = config
         self._view = FleetView()
-        self._fleet = FleetKeeper(urls, self._view)
+        self._fleet = FleetLoop(urls, self._view, backend=config.engine.backend)
         self._runtime, self._sampler = new_runtime(config, self._view, self._fleet.report)
         self.capture = TokenCapture(self._runtime, config.sampling.policy(), journal)
         self._edge: AgentServer | None = None
@@ -125,7 +125,7 @@ class TokenBackend:
         return self._edge.num_open if self._edge else 0
 
     def num_live(self) -> int:
-        return sum(self._view.num_legs(row.url) for row in self._fleet.rows())
+        return sum(self._view.num_requests(row.url) for row in self._fleet.rows())
 
     def totals(self) -> tuple[int, int]:
         return self._runtime.num_calls, self._runtime.num_tokens

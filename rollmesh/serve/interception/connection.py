@@ -24,8 +24,7 @@ import msgspec
 from httptools.parser.protocol import HTTPProtocol
 
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.connection import MAX_MUTE_BYTES
-from rollmesh.engine.parser import Headers
+from rollmesh.engine.connection import MAX_OVERHEAD_BYTES, Headers
 from rollmesh.serve.interception.body_limits import BodyBudget
 from rollmesh.serve.interception.request import JSON, HttpRequest, RequestTransport
 
@@ -72,7 +71,7 @@ class RequestParser(HTTPProtocol):
                 data = self._without_upgrade(data[upgrade.args[0] :])
             except httptools.HttpParserError as error:
                 self.fail(400, f"invalid HTTP: {error}")
-        if self._num_overhead_bytes > MAX_MUTE_BYTES:
+        if self._num_overhead_bytes > MAX_OVERHEAD_BYTES:
             self.fail(431, "headers or chunk extensions are too long")
 
     def fail(self, status: int, why: str) -> None:

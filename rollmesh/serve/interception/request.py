@@ -22,8 +22,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from rollmesh.core.errors import SessionError
-from rollmesh.engine.parser import Headers
-from rollmesh.engine.pieces import Piece, Ready, parts, size_of
+from rollmesh.engine.connection import Headers, Piece, Ready, parts, size_of
 from rollmesh.serve.interception.body_limits import (
     COUNTED_BYTES,
     STEP_BYTES,

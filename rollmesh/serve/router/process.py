@@ -26,6 +26,7 @@ from rollmesh.core.ids import new_id
 from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.metrics import Exposition, Source
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen, pid_space
+from rollmesh.engine.backend import UNVERSIONED, BackendFactory, backend_factory
 from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import (
     ContinueEngine,
@@ -36,9 +37,8 @@ from rollmesh.engine.fleet import (
     PublishTable,
 )
 from rollmesh.engine.fleet import Event as FleetEvent
+from rollmesh.engine.fleet_loop import PROBE_SHORTAGE_WAIT_S, probe_engine
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.member import UNVERSIONED
-from rollmesh.engine.probe import PROBE_SHORTAGE_WAIT_S, probe_engine
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.status import RouterStatus, figures_of, status_of
@@ -132,6 +132,7 @@ class SideThread:
         board: SnapshotCell[RouterStatus],
         bell: Doorbell,
         figures: Source | None = None,
+        connect: BackendFactory | None = None,
     ) -> None:
         """Serve on `listening` from `start` on, with `figures` of the snapshot; AddressError if
         that needs a token.
@@ -142,6 +143,7 @@ class SideThread:
         setting = "router.http_bind"
         self._face = StatusApp(listening, board, exposition, setting=setting, until=self._probe)
         self._bell = bell
+        self._connect = connect
         self._answers: collections.deque[EngineProbed] = collections.deque()
         self._asks: asyncio.Queue[ProbeEngine | ContinueEngine | None] = asyncio.Queue()
 
@@ -170,7 +172,7 @@ class SideThread:
 
     async def _answer(self, ask: ProbeEngine | ContinueEngine, http: HttpClient) -> None:
         try:
-            answer = await probe_engine(ask, http)
+            answer = await probe_engine(ask, http, self._connect)
         except Exception as error:  # door: an engine's answer must not end the thread
             log.exception("probe.failed", engine=ask.url)
             answer = EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=repr(error))
@@ -206,13 +208,14 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
 
     Raises AddressError if an address is taken, or can be reached by others without keys.
     """
+    connect = backend_factory(config.engine.backend)
     setup("router", config.run_folder() if ready_fd is not None else None)
     Heap().settle()
     bell, clock = Doorbell(), SystemClock()
     listening = listen(config.router.http_bind, listen_fd)
     board = SnapshotCell("router", clock, figures_of)
     keeper = HeapTrimmer(clock)
-    side = SideThread(listening, board, bell, keeper.figures)
+    side = SideThread(listening, board, bell, keeper.figures, connect)
     hub = open_hub(config.router.bind)
     fleet = Fleet(
         FleetSettings(

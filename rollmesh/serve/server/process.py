@@ -50,7 +50,7 @@ from rollmesh.core.process import (
     stop_event,
 )
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
-from rollmesh.engine.member import UNVERSIONED
+from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import Calls, Limit, tamed
 from rollmesh.envs.env import Env

@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.core.ids import GroupId
-from rollmesh.engine.answers import Finish
+from rollmesh.engine.backend import Finish
 from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation import Action as LegAction
 from rollmesh.runtime.generation import GenerationMachine

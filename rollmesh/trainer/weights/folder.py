@@ -23,14 +23,16 @@ import msgspec
 
 from rollmesh.core.errors import EngineError, PublishError
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.trainer.books.records import RunRecords
 from rollmesh.trainer.weights.publisher import FleetState, PublishReport
 from rollmesh.trainer.weights.verdicts import Probe
 
 log = get_logger()
 
-PublishFn = Callable[[int, Path, Probe, tuple[Part, ...]], Coroutine[Any, Any, PublishReport]]
+PublishFn = Callable[
+    [int, Path, Probe, tuple[SharedSegment, ...]], Coroutine[Any, Any, PublishReport]
+]
 """Publish a policy version: complete its folder from the parts, bring it to all engines, and check
 them by the probe."""
 
@@ -112,7 +114,12 @@ class WeightVersions:
         return self._folder / f"v{self.policy_version:06d}"
 
     def publish(
-        self, step: int, folder: Path, parts: tuple[Part, ...], publish_fn: PublishFn, probe: Probe
+        self,
+        step: int,
+        folder: Path,
+        parts: tuple[SharedSegment, ...],
+        publish_fn: PublishFn,
+        probe: Probe,
     ) -> None:
         """Start to publish the weights after `step` steps. They are in `parts`, which must not
         change until the publication ends, or are complete in `folder`."""

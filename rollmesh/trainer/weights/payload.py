@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.in_memory import Part, Piece
+from rollmesh.engine.shared_memory import SharedSegment, TensorPiece
 from rollmesh.tensors.segment import SHARED_MEMORY, Attached, Segment
 from rollmesh.trainer.models.folders import disk_errors, end_folder, partial_path
 from rollmesh.trainer.models.safetensors_layout import (
@@ -35,7 +35,7 @@ class Payload(msgspec.Struct, frozen=True):
     policy_version: int
     folder: str
     """Absolute path; complete once the file is written, until a later version replaces it."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[SharedSegment, ...] = ()
     """Empty if the folder is already complete: adapters, and models whose files transformers has to
     convert."""
 
@@ -57,7 +57,9 @@ class WeightBuffer:
         """A view of the whole segment."""
 
     @torch.no_grad()
-    def store(self, weights: Mapping[str, Tensor], own: Collection[str], beside: Path) -> Part:
+    def store(
+        self, weights: Mapping[str, Tensor], own: Collection[str], beside: Path
+    ) -> SharedSegment:
         """Copy the tensors of `weights` that are named in `own`; sharded ones are gathered on all
         ranks.
 
@@ -74,7 +76,7 @@ class WeightBuffer:
             if piece and piece.num_bytes:
                 data = self._bytes[piece.offset : piece.offset + piece.num_bytes]
                 data.view(full.dtype).view(full.shape).copy_(full)
-        return Part(str(segment.path), tuple(pieces))
+        return SharedSegment(str(segment.path), tuple(pieces))
 
     def close(self) -> None:
         """Release the memory; nothing may be reading it."""
@@ -98,15 +100,15 @@ class WeightBuffer:
         return self._segment
 
 
-def lay_out_pieces(weights: Mapping[str, Tensor]) -> list[Piece]:
+def lay_out_pieces(weights: Mapping[str, Tensor]) -> list[TensorPiece]:
     """Lay the tensors out one after the other, each aligned."""
-    pieces: list[Piece] = []
+    pieces: list[TensorPiece] = []
     end = 0
     for name, tensor in weights.items():
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         num_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         dtype = str(tensor.dtype).removeprefix("torch.")
-        pieces.append(Piece(name, dtype, tuple(tensor.shape), offset, num_bytes))
+        pieces.append(TensorPiece(name, dtype, tuple(tensor.shape), offset, num_bytes))
         end = offset + num_bytes
     return pieces
 
@@ -138,7 +140,9 @@ def write_folder(payload: Payload) -> None:
         end_folder(folder)
 
 
-def write_shards(folder: Path, parts: Sequence[Part], max_bytes: int = MAX_FILE_BYTES) -> None:
+def write_shards(
+    folder: Path, parts: Sequence[SharedSegment], max_bytes: int = MAX_FILE_BYTES
+) -> None:
     """Write all pieces of all parts into files in `folder`.
 
     If the disk refuses (OSError), the files are removed, so that other writers have the space.
@@ -165,7 +169,7 @@ def _write_file(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
                 file.write(piece[at : at + CHUNK_BYTES])
 
 
-def _tensors_of(parts: Sequence[Part]) -> Iterator[tuple[TensorSpec, memoryview]]:
+def _tensors_of(parts: Sequence[SharedSegment]) -> Iterator[tuple[TensorSpec, memoryview]]:
     """Yield each tensor and its bytes in memory."""
     for part in parts:
         memory = Attached(part.path)

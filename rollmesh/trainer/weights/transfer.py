@@ -19,7 +19,7 @@ from typing import Protocol
 
 from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, ModelError, NoRoom
 from rollmesh.core.logs import get_logger
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineBackend
 from rollmesh.trainer.weights.payload import Payload, write_folder
 
 CLOSE_S = 0.7
@@ -42,7 +42,7 @@ class WeightTransport(Protocol):
     """The `publish.mode` it implements."""
 
     async def begin(
-        self, payload: Payload, clients: Sequence[EngineClient], timeout_s: float
+        self, payload: Payload, clients: Sequence[EngineBackend], timeout_s: float
     ) -> None:
         """Prepare a load that will follow soon: do now what needs no pause.
 
@@ -50,7 +50,7 @@ class WeightTransport(Protocol):
         `timeout_s`; a failure here is reported by `load`.
         """
 
-    async def load(self, client: EngineClient, payload: Payload, timeout_s: float) -> None:
+    async def load(self, client: EngineBackend, payload: Payload, timeout_s: float) -> None:
         """Load the payload into an engine that is paused and whose prefix cache is flushed.
 
         Raises EngineRefused if the engine does not support this transport, EngineUnavailable if it
@@ -80,7 +80,7 @@ class Transfer:
         self._loading: Counter[str] = Counter()
         self._closed = asyncio.Event()
 
-    async def begin(self, payload: Payload, clients: Sequence[EngineClient] = ()) -> None:
+    async def begin(self, payload: Payload, clients: Sequence[EngineBackend] = ()) -> None:
         """Start the transfer; return when engines can be called, or on close. `clients` serve at
         present.
 
@@ -97,7 +97,7 @@ class Transfer:
         else:
             await self._file_when_room(payload)
 
-    async def load(self, client: EngineClient, policy_version: int, folder: str) -> None:
+    async def load(self, client: EngineBackend, policy_version: int, folder: str) -> None:
         """Load a version into an engine, by the transport if possible, else from the file."""
         payload = self._payload
         is_under_way = payload is not None and payload.policy_version == policy_version
@@ -151,7 +151,7 @@ class Transfer:
             with contextlib.suppress(TimeoutError):  # an engine that does not answer
                 await asyncio.wait_for(self._transport.close(), CLOSE_S)
 
-    async def _load_by_transport(self, client: EngineClient, payload: Payload) -> bool:
+    async def _load_by_transport(self, client: EngineBackend, payload: Payload) -> bool:
         transport = self._transport
         if transport is None or client.url in self._takes_files:
             return False

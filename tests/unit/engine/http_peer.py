@@ -11,8 +11,8 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from rollmesh.core.errors import ContentLost, EngineUnavailable
+from rollmesh.engine.connection import Headers
 from rollmesh.engine.http import HttpClient, Response, target
-from rollmesh.engine.parser import Headers
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
+from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.engine.fleet import (
     ContinueEngine,
     FleetSettings,
     ProbeEngine,
 )
-from rollmesh.engine.member import UNVERSIONED
-from rollmesh.engine.probe import PROBE_TIMEOUT_S
+from rollmesh.engine.fleet_loop import PROBE_TIMEOUT_S
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,

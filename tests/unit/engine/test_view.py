@@ -1,6 +1,6 @@
 """A worker's view of the fleet: which engine a leg goes to."""
 
-from rollmesh.engine.view import LOPSIDED_TABLES, FleetView
+from rollmesh.engine.view import OVERLOAD_TABLES, FleetView
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 A, B = "http://a", "http://b"
@@ -94,7 +94,7 @@ def test_session_stays_with_its_engine_although_others_are_idle() -> None:
     home = chosen(view)
     assert home
     for _ in range(9):
-        view.count(home, legs=1)
+        view.count(home, requests=1)
     assert chosen(view) == home
     assert chosen(view, session="other") != home
 
@@ -107,7 +107,7 @@ class Lopsided:
         self.keys = [f"s{n}" for n in range(64)]
         assert {chosen(self.view, key) for key in self.keys} == {A}
         for _ in range(num_own):
-            self.view.count(A, legs=1)
+            self.view.count(A, requests=1)
         self.rows = (row(A, running=num_running), row(B, running=num_beside))
         self.epoch = 1
 
@@ -123,7 +123,7 @@ class Lopsided:
 
 def test_sessions_leave_an_engine_that_stays_overfull_a_few_at_a_time() -> None:
     world = Lopsided(num_running=40)
-    world.push(LOPSIDED_TABLES - 1)
+    world.push(OVERLOAD_TABLES - 1)
     assert world.num_moved() == 0
     world.push()
     assert world.num_moved() == 2
@@ -135,7 +135,7 @@ def test_sessions_leave_an_engine_that_stays_overfull_a_few_at_a_time() -> None:
 def test_a_table_that_says_the_same_again_counts_as_time() -> None:
     world = Lopsided(num_running=40)
     world.push()
-    for _ in range(LOPSIDED_TABLES):
+    for _ in range(OVERLOAD_TABLES):
         world.view.update(FleetChanged(world.epoch, world.rows), "router")
     assert world.num_moved() == 2
 
@@ -157,7 +157,7 @@ def test_a_moment_of_load_moves_nobody() -> None:
 
 def test_session_that_moved_does_not_move_back_while_loads_are_near() -> None:
     world = Lopsided(num_running=40)
-    world.push(LOPSIDED_TABLES)
+    world.push(OVERLOAD_TABLES)
     moved = [key for key in world.keys if chosen(world.view, key) == B]
     world.rows = (row(A, running=20), row(B, running=30))
     world.push(10)
@@ -168,7 +168,7 @@ def test_session_that_moved_does_not_move_back_while_loads_are_near() -> None:
 def test_sessions_do_not_move_to_an_engine_that_is_sick_or_behind() -> None:
     world = Lopsided(num_running=40)
     world.rows = (row(A, policy_version=1, running=40), row(B, policy_version=0))
-    world.push(LOPSIDED_TABLES)
+    world.push(OVERLOAD_TABLES)
     assert {chosen(world.view, key, min_version=1) for key in world.keys} == {A}
     sick = world.view.choose("s0", 0, {B})
     assert sick
@@ -177,27 +177,27 @@ def test_sessions_do_not_move_to_an_engine_that_is_sick_or_behind() -> None:
 
 def test_legs_of_ours_are_counted_for_each_engine() -> None:
     view = view_of(row(A), row(B))
-    view.count(A, legs=1)
-    view.count(A, legs=1)
-    view.count(A, legs=-1)
-    assert (view.num_legs(A), view.num_legs(B), view.num_legs("http://c")) == (1, 0, 0)
+    view.count(A, requests=1)
+    view.count(A, requests=1)
+    view.count(A, requests=-1)
+    assert (view.num_requests(A), view.num_requests(B), view.num_requests("http://c")) == (1, 0, 0)
 
 
 def test_least_loaded_engine_counts_own_legs_and_pushed_load() -> None:
     view = view_of(row(A, running=3), row(B, running=5))
     assert chosen(view, "s1") == A
     for _ in range(3):
-        view.count(A, legs=1)
+        view.count(A, requests=1)
     assert chosen(view, "s2") == B
     for _ in range(3):
-        view.count(A, legs=-1)
+        view.count(A, requests=-1)
     assert chosen(view, "s3") == A
 
 
 def test_own_legs_in_a_pushed_load_are_not_counted_twice() -> None:
     view = view_of(row(A), row(B))
     for _ in range(4):
-        view.count(A, legs=1)
+        view.count(A, requests=1)
     view.update(FleetChanged(2, (row(A, running=4), row(B, running=5))), "router")
     assert chosen(view) == A
 

@@ -4,7 +4,7 @@ Invariant: time moves only when the test says so. Driven by test_generation.py.
 """
 
 from rollmesh.core.types import SamplingParams
-from rollmesh.engine.answers import Finish
+from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation import (
     Action,
     Event,

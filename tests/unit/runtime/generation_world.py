@@ -7,7 +7,7 @@ itself. Driven by test_generation.py, seed by seed.
 import random
 
 from rollmesh.core.types import SamplingParams
-from rollmesh.engine.answers import Finish
+from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation import (
     Action,
     Event,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.types import SamplingParams
-from rollmesh.engine.answers import policy_version_of
+from rollmesh.engine.backend import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import Generation
 from rollmesh.runtime.generation_events import GenerationRequest
@@ -103,7 +103,7 @@ class Bench:
 
     def num_running(self) -> int:
         """Legs that this sampler counts at all engines."""
-        return sum(self.view.num_legs(engine.url) for engine in self.engines)
+        return sum(self.view.num_requests(engine.url) for engine in self.engines)
 
 
 class Words:

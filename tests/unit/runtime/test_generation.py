@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.core.errors import EngineRefused, EngineUnavailable
 from rollmesh.core.types import Grammar, VersionRun
-from rollmesh.engine.answers import Finish
+from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation import (
     GenerationMachine,
     GenerationState,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.types import Grammar, SamplingParams
-from rollmesh.engine.answers import Finish
+from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import (
     MAX_ABORT_REPEAT_S,

@@ -17,7 +17,7 @@ from rollmesh.core.errors import (
     RequestLost,
 )
 from rollmesh.core.types import Grammar, VersionRun
-from rollmesh.engine.pieces import PART_BYTES
+from rollmesh.engine.connection import PART_BYTES
 from rollmesh.runtime.generation import Generation, GenerationState
 from rollmesh.runtime.generation_events import fall_back
 from rollmesh.runtime.sampling import GenerationSettings
@@ -348,7 +348,7 @@ async def test_engines_run_what_we_count_whatever_happens(seed: int) -> None:
         generations: list[Generation] = []
         for _ in range(25):
             await disturb(rng, bench, generations)
-            await until(lambda: all(e.num_live == bench.view.num_legs(e.url) for e in engines))
+            await until(lambda: all(e.num_live == bench.view.num_requests(e.url) for e in engines))
         for generation in generations:
             while generation.machine.num_readers:
                 generation.leave()

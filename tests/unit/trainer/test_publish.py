@@ -12,10 +12,10 @@ import torch
 
 from rollmesh.core.config import PublishConfig
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.fleet import ContinueEngine, EngineProbed, Fleet, ProbeEngine
+from rollmesh.engine.fleet_loop import probe_engine
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.probe import probe_engine
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
 from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.publish import PublishShell
@@ -187,11 +187,11 @@ class StuckTransport:
         self.gate = asyncio.Event()
 
     async def begin(
-        self, payload: Payload, clients: Sequence[EngineClient], timeout_s: float
+        self, payload: Payload, clients: Sequence[EngineBackend], timeout_s: float
     ) -> None:
         """Nothing is needed before."""
 
-    async def load(self, client: EngineClient, _cargo: Payload, _timeout_s: float) -> None:
+    async def load(self, client: EngineBackend, _cargo: Payload, _timeout_s: float) -> None:
         try:
             await self.gate.wait()
         except asyncio.CancelledError:

@@ -18,7 +18,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, JournalConfig, load_config
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, Task
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
@@ -249,7 +249,7 @@ class Lives:
 
 
 async def bring(
-    policy_version: int, folder: Path, probe: Probe, parts: tuple[Part, ...]
+    policy_version: int, folder: Path, probe: Probe, parts: tuple[SharedSegment, ...]
 ) -> PublishReport:
     del folder, probe, parts
     return PublishReport(

@@ -17,7 +17,7 @@ import msgspec
 import orjson
 
 from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
-from rollmesh.engine.answers import policy_version_of
+from rollmesh.engine.backend import policy_version_of
 from rollmesh.runtime.chat import ROLES, Rotating, settled
 from rollmesh.runtime.forks import excerpts
 from rollmesh.runtime.token_graph import ROOT, RootChat, RootKind, Sampled, TokenGraph, assign

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rollmesh.core.errors import ContentLost
-from rollmesh.engine.pieces import size_of
+from rollmesh.engine.connection import size_of
 from rollmesh.serve.interception.pieces import Piece, joined, part_of
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from rollmesh.core.errors import (
     SessionError,
 )
 from rollmesh.core.types import Outcome
-from rollmesh.engine.parser import Headers
+from rollmesh.engine.connection import Headers
 from rollmesh.serve.interception.dialects.dialect import Dialect
 from rollmesh.serve.interception.dialects.registry import DIALECTS
 from rollmesh.serve.interception.pieces import Piece, held, joined

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollmesh.core.errors import DECODE_ERRORS
-from rollmesh.engine.pieces import size_of
+from rollmesh.engine.connection import size_of
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ROLES
 from rollmesh.runtime.forks import ForkCause

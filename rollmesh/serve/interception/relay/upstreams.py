@@ -14,10 +14,8 @@ import msgspec
 
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError, EngineUnavailable, LocalShortage, RequestLost
-from rollmesh.engine.connection import Call, Target
+from rollmesh.engine.connection import Headers, HttpCall, Piece, Target
 from rollmesh.engine.http import HttpClient, target
-from rollmesh.engine.parser import Headers
-from rollmesh.engine.pieces import Piece
 from rollmesh.serve.interception.relay.call import RelayCall
 
 COOL_DOWN_S = 2.0
@@ -99,7 +97,7 @@ class UpstreamPool:
         forwarded: ForwardedRequest,
         upstream: UpstreamEndpoint,
         target: Target,
-    ) -> Call:
+    ) -> HttpCall:
         """Send a call to one endpoint, at this target."""
         upstream.num_running += 1
         return self._client.send(target, forwarded.body, call)
@@ -126,7 +124,7 @@ class _Attempts:
         self._forwarded: ForwardedRequest | None = forwarded
         self._tried: list[UpstreamEndpoint] = []
         self._num_redirects = 0
-        self._sent: Call | None = None
+        self._sent: HttpCall | None = None
         self._try(upstream, forwarded)
 
     @property

@@ -24,9 +24,9 @@ from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.loopback import is_loopback
-from rollmesh.engine.client import READ_TIMEOUT_S, EngineClient
+from rollmesh.engine.backend import READ_TIMEOUT_S, EngineBackend
 from rollmesh.engine.embedded.groups import facing
-from rollmesh.engine.in_memory import Part, Piece
+from rollmesh.engine.shared_memory import SharedSegment, TensorPiece
 from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.transports.sender import (
     BroadcastParts,
@@ -53,7 +53,7 @@ class _Broadcast:
     def __init__(self, payload: Payload, timeout_s: float) -> None:
         self.payload = payload
         self.timeout_s = timeout_s * BROADCAST_SHARE
-        self.clients: dict[str, EngineClient] = {}
+        self.clients: dict[str, EngineBackend] = {}
         self.infos: dict[str, dict[str, Any]] = {}
         """By URL: the engine's server_info."""
         self.refusals: dict[str, EngineRefused] = {}
@@ -66,7 +66,7 @@ class _Broadcast:
         """Why it ended early."""
         self.group = ""
 
-    async def open_session(self, client: EngineClient) -> None:
+    async def open_session(self, client: EngineBackend) -> None:
         """Begin the engine's update session; a refusal is kept for the engine's own load and delays
         no other."""
         try:
@@ -76,7 +76,7 @@ class _Broadcast:
         except EngineRefused as error:
             self.refusals[client.url] = error
 
-    def give_up(self, client: EngineClient) -> bool:
+    def give_up(self, client: EngineBackend) -> bool:
         """Remove an engine whose load was cancelled, which ends a running broadcast; return whether
         it took part in one."""
         self.clients.pop(client.url, None)
@@ -128,16 +128,16 @@ class DistributedTransport:
         self._sender: WeightSender | None = None
         self._group = ""
         """The group's name ('' without a group), and the engines in it."""
-        self._members: dict[str, EngineClient] = {}
+        self._members: dict[str, EngineBackend] = {}
 
     async def begin(
-        self, _cargo: Payload, _clients: Sequence[EngineClient], _timeout_s: float
+        self, _cargo: Payload, _clients: Sequence[EngineBackend], _timeout_s: float
     ) -> None:
         """Start the sender process. The group is formed later: an engine that waits for peers to
         join cannot serve."""
         await self._start_sender()
 
-    async def load(self, client: EngineClient, payload: Payload, timeout_s: float) -> None:
+    async def load(self, client: EngineBackend, payload: Payload, timeout_s: float) -> None:
         broadcast = self._gathering
         if broadcast is None or broadcast.payload != payload:
             broadcast = self._gathering = _Broadcast(payload, timeout_s)
@@ -188,7 +188,7 @@ class DistributedTransport:
                 log.warning("group.torn_down", engines=sorted(broadcast.clients), why=why)
                 raise EngineUnavailable(f"the group is torn down: {why}") from None
 
-    async def _abort_later(self, broadcast: _Broadcast, client: EngineClient) -> None:
+    async def _abort_later(self, broadcast: _Broadcast, client: EngineBackend) -> None:
         assert broadcast.task
         await asyncio.wait([broadcast.task])
         await abort_update(client, broadcast.group)
@@ -220,7 +220,7 @@ class DistributedTransport:
         for parts in buckets(broadcast.payload.parts):
             body = self._body(parts, broadcast.payload.policy_version)
             path = "/update_weights_from_distributed"
-            loads = [client.order(path, body, broadcast.timeout_s) for client in clients]
+            loads = [client.command(path, body, broadcast.timeout_s) for client in clients]
             await run_all(sender.order(BroadcastParts(parts)), *loads)
         await run_all(*map(end_update, clients))
 
@@ -248,7 +248,7 @@ class DistributedTransport:
                 "group_name": name,
                 "backend": backend,
             }
-            joins.append(client.order("/init_weights_update_group", body, broadcast.timeout_s))
+            joins.append(client.command("/init_weights_update_group", body, broadcast.timeout_s))
         await run_all(sender.order(JoinGroup()), *joins)
 
     async def _tear_down(self) -> None:
@@ -269,7 +269,7 @@ class DistributedTransport:
         self._sender = self._sender or await WeightSender.started()
         return self._sender
 
-    def _body(self, parts: Sequence[Part], policy_version: int) -> dict[str, Any]:
+    def _body(self, parts: Sequence[SharedSegment], policy_version: int) -> dict[str, Any]:
         pieces = [piece for part in parts for piece in part.pieces]
         return {
             "names": [piece.name for piece in pieces],
@@ -300,34 +300,36 @@ def check_ranks(url: str, info: dict[str, Any]) -> None:
         )
 
 
-async def abort_update(client: EngineClient, group: str) -> None:
+async def abort_update(client: EngineBackend, group: str) -> None:
     """End at an engine what a failed broadcast has begun there."""
     with contextlib.suppress(EngineError):
         await end_update(client, READ_TIMEOUT_S)
     await leave_group(client, group)
 
 
-async def leave_group(client: EngineClient, group: str) -> None:
+async def leave_group(client: EngineBackend, group: str) -> None:
     """Remove the engine from the group; ignore an engine that is gone or was never in it."""
     with contextlib.suppress(EngineError):
         body = {"group_name": group}
-        await client.order("/destroy_weights_update_group", body, READ_TIMEOUT_S)
+        await client.command("/destroy_weights_update_group", body, READ_TIMEOUT_S)
 
 
-def buckets(parts: Sequence[Part], max_bytes: int = BUCKET_BYTES) -> Iterator[tuple[Part, ...]]:
+def buckets(
+    parts: Sequence[SharedSegment], max_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[SharedSegment, ...]]:
     """Split the pieces, in order, into groups of at most `max_bytes`; empty pieces are left out."""
     for part in parts:
-        chosen: list[Piece] = []
+        chosen: list[TensorPiece] = []
         num_bytes = 0
         for piece in part.pieces:
             if chosen and num_bytes + piece.num_bytes > max_bytes:
-                yield (Part(part.path, tuple(chosen)),)
+                yield (SharedSegment(part.path, tuple(chosen)),)
                 chosen, num_bytes = [], 0
             if piece.num_bytes:
                 chosen.append(piece)
                 num_bytes += piece.num_bytes
         if chosen:
-            yield (Part(part.path, tuple(chosen)),)
+            yield (SharedSegment(part.path, tuple(chosen)),)
 
 
 def common_address(urls: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import sys
 import msgspec
 
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 
 PROGRAM = "rollmesh.trainer.weights.transports.sender_process"
 END_S = 2.0
@@ -42,7 +42,7 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 class BroadcastParts(msgspec.Struct, frozen=True, tag=True):
     """Broadcast all pieces of these parts, in order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[SharedSegment, ...]
 
 
 class ShareParts(msgspec.Struct, frozen=True, tag=True):
@@ -50,7 +50,7 @@ class ShareParts(msgspec.Struct, frozen=True, tag=True):
     serialization per rank."""
 
     policy_version: int
-    parts: tuple[Part, ...]
+    parts: tuple[SharedSegment, ...]
     num_ranks: int
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, multiprocessing
 
 from rollmesh.core.process import die_with_parent
 from rollmesh.engine.embedded.groups import GroupShape, WeightGroup, open_store
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.tensors.segment import Attached
 from rollmesh.trainer.weights.transports.sender import (
     BroadcastParts,
@@ -69,7 +69,7 @@ class CommandRunner:
         if self._memory:
             self._memory.close()
 
-    def _broadcast(self, part: Part) -> None:
+    def _broadcast(self, part: SharedSegment) -> None:
         assert self._group
         descriptor = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         try:  # copy on write: torch needs writable memory, although nothing writes to it
@@ -94,7 +94,7 @@ class SglangMemory:
         self._policy_version = -1
 
     def share(
-        self, policy_version: int, parts: tuple[Part, ...], num_ranks: int
+        self, policy_version: int, parts: tuple[SharedSegment, ...], num_ranks: int
     ) -> tuple[str, ...]:
         """Return one serialization for each rank: every rank opens the memory by itself."""
         named = self._copy(policy_version, parts)
@@ -110,7 +110,9 @@ class SglangMemory:
                 child.terminate()
                 child.wait()
 
-    def _copy(self, policy_version: int, parts: tuple[Part, ...]) -> list[tuple[str, Tensor]]:
+    def _copy(
+        self, policy_version: int, parts: tuple[SharedSegment, ...]
+    ) -> list[tuple[str, Tensor]]:
         starts = _starts(parts)
         if len(self._block) != starts[-1]:
             self._block = torch.empty(starts[-1], dtype=torch.uint8)
@@ -135,7 +137,7 @@ class SglangMemory:
         ]
 
 
-def _starts(parts: tuple[Part, ...]) -> list[int]:
+def _starts(parts: tuple[SharedSegment, ...]) -> list[int]:
     """Return the offset of each part in the block, and the total size."""
     starts = [0]
     for part in parts:
@@ -143,7 +145,7 @@ def _starts(parts: tuple[Part, ...]) -> list[int]:
     return starts
 
 
-def _end(part: Part) -> int:
+def _end(part: SharedSegment) -> int:
     return max([0, *(piece.offset + piece.num_bytes for piece in part.pieces)])
 
 

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from rollmesh.core.errors import EngineError, EngineRefused
-from rollmesh.engine.client import CONTROL_TIMEOUT_S, READ_TIMEOUT_S, EngineClient
-from rollmesh.engine.member import ADAPTER_PREFIX, adapter_name
+from rollmesh.engine.backend import CONTROL_TIMEOUT_S, READ_TIMEOUT_S, EngineBackend
+from rollmesh.engine.members import ADAPTER_PREFIX, adapter_name
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which a folder is a PEFT adapter."""
@@ -26,7 +26,7 @@ def adapter_in(policy_version: int, folder: Path) -> str:
     return adapter_name(policy_version) if (folder / ADAPTER_CONFIG).exists() else ""
 
 
-async def swap_adapter(client: EngineClient, policy_version: int, folder: Path, name: str) -> None:
+async def swap_adapter(client: EngineBackend, policy_version: int, folder: Path, name: str) -> None:
     """Replace the engine's adapter of this run with `name`, and set its weight version to
     `policy_version`."""
     loaded = await _our_adapters(client)
@@ -34,21 +34,21 @@ async def swap_adapter(client: EngineClient, policy_version: int, folder: Path, 
         await client.unload_adapter(name)
     await client.load_adapter(name, folder)
     renamed = {"new_version": str(policy_version), "abort_all_requests": False}
-    await client.order("/update_weight_version", renamed)
+    await client.command("/update_weight_version", renamed)
     # SGLang at its limit (--max-loaded-loras) has already dropped one by itself.
     for old in await _our_adapters(client):
         if old != name:
             await client.unload_adapter(old)
 
 
-async def drop_adapters(client: EngineClient) -> None:
+async def drop_adapters(client: EngineBackend) -> None:
     """Unload this run's adapters before whole weights are loaded; the version of one may be another
     run's."""
     for name in await _our_adapters(client):
         await client.unload_adapter(name)
 
 
-async def _our_adapters(client: EngineClient) -> list[str]:
+async def _our_adapters(client: EngineBackend) -> list[str]:
     return [name for name in await client.adapters() if name.startswith(ADAPTER_PREFIX)]
 
 
@@ -57,7 +57,7 @@ ALREADY_OPEN = "already open"
 
 
 @contextlib.asynccontextmanager
-async def update_session(client: EngineClient) -> AsyncIterator[None]:
+async def update_session(client: EngineBackend) -> AsyncIterator[None]:
     """Keep an update session open; EngineRefused if the engine has none, as SGLang before
     0.5.21."""
     await begin_update(client)
@@ -70,19 +70,19 @@ async def update_session(client: EngineClient) -> AsyncIterator[None]:
     await end_update(client)
 
 
-async def begin_update(client: EngineClient) -> None:
+async def begin_update(client: EngineBackend) -> None:
     """Begin an update session; EngineRefused as for `update_session`."""
     try:
-        await client.order("/begin_weight_update", {})
+        await client.command("/begin_weight_update", {})
     except EngineRefused as error:
         if ALREADY_OPEN not in str(error):
             raise
         with contextlib.suppress(EngineRefused):  # its weights may be incomplete
             await end_update(client)
-        await client.order("/begin_weight_update", {})
+        await client.command("/begin_weight_update", {})
 
 
-async def end_update(client: EngineClient, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+async def end_update(client: EngineBackend, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
     """End the session; EngineRefused if there is none, or if the weights received are not a whole
     model."""
-    await client.order("/end_weight_update", {}, timeout_s)
+    await client.command("/end_weight_update", {}, timeout_s)

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
-from rollmesh.engine.client import EngineClient
-from rollmesh.engine.in_memory import LOAD_FORMAT, told
+from rollmesh.engine.backend import EngineBackend
+from rollmesh.engine.shared_memory import LOAD_FORMAT, encode_parts
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.transports.sender import ShareParts, WeightSender
@@ -53,17 +53,17 @@ class TensorTransport:
         """By URL: the request body for an engine that `begin` has prepared."""
 
     async def begin(
-        self, payload: Payload, clients: Sequence[EngineClient], timeout_s: float
+        self, payload: Payload, clients: Sequence[EngineBackend], timeout_s: float
     ) -> None:
         self._prepared.clear()
         await asyncio.gather(*(self._prepare(client, payload, timeout_s) for client in clients))
 
-    async def load(self, client: EngineClient, payload: Payload, timeout_s: float) -> None:
+    async def load(self, client: EngineBackend, payload: Payload, timeout_s: float) -> None:
         body = self._prepared.pop(client.url, None)
         if body is None or body["weight_version"] != str(payload.policy_version):
             body = await self._body(client, payload)
         async with update_session(client):
-            await client.order("/update_weights_from_tensor", body, timeout_s)
+            await client.command("/update_weights_from_tensor", body, timeout_s)
 
     async def finish(self) -> None:
         """Keep the copy: the next version overwrites it."""
@@ -74,16 +74,16 @@ class TensorTransport:
         if sender:
             await sender.end()
 
-    async def _prepare(self, client: EngineClient, payload: Payload, timeout_s: float) -> None:
+    async def _prepare(self, client: EngineBackend, payload: Payload, timeout_s: float) -> None:
         """Do now what needs no pause; `load` reports a failure."""
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 body = await self._body(client, payload)
                 if body.get("load_format") == LOAD_FORMAT:
-                    await client.order("/stage_weights", body, timeout_s)
+                    await client.command("/stage_weights", body, timeout_s)
                 self._prepared[client.url] = body
 
-    async def _body(self, client: EngineClient, payload: Payload) -> dict[str, Any]:
+    async def _body(self, client: EngineBackend, payload: Payload) -> dict[str, Any]:
         """Return the body of the load call; EngineRefused if the engine cannot map our memory."""
         if not await asyncio.to_thread(is_on_this_host, client.url):
             raise EngineRefused(f"{client.url}: on another host, which cannot map our memory")
@@ -93,7 +93,10 @@ class TensorTransport:
     async def _tensors(self, url: str, info: dict[str, Any], payload: Payload) -> dict[str, Any]:
         """Return the locations of the tensors in the engine's format."""
         if LOAD_FORMAT in info.get("weight_load_formats", ()):
-            return {"serialized_named_tensors": told(payload.parts), "load_format": LOAD_FORMAT}
+            return {
+                "serialized_named_tensors": encode_parts(payload.parts),
+                "load_format": LOAD_FORMAT,
+            }
         num_ranks = int(info.get("tp_size") or 1)
         if url not in self._shares_memory:
             self._shares_memory[url] = await asyncio.to_thread(self._can_share, url)

@@ -23,7 +23,7 @@ from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.staging import DROPPED, Staging
 from rollmesh.engine.embedded.steploop import StepLoop
 from rollmesh.engine.embedded.weight_routes import WeightRoutes
-from rollmesh.engine.in_memory import LOAD_FORMAT, Part, told
+from rollmesh.engine.shared_memory import LOAD_FORMAT, SharedSegment, encode_parts
 from rollmesh.trainer.weights.payload import WeightBuffer
 from tests.unit.engine.embedded.driving import make_engine
 
@@ -80,7 +80,7 @@ async def client(model: Model, folder: Path) -> AsyncIterator[Client]:
 
 
 @pytest.fixture
-def laid(other_folder: Path, tmp_path: Path) -> Iterator[Part]:
+def laid(other_folder: Path, tmp_path: Path) -> Iterator[SharedSegment]:
     """All of a model, in memory that a test may take away."""
     weights = load_file(other_folder / "model.safetensors")
     buffer = WeightBuffer()
@@ -98,17 +98,17 @@ def post(client: Client, path: str, body: dict[str, Any]) -> asyncio.Task[Client
     return asyncio.create_task(answer())
 
 
-def body_of(part: Part) -> dict[str, Any]:
-    says = {"serialized_named_tensors": told([part]), "weight_version": "9"}
+def body_of(part: SharedSegment) -> dict[str, Any]:
+    says = {"serialized_named_tensors": encode_parts([part]), "weight_version": "9"}
     return says | {"load_format": LOAD_FORMAT}
 
 
-def take_away(part: Part) -> None:
+def take_away(part: SharedSegment) -> None:
     Path(part.path).unlink()
 
 
 async def test_update_waits_for_what_is_staged_as_it_says_and_reads_nothing_twice(
-    executor: KeepsBackTheFirst, client: Client, laid: Part
+    executor: KeepsBackTheFirst, client: Client, laid: SharedSegment
 ) -> None:
     staging = post(client, "/stage_weights", body_of(laid))
     await executor.first_is_done.wait()
@@ -125,7 +125,7 @@ async def test_update_waits_for_what_is_staged_as_it_says_and_reads_nothing_twic
 
 
 async def test_what_was_staged_too_late_for_its_swap_does_not_stay(
-    executor: KeepsBackTheFirst, client: Client, laid: Part, folder: Path
+    executor: KeepsBackTheFirst, client: Client, laid: SharedSegment, folder: Path
 ) -> None:
     staging = post(client, "/stage_weights", body_of(laid))
     await executor.first_is_done.wait()

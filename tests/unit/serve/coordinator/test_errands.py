@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.engine.connection import Call
+from rollmesh.engine.connection import HttpCall
 from rollmesh.engine.http import HttpClient
 from rollmesh.serve.coordinator import errands as errands_module
 from rollmesh.serve.coordinator.errands import Errands
@@ -175,7 +175,7 @@ async def test_an_order_ends_with_its_engine(office: Office, tmp_path: Path) -> 
 
 
 async def test_a_look_is_broken_off_for_what_is_newer(office: Office, tmp_path: Path) -> None:
-    async with HttpClient(minds_silence=True) as http:
+    async with HttpClient(keepalive=True) as http:
         errands = Errands(http, tmp_path, office.hear)
         office.road.hold("/model_info")
         office.send(errands, Deed.LOOK)
@@ -195,7 +195,7 @@ class CountsDials(HttpClient):
         super().__init__(shortage_wait_s=0.0)
         self.num_dials = 0
 
-    def connect(self, call: Call) -> None:
+    def connect(self, call: HttpCall) -> None:
         self.num_dials += 1
         super().connect(call)
 

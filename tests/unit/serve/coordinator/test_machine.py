@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.engine.sleeping import ASLEEP
+from rollmesh.engine.fleet import ASLEEP
 from rollmesh.serve.coordinator.events import Deed
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.wire.fleet import EnginePhase, SleepEngine

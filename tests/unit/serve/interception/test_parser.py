@@ -6,7 +6,7 @@ import gzip
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.engine.connection import MAX_MUTE_BYTES
+from rollmesh.engine.connection import MAX_OVERHEAD_BYTES
 from rollmesh.serve.interception import body_limits as bodies_module
 from rollmesh.serve.interception.connection import MAX_PIPELINED
 from rollmesh.serve.interception.request import JSON, HttpRequest
@@ -337,7 +337,7 @@ def test_a_head_without_end_is_refused(runner: asyncio.Runner, endless: bytes) -
     async def main() -> None:
         async with serving(echo) as place:
             more = b"x" if not endless.endswith(b"\n") else b"A: b\r\n"
-            told = await place.ask(endless + more * (2 * MAX_MUTE_BYTES))
+            told = await place.ask(endless + more * (2 * MAX_OVERHEAD_BYTES))
             assert status_of(told) == 431
             assert b"secret" not in told
 
@@ -348,6 +348,6 @@ def test_chunk_extensions_without_end_are_refused(runner: asyncio.Runner) -> Non
     async def main() -> None:
         async with serving(echo) as place:
             head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;"
-            assert status_of(await place.ask(head + b"x" * (4 * MAX_MUTE_BYTES))) == 400
+            assert status_of(await place.ask(head + b"x" * (4 * MAX_OVERHEAD_BYTES))) == 400
 
     runner.run(main())

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.tensors.segment import Attached
 
 
@@ -21,7 +21,7 @@ def random_weights(seed: int) -> dict[str, Tensor]:
     }
 
 
-def read(part: Part) -> dict[str, Tensor]:
+def read(part: SharedSegment) -> dict[str, Tensor]:
     """Read the part as another process would."""
     memory = Attached(part.path)
     tensors = {}

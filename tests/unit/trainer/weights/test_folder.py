@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import EngineUnavailable, ModelError, PublishError
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.trainer.books.records import RunRecords
 from rollmesh.trainer.weights.folder import BackgroundLoop, Refusal, RefusalMonitor, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
@@ -31,7 +31,7 @@ def background() -> Iterator[BackgroundLoop]:
 
 
 async def bring(
-    policy_version: int, _folder: Path, _probe: Probe, _parts: tuple[Part, ...]
+    policy_version: int, _folder: Path, _probe: Probe, _parts: tuple[SharedSegment, ...]
 ) -> PublishReport:
     return PublishReport(
         policy_version=policy_version, updated=("e",), failed=(), wall_s=0.0, gap_s=0.0
@@ -107,7 +107,7 @@ def test_training_goes_on_while_a_publication_runs(
     gate = threading.Event()
 
     async def slow(
-        policy_version: int, folder: Path, probe: Probe, parts: tuple[Part, ...]
+        policy_version: int, folder: Path, probe: Probe, parts: tuple[SharedSegment, ...]
     ) -> PublishReport:
         await asyncio.to_thread(gate.wait, PATIENCE_S)
         return await bring(policy_version, folder, probe, parts)
@@ -141,7 +141,7 @@ def refusal_of(weights: WeightVersions) -> Refusal | None:
 
 
 async def refused(
-    policy_version: int, _folder: Path, _probe: Probe, _parts: tuple[Part, ...]
+    policy_version: int, _folder: Path, _probe: Probe, _parts: tuple[SharedSegment, ...]
 ) -> PublishReport:
     return PublishReport(
         policy_version=policy_version, updated=(), failed=("e: why",), wall_s=0.0, gap_s=0.0

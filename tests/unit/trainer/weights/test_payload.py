@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
-from rollmesh.engine.in_memory import Part
+from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.tensors.segment import SHARED_MEMORY, Attached
 from rollmesh.trainer.weights.payload import ALIGNMENT, WeightBuffer, write_shards
 from tests.unit.trainer.weights.random_weights import random_weights, read
@@ -64,7 +64,7 @@ def test_closed_buffer_is_unlinked_and_stays_mapped_for_its_readers(
     seen = Attached(part.path)
     buffer.close()
     assert not Path(part.path).exists()
-    assert Part(part.path, part.pieces) == part
+    assert SharedSegment(part.path, part.pieces) == part
     [vector] = [piece for piece in part.pieces if piece.name == "vector"]
     data = seen.view(vector.offset, vector.num_bytes)
     assert data.tobytes() == weights["vector"].numpy().tobytes()
@@ -99,7 +99,7 @@ WEIGHTS = random_weights(seed=3)
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Iterator[tuple[Part, Part]]:
+def parts(tmp_path: Path) -> Iterator[tuple[SharedSegment, SharedSegment]]:
     """Two ranks' shares."""
     buffers = WeightBuffer(), WeightBuffer()
     of_first = {"matrix", "counts", "nothing"}
@@ -120,7 +120,9 @@ def assert_are_ours(found: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, WEIGHTS[name]), name
 
 
-def test_small_weights_are_one_file(parts: tuple[Part, Part], tmp_path: Path) -> None:
+def test_small_weights_are_one_file(
+    parts: tuple[SharedSegment, SharedSegment], tmp_path: Path
+) -> None:
     write_shards(tmp_path, parts)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     assert_are_ours(load_file(tmp_path / "model.safetensors"))
@@ -128,7 +130,7 @@ def test_small_weights_are_one_file(parts: tuple[Part, Part], tmp_path: Path) ->
 
 @pytest.mark.parametrize("max_bytes", [1, 200, 960])
 def test_large_weights_are_shards_with_an_index(
-    parts: tuple[Part, Part], tmp_path: Path, max_bytes: int
+    parts: tuple[SharedSegment, SharedSegment], tmp_path: Path, max_bytes: int
 ) -> None:
     write_shards(tmp_path, parts, max_bytes)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())

@@ -413,7 +413,7 @@ def test_superseded_publisher_reports_it_once_and_ends() -> None:
         mesh.run(0.5)
     assert mesh.superseded == [Superseded(3, 5)]
     [report] = mesh.reports
-    assert "published version 5; version 3 comes too late" in report.failed[0]
+    assert "published version 5" in report.failed[0]
     assert mesh.was_called == []
     assert (mesh.phase(), mesh.policy_version()) == (EnginePhase.READY, 5)
 

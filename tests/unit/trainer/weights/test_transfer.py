@@ -10,8 +10,9 @@ from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable, ModelError
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.trainer.models.folders import begin_without_weights, load_model, partial_path
 from rollmesh.trainer.ranks import named_weights
@@ -35,13 +36,13 @@ class FakeTransport:
         self.prepared: list[tuple[str, int]] = []
 
     async def begin(
-        self, payload: Payload, clients: Sequence[EngineClient], timeout_s: float
+        self, payload: Payload, clients: Sequence[EngineBackend], timeout_s: float
     ) -> None:
         assert timeout_s < TIMEOUT_S
         self.has_begun = True
         self.prepared = [(client.url, payload.policy_version) for client in clients]
 
-    async def load(self, client: EngineClient, payload: Payload, timeout_s: float) -> None:
+    async def load(self, client: EngineBackend, payload: Payload, timeout_s: float) -> None:
         assert self.has_begun
         assert timeout_s == TIMEOUT_S
         if self.gate:
@@ -80,13 +81,13 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 
 @pytest.fixture
-async def client(engine: ScriptedEngine) -> AsyncIterator[EngineClient]:
+async def client(engine: ScriptedEngine) -> AsyncIterator[SglangBackend]:
     async with HttpClient() as http:
-        yield EngineClient(engine.url, http)
+        yield SglangBackend(engine.url, http)
 
 
 async def test_without_a_transport_the_folder_is_complete_before_any_engine_is_called(
-    payload: Payload, client: EngineClient, engine: ScriptedEngine, tiny_folder: Path
+    payload: Payload, client: EngineBackend, engine: ScriptedEngine, tiny_folder: Path
 ) -> None:
     transfer = Transfer(None, TIMEOUT_S)
     await transfer.begin(payload)
@@ -100,7 +101,7 @@ async def test_without_a_transport_the_folder_is_complete_before_any_engine_is_c
 
 
 async def test_with_a_transport_the_folder_is_written_as_well(
-    payload: Payload, client: EngineClient, engine: ScriptedEngine
+    payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
     transport = FakeTransport()
     transfer = Transfer(transport, TIMEOUT_S)
@@ -113,7 +114,7 @@ async def test_with_a_transport_the_folder_is_written_as_well(
 
 
 async def test_serving_engines_are_prepared_unless_they_read_files(
-    payload: Payload, client: EngineClient
+    payload: Payload, client: EngineBackend
 ) -> None:
     transport = FakeTransport(EngineRefused("not this transport"))
     transfer = Transfer(transport, TIMEOUT_S)
@@ -127,7 +128,7 @@ async def test_serving_engines_are_prepared_unless_they_read_files(
 
 
 async def test_engine_that_joins_later_reads_the_folder(
-    payload: Payload, client: EngineClient, engine: ScriptedEngine
+    payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
     transport = FakeTransport()
     transfer = Transfer(transport, TIMEOUT_S)
@@ -139,7 +140,7 @@ async def test_engine_that_joins_later_reads_the_folder(
 
 
 async def test_complete_folder_is_loaded_as_it_is(
-    payload: Payload, client: EngineClient, engine: ScriptedEngine
+    payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
     """Adapters, and models that transformers converts."""
     transport = FakeTransport()
@@ -153,7 +154,7 @@ async def test_complete_folder_is_loaded_as_it_is(
 
 
 async def test_engine_that_refuses_the_transport_gets_files_and_one_log_line(
-    payload: Payload, client: EngineClient, engine: ScriptedEngine
+    payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
     transport = FakeTransport(EngineRefused("HTTP 404: Not Found"))
     transfer = Transfer(transport, TIMEOUT_S)
@@ -173,7 +174,7 @@ async def test_engine_that_refuses_the_transport_gets_files_and_one_log_line(
 
 
 async def test_engine_that_fails_once_gets_the_file_and_then_the_transport_again(
-    payload: Payload, client: EngineClient, engine: ScriptedEngine
+    payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
     transport = FakeTransport(EngineUnavailable("a peer left the group"))
     transfer = Transfer(transport, TIMEOUT_S)
@@ -186,7 +187,7 @@ async def test_engine_that_fails_once_gets_the_file_and_then_the_transport_again
 
 
 async def test_finish_waits_for_loads_that_read_the_payload(
-    payload: Payload, client: EngineClient
+    payload: Payload, client: EngineBackend
 ) -> None:
     transport = FakeTransport()
     transport.gate = asyncio.Event()
@@ -203,7 +204,7 @@ async def test_finish_waits_for_loads_that_read_the_payload(
 
 
 async def test_finish_waits_for_loads_that_begin_while_the_file_is_written(
-    payload: Payload, client: EngineClient
+    payload: Payload, client: EngineBackend
 ) -> None:
     transport = FakeTransport()
     transport.gate = asyncio.Event()
@@ -226,7 +227,7 @@ async def test_finish_waits_for_loads_that_begin_while_the_file_is_written(
 
 
 async def test_a_folder_that_an_engine_reads_is_known(
-    payload: Payload, client: EngineClient, engine: ScriptedEngine
+    payload: Payload, client: EngineBackend, engine: ScriptedEngine
 ) -> None:
     transfer = Transfer(None, TIMEOUT_S)
     await transfer.begin(payload)

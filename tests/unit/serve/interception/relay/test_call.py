@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from rollmesh.core.errors import EngineUnavailable, SessionError
-from rollmesh.engine.parser import Headers
+from rollmesh.engine.connection import Headers
 from rollmesh.serve.interception.relay.call import CallRequest, RelayCall
 from rollmesh.testing.clock import FakeClock
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from rollmesh.core.errors import EngineUnavailable
-from rollmesh.engine.parser import Headers
+from rollmesh.engine.connection import Headers
 from rollmesh.serve.interception.dialects.dialect import UpstreamChoice
 from rollmesh.serve.interception.dialects.registry import DIALECTS
 from rollmesh.serve.interception.pieces import joined

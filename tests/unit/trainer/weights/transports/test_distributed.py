@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rollmesh.core.errors import EngineRefused
-from rollmesh.engine.in_memory import Part, Piece
+from rollmesh.engine.shared_memory import SharedSegment, TensorPiece
 from rollmesh.trainer.weights.transports.distributed import (
     ExpectedEngines,
     buckets,
@@ -14,14 +14,14 @@ from rollmesh.trainer.weights.transports.distributed import (
 )
 
 
-def piece(name: str, num_bytes: int) -> Piece:
-    return Piece(name, "uint8", (num_bytes,), 0, num_bytes)
+def piece(name: str, num_bytes: int) -> TensorPiece:
+    return TensorPiece(name, "uint8", (num_bytes,), 0, num_bytes)
 
 
 PARTS = [
-    Part("/a", (piece("a", 6), piece("nothing", 0), piece("b", 5), piece("large", 30))),
-    Part("/b", (piece("c", 1), piece("d", 1))),
-    Part("/c", (piece("empty", 0),)),
+    SharedSegment("/a", (piece("a", 6), piece("nothing", 0), piece("b", 5), piece("large", 30))),
+    SharedSegment("/b", (piece("c", 1), piece("d", 1))),
+    SharedSegment("/c", (piece("empty", 0),)),
 ]
 
 

@@ -8,8 +8,9 @@ import pytest
 from aiohttp import web
 
 from rollmesh.core.errors import EngineRefused
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.trainer.weights.transports.sglang import adapter_in, drop_adapters, swap_adapter
 
 
@@ -73,18 +74,18 @@ async def sglang(request: pytest.FixtureRequest) -> AsyncIterator[Sglang]:
 
 
 @pytest.fixture
-async def client(sglang: Sglang) -> AsyncIterator[EngineClient]:
+async def client(sglang: Sglang) -> AsyncIterator[SglangBackend]:
     async with HttpClient() as http:
-        yield EngineClient(sglang.url, http)
+        yield SglangBackend(sglang.url, http)
 
 
-async def publish(client: EngineClient, policy_version: int) -> None:
+async def publish(client: EngineBackend, policy_version: int) -> None:
     name = f"rollmesh-v{policy_version}"
     await swap_adapter(client, policy_version, Path(f"/v{policy_version}"), name)
 
 
 async def test_next_adapter_takes_the_place_of_the_last(
-    sglang: Sglang, client: EngineClient
+    sglang: Sglang, client: EngineBackend
 ) -> None:
     for policy_version in (1, 2, 3):
         await publish(client, policy_version)
@@ -92,7 +93,7 @@ async def test_next_adapter_takes_the_place_of_the_last(
         assert sglang.policy_version == str(policy_version)
 
 
-async def test_interrupted_attempt_is_repeated(sglang: Sglang, client: EngineClient) -> None:
+async def test_interrupted_attempt_is_repeated(sglang: Sglang, client: EngineBackend) -> None:
     await publish(client, 1)
     await client.load_adapter("rollmesh-v2", Path("/v2"))
     with pytest.raises(EngineRefused, match="already exists"):
@@ -102,7 +103,7 @@ async def test_interrupted_attempt_is_repeated(sglang: Sglang, client: EngineCli
 
 
 async def test_whole_weights_drop_the_adapters_of_ours_alone(
-    sglang: Sglang, client: EngineClient
+    sglang: Sglang, client: EngineBackend
 ) -> None:
     sglang.loaded = ["my-own", "rollmesh-v1"]
     await drop_adapters(client)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import EngineRefused
-from rollmesh.engine.client import EngineClient
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.transports.tensor import (
@@ -85,13 +85,13 @@ async def test_sglang_without_our_memory_is_never_offered_it() -> None:
     async with ScriptedEngine() as engine, HttpClient() as http:
         transport = TensorTransport(can_share=lambda _: False)
         with pytest.raises(EngineRefused, match="access to our memory"):
-            await transport.load(EngineClient(engine.url, http), Payload(1, "/v1"), 1.0)
+            await transport.load(SglangBackend(engine.url, http), Payload(1, "/v1"), 1.0)
         assert [each.path for each in engine.seen] == ["/server_info"]
 
 
 async def test_engine_of_another_host_is_not_called() -> None:
     async with HttpClient() as http:
-        client = EngineClient(ELSEWHERE, http)
+        client = SglangBackend(ELSEWHERE, http)
         with pytest.raises(EngineRefused, match="another host"):
             await TensorTransport().load(client, Payload(1, "/v1"), 1.0)
 
@@ -101,6 +101,6 @@ async def test_engine_without_update_sessions_gets_no_weights() -> None:
     async with ScriptedEngine() as engine, HttpClient() as http:
         transport = TensorTransport(can_share=lambda _: True)
         with pytest.raises(EngineRefused, match="404"):
-            await transport.load(EngineClient(engine.url, http), Payload(1, "/v1"), 1.0)
+            await transport.load(SglangBackend(engine.url, http), Payload(1, "/v1"), 1.0)
         await transport.close()
         assert [each.path for each in engine.seen] == ["/server_info", "/begin_weight_update"]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rollmesh.engine.fleet import ContinueEngine
-from rollmesh.engine.sleeping import LAPSED
+from rollmesh.engine.fleet import LAPSED, ContinueEngine
 from rollmesh.engine.view import FleetView
 from rollmesh.wire.fleet import (
     BeginUpdate,

@@ -8,16 +8,16 @@ import pytest
 
 from rollmesh.core.errors import EngineBroke, EngineOverloaded, EngineRefused, EngineUnavailable
 from rollmesh.core.types import Grammar, SamplingParams, VersionRun
-from rollmesh.engine.leg import LegAnswer, LegStream, encode_leg, encode_score
-from rollmesh.engine.pieces import parts
+from rollmesh.engine.connection import parts
+from rollmesh.engine.sglang import BatchResponse, StreamResponse, encode_request, encode_score
 from tests.unit.engine.http_peer import Unread
-from tests.unit.engine.leg_ear import LegEar, leg
+from tests.unit.engine.token_receiver import LegEar, leg
 
 VOCAB_SIZE = 100
 
 
 def body_of(**fields: Any) -> dict[str, Any]:
-    body: dict[str, Any] = orjson.loads(b"".join(parts(encode_leg(leg(**fields), VOCAB_SIZE))))
+    body: dict[str, Any] = orjson.loads(b"".join(parts(encode_request(leg(**fields), VOCAB_SIZE))))
     return body
 
 
@@ -98,7 +98,7 @@ def test_images_are_pieces_that_nobody_read(order: str) -> None:
         Unread(each.encode()) if kind == "u" else each
         for kind, each in zip(order, addresses, strict=True)
     ]
-    pieces = encode_leg(leg(images=tuple(images)), VOCAB_SIZE)
+    pieces = encode_request(leg(images=tuple(images)), VOCAB_SIZE)
     unread = [each for each in images if isinstance(each, Unread)]
     assert [each for each in pieces if isinstance(each, Unread)] == unread
     assert not any(each.num_read for each in unread)
@@ -109,7 +109,7 @@ def test_images_are_pieces_that_nobody_read(order: str) -> None:
 
 def test_ready_json_is_not_copied_or_looked_into() -> None:
     ready = b"5,6"
-    pieces = encode_leg(leg(prompt_ids=[VOCAB_SIZE], prompt_json=ready), VOCAB_SIZE)
+    pieces = encode_request(leg(prompt_ids=[VOCAB_SIZE], prompt_json=ready), VOCAB_SIZE)
     assert pieces[1] is ready
 
 
@@ -129,7 +129,7 @@ class Told:
     def __init__(self, *, stream: bool = True) -> None:
         self.ear = LegEar()
         self.num_costly = 0
-        kind = LegStream if stream else LegAnswer
+        kind = StreamResponse if stream else BatchResponse
         self.answer = kind("http://e", self.ear, self._count, VOCAB_SIZE)
         self.answer.on_head(200, [])
 
@@ -279,7 +279,7 @@ def test_an_engine_broke_at_a_leg_that_it_took_and_told_nothing_of(stream: bool)
 
 def test_one_that_was_not_reached_or_told_tokens_did_not_break_at_the_leg() -> None:
     ear, told = LegEar(), Told()
-    LegAnswer("http://e", ear, lambda: None, VOCAB_SIZE).on_error(EngineUnavailable("refused"))
+    BatchResponse("http://e", ear, lambda: None, VOCAB_SIZE).on_error(EngineUnavailable("refused"))
     told.answer.on_data(INCREMENTAL[0])
     told.answer.on_error(EngineUnavailable("reset"))
     assert [type(each.ends[0]) for each in (ear, told.ear)] == [EngineUnavailable] * 2

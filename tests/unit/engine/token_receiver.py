@@ -11,8 +11,7 @@ import msgspec
 
 from rollmesh.core.errors import EngineError
 from rollmesh.core.types import SamplingParams
-from rollmesh.engine.answers import LegChunk
-from rollmesh.engine.leg import LegRequest
+from rollmesh.engine.backend import EngineRequest, TokenChunk
 from rollmesh.testing.engine import endless_token
 
 PROMPT = [5, 6, 7]
@@ -23,11 +22,11 @@ class LegEar:
     """See the module."""
 
     def __init__(self) -> None:
-        self.chunks: list[LegChunk] = []
+        self.chunks: list[TokenChunk] = []
         self.ends: list[EngineError | None] = []
         self._moved = asyncio.Event()
 
-    def on_chunk(self, chunk: LegChunk) -> None:
+    def on_chunk(self, chunk: TokenChunk) -> None:
         assert not self.ends
         self.chunks.append(chunk)
         self._moved.set()
@@ -60,9 +59,9 @@ class LegEar:
         await self.until(lambda: self.ends)
 
 
-def leg(*, num_tokens: int = 5, **fields: Any) -> LegRequest:
+def leg(*, num_tokens: int = 5, **fields: Any) -> EngineRequest:
     """A leg from PROMPT, but for the given fields."""
-    plain = LegRequest(
+    plain = EngineRequest(
         rid="r",
         prompt_ids=PROMPT,
         params=SamplingParams(max_tokens=num_tokens),

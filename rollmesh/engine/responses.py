@@ -1,13 +1,13 @@
-"""What engines answer, decoded: `/generate` bodies and events, and the small control replies.
+"""Decoders of SGLang's responses: `/generate` bodies and events, and the control replies.
 
-Invariant: outside bytes become a LegChunk, Scores or Engine facts, or raise an EngineError; ids and
-log-probs of one chunk are as many, and no token between two chunks is missing. Sources: SGLang's
-tokenizer_manager.py (meta_info) and io_struct.py. Driven by client.py.
+- Bytes from outside become typed values or raise an EngineError.
+- A chunk has as many log-probs as ids, and no token between two chunks is missing.
+- Sources: SGLang's tokenizer_manager.py (meta_info) and io_struct.py.
 """
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -20,32 +20,15 @@ from rollmesh.core.errors import (
     EngineUnavailable,
 )
 from rollmesh.core.types import VersionRun
-
-TopLogprobs = tuple[tuple[float, int], ...]
-"""(log-prob, token id) of the likeliest tokens at one place, likeliest first."""
-
-UNVERSIONED = -1
-"""Weights whose version is no number, such as SGLang's `default`."""
-
-
-class Finish(msgspec.Struct, frozen=True):
-    """Why the engine stopped."""
-
-    kind: Literal["stop", "length", "abort"]
-    matched: int | str | None = None
-
-
-class LegChunk(msgspec.Struct, frozen=True):
-    """New tokens of a leg, each told once."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    policy_version: int
-    finish: Finish | None = None
-    policy_versions: tuple[VersionRun, ...] = ()
-    """In the last chunk, where the engine tells: the versions of all of the leg's tokens."""
-    top_logprobs: Sequence[TopLogprobs] = ()
-    """One per token where they were asked for."""
+from rollmesh.engine.backend import (
+    UNVERSIONED,
+    EngineLoad,
+    Finish,
+    ModelInfo,
+    TokenChunk,
+    TopLogprobs,
+    policy_version_of,
+)
 
 
 class _FinishReason(msgspec.Struct):
@@ -62,7 +45,7 @@ class _Span(msgspec.Struct, rename={"weight_version": "version"}):
 
 
 class _SampledToken(msgspec.Struct, array_like=True, gc=False):
-    """One entry of the log-probs of what was sampled; its id and text stand elsewhere."""
+    """Log-prob of one sampled token; its id is in `output_ids`."""
 
     logprob: float
 
@@ -80,11 +63,11 @@ class _MetaInfo(msgspec.Struct):
 class _Error(msgspec.Struct):
     message: str = ""
     code: int | str | None = None
-    """The status that a plain call would have had, where a stream had begun."""
+    """Status that a plain call would have had, if the stream had already begun."""
 
 
-class Answer(msgspec.Struct):
-    """One `/generate` answer, or one event of a stream."""
+class GenerateResponse(msgspec.Struct):
+    """One `/generate` response, or one event of a stream."""
 
     output_ids: list[int] = []
     meta_info: _MetaInfo = msgspec.field(default_factory=_MetaInfo)
@@ -92,7 +75,7 @@ class Answer(msgspec.Struct):
 
     @property
     def num_before(self) -> int:
-        """Tokens of the leg that came before `output_ids`; 0 where the answer holds them all."""
+        """Tokens of the request before `output_ids`; 0 if the response holds them all."""
         return self.meta_info.completion_tokens - len(self.output_ids)
 
 
@@ -124,34 +107,14 @@ class _Loads(msgspec.Struct):
 class _Card(msgspec.Struct):
     id: str = ""
     parent: str | None = None
-    """Of an adapter: the model that it stands over."""
+    """Base model of an adapter."""
 
 
 class _Cards(msgspec.Struct):
     data: list[_Card] = []
 
 
-class ModelInfo(msgspec.Struct, frozen=True):
-    """What an engine serves."""
-
-    model_path: str
-    policy_version: int
-    weight_version: str = ""
-    """As the engine calls it."""
-
-
-class EngineLoad(msgspec.Struct, frozen=True):
-    """How busy an engine is, over all of its data-parallel ranks."""
-
-    num_running: int
-    num_waiting: int
-    num_tokens: int = 0
-    """Whose keys and values are held for what runs."""
-    max_running: int = 0
-    """Requests that it runs at a time; 0 where it does not report it."""
-
-
-_answers = msgspec.json.Decoder(Answer)
+_answers = msgspec.json.Decoder(GenerateResponse)
 _model_infos = msgspec.json.Decoder(_ModelInfo)
 _loads = msgspec.json.Decoder(_Loads)
 _updates = msgspec.json.Decoder(_Update)
@@ -160,14 +123,14 @@ _cards = msgspec.json.Decoder(_Cards)
 
 
 OF_ADAPTERS = "LoRA adapter"
-"""In what an engine says where it lacks the one that is asked for: the request is right, and the
-engine was started again."""
+"""Part of the engine's error text if it lacks the requested adapter: the request is valid, and the
+engine was restarted."""
 
 
 MAX_TEXT = 300
-"""Characters of an engine's own text that an agent is shown."""
+"""Maximum characters of an engine's error text that an agent receives."""
 UNAUTHORIZED = 401
-_WANTS_KEY = "the engine wants an API key, or another one; set ROLLMESH_ENGINE_KEY_FILE"
+_WANTS_KEY = "the engine requires an API key, or a different one; set ROLLMESH_ENGINE_KEY_FILE"
 _DESCRIPTIONS = (
     (OF_ADAPTERS, f"the {OF_ADAPTERS} is not loaded"),
     ("already exists", "it already exists"),
@@ -179,41 +142,37 @@ _DESCRIPTIONS = (
     ("load_format", "load_format is not supported"),
     ("Not Found", "the route is unknown"),
 )
-"""Marks of known error texts, and what is reported for them."""
-
-
-def policy_version_of(text: str) -> int:
-    """The number that a weight version reads as, UNVERSIONED if it is none."""
-    return int(text) if text.isdecimal() else UNVERSIONED
+"""Substrings of known error texts, and the descriptions reported for them."""
 
 
 def is_refusal(status: int) -> bool:
-    """Whether an HTTP status says that the request itself is wrong, and not only its moment."""
+    """Whether an HTTP status means that the request itself is wrong, so that a retry cannot
+    help."""
     return 400 <= status < 500 and status not in (408, 425, 429)
 
 
 def is_overload(status: int) -> bool:
-    """Whether an HTTP status says that the engine's queue is full, as SGLang's 503 does."""
+    """Whether an HTTP status means that the engine's queue is full, as SGLang's 503 does."""
     return status in (429, 503)
 
 
-def refusal_of(status: int, raw: bytes, *, is_generation: bool = False) -> EngineError:
-    """The error that an answer with `status`, which is not 200, stands for.
+def error_of(status: int, raw: bytes, *, is_generation: bool = False) -> EngineError:
+    """Return the error for a response whose `status` is not 200.
 
-    Its text is the status and a description of our own, never the body: what answers may be no
-    engine. The agent that asked for a generation is shown `error.message` of an engine's typed
-    answer, in one bounded line.
+    Its text is the status and our own description, never the body, since the peer may be no engine.
+    The agent that asked for a generation gets `error.message` of an engine's typed response, as one
+    bounded line.
     """
     text = error_text(raw)
     if status == UNAUTHORIZED:
         return EngineUnavailable(f"HTTP {status}: {_WANTS_KEY}")
-    told = f"HTTP {status}: {one_line(text) if is_generation and text else describe(text)}"
+    why = f"HTTP {status}: {one_line(text) if is_generation and text else describe(text)}"
     if is_overload(status):
-        return EngineOverloaded(told)
+        return EngineOverloaded(why)
     if status == 500:
-        return EngineBroke(told)
+        return EngineBroke(why)
     is_wrong = is_refusal(status) and OF_ADAPTERS not in text
-    return EngineRefused(told) if is_wrong else EngineUnavailable(told)
+    return EngineRefused(why) if is_wrong else EngineUnavailable(why)
 
 
 def describe(text: str) -> str:
@@ -223,34 +182,34 @@ def describe(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The first line of `text`: printable, and at most `MAX_TEXT` characters."""
+    """Return the first line of `text`, printable and at most `MAX_TEXT` characters."""
     line = next(iter(text.splitlines()), "")[:MAX_TEXT]
     return "".join(each if each.isprintable() else "?" for each in line)
 
 
-def decode_answer(
-    raw: bytes | bytearray | memoryview, told: type[EngineError] = EngineUnavailable
-) -> Answer:
-    """EngineUnavailable if `raw` is no answer, `told` if it is one that tells of an error."""
+def decode_response(
+    raw: bytes | bytearray | memoryview, kind: type[EngineError] = EngineUnavailable
+) -> GenerateResponse:
+    """Decode `raw`; EngineUnavailable if it is malformed, `kind` if it reports an error."""
     try:
         answer = _answers.decode(raw)
     except msgspec.MsgspecError as error:
-        raise EngineUnavailable(f"answered what is no answer: {error}") from None
+        raise EngineUnavailable(f"sent a malformed answer: {error}") from None
     if answer.error:
         code = answer.error.code
         is_full = isinstance(code, int) and is_overload(code)
         if OF_ADAPTERS in answer.error.message:
-            told = EngineUnavailable
-        raise (EngineOverloaded if is_full else told)(one_line(answer.error.message))
+            kind = EngineUnavailable
+        raise (EngineOverloaded if is_full else kind)(one_line(answer.error.message))
     return answer
 
 
-def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
-    """The tokens of `answer` behind the first `num_seen` of its leg.
+def chunk_of(answer: GenerateResponse, num_seen: int) -> TokenChunk:
+    """Return the tokens of `answer` after the first `num_seen` of its request.
 
-    Serves both stream forms, in which `completion_tokens` counts from the leg's begin: cumulative
-    answers hold all tokens so far, incremental ones only new ones. EngineUnavailable if tokens
-    are missing; EngineRefused if the engine aborted because the request is wrong.
+    Serves both stream forms, where `completion_tokens` counts from the request's start: cumulative
+    answers hold all tokens so far, incremental ones only new ones. EngineUnavailable if tokens are
+    missing; EngineRefused if the engine aborted because the request is wrong.
     """
     meta = answer.meta_info
     reason = meta.finish_reason
@@ -258,16 +217,16 @@ def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
     logprobs = meta.output_token_logprobs
     token_ids = answer.output_ids
     is_short = num_new > len(token_ids) or num_new > len(logprobs)
-    is_untold = not num_seen and not num_new and token_ids
-    if num_new < 0 or is_short or is_untold:
-        told = f"{meta.completion_tokens} tokens, {len(token_ids)} ids, {len(logprobs)} log-probs"
-        raise EngineUnavailable(f"told of {told} after {num_seen} of them")
+    is_uncounted = not num_seen and not num_new and token_ids
+    if num_new < 0 or is_short or is_uncounted:
+        found = f"{meta.completion_tokens} tokens, {len(token_ids)} ids, {len(logprobs)} log-probs"
+        raise EngineUnavailable(f"sent {found} after the first {num_seen}")
     if num_new != len(token_ids):
         token_ids = token_ids[len(token_ids) - num_new :]
     if num_new != len(logprobs):
         logprobs = logprobs[len(logprobs) - num_new :]
     finish = _finish(reason) if reason else None
-    return LegChunk(
+    return TokenChunk(
         token_ids=token_ids,
         logprobs=[entry.logprob for entry in logprobs],
         policy_version=policy_version_of(meta.weight_version),
@@ -277,19 +236,19 @@ def chunk_of(answer: Answer, num_seen: int) -> LegChunk:
     )
 
 
-def chunks_of(told: Sequence[Answer], num_seen: int) -> list[LegChunk]:
-    """What consecutive events of one leg bring, joined where the same weights sampled it."""
-    if len(told) == 1:
-        return [chunk_of(told[0], num_seen)]
-    parts: list[LegChunk] = []
-    for answer in told:
+def chunks_of(events: Sequence[GenerateResponse], num_seen: int) -> list[TokenChunk]:
+    """Return the chunks of consecutive events, joined where the same weights sampled them."""
+    if len(events) == 1:
+        return [chunk_of(events[0], num_seen)]
+    parts: list[TokenChunk] = []
+    for answer in events:
         parts.append(chunk_of(answer, num_seen))
         num_seen += len(parts[-1].token_ids)
     return [_joined(list(run)) for _, run in groupby(parts, lambda part: part.policy_version)]
 
 
-def scores_of(answer: Answer) -> list[float]:
-    """Log-probs of all prompt tokens but the first."""
+def scores_of(answer: GenerateResponse) -> list[float]:
+    """Return log-probs of all prompt tokens but the first."""
     scores = [entry[0] for entry in answer.meta_info.input_token_logprobs[1:]]
     numbers = [score for score in scores if score is not None]
     if not numbers or len(numbers) != len(scores):
@@ -298,29 +257,29 @@ def scores_of(answer: Answer) -> list[float]:
 
 
 def model_info_of(raw: bytes) -> ModelInfo:
-    """EngineUnavailable if `raw` is something else."""
+    """Decode /model_info; EngineUnavailable if `raw` is malformed."""
     try:
         info = _model_infos.decode(raw)
     except msgspec.MsgspecError as error:
-        raise EngineUnavailable(f"answered what is no model info: {error}") from None
+        raise EngineUnavailable(f"sent malformed model info: {error}") from None
     called = info.weight_version
     return ModelInfo(info.model_path, policy_version_of(called), called)
 
 
 def server_info_of(raw: bytes) -> dict[str, Any]:
-    """EngineUnavailable if `raw` is something else."""
+    """Decode /server_info; EngineUnavailable if `raw` is malformed."""
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise EngineUnavailable(f"answered what is no server info: {error}") from None
+        raise EngineUnavailable(f"sent malformed server info: {error}") from None
 
 
 def load_of(raw: bytes) -> EngineLoad:
-    """The sum over the ranks; EngineUnavailable if `raw` is something else."""
+    """Decode /v1/loads, summed over ranks; EngineUnavailable if `raw` is malformed."""
     try:
         loads = _loads.decode(raw).loads
     except msgspec.MsgspecError as error:
-        raise EngineUnavailable(f"answered what is no load: {error}") from None
+        raise EngineUnavailable(f"sent a malformed load: {error}") from None
     running = sum(load.num_running_reqs for load in loads)
     waiting = sum(load.num_waiting_reqs for load in loads)
     num_tokens = sum(load.num_used_tokens for load in loads)
@@ -329,8 +288,8 @@ def load_of(raw: bytes) -> EngineLoad:
     )
 
 
-def update_of(raw: bytes) -> str:
-    """Why an update of weights failed, or ''."""
+def update_error(raw: bytes) -> str:
+    """Return why a weight update failed, or ''."""
     try:
         update = _updates.decode(raw)
     except msgspec.MsgspecError as error:
@@ -339,21 +298,21 @@ def update_of(raw: bytes) -> str:
 
 
 def adapters_of(raw: bytes) -> list[str]:
-    """The names of the adapters among the models that an engine lists."""
+    """Return the names of the adapters in an engine's list of models."""
     try:
         return [card.id for card in _cards.decode(raw).data if card.parent]
     except msgspec.MsgspecError as error:
-        raise EngineUnavailable(f"answered what is no list of models: {error}") from None
+        raise EngineUnavailable(f"sent a malformed list of models: {error}") from None
 
 
 def error_text(raw: bytes) -> str:
-    """The message of an error body, whichever form it has; '' for anything else."""
+    """Return the message of an error body in any of its forms; '' for anything else."""
     for decoder in (_answers, _updates, _refusals):
         try:
             answer = decoder.decode(raw)
         except DECODE_ERRORS:
             continue
-        text = answer.error.message if isinstance(answer, Answer) and answer.error else ""
+        text = answer.error.message if isinstance(answer, GenerateResponse) and answer.error else ""
         text = text or getattr(answer, "message", "") or getattr(answer, "error_message", "")
         if text:
             return str(text)
@@ -376,9 +335,9 @@ def _finish(reason: _FinishReason) -> Finish:
     return Finish("abort")
 
 
-def _joined(parts: list[LegChunk]) -> LegChunk:
+def _joined(parts: list[TokenChunk]) -> TokenChunk:
     last = parts[-1]
-    return LegChunk(
+    return TokenChunk(
         token_ids=[token for part in parts for token in part.token_ids],
         logprobs=[logprob for part in parts for logprob in part.logprobs],
         policy_version=last.policy_version,
@@ -388,15 +347,17 @@ def _joined(parts: list[LegChunk]) -> LegChunk:
     )
 
 
-def _top(told: list[list[tuple[float, int, str | None]] | None], num_new: int) -> list[TopLogprobs]:
-    new = told[len(told) - num_new :]
+def _top(
+    reported: list[list[tuple[float, int, str | None]] | None], num_new: int
+) -> list[TopLogprobs]:
+    new = reported[len(reported) - num_new :]
     if len(new) != num_new:
-        raise EngineUnavailable(f"told of {len(new)} places' likeliest tokens, not of {num_new}")
+        raise EngineUnavailable(f"sent top log-probs of {len(new)} positions, not of {num_new}")
     return [tuple((entry[0], entry[1]) for entry in place or ()) for place in new]
 
 
 def _runs(meta: _MetaInfo) -> tuple[VersionRun, ...]:
-    """The spans as runs, or () where they do not cover all tokens, or none has a number."""
+    """Return the spans as runs; () if they do not cover all tokens or none has a number."""
     at = 0
     runs: list[VersionRun] = []
     for span in meta.weight_versions or ():

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from rollmesh.core.errors import EngineBroke, EngineOverloaded, EngineRefused, EngineUnavailable
-from rollmesh.engine.answers import EngineLoad, ModelInfo
-from rollmesh.engine.client import EngineClient
+from rollmesh.engine.backend import EngineLoad, ModelInfo
 from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
 from rollmesh.testing.engine import (
     VOCAB_SIZE,
     ScriptedEngine,
@@ -17,7 +17,7 @@ from rollmesh.testing.engine import (
     logprob_of,
 )
 from rollmesh.testing.faults import Fault
-from tests.unit.engine.leg_ear import PROMPT, LegEar, expected, leg
+from tests.unit.engine.token_receiver import PROMPT, LegEar, expected, leg
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ async def http() -> AsyncIterator[HttpClient]:
 
 
 @pytest.fixture
-def client(engine: ScriptedEngine, http: HttpClient) -> EngineClient:
-    return EngineClient(engine.url, http, VOCAB_SIZE)
+def client(engine: ScriptedEngine, http: HttpClient) -> SglangBackend:
+    return SglangBackend(engine.url, http, VOCAB_SIZE)
 
 
-async def test_plain_leg_brings_all_tokens_at_once(client: EngineClient) -> None:
+async def test_plain_leg_brings_all_tokens_at_once(client: SglangBackend) -> None:
     ear = LegEar()
     client.generate(leg(), ear)
     await ear.until_over()
@@ -51,7 +51,7 @@ async def test_plain_leg_brings_all_tokens_at_once(client: EngineClient) -> None
 
 @pytest.mark.parametrize("is_incremental", [True, False])
 async def test_stream_tells_each_token_once(
-    engine: ScriptedEngine, client: EngineClient, is_incremental: bool
+    engine: ScriptedEngine, client: SglangBackend, is_incremental: bool
 ) -> None:
     engine.is_incremental = is_incremental
     ear = LegEar()
@@ -63,7 +63,7 @@ async def test_stream_tells_each_token_once(
 
 
 async def test_first_token_of_a_stream_comes_before_the_second_is_sampled(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     engine.hold()
     ear = LegEar()
@@ -76,7 +76,7 @@ async def test_first_token_of_a_stream_comes_before_the_second_is_sampled(
     assert ear.token_ids == expected(5)
 
 
-async def test_leg_that_is_resumed_goes_on_behind_what_was_sampled(client: EngineClient) -> None:
+async def test_leg_that_is_resumed_goes_on_behind_what_was_sampled(client: SglangBackend) -> None:
     ear = LegEar()
     client.generate(leg(sampled_ids=expected(2), num_tokens=3), ear)
     await ear.until_over()
@@ -84,7 +84,7 @@ async def test_leg_that_is_resumed_goes_on_behind_what_was_sampled(client: Engin
 
 
 async def test_prompt_that_is_ready_json_is_sent_as_it_is(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     ear = LegEar()
     client.generate(leg(prompt_ids=(), prompt_json=b"5, 6,7", sampled_ids=expected(1)), ear)
@@ -96,7 +96,7 @@ async def test_prompt_that_is_ready_json_is_sent_as_it_is(
 @pytest.mark.parametrize("num_top", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_likeliest_tokens_are_told_for_each_token(
-    client: EngineClient, stream: bool, num_top: int
+    client: SglangBackend, stream: bool, num_top: int
 ) -> None:
     ear = LegEar()
     client.generate(leg(stream=stream, num_top_logprobs=num_top), ear)
@@ -111,7 +111,7 @@ async def test_likeliest_tokens_are_told_for_each_token(
     [{"prompt_ids": [VOCAB_SIZE]}, {"prompt_ids": [-1]}, {"prompt_ids": []}, {"sampled_ids": [-1]}],
 )
 async def test_id_that_is_no_token_never_reaches_the_engine(
-    engine: ScriptedEngine, client: EngineClient, ids: dict[str, Any]
+    engine: ScriptedEngine, client: SglangBackend, ids: dict[str, Any]
 ) -> None:
     with pytest.raises(EngineRefused):
         client.generate(leg(**ids), LegEar())
@@ -131,7 +131,7 @@ async def test_id_that_is_no_token_never_reaches_the_engine(
 )
 @pytest.mark.parametrize("stream", [True, False])
 async def test_faults_are_told_apart(
-    engine: ScriptedEngine, client: EngineClient, fault: Fault, kind: type[Exception], stream: bool
+    engine: ScriptedEngine, client: SglangBackend, fault: Fault, kind: type[Exception], stream: bool
 ) -> None:
     engine.faults.append(fault)
     ear = LegEar()
@@ -142,7 +142,7 @@ async def test_faults_are_told_apart(
     assert engine.url in str(error)
 
 
-async def test_dead_engine_is_unavailable(engine: ScriptedEngine, client: EngineClient) -> None:
+async def test_dead_engine_is_unavailable(engine: ScriptedEngine, client: SglangBackend) -> None:
     await engine.die()
     ear = LegEar()
     client.generate(leg(), ear)
@@ -152,7 +152,7 @@ async def test_dead_engine_is_unavailable(engine: ScriptedEngine, client: Engine
         await client.model_info()
 
 
-async def test_aborted_leg_keeps_its_tokens(engine: ScriptedEngine, client: EngineClient) -> None:
+async def test_aborted_leg_keeps_its_tokens(engine: ScriptedEngine, client: SglangBackend) -> None:
     engine.hold()
     ear = LegEar()
     client.generate(leg(stream=True), ear)
@@ -166,14 +166,14 @@ async def test_aborted_leg_keeps_its_tokens(engine: ScriptedEngine, client: Engi
 
 
 async def test_abort_of_an_unknown_request_is_no_error(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     await client.abort("nobody")
     assert engine.num_seen("/abort_request") == 1
 
 
 async def test_leg_that_is_closed_hears_nothing_more(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     engine.hold()
     ear = LegEar()
@@ -187,7 +187,7 @@ async def test_leg_that_is_closed_hears_nothing_more(
 @pytest.mark.parametrize(("is_incremental", "num_lines"), [(False, 1), (True, 0)])
 async def test_costly_streams_are_warned_of_once(
     engine: ScriptedEngine,
-    client: EngineClient,
+    client: SglangBackend,
     is_incremental: bool,
     num_lines: int,
     caplog: pytest.LogCaptureFixture,
@@ -205,7 +205,7 @@ async def test_costly_streams_are_warned_of_once(
     assert caplog.text.count("start the engine with --incremental-streaming-output") == num_lines
 
 
-async def test_update_changes_the_weights(engine: ScriptedEngine, client: EngineClient) -> None:
+async def test_update_changes_the_weights(engine: ScriptedEngine, client: SglangBackend) -> None:
     await client.pause()
     assert (await client.server_info())["is_paused"]
     await client.flush()
@@ -221,7 +221,7 @@ async def test_update_changes_the_weights(engine: ScriptedEngine, client: Engine
 
 
 async def test_an_engine_without_its_memory_holds_what_comes_until_it_has_weights_again(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     await client.pause()
     await client.flush()
@@ -232,7 +232,7 @@ async def test_an_engine_without_its_memory_holds_what_comes_until_it_has_weight
     ear = LegEar()
     client.generate(leg(), ear)
     await engine.until(lambda: engine.num_live == 1)
-    await client.memory.retake()
+    await client.memory.resume()
     assert engine.num_sampled == 0
     await client.update_from_disk(Path("weights"), 7)
     await ear.until_over()
@@ -240,24 +240,24 @@ async def test_an_engine_without_its_memory_holds_what_comes_until_it_has_weight
 
 
 async def test_failed_update_gives_the_status_and_not_the_engines_text(
-    engine: ScriptedEngine, client: EngineClient
+    engine: ScriptedEngine, client: SglangBackend
 ) -> None:
     engine.update_error = "no such folder"
     with pytest.raises(EngineRefused, match="HTTP 400: the engine's log has the reason"):
         await client.update_from_disk(Path("nowhere"), 1)
 
 
-async def test_scores_are_of_all_tokens_but_the_first(client: EngineClient) -> None:
+async def test_scores_are_of_all_tokens_but_the_first(client: SglangBackend) -> None:
     assert await client.score([3, 4, 5], "0") == [logprob_of(0, 4), logprob_of(0, 5)]
 
 
-async def test_load_and_server_info_are_read(client: EngineClient) -> None:
+async def test_load_and_server_info_are_read(client: SglangBackend) -> None:
     assert await client.loads() == EngineLoad(0, 0)
     assert (await client.server_info())["incremental_streaming_output"] is True
 
 
 async def test_connection_is_used_again_after_a_stream(
-    client: EngineClient, http: HttpClient
+    client: SglangBackend, http: HttpClient
 ) -> None:
     for _ in range(3):
         ear = LegEar()

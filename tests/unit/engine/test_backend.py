@@ -1,0 +1,166 @@
+"""Backends: the factory, a backend of a user's own, and the memory state in names of weights."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rollmesh.core.config import Config
+from rollmesh.core.errors import ConfigError
+from rollmesh.core.types import SamplingParams
+from rollmesh.engine.backend import (
+    UNVERSIONED,
+    EngineLoad,
+    EngineMemory,
+    EngineRequest,
+    Finish,
+    MemoryState,
+    ModelInfo,
+    TokenChunk,
+    TokenReceiver,
+    backend_factory,
+    memory_state_of,
+    policy_version_of,
+    register_backend,
+    weights_name,
+)
+from rollmesh.engine.http import HttpClient
+from rollmesh.engine.sglang import SglangBackend
+from rollmesh.engine.view import FleetView
+from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.sampler import Sampler, SamplerDeps
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
+
+URL = "toy://one"
+
+
+class ToyRequest:
+    """A request that has ended."""
+
+    def close(self) -> None:
+        pass
+
+
+class ToyMemory:
+    async def release(self) -> None:
+        raise NotImplementedError
+
+    async def resume(self) -> None:
+        raise NotImplementedError
+
+
+class ToyBackend:
+    """Samples the successor of each token, in this process."""
+
+    def __init__(
+        self, url: str, http: HttpClient, *, vocab_size: int = 2**31, key: str | None = None
+    ) -> None:
+        self.url = url
+        self.vocab_size = vocab_size
+        self.memory: EngineMemory = ToyMemory()
+
+    def generate(self, request: EngineRequest, receiver: TokenReceiver) -> ToyRequest:
+        last = request.prompt_ids[-1]
+        tokens = [last + 1 + n for n in range(request.max_new_tokens)]
+        chunk = TokenChunk(tokens, [-0.5] * len(tokens), 3, Finish("length"))
+        loop = asyncio.get_running_loop()
+        loop.call_soon(receiver.on_chunk, chunk)
+        loop.call_soon(receiver.on_end)
+        return ToyRequest()
+
+    async def abort(self, rid: str) -> None:
+        pass
+
+    async def score(
+        self, token_ids: Sequence[int], extra_key: str, adapter: str = ""
+    ) -> list[float]:
+        return [-0.5] * (len(token_ids) - 1)
+
+    async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
+        pass
+
+    async def resume(self) -> None:
+        pass
+
+    async def flush(self) -> None:
+        pass
+
+    async def command(self, path: str, body: dict[str, Any], timeout_s: float = 1.0) -> None:
+        raise NotImplementedError
+
+    async def update_from_disk(
+        self, path: Path, policy_version: int, timeout_s: float = 1.0
+    ) -> None:
+        raise NotImplementedError
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        raise NotImplementedError
+
+    async def unload_adapter(self, name: str) -> None:
+        raise NotImplementedError
+
+    async def adapters(self) -> list[str]:
+        return []
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo("toy", 3)
+
+    async def server_info(self) -> dict[str, Any]:
+        return {}
+
+    async def loads(self) -> EngineLoad:
+        return EngineLoad(0, 0)
+
+
+async def test_a_registered_backend_samples_a_turn() -> None:
+    register_backend("toy", ToyBackend)
+    view = FleetView()
+    view.update(FleetChanged(1, (EngineRow(URL, "i", EnginePhase.READY, 3),)), "router")
+    connect = backend_factory("toy")
+    parts = SamplerDeps(view=view, vocab_size=100, report=print, connect=connect)
+    sampler = Sampler(parts)
+    request = GenerationRequest(
+        generation_id="g",
+        session_key="s",
+        prompt_ids=[5, 6],
+        params=SamplingParams(max_tokens=4),
+        stream=True,
+    )
+    generation = sampler.start(request)
+    generation.join()
+    await generation.wait(2**31)
+    await sampler.close()
+    assert list(generation.token_ids) == [7, 8, 9, 10]
+    assert generation.engines == [URL]
+
+
+def test_a_backend_is_found_by_module_and_attribute() -> None:
+    assert backend_factory("tests.unit.engine.test_backend:ToyBackend") is not None
+
+
+def test_sglang_and_the_embedded_engine_share_one_client() -> None:
+    assert backend_factory() is backend_factory(Config().engine.backend) is SglangBackend
+    assert backend_factory("embedded") is SglangBackend
+
+
+@pytest.mark.parametrize("name", ["vllm", "no.such.module:Backend", "rollmesh.engine:Nothing"])
+def test_an_unknown_backend_is_one_line_that_names_the_key(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        backend_factory(name)
+    assert str(refused.value).startswith("engine.backend: ")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("state", list(MemoryState))
+@pytest.mark.parametrize("weights", ["7", "default", "moving-target"])
+def test_name_of_weights_carries_the_memory_state(state: MemoryState, weights: str) -> None:
+    if state is MemoryState.HELD and weights.startswith("moving-"):
+        return  # publishers use no such name
+    assert memory_state_of(weights_name(state, weights)) == (state, weights)
+
+
+def test_weights_whose_memory_is_gone_have_no_version() -> None:
+    for state in (MemoryState.MOVING, MemoryState.RELEASED):
+        assert policy_version_of(weights_name(state, "7")) == UNVERSIONED
