@@ -97,12 +97,12 @@ class RankedPolicy:
             folder=str(folder),
         )
         self._num_minibatches = settings.num_minibatches
-        self._home = TensorRuntime(PlaneSpec(store_bytes=room_bytes()), keys)
-        assert self._home.plane.store is not None
-        self.allocator = StoreAllocator(self._home.plane.store)
+        self._tensor_runtime = TensorRuntime(PlaneSpec(store_bytes=room_bytes()), keys)
+        assert self._tensor_runtime.plane.store is not None
+        self.allocator = StoreAllocator(self._tensor_runtime.plane.store)
         """Where samples lie that train here."""
-        self._controller = TrainController(plan, self._home, keys, staleness)
-        self._before = use(self._home.plane)
+        self._controller = TrainController(plan, self._tensor_runtime, keys, staleness)
+        self._before = use(self._tensor_runtime.plane)
         """The process's plane before ours."""
         try:
             self._controller.start()
@@ -215,7 +215,7 @@ class RankedPolicy:
 
     def _leave(self) -> None:
         use(self._before)
-        self._home.close()
+        self._tensor_runtime.close()
 
 
 class PolicyRole:

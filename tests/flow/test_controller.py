@@ -250,7 +250,7 @@ def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: TensorRuntime
     with (
         TrainController(plan(2), home) as controller,
         pytest.raises(
-            RankGone, match=r"rank 0 is gone: it did not come out of sums.fail_and_leave"
+            RankGone, match=r"rank 0 is gone: it did not return from sums.fail_and_leave"
         ),
     ):
         controller.call("sums.fail_and_leave_alone", 1)

@@ -183,9 +183,9 @@ def test_a_rank_that_cannot_clear_says_why_and_hears_the_next() -> None:
     hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(beat_s=0.1), alone)
     hub.start()
     hub.formed.result()
-    for ids, error in ((b"no ids", "6 bytes are no list of ids"), (b"", "")):
-        told = hub.ask(NO_STEP, ids).result()
-        assert [(each.rank, each.error) for each in told.told] == [(0, error)]
+    for ids, error in ((b"no ids", "6 bytes are not a list of ids"), (b"", "")):
+        told = hub.query_tensors(NO_STEP, ids).result()
+        assert [(each.rank, each.error) for each in told.reports] == [(0, error)]
     hub.close("done")
 
 
@@ -249,7 +249,7 @@ def failing_start(told: RankPlan, home: TensorRuntime) -> str:
     ("make", "said"),
     [
         ("no_such_package:Actor", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("tests.flow.rank_roles:Actor", "'tests.flow.rank_roles:Actor' is nothing to make a role"),
+        ("tests.flow.rank_roles:Actor", "'tests.flow.rank_roles:Actor' is not a callable"),
     ],
 )
 def test_a_role_that_cannot_be_imported_is_one_line(

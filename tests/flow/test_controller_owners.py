@@ -162,7 +162,7 @@ def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_wor
         late.suspend()
         with caplog.at_level(logging.WARNING):
             assert controller.end_step(30).missing == (1,)
-        assert "tensors.untold rank=1" in caplog.text
+        assert "tensors.unreported rank=1" in caplog.text
         late.resume()
         controller.call("sums.all_of", 1.0)  # which names the step too
         held = controller.clear_batches()

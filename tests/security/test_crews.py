@@ -88,7 +88,7 @@ def test_a_strangers_messages_change_nothing_in_a_running_crew() -> None:
             led.hub.close("done")
     events = [each["event"] for each in logged]
     assert events.count("crew.foreign_message") == 1
-    assert "crew.broken" not in events
+    assert "ranks.lost" not in events
 
 
 def test_a_stranger_that_comes_before_the_ranks_does_not_choose_where_they_meet() -> None:

@@ -1,1 +1,1 @@
-"""One controller, N rank processes: handles travel to them, tensors go where they are needed."""
+"""The train controller: one process calls methods of roles that run in many rank processes."""

@@ -1,7 +1,4 @@
-"""`python -m rollmesh.trainer.controller --spec JSON`: one rank of a train controller.
-
-Invariant: nothing but the call; spec.py says what the argument holds. Started by processes.py.
-"""
+"""`python -m rollmesh.trainer.controller --spec JSON`: one rank of a train controller."""
 
 import argparse
 import faulthandler
@@ -19,10 +16,10 @@ from rollmesh.wire.keys import Role, read_keys
 
 
 def main() -> int:
-    """Run the rank; its exit code."""
+    """Run the rank; return its exit code."""
     redact_output(with_stdout=True)
     die_with_parent()
-    faulthandler.enable()  # who writes past torch to what he fetched is told by his line
+    faulthandler.enable()  # a write to fetched, read-only memory is reported with its line
     parser = argparse.ArgumentParser(prog="rollmesh.trainer.controller")
     parser.add_argument("--spec", required=True)
     spec = from_argument(parser.parse_args().spec)

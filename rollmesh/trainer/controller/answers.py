@@ -1,28 +1,19 @@
-"""A call's arguments, and its answers, as one message body: plain values, and handles.
+"""The values of a call on the wire, and the answers of all heads merged into one.
 
-    body = msgpack [layout, packed handles, values]     a handle in the values is its place in the
-                                                        pack, a tuple is told from a list
+    body = msgpack [layout, packed handles, values]     a handle is its index in the pack
 
-Dicts, lists, tuples, text, bytes, numbers and None arrive as they were sent; a struct arrives as
-the dict of its fields, since a receiver makes nothing of types that it was not started with.
-Invariants: no tensor travels here; what cannot travel is refused where it is sent, and what arrives
-is values or a WireError. Driven by controller.py and rank.py.
+Dicts, lists, tuples, text, bytes, numbers and None arrive unchanged; a struct arrives as the dict
+of its fields. No tensor is sent; a value that cannot be sent is refused by the sender.
 
-What all heads answered, as one answer: rows in their order, numbers reduced.
-
-    list              of a call with rows: one entry per row of the head, put where the row came
-                      from (padding is left out at the rank, so that nobody stores its tensors);
-                      of any other call: walked, as a tuple is
-    dict, tuple       walked; they have the same shape at all heads
-    number            reduced over all heads by what the caller states for it
+    list              of a call with rows: one entry per row, in the order of the rows (padding is
+                      removed at the rank); of any other call: merged as a tuple is
+    dict, tuple       merged by element; the same shape at all heads
+    number            reduced over all heads as the caller states
     text, None        the same at all heads
 
-`mean` is weighed: by the number that `Reduce.by` names in each head's own answer (tokens, say), or
-by the head's rows, padding left out. A head that weighs nothing does not count, and where none
-does, the mean is not a number. A number for which nothing is stated has to be the same everywhere.
-
-Invariants: no head is left out, and none is believed for all: what differs and has no rule is a
-DispatchError that names it. Pure; driven by controller.py.
+- Every head counts: values that differ without a rule are a DispatchError that names them.
+- `mean` is weighted by the number that `Reduce.by` names in each answer, or by the head's rows
+  without padding. A head with weight 0 is ignored; if all have, the mean is NaN.
 """
 
 import math
@@ -53,40 +44,40 @@ _decoder = msgspec.msgpack.Decoder(_CallBody)
 
 
 def encode_values(value: Any) -> bytes:
-    """The body; WireError in one line for what cannot travel."""
-    packing = _Packing()
+    """Encode values; raise WireError, one line, for a value that cannot be sent."""
+    encoder = _ValueEncoder()
     try:
-        values = _encoder.encode(packing.of(value, ""))
+        values = _encoder.encode(encoder.of(value, ""))
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
-        raise WireError(f"a call's values cannot travel: {error}") from None
-    handles = pack(packing.handles)
+        raise WireError(f"a call's values cannot be sent: {error}") from None
+    handles = pack(encoder.handles)
     return _encoder.encode(_CallBody(LAYOUT, handles, msgspec.Raw(values)))
 
 
 def decode_values(body: Buffer) -> Any:
-    """The inverse of `encode_values`; WireError in one line on anything else."""
+    """Decode what `encode_values` returned; raise WireError, one line, on anything else."""
     try:
-        told = _decoder.decode(body)
-        if told.layout != LAYOUT:
-            raise WireError(f"a call's values are in layout {told.layout}, we read {LAYOUT}")
-        return _Unpacking(unpack(told.handles)).of(told.values)
+        decoded = _decoder.decode(body)
+        if decoded.layout != LAYOUT:
+            raise WireError(f"a call's values are in layout {decoded.layout}, expected {LAYOUT}")
+        return _ValueDecoder(unpack(decoded.handles)).of(decoded.values)
     except (*DECODE_ERRORS, TypeError, IndexError) as error:
-        raise WireError(f"not a call's values: {error}") from None
+        raise WireError(f"not the values of a call: {error}") from None
 
 
 def handles_of(values: Any) -> list[RTensor]:
-    """Of each shard in `values` one handle, in the order of their places."""
+    """Return one handle for each shard in `values`, in order of occurrence."""
     return list({each.shard_id: each for each in collect(values, RTensor)}.values())
 
 
 def fill_handles(values: Any, contents: Sequence[Any]) -> Any:
-    """`values` with what stands for each of `handles_of` in the handles' places."""
+    """Return `values` with handles replaced; `contents` are in the order of `handles_of`."""
     known = dict(zip([each.shard_id for each in handles_of(values)], contents, strict=True))
     return transform(values, RTensor, lambda handles: [known[each.shard_id] for each in handles])
 
 
-class _Packing:
-    """One body on its way out."""
+class _ValueEncoder:
+    """Encodes one body."""
 
     def __init__(self) -> None:
         self.handles: list[RTensor] = []
@@ -121,8 +112,8 @@ class _Packing:
         return known
 
 
-class _Unpacking:
-    """One body that arrived."""
+class _ValueDecoder:
+    """Decodes one body."""
 
     def __init__(self, handles: list[RTensor]) -> None:
         self._handles = handles
@@ -144,32 +135,32 @@ Reduction = Literal["same", "sum", "mean", "max", "min"]
 
 
 class Reduce(msgspec.Struct, frozen=True, kw_only=True):
-    """How the numbers of an answer are reduced."""
+    """How the numbers of answers are reduced over heads."""
 
     rules: Mapping[str, Reduction] = {}
-    """By where a number stands: `loss`, `stats.num_tokens`, '' for an answer that is one."""
+    """Rules by path: `loss`, `stats.num_tokens`, or '' for an answer that is a number."""
     default: Reduction = "same"
-    """Of all others."""
+    """Rule of all other numbers."""
     by: str = ""
-    """Where each answer says what it weighs in a mean; empty: by its rows."""
+    """Path of each answer's weight in means; empty: the number of its rows."""
 
 
 def merge_answers(
     answers: Sequence[Any], shares: Sequence[HeadShare] | None, reduce: Reduce
 ) -> Any:
-    """One answer of all heads'; `shares` are those of the call, None where it had no rows."""
-    joint = _Merge(shares, reduce, _weights(answers, shares, reduce.by))
-    whole = joint.of(answers, "")
-    unmet = reduce.rules.keys() - joint.met
+    """Return one answer for all heads; `shares` are those of the call, None if it had no rows."""
+    merge = _Merge(shares, reduce, _weights(answers, shares, reduce.by))
+    whole = merge.of(answers, "")
+    unmet = reduce.rules.keys() - merge.used
     if unmet:
         raise DispatchError(f"no number stands at {', '.join(sorted(unmet))} in the answers")
     return whole
 
 
 def without_padding(answer: Any, num_rows: int, num_real: int, path: str = "") -> Any:
-    """What a head answers of `num_rows` rows, of which those after `num_real` are padding.
+    """Return a head's answer without the padding after the first `num_real` rows.
 
-    DispatchError for a list that has not one entry for each.
+    Raises DispatchError for a list without exactly one entry per row.
     """
     match answer:
         case list():
@@ -197,11 +188,11 @@ class _Merge:
         self._shares = shares
         self._reduce = reduce
         self._weights = weights
-        self.met: set[str] = set()
-        """Rules that were of use."""
+        self.used: set[str] = set()
+        """Rules that were applied."""
 
     def of(self, values: Sequence[Any], path: str) -> Any:
-        """One value of one at each head."""
+        """Merge one value of each head."""
         kind = type(values[0])
         if any(type(value) is not kind for value in values) and not all(map(_is_number, values)):
             kinds = ", ".join(type(value).__name__ for value in values)
@@ -223,7 +214,7 @@ class _Merge:
                 raise DispatchError(
                     f"{_named(path)} is a tensor of no row; answer with a list, one per row"
                 )
-        raise DispatchError(f"{_named(path)} is a {kind.__name__}, which is nothing to reduce")
+        raise DispatchError(f"{_named(path)} is a {kind.__name__}, which cannot be merged")
 
     def _dict(self, values: Sequence[Any], path: str) -> dict[Any, Any]:
         if any(value.keys() != values[0].keys() for value in values):
@@ -250,7 +241,7 @@ class _Merge:
     def _number(self, values: Sequence[float], path: str) -> float:
         rule = self._reduce.rules.get(path)
         if rule:
-            self.met.add(path)
+            self.used.add(path)
         match rule or self._reduce.default:
             case "sum":
                 return sum(values)
@@ -284,7 +275,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     total = sum(weights)
     if not total:
         return math.nan
-    # Whoever weighs nothing may well answer that his mean is not a number.
+    # A head with weight 0 may have NaN.
     return (
         sum(value * weight for value, weight in zip(values, weights, strict=True) if weight) / total
     )
@@ -293,9 +284,9 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 def _same(values: Sequence[_Value], path: str) -> _Value:
     first = values[0]
     if any(value != first and not (value != value and first != first) for value in values):
-        said = ", ".join(map(repr, values))
+        listed = ", ".join(map(repr, values))
         raise DispatchError(
-            f"{_named(path)} differs from head to head: {said}; state how it is reduced"
+            f"{_named(path)} differs between heads: {listed}; state how it is reduced"
         )
     return first
 

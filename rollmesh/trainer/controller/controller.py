@@ -1,17 +1,17 @@
 """TrainController: one process calls methods of roles that live in N rank processes.
 
-    with TrainController(plan, home) as controller:
+    with TrainController(plan, tensor_runtime) as controller:
         batch = controller.take(batch, step)
-        scores = controller.call(Call("reference.score", step=step), batch)
-        report = controller.call(Call("actor.train", reduce=REPORT), batch, scores)
+        scores = controller.call(RoleCall("reference.score", step=step), batch)
+        report = controller.call(RoleCall("actor.train", reduce=REPORT), batch, scores)
         controller.end_step(step)
 
-Arguments are handles and plain values; lists of handles are dealt over the data-parallel heads
-(dispatch.py), all else goes to every head, and ranks beside a head get what it got (meeting.py).
-Answers become one (answers.py). Invariants: those of crew.py; no tensor passes through here, only
-handles; what a step ended is freed at every rank, heads or not, and here, by one broadcast; what is
-left is told by rank, tag and bytes, and never raised. A process that a plain torchrun started has
-the same methods in plain.py. Driven by a train loop, from any thread.
+- Arguments are handles and plain values. Lists of handles are dealt over the data-parallel heads
+  (dispatch.py); everything else goes to every head, and the other ranks of its group get a copy
+  (rendezvous.py). Answers are merged (answers.py). No tensor passes through this process.
+- An ended step is freed at every rank and here. Tensors that are left are logged with rank, tag and
+  bytes; nothing raises.
+- torchrun.py has the same methods for processes that a plain torchrun started.
 """
 
 import concurrent.futures
@@ -49,76 +49,77 @@ LEAK_PAUSES_S = (0.001, 0.01, 0.1, 0.3)
 """Between two looks at a leak: 0.2 ms were measured on a quiet machine."""
 
 CONTROLLER = -1
-"""Its rank in reports."""
+"""Rank of the controller's own process in reports."""
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Which ranks there are, and what each is."""
+    """The ranks, their roles and settings."""
 
     topology: Topology
     roles: Mapping[str, RoleSpec]
     device: str = "cpu"
     num_threads: int = 1
-    """torch threads of each."""
+    """torch threads of each rank."""
     plane: PlaneSpec = PlaneSpec()
-    """Of each."""
+    """Data plane of each rank."""
     settings: RankGroupSettings = RankGroupSettings()
     bind: str = "tcp://127.0.0.1:0"
-    """Where they dial."""
+    """Address that the ranks dial."""
     folder: str = ""
-    """The run's, for logs."""
+    """Run folder, for logs."""
 
 
 class RoleCall(msgspec.Struct, frozen=True):
-    """Which method, and how its rows are dealt and its answers become one."""
+    """A method, and how its rows are dealt and its answers merged."""
 
     method: str
     """`role.method`"""
     step: int | None = None
-    """Whose the tensors in the answer are, so that they are freed with it. None: of the newest step
-    that took an argument, so that whoever computes on a batch leaves nothing behind; UNTAGGED: of
-    none, for what has to outlive it."""
+    """The step that frees the tensors of the answer. None: the newest step that took an argument,
+    so that computing on a batch leaves nothing behind; UNTAGGED: no step."""
     rule: DispatchRule = DispatchRule()
     reduce: Reduce = Reduce()
 
 
 class TensorUsage(msgspec.Struct, frozen=True):
-    """What all processes hold of tensors."""
+    """The tensors that all processes hold."""
 
     processes: tuple[RankTensors, ...]
-    """The controller's own first, then those of the ranks that said it."""
+    """The controller's process first, then the ranks that reported."""
     missing: tuple[int, ...]
-    """Ranks that did not."""
+    """Ranks that did not report."""
     leaks: tuple[Leak, ...]
     num_cleared: int = 0
-    """Shards that were freed at their owners, by id."""
+    """Shards that were freed at their owners."""
 
 
 class TrainController:
-    """See the module."""
+    """The controller of the ranks of one plan; usable from any thread."""
 
     def __init__(
         self,
         plan: RankPlan,
-        home: TensorRuntime,
+        tensor_runtime: TensorRuntime,
         keys: Keys | None = None,
         staleness: Staleness | None = None,
     ) -> None:
-        """`home` is this process's own; `staleness` paces what is trained here. AddressError where
-        `plan.bind` is taken, or an address needs keys."""
+        """`tensor_runtime` is that of this process; `staleness` paces the training.
+
+        Raises AddressError if `plan.bind` is taken, or an address needs keys.
+        """
         check_bind(plan.plane.bind, keys)
         self._plan = plan
-        self._home = home
-        self._plane = home.plane
+        self._tensor_runtime = tensor_runtime
+        self._plane = tensor_runtime.plane
         self._heads = plan.topology.heads()
-        self._elsewhere = OtherOwners(home.plane)
+        self._other_owners = OtherOwners(tensor_runtime.plane)
         self._staleness = staleness
         self._hub = RankHub(plan.bind, keys, plan.settings, self._specs)
-        weakref.finalize(self, self._hub.let_go).atexit = False
+        weakref.finalize(self, self._hub.abandon).atexit = False
         self._ended_step = NO_STEP
 
     def start(self) -> None:
-        """Start the ranks, and wait until all are ready; RankGone where one cannot be."""
+        """Start the ranks and wait until all are ready; raise RankGone if one cannot be."""
         self._hub.start()
         try:
             self._hub.formed.result()
@@ -137,36 +138,36 @@ class TrainController:
         """End all ranks."""
         self._hub.close("the controller is closed")
         if SHARED_MEMORY.is_dir():
-            sweep(SHARED_MEMORY)  # after those that were killed
+            sweep(SHARED_MEMORY)  # of ranks that were killed
 
     @property
     def staleness(self) -> Staleness | None:
-        """What paces the batches that are trained here, to look at; None where nothing does."""
+        """The pacing of the batches that are trained here, read-only; None if there is none."""
         return self._staleness
 
     def take(self, batch: Any, step: int) -> Any:
-        """`batch` is `step`'s from now on, and freed when that ends; handles that say so.
+        """Assign `batch` to `step`, whose end frees it; return it with tagged handles.
 
-        The step is stamped in the owner of each shard, whoever that is: this process, a rank, or
-        another. TensorError for a step that has ended, ShardMissing for the first shard that is not
-        there, when all others are taken; OwnerGone.
+        The owner of each shard (this process, a rank, or another process) records the step. Raises
+        TensorError for a step that has ended, ShardMissing for the first missing shard, after all
+        others were taken, and OwnerGone.
         """
         handles = collect(batch, RTensor)
-        self._elsewhere.note({each.owner for each in handles} - self._told_by_word(), step)
+        self._other_owners.note({each.owner for each in handles} - self._notified_owners(), step)
         self._plane.take(handles, step)
         return transform(batch, RTensor, lambda found: [each.tagged(step) for each in found])
 
     def call(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> Any:
-        """Call a role's method at all ranks, and wait for what they answer together.
+        """Call a role's method at all ranks, and return their merged answer.
 
-        Tensors in the answer are handles, owned by the ranks. DispatchError where rows or answers
-        do not fit; CallFailed where it cannot be run, or raised, at a rank; RankGone where one is
-        gone.
+        Tensors in the answer are handles, owned by the ranks. Raises DispatchError if rows or
+        answers do not fit, CallFailed if a rank cannot run the call or its method raises, and
+        RankGone if a rank is lost.
         """
         return self.begin(what, *args, **kwargs).result()
 
     def begin(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> "PendingCall":
-        """The same without the wait: arguments are fetched while an earlier call runs."""
+        """Start a call without waiting; its arguments are fetched while an earlier call runs."""
         call = RoleCall(what) if isinstance(what, str) else what
         dispatch = split_call(Arguments(args, kwargs), len(self._heads), call.rule)
         bodies = [b""] * self._plan.topology.num_ranks
@@ -180,60 +181,60 @@ class TrainController:
         return PendingCall(self, answers, self._heads, dispatch.shares, call.reduce)
 
     def end_step(self, step: int) -> TensorUsage:
-        """Free all of `step` and of those before it, everywhere, and look at what is left.
+        """Free all tensors of steps up to `step`, everywhere, and return what is left.
 
-        A leak is a warning that names rank, tag and bytes; nothing is raised.
+        A leak is logged as a warning with rank, tag and bytes.
         """
         self._ended_step = max(self._ended_step, step)
         self._plane.end_step(step)
-        self._elsewhere.end_step(step)
-        return self._look()
+        self._other_owners.end_step(step)
+        return self._check_tensors()
 
     def clear_batches(self, *targets: Any) -> TensorUsage:
-        """Free the shards of `targets` everywhere, and look at what is left; without targets, only
-        look."""
+        """Free the shards of `targets` everywhere, and return what is left; without targets, free
+        nothing."""
         num_cleared = clear_everywhere(self._plane, self._hub, targets)
-        return msgspec.structs.replace(self._look(), num_cleared=num_cleared)
+        return msgspec.structs.replace(self._check_tensors(), num_cleared=num_cleared)
 
     def pids(self) -> list[int]:
-        """Of the ranks' processes."""
+        """Process ids of the ranks."""
         return self._hub.pids()
 
-    def _told_by_word(self) -> set[str]:
-        """Owners that learn of a step's end without being asked: this process and the ranks."""
-        return self._hub.owners() | {self._home.address, ""}
+    def _notified_owners(self) -> set[str]:
+        """Owners that learn of a step's end without a call: this process and the ranks."""
+        return self._hub.owners() | {self._tensor_runtime.address, ""}
 
-    def _look(self) -> TensorUsage:
-        """What all processes hold; leaks are logged.
+    def _check_tensors(self) -> TensorUsage:
+        """Return what all processes hold, and log leaks.
 
-        Gloo may hold a tensor for a while after the collective has returned: a leak is reported if
+        Gloo may hold a tensor for a while after a collective has returned, so a leak is reported if
         it is still there after LEAK_PAUSES_S.
         """
-        now = self._held()
+        now = self._usage()
         for pause_s in LEAK_PAUSES_S:
             if not now.leaks:
                 break
             time.sleep(pause_s)
-            now = self._held()
+            now = self._usage()
         for leak in now.leaks:
             log.warning("tensors.leaked", rank=leak.rank, tag=leak.tag, bytes=leak.num_bytes)
         for rank in now.missing:
-            log.warning("tensors.untold", rank=rank)
+            log.warning("tensors.unreported", rank=rank)
         if not now.leaks and not now.missing:
             log.debug("tensors.clean", ended_step=self._ended_step)
         return now
 
-    def _held(self) -> TensorUsage:
-        self._home.settle()
-        # By the first answers ranks have told each other what they look at no longer, so that the
-        # owners among them count right from then on.
-        self._hub.ask(self._ended_step, b"").result()
-        told = self._hub.ask(self._ended_step, b"").result()
+    def _usage(self) -> TensorUsage:
+        self._tensor_runtime.settle()
+        # After the first query all ranks have reported to each other what they no longer read, so
+        # the second one counts correctly.
+        self._hub.query_tensors(self._ended_step, b"").result()
+        reports = self._hub.query_tensors(self._ended_step, b"").result()
         own = RankTensors(CONTROLLER, *held_tensors(self._plane))
-        others = [RankTensors(each.rank, each.stored, each.buffered) for each in told.told]
+        others = [RankTensors(each.rank, each.stored, each.buffered) for each in reports.reports]
         return TensorUsage(
             (own, *others),
-            told.missing,
+            reports.missing,
             tuple(find_leaks((own, *others), self._ended_step, self._hub.num_open)),
         )
 
@@ -257,7 +258,7 @@ class TrainController:
 
 
 class PendingCall:
-    """A call that is under way."""
+    """A call that was started; `result` waits for it."""
 
     def __init__(
         self,
@@ -267,14 +268,14 @@ class PendingCall:
         shares: Sequence[HeadShare] | None,
         reduce: Reduce,
     ) -> None:
-        self._controller = controller  # which nobody lets go of before its call has ended
+        self._controller = controller  # keeps it alive until the call has ended
         self._bodies = bodies
         self._heads = heads
         self._shares = shares
         self._reduce = reduce
 
     def result(self) -> Any:
-        """What all heads answered, as one; raises as `call` does."""
+        """Return the merged answer of all heads; raise as `call` does."""
         bodies = self._bodies.result()
         answers = [decode_values(bodies[head]) for head in self._heads]
         return merge_answers(answers, self._shares, self._reduce)

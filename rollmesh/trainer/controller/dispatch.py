@@ -1,26 +1,18 @@
-"""Rows dealt over data-parallel heads: whole groups, as even in length as rounds can make them.
+"""Arguments of a call for each data-parallel head: lists of handles are dealt, all else is copied.
 
-    groups, the longest first, in rounds of one per head: in each the longest goes to whom has least
-    groups in several parts (minibatches, say): one part after the other, each in rounds of its own
+    list that holds an RTensor    its items are the call's rows, dealt over heads
+    dict, tuple, struct           searched for such lists
+    anything else                 goes to every head unchanged, also a single tensor
 
-Invariants: every row is at exactly one head, and rows of a group stand together there in their
-order; all heads have the same number of groups, of every part; the lengths of two heads, padding
-counted, differ by no more than the groups of some one round do, so never by more than the longest
-group from the shortest (of two heads the one behind gets the longer group, so a round narrows their
-distance, or turns it and then it is within that round's own spread). The same input is dealt alike
-everywhere. Pure; driven by dispatch.py.
+All lists of rows of one call have the same length and are dealt alike: they are columns. The length
+of a row is known from the shapes of its handles, so no tensor is read.
 
-A call's arguments for each data-parallel head: lists of handles are cut, all else is copied.
+    groups, the longest first, in rounds of one per head: in each the longest goes to the head with
+    the least so far; groups in several parts (minibatches, say): one part after the other
 
-    list that holds an RTensor    its items are the call's rows, dealt by shares.py
-    dict, tuple, struct           walked, for such lists
-    anything else                 goes to every head as it is, a tensor that stands alone too
-
-All lists of rows of one call are as long as each other, and are cut alike: they are columns. How
-long a row is, its handles say (by its token ids, masks and the like), so no tensor is opened here.
-
-Invariants: those of shares.py; what is not cut is the same object at every head. Which heads do
-what is decided by nothing but the arguments and the rule. Pure; driven by controller.py.
+- Every row is at exactly one head, and rows of a group stay together, in their order. All heads
+  have the same number of groups, of every part.
+- The lengths of two heads, with padding, differ by at most the spread of one round.
 """
 
 import math
@@ -34,19 +26,19 @@ from rollmesh.tensors.handles import RTensor
 from rollmesh.tensors.nested import collect, transform
 
 Uneven = Literal["refuse", "pad"]
-"""What becomes of groups whose number no head count divides."""
+"""Treatment of groups whose number is not a multiple of the heads."""
 
 
 class HeadShare(msgspec.Struct, frozen=True):
-    """What one head gets."""
+    """The rows of one head."""
 
     rows: tuple[int, ...]
-    """Which rows, group by group; then padding, which repeats rows that some head has."""
+    """Row indices, group by group; then padding, which repeats rows of some head."""
     num_real: int
-    """How many of them are no padding."""
+    """Number of rows without padding."""
 
     def row_weights(self) -> list[float]:
-        """1 for each row of its own, 0 for padding."""
+        """1 for each real row, 0 for padding."""
         return [1.0] * self.num_real + [0.0] * (len(self.rows) - self.num_real)
 
 
@@ -57,11 +49,10 @@ def deal_rows(
     uneven: Uneven,
     parts: Sequence[Hashable] | None = None,
 ) -> tuple[HeadShare, ...]:
-    """The share of each head; the rest says of each row how long it is, whose, and of which part.
+    """Return the share of each head; `lengths`, `groups` and `parts` have an entry for each row.
 
-    `pad` fills the last round of a part with its shortest group again, whole, so that what reads
-    rows in pairs still finds pairs. DispatchError where there are no rows, or `refuse` has reason
-    to.
+    `pad` fills the last round of a part with its shortest group again, as a whole, so that pairs of
+    rows stay pairs. Raises DispatchError without rows, or for `refuse` if groups do not divide.
     """
     by_group: dict[Hashable, list[int]] = {}
     for row, group in enumerate(groups):
@@ -72,7 +63,7 @@ def deal_rows(
     for rows in by_group.values():
         part = by_part.setdefault(parts[rows[0]] if parts else None, [])
         part.append((sum(lengths[row] for row in rows), rows))
-    hands = [_Hand(at) for at in range(num_heads)]
+    heads = [_Head(at) for at in range(num_heads)]
     for sums in by_part.values():
         if uneven == "refuse" and len(sums) % num_heads:
             what = "rows" if len(by_group) == len(groups) else "groups"
@@ -80,26 +71,26 @@ def deal_rows(
                 f"{len(sums)} {what} do not divide by {num_heads} heads: choose another number, "
                 "or uneven='pad', which fills up with rows of weight 0"
             )
-        _deal_part(sums, hands)
-    return tuple([hand.share() for hand in sorted(hands, key=_by_place)])
+        _deal_part(sums, heads)
+    return tuple([head.share() for head in sorted(heads, key=_by_place)])
 
 
-def _deal_part(sums: list[tuple[int, list[int]]], hands: list["_Hand"]) -> None:
+def _deal_part(sums: list[tuple[int, list[int]]], heads: list["_Head"]) -> None:
     sums.sort(key=_longest_first)
-    for start in range(0, len(sums), len(hands)):
-        hands.sort(key=_least_first)
-        dealt = sums[start : start + len(hands)]
-        for hand, (length, rows) in zip(hands, dealt, strict=False):
-            hand.length += length
-            hand.groups.append(rows)
+    for start in range(0, len(sums), len(heads)):
+        heads.sort(key=_least_first)
+        dealt = sums[start : start + len(heads)]
+        for head, (length, rows) in zip(heads, dealt, strict=False):
+            head.length += length
+            head.groups.append(rows)
         shortest, rows = sums[-1]
-        for hand in hands[len(dealt) :]:
-            hand.length += shortest
-            hand.padding += rows
+        for head in heads[len(dealt) :]:
+            head.length += shortest
+            head.padding += rows
 
 
-class _Hand:
-    """What a head has been dealt so far."""
+class _Head:
+    """The groups that a head has so far."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -117,53 +108,53 @@ def _longest_first(group: tuple[int, list[int]]) -> tuple[int, int]:
     return -length, rows[0]
 
 
-def _least_first(hand: _Hand) -> tuple[int, int]:
-    return hand.length, hand.place
+def _least_first(head: _Head) -> tuple[int, int]:
+    return head.length, head.place
 
 
-def _by_place(hand: _Hand) -> int:
-    return hand.place
+def _by_place(head: _Head) -> int:
+    return head.place
 
 
 ROW_WEIGHTS = "row_weights"
-"""The keyword by which a padded call tells each head what its rows weigh."""
+"""Keyword argument with the weights of a head's rows in a padded call."""
 
 Column = list[Any]
 
 
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
-    """How rows are dealt."""
+    """How the rows of a call are dealt."""
 
     group_size: int = 1
-    """So many rows, one after the other, stay at one head: 2 for pairs."""
+    """This many consecutive rows stay at one head: 2 for pairs."""
     groups: Sequence[Hashable] | None = None
-    """Or: whose each row is."""
+    """Or: the group of each row."""
     parts: Sequence[Hashable] | None = None
-    """Of which part each row's group is, where every head is to have as many groups of each."""
+    """The part of each row's group, if every head needs as many groups of each part."""
     lengths: Sequence[int] | None = None
-    """How long each row is, where its handles do not say it well."""
+    """The length of each row, if its handles do not show it."""
     uneven: Uneven = "refuse"
-    """`pad`: each head is told `row_weights`, of which padding's are 0."""
+    """`pad`: each head gets `row_weights`, which are 0 for padding."""
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """Of a call."""
+    """The arguments of a call."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
 
 
 class Dispatch(msgspec.Struct, frozen=True):
-    """A call, cut."""
+    """The arguments of a call for each head."""
 
     parts: tuple[Arguments, ...]
     """One for each head."""
     shares: tuple[HeadShare, ...] | None
-    """None where the call has no rows."""
+    """None if the call has no rows."""
 
 
 def split_call(arguments: Arguments, num_heads: int, rule: DispatchRule) -> Dispatch:
-    """What each head gets; DispatchError where the rows cannot be dealt."""
+    """Return the arguments for each head; raise DispatchError if the rows cannot be dealt."""
     columns = _columns(arguments, RTensor)
     if not columns:
         return Dispatch((arguments,) * num_heads, None)
@@ -198,7 +189,7 @@ def dispatch_locally(arguments: Arguments, rule: DispatchRule, kind: type) -> tu
 
 
 def length_of(row: Any) -> int:
-    """The longest of a row's one-dimensional tensors; the elements of its largest, if none is."""
+    """Length of a row's longest one-dimensional tensor, else the elements of its largest one."""
     shapes = [each.shape for each in collect(row, RTensor)]
     flat = [shape[0] for shape in shapes if len(shape) == 1]
     return max(flat) if flat else max(map(math.prod, shapes), default=0)
@@ -206,7 +197,7 @@ def length_of(row: Any) -> int:
 
 def _check_unweighed(arguments: Arguments) -> None:
     if ROW_WEIGHTS in arguments.kwargs:
-        raise DispatchError(f"{ROW_WEIGHTS} is what a padded call adds: name yours otherwise")
+        raise DispatchError(f"{ROW_WEIGHTS} is added by a padded call: rename your argument")
 
 
 def _columns(arguments: Arguments, kind: type) -> list[tuple[str, Column]]:
@@ -221,7 +212,7 @@ def _columns(arguments: Arguments, kind: type) -> list[tuple[str, Column]]:
 
 
 def _part(arguments: Arguments, share: HeadShare, places: set[int]) -> Arguments:
-    """What a head gets of them; `places` are the columns', by id()."""
+    """The arguments of one head; `places` has the id() of each column."""
 
     def chosen(lists: list[Column]) -> list[Column]:
         return [[each[row] for row in share.rows] if id(each) in places else each for each in lists]
@@ -235,7 +226,7 @@ def _rows(columns: list[tuple[str, Column]]) -> list[tuple[Any, ...]]:
         said = ", ".join(f"{len(column)} in {name}" for name, column in columns)
         raise DispatchError(
             f"the call's lists of tensors differ in length: {said}; a list has one entry per row, "
-            "what has not is put into a tuple"
+            "use a tuple for anything else"
         )
     return list(zip(*[column for _, column in columns], strict=True))
 

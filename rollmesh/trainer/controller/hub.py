@@ -1,11 +1,11 @@
-"""The controller's thread: it owns the socket, the clock and the processes, and steps the crew.
+"""The controller's thread: owns the socket, the clock and the processes, and steps the RankGroup.
 
-    NEW --start--> RUNS --close, let_go--> OVER
+    NEW --start--> RUNS --close, abandon--> OVER
     NEW --close--> OVER        RUNS --the thread fails--> OVER
 
-Invariants: whatever is asked gets its end, as a result or a RankError, also where the crew breaks,
-the thread itself fails, or nobody steps it any more; what this thread does takes no time, so beats
-go out. Driven by controller.py, from any thread.
+- Every request ends with a result or a RankError, also if a rank is lost, the thread fails, or the
+  hub is closed.
+- Nothing on this thread blocks, so beats are sent.
 """
 
 import concurrent.futures
@@ -50,44 +50,44 @@ log = get_logger()
 TICK_S = 0.1
 SECRET_BYTES = 16
 END_S = 10.0
-"""What ranks have to end by themselves."""
+"""Time for ranks to end by themselves."""
 
 Bodies = tuple[Buffer, ...]
 SpecOf = Callable[[str], Sequence[RankSpec]]
-"""The ranks' specs, once the address is known that they dial."""
+"""Returns the ranks' specs for the address that they dial."""
 
 
 class RankHub:
-    """See the module."""
+    """The shell of a RankGroup; its methods may be called from any thread."""
 
     def __init__(
         self, bind: str, keys: Keys | None, settings: RankGroupSettings, specs: SpecOf
     ) -> None:
-        """AddressError where `bind` is taken, or needs keys."""
+        """Raise AddressError if `bind` is taken, or needs keys."""
         self._hub = Hub(bind, keys)
         self._specs = [
             msgspec.structs.replace(spec, secret=secrets.token_hex(SECRET_BYTES))
             for spec in specs(self._hub.peer_address)
         ]
         routes = [route_of(spec).encode() for spec in self._specs]
-        self._crew = RankGroup(routes, settings, time.monotonic())
+        self._group = RankGroup(routes, settings, time.monotonic())
         self._has_logged_foreign = False
         self._events: deque[Event] = deque()
         self._bell = Doorbell()
         self._calls: dict[int, concurrent.futures.Future[Bodies]] = {}
-        self._asks: dict[int, concurrent.futures.Future[TensorReport]] = {}
+        self._queries: dict[int, concurrent.futures.Future[TensorReport]] = {}
         self._numbers = itertools.count(1)
         self._processes = RankProcesses(self._on_exit)
         self.formed: concurrent.futures.Future[None] = concurrent.futures.Future()
-        """Done when all ranks are ready, or will never be."""
+        """Done when all ranks are ready, or cannot be."""
         self._over: RankError | None = None
-        """Why nothing comes of what is asked now."""
+        """The reason why requests fail now."""
         self._is_closing = threading.Event()
         self._close_once = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self) -> None:
-        """Start the ranks; RankError where that is over."""
+        """Start the ranks; raise RankError after the end."""
         if self._over:
             raise self._over
         self._thread.start()
@@ -95,31 +95,33 @@ class RankHub:
     def call(
         self, role: str, method: str, step: int, bodies: tuple[bytes, ...]
     ) -> "concurrent.futures.Future[Bodies]":
-        """Make a call; `bodies` are those of the ranks."""
+        """Call a method at all ranks; `bodies` has one for each."""
         call_id = next(self._numbers)
         future = self._calls[call_id] = concurrent.futures.Future()
-        self._tell(CallRequested(call_id, role, method, step, bodies))
+        self._enqueue(CallRequested(call_id, role, method, step, bodies))
         return future
 
-    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[TensorReport]":
-        """Ask of tensors."""
+    def query_tensors(
+        self, ended_step: int, shard_ids: bytes
+    ) -> "concurrent.futures.Future[TensorReport]":
+        """Have all ranks free ended steps and `shard_ids`, and report what they hold."""
         ask_id = next(self._numbers)
-        future = self._asks[ask_id] = concurrent.futures.Future()
-        self._tell(TensorsQueried(ask_id, ended_step, shard_ids))
+        future = self._queries[ask_id] = concurrent.futures.Future()
+        self._enqueue(TensorsQueried(ask_id, ended_step, shard_ids))
         return future
 
     def pids(self) -> list[int]:
-        """The ranks' processes."""
+        """Process ids of the ranks."""
         return self._processes.pids()
 
     def owners(self) -> set[str]:
-        """Where the ranks' tensors are fetched from."""
-        return self._crew.owners()
+        """Addresses from which the ranks' tensors are fetched."""
+        return self._group.owners()
 
     @property
     def num_foreign(self) -> int:
         """Messages that came from no rank, and changed nothing."""
-        return self._crew.num_foreign
+        return self._group.num_foreign
 
     @property
     def num_open(self) -> int:
@@ -127,7 +129,7 @@ class RankHub:
         return len(self._calls)
 
     def close(self, reason: str) -> None:
-        """End the ranks, in order, or by force where they do not end; once, whoever says it."""
+        """End the ranks in order, or kill them if they do not end; only the first call acts."""
         with self._close_once:
             if self._is_closing.is_set():
                 return
@@ -142,40 +144,40 @@ class RankHub:
             self._hub.close()
             self._bell.close()
 
-    def let_go(self) -> None:
-        """Nobody has a controller any more that could be closed: end, and keep nobody waiting."""
+    def abandon(self) -> None:
+        """Close in the background, after the controller was dropped without `close`."""
         if self._is_closing.is_set():
             return
         if self._thread.is_alive():
             log.warning("controller.not_closed", pids=self.pids())
-        # Whoever let go of it is not made to wait, be he in the midst of whatever.
-        reason = "nobody has the controller any more"
+        # In the background: the thread that dropped the last reference may hold locks.
+        reason = "the controller was dropped"
         threading.Thread(target=self.close, args=(reason,), name="closing", daemon=True).start()
 
     def _end_ranks(self, reason: str) -> None:
-        self._tell(EndRequested(reason))
+        self._enqueue(EndRequested(reason))
         if not self._processes.wait(END_S):
             log.warning("ranks.killed", why=f"they did not end in {END_S:.0f} s")
             self._processes.kill()
             self._processes.wait(END_S)
 
-    def _tell(self, event: Event) -> None:
+    def _enqueue(self, event: Event) -> None:
         self._events.append(event)
         self._bell.ring()
         if self._over:
             self._fail_all(self._over)
 
     def _on_exit(self, rank: int, cause: str) -> None:
-        self._tell(RankExited(rank, cause))
+        self._enqueue(RankExited(rank, cause))
 
     def _run(self) -> None:
-        # A child is told by the system that the thread is gone that started it: so it is this one.
+        # Children die with the thread that started them, so it must be this one.
         try:
             self._processes.start(self._specs)
             while not self._is_closing.is_set():
                 wait([self._hub], self._bell, TICK_S)
                 self._turn()
-        except Exception as error:  # door: whoever waits for us is told
+        except Exception as error:  # door: all waiting callers get the error
             log.exception("controller.failed")
             self._processes.kill()
             self._over = RankError(f"the controller's own thread failed: {error}")
@@ -184,7 +186,7 @@ class RankHub:
     def _turn(self) -> None:
         for route, packet in self._hub.receive():
             self._step(Received(route, packet.message, packet.body))
-        if self._crew.num_foreign and not self._has_logged_foreign:
+        if self._group.num_foreign and not self._has_logged_foreign:
             self._has_logged_foreign = True
             log.warning("crew.foreign_message", remedy="only started ranks may dial this address")
         while self._events:
@@ -192,41 +194,41 @@ class RankHub:
         self._step(Ticked())
 
     def _step(self, event: Event) -> None:
-        for action in self._crew.step(event, time.monotonic()):
+        for action in self._group.step(event, time.monotonic()):
             self._do(action)
 
     def _do(self, action: Action) -> None:
         match action:
             case SendToRank(route, message, body):
-                # One that is not taken is missed by the rank at the next beat.
+                # The rank detects a message that was not sent at the next beat.
                 self._hub.send(route, Packet(message, body=body))
             case CallAnswered(call_id, bodies):
                 self._calls.pop(call_id).set_result(bodies)
             case CallRaised(call_id, error):
                 self._calls.pop(call_id).set_exception(error)
             case TensorReport(ask_id):
-                self._asks.pop(ask_id).set_result(action)
+                self._queries.pop(ask_id).set_result(action)
             case RanksFormed():
                 self.formed.set_result(None)
             case RanksLost(error):
-                log.error("crew.broken", rank=error.rank, cause=error.cause)
+                log.error("ranks.lost", rank=error.rank, cause=error.cause)
                 self._processes.kill()
                 if not self.formed.done():
                     self.formed.set_exception(error)
 
     def _fail_all(self, error: RankError) -> None:
-        """Calls fail; of tensors nobody says anything any more, and that stops nobody."""
+        """Fail all calls, and end tensor queries with every rank missing."""
         for call in [*self._calls.values()]:
             _fail(call, error)
         _fail(self.formed, error)
-        nobody = tuple(range(len(self._specs)))
-        for ask_id in [*self._asks]:
-            ask = self._asks.pop(ask_id, None)
-            if ask is not None:
-                ask.set_result(TensorReport(ask_id, (), nobody))
+        all_missing = tuple(range(len(self._specs)))
+        for ask_id in [*self._queries]:
+            query_tensors = self._queries.pop(ask_id, None)
+            if query_tensors is not None:
+                query_tensors.set_result(TensorReport(ask_id, (), all_missing))
 
 
 def _fail(future: "concurrent.futures.Future[Any]", error: RankError) -> None:
-    # Two threads may come to this at once, each for what it asked itself.
+    # Two threads may do this at once, each for its own request.
     with contextlib.suppress(concurrent.futures.InvalidStateError):
         future.set_exception(error)

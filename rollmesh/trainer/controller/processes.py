@@ -1,8 +1,8 @@
 """The processes of the ranks: started, watched, ended.
 
-Invariants: each leads a session of its own, so that the terminal's Ctrl-C reaches the controller
-alone, and dies with the thread that started it, which is the controller's own; its end is told
-once, with its cause, by a thread that does nothing but wait for it. Driven by hub.py.
+- Each is a session of its own, so that the terminal's Ctrl-C reaches the controller only, and dies
+  with the thread that started it, which is the controller's.
+- A thread waits for each process and reports its end once, with the cause.
 """
 
 import contextlib
@@ -22,21 +22,21 @@ from rollmesh.trainer.controller.spec import RankSpec, to_argument
 MODULE = "rollmesh.trainer.controller"
 
 OnExit = Callable[[int, str], None]
-"""Rank, and what became of it."""
+"""Called with a rank, and the cause of its end."""
 
 
 class RankProcesses:
-    """See the module."""
+    """The processes of one controller."""
 
     def __init__(self, on_exit: OnExit) -> None:
-        """`on_exit` is called on a thread of the rank that ended."""
+        """`on_exit` is called on the thread that waits for the rank."""
         self._on_exit = on_exit
         self._children: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, specs: Sequence[RankSpec]) -> None:
-        """Start one for each; OSError where the system has no more, AddressError where the ranks
-        cannot meet at `meet_at`."""
+        """Start a process for each spec; raise OSError if the system refuses one, AddressError if
+        the ranks cannot meet at `meet_at`."""
         with listen(f"{specs[0].meet_at}:0") as store:
             host, port = store.getsockname()[:2]
             for spec in specs:
@@ -69,19 +69,19 @@ class RankProcesses:
             child.stdin.write(f"{spec.secret}\n".encode())
 
     def kill(self) -> None:
-        """End all that still run, at once."""
+        """Kill all processes."""
         for child in self._children:
             child.kill()
 
     def wait(self, timeout_s: float) -> bool:
-        """Until all have ended, and that was told; whether they have."""
+        """Wait until all have ended and were reported; return whether they have."""
         until_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def pids(self) -> list[int]:
-        """By rank."""
+        """Process ids, by rank."""
         return [child.pid for child in self._children]
 
     def _watch(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
@@ -90,7 +90,7 @@ class RankProcesses:
 
 
 def _output(spec: RankSpec) -> contextlib.AbstractContextManager[IO[bytes] | None]:
-    """Where what it prints goes: to where we print, if there is no run's folder."""
+    """The file for a rank's output; without a run folder, the output of this process."""
     if not spec.folder:
         return contextlib.nullcontext()
     path = Path(spec.folder) / "logs" / f"rank-{spec.rank}.out"

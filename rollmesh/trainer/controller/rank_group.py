@@ -1,30 +1,16 @@
-"""Calls on their way through all ranks.
+"""The ranks of a controller, and the calls that run on them, as a state machine.
 
-    STAGING -> RUNNING -> ended      staging: ranks fetch the arguments, and run nothing
-    STAGING -> ended                 some rank cannot have them, so none runs it
+    a rank       STARTING -> MET -> READY -> GONE        met: it has connected, and waits for all
+    the group    FORMING -> READY -> ENDING              BROKEN from anywhere: a rank is lost
+    a call       STAGING -> RUNNING -> ended             staging: ranks fetch its arguments
+                 STAGING -> ended                        a rank cannot fetch them: no rank runs it
 
-Invariants: no rank begins a call before all have its arguments, so a fetch that fails never leaves
-the others alone in a collective; calls run in the order in which they were made, at every rank; a
-call ends once, with an answer of each rank or with an error that names one. Pure; driven by
-crew.py.
-
-The ranks as their controller sees them: who is there, what they were asked, when all is lost.
-
-    a rank   STARTING -> MET -> READY -> GONE            met: it has said hello, and waits for all
-    the crew FORMING -> READY -> ENDING                  BROKEN from anywhere: a rank is gone
-
-The invariants of calls.py hold, and:
-
-- A rank is the route of the process that was started for it. A message of any other route changes
-  nothing and is counted.
-- A rank that ended, fell silent, lost a message or did not return from a call that failed at others
-  breaks the crew, since collectives need all ranks. All that is open ends with RankGone, and so
-  does every later request.
-- Answers about tensors may be incomplete: they name the ranks that sent none.
-- Every message to a rank carries the newest ended step.
-- Ranks end the last first, and rank 0, in whose store the others meet, alone.
-
-Pure; driven by hub.py.
+- No rank begins a call before all have its arguments, so a failed fetch leaves no rank alone in a
+  collective. Calls run in one order at all ranks, and end once: with all answers, or an error.
+- A rank that ends, is silent, loses a message, or does not return from a call that failed elsewhere
+  breaks the group, since collectives need all ranks. Everything open then ends with RankGone.
+- A rank is identified by the route of its process; messages of other routes are counted only.
+- Every message carries the newest ended step. Rank 0, whose store the others use, ends last.
 """
 
 import enum
@@ -55,7 +41,7 @@ from rollmesh.wire.ranks import (
 
 
 class RankCallState(enum.StrEnum):
-    """STAGING -> RUNNING, and then it is forgotten"""
+    """STAGING -> RUNNING, then forgotten"""
 
     STAGING = "staging"
     RUNNING = "running"
@@ -70,26 +56,26 @@ class CallRequested(msgspec.Struct, frozen=True):
     step: int
     """The train step that tags the answers, or -1."""
     bodies: tuple[bytes, ...]
-    """The arguments for each rank; empty for who follows a head."""
+    """The arguments for each rank; empty for ranks that are not heads."""
 
 
 class SendToAll(msgspec.Struct, frozen=True):
-    """Action: tell all ranks."""
+    """Action: send to all ranks."""
 
     message: RankMessage
     bodies: tuple[Buffer, ...] = ()
-    """One for each, where they have any."""
+    """One for each rank, or none."""
 
 
 class CallAnswered(msgspec.Struct, frozen=True):
-    """Action: the call has been run at all ranks; `bodies` are their answers."""
+    """Action: the call has run at all ranks; `bodies` are their answers."""
 
     call_id: int
     bodies: tuple[Buffer, ...]
 
 
 class CallRaised(msgspec.Struct, frozen=True):
-    """Action: the call has no answer."""
+    """Action: the call failed."""
 
     call_id: int
     error: RankError
@@ -105,7 +91,7 @@ class _OpenCall(msgspec.Struct):
     answers: dict[int, Buffer] = msgspec.field(default_factory=dict)
     errors: dict[int, str] = msgspec.field(default_factory=dict)
     settled_by_s: float | None = None
-    """When the others must have come out of it."""
+    """When the other ranks must have returned from it."""
 
     @property
     def name(self) -> str:
@@ -113,22 +99,22 @@ class _OpenCall(msgspec.Struct):
 
 
 class RankCalls:
-    """All that are open."""
+    """The open calls."""
 
     def __init__(self, num_ranks: int, settle_s: float) -> None:
         self._num_ranks = num_ranks
         self._settle_s = settle_s
         self._calls: dict[int, _OpenCall] = {}
-        """As they were made."""
+        """In the order in which they were made."""
 
     def make(self, made: CallRequested, ended_step: int) -> Iterator[CallAction]:
-        """A new one."""
+        """Begin a call."""
         self._calls[made.call_id] = _OpenCall(made)
         message = StageCall(ended_step, made.call_id, made.role, made.method, made.step)
         yield SendToAll(message, made.bodies)
 
     def staged(self, message: CallStaged, ended_step: int) -> Iterator[CallAction]:
-        """A rank has the arguments, or cannot have them."""
+        """Handle that a rank has the arguments, or failed to fetch them."""
         call = self._calls.get(message.call_id)
         if call is None or call.state is not RankCallState.STAGING:
             return
@@ -141,7 +127,7 @@ class RankCalls:
         yield from self._release(ended_step)
 
     def ended(self, message: CallEnded, body: Buffer, now_s: float) -> Iterator[CallAction]:
-        """A rank has run it."""
+        """Handle that a rank has run a call."""
         call = self._calls.get(message.call_id)
         if call is None or call.state is not RankCallState.RUNNING:
             return
@@ -160,23 +146,23 @@ class RankCalls:
             yield CallAnswered(message.call_id, bodies)
 
     def stuck(self, now_s: float) -> RankGone | None:
-        """A rank that did not come out of a call at which another had failed."""
+        """Return a rank that did not return from a call that failed at another rank."""
         for call in self._calls.values():
             if call.settled_by_s is not None and now_s >= call.settled_by_s:
                 inside = min(set(range(self._num_ranks)) - call.answers.keys())
                 rank, error = min(call.errors.items())
-                why = f"it did not come out of {call.name}, at which rank {rank} failed: {error}"
+                why = f"it did not return from {call.name}, which failed at rank {rank}: {error}"
                 return RankGone(inside, why)
         return None
 
     def fail(self, error: RankError) -> Iterator[CallAction]:
-        """Nothing comes of those that are open."""
+        """Fail all open calls."""
         calls, self._calls = self._calls, {}
         for call_id in calls:
             yield CallRaised(call_id, error)
 
     def _release(self, ended_step: int) -> Iterator[CallAction]:
-        """Run what can be run: who is not staged holds up who came later."""
+        """Run staged calls in order; one that is not staged blocks later ones."""
         for call_id, call in self._calls.items():
             if len(call.staged) < self._num_ranks:
                 return
@@ -191,21 +177,21 @@ class RankCalls:
 
 
 NO_STEP = -1
-"""Before the first."""
+"""Before the first step has ended."""
 
 
 class RankGroupSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient a controller is."""
+    """Timeouts of a controller."""
 
     start_s: float = 120.0
-    """Until all ranks are ready."""
+    """Time until all ranks are ready."""
     beat_s: float = 0.5
     silence_s: float = 30.0
-    """A rank that is not heard for so long is gone."""
+    """A rank that is silent for this time is lost."""
     settle_s: float = 10.0
-    """What ranks have to come out of a call at which another failed."""
+    """Time for ranks to return from a call that failed at another rank."""
     told_s: float = 10.0
-    """What they have to say what they hold."""
+    """Time for ranks to report what they hold."""
 
 
 class RankGroupState(enum.StrEnum):
@@ -227,29 +213,29 @@ class RankState(enum.StrEnum):
 
 
 class TensorsQueried(msgspec.Struct, frozen=True):
-    """Event: all ranks free what has ended and what `shard_ids` names, and tell what is left."""
+    """Event: have all ranks free ended steps and `shard_ids`, and report what is left."""
 
     ask_id: int
     ended_step: int
-    """NO_STEP where none has ended since."""
+    """NO_STEP: no step has ended since."""
     shard_ids: bytes = b""
 
 
 class RankExited(msgspec.Struct, frozen=True):
-    """Event: its process has ended."""
+    """Event: the process of a rank has ended."""
 
     rank: int
     cause: str
 
 
 class EndRequested(msgspec.Struct, frozen=True):
-    """Event: nothing more will be asked."""
+    """Event: end the ranks; there are no more requests."""
 
     reason: str
 
 
 class SendToRank(msgspec.Struct, frozen=True):
-    """Action: send this to a rank."""
+    """Action: send to one rank."""
 
     route: bytes
     message: RankMessage
@@ -261,15 +247,15 @@ class RanksFormed(msgspec.Struct, frozen=True):
 
 
 class TensorReport(msgspec.Struct, frozen=True):
-    """Action: what was asked of tensors is known, but for the ranks in `missing`."""
+    """Action: the result of a query of tensors; ranks in `missing` sent no report."""
 
     ask_id: int
-    told: tuple[TensorsTold, ...]
+    reports: tuple[TensorsTold, ...]
     missing: tuple[int, ...]
 
 
 class RanksLost(msgspec.Struct, frozen=True):
-    """Action: end all ranks, at once."""
+    """Action: kill all ranks."""
 
     error: RankGone
 
@@ -279,45 +265,45 @@ Action = SendToRank | RanksFormed | CallAnswered | CallRaised | TensorReport | R
 
 
 class _Rank(msgspec.Struct):
-    heard_s: float
+    received_s: float
     route: bytes
-    """Of the process that was started for it; messages of other routes are not its."""
+    """Route of the process that was started for this rank."""
     state: RankState = RankState.STARTING
     owner: str = ""
-    num_heard: int = 0
-    num_told: int = 0
+    num_received: int = 0
+    num_sent: int = 0
 
 
 class _TensorQuery(msgspec.Struct):
     until_s: float
-    told: dict[int, TensorsTold] = msgspec.field(default_factory=dict)
+    reports: dict[int, TensorsTold] = msgspec.field(default_factory=dict)
 
 
 class RankGroup:
-    """See the module."""
+    """The state machine; hub.py is its shell."""
 
     def __init__(self, routes: Sequence[bytes], settings: RankGroupSettings, now_s: float) -> None:
-        """`routes` are those of the processes that were started, by rank."""
+        """`routes` are those of the started processes, by rank."""
         num_ranks = len(routes)
         self.state = RankGroupState.FORMING
         self.num_foreign = 0
-        """Messages of routes that are no rank's, which changed nothing."""
+        """Messages of routes that belong to no rank."""
         self.ended_step = NO_STEP
         self._settings = settings
         self._ranks = [_Rank(now_s, route) for route in routes]
         self._calls = RankCalls(num_ranks, settings.settle_s)
         self._early: list[CallRequested] = []
-        """Made before all were ready."""
-        self._asks: dict[int, _TensorQuery] = {}
+        """Calls that were made before all ranks were ready."""
+        self._queries: dict[int, _TensorQuery] = {}
         self._error = RankError("the controller has ended")
         self._formed_by_s = now_s + settings.start_s
         self._beat_at_s = now_s
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """What to do about `event`; total, and deterministic."""
+        """Return what to do about `event`; deterministic."""
         match event:
             case Received(route, message, body):
-                return list(self._hear(route, message, body, now_s))
+                return list(self._receive(route, message, body, now_s))
             case CallRequested():
                 return list(self._make(event))
             case TensorsQueried():
@@ -330,10 +316,12 @@ class RankGroup:
                 return list(self._tick(now_s))
 
     def owners(self) -> set[str]:
-        """Where ranks serve their tensors, as far as they are known."""
+        """Addresses at which ranks serve their tensors, as far as known."""
         return {rank.owner for rank in self._ranks}
 
-    def _hear(self, route: bytes, message: object, body: Buffer, now_s: float) -> Iterator[Action]:
+    def _receive(
+        self, route: bytes, message: object, body: Buffer, now_s: float
+    ) -> Iterator[Action]:
         number = getattr(message, "rank", NO_STEP) if isinstance(message, RankMessage) else NO_STEP
         if not 0 <= number < len(self._ranks) or route != self._ranks[number].route:
             self.num_foreign += 1
@@ -341,30 +329,30 @@ class RankGroup:
         rank = self._ranks[number]
         if rank.state is RankState.GONE:
             return
-        rank.heard_s, rank.num_heard = now_s, rank.num_heard + 1
+        rank.received_s, rank.num_received = now_s, rank.num_received + 1
         match message:
             case RankHello():
                 yield from self._meet(rank)
             case RankReady():
                 yield from self._form(rank, message)
-            case RankBeat() if message.num_said != rank.num_heard - 1:
-                num_lost = message.num_said - rank.num_heard + 1
+            case RankBeat() if message.num_said != rank.num_received - 1:
+                num_lost = message.num_said - rank.num_received + 1
                 yield from self._break(RankGone(number, f"{num_lost} of its messages were lost"))
             case RankLeft():
                 yield from self._exited(number, message.reason)
             case CallStaged():
-                yield from self._told_all(self._calls.staged(message, self.ended_step))
+                yield from self._send_actions(self._calls.staged(message, self.ended_step))
             case CallEnded():
-                yield from self._told_all(self._calls.ended(message, body, now_s))
+                yield from self._send_actions(self._calls.ended(message, body, now_s))
             case TensorsTold():
-                yield from self._told(message)
+                yield from self._report(message)
 
-    # lives
+    # states of ranks
 
     def _meet(self, rank: _Rank) -> Iterator[Action]:
         rank.state = RankState.MET
         if all(each.state is RankState.MET for each in self._ranks):
-            yield from self._tell_all(FormGroup(self.ended_step))
+            yield from self._send_all(FormGroup(self.ended_step))
 
     def _form(self, rank: _Rank, ready: RankReady) -> Iterator[Action]:
         rank.state, rank.owner = RankState.READY, ready.owner
@@ -375,7 +363,7 @@ class RankGroup:
             yield RanksFormed()
             early, self._early = self._early, []
             for made in early:
-                yield from self._told_all(self._calls.make(made, self.ended_step))
+                yield from self._send_actions(self._calls.make(made, self.ended_step))
 
     def _exited(self, number: int, cause: str) -> Iterator[Action]:
         self._ranks[number].state = RankState.GONE
@@ -391,9 +379,9 @@ class RankGroup:
             yield from self._break(RankGone(self._first_unready(), f"not ready yet, and {reason}"))
             return
         self.state = RankGroupState.ENDING
-        yield from self._give_up(self._error)
+        yield from self._fail_open(self._error)
         for rank in reversed(self._ranks[1:]):
-            yield from self._tell(rank, EndRank(self.ended_step, reason))
+            yield from self._send(rank, EndRank(self.ended_step, reason))
         yield from self._end_first()
 
     def _first_unready(self) -> int:
@@ -403,7 +391,7 @@ class RankGroup:
     def _end_first(self) -> Iterator[Action]:
         first, *others = self._ranks
         if all(each.state is RankState.GONE for each in others):
-            yield from self._tell(first, EndRank(self.ended_step, "the others have ended"))
+            yield from self._send(first, EndRank(self.ended_step, "the others have ended"))
 
     def _break(self, error: RankGone) -> Iterator[Action]:
         if self.state is RankGroupState.BROKEN:
@@ -411,63 +399,63 @@ class RankGroup:
         self.state, self._error = RankGroupState.BROKEN, error
         for rank in self._ranks:
             rank.state = RankState.GONE
-        yield from self._give_up(error)
+        yield from self._fail_open(error)
         yield RanksLost(error)
 
-    def _give_up(self, error: RankError) -> Iterator[Action]:
-        """What is open ends with this."""
+    def _fail_open(self, error: RankError) -> Iterator[Action]:
+        """Fail all open requests."""
         early, self._early = self._early, []
         yield from (CallRaised(made.call_id, error) for made in early)
-        yield from self._told_all(self._calls.fail(error))
-        yield from [self._sum(ask_id) for ask_id in list(self._asks)]
+        yield from self._send_actions(self._calls.fail(error))
+        yield from [self._end_query(ask_id) for ask_id in list(self._queries)]
 
-    # what is asked
+    # requests
 
     def _make(self, made: CallRequested) -> Iterator[Action]:
         match self.state:
             case RankGroupState.FORMING:
                 self._early.append(made)
             case RankGroupState.READY:
-                yield from self._told_all(self._calls.make(made, self.ended_step))
+                yield from self._send_actions(self._calls.make(made, self.ended_step))
             case RankGroupState.ENDING | RankGroupState.BROKEN:
                 yield CallRaised(made.call_id, self._error)
 
     def _ask(self, ask: TensorsQueried, now_s: float) -> Iterator[Action]:
         self.ended_step = max(self.ended_step, ask.ended_step)
-        self._asks[ask.ask_id] = _TensorQuery(now_s + self._settings.told_s)
+        self._queries[ask.ask_id] = _TensorQuery(now_s + self._settings.told_s)
         if self.state is RankGroupState.READY:
-            yield from self._tell_all(ReadTensors(self.ended_step, ask.ask_id), ask.shard_ids)
+            yield from self._send_all(ReadTensors(self.ended_step, ask.ask_id), ask.shard_ids)
         else:
-            yield self._sum(ask.ask_id)
+            yield self._end_query(ask.ask_id)
 
-    def _told(self, message: TensorsTold) -> Iterator[Action]:
-        ask = self._asks.get(message.ask_id)
+    def _report(self, message: TensorsTold) -> Iterator[Action]:
+        ask = self._queries.get(message.ask_id)
         if ask is not None:
-            ask.told[message.rank] = message
-            if len(ask.told) == len(self._ranks):
-                yield self._sum(message.ask_id)
+            ask.reports[message.rank] = message
+            if len(ask.reports) == len(self._ranks):
+                yield self._end_query(message.ask_id)
 
-    def _sum(self, ask_id: int) -> TensorReport:
-        told = self._asks.pop(ask_id).told
-        missing = tuple([rank for rank in range(len(self._ranks)) if rank not in told])
-        return TensorReport(ask_id, tuple([said for _, said in sorted(told.items())]), missing)
+    def _end_query(self, ask_id: int) -> TensorReport:
+        reports = self._queries.pop(ask_id).reports
+        missing = tuple([rank for rank in range(len(self._ranks)) if rank not in reports])
+        return TensorReport(ask_id, tuple(reports[rank] for rank in sorted(reports)), missing)
 
     # time
 
     def _tick(self, now_s: float) -> Iterator[Action]:
         if lost := self._lost(now_s):
             yield from self._break(lost)
-        late = [ask_id for ask_id, ask in self._asks.items() if now_s >= ask.until_s]
-        yield from [self._sum(ask_id) for ask_id in late]
+        late = [ask_id for ask_id, ask in self._queries.items() if now_s >= ask.until_s]
+        yield from [self._end_query(ask_id) for ask_id in late]
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self._settings.beat_s
             for rank in self._ranks:
-                yield from self._tell(rank, ControllerBeat(self.ended_step, rank.num_told))
+                yield from self._send(rank, ControllerBeat(self.ended_step, rank.num_sent))
 
     def _lost(self, now_s: float) -> RankGone | None:
-        """Whom time tells to be gone."""
+        """The first rank that is lost by a timeout."""
         for number, rank in enumerate(self._ranks):
-            silent_s = now_s - rank.heard_s
+            silent_s = now_s - rank.received_s
             if rank.state is RankState.READY and silent_s >= self._settings.silence_s:
                 return RankGone(number, f"silent for {silent_s:.0f} s")
             is_late = self.state is RankGroupState.FORMING and now_s >= self._formed_by_s
@@ -475,22 +463,22 @@ class RankGroup:
                 return RankGone(number, f"not ready {self._settings.start_s:.0f} s after its start")
         return self._calls.stuck(now_s)
 
-    # who is told
+    # messages to ranks
 
-    def _told_all(self, actions: Iterable[CallAction]) -> Iterator[Action]:
+    def _send_actions(self, actions: Iterable[CallAction]) -> Iterator[Action]:
         for action in actions:
             if isinstance(action, SendToAll):
                 bodies = action.bodies or (b"",) * len(self._ranks)
                 for rank, body in zip(self._ranks, bodies, strict=True):
-                    yield from self._tell(rank, action.message, body)
+                    yield from self._send(rank, action.message, body)
             else:
                 yield action
 
-    def _tell_all(self, message: RankMessage, body: Buffer = b"") -> Iterator[Action]:
+    def _send_all(self, message: RankMessage, body: Buffer = b"") -> Iterator[Action]:
         for rank in self._ranks:
-            yield from self._tell(rank, message, body)
+            yield from self._send(rank, message, body)
 
-    def _tell(self, rank: _Rank, message: RankMessage, body: Buffer = b"") -> Iterator[Action]:
+    def _send(self, rank: _Rank, message: RankMessage, body: Buffer = b"") -> Iterator[Action]:
         if rank.state in (RankState.MET, RankState.READY):
-            rank.num_told += 1
+            rank.num_sent += 1
             yield SendToRank(rank.route, message, body)

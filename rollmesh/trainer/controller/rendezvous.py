@@ -1,21 +1,14 @@
-"""Where the ranks meet: their store, their process group, and the mesh that a role is handed.
+"""Where ranks meet: their store, their process group and mesh; and the roles that each makes.
 
     the controller binds a port, rank 0 inherits it, all join there        data, tensor = mesh axes
 
-A head's arguments reach the ranks beside it here, in two kinds of broadcast: the call's body, which
-holds handles, and then each tensor that a handle stands for, byte by byte. Those ranks need no way
-to the owners, and a role never sees a call without data, whatever its rank.
-
-Invariants: the collectives of a call are the same at all ranks of a group, in the same order: the
-body says how many follow. What ranks tell each other outside of a call (`gather`) is for a plain
-torchrun, where nobody leads. The store listens on the interface that was named and on no other.
-Collectives have no keys: beyond loopback their network has to be the ranks' own. Driven by rank.py,
-on the step thread.
-
-The roles that a process plays: made once, called by name.
-
-Invariants: what is imported is what the plan names, and nothing that a message says; names that
-begin with an underscore are nobody's business. Driven by rank.py, and by plain.py.
+- The arguments of a head reach the other ranks of its group by broadcast: first the call's body,
+  which has handles, then each tensor of a handle. So those ranks need no access to owners, and a
+  role never runs without data.
+- The collectives of a call are the same at all ranks of a group, in the same order.
+- The store listens on the named interface only. Collectives have no keys: beyond loopback they need
+  a private network.
+- A rank imports what its plan names, never what a message names.
 """
 
 import datetime
@@ -29,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore  # torch.distributed has it, and does not say so
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rollmesh.core.errors import ConfigError
@@ -42,18 +35,18 @@ from rollmesh.trainer.models.device import resolve_device
 
 JOIN_S = 120.0
 COLLECTIVE_S = 24 * 3600.0
-"""A rank may compute for long; who is stuck, or gone, the controller says."""
+"""A rank may compute for long; the controller detects ranks that are stuck or gone."""
 LOOPBACK = "lo"
-"""Gloo's name of the interface; else it takes the one that the host's name resolves to."""
+"""Interface for gloo, whose default is the one that the host's name resolves to."""
 
 
 class RankContext(msgspec.Struct, frozen=True):
-    """What a role knows of where it runs."""
+    """The rank, mesh and device of a role."""
 
     rank: int
     num_ranks: int
     mesh: DeviceMesh
-    """Axes `data` (as many as heads) and `tensor` (ranks of one head)."""
+    """Axes `data` (one entry per head) and `tensor` (the ranks of one head)."""
     device: str
 
     @property
@@ -62,19 +55,19 @@ class RankContext(msgspec.Struct, frozen=True):
 
 
 class Rendezvous:
-    """One rank's part in it."""
+    """One rank's part in the meeting of all ranks."""
 
     def __init__(self, spec: RankSpec) -> None:
-        """Rank 0 listens from now on."""
+        """Make rank 0 listen."""
         self._spec = spec
         self._store: TCPStore | None = None
         self.address = ""
-        """host:port of the store; rank 0's."""
+        """host:port of the store, on rank 0."""
         if spec.rank == 0:
             self._open()
 
     def join(self) -> RankContext:
-        """Meet the others in the store that the spec names; returns when all are there."""
+        """Meet the others in the store that the spec names; return when all have joined."""
         topology, backend = self._spec.topology, backend_of(self._spec.device)
         bind_collectives(self._spec.meet_at)
         dist.init_process_group(
@@ -84,10 +77,10 @@ class Rendezvous:
             world_size=topology.num_ranks,
             timeout=datetime.timedelta(seconds=COLLECTIVE_S),
         )
-        return place_of(self._spec.rank, topology, self._spec.device)
+        return make_context(self._spec.rank, topology, self._spec.device)
 
     def leave(self) -> None:
-        """The others do the same."""
+        """Leave the process group; the other ranks do the same."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
@@ -113,46 +106,47 @@ class Rendezvous:
 
 
 def bind_collectives(address: str) -> None:
-    """Where ranks meet on loopback, they talk there too, and are heard nowhere else."""
+    """Restrict collectives to loopback if the ranks meet there."""
     if is_loopback(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
 def backend_of(device: str) -> str:
-    """torch.distributed's name of it; ConfigError where there is no such device."""
+    """torch.distributed's backend for `device`; raise ConfigError if there is no such device."""
     kind = resolve_device(device).type
     return "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:nccl"
 
 
-def place_of(rank: int, topology: Topology, device: str) -> RankContext:
-    """In a process group that stands; a collective."""
+def make_context(rank: int, topology: Topology, device: str) -> RankContext:
+    """Return the context of `rank`; a collective of an existing process group."""
     shape = (len(topology.heads()), topology.tensor_parallel)
     found = resolve_device(device, topology.num_ranks)
     mesh = init_device_mesh(found.type, shape, mesh_dim_names=("data", "tensor"))
     return RankContext(rank, topology.num_ranks, mesh, str(found))
 
 
-def give(body: bytes, tensors: Sequence[Tensor], place: RankContext) -> None:
-    """A head's part: `tensors` are those of the body's handles, in the order of `handles_of`."""
-    _broadcast(torch.tensor([len(body)]), place)
-    _broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), place)
+def broadcast_arguments(body: bytes, tensors: Sequence[Tensor], context: RankContext) -> None:
+    """Broadcast a call as its head; `tensors` are those of the body's handles, in the order of
+    `handles_of`."""
+    _broadcast(torch.tensor([len(body)]), context)
+    _broadcast(torch.frombuffer(bytearray(body), dtype=torch.uint8), context)
     for tensor in tensors:
         if tensor.numel():
-            _broadcast(tensor.reshape(-1).view(torch.uint8), place)
+            _broadcast(tensor.reshape(-1).view(torch.uint8), context)
 
 
-def take(place: RankContext) -> Any:
-    """The part of a rank beside it: the arguments, with tensors of its own."""
+def receive_arguments(context: RankContext) -> Any:
+    """Receive the broadcast of a head; return the arguments, with tensors of this rank."""
     length = torch.zeros(1, dtype=torch.int64)
-    _broadcast(length, place)
+    _broadcast(length, context)
     body = torch.empty(int(length), dtype=torch.uint8)
-    _broadcast(body, place)
+    _broadcast(body, context)
     values = decode_values(bytes(body.numpy()))
-    return fill_handles(values, [_receive(each, place) for each in handles_of(values)])
+    return fill_handles(values, [_receive(each, context) for each in handles_of(values)])
 
 
 def gather(body: bytes) -> list[bytes]:
-    """What each of all ranks gives, at all of them."""
+    """Return the bodies of all ranks, on all of them."""
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, torch.tensor([len(body)]))
     longest = int(max(lengths))
@@ -162,28 +156,28 @@ def gather(body: bytes) -> list[bytes]:
     return [bytes(each[: int(num)].numpy()) for each, num in zip(bodies, lengths, strict=True)]
 
 
-def _receive(handle: RTensor, place: RankContext) -> Tensor:
+def _receive(handle: RTensor, context: RankContext) -> Tensor:
     data = torch.empty(handle.num_bytes, dtype=torch.uint8)
     if handle.num_bytes:
-        _broadcast(data, place)
+        _broadcast(data, context)
     return data.view(getattr(torch, handle.dtype)).reshape(handle.shape)
 
 
-def _broadcast(data: Tensor, place: RankContext) -> None:
-    group = place.mesh.get_group("tensor")
+def _broadcast(data: Tensor, context: RankContext) -> None:
+    group = context.mesh.get_group("tensor")
     dist.broadcast(data, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
 class RoleRegistry:
-    """See the module."""
+    """The roles of a rank, made once and called by name."""
 
-    def __init__(self, specs: Mapping[str, RoleSpec], place: RankContext) -> None:
-        """Make each at `place`; ConfigError where a spec names nothing to make one with, and
-        whatever a maker raises."""
-        self._roles = {name: _make(spec, place) for name, spec in specs.items()}
+    def __init__(self, specs: Mapping[str, RoleSpec], context: RankContext) -> None:
+        """Make all roles; raise ConfigError for a spec that names no callable, and anything that a
+        constructor raises."""
+        self._roles = {name: _make(spec, context) for name, spec in specs.items()}
 
     def method(self, role: str, name: str) -> Callable[..., Any]:
-        """ConfigError where there is none."""
+        """Return a public method; raise ConfigError if there is none."""
         found = None if name.startswith("_") else getattr(self._roles.get(role), name, None)
         if not callable(found):
             raise ConfigError(f"no {role}.{name} here: {', '.join(self._roles) or 'no roles'}")
@@ -193,7 +187,7 @@ class RoleRegistry:
     def fitting(
         self, role: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """The method, if it takes these arguments; else ConfigError."""
+        """Return the method if it accepts these arguments; else raise ConfigError."""
         method = self.method(role, name)
         try:
             inspect.signature(method).bind(*args, **kwargs)
@@ -202,9 +196,9 @@ class RoleRegistry:
         return method
 
 
-def _make(spec: RoleSpec, place: RankContext) -> object:
+def _make(spec: RoleSpec, context: RankContext) -> object:
     module_name, _, name = spec.make.partition(":")
     make = getattr(importlib.import_module(module_name), name, None)
     if not callable(make):
-        raise ConfigError(f"{spec.make!r} is nothing to make a role with")
-    return make(place, **spec.settings)
+        raise ConfigError(f"{spec.make!r} is not a callable that makes a role")
+    return make(context, **spec.settings)

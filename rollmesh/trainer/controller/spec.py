@@ -1,16 +1,7 @@
-"""Which rank does what: data-parallel heads, and the ranks that compute beside them.
+"""The description of a rank process: its controller, its place among the ranks, and its roles.
 
-    rank     0 1 | 2 3 | 4 5        num_ranks = 6, tensor_parallel = 2
-    group      0 |   1 |   2        one per data-parallel head
-    head     0   | 2   | 4          the first of its group; 1, 3 and 5 follow theirs
-
-Invariant: consecutive ranks form a group, and its first is its head. Pure; driven by both ends.
-
-What a rank process is started with: where its controller is, who it is, and what roles it has.
-
-Invariant: all that a rank makes, and all code that it imports, is named here, on its command line;
-what arrives over a socket names neither a module nor a file. Driven by processes.py, which starts
-ranks, and by rank.py.
+- All code that a rank imports and all objects that it makes are named here, on its command line;
+  a message names neither a module nor a file.
 """
 
 from typing import Any
@@ -21,7 +12,12 @@ from rollmesh.core.errors import ConfigError
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """Of one controller's ranks."""
+    """Data-parallel heads, and the ranks that compute beside them.
+
+    rank     0 1 | 2 3 | 4 5        num_ranks = 6, tensor_parallel = 2
+    group      0 |   1 |   2        one per data-parallel head
+    head     0   | 2   | 4          the first rank of its group
+    """
 
     num_ranks: int
     tensor_parallel: int = 1
@@ -34,39 +30,39 @@ class Topology(msgspec.Struct, frozen=True):
             )
 
     def heads(self) -> range:
-        """The ranks that are given data."""
+        """The ranks that receive data."""
         return range(0, self.num_ranks, self.tensor_parallel)
 
 
 class RoleSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An object whose methods are called: an actor, a critic, a reference."""
+    """An object whose methods the controller calls: an actor, a critic, a reference."""
 
     make: str
-    """`package.module:callable`; called with the rank's Place and `settings`."""
+    """`package.module:callable`; called with the RankContext and `settings`."""
     settings: dict[str, Any] = {}
 
 
 class PlaneSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the data plane of each rank."""
+    """Settings of a rank's data plane."""
 
     bind: str = "tcp://127.0.0.1:0"
-    """Where its tensors are fetched from."""
+    """Address from which others fetch its tensors."""
     store_bytes: int = 2**30
-    """Of what it answered with."""
+    """Limit of the tensors in its answers."""
     buffer_bytes: int = 2**30
-    """Of what it fetched."""
+    """Limit of the tensors that it fetched."""
     lease_s: float = 600.0
-    """What a dead controller leaves behind is freed after this time."""
+    """Tensors of a dead controller are freed after this time."""
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank."""
+    """Everything that one rank process is started with."""
 
     controller: str
-    """tcp:// address of its hub."""
+    """tcp:// address of the controller."""
     rank: int
     secret: str = ""
-    """Names this process to its controller; passed by its standard input and never on its command
+    """Identifies this process to its controller; passed on standard input, never on the command
     line. A rank that was started by hand has none."""
     reads_secret: bool = False
     topology: Topology
@@ -75,34 +71,33 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 1
     """torch threads."""
     store: str = ""
-    """host:port at which the ranks meet, chosen by the controller; empty: rank 0 chooses."""
+    """host:port of the ranks' rendezvous, chosen by the controller; empty: rank 0 chooses."""
     store_fd: int | None = None
     """The listening socket of `store`, which rank 0 inherits."""
     meet_at: str = "127.0.0.1"
-    """Interface on which ranks reach each other; collectives have no keys, so a network that is
-    the ranks' own."""
+    """Interface between the ranks. Collectives have no keys, so it must be a private network."""
     plane: PlaneSpec = PlaneSpec()
     beat_s: float = 0.5
     silence_s: float = 30.0
-    """A controller that is not heard for so long is gone, and so is the rank then."""
+    """A rank ends if its controller is silent for this time."""
     folder: str = ""
-    """The run's, for logs; empty: stderr."""
+    """Run folder, for logs; empty: stderr."""
 
 
 def route_of(spec: RankSpec) -> str:
-    """The route that its controller knows it by; only the two know it where there is a secret."""
+    """The route by which the controller knows the rank; with a secret only these two know it."""
     return f"rank-{spec.rank}-{spec.secret}" if spec.secret else f"rank-{spec.rank}"
 
 
 def to_argument(spec: RankSpec) -> str:
-    """Its form on the command line, without the secret."""
+    """Encode `spec` for the command line, without the secret."""
     public = msgspec.structs.replace(spec, secret="", reads_secret=bool(spec.secret))
     return msgspec.json.encode(public).decode()
 
 
 def from_argument(text: str) -> RankSpec:
-    """The inverse; ConfigError on anything else."""
+    """Decode what `to_argument` returned; raise ConfigError on anything else."""
     try:
         return msgspec.json.decode(text, type=RankSpec)
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"--spec is no rank's: {error}") from None
+        raise ConfigError(f"--spec is not the description of a rank: {error}") from None

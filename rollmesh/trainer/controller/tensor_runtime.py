@@ -176,7 +176,9 @@ class RankQueries(Protocol):
     def owners(self) -> set[str]:
         """Return the addresses at which ranks serve their tensors."""
 
-    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[TensorReport]":
+    def query_tensors(
+        self, ended_step: int, shard_ids: bytes
+    ) -> "concurrent.futures.Future[TensorReport]":
         """Have all ranks free `shard_ids` and report."""
 
 
@@ -193,7 +195,7 @@ def clear_everywhere(plane: Plane, hub: RankQueries, targets: Any) -> int:
     unconfirmed: list[tuple[int, str]] = []
     for _ in range(CLEAR_TRIES):
         report = _ask(hub, shard_ids)
-        num_cleared += sum(each.num_cleared for each in report.told)
+        num_cleared += sum(each.num_cleared for each in report.reports)
         unconfirmed = list(_unconfirmed(report))
         if not unconfirmed:
             break
@@ -211,7 +213,7 @@ def _shard_ids_by_owner(nested: object) -> dict[str, list[int]]:
 
 
 def _ask(hub: RankQueries, shard_ids: list[int]) -> TensorReport:
-    return hub.ask(NO_STEP, array("Q", shard_ids).tobytes()).result()
+    return hub.query_tensors(NO_STEP, array("Q", shard_ids).tobytes()).result()
 
 
 def _clear_at(plane: Plane, owner: str, shard_ids: list[int]) -> int:
@@ -229,4 +231,4 @@ def _clear_at(plane: Plane, owner: str, shard_ids: list[int]) -> int:
 def _unconfirmed(report: TensorReport) -> Iterator[tuple[int, str]]:
     """Ranks that may still hold something, with the reason."""
     yield from ((rank, "it did not answer") for rank in report.missing)
-    yield from ((each.rank, each.error) for each in report.told if each.error)
+    yield from ((each.rank, each.error) for each in report.reports if each.error)

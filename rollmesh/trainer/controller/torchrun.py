@@ -1,12 +1,11 @@
-"""PlainRank: what a TrainController is, for a process that a plain torchrun started.
+"""PlainRank: the methods of a TrainController for a process that a plain torchrun started.
 
-    torchrun --nproc-per-node 2 train.py      each of both has rows of its own, and roles of its own
+    torchrun --nproc-per-node 2 train.py      each process has its own rows and its own roles
 
-Nobody leads: every process runs the loop, on what it has itself. So there is no fetch buffer and no
-store, tensors stay tensors (an empty Plane passes them), and `clear_batches` and `end_step` have
-nothing to free. Invariants: a call is this process's own affair, unless it states how numbers are
-reduced: that is a collective, and every rank makes it; ranks of a tensor-parallel group are given
-the same by whoever writes the loop. Driven by a train loop.
+- There is no controller: every process runs the loop on its own data. Tensors stay tensors, there
+  is no store and no fetch buffer, and `clear_batches` and `end_step` have nothing to free.
+- A call is local, unless it states how numbers are reduced: then it is a collective, and every rank
+  makes it. The loop gives all ranks of a tensor-parallel group the same data.
 """
 
 import os
@@ -27,7 +26,7 @@ from rollmesh.trainer.controller.rendezvous import (
     backend_of,
     bind_collectives,
     gather,
-    place_of,
+    make_context,
 )
 from rollmesh.trainer.staleness import Staleness
 
@@ -35,15 +34,15 @@ NOTHING = TensorUsage((), (), ())
 
 
 class PlainRank:
-    """See the module."""
+    """One rank of a torchrun job."""
 
     def __init__(self, plan: RankPlan, staleness: Staleness | None = None) -> None:
-        """Of `plan`, what processes that are there already need: topology, roles, device, threads.
-        ConfigError where torchrun started another number of them, or none."""
+        """Use topology, roles, device and threads of `plan`; raise ConfigError if torchrun started
+        another number of processes, or none."""
         num_ranks = os.environ.get("WORLD_SIZE")
         if num_ranks is None:
             raise ConfigError(
-                "WORLD_SIZE is not set: start this by torchrun, or lead ranks by a TrainController"
+                "WORLD_SIZE is not set: start this by torchrun, or use a TrainController"
             )
         if int(num_ranks) != plan.topology.num_ranks:
             raise ConfigError(
@@ -51,20 +50,20 @@ class PlainRank:
             )
         self._plan = plan
         self._staleness = staleness
-        self._cast: RoleRegistry | None = None
+        self._roles: RoleRegistry | None = None
         self._is_ours = False
-        """The process group, and so its end."""
+        """Whether the process group was made here, and so must be destroyed here."""
 
     def start(self) -> None:
-        """Meet the others, where that has not been done, and make the roles."""
+        """Join the process group, if that has not been done, and make the roles."""
         plan = self._plan
         if not dist.is_initialized():
             bind_collectives(os.environ.get("MASTER_ADDR", ""))
             dist.init_process_group(backend_of(plan.device))
             self._is_ours = True
         torch.set_num_threads(plan.num_threads)
-        place = place_of(dist.get_rank(), plan.topology, plan.device)
-        self._cast = RoleRegistry(plan.roles, place)
+        context = make_context(dist.get_rank(), plan.topology, plan.device)
+        self._roles = RoleRegistry(plan.roles, context)
 
     def __enter__(self) -> Self:
         self.start()
@@ -74,52 +73,51 @@ class PlainRank:
         self.close()
 
     def close(self) -> None:
-        """Part from the others, if it was here that they met."""
-        self._cast = None
+        """Leave the process group, if it was made here."""
+        self._roles = None
         if self._is_ours and dist.is_initialized():
             dist.destroy_process_group()
 
     @property
     def staleness(self) -> Staleness | None:
-        """What paces the batches that are trained here, to look at; None where nothing does."""
+        """The pacing of the batches that are trained here, read-only; None if there is none."""
         return self._staleness
 
     def take(self, batch: Any, step: int) -> Any:
-        """It, as it is: it is this process's alone, and gone when nobody refers to it."""
+        """Return `batch` unchanged; it is local and freed with its last reference."""
         del step
         return batch
 
     def call(self, what: RoleCall | str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of an own role, on rows of one's own.
+        """Call a method of a role of this process, on its own rows.
 
-        Rows of the answer are of this process; numbers too, or, where the call states how they are
-        reduced, of all heads. ConfigError where there is no such method; whatever it raises.
+        Rows of the answer are local. Numbers are local too, unless the call states how they are
+        reduced over all heads. Raises ConfigError if there is no such method, and anything that it
+        raises.
         """
-        assert self._cast is not None, "start comes first"
+        assert self._roles is not None, "start comes first"
         call = RoleCall(what) if isinstance(what, str) else what
-        given, num_rows = dispatch_locally(Arguments(args, kwargs), call.rule, Tensor)
+        own, num_rows = dispatch_locally(Arguments(args, kwargs), call.rule, Tensor)
         role, _, method = call.method.partition(".")
-        answer = self._cast.fitting(role, method, given.args, given.kwargs)(
-            *given.args, **given.kwargs
-        )
+        answer = self._roles.fitting(role, method, own.args, own.kwargs)(*own.args, **own.kwargs)
         if call.reduce == Reduce():
             return answer
         return self._joint(answer, num_rows, call.reduce)
 
     def end_step(self, step: int) -> TensorUsage:
-        """Nothing is held, so nothing is freed, and nothing is left."""
+        """Do nothing; nothing is held."""
         del step
         return NOTHING
 
     def clear_batches(self, *targets: Any) -> TensorUsage:
-        """As `end_step`."""
+        """Do nothing; nothing is held."""
         del targets
         return NOTHING
 
     def _joint(self, answer: Any, num_rows: int, reduce: Reduce) -> Any:
-        """The answer with numbers of all heads, and rows of one's own."""
-        said = transform(answer, Tensor, lambda found: [None] * len(found))
-        bodies = gather(encode_values((said, num_rows)))
+        """The answer with numbers of all heads and rows of this process."""
+        without_tensors = transform(answer, Tensor, lambda found: [None] * len(found))
+        bodies = gather(encode_values((without_tensors, num_rows)))
         heads = [decode_values(bodies[rank]) for rank in self._plan.topology.heads()]
         joint = merge_answers(
             [each for each, _ in heads], _shares([num for _, num in heads]), reduce
@@ -128,7 +126,7 @@ class PlainRank:
 
 
 def _shares(num_rows: Sequence[int]) -> list[HeadShare] | None:
-    """Whose rows are whose, if all are numbered through."""
+    """The shares of heads, with all rows numbered consecutively."""
     if not any(num_rows):
         return None
     starts = [sum(num_rows[:head]) for head in range(len(num_rows))]

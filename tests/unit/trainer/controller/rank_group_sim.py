@@ -126,7 +126,7 @@ class Sim:
     def __init__(self, seed: int, num_ranks: int, trouble: float, loss: float) -> None:
         self.now_s = 0.0
         routes = [b"%d" % number for number in range(num_ranks)]
-        self.crew = RankGroup(routes, SETTINGS, 0.0)
+        self.group = RankGroup(routes, SETTINGS, 0.0)
         self.ends: Counter[int] = Counter()
         """How often each call or ask has ended."""
         self.broken: list[RanksLost] = []
@@ -170,7 +170,7 @@ class Sim:
                 self._step(RankExited(rank.number, "killed by signal 9"))
 
     def _step(self, event: Event) -> None:
-        for action in self.crew.step(event, self.now_s):
+        for action in self.group.step(event, self.now_s):
             self._do(action)
 
     def _do(self, action: Action) -> None:

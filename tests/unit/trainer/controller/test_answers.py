@@ -77,7 +77,7 @@ def test_what_is_not_a_number_at_one_head_shows(rule: Reduction, answers: list[f
 
 def test_a_number_without_a_rule_is_the_same_everywhere_or_named() -> None:
     assert merge_answers([{"step": 3}, {"step": 3}], None, Reduce()) == {"step": 3}
-    with pytest.raises(DispatchError, match=r"'step' differs from head to head: 3, 4"):
+    with pytest.raises(DispatchError, match=r"'step' differs between heads: 3, 4"):
         merge_answers([{"step": 3}, {"step": 4}], None, Reduce())
 
 
@@ -114,8 +114,8 @@ def test_lists_of_a_call_without_rows_are_walked() -> None:
         ([1, "1"], "another type at each head: int, str"),
         ([None, 1], "another type at each head: NoneType, int"),
         ([{"a": handle(2)}, {"a": handle(2)}], "'a' is a tensor of no row"),
-        ([{"a": {1}}, {"a": {1}}], "'a' is a set, which is nothing to reduce"),
-        (["x", "y"], "the answer differs from head to head: 'x', 'y'"),
+        ([{"a": {1}}, {"a": {1}}], "'a' is a set, which cannot be merged"),
+        (["x", "y"], "the answer differs between heads: 'x', 'y'"),
     ],
 )
 def test_answers_that_cannot_become_one_say_where(answers: list[Any], said: str) -> None:
@@ -193,8 +193,8 @@ def test_a_handle_that_stands_at_many_places_travels_once() -> None:
     ("value", "said"),
     [
         ({"batch": [object()]}, r"\.batch\[0\] is a object; store tensors first"),
-        (2**70, "cannot travel"),
-        ("\ud800", "cannot travel"),
+        (2**70, "cannot be sent"),
+        ("\ud800", "cannot be sent"),
     ],
 )
 def test_what_cannot_travel_is_refused_where_it_is_sent(value: Any, said: str) -> None:
@@ -205,7 +205,7 @@ def test_what_cannot_travel_is_refused_where_it_is_sent(value: Any, said: str) -
 def test_values_without_end_are_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(WireError, match="cannot travel"):
+    with pytest.raises(WireError, match="cannot be sent"):
         encode_values(endless)
 
 
@@ -230,5 +230,5 @@ def test_damage_is_noticed_or_gives_values(value: Any, data: st.DataObject) -> N
 def test_a_handle_that_is_not_in_the_pack_is_a_wire_error() -> None:
     place = msgspec.msgpack.Ext(1, (7).to_bytes(4, "little"))
     good = msgspec.msgpack.decode(encode_values([HANDLES[0]]))
-    with pytest.raises(WireError, match="not a call's values"):
+    with pytest.raises(WireError, match="not the values of a call"):
         decode_values(msgspec.msgpack.encode([*good[:2], place]))

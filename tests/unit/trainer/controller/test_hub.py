@@ -31,7 +31,9 @@ def test_a_thread_that_fails_fails_whoever_waits_and_whoever_comes_later() -> No
         early.result(WAIT_S)
     with pytest.raises(RankError, match="own thread failed"):
         hub.call("actor", "train", NO_STEP, (b"",)).result(WAIT_S)
-    assert hub.ask(NO_STEP, b"").result(WAIT_S).missing == (0,), "which is told, and not raised"
+    assert hub.query_tensors(NO_STEP, b"").result(WAIT_S).missing == (0,), (
+        "which is told, and not raised"
+    )
     hub.close("done")
 
 
@@ -43,7 +45,7 @@ def test_what_is_asked_of_a_hub_that_is_closed_ends_at_once() -> None:
     for call in (early, hub.call("actor", "train", NO_STEP, (b"",))):
         with pytest.raises(RankError, match="the first"):
             call.result(0)
-    assert hub.ask(NO_STEP, b"").result(0).missing == (0,)
+    assert hub.query_tensors(NO_STEP, b"").result(0).missing == (0,)
     with pytest.raises(RankError, match="the first"):
         hub.start()
 

@@ -34,10 +34,10 @@ class Ear:
 
     def __init__(self) -> None:
         self.fails_at = -1
-        """The call at which `hear` raises."""
+        """The call at which `receive` raises."""
         self.heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
 
-    def hear(self, message: AnyMessage, body: Buffer) -> None:
+    def receive(self, message: AnyMessage, body: Buffer) -> None:
         if isinstance(message, DropCall) and message.call_id == self.fails_at:
             raise RuntimeError("one too many")
         self.heard.put(("hear", (message, bytes(body))))
@@ -45,7 +45,7 @@ class Ear:
     def end_step(self, step: int) -> None:
         self.heard.put(("end_step", step))
 
-    def lose(self, why: str) -> None:
+    def terminate(self, why: str) -> None:
         self.heard.put(("lose", why))
 
     def next(self) -> tuple[str, Any]:
@@ -66,7 +66,7 @@ def posted(silence_s: float = 60.0) -> Iterator[tuple[Hub, RankChannel, Ear]]:
             silence_s=silence_s,
         )
         with closing(RankChannel(spec, None, ear)) as post:
-            post.say(RankHello(0, 100))
+            post.send(RankHello(0, 100))
             post.start()
             assert next(heard(hub)) == RankHello(0, 100)
             yield hub, post, ear
@@ -126,7 +126,7 @@ def test_a_step_ends_once_and_an_older_one_never_again() -> None:
 
 def test_beats_say_how_much_came_before_them() -> None:
     with posted() as (hub, post, _):
-        post.say(RankHello(0, 101))
+        post.send(RankHello(0, 101))
         num_before = 1
         for message in heard(hub):
             if isinstance(message, RankBeat):
@@ -154,7 +154,7 @@ def test_a_controller_that_is_silent_is_lost() -> None:
 def test_what_was_said_last_is_heard_before_the_end() -> None:
     with posted() as (hub, post, _):
         for pid in range(1000, 1100):
-            post.say(RankHello(0, pid))
+            post.send(RankHello(0, pid))
         post.close()
         pids: list[int] = []
         for message in heard(hub):

@@ -57,10 +57,10 @@ HELD = HeldTensors()
 
 
 def said(
-    crew: RankGroup, message: RankMessage, now_s: float = 0.0, body: bytes = b""
+    group: RankGroup, message: RankMessage, now_s: float = 0.0, body: bytes = b""
 ) -> list[Action]:
     rank = getattr(message, "rank", 0)
-    return crew.step(Received(b"rank-%d" % rank, message, body), now_s)
+    return group.step(Received(b"rank-%d" % rank, message, body), now_s)
 
 
 def routes(num_ranks: int) -> list[bytes]:
@@ -68,13 +68,13 @@ def routes(num_ranks: int) -> list[bytes]:
 
 
 def ready_crew(num_ranks: int = 2) -> RankGroup:
-    crew = RankGroup(routes(num_ranks), SETTINGS, 0.0)
+    group = RankGroup(routes(num_ranks), SETTINGS, 0.0)
     for rank in range(num_ranks):
-        said(crew, RankHello(rank, 100 + rank))
+        said(group, RankHello(rank, 100 + rank))
     for rank in range(num_ranks):
-        said(crew, RankReady(rank, "tcp://h:1"))
-    assert crew.state is RankGroupState.READY
-    return crew
+        said(group, RankReady(rank, "tcp://h:1"))
+    assert group.state is RankGroupState.READY
+    return group
 
 
 def told(actions: Sequence[Action], kind: type) -> list[tuple[bytes, RankMessage]]:
@@ -91,54 +91,54 @@ def error_of(actions: Sequence[Action]) -> RankGone:
 
 
 def test_ranks_are_told_to_meet_once_all_have_said_hello() -> None:
-    crew = RankGroup(routes(2), SETTINGS, 0.0)
-    assert said(crew, RankHello(1, 101)) == []
-    formed = said(crew, RankHello(0, 100))
+    group = RankGroup(routes(2), SETTINGS, 0.0)
+    assert said(group, RankHello(1, 101)) == []
+    formed = said(group, RankHello(0, 100))
     message = FormGroup(-1)
     assert told(formed, FormGroup) == [(b"rank-0", message), (b"rank-1", message)]
 
 
 def test_the_crew_is_ready_when_all_are_and_then_begins_what_was_asked_before() -> None:
-    crew = RankGroup(routes(2), SETTINGS, 0.0)
-    assert crew.step(CALL, 0.0) == []
+    group = RankGroup(routes(2), SETTINGS, 0.0)
+    assert group.step(CALL, 0.0) == []
     for rank in range(2):
-        said(crew, RankHello(rank, 100))
-    assert said(crew, RankReady(1, "")) == []
-    formed, *staged = said(crew, RankReady(0, ""))
+        said(group, RankHello(rank, 100))
+    assert said(group, RankReady(1, "")) == []
+    formed, *staged = said(group, RankReady(0, ""))
     assert formed == RanksFormed()
     assert [each.body for each in staged if isinstance(each, SendToRank)] == [b"x", b"y"]
 
 
 def test_a_call_goes_to_all_ranks_and_comes_back() -> None:
-    crew = ready_crew()
-    crew.step(CALL, 0.0)
-    said(crew, CallStaged(0, 1))
-    said(crew, CallStaged(1, 1))
-    said(crew, CallEnded(0, 1), body=b"p")
-    assert said(crew, CallEnded(1, 1), body=b"q") == [CallAnswered(1, (b"p", b"q"))]
+    group = ready_crew()
+    group.step(CALL, 0.0)
+    said(group, CallStaged(0, 1))
+    said(group, CallStaged(1, 1))
+    said(group, CallEnded(0, 1), body=b"p")
+    assert said(group, CallEnded(1, 1), body=b"q") == [CallAnswered(1, (b"p", b"q"))]
 
 
 @pytest.mark.parametrize("state", ["staging", "running"])
 def test_a_rank_that_ends_ends_what_is_open_with_its_name(state: str) -> None:
-    crew = ready_crew()
-    crew.step(CALL, 0.0)
+    group = ready_crew()
+    group.step(CALL, 0.0)
     if state == "running":
-        said(crew, CallStaged(0, 1))
-        said(crew, CallStaged(1, 1))
-    failed, broken = crew.step(RankExited(1, "killed by signal 9"), 0.0)
+        said(group, CallStaged(0, 1))
+        said(group, CallStaged(1, 1))
+    failed, broken = group.step(RankExited(1, "killed by signal 9"), 0.0)
     assert isinstance(failed, CallRaised)
     assert str(failed.error) == "rank 1 is gone: killed by signal 9; all ranks have to start anew"
     assert error_of([broken]) is failed.error
 
 
 def test_what_is_asked_of_a_broken_crew_fails_at_once() -> None:
-    crew = ready_crew()
-    crew.step(RankExited(1, "killed by signal 9"), 0.0)
-    [failed] = crew.step(CALL, 0.0)
+    group = ready_crew()
+    group.step(RankExited(1, "killed by signal 9"), 0.0)
+    [failed] = group.step(CALL, 0.0)
     assert isinstance(failed, CallRaised)
     assert isinstance(failed.error, RankGone)
-    assert crew.step(TensorsQueried(5, 3), 0.0) == [TensorReport(5, (), (0, 1))]
-    assert crew.step(RankExited(0, "killed"), 0.0) == []
+    assert group.step(TensorsQueried(5, 3), 0.0) == [TensorReport(5, (), (0, 1))]
+    assert group.step(RankExited(0, "killed"), 0.0) == []
 
 
 def test_a_rank_that_leaves_says_why() -> None:
@@ -146,111 +146,111 @@ def test_a_rank_that_leaves_says_why() -> None:
 
 
 def test_a_silent_rank_is_gone() -> None:
-    crew = ready_crew()
-    said(crew, RankBeat(0, -1, 2), now_s=9.0)
-    assert crew.state is RankGroupState.READY
-    crew.step(Ticked(), 9.9)
-    assert crew.state is RankGroupState.READY
-    lost = error_of(crew.step(Ticked(), 10.0))
+    group = ready_crew()
+    said(group, RankBeat(0, -1, 2), now_s=9.0)
+    assert group.state is RankGroupState.READY
+    group.step(Ticked(), 9.9)
+    assert group.state is RankGroupState.READY
+    lost = error_of(group.step(Ticked(), 10.0))
     assert (lost.rank, lost.cause) == (1, "silent for 10 s")
 
 
 def test_a_rank_that_never_comes_is_gone_by_the_time_all_should_be_ready() -> None:
-    crew = RankGroup(routes(2), SETTINGS, 0.0)
-    said(crew, RankHello(0, 100))
-    assert error_of(crew.step(Ticked(), 60.0)).cause == "not ready 60 s after its start"
+    group = RankGroup(routes(2), SETTINGS, 0.0)
+    said(group, RankHello(0, 100))
+    assert error_of(group.step(Ticked(), 60.0)).cause == "not ready 60 s after its start"
 
 
 def test_a_rank_that_stays_in_a_failed_call_breaks_the_crew() -> None:
-    crew = ready_crew()
-    crew.step(CALL, 0.0)
-    said(crew, CallStaged(0, 1))
-    said(crew, CallStaged(1, 1))
-    said(crew, CallEnded(0, 1, "ValueError: x"), now_s=1.0)
-    assert crew.state is RankGroupState.READY
-    lost = error_of(crew.step(Ticked(), 6.0))
+    group = ready_crew()
+    group.step(CALL, 0.0)
+    said(group, CallStaged(0, 1))
+    said(group, CallStaged(1, 1))
+    said(group, CallEnded(0, 1, "ValueError: x"), now_s=1.0)
+    assert group.state is RankGroupState.READY
+    lost = error_of(group.step(Ticked(), 6.0))
     assert lost.rank == 1
     assert "ValueError: x" in lost.cause
 
 
 def test_a_message_that_was_lost_is_noticed_at_the_next_beat() -> None:
-    crew = ready_crew()
-    assert said(crew, RankBeat(1, -1, 2)) == []
-    assert error_of(said(crew, RankBeat(1, -1, 5))).cause == "2 of its messages were lost"
+    group = ready_crew()
+    assert said(group, RankBeat(1, -1, 2)) == []
+    assert error_of(said(group, RankBeat(1, -1, 5))).cause == "2 of its messages were lost"
 
 
 def test_beats_carry_the_ended_step_and_what_was_said_before() -> None:
-    crew = ready_crew()
-    crew.step(TensorsQueried(1, 7), 0.0)
-    beats = told(crew.step(Ticked(), 1.0), ControllerBeat)
+    group = ready_crew()
+    group.step(TensorsQueried(1, 7), 0.0)
+    beats = told(group.step(Ticked(), 1.0), ControllerBeat)
     assert beats == [(b"rank-0", ControllerBeat(7, 2)), (b"rank-1", ControllerBeat(7, 2))]
-    assert told(crew.step(Ticked(), 1.5), ControllerBeat) == []
-    assert len(told(crew.step(Ticked(), 2.0), ControllerBeat)) == 2
+    assert told(group.step(Ticked(), 1.5), ControllerBeat) == []
+    assert len(told(group.step(Ticked(), 2.0), ControllerBeat)) == 2
 
 
 def test_all_ranks_are_asked_of_tensors_and_told_what_has_ended() -> None:
-    crew = ready_crew()
-    actions = crew.step(TensorsQueried(5, 7, b"ids"), 0.0)
+    group = ready_crew()
+    actions = group.step(TensorsQueried(5, 7, b"ids"), 0.0)
     assert [each.body for each in actions if isinstance(each, SendToRank)] == [b"ids", b"ids"]
     assert told(actions, ReadTensors) == [
         (b"rank-0", ReadTensors(7, 5)),
         (b"rank-1", ReadTensors(7, 5)),
     ]
     answers = [TensorsTold(rank, 5, 7, 0, HELD, HELD) for rank in (1, 0)]
-    assert said(crew, answers[0]) == []
-    assert said(crew, answers[1]) == [TensorReport(5, (answers[1], answers[0]), ())]
+    assert said(group, answers[0]) == []
+    assert said(group, answers[1]) == [TensorReport(5, (answers[1], answers[0]), ())]
 
 
 def test_an_ended_step_is_never_taken_back() -> None:
-    crew = ready_crew()
-    crew.step(TensorsQueried(1, 7), 0.0)
-    actions = crew.step(TensorsQueried(2, -1), 0.0)
+    group = ready_crew()
+    group.step(TensorsQueried(1, 7), 0.0)
+    actions = group.step(TensorsQueried(2, -1), 0.0)
     assert told(actions, ReadTensors)[0][1] == ReadTensors(7, 2)
 
 
 def test_a_rank_that_says_nothing_of_tensors_is_missing_and_breaks_nothing() -> None:
-    crew = ready_crew()
-    crew.step(TensorsQueried(5, 7), 0.0)
+    group = ready_crew()
+    group.step(TensorsQueried(5, 7), 0.0)
     answer = TensorsTold(0, 5, 7, 0, HELD, HELD)
-    said(crew, answer)
-    assert TensorReport(5, (answer,), (1,)) in crew.step(Ticked(), 3.0)
-    assert crew.state is RankGroupState.READY
-    assert said(crew, TensorsTold(1, 5, 7, 0, HELD, HELD), now_s=3.1) == []
+    said(group, answer)
+    assert TensorReport(5, (answer,), (1,)) in group.step(Ticked(), 3.0)
+    assert group.state is RankGroupState.READY
+    assert said(group, TensorsTold(1, 5, 7, 0, HELD, HELD), now_s=3.1) == []
 
 
 def test_ranks_end_in_reverse_and_the_first_when_the_others_have() -> None:
-    crew = ready_crew(3)
-    ends = told(crew.step(EndRequested("done"), 0.0), EndRank)
+    group = ready_crew(3)
+    ends = told(group.step(EndRequested("done"), 0.0), EndRank)
     assert [route for route, _ in ends] == [b"rank-2", b"rank-1"]
-    assert crew.step(RankExited(1, "exit code 0"), 0.0) == []
-    assert [route for route, _ in told(crew.step(RankExited(2, "exit code 0"), 0.0), EndRank)] == [
+    assert group.step(RankExited(1, "exit code 0"), 0.0) == []
+    assert [route for route, _ in told(group.step(RankExited(2, "exit code 0"), 0.0), EndRank)] == [
         b"rank-0"
     ]
 
 
 def test_an_end_before_all_are_ready_waits_for_nobody() -> None:
-    crew = RankGroup(routes(2), SETTINGS, 0.0)
-    said(crew, RankHello(0, 100))
+    group = RankGroup(routes(2), SETTINGS, 0.0)
+    said(group, RankHello(0, 100))
     cause = "not ready yet, and the user has gone"
-    assert error_of(crew.step(EndRequested("the user has gone"), 0.0)).cause == cause
+    assert error_of(group.step(EndRequested("the user has gone"), 0.0)).cause == cause
 
 
 def test_an_end_fails_what_is_open() -> None:
-    crew = ready_crew()
-    crew.step(CALL, 0.0)
+    group = ready_crew()
+    group.step(CALL, 0.0)
     assert [
         each.call_id
-        for each in crew.step(EndRequested("done"), 0.0)
+        for each in group.step(EndRequested("done"), 0.0)
         if isinstance(each, CallRaised)
     ] == [1]
-    assert [type(each) for each in crew.step(CALL, 0.0)] == [CallRaised]
+    assert [type(each) for each in group.step(CALL, 0.0)] == [CallRaised]
 
 
 def test_strangers_and_the_dead_are_not_listened_to() -> None:
-    crew = ready_crew()
-    assert said(crew, RankLeft(7, "who?")) == []
-    crew.step(RankExited(1, "killed"), 0.0)
-    assert said(crew, RankBeat(1, -1, 99)) == []
+    group = ready_crew()
+    assert said(group, RankLeft(7, "who?")) == []
+    group.step(RankExited(1, "killed"), 0.0)
+    assert said(group, RankBeat(1, -1, 99)) == []
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 5))
@@ -375,7 +375,7 @@ def test_a_rank_that_stays_in_a_call_at_which_another_failed_is_stuck() -> None:
     lost = calls.stuck(10.0 + SETTLE_S)
     assert isinstance(lost, RankGone)
     assert lost.rank == 0
-    assert "actor.train, at which rank 1 failed: ValueError: b" in lost.cause
+    assert "actor.train, which failed at rank 1: ValueError: b" in lost.cause
 
 
 def test_a_call_that_takes_long_is_not_stuck() -> None:

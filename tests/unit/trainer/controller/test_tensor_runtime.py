@@ -51,7 +51,9 @@ class Ranks:
     def owners(self) -> set[str]:
         return {RANK_0}
 
-    def ask(self, ended_step: int, shard_ids: bytes) -> "concurrent.futures.Future[TensorReport]":
+    def query_tensors(
+        self, ended_step: int, shard_ids: bytes
+    ) -> "concurrent.futures.Future[TensorReport]":
         self.asked.append(array("Q", shard_ids).tolist())
         answer: concurrent.futures.Future[TensorReport] = concurrent.futures.Future()
         answer.set_result(self._answers.pop(0))
