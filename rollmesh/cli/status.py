@@ -48,6 +48,7 @@ from rollmesh.launch.screen import (
 )
 from rollmesh.wire.key_search import has_keys
 from rollmesh.wire.messages import AddressesAnswered, AskAddresses, AskDrain, DrainAnswered
+from rollmesh.wire.worker_report import MIB, WorkerColumn, WorkerStatus, worker_columns
 
 REFRESH_S = 1.0
 PIPE_WIDTH = 200
@@ -131,7 +132,6 @@ def painter(console: Console) -> Iterator[Callable[[RenderableType], None]]:
         yield lambda tables: live.update(tables, refresh=True)
 
 
-MIB = 2**20
 SPACE = Text()
 
 
@@ -206,19 +206,11 @@ def _groups(router: RouterRow) -> str:
 
 
 def _workers(router: RouterRow, logs: str) -> Iterator[RenderableType]:
-    table = _table("worker", "state", "env")
-    _add_numbers(table, "in flight", "lag ms", "MB", "attempts", "failed")
+    columns = [each for each in worker_columns() if not each.is_wide]
+    table = _table(*(each.title for each in columns if not each.is_number))
+    _add_numbers(table, *(each.title for each in columns if each.is_number))
     for row in router.workers:
-        table.add_row(
-            Text(row.worker_id),
-            _state(row.state, good=("live",)),
-            Text(row.env),
-            str(row.in_flight),
-            Text(f"{row.loop_lag_s * 1e3:.0f}", style="yellow" if row.stalled_in else ""),
-            f"{row.rss_bytes / MIB:,.0f}",
-            str(row.num_attempts),
-            str(row.num_failed),
-        )
+        table.add_row(*(_worker_cell(row, each) for each in columns))
     yield from (SPACE, table)
     for row in router.workers:
         if row.stalled_in:
@@ -235,6 +227,14 @@ def _workers(router: RouterRow, logs: str) -> Iterator[RenderableType]:
             task = f"; task {row.last_task_id}" if row.last_task_id else ""
             log = f", log {logs}/{row.worker_id}.log" if task and logs else ""
             yield Text(f"{row.worker_id}'s last error: {row.last_error}{task}{log}")
+
+
+def _worker_cell(row: WorkerStatus, column: WorkerColumn) -> Text:
+    value = getattr(row, column.field)
+    if column.field == "state":
+        return _state(value, good=("live",))
+    is_late = column.field == "loop_lag_s" and row.stalled_in
+    return Text(column.cell(value), style="yellow" if is_late else "")
 
 
 def _engines(router: RouterRow) -> Iterator[RenderableType]:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.types import ErrorPlace
+from rollmesh.wire.worker_report import WorkerStatus
 
 
 class ProcessRow(msgspec.Struct, frozen=True):
@@ -18,33 +19,6 @@ class ProcessRow(msgspec.Struct, frozen=True):
     role: str
     pid: int = 0
     rss_bytes: int = 0
-
-
-class WorkerRow(msgspec.Struct, frozen=True):
-    """One worker as the router's /status told it; counts since the worker's start."""
-
-    worker_id: str
-    env: str = ""
-    state: str = ""
-    in_flight: int = 0
-    num_finished: int = 0
-    num_calls: int = 0
-    num_tokens: int = 0
-    loop_lag_s: float = 0.0
-    rss_bytes: int = 0
-    held_bytes: int = 0
-    pid: int = 0
-    stalled_in: str = ""
-    num_attempts: int = 0
-    num_failed: int = 0
-    last_error: str = ""
-    num_left_behind: int = 0
-    waits_for: str = ""
-    isolation: str = ""
-    last_place: ErrorPlace | None = None
-    """Where in environment code `last_error` came from."""
-    last_task_id: str = ""
-    """The task whose rollout ended in `last_error`."""
 
 
 class EngineRow(msgspec.Struct, frozen=True):
@@ -61,7 +35,7 @@ class EngineRow(msgspec.Struct, frozen=True):
 class RouterRow(msgspec.Struct, frozen=True):
     """The router's /status."""
 
-    workers: list[WorkerRow] = []
+    workers: list[WorkerStatus] = []
     engines: list[EngineRow] = []
     queue: dict[str, int] = {}
     """Groups by state: queued, assigned, running."""

@@ -20,6 +20,7 @@ from rollmesh.dashboard.rows import (
     TelemetryRow,
 )
 from rollmesh.dashboard.series import Numbers, Series
+from rollmesh.wire.worker_report import worker_table
 
 PLOTTED = (
     "time_s",
@@ -144,7 +145,8 @@ class RunView:
     def fleet(self) -> dict[str, Any]:
         """The latest tables of workers, engines and processes."""
         row = self.last_telemetry or TelemetryRow(0.0)
-        return {"time_s": row.time_s, **msgspec.to_builtins(row)}
+        workers = row.router.workers if row.router else []
+        return {**msgspec.to_builtins(row), "worker_table": worker_table(workers)}
 
     def _see_time(self, time_s: float) -> None:
         if self._first_time_s is None or time_s < self._first_time_s:

@@ -16,6 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel as ByteSplitter
 
 from rollmesh.core.config import Config, ModelConfig, RunConfig, TrainerConfig, write_config
 from rollmesh.core.run_state import STATE_FILE, RunRecord, RunState
+from rollmesh.wire.worker_report import WorkerStatus
 
 START_S = 1_700_000_000.0
 ROLES = ("engine-0", "router", "worker-0", "worker-1", "trainer", "dashboard")
@@ -193,19 +194,22 @@ class FakeRun:
         return {"time_s": self.now_s, "processes": processes, "router": router}
 
     def _worker(self, number: int) -> dict[str, Any]:
-        return {
-            "worker_id": f"worker-{number}",
-            "env": "guess",
-            "state": "ready",
-            "in_flight": self._random.randint(50, 64),
-            "num_finished": 128 * self._step,
-            "num_calls": (290 + number) * self._step,
-            "num_tokens": 620 * self._step,
-            "loop_lag_s": 0.0012,
-            "rss_bytes": (88 + number) * MIB,
-            "held_bytes": 40_000,
-            "pid": 102 + number,
-        }
+        worker: dict[str, Any] = msgspec.to_builtins(
+            WorkerStatus(
+                f"worker-{number}",
+                env="guess",
+                state="ready",
+                in_flight=self._random.randint(50, 64),
+                num_finished=128 * self._step,
+                num_calls=(290 + number) * self._step,
+                num_tokens=620 * self._step,
+                loop_lag_s=0.0012,
+                rss_bytes=(88 + number) * MIB,
+                held_bytes=40_000,
+                pid=102 + number,
+            )
+        )
+        return worker
 
     def _game(self) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
         """Messages, the one sample that they make, and whether the game was won."""

@@ -26,11 +26,12 @@ import enum
 import msgspec
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.types import ErrorPlace, SamplingPolicy, Task
+from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.wire.fleet import EngineFaulted, FleetAnswered, FleetAsk, FleetChanged, PublisherLeft
 from rollmesh.wire.header import Message, Seconds
 from rollmesh.wire.ranks import RankMessage
 from rollmesh.wire.scheduling import SchedulingMessage
+from rollmesh.wire.worker_report import WorkerReport
 
 # what stands in messages
 
@@ -197,39 +198,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     """Past it the worker takes nothing; 0 is unknown."""
 
 
-class WorkerBeat(Message, frozen=True, tag="worker_beat"):
-    worker_id: str
-    num_running: int
-    """Rollouts, not groups."""
-    accepting: bool
-    """False while draining or over a byte budget."""
-    unacked_bytes: int
-    loop_lag_s: Seconds
-    rss_bytes: int
-    num_finished: int
-    """Rollouts since the start."""
-    num_calls: int
-    """Model calls since the start."""
-    num_tokens: int
-    """Sampled tokens since the start."""
-    stalled_in: str = ""
-    """The function that holds the event loop, when it has been held for long."""
-    state: str = "serving"
-    num_failed: int = 0
-    """Rollouts since the start that ended in infra_error or agent_error."""
-    last_error: str = ""
-    started_s: Seconds = 0.0
-    num_left_behind: int = 0
-    waits_for: str = ""
-    """Why it takes no new groups though it serves: a budget, in one line."""
-    held_bytes: int = 0
-    """What its rollouts and results hold in memory, as it counts."""
-    last_place: ErrorPlace | None = None
-    """Where in environment code `last_error` came from."""
-    last_task_id: str = ""
-    """The task whose rollout ended in `last_error`."""
-    isolation: str = ""
-    """The weakest mode that agents' programs run in there; '' before the first program."""
+class WorkerBeat(WorkerReport, Message, frozen=True, array_like=True, tag="worker_beat", gc=False):
+    """The heartbeat of a worker."""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):

@@ -296,7 +296,7 @@ class Mesh:
         match ending:
             case "unwanted":
                 self.router.say(CancelRun(group_id, "nobody wants it"))
-                while self.worker.vitals().unacked_bytes:  # noqa: ASYNC110 - it has nothing to tell
+                while self.worker.report_status().unacked_bytes:  # noqa: ASYNC110 - it has nothing to tell
                     await asyncio.sleep(0)
             case "never acked":
                 await self.router.next(GroupLost)

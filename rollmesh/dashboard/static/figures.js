@@ -91,18 +91,17 @@ function drawAges({ learning, run }) {
 }
 
 function drawFleet({ run, fleet }) {
-  const { router, processes, time_s: seenS } = fleet;
-  const { engines = [], workers = [], queue = {}, num_done: numDone = 0 } = router ?? {};
+  const { router, processes, time_s: seenS, worker_table: workerTable } = fleet;
+  const { engines = [], queue = {}, num_done: numDone = 0 } = router ?? {};
   const number = (value) => [value, "number"];
   fillTable(byId("engines"),
     ["URL", "Phase", number("Policy version"), number("Running"), number("Waiting")],
     engines.map((engine) => [engine.url, [engine.phase, engine.phase.toLowerCase() === "ready" ? "good" : ""],
       number(count(engine.policy_version)), number(count(engine.num_running)), number(count(engine.num_waiting))]));
+  const kinds = workerTable.columns.map(([, isNumber]) => (isNumber ? "number" : ""));
   fillTable(byId("workers"),
-    ["Worker", "Environment", "State", number("In flight"), number("Finished"), number("Calls"), number("Tokens"), number("Loop lag, ms"), number("Memory, MB"), number("Held, MB")],
-    workers.map((worker) => [worker.worker_id, worker.env, worker.state, number(count(worker.in_flight)), number(count(worker.num_finished)),
-      number(count(worker.num_calls)), number(count(worker.num_tokens)), number((1000 * worker.loop_lag_s).toFixed(1)),
-      number(megabytes(worker.rss_bytes)), number(megabytes(worker.held_bytes))]));
+    workerTable.columns.map(([title], at) => [title[0].toUpperCase() + title.slice(1), kinds[at]]),
+    workerTable.rows.map((row) => row.map((cell, at) => [cell, kinds[at]])));
   const waiting = Object.entries(queue).map(([state, num]) => `${count(num)} ${state}`);
   // What has ended is not told as alive.
   const seen = !["waiting", "running"].includes(run.phase) ? `As last seen at ${new Date(1000 * seenS).toLocaleTimeString()}. ` : "";

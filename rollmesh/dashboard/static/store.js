@@ -15,7 +15,7 @@ export class Store {
   learning = { last: null, ages: {}, recent_ages: {}, drops: {}, failed: [] };
   evaluation = null;
   telemetry = [];
-  fleet = { processes: [], router: null };
+  fleet = { processes: [], router: null, worker_table: { columns: [], rows: [] } };
   trajectories = [];
 
   apply(name, data) {

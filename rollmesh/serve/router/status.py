@@ -10,11 +10,11 @@ import msgspec
 
 from rollmesh.core.inventory import counted
 from rollmesh.core.metrics import Figure
-from rollmesh.core.types import ErrorPlace
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.workers import WorkerEntry, WorkerHealth
 from rollmesh.wire.fleet import FleetChanged
-from rollmesh.wire.messages import GroupState, WorkerHello
+from rollmesh.wire.messages import GroupState, WorkerBeat, WorkerHello
+from rollmesh.wire.worker_report import WorkerReport, WorkerStatus, worker_metrics
 
 
 def held(group_scheduler: GroupScheduler) -> Mapping[str, int]:
@@ -48,50 +48,8 @@ def cache_entries(group_scheduler: GroupScheduler, num_engines: int) -> Mapping[
     }
 
 
-DOWN = ("lost", "stalled", "loading")
 MAX_CLIENTS = 100
 """More are not told one by one."""
-
-
-class WorkerStatus(msgspec.Struct, frozen=True):
-    """One worker, as its last beat says."""
-
-    worker_id: str
-    env: str
-    state: str
-    in_flight: int
-    """Rollouts that it runs or is about to."""
-    num_finished: int
-    num_calls: int
-    num_tokens: int
-    loop_lag_s: float
-    rss_bytes: int
-    held_bytes: int
-    """What its rollouts and results hold in memory."""
-    pid: int
-    stalled_in: str
-    host: str
-    max_rollouts: int
-    num_attempts: int
-    """Groups that were given to it."""
-    num_failed: int
-    """Rollouts that ended in infra_error or agent_error."""
-    last_error: str
-    num_left_behind: int
-    """Calls of its environment that were given up and never ended."""
-    unacked_bytes: int
-    """Finished groups that no sink has acked."""
-    waits_for: str
-    """Why it takes no new groups though it serves; '' if it does."""
-    longest_gap_s: float
-    """Between two of its beats."""
-    last_place: ErrorPlace | None
-    """Where in environment code `last_error` came from."""
-    last_task_id: str
-    """The task whose rollout ended in `last_error`."""
-    isolation: str
-    """The weakest mode that agents' programs run in there (worker.isolation); '' before the first
-    program."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):
@@ -200,39 +158,25 @@ def _state_of(worker: WorkerEntry) -> str:
 
 
 def _worker_status(worker: WorkerEntry) -> WorkerStatus:
-    beat = worker.beat
+    beat = worker.beat or WorkerBeat(worker.worker_id)
+    report = {name: getattr(beat, name) for name in WorkerReport.__struct_fields__}
+    own = {"state": _state_of(worker), "waits_for": worker.waits_for}
     return WorkerStatus(
-        worker_id=worker.worker_id,
+        **report | own,
         env=worker.hello.env,
-        state=_state_of(worker),
         in_flight=worker.load,
-        num_finished=beat.num_finished if beat else 0,
-        num_calls=beat.num_calls if beat else 0,
-        num_tokens=beat.num_tokens if beat else 0,
-        loop_lag_s=beat.loop_lag_s if beat else 0.0,
-        rss_bytes=beat.rss_bytes if beat else 0,
-        held_bytes=beat.held_bytes if beat else 0,
         pid=worker.hello.pid,
-        stalled_in=beat.stalled_in if beat else "",
         host=worker.hello.host,
         max_rollouts=worker.hello.max_rollouts,
         num_attempts=worker.num_assigned,
-        num_failed=beat.num_failed if beat else 0,
-        last_error=beat.last_error if beat else "",
-        num_left_behind=beat.num_left_behind if beat else 0,
-        unacked_bytes=beat.unacked_bytes if beat else 0,
-        waits_for=worker.waits_for,
         longest_gap_s=worker.longest_gap_s,
-        last_place=beat.last_place if beat else None,
-        last_task_id=beat.last_task_id if beat else "",
-        isolation=beat.isolation if beat else "",
     )
 
 
 def _loading_status(hello: WorkerHello) -> WorkerStatus:
     """One that does not serve yet."""
     nothing_yet = WorkerEntry(hello, b"", 0.0)
-    return msgspec.structs.replace(_worker_status(nothing_yet), state="loading")
+    return msgspec.structs.replace(_worker_status(nothing_yet), state="loading", accepting=False)
 
 
 def figures_of(status: RouterStatus) -> Iterator[Figure]:
@@ -251,20 +195,8 @@ def figures_of(status: RouterStatus) -> Iterator[Figure]:
     yield from counted(status.held_bytes, status.entries, status.cache_entries)
     for worker in status.workers:
         labels = {"worker_id": worker.worker_id}
-        is_up = worker.state not in DOWN
-        yield Figure("worker_up", is_up, "Whether its beats come.", labels)
-        yield Figure("worker_rollouts", worker.in_flight, "Rollouts that it runs.", labels)
-        yield Figure("worker_loop_lag_seconds", worker.loop_lag_s, "Event loop's lag.", labels)
-        yield Figure("worker_rss_bytes", worker.rss_bytes, "Resident memory.", labels)
-        number = worker.num_left_behind
-        yield Figure("worker_calls_left_behind", number, "Calls that never ended.", labels)
-        number = worker.unacked_bytes
-        yield Figure("worker_unacked_bytes", number, "Results without an ack.", labels)
-        yield Figure("worker_held_bytes", worker.held_bytes, "What it counts as held.", labels)
-        gap_s = worker.longest_gap_s
-        yield Figure("worker_longest_gap_seconds", gap_s, "Between two of its beats.", labels)
-        is_full = bool(worker.waits_for)
-        yield Figure("worker_full", is_full, "Whether a budget keeps it from work.", labels)
+        for name, value, about in worker_metrics(worker):
+            yield Figure(name, value, about, labels)
     for engine in status.engines:
         labels = {"engine": engine.url}
         is_ready = engine.phase == "ready"

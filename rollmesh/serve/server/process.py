@@ -333,7 +333,10 @@ async def _serve(
         stack.callback(remove_left_behind)
         beat_settings = HeartbeatSettings(worker_id, settings.router, config.router.beat_s)
         beats = HeartbeatThread(
-            beat_settings, settings.keys, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
+            beat_settings,
+            settings.keys,
+            worker.report_status,
+            lambda packet: worker.hear(ROUTER, packet),
         )
         clock = SystemClock()
         paused_s = FleetPauses(worker.view, clock).paused_s

@@ -22,7 +22,6 @@ from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.metrics import rss_bytes
-from rollmesh.core.types import ErrorPlace
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
@@ -30,6 +29,7 @@ from rollmesh.wire.machine import ROUTER
 from rollmesh.wire.messages import GroupDelivered, GroupStarted, RouterHello, WorkerBeat
 from rollmesh.wire.news import MOMENT_S, News
 from rollmesh.wire.sockets import Dialer
+from rollmesh.wire.worker_report import WorkerReport
 
 log = get_logger()
 
@@ -194,26 +194,6 @@ def identity(worker_id: str) -> str:
     return f"{worker_id}.{_PROCESS}"
 
 
-class Vitals(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of the worker about itself."""
-
-    state: str
-    num_running: int
-    accepting: bool
-    unacked_bytes: int
-    num_finished: int
-    num_failed: int
-    last_error: str
-    num_calls: int
-    num_tokens: int
-    num_left_behind: int
-    waits_for: str
-    held_bytes: int
-    last_place: ErrorPlace | None = None
-    last_task_id: str = ""
-    isolation: str = ""
-
-
 class HeartbeatSettings(msgspec.Struct, frozen=True):
     """Identity, address and interval of the heartbeats."""
 
@@ -237,11 +217,11 @@ class HeartbeatThread:
         self,
         settings: HeartbeatSettings,
         keys: Keys | None,
-        vitals: Callable[[], Vitals],
+        report: Callable[[], WorkerReport],
         hear: Callable[[Packet], None],
     ) -> None:
         self._settings = settings
-        self._vitals = vitals
+        self._report = report
         self._hear = hear
         self._dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.beat", keys)
         self._closing = threading.Event()
@@ -285,15 +265,14 @@ class HeartbeatThread:
                 log.exception("beat.failed")
 
     def _beat(self) -> None:
-        vitals = self._vitals()
-        beat = WorkerBeat(
-            worker_id=self._settings.worker_id,
-            loop_lag_s=self._lag_s,
-            rss_bytes=rss_bytes(),
-            stalled_in=self._stalled_in,
-            started_s=STARTED_S,
-            **msgspec.structs.asdict(vitals),
-        )
+        own = {
+            "worker_id": self._settings.worker_id,
+            "loop_lag_s": self._lag_s,
+            "rss_bytes": rss_bytes(),
+            "stalled_in": self._stalled_in,
+            "started_s": STARTED_S,
+        }
+        beat = WorkerBeat(**msgspec.structs.asdict(self._report()) | own)
         self._lag_s, self._stalled_in = 0.0, ""
         self._dialer.send(Packet(beat))
 

@@ -34,7 +34,7 @@ from rollmesh.envs.spawning import ENDED, process_spawner
 from rollmesh.serve.server.groups import Payload, Slots, empty_payload, run_group
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.rollouts import WorkerContext, one_line
-from rollmesh.serve.server.transport import STARTED_S, Vitals, WorkerTransport, identity
+from rollmesh.serve.server.transport import STARTED_S, WorkerTransport, identity
 from rollmesh.serve.server.worker_machine import (
     Abort,
     Action,
@@ -57,6 +57,7 @@ from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage, GroupFinished
+from rollmesh.wire.worker_report import WorkerReport
 
 MAX_LEFT_BEHIND = 100
 """Calls of environment code that were given up and never ended: threads and coroutines."""
@@ -151,10 +152,11 @@ class Worker:
         """Memory that this process holds, to which its budget applies."""
         self.inventory.add(self._held, self._tables, self._caches)
 
-    def vitals(self) -> Vitals:
+    def report_status(self) -> WorkerReport:
         """Return the report for the heartbeats; from any thread."""
         runtime = self._context.runtime if self._context else None
-        return Vitals(
+        return WorkerReport(
+            worker_id="",  # the heartbeat sets it, and what it measures itself
             state=self._machine.state.value,
             num_running=self._slots.num_open,
             accepting=self._machine.accepting,

@@ -13,8 +13,9 @@ from rollmesh.cli.main import main
 from rollmesh.cli.mesh_state import MeshReport
 from rollmesh.cli.status import print_json, status, tables_of
 from rollmesh.core.process import OK, USAGE
-from rollmesh.dashboard.rows import EngineRow, RouterRow, WorkerRow
+from rollmesh.dashboard.rows import EngineRow, RouterRow
 from rollmesh.testing.run_folder import FakeRun
+from rollmesh.wire.worker_report import WorkerStatus
 
 
 @pytest.fixture
@@ -79,8 +80,17 @@ def test_reasons_for_waiting_are_shown_below_the_counts() -> None:
 
 def test_a_workers_stall_and_last_error_are_shown_unparsed() -> None:
     rows = [
-        WorkerRow("w0", "echo", "live", 3, loop_lag_s=0.25, stalled_in="Env.run (env.py:7)"),
-        WorkerRow("w1", "echo", "lost", num_attempts=9, num_failed=4, last_error="[red]no[/red]"),
+        WorkerStatus(
+            "w0",
+            env="echo",
+            state="live",
+            in_flight=3,
+            loop_lag_s=0.25,
+            stalled_in="Env.run (env.py:7)",
+        ),
+        WorkerStatus(
+            "w1", env="echo", state="lost", num_attempts=9, num_failed=4, last_error="[red]no[/red]"
+        ),
     ]
     text = painted(RouterRow(workers=rows, engines=[EngineRow("u", "FENCED", detail="it lies")]))
     lines = [line.rstrip() for line in text.splitlines()]
@@ -108,7 +118,9 @@ def test_a_workers_last_error_names_its_task_and_log(
 
 
 def test_a_narrow_terminal_folds_names_and_keeps_numbers() -> None:
-    row = WorkerRow("gpu-node-17-48213-a1b2", "my_package.envs:BugFixEnv", "draining", 64)
+    row = WorkerStatus(
+        "gpu-node-17-48213-a1b2", env="my_package.envs:BugFixEnv", state="draining", in_flight=64
+    )
     text = painted(RouterRow(workers=[msgspec.structs.replace(row, num_attempts=12_345)]), 80)
     assert "12345" in text
     assert "draining" in text

@@ -7,13 +7,13 @@ from rollmesh.dashboard.rows import (
     RouterRow,
     StepRow,
     TelemetryRow,
-    WorkerRow,
 )
 from rollmesh.dashboard.view import MAX_KINDS, OTHER_KINDS, RunView
+from rollmesh.wire.worker_report import WorkerStatus
 
 
 def telemetry(time_s: float, calls: int, tokens: int = 0, worker_id: str = "w") -> TelemetryRow:
-    worker = WorkerRow(worker_id, in_flight=3, num_calls=calls, num_tokens=tokens)
+    worker = WorkerStatus(worker_id, in_flight=3, num_calls=calls, num_tokens=tokens)
     return TelemetryRow(time_s, [ProcessRow("router", 1, 100)], RouterRow(workers=[worker]))
 
 

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollmesh.serve.server.transport import HeartbeatSettings, HeartbeatThread, Vitals
+from rollmesh.serve.server.transport import HeartbeatSettings, HeartbeatThread
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import RouterHello, WorkerBeat
 from rollmesh.wire.sockets import Hub, wait
+from rollmesh.wire.worker_report import WorkerReport
 
-VITALS = Vitals(
+REPORT = WorkerReport(
+    worker_id="",
     state="draining",
     num_running=3,
     accepting=True,
@@ -35,7 +37,7 @@ def hub() -> Iterator[Hub]:
 
 def new_beats(hub: Hub, heard: list[Packet]) -> HeartbeatThread:
     settings = HeartbeatSettings("w1", hub.address, 0.02)
-    return HeartbeatThread(settings, None, lambda: VITALS, heard.append)
+    return HeartbeatThread(settings, None, lambda: REPORT, heard.append)
 
 
 def next_beat(hub: Hub) -> tuple[bytes, WorkerBeat]:
@@ -47,7 +49,7 @@ def next_beat(hub: Hub) -> tuple[bytes, WorkerBeat]:
     raise AssertionError("no beat")
 
 
-async def test_beat_carries_the_vitals_and_the_memory(hub: Hub) -> None:
+async def test_beat_carries_the_report_and_the_memory(hub: Hub) -> None:
     beats = new_beats(hub, [])
     beats.start(asyncio.get_running_loop())
     _, beat = await asyncio.to_thread(next_beat, hub)
@@ -62,13 +64,13 @@ async def test_beat_carries_the_vitals_and_the_memory(hub: Hub) -> None:
 async def test_fault_of_one_beat_does_not_end_the_others(hub: Hub) -> None:
     faults = iter([OSError("too many open files"), MemoryError()])
 
-    def vitals() -> Vitals:
+    def report() -> WorkerReport:
         if fault := next(faults, None):
             raise fault
-        return VITALS
+        return REPORT
 
     beats = HeartbeatThread(
-        HeartbeatSettings("w1", hub.address, 0.02), None, vitals, lambda _: None
+        HeartbeatSettings("w1", hub.address, 0.02), None, report, lambda _: None
     )
     beats.start(asyncio.get_running_loop())
     _, beat = await asyncio.to_thread(next_beat, hub)
