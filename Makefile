@@ -4,7 +4,8 @@
 #   make test ARGS="-k router"  the quick tests, or a part of them (8 minutes on two cores)
 #   make test-all               the slow ones too, as CI runs them
 #   make chaos                  faults, searched for long: 5,000 rollouts, 50 trainers, 100,000 simulated meshes
-#   make check                  format, lint, types, arrows, house rules
+#   make check                  format, lint, types, arrows, house rules, docs
+#   make docs                   the documentation site, in site/
 #   make bench BENCH=name       every benchmark, or one
 #   make bench-peers            other gateways for the interception benchmark, in .venv-peers (1.4 GB)
 #   make setup                  only the .venv        (PYTHON=python3.12 picks the interpreter)
@@ -28,7 +29,7 @@ ARGS   ?=
 BENCH  ?= $(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))
 SOURCE := rollmesh tests $(wildcard benchmarks examples)
 
-.PHONY: help demo test test-all chaos clients test-clients test-sglang test-ray check format lint types arrows house bench \
+.PHONY: help demo test test-all chaos clients test-clients test-sglang test-ray check format lint types arrows house docs bench \
         bench-peers setup sglang clean
 .DEFAULT_GOAL := help
 
@@ -62,7 +63,7 @@ chaos: $(STAMP)
 	@$(BIN)/python -m tests.sim.search $(ARGS)
 	@$(BIN)/python -m tests.sim.scheduler_search $(ARGS)
 
-check: format lint types arrows house
+check: format lint types arrows house docs
 
 format: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -78,6 +79,9 @@ arrows: $(STAMP)
 
 house: $(STAMP)
 	$(BIN)/python -m pytest -q tests/house
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --quiet --clean
 
 bench: $(STAMP)
 	@for name in $(BENCH); do \
@@ -103,6 +107,11 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt pip
 	@$(BIN)/python -m pip install $$(test -t 1 || echo --quiet) -c constraints.txt \
 	    --group dev --editable '.[train]'
+	@touch $@
+
+$(VENV)/.docs: $(STAMP)
+	@echo "rollmesh: installing MkDocs into $(VENV)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
 	@touch $@
 
 $(VENV)/.ray: $(STAMP)

@@ -4,7 +4,7 @@ Owns the published results: the traces of workload.SHAPES, seeds 0 to 19 (--quic
 has the goals, and `scarce` those of who waits how long; all else is told as it is. Where engines
 are scarce there is no partition, so no `static`. Figures are of simulated seconds, the same on any
 machine; comparison.py says what each means. Traces are simulated side by side, `--jobs` of them.
-Driven by scheduler.py; alone it prints the tables of docs/explanation/scheduling.md, in 20 minutes
+Driven by scheduler.py; alone it prints the tables of docs/internals/scheduling.md, in 20 minutes
 of one core:
 
     python -m benchmarks._scheduler_results [--quick] [--json] [--check] [--only CELL] [--jobs N]

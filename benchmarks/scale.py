@@ -4,7 +4,7 @@
 
 The router's own scheduler in this process receives the messages that real peers send, on a clock
 that is advanced by hand: CPU and memory are measured without sockets (see
-`python -m benchmarks.serving --only router`). docs/explanation/scale.md draws the conclusions.
+`python -m benchmarks.serving --only router`). docs/internals/scale.md draws the conclusions.
 `Life` also serves tests: clients ask, workers run, some vanish, and messages come late or twice.
 
 - A quick run has as many workers and as long a queue as a full one, but a fifth of the duration.

@@ -4,7 +4,7 @@
 
 A discrete-event simulator: the product's own StalenessManager paces a fleet whose rollouts have
 long tails (_staleness_shape.py) and a trainer that takes its time (_staleness_world.py). Figures
-are of simulated seconds, and the same on any machine; docs/explanation/staleness.md says what
+are of simulated seconds, and the same on any machine; docs/internals/staleness.md says what
 follows. For each arm:
 
     tokens_per_s, vs_unbounded   trained tokens per simulated second, and against no bound at all

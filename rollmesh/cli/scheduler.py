@@ -49,7 +49,7 @@ VERBS = {
 }
 
 EXAMPLE = """\
-# A fleet that pipelines share; docs/explanation/scheduling.md lists all keys.
+# A fleet that pipelines share; docs/howto/share-a-fleet.md explains the keys.
 # Start it with `rollmesh scheduler up {path}`.
 
 bind = "tcp://127.0.0.1:7070"       # hooks, coordinators, agents and verbs dial this

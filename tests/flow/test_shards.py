@@ -1,4 +1,4 @@
-"""More than one router, as docs/explanation/scale.md has it: nothing but clients that choose."""
+"""More than one router, as docs/internals/scale.md has it: nothing but clients that choose."""
 
 import asyncio
 import zlib

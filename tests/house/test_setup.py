@@ -60,7 +60,8 @@ def test_a_later_interpreter_is_taken_where_the_first_is_too_old(tmp_path: Path)
 
 def test_every_dependency_is_pinned_within_its_bounds() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    asked = [*project["project"]["dependencies"], *project["dependency-groups"]["dev"]]
+    groups = project["dependency-groups"]
+    asked = [*project["project"]["dependencies"], *groups["dev"], *groups["docs"]]
     for extra in ("train", "ray"):
         asked += project["project"]["optional-dependencies"][extra]
     lines = (ROOT / "constraints.txt").read_text("ascii").splitlines()

@@ -27,7 +27,7 @@ from rollmesh.scheduler.planning.state import MAX_NODE_GPUS
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
 ADMISSION_SOCKET = "admission.sock"
-EVERY_KEY = "docs/explanation/scheduling.md lists all keys"
+EVERY_KEY = "docs/howto/share-a-fleet.md explains the keys"
 WRITES_ONE = "`rollmesh scheduler init` writes one"
 
 A_WORD = "a name is one word, without spaces and slashes"
@@ -51,12 +51,14 @@ _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
 class NodeTable(Table, frozen=True):
-    """[[nodes]]: a machine that is there without an agent, and numbers its GPUs in turn."""
+    """[[nodes]]: a machine without an agent; its GPUs get the next numbers of the fleet."""
 
     name: str
+    """Name of the node, one word."""
     gpus: NodeSize
-    """How many."""
+    """Number of its GPUs."""
     labels: tuple[str, ...] = ()
+    """Words by which pipelines choose nodes, such as "h200"."""
 
 
 class PipelineTable(Table, frozen=True):
@@ -107,6 +109,7 @@ class FleetTables(Table, frozen=True):
     nodes: tuple[NodeTable, ...] = ()
     """Others may join by agents."""
     pipelines: dict[str, PipelineTable] = {}
+    """Tables [pipelines.NAME], one for each pipeline."""
 
 
 def admission_path(fleet: FleetTables) -> str:

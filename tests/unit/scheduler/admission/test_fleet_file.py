@@ -1,24 +1,19 @@
 """scheduler.toml is checked where it is read, and a mistake is one line that names its key."""
 
 import math
-import re
 import tomllib
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import fields
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.scheduler.admission.fleet_file import (
     FleetTables,
-    NodeTable,
-    PipelineTable,
     fleet_of,
     read_fleet,
     settings_of,
 )
-from rollmesh.scheduler.planning.policies import policy_names, policy_settings_type
 from rollmesh.scheduler.planning.policies.fair import FairSettings
 from rollmesh.scheduler.service.state import SchedulerSettings
 
@@ -203,20 +198,3 @@ def test_a_time_that_is_none_is_refused_by_its_key_and_range(
 def test_the_example_fleets_are_read(name: str, num: int) -> None:
     path = Path(__file__).parents[4] / f"examples/fleet/{name}.toml"
     assert len(read_fleet(path).pipelines) == num
-
-
-@pytest.mark.parametrize(
-    "kind", [FleetTables, NodeTable, PipelineTable, FairSettings, SchedulerSettings]
-)
-def test_the_docs_list_all_keys(kind: type[msgspec.Struct]) -> None:
-    page = (Path(__file__).parents[4] / "docs/explanation/scheduling.md").read_text()
-    for key in set(kind.__struct_encode_fields__) - {"[POLICY]"}:
-        assert re.search(rf"[`\[\n.]{key}\b", page), f"docs/explanation/scheduling.md has no {key}"
-
-
-@pytest.mark.parametrize("name", policy_names())
-def test_the_docs_list_every_policy_and_its_table(name: str) -> None:
-    page = (Path(__file__).parents[4] / "docs/explanation/scheduling.md").read_text()
-    assert f"`{name}`" in page
-    if policy_settings_type(name):
-        assert f"`[{name}]`" in page
