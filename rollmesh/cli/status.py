@@ -332,11 +332,11 @@ def dashboard(argv: list[str]) -> int:
     It may run beside the run's own dashboard or long after the run.
     """
     # aiohttp comes with it, and stays out of the other verbs.
-    from rollmesh.dashboard.main import Options, add_arguments, run  # noqa: PLC0415 - see above
+    from rollmesh.dashboard.server import DashboardOptions, add_arguments, run  # noqa: PLC0415 - see above
 
     arguments = parser("dashboard", "Serve a run's dashboard: learning, fleet, trajectories.")
     add_arguments(arguments)
-    options = arguments.parse_args(argv, namespace=Options())
+    options = arguments.parse_args(argv, namespace=DashboardOptions())
     if options.run_folder is None:
         list_runs()
     else:

@@ -1,5 +1,6 @@
-"""The live page and trajectory viewer: a reader of the run folder, of a running or a finished run.
+"""The live dashboard and trajectory viewer: a reader of a run folder, whether the run is running or
+not.
 
-It starts nothing, asks nobody and writes nothing; what it shows stands in files. It knows neither
-the router nor the trainer, so a run that died is read as well as one that lives.
+It starts nothing, writes nothing and contacts neither router nor trainer; all that it shows is read
+from files.
 """

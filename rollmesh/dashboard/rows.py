@@ -1,27 +1,30 @@
-"""The lines of a run folder's files, as far as the page reads them.
+"""The lines of a run folder's files, with the fields that the dashboard reads.
 
-Owns the reader's view: unknown fields are passed over, missing ones have defaults, so that the
-page of today opens the run of yesterday. Invariant: a line that does not fit is counted by its
-reader and never ends it. Driven by `view` and `shelf`.
+- Unknown fields are ignored and missing ones have defaults, so that runs of other releases can be
+  opened.
+- A line that cannot be parsed is counted and skipped; one read is bounded.
 """
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from rollmesh.core.tail import Tail
 from rollmesh.core.types import ErrorPlace
 from rollmesh.wire.worker_report import WorkerStatus
 
 
 class ProcessRow(msgspec.Struct, frozen=True):
-    """One process as telemetry.jsonl saw it."""
+    """One process, from telemetry.jsonl."""
 
     role: str
     pid: int = 0
     rss_bytes: int = 0
 
 
-class EngineRow(msgspec.Struct, frozen=True):
+class EngineTableRow(msgspec.Struct, frozen=True):
     """One engine of the fleet table."""
 
     url: str
@@ -36,7 +39,7 @@ class RouterRow(msgspec.Struct, frozen=True):
     """The router's /status."""
 
     workers: list[WorkerStatus] = []
-    engines: list[EngineRow] = []
+    engines: list[EngineTableRow] = []
     queue: dict[str, int] = {}
     """Groups by state: queued, assigned, running."""
     num_done: int = 0
@@ -44,10 +47,10 @@ class RouterRow(msgspec.Struct, frozen=True):
     num_cancelled: int = 0
     num_clients: int = 0
     address: str = ""
-    """tcp://, which workers and clients dial."""
+    """tcp:// address for workers and clients."""
     status_url: str = ""
     causes: list[str] = []
-    """Why groups wait, and will go on waiting unless somebody does something."""
+    """Why groups wait, for causes that need somebody to act."""
 
 
 class TelemetryRow(msgspec.Struct, frozen=True):
@@ -91,7 +94,9 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def parse_step(line: bytes) -> StepRow:
-    """A line of metrics.jsonl with the environment's metrics; MsgspecError if it does not fit."""
+    """Parse a line of metrics.jsonl with the environment's metrics; MsgspecError if it does not
+    fit.
+    """
     row = _decode_step(line)
     if b'"env/' not in line:
         return row
@@ -100,7 +105,7 @@ def parse_step(line: bytes) -> StepRow:
     return msgspec.structs.replace(row, metrics=metrics)
 
 
-class DropRow(msgspec.Struct, frozen=True):
+class DroppedRollout(msgspec.Struct, frozen=True):
     """A line of drops.jsonl: rollouts that did not train."""
 
     reason: str
@@ -115,18 +120,20 @@ class DropRow(msgspec.Struct, frozen=True):
 
 
 class FailedRow(msgspec.Struct, frozen=True):
-    """A failed rollout, as the page lists it."""
+    """A failed rollout in the page's list."""
 
     rollout_id: str
     task_id: str
     outcome: str
     error: str
     place: str
-    """`my_env.py:15 in score`; '' where no line of the environment is known."""
+    """`my_env.py:15 in score`; '' if no line of the environment is known."""
 
 
 class TrajectorySummary(msgspec.Struct, frozen=True):
-    """What the list shows of a line of trajectories.jsonl; its long fields are passed over."""
+    """The fields of a line of trajectories.jsonl that the list shows; its long fields are
+    skipped.
+    """
 
     rollout_id: str
     time_s: float = 0.0
@@ -138,10 +145,10 @@ class TrajectorySummary(msgspec.Struct, frozen=True):
     """The train step that consumed it."""
     worker_id: str = ""
     success: float | None = None
-    """1 where it passed; None where that is not known."""
+    """1 if it passed; None if that is not known."""
     error: str = ""
     metrics: dict[str, float] = {}
-    """The environment's."""
+    """The environment's metrics."""
 
 
 class SampleRow(msgspec.Struct, frozen=True):
@@ -149,13 +156,13 @@ class SampleRow(msgspec.Struct, frozen=True):
 
     token_ids: list[int] = []
     logprobs: list[float | None] = []
-    """Of sampled tokens; what stands at context tokens means nothing."""
+    """Log-probs of sampled tokens; values at context tokens are undefined."""
     loss_mask: list[int] = []
     """1 where the policy sampled the token."""
     policy_versions: list[int | None] = []
 
 
-class TrajectoryRow(TrajectorySummary, frozen=True):
+class StoredTrajectory(TrajectorySummary, frozen=True):
     """A whole line of trajectories.jsonl."""
 
     messages: list[Any] = []
@@ -193,7 +200,47 @@ class ConfigRow(msgspec.Struct, frozen=True):
 
 
 class SummaryRow(msgspec.Struct, frozen=True):
-    """The part of summary.json that the page shows."""
+    """The fields of summary.json that the page shows."""
 
     reward_untrained: float | None = None
     success_untrained: float | None = None
+
+
+BLOCKS_PER_READ = 8
+"""A page that is opened late catches up by this many blocks of the tail per poll."""
+
+Row = TypeVar("Row")
+
+
+class RowFile(Generic[Row]):
+    """A JSON-lines file, read as rows of one type while it grows."""
+
+    def __init__(
+        self, path: Path, row_type: type[Row], parse: Callable[[bytes], Row] | None = None
+    ) -> None:
+        """`parse` converts a line, and raises MsgspecError if it does not fit."""
+        self.num_bad_lines = 0
+        self._tail = Tail(path)
+        self._decode = parse or msgspec.json.Decoder(row_type).decode
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the file was replaced or truncated."""
+        return self._tail.num_restarts
+
+    def read(self) -> list[Row]:
+        """Return the rows since the last call."""
+        rows: list[Row] = []
+        for _ in range(BLOCKS_PER_READ):
+            lines = self._tail.read()
+            if not lines:
+                break
+            rows += [row for line in lines if (row := self._parse(line.data)) is not None]
+        return rows
+
+    def _parse(self, data: bytes) -> Row | None:
+        try:
+            return self._decode(data)
+        except msgspec.MsgspecError:
+            self.num_bad_lines += 1
+            return None

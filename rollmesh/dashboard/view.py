@@ -1,7 +1,7 @@
-"""What the page shows of a run, folded from the lines of its files.
+"""The state that the dashboard shows, folded from the lines of a run's files.
 
-- Its size does not grow with the run: series are thinned, tables are the latest.
-- It reads no file and no clock; core/run_state.py derives the state of the run.
+- Its size does not grow with the run: series are thinned, tables hold the latest rows.
+- Pure: no file and no clock; core/run_state.py derives the state of the run.
 """
 
 from collections import Counter, deque
@@ -13,14 +13,73 @@ from rollmesh.core.run_state import RunRecord, RunStatus, status_of
 from rollmesh.core.types import Outcome
 from rollmesh.dashboard.rows import (
     ConfigRow,
-    DropRow,
+    DroppedRollout,
     FailedRow,
     RouterRow,
     StepRow,
     TelemetryRow,
 )
-from rollmesh.dashboard.series import Numbers, Series
 from rollmesh.wire.worker_report import worker_table
+
+Numbers = dict[str, float]
+
+
+class Series:
+    """Rows of named numbers for a plot, in time order, thinned so that any run fits in bounded
+    memory.
+
+    When `max_rows` rows are held, neighbours are joined into their means, and from then on each row
+    is the mean of twice as many.
+    """
+
+    def __init__(self, max_rows: int = 1000, max_names: int = 64) -> None:
+        """`max_rows` must be even."""
+        assert max_rows % 2 == 0
+        self.num_thinnings = 0
+        """Grows when old rows changed; copies must then be replaced."""
+        self._rows: list[Numbers] = []
+        self._waiting: list[Numbers] = []
+        self._names: set[str] = set()
+        self._max_rows = max_rows
+        self._max_names = max_names
+
+    def append(self, row: Numbers) -> Numbers | None:
+        """Add a row; return the row that a plot gains, or None while it waits to be joined."""
+        self._waiting.append(self._known_names(row))
+        if len(self._waiting) < 2**self.num_thinnings:
+            return None
+        joined = mean_of(self._waiting)
+        self._waiting = []
+        self._rows.append(joined)
+        if len(self._rows) == self._max_rows:
+            self._rows = [mean_of(self._rows[at : at + 2]) for at in range(0, self._max_rows, 2)]
+            self.num_thinnings += 1
+        return joined
+
+    def rows(self) -> list[Numbers]:
+        """Return the plot's rows, oldest first."""
+        return list(self._rows)
+
+    def _known_names(self, row: Numbers) -> Numbers:
+        for name in row:
+            if len(self._names) < self._max_names:
+                self._names.add(name)
+        return {name: value for name, value in row.items() if name in self._names}
+
+
+def mean_of(rows: list[Numbers]) -> Numbers:
+    """Return the mean by name, over the rows that have it.
+
+    >>> mean_of([{"a": 1.0}, {"a": 3.0, "b": 5.0}])
+    {'a': 2.0, 'b': 5.0}
+    """
+    names = {name: None for row in rows for name in row}
+    means = {}
+    for name in names:
+        values = [row[name] for row in rows if name in row]
+        means[name] = sum(values) / len(values)
+    return means
+
 
 PLOTTED = (
     "time_s",
@@ -34,16 +93,16 @@ PLOTTED = (
     "frac_equal_groups",
 )
 MAX_KINDS, OTHER_KINDS = 32, "other"
-"""Of reasons for which rollouts did not train."""
+"""Limit on the kinds of reasons for which rollouts did not train."""
 MAX_FAILED = 20
-"""Failed rollouts that the page lists, the latest."""
+"""Number of failed rollouts that the page lists, the latest ones."""
 FAILED = (Outcome.AGENT_ERROR, Outcome.INFRA_ERROR)
 RECENT_STEPS = 20
-"""The second set of bars in the staleness histogram covers so many steps."""
+"""Number of steps in the second set of bars of the staleness histogram."""
 
 
 class RunView:
-    """The picture of one run."""
+    """The state of one run."""
 
     def __init__(self) -> None:
         self.config = ConfigRow()
@@ -51,7 +110,7 @@ class RunView:
         self.success_untrained: float | None = None
         self.record: RunRecord | None = None
         self.eval_name = ""
-        """Name of the evaluation that this is; '' for a training run."""
+        """Name of the evaluation; '' for a training run."""
         self.num_bad_lines = 0
         self.steps = Series(max_names=96)
         self.telemetry = Series(max_names=96)
@@ -64,14 +123,14 @@ class RunView:
         self.last_telemetry: TelemetryRow | None = None
 
     def add_step(self, row: StepRow) -> Numbers | None:
-        """Fold a line of metrics.jsonl; the row that the plots gain, if any."""
+        """Fold a line of metrics.jsonl; return the row that the plots gain, if any."""
         if row.reward_untrained is not None:
             self.reward_untrained = row.reward_untrained
             self.success_untrained = row.success_untrained
         if row.step is None or row.step < 0:
             return None
         self._last_step = row
-        self._see_time(row.time_s)
+        self._note_time(row.time_s)
         self._ages.update(row.age_histogram)
         self._recent_ages = [*self._recent_ages[1 - RECENT_STEPS :], row.age_histogram]
         values = {name: getattr(row, name) for name in PLOTTED}
@@ -79,7 +138,7 @@ class RunView:
         return self.steps.append({name: v for name, v in values.items() if v is not None})
 
     def add_telemetry(self, row: TelemetryRow) -> Numbers | None:
-        """Fold a line of telemetry.jsonl; the row that the process plots gain, if any."""
+        """Fold a line of telemetry.jsonl; return the row that the process plots gain, if any."""
         numbers: Numbers = {"time_s": row.time_s}
         if row.router:
             before = self.last_telemetry
@@ -90,12 +149,12 @@ class RunView:
                 numbers |= {name: count / elapsed_s for name, count in gained.items()}
         for process in row.processes:
             numbers[f"rss/{process.role}"] = process.rss_bytes
-        self._see_time(row.time_s)
+        self._note_time(row.time_s)
         self.last_telemetry = row
         return self.telemetry.append(numbers)
 
-    def add_drop(self, row: DropRow) -> None:
-        """Count rollouts that did not train; what stands before a colon names the reason's kind."""
+    def add_drop(self, row: DroppedRollout) -> None:
+        """Count rollouts that did not train; the part before a colon names the reason's kind."""
         kind = row.reason.partition(":")[0]
         is_known = kind in self._drops or len(self._drops) < MAX_KINDS
         self._drops[kind if is_known else OTHER_KINDS] += row.num_rollouts
@@ -107,12 +166,12 @@ class RunView:
             )
 
     def status(self, unix_s: float) -> RunStatus:
-        """The state of the run at `unix_s`."""
+        """Return the state of the run at `unix_s`."""
         seen = [row.time_s for row in (self.last_telemetry, self._last_step) if row]
         return status_of(self.record, max(seen, default=None), unix_s)
 
     def head(self, unix_s: float) -> dict[str, Any]:
-        """The page's first line."""
+        """Return the page's first line."""
         status = self.status(unix_s)
         return {
             "name": self.eval_name or self.config.run.name,
@@ -130,7 +189,7 @@ class RunView:
         }
 
     def learning(self) -> dict[str, Any]:
-        """The latest step, and counts of ages and drops."""
+        """Return the latest step, and counts of ages and drops."""
         recent: Counter[str] = Counter()
         for histogram in self._recent_ages:
             recent.update(histogram)
@@ -143,19 +202,20 @@ class RunView:
         }
 
     def fleet(self) -> dict[str, Any]:
-        """The latest tables of workers, engines and processes."""
+        """Return the latest tables of workers, engines and processes."""
         row = self.last_telemetry or TelemetryRow(0.0)
         workers = row.router.workers if row.router else []
         return {**msgspec.to_builtins(row), "worker_table": worker_table(workers)}
 
-    def _see_time(self, time_s: float) -> None:
+    def _note_time(self, time_s: float) -> None:
         if self._first_time_s is None or time_s < self._first_time_s:
             self._first_time_s = time_s
 
 
 def gains(before: RouterRow, after: RouterRow) -> Numbers:
-    """Calls, tokens and rollouts that the workers known to both rows added; a restarted worker
-    counts from zero again and adds what it has."""
+    """Return calls, tokens and rollouts that workers known to both rows added; a restarted worker
+    counts from zero.
+    """
     old = {worker.worker_id: worker for worker in before.workers}
     gained = {"calls_per_s": 0.0, "tokens_per_s": 0.0, "rollouts_per_s": 0.0}
     for worker in after.workers:
@@ -169,5 +229,5 @@ def gains(before: RouterRow, after: RouterRow) -> Numbers:
 
 
 def added(before: int, after: int) -> int:
-    """What a counter gained, given that it may have started over."""
+    """Return the increase of a counter that may have restarted."""
     return after - before if after >= before else after

@@ -56,7 +56,7 @@ def check_page(bind: str) -> None:
     if is_loopback(host):
         return
     raise AddressError(
-        f"dashboard.bind = {bind}: the page has no login; bind 127.0.0.1:PORT and reach it "
+        f"dashboard.bind = {bind}: the dashboard has no login; bind 127.0.0.1:PORT and reach it "
         "through `ssh -L`"
     )
 

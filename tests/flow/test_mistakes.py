@@ -40,7 +40,7 @@ def mesh_toml(tmp_path: Path, model: Path) -> Path:
         ("trainer.num_step=3", "unknown key 'trainer.num_step'"),
         ("trainer.num_steps=-3", "trainer.num_steps: expected `int` >= 0"),
         ("model.path=nowhere", "model.path = nowhere: no such folder"),
-        ("dashboard.bind=0.0.0.0:0", "dashboard.bind = 0.0.0.0:0: the page has no login"),
+        ("dashboard.bind=0.0.0.0:0", "dashboard.bind = 0.0.0.0:0: the dashboard has no login"),
         ("run.folder=/proc/none", "run.folder = /proc/none: cannot make /proc/none/mesh there"),
         ("router.http_bind=nonsense", "router.http_bind = nonsense: cannot listen there"),
         ('engine.urls=["http://127.0.0.1:9"]', "engine.urls: http://127.0.0.1:9 does not answer"),

@@ -14,8 +14,8 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.metrics import Exposition, Figure
 from rollmesh.core.process import listen
 from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
-from rollmesh.dashboard.pages import Pages
 from rollmesh.dashboard.reader import RunReader
+from rollmesh.dashboard.server import DashboardApp
 from rollmesh.serve.interception.request import JSON, HttpRequest
 from rollmesh.serve.status_app import SnapshotCell, StatusApp
 from rollmesh.testing.clock import FakeClock
@@ -140,7 +140,7 @@ async def test_the_page_refuses_what_it_cannot_read(tmp_path: Path, path: str, s
     run.add_steps(1)
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
-    server = TestServer(Pages(reader, SystemClock()).app())
+    server = TestServer(DashboardApp(reader, SystemClock()).app())
     await server.start_server()
     async with ClientSession(base_url=server.make_url("/")) as session:
         async with session.get(path) as response:

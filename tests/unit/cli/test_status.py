@@ -13,7 +13,7 @@ from rollmesh.cli.main import main
 from rollmesh.cli.mesh_state import MeshReport
 from rollmesh.cli.status import print_json, status, tables_of
 from rollmesh.core.process import OK, USAGE
-from rollmesh.dashboard.rows import EngineRow, RouterRow
+from rollmesh.dashboard.rows import EngineTableRow, RouterRow
 from rollmesh.testing.run_folder import FakeRun
 from rollmesh.wire.worker_report import WorkerStatus
 
@@ -92,7 +92,9 @@ def test_a_workers_stall_and_last_error_are_shown_unparsed() -> None:
             "w1", env="echo", state="lost", num_attempts=9, num_failed=4, last_error="[red]no[/red]"
         ),
     ]
-    text = painted(RouterRow(workers=rows, engines=[EngineRow("u", "FENCED", detail="it lies")]))
+    text = painted(
+        RouterRow(workers=rows, engines=[EngineTableRow("u", "FENCED", detail="it lies")])
+    )
     lines = [line.rstrip() for line in text.splitlines()]
     assert [line.split() for line in lines if line[:3] in ("w0 ", "w1 ")] == [
         ["w0", "live", "echo", "3", "250", "0", "0", "0"],

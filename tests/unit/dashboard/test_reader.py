@@ -1,4 +1,4 @@
-"""What the reader tells a page brings the page's copy to the reader's state."""
+"""The reader follows a growing run folder and reports exactly what a page must change."""
 
 import shutil
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 
 from rollmesh.core.run_state import STATE_FILE
 from rollmesh.core.types import EVAL_SAMPLING
-from rollmesh.dashboard.evaluation import EvalView
-from rollmesh.dashboard.reader import PageEvent, RunReader
+from rollmesh.dashboard.reader import EvalView, PageEvent, RunReader
+from rollmesh.dashboard.rows import DroppedRollout, RowFile
 from rollmesh.serve.client.evaluation_files import Plan, Row, write_plan
 from rollmesh.testing.run_folder import START_S, FakeRun
 
@@ -23,7 +23,7 @@ def names(events: list[PageEvent]) -> list[str]:
     return [event.name for event in events]
 
 
-def test_the_first_poll_tells_the_whole_state(run: FakeRun) -> None:
+def test_the_first_poll_reports_the_whole_state(run: FakeRun) -> None:
     run.add_baseline(0.6)
     run.add_steps(3)
     [event] = RunReader(run.folder).poll(run.now_s)
@@ -37,7 +37,7 @@ def test_the_first_poll_tells_the_whole_state(run: FakeRun) -> None:
     assert len(event.data["fleet"]["router"]["workers"]) == 2
 
 
-def test_a_poll_tells_what_is_new_and_nothing_else(run: FakeRun) -> None:
+def test_a_poll_reports_only_what_is_new(run: FakeRun) -> None:
     run.add_steps(2)
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
@@ -63,7 +63,7 @@ def test_added_events_and_the_state_agree(run: FakeRun) -> None:
     assert copy["telemetry"] == state["telemetry"]
 
 
-def test_thinned_plots_are_told_as_a_fresh_state(run: FakeRun) -> None:
+def test_thinned_plots_are_reported_as_a_fresh_state(run: FakeRun) -> None:
     run.add_steps(10)
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
@@ -98,7 +98,7 @@ def test_a_new_run_in_the_same_place_is_read_anew(run: FakeRun) -> None:
     assert len(event.data["steps"]) == 2
 
 
-def test_lines_that_do_not_parse_are_counted_and_told(run: FakeRun) -> None:
+def test_lines_that_do_not_parse_are_counted_and_reported(run: FakeRun) -> None:
     reader = RunReader(run.folder)
     reader.poll(START_S)
     run.append("metrics.jsonl", ["not", "a", "row"])
@@ -139,7 +139,7 @@ def test_a_run_that_goes_on_from_before_its_last_steps_is_read_anew(run: FakeRun
     assert reader.poll(run.now_s) == []
 
 
-def test_metrics_of_the_environment_are_told_with_each_step(run: FakeRun) -> None:
+def test_metrics_of_the_environment_are_reported_with_each_step(run: FakeRun) -> None:
     run.add_steps(1)
     run.append("metrics.jsonl", {"step": 1, "reward": 0.5, "env/turns": 3, "env/odd": None})
     [event] = RunReader(run.folder).poll(run.now_s)
@@ -148,7 +148,7 @@ def test_metrics_of_the_environment_are_told_with_each_step(run: FakeRun) -> Non
     assert event.data["learning"]["last"]["metrics"] == {"turns": 3.0}
 
 
-def test_failed_rollouts_are_told_with_error_and_place(run: FakeRun) -> None:
+def test_failed_rollouts_are_reported_with_error_and_place(run: FakeRun) -> None:
     place = {"kind": "ValueError", "file": "/h/my_env.py", "line": 15, "function": "score"}
     run.add_drop("t1", length=3, age=4)
     rollout_id = run.add_failure("ValueError: no (my_env.py:15 in score)", place)
@@ -159,7 +159,7 @@ def test_failed_rollouts_are_told_with_error_and_place(run: FakeRun) -> None:
     assert failed.place == "my_env.py:15 in score"
 
 
-def test_an_evaluations_report_is_told_and_follows_its_rows(tmp_path: Path) -> None:
+def test_an_evaluations_report_is_shown_and_follows_its_rows(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "eval-7")
     plan = Plan(
         env="guess",
@@ -201,4 +201,19 @@ def test_a_resumed_evaluation_is_read_again(tmp_path: Path) -> None:
 
 
 def test_what_has_no_plan_yet_is_no_picture(tmp_path: Path) -> None:
-    assert EvalView(tmp_path).picture(None) is None
+    assert EvalView(tmp_path).snapshot(None) is None
+
+
+def test_lines_that_do_not_fit_are_counted_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "drops.jsonl"
+    path.write_bytes(b'{"reason": "stale"}\nnot json\n{"reason": 3}\n{"reason": "late", "x": 1}\n')
+    file = RowFile(path, DroppedRollout)
+    assert [row.reason for row in file.read()] == ["stale", "late"]
+    assert file.num_bad_lines == 2
+
+
+def test_a_late_reader_catches_up_over_several_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "drops.jsonl"
+    reason = "x" * 1000
+    path.write_bytes(b'{"reason": "%s"}\n' % reason.encode() * 3000)
+    assert len(RowFile(path, DroppedRollout).read()) == 3000

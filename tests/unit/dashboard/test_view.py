@@ -1,14 +1,14 @@
-"""The view folds lines into a picture whose size is bounded."""
+"""The dashboard's view: figures are folded in bounded memory."""
 
 from rollmesh.core.run_state import SILENT_AFTER_S, RunRecord, RunState
 from rollmesh.dashboard.rows import (
-    DropRow,
+    DroppedRollout,
     ProcessRow,
     RouterRow,
     StepRow,
     TelemetryRow,
 )
-from rollmesh.dashboard.view import MAX_KINDS, OTHER_KINDS, RunView
+from rollmesh.dashboard.view import MAX_KINDS, OTHER_KINDS, RunView, Series
 from rollmesh.wire.worker_report import WorkerStatus
 
 
@@ -72,16 +72,16 @@ def test_the_baseline_is_no_step() -> None:
 
 def test_drops_are_counted_by_kind() -> None:
     view = RunView()
-    view.add_drop(DropRow("stale"))
-    view.add_drop(DropRow("env_failed: no module", num_rollouts=16))
-    view.add_drop(DropRow("env_failed: no attribute", num_rollouts=16))
+    view.add_drop(DroppedRollout("stale"))
+    view.add_drop(DroppedRollout("env_failed: no module", num_rollouts=16))
+    view.add_drop(DroppedRollout("env_failed: no attribute", num_rollouts=16))
     assert view.learning()["drops"] == {"stale": 1, "env_failed": 32}
 
 
 def test_kinds_of_drops_are_bounded() -> None:
     view = RunView()
     for number in range(3 * MAX_KINDS):
-        view.add_drop(DropRow(f"kind-{number}: why"))
+        view.add_drop(DroppedRollout(f"kind-{number}: why"))
     drops = view.learning()["drops"]
     assert len(drops) == MAX_KINDS + 1
     assert drops[OTHER_KINDS] == 2 * MAX_KINDS
@@ -97,7 +97,7 @@ def test_the_state_follows_the_newest_line_of_either_file() -> None:
     assert view.status(100.0 + SILENT_AFTER_S).state is RunState.RUNNING
 
 
-def test_the_head_says_why_a_run_ended_and_how_to_resume_it() -> None:
+def test_the_head_has_why_a_run_ended_and_how_to_resume_it() -> None:
     view = RunView()
     resume = "rollmesh up --resume"
     view.record = RunRecord(state=RunState.FAILED, cause="router exited with code 1", resume=resume)
@@ -120,3 +120,39 @@ def test_a_long_run_has_a_small_picture() -> None:
         view.add_step(StepRow(time_s=float(second), step=second, success=0.5))
     assert len(view.telemetry.rows()) <= 1000
     assert len(view.steps.rows()) <= 1000
+
+
+def test_rows_stand_as_they_came_while_there_is_room() -> None:
+    series = Series(max_rows=4)
+    assert series.append({"x": 1.0}) == {"x": 1.0}
+    series.append({"x": 2.0, "y": 5.0})
+    assert series.rows() == [{"x": 1.0}, {"x": 2.0, "y": 5.0}]
+    assert series.num_thinnings == 0
+
+
+def test_a_full_series_joins_neighbours_into_means() -> None:
+    series = Series(max_rows=4)
+    for x in range(4):
+        series.append({"x": float(x)})
+    assert series.rows() == [{"x": 0.5}, {"x": 2.5}]
+    assert series.num_thinnings == 1
+    assert series.append({"x": 4.0}) is None
+    assert series.append({"x": 5.0}) == {"x": 4.5}
+
+
+def test_a_series_never_outgrows_its_bounds() -> None:
+    series = Series(max_rows=8, max_names=3)
+    for x in range(5000):
+        series.append({"x": float(x), f"role-{x}": 1.0})
+    assert len(series.rows()) < 8
+    assert {name for row in series.rows() for name in row} <= {"x", "role-0", "role-1"}
+    joined = [row["x"] for row in series.rows()]
+    assert joined == sorted(joined)
+    assert joined[-1] > 3000
+
+
+def test_a_name_that_some_rows_lack_is_averaged_over_the_others() -> None:
+    series = Series(max_rows=2)
+    series.append({"x": 0.0})
+    series.append({"x": 2.0, "y": 7.0})
+    assert series.rows() == [{"x": 1.0, "y": 7.0}]

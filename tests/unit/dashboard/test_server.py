@@ -1,4 +1,4 @@
-"""The page's routes, over a real socket."""
+"""The dashboard's server: read-only, for loopback only, bounded per browser."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,16 +9,73 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from rollmesh.core.clock import SystemClock
-from rollmesh.dashboard.pages import Pages
-from rollmesh.dashboard.reader import RunReader
+from rollmesh.dashboard.reader import PageEvent, RunReader
+from rollmesh.dashboard.server import MAX_WAITING, DashboardApp, EventFeed, Frames
 from rollmesh.testing.run_folder import FakeRun
+
+
+def taken(frames: Frames) -> list[str]:
+    """The names of the events that wait."""
+    got = []
+    while not frames.empty():
+        data = frames.get_nowait()
+        got.append(
+            "end" if data is None else data.split(b"\n")[0].removeprefix(b"event: ").decode()
+        )
+    return got
+
+
+def a_feed() -> EventFeed:
+    return EventFeed(lambda: PageEvent("state", {"rows": 3}))
+
+
+def test_a_listener_starts_with_the_state_and_then_gets_what_is_published() -> None:
+    feed = a_feed()
+    feed.publish([PageEvent("steps", 0)])
+    with feed.subscribe() as frames:
+        feed.publish([PageEvent("steps", 1), PageEvent("run", 2)])
+        assert taken(frames) == ["state", "steps", "run"]
+
+
+def test_a_frame_is_a_server_sent_event() -> None:
+    with a_feed().subscribe() as frames:
+        assert frames.get_nowait() == b'event: state\ndata: {"rows":3}\n\n'
+
+
+def test_a_listener_that_falls_behind_is_given_a_fresh_state() -> None:
+    feed = a_feed()
+    with feed.subscribe() as frames:
+        for _ in range(10 * MAX_WAITING):
+            feed.publish([PageEvent("steps", 1)])
+        assert frames.qsize() <= MAX_WAITING
+        got = taken(frames)
+        assert got[0] == "state"
+        assert set(got[1:]) <= {"steps"}
+
+
+def test_a_listener_that_left_is_forgotten() -> None:
+    feed = a_feed()
+    with feed.subscribe() as frames:
+        taken(frames)
+    feed.publish([PageEvent("steps", 1)])
+    assert taken(frames) == []
+
+
+def test_closing_ends_every_stream_also_later_ones() -> None:
+    feed = a_feed()
+    with feed.subscribe() as frames:
+        feed.close()
+        assert taken(frames) == ["end"]
+    with feed.subscribe() as late:
+        assert taken(late) == ["end"]
+
 
 SCRIPT = "<script>document.title = 'owned'</script>"
 
 
 class Site(msgspec.Struct):
     run: FakeRun
-    pages: Pages
+    pages: DashboardApp
     reader: RunReader
     session: ClientSession
 
@@ -29,7 +86,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     run.add_steps(3)
     reader = RunReader(run.folder)
     reader.poll(run.now_s)
-    pages = Pages(reader, SystemClock())
+    pages = DashboardApp(reader, SystemClock())
     server = TestServer(pages.app())
     await server.start_server()
     async with ClientSession(base_url=server.make_url("/")) as session:
@@ -90,7 +147,7 @@ async def test_an_unknown_trajectory_is_not_found(site: Site) -> None:
     assert "r0/99/99" in (await reply.json())["error"]
 
 
-async def test_what_a_rollout_said_leaves_as_json_only(site: Site) -> None:
+async def test_rollout_text_leaves_as_json_only(site: Site) -> None:
     rollout_id = site.run.add_rollout(messages=[{"role": "user", "content": SCRIPT}])
     site.reader.poll(site.run.now_s)
     reply = await site.session.get(f"/api/trajectories/{rollout_id}")

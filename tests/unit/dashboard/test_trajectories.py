@@ -1,11 +1,11 @@
-"""Any trajectory is found by its id, and the index stays small."""
+"""Trajectories are found by id, and token ids are shown as text."""
 
 from pathlib import Path
 
 import pytest
 
-from rollmesh.dashboard.shelf import Shelf, search_backwards
-from rollmesh.testing.run_folder import FakeRun
+from rollmesh.dashboard.trajectories import TokenText, TrajectoryIndex, search_backwards
+from rollmesh.testing.run_folder import FakeRun, byte_tokenizer
 
 
 @pytest.fixture
@@ -19,14 +19,14 @@ def path_of(run: FakeRun) -> Path:
 
 def test_recent_trajectories_come_newest_first(run: FakeRun) -> None:
     ids = [run.add_rollout() for _ in range(5)]
-    shelf = Shelf(path_of(run))
+    shelf = TrajectoryIndex(path_of(run))
     assert [summary.rollout_id for summary in shelf.read()] == ids
     assert [summary.rollout_id for summary in shelf.recent(2)] == [ids[4], ids[3]]
 
 
 def test_an_indexed_trajectory_is_read_from_its_place(run: FakeRun) -> None:
     ids = [run.add_rollout(step=number) for number in range(3)]
-    shelf = Shelf(path_of(run))
+    shelf = TrajectoryIndex(path_of(run))
     shelf.read()
     row = shelf.load(ids[1])
     assert row is not None
@@ -37,7 +37,7 @@ def test_an_indexed_trajectory_is_read_from_its_place(run: FakeRun) -> None:
 
 def test_a_trajectory_that_left_the_index_is_still_found(run: FakeRun) -> None:
     ids = [run.add_rollout() for _ in range(30)]
-    shelf = Shelf(path_of(run), max_entries=4)
+    shelf = TrajectoryIndex(path_of(run), max_entries=4)
     shelf.read()
     assert len(shelf.recent(100)) == 4
     row = shelf.load(ids[0])
@@ -56,7 +56,7 @@ def test_the_search_finds_lines_across_block_borders(run: FakeRun, block_bytes: 
 
 def test_an_id_that_only_a_message_mentions_is_not_found(run: FakeRun) -> None:
     run.add_rollout(messages=[{"role": "user", "content": "r9/9/9", "name": "r9/9/9"}])
-    shelf = Shelf(path_of(run))
+    shelf = TrajectoryIndex(path_of(run))
     assert shelf.load("r9/9/9") is None
 
 
@@ -64,7 +64,7 @@ def test_the_latest_line_of_an_id_counts(run: FakeRun) -> None:
     run.add_rollout(step=1)
     run.num_rollouts = 0
     rollout_id = run.add_rollout(step=2)
-    shelf = Shelf(path_of(run))
+    shelf = TrajectoryIndex(path_of(run))
     shelf.read()
     assert [summary.step for summary in shelf.recent(5)] == [2]
     row = search_backwards(path_of(run), rollout_id)
@@ -73,7 +73,7 @@ def test_the_latest_line_of_an_id_counts(run: FakeRun) -> None:
 
 
 def test_a_bad_line_is_counted_and_a_missing_file_is_empty(run: FakeRun) -> None:
-    shelf = Shelf(path_of(run))
+    shelf = TrajectoryIndex(path_of(run))
     assert shelf.read() == []
     assert shelf.load("r0/0/0") is None
     run.append("trajectories.jsonl", {"rollout_id": 3})
@@ -83,10 +83,49 @@ def test_a_bad_line_is_counted_and_a_missing_file_is_empty(run: FakeRun) -> None
 
 def test_a_replaced_file_empties_the_index(run: FakeRun) -> None:
     run.add_rollout()
-    shelf = Shelf(path_of(run))
+    shelf = TrajectoryIndex(path_of(run))
     shelf.read()
     path_of(run).rename(run.folder / "aside")
     run.num_rollouts = 100
     new_id = run.add_rollout()
     shelf.read()
     assert [summary.rollout_id for summary in shelf.recent(10)] == [new_id]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_pieces_are_one_per_id_and_join_to_the_text(folder: Path) -> None:
+    text = "<|im_start|>user\n  two  spaces<|im_end|>"
+    ids = byte_tokenizer().encode(text).ids
+    pieces = TokenText([folder]).pieces(ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == text
+    assert pieces[0] == "<|im_start|>"
+
+
+def test_a_character_of_several_tokens_stands_at_its_last(folder: Path) -> None:
+    ids = byte_tokenizer().encode("a\u00e9\u4e2db").ids
+    assert TokenText([folder]).pieces(ids) == ["a", "", "\u00e9", "", "", "\u4e2d", "b"]
+
+
+def test_an_id_outside_the_vocabulary_does_not_end_the_text(folder: Path) -> None:
+    ids = byte_tokenizer().encode("ab").ids
+    pieces = TokenText([folder]).pieces([ids[0], 999_999, ids[1]])
+    assert "".join(pieces) == "ab"
+
+
+def test_the_first_folder_with_a_tokenizer_counts(folder: Path, tmp_path: Path) -> None:
+    assert TokenText([tmp_path / "none", folder]).pieces([0]) != ["<0>"]
+
+
+def test_without_a_tokenizer_the_ids_are_shown(tmp_path: Path) -> None:
+    assert TokenText([tmp_path / "none"]).pieces([5, 6]) == ["<5>", "<6>"]
+
+
+def test_a_broken_tokenizer_shows_the_ids(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert TokenText([tmp_path]).pieces([5]) == ["<5>"]
