@@ -38,17 +38,18 @@ from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.arrivals import Arrival, Finished, Unopened
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import StateSaved
-from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.checkpoints.recovery import restored_staleness
 from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
 from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
-from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.reports.records import RunRecords
+from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
 from rollmesh.trainer.weights.verdicts import Probe
@@ -223,7 +224,7 @@ def config_of(folder: Path, num_steps: int) -> Config:
     return load_config(None, [f"{key}={value}" for key, value in settings.items()])
 
 
-def fence(asked: FenceAsked) -> None:
+def fence(asked: FenceRequested) -> None:
     """There is no engine."""
 
 

@@ -23,8 +23,8 @@ import psutil
 
 from benchmarks.lib.report import Goal, parser, report
 from rollmesh.launch.folder import read_pids, read_summary
-from rollmesh.trainer.books.picture import moving_mean, read_rows
-from rollmesh.trainer.books.records import read_recoveries
+from rollmesh.trainer.reports.learning_curve import moving_mean, read_rows
+from rollmesh.trainer.reports.records import read_recoveries
 
 matplotlib.use("Agg")  # no display here, and none wanted
 

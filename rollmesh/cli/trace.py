@@ -16,7 +16,12 @@ from rollmesh.cli.mesh_state import run_folder
 from rollmesh.cli.options import parser
 from rollmesh.core.process import OK
 from rollmesh.launch.screen import Terminal, ignore_closed_output
-from rollmesh.trainer.books.bias import Bias, Part, Verdict, bias_of
+from rollmesh.trainer.reports.selection_bias import (
+    FateComparison,
+    SelectionBias,
+    SelectionSlice,
+    selection_bias,
+)
 
 PIPE_WIDTH = 200
 """Width without a terminal, so that lines are not cut."""
@@ -41,7 +46,7 @@ def main(argv: list[str]) -> int:
     )
     bias.add_argument("--json", dest="is_json", action="store_true", help="print one JSON line")
     options = arguments.parse_args(argv)
-    found = bias_of(run_folder(options.run_folder))
+    found = selection_bias(run_folder(options.run_folder))
     with ignore_closed_output():
         if options.is_json:
             print(msgspec.json.encode(found).decode())
@@ -50,14 +55,14 @@ def main(argv: list[str]) -> int:
     return OK
 
 
-def show(bias: Bias) -> None:
+def show(bias: SelectionBias) -> None:
     """Print tables, and their conclusions as sentences."""
     console = Terminal(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     for each in _parts(bias):
         console.print(each)
 
 
-def _parts(bias: Bias) -> Iterator[RenderableType]:
+def _parts(bias: SelectionBias) -> Iterator[RenderableType]:
     yield Text(f"{bias.num_ended:,} rollouts ended{_counts(bias.fates)}", style="bold")
     if bias.unseen:
         num = sum(bias.unseen.values())
@@ -94,7 +99,7 @@ def _counts(nums: dict[str, int]) -> str:
     return f": {', '.join(parts)}" if nums else ""
 
 
-def _table(title: str, parts: Sequence[Part]) -> Table:
+def _table(title: str, parts: Sequence[SelectionSlice]) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column(title)
     for head in ("rollouts", *SHOWN_FATES, "dropped"):
@@ -106,7 +111,7 @@ def _table(title: str, parts: Sequence[Part]) -> Table:
     return table
 
 
-def sentence(verdict: Verdict, mean_age: float | None) -> str:
+def sentence(verdict: FateComparison, mean_age: float | None) -> str:
     """Return one comparison as a sentence."""
     groups = f"{verdict.num:,} group{'s' * (verdict.num != 1)}"
     if verdict.by == "length" and mean_age is not None:

@@ -13,12 +13,13 @@ from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.step_report import StepReport
-from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.checkpoints.store import Checkpointable, CheckpointStore
 from rollmesh.trainer.gpu_lease import ExclusiveGpus, GpuLease, Offloadable
-from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.ready_queue import SampleAllocator
+from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.reports.records import RunRecords
+from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.weights.folder import PublishFn, WeightVersions
 from rollmesh.trainer.weights.verdicts import Probe
 
@@ -68,6 +69,6 @@ class TrainerDeps(msgspec.Struct):
     records: RunRecords
     tally: Tally
     checkpoints: CheckpointStore
-    fence: Callable[[FenceAsked], None]
+    fence: Callable[[FenceRequested], None]
     """Fence an engine, without waiting."""
     gpu_lease: GpuLease = ExclusiveGpus()

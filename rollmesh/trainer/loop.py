@@ -30,15 +30,15 @@ from rollmesh.serve.client.samples import sibling_rewards
 from rollmesh.trainer.algorithms.advantages import rewards_equal
 from rollmesh.trainer.algorithms.optimizer import MAX_SKIPPED, skipped_too_often
 from rollmesh.trainer.algorithms.step_report import StepReport
-from rollmesh.trainer.books.records import lives_of, share, write_summary
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.deps import TrainerDeps
-from rollmesh.trainer.meter.exactness import Findings, find
-from rollmesh.trainer.meter.fencing import FenceAsked
-from rollmesh.trainer.meter.suspicion import Suspicion
 from rollmesh.trainer.pacing.accounting import step_means
 from rollmesh.trainer.pacing.pacer import Batch
 from rollmesh.trainer.pacing.versions import spans_versions
+from rollmesh.trainer.reports.exactness import FaultyEngineDetector, GapFindings, find_gaps
+from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.reports.records import restarts_of
+from rollmesh.trainer.reports.summary import share, write_summary
 from rollmesh.trainer.saver import CheckpointSaver
 from rollmesh.trainer.weights.folder import RefusalMonitor
 
@@ -71,11 +71,11 @@ class TrainLoop:
         self._config = config
         self._parts = parts
         self._stop = stop
-        self._suspicion = Suspicion()
+        self._suspicion = FaultyEngineDetector()
         self._refusals = RefusalMonitor(parts.records, config.publish.accept_timeout_s)
         self._saver = CheckpointSaver(parts, config.trainer.checkpoint_steps)
         # Rows, as well as notes: a checkpoint under way may be what fills the disk.
-        parts.records.wait_by(self._tries_again)
+        parts.records.set_retry(self._tries_again)
         self._heap = Heap()
         self._trimmed_s = -math.inf
         self._counted_s = -math.inf
@@ -302,10 +302,10 @@ class TrainLoop:
             self._parts.pacer.published(step)
         self._refusals.observe(weights.refusal, all_asleep=weights.fleet.all_asleep)
 
-    def _look_at_gaps(self, batch: Batch, report: StepReport) -> Findings:
+    def _look_at_gaps(self, batch: Batch, report: StepReport) -> GapFindings:
         """Book them, and say which samples were masked and which engines are not to be trusted."""
         samples, bound = batch.samples(), self._config.trainer.max_logprob_gap
-        findings = find(samples, report.gaps, report.held_policy_version, bound)
+        findings = find_gaps(samples, report.gaps, report.held_policy_version, bound)
         self._parts.tally.exactness.add(findings)
         if findings.masked:
             log.warning(
@@ -320,7 +320,7 @@ class TrainLoop:
             )
         for fault in self._suspicion.judge(findings):
             log.warning("engine.distrusted", url=fault.engine, why=fault.why)
-            self._parts.fence(FenceAsked(fault.engine, fault.policy_version, fault.why))
+            self._parts.fence(FenceRequested(fault.engine, fault.policy_version, fault.why))
         return findings
 
     def _write_counts(self) -> None:
@@ -329,7 +329,7 @@ class TrainLoop:
         tally, folder = self._parts.tally, self._parts.records.folder
         tally.num_open = self._parts.pacer.num_open()
         with contextlib.suppress(OSError):  # a full disk: the end tries again, and says so
-            write_summary(folder, tally.summary() | lives_of(folder))
+            write_summary(folder, tally.summary() | restarts_of(folder))
 
     def _count_equal(self, batch: Batch) -> int:
         """Count the groups whose siblings all have the same reward; warn where no group differs."""

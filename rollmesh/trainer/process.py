@@ -23,8 +23,6 @@ from rollmesh.core.share import Share, check_may_share
 from rollmesh.envs.loading import load_env
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
-from rollmesh.trainer.books.picture import draw_learning
-from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, write_summary
 from rollmesh.trainer.checkpoints.recovery import (
     ResumePoint,
     find_resume_point,
@@ -38,13 +36,16 @@ from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.deps import TrainablePolicy, TrainerDeps
 from rollmesh.trainer.gpu_lease import SLEEP_S, STOP_SHARE, GpuLease, gpu_lease_of
 from rollmesh.trainer.loop import TrainLoop
-from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.models.device import SettingsWarning, resolve_device, settings_warnings
 from rollmesh.trainer.models.folders import num_parameters_in
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.requester import RequestSettings, endless_tasks
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.reports.learning_curve import draw_learning
+from rollmesh.trainer.reports.records import RunRecords, restarts_of
+from rollmesh.trainer.reports.summary import Tally, write_summary
 from rollmesh.trainer.staleness import Staleness
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.keys import Role, read_keys
@@ -97,7 +98,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     weights = WeightVersions(folder / "weights", background, shell.is_loading, shell.fleet)
     weights.policy_version = recovery.policy_version - 1
 
-    def fence(asked: FenceAsked) -> None:
+    def fence(asked: FenceRequested) -> None:
         background.post(lambda: shell.fence(asked))
 
     parts = TrainerDeps(
@@ -232,7 +233,7 @@ def write_books(folder: Path, tally: Tally, pacer: Pacer) -> None:
     before."""
     tally.num_open = pacer.num_open()
     try:
-        write_summary(folder, tally.summary() | lives_of(folder))
+        write_summary(folder, tally.summary() | restarts_of(folder))
         draw_learning(folder)
     except OSError as error:
         log.warning("books.not_written", folder=str(folder), error=error.strerror)

@@ -19,7 +19,7 @@ from rollmesh.core.published import WeightsProbe, leave_probe
 from rollmesh.engine.backend import DEFAULT_BACKEND, UNVERSIONED, EngineBackend, backend_factory
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
+from rollmesh.trainer.reports.fencing import FenceRequested, FenceResult, Fencing
 from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.publisher import (
     Accepted,
@@ -135,7 +135,7 @@ class PublishShell:
         """Whether an engine may be reading this version's folder; from any thread."""
         return self._transfer.is_loading(folder)
 
-    def fence(self, asked: FenceAsked) -> None:
+    def fence(self, asked: FenceRequested) -> None:
         """Ask the router to keep everybody from an engine; what becomes of it is logged."""
         self._open()
         self._step_fencing(asked)
@@ -189,18 +189,18 @@ class PublishShell:
             self._carry_out(action)
         self.fleet.all_asleep = self._publisher.all_asleep()
 
-    def _step_fencing(self, event: FenceAsked | Received | Ticked) -> None:
+    def _step_fencing(self, event: FenceRequested | Received | Ticked) -> None:
         for action in self._fencing.step(event, time.monotonic()):
             self._carry_out(action)
 
-    def _carry_out(self, action: Action | FenceTold) -> None:
+    def _carry_out(self, action: Action | FenceResult) -> None:
         match action:
             case Send():
                 assert self._dialer
                 self._dialer.send(Packet(action.message, self._incarnation))
-            case FenceTold(asked, ""):
+            case FenceResult(asked, ""):
                 log.warning("engine.fenced", url=asked.url, why=asked.detail)
-            case FenceTold(asked, error):
+            case FenceResult(asked, error):
                 log.warning("engine.not_fenced", url=asked.url, why=error)
             case RunPhase():
                 self._spawn(action)

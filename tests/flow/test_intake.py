@@ -13,7 +13,6 @@ from rollmesh.tensors.plane import current
 from rollmesh.tensors.store import StorageStats
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.testing.clock import FakeClock
-from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.controller.controller import RoleCall, TrainController
 from rollmesh.trainer.controller.dispatch import DispatchRule
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
@@ -21,6 +20,8 @@ from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import SampleAllocator, StoreAllocator, copy_samples
 from rollmesh.trainer.pacing.requester import RequestSettings
 from rollmesh.trainer.ranked import RankedPolicy
+from rollmesh.trainer.reports.records import RunRecords
+from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from tests.flow.intake_roles import where
 from tests.flow.rank_crew import household, plan

@@ -13,7 +13,7 @@ from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.trainer.meter.fencing import FenceAsked, FenceTold, Fencing
+from rollmesh.trainer.reports.fencing import FenceRequested, FenceResult, Fencing
 from rollmesh.trainer.weights.publisher import (
     Accepted,
     Action,
@@ -88,7 +88,7 @@ class SimPublisher(Node):
     def _tick(self) -> None:
         if self._network.strikes("lie", TICK_S):
             engine = self._kernel.rng.choice(list(self._engines.values()))
-            self._fence(FenceAsked(engine.name, engine.policy_version, "lies"))
+            self._fence(FenceRequested(engine.name, engine.policy_version, "lies"))
         self._give(Ticked())
         self._fence(Ticked())
         self._kernel.after(TICK_S, self._tick, self)
@@ -99,12 +99,12 @@ class SimPublisher(Node):
         self._give(received)
         self._fence(received)
 
-    def _fence(self, event: FenceAsked | Received | Ticked) -> None:
+    def _fence(self, event: FenceRequested | Received | Ticked) -> None:
         for action in self._fencing.step(event, self._kernel.now_s(self)):
             match action:
                 case Send():
                     self._network.send(self, "router", Packet(action.message))
-                case FenceTold(_, error):
+                case FenceResult(_, error):
                     self._network.num["not_fenced" if error else "fenced"] += 1
 
     def _give(self, event: Event) -> None:

@@ -24,8 +24,8 @@ from rollmesh.core.config import TrainerConfig
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.batches import TokenBatch
 from rollmesh.trainer.algorithms.loss import LossResult, TokenTerms
-from rollmesh.trainer.meter.exactness import Cell, Gaps, exact_gap, is_masked, measure
 from rollmesh.trainer.ranks import Ranks
+from rollmesh.trainer.reports.exactness import Gaps, GapStats, exact_gap, is_masked, measure
 
 MAX_AGE = 63
 """Older tokens are counted with those of this age."""
@@ -164,7 +164,7 @@ class StepMeter:
         self._samples = samples
         self._held = held
         self._gaps: list[Gaps] = [[] for _ in samples]
-        self._own = Cell()
+        self._own = GapStats()
         """Tokens of the weights that the step began with."""
         self._importance = ImportanceMeter()
         self._num_masked = 0

@@ -19,10 +19,10 @@ from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, RolloutRecord
 from rollmesh.serve.client.arrivals import seen_of
 from rollmesh.serve.client.journal_entries import GroupBooked
 from rollmesh.serve.client.scores import SuccessRule
-from rollmesh.trainer.books.ledger import DropLedger
-from rollmesh.trainer.books.records import RunRecords, Tally, mean
 from rollmesh.trainer.pacing.ready_queue import ReadyGroup
 from rollmesh.trainer.pacing.versions import VersionSteps, spans_versions
+from rollmesh.trainer.reports.records import DropLedger, RunRecords
+from rollmesh.trainer.reports.summary import Tally, mean
 
 NUM_ALIKE = 16
 """Groups with the same failure, before any success, that end the run."""

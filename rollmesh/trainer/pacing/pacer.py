@@ -15,7 +15,6 @@ from rollmesh.core.types import Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, StoredResult, booked_of
 from rollmesh.serve.client.journal_entries import GroupBooked, GroupParted, StepTaken
 from rollmesh.serve.client.samples import Sample, lay_plainly
-from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.accounting import FirstFailures, GroupAccounting
 from rollmesh.trainer.pacing.lifecycle import (
@@ -43,6 +42,8 @@ from rollmesh.trainer.pacing.ready_queue import (
 )
 from rollmesh.trainer.pacing.requester import GroupRequester, GroupSource, RequestSettings
 from rollmesh.trainer.pacing.versions import versions_of
+from rollmesh.trainer.reports.records import RunRecords
+from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessState
 
 UNTRAINABLE_ROUNDS = 4

@@ -20,9 +20,9 @@ from rollmesh.core.types import Branch, SamplingPolicy, Task
 from rollmesh.envs.env import Env
 from rollmesh.serve.client.arrivals import Arrival, Unopened
 from rollmesh.serve.client.journal_entries import Again
-from rollmesh.trainer.books.records import Tally
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.lifecycle import GroupLifecycle, GroupRequest, GroupRequested
+from rollmesh.trainer.reports.summary import Tally
 
 SPLIT = "train"
 

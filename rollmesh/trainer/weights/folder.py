@@ -24,7 +24,7 @@ import msgspec
 from rollmesh.core.errors import EngineError, PublishError
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.trainer.books.records import RunRecords
+from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.weights.publisher import FleetState, PublishReport
 from rollmesh.trainer.weights.verdicts import Probe
 

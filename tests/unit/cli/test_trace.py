@@ -8,8 +8,7 @@ import pytest
 from rollmesh.cli.trace import main, sentence
 from rollmesh.core.errors import UserError
 from rollmesh.testing.run_folder import FakeRun
-from rollmesh.trainer.books.bias import Verdict
-from rollmesh.trainer.books.ranksum import RankSum
+from rollmesh.trainer.reports.selection_bias import FateComparison, RankSum
 
 
 @pytest.fixture
@@ -74,10 +73,10 @@ def test_a_folder_of_something_else_is_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_difference_is_reported_only_if_significant(share: float, p: float, text: str) -> None:
-    verdict = Verdict("stale", "length", 10, 20, 90, 50, RankSum(share, p))
+    verdict = FateComparison("stale", "length", 10, 20, 90, 50, RankSum(share, p))
     assert f"stale (10 groups): {text}" in sentence(verdict, None)
 
 
 def test_too_few_are_not_compared() -> None:
-    verdict = Verdict("stale", "difficulty", 3, 20, 0.5, 0.4, None)
+    verdict = FateComparison("stale", "difficulty", 3, 20, 0.5, 0.4, None)
     assert sentence(verdict, 2.0) == "stale (3 groups): too few to compare by difficulty"

@@ -26,18 +26,19 @@ from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
 from rollmesh.trainer.algorithms.batches import TokenBatch
-from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.checkpoints.recovery import restored_staleness
 from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
 from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.deps import TrainerDeps
 from rollmesh.trainer.loop import TrainLoop
-from rollmesh.trainer.meter.fencing import FenceAsked
 from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator, ReadyGroup
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.reports.records import RunRecords
+from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.bodies import encode_record
 from rollmesh.wire.frames import Packet
@@ -127,7 +128,7 @@ class Site:
         self.background = BackgroundLoop("publisher")
         self.weights = WeightVersions(folder / "weights", self.background)
         self.policy = policy = WatchedPolicy(config, self.records)
-        self.fenced: list[FenceAsked] = []
+        self.fenced: list[FenceRequested] = []
         parts = TrainerDeps(
             client=self.client,
             pacer=pacer,

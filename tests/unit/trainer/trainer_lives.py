@@ -23,7 +23,6 @@ from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
 from rollmesh.trainer.algorithms.step_report import StepReport
-from rollmesh.trainer.books.records import RunRecords
 from rollmesh.trainer.checkpoints.recovery import (
     find_resume_point,
     restored_staleness,
@@ -36,6 +35,7 @@ from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.saver import CheckpointSaver
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport

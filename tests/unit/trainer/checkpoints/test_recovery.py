@@ -16,13 +16,14 @@ from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.journal import History, OpenAsk
 from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateSaved, StepTaken
 from rollmesh.testing.client import ScriptedClient
-from rollmesh.trainer.books.records import RunRecords, Tally, lives_of, read_recoveries
 from rollmesh.trainer.checkpoints import recovery
 from rollmesh.trainer.checkpoints.recovery import ResumePoint
 from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
 from rollmesh.trainer.checkpoints.state import LoopState
 from rollmesh.trainer.checkpoints.store import CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.pacing import pacer
+from rollmesh.trainer.reports.records import RunRecords, read_recoveries, restarts_of
+from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.staleness import StalenessState
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage
 from tests.unit.trainer.pacing.test_pacer import ClientThatFinishes, drop_groups
@@ -149,7 +150,7 @@ def test_pacing_continues_with_consumed_groups_and_the_newest_weights(config: Co
 def test_each_restart_leaves_one_complete_row(config: Config, tmp_path: Path) -> None:
     records = RunRecords(tmp_path, SystemClock())
     recovery.report_resume(of(History()), records)
-    assert lives_of(tmp_path) == {"num_lives": 1, "num_steps_redone": 0}
+    assert restarts_of(tmp_path) == {"num_lives": 1, "num_steps_redone": 0}
     lost = GroupId("r", 5)
     history = History(
         num_asked=7,
@@ -178,7 +179,7 @@ def test_each_restart_leaves_one_complete_row(config: Config, tmp_path: Path) ->
         "gave_up": False,
     }
     assert (last["life"], last["savepoint"]) == (3, "")
-    assert lives_of(tmp_path)["num_lives"] == 3
+    assert restarts_of(tmp_path)["num_lives"] == 3
 
 
 def test_step_that_ends_every_trainer_is_not_repeated_forever(tmp_path: Path) -> None:

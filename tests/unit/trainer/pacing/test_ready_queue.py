@@ -35,7 +35,6 @@ from rollmesh.tensors.segment import Attached
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.client import ANSWER, PROMPT, ScriptedClient
 from rollmesh.testing.clock import FakeClock
-from rollmesh.trainer.books.records import RunRecords, Tally
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import (
     LocalAllocator,
@@ -46,6 +45,8 @@ from rollmesh.trainer.pacing.ready_queue import (
     without_versions,
 )
 from rollmesh.trainer.pacing.requester import RequestSettings
+from rollmesh.trainer.reports.records import RunRecords
+from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from tests.unit.trainer.pacing.pacer_stage import MANY, staged
 from tests.unit.trainer.samples import new_sample

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import EngineUnavailable, ModelError, PublishError
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.trainer.books.records import RunRecords
+from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.weights.folder import BackgroundLoop, Refusal, RefusalMonitor, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
 from rollmesh.trainer.weights.verdicts import Probe

@@ -1,4 +1,4 @@
-"""The drop ledger: what is counted as dropped stands in a row, and the other way round."""
+"""Every rollout counted as dropped has a row, and every row is counted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +11,15 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace, Outcome
 from rollmesh.serve.client.journal_entries import SeenRollout
 from rollmesh.testing.clock import FakeClock
-from rollmesh.trainer.books.bias import DropRow
-from rollmesh.trainer.books.ledger import DropLedger
-from rollmesh.trainer.books.records import RunRecords, Tally
+from rollmesh.trainer.reports.records import DropLedger, RunRecords
+from rollmesh.trainer.reports.selection_bias import DropLine
+from rollmesh.trainer.reports.summary import Tally
 
 GROUP = GroupId("r", 3)
 
 
 class Books:
-    """A ledger, and what it has left."""
+    """A ledger and the files that it wrote."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "drops.jsonl"
@@ -62,7 +62,7 @@ def test_a_rollout_that_came_has_a_row_with_all_that_is_known(books: Books) -> N
     assert books.tally.num_dropped == 1
 
 
-def test_rollouts_that_nobody_has_seen_are_one_row_of_their_number(books: Books) -> None:
+def test_unseen_rollouts_of_a_group_are_one_row_with_their_number(books: Books) -> None:
     books.ledger.unseen(GROUP, "t7", 3, "deadline: over")
     books.ledger.unseen(GROUP, "t7", 0, "deadline: over")
     [row] = books.rows()
@@ -71,7 +71,7 @@ def test_rollouts_that_nobody_has_seen_are_one_row_of_their_number(books: Books)
     assert books.tally.num_dropped == 3
 
 
-def test_what_was_not_to_train_is_written_and_not_counted(books: Books) -> None:
+def test_drops_outside_training_are_written_and_not_counted(books: Books) -> None:
     books.ledger.uncounted(GROUP, "t7", 1, "evaluation: deadline: over")
     assert [row["reason"] for row in books.rows()] == ["evaluation: deadline: over"]
     assert books.tally.num_dropped == 0
@@ -80,6 +80,6 @@ def test_what_was_not_to_train_is_written_and_not_counted(books: Books) -> None:
 def test_every_row_is_one_that_bias_reads(books: Books) -> None:
     books.ledger.rollout(GROUP, "t", SeenRollout(0, Outcome.COMPLETED, 4, ()), "foreign: v9", None)
     books.ledger.unseen(GROUP, "t", 2, "env_failed: no licence")
-    seen, unseen = (msgspec.convert(row, DropRow) for row in books.rows())
+    seen, unseen = (msgspec.convert(row, DropLine) for row in books.rows())
     assert (seen.code, seen.index, seen.length, seen.age) == ("foreign", 0, 4, None)
     assert (unseen.code, unseen.index, unseen.num_rollouts) == ("env_failed", None, 2)

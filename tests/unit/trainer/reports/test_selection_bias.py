@@ -1,17 +1,27 @@
-"""What a run selects against is read from what it left, finished or not."""
+"""The selection bias of a run is computed from its files, finished or not; the rank-sum test is
+exact."""
 
+import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollmesh.trainer.books.bias import Bias, Verdict, bias_of
+from rollmesh.trainer.reports.selection_bias import (
+    FateComparison,
+    SelectionBias,
+    rank_sum,
+    selection_bias,
+)
 
 
 class Left:
-    """A run folder's two files."""
+    """The two files of a run folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,8 +51,8 @@ class Left:
             row = {"rollout_id": f"{group_id}/{index}", "reward": reward, "length": length}
             self.append("trajectories.jsonl", row | of | {"step": step} | more)
 
-    def verdict(self, fate: str, by: str) -> Verdict:
-        bias = bias_of(self.folder)
+    def verdict(self, fate: str, by: str) -> FateComparison:
+        bias = selection_bias(self.folder)
         [found] = [each for each in bias.verdicts if (each.fate, each.by) == (fate, by)]
         return found
 
@@ -52,7 +62,7 @@ def left(tmp_path: Path) -> Left:
     return Left(tmp_path)
 
 
-def test_longer_and_harder_ones_that_were_dropped_are_found(left: Left) -> None:
+def test_dropping_longer_and_harder_rollouts_is_found(left: Left) -> None:
     chance = random.Random(0)
     for number in range(30):
         is_hard = number % 3 == 0
@@ -66,7 +76,7 @@ def test_longer_and_harder_ones_that_were_dropped_are_found(left: Left) -> None:
     assert length.test.p < 0.001
     assert reward.test is not None
     assert (reward.median, reward.test.share_larger) == (0.0, 0.0)
-    bias = bias_of(left.folder)
+    bias = selection_bias(left.folder)
     assert (bias.num_ended, bias.fates) == (60, {"trained": 40, "stale": 20})
     assert bias.mean_age == {"stale": 3.0}
     assert bias.by_length[0].shares == {"trained": 1.0}
@@ -75,7 +85,7 @@ def test_longer_and_harder_ones_that_were_dropped_are_found(left: Left) -> None:
     assert [(part.name, part.num) for part in bias.by_env] == [("guess", 60)]
 
 
-def test_where_chance_dropped_no_difference_is_told(left: Left) -> None:
+def test_random_drops_show_no_difference(left: Left) -> None:
     chance = random.Random(1)
     for number in range(60):
         lengths = [chance.randint(10, 1000) for _ in range(4)]
@@ -87,10 +97,10 @@ def test_where_chance_dropped_no_difference_is_told(left: Left) -> None:
         assert test.p > 0.05
 
 
-def test_difficulty_is_what_the_others_of_the_task_earned(left: Left) -> None:
+def test_difficulty_is_the_mean_reward_of_the_tasks_other_rollouts(left: Left) -> None:
     left.group("t", [5, 5, 5], [1.0, 0.0, 0.0])
     left.group("alone", [5], [1.0])
-    parts = bias_of(left.folder).by_difficulty
+    parts = selection_bias(left.folder).by_difficulty
     assert [(part.name, part.num) for part in parts] == [("0", 1), ("0.5", 2)]
 
 
@@ -98,7 +108,7 @@ def test_masked_ones_are_told_apart(left: Left) -> None:
     left.group("t0", [5, 6], [1.0, 0.0])
     left.group("t1", [50, 60], [1.0, 0.0], num_masked=7)
     left.group("t2", [70], [1.0], "masked: no token of it is within the age bound")
-    assert bias_of(left.folder).fates == {"masked": 3, "trained": 2}
+    assert selection_bias(left.folder).fates == {"masked": 3, "trained": 2}
     assert left.verdict("masked", "length").test is None, "too few"
 
 
@@ -109,14 +119,14 @@ def test_evaluations_and_other_runs_are_left_out(left: Left) -> None:
     )
     left.append("drops.jsonl", {"group_id": "c/0", "num_rollouts": 4, "reason": "cancelled: why"})
     left.group("t0", [5], [1.0], is_eval=True, step=None)
-    bias = bias_of(left.folder)
+    bias = selection_bias(left.folder)
     assert (bias.num_ended, bias.unseen) == (0, {"cancelled": 4})
 
 
 def test_environments_are_told_apart(left: Left) -> None:
     left.group("t0", [5, 5], [1.0, 1.0], env="a")
     left.group("t0", [5, 5], [0.0, 0.0], "agent_error: broke", env="b")
-    bias = bias_of(left.folder)
+    bias = selection_bias(left.folder)
     assert [(part.name, part.shares) for part in bias.by_env] == [
         ("a", {"trained": 1.0}),
         ("b", {"agent_error": 1.0}),
@@ -124,13 +134,66 @@ def test_environments_are_told_apart(left: Left) -> None:
     assert [(part.name, part.num) for part in bias.by_difficulty] == [("0", 2), ("1", 2)]
 
 
-def test_torn_lines_of_a_running_run_are_waited_for_and_others_counted(left: Left) -> None:
+def test_incomplete_last_line_is_ignored_and_other_malformed_lines_are_counted(left: Left) -> None:
     left.group("t0", [5, 5], [1.0, 1.0])
     with (left.folder / "trajectories.jsonl").open("ab") as file:
         file.write(b'not json\n{"rollout_id": 7}\n{"rollout_id": "run/9/')
-    bias = bias_of(left.folder)
+    bias = selection_bias(left.folder)
     assert (bias.num_ended, bias.num_unread) == (2, 2)
 
 
-def test_a_folder_in_which_nothing_has_ended(left: Left) -> None:
-    assert bias_of(left.folder) == Bias(0, {}, {}, {}, [], [], [], [], 0)
+def test_folder_without_ended_rollouts_has_an_empty_report(left: Left) -> None:
+    assert selection_bias(left.folder) == SelectionBias(0, {}, {}, {}, [], [], [], [], 0)
+
+
+VALUES = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=20)
+
+
+def pairs_won(first: Sequence[float], second: Sequence[float]) -> float:
+    """By the definition."""
+    won = sum((a > b) + (a == b) / 2 for a, b in itertools.product(first, second))
+    return won / (len(first) * len(second))
+
+
+@given(first=VALUES, second=VALUES)
+def test_the_share_of_pairs_is_counted_with_ties_as_halves(
+    first: list[float], second: list[float]
+) -> None:
+    found, swapped = rank_sum(first, second), rank_sum(second, first)
+    assert found is not None
+    assert swapped is not None
+    assert found.share_larger == pytest.approx(pairs_won(first, second))
+    assert swapped.share_larger == pytest.approx(1.0 - found.share_larger)
+    assert swapped.p == pytest.approx(found.p)
+
+
+def test_the_probability_is_that_of_shuffled_groups() -> None:
+    """Against a permutation test, which assumes nothing."""
+    chance = random.Random(0)
+    first = [float(chance.randint(2, 12)) for _ in range(20)]
+    second = [float(chance.randint(0, 10)) for _ in range(25)]
+    found = rank_sum(first, second)
+    assert found is not None
+    both, num_as_far = first + second, 0
+    far = abs(found.share_larger - 0.5)
+    for _ in range(4000):
+        chance.shuffle(both)
+        shuffled = rank_sum(both[:20], both[20:])
+        assert shuffled is not None
+        num_as_far += abs(shuffled.share_larger - 0.5) >= far - 1e-12
+    assert found.p == pytest.approx(num_as_far / 4000, rel=0.25)
+
+
+def test_a_textbook_example() -> None:
+    """U = 11 of 36 pairs; sd = sqrt(6 * 6 / 12 * 13); z = (18 - 11 - 1/2) / sd = 1.0408."""
+    found = rank_sum([1, 2, 4, 5, 8, 12], [3, 6, 7, 9, 10, 11])
+    assert found is not None
+    assert found.share_larger == pytest.approx(11 / 36)
+    assert found.p == pytest.approx(0.2980, abs=1e-4)
+
+
+def test_equal_values_differ_in_nothing() -> None:
+    found = rank_sum([1.0] * 9, [1.0] * 9)
+    assert found is not None
+    assert (found.share_larger, found.p) == (0.5, 1.0)
+    assert rank_sum([], [1.0]) is None

@@ -1,4 +1,4 @@
-"""The meter: gaps by origin, samples that are masked, and what those have in common."""
+"""Gaps are counted by origin, samples are masked, and what masked ones have in common is named."""
 
 import math
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from rollmesh.serve.client.samples import Sample, SampledRun
-from rollmesh.trainer.meter.exactness import (
+from rollmesh.trainer.reports.exactness import (
     MAX_ORIGINS,
-    ExactnessBook,
-    Findings,
+    ExactnessTotals,
+    GapFindings,
     Gaps,
     Origin,
     RunGap,
-    find,
+    find_gaps,
     measure,
 )
 from tests.unit.trainer.samples import new_sample
@@ -47,11 +47,11 @@ def run_gap(num_tokens: int, total: float, largest: float) -> RunGap:
     return RunGap(num_tokens, total, largest, bounded, num_tokens if is_past else 0)
 
 
-def found(*told: tuple[SampledRun, float], held: int | None = HELD) -> Findings:
-    """Of samples of one run each, whose tokens are all off by the same."""
+def found(*told: tuple[SampledRun, float], held: int | None = HELD) -> GapFindings:
+    """Findings of samples with one run each, whose tokens are all off by the same."""
     samples = [sample(each) for each, _ in told]
     gaps = [[run_gap(each.num_tokens, gap * each.num_tokens, gap)] for each, gap in told]
-    return find(samples, gaps, held, BOUND)
+    return find_gaps(samples, gaps, held, BOUND)
 
 
 def test_gaps_are_summed_run_by_run() -> None:
@@ -71,7 +71,7 @@ def test_a_gap_that_is_not_finite_counts_as_the_token_bound(gap: float) -> None:
     assert not math.isfinite(told.largest)
 
 
-def test_runs_that_do_not_add_up_to_the_tokens_are_a_mistake() -> None:
+def test_runs_that_do_not_add_up_to_the_tokens_are_an_error() -> None:
     with pytest.raises(AssertionError):
         measure(np.zeros(3, np.float32), [sample(run(A, 2))], TOKEN_BOUND)
 
@@ -79,7 +79,7 @@ def test_runs_that_do_not_add_up_to_the_tokens_are_a_mistake() -> None:
 def test_exact_gaps_and_drift_are_apart_and_each_is_by_origin() -> None:
     one = sample(run(A, 2), run(B, 1), run(A, 3), run(A, 5, policy_version=6, cause="rewind"))
     gaps: Gaps = [run_gap(2, 0.02, 0.015), run_gap(1, 0.03, 0.03), run_gap(3, 0.04, 0.02)]
-    findings = find([one], [[*gaps, run_gap(5, 4.0, 1.0)]], HELD, BOUND)
+    findings = find_gaps([one], [[*gaps, run_gap(5, 4.0, 1.0)]], HELD, BOUND)
     assert [(r["kind"], r["engine"], r["policy_version"]) for r in findings.rows()] == [
         ("exact", A, 7),
         ("exact", B, 7),
@@ -101,9 +101,9 @@ def test_a_sample_is_masked_for_exact_gaps_alone() -> None:
 
 
 def told(*gaps: float) -> bool:
-    """Whether a sample of tokens that are off by so much is masked."""
+    """Return whether a sample whose tokens are off by so much is masked."""
     one = sample(*[run(A) for _ in gaps])
-    return find([one], [[run_gap(1, gap, gap) for gap in gaps]], HELD, BOUND).masked == [0]
+    return find_gaps([one], [[run_gap(1, gap, gap) for gap in gaps]], HELD, BOUND).masked == [0]
 
 
 def test_a_sample_is_masked_by_its_mean_alone_however_far_one_token_is_off() -> None:
@@ -115,7 +115,7 @@ def test_a_sample_is_masked_by_its_mean_alone_however_far_one_token_is_off() -> 
 
 def test_tokens_of_older_weights_do_not_make_up_for_those_that_are_off() -> None:
     one = sample(run(A), run(A, 9, policy_version=6))
-    findings = find([one], [[run_gap(1, 0.2, 0.2), run_gap(9, 0.0, 0.0)]], HELD, BOUND)
+    findings = find_gaps([one], [[run_gap(1, 0.2, 0.2), run_gap(9, 0.0, 0.0)]], HELD, BOUND)
     assert findings.masked == [0]
 
 
@@ -125,14 +125,16 @@ def test_a_masked_sample_counts_for_the_origins_that_are_off_alone() -> None:
         [run_gap(1, 0.0, 0.0), run_gap(1, 0.5, 0.5)],
         [run_gap(1, 0.2, 0.2), run_gap(9, 0.0, 0.0)],
     ]
-    findings = find([one, other], gaps, HELD, BOUND)
+    findings = find_gaps([one, other], gaps, HELD, BOUND)
     assert findings.masked == [0]  # the other is within the bound as a whole
     masked = {origin.engine: cell.num_masked for origin, cell in findings.exact.items()}
     assert masked == {A: 0, B: 1}
 
 
-def test_a_sample_that_was_not_looked_at_says_nothing() -> None:
-    findings = find([sample(run(A)), sample(run(A))], [[], [run_gap(1, 0.0, 0.0)]], HELD, BOUND)
+def test_unmeasured_sample_is_ignored() -> None:
+    findings = find_gaps(
+        [sample(run(A)), sample(run(A))], [[], [run_gap(1, 0.0, 0.0)]], HELD, BOUND
+    )
     assert [cell.num_tokens for cell in findings.exact.values()] == [1]
     assert findings.masked == []
 
@@ -144,14 +146,14 @@ def test_a_recording_of_older_weights_that_is_not_finite_masks_no_sample(gap: fl
     assert [cell.num_past for cell in findings.drift.values()] == [1]
 
 
-def test_a_gap_that_is_no_number_is_past_the_bound() -> None:
+def test_nan_gap_is_past_the_bound() -> None:
     findings = found((run(A), math.nan), (run(A), 0.0))
     assert findings.masked == [0]
     assert math.isnan(findings.exact[Origin(HELD, A, "chat", "")].largest)
     assert math.isnan(findings.max_gap)
 
 
-def test_what_masked_samples_alone_have_in_common_is_named() -> None:
+def test_common_origin_of_masked_samples_is_named() -> None:
     strange = [(run(A, dialect="responses"), 0.5), (run(B, dialect="responses"), 0.5)]
     assert found(*strange, (run(A), 0.0), (run(B), 0.0)).only == {"dialect": "responses"}
     assert found(*strange).only == {}  # all are
@@ -162,8 +164,8 @@ def test_what_masked_samples_alone_have_in_common_is_named() -> None:
     assert (told.only, told.max_gap) == ({"engine": B}, 0.5)
 
 
-def test_a_runs_book_adds_up_and_is_bounded() -> None:
-    book = ExactnessBook()
+def test_totals_of_a_run_add_up_and_are_bounded() -> None:
+    book = ExactnessTotals()
     book.add(found((run(A), 0.5), (run(A, policy_version=6), 3.0)))
     book.add(found((run(A, policy_version=8), 0.1), held=8))
     [row] = book.rows()

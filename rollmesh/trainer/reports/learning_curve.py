@@ -1,7 +1,6 @@
-"""learning.png: the curve of rewards and the ages of what was trained, drawn from metrics.jsonl.
+"""Draw learning.png, the reward curve and the ages of trained samples, from metrics.jsonl.
 
-Invariant: it reads the run folder and nothing else, so it draws any run, finished or cut short.
-Driven by process.py at the end of a run.
+It reads only the run folder, so it draws any run, finished or interrupted.
 """
 
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import matplotlib
 import msgspec
 
-matplotlib.use("Agg")  # no display here, and none wanted
+matplotlib.use("Agg")  # no display is needed
 
 import matplotlib.pyplot as plt
 
@@ -18,7 +17,7 @@ MOVING_STEPS = 10
 
 
 def draw_learning(folder: Path) -> None:
-    """Write learning.png beside metrics.jsonl; nothing if no step was done."""
+    """Write learning.png beside metrics.jsonl; do nothing if no step was done."""
     rows = read_rows(folder / "metrics.jsonl")
     steps = [row for row in rows if row["step"] >= 0]
     if not steps:
@@ -35,7 +34,7 @@ def draw_learning(folder: Path) -> None:
 
 
 def draw_rewards(axes: Any, steps: list[dict[str, Any]], untrained: float | None) -> None:
-    """Each step's mean reward, its moving mean, and the untrained policy's mean reward."""
+    """Plot each step's mean reward, its moving mean, and the untrained policy's mean reward."""
     known = [row for row in steps if row["reward"] is not None]
     x, y = [row["step"] for row in known], [row["reward"] for row in known]
     axes.plot(x, y, color="#9ec1e6", linewidth=1, label="mean reward of a step")
@@ -50,7 +49,7 @@ def draw_rewards(axes: Any, steps: list[dict[str, Any]], untrained: float | None
 
 
 def draw_ages(axes: Any, steps: list[dict[str, Any]]) -> None:
-    """The share of each age in each step's samples, stacked."""
+    """Plot the share of each age in each step's samples, stacked."""
     x = [row["step"] for row in steps]
     ages = sorted({age for row in steps for age in row["age_histogram"]}, key=int)
     shares = [
@@ -65,13 +64,13 @@ def draw_ages(axes: Any, steps: list[dict[str, Any]]) -> None:
 
 
 def moving_mean(values: list[float], width: int) -> list[float]:
-    """The mean of each value and up to `width - 1` before it."""
+    """Return the mean of each value and up to `width - 1` before it."""
     windows = (values[max(0, at + 1 - width) : at + 1] for at in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file; a torn last line is left out."""
+    """Return the rows of a JSON-lines file, without an incomplete last line."""
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:

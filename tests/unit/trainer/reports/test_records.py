@@ -1,23 +1,21 @@
-"""What a run leaves can be read back, and its books balance."""
+"""The files of a run can be read back, its counts add up, and a full disk is waited for."""
 
 import math
+import os
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
+from rollmesh.core.errors import UserError
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.clock import FakeClock
-from rollmesh.trainer.books.records import (
-    MAX_WORKERS,
-    OTHER_WORKERS,
-    RunRecords,
-    Tally,
-    write_summary,
-)
-from rollmesh.trainer.meter.exactness import Cell, Findings, Origin
+from rollmesh.trainer.reports.exactness import GapFindings, GapStats, Origin
+from rollmesh.trainer.reports.records import RunRecords, open_waiting
+from rollmesh.trainer.reports.summary import MAX_WORKERS, OTHER_WORKERS, Tally, write_summary
 
 GROUP = GroupId("r1", 3)
 
@@ -73,7 +71,7 @@ def test_drops_and_steps_are_rows_of_their_own_files(tmp_path: Path) -> None:
     records.close()
 
 
-def test_summary_counts_as_lost_what_nothing_else_explains() -> None:
+def test_summary_counts_the_unexplained_remainder_as_lost() -> None:
     tally = Tally()
     tally.num_asked, tally.num_trained, tally.num_dropped, tally.num_open = 100, 80, 12, 5
     assert tally.summary()["num_lost"] == 3
@@ -112,13 +110,13 @@ def test_workers_are_counted_by_name_up_to_a_bound() -> None:
     assert tally.workers[OTHER_WORKERS] == 5
 
 
-def test_summary_file_is_whole(tmp_path: Path) -> None:
+def test_summary_file_is_complete(tmp_path: Path) -> None:
     write_summary(tmp_path, {"num_lost": 0})
     assert msgspec.json.decode((tmp_path / "summary.json").read_bytes()) == {"num_lost": 0}
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_a_later_life_writes_again_what_no_checkpoint_covers(tmp_path: Path) -> None:
+def test_restarted_trainer_rewrites_what_no_checkpoint_covers(tmp_path: Path) -> None:
     first = RunRecords(tmp_path, FakeClock())
     first.step({"step": 0})
     first.drop(GROUP, 4, "stale: age 3")
@@ -138,14 +136,14 @@ def test_a_later_life_writes_again_what_no_checkpoint_covers(tmp_path: Path) -> 
     assert rows(tmp_path / "recoveries.jsonl")[0]["life"] == 2
 
 
-def test_a_file_that_is_shorter_than_a_checkpoint_says_stays_as_it_is(tmp_path: Path) -> None:
+def test_file_shorter_than_its_checkpoint_offset_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b"{}\n")
     records = RunRecords(tmp_path, FakeClock(), {"metrics.jsonl": 100})
     assert records.offsets()["metrics.jsonl"] == 3
     records.close()
 
 
-def test_counts_go_on_from_what_a_checkpoint_holds() -> None:
+def test_counts_continue_from_a_checkpoint() -> None:
     tally, again = Tally(), Tally()
     for success in [0.25] * 12:
         tally.add_step(success, success)
@@ -154,10 +152,40 @@ def test_counts_go_on_from_what_a_checkpoint_holds() -> None:
     tally.ages.update({0: 3, 2: 1})
     tally.add_worker("worker-0")
     origin = Origin(3, "http://e", "chat", "")
-    tally.exactness.add(Findings({origin: Cell(2, math.inf, math.nan, 1, 1)}, {}, [0], {}))
+    tally.exactness.add(GapFindings({origin: GapStats(2, math.inf, math.nan, 1, 1)}, {}, [0], {}))
     again.restore(msgspec.json.decode(msgspec.json.encode(tally.state())))
     assert repr(again.summary()) == repr(tally.summary())
     assert repr(again.state()) == repr(tally.state())
     again.ages[5] += 1
     again.add_step(1.0, None)
     assert (again.num_steps, again.summary()["max_staleness"]) == (13, 5)
+
+
+FULL = Path("/dev/full")
+"""Every write fails for lack of space (full(4))."""
+
+
+def test_row_refused_by_a_full_disk_is_written_when_there_is_space(tmp_path: Path) -> None:
+    with (tmp_path / "room").open("wb") as allocator:
+        num_waits = 0
+
+        def makes_room() -> bool:
+            nonlocal num_waits
+            num_waits += 1
+            os.dup2(allocator.fileno(), file.fileno())
+            return True
+
+        with open_waiting(FULL, makes_room) as file:
+            file.write(b"a row\n")
+            file.flush()
+            file.write(b"another\n")
+    assert (tmp_path / "room").read_bytes() == b"a row\nanother\n"
+    assert num_waits == 1
+
+
+def test_ended_wait_is_one_line() -> None:
+    file = open_waiting(FULL, lambda: False)
+    file.write(b"a row\n")
+    for end in (file.flush, file.close):
+        with pytest.raises(UserError, match=r"^/dev/full: No space left .*; free disk space, then"):
+            end()

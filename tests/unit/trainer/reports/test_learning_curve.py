@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.trainer.books.picture import draw_learning, moving_mean, read_rows
+from rollmesh.trainer.reports.learning_curve import draw_learning, moving_mean, read_rows
 
 
 def write(folder: Path, rows: list[dict[str, object]], tail: bytes = b"") -> None:
@@ -16,7 +16,7 @@ def step(number: int) -> dict[str, object]:
     return {"step": number, "reward": 0.5, "age_histogram": {"0": 3, "1": 1}, "num_samples": 4}
 
 
-def test_a_run_with_steps_gets_a_picture(tmp_path: Path) -> None:
+def test_run_with_steps_gets_a_learning_curve(tmp_path: Path) -> None:
     write(tmp_path, [{"step": -1, "reward_untrained": 0.6}, step(0), step(1)])
     draw_learning(tmp_path)
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
