@@ -5,7 +5,7 @@
 It runs `rollmesh demo` in a folder of its own and reads what that leaves, as anyone could.
 Invariant: figures come from the run's own files and from psutil. A role's busy share is its
 CPU seconds over the wall seconds in which rollouts finished: the role whose share is nearest to a
-whole core is the bottleneck. Driven by `make bench`.
+whole core is the bottleneck.
 """
 
 import os

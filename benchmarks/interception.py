@@ -1,4 +1,4 @@
-"""What the interception server costs, beside a bare proxy, the engine alone, and its peers.
+"""The cost of the interception server beside a bare proxy, the engine alone, and its peers.
 
     python -m benchmarks.interception [--only CASE,...] [--quick] [--json] [--check]
 
@@ -59,7 +59,7 @@ async def repeated(bench: Bench) -> None:
 
 
 async def logprobs(bench: Bench) -> None:
-    """The same with the log-probs of all tokens in the answer."""
+    """Log-probs of all tokens in the answer, otherwise as `repeated`."""
     num_calls = bench.sized(160)
 
     def talks(doors: list[Door]) -> Iterator[Talk]:
@@ -151,7 +151,7 @@ async def opened(bench: Bench) -> None:
 
 
 async def long(bench: Bench) -> None:
-    """What a turn costs at 400 turns of history, and at 40."""
+    """Cost of a turn after 400 turns of history, and after 40."""
     arm = bench.new_gateway("tokens")
     doors = await arm.open(NUM_CONNECTIONS)
     talkers = [rounds.Conversation(door, bench.texts) for door in doors]

@@ -1,11 +1,12 @@
-"""The demo, killed five times with kill -9 and gone on with, beside the same demo undisturbed.
+"""The demo, killed five times with kill -9 and resumed, beside the same demo undisturbed.
 
-    python -m benchmarks.recovery [--quick] [--json] [--check] [--plot docs/img/recovery.png]
+    python -m benchmarks.recovery [--quick] [--json] [--check] [--plot PICTURE]
 
-Trainer alone (launch starts the next), or launch and with it all processes (`demo --resume`), at
-steps that are known beforehand. Invariant: figures come from what the two runs leave; a step that
-was done again stands in the curve as it was done last. Driven by `make bench`, and by hand for the
-picture of docs/explanation/recovery.md.
+The trainer alone is killed (launch starts the next), or launch and with it all processes (`demo
+--resume`), at steps that are known beforehand. `--plot` draws the picture of the page on recovery.
+
+- Figures come from the files that the two runs leave; a step that was redone is in the curve as it
+  was done last.
 """
 
 import argparse
@@ -76,7 +77,7 @@ class Demo:
             raise SystemExit(f"the demo in {self.run} ended with code {self._process.returncode}")
 
     def rows(self) -> list[dict[str, Any]]:
-        """Of its train steps."""
+        """Return the rows of its train steps."""
         path = self.run / "metrics.jsonl"
         return [row for row in read_rows(path) if row["step"] >= 0] if path.exists() else []
 
@@ -99,7 +100,7 @@ class Demo:
 
 
 def figures_of(calm: Demo, killed: Demo, pauses_s: list[float]) -> dict[str, float]:
-    """What both runs leave."""
+    """Figures from the files of both runs."""
     steps = [row["step"] for row in killed.rows()]
     calm_end, end = (read_summary(demo.run / "summary.json") for demo in (calm, killed))
     return {

@@ -129,7 +129,7 @@ def _library(name: str) -> str:
 
 
 def _own_goals(seen: Seen, figures: dict[str, float], keep: int) -> list[Goal]:
-    """Of an arm with all measures on."""
+    """Goals of an arm with all measures on."""
     name = seen.name
     if name not in ("on", "relay"):
         return []
@@ -175,7 +175,7 @@ def _compared(
     return goals
 
 
-SEED = (("the seed, unmended", 1053, 990), ("the seed, mended", 275, 155))
+SEED = (("the seed, unmended", 1053, 990), ("the seed, fixed", 275, 155))
 """Peak and resting MB of 45-turn browser rollouts, 4 at a time: where this began."""
 COLUMNS = (
     ("idle_mb", "idle, MB"),
@@ -269,7 +269,7 @@ def _by_second(seen: Seen, name: str, begin_s: float) -> list[tuple[float, float
 
 
 def _shares(soaked: Findings) -> Iterator[str]:
-    """What each measure saves, beside all others."""
+    """Return what each measure saves, beside all others."""
     for seen in soaked.arms:
         _, is_less, measure = seen.name.partition("less ")
         if is_less:
@@ -281,7 +281,7 @@ def _shares(soaked: Findings) -> Iterator[str]:
 
 
 def _copies(seen: Seen) -> str:
-    """What stands behind the peak of an arm's heaviest process, as it says itself."""
+    """Return the gauges behind the peak of an arm's heaviest process."""
     name = max(seen.judged, key=lambda each: peak_of(seen, each).rss_bytes)
     peak, named = peak_of(seen, name), named_at_peak(seen, name)
     parts = [f"{_what(gauge)} {held / MB:.0f}" for gauge, held in named.items() if held >= MB / 2]

@@ -58,14 +58,14 @@ ASK_BYTES = 1000
 TURNS_PER_BEAT = 2
 TURNS_PER_LOSS, TURNS_PER_NEW_CLIENT = 8, 20
 LONGEST_S = 3600.0
-"""Of a group, by its deadline."""
+"""Deadline of a group."""
 SILENCE_S = LONGEST_S + 100.0
 """After it a router has forgotten who was silent, and when it was to look at what has ended."""
 ENDED = (GroupState.DONE, GroupState.FAILED, GroupState.CANCELLED)
 
 
 class WorkerPeer:
-    """What one worker process knows."""
+    """The state of one worker process."""
 
     def __init__(self, name: str, started_s: float) -> None:
         self.name = name
@@ -182,7 +182,9 @@ class Life:
             self._say(worker.name, beat)
 
     def _lose_worker(self) -> None:
-        """One falls silent: for good, or its next process takes its name, or it says all anew."""
+        """Silence one: for good, or its next process takes its name, or it reports everything
+        again.
+        """
         name = self._random.choice(list(self._workers))
         worker = self._workers.pop(name)
         fate = self._random.randrange(3)
@@ -226,7 +228,7 @@ class Life:
         self._sends += self.ledger.step(Received(who.encode(), message, body), self._now_s)
 
     def _deliver(self) -> None:
-        """What the router sent; what it says to those that are gone is lost."""
+        """Deliver what the router sent; messages to peers that have left are lost."""
         while self._sends:
             send = self._sends.popleft()
             worker = self._workers.get(send.route.decode())
@@ -339,7 +341,7 @@ class Mesh:
         return self._take(route, encode(Packet(message, "i1", body)))  # type: ignore[arg-type]
 
     def _take(self, route: bytes, frames: list[Buffer]) -> list[Send]:
-        """As the router's shell does it, up to the socket."""
+        """Step as the router's shell does, up to the socket."""
         packet = decode(frames)
         received = Received(route, packet.message, packet.body, packet.router)
         sends = self.ledger.step(received, self.now_s)
@@ -364,7 +366,7 @@ def beat_of(name: str) -> WorkerBeat:
 
 
 def runs_in(sends: list[Send]) -> list[Send]:
-    """What workers are told to run."""
+    """Return the groups that workers are to run."""
     return [send for send in sends if isinstance(send.message, RunGroup)]
 
 

@@ -1,4 +1,4 @@
-"""What serving costs and carries: router, workers, client, sink, beside a floor and a peer.
+"""The cost and capacity of serving: router, workers, client, sink, beside a floor and a peer.
 
     python -m benchmarks.serving [--only CASE,...] [--quick] [--json] [--check]
 
@@ -63,7 +63,7 @@ ENVS = "benchmarks.lib.serving_worker"
 
 
 class Bench:
-    """What all cases share, and the figures so far."""
+    """Parameters that all cases share, and the figures so far."""
 
     def __init__(self, options: Namespace, stack: ExitStack) -> None:
         self.is_quick: bool = options.quick
@@ -197,7 +197,7 @@ def burst(bench: Bench) -> None:
 
 
 def turns(bench: Bench) -> None:
-    """What 100 turns cost against 20, by the CPU of all roles together."""
+    """Cost of 100 turns against 20, by the CPU of all roles together."""
     num_long = bench.sized(600)
     ratios = []
     with bench.mesh(TOLD) as mesh:
@@ -210,7 +210,7 @@ def turns(bench: Bench) -> None:
 
 
 def streamed(bench: Bench) -> None:
-    """The same with agents that stream their calls from a canned engine, each in a new session."""
+    """Cost with agents that stream their calls from a canned engine, each in a new session."""
     engine = start_engine(bench.model)
     num_long = max(4, bench.sized(16))
     with ExitStack() as stack:
@@ -309,7 +309,7 @@ class Alone:
         num_sent = num_heard = 0
         while num_heard < num_asks:
             while num_sent < min(num_asks, num_heard + ROUTER_WINDOW):
-                asked = ask("waiting", num_sent % ROUTER_WINDOW, env="nobody has it")
+                asked = ask("waiting", num_sent % ROUTER_WINDOW, env="not held")
                 self.client.send(Packet(asked, body=BODY))
                 num_sent += 1
             wait([self.client], None, 1.0)

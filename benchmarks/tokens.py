@@ -51,7 +51,7 @@ class Bench:
 
 
 def chat(*messages: dict[str, str]) -> Chat:
-    """As the session makes it of a request."""
+    """Make the prompt as a session does."""
     raws = [msgspec.json.encode(message) for message in messages]
     return Chat(raws, [read_message(raw, n) for n, raw in enumerate(raws)])
 

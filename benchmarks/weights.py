@@ -8,7 +8,7 @@ its floor: the same bytes copied in memory that was used before. `gap` is a load
 engine is paused; `engine_cpu` goes on to its first scores, since it maps a file and reads what it
 needs; `served` is from the call to those. Invariant: modes take turns, the first round does not
 count; what the thread pays is its CPU, the rest wall time on an idle machine; medians; the scores
-change with every version. Driven by `make bench`.
+change with every version.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Stepped(Policy):
             each.add_(torch.randn_like(each), alpha=0.01)
 
     def tensors(self) -> list[torch.Tensor]:
-        """What a folder has."""
+        """Return the files of a weights folder and their sizes."""
         return list(named_weights(self._model).values())
 
 

@@ -39,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 MARGIN = 512
 """Flags and rid stand so near to a body's begin or end; ids are between."""
 MAX_HEAD_BYTES = 256 * 1024
-"""Of a longer body so much of the begin is kept, and the end: there are images between."""
+"""Bytes kept of the begin and the end of a longer body: there are images between."""
 INFO = {
     b"/model_info": b'{"model_path":"canned","weight_version":"1"}',
     b"/server_info": b'{"incremental_streaming_output":true,"random_seed":1,"version":"canned"}',
@@ -55,7 +55,7 @@ class Pace(msgspec.Struct, frozen=True):
     """Each event has its own token alone; else all so far, as SGLang has it by default."""
     num_events: int = 200
     events_per_s: float = 0.0
-    """Of one stream; 0 is as fast as the reader takes them."""
+    """Events per second of one stream; 0 is as fast as the reader takes them."""
 
 
 class Framed(asyncio.Protocol):
@@ -66,7 +66,7 @@ class Framed(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._missing = 0
         self._num_head_parts = 0
-        """Of a long body: the first of `_parts`, behind which only the last are kept."""
+        """The begin of a long body in `_parts`, behind which only the last parts are kept."""
         self.transport: asyncio.Transport
         self.is_full = False
         """The peer does not read; writing waits."""
@@ -120,7 +120,7 @@ class Engine:
         }
 
     def answer(self, to: Framed, path: bytes, body: bytes) -> None:
-        """What one request gets."""
+        """Answer one request."""
         flags = self.flags(body)
         if path == b"/generate":
             rid = flags.partition(b'"rid":"')[2].partition(b'"')[0]
@@ -256,7 +256,7 @@ def _cut(tree: dict[str, object]) -> tuple[bytes, bytes]:
 
 
 def _chat(answer: Answer, with_logprobs: bool) -> bytes:
-    """What a chat endpoint would say of the same answer."""
+    """Return the chat endpoint's form of the same answer."""
     entries = [
         {"token": "x" * 4, "logprob": logprob, "bytes": [120] * 4, "top_logprobs": []}
         for logprob in answer.logprobs

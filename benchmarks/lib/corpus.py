@@ -29,7 +29,7 @@ _TRAIN_CHARS = 6_000_000
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the canned engine says: the tokens, the last of which ends the turn, and their text."""
+    """A canned answer: its tokens, the last of which ends the turn, and their text."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -30,15 +30,15 @@ Talk = Generator[bytes, Reply, None]
 
 
 class Timings(msgspec.Struct):
-    """Of one run."""
+    """Seconds of one run."""
 
     calls_s: list[float] = []
     first_events_s: list[float] = []
-    """Of streams: until the first event was here."""
+    """Seconds to the first event of each stream."""
     wall_s: float = 0.0
 
     def percentile_ms(self, percent: float) -> float:
-        """Of the calls."""
+        """Seconds of each call."""
         return 1e3 * percentile(self.calls_s, percent)
 
 
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
             self.ended.set_exception(LoadError(f"{line}: {body[:300].decode(errors='replace')}"))
 
     def close(self) -> None:
-        """Hang up; whoever waits for the end of a talk waits no more."""
+        """Hang up; a caller that waits for the end of a talk waits no more."""
         self.ended.cancel()
         self._transport.close()
 

@@ -37,7 +37,7 @@ class Series(msgspec.Struct):
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a process has besides memory, at one moment."""
+    """Files, threads and gauges of a process at one moment."""
 
     num_files: int
     num_threads: int
@@ -112,7 +112,7 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def private_bytes(pid: int) -> int:
-    """Of its resident bytes, those that no other process has mapped."""
+    """Resident bytes that no other process has mapped."""
     figures = _rollup(pid)
     return figures["Private_Clean"] + figures["Private_Dirty"]
 
@@ -138,7 +138,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def held_by(pid: int, metrics: Metrics | None) -> Held:
-    """Of one process; its gauges where it serves them."""
+    """Count for one process; with its gauges if it serves them."""
     status = Path(f"/proc/{pid}/status").read_text()
     num_threads = int(status.partition("Threads:")[2].split()[0])
     num_files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -147,7 +147,7 @@ def held_by(pid: int, metrics: Metrics | None) -> Held:
 
 
 def read_gauges(metrics: Metrics) -> dict[str, float]:
-    """What is told there, by name and labels; {} where nothing is."""
+    """Return the gauges served there, by name and labels; {} if there are none."""
     headers = {"Authorization": f"Bearer {metrics.token}"} if metrics.token else {}
     asked = urllib.request.Request(metrics.url, headers=headers)
     try:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its arguments, its table, its last line of JSON and its exit code.
+"""Common parts of the benchmarks: arguments, its table, its last line of JSON and its exit code.
 
     --quick   shorter, with the same goals      --json    the last line is one JSON object
     --check   exit code 1 if a goal is missed   --only    some of several cases

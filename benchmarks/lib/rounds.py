@@ -39,7 +39,7 @@ FIRST_CHARS = 640
 GROWING_CHARS = 960
 """A turn's new text; 40 of them and their answers are 60 KB."""
 SHORT_CHARS = 120
-"""Of a turn in a session of hundreds."""
+"""Characters of a turn in a session of hundreds."""
 
 
 class _Message(msgspec.Struct):
@@ -114,7 +114,7 @@ Talks = Callable[[list[Door]], Iterable[Talk]]
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What one server did in one round."""
+    """One server's figures in one round."""
 
     timings: Timings
     cpu_s: float

@@ -46,7 +46,7 @@ class Door(NamedTuple):
 
 
 class _Opened(msgspec.Struct):
-    """What POST /admin/sessions answers."""
+    """The answer of POST /admin/sessions."""
 
     session_id: str
     api_key: str
@@ -107,13 +107,15 @@ class Child:
         raise RuntimeError(f"{self._process.args!r} does not serve")
 
     def cpu_s(self) -> float:
-        """Of the process and its children; to the nanosecond, which psutil's ticks are not."""
+        """CPU seconds of the process and its children, to the nanosecond, which psutil's ticks are
+        not.
+        """
         pids = [p.pid for p in (self._usage, *self._usage.children(recursive=True))]
         threads = [file for pid in pids for file in Path(f"/proc/{pid}/task").glob("*/schedstat")]
         return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
 
     def rss_mb(self) -> float:
-        """Of the process itself."""
+        """Resident MB of the process itself."""
         return float(self._usage.memory_info().rss) / MB
 
     def end(self) -> None:
@@ -123,7 +125,7 @@ class Child:
 
 
 def _begin(core: set[int]) -> None:
-    """What a child does before it is its program."""
+    """Prepare the child before it runs its program."""
     os.sched_setaffinity(0, core)
     die_with_parent()
 
@@ -236,7 +238,7 @@ class PathArm(Arm):
 
 
 def start_peers(engine: Child, folder: Path) -> Iterator[Arm]:
-    """Those that are installed; files of theirs go to `folder`."""
+    """Start the installed peers; their files go to `folder`."""
     address = engine.ready.address
     if program := _program("rllm", "rllm-model-gateway"):
         argv = [program, "--worker", f"{address}/v1", "--store", "memory", "--log-level", "error"]

@@ -26,12 +26,12 @@ _PROGRAM = [sys.executable, "-m", "benchmarks.lib.serving_floor"]
 
 
 class Lap(NamedTuple):
-    """What round trips took."""
+    """Times of round trips."""
 
     per_s: float
     p50_us: float
     router_cpu_us: float
-    """Of each."""
+    """Seconds of each."""
 
 
 class Floor:

@@ -28,7 +28,7 @@ TAKE_S = 60.0
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a mesh is made of."""
+    """The parts of a mesh."""
 
     env: str
     settings: dict[str, Json] = {}
@@ -40,7 +40,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lap(msgspec.Struct, frozen=True):
-    """What one lap took."""
+    """Figures of one lap."""
 
     groups_s: list[float]
     """From ask to taken, each."""
@@ -48,7 +48,7 @@ class Lap(msgspec.Struct, frozen=True):
     cpu_s: dict[str, float]
     """By role, all processes of it together."""
     num_bytes: int
-    """Of the last answer: record and buffers."""
+    """Bytes of the last answer: record and buffers."""
 
     @property
     def per_s(self) -> float:

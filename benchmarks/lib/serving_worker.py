@@ -7,7 +7,7 @@ graph made in advance. So it measures serving: sessions, records, packing, deliv
 graph (HTTP, prompts, engines) is measured by benchmarks/interception.py. Answers have the tokens
 of messages, not their texts.
 
-- What a rollout costs is known before it runs, so that the mesh's share can be told from it.
+- What a rollout costs is known before it runs, so that the mesh's share can be separated.
 """
 
 import argparse
@@ -126,7 +126,7 @@ class StreamEnv(PlainEnv):
 
 
 PROMPT_TOKENS = 16
-"""Of each turn's new message."""
+"""Characters of each turn's new message."""
 
 
 class ToldEnv(PlainEnv):
@@ -148,7 +148,9 @@ class ToldEnv(PlainEnv):
         return Transcript()
 
     def _graph(self, num_turns: int) -> TokenGraph:
-        """What the calls would have left; nothing changes it any more, so rollouts share it."""
+        """Return the records that the calls would have left; they are read-only, so rollouts share
+        them.
+        """
         graph, node = TokenGraph(), ROOT
         for turn in range(num_turns):
             node = graph.add_context(node, range(PROMPT_TOKENS))
@@ -157,7 +159,7 @@ class ToldEnv(PlainEnv):
 
 
 async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int) -> None:
-    """Work until told to stop; the edge is not there, since nobody would call."""
+    """Work until stopped; there is no HTTP server, since no agent would call it."""
     loop, config = asyncio.get_running_loop(), settings.config
     stop, worker = stop_event(loop), Worker(settings)
     runtime, sampler = new_runtime(config, worker.view, worker.report)

@@ -33,7 +33,7 @@ from rollmesh.core.process import Ready, announce, die_with_parent
 POOL = 16
 """Different screenshots, before each gets a head of its own."""
 HEAD_CHARS = 32
-"""Of a screenshot, that make it another."""
+"""Bytes of a screenshot that make it different."""
 MIN_SHOT_BYTES = 64
 OLD_SHOT = b'{"type":"text","text":"[an older screenshot]"}'
 WORDS = ("link", "button", "heading", "price", "table", "menu", "search", "result", "form", "image")
@@ -54,7 +54,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     num_turns: int = 45
     shot_bytes: int = 500_000
-    """Of a screenshot as base64."""
+    """Bytes of a screenshot as base64."""
     keep: int = 0
     """So many of the last screenshots stay in the history; 0: all."""
     group_size: int = 4
@@ -83,7 +83,7 @@ class Shots:
         self._salt = chance.randbytes(8)
 
     def shot(self, number: int) -> Pieces:
-        """The same for the same number."""
+        """Return the same text for the same number."""
         raw = b"\x89PNG" + self._salt + number.to_bytes(12, "big")
         return [base64.b64encode(raw), self._rests[number % POOL]]
 
@@ -93,7 +93,7 @@ class Browser:
 
     def __init__(self, shape: Shape, shots: Shots, task: int, index: int) -> None:
         self.num_unique_bytes = 0
-        """Of what it has shown and was told so far: what a recorder must hold of it."""
+        """Bytes that it has shown and received so far: a recorder must hold them."""
         self._shape = shape
         self._shots = shots
         self._chance = random.Random(f"{shape.seed}.{task}.{index}")
@@ -132,7 +132,7 @@ class Browser:
         return pieces
 
     def hear(self, message: bytes, call_ids: list[str]) -> None:
-        """What the model said, and what its calls did: a new page."""
+        """Take the model's answer, and the new page that its calls led to."""
         self._messages.append([message])
         self.num_unique_bytes += len(message)
         for call_id in call_ids or [""]:
@@ -163,7 +163,7 @@ class Said(msgspec.Struct):
     """A model's answer, folded from a plain or a streamed reply."""
 
     message: bytes
-    """As the agent sends it back."""
+    """Return it as the agent sends it back."""
     call_ids: list[str]
 
 
@@ -192,13 +192,13 @@ _heard = msgspec.json.Decoder(_Heard)
 
 
 def read_reply(body: bytes) -> Said:
-    """Of a plain answer."""
+    """Fold a plain answer."""
     raw = bytes(_replies.decode(body).choices[0].message)
     return Said(raw, [call.id for call in _heard.decode(raw).tool_calls or ()])
 
 
 def read_events(events: list[bytes]) -> Said:
-    """Of a stream's `data:` lines, whole."""
+    """Fold a stream's `data:` lines."""
     content: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -288,7 +288,7 @@ class Line:
                         yield line[len(EVENT) :]
 
     def close(self) -> None:
-        """At once, whatever is under way; the next `ask` opens anew."""
+        """Close at once, whatever is in progress; the next `ask` opens a new connection."""
         if self._writer is not None:
             self._writer.transport.abort()
         self._reader = self._writer = None
@@ -337,7 +337,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct):
-    """What one server must hold now."""
+    """Bytes that one server must hold now."""
 
     live_bytes: int = 0
     body_bytes: int = 0
@@ -452,7 +452,7 @@ class _Agent:
         self._agents.counts["vanished"] += 1
 
     async def _crash(self) -> None:
-        """Die: in the midst of a body, or of an answer."""
+        """Die in the middle of a body or of an answer."""
         pieces = self._browser.body(True)
         if self._browser.does_stream():
             await self._vanish(pieces)
@@ -471,7 +471,7 @@ class _Agent:
             self._held.body_bytes -= size
 
     def _count(self) -> None:
-        """What it has shown since the last time is held from now on."""
+        """Count as held what it has shown since the last time."""
         new = self._browser.num_unique_bytes - self._num_counted
         self._num_counted += new
         self._group.num_bytes += new

@@ -31,10 +31,10 @@ from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.testing.model_folder import write_large_folder
 
 GIVE_WAY = 5
-"""As the agents: what is measured goes first."""
+"""Niceness, as of the agents: measured processes go first."""
 NUM_ANSWERS = 64
 EVENTS_PER_S = 1000.0
-"""Of a stream, so that there is a midst to vanish in."""
+"""Events of a stream, so that a client can vanish in its middle."""
 
 
 def write_folder(folder: Path) -> Path:
@@ -87,7 +87,7 @@ def _chat(answer: Answer) -> bytes:
 
 
 def _chat_events(answer: Answer) -> list[bytes]:
-    """The same as chunks of a stream."""
+    """Return the same as chunks of a stream."""
     text, _, arguments = answer.text.partition("\0")
     deltas: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
     deltas += [{"content": f"{word} "} for word in text.split(" ")[:-1]]

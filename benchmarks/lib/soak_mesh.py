@@ -40,14 +40,14 @@ ROOMS = "rollmesh.cli.main"
 
 
 class Arm(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured, and with what taken away."""
+    """The processes that are measured, and the measures that are taken away."""
 
     name: str
     shape: Shape
     num_workers: int = 1
     ablated: tuple[str, ...] = ()
     environ: dict[str, str] = {}
-    """Of the measured processes, beside their own."""
+    """Arguments of the measured processes, beside their own."""
     settings: dict[str, int] = {}
     """Theirs, too."""
 
@@ -61,16 +61,16 @@ class Wave(msgspec.Struct):
 
 
 class Soaked(Protocol):
-    """What an arm's processes are to the soak."""
+    """An arm's processes, as the soak uses them."""
 
     pids: dict[str, int]
     """By name; those whose memory is judged are in `judged`."""
     judged: list[str]
     lags: dict[str, Path]
-    """Of judged processes whose loops measure themselves."""
+    """Files of the judged processes whose loops measure themselves."""
     load_log: Path
     ports: dict[str, str]
-    """Of judged processes: where their agents call."""
+    """Endpoints of the judged processes."""
 
     metrics: dict[str, Metrics]
     beat_s: float
@@ -79,7 +79,7 @@ class Soaked(Protocol):
         """So many groups, to the end of the last; fewer where it is to stop."""
 
     def held(self) -> dict[str, Held]:
-        """Of the judged, now."""
+        """Resources of the judged processes now."""
 
     def num_lost(self) -> int:
         """Workers that were given up."""
@@ -92,7 +92,7 @@ class Places(msgspec.Struct, frozen=True):
 
     @property
     def socket(self) -> Path:
-        """Of the agents; short, since the kernel wants it so."""
+        """Socket of the agents; short, since the kernel limits its length."""
         return Path(f"/tmp/rollmesh-soak-{os.getpid()}.sock")
 
     @property
@@ -104,7 +104,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 def sets(settings: Mapping[str, Any]) -> list[str]:
-    """As words of a command line."""
+    """Return it as words of a command line."""
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
@@ -128,7 +128,7 @@ def start_engine(folder: Path, stack: ExitStack) -> Child:
 
 
 class SoakMesh:
-    """See the module; `with` ends all of it."""
+    """A mesh in tokens mode; `with` ends all of its processes."""
 
     def __init__(self, arm: Arm, folder: Path) -> None:
         self.arm = arm
@@ -233,7 +233,7 @@ class SoakMesh:
             wave.reasons[reason] = wave.reasons.get(reason, 0) + 1
 
     def held(self) -> dict[str, Held]:
-        """Of workers and router."""
+        """Pids of workers and router."""
         return {name: held_by(self.pids[name], each) for name, each in self.metrics.items()}
 
     def num_lost(self) -> int:
@@ -249,7 +249,7 @@ READ_BYTES = 2**18
 
 
 class SoakRelay:
-    """See the module; `with` ends all of it."""
+    """A gateway or a bare proxy in relay mode; `with` ends all of its processes."""
 
     def __init__(self, arm: Arm, folder: Path) -> None:
         self.arm = arm
@@ -359,7 +359,7 @@ class SoakRelay:
             answer.raise_for_status()
 
     def held(self) -> dict[str, Held]:
-        """Of the server."""
+        """Pid of the server."""
         return {name: held_by(self.pids[name], self.metrics.get(name)) for name in self.judged}
 
     def num_lost(self) -> int:

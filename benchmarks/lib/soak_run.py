@@ -41,8 +41,9 @@ WARM_TURNS, WARM_GROUPS = 6, 2
 """Groups for each that runs at a time; then one of all turns, since zmq gets a thread and a context
 of its own with the first long result that is sent."""
 LEAD_S = MIN_INTERVAL_S + LOOK_S
-"""What was to be held up to so long before a figure is still in it: a trim, which gives back what
-was freed, comes no oftener; and a whole rollout of three screenshots takes hardly longer."""
+"""Time for which a figure may still contain memory that was held before: trims come no oftener, and
+a whole rollout of three screenshots takes hardly longer.
+"""
 MAX_RSS_BYTES = 8 * 2**30
 
 _tolds = msgspec.json.Decoder(Told)
@@ -73,7 +74,7 @@ class Seen(msgspec.Struct, kw_only=True):
     ports: dict[str, str]
     series: dict[str, Series]
     peaks: dict[str, int]
-    """As the kernel has them."""
+    """Peaks as the kernel has them."""
     idle: dict[str, float]
     resting: dict[str, float]
     rests: list[Rest] = []
@@ -218,7 +219,9 @@ def slope(xs: Sequence[float], ys: Sequence[float]) -> Slope:
 
 
 def slope_of(rests: Sequence[Rest]) -> Slope | None:
-    """Of all judged processes together, so per rollout that one of them ran; None of too few."""
+    """Return the slope over all judged processes per rollout of one; None if there are too few
+    points.
+    """
     rests = rests[WARM_RESTS:]
     if len({rest.num_rollouts for rest in rests}) < 3:
         return None
@@ -232,12 +235,12 @@ class Peak(NamedTuple):
     at_s: float
     rss_bytes: int
     load_bytes: int
-    """What it had to hold then: live set and bodies in flight."""
+    """Bytes that it had to hold then: live set and bodies in flight."""
     idle_bytes: float
 
     @property
     def factor(self) -> float:
-        """Of the bytes above idle to those that had to be held."""
+        """Ratio of the bytes above idle to those that had to be held."""
         return (self.rss_bytes - self.idle_bytes) / max(1, self.load_bytes)
 
 
@@ -252,7 +255,9 @@ def peak_of(seen: Seen, name: str) -> Peak:
 
 
 def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:
-    """What a process had to hold, by the agents: live set and bodies in flight, and when."""
+    """Return what a process had to hold by the agents' count: live set and bodies in flight, and
+    when.
+    """
     port = seen.ports[name]
     return [
         (told.at_s, told.held[port].live_bytes + told.held[port].body_bytes)
@@ -273,7 +278,7 @@ def left_over(seen: Seen) -> dict[str, float]:
 
 
 def named_at_peak(seen: Seen, name: str) -> dict[str, float]:
-    """What the process said it held, nearest to its peak."""
+    """Return the gauges nearest to its peak."""
     at_s = peak_of(seen, name).at_s
     scrapes = seen.scrapes.get(name, [])
     nearest = min(scrapes, key=lambda scrape: abs(scrape.at_s - at_s), default=None)

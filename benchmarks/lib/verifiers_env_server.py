@@ -33,7 +33,7 @@ __all__ = ["BenchEnv", "BenchTaskset"]
 
 
 class BenchData(vf.TaskData):  # type: ignore[misc]  # verifiers is not installed here
-    """What a lap asks for."""
+    """The request of a lap."""
 
     num_turns: int = 1
     num_tokens: int = 0
