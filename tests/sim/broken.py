@@ -30,8 +30,8 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
 )
 from rollmesh.serve.router.group_scheduler import GroupScheduler
-from rollmesh.testing.mesh_sim.asker import FORGED
-from rollmesh.testing.mesh_sim.machines import Machines
+from rollmesh.testing.mesh_sim.machines import StepMachines
+from rollmesh.testing.mesh_sim.requesting_client import FORGED
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
 from rollmesh.trainer.checkpoints.state import CheckpointSchedule, LoopState
 from rollmesh.trainer.pacing.lifecycle import Action as CourseAction
@@ -243,7 +243,7 @@ class DueWhenItsTimeComes(CheckpointSchedule):
         return super().is_now(num_gone, now_s, is_full=False)
 
 
-def plan_that(**otherwise: Callable[[RecoveryPlan], Any]) -> Machines:
+def plan_that(**otherwise: Callable[[RecoveryPlan], Any]) -> StepMachines:
     """One whose plan is wrong in one thing."""
 
     def plan(saved: LoopState | None, history: History) -> RecoveryPlan:
@@ -251,7 +251,7 @@ def plan_that(**otherwise: Callable[[RecoveryPlan], Any]) -> Machines:
         wrong = {name: value(right) for name, value in otherwise.items()}
         return msgspec.structs.replace(right, **wrong)
 
-    return Machines(plan=plan)
+    return StepMachines(plan=plan)
 
 
 def ready_and_taken(plan: RecoveryPlan) -> tuple[StoredResult, ...]:
@@ -259,33 +259,33 @@ def ready_and_taken(plan: RecoveryPlan) -> tuple[StoredResult, ...]:
 
 
 BROKEN = [
-    Machines(sink=SinkThatTakesEverything),
-    Machines(sink=SinkThatNeedsNoTicket),
-    Machines(generation=LegThatForgetsAToken),
-    Machines(group_scheduler=LedgerWithoutATick),
-    Machines(group_scheduler=LedgerThatForgivesKillers),
-    Machines(group_scheduler=LedgerThatExcusesAll),
-    Machines(fleet=FleetWhoseLeasesLast),
-    Machines(fleet=FleetThatFencesTheLastEngine),
-    Machines(generation=LegThatTakesOlderWeights),
-    Machines(book=BookThatForgetsWhatStepsTook),
-    Machines(book=BookThatWritesAfterTheAct),
-    Machines(book=BookThatAsksUnwritten),
-    Machines(book=BookThatAcksUnwritten),
-    Machines(book=BookThatLetsGoOfAll),
-    Machines(book=BookThatLetsGoOfNothing),
-    Machines(book=BookThatForgetsWhatWasPublished),
-    Machines(book=BookThatIsNeverFull),
-    Machines(staleness=StalenessThatJudgesNobody),
-    Machines(course=CourseThatMasksNothing),
-    Machines(course=CourseThatMasksAll),
-    Machines(course=CourseThatForgetsWhoLeft),
-    Machines(course=CourseThatForgetsWhatItTrained),
-    Machines(course=CourseThatAsksNothingAgain),
-    Machines(course=CourseThatTrainsWhatFailed),
-    Machines(course=CourseThatCountsEvaluations),
-    Machines(course=CourseThatCountsWhatFailed),
-    Machines(due=DueWhenItsTimeComes),
+    StepMachines(sink=SinkThatTakesEverything),
+    StepMachines(sink=SinkThatNeedsNoTicket),
+    StepMachines(generation=LegThatForgetsAToken),
+    StepMachines(group_scheduler=LedgerWithoutATick),
+    StepMachines(group_scheduler=LedgerThatForgivesKillers),
+    StepMachines(group_scheduler=LedgerThatExcusesAll),
+    StepMachines(fleet=FleetWhoseLeasesLast),
+    StepMachines(fleet=FleetThatFencesTheLastEngine),
+    StepMachines(generation=LegThatTakesOlderWeights),
+    StepMachines(book=BookThatForgetsWhatStepsTook),
+    StepMachines(book=BookThatWritesAfterTheAct),
+    StepMachines(book=BookThatAsksUnwritten),
+    StepMachines(book=BookThatAcksUnwritten),
+    StepMachines(book=BookThatLetsGoOfAll),
+    StepMachines(book=BookThatLetsGoOfNothing),
+    StepMachines(book=BookThatForgetsWhatWasPublished),
+    StepMachines(book=BookThatIsNeverFull),
+    StepMachines(staleness=StalenessThatJudgesNobody),
+    StepMachines(course=CourseThatMasksNothing),
+    StepMachines(course=CourseThatMasksAll),
+    StepMachines(course=CourseThatForgetsWhoLeft),
+    StepMachines(course=CourseThatForgetsWhatItTrained),
+    StepMachines(course=CourseThatAsksNothingAgain),
+    StepMachines(course=CourseThatTrainsWhatFailed),
+    StepMachines(course=CourseThatCountsEvaluations),
+    StepMachines(course=CourseThatCountsWhatFailed),
+    StepMachines(due=DueWhenItsTimeComes),
     plan_that(redo=lambda _: ()),
     plan_that(redo=lambda plan: plan.redo[::-1]),
     plan_that(ready=ready_and_taken),

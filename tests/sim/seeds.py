@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from rollmesh.testing.mesh_sim.mesh import Report, simulate
+from rollmesh.testing.mesh_sim.mesh import SimReport, simulate
 
 SEEDS_PER_PARCEL = 5
 
@@ -23,7 +23,7 @@ class Ended(NamedTuple):
     """What a seed came to."""
 
     seed: int
-    report: Report | None
+    report: SimReport | None
     fault: str
     """Where it broke, as Python says it; '' if it came to rest."""
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from rollmesh.core.errors import JournalError
-from rollmesh.testing.mesh_sim.machines import Machines
-from rollmesh.testing.mesh_sim.mesh import Report, simulate
-from rollmesh.testing.mesh_sim.network import Faults
+from rollmesh.testing.mesh_sim.machines import StepMachines
+from rollmesh.testing.mesh_sim.mesh import SimReport, simulate
+from rollmesh.testing.mesh_sim.network import FaultChances
 from tests.sim.broken import BROKEN
 from tests.sim.seeds import Cores, open_cores
 
@@ -190,9 +190,9 @@ TRANSITIONS = {
 
 
 @pytest.fixture(scope="module")
-def seen() -> Report:
+def seen() -> SimReport:
     """What all seeds together saw; filled by the tests before the last one."""
-    return Report(
+    return SimReport(
         seed=-1,
         num_events=0,
         num_groups=0,
@@ -218,7 +218,7 @@ def cores() -> Iterator[Cores]:
 
 
 def test_a_perfect_network_loses_and_ages_nothing() -> None:
-    report = simulate(seed=1, faults=Faults())
+    report = simulate(seed=1, faults=FaultChances())
     assert report.num_lives == 1
     assert report.num_groups == report.num_results
     assert report.faults["left_stale"] == 0
@@ -226,7 +226,7 @@ def test_a_perfect_network_loses_and_ages_nothing() -> None:
 
 
 def test_no_update_cuts_a_turn_that_cannot_resume_where_all_hear_of_it() -> None:
-    reports = [simulate(seed, faults=Faults()) for seed in range(40)]
+    reports = [simulate(seed, faults=FaultChances()) for seed in range(40)]
     assert sum(report.faults["turn_cut"] for report in reports) == 0
     assert sum(report.transitions["publisher: draining > pausing"] for report in reports) > 40
     assert sum(report.transitions["generation: running > void"] for report in reports) == 0
@@ -253,7 +253,7 @@ def test_kept_seed_comes_to_rest(seed: int) -> None:
 def test_tasks_that_kill_are_stopped_at_the_second_and_their_neighbours_are_spared() -> None:
     num_innocent = num_spared = 0
     for seed in range(100):
-        report = simulate(seed, faults=Faults(poison=0.1))
+        report = simulate(seed, faults=FaultChances(poison=0.1))
         assert report.num_kills <= 2 * report.num_poisonous
         num_innocent += report.num_groups + report.num_visitor_groups - report.num_poisonous
         num_spared += report.num_results + report.num_visitor_results
@@ -264,7 +264,7 @@ def test_tasks_that_kill_are_stopped_at_the_second_and_their_neighbours_are_spar
 def test_rolling_restarts_cost_no_group_its_attempts() -> None:
     num_cut = 0
     for seed in range(1, 61, 2):  # in these a group has three attempts
-        report = simulate(seed, faults=Faults(stop=2.0))
+        report = simulate(seed, faults=FaultChances(stop=2.0))
         num_cut += report.transitions["ledger: running > queued"]
         assert report.num_results == report.num_groups
         assert report.num_visitor_results == report.num_visitor_groups
@@ -274,7 +274,7 @@ def test_rolling_restarts_cost_no_group_its_attempts() -> None:
 def test_drains_end_while_a_client_is_away_and_cost_it_nothing() -> None:
     num_given_back = 0
     for seed in range(1, 61, 2):  # in these a group has three attempts
-        report = simulate(seed, faults=Faults(drain=1.0, killed_after_write=0.1))
+        report = simulate(seed, faults=FaultChances(drain=1.0, killed_after_write=0.1))
         num_given_back += report.faults["given_back"]
         assert report.num_results == report.num_groups
     assert num_given_back > 30
@@ -284,7 +284,9 @@ def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None
     """A kill at one in six of its writes, and nothing else: what the witness sees, holds."""
     num_lives = num_redone = 0
     for seed in range(40):
-        report = simulate(seed, faults=Faults(killed_before_write=0.08, killed_after_write=0.08))
+        report = simulate(
+            seed, faults=FaultChances(killed_before_write=0.08, killed_after_write=0.08)
+        )
         assert report.num_groups == report.num_results
         others = ("left_stale", "left_requeued", "left_measured")
         num_left = sum(report.faults[each] for each in others)
@@ -297,7 +299,7 @@ def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None
 
 @pytest.mark.parametrize("first", FIRST_SEEDS)
 def test_every_ask_ends_once_whatever_the_network_does(
-    first: int, seen: Report, cores: Cores
+    first: int, seen: SimReport, cores: Cores
 ) -> None:
     for seed, report, fault in cores.run(range(first, first + SEEDS_PER_TEST)):
         assert report, f"seed {seed}: {fault}"
@@ -307,13 +309,13 @@ def test_every_ask_ends_once_whatever_the_network_does(
 
 
 @pytest.mark.slow  # it needs all seeds
-def test_every_fault_and_every_transition_occurred(seen: Report) -> None:
+def test_every_fault_and_every_transition_occurred(seen: SimReport) -> None:
     assert set(seen.faults) >= FAULTS
     assert set(seen.transitions) >= TRANSITIONS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", BROKEN)
-def test_the_simulator_notices_a_broken_machine(machines: Machines) -> None:
+def test_the_simulator_notices_a_broken_machine(machines: StepMachines) -> None:
     with pytest.raises((AssertionError, JournalError)):
         collections.deque((simulate(seed, machines=machines) for seed in TELLING_SEEDS), maxlen=0)

@@ -1,6 +1,6 @@
-"""The whole mesh in one process on a virtual clock, over a seeded network that misbehaves.
+"""The whole mesh in one process on a virtual clock, over a seeded faulty network.
 
-The same step machines that the processes run (ledger, asks, outbox, sink, fleet, generation,
-publisher, staleness) are joined here by nodes that carry out their actions. After every event
-checks.py looks at all of it. A seed that broke something is kept in tests/sim.
+Nodes carry out the actions of the step machines that the processes run (group scheduler, asks,
+outbox, sink, fleet, generation, publisher, staleness). checks.py looks at everything after each
+event. Seeds that found a fault are kept in tests/sim.
 """

@@ -1,35 +1,37 @@
-"""What must hold in the simulated mesh once it has come to rest.
+"""Checks of the simulated mesh at rest; each raises an AssertionError that names the group or node.
 
-(Of each end endings.py says it, of what trains witness.py, of the router's tables router.py.)
-Invariant: a check raises AssertionError, in words that name the group or the node. Driven by
-mesh.py.
+The ends of groups are checked in requesting_client.py, training in training_history.py, and the
+router's tables in router.py.
 """
 
 import re
 
 from rollmesh.testing.mesh_sim.disk import SEGMENT_BYTES
 from rollmesh.testing.mesh_sim.engine import SimEngine
-from rollmesh.testing.mesh_sim.errands import POISON
-from rollmesh.testing.mesh_sim.launch import SimLaunch
+from rollmesh.testing.mesh_sim.rollouts import POISON
 from rollmesh.testing.mesh_sim.router import SimRouter
 from rollmesh.testing.mesh_sim.trainer import SimTrainer
-from rollmesh.testing.mesh_sim.visitor import Visitor
-from rollmesh.testing.mesh_sim.worker import SimWorker
+from rollmesh.testing.mesh_sim.transient_client import TransientClient
+from rollmesh.testing.mesh_sim.worker import SimLaunch, SimWorker
 
 CULPRIT_DEATHS = 2
 UNDER_WAY_BYTES = 8000
-"""As much as the results of all that may run at once, and what a checkpoint takes to be written."""
+"""Bound on the excess: the results of all that may run at once, and what a checkpoint causes to be
+written.
+"""
 NAMED_WORKER = re.compile(r"worker-\d+")
 
 
 def look_at_journal(client: SimTrainer) -> None:
-    """It never held much more than its budget: what was asked for by then had to go somewhere."""
+    """Assert that the journal never held much more than its budget."""
     most = client.disk.most_bytes
     assert most <= client.max_bytes + UNDER_WAY_BYTES, f"the journal held {most} bytes"
 
 
-def look_at_ends(visitors: list[Visitor], workers: list[SimWorker], launch: SimLaunch) -> None:
-    """What kills brings no result; nobody is a culprit whose workers live."""
+def look_at_ends(
+    visitors: list[TransientClient], workers: list[SimWorker], launch: SimLaunch
+) -> None:
+    """Assert that killing groups bring no result and that no innocent group is quarantined."""
     for visitor in visitors:
         for group_id, reason in visitor.endings.reasons.items():
             is_poison = visitor.asked[group_id].body == POISON
@@ -46,12 +48,12 @@ def look_at_ends(visitors: list[Visitor], workers: list[SimWorker], launch: SimL
 
 def unsettled(
     client: SimTrainer,
-    visitors: list[Visitor],
+    visitors: list[TransientClient],
     router: SimRouter,
     workers: list[SimWorker],
     engines: list[SimEngine],
 ) -> list[str]:
-    """What is not at rest yet, in words; empty when everything asked for has ended everywhere."""
+    """Return what is not at rest yet; '' when everything requested has ended everywhere."""
     found = []
     if client.wants_more or client.is_busy:
         found.append(f"{len(client.witness.asked)} groups were asked for, and more is to be done")
@@ -81,6 +83,8 @@ def unsettled(
 
 
 def _waiting_bytes(client: SimTrainer) -> int:
-    """Of the results that no step has taken, which alone a journal over its budget cannot free."""
+    """Bytes of results that no step has taken, which a journal over its budget cannot free by
+    itself.
+    """
     results = client.book.history().results
     return sum(each.num_bytes for each in results if each.group_id in client.waiting)

@@ -1,11 +1,9 @@
-"""The trainer's client in the simulated mesh: asks and a sink over the real book, on a SimDisk.
+"""The trainer's client in the simulated mesh: asks and a sink over the real journal, on a SimDisk.
 
-    one life: begin (replay, plan, say again what is open) -> ask, receive, note -> killed
+    one incarnation: begin (replay, plan, repeat open requests) -> ask, receive, note -> killed
 
-What RolloutClient and its intake do, without threads and sockets. Invariant: all that a new life
-knows, the disk and checkpoints hold; a result is on the disk before it is acked, and what the
-disk does not take is not acked. trainer.py says what is asked for and what becomes of it. Driven by
-the kernel's messages and ticks.
+- A restarted client knows what the disk and checkpoints hold, and nothing else.
+- A result is on the disk before it is acked; what the disk does not take is not acked.
 """
 
 from collections import deque
@@ -26,39 +24,39 @@ from rollmesh.serve.client.journal_entries import (
     StateSaved,
     StepTaken,
 )
-from rollmesh.testing.mesh_sim.asker import BEAT_S, Asker
 from rollmesh.testing.mesh_sim.disk import SimDisk
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.mesh_sim.turns import GroupTurns
+from rollmesh.testing.mesh_sim.requesting_client import BEAT_S, RequestingClient
+from rollmesh.testing.mesh_sim.rollouts import SimGroupTurns
 from rollmesh.trainer.pacing.lifecycle import GroupRequest
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.messages import GroupAsk
 
 MAX_BYTES = (4_000, 24_000, 24_000)
-"""Of the journal; every third seed comes to it often."""
+"""Byte budget of the journal; every third seed often reaches it."""
 NUM_SAMPLES = 2
-"""Of a group; all of them train."""
+"""Rollouts of a group; all of them train."""
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """A group, as the program takes it from its client."""
+class TakenGroup(msgspec.Struct, frozen=True):
+    """A group as the program takes it from its client."""
 
     group_id: GroupId
-    turns: GroupTurns | None = None
-    """None where it ended without a result."""
+    turns: SimGroupTurns | None = None
+    """None if it ended without a result."""
     reason: str = ""
-    """Why it did."""
+    """Why it ended without one."""
 
 
-class SimClient(Asker):
-    """See the module."""
+class SimClient(RequestingClient):
+    """The trainer's client: journal, requests and sink, without threads and sockets."""
 
     def __init__(self, kernel: Kernel, network: Network) -> None:
         super().__init__("client", kernel, network)
         self.disk = SimDisk(self, network)
-        self.arrivals: deque[Ended | StoredResult] = deque()
+        self.arrivals: deque[TakenGroup | StoredResult] = deque()
         self._held_asks: deque[Asked] = deque()
         self._num_asked = 0
         self.max_bytes = MAX_BYTES[kernel.seed % len(MAX_BYTES)]
@@ -71,12 +69,12 @@ class SimClient(Asker):
         return f"run-{self.life}"
 
     def open_book(self) -> History:
-        """What earlier lives have left."""
+        """State that earlier incarnations have left."""
         self.book = self._open_book()
         return self.book.history()
 
     def begin(self, saved: StateSaved) -> None:
-        """Go on with what is open, and hand out what no step took."""
+        """Repeat open requests, and hand out results that no step took."""
         self.arrivals.clear()
         self._held_asks.clear()
         self._num_asked = 0
@@ -120,35 +118,35 @@ class SimClient(Asker):
         return group_id
 
     def say_held_asks(self) -> None:
-        """Those for which there is room again."""
+        """Groups for which there is room again."""
         while self._held_asks and not self.book.is_full and self._say(self._held_asks[0]):
             self._held_asks.popleft()
 
-    def take(self, most: int) -> list[Ended]:
-        """What has ended, some of it at a time."""
+    def take(self, most: int) -> list[TakenGroup]:
+        """Return what has ended, some of it at a time."""
         num = min(most, len(self.arrivals))
         return [self._open(self.arrivals.popleft()) for _ in range(num)]
 
-    def open(self, filed: StoredResult) -> GroupTurns:
-        """A result that stands on the disk."""
-        return msgspec.msgpack.decode(self.book.load(filed).body, type=GroupTurns)
+    def open(self, filed: StoredResult) -> SimGroupTurns:
+        """Read a result from the disk."""
+        return msgspec.msgpack.decode(self.book.load(filed).body, type=SimGroupTurns)
 
     def note(self, entry: StepTaken | Published) -> None:
-        """Before the act; a trainer whose disk does not take it ends."""
+        """Journal an entry before its effect; a trainer whose disk refuses it ends."""
         try:
             self.book.note(entry)
         except JournalError:
             raise Killed(self) from None
 
     def part(self, parted: GroupParted) -> None:
-        """With a result that no step takes."""
+        """Drop a result that no step takes."""
         try:
             self.book.part(parted)
         except JournalError:
             self._network.num["owed"] += 1
 
     def note_saved(self, saved: StateSaved) -> None:
-        """A checkpoint is durable."""
+        """Release what a durable checkpoint covers."""
         try:
             self.book.cover(saved)
         except JournalError:
@@ -161,9 +159,9 @@ class SimClient(Asker):
     def _open_book(self) -> ClientJournal:
         return self._network.machines.book(self.disk, self.max_bytes)
 
-    def _open(self, arrival: Ended | StoredResult) -> Ended:
+    def _open(self, arrival: TakenGroup | StoredResult) -> TakenGroup:
         if isinstance(arrival, StoredResult):
-            return Ended(arrival.group_id, self.open(arrival))
+            return TakenGroup(arrival.group_id, self.open(arrival))
         return arrival
 
     def _say(self, asked: Asked) -> bool:
@@ -183,7 +181,7 @@ class SimClient(Asker):
 
     def _fault_in(self, body: Buffer) -> str:
         try:
-            msgspec.msgpack.decode(body, type=GroupTurns)
+            msgspec.msgpack.decode(body, type=SimGroupTurns)
         except DECODE_ERRORS as error:
             return f"malformed result: {error}"
         return ""
@@ -194,12 +192,12 @@ class SimClient(Asker):
             self.book.keep(message, Packet(message, "", keep.body))
         except JournalError:
             return  # not acked: its worker sends it again
-        turns = msgspec.msgpack.decode(keep.body, type=GroupTurns)
+        turns = msgspec.msgpack.decode(keep.body, type=SimGroupTurns)
         for action in self.sink.step(Kept(keep), self._kernel.now_s(self)):
             self._do_sink(action)
         self._tell(Arrived(message.group_id))
         self.arrivals.append(
-            Ended(message.group_id, turns if message.complete else None, turns.reason)
+            TakenGroup(message.group_id, turns if message.complete else None, turns.reason)
         )
 
     def _booked(self, group_id: GroupId, reason: str) -> None:
@@ -207,4 +205,4 @@ class SimClient(Asker):
             self.book.drop(group_id, reason)
         except JournalError:
             self._network.num["owed"] += 1
-        self.arrivals.append(Ended(group_id, None, reason))
+        self.arrivals.append(TakenGroup(group_id, None, reason))

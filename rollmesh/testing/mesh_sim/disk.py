@@ -1,8 +1,7 @@
 """The disk under a simulated trainer's journal: its segments, which outlive the process.
 
-Invariants: a record is whole or absent; a process may be killed just before or just after any of
-its writes, which is between any two of them; what is written is told at once to whoever watches, so
-that the checks know it even where the writer does not live to. Driven by the book of client.py.
+- A record is whole or absent. A process may be killed just before or after each of its writes.
+- Each write is reported at once to the checks, which thus know it even if its writer dies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from rollmesh.wire.frames import Buffer
 
 SEGMENT_BYTES = 1500
 HEAD_BYTES = 16
-"""Of a record, beside its frames and four bytes for each."""
+"""Overhead of a record, beside its frames and four bytes for each."""
 
 
 class _Segment:
@@ -24,7 +23,7 @@ class _Segment:
 
 
 class SimDisk:
-    """See the module. Its methods are those of core/journal.py."""
+    """A disk with the methods of core/journal.py's Journal."""
 
     def __init__(self, owner: Node, network: Network) -> None:
         self.on_write: Callable[[list[bytes]], None] = lambda _frames: None
@@ -33,20 +32,20 @@ class SimDisk:
         self._segments: list[_Segment] = []
         self._end = 0
         self.most_bytes = 0
-        """Ever at the same time."""
+        """Largest number of bytes at one time."""
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return self._end - (self._segments[0].start if self._segments else self._end)
 
     @property
     def end(self) -> int:
-        """Where the next record will stand."""
+        """Position of the next record."""
         return self._end
 
     def append(self, frames: Sequence[Buffer]) -> int:
-        """Write one record, or die, or find no room."""
+        """Write one record, or be killed, or raise because the disk is full."""
         if self._network.strikes("killed_before_write"):
             raise Killed(self._owner)
         if self._network.strikes("disk_full"):
@@ -64,19 +63,19 @@ class SimDisk:
         return position
 
     def replay(self) -> Iterator[tuple[int, list[bytes]]]:
-        """Every record with its position."""
+        """Return every record with its position."""
         for segment in self._segments:
             yield from segment.records.items()
 
     def read(self, position: int) -> list[bytes]:
-        """The record at `position`; JournalError if it is gone."""
+        """Return the record at `position`; JournalError if it was removed."""
         for segment in self._segments:
             if position in segment.records:
                 return segment.records[position]
         raise JournalError(f"of position {position} nothing is left")
 
     def can_drop_before(self, position: int) -> bool:
-        """Whether a segment holds only records before `position`."""
+        """Return whether a segment holds only records before `position`."""
         return len(self._segments) > 1 and self._segments[1].start <= position
 
     def drop_before(self, position: int) -> None:
@@ -85,4 +84,4 @@ class SimDisk:
             del self._segments[0]
 
     def close(self) -> None:
-        """Its process has ended."""
+        """The process that writes it has ended."""

@@ -1,9 +1,9 @@
 """A simulated engine: SGLang's life cycle with tokens that can be checked.
 
-The token after a context is a function of the weights and of the context alone (`next_token`), so a
-recorded turn proves itself: a lost, doubled or mislabelled token breaks the chain. An abort of a
-rid that is not there yet does nothing; a pause ends what runs and holds what comes. Driven by the
-worker's and the publisher's calls.
+- The token after a context is a function of weights and context alone (`next_token`): a lost,
+  doubled or mislabelled token breaks the chain.
+- An abort of a rid that has not arrived does nothing; a pause ends running requests and holds new
+  ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ STOP_TOKEN = 0
 STEP_S = 0.004
 """Time between two tokens of one request."""
 BOUND_STEP_S = 0.015
-"""Of one whose turn cannot be resumed: so that it outlasts the publisher's first look."""
+"""Tokens of a turn that cannot be resumed, so that it outlasts the publisher's first look."""
 SLOW_STEP_S = 0.3
-"""Of a straggler: so that its group grows old."""
+"""Time between tokens of a straggler, so that its group grows old."""
 
 
 class EngineChunk(msgspec.Struct, frozen=True):
-    """What a streaming engine says of one request."""
+    """An event of one request's stream."""
 
     token_ids: tuple[int, ...]
     policy_version: int
     finish: str = ""
-    """`stop`, `length`, `abort`, or '' while it goes on."""
+    """`stop`, `length`, `abort`, or '' while it continues."""
 
 
 def next_token(policy_version: int, context: Sequence[int]) -> int:
-    """The one token that these weights sample after `context`; 0 ends a turn."""
+    """Return the token that these weights sample after `context`; 0 ends a turn."""
     digest = hash((policy_version, *context))  # of whole numbers: the same in every process
     return STOP_TOKEN if digest % 11 == 0 else 1 + digest % 499
 
@@ -43,10 +43,10 @@ class _Request(msgspec.Struct):
     answer: Callable[[EngineChunk], None]
     caller: Node
     is_bound: bool
-    """Its turn cannot be resumed elsewhere."""
+    """Whether its turn cannot be resumed elsewhere."""
     is_slow: bool
     life: int
-    """The caller's, when it called: an answer to the dead reaches nobody."""
+    """Incarnation of the caller: an answer to an earlier one is dropped."""
 
     @property
     def step_s(self) -> float:
@@ -70,7 +70,7 @@ class SimEngine(Node):
 
     @property
     def num_requests(self) -> int:
-        """That run here, or wait."""
+        """Requests that run here or wait."""
         return len(self.running) + len(self._held)
 
     @property
@@ -78,7 +78,7 @@ class SimEngine(Node):
         return f"{self.name}.{self.life}"
 
     def crash(self) -> None:
-        """Every open connection breaks; callers hear of it."""
+        """Break every open connection; callers are informed."""
         for caller, life, hang_up in self._hangups:
             self._network.answer(caller, life, hang_up)
         self.running.clear()
@@ -88,7 +88,7 @@ class SimEngine(Node):
         super().crash()
 
     def restart(self) -> None:
-        """Up again with the weights on disk at its start, which are the first ones."""
+        """Start again with the weights that were on disk first."""
         super().restart()
         self.policy_version = 0
 
@@ -100,8 +100,9 @@ class SimEngine(Node):
         answer: Callable[[EngineChunk], None],
         hang_up: Callable[[], None],
     ) -> None:
-        """Sample `request` = (context, most tokens, whether its turn cannot be resumed, whether it
-        is slow); `hang_up` if the connection breaks."""
+        """Sample `request` = (context, token limit, whether its turn cannot be resumed, whether it
+        is slow); call `hang_up` if the connection breaks.
+        """
         context, num_left, is_bound, is_slow = request
         life = caller.life
 
@@ -121,11 +122,11 @@ class SimEngine(Node):
         self._kernel.after(self._kernel.rng.uniform(0.001, 0.02), arrive)
 
     def abort(self, rid: str) -> None:
-        """End `rid` with what it has; an unknown rid is no error and has no effect."""
+        """End `rid` with the tokens so far; an unknown rid has no effect."""
         self._kernel.after(self._kernel.rng.uniform(0.001, 0.02), lambda: self._abort(rid))
 
     def pause(self) -> None:
-        """SGLang's mode `abort`: what runs ends as aborted, what comes waits."""
+        """SGLang's mode `abort`: running requests end as aborted, new ones wait."""
         self.paused = True
         self._network.num["turn_cut"] += sum(each.is_bound for each in self.running.values())
         for rid in list(self.running):

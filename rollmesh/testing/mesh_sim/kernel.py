@@ -13,37 +13,37 @@ from collections.abc import Callable
 
 
 class Node:
-    """Something with a life: it can start, crash, be born again, and freeze."""
+    """A node that can start, crash, restart and freeze."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.life = 0
-        """Counts births; calls for an earlier life are dropped."""
+        """Incarnation; calls for an earlier one are dropped."""
         self.alive = True
         self.frozen_until_s = 0.0
         self.ahead_s = 0.0
-        """Its machine's clock against the kernel's."""
+        """Offset of its machine's clock from the kernel's."""
 
     def start(self) -> None:
         """Begin to tick."""
 
     def freeze(self, until_s: float) -> None:
-        """Do nothing until then; what arrives meanwhile waits, in its order."""
+        """Freeze until then; calls wait in order."""
         self.frozen_until_s = max(self.frozen_until_s, until_s)
 
     def crash(self) -> None:
-        """Lose everything that is not on disk."""
+        """Crash: lose everything that is not on disk."""
         self.life += 1
         self.alive = False
         self.frozen_until_s = 0.0
 
     def restart(self) -> None:
-        """Begin a new life."""
+        """Start a new incarnation."""
         self.alive = True
 
 
 class Killed(Exception):
-    """The process of `node` was killed in the middle of what it does."""
+    """The process of `node` was killed in the middle of its work."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(f"{node.name} was killed")
@@ -51,7 +51,7 @@ class Killed(Exception):
 
 
 class Kernel:
-    """The agenda, the clock and the dice."""
+    """The scheduled calls, the clock and the random numbers."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -68,7 +68,7 @@ class Kernel:
         self._count = 0
 
     def now_s(self, node: Node | None = None) -> float:
-        """By the clock of `node`'s machine, or by that of nobody."""
+        """Return the time by the clock of `node`'s machine, or the kernel's."""
         return self.time_s + node.ahead_s if node else self.time_s
 
     def after(
@@ -78,7 +78,9 @@ class Kernel:
         node: Node | None = None,
         life: int | None = None,
     ) -> None:
-        """Run `call` in `delay_s`, if `node` then lives `life`, by default the one it lives now."""
+        """Run `call` in `delay_s` if `node` is then in incarnation `life`, by default its current
+        one.
+        """
         if life is None:
             life = node.life if node else 0
         # The count keeps calls of one instant in the order in which they were put here.
@@ -87,7 +89,9 @@ class Kernel:
         heapq.heappush(self._timers, (due_s, due_s, self._count, node, life, call))
 
     def run(self, max_events: int, until_s: float) -> None:
-        """Run until `max_events` have run, or it is `until_s`; the clock then shows that."""
+        """Run until `max_events` have run or `until_s` is reached, to which the clock is then
+        set.
+        """
         timers, last = self._timers, self.num_events + max_events
         while timers and self.num_events < last and timers[0][0] <= until_s:
             self.time_s, due_s, count, node, life, call = heapq.heappop(timers)

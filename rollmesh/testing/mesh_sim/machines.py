@@ -1,10 +1,12 @@
-"""The step machines that a simulation joins; a test may put a broken one in a real one's place.
+"""The step machines that a simulation joins, and counts of their state changes.
 
-Invariant: the defaults are the machines that the processes run. Driven by mesh.py, which hands them
-to the nodes.
+- The defaults are the machines that the processes run; a test may put a broken one in place of one.
+- Counting only watches; a crash is no transition.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,9 +20,43 @@ from rollmesh.trainer.checkpoints.state import CheckpointSchedule, LoopState
 from rollmesh.trainer.pacing.lifecycle import GroupLifecycle
 from rollmesh.trainer.staleness import StalenessManager
 
+NONE = "-"
+"""State before something is known, and after it is forgotten."""
 
-class Machines(msgspec.Struct, frozen=True, kw_only=True):
-    """What nodes build themselves from."""
+
+class TransitionCounts:
+    """Counts state changes by watching the states of many objects of one kind."""
+
+    def __init__(self) -> None:
+        self.num = collections.Counter[str]()
+        self._last: dict[str, dict[Any, str]] = {}
+
+    def note(self, machine: str, before: str, after: str) -> None:
+        """Count one change, unless nothing changed."""
+        if before != after:
+            self.num[f"{machine}: {before} > {after}"] += 1
+
+    def watch(self, machine: str, states: Mapping[Any, str]) -> None:
+        """Compare with the last look at the same machine; what is new or gone counts too."""
+        last = self._last.get(machine, {})
+        if last == states:
+            return
+        kind = machine.partition("@")[0]
+        for key, state in states.items():
+            if (before := last.get(key, NONE)) != state:
+                self.num[f"{kind}: {before} > {state}"] += 1
+        for key, before in last.items():
+            if key not in states:
+                self.num[f"{kind}: {before} > {NONE}"] += 1
+        self._last[machine] = dict(states)
+
+    def forget(self, machine: str) -> None:
+        """Forget the last look: a crash is no transition."""
+        self._last.pop(machine, None)
+
+
+class StepMachines(msgspec.Struct, frozen=True, kw_only=True):
+    """The machines that nodes are built from."""
 
     group_scheduler: type[GroupScheduler] = GroupScheduler
     fleet: type[Fleet] = Fleet
@@ -33,4 +69,4 @@ class Machines(msgspec.Struct, frozen=True, kw_only=True):
     plan: Callable[[LoopState | None, History], RecoveryPlan] = plan_recovery
 
 
-REAL = Machines()
+REAL = StepMachines()

@@ -1,8 +1,6 @@
-"""Builds a mesh, lets chaos loose on it, then calm, and sees whether everything came to its end.
+"""Builds a mesh, runs it with faults and then without, and checks that everything ends.
 
-    CHAOS (faults, crashes, freezes) -> CALM (a perfect network, everyone up) -> at rest, or failed
-
-Driven by `simulate`, which tests and the kept seeds call.
+CHAOS (faults, crashes, freezes) -> CALM (a perfect network, all up) -> at rest, or failed
 """
 
 import collections
@@ -12,19 +10,17 @@ import msgspec
 
 from rollmesh.testing.mesh_sim.checks import look_at_ends, look_at_journal, unsettled
 from rollmesh.testing.mesh_sim.engine import SimEngine
-from rollmesh.testing.mesh_sim.errands import POISON
-from rollmesh.testing.mesh_sim.forger import Forger
+from rollmesh.testing.mesh_sim.hostile_peers import FuzzPeer, ResultForger
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
-from rollmesh.testing.mesh_sim.launch import SimLaunch
-from rollmesh.testing.mesh_sim.machines import REAL, Machines
-from rollmesh.testing.mesh_sim.network import Faults, Network
+from rollmesh.testing.mesh_sim.machines import REAL, StepMachines
+from rollmesh.testing.mesh_sim.network import FaultChances, Network
+from rollmesh.testing.mesh_sim.rollouts import POISON
 from rollmesh.testing.mesh_sim.router import SimRouter
 from rollmesh.testing.mesh_sim.trainer import SimTrainer
-from rollmesh.testing.mesh_sim.vandal import Vandal
-from rollmesh.testing.mesh_sim.visitor import Visitor
-from rollmesh.testing.mesh_sim.worker import SimWorker
+from rollmesh.testing.mesh_sim.transient_client import TransientClient
+from rollmesh.testing.mesh_sim.worker import SimLaunch, SimWorker
 
-CHAOS = Faults(
+CHAOS = FaultChances(
     drop=0.05,
     duplicate=0.05,
     slow=0.05,
@@ -59,24 +55,24 @@ CHAOS = Faults(
     zombie=0.4,
 )
 SHORT, LONG = (600, 8), (3000, 30)
-"""Events of the chaos, at least, and groups of the trainer."""
+"""Least number of events with faults, and of groups of the trainer."""
 LONG_DIGIT = 5
-"""Of the seeds with a long one."""
+"""Events of seeds with a long phase of faults."""
 FATE_S = 0.25
-"""How often fate looks at each node."""
+"""Interval at which faults of nodes are drawn."""
 CALM_S = 120.0
-"""Virtual time in which everything must have come to its end, once calm."""
+"""Virtual time after the faults in which everything must come to rest."""
 REST_S = 2.0
-"""And stayed so."""
+"""Virtual time for which it must stay at rest."""
 JUMP_S = 60.0
 NUM_WORKERS = 4
-"""The last one joins later; every other one is of another machine."""
+"""Engines; the last one joins later, every other one runs on another machine."""
 MAX_VISITORS = 5
 VISITOR_GROUPS = 8
 
 
-class Report(msgspec.Struct):
-    """What one simulation saw."""
+class SimReport(msgspec.Struct):
+    """Counts of one simulation."""
 
     seed: int
     num_events: int
@@ -91,15 +87,17 @@ class Report(msgspec.Struct):
     num_steps: int
     num_lives: int
     num_redone: int
-    """Steps, in all lives of the trainer."""
+    """Steps of all incarnations of the trainer."""
     faults: collections.Counter[str]
     transitions: collections.Counter[str]
 
 
-class Mesh:
+class SimMesh:
     """A trainer and other clients, one router, workers and engines."""
 
-    def __init__(self, seed: int, faults: Faults, num_groups: int, machines: Machines) -> None:
+    def __init__(
+        self, seed: int, faults: FaultChances, num_groups: int, machines: StepMachines
+    ) -> None:
         self.kernel = Kernel(seed)
         self.network = Network(self.kernel, faults, machines)
         names = ["engine-0", "engine-1"]
@@ -109,9 +107,9 @@ class Mesh:
         self.kernel.on_killed = self._crash
         self.launch = SimLaunch(self.kernel, self.network)
         self.workers = [self._new_worker(index) for index in range(NUM_WORKERS)]
-        self.visitors: list[Visitor] = []
-        self._vandal = Vandal(self.kernel, self.network)
-        self._forger = Forger(self.kernel, self.network)
+        self.visitors: list[TransientClient] = []
+        self._vandal = FuzzPeer(self.kernel, self.network)
+        self._forger = ResultForger(self.kernel, self.network)
 
     def start(self) -> None:
         for node in (self.router, *self.workers[:-1]):
@@ -125,16 +123,18 @@ class Mesh:
             self._welcome(keep=True, client_id=self.visitors[0].name)
 
     def chaos(self, num_events: int) -> None:
-        """Run `num_events` events, with faults."""
+        """Run `num_events` events with faults."""
         self._fate()
         self.kernel.run(num_events, float("inf"))
 
     def calm(self) -> None:
-        """No more faults; a freeze ends by itself. AssertionError if all is not at rest in time."""
-        self.network.faults = Faults()
+        """Stop all faults; a freeze ends by itself. AssertionError if all is not at rest in
+        time.
+        """
+        self.network.faults = FaultChances()
         self.client.lay_zombies()
         for node in [*self._mortals(), *self.visitors]:
-            if not node.alive and not (isinstance(node, Visitor) and node.is_gone):
+            if not node.alive and not (isinstance(node, TransientClient) and node.is_gone):
                 node.restart()
         deadline_s = self.kernel.now_s() + CALM_S
         resting_since_s = self.kernel.now_s()
@@ -168,7 +168,7 @@ class Mesh:
 
     def _welcome(self, *, keep: bool, client_id: str = "") -> None:
         name = f"visitor-{len(self.visitors)}"
-        visitor = Visitor(
+        visitor = TransientClient(
             name, self.kernel, self.network, VISITOR_GROUPS, keep=keep, client_id=client_id
         )
         self.visitors.append(visitor)
@@ -210,7 +210,7 @@ class Mesh:
             worker.stop()
 
     def _crash(self, node: Node) -> None:
-        if isinstance(node, Visitor) and not node.keep:
+        if isinstance(node, TransientClient) and not node.keep:
             self._see_off(node)
             return
         node.crash()
@@ -223,8 +223,8 @@ class Mesh:
 
         self.kernel.after(self.kernel.rng.uniform(0.1, 2.0), rise)
 
-    def _see_off(self, visitor: Visitor) -> None:
-        """It is gone for good, with a word or without; another may come."""
+    def _see_off(self, visitor: TransientClient) -> None:
+        """A client leaves for good, with or without a goodbye; another may come."""
         if self.kernel.rng.random() < 0.3:
             self.network.num["goodbye"] += 1
             visitor.say_goodbye()
@@ -235,18 +235,18 @@ class Mesh:
             self._welcome(keep=False)
 
 
-def simulate(seed: int, faults: Faults = CHAOS, machines: Machines = REAL) -> Report:
-    """One run: events with faults, then calm until all is at rest.
+def simulate(seed: int, faults: FaultChances = CHAOS, machines: StepMachines = REAL) -> SimReport:
+    """Run one seed: events with faults, then none until all is at rest.
 
-    AssertionError tells what does not hold. Every tenth seed has a long chaos.
+    An AssertionError says what does not hold. Every tenth seed has a long phase of faults.
     """
     num_events, num_groups = LONG if seed % 10 == LONG_DIGIT else SHORT
-    mesh = Mesh(seed, faults, num_groups, machines)
+    mesh = SimMesh(seed, faults, num_groups, machines)
     mesh.start()
     mesh.chaos(num_events)
     mesh.calm()
     client = mesh.client
-    return Report(
+    return SimReport(
         seed=seed,
         num_events=mesh.kernel.num_events,
         num_groups=len(client.witness.asked),

@@ -1,8 +1,8 @@
-"""A network that drops, delays, duplicates and reorders, as its seed says.
+"""A network that drops, delays, duplicates and reorders, as its seed decides.
 
-Two kinds of traffic: messages (ZMQ: fire and forget, may be lost, doubled or overtaken) and calls
-(HTTP to an engine: an answer or an error comes back, unless the caller died). Invariant: every
-fault is counted by name, so that a test can ask whether each kind occurred. Driven by the nodes.
+- Messages (ZMQ) are sent without an answer and may be lost, doubled or overtaken.
+- Calls (HTTP to an engine) get an answer or an error unless the caller died.
+- Every fault is counted by name, so that a test can assert that each kind occurred.
 """
 
 import collections
@@ -13,18 +13,17 @@ import msgspec
 
 from rollmesh.core.errors import WireError
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
-from rollmesh.testing.mesh_sim.machines import Machines
-from rollmesh.testing.mesh_sim.transitions import Transitions
+from rollmesh.testing.mesh_sim.machines import StepMachines, TransitionCounts
 from rollmesh.wire.frames import Packet, decode, encode
 
 MALFORMED_DIGIT = 4
-"""Of the seeds with malformed results. The others stay as they were before there were any."""
+"""Last digit of the seeds with malformed results; the others stay as they were."""
 ON_WIRE = 10
-"""In every so manyth seed messages travel as their bytes, which is slower."""
+"""In one of this many seeds messages travel as bytes, which is slower."""
 
 
-class Faults(msgspec.Struct, frozen=True, kw_only=True):
-    """Chances of each fault; all zero is a perfect network."""
+class FaultChances(msgspec.Struct, frozen=True, kw_only=True):
+    """Probability of each fault; all zero is a perfect network."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -37,7 +36,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     freeze: float = 0.0
     """Per second and node."""
     cancel: float = 0.0
-    """Per tick: the client changes its mind about a group."""
+    """Per tick: the client cancels a group."""
     not_kept: float = 0.0
     """A result that the journal could not write."""
     reader_left: float = 0.0
@@ -47,13 +46,13 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = 0.0
     """Per visitor's ask: it has one."""
     stall: float = 0.0
-    """Per second and worker: its loop is held, while it beats."""
+    """Per second and worker: its loop is held while it sends heartbeats."""
     recycle: float = 0.0
-    """Per second and worker: it finishes what it has and starts afresh."""
+    """Per second and worker: it finishes what it has and restarts."""
     full: float = 0.0
-    """Per second and worker: what it holds is over its budget for a while."""
+    """Per second and worker: it is over its budget for a while."""
     drain: float = 0.0
-    """Per second and worker: somebody tells the router to drain it."""
+    """Per second and worker: the router is asked to drain it."""
     stop: float = 0.0
     """Per second and worker: SIGTERM; it cuts short what does not end in a moment."""
     jump: float = 0.0
@@ -67,7 +66,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     lie: float = 0.0
     """Per second of the publisher: what an engine sampled is found not to be of its weights."""
     nonsense: float = 0.0
-    """Per second: a message about nothing real, to anybody."""
+    """Per second: a message about objects that do not exist, to any node."""
     forged: float = 0.0
     """Per second: a stranger sends a client a result of its open, ended or unknown group."""
     malformed: float = 0.0
@@ -87,29 +86,29 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     save_broke: float = 0.0
     """Per life of the trainer: the newest checkpoint is no longer whole."""
     zombie: float = 0.0
-    """Per death of the trainer: its publisher is frozen for a while, and goes on."""
+    """Per death of the trainer: its publisher is frozen for a while, and then continues."""
 
 
 class Network:
     """Carries packets between nodes by name."""
 
-    def __init__(self, kernel: Kernel, faults: Faults, machines: Machines) -> None:
+    def __init__(self, kernel: Kernel, faults: FaultChances, machines: StepMachines) -> None:
         self.kernel = kernel
         self.machines = machines
-        """What the nodes on this network are built from."""
+        """The machines of the nodes on this network."""
         self.faults = faults
         self.num = collections.Counter[str]()
         """How often each fault occurred."""
-        self.transitions = Transitions()
+        self.transitions = TransitionCounts()
         self._receivers: dict[str, tuple[Node, Callable[[str, Packet], None]]] = {}
         self._is_on_wire = kernel.seed % ON_WIRE == 0
 
     def attach(self, node: Node, receive: Callable[[str, Packet], None]) -> None:
-        """Hand `node` what is sent to its name."""
+        """Deliver to `node` what is sent to its name."""
         self._receivers[node.name] = (node, receive)
 
     def send(self, source: Node, target: str, packet: Packet) -> None:
-        """One message; whether it arrives, once, twice or late is the dice's matter."""
+        """Send one message; the random numbers decide whether it arrives, once, twice or late."""
         known = self._receivers.get(target)
         if known is None:
             self.num["no_such_peer"] += 1
@@ -132,23 +131,23 @@ class Network:
             self.kernel.after(delay_s, arrive, node)
 
     def inject(self, source: str, target: str, packet: Packet) -> None:
-        """Hand over a message of a peer that is no node, at once, if its target runs."""
+        """Deliver a message of a peer that is no node, at once, if its target runs."""
         node, receive = self._receivers[target]
         if node.alive and node.frozen_until_s <= self.kernel.now_s():
             receive(source, packet)
 
     def spoils_a_result(self) -> bool:
-        """Whether the result that a worker has just made is malformed."""
+        """Return whether the result that a worker has just made is malformed."""
         if self.kernel.seed % 10 != MALFORMED_DIGIT:
             return False
         return self.strikes("malformed")
 
     def answer(self, caller: Node, life: int, answer: Callable[[], None]) -> None:
-        """Bring an answer back to `caller`, if it still lives the life in which it called."""
+        """Return an answer to `caller` if it is still in the incarnation that called."""
         self.kernel.after(self.kernel.rng.uniform(0.001, 0.01), answer, caller, life)
 
     def strikes(self, fault: str, seconds: float = 1.0) -> bool:
-        """Whether this fault happens now, or within `seconds`; counted if it does."""
+        """Return whether this fault happens now, or within `seconds`; count it if it does."""
         chance: float = getattr(self.faults, fault)
         if not chance or self.kernel.rng.random() >= chance * seconds:
             return False
@@ -156,7 +155,7 @@ class Network:
         return True
 
     def _fate_of_message(self) -> str:
-        """`drop`, `duplicate`, `slow`, or nothing of the kind: one throw of the dice for all."""
+        """Draw `drop`, `duplicate`, `slow` or none of them."""
         left, faults = self.kernel.rng.random(), self.faults
         if left >= faults.drop + faults.duplicate + faults.slow:
             return ""

@@ -1,8 +1,7 @@
 """The simulated publisher: the Publisher machine and its calls to engines.
 
-One for each life of the trainer, under a name of its own, as each has its own route to the router.
-An old one may outlive its trainer for a while: what it says then is from another time. Driven by
-the trainer and the kernel: ticks, the router's answers, the engines' answers.
+Each incarnation of the trainer has one with a name of its own. An earlier one may outlive its
+trainer for a while and send outdated messages.
 """
 
 from collections.abc import Callable
@@ -40,7 +39,7 @@ SETTINGS = PublisherSettings(
 
 
 class SimPublisher(Node):
-    """The publisher of one life of the trainer."""
+    """The publisher of one incarnation of the trainer."""
 
     def __init__(
         self,
@@ -51,8 +50,9 @@ class SimPublisher(Node):
         on_end: Callable[[int], None],
         run: str,
     ) -> None:
-        """`on_end` is called with each policy version that engines have begun to sample with;
-        publishers of one `run` run one after the other."""
+        """Call `on_end` with each policy version that engines begin to sample with; publishers of
+        one `run` run one after the other.
+        """
         super().__init__(name)
         self._kernel = kernel
         self._network = network
@@ -66,7 +66,7 @@ class SimPublisher(Node):
         self._refused: int | None = None
         """The version of the last publication, if no engine accepted it."""
         self._drains: dict[str, tuple[float, bool]] = {}
-        """When each began, and whether its last look saw nothing run."""
+        """When each engine's drain began, and whether its last look saw nothing running."""
         network.attach(self, self._receive)
 
     def start(self) -> None:
@@ -77,7 +77,7 @@ class SimPublisher(Node):
         self._network.transitions.forget(self._watched)
 
     def publish(self, policy_version: int) -> None:
-        """Bring the newest weights to the engines, under this name."""
+        """Publish the newest weights under this name."""
         self.is_publishing = True
         self._give(PublishRequested(policy_version, f"v{policy_version}", probe_of(policy_version)))
 
@@ -127,7 +127,7 @@ class SimPublisher(Node):
                     self._note(action)
 
     def _note(self, action: Accepted | PublishEnded) -> None:
-        """Count a refused publication once it is accepted, as trainer/weights/folder.py does."""
+        """Count a refused publication once it is accepted, as trainer/weights does."""
         match action:
             case Accepted(policy_version):
                 self._accepted = policy_version
@@ -142,7 +142,7 @@ class SimPublisher(Node):
                     self._on_end(report.policy_version)
 
     def _note_lease(self, url: str) -> None:
-        """One that is renewed is no new drain."""
+        """Begin a drain; a renewed one is not a new one."""
         if self._publisher.phases()[url] is UpdatePhase.BEGINNING:
             self._drains.pop(url, None)
         else:
@@ -173,14 +173,14 @@ class SimPublisher(Node):
         self._kernel.after(call.after_s + self._kernel.rng.uniform(0.001, 0.05), arrive)
 
     def _check_drain(self, engine: SimEngine) -> None:
-        """What runs is cut only when nothing ran, or when it had its time."""
+        """Cut running requests only when none ran, or when they had their time."""
         begun_s, was_idle = self._drains[engine.name]
         spent_s = self._kernel.now_s(self) - begun_s
         assert was_idle or spent_s >= SETTINGS.lease_s * SETTINGS.drain_leases
 
 
 def carry_out(engine: SimEngine, call: RunPhase) -> None:
-    """What the engine does when asked."""
+    """Carry out a request at the engine."""
     match call.phase:
         case UpdatePhase.PAUSING:
             engine.pause()
@@ -191,5 +191,5 @@ def carry_out(engine: SimEngine, call: RunPhase) -> None:
 
 
 def probe_of(policy_version: int) -> Probe:
-    """Scores that tell every version from the next."""
+    """Return scores that differ between versions."""
     return Probe((1, 2), (-float(policy_version),))

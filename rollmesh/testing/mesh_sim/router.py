@@ -1,7 +1,6 @@
-"""The simulated router process: Ledger and Fleet behind one name, as serve/router joins them.
+"""The simulated router process: group scheduler and fleet behind one name, as in serve/router.
 
-It keeps nothing over a crash: a new life is a new incarnation with the engines of its argv.
-Driven by the kernel: ticks, messages, and the answers of engines to probes.
+It keeps nothing over a crash: a restart is a new incarnation with the engines of its argv.
 """
 
 import collections
@@ -46,9 +45,9 @@ from rollmesh.wire.messages import (
 
 TICK_S = 0.1
 MAX_ATTEMPTS = (1000, 3)
-"""Every other seed bounds them, and bad luck then ends groups with that reason."""
+"""Limit on attempts in every other seed, in which bad luck then ends groups with that reason."""
 MAX_QUEUED = (5, 10_000, 10_000)
-"""Every third seed has a queue that is often full."""
+"""Queue length of every third seed, often full."""
 CLIENT_GRACE_S = 3.0
 OF_THE_FLEET = frozenset({*typing.get_args(FleetAsk), EngineFaulted})
 FLEET = FleetSettings(probe_s=0.5, join_probe_s=0.1, answer_s=1.0, fence_s=0.3, push_s=0.5)
@@ -71,16 +70,17 @@ class SimRouter(Node):
             max_queued_groups=MAX_QUEUED[kernel.seed % 3],
         )
         self._excuses: collections.Counter[GroupId] = collections.Counter()
-        """In all its lives."""
+        """Counts of all incarnations."""
         self._begun: dict[GroupId, set[int]] = collections.defaultdict(set)
-        """Attempts that a worker confirmed to a router of any life."""
+        """Attempts that a worker confirmed to a router of any incarnation."""
         self._unconfirmed: set[tuple[GroupId, int]] = set()
-        """Attempts that the router of this life sent to a worker, until one confirms them; an
-        earlier life may have sent another attempt with the same number."""
+        """Attempts that this incarnation sent to a worker, until one confirms them; an earlier one
+        may have sent another attempt with the same number.
+        """
         self._unbegun: dict[GroupId, set[int]] = collections.defaultdict(set)
         """Attempts that ended before they were confirmed; their client knows of the excuse."""
         self._given: dict[str, dict[GroupId, None]] = collections.defaultdict(dict)
-        """What each worker was ever told to run."""
+        """Everything that each worker was asked to run."""
         self._begin_life()
         network.attach(self, self._receive)
 
@@ -102,7 +102,7 @@ class SimRouter(Node):
         self.start()
 
     def held(self) -> int:
-        """Everything that should be gone when nothing is left to do."""
+        """Return everything that should be gone at rest."""
         return (
             sum(entries(self.group_scheduler).values()) + self.group_scheduler.table.num_body_bytes
         )
@@ -153,14 +153,14 @@ class SimRouter(Node):
         assert not is_fenced or ready != {ask.url}, "the last engine was fenced"
 
     def _check_seats(self) -> None:
-        """A group and its worker know of each other, and of no third."""
+        """Assert that a group and its worker refer to each other only."""
         seated = {g: w.worker_id for w in self.group_scheduler.membership.workers for g in w.groups}
         groups = self.group_scheduler.table.groups.values()
         assert seated == {g.group_id: g.worker_id for g in groups if g.worker_id}
         assert sum(len(w.groups) for w in self.group_scheduler.membership.workers) == len(seated)
 
     def _note_excuses(self, message: AnyMessage) -> None:
-        """Whose attempts may not count after this message, at most."""
+        """Return the groups whose attempts may be excused after this message."""
         if isinstance(message, GroupReturned):
             self._excuses[message.group_id] += 1
         elif isinstance(message, GroupStarted | WorkerHello):

@@ -4,10 +4,10 @@
     published under a new version) -> MEASURING (an evaluation, in some seeds) -> TRAINING (asks
     again) --killed at any moment--> RISING
 
-A shell of the course, as pacer and train loop are: what becomes of each group that says, and this
-carries it out. Its weights are the steps that they are made of, so that witness.py can tell whether
-any is missing, doubled or of other groups. Invariant: over a life's end it keeps the journal, its
-ledger and the checkpoints that were whole by then, nothing else. Driven by the kernel.
+- The group life cycle decides what happens to each group, as in the pacer and the train loop.
+- Its weights are the steps that they are made of, so that training_history.py finds one that is
+  missing, doubled or of other groups.
+- Over a restart it keeps the journal, its records and whole checkpoints, nothing else.
 """
 
 from collections import deque
@@ -21,13 +21,13 @@ from rollmesh.core.types import Task
 from rollmesh.serve.client.asks import Cancelled
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import GroupParted, Published, StepTaken, num_in
-from rollmesh.testing.mesh_sim.asker import TICK_S
-from rollmesh.testing.mesh_sim.client import NUM_SAMPLES, Ended, SimClient
+from rollmesh.testing.mesh_sim.client import NUM_SAMPLES, SimClient, TakenGroup
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.publisher import SimPublisher
-from rollmesh.testing.mesh_sim.witness import Witness
+from rollmesh.testing.mesh_sim.requesting_client import TICK_S
+from rollmesh.testing.mesh_sim.training_history import TrainingHistory
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
 from rollmesh.trainer.checkpoints.state import LoopState
 from rollmesh.trainer.pacing.lifecycle import (
@@ -63,49 +63,49 @@ POLICIES = [
     ),
 ]
 SAVE_STEPS = (1, 2, 50)
-"""Between checkpoints; the last is only for those that a full journal forces."""
+"""Steps between checkpoints; the last setting is only for those that a full journal forces."""
 PUBLISH_STEPS = (1, 2)
-"""Between publications; by two some steps train what those before have left them room for."""
+"""Steps between publications; with two, some steps train what those before have left them."""
 NUM_EVALS = (0, 3)
 """Groups of the evaluation before all steps."""
 NUM_SAVES = 2
-"""Checkpoints that are kept."""
+"""Number of checkpoints that are kept."""
 STEP_S = (0.05, 0.4)
 SAVE_S = (0.02, 0.8)
 MOST_AT_ONCE = 3
 """Results that the client hands out in a turn."""
 
 
-class Save(msgspec.Struct, frozen=True):
+class SimCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint."""
 
     state: LoopState
     weights: tuple[StepTaken, ...]
     num_left: int
-    """How much of the ledger it covers."""
+    """Length of the part of the drop record that it covers."""
 
 
 class SimTrainer(SimClient):
-    """See the module."""
+    """The trainer's process."""
 
     staleness: StalenessManager
     course: GroupLifecycle
     waiting: set[GroupId]
-    """Groups whose results are here, and have not left."""
+    """Groups whose results are here and have not left."""
 
     def __init__(
         self, kernel: Kernel, network: Network, engines: dict[str, SimEngine], num_groups: int
     ) -> None:
         super().__init__(kernel, network)
         self._settings = POLICIES[kernel.seed // 2 % len(POLICIES)]
-        self.witness = Witness(self._settings, NUM_SAMPLES)
+        self.witness = TrainingHistory(self._settings, NUM_SAMPLES)
         self.disk.on_write = self.witness.wrote
         self.endings = self.witness.endings
         self.publisher: SimPublisher | None = None
         self.zombies: list[SimPublisher] = []
         """Publishers whose trainer is dead."""
         self.group_scheduler: list[GroupLeft] = []
-        """How groups have left; a life goes on from what its checkpoint covers of it."""
+        """How groups have left; a restart continues from what its checkpoint covers of it."""
         self._engines = engines
         self._num_to_ask = num_groups
         # One without a name takes nothing over: leases alone free what its dead one held. One with
@@ -115,8 +115,8 @@ class SimTrainer(SimClient):
         self._publish_steps = PUBLISH_STEPS[kernel.seed // 8 % len(PUBLISH_STEPS)]
         self._num_to_measure = NUM_EVALS[kernel.seed // 4 % len(NUM_EVALS)]
         self._forget_all(plan_recovery(None, History()), [])
-        self._shelf: list[Save] = []
-        """Whole checkpoints, the newest last."""
+        self._shelf: list[SimCheckpoint] = []
+        """Whole checkpoints, newest last."""
 
     # what remains to be done
 
@@ -126,14 +126,14 @@ class SimTrainer(SimClient):
 
     @property
     def is_busy(self) -> bool:
-        """It has something to do that nobody else needs to begin."""
+        """Return whether it has work that it can begin by itself."""
         is_before = not self._is_admitting or self._is_measuring
         return bool(self._redo or self.arrivals or self._is_training or is_before)
 
     # lives
 
     def start(self) -> None:
-        """Rise, for the first time or again."""
+        """Start, for the first time or again."""
         save = self._newest_save()
         history = self.open_book()
         plan = self._network.machines.plan(save.state if save else None, history)
@@ -179,16 +179,16 @@ class SimTrainer(SimClient):
             self.publisher.freeze(until_s)
 
     def lay_zombies(self) -> None:
-        """Those that still walk are killed at last."""
+        """Kill publishers that still run."""
         for each in self.zombies:
             if each.alive:
                 each.crash()
 
     def look_at_ledger(self) -> None:
-        """Check the ledger, at rest."""
+        """Check the record of groups, at rest."""
         self.witness.look_at_ledger(self.group_scheduler, self.waiting)
 
-    def _newest_save(self) -> Save | None:
+    def _newest_save(self) -> SimCheckpoint | None:
         if self._shelf and self._network.strikes("save_broke"):
             self._shelf.pop()
         return self._shelf[-1] if self._shelf else None
@@ -274,11 +274,11 @@ class SimTrainer(SimClient):
 
     def _take_again(self, again: StepTaken) -> None:
         for group_id in again.group_ids:
-            self._book(Ended(group_id, self.open(self._filed[group_id])))
+            self._book(TakenGroup(group_id, self.open(self._filed[group_id])))
         self._do(self.course.step(RetakeStep(again)))
         assert self._is_training, f"step {again.step} is not redone"
 
-    def _book(self, ended: Ended) -> None:
+    def _book(self, ended: TakenGroup) -> None:
         group_id, turns = ended.group_id, ended.turns
         if turns is None:
             self._do(self.course.step(ResultMissing(group_id, ended.reason)))
@@ -336,7 +336,9 @@ class SimTrainer(SimClient):
             self._publish(self._num_steps)
 
     def _publish(self, num_steps: int, and_then: Callable[[], None] = lambda: None) -> None:
-        """As soon as the publication before is over; the loop goes on as this one begins."""
+        """Publish as soon as the publication before is over; the loop continues when this one
+        begins.
+        """
         assert self.publisher
         if self.publisher.is_publishing:
             self._kernel.after(TICK_S, lambda: self._publish(num_steps, and_then), self)
@@ -372,11 +374,11 @@ class SimTrainer(SimClient):
             ended=self.course.gone,
             waiting=self.course.to_ask_again,
         )
-        save = Save(state, tuple(self._weights), len(self.group_scheduler))
+        save = SimCheckpoint(state, tuple(self._weights), len(self.group_scheduler))
         delay_s = self._kernel.rng.uniform(*SAVE_S)
         self._kernel.after(delay_s, lambda: self._end_save(save), self)
 
-    def _end_save(self, save: Save) -> None:
+    def _end_save(self, save: SimCheckpoint) -> None:
         self._is_saving = False
         if self._network.strikes("save_failed"):
             return

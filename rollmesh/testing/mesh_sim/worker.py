@@ -1,12 +1,14 @@
-"""A simulated worker: its machine for groups, a machine for each turn, attempts to engines.
+"""A simulated worker and the launcher that restarts it.
 
     UP --crash, killed by a task, drained, recycled--> its process ended --launch--> UP
 
-Invariant: crashing loses all of it, and an answer to an earlier life reaches nobody. It beats from
-a node of its own, so that a held loop stops everything but the beats. Driven by the kernel: ticks,
-messages, and the answers of engines.
+- A crash loses everything, and an answer to an earlier incarnation is dropped.
+- Heartbeats come from a node of their own, so that a held loop stops everything else.
+- The launcher reports a local worker's end to the router once, and that message may be lost. It
+  never dies.
 """
 
+import collections
 from typing import Protocol
 
 import msgspec
@@ -43,31 +45,35 @@ from rollmesh.serve.server.worker_machine import (
     WornOut,
 )
 from rollmesh.serve.server.worker_machine import Action as DutyAction
-from rollmesh.testing.mesh_sim.asker import MALFORMED
 from rollmesh.testing.mesh_sim.engine import EngineChunk, SimEngine
-from rollmesh.testing.mesh_sim.errands import PLAIN, POISON, Errands
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.mesh_sim.rollouts import SimRollout
-from rollmesh.testing.mesh_sim.turns import GroupTurns
+from rollmesh.testing.mesh_sim.requesting_client import MALFORMED
+from rollmesh.testing.mesh_sim.rollouts import (
+    PLAIN,
+    POISON,
+    EnginelessGroups,
+    SimGroupTurns,
+    SimRollout,
+)
 from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.fleet import EngineFaulted, FleetChanged
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
-from rollmesh.wire.messages import EnvFailed, WorkerBeat
+from rollmesh.wire.messages import AskDrain, DrainAnswered, EnvFailed, WorkerBeat, WorkerExited
 
 TICK_S = 0.1
 BEAT_S = 0.2
 DRAIN_S = 0.3
 FAREWELL_S = 0.3
-"""What a stopped worker has to finish, and then to deliver."""
+"""Seconds that a stopped worker has to finish, and then to deliver."""
 
 
 class Parent(Protocol):
-    """Who started the process."""
+    """The parent of the worker's process."""
 
     def ended(self, worker: "SimWorker", pid: int, cause: str) -> None:
-        """It has ended."""
+        """The process has ended."""
 
 
 class SimWorker(Node):
@@ -88,11 +94,11 @@ class SimWorker(Node):
         self._host = "here" if is_local else "there"
         self.beater = Node(f"{name}.beat")
         self.kills: dict[GroupId, int] = {}
-        """How often each group has killed this worker's process, in all its lives."""
+        """How often each group has killed this worker's process."""
         self._parent = parent
         self._stalled_s = 0.0
         self.full_until_s = 0.0
-        """Until then what it holds is over its budget, as long as it has groups."""
+        """Until then it is over its budget, as long as it has groups."""
         self._has_parcels = False
         self._kernel = kernel
         self._network = network
@@ -110,7 +116,7 @@ class SimWorker(Node):
         self.end("killed by signal 9")
 
     def end(self, cause: str) -> None:
-        """The process is over; its parent hears why."""
+        """End the process; its parent learns why."""
         pid = self._pid
         super().crash()
         self.beater.crash()
@@ -134,22 +140,22 @@ class SimWorker(Node):
             self.start()
 
     def freeze(self, until_s: float) -> None:
-        """As SIGSTOP: beats stop too."""
+        """Suspend the process: heartbeats stop too."""
         super().freeze(until_s)
         self.beater.freeze(until_s)
 
     def stall(self, until_s: float) -> None:
-        """A task holds the loop; the beats go on."""
+        """Hold the loop; heartbeats continue."""
         self._stalled_s = self._kernel.now_s()
         super().freeze(until_s)
 
     def stop(self) -> None:
-        """As SIGTERM: it has a moment for what it runs, and another to deliver."""
+        """Terminate: it has a moment for what it runs, and another to deliver."""
         self._do(self.duties.step(StopAsked("the worker was stopped"), self._kernel.now_s(self)))
         self._kernel.after(DRAIN_S, self._cut_short, self)
 
     def wear_out(self) -> None:
-        """It has served long enough."""
+        """The worker is worn out."""
         self._do(self.duties.step(WornOut("so many rollouts"), self._kernel.now_s(self)))
 
     def _cut_short(self) -> None:
@@ -162,7 +168,7 @@ class SimWorker(Node):
         self.end("exit code 0")
 
     def held(self) -> int:
-        """Everything that should be gone when nothing is left to do."""
+        """Return everything that should be gone at rest."""
         held = len(self.groups) + len(self.payloads) + len(self.errands)
         return held + len(self.duties.holds())
 
@@ -174,7 +180,7 @@ class SimWorker(Node):
         self.view = FleetView()
         self.groups: dict[GroupId, list[SimRollout]] = {}
         self.payloads: dict[GroupId, bytes] = {}
-        self.errands = Errands(self._kernel, self, self._end_errand, self._be_killed)
+        self.errands = EnginelessGroups(self._kernel, self, self._end_errand, self._be_killed)
         self.duties = WorkerMachine(
             WorkerMachineSettings(
                 worker_id=self.name,
@@ -337,7 +343,7 @@ class SimWorker(Node):
         error = next((each.error for each in siblings if each.error), "")
         turns = () if error else tuple(turn for each in siblings for turn in each.turns)
         failed = tuple(each.index for each in siblings if each.has_failed)
-        payload = msgspec.msgpack.encode(GroupTurns(turns, error, failed))
+        payload = msgspec.msgpack.encode(SimGroupTurns(turns, error, failed))
         del self.groups[rollout.group_id]
         self._tell_ended(rollout.group_id, complete=not error, payload=payload)
 
@@ -387,3 +393,58 @@ class SimWorker(Node):
             rollout.step(event)
         else:
             machine.step(event, self._kernel.now_s(self))
+
+
+SAY_DRAIN_S = 0.5
+SAY_DRAINS = 3
+"""Limit on repetitions of an AskDrain."""
+
+
+class SimLaunch(Node):
+    """Restarts workers, and sends drains."""
+
+    def __init__(self, kernel: Kernel, network: Network) -> None:
+        super().__init__("launch")
+        self.num_ends: collections.Counter[str] = collections.Counter()
+        """Processes that ended, by worker."""
+        self._kernel = kernel
+        self._network = network
+        self._drains: dict[int, str] = {}
+        self._num_drains = 0
+        network.attach(self, self._receive)
+
+    def ended(self, worker: SimWorker, pid: int, cause: str) -> None:
+        """A worker's process has ended; another one is started."""
+        self.num_ends[worker.name] += 1
+        if worker.is_local:
+            exited = WorkerExited(worker.name, pid, cause)
+            self._network.send(self, "router", Packet(exited))
+        self.raise_in(self._kernel.rng.uniform(0.1, 2.0), worker)
+
+    def raise_in(self, delay_s: float, worker: SimWorker) -> None:
+        """Start its process at that time unless it runs."""
+
+        def rise() -> None:
+            if not worker.alive:
+                worker.restart()
+
+        self._kernel.after(delay_s, rise)
+
+    def drain(self, worker: SimWorker) -> None:
+        """Send the request of `rollmesh drain`."""
+        self._num_drains += 1
+        self._drains[self._num_drains] = worker.name
+        self._say_drain(self._num_drains, SAY_DRAINS)
+
+    def _say_drain(self, ask_id: int, num_left: int) -> None:
+        worker_id = self._drains.get(ask_id)
+        if worker_id is None or not num_left:
+            self._drains.pop(ask_id, None)
+            return
+        self._network.send(self, "router", Packet(AskDrain(ask_id, worker_id, "why not")))
+        self._kernel.after(SAY_DRAIN_S, lambda: self._say_drain(ask_id, num_left - 1))
+
+    def _receive(self, source: str, packet: Packet) -> None:
+        assert source == "router"
+        assert isinstance(packet.message, DrainAnswered)
+        self._drains.pop(packet.message.ask_id, None)

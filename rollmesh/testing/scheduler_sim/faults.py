@@ -6,10 +6,10 @@ Driven by fleet.py.
 
 import msgspec
 
-from rollmesh.testing.mesh_sim.network import Faults
+from rollmesh.testing.mesh_sim.network import FaultChances
 
 
-class FleetFaults(Faults, frozen=True, kw_only=True):
+class FleetFaults(FaultChances, frozen=True, kw_only=True):
     """Chances of each fault; those of mesh_sim that name no node of a fleet are not looked at."""
 
     engine_hang: float = 0.0

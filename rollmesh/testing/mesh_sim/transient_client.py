@@ -1,11 +1,10 @@
-"""A client beside the trainer in the simulated mesh: it asks, changes its mind, crashes, vanishes.
+"""A client beside the trainer in the simulated mesh: it asks, cancels, crashes and vanishes.
 
-    one that keeps:  UP <--> DOWN, and comes back with its journal, its name and its sink
-    any other:       UP --crash, goodbye--> GONE for good; who comes then is another client
+    one that keeps:  UP <--> DOWN, and returns with its journal, its name and its sink
+    any other:       UP --crash, goodbye--> GONE for good; the next one is another client
 
-An asker (asker.py) whose journal survives a crash: what it asked for and what has ended. Its groups
-are errands (errands.py), some of which kill their worker. Invariant: a group ends once in all its
-lives. Driven by the kernel and by mesh.py.
+Its journal (requests and ends) survives a crash. Its groups need no engine, and some kill their
+worker.
 """
 
 import msgspec
@@ -13,18 +12,18 @@ import msgspec
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.serve.client.asks import Asked, AskMachine, AskSettings, Cancelled, Closed
 from rollmesh.serve.client.journal_entries import GroupTried
-from rollmesh.testing.mesh_sim.asker import BEAT_S, TICK_S, Asker
-from rollmesh.testing.mesh_sim.errands import PLAIN, POISON
 from rollmesh.testing.mesh_sim.kernel import Kernel
 from rollmesh.testing.mesh_sim.network import Network
+from rollmesh.testing.mesh_sim.requesting_client import BEAT_S, TICK_S, RequestingClient
+from rollmesh.testing.mesh_sim.rollouts import PLAIN, POISON
 from rollmesh.wire.machine import Ticked
 
 MAX_OPEN = 4
 PATIENCE_S = 10.0
-"""With a full router: longer than all workers take to restart, one after the other."""
+"""Patience with a full router: longer than the restart of all workers, one after the other."""
 
 
-class Visitor(Asker):
+class TransientClient(RequestingClient):
     """One client with one sink."""
 
     def __init__(
@@ -37,12 +36,12 @@ class Visitor(Asker):
         keep: bool,
         client_id: str = "",
     ) -> None:
-        """`client_id` is its name to the router, where that is another's too."""
+        """`client_id` is its name at the router, if another client has it too."""
         super().__init__(name, kernel, network)
         self._client_id = client_id or name
         self.keep = keep
         self.asked: dict[GroupId, Asked] = {}
-        """With the endings its journal: what it wanted."""
+        """With the ends its journal: the groups that it asked for."""
         self._tries: dict[GroupId, GroupTried] = {}
         self._num_to_ask = num_groups
         self._weight = kernel.rng.randint(1, 3)
@@ -50,12 +49,12 @@ class Visitor(Asker):
 
     @property
     def is_gone(self) -> bool:
-        """It will never be back, and wants nothing more."""
+        """Leave for good: it wants nothing more."""
         return not self.alive and not self.keep
 
     @property
     def is_done(self) -> bool:
-        """All that it wanted has ended, and it wanted all that it was to want."""
+        """Return whether everything that it was to ask for was asked for and has ended."""
         has_all = len(self.endings) == len(self.asked) == self._num_to_ask
         return has_all and not self.asks.open and not self.asks.num_cancels
 
@@ -75,7 +74,7 @@ class Visitor(Asker):
         self.start()
 
     def say_goodbye(self) -> None:
-        """It ends in good order."""
+        """Leave with a goodbye."""
         self._tell(Closed())
         self.crash()
 

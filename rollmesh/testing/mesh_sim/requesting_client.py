@@ -1,7 +1,8 @@
 """A client of the simulated mesh: AskMachine and ResultSink, joined as in RolloutClient.
 
-Its journal is written synchronously, as in the process. A group ends once. Subclasses say what is
-requested and what they do with a result.
+- Its journal is written synchronously, as in the process.
+- A group ends once in all incarnations of its client, for a reason that begins with a code of
+  wire/messages.py.
 """
 
 from rollmesh.core.ids import GroupId
@@ -9,29 +10,66 @@ from rollmesh.serve.client.arrivals import Action as SinkAction
 from rollmesh.serve.client.arrivals import Keep, Kept, Malformed, RecordDrop, ResultSink
 from rollmesh.serve.client.asks import Action, Arrived, AskEnded, AskMachine, Event, ResultFailed
 from rollmesh.serve.client.journal_entries import GroupTried
-from rollmesh.testing.mesh_sim.endings import Endings
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.machine import ROUTER, Received, Send
 
+CODES = {
+    "attempts_exhausted",
+    "cancelled",
+    "client_left",
+    "deadline",
+    "env_failed",
+    "incomplete",
+    "infra_error",
+    "overloaded",
+    "quarantined",
+}
+
+
+class GroupEnds:
+    """A client that journals and acks results; subclasses decide what to request."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[GroupId, str] = {}
+        """Reason of each group's end; '' for a result."""
+
+    def __contains__(self, group_id: object) -> bool:
+        return group_id in self.reasons
+
+    def __len__(self) -> int:
+        return len(self.reasons)
+
+    @property
+    def num_results(self) -> int:
+        return sum(not reason for reason in self.reasons.values())
+
+    def add(self, group_id: GroupId, reason: str) -> None:
+        """Record that the group has ended at its sink."""
+        assert group_id not in self.reasons, f"{group_id} ended twice"
+        code = reason.partition(":")[0]
+        assert code in CODES or not reason, f"{group_id} ended for no known reason: {reason}"
+        self.reasons[group_id] = reason
+
+
 TICK_S = 0.1
 BEAT_S = 0.2
 FORGED = b"forged"
-"""Begins the body of a result that no worker of the mesh has sent."""
+"""Prefix of the body of a result that no worker of the mesh has sent."""
 MALFORMED = b"\xc1malformed"
 """Body of a worker's result that no client can read."""
 
 
-class Asker(Node):
-    """See the module."""
+class RequestingClient(Node):
+    """A client that journals and acks results; subclasses decide what to request."""
 
     asks: AskMachine
     sink: ResultSink
 
     def __init__(self, name: str, kernel: Kernel, network: Network) -> None:
         super().__init__(name)
-        self.endings = Endings()
+        self.endings = GroupEnds()
         self._kernel = kernel
         self._network = network
         network.attach(self, self._receive)
@@ -49,7 +87,7 @@ class Asker(Node):
         """More attempts at a group have begun."""
 
     def _tell(self, event: Event) -> None:
-        """Step the asks, and do what they say."""
+        """Step the asks and carry out their actions."""
         self._do_asks(self.asks.step(event, self._kernel.now_s(self)))
 
     def _receive(self, source: str, packet: Packet) -> None:
@@ -94,7 +132,7 @@ class Asker(Node):
             self._keep(keep)
 
     def _fault_in(self, body: Buffer) -> str:
-        """Why a result cannot be used; '' where it can."""
+        """Return why a result cannot be used; '' if it can."""
         return "malformed result" if body == MALFORMED else ""
 
     def _keep(self, keep: Keep) -> None:

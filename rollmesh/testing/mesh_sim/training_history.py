@@ -1,10 +1,10 @@
-"""Who sees all that the simulated trainer ever wrote, and what its weights are made of.
+"""The history of the simulated trainer: everything that it wrote, checked as it is written.
 
-The journal is the history: what stands there has happened, in whichever life. Invariants, checked
-as it is written: a group is asked for once and ends once, and is of exactly one step; no step and
-no policy version is named twice; no token that trains is older than the bound; a step that is done
-again trains the same tokens; and weights are made of the steps of the history, each with its own
-groups, in order, whoever trained them how often. Driven by the disk and by trainer.py.
+- A group is asked for once, ends once, and is in exactly one step. No step and no policy version is
+  named twice.
+- No token that trains is older than the bound; a redone step trains the same tokens.
+- Weights are made of the steps of the history, each with its own groups, in order, however often
+  they were trained.
 """
 
 import msgspec
@@ -21,31 +21,31 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
     decode_entry,
 )
-from rollmesh.testing.mesh_sim.endings import Endings
-from rollmesh.testing.mesh_sim.turns import GroupTurns
+from rollmesh.testing.mesh_sim.requesting_client import GroupEnds
+from rollmesh.testing.mesh_sim.rollouts import SimGroupTurns
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.lifecycle import MAX_REQUEUES, GroupLeft, GroupOutcome, TrainGroups
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from rollmesh.wire.bodies import decode_ask
 
 Rollouts = tuple[frozenset[int], ...]
-"""The policy versions of the tokens of each that may train."""
+"""Policy versions of the tokens of each rollout that may train."""
 
 
-class Witness:
-    """See the module."""
+class TrainingHistory:
+    """Everything that the simulated trainer ever wrote, checked as it is written."""
 
     def __init__(self, settings: StalenessSettings, num_samples: int) -> None:
         self.settings = settings
         self.asked: dict[GroupId, str] = {}
-        """Of which task, by its id."""
+        """Task id of each group."""
         self._evals: set[GroupId] = set()
-        """That do not train."""
+        """Groups that do not train."""
         self._again: set[GroupId] = set()
-        """Whose tasks were asked for again."""
+        """Groups whose tasks were asked for again."""
         self._parted: dict[GroupId, int] = {}
-        """How often the tasks of results that were dropped were to have been asked for again."""
-        self.endings = Endings()
+        """How often the tasks of dropped results were to be asked for again."""
+        self.endings = GroupEnds()
         self.steps: dict[int, tuple[GroupId, ...]] = {}
         self.step_of_version = {0: 0}
         self.num_lives = 0
@@ -53,30 +53,30 @@ class Witness:
         self._num_samples = num_samples
         self._num_drawn = 0
         self._taken: dict[GroupId, int] = {}
-        """In which step."""
+        """Step of each group."""
         self._rollouts: dict[GroupId, Rollouts] = {}
-        """Of all that brought a result."""
+        """Versions of all groups with a result."""
         self._trained: dict[int, list[Rollouts]] = {}
-        """What is left of them once the tokens that are too old are masked, by step."""
+        """Tokens that are left once those that are too old are masked, by step."""
         self._freed: set[GroupId] = set()
-        """The journal need not have them any more."""
+        """Groups that the journal need not have any more."""
         self._unwritten: set[GroupId] = set()
-        """Whose rows went with a checkpoint that broke."""
+        """Groups whose rows were lost with a damaged checkpoint."""
         self._lost_steps: set[int] = set()
-        """Not in the weights, for the same reason."""
+        """Steps that are not in the weights for the same reason."""
 
     @property
     def num_trained(self) -> int:
-        """Groups."""
+        """Number of groups."""
         return len(self._taken)
 
     def wrote(self, frames: list[bytes]) -> None:
-        """A record is on the disk."""
+        """Check a record that is on the disk."""
         match decode_entry(frames):
             case GroupAsked() as entry if entry.group_id not in self.asked:
                 self._asked(entry, decode_ask(frames[1]).task.id)
             case GroupKept(group_id):
-                turns = msgspec.msgpack.decode(frames[1], type=GroupTurns)
+                turns = msgspec.msgpack.decode(frames[1], type=SimGroupTurns)
                 assert turns.are_exact(), f"{group_id}: tokens are not exact"
                 assert group_id in self.asked, f"{group_id} was never asked for"
                 self._rollouts[group_id] = turns.rollouts()
@@ -95,7 +95,7 @@ class Witness:
                 pass
 
     def recovered(self, history: History, plan: RecoveryPlan) -> None:
-        """A new life has its plan."""
+        """Check the plan of a restarted trainer."""
         self.num_lives += 1
         self._lost_steps |= set(range(plan.num_steps, history.saved.num_steps)) & self.steps.keys()
         redone = {each.step: each.group_ids for each in plan.redo}
@@ -112,8 +112,9 @@ class Witness:
         assert {each.group_id for each in plan.parted} == left & self._parted.keys()
 
     def admitted(self, gone: Groups, staleness: StalenessManager) -> None:
-        """The recovered weights are published, and asks may begin: all that the journal brought
-        back counts, and nothing else."""
+        """Check that all that the journal recovered counts, and nothing else: requests may
+        begin.
+        """
         settings = self.settings
         to_train = self.asked.keys() - self._evals
         waiting = len(to_train - ids_of(gone) - self._freed) * self._num_samples
@@ -123,7 +124,7 @@ class Witness:
         assert staleness.capacity == formula, f"capacity {staleness.capacity}, not {formula}"
 
     def trains(self, train: TrainGroups) -> bool:
-        """A step begins, for the first time or again; whether anything of it is masked."""
+        """A step begins, for the first time or again; return whether anything of it is masked."""
         taken, bound = train.taken, self.settings.max_staleness
         left: list[Rollouts] = []
         for group_id in taken.group_ids:
@@ -139,7 +140,7 @@ class Witness:
         return left != [self._rollouts[group_id] for group_id in taken.group_ids]
 
     def trained(self, weights: list[StepTaken]) -> None:
-        """A step has ended, and these are in the weights."""
+        """A step has ended, and these groups are in the weights."""
         made_of = {each.step: each.group_ids for each in weights}
         assert len(made_of) == len(weights), "a step is twice in the weights"
         assert list(made_of) == sorted(made_of), "the weights have steps in another order"
@@ -148,13 +149,14 @@ class Witness:
         assert made_of == {step: history[step] for step in history.keys() - self._lost_steps}
 
     def look_at_ledger(self, group_scheduler: list[GroupLeft], waiting: set[GroupId]) -> None:
-        """Check, at rest, that each group that was asked for has left once with a fate that fits
-        its result, or waits."""
+        """Check, at rest, that each requested group has left once in a way that fits its result, or
+        waits.
+        """
         fates = {each.group_id: each.outcome for each in group_scheduler}
         assert len(fates) == len(group_scheduler), "a group left twice"
         assert not waiting & fates.keys(), "what has left waits for a step"
         missing = self.asked.keys() - fates.keys() - waiting - self._unwritten
-        assert not missing, f"nobody knows what became of {missing}"
+        assert not missing, f"unknown end of {missing}"
         assert fates.keys() <= self.asked.keys(), "a group left whose ask the disk never took"
         for group_id, fate in fates.items():
             fates_of = self._fates_of(group_id)
@@ -208,7 +210,7 @@ class Witness:
 
 
 def ids_of(groups: Groups) -> set[GroupId]:
-    """One by one."""
+    """Yield them one by one."""
     return {
         GroupId(run_id, seq)
         for run_id, intervals in groups.items()
