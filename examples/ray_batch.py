@@ -5,7 +5,7 @@
 
 What travels to the actor is a pack of handles; it fetches the tensors itself, through Ray's object
 store, and looks at them in place. Invariant: after each step neither process holds a byte of it.
-Needs `pip install 'rollmesh[train,ray]'`. Driven by people who run their trainer on Ray.
+Needs `pip install '.[train,ray]'`. Driven by people who run their trainer on Ray.
 """
 
 import argparse

@@ -108,7 +108,7 @@ def run(words: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in TRAIN_MODULES:
             raise
-        return report_error(f"{words[0]} needs {error.name}: pip install 'rollmesh[train]'")
+        return report_error(f"{words[0]} needs {error.name}: pip install '.[train]' in a checkout")
     except KeyboardInterrupt:
         return INTERRUPTED
 

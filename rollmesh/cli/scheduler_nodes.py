@@ -59,7 +59,7 @@ def ray(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ray":
             raise
-        raise UserError("scheduler ray needs Ray: pip install 'rollmesh[ray]'") from None
+        raise UserError("scheduler ray needs Ray: pip install '.[ray]' in a checkout") from None
     if options.down:
         cluster.down(options.cluster)
     elif options.status:

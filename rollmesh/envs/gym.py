@@ -6,7 +6,7 @@
 For environments that a text can tell: text spaces as they are, discrete actions by number or by
 name, everything else observed through `render_mode="ansi"`. Invariant: the reward is the sum of the
 rewards of the game's steps, and a game that a limit ended is `truncated`. Needs the extra
-`rollmesh[gym]`. Driven by the worker.
+the extra `gym`. Driven by the worker.
 """
 
 import random
@@ -108,7 +108,7 @@ def _library() -> ModuleType:
     try:
         import gymnasium  # noqa: PLC0415 - keeps numpy out of workers that play no such games
     except ModuleNotFoundError:
-        raise EnvError("gymnasium is not installed: pip install 'rollmesh[gym]'") from None
+        raise EnvError("gymnasium is not installed: pip install '.[gym]' in a checkout") from None
     return gymnasium
 
 

@@ -26,11 +26,8 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 SHELL = {
     "make": "make demo",
     "agent": "rollmesh up",
-    "look": "rollmesh status",
     "eval": "rollmesh eval",
     "serve": "rollmesh gateway",
-    "curl": "curl -s",
-    "docker": "docker compose",
 }
 """A phrase of each shell snippet; each is run by a test below."""
 STEPS = re.compile(r"step ([1-9]\d*) of 200")
@@ -115,7 +112,7 @@ def test_the_own_agent_trains_is_looked_at_and_resumes(project: Path) -> None:
     assert "=== completed, reward " in run(play, project)
     assert "before `rollmesh up" not in run(init, project)
     [up, resume] = commands("agent", "rollmesh up")
-    [status], [drain] = commands("look", "rollmesh status"), commands("look", "rollmesh drain")
+    [status], [drain] = commands("agent", "rollmesh status"), commands("agent", "rollmesh drain")
     with running(up, project, ends_with=130) as process:
         until_it_trains(process)
         assert run(status, project).startswith("mesh: running, step ")
@@ -156,7 +153,9 @@ def test_the_gateway_serves_the_curl_commands(project: Path) -> None:
         shlex.split(" ".join(words).removesuffix(" &").replace("30000", ports[0]))
         for words in commands("serve")
     ]
-    here = shell("curl").replace("8100", ports[1])
+    page = (ROOT / "docs/howto/gateway.md").read_text()
+    [here] = re.findall(r"^```sh\n(gateway=.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    here = here.replace("8100", ports[1])
     with (
         running(engine, project, ends_with=0),
         running([*gateway, "--port", ports[1]], project, ends_with=0) as process,
@@ -178,7 +177,9 @@ def test_the_make_targets_exist() -> None:
 
 
 def test_the_compose_commands_name_files_and_services_that_exist() -> None:
-    for words in commands("docker"):
+    page = (ROOT / "docs/howto/containers.md").read_text()
+    [shown] = re.findall(r"^```sh\n(docker compose .*?)^```$", page, re.DOTALL | re.MULTILINE)[:1]
+    for words in map(shlex.split, shown.splitlines()):
         file = ROOT / words[words.index("-f") + 1]
         services = YAML(typ="safe").load(file.read_text())["services"]
         named = [each.partition("=")[0] for each in words if "=" in each]

@@ -51,7 +51,7 @@ def test_a_verb_whose_extra_is_not_installed_names_it(
     monkeypatch.delitem(sys.modules, "rollmesh.trainer.models.tiny", raising=False)
     assert main(["make-model", str(tmp_path / "M")]) == 2
     told = capsys.readouterr().err
-    assert told == "rollmesh: make-model needs torch: pip install 'rollmesh[train]'\n"
+    assert told == "rollmesh: make-model needs torch: pip install '.[train]' in a checkout\n"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

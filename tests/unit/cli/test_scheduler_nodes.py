@@ -31,7 +31,7 @@ def test_ray_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "rollmesh.scheduler.nodes.ray", raising=False)
     assert main(["scheduler", "ray", str(path)]) == 2
-    assert "scheduler ray needs Ray: pip install 'rollmesh[ray]'" in capsys.readouterr().err
+    assert "scheduler ray needs Ray: pip install '.[ray]'" in capsys.readouterr().err
 
 
 def test_a_fleet_without_a_port_is_no_fleet_for_ray(
