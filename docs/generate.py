@@ -363,8 +363,7 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def metrics_page() -> str:
     """Every figure that the code constructs."""
-    from rollmesh.core.inventory import CACHE_ENTRIES, ENTRIES, HELD_BYTES
-    from rollmesh.core.metrics import Figure
+    from rollmesh.core.metrics import CACHE_ENTRIES, ENTRIES, HELD_BYTES, Figure
 
     kind = Figure.__name__
     rows: dict[tuple[str, str], tuple[str, ...]] = {}

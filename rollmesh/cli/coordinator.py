@@ -70,7 +70,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _check(options: argparse.Namespace) -> None:
     """UserError if nothing can be coordinated with these."""
-    from rollmesh.core.engine_url import why_no_engine_url
+    from rollmesh.core.addresses import why_no_engine_url
 
     if not options.engines:
         raise ConfigError("--engine URL: name the engine of each generation worker, in order")

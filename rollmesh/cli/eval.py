@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.cli.eval_report import progress, show
-from rollmesh.cli.local_client import UpstreamEndpoint, add_upstream, relay, upstream_of
+from rollmesh.cli.local_client import ThirdPartyEndpoint, add_upstream, relay, upstream_of
 from rollmesh.cli.options import (
     add_model_dir,
     add_no_keys,
@@ -31,7 +31,7 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.config import Config, write_config
 from rollmesh.core.errors import UserError
-from rollmesh.core.file_modes import make_folder
+from rollmesh.core.files import make_folder
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
@@ -65,7 +65,7 @@ class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: Path
     router: str
     """Address of the mesh to use; '' to start one."""
-    upstream: UpstreamEndpoint | None
+    upstream: ThirdPartyEndpoint | None
     """The endpoint to evaluate instead, without a mesh."""
     run: Path | None
     """With `router`: the run folder that has its keys."""
@@ -338,7 +338,7 @@ def all_failed(rows: Sequence[Row], report: Report) -> str:
 
 
 def _model_of(
-    options: argparse.Namespace, config: Config, upstream: UpstreamEndpoint | None
+    options: argparse.Namespace, config: Config, upstream: ThirdPartyEndpoint | None
 ) -> str:
     """Return the plan's name for the model; '' for that of a running mesh."""
     if upstream:

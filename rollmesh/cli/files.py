@@ -21,9 +21,9 @@ from rollmesh.cli.options import context_of, parser
 from rollmesh.core import config as settings
 from rollmesh.core.config import Config, Section
 from rollmesh.core.errors import ConfigError, ModelError, UserError
-from rollmesh.core.model_folder import EXAMPLE, resolve_model, why_no_model
+from rollmesh.core.model_folders import EXAMPLE, resolve_model, why_no_model
 from rollmesh.core.process import OK
-from rollmesh.core.secret_file import (
+from rollmesh.core.secret_files import (
     ADMIN_TOKEN_FILE_VARIABLE,
     make_secret_file,
     read_or_make_secret,

@@ -22,10 +22,9 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
-from rollmesh.core.handed import protect_memory
-from rollmesh.core.model_folder import why_no_folder
+from rollmesh.core.model_folders import why_no_folder
 from rollmesh.core.redaction import register_secret
-from rollmesh.core.secret_file import read_or_make_secret, read_secret
+from rollmesh.core.secret_files import protect_memory, read_or_make_secret, read_secret
 
 BIND = "127.0.0.1:8100"
 UPSTREAM_KEY_VARIABLE = "ROLLMESH_UPSTREAM_KEY"
@@ -155,7 +154,7 @@ def _defaults(options: argparse.Namespace) -> dict[str, Any]:
 
 def _check(options: argparse.Namespace, engines: tuple[str, ...], model: str) -> None:
     """Raise UserError if the gateway cannot work with these."""
-    from rollmesh.core.engine_url import why_no_engine_url
+    from rollmesh.core.addresses import why_no_engine_url
     from rollmesh.engine.http import target
 
     if not engines:

@@ -44,7 +44,7 @@ ANSWER_S = 10.0
 STOP_TIMEOUT_S = 3.0
 
 
-class UpstreamEndpoint(msgspec.Struct, frozen=True):
+class ThirdPartyEndpoint(msgspec.Struct, frozen=True):
     """An OpenAI-style endpoint of a third party."""
 
     base_url: str
@@ -70,7 +70,7 @@ def add_upstream(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def upstream_of(options: argparse.Namespace) -> UpstreamEndpoint | None:
+def upstream_of(options: argparse.Namespace) -> ThirdPartyEndpoint | None:
     """Return the endpoint of `--base-url`; None without one. UserError if it does not answer."""
     if not options.base_url:
         if options.model:
@@ -82,7 +82,7 @@ def upstream_of(options: argparse.Namespace) -> UpstreamEndpoint | None:
         raise ConfigError(f"--api-key-env {options.api_key_env}: the variable is not set")
     names = model_names(options.base_url, key)
     if options.model or names:
-        return UpstreamEndpoint(options.base_url, options.model or names[0], key)
+        return ThirdPartyEndpoint(options.base_url, options.model or names[0], key)
     raise ConfigError(f"--base-url {options.base_url}: lists no models; name one by --model")
 
 
@@ -109,7 +109,7 @@ def model_names(base_url: str, key: str) -> list[str]:
 
 
 @contextmanager
-def relay(upstream: UpstreamEndpoint) -> Iterator[Gateway]:
+def relay(upstream: ThirdPartyEndpoint) -> Iterator[Gateway]:
     """Yield a gateway that forwards calls to the endpoint and records them."""
     words = ("--capture", "relay", "--engine", upstream.base_url)
     with gateway(words, {UPSTREAM_KEY_VARIABLE: upstream.key} if upstream.key else {}) as found:

@@ -17,12 +17,11 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 from rollmesh import __version__
-from rollmesh.core.choices import instead_of
 from rollmesh.core.errors import UserError
-from rollmesh.core.file_modes import restricted_files
-from rollmesh.core.printable import printable_lines
+from rollmesh.core.files import restricted_files
 from rollmesh.core.process import INTERRUPTED, OK, USAGE, attach_to_launcher, is_launched
 from rollmesh.core.redaction import redact_output
+from rollmesh.core.text import instead_of, printable_lines
 
 
 class Verb(NamedTuple):

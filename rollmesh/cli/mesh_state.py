@@ -20,10 +20,10 @@ import msgspec
 import psutil
 
 from rollmesh.core.errors import AddressError, UserError
+from rollmesh.core.files import FileTail
 from rollmesh.core.ids import new_id
 from rollmesh.core.run_state import ENDED, EVAL_MESH, RunState, read_record
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
-from rollmesh.core.tail import Tail
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE, admin_token
 from rollmesh.dashboard.rows import (
     ConfigRow,
     ProcessRow,
@@ -299,12 +299,12 @@ def _view_of(folder: Path) -> RunView:
 
 
 def _head(path: Path) -> Iterable[bytes]:
-    return (line.data for line in Tail(path, EDGE_BYTES).read())
+    return (line.data for line in FileTail(path, EDGE_BYTES).read())
 
 
 def _end(path: Path) -> Iterable[bytes]:
     """Yield the last lines, newest first."""
-    return (line.data for line in reversed(Tail(path, EDGE_BYTES, EDGE_BYTES).read()))
+    return (line.data for line in reversed(FileTail(path, EDGE_BYTES, EDGE_BYTES).read()))
 
 
 def _rows(lines: Iterable[bytes], row_type: type[Row]) -> Iterator[Row]:

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.core import file_modes
+from rollmesh.core import files
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.handed import process_engine_key
-from rollmesh.core.model_folder import resolve_model
+from rollmesh.core.model_folders import resolve_model
+from rollmesh.core.secret_files import process_engine_key
 from rollmesh.core.share import Share, fleet_keys, token_file
 from rollmesh.wire.keys import KEYS_VARIABLE, use_scheduler_keys
 
@@ -157,7 +157,7 @@ def config_of(options: argparse.Namespace, defaults: dict[str, Any] | None = Non
     """
     process_engine_key()  # reports a broken key at the start, and not at the first request
     config = load_config(options.config, options.overrides, defaults)
-    file_modes.use(config.run.mode)
+    files.set_file_mode(config.run.mode)
     model = msgspec.structs.replace(config.model, path=resolve_model(config.model.path))
     return msgspec.structs.replace(config, model=model)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from rollmesh.cli.files import write_demo_model
 from rollmesh.cli.local_client import (
-    UpstreamEndpoint,
+    ThirdPartyEndpoint,
     add_upstream,
     child,
     gateway,
@@ -38,9 +38,9 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
-from rollmesh.core.model_folder import why_no_model
-from rollmesh.core.printable import printable, printable_lines
+from rollmesh.core.model_folders import why_no_model
 from rollmesh.core.process import FAILED, OK
+from rollmesh.core.text import printable, printable_lines
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
 from rollmesh.envs.env import Env
 from rollmesh.envs.forwarding import forward_to
@@ -118,7 +118,7 @@ def plan_of(config: Config, options: argparse.Namespace) -> Plan:
 
 @contextmanager
 def sessions(
-    options: argparse.Namespace, config: Config, upstream: UpstreamEndpoint | None
+    options: argparse.Namespace, config: Config, upstream: ThirdPartyEndpoint | None
 ) -> Iterator[Gateway]:
     """Yield a gateway for the chosen model."""
     with ExitStack() as stack:
@@ -144,7 +144,7 @@ def sessions(
 
 
 async def play(
-    env: Env, tasks: list[Task], found: Gateway, config: Config, upstream: UpstreamEndpoint | None
+    env: Env, tasks: list[Task], found: Gateway, config: Config, upstream: ThirdPartyEndpoint | None
 ) -> int:
     """Play the tasks one after the other; return the exit code."""
     from rollmesh.cli.local_client import LocalRollouts

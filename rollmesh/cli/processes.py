@@ -23,17 +23,17 @@ from rollmesh.cli.options import (
     set_model,
     share_of,
 )
+from rollmesh.core.addresses import why_no_engine_url
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PEERS, PER_ROLLOUT, allow_descriptors
-from rollmesh.core.engine_url import why_no_engine_url
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
-from rollmesh.core.handed import begin_without_secrets, protect_memory, read_root_files
 from rollmesh.core.ids import new_id
-from rollmesh.core.model_folder import why_no_folder
+from rollmesh.core.model_folders import why_no_folder
+from rollmesh.core.orphans import mark_self, start_orphan_reaper
 from rollmesh.core.process import OK, is_launched, wait_for_go
 from rollmesh.core.run_state import RunState
-from rollmesh.core.warden import guard, mark_self
+from rollmesh.core.secret_files import begin_without_secrets, protect_memory, read_root_files
 
 # ruff: noqa: PLC0415 - each room is imported by its own verb only
 
@@ -177,7 +177,7 @@ def worker(argv: list[str]) -> int:
     process_spawner()
     protect_memory()
     if mark:
-        guard(mark)
+        start_orphan_reaper(mark)
     from rollmesh.serve.server.process import run
 
     options = _worker_arguments().parse_args(pass_gate(argv))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rollmesh.cli.main import Verb, load
 from rollmesh.cli.options import parser
-from rollmesh.core.choices import instead_of
 from rollmesh.core.descriptors import PEERS, allow_descriptors
 from rollmesh.core.errors import JournalDamaged, JournalError, UserError
 from rollmesh.core.process import OK, USAGE
 from rollmesh.core.share import FLEET_FILE
+from rollmesh.core.text import instead_of
 from rollmesh.scheduler.admission.fleet_file import (
     admission_path,
     keys_of_fleet,

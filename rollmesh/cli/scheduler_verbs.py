@@ -17,9 +17,9 @@ from rich.text import Text
 from rollmesh.cli.options import parser
 from rollmesh.core.errors import UserError
 from rollmesh.core.ids import new_id
-from rollmesh.core.printable import printable
 from rollmesh.core.process import OK
 from rollmesh.core.share import FLEET_FILE
+from rollmesh.core.text import printable
 from rollmesh.launch.screen import Terminal
 from rollmesh.scheduler.admission.asking import Answer, Question, ask
 from rollmesh.scheduler.admission.desk import DEAD, LEAVING, Registered

@@ -4,7 +4,7 @@ Owns names, defaults and meanings; nobody else invents a key. Invariants: unknow
 with their path, values are checked here once, and a loaded config never changes; what a run used
 is written to its folder as config.json and the run's processes read that file. Each room is handed
 only its own section. Secrets come from the environment or 0600 files; settings of an environment
-that are named as secrets are refused if they are written out (core/secret_settings.py).
+that are named as secrets are refused if they are written out (core/config_parsing.py).
 Driven by the cli; the set of keys is frozen by tests/house.
 """
 
@@ -13,11 +13,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rollmesh.core.config_tree import apply_override, explain, merge, read_file
-from rollmesh.core.engine_url import why_no_engine_url, why_no_host_entry
+from rollmesh.core.addresses import why_no_engine_url, why_no_host_entry
+from rollmesh.core.config_parsing import (
+    apply_override,
+    check_no_literals,
+    explain,
+    merge,
+    read_file,
+)
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.file_modes import FileMode
-from rollmesh.core.secret_settings import check_no_literals
+from rollmesh.core.files import FileMode
 from rollmesh.core.types import (
     EVAL_SAMPLING,
     Branch,

@@ -28,7 +28,7 @@
       GroupError           a group of rollouts that was asked for ended without a result
         GroupCancelled     its client, or whoever stopped that, no longer wanted it
         DeadlineExceeded   it was not there in time
-        EnvFailed          no worker could load its environment
+        EnvFailedError     no worker could load its environment
         AttemptsExhausted  worker after worker died that had it
         Quarantined        workers died that had it, as if it were why; it will not run again
         GroupIncomplete    it ran, but not all of its rollouts came to an outcome
@@ -269,7 +269,7 @@ class DeadlineExceeded(GroupError):
     """The group's deadline came before its result."""
 
 
-class EnvFailed(GroupError):
+class EnvFailedError(GroupError):
     """The group's environment does not load on any worker."""
 
 

@@ -151,7 +151,7 @@ class Journal:
             raise JournalError(f"{self.folder}: of position {position} nothing is left")
         start = starts[at - 1]
         with self._naming(start), self._path(start).open("rb", buffering=0) as file:
-            return _Segment(file.fileno(), self._path(start)).parse(position - start)[0]
+            return _JournalSegment(file.fileno(), self._path(start)).parse(position - start)[0]
 
     def drop_before(self, position: int) -> None:
         """Remove the segments that hold only records before `position`."""
@@ -169,7 +169,7 @@ class Journal:
 
     def _records(self, start: int) -> Iterator[tuple[int, list[bytes]]]:
         with self._naming(start), self._path(start).open("rb", buffering=0) as file:
-            segment = _Segment(file.fileno(), self._path(start))
+            segment = _JournalSegment(file.fileno(), self._path(start))
             offset = len(MAGIC)
             while offset < segment.size_bytes:
                 frames, size = segment.parse(offset)
@@ -207,7 +207,7 @@ class Journal:
         path = self._path(start)
         with self._naming(start):
             self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            segment = _Segment(self._file, path)
+            segment = _JournalSegment(self._file, path)
             whole = segment.whole_bytes()
             self.torn_bytes = segment.size_bytes - whole
             if whole < len(MAGIC):
@@ -266,7 +266,7 @@ def _record(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
     return [head + parts[0]] if is_small else [head, *parts], _HEAD.size + size
 
 
-class _Segment:
+class _JournalSegment:
     """One file of a journal, read record by record."""
 
     def __init__(self, file: int, path: Path) -> None:

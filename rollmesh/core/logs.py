@@ -23,8 +23,8 @@ from typing import Any, TextIO, cast
 
 import msgspec
 
-from rollmesh.core.printable import printable, printable_json, printable_lines
 from rollmesh.core.redaction import HIDDEN, redact
+from rollmesh.core.text import printable, printable_json, printable_lines
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def _unseen(name: str) -> Iterator[None]:
     if name in sys.modules:
         yield
         return
-    sys.modules[name] = cast(Any, None)
+    sys.modules[name] = cast("Any", None)
     try:
         yield
     finally:
@@ -61,7 +61,7 @@ _SECRET_KEYS = frozenset(
 
 def get_logger() -> Logger:
     """The logger of a module: `log = get_logger()` at its head."""
-    return cast(Logger, structlog.get_logger())
+    return cast("Logger", structlog.get_logger())
 
 
 class Occasional:

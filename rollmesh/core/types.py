@@ -125,7 +125,7 @@ EVAL_SAMPLING = SamplingPolicy(
 """Evaluation: what the agent asks for is what it gets."""
 
 
-class Grammar(msgspec.Struct, frozen=True):
+class OutputGrammar(msgspec.Struct, frozen=True):
     """What an answer's text must match; the engine's grammar backend holds the model to it."""
 
     kind: Literal["json_schema", "regex", "ebnf"]
@@ -149,7 +149,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit)"""
-    grammar: Grammar | None = None
+    grammar: OutputGrammar | None = None
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True):

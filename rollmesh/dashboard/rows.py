@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from rollmesh.core.tail import Tail
+from rollmesh.core.files import FileTail
 from rollmesh.core.types import ErrorPlace
 from rollmesh.wire.worker_report import WorkerStatus
 
@@ -220,7 +220,7 @@ class RowFile(Generic[Row]):
     ) -> None:
         """`parse` converts a line, and raises MsgspecError if it does not fit."""
         self.num_bad_lines = 0
-        self._tail = Tail(path)
+        self._tail = FileTail(path)
         self._decode = parse or msgspec.json.Decoder(row_type).decode
 
     @property

@@ -24,9 +24,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from rollmesh.core.addresses import names_loopback
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.errors import AddressError
-from rollmesh.core.loopback import names_loopback
 from rollmesh.core.process import Ready, announce, http_address, listen, stop_event
 from rollmesh.dashboard.reader import LISTED_TRAJECTORIES, PageEvent, RunReader
 from rollmesh.dashboard.rows import StoredTrajectory

@@ -13,7 +13,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollmesh.core.tail import Line, Tail
+from rollmesh.core.files import FileLine, FileTail
 from rollmesh.dashboard.rows import StoredTrajectory, TrajectorySummary
 
 
@@ -73,7 +73,7 @@ class TrajectoryIndex:
         self._path = path
         self._max_entries = max_entries
         self._entries: OrderedDict[str, IndexedLine] = OrderedDict()
-        self._tail = Tail(path, max_read_bytes=8 * 2**20, last_bytes=LAST_BYTES)
+        self._tail = FileTail(path, max_read_bytes=8 * 2**20, last_bytes=LAST_BYTES)
 
     def read(self) -> list[TrajectorySummary]:
         """Index new lines; return their summaries, oldest first."""
@@ -97,7 +97,7 @@ class TrajectoryIndex:
             file.seek(entry.offset)
             return parse_if(file.read(entry.num_bytes), rollout_id)
 
-    def _index(self, line: Line) -> TrajectorySummary | None:
+    def _index(self, line: FileLine) -> TrajectorySummary | None:
         try:
             summary = decode_summary(line.data)
         except msgspec.MsgspecError:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollmesh.core.engine_url import why_no_engine_url
+from rollmesh.core.addresses import why_no_engine_url
 from rollmesh.core.errors import (
     AddressError,
     EngineBroke,
@@ -23,8 +23,8 @@ from rollmesh.core.errors import (
     EngineRefused,
     EngineUnavailable,
 )
-from rollmesh.core.handed import process_engine_key
 from rollmesh.core.logs import get_logger
+from rollmesh.core.secret_files import process_engine_key
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine import responses
 from rollmesh.engine.backend import (

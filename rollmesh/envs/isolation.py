@@ -32,10 +32,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from rollmesh.core.addresses import is_loopback
 from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
-from rollmesh.core.loopback import is_loopback
 from rollmesh.envs import starter
 from rollmesh.envs.bwrap import bwrap_argv, interpreter_of, named_files, visible_paths
 from rollmesh.envs.cgroups import ControlGroup, Limits, new_group, sweep_groups

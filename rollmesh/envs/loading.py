@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Mapping
 
-from rollmesh.core.choices import close_names, instead_of
+from rollmesh.core.config_parsing import resolve_secrets
 from rollmesh.core.errors import ConfigError, EnvError
-from rollmesh.core.secret_settings import resolve
+from rollmesh.core.text import close_names, instead_of
 from rollmesh.core.types import Json
 from rollmesh.envs.env import Env
 
@@ -34,7 +34,7 @@ def load_env(target: str, settings: Mapping[str, Json]) -> Env:
     env_class = find_env(target)
     _check_settings(target, env_class, settings)
     try:
-        resolved = resolve(settings, env_class.secret_settings)
+        resolved = resolve_secrets(settings, env_class.secret_settings)
     except ConfigError as error:
         raise EnvError(f'env = "{target}": {error}') from None
     try:

@@ -5,7 +5,7 @@
 - The slot (isolation.py) decides what the program can reach. Without isolation it runs as the
   worker's user and can read what that user can.
 - Every process of the slot has ended when `run_program` returns. Without isolation these are the
-  program's process group and what carries its mark (core/warden.py): a process that leaves both,
+  program's process group and what carries its mark (core/orphans.py): a process that leaves both,
   by emptying its environment, is missed.
 - Output is read to its end and only the excerpt that was asked for is kept.
 """
@@ -18,7 +18,7 @@ import msgspec
 
 from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
-from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
+from rollmesh.core.orphans import MARK_VARIABLE, kill_marked, new_mark
 from rollmesh.envs.isolation import Command as Command
 from rollmesh.envs.isolation import Slot, current
 from rollmesh.envs.spawning import Spawned

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, InvalidURL
 
+from rollmesh.core.addresses import is_loopback
 from rollmesh.core.config import Config
 from rollmesh.core.descriptors import PER_CHILD, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ModelError
-from rollmesh.core.loopback import is_loopback
-from rollmesh.core.model_folder import EXAMPLE, why_no_model
+from rollmesh.core.model_folders import EXAMPLE, why_no_model
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.launch.pipeline import check_share
 

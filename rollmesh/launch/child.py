@@ -22,11 +22,16 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import psutil
 
-from rollmesh.core.handed import SECRETS_VARIABLE, open_pipe, secrets_in, without_secrets
 from rollmesh.core.logs import get_logger
-from rollmesh.core.printable import printable
+from rollmesh.core.orphans import MARK_VARIABLE, kill_marked
 from rollmesh.core.process import BEAT_VARIABLE, LAUNCHER_VARIABLE, Ready
-from rollmesh.core.warden import MARK_VARIABLE, kill_marked
+from rollmesh.core.secret_files import (
+    SECRETS_VARIABLE,
+    open_secrets_pipe,
+    secrets_in,
+    without_secrets,
+)
+from rollmesh.core.text import printable
 from rollmesh.launch.machine import OUT_OF_MEMORY, ChildExited
 from rollmesh.launch.plan import ChildPlan
 
@@ -282,7 +287,7 @@ class ChildProcess:
         if not self._plan.is_worker:
             return environment, ()
         # Agents run beside a worker, so its environment contains no secrets.
-        reading = open_pipe(secrets_in(environment))
+        reading = open_secrets_pipe(secrets_in(environment))
         stack.callback(os.close, reading)
         return {**without_secrets(environment), SECRETS_VARIABLE: str(reading)}, (reading,)
 

@@ -22,7 +22,7 @@ import msgspec
 
 from rollmesh.core.config import Config
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.file_modes import make_folder
+from rollmesh.core.files import make_folder
 from rollmesh.core.process import Ready
 from rollmesh.core.run_state import (
     EVAL_MESH,

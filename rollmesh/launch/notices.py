@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.core.tail import Tail
+from rollmesh.core.files import FileTail
 from rollmesh.core.types import ErrorPlace
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.telemetry import Telemetry
@@ -37,7 +37,7 @@ class ErrorTail:
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._fault = folder.fault
-        self._tail = Tail(folder.logs / "trainer.log")
+        self._tail = FileTail(folder.logs / "trainer.log")
         while self._tail.read():
             pass  # a resumed run has a long log
 
@@ -126,7 +126,7 @@ class RecoveryTail:
     """Trainer restarts that happen from now on."""
 
     def __init__(self, run_folder: Path) -> None:
-        self._tail = Tail(run_folder / "recoveries.jsonl")
+        self._tail = FileTail(run_folder / "recoveries.jsonl")
         self._tail.read()
 
     def new(self) -> list[str]:

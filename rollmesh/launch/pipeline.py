@@ -7,7 +7,7 @@ release it.
 - A check changes nothing at the scheduler; a scheduler that is not up, or has not admitted the
   pipeline yet, is waited for.
 - No process of the earlier run is left when the name changes hands, so its GPUs are free.
-- The processes of a dead run are found by the record that its launch wrote (core/claimed.py), never
+- The processes of a dead run are found by the record that its launch wrote (core/share.py), never
   by what a peer reports: a forged claim ends nothing.
 - A run that is alive, or that cannot be checked from here, keeps the name.
 """
@@ -20,12 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.core.claimed import Claimed, place, read_claimed, write_claimed
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import start_ticks
-from rollmesh.core.share import Share
+from rollmesh.core.share import RunClaimRecord, Share, place, read_claim, write_claim
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Role, check_dial, read_scheduler_keys
 from rollmesh.wire.scheduling import (
@@ -164,7 +163,7 @@ def new_claim(share: Share, mark: str, runs: Path, *, owns_engines: bool) -> Run
     pid, run_id = os.getpid(), new_id("run-", RUN_ID_BYTES)
     here, ticks, record = place(), start_ticks(pid), ""
     if here and ticks:  # elsewhere (not Linux) the record could not be used
-        claimed = Claimed(
+        claimed = RunClaimRecord(
             run_id=run_id,
             pipeline_id=share.pipeline_id,
             mark=mark,
@@ -172,7 +171,7 @@ def new_claim(share: Share, mark: str, runs: Path, *, owns_engines: bool) -> Run
             life=ticks,
             place=here,
         )
-        record = str(write_claimed(runs, claimed))
+        record = str(write_claim(runs, claimed))
     return RunClaim(run_id, socket.gethostname(), pid, here, ticks, owns_engines, record)
 
 
@@ -229,7 +228,7 @@ def end_dead_run(earlier: RunClaim, share: Share) -> None:
     if start_ticks(earlier.pid) == earlier.life:
         raise ConfigError(f"{name} ({where}): {STILL_RUNNING}")
     try:
-        record = read_claimed(earlier.record, earlier.run_id, share.pipeline_id)
+        record = read_claim(earlier.record, earlier.run_id, share.pipeline_id)
     except ConfigError as error:
         raise ConfigError(
             f"{name}: its last run ({where}) did not end cleanly, and {error}; once none of its "

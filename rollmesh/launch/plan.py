@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.core import published
+from rollmesh.core import model_folders
 from rollmesh.core.config import Config
 from rollmesh.core.share import Share, token_file
 
@@ -46,7 +46,7 @@ def weights_of(config: Config) -> Path:
 
 def newest_published(weights: Path) -> StartWeights | None:
     """Return the newest complete model in the folder `weights` of a run; None if there is none."""
-    newest = published.newest_published(weights)
+    newest = model_folders.newest_published(weights)
     return StartWeights(newest.folder, newest.policy_version) if newest else None
 
 

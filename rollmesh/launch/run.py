@@ -20,12 +20,12 @@ from rich.text import Text
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import UserError
+from rollmesh.core.files import FileTail
 from rollmesh.core.logs import setup
+from rollmesh.core.orphans import new_mark
 from rollmesh.core.process import FAILED, USAGE
 from rollmesh.core.run_state import RunState
 from rollmesh.core.share import Share
-from rollmesh.core.tail import Tail
-from rollmesh.core.warden import new_mark
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import RunFolder, config_path
 from rollmesh.launch.keys import make_run_keys
@@ -155,7 +155,7 @@ class LaunchedRun:
                     self._console.print(fault, markup=False)
 
     async def _show_progress(self, data: ScreenData, screen: Screen, folder: RunFolder) -> None:
-        metrics, num_restarts = Tail(folder.path / "metrics.jsonl"), 0
+        metrics, num_restarts = FileTail(folder.path / "metrics.jsonl"), 0
         recoveries, errors = RecoveryTail(folder.path), ErrorTail(folder)
         failures = RolloutFailures(folder.logs)
         while True:

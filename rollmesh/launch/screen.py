@@ -20,8 +20,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.core.printable import printable_lines
 from rollmesh.core.run_state import RunState
+from rollmesh.core.text import printable_lines
 from rollmesh.launch.progress import RunProgress, cpu_shares, rates, unserved
 from rollmesh.launch.supervisor import Supervisor
 from rollmesh.launch.telemetry import MIB, TelemetrySampler

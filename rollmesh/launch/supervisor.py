@@ -17,8 +17,8 @@ from rollmesh.core.clock import Clock
 from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import AddressError
 from rollmesh.core.logs import get_logger
+from rollmesh.core.orphans import new_mark, start_orphan_reaper, sweep_memory
 from rollmesh.core.process import FAILED, Ready, http_address, listen
-from rollmesh.core.warden import guard, new_mark, sweep_memory
 from rollmesh.launch.child import (
     ChildCallbacks,
     ChildProcess,
@@ -150,7 +150,7 @@ class Supervisor:
     async def run(self) -> RunEnd:
         """Start, supervise and stop the children; return why the run ended."""
         become_subreaper()
-        guard(self._mark)
+        start_orphan_reaper(self._mark)
         sweep_memory()  # of earlier runs that were killed together with their orphan reaper
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

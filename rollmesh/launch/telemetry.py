@@ -15,7 +15,7 @@ import psutil
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from rollmesh.core.clock import Clock
-from rollmesh.core.secret_file import admin_token
+from rollmesh.core.secret_files import admin_token
 from rollmesh.launch.child import reap_orphans
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.supervisor import Supervisor

@@ -12,7 +12,7 @@ import orjson
 
 from rollmesh.core.errors import DECODE_ERRORS, ConfigError, SessionError
 from rollmesh.core.memo import Memo
-from rollmesh.core.types import DialectName, Grammar
+from rollmesh.core.types import DialectName, OutputGrammar
 from rollmesh.runtime.images import ImageRef, hold_image
 
 
@@ -375,7 +375,7 @@ class RequestedSampling(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     min_p: float | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
-    grammar: Grammar | None = None
+    grammar: OutputGrammar | None = None
     stop: tuple[str, ...] = ()
 
 

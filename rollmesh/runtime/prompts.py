@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.core.types import Grammar
+from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import (
     ROLES,
     ChatMessage,
@@ -221,7 +221,7 @@ class Prompts:
         return self._readers.answer(options, token_ids)
 
     def prefill(
-        self, tool_choice: ToolChoice, grammar: Grammar | None, tools: bytes
+        self, tool_choice: ToolChoice, grammar: OutputGrammar | None, tools: bytes
     ) -> tuple[int, ...]:
         """Tokens to put after the generation prompt as context, before anything is sampled.
 

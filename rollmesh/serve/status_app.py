@@ -23,11 +23,11 @@ import uvloop
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from rollmesh.core.addresses import is_loopback, names_loopback
 from rollmesh.core.clock import Clock
 from rollmesh.core.errors import AddressError
-from rollmesh.core.loopback import is_loopback, names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE, admin_token
 
 STALE_S = 5.0
 """A snapshot older than this means that the hot loop hangs."""

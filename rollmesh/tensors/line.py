@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Final
 
 from rollmesh.core.errors import WireError
-from rollmesh.core.forks import close_in_children
+from rollmesh.core.process import close_in_children
 from rollmesh.tensors.frames import LENGTH_BYTES, MAX_HEADER_BYTES, length_of
 from rollmesh.wire.sockets import DEAD_S, IDLE_S, PROBE_S
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from rollmesh.core.errors import WireError
-from rollmesh.core.forks import close_in_children
 from rollmesh.core.logs import get_logger
+from rollmesh.core.process import close_in_children
 from rollmesh.tensors.frames import LENGTH_BYTES, Admitted, Proof, length_of
 from rollmesh.tensors.handshake import MAX_GREETING_BYTES, Admission, Declined
 from rollmesh.tensors.line import Line, why_lost

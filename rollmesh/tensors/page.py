@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Final
 
 from rollmesh.core.errors import ShardMissing
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
 from rollmesh.tensors.line import Line
 from rollmesh.tensors.store import OwnerStore
 

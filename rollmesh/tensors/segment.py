@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.core import warden
-from rollmesh.core.forks import close_in_children
-from rollmesh.core.warden import memory_prefix, sweep_memory
+from rollmesh.core import orphans
+from rollmesh.core.orphans import memory_prefix, sweep_memory
+from rollmesh.core.process import close_in_children
 
-SHARED_MEMORY = Path(warden.SHARED_MEMORY)
+SHARED_MEMORY = Path(orphans.SHARED_MEMORY)
 """Where Linux keeps files in memory."""
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 

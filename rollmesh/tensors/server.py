@@ -15,9 +15,8 @@ import socket
 import threading
 from typing import Final
 
-from rollmesh.core.forks import close_in_children
-from rollmesh.core.process import listen
-from rollmesh.core.secret_file import admin_token
+from rollmesh.core.process import close_in_children, listen
+from rollmesh.core.secret_files import admin_token
 from rollmesh.tensors.frames import Admitted, Proof
 from rollmesh.tensors.guest import Guest, Host, Page
 from rollmesh.tensors.handshake import memory_at

@@ -15,7 +15,7 @@ from rollmesh.core.config import PublishConfig, PublishMode
 from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable, LocalShortage
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
-from rollmesh.core.published import WeightsProbe, leave_probe
+from rollmesh.core.model_folders import WeightsProbe, leave_probe
 from rollmesh.engine.backend import DEFAULT_BACKEND, UNVERSIONED, EngineBackend, backend_factory
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.shared_memory import SharedSegment

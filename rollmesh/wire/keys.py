@@ -23,11 +23,10 @@ from typing import Any
 import msgspec
 import zmq
 
+from rollmesh.core.addresses import is_loopback
 from rollmesh.core.errors import AddressError, ConfigError
-from rollmesh.core.handed import KEYS_VARIABLE as KEYS_VARIABLE
-from rollmesh.core.handed import handed
-from rollmesh.core.loopback import is_loopback
-from rollmesh.core.secret_file import make_secret_file, read_private
+from rollmesh.core.secret_files import KEYS_VARIABLE as KEYS_VARIABLE
+from rollmesh.core.secret_files import handed, make_secret_file, read_private
 from rollmesh.core.share import fleet_keys
 
 SCHEDULER_KEYS_VARIABLE = "ROLLMESH_SCHEDULER_KEYS"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.core.types import Grammar, SamplingParams
+from rollmesh.core.types import OutputGrammar, SamplingParams
 from rollmesh.engine.backend import policy_version_of
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation import Generation, GenerationState
@@ -143,9 +143,9 @@ async def test_legs_beyond_the_queue_wait_their_turn(caller: Caller) -> None:
 
 
 async def test_grammar_that_is_wrong_is_refused_and_a_right_one_is_kept(caller: Caller) -> None:
-    wrong = caller.start(8, params={"grammar": Grammar("regex", "(")})
+    wrong = caller.start(8, params={"grammar": OutputGrammar("regex", "(")})
     await wrong.wait(TO_THE_END)
     assert type(wrong.error).__name__ == "EngineRefused"
-    right = caller.start(8, params={"grammar": Grammar("regex", "[0-9]+"), "logit_bias": ()})
+    right = caller.start(8, params={"grammar": OutputGrammar("regex", "[0-9]+"), "logit_bias": ()})
     await right.wait(TO_THE_END)
     assert right.state is GenerationState.COMMITTED, right.error

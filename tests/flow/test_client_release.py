@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.core.errors import EnvFailed, GroupIncomplete
+from rollmesh.core.errors import EnvFailedError, GroupIncomplete
 from rollmesh.core.types import Task
 from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.client.async_client import AsyncRolloutClient
@@ -62,7 +62,7 @@ def end_next(router: FakeRouter, how: str) -> None:
 
 
 async def test_what_was_awaited_is_not_held(router: FakeRouter, client: AsyncRolloutClient) -> None:
-    errors = {"failed": EnvFailed, "incomplete": GroupIncomplete}
+    errors = {"failed": EnvFailedError, "incomplete": GroupIncomplete}
     for how in ("good", "failed", "incomplete", "twice"):
         running = asyncio.create_task(client.run(TASK, env=ENV))
         await asyncio.to_thread(end_next, router, how)
@@ -136,7 +136,7 @@ class Local:
 
 def call_in_vain(client: SyncRolloutClient) -> "weakref.ref[Local]":
     local = Local()
-    with suppress(EnvFailed):
+    with suppress(EnvFailedError):
         client.run(TASK, env=ENV)
     return weakref.ref(local)
 

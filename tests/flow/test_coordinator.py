@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.core.published import WeightsProbe, leave_probe
+from rollmesh.core.model_folders import WeightsProbe, leave_probe
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.members import adapter_name
 from rollmesh.engine.sglang import SglangBackend

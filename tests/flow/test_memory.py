@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Finished
 from rollmesh.testing.provider import ScriptedProvider, Told

@@ -17,7 +17,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from rollmesh.core.config import load_config
-from rollmesh.core.model_folder import why_no_model
+from rollmesh.core.model_folders import why_no_model
 from rollmesh.core.process import listen
 from tests.house.source import ROOT
 

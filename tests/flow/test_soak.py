@@ -23,7 +23,7 @@ import pytest
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import load_config
-from rollmesh.core.inventory import Inventory
+from rollmesh.core.metrics import Inventory
 from rollmesh.core.process import listen
 from rollmesh.runtime import blobs
 from rollmesh.runtime.generation import Generation

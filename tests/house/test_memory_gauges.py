@@ -1,4 +1,4 @@
-"""Each memory gauge has a bound in core/inventory.py, and each bound a gauge that exists."""
+"""Each memory gauge has a bound in core/metrics.py, and each bound a gauge that exists."""
 
 import asyncio
 from collections.abc import Iterable
@@ -9,8 +9,7 @@ import pytest
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, ModelConfig, RouterConfig
-from rollmesh.core.inventory import CACHE_ENTRIES, ENTRIES, HELD_BYTES, Inventory
-from rollmesh.core.metrics import Figure
+from rollmesh.core.metrics import CACHE_ENTRIES, ENTRIES, HELD_BYTES, Figure, Inventory
 from rollmesh.serve.interception.agent_server import count_blobs
 from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.request import HttpRequest

@@ -7,10 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.core.claimed import FOLDER
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.share import Share
-from rollmesh.core.warden import new_mark
+from rollmesh.core.orphans import new_mark
+from rollmesh.core.share import CLAIMS_FOLDER, Share
 from rollmesh.launch.pipeline import claim_name, new_claim
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import RunClaim
@@ -80,4 +79,4 @@ def test_the_mark_of_a_run_is_in_a_file_of_its_owner_and_in_no_message(tmp_path:
     assert mark not in repr(received)
     assert mark in Path(run.record).read_text()
     assert Path(run.record).stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / FOLDER).stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / CLAIMS_FOLDER).stat().st_mode & 0o777 == 0o700

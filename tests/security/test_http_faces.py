@@ -13,7 +13,7 @@ from aiohttp.test_utils import TestServer
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.metrics import Exposition, Figure
 from rollmesh.core.process import listen
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
 from rollmesh.dashboard.reader import RunReader
 from rollmesh.dashboard.server import DashboardApp
 from rollmesh.serve.interception.request import JSON, HttpRequest

@@ -20,7 +20,7 @@ PATIENCE_S = 100
 LEAKY = """
 import os, sys, logging
 from rollmesh import Env, Score, Task, Transcript
-from rollmesh.core.handed import handed
+from rollmesh.core.secret_files import handed
 
 class Leaky(Env):
     def tasks(self, split, seed):

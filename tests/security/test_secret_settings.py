@@ -6,9 +6,9 @@ from typing import ClassVar
 import pytest
 
 from rollmesh.core.config import load_config
+from rollmesh.core.config_parsing import resolve_secrets
 from rollmesh.core.errors import UserError
 from rollmesh.core.redaction import redact
-from rollmesh.core.secret_settings import resolve
 from rollmesh.envs.echo import EchoEnv
 from rollmesh.envs.loading import load_env
 
@@ -45,7 +45,7 @@ def test_other_settings_and_declared_literals_pass() -> None:
     overrides = ["env_settings.max_token=7", "env_settings.level=hard", 'env_settings.a_key=""']
     overrides += ['env_settings.prompt_key={ value = "question" }']
     settings = load_config(None, overrides).env_settings
-    assert resolve(settings) == {
+    assert resolve_secrets(settings) == {
         "max_token": 7,
         "level": "hard",
         "a_key": "",
@@ -61,16 +61,16 @@ def test_secrets_are_read_from_variables_and_private_files_and_hidden_in_logs(
     file.chmod(0o600)
     monkeypatch.setenv("MY_KEY", "from-the-variable-1234")
     settings = {"api_key": {"env": "MY_KEY"}, "list": [{"x_token": {"file": str(file)}}]}
-    found = resolve(settings)
+    found = resolve_secrets(settings)
     assert found["api_key"] == "from-the-variable-1234"
     assert found["list"] == [{"x_token": "from-the-file-1234"}]
     assert redact("from-the-variable-1234 from-the-file-1234") == "[hidden] [hidden]"
     file.chmod(0o644)
     with pytest.raises(UserError, match=r"env_settings.list.x_token: .*others can read it"):
-        resolve(settings)
+        resolve_secrets(settings)
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(UserError, match="the variable is not set"):
-        resolve({"api_key": {"env": "MY_KEY"}})
+        resolve_secrets({"api_key": {"env": "MY_KEY"}})
 
 
 def test_a_setting_that_the_environment_marks_is_a_secret(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.core.handed import protect_memory
+from rollmesh.core.secret_files import protect_memory
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys
 from tests.flow.launched_mesh import LaunchedMesh
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 
-from rollmesh.core.engine_url import is_allowed_host
+from rollmesh.core.addresses import is_allowed_host
 from rollmesh.core.errors import AddressError
 from rollmesh.engine.embedded.replies import reply
 

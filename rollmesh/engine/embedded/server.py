@@ -23,11 +23,10 @@ import uvloop
 from aiohttp import web
 
 from rollmesh.core.errors import ModelError, UserError
-from rollmesh.core.handed import process_engine_key
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.model_folder import resolve_model, why_no_folder
+from rollmesh.core.model_folders import resolve_model, why_no_folder
 from rollmesh.core.process import Ready, announce, die_with_parent, http_address, listen, stop_event
-from rollmesh.core.secret_file import read_secret
+from rollmesh.core.secret_files import process_engine_key, read_secret
 from rollmesh.engine.backend import MemoryState, weights_name
 from rollmesh.engine.embedded.asks import AskDecoder
 from rollmesh.engine.embedded.engine import Engine, Limits

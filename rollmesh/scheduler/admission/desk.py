@@ -15,7 +15,7 @@ import msgspec
 
 from rollmesh.core.errors import DECODE_ERRORS, AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
-from rollmesh.core.secret_file import hash_token, read_or_make_secret
+from rollmesh.core.secret_files import hash_token, read_or_make_secret
 from rollmesh.core.share import TOKENS
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.fleet_file import A_WORD, PipelineTable, is_word

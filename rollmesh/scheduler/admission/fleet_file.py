@@ -12,10 +12,10 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from rollmesh.core.choices import close_names
-from rollmesh.core.config_tree import explain, read_file
+from rollmesh.core.config_parsing import explain, read_file
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.share import JOURNAL, KEYS
+from rollmesh.core.text import close_names
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies import (
     DEFAULT_POLICY,

@@ -11,8 +11,8 @@ import select
 import signal
 import socket
 
-from rollmesh.core.claimed import Record, is_same_machine, place, read_claimed, uid_of
 from rollmesh.core.errors import ConfigError, UserError
+from rollmesh.core.share import StoredClaim, is_same_machine, place, read_claim, uid_of
 from rollmesh.wire.scheduling import RunClaim
 
 GONE_MS = 10_000
@@ -30,7 +30,7 @@ def end(run: RunClaim, pipeline_id: str, caller_uid: int) -> int:
             f"{socket.gethostname()}, or in another container; end it there, then say --dead"
         )
     try:
-        record = read_claimed(run.record, run.run_id, pipeline_id)
+        record = read_claim(run.record, run.run_id, pipeline_id)
     except ConfigError as error:
         raise ConfigError(
             f"the run of {pipeline_id} (pid {run.pid}): {error}; end it by hand, then say --dead"
@@ -44,7 +44,7 @@ def end(run: RunClaim, pipeline_id: str, caller_uid: int) -> int:
     return num
 
 
-def _check(record: Record, caller_uid: int) -> None:
+def _check(record: StoredClaim, caller_uid: int) -> None:
     """UserError where this caller may not have the run ended, or we are its launch."""
     pid = record.claimed.pid
     if caller_uid not in (0, record.uid):
@@ -56,7 +56,7 @@ def _check(record: Record, caller_uid: int) -> None:
         raise UserError(f"the record of pid {pid} is not of a run of this machine")
 
 
-def _end_launch(record: Record) -> int:
+def _end_launch(record: StoredClaim) -> int:
     """SIGKILL to the launch, if it still runs; how many that are."""
     pid = record.claimed.pid
     try:

@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
-from rollmesh.core.secret_file import ADMIN_TOKEN_FILE_VARIABLE
+from rollmesh.core.secret_files import ADMIN_TOKEN_FILE_VARIABLE
 from rollmesh.scheduler.nodes.agent import Agent, serve
 from rollmesh.scheduler.nodes.keeper import Keeper
 from rollmesh.wire.keys import KEYS_VARIABLE, SCHEDULER_KEYS_VARIABLE

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rollmesh.core.errors import ConfigError, JournalDamaged, JournalError
-from rollmesh.core.file_modes import make_folder
+from rollmesh.core.files import make_folder
 from rollmesh.scheduler.planning.state import (
     FIXED,
     OWNING_PHASES,

@@ -17,7 +17,7 @@ from rollmesh.core.errors import AddressError, ConfigError, JournalError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import Occasional, get_logger, setup
 from rollmesh.core.process import Ready, Stop, announce, http_address, listen
-from rollmesh.core.secret_file import hash_token
+from rollmesh.core.secret_files import hash_token
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.service.journal import SqliteJournal
 from rollmesh.scheduler.service.records import Action, Event, LogLine, WriteRows

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from rollmesh.core.secret_file import hash_token
+from rollmesh.core.secret_files import hash_token
 from rollmesh.scheduler.planning.plan import GpuPlan
 from rollmesh.scheduler.planning.planner import FixedOnly, SchedulingPolicy, plan
 from rollmesh.scheduler.planning.state import PipelinePhase

@@ -36,7 +36,7 @@ from rollmesh.core.errors import (
     WireError,
 )
 from rollmesh.core.ids import GroupId, new_id
-from rollmesh.core.printable import printable
+from rollmesh.core.text import printable
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import (
     Arrival,

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 
 from rollmesh.core.errors import AddressError
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token, read_secret
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE, admin_token, read_secret
 from rollmesh.core.types import Json, Outcome
 
 ANSWER_S = 60.0

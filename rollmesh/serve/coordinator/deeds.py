@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.errors import AddressError, EngineError, EngineRefused, LocalShortage
-from rollmesh.core.published import find_probe, newest_adapter, newest_published
+from rollmesh.core.model_folders import find_probe, newest_adapter, newest_published
 from rollmesh.engine.backend import (
     UNBOUNDED_S,
     BackendFactory,

@@ -22,8 +22,8 @@ from urllib.parse import unquote
 
 import msgspec
 
+from rollmesh.core.addresses import names_loopback
 from rollmesh.core.errors import DECODE_ERRORS, SessionError
-from rollmesh.core.loopback import names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition
 from rollmesh.core.types import EVAL_SAMPLING, Outcome, SamplingPolicy, SamplingRule
 from rollmesh.serve.interception.capture import CaptureOptions

@@ -23,7 +23,7 @@ import orjson
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
-from rollmesh.core.inventory import Inventory
+from rollmesh.core.metrics import Inventory
 from rollmesh.runtime import blobs
 from rollmesh.runtime.images import images
 from rollmesh.runtime.registry import Runtime

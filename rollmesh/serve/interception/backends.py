@@ -18,7 +18,7 @@ import msgspec
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
-from rollmesh.core.inventory import Inventory
+from rollmesh.core.metrics import Inventory
 from rollmesh.engine.fleet_loop import FleetLoop
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.view import FleetView

@@ -28,7 +28,7 @@ from collections.abc import Callable, Hashable
 
 from rollmesh.core.fair_queue import FairQueue
 from rollmesh.core.heap import note_freed
-from rollmesh.core.inventory import Inventory
+from rollmesh.core.metrics import Inventory
 
 COUNTED_BYTES = 16 * 1024
 """Complete bodies below this size are not counted, because they are decoded soon."""

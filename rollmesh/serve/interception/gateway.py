@@ -25,14 +25,13 @@ from typing import Any, Literal
 import msgspec
 import uvloop
 
+from rollmesh.core.addresses import is_loopback
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.heap import Heap
-from rollmesh.core.inventory import Inventory
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.loopback import is_loopback
-from rollmesh.core.metrics import Exposition, Figure
+from rollmesh.core.metrics import Exposition, Figure, Inventory
 from rollmesh.core.process import Ready, announce, listen, stop_event
 from rollmesh.runtime import blobs
 from rollmesh.runtime.families import chats_of

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from rollmesh.core.inventory import counted
-from rollmesh.core.metrics import Figure
+from rollmesh.core.metrics import Figure, counted
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.serve.router.workers import WorkerEntry, WorkerHealth
 from rollmesh.wire.fleet import FleetChanged

@@ -28,15 +28,13 @@ from pathlib import Path
 
 import uvloop
 
+from rollmesh.core.addresses import is_loopback, names_loopback
 from rollmesh.core.clock import Clock, SystemClock
 from rollmesh.core.config import Config
 from rollmesh.core.errors import EnvError, SessionError, UserError
-from rollmesh.core.handed import handed
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger, setup
-from rollmesh.core.loopback import is_loopback, names_loopback
 from rollmesh.core.metrics import CONTENT_TYPE, Exposition, Figure
-from rollmesh.core.printable import printable
 from rollmesh.core.process import (
     FAILED,
     INTERRUPTED,
@@ -49,7 +47,8 @@ from rollmesh.core.process import (
     pid_space,
     stop_event,
 )
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE, admin_token
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE, admin_token, handed
+from rollmesh.core.text import printable
 from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import Calls, Limit, tamed

@@ -25,7 +25,7 @@ from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import AgentFailed, EnvError, InfraError
 from rollmesh.core.ids import RolloutId
 from rollmesh.core.logs import get_logger
-from rollmesh.core.printable import printable
+from rollmesh.core.text import printable
 from rollmesh.core.types import ErrorPlace, Outcome, RolloutRecord, Score, reward_fault
 from rollmesh.envs.calls import Calls, Limit, OvertimeError, never_paused, nothing
 from rollmesh.envs.env import Endpoint, Env, Transcript

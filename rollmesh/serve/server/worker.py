@@ -22,11 +22,10 @@ from rollmesh.core.descriptors import share_in_use
 from rollmesh.core.errors import WireError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.ids import GroupId
-from rollmesh.core.inventory import Inventory
 from rollmesh.core.logs import get_logger
-from rollmesh.core.metrics import rss_bytes
-from rollmesh.core.printable import printable
+from rollmesh.core.metrics import Inventory, rss_bytes
 from rollmesh.core.process import pid_space
+from rollmesh.core.text import printable
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
 from rollmesh.envs.isolation import current

@@ -7,7 +7,7 @@ Invariant: who is killed or has left has no process and stands on no GPU. Driven
 
 import enum
 
-from rollmesh.core.secret_file import hash_token
+from rollmesh.core.secret_files import hash_token
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim.clerk import Clerk

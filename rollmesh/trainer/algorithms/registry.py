@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollmesh.core.choices import close_names
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ConfigError
+from rollmesh.core.text import close_names
 from rollmesh.trainer.algorithms.advantages import Advantage, grpo, leave_one_out, mean_centred
 from rollmesh.trainer.algorithms.gspo import gspo_loss
 from rollmesh.trainer.algorithms.loss import LossResult, TokenTerms, ppo_loss

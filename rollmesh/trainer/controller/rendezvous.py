@@ -25,8 +25,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not export it
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rollmesh.core.addresses import is_loopback
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.loopback import is_loopback
 from rollmesh.core.process import listen
 from rollmesh.tensors.handles import RTensor
 from rollmesh.trainer.controller.answers import decode_values, fill_handles, handles_of

@@ -16,9 +16,9 @@ from rollmesh.cli.main import main
 from rollmesh.cli.main import main as rollmesh
 from rollmesh.core.config import Config, load_config
 from rollmesh.core.errors import UserError
-from rollmesh.core.model_folder import why_no_model
+from rollmesh.core.model_folders import why_no_model
 from rollmesh.core.process import USAGE
-from rollmesh.core.secret_file import admin_token
+from rollmesh.core.secret_files import admin_token
 from rollmesh.launch.checks import check_model
 from rollmesh.wire.keys import Role, read_key_file, read_keys
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.cli.processes import with_newest
-from rollmesh.core.model_folder import MODEL_FILES
+from rollmesh.core.model_folders import MODEL_FILES
 
 UNTRAINED = ["--model-dir", "the/model", "--weight-version", "0"]
 

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from rollmesh.core.errors import EngineBroke, EngineOverloaded, EngineRefused, EngineUnavailable
-from rollmesh.core.types import Grammar, SamplingParams, VersionRun
+from rollmesh.core.types import OutputGrammar, SamplingParams, VersionRun
 from rollmesh.engine.connection import parts
 from rollmesh.engine.sglang import BatchResponse, StreamResponse, encode_request, encode_score
 from tests.unit.engine.http_peer import Unread
@@ -75,7 +75,7 @@ def test_every_sampling_field_has_the_name_that_sglang_knows() -> None:
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf"])
 def test_grammar_is_sent_under_its_kind(kind: Any) -> None:
-    params = SamplingParams(max_tokens=9, grammar=Grammar(kind, "text"))
+    params = SamplingParams(max_tokens=9, grammar=OutputGrammar(kind, "text"))
     assert body_of(params=params)["sampling_params"][kind] == "text"
 
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError
+from rollmesh.core.orphans import MARK_VARIABLE, new_mark
 from rollmesh.core.process import start_ticks
 from rollmesh.core.share import Share
-from rollmesh.core.warden import MARK_VARIABLE, new_mark
 from rollmesh.launch import pipeline
 from rollmesh.launch.pipeline import check_share, claim_name, new_claim, release_name
 from rollmesh.scheduler.planning.state import PipelinePhase

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from rollmesh.core.errors import EngineRefused, EngineUnavailable
-from rollmesh.core.types import Grammar, VersionRun
+from rollmesh.core.types import OutputGrammar, VersionRun
 from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation import (
     GenerationMachine,
@@ -383,7 +383,7 @@ def test_streamed_turn_with_penalties_fails_rather_than_resume_wrongly() -> None
 
 
 def test_streamed_turn_with_a_grammar_fails_rather_than_resume_wrongly() -> None:
-    bench = running(grammar=Grammar("regex", "a+"))
+    bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.sample(0, 1, finish=ABORT)
     assert bench.machine.state is GenerationState.VOID
     assert isinstance(bench.machine.error, EngineUnavailable)
@@ -391,7 +391,7 @@ def test_streamed_turn_with_a_grammar_fails_rather_than_resume_wrongly() -> None
 
 
 def test_streamed_turn_that_cannot_resume_is_sampled_anew_for_a_retry_who_saw_nothing() -> None:
-    bench = running(grammar=Grammar("regex", "a+"))
+    bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.sample(0, 1)
     bench.step(ReaderLeft())
     bench.sample(0, 2, finish=ABORT)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.core.types import Grammar, SamplingParams
+from rollmesh.core.types import OutputGrammar, SamplingParams
 from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation import GenerationState
 from rollmesh.runtime.generation_events import (
@@ -66,7 +66,7 @@ def test_leg_is_deaf_when_its_first_abort_is_long_ago() -> None:
         {"frequency_penalty": 0.1},
         {"presence_penalty": -0.1},
         {"repetition_penalty": 1.1},
-        {"grammar": Grammar("regex", "a+")},
+        {"grammar": OutputGrammar("regex", "a+")},
     ],
 )
 def test_what_counts_its_own_output_cannot_be_resumed(fields: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def test_abort_for_an_update_is_repeated_though_the_turns_own_time_stands_still(
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bool) -> None:
-    bench = Bench(stream=stream, grammar=Grammar("regex", "a+"))
+    bench = Bench(stream=stream, grammar=OutputGrammar("regex", "a+"))
     bench.step(ReaderJoined())
     bench.step(ENGINE)
     assert bench.step(UpdateBegun(ENGINE.url)) == []
@@ -114,7 +114,7 @@ def test_turn_that_cannot_resume_ends_at_its_engine_before_the_update(stream: bo
 
 
 def test_streamed_turn_that_cannot_resume_begins_anew_if_nothing_of_it_was_seen() -> None:
-    bench = running(grammar=Grammar("regex", "a+"))
+    bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.step(UpdateBegun(ENGINE.url))
     bench.sample(0, finish=CUT)
     assert bench.said(ChooseEngine)
@@ -141,7 +141,7 @@ def test_adapter_of_the_chosen_engine_goes_with_the_leg() -> None:
 
 
 def test_streamed_turn_that_cannot_resume_stays_with_an_engine_that_others_have_left() -> None:
-    bench = running(grammar=Grammar("regex", "a+"))
+    bench = running(grammar=OutputGrammar("regex", "a+"))
     bench.sample(0, 1)
     assert bench.step(EngineLost(ENGINE.url)) == []
     bench.sample(0, 2, finish=Finish("stop"))
@@ -149,7 +149,7 @@ def test_streamed_turn_that_cannot_resume_stays_with_an_engine_that_others_have_
 
 
 def test_turn_that_cannot_resume_begins_anew_elsewhere_where_nobody_saw_of_it() -> None:
-    bench = Bench(stream=False, grammar=Grammar("regex", "a+"))
+    bench = Bench(stream=False, grammar=OutputGrammar("regex", "a+"))
     bench.step(ReaderJoined())
     bench.step(ENGINE)
     bench.step(EngineLost(ENGINE.url))

@@ -16,7 +16,7 @@ from rollmesh.core.errors import (
     LocalShortage,
     RequestLost,
 )
-from rollmesh.core.types import Grammar, VersionRun
+from rollmesh.core.types import OutputGrammar, VersionRun
 from rollmesh.engine.connection import PART_BYTES
 from rollmesh.runtime.generation import Generation, GenerationState
 from rollmesh.runtime.generation_events import fall_back
@@ -272,7 +272,7 @@ async def test_streamed_turn_with_a_grammar_fails_when_its_engine_is_cut(
     engine: ScriptedEngine, bench: Bench
 ) -> None:
     engine.faults.append(Fault.CUT)
-    generation = bench.start(stream=True, params={"grammar": Grammar("regex", "a+")})
+    generation = bench.start(stream=True, params={"grammar": OutputGrammar("regex", "a+")})
     await generation.wait(TO_THE_END)
     assert isinstance(generation.error, EngineUnavailable)
     assert "cannot be resumed" in str(generation.error)

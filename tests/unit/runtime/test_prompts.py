@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.core.types import Grammar
+from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import ParsedReply, ParseOptions, ToolCall, ToolChoice, read_message
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Chat, Prompts
@@ -143,7 +143,7 @@ def test_a_free_turn_has_no_lead(prompts: Prompts) -> None:
     assert prompts.prefill(ToolChoice(), None, TOOLS) == ()
     assert prompts.prefill(ToolChoice("none"), None, TOOLS) == ()
     assert prompts.prefill(ToolChoice("required"), None, b"") == ()
-    assert prompts.prefill(ToolChoice(), Grammar("json_schema", "{}"), b"") == ()
+    assert prompts.prefill(ToolChoice(), OutputGrammar("json_schema", "{}"), b"") == ()
 
 
 def test_an_opened_reasoning_is_closed_before_a_grammar_or_a_call(
@@ -155,7 +155,7 @@ def test_an_opened_reasoning_is_closed_before_a_grammar_or_a_call(
     folder = write_model_folder(tmp_path, chat_template=source)
     own = load_tokenizer(folder)
     prompts = Prompts(choose_family(folder, "auto", own), own)
-    grammar = Grammar("json_schema", "{}")
+    grammar = OutputGrammar("json_schema", "{}")
     prefill = prompts.prefill(ToolChoice(), grammar, b"")
     assert own.decode(prefill) == "\n</think>\n\n"
     reader = prompts.reader(ParseOptions((), True, "c", prefill))

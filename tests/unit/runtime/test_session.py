@@ -8,7 +8,13 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, Grammar, SamplingPolicy, SamplingRule
+from rollmesh.core.types import (
+    EVAL_SAMPLING,
+    FieldPolicy,
+    OutputGrammar,
+    SamplingPolicy,
+    SamplingRule,
+)
 from rollmesh.runtime.chat import RequestedSampling
 from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.forks import ForkCause
@@ -344,7 +350,7 @@ async def test_a_call_that_was_cut_short_is_no_reason_to_call(
 async def test_what_the_policy_decides_is_in_the_params_and_named(
     prompts: Prompts, say: Say
 ) -> None:
-    grammar = Grammar("regex", "[0-9]")
+    grammar = OutputGrammar("regex", "[0-9]")
     ask = RequestedSampling(temperature=0.0, min_p=0.1, logit_bias=((5, -1.0),), grammar=grammar)
     asked = with_fields(turn(USER), sampling=ask)
     sampler = ScriptedSampler(lambda _: say("4"))

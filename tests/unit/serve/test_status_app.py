@@ -11,7 +11,7 @@ import pytest
 from rollmesh.core.errors import AddressError
 from rollmesh.core.metrics import Exposition, Figure
 from rollmesh.core.process import http_address, listen
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
 from rollmesh.serve.status_app import STALE_S, SnapshotCell, StatusApp
 from rollmesh.testing.clock import FakeClock
 

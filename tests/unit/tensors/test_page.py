@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
 from rollmesh.tensors import lobby
 from rollmesh.tensors.handles import Content
 from rollmesh.tensors.page import MAX_REQUEST_BYTES

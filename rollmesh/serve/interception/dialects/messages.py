@@ -20,7 +20,7 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import DECODE_ERRORS, SessionError
-from rollmesh.core.types import DialectName, Grammar
+from rollmesh.core.types import DialectName, OutputGrammar
 from rollmesh.runtime.chat import (
     CallDelta,
     ChatMessage,
@@ -157,7 +157,7 @@ def _sampling(body: MessagesBody) -> RequestedSampling:
     grammar = None
     if form:
         text = schema_text(bytes(form.schema), "output_config.format.schema")
-        grammar = Grammar("json_schema", text)
+        grammar = OutputGrammar("json_schema", text)
     return RequestedSampling(
         temperature=body.temperature,
         top_p=body.top_p,

@@ -14,7 +14,7 @@ import msgspec
 
 from rollmesh.core.errors import DECODE_ERRORS, SessionError
 from rollmesh.core.memo import Memo
-from rollmesh.core.types import Grammar
+from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import RequestedSampling, ToolChoice, read_tools
 
 Body = TypeVar("Body")
@@ -207,7 +207,7 @@ class OpenAISamplingBody(msgspec.Struct, kw_only=True):
             grammar=self._grammar(),
         )
 
-    def _grammar(self) -> Grammar | None:
+    def _grammar(self) -> OutputGrammar | None:
         forms = (self.response_format, self.structured_outputs, self.json_schema)
         guides = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         if not any((*forms, self.regex, self.ebnf, *guides)):
@@ -220,13 +220,13 @@ class OpenAISamplingBody(msgspec.Struct, kw_only=True):
         found = [
             *format_grammar(self.response_format),
             *[
-                Grammar("json_schema", _guided_schema(each))
+                OutputGrammar("json_schema", _guided_schema(each))
                 for each in map(present_json, schemas)
                 if each
             ],
-            *[Grammar("regex", each) for each in regexes if each],
-            *[Grammar("regex", _any_of(each)) for each in choices if each],
-            *[Grammar("ebnf", each) for each in ebnfs if each],
+            *[OutputGrammar("regex", each) for each in regexes if each],
+            *[OutputGrammar("regex", _any_of(each)) for each in choices if each],
+            *[OutputGrammar("ebnf", each) for each in ebnfs if each],
         ]
         if len(found) > 1:
             raise bad_request("invalid_request", "more than one constraint on the answer's form")
@@ -236,15 +236,17 @@ class OpenAISamplingBody(msgspec.Struct, kw_only=True):
 _NO_OUTPUTS = StructuredOutputs()
 
 
-def format_grammar(asked: ResponseFormat | None) -> list[Grammar]:
+def format_grammar(asked: ResponseFormat | None) -> list[OutputGrammar]:
     """The constraint that a `response_format` sets: none or one."""
     if asked is None or asked.type == "text":
         return []
     if asked.type == "json_object":
-        return [Grammar("json_schema", ANY_OBJECT)]
+        return [OutputGrammar("json_schema", ANY_OBJECT)]
     if asked.type == "json_schema":
         raw = bytes(asked.json_schema.schema) if asked.json_schema else b""
-        return [Grammar("json_schema", schema_text(raw, "response_format.json_schema.schema"))]
+        return [
+            OutputGrammar("json_schema", schema_text(raw, "response_format.json_schema.schema"))
+        ]
     why = f"response_format: {asked.type!r} is not text, json_object or json_schema"
     raise bad_request("unsupported_response_format", why)
 

@@ -18,7 +18,7 @@ import msgspec
 import orjson
 
 from rollmesh.core.errors import SessionError
-from rollmesh.core.types import DialectName, Grammar
+from rollmesh.core.types import DialectName, OutputGrammar
 from rollmesh.runtime.chat import ChatMessage, FindAnswer, RequestedSampling, Turn, read_message
 from rollmesh.serve.interception.dialects.answer_parts import (
     openai_error,
@@ -231,13 +231,13 @@ def _sampling(body: ResponsesBody) -> RequestedSampling:
     )
 
 
-def _grammar(form: TextFormat | None) -> Grammar | None:
+def _grammar(form: TextFormat | None) -> OutputGrammar | None:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return Grammar("json_schema", ANY_OBJECT)
+        return OutputGrammar("json_schema", ANY_OBJECT)
     if form.type == "json_schema":
-        return Grammar("json_schema", schema_text(bytes(form.schema), "text.format.schema"))
+        return OutputGrammar("json_schema", schema_text(bytes(form.schema), "text.format.schema"))
     why = f"text.format: {form.type!r} is not text, json_object or json_schema"
     raise bad_request("unsupported_response_format", why)
 

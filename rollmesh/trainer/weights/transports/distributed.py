@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rollmesh.core.addresses import is_loopback
 from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
-from rollmesh.core.loopback import is_loopback
 from rollmesh.engine.backend import READ_TIMEOUT_S, EngineBackend
 from rollmesh.engine.embedded.groups import facing
 from rollmesh.engine.shared_memory import SharedSegment, TensorPiece

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollmesh.core.claimed import Claimed, place, write_claimed
 from rollmesh.core.ids import new_id
+from rollmesh.core.orphans import MARK_VARIABLE, new_mark
 from rollmesh.core.process import start_ticks
-from rollmesh.core.warden import MARK_VARIABLE, new_mark
+from rollmesh.core.share import RunClaimRecord, place, write_claim
 from rollmesh.wire.scheduling import RunClaim
 
 WAITS = ("sleep", "600")
@@ -26,7 +26,7 @@ class ClaimedRun:
         self._started: list[subprocess.Popen[bytes]] = []
         self.mark = new_mark("test")
         self.launch = self.start("")
-        self.claimed = Claimed(
+        self.claimed = RunClaimRecord(
             run_id=new_id("run-"),
             pipeline_id=pipeline_id,
             mark=self.mark,
@@ -34,7 +34,7 @@ class ClaimedRun:
             life=start_ticks(self.launch.pid),
             place=place(),
         )
-        self.record = write_claimed(runs, self.claimed)
+        self.record = write_claim(runs, self.claimed)
 
     @property
     def claim(self) -> RunClaim:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
-from rollmesh.core.secret_file import hash_token
+from rollmesh.core.secret_files import hash_token
 from rollmesh.scheduler.admission.asking import Answer, Question
 from rollmesh.scheduler.admission.desk import (
     DEAD,

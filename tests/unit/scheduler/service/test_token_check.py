@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from rollmesh.core.secret_file import hash_token
+from rollmesh.core.secret_files import hash_token
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.records import JournalTables, WriteRows

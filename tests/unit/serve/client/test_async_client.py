@@ -18,7 +18,7 @@ from rollmesh.core.errors import (
     ClientClosed,
     ConfigError,
     DeadlineExceeded,
-    EnvFailed,
+    EnvFailedError,
     GroupCancelled,
     JournalError,
     Overloaded,
@@ -131,7 +131,7 @@ async def test_failed_group_is_raised_where_it_is_awaited(
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env="guess"))
     group_id = await fail(router, "env_failed: no module named guess")
-    with pytest.raises(EnvFailed, match="no module named guess") as raised:
+    with pytest.raises(EnvFailedError, match="no module named guess") as raised:
         await running
     assert raised.value.group_id == group_id
 

@@ -5,7 +5,7 @@ import pytest
 from rollmesh.core.errors import (
     AttemptsExhausted,
     DeadlineExceeded,
-    EnvFailed,
+    EnvFailedError,
     GroupCancelled,
     GroupError,
     GroupIncomplete,
@@ -27,7 +27,7 @@ GROUP = GroupId("r1", 3)
         ("deadline: no result within 5 s", DeadlineExceeded),
         ("cancelled: by the router", GroupCancelled),
         ("client_left: c1 was silent", GroupCancelled),
-        ("env_failed: no module named x", EnvFailed),
+        ("env_failed: no module named x", EnvFailedError),
         ("attempts_exhausted: 3 have begun", AttemptsExhausted),
         ("quarantined: w1 killed by signal 9, w2 killed by signal 9", Quarantined),
         ("infra_error: 1 of 4 rollouts: no engine", GroupIncomplete),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.config import JournalConfig
-from rollmesh.core.errors import ClientClosed, EnvFailed, GroupCancelled
+from rollmesh.core.errors import ClientClosed, EnvFailedError, GroupCancelled
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.arrivals import Dropped, Finished
 from rollmesh.serve.client.client import RolloutClient
@@ -74,7 +74,7 @@ def test_failed_group_is_raised_where_it_is_waited_for(
     running = pool.submit(client.run, TASK, env="guess", deadline_s=60.0)
     route, ask, _ = router.expect(AskGroup)
     router.say(route, GroupFailed(ask.group_id, "env_failed: no module named guess"))
-    with pytest.raises(EnvFailed, match="no module named guess"):
+    with pytest.raises(EnvFailedError, match="no module named guess"):
         running.result(PATIENCE_S)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.core.published import WeightsProbe, leave_probe
+from rollmesh.core.model_folders import WeightsProbe, leave_probe
 from rollmesh.engine.http import HttpClient, target
 from rollmesh.serve.coordinator.deeds import carry_out
 from rollmesh.serve.coordinator.events import CallEngine, Deed, EngineDone

@@ -4,7 +4,7 @@ import asyncio
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config
-from rollmesh.core.inventory import Inventory
+from rollmesh.core.metrics import Inventory
 from rollmesh.core.types import Outcome
 from rollmesh.serve.interception.backends import RelayBackend
 from rollmesh.serve.interception.capture import CaptureOptions

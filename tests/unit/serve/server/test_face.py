@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from rollmesh.core.metrics import Exposition
-from rollmesh.core.secret_file import ADMIN_TOKEN_VARIABLE
+from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.server.process import ROUTE, MetricsEndpoint
 from tests.unit.serve.interception.http_client import serving, status_of

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.core.types import Grammar
+from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import ToolChoice
 from rollmesh.serve.interception.dialects.chat import ChatDialect
 from rollmesh.serve.interception.dialects.dialect import RequestBody
@@ -91,7 +91,9 @@ def test_functions_of_old_are_tools_and_a_call_ends_the_turn() -> None:
 def test_every_constraint_becomes_a_grammar(
     fields: dict[str, object], grammar: tuple[Any, str] | None
 ) -> None:
-    assert decode(**fields).sampling.grammar == (None if grammar is None else Grammar(*grammar))
+    assert decode(**fields).sampling.grammar == (
+        None if grammar is None else OutputGrammar(*grammar)
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.core.types import Grammar
+from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import ChatMessage, ToolChoice, Turn
 from rollmesh.serve.interception.dialects.dialect import RequestBody
 from rollmesh.serve.interception.dialects.messages import MessagesDialect, read_unit
@@ -116,7 +116,7 @@ def test_sampling_fields_are_read() -> None:
     schema = {"type": "json_schema", "schema": {"type": "object"}}
     turn = decode(stop_sequences=["x", ""], top_k=5, output_config={"format": schema})
     assert (turn.sampling.max_tokens, turn.sampling.stop, turn.sampling.top_k) == (64, ("x",), 5)
-    assert turn.sampling.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert turn.sampling.grammar == OutputGrammar("json_schema", '{"type":"object"}')
     unread: dict[str, Any] = {"thinking": {"type": "enabled"}, "metadata": {"user_id": "u"}}
     assert decode(**unread).sampling.max_tokens == 64
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.core.types import Grammar
+from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import Turn
 from rollmesh.serve.interception.dialects.dialect import RequestBody
 from rollmesh.serve.interception.dialects.responses import ResponsesDialect, read_unit
@@ -137,7 +137,7 @@ def test_tools_that_only_openais_servers_have_are_left_out() -> None:
 def test_formats_are_grammars_and_what_came_before_is_named() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     turn = decode(text={"format": form}, previous_response_id="resp_s-3", max_output_tokens=9)
-    assert turn.sampling.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert turn.sampling.grammar == OutputGrammar("json_schema", '{"type":"object"}')
     assert turn.previous_reply == "s-3"
     assert turn.sampling.max_tokens == 9
     assert decode(text={"format": {"type": "text"}, "verbosity": "low"}).sampling.grammar is None

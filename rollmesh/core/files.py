@@ -1,4 +1,9 @@
-"""Follows a file of lines that another process is writing.
+"""Modes of the files and folders that rollmesh writes.
+
+- A process sets its umask at its start, so that files written by libraries follow it as well.
+- Processes that launch starts inherit launch's umask.
+
+Follows a file of lines that another process is writing.
 
 Owns an offset into one file. Invariants: only whole lines are handed out, a torn last line waits
 for its end; one read holds at most `max_read_bytes`, a line longer than that is passed over; a file
@@ -8,18 +13,57 @@ launch, which poll: nothing here waits.
 
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+FileMode = Literal["private", "group"]
+
+_UMASKS: dict[FileMode, int] = {"private": 0o077, "group": 0o027}
 
 
-class Line(NamedTuple):
+_restricted: list[int] = []
+"""The umasks to return to, one for each open block of `restricted_files`."""
+
+
+@contextmanager
+def restricted_files() -> Iterator[None]:
+    """Inside the block, new files and folders are private, or have the mode of `set_file_mode`."""
+    _restricted.append(os.umask(_UMASKS["private"]))
+    try:
+        yield
+    finally:
+        os.umask(_restricted.pop())
+
+
+def set_file_mode(mode: FileMode) -> None:
+    """Apply `mode` to new files; no effect outside `restricted_files`, as in a process of launch,
+    which inherited its umask."""
+    if _restricted:
+        os.umask(_UMASKS[mode])
+
+
+def make_folder(folder: Path, mode: FileMode) -> None:
+    """Make `folder`, or take away what an existing one allows beyond `mode`.
+
+    Raise OSError if that fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    allowed = 0o777 & ~_UMASKS[mode]
+    found = folder.stat().st_mode & 0o777
+    if found & ~allowed or (mode == "group" and found != allowed):
+        folder.chmod(allowed)
+
+
+class FileLine(NamedTuple):
     """A whole line without its newline, and where in the file it starts."""
 
     offset: int
     data: bytes
 
 
-class Tail:
+class FileTail:
     """Hands out the lines that a growing file gained since the last call."""
 
     def __init__(
@@ -35,7 +79,7 @@ class Tail:
         self._offset = 0
         self._inside_line = False
 
-    def read(self) -> list[Line]:
+    def read(self) -> list[FileLine]:
         """New whole lines; empty when there are none or the file is not there (yet)."""
         try:
             file = self.path.open("rb")
@@ -58,12 +102,12 @@ class Tail:
             file.seek(self._offset - 1)
             self._inside_line = file.read(1) != b"\n"
 
-    def _cut(self, block: bytes) -> list[Line]:
-        lines: list[Line] = []
+    def _cut(self, block: bytes) -> list[FileLine]:
+        lines: list[FileLine] = []
         start = 0
         while (end := block.find(b"\n", start)) >= 0:
             if not self._inside_line:
-                lines.append(Line(self._offset + start, block[start:end]))
+                lines.append(FileLine(self._offset + start, block[start:end]))
             self._inside_line = False
             start = end + 1
         if self._inside_line or (start == 0 and len(block) == self._max_read_bytes):

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
-from rollmesh.core import warden
-from rollmesh.core.warden import MARK_VARIABLE, kill_marked, new_mark
+from rollmesh.core import orphans
+from rollmesh.core.orphans import MARK_VARIABLE, kill_marked, new_mark
 
 ENDS_WITHIN_S = 60.0
 SLEEPS = "import signal; print(flush=True); signal.pause()"
@@ -77,13 +77,13 @@ def test_a_mark_stands_below_the_mark_of_who_makes_it(monkeypatch: pytest.Monkey
 GUARDED = f"""
 import os, signal, subprocess, sys
 sys.path[:0] = [{os.getcwd()!r}]
-from rollmesh.core.warden import guard
-warden = guard(sys.argv[1])
+from rollmesh.core.orphans import start_orphan_reaper
+reaper = start_orphan_reaper(sys.argv[1])
 child = subprocess.Popen(
     [sys.executable, "-c", {DAEMON!r}], stdout=subprocess.PIPE, text=True,
     start_new_session=True, env={{**os.environ, {MARK_VARIABLE!r}: sys.argv[1]}},
 )
-print(child.pid, child.stdout.readline().strip(), warden, flush=True)
+print(child.pid, child.stdout.readline().strip(), reaper, flush=True)
 signal.pause()
 """
 
@@ -93,14 +93,14 @@ def test_kill_9_of_a_guarded_process_leaves_nothing_of_it() -> None:
     argv = [sys.executable, "-c", GUARDED, mark]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        child, daemon, warden = map(int, process.stdout.readline().split())
-        assert all(psutil.pid_exists(pid) for pid in (child, daemon, warden))
+        child, daemon, reaper = map(int, process.stdout.readline().split())
+        assert all(psutil.pid_exists(pid) for pid in (child, daemon, reaper))
         process.kill()
-    assert ends(child, daemon, warden)
+    assert ends(child, daemon, reaper)
 
 
-def test_a_warden_does_not_wait_for_a_process_that_is_already_gone() -> None:
-    argv = [sys.executable, "-I", "-S", warden.__file__, "999999999", new_mark("test")]
+def test_an_orphan_reaper_does_not_wait_for_a_process_that_is_already_gone() -> None:
+    argv = [sys.executable, "-I", "-S", orphans.__file__, "999999999", new_mark("test")]
     assert subprocess.run(argv, env={}, timeout=ENDS_WITHIN_S, check=False).returncode == 0
 
 
@@ -173,11 +173,11 @@ HOLDS_MEMORY = f"""
 import signal, sys
 sys.path[:0] = [{os.getcwd()!r}]
 from pathlib import Path
-from rollmesh.core.warden import guard
+from rollmesh.core.orphans import start_orphan_reaper
 from rollmesh.tensors.segment import SHARED_MEMORY, Segment
-warden = guard(sys.argv[1])
+reaper = start_orphan_reaper(sys.argv[1])
 segment = Segment(SHARED_MEMORY, 4096)
-print(warden, segment.path, flush=True)
+print(reaper, segment.path, flush=True)
 signal.pause()
 """
 

@@ -1,6 +1,6 @@
 """A mistyped name is answered with what it may have meant."""
 
-from rollmesh.core.choices import close_names, instead_of
+from rollmesh.core.text import close_names, instead_of
 
 KNOWN = ("status", "demo", "drain", "dashboard")
 

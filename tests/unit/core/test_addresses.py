@@ -1,13 +1,17 @@
-"""Which URLs are engines' and which hosts may join."""
+"""Which URLs are engines' and which hosts may join.
+
+Loopback is an address that was parsed, not a prefix.
+"""
 
 import pytest
 
-from rollmesh.core.config import load_config
-from rollmesh.core.engine_url import (
+from rollmesh.core.addresses import (
     is_allowed_url,
+    is_loopback,
     why_no_engine_url,
     why_no_host_entry,
 )
+from rollmesh.core.config import load_config
 from rollmesh.core.errors import ConfigError
 
 
@@ -49,3 +53,28 @@ def test_an_entry_that_is_no_host_is_refused_in_one_line() -> None:
     assert why_no_host_entry("10.0.0.0/99")
     with pytest.raises(ConfigError, match="allow_hosts"):
         load_config(None, ['engine.allow_hosts=["10.0.0.1/8/"]'])
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "localhost", "::1", "[::1]"])
+def test_loopback_addresses_and_localhost_are_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.evil.example",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "localhost@10.0.0.1",
+        "127.0.0.1:0;10.0.0.1",
+        "[::1",
+        "::1.evil.example",
+        "10.0.0.1",
+        "0.0.0.0",
+        "*",
+        "",
+    ],
+)
+def test_names_that_begin_like_loopback_are_not(host: str) -> None:
+    assert not is_loopback(host)

@@ -1,4 +1,11 @@
-"""Secrets that a process receives by a descriptor, so that neither argv nor its environment holds
+"""Secrets that stand in files, most of them one line, readable by their owner alone.
+
+Invariants: a file that others can read is refused; one that we make is 0600 from its first byte,
+and is there whole or not at all, whoever else makes it at that moment or ends while making it.
+Driven by the gateway's command, by wire/keys.py, and by whoever asks for the admin token of the
+environment.
+
+Secrets that a process receives by a descriptor, so that neither argv nor its environment holds
 them.
 
 - The parent writes one JSON object, variable name to text, into a pipe and names the reading end
@@ -9,9 +16,13 @@ them.
 """
 
 import ctypes
+import errno
 import functools
+import hashlib
 import os
 import resource
+import secrets
+import stat
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -19,16 +30,111 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.core.redaction import register_content
-from rollmesh.core.secret_file import (
-    ADMIN_TOKEN_FILE_VARIABLE,
-    ADMIN_TOKEN_VARIABLE,
-    ENGINE_KEY_FILE_VARIABLE,
-    ENGINE_KEY_VARIABLE,
-    engine_key,
-    read_private,
-    read_secret,
-)
+from rollmesh.core.redaction import register_content, register_secret
+
+SECRET_BYTES = 32
+MAX_SECRET_BYTES = 2**20
+ROOT = 0
+ADMIN_TOKEN_VARIABLE = "ROLLMESH_ADMIN_TOKEN"
+ADMIN_TOKEN_FILE_VARIABLE = "ROLLMESH_ADMIN_TOKEN_FILE"
+ENGINE_KEY_VARIABLE = "ROLLMESH_ENGINE_KEY"
+ENGINE_KEY_FILE_VARIABLE = "ROLLMESH_ENGINE_KEY_FILE"
+
+
+def admin_token(environment: Mapping[str, str] = os.environ) -> str:
+    """ROLLMESH_ADMIN_TOKEN, or what the file holds that ROLLMESH_ADMIN_TOKEN_FILE names; else ''.
+
+    ConfigError if there is no such file, or others can read it.
+    """
+    told = environment.get(ADMIN_TOKEN_VARIABLE, "")
+    register_secret(told)
+    file = environment.get(ADMIN_TOKEN_FILE_VARIABLE)
+    return told or (read_secret(Path(file)) if file else "")
+
+
+def engine_key(environment: Mapping[str, str] = os.environ) -> str:
+    """ROLLMESH_ENGINE_KEY, or the secret in the file that ROLLMESH_ENGINE_KEY_FILE names; else ''.
+
+    Engines that were started with `--api-key` want it. ConfigError if there is no such file, or
+    others can read it, or the key cannot be part of a header.
+    """
+    key = environment.get(ENGINE_KEY_VARIABLE, "")
+    file = environment.get(ENGINE_KEY_FILE_VARIABLE)
+    if not key and file:
+        return read_secret(Path(file))
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{ENGINE_KEY_VARIABLE}: it should be letters and digits in one line")
+    return key
+
+
+def read_secret(path: Path) -> str:
+    """The secret; ConfigError in one line where there is none that only its owner can read."""
+    try:
+        text = read_private(path).decode().strip()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file; it should hold one line") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {str(error.strerror).lower()}; name another file") from None
+    if not text.isascii() or not text.isprintable() or not text or " " in text:
+        raise ConfigError(f"{path}: it should hold one line of letters and digits, the secret")
+    return text
+
+
+def read_private(path: Path) -> bytes:
+    """Return the file's content, at most MAX_SECRET_BYTES.
+
+    ConfigError if another user owns it, others can read it, or it is not a regular file; OSError if
+    it cannot be read. The open file is checked, so that it cannot be exchanged in between.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigError(f"{path}: not a regular file; name another")
+        if found.st_uid not in (os.geteuid(), ROOT):
+            raise ConfigError(
+                f"{path}: it belongs to uid {found.st_uid}, and this process runs as uid "
+                f"{os.geteuid()}; name a file of your own"
+            )
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"{path}: others can read it; chmod 600 {path}")
+        raw = file.read(MAX_SECRET_BYTES)
+    register_content(raw.decode("utf-8", "replace"))
+    return raw
+
+
+def read_or_make_secret(path: Path) -> str:
+    """The secret in `path`, which is made, random and 0600, if there is no such file."""
+    secret = secrets.token_urlsafe(SECRET_BYTES)
+    try:
+        make_secret_file(path, f"{secret}\n".encode())
+    except FileExistsError:
+        return read_secret(path)
+    except OSError as error:
+        why = str(error.strerror).lower()
+        raise ConfigError(f"{path}: cannot make it: {why}; name another file") from None
+    register_secret(secret)
+    return secret
+
+
+def hash_token(token: str) -> str:
+    """SHA-256 in hex, which may be kept where the random token may not; '' for ''."""
+    return hashlib.sha256(token.encode()).hexdigest() if token else ""
+
+
+def make_secret_file(path: Path, raw: bytes) -> None:
+    """Make `path`; FileExistsError if it is there already, OSError if it cannot be made."""
+    if path.exists():  # also where nothing can be written
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(part, path)  # unlike a rename, it never replaces what is there
+    finally:
+        part.unlink(missing_ok=True)
+
 
 SECRETS_VARIABLE = "ROLLMESH_SECRETS_FD"
 """Environment: the descriptor to read secrets from."""
@@ -42,7 +148,7 @@ SECRET_VARIABLES = (
     ENGINE_KEY_VARIABLE,
     ENGINE_KEY_FILE_VARIABLE,
 )
-MAX_BYTES = 2**16
+MAX_HANDED_BYTES = 2**16
 """The capacity of a Linux pipe; a parent that writes less never waits for its child."""
 
 _PR_SET_DUMPABLE = 4
@@ -80,11 +186,13 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: text for name, text in environment.items() if name not in SECRET_VARIABLES}
 
 
-def open_pipe(secrets: Mapping[str, str]) -> int:
+def open_secrets_pipe(secrets: Mapping[str, str]) -> int:
     """A descriptor from which a child reads `secrets`; the caller closes it."""
     raw = msgspec.json.encode(secrets)
-    if len(raw) > MAX_BYTES:
-        raise ConfigError(f"{' and '.join(secrets)} are longer than {MAX_BYTES} bytes in all")
+    if len(raw) > MAX_HANDED_BYTES:
+        raise ConfigError(
+            f"{' and '.join(secrets)} are longer than {MAX_HANDED_BYTES} bytes in all"
+        )
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as pipe:
         pipe.write(raw)
@@ -132,7 +240,7 @@ def begin_without_secrets(environment: Mapping[str, str] = os.environ) -> None:
     secrets = secrets_in(environment)
     if not secrets and not any(name in environment for name in SECRET_VARIABLES):
         return
-    reading = open_pipe({**_handed, **secrets})
+    reading = open_secrets_pipe({**_handed, **secrets})
     os.set_inheritable(reading, True)
     cleared = {**without_secrets(environment), SECRETS_VARIABLE: str(reading)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], cleared)

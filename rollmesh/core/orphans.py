@@ -9,7 +9,7 @@ lengthen it for those that they start.
 - A process that empties its environment, or that another daemon starts (a container), is missed.
 - A file in shared memory is removed if no process holds its lock, which ends with its owner.
 
-Run as a program, `warden.py PID MARK`, it waits for the end of PID, its parent, and then does both:
+Run as a program, `orphans.py PID MARK`, it waits until PID, its parent, has ended, then does both:
 after kill -9 no other process is left to do it. It imports little: 11 MB, most of it shared.
 """
 
@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 
 MARK_VARIABLE = "ROLLMESH_MARK"
-GIVE_UP_S = 5.0
+KILL_TIMEOUT_S = 5.0
 """What still forks, or cannot die, after this time is left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.1
 """What those that were ended have until they are looked for again."""
@@ -53,20 +53,20 @@ def mark_self(name: str) -> str:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
-_wardens: list["subprocess.Popen[bytes]"] = []
+_reapers: list["subprocess.Popen[bytes]"] = []
 """They end after us, so nobody waits for them."""
 
 
-def guard(mark: str) -> int:
+def start_orphan_reaper(mark: str) -> int:
     """Start what ends all who carry `mark` when we have ended, however that happens; its pid."""
     argv = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
-    # A session of its own and no mark: neither Ctrl-C nor another warden is meant for it.
+    # A session of its own and no mark: neither Ctrl-C nor another reaper is meant for it.
     nowhere = subprocess.DEVNULL
-    warden = subprocess.Popen(
+    reaper = subprocess.Popen(
         argv, env={}, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere
     )
-    _wardens.append(warden)
-    return warden.pid
+    _reapers.append(reaper)
+    return reaper.pid
 
 
 def kill_marked(mark: str, holds: Callable[[int], bool] | None = None) -> int:
@@ -75,7 +75,7 @@ def kill_marked(mark: str, holds: Callable[[int], bool] | None = None) -> int:
     Return how many there were. Where `holds` is given, only those whose pid it accepts count.
     """
     killed: set[int] = set()
-    pause_s, until_s = FIRST_PAUSE_S, time.monotonic() + GIVE_UP_S
+    pause_s, until_s = FIRST_PAUSE_S, time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < until_s:
         try:
             if not _kill_once(mark, killed, holds):
