@@ -46,7 +46,7 @@ from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.process import request_settings
 from rollmesh.trainer.reports.fencing import FenceRequested
 from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.reports.summary import Tally
@@ -238,7 +238,7 @@ def main() -> None:
     del model
     books = RunRecords(folder, SystemClock()), Tally()
     tasks = (Task(id=str(number)) for number in itertools.count())
-    asking = asking_of(config)
+    asking = request_settings(config)
     pacer = Pacer(client, restored_staleness(config), tasks, asking, books)
     weights = WeightVersions(folder / "weights", BackgroundLoop("publisher"))
     policy = Policy(config.model.path, config.trainer)

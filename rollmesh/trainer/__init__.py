@@ -1,1 +1,1 @@
-"""From finished groups to new weights: advantages, batches, loss, steps, and the demo's model."""
+"""The trainer: finished groups become batches, train steps and new policy versions."""

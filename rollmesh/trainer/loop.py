@@ -1,13 +1,13 @@
-"""The train loop: ask, collect, take a batch, step, publish, record; until done or told to stop.
+"""The train loop: request, collect, take a batch, step, publish, record; until done or stopped.
 
     REDOING -> PUBLISHING -> MEASURING -> TRAINING -> ENDED   (a stop leads to ENDED from anywhere)
 
-Invariants: what a step consumes is in the journal before the step begins; what the journal holds
-beyond the newest checkpoint is done again, each step with its own groups, before anything is
-published; a step never waits for its publication, only the next publication does; generation goes
-on while a step runs, since asks are made before it; a step ends when nothing of its batch is held
-here, and while the loop waits for the next one, what it freed goes back to the system. Driven by
-process.py, on the process's main thread.
+- The groups of a step are in the journal before it begins. Steps of the journal beyond the newest
+  checkpoint are redone with their own groups before anything is published.
+- A step never waits for its publication; only the next publication does. Generation continues
+  during a step, since requests are made before it.
+- A step ends when the loop holds nothing of its batch; freed memory is then returned to the system
+  while the loop waits for the next batch.
 """
 
 import collections
@@ -45,97 +45,97 @@ from rollmesh.trainer.weights.folder import RefusalMonitor
 log = get_logger()
 
 TRIM_S = 3.0
-"""Between two times that free memory is given back; of a model that trains it takes 25 ms."""
+"""Interval between returns of free memory to the system, which take 25 ms beside a large model."""
 NUM_NAMED = 4
-"""Masked rollouts that a log line names."""
+"""Masked rollouts named in a log line."""
 NOTE_AGAIN_S = 0.5
-"""Between two times that anything is given to a disk that refuses it."""
+"""Interval between tries to write to a full disk."""
 COLLECT_S = 0.02
-"""How long to wait for arrivals before looking at everything else again."""
+"""Longest wait for arrivals in one turn of the loop."""
 COUNT_AGAIN_S = 1.0
-"""Time between two times that summary.json is written while the run goes on."""
-LEVEL_STEPS = 10
-"""Steps in a row without a group whose rewards differ, after which the log warns."""
-NO_GROUP_DIFFERS = "no group differs: in each group of the last 10 steps all rewards were equal"
-MAKE_DIFFER = "nothing is learned: check what the environment's score returns, or its tasks"
+"""Interval between writes of summary.json during the run."""
+EQUAL_STEPS = 10
+"""Steps in a row without different rewards in any group, after which a warning is logged."""
+ALL_EQUAL = "in each group of the last 10 steps all rewards were equal"
+EQUAL_FIX = "nothing is learned: check the environment's score and its tasks"
 UNTRAINED = -1
-"""The step of what the untrained policy is measured by, in the books."""
+"""Step number of the untrained policy in metrics.jsonl."""
 MEASURE_S = 0.2
-"""The same while an evaluation runs, beside which nothing waits."""
+"""Longest wait for arrivals during an evaluation."""
 
 
 class TrainLoop:
-    """One run."""
+    """The loop of one run."""
 
-    def __init__(self, config: Config, parts: TrainerDeps, stop: threading.Event) -> None:
+    def __init__(self, config: Config, deps: TrainerDeps, stop: threading.Event) -> None:
         self._config = config
-        self._parts = parts
+        self._deps = deps
         self._stop = stop
         self._suspicion = FaultyEngineDetector()
-        self._refusals = RefusalMonitor(parts.records, config.publish.accept_timeout_s)
-        self._saver = CheckpointSaver(parts, config.trainer.checkpoint_steps)
-        # Rows, as well as notes: a checkpoint under way may be what fills the disk.
-        parts.records.set_retry(self._tries_again)
+        self._refusals = RefusalMonitor(deps.records, config.publish.accept_timeout_s)
+        self._saver = CheckpointSaver(deps, config.trainer.checkpoint_steps)
+        # Records wait too: a checkpoint in progress may be what fills the disk.
+        deps.records.set_retry(self._wait_for_room)
         self._heap = Heap()
         self._trimmed_s = -math.inf
         self._counted_s = -math.inf
         self._num_skipped_in_row = 0
         """Optimiser steps since the last one that changed the weights."""
-        self._num_level_steps = 0
-        """Steps in a row in which no group's rewards differed."""
+        self._num_equal_steps = 0
+        """Steps in a row in which each group's rewards were equal."""
         self._may_trim_s = math.inf
-        """When that is worth its time again; not before a step."""
+        """Earliest time of the next trim; infinite until a step."""
 
     def run(self, recovery: RecoveryPlan) -> bool:
-        """Go on from there: do again what is not in the weights, measure the untrained policy,
-        train until `num_steps` steps are done, save. Whether they are."""
+        """Redo the steps of `recovery`, measure the untrained policy, train until `num_steps` steps
+        are done, and save; return whether all steps are done."""
         self._saver.resume_from(recovery.saved)
-        if recovery.next_step and self._parts.tally.measured:
-            self._end_evaluation()  # all of it was there before the first step
+        if recovery.next_step and self._deps.tally.measured:
+            self._end_evaluation()  # it was complete before the first step
         named = {step: each for each, step in recovery.step_of_version.items()}
         if not all(self._redo(again, recovery, named.get(again.step)) for again in recovery.redo):
-            return False  # stopped: checkpoints and journal hold what the next life needs
+            return False  # stopped: checkpoints and journal have the state for the next process
         num_done, num_steps = recovery.next_step, self._config.trainer.num_steps
-        # Whatever the engines were started with: from here on they sample from our weights.
+        # From here on all engines sample with these weights, whatever they were started with.
         self._publish(num_done)
-        self._parts.gpu_lease.release_until_step()
+        self._deps.gpu_lease.release_until_step()
         self._await_publication()
         if num_done or self._has_measured():
             num_done += sum(1 for _ in itertools.takewhile(self._do, range(num_done, num_steps)))
-            self._write_counts()  # what comes next may take longer than launch waits
+            self._write_counts()  # saving may take longer than launch waits
             self._saver.finish(num_done)
         is_done = num_done >= num_steps
         if is_done:
-            self._parts.pacer.cancel_open("its run is done")
+            self._deps.pacer.cancel_open("its run is done")
         return is_done
 
     def _redo(self, again: StepTaken, recovery: RecoveryPlan, policy_version: int | None) -> bool:
-        """A step that an earlier life took; False where the run is to end before it.
+        """Redo a step that an earlier process took; return False if the run is stopped before it.
 
-        The weights are known by the name that they had: whose gaps are exact depends on it.
+        The weights get the version that they had then, which decides whose gaps are exact.
         """
         if self._stop.is_set() or not self._may_train(again.step):
             return False
-        self._parts.policy.set_policy_version(policy_version)
-        self._parts.client.redo.begun(again.step, self._tries_again)
+        self._deps.policy.set_policy_version(policy_version)
+        self._deps.client.redo.begun(again.step, self._wait_for_room)
         self._train_again(again, recovery)
-        self._parts.client.redo.ended(again.step, again=self._tries_again)
-        self._parts.policy.end_step(again.step)
-        # So that a life that ends before the redo does leaves less of it to the next.
+        self._deps.client.redo.ended(again.step, again=self._wait_for_room)
+        self._deps.policy.end_step(again.step)
+        # If this process ends during the redo, the next one has less to redo.
         self._saver.after_step(again.step + 1)
         return True
 
     def _train_again(self, again: StepTaken, recovery: RecoveryPlan) -> None:
-        batch = self._parts.pacer.retake(again, recovery.results)
+        batch = self._deps.pacer.retake(again, recovery.results)
         if batch:
             self._record(batch, self._train(batch, 0.0))
 
     def _do(self, step: int) -> bool:
-        """One step; False where the run is to end before it."""
-        # A call of its own, with which its batch goes, so that it can be freed everywhere.
+        """Do one step; return False if the run is stopped before it."""
+        # In a call of its own, which drops the batch, so that it can be freed everywhere.
         was_done = self._train_next(step)
         if was_done:
-            self._parts.policy.end_step(step)
+            self._deps.policy.end_step(step)
             self._saver.after_step(step + 1)
         return was_done
 
@@ -145,49 +145,49 @@ class TrainLoop:
         if batch is None or not self._may_train(step):
             return False
         wait_s = time.monotonic() - started_s
-        self._parts.client.note_step(step, batch.group_ids(), batch.oldest_step, self._tries_again)
-        told = self._train(batch, wait_s)
+        self._deps.client.note_step(step, batch.group_ids(), batch.oldest_step, self._wait_for_room)
+        row = self._train(batch, wait_s)
         if (step + 1) % self._config.publish.every_steps == 0:
             self._publish(step + 1)
-        self._record(batch, told)
+        self._record(batch, row)
         return True
 
     def _has_measured(self) -> bool:
-        """Whether the untrained policy is known, if it is to be; not where the run was stopped."""
-        num_rollouts, tally = self._config.trainer.eval_rollouts, self._parts.tally
+        """Measure the untrained policy, if configured; return False if the run is stopped."""
+        num_rollouts, tally = self._config.trainer.eval_rollouts, self._deps.tally
         if not num_rollouts or tally.reward_untrained is not None:
             return True
-        pacer, gpu_lease = self._parts.pacer, self._parts.gpu_lease
+        pacer, gpu_lease = self._deps.pacer, self._deps.gpu_lease
         while num_to_come := self._num_to_measure(num_rollouts):
             if self._stop.is_set():
                 return False
             if gpu_lease.may_request(UNTRAINED, num_to_come, "eval"):
                 pacer.measure(num_rollouts)
-            self._saver.poll(0)  # a full journal holds asks back until there is one
-            self._look_at_publication(0.0)
+            self._saver.poll(0)  # a full journal blocks requests until a checkpoint
+            self._poll_publication(0.0)
             pacer.collect(MEASURE_S)
         self._end_evaluation()
         self._saver.save(0)
         return True
 
     def _num_to_measure(self, num_rollouts: int) -> int:
-        """Of an evaluation of so many, those that have not ended or are still to be asked for."""
-        num_left = num_rollouts - self._parts.tally.num_evals
-        return self._parts.pacer.lifecycle.num_measuring + max(0, num_left)
+        """Rollouts of an evaluation that have not ended, or are not requested yet."""
+        num_left = num_rollouts - self._deps.tally.num_evals
+        return self._deps.pacer.lifecycle.num_measuring + max(0, num_left)
 
     def _end_evaluation(self) -> None:
         """Record the mean reward of the untrained policy."""
-        self._parts.records.step({"step": UNTRAINED} | self._parts.tally.end_evaluation())
+        self._deps.records.step({"step": UNTRAINED} | self._deps.tally.end_evaluation())
 
     def _next_batch(self, step: int) -> Batch | None:
-        pacer, trainer, gpu_lease = self._parts.pacer, self._config.trainer, self._parts.gpu_lease
+        pacer, trainer, gpu_lease = self._deps.pacer, self._config.trainer, self._deps.gpu_lease
         while not self._stop.is_set():
-            self._look_at_publication(0.0)
+            self._poll_publication(0.0)
             self._saver.poll(step)
             batch = pacer.take(step)
             num_to_come = self._num_to_come(step + bool(batch))
             gpu_lease.finish_step(step, num_to_come, is_next_there=batch is not None)
-            # Before the step, so that workers are busy while it computes.
+            # Before the step, so that workers are busy during it.
             if gpu_lease.may_request(step, num_to_come):
                 num_steps_left = trainer.num_steps - step - bool(batch)
                 pacer.ask(num_steps_left * trainer.groups_per_step)
@@ -198,52 +198,52 @@ class TrainLoop:
         return None
 
     def _num_to_come(self, step: int) -> int:
-        """Rollouts that are to come for this step and, as far as may be known, for later ones."""
+        """Rollouts expected for this step and, as far as known, for later ones."""
         trainer = self._config.trainer
-        return self._parts.pacer.num_to_come((trainer.num_steps - step) * trainer.groups_per_step)
+        return self._deps.pacer.num_to_come((trainer.num_steps - step) * trainer.groups_per_step)
 
     def _may_train(self, step: int) -> bool:
-        """Once the GPUs for it are there; not where the run is to end meanwhile."""
-        while not self._parts.gpu_lease.may_train(step):
+        """Wait for the GPUs of `step`; return False if the run is stopped meanwhile."""
+        while not self._deps.gpu_lease.may_train(step):
             if self._stop.is_set():
                 return False
             self._saver.settle()
-            self._look_at_publication(0.0)
+            self._poll_publication(0.0)
         return True
 
     def _trim(self, now_s: float) -> None:
-        """Have the system take back what steps have freed."""
+        """Return memory that steps have freed to the system."""
         if now_s >= self._may_trim_s:
             self._heap.trim()
             self._trimmed_s, self._may_trim_s = now_s, math.inf
 
     def _train(self, batch: Batch, wait_s: float) -> dict[str, Any]:
-        """What is told of the step."""
+        """Do the step, and return its row of metrics."""
         started_s = time.monotonic()
-        made = self._parts.pacer.lifecycle.versions.steps
-        with self._death_noted(batch.step):
-            report = self._parts.policy.step(batch.samples(), batch.step, step_of_version=made)
+        made = self._deps.pacer.lifecycle.versions.steps
+        with self._failure_recorded(batch.step):
+            report = self._deps.policy.step(batch.samples(), batch.step, step_of_version=made)
         step_s = time.monotonic() - started_s
         self._num_skipped_in_row = report.num_skipped_in_row
-        self._parts.tally.num_skipped += report.num_skipped
+        self._deps.tally.num_skipped += report.num_skipped
         if report.num_skipped:
             log.warning(
                 "step.skipped",
                 step=batch.step,
                 num=report.num_skipped,
                 why=f"step {batch.step}: the loss or the gradient was not finite",
-                fix=f"the weights stay as they were; {MAX_SKIPPED} in a row end the run",
+                fix=f"none: the weights did not change; {MAX_SKIPPED} in a row end the run",
             )
-        # Before the weights are published: an engine is fenced for those that it has now.
-        findings = self._look_at_gaps(batch, report)
+        # Before the weights are published: a fence is for the weights that an engine has now.
+        findings = self._check_gaps(batch, report)
         times = {"wait_s": round(wait_s, 4), "step_s": round(step_s, 4)}
         return report.figures() | {"exactness": findings.rows()} | times
 
     @contextlib.contextmanager
-    def _death_noted(self, step: int) -> Iterator[None]:
-        """Write down which exception ended `step` and where.
+    def _failure_recorded(self, step: int) -> Iterator[None]:
+        """Record which exception ended `step`, and where.
 
-        A step that ends every trainer alike is not redone forever. A UserError is the user's to
+        A step that always ends the trainer is not redone forever. A UserError is for the user to
         fix, and the loss of a rank may have any cause, so neither counts.
         """
         try:
@@ -251,62 +251,62 @@ class TrainLoop:
         except Exception as error:
             is_counted = not isinstance(error, UserError | RankGone)
             with contextlib.suppress(JournalError):
-                self._parts.client.redo.ended(
+                self._deps.client.redo.ended(
                     step, kind_and_place(error) if is_counted else NOT_COUNTED
                 )
             raise
 
     def _publish(self, num_steps: int) -> None:
-        weights = self._parts.weights
+        weights = self._deps.weights
         self._await_publication()
         if weights.is_publishing:
             return
-        policy, folder = self._parts.policy, weights.next_folder()
-        self._parts.pacer.publishing(weights.policy_version, num_steps)
-        # Before there is a folder of that name: engines of a later life may begin with it.
-        self._parts.client.note_published(weights.policy_version, num_steps, self._tries_again)
+        policy, folder = self._deps.policy, weights.next_folder()
+        self._deps.pacer.publishing(weights.policy_version, num_steps)
+        # Before the folder exists: engines of a later process may start with it.
+        self._deps.client.note_published(weights.policy_version, num_steps, self._wait_for_room)
         parts = self._export(folder, weights.policy_version)
         if parts is not None:
-            weights.publish(num_steps, folder, parts, self._parts.bring, policy.probe())
+            weights.publish(num_steps, folder, parts, self._deps.bring, policy.probe())
 
     def _export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...] | None:
-        """As the policy does; a full disk is waited for. None where the run is to end meanwhile."""
-        is_told = False
+        """Export the weights, waiting while the disk is full; return None if the run is stopped."""
+        is_logged = False
         while True:
             try:
-                return self._parts.policy.export(folder, policy_version)
+                return self._deps.policy.export(folder, policy_version)
             except NoRoom as error:
-                if not is_told:
-                    is_told = True
+                if not is_logged:
+                    is_logged = True
                     log.error("weights.wait", error=str(error), fix="make room; nothing is lost")
-            if not self._tries_again():
+            if not self._wait_for_room():
                 return None
 
     def _await_publication(self) -> None:
-        """Until it is over, or the run is to end: it may be waiting for room on the disk, which a
-        checkpoint that ends makes."""
-        while self._parts.weights.is_publishing and not self._stop.is_set():
-            self._look_at_publication(timeout_s=0.5)
+        """Wait until it ends or the run is stopped; it may wait for room on the disk, which the end
+        of a checkpoint makes."""
+        while self._deps.weights.is_publishing and not self._stop.is_set():
+            self._poll_publication(timeout_s=0.5)
             self._saver.settle()
 
-    def _tries_again(self) -> bool:
-        """What a full disk has refused, once there may be room; not where the run is to end."""
+    def _wait_for_room(self) -> bool:
+        """Wait until the disk may have room; return False if the run is stopped."""
         is_stopped = self._stop.wait(NOTE_AGAIN_S)
         self._saver.settle()
         return not is_stopped
 
-    def _look_at_publication(self, timeout_s: float) -> None:
-        weights = self._parts.weights
+    def _poll_publication(self, timeout_s: float) -> None:
+        weights = self._deps.weights
         step = weights.settled(timeout_s)
         if step is not None:
-            self._parts.pacer.published(step)
+            self._deps.pacer.published(step)
         self._refusals.observe(weights.refusal, all_asleep=weights.fleet.all_asleep)
 
-    def _look_at_gaps(self, batch: Batch, report: StepReport) -> GapFindings:
-        """Book them, and say which samples were masked and which engines are not to be trusted."""
+    def _check_gaps(self, batch: Batch, report: StepReport) -> GapFindings:
+        """Record log-prob gaps; log masked samples, and fence engines that cannot be trusted."""
         samples, bound = batch.samples(), self._config.trainer.max_logprob_gap
         findings = find_gaps(samples, report.gaps, report.held_policy_version, bound)
-        self._parts.tally.exactness.add(findings)
+        self._deps.tally.exactness.add(findings)
         if findings.masked:
             log.warning(
                 "samples.masked",
@@ -320,32 +320,32 @@ class TrainLoop:
             )
         for fault in self._suspicion.judge(findings):
             log.warning("engine.distrusted", url=fault.engine, why=fault.why)
-            self._parts.fence(FenceRequested(fault.engine, fault.policy_version, fault.why))
+            self._deps.fence(FenceRequested(fault.engine, fault.policy_version, fault.why))
         return findings
 
     def _write_counts(self) -> None:
-        """Write summary.json as it is now, for a trainer that is killed before its end."""
+        """Write summary.json now, in case the trainer is killed."""
         self._counted_s = time.monotonic()
-        tally, folder = self._parts.tally, self._parts.records.folder
-        tally.num_open = self._parts.pacer.num_open()
-        with contextlib.suppress(OSError):  # a full disk: the end tries again, and says so
+        tally, folder = self._deps.tally, self._deps.records.folder
+        tally.num_open = self._deps.pacer.num_open()
+        with contextlib.suppress(OSError):  # a full disk: the end of the run tries again
             write_summary(folder, tally.summary() | restarts_of(folder))
 
     def _count_equal(self, batch: Batch) -> int:
-        """Count the groups whose siblings all have the same reward; warn where no group differs."""
+        """Count groups in which all rewards are equal; warn if all groups are, for EQUAL_STEPS."""
         num_groups = len(batch.groups)
         num_equal = sum(rewards_equal(sibling_rewards(group.record)) for group in batch.groups)
-        tally = self._parts.tally
+        tally = self._deps.tally
         tally.num_groups += num_groups
         tally.num_equal_groups += num_equal
-        self._num_level_steps = self._num_level_steps + 1 if num_equal == num_groups else 0
-        if self._num_level_steps == LEVEL_STEPS:
-            log.warning("rewards.equal", step=batch.step, why=NO_GROUP_DIFFERS, fix=MAKE_DIFFER)
+        self._num_equal_steps = self._num_equal_steps + 1 if num_equal == num_groups else 0
+        if self._num_equal_steps == EQUAL_STEPS:
+            log.warning("rewards.equal", step=batch.step, why=ALL_EQUAL, fix=EQUAL_FIX)
         return num_equal
 
-    def _record(self, batch: Batch, told: dict[str, Any]) -> None:
-        samples, pacer = batch.samples(), self._parts.pacer
-        tally = self._parts.tally
+    def _record(self, batch: Batch, report: dict[str, Any]) -> None:
+        samples, pacer = batch.samples(), self._deps.pacer
+        tally = self._deps.tally
         figures = step_means((group.record for group in batch.groups), tally.rule)
         tally.add_step(figures["reward"], figures.get("success"))
         num_equal = self._count_equal(batch)
@@ -363,14 +363,14 @@ class TrainLoop:
             "share_two_versions": share(sum(map(spans_versions, samples)), len(samples)),
             "num_dropped": tally.num_dropped,
         }
-        self._parts.records.step(row | told)
-        times = {name: told[name] for name in ("wait_s", "step_s")}
+        self._deps.records.step(row | report)
+        times = {name: report[name] for name in ("wait_s", "step_s")}
         log.info("step.trained", step=batch.step, reward=figures["reward"], **times)
         pacer.trained(batch)
         for group in batch.groups:
-            self._parts.gpu_lease.report_moved(group.record)
+            self._deps.gpu_lease.report_moved(group.record)
         self._may_trim_s = self._trimmed_s + TRIM_S
-        self._parts.records.flush()
+        self._deps.records.flush()
         if time.monotonic() - self._counted_s >= COUNT_AGAIN_S:
             self._write_counts()
         if self._num_skipped_in_row >= MAX_SKIPPED:

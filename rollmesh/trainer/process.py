@@ -1,7 +1,7 @@
-"""The trainer process: puts the parts together, runs the loop, writes what there is at the end.
+"""The trainer process: assembles the parts, runs the loop, writes the results at the end.
 
-Invariant: however the run ends (done, stopped, failed) the records are closed and summary.json and
-learning.png are written from what happened. Driven by `rollmesh train`.
+- However the run ends (done, stopped, failed), the records are closed, and summary.json and
+  learning.png are written from what happened.
 """
 
 import gc
@@ -52,15 +52,14 @@ from rollmesh.wire.keys import Role, read_keys
 
 log = get_logger()
 
-MAX_HURRIED_S = 10.0
-"""Longest wait of a stopped trainer for engines: the rest of the time is for its checkpoint."""
+MAX_STOP_WAIT_S = 10.0
+"""Longest wait of a stopped trainer for engines; the rest of the time is for its checkpoint."""
 CLOSE_S = 2.0
-"""How long the publisher may take to let go of the engines."""
+"""Time for the publisher to release the engines."""
 
 
 def run(config: Config, router: str, ready_fd: int | None, share: Share | None = None) -> int:
-    """Train until done, or until SIGTERM or SIGINT; `share` is a part of a fleet that other runs
-    train on, too.
+    """Train until done, or until SIGTERM or SIGINT; `share` is the run's part in a shared fleet.
 
     Return the exit code: OK when all steps are done, INTERRUPTED when a signal came before that.
     """
@@ -71,7 +70,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     find_advantage(config.trainer.advantage)
     if share:
         check_may_share(config)
-    for event, why, fix in cautions_of(config):
+    for event, why, fix in warnings_of(config):
         log.warning(event, why=why, fix=fix)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
@@ -79,10 +78,10 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     client, checkpoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = restored_staleness(config, revival)
-    hurried_s = min(STOP_SHARE * config.launch.stop_timeout_s, MAX_HURRIED_S)
+    stop_wait_s = min(STOP_SHARE * config.launch.stop_timeout_s, MAX_STOP_WAIT_S)
     policy = build(config, staleness, gpu_lease)
     if policy is None:
-        leave_unbuilt(client, gpu_lease, hurried_s)
+        leave_unbuilt(client, gpu_lease, stop_wait_s)
         return INTERRUPTED
     if revival.saved:
         checkpoints.restore(revival.saved, policy)
@@ -90,7 +89,9 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     tally = restored_tally(config, revival)
     report_resume(revival, records)
     tasks = endless_tasks(env, config.env, config.run.seed, recovery.num_tasks)
-    pacer = Pacer(client, staleness, tasks, asking_of(config), (records, tally), policy.allocator)
+    pacer = Pacer(
+        client, staleness, tasks, request_settings(config), (records, tally), policy.allocator
+    )
     pacer.resume(recovery)
     background = BackgroundLoop("publisher")
     keys = read_keys(role=Role.PUBLISHER)
@@ -113,9 +114,9 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         fence=fence,
         gpu_lease=gpu_lease,
     )
-    gc.freeze()  # torch alone is 400,000 objects, which no collection need look at
+    gc.freeze()  # torch alone is 400,000 objects, which no collection needs to visit
     loop = TrainLoop(config, parts, stop)
-    is_done = train(loop, recovery, parts, (background, shell), hurried_s)
+    is_done = train(loop, recovery, parts, (background, shell), stop_wait_s)
     return OK if is_done else INTERRUPTED
 
 
@@ -124,22 +125,22 @@ def train(
     recovery: RecoveryPlan,
     parts: TrainerDeps,
     publisher: tuple[BackgroundLoop, PublishShell],
-    hurried_s: float,
+    stop_wait_s: float,
 ) -> bool:
-    """Run the loop, then close every part, even where one is late or fails; return whether all
-    steps are done."""
+    """Run the loop, then close every part, even if one is late or fails; return whether all steps
+    are done."""
     is_done = False
     folder = parts.checkpoints.folder.parent
-    with told_in_one_line(), ExitStack() as leaving:
-        leaving.callback(lambda: parts.gpu_lease.close(SLEEP_S if is_done else hurried_s))
+    with journal_errors_as_user_errors(), ExitStack() as leaving:
+        leaving.callback(lambda: parts.gpu_lease.close(SLEEP_S if is_done else stop_wait_s))
         leaving.callback(parts.policy.close)
         leaving.callback(parts.pacer.close)
-        leaving.callback(write_books, folder, parts.tally, parts.pacer)
+        leaving.callback(write_results, folder, parts.tally, parts.pacer)
         leaving.callback(parts.records.close)
         # When the run is not done, its groups keep running for the next trainer.
         leaving.callback(lambda: parts.client.close(for_good=is_done))
         leaving.callback(parts.gpu_lease.release_all)
-        leaving.callback(close_publisher, *publisher, hurried_s)
+        leaving.callback(close_publisher, *publisher, stop_wait_s)
         is_done = loop.run(recovery)
     return is_done
 
@@ -147,26 +148,27 @@ def train(
 def begin(
     config: Config, router: str, ready_fd: int | None
 ) -> tuple[RolloutClient, CheckpointStore, ResumePoint]:
-    """Be where results go, and only then look what there is to go on from.
+    """Open the address for results, then find the state to resume from.
 
-    UserError where another trainer has the journal, its disk is full, or no checkpoint is whole.
+    Raises UserError if another trainer has the journal, its disk is full, or no checkpoint is
+    complete.
     """
     client, checkpoints = open_client(config, router), CheckpointStore(config.run_folder())
     with ExitStack() as undo:
         undo.callback(client.close)
-        # Before a checkpoint is proven, which is to read all of it: that may take many minutes.
+        # Before a checkpoint is verified, which reads all of it and may take many minutes.
         announce(ready_fd, Ready("trainer", os.getpid(), client.address))
         revival = find_resume_point(client, checkpoints)
-        # What finished while nobody was here is acked and safe before anything is loaded.
-        with told_in_one_line():
+        # Results that finished meanwhile are acknowledged and safe before anything is loaded.
+        with journal_errors_as_user_errors():
             client.start(revival.recovery.saved)
         undo.pop_all()
     return client, checkpoints, revival
 
 
 @contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """Turn what the journal's disk refuses into one line for people."""
+def journal_errors_as_user_errors() -> Iterator[None]:
+    """Turn a JournalError into a UserError of one line."""
     try:
         yield
     except JournalError as error:
@@ -174,9 +176,7 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def build(config: Config, staleness: Staleness, gpu_lease: GpuLease) -> TrainablePolicy | None:
-    """The policy, once the GPUs are there that it is on; None where the run is to end before.
-
-    What an earlier life has written down stands as it was."""
+    """Return the policy, once its GPUs are granted; None if the run is stopped before."""
     if not gpu_lease.acquire():
         return None
     policy = policy_of(config, staleness)
@@ -185,20 +185,17 @@ def build(config: Config, staleness: Staleness, gpu_lease: GpuLease) -> Trainabl
 
 
 def leave_unbuilt(client: RolloutClient, gpu_lease: GpuLease, patience_s: float) -> None:
-    """There is nothing but what was asked for, and what came for an earlier life."""
+    """Close a run that was stopped before its policy was built."""
     gpu_lease.release_all()
     client.close()
     gpu_lease.close(patience_s)
 
 
 def policy_of(config: Config, staleness: Staleness) -> TrainablePolicy:
-    """Make the policy that the settings ask for, in this process or on several ranks.
-
-    `staleness` paces what it trains.
-    """
+    """Make the policy, in this process or on several ranks; `staleness` paces what it trains."""
     if config.trainer.num_ranks == 1:
         return Policy(config.model.path, config.trainer)
-    # Here, since one rank does without the controller and its 37 modules (some 65 ms).
+    # Imported here: one rank needs no controller, whose import takes some 65 ms.
     from rollmesh.trainer.ranked import RankedPolicy  # noqa: PLC0415 - only where it is wanted
 
     folder = config.run_folder()
@@ -208,40 +205,38 @@ def policy_of(config: Config, staleness: Staleness) -> TrainablePolicy:
 
 
 def with_device(config: Config) -> Config:
-    """Return the settings with the device that `auto` means here; ConfigError for one that is
-    missing."""
+    """Return the settings with `auto` replaced by a device; raise ConfigError if it is missing."""
     trainer = config.trainer
     device = str(resolve_device(trainer.device, trainer.num_ranks))
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, device=device))
 
 
-def cautions_of(config: Config) -> list[SettingsWarning]:
+def warnings_of(config: Config) -> list[SettingsWarning]:
     """Return the warnings about a device or a learning rate that does not fit the model."""
     num_parameters = num_parameters_in(Path(config.model.path))
     return settings_warnings(config, torch.device(config.trainer.device), num_parameters)
 
 
 def stop_by_signal() -> threading.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    """Return an event that the first SIGTERM or SIGINT sets; the second ends the process."""
     stop = threading.Event()
     Stop(stop.set)
     return stop
 
 
-def write_books(folder: Path, tally: Tally, pacer: Pacer) -> None:
-    """The trainer's part of what a run leaves; a disk that refuses it hides nothing that came
-    before."""
+def write_results(folder: Path, tally: Tally, pacer: Pacer) -> None:
+    """Write the trainer's results; a disk error is logged, and hides no earlier error."""
     tally.num_open = pacer.num_open()
     try:
         write_summary(folder, tally.summary() | restarts_of(folder))
         draw_learning(folder)
     except OSError as error:
-        log.warning("books.not_written", folder=str(folder), error=error.strerror)
+        log.warning("results.not_written", folder=str(folder), error=error.strerror)
 
 
 def close_publisher(background: BackgroundLoop, shell: PublishShell, finish_s: float) -> None:
-    """Let go of the engines, once what is on its way to them is there if that takes no longer; what
-    takes too long dies with the process."""
+    """Release the engines, after a publication in progress if it ends within `finish_s`; what takes
+    longer ends with the process."""
     wait_s = CLOSE_S + finish_s
     try:
         background.call(shell.close(finish_s), wait_s)
@@ -251,8 +246,8 @@ def close_publisher(background: BackgroundLoop, shell: PublishShell, finish_s: f
         background.close()
 
 
-def asking_of(config: Config) -> RequestSettings:
-    """What all asks of the run share; training forces the sampling that the loss assumes."""
+def request_settings(config: Config) -> RequestSettings:
+    """Settings of all requests; training forces the sampling that the loss assumes."""
     return RequestSettings(
         env=config.env,
         num_samples=config.trainer.samples_per_group,

@@ -1,9 +1,8 @@
-"""The shell of the publisher: asks the router for leases and calls the engines.
+"""The shell of the publisher: requests leases from the router, and calls the engines.
 
-Owns a Dialer to the router and an HTTP client, opened by the first publication in the loop that
-awaits it. Invariants: an engine is told one thing at a time, and what is undone goes on no more;
-`publish` returns when every engine is updated or fenced; from then on, until `close`, engines that
-come back with other weights are brought up as well. Driven by the trainer, on its background loop.
+- An engine gets one call at a time; a call that is superseded does not continue.
+- `publish` returns when every engine is updated or fenced. From then on, until `close`, engines
+  that return with other weights are updated too.
 """
 
 import asyncio
@@ -57,7 +56,7 @@ log = get_logger()
 
 
 class PublishShell:
-    """Used from one event loop."""
+    """Publishes weights; used from one event loop."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class PublishShell:
         name: str = "",
         backend: str = DEFAULT_BACKEND,
     ) -> None:
-        """`name` is that of the run, of which at most one life publishes at a time."""
+        """`name` is the name of the run, of which one process publishes at a time."""
         self._router = router
         self._connect = backend_factory(backend)
         self._keys = keys
@@ -84,7 +83,7 @@ class PublishShell:
         self._timer: asyncio.TimerHandle | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._latest: dict[str, asyncio.Task[None]] = {}
-        """By engine: the call that it is told of, of those under way."""
+        """The newest call in progress, by engine."""
         self._ends: dict[int, asyncio.Future[PublishReport]] = {}
         self._incarnation = ""
         self.fleet = FleetState()
@@ -96,12 +95,12 @@ class PublishShell:
         probe: Probe | None = None,
         parts: tuple[SharedSegment, ...] = (),
     ) -> PublishReport:
-        """Bring the weights in `folder` to all engines as `policy_version`, newer than any before;
-        where they lie in `parts`, the folder is made whole of them on the way.
+        """Load the weights in `folder` into all engines as `policy_version`, newer than any before.
 
-        When it returns nobody looks at the parts any more; the folder must stay until a later
-        version has replaced it. EngineUnavailable if the shell is closed first, ModelError where
-        the folder cannot be written and engines wait for it.
+        If the weights are in `parts`, the folder is completed from them meanwhile. On return the
+        parts are no longer read; the folder must stay until a later version has replaced it.
+        Raises EngineUnavailable if the shell is closed first, ModelError if the folder cannot be
+        written and engines wait for it.
         """
         self._open()
         payload = Payload(policy_version, absolute(folder), parts)
@@ -120,11 +119,11 @@ class PublishShell:
                 await self._leave_probe(folder, probe)
 
     async def _leave_probe(self, folder: Path, probe: Probe) -> None:
-        """For engines that will wake with these weights: their coordinator tries them by it."""
+        """Leave the probe for the coordinator of engines that will wake with these weights."""
         tolerance = self._tolerance
         left = WeightsProbe(token_ids=probe.token_ids, logprobs=probe.logprobs, tolerance=tolerance)
         if not adapter_in(0, folder):  # an adapter's weights are not all in its folder
-            with contextlib.suppress(OSError):  # without it they are tried by their name alone
+            with contextlib.suppress(OSError):  # without it only their version is checked
                 await asyncio.to_thread(leave_probe, folder, left)
 
     def _serving(self) -> list[EngineBackend]:
@@ -136,15 +135,15 @@ class PublishShell:
         return self._transfer.is_loading(folder)
 
     def fence(self, asked: FenceRequested) -> None:
-        """Ask the router to keep everybody from an engine; what becomes of it is logged."""
+        """Ask the router to fence an engine; the result is logged."""
         self._open()
         self._step_fencing(asked)
 
     async def close(self, finish_s: float = 0.0) -> None:
-        """Stop; the router, which is told, undoes what is still leased.
+        """Stop, and have the router undo what is still leased.
 
-        A publication that is under way may end within `finish_s`: weights that an engine has, and
-        that nobody has verified, keep it from serving until there is another publisher.
+        A publication in progress may end within `finish_s`: an engine with weights that are not
+        verified does not serve until there is another publisher.
         """
         if ends := [*self._ends.values()]:
             await asyncio.wait(ends, timeout=finish_s)
@@ -222,7 +221,7 @@ class PublishShell:
             case Accepted(policy_version):
                 self.fleet.accepted_version = policy_version
             case Doubted(url, why):
-                fix = "start it again; it is used meanwhile, since no other engine serves"
+                fix = "restart it; it is used meanwhile, since no other engine serves"
                 log.error("engine.doubted", error=f"{url}: {why}", fix=fix)
             case Superseded(policy_version, by):
                 remedy = "end one of the two, or publish under a newer version"
@@ -231,8 +230,8 @@ class PublishShell:
                 )
 
     def _spawn(self, call: RunPhase) -> None:
-        """What is still under way at this engine is over: its answer would change nothing, and what
-        it did from now on would be done behind the machine's back."""
+        """Start a call, and cancel the one in progress at this engine, which the machine no longer
+        expects."""
         before = self._latest.get(call.url)
         if before:
             before.cancel()
@@ -244,7 +243,7 @@ class PublishShell:
     async def _call(self, call: RunPhase, before: asyncio.Task[None] | None) -> None:
         assert self._http
         if before:
-            await asyncio.wait([before])  # it puts the engine in order first
+            await asyncio.wait([before])  # it restores the engine first
         await asyncio.sleep(call.after_s)
         try:
             client = self._connect(call.url, self._http)
@@ -258,12 +257,12 @@ class PublishShell:
 
 
 def absolute(folder: Path) -> str:
-    """The path as processes with another working directory know it."""
+    """The path for processes with another working directory."""
     return str(folder.absolute())
 
 
 async def carry_out(client: EngineBackend, call: RunPhase, transfer: Transfer) -> PhaseResult:
-    """Do to the engine what the machine asks for; EngineError if it does not."""
+    """Run a phase at the engine; raise EngineError if it fails."""
     target = call.target
     logprobs: tuple[float, ...] = ()
     num_requests, policy_version = 0, UNVERSIONED

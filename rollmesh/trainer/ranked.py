@@ -1,13 +1,11 @@
 """The policy on several ranks: what a train loop calls, and the role that the ranks have for it.
 
-    loop > RankedPolicy > controller > PolicyRole at each rank > Policy, with the others as its team
+    loop > RankedPolicy > controller > PolicyRole at each rank > Policy, with ShardedRanks
 
-Samples lie in this process's store from the intake on. A step takes them there and deals their
-handles by length, siblings together; ranks of this host look at their own where they lie, and when
-the step has ended they are gone everywhere. Invariants: those of the policy, whose losses are
-the same for any number of ranks, since minibatches are chosen here, on the whole batch; what a
-sample is of plain values travels with the call, its arrays are one handle. Driven by the train
-loop; the role by rank.py.
+- Samples are in this process's store from their arrival. A step deals their handles by length,
+  siblings together; ranks of this host read them in place, and they are freed everywhere when the
+  step has ended. Plain values of a sample are sent with the call; its arrays are one handle.
+- Minibatches are chosen here, on the whole batch, so a loss does not depend on the number of ranks.
 """
 
 import os
@@ -43,13 +41,13 @@ from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.keys import Keys
 
 ROLE = "actor"
-MAX_ROOM_BYTES = 2**34
-"""For samples that wait or train, if /dev/shm is as large. It takes what it needs: pacing bounds
-how many wait."""
+MAX_SAMPLE_BYTES = 2**34
+"""Limit of the memory for samples, if /dev/shm is as large. Pages are used as needed, and pacing
+bounds how many samples wait."""
 
 
 class _SampleFields(msgspec.Struct, frozen=True):
-    """What a sample is besides its arrays."""
+    """The fields of a sample beside its arrays."""
 
     rollout_id: RolloutId
     branch: Branch
@@ -59,19 +57,19 @@ class _SampleFields(msgspec.Struct, frozen=True):
     temperature: float
     images: tuple[str, ...]
     runs: tuple[SampledRun, ...]
-    """Without names: ranks measure gaps run by run, and never ask whose they are."""
+    """Without engine names, which ranks do not need to measure gaps."""
 
 
-class _Laid(msgspec.Struct, frozen=True):
-    """What ranks handed over."""
+class _Exported(msgspec.Struct, frozen=True):
+    """The exported weights of ranks."""
 
     parts: tuple[SharedSegment, ...] = ()
     refused: str = ""
-    """By a disk that is full, and in what words; then another try may do."""
+    """The error of a full disk; the export may be repeated."""
 
 
 class RankedPolicy:
-    """See the module; what Policy has, on as many ranks as `settings.num_ranks` says."""
+    """A TrainablePolicy on `settings.num_ranks` ranks; see Policy for its methods."""
 
     def __init__(
         self,
@@ -81,8 +79,8 @@ class RankedPolicy:
         keys: Keys | None = None,
         staleness: Staleness | None = None,
     ) -> None:
-        """Start the ranks; RankGone where one cannot load the model. `staleness` paces what they
-        train, to look at."""
+        """Start the ranks; raise RankGone if one cannot load the model. `staleness` paces what they
+        train."""
         device = str(resolve_device(settings.device, settings.num_ranks))
         settings = msgspec.structs.replace(settings, device=device)
         actor = RoleSpec(
@@ -97,13 +95,13 @@ class RankedPolicy:
             folder=str(folder),
         )
         self._num_minibatches = settings.num_minibatches
-        self._tensor_runtime = TensorRuntime(PlaneSpec(store_bytes=room_bytes()), keys)
+        self._tensor_runtime = TensorRuntime(PlaneSpec(store_bytes=max_sample_bytes()), keys)
         assert self._tensor_runtime.plane.store is not None
         self.allocator = StoreAllocator(self._tensor_runtime.plane.store)
-        """Where samples lie that train here."""
+        """Allocates samples in this process's store."""
         self._controller = TrainController(plan, self._tensor_runtime, keys, staleness)
         self._before = use(self._tensor_runtime.plane)
-        """The process's plane before ours."""
+        """The process's data plane before this one."""
         try:
             self._controller.start()
         except BaseException:
@@ -112,7 +110,7 @@ class RankedPolicy:
 
     @property
     def staleness(self) -> Staleness | None:
-        """As TrainController has it."""
+        """The pacing of the batches, read-only."""
         return self._controller.staleness
 
     def __enter__(self) -> Self:
@@ -128,8 +126,8 @@ class RankedPolicy:
         *,
         step_of_version: Mapping[int, int] | None = None,
     ) -> StepReport:
-        """As Policy has it; RankError where a rank fails or is gone. Samples that lie elsewhere
-        than in the room are brought there first."""
+        """Train once on a batch; see Policy. Samples outside the allocator are copied to it first.
+        Raises RankError if a rank fails or is lost."""
         minibatches = assign_minibatches(samples, self._num_minibatches)
         groups = [sample.group_id for sample in samples]
         rule = DispatchRule(groups=groups, parts=minibatches, uneven="pad")
@@ -139,30 +137,30 @@ class RankedPolicy:
         return msgspec.convert(told, StepReport)
 
     def end_step(self, step: int) -> None:
-        """As Trainee says: free them here and at the ranks, and see what is left."""
+        """Free the samples of `step` here and at the ranks, and log what is left."""
         self._controller.end_step(step)
 
     def save(self, folder: Path, policy_version: int | None = None) -> None:
-        """As Policy has it; written by the first rank."""
+        """Write the model folder, on the first rank."""
         self._check_finite(folder)
         self._controller.call(f"{ROLE}.save", str(folder.absolute()), policy_version)
 
     def export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...]:
-        """As Policy has it: the parts of all ranks, about as large as each other."""
+        """Export the weights; return the parts of all ranks, of similar size."""
         self._check_finite(folder)
         told = self._controller.call(f"{ROLE}.export", str(folder.absolute()), policy_version)
-        laid = msgspec.json.decode(told, type=_Laid)
-        if laid.refused:
-            raise NoRoom(laid.refused)
-        return laid.parts
+        exported = msgspec.json.decode(told, type=_Exported)
+        if exported.refused:
+            raise NoRoom(exported.refused)
+        return exported.parts
 
     def snapshot(self, folder: Path) -> None:
-        """Implement Policy's method; each rank writes its own rows."""
+        """Copy the state; each rank writes its own rows in the background."""
         self._check_finite(folder)
         self._controller.call(f"{ROLE}.snapshot", str(folder.absolute()))
 
     def is_snapshot_written(self) -> bool:
-        """As Subject has it; CallFailed where a rank could not."""
+        """Whether all ranks have written; raise CallFailed if one could not."""
         return bool(self._controller.call(f"{ROLE}.is_snapshot_written"))
 
     def restore(self, folder: Path) -> None:
@@ -173,19 +171,19 @@ class RankedPolicy:
             raise CheckpointError(str(error)) from None
 
     def set_policy_version(self, policy_version: int | None) -> None:
-        """As Policy has it."""
+        """See Policy."""
         self._controller.call(f"{ROLE}.set_policy_version", policy_version)
 
     def probe(self) -> Probe:
-        """As Policy has it."""
+        """See Policy."""
         told = self._controller.call(f"{ROLE}.probe")
         return msgspec.convert(told, Probe)
 
     def offload(self) -> None:
-        """As Lodger has it; on GPUs core/share.py refuses it."""
+        """Do nothing: core/share.py refuses to share GPUs of several ranks."""
 
     def reload(self) -> None:
-        """As Lodger has it."""
+        """Do nothing."""
 
     def close(self) -> None:
         """End the ranks."""
@@ -195,7 +193,7 @@ class RankedPolicy:
     def _rows(
         self, samples: Sequence[Sample], minibatches: Sequence[int], step: int
     ) -> list[dict[str, Any]]:
-        """What travels of each, its arrays as a handle of `step`."""
+        """The rows of a call: plain values, and the arrays as a handle of `step`."""
         handles = self._controller.take(self._handles(samples), step)
         return [
             {"plain": _plain(sample), "arrays": handle, "minibatch": minibatch}
@@ -204,12 +202,12 @@ class RankedPolicy:
 
     def _handles(self, samples: Sequence[Sample]) -> list[RTensor]:
         outside = [sample for sample in samples if not self.allocator.holds(sample)]
-        brought = iter(copy_samples(outside, self.allocator.lay))
-        found = [each.handle or next(brought).handle for each in samples]
+        copied = iter(copy_samples(outside, self.allocator.lay))
+        found = [each.handle or next(copied).handle for each in samples]
         return [handle for handle in found if handle is not None]
 
     def _check_finite(self, folder: Path) -> None:
-        """Raise NotFinite here: an error at a rank would reach the trainer as a failed call."""
+        """Raise NotFinite here, since an error at a rank would be a CallFailed."""
         if not self._controller.call(f"{ROLE}.is_finite"):
             raise not_finite_error(folder)
 
@@ -219,7 +217,7 @@ class RankedPolicy:
 
 
 class PolicyRole:
-    """One rank's policy."""
+    """The role of one rank."""
 
     def __init__(self, context: RankContext, path: str, trainer: Mapping[str, Json]) -> None:
         settings = msgspec.convert(trainer, TrainerConfig)
@@ -232,43 +230,42 @@ class PolicyRole:
         made: Sequence[tuple[int, int]],
         row_weights: Sequence[float],
     ) -> dict[str, Any]:
-        """Train on this rank's samples, whose versions were `made` after so many steps; what all
-        ranks report."""
+        """Train on this rank's samples; return the report of all ranks. `made` has pairs of policy
+        version and train steps after which it was made."""
         own = [row for row, weight in zip(rows, row_weights, strict=True) if weight]
         minibatches = [row["minibatch"] for row in own]
         samples = [_sample(row) for row in own]
         told = self._policy.step(samples, step, minibatches, dict(made))
         report: dict[str, Any] = msgspec.to_builtins(told)
-        report["gaps"] += [[]] * (len(rows) - len(own))  # of padding, which is the last
+        report["gaps"] += [[]] * (len(rows) - len(own))  # padding rows are last
         return report
 
     def save(self, folder: str, policy_version: int | None) -> None:
-        """Write the model."""
+        """Write the model folder."""
         self._policy.save(Path(folder), policy_version)
 
     def export(self, folder: str, policy_version: int) -> str:
-        """Lay this rank's part out; what all of them laid, as JSON."""
+        """Export this rank's part; return the parts of all ranks, as JSON."""
         try:
-            laid = _Laid(self._policy.export(Path(folder), policy_version))
-        except NoRoom as error:  # told by all, since none may miss the gathering
-            laid = _Laid(refused=str(error))
-        all_laid = [
-            msgspec.json.decode(each, type=_Laid) for each in gather(msgspec.json.encode(laid))
-        ]
-        parts = tuple(part for each in all_laid for part in each.parts)
-        refused = next((each.refused for each in all_laid if each.refused), "")
-        return msgspec.json.encode(_Laid(parts, refused)).decode()
+            exported = _Exported(self._policy.export(Path(folder), policy_version))
+        except NoRoom as error:  # every rank must take part in the gathering
+            exported = _Exported(refused=str(error))
+        bodies = gather(msgspec.json.encode(exported))
+        all_exported = [msgspec.json.decode(each, type=_Exported) for each in bodies]
+        parts = tuple(part for each in all_exported for part in each.parts)
+        refused = next((each.refused for each in all_exported if each.refused), "")
+        return msgspec.json.encode(_Exported(parts, refused)).decode()
 
     def snapshot(self, folder: str) -> None:
-        """Copy this rank's part, and write it beside what comes next."""
+        """Copy this rank's part, and write it in the background."""
         self._policy.snapshot(Path(folder))
 
     def is_snapshot_written(self) -> bool:
-        """Whether all ranks have."""
+        """Whether all ranks have written it."""
         return self._policy.is_snapshot_written()
 
     def restore(self, folder: str) -> None:
-        """Read this rank's part of what any number of them wrote."""
+        """Read this rank's part; any number of ranks may have written it."""
         self._policy.restore(Path(folder))
 
     def is_finite(self) -> bool:
@@ -276,26 +273,27 @@ class PolicyRole:
         return self._policy.is_finite()
 
     def set_policy_version(self, policy_version: int | None) -> None:
-        """Name the weights held now."""
+        """Set the version of the weights held now."""
         self._policy.set_policy_version(policy_version)
 
     def probe(self) -> dict[str, Any]:
-        """What the weights say of a fixed text."""
+        """Score a fixed text."""
         probe: dict[str, Any] = msgspec.to_builtins(self._policy.probe())
         return probe
 
 
-def room_bytes() -> int:
-    """How much the room may hold."""
+def max_sample_bytes() -> int:
+    """Limit of the memory for samples."""
     try:
         shared = os.statvfs(SHARED_MEMORY)
     except OSError:
-        return MAX_ROOM_BYTES
-    return min(shared.f_blocks * shared.f_frsize or MAX_ROOM_BYTES, MAX_ROOM_BYTES)  # 0 is no bound
+        return MAX_SAMPLE_BYTES
+    # A size of 0 is no limit.
+    return min(shared.f_blocks * shared.f_frsize or MAX_SAMPLE_BYTES, MAX_SAMPLE_BYTES)
 
 
 def _made(samples: Sequence[Sample], step_of_version: Mapping[int, int]) -> list[tuple[int, int]]:
-    """After how many steps each version that sampled something of them was made."""
+    """(policy version, train steps after which it was made) of each version in `samples`."""
     versions = {run.policy_version for sample in samples for run in sample.runs}
     return sorted((each, step_of_version[each]) for each in versions & step_of_version.keys())
 
@@ -307,7 +305,7 @@ def _plain(sample: Sample) -> Any:
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
-    """The inverse: a sample whose arrays are those that were fetched, read-only."""
+    """The sample of a row; its arrays are those that were fetched, read-only."""
     memory: Tensor = row["arrays"]
     plain = msgspec.convert(row["plain"], _SampleFields)
     return Sample(**arrays_in(memory.numpy())._asdict(), **msgspec.structs.asdict(plain))

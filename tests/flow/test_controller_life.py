@@ -272,7 +272,7 @@ def test_a_device_that_is_not_there_is_one_line(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as its rank is started with
     told = msgspec.structs.replace(plan(1), device="cuda")
-    assert 'device = "cuda": torch sees no GPU here' in failing_start(told, home)
+    assert 'device = "cuda": torch finds no GPU' in failing_start(told, home)
 
 
 def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: TensorRuntime) -> None:

@@ -40,4 +40,4 @@ def test_a_constant_reward_is_reported_once_as_no_group_differs(begin: Lives) ->
         train(life, *[(0.5, 0.5)] * num_steps)
     warnings = [each for each in told if each["event"] == "rewards.equal"]
     assert [each["step"] for each in warnings] == [9]
-    assert "no group differs" in warnings[0]["why"]
+    assert "all rewards were equal" in warnings[0]["why"]

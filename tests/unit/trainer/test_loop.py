@@ -35,7 +35,7 @@ from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator, ReadyGroup
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.process import request_settings
 from rollmesh.trainer.reports.fencing import FenceRequested
 from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.reports.summary import Tally
@@ -124,7 +124,8 @@ class Site:
         self.records, self.tally = WatchedRecords(folder), Tally()
         tasks = (Task(id=f"t{number}") for number in itertools.count())
         books = (self.records, self.tally)
-        pacer = Pacer(self.client, restored_staleness(config), tasks, asking_of(config), books)
+        requests = request_settings(config)
+        pacer = Pacer(self.client, restored_staleness(config), tasks, requests, books)
         self.background = BackgroundLoop("publisher")
         self.weights = WeightVersions(folder / "weights", self.background)
         self.policy = policy = WatchedPolicy(config, self.records)

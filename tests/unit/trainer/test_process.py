@@ -14,7 +14,7 @@ from rollmesh.core.process import Ready
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer import process
 from rollmesh.trainer.checkpoints.recovery import open_client
-from rollmesh.trainer.process import close_publisher, write_books
+from rollmesh.trainer.process import close_publisher, write_results
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.folder import BackgroundLoop
 from tests.disks import small_disk
@@ -87,6 +87,6 @@ def test_books_that_the_disk_refuses_are_a_line_and_hide_no_error_of_before(
 ) -> None:
     life = begin(JournalConfig())
     (life.folder / "summary.json.part").symlink_to("/dev/full")
-    write_books(life.folder, life.tally, life.pacer)
-    assert "books.not_written" in caplog.text
+    write_results(life.folder, life.tally, life.pacer)
+    assert "results.not_written" in caplog.text
     assert "No space left on device" in caplog.text

@@ -34,7 +34,7 @@ from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.process import asking_of
+from rollmesh.trainer.process import request_settings
 from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.saver import CheckpointSaver
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
@@ -131,7 +131,8 @@ class Life:
         tasks = (Task(id=f"t{number}") for number in itertools.count(num_tasks))
         staleness = restored_staleness(config, revival)
         books = (self.records, self.tally)
-        self.pacer = Pacer(self.client, staleness, tasks, asking_of(config), books, allocator)
+        requests = request_settings(config)
+        self.pacer = Pacer(self.client, staleness, tasks, requests, books, allocator)
         self.pacer.resume(self.recovery)
         self._background = BackgroundLoop("publisher")
         self.parts = TrainerDeps(
