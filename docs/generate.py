@@ -363,7 +363,9 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def metrics_page() -> str:
     """Every figure that the code constructs."""
-    from rollmesh.core.metrics import CACHE_ENTRIES, ENTRIES, HELD_BYTES, Figure
+    from rollmesh.core.inventory import CACHE_ENTRIES, ENTRIES, HELD_BYTES
+    from rollmesh.core.metrics import Figure
+    from rollmesh.wire.worker_report import ReportField, WorkerStatus
 
     kind = Figure.__name__
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
@@ -375,6 +377,12 @@ def metrics_page() -> str:
                 if name:
                     sort = "counter" if name.endswith("_total") else "gauge"
                     rows[where, name] = (f"`rollmesh_{name}`", sort, meaning)
+    for field in msgspec.structs.fields(WorkerStatus):
+        for shown in getattr(field.type, "__metadata__", ()):
+            if isinstance(shown, ReportField) and shown.metric:
+                sort = "counter" if shown.metric.endswith("_total") else "gauge"
+                name = f"`rollmesh_{shown.metric}`"
+                rows["Router", shown.metric] = (name, sort, shown.help)
     parts = [
         "# Metrics\n",
         "Served in Prometheus' text format at `/metrics` of the router, of each worker, of a "
