@@ -1,6 +1,5 @@
-"""A small torch engine behind SGLang's native HTTP routes, for machines without an SGLang.
+"""A small torch engine behind SGLang's native HTTP routes, for machines without SGLang.
 
-Invariant: it lives in a process of its own (`python -m rollmesh.engine.embedded`), and no slim
-process imports it. Three small objects pass one Request: Scheduler, Memory, Runner; Engine.step
-drives them.
+It runs in a process of its own (`python -m rollmesh.engine.embedded`); processes without torch
+never import it.
 """

@@ -1,7 +1,4 @@
-"""`python -m rollmesh.engine.embedded`: the embedded engine as a process.
-
-Invariant: nothing but the call; arguments are those of `server.parse`. Started by launch, by hand.
-"""
+"""`python -m rollmesh.engine.embedded`: the embedded engine as a process."""
 
 import sys
 

@@ -1,9 +1,7 @@
-"""Reads a model folder: what shape the model has, and its weights as flat tensors.
+"""Reads a model folder in Hugging Face's layout (Qwen2, Qwen3, Llama): architecture and weights.
 
-Owns the knowledge of Hugging Face's file layout for Qwen2, Qwen3 and Llama: config.json,
-generation_config.json, model.safetensors or its sharded form. Invariant: a folder that is not such
-a model is refused in one line (ModelError) before a weight is read. Driven by the server at its
-start and by weight updates.
+A folder that is no such model is refused in one line (ModelError) before a weight is read. Files:
+config.json, generation_config.json, model.safetensors or its sharded form.
 """
 
 import math
@@ -22,7 +20,7 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies are stretched; `kind` is default, linear or llama3.
+    """Scaling of rotary frequencies; `kind` is default, linear or llama3.
 
     The formulas are those of Hugging Face's `modeling_rope_utils`; llama3's other fields are
     described in the Llama 3.1 model card.
@@ -37,7 +35,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers that define a model's forward pass."""
+    """Numbers that define a model's forward pass."""
 
     family: str
     vocab_size: int
@@ -57,7 +55,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """The architecture of the model in `folder`; ModelError names the file and the reason."""
+    """Return the architecture of the model in `folder`; ModelError names the file and the
+    reason."""
     path = folder / "config.json"
     config = read_json(path)
     family = config.get("model_type")
@@ -91,7 +90,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ModelError if there is none."""
+    """Return the object in a JSON file; ModelError if there is none."""
     try:
         tree = orjson.loads(path.read_bytes())
     except OSError as error:
@@ -108,7 +107,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
-    """One line for what a supported family may ask for and this engine does not compute."""
+    """ModelError, in one line, for settings of a supported family that this engine does not
+    compute."""
     if config.get("use_sliding_window"):
         raise ModelError(f"{path}: use_sliding_window is not run by the embedded engine")
     if config.get("quantization_config"):
@@ -118,7 +118,7 @@ def refuse_unsupported(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_rope(path: Path, config: Mapping[str, Any]) -> RopeScaling:
-    """Rotary settings, from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
+    """Return rotary settings from `rope_parameters` (transformers 5) or `rope_scaling` (before)."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in ("default", "linear", "llama3"):
@@ -137,7 +137,7 @@ def read_rope(path: Path, config: Mapping[str, Any]) -> RopeScaling:
 
 
 def read_eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens of both files, as SGLang merges them."""
+    """Return the end tokens of both files, merged as in SGLang."""
     found: set[int] = set()
     path = folder / "generation_config.json"
     for source in (config, read_json(path) if path.exists() else {}):
@@ -147,7 +147,7 @@ def read_eos(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def rotary_frequencies(rope: RopeScaling, head_dim: int) -> torch.Tensor:
-    """Inverse frequencies of the rotary embedding, float32 of shape (head_dim / 2,).
+    """Return inverse frequencies of the rotary embedding, float32 of shape (head_dim / 2,).
 
     Formulas: Su et al., RoFormer (2021); linear interpolation: Chen et al. (2023); llama3: the
     smoothed interpolation published with Llama 3.1.
@@ -164,7 +164,7 @@ def rotary_frequencies(rope: RopeScaling, head_dim: int) -> torch.Tensor:
 
 
 def read_weights(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors files, by Hugging Face's names, as `dtype`."""
+    """Return all tensors of the folder's safetensors files, by Hugging Face's names, as `dtype`."""
     weights: dict[str, torch.Tensor] = {}
     for path in weight_files(folder):
         try:
@@ -177,7 +177,7 @@ def read_weights(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files: one, or those that its index names."""
+    """Return the folder's safetensors files: one, or those that its index names."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]

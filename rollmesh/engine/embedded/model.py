@@ -1,12 +1,18 @@
-"""The forward pass of Qwen2, Qwen3 and Llama over a flat batch of tokens, in plain torch.
+"""The forward pass of Qwen2, Qwen3 and Llama over a flat batch of tokens, with low-rank adapters.
 
-Owns the weights of one policy version; a weight update builds another Model, so that a step never
-sees half of one. Invariant: a token's keys and values are written before any row of its layer
-attends, so rows of one step may read each other's prefixes. Driven by the Runner.
+    y = W x + SCALE * B A x        A [rank, in], B [out, rank]        (LoRA, Hu et al. 2021)
 
-Shapes: N tokens of a step, B rows (requests) of an attention group, T their padded new tokens,
-S their padded context, H query heads, K key-value heads, G = H / K, D head size, W width, F MLP
-width, V vocabulary, P memory slots.
+- A Model has the weights of one policy version; an update builds another, so that no step sees half
+  of one.
+- A token's keys and values are written before any row of its layer attends, so rows of one step may
+  read each other's prefixes.
+- Adapters never change the weights, so one step may mix several; one that a request uses outlives
+  its name, and each load has a key of its own, so that two share no prefix.
+
+Shapes: N tokens of a step, n those of one adapter, B rows (requests) of an attention group, T their
+padded new tokens, S their padded context, H query heads, K key-value heads, G = H / K, D head size,
+W width of a projection's input, F MLP width, V vocabulary, P memory slots, R the ranks of a fused
+projection's adapters together.
 """
 
 from collections.abc import Sequence
@@ -17,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rollmesh.core.errors import ModelError
-from rollmesh.engine.embedded.adapters import Applied, project
+from rollmesh.core.errors import EngineRefused, ModelError
 from rollmesh.engine.embedded.checkpoint import (
     Architecture,
     read_architecture,
@@ -28,10 +33,93 @@ from rollmesh.engine.embedded.checkpoint import (
 
 
 @dataclass(frozen=True, slots=True)
+class LoraPair:
+    """Low-rank addition to one fused projection."""
+
+    down_RW: Tensor
+    up: Tensor
+    """(out, R), with the scale applied; zero for parts of the projection without adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapter:
+    """Additions to one layer's projections; None for none."""
+
+    qkv: LoraPair | None = None
+    output: LoraPair | None = None
+    gate_up: LoraPair | None = None
+    down: LoraPair | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """One loaded adapter."""
+
+    name: str
+    folder: str
+    key: str
+    """Unique to this load; isolates its prefixes."""
+    layers: tuple[LayerAdapter, ...]
+
+
+AppliedAdapter = tuple[Adapter, Tensor | None]
+"""An adapter and the indices of its tokens among N; None for all."""
+
+
+def project(
+    input_NW: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deltas: Sequence[tuple[LoraPair | None, Tensor | None]],
+) -> Tensor:
+    """Apply a linear layer, and each adapter to its own tokens."""
+    out = functional.linear(input_NW, weight, bias)
+    for pair, places_n in deltas:
+        if pair is None:
+            continue
+        own_nW = input_NW if places_n is None else input_NW.index_select(0, places_n)
+        added = functional.linear(functional.linear(own_nW, pair.down_RW), pair.up)
+        if places_n is None:
+            out += added
+        else:
+            out.index_add_(0, places_n, added)
+    return out
+
+
+class AdapterRegistry:
+    """Loaded adapters by name; used from the event loop."""
+
+    def __init__(self) -> None:
+        self._adapters: dict[str, Adapter] = {}
+
+    def find(self, name: str) -> Adapter:
+        """Return an adapter; EngineRefused, in SGLang's words, if it is not loaded."""
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            missing = f"Got LoRA adapter that has never been loaded: {name}"
+            raise EngineRefused(f"{missing}. All loaded adapters: {sorted(self._adapters)}.")
+        return adapter
+
+    def put(self, adapter: Adapter) -> None:
+        """Add an adapter; EngineRefused if its name is in use."""
+        if adapter.name in self._adapters:
+            raise EngineRefused(f"LoRA adapter {adapter.name} is loaded already; unload it first")
+        self._adapters[adapter.name] = adapter
+
+    def forget(self, name: str) -> None:
+        """Remove an adapter; its requests keep it. EngineRefused if it is not loaded."""
+        del self._adapters[self.find(name).name]
+
+    def folders(self) -> dict[str, str]:
+        """Return the folders of loaded adapters by name."""
+        return {name: adapter.folder for name, adapter in self._adapters.items()}
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """Requests that attend together, padded to the longest.
 
-    The step's tokens of these rows are `start:stop` of N. Where nothing needs padding, `pad_BT` and
+    The step's tokens of these rows are `start:stop` of N. If nothing needs padding, `pad_BT` and
     `unpad_n` are None and no copy is made.
     """
 
@@ -40,7 +128,7 @@ class Rows:
     slots_BS: Tensor
     """Memory slot of each position of each row's context; int64."""
     mask_BTS: Tensor
-    """0 where token t may see position s, else -inf; in the model's dtype."""
+    """0 where token t may attend to position s, else -inf; in the model's dtype."""
     pad_BT: Tensor | None
     """Index into start:stop of each padded token; int64, padding points at 0."""
     unpad_n: Tensor | None
@@ -68,7 +156,7 @@ class Layer:
 
 
 class Model:
-    """One policy version's weights and the pass over them."""
+    """One policy version's weights and their forward pass."""
 
     def __init__(
         self,
@@ -77,11 +165,10 @@ class Model:
         architecture: Architecture | None = None,
         weights: dict[str, Tensor] | None = None,
     ) -> None:
-        """Load the model in `folder`; ModelError if it is none that we run.
+        """Load the model in `folder`; ModelError if it is not a supported one.
 
-        With an `architecture`, the folder's weights are taken as one of it and its config.json is
-        not read; so a weight update needs no more than safetensors, as with SGLang. With `weights`,
-        of `dtype`, these are taken, and the folder is a name for what they are.
+        With an `architecture`, config.json is not read, so a weight update needs only safetensors,
+        as with SGLang. With `weights`, of `dtype`, no file is read and the folder is only a name.
         """
         self.architecture = arch = architecture or read_architecture(folder)
         self.dtype = dtype
@@ -89,7 +176,7 @@ class Model:
         try:
             self._embed_VW = weights["model.embed_tokens.weight"]
             self._norm_W = weights["model.norm.weight"]
-            # Hugging Face ties by config, and leaves lm_head out of the file.
+            # Hugging Face ties by config, and omits lm_head from the file.
             self._head_VW = self._embed_VW if arch.ties_embeddings else weights["lm_head.weight"]
             self._layers = [build_layer(arch, weights, i) for i in range(arch.num_layers)]
         except (KeyError, RuntimeError) as error:
@@ -114,13 +201,13 @@ class Model:
                 )
 
     def drop_weights(self) -> None:
-        """Give their memory up: what is left knows its architecture, and computes nothing."""
+        """Free the weights; only the architecture remains usable."""
         empty = torch.empty(0, dtype=self.dtype)
         self._embed_VW = self._norm_W = self._head_VW = self._rotation = empty
         self._layers = []
 
     def projections(self, index: int) -> dict[str, Tensor]:
-        """The weights of layer `index` that adapters may add to."""
+        """Return the weights of layer `index` that adapters may add to."""
         layer = self._layers[index]
         return {
             "qkv": layer.qkv_weight,
@@ -136,11 +223,11 @@ class Model:
         slots_N: Tensor,
         kv: Tensor,
         rows: Sequence[Rows],
-        adapters: Sequence[Applied] = (),
+        adapters: Sequence[AppliedAdapter] = (),
     ) -> Tensor:
-        """Final normed hidden states (N, W); writes keys and values of the tokens to `kv`.
+        """Return final normed hidden states (N, W); write keys and values of the tokens to `kv`.
 
-        `kv` is (layers, P, 2, K, D); `slots_N` says where each token's keys and values go.
+        `kv` is (layers, P, 2, K, D); `slots_N` are the slots of the tokens.
         """
         eps = self.architecture.norm_eps
         width = (self.architecture.width,)
@@ -170,7 +257,7 @@ class Model:
         return functional.rms_norm(hidden_NW, width, self._norm_W, eps)
 
     def logits(self, hidden_NW: Tensor) -> Tensor:
-        """float32 logits (N, V)."""
+        """Return float32 logits (N, V)."""
         return functional.linear(hidden_NW, self._head_VW).float()
 
     def _attend(
@@ -182,7 +269,7 @@ class Model:
         kv_layer: Tensor,
         rows: Sequence[Rows],
     ) -> Tensor:
-        """Attention output (N, H * D) of one layer."""
+        """Return the attention output (N, H * D) of one layer."""
         arch = self.architecture
         num_heads, num_kv = arch.num_heads, arch.num_kv_heads
         qkv = qkv.view(-1, num_heads + 2 * num_kv, arch.head_dim)
@@ -198,9 +285,9 @@ class Model:
 
 
 def attend_rows(queries_nHD: Tensor, kv_layer: Tensor, rows: Rows) -> Tensor:
-    """Attention of one group of rows over their contexts: (n, H * D).
+    """Return the attention of one group of rows over their contexts: (n, H * D).
 
-    The G query heads that share a key-value head are laid beside the tokens, so that grouped
+    The G query heads that share a key-value head are placed beside the tokens, so that grouped
     queries need no copies of keys.
     """
     num_kv, head_dim = kv_layer.shape[-2:]
@@ -223,25 +310,25 @@ def attend_rows(queries_nHD: Tensor, kv_layer: Tensor, rows: Rows) -> Tensor:
 
 
 def rotate(heads: Tensor, rotation_N1D: Tensor) -> Tensor:
-    """Rotary embedding as one complex product; pairs of interleaved dimensions are the plane."""
+    """Apply the rotary embedding as one complex product over pairs of interleaved dimensions."""
     planes = torch.view_as_complex(heads.float().reshape(*heads.shape[:-1], -1, 2))
     return torch.view_as_real(planes * rotation_N1D).flatten(-2)
 
 
 def rotation_table(arch: Architecture) -> Tensor:
-    """exp(i * position * frequency): complex64 of shape (max_context, D / 2)."""
+    """Return exp(i * position * frequency): complex64 of shape (max_context, D / 2)."""
     positions = torch.arange(arch.max_context, dtype=torch.float32)
     angles = torch.outer(positions, rotary_frequencies(arch.rope, arch.head_dim))
     return torch.complex(angles.cos(), angles.sin())
 
 
 def build_layer(arch: Architecture, weights: dict[str, Tensor], index: int) -> Layer:
-    """Fuse layer `index` out of Hugging Face's tensors; KeyError if one is missing."""
+    """Fuse layer `index` from Hugging Face's tensors; KeyError if one is missing."""
     layer = f"model.layers.{index}."
     attention, mlp = layer + "self_attn.", layer + "mlp."
 
     def fused(prefix: str, kind: str, names: Sequence[str]) -> Tensor | None:
-        """The named projections one over another; None for a bias that the model lacks."""
+        """Stack the named projections; None for a bias that the model lacks."""
         if kind == "bias" and f"{prefix}{names[0]}.bias" not in weights:
             return None
         parts = [weights[f"{prefix}{name}.{kind}"] for name in names]
@@ -274,7 +361,7 @@ def build_layer(arch: Architecture, weights: dict[str, Tensor], index: int) -> L
 
 
 def require(tensor: Tensor | None) -> Tensor:
-    """A weight, unlike a bias, is always there."""
+    """Narrow the type: a weight, unlike a bias, always exists."""
     assert tensor is not None
     return tensor
 
@@ -282,8 +369,8 @@ def require(tensor: Tensor | None) -> Tensor:
 def interleave(tensor: Tensor, head_dim: int) -> Tensor:
     """Reorder each head's rows from (first halves, second halves) to pairs.
 
-    Hugging Face rotates dimension i with i + D/2; pairs side by side are complex numbers. Scores
-    do not change, as queries and keys are reordered alike.
+    Hugging Face rotates dimension i with i + D/2; adjacent pairs are complex numbers. Scores do not
+    change, since queries and keys are reordered alike.
     """
     heads = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
     return heads.transpose(1, 2).reshape(tensor.shape)

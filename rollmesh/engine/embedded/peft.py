@@ -1,12 +1,10 @@
-"""Reads an adapter folder in the layout of PEFT, and fuses it as the model's projections are fused.
+"""Reads an adapter folder in PEFT's layout, and fuses it like the model's projections.
 
-    adapter_config.json         r, lora_alpha; what changes the formula is refused
+    adapter_config.json         r, lora_alpha; settings that change the formula are refused
     adapter_model.safetensors   base_model.model.<layer>.lora_A.weight [r, in], lora_B [out, r]
 
-Invariant: every tensor of the file has found its place in the model, or the folder is refused in
-one line (ModelError). Source: PEFT's LoraConfig and its save_pretrained. Driven by the routes.
-
-Shapes: as in adapters.py.
+Every tensor of the file must belong to the model, or the folder is refused in one line
+(ModelError). Source: PEFT's LoraConfig and its save_pretrained. Shapes: as in model.py.
 """
 
 import math
@@ -18,31 +16,30 @@ from torch import Tensor
 
 from rollmesh.core.errors import ModelError
 from rollmesh.core.ids import new_id
-from rollmesh.engine.embedded.adapters import Adapter, LayerAdapter, Pair
 from rollmesh.engine.embedded.checkpoint import Architecture, read_json
-from rollmesh.engine.embedded.model import Model, interleave
+from rollmesh.engine.embedded.model import Adapter, LayerAdapter, LoraPair, Model, interleave
 
 PREFIX = "base_model.model."
-"""Of every name in the file."""
+"""Prefix of each name in the file."""
 GROUPS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The parts of each of the model's projections."""
+"""Parts of each of the model's projections."""
 NOT_RUN = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
 """Settings that change what an adapter computes."""
 
 
 def read_adapter(name: str, folder: Path, model: Model) -> Adapter:
-    """The adapter in `folder`; ModelError, naming the file, if it is none of this model's."""
+    """Read the adapter in `folder`; ModelError, naming the file, if it does not fit the model."""
     scale = _scale_of(folder / "adapter_config.json")
     path = folder / "adapter_model.safetensors"
     tensors = _read_tensors(path, model.dtype)
     layers: list[LayerAdapter] = []
     for index in range(model.architecture.num_layers):
-        pairs: dict[str, Pair | None] = {}
+        pairs: dict[str, LoraPair | None] = {}
         for group, weight in model.projections(index).items():
             sizes = _sizes(group, len(weight), model.architecture)
             parts = _take(tensors, [f"model.layers.{index}.{part}" for part in GROUPS[group]])
@@ -64,8 +61,8 @@ def _scale_of(path: Path) -> float:
     kind, bias = config.get("peft_type"), config.get("bias", "none")
     refused = [key for key in NOT_RUN if config.get(key)]
     if kind != "LORA" or bias != "none" or refused:
-        told = refused[0] if refused else f"peft_type {kind!r} with bias {bias!r}"
-        raise ModelError(f"{path}: {told} is not run by the embedded engine; plain LORA is")
+        why = refused[0] if refused else f"peft_type {kind!r} with bias {bias!r}"
+        raise ModelError(f"{path}: {why} is not run by the embedded engine; plain LORA is")
     try:
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (KeyError, TypeError, ValueError) as error:
@@ -76,7 +73,7 @@ def _scale_of(path: Path) -> float:
 
 
 def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By the names that the model's own weights have."""
+    """Read the tensors by the names of the model's own weights."""
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -88,7 +85,7 @@ def _read_tensors(path: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _sizes(group: str, num_rows: int, arch: Architecture) -> list[int]:
-    """Outputs of the parts of one projection."""
+    """Return the output sizes of the parts of one projection."""
     if group == "qkv":
         keys = arch.num_kv_heads * arch.head_dim
         return [arch.num_heads * arch.head_dim, keys, keys]
@@ -97,11 +94,11 @@ def _sizes(group: str, num_rows: int, arch: Architecture) -> list[int]:
 
 
 def _take(tensors: dict[str, Tensor], layers: list[str]) -> list[tuple[Tensor, Tensor] | None]:
-    """(A, B) of each of `layers`, out of `tensors`; None for one that is not adapted."""
+    """Remove (A, B) of each of `layers` from `tensors`; None for one without adapter."""
     found: list[tuple[Tensor, Tensor] | None] = []
     for layer in layers:
         down, up = f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
-        is_whole = down in tensors and up in tensors  # a half of one is left, and told
+        is_whole = down in tensors and up in tensors  # an incomplete pair is left, and reported
         found.append((tensors.pop(down), tensors.pop(up)) if is_whole else None)
     return found
 
@@ -112,8 +109,8 @@ def _fused(
     weight: Tensor,
     head_dim: int,
     scale: float,
-) -> Pair | None:
-    """RuntimeError where shapes do not fit `weight`."""
+) -> LoraPair | None:
+    """Fuse the parts of a projection; RuntimeError if shapes do not fit `weight`."""
     downs = [part[0] for part in parts if part]
     if not downs:
         return None
@@ -129,4 +126,4 @@ def _fused(
             up[row : row + size, column:stop].copy_(own_up * scale)
             column = stop
         row += size
-    return Pair(down_RW, up)
+    return LoraPair(down_RW, up)

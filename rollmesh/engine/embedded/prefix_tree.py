@@ -1,9 +1,10 @@
-"""A radix tree from token sequences to the memory slots that hold their keys and values.
+"""A radix tree from token sequences to the memory slots of their keys and values.
 
-Owns which slots are worth keeping after their request is gone. Invariants: a slot is in at most one
-node; a node that a running request holds, and all above it, is never evicted; trees of different
-`extra_key` share nothing. Tokens are int32 bytes, so that an edge is compared with one memcmp.
-Driven by Memory. (The idea: Zheng et al., SGLang, 2024, section 3, RadixAttention.)
+- A slot is in at most one node.
+- A node pinned by a running request, and all above it, is never evicted.
+- Trees of different `extra_key` share nothing.
+- Tokens are int32 bytes, so that an edge is compared with one memcmp.
+- Source: RadixAttention (Zheng et al., SGLang, 2024, section 3).
 """
 
 import heapq
@@ -17,17 +18,17 @@ Slots = NDArray[np.int64]
 _TOKEN_BYTES = 4
 
 
-class Node:
+class PrefixNode:
     """An edge of tokens and the slots of those tokens; the root has none."""
 
-    __slots__ = ("children", "edge", "last_used", "num_holders", "parent", "slots")
+    __slots__ = ("children", "edge", "last_used", "num_pins", "parent", "slots")
 
-    def __init__(self, edge: bytes, slots: Slots, parent: "Node | None") -> None:
+    def __init__(self, edge: bytes, slots: Slots, parent: "PrefixNode | None") -> None:
         self.edge = edge
         self.slots = slots
         self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.num_holders = 0
+        self.children: dict[bytes, PrefixNode] = {}
+        self.num_pins = 0
         self.last_used = 0
 
 
@@ -35,13 +36,13 @@ class PrefixTree:
     """Finds, keeps and evicts prefixes."""
 
     def __init__(self) -> None:
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[str, PrefixNode] = {}
         self._ticks = itertools.count(1)
         self.num_evictable = 0
-        """Slots in nodes that nobody holds."""
+        """Slots in nodes without pins."""
 
-    def match(self, tokens: bytes, extra_key: str) -> tuple[Slots, Node]:
-        """Slots of the longest known prefix of `tokens`, and the node that ends it."""
+    def match(self, tokens: bytes, extra_key: str) -> tuple[Slots, PrefixNode]:
+        """Return the slots of the longest known prefix of `tokens`, and its last node."""
         node = self._root(extra_key)
         parts: list[Slots] = []
         at = 0
@@ -58,48 +59,48 @@ class PrefixTree:
             at += shared
         return (parts[0] if len(parts) == 1 else np.concatenate([EMPTY, *parts])), node
 
-    def insert(self, tokens: bytes, slots: Slots, extra_key: str) -> tuple[int, Node]:
-        """Keep `slots` for `tokens`; (how many leading tokens were there already, end node).
+    def insert(self, tokens: bytes, slots: Slots, extra_key: str) -> tuple[int, PrefixNode]:
+        """Store `slots` for `tokens`; return how many leading tokens were known, and the last node.
 
-        The tree takes over the slots past that number; those before it stay the caller's.
+        The tree takes over the slots past that number; those before it remain the caller's.
         """
         known, node = self.match(tokens, extra_key)
         num_known = len(known)
         if num_known < len(slots):
             edge = tokens[num_known * _TOKEN_BYTES :]
-            child = Node(edge, slots[num_known:].copy(), node)
+            child = PrefixNode(edge, slots[num_known:].copy(), node)
             child.last_used = next(self._ticks)
             node.children[edge[:_TOKEN_BYTES]] = child
             self.num_evictable += len(child.slots)
             node = child
         return num_known, node
 
-    def hold(self, node: Node) -> None:
-        """Keep `node` and all above it from eviction until it is let go."""
-        step: Node | None = node
+    def pin(self, node: PrefixNode) -> None:
+        """Protect `node` and all above it from eviction until `unpin`."""
+        step: PrefixNode | None = node
         while step is not None:
-            if step.num_holders == 0:
+            if step.num_pins == 0:
                 self.num_evictable -= len(step.slots)
-            step.num_holders += 1
+            step.num_pins += 1
             step = step.parent
 
-    def let_go(self, node: Node) -> None:
-        """Undo one `hold`."""
-        step: Node | None = node
+    def unpin(self, node: PrefixNode) -> None:
+        """Undo one `pin`."""
+        step: PrefixNode | None = node
         while step is not None:
-            assert step.num_holders > 0, "let go of a node that nobody holds"
-            step.num_holders -= 1
-            if step.num_holders == 0:
+            assert step.num_pins > 0, "let go of a node that nobody holds"
+            step.num_pins -= 1
+            if step.num_pins == 0:
                 self.num_evictable += len(step.slots)
             step = step.parent
 
     def evict(self, num_slots: int) -> list[Slots]:
-        """Forget least recently used leaves until `num_slots` are free or none is left."""
+        """Evict least recently used leaves until `num_slots` are free or none is left."""
         leaves = [
             (node.last_used, id(node), node)
             for root in self._roots.values()
             for node in descendants(root)
-            if not node.children and node.num_holders == 0
+            if not node.children and node.num_pins == 0
         ]
         heapq.heapify(leaves)
         freed: list[Slots] = []
@@ -111,26 +112,26 @@ class PrefixTree:
             parent = node.parent
             assert parent is not None, "a root is no leaf"
             del parent.children[node.edge[:_TOKEN_BYTES]]
-            if not parent.children and parent.num_holders == 0 and parent.parent is not None:
+            if not parent.children and parent.num_pins == 0 and parent.parent is not None:
                 heapq.heappush(leaves, (parent.last_used, id(parent), parent))
         self._roots = {
-            key: root for key, root in self._roots.items() if root.children or root.num_holders
+            key: root for key, root in self._roots.items() if root.children or root.num_pins
         }
         return freed
 
-    def _root(self, extra_key: str) -> Node:
+    def _root(self, extra_key: str) -> PrefixNode:
         root = self._roots.get(extra_key)
         if root is None:
-            root = self._roots[extra_key] = Node(b"", EMPTY, None)
+            root = self._roots[extra_key] = PrefixNode(b"", EMPTY, None)
         return root
 
-    def _split(self, node: Node, num_bytes: int) -> Node:
-        """Cut `node`'s edge; the new upper node has the first `num_bytes` and the same holders."""
+    def _split(self, node: PrefixNode, num_bytes: int) -> PrefixNode:
+        """Split `node`'s edge; the new upper node has the first `num_bytes` and the same pins."""
         parent = node.parent
         assert parent is not None, "a root has no edge to split"
         num_tokens = num_bytes // _TOKEN_BYTES
-        upper = Node(node.edge[:num_bytes], node.slots[:num_tokens], parent)
-        upper.num_holders = node.num_holders
+        upper = PrefixNode(node.edge[:num_bytes], node.slots[:num_tokens], parent)
+        upper.num_pins = node.num_pins
         parent.children[upper.edge[:_TOKEN_BYTES]] = upper
         node.edge = node.edge[num_bytes:]
         node.slots = node.slots[num_tokens:]
@@ -142,16 +143,17 @@ class PrefixTree:
 EMPTY: Slots = np.empty(0, dtype=np.int64)
 
 
-def descendants(root: Node) -> list[Node]:
-    """All nodes below `root`."""
-    found: list[Node] = list(root.children.values())
-    for node in found:  # grows while it is walked: breadth first
+def descendants(root: PrefixNode) -> list[PrefixNode]:
+    """Return all nodes below `root`."""
+    found: list[PrefixNode] = list(root.children.values())
+    for node in found:  # grows during the walk: breadth first
         found.extend(node.children.values())
     return found
 
 
 def shared_bytes(edge: bytes, tokens: bytes, at: int) -> int:
-    """How many leading bytes of `edge` equal `tokens` from `at`; a multiple of a token's size."""
+    """Return how many leading bytes of `edge` equal `tokens` from `at`; a multiple of a token's
+    size."""
     if tokens.startswith(edge, at):
         return len(edge)
     num_tokens = min(len(edge), len(tokens) - at) // _TOKEN_BYTES

@@ -1,9 +1,8 @@
-"""The HTTP face: SGLang's native routes over the step loop.
+"""HTTP routes of the embedded engine: SGLang's native protocol over the step loop.
 
-Owns names, statuses and bodies of the routes; `docs/reference/engine.md` lists where they differ
-from SGLang
-on purpose. Invariants: one place (`serve`) turns errors into replies; a client that leaves aborts
-its requests. Driven by aiohttp's low-level server, which saves the cost of an application per call.
+- `docs/reference/engine.md` lists the deliberate differences from SGLang.
+- `serve` alone turns errors into replies; a client that disconnects aborts its requests.
+- aiohttp's low-level server saves the cost of an application per call.
 """
 
 import asyncio
@@ -18,18 +17,19 @@ from tokenizers import Tokenizer
 
 from rollmesh.core.errors import EngineRefused
 from rollmesh.core.ids import new_id
-from rollmesh.engine.embedded.adapter_routes import AdapterRoutes
-from rollmesh.engine.embedded.answers import Answer, Answering
-from rollmesh.engine.embedded.asks import Ask, AskDecoder, Asks, GenerateBody
-from rollmesh.engine.embedded.engine import Engine, PauseMode
-from rollmesh.engine.embedded.grammars import GrammarRefused
-from rollmesh.engine.embedded.guard import Guard
-from rollmesh.engine.embedded.memory_routes import MemoryRoutes
-from rollmesh.engine.embedded.params import SamplingBody
-from rollmesh.engine.embedded.replies import read_body, reply
-from rollmesh.engine.embedded.request import Finish, Progress
-from rollmesh.engine.embedded.steploop import Reader, StepLoop
-from rollmesh.engine.embedded.weight_routes import WeightRoutes
+from rollmesh.engine.embedded.engine import Engine, PauseMode, ProgressReader, StepLoop
+from rollmesh.engine.embedded.http import Guard, read_body, reply
+from rollmesh.engine.embedded.request import FinishReason, Progress
+from rollmesh.engine.embedded.request_parser import (
+    GenerateBody,
+    ParsedBody,
+    PromptRequest,
+    RequestParser,
+    SamplingBody,
+)
+from rollmesh.engine.embedded.responses import ResponseBuilder, ResponseJson
+from rollmesh.engine.embedded.shaping import GrammarRefused
+from rollmesh.engine.embedded.weight_routes import AdapterRoutes, MemoryRoutes, WeightRoutes
 from rollmesh.engine.responses import one_line
 from rollmesh.engine.shared_memory import LOAD_FORMAT
 
@@ -40,28 +40,24 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class AbortBody(msgspec.Struct):
-    """/abort_request."""
-
     rid: str | None = None
     abort_all: bool = False
 
 
 class PauseBody(msgspec.Struct):
-    """/pause_generation."""
-
     mode: PauseMode = PauseMode.ABORT
 
 
-class Face(msgspec.Struct, frozen=True):
-    """What the server says of itself, and how it answers."""
+class ServerInfo(msgspec.Struct, frozen=True):
+    """Facts that the server reports about itself, and the form of its responses."""
 
     model_path: str
     tokenizer: Tokenizer | None
-    """Of the text in asks and answers; None for neither."""
+    """For text in requests and responses; None for neither."""
     is_incremental: bool
-    """Streamed events hold only what is new (SGLang's --incremental-streaming-output)."""
+    """Streamed events hold new tokens only (SGLang's --incremental-streaming-output)."""
     random_seed: int
-    """Of the seeds of requests that name none."""
+    """Seed of the seeds of requests that name none."""
 
 
 class Routes:
@@ -71,17 +67,17 @@ class Routes:
         self,
         steps: StepLoop,
         engine: Engine,
-        decoder: AskDecoder,
-        face: Face,
+        decoder: RequestParser,
+        info: ServerInfo,
         guard: Guard | None = None,
     ) -> None:
         self._steps = steps
         self._engine = engine
         self._decoder = decoder
-        self._face = face
+        self._info = info
         self._guard = guard or Guard()
-        self._weights = WeightRoutes(steps, engine, face.model_path, self._guard)
-        self._adapters = AdapterRoutes(steps, engine, decoder.shelf)
+        self._weights = WeightRoutes(steps, engine, info.model_path, self._guard)
+        self._adapters = AdapterRoutes(steps, engine, decoder.adapters)
         self._incarnation = new_id("e")
         self._handlers: dict[str, dict[str, Handler]] = {
             "/generate": {"POST": self._generate, "PUT": self._generate},
@@ -103,7 +99,7 @@ class Routes:
         }
 
     async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one HTTP request; every refusal becomes a reply here."""
+        """Answer one HTTP request; refusals become replies here."""
         if refused := self._guard.refusal(request):
             return refused
         handlers = self._handlers.get(request.path)
@@ -123,67 +119,70 @@ class Routes:
     async def _generate(self, request: web.BaseRequest) -> web.StreamResponse:
         body = self._decoder.read(await request.read())
         try:
-            asks = self._accepted(body)
+            parsed = self._accepted(body)
         except EngineRefused as error:
             if not body.stream:
                 raise
-            return await told_in_stream(request, error)
-        readers = [self._steps.submit(ask.request) for ask in asks.asks]
+            return await refuse_in_stream(request, error)
+        readers = [self._steps.submit(each.request) for each in parsed.requests]
         try:
-            if asks.streams:
-                return await self._stream(request, asks, readers)
+            if parsed.streams:
+                return await self._stream(request, parsed, readers)
             settled = [await reader.next() for reader in readers]
             refused = [p.finish for p in settled if p.finish and p.finish.status_code]
             if refused:
-                return busy(refused[0])
+                return queue_full_reply(refused[0])
             answers = [
-                self._answering(ask, False).answer(progress)
-                for ask, progress in zip(asks.asks, settled, strict=True)
+                self._responder(each, False).answer(progress)
+                for each, progress in zip(parsed.requests, settled, strict=True)
             ]
-            return reply(answers if asks.is_list else answers[0])
+            return reply(answers if parsed.is_list else answers[0])
         finally:
             for reader in readers:
                 self._steps.leave(reader)
 
-    def _accepted(self, body: GenerateBody) -> Asks:
-        encode = None if self._face.tokenizer is None else self._encode_text
-        asks = self._decoder.decode(body, encode)
-        rids = [ask.request.rid for ask in asks.asks]
+    def _accepted(self, body: GenerateBody) -> ParsedBody:
+        encode = None if self._info.tokenizer is None else self._encode_text
+        parsed = self._decoder.decode(body, encode)
+        rids = [each.request.rid for each in parsed.requests]
         taken = [rid for rid in rids if self._steps.knows(rid) or rids.count(rid) > 1]
         if taken:
             raise EngineRefused(f"Duplicate request ID detected: {taken[0]}")
-        return asks
+        return parsed
 
     async def _stream(
-        self, request: web.BaseRequest, asks: Asks, readers: list[Reader]
+        self, request: web.BaseRequest, parsed: ParsedBody, readers: list[ProgressReader]
     ) -> web.StreamResponse:
         response = await begin_stream(request)
         streams = [
-            self._events(ask, reader) for ask, reader in zip(asks.asks, readers, strict=True)
+            self._events(each, reader)
+            for each, reader in zip(parsed.requests, readers, strict=True)
         ]
         try:
-            if asks.is_list:
+            if parsed.is_list:
                 await write_interleaved(response, streams)
             else:
                 await write_events(response, streams[0])
         except* ConnectionResetError:
-            pass  # the client has left; _generate aborts what it asked for
+            pass  # the client has disconnected; _generate aborts its requests
         return response
 
-    async def _events(self, ask: Ask, reader: Reader) -> AsyncIterator[Answer]:
-        """An answer piece for all that has come since the last; the last one ends it."""
-        answering = self._answering(ask, self._face.is_incremental)
+    async def _events(
+        self, prompt: PromptRequest, reader: ProgressReader
+    ) -> AsyncIterator[ResponseJson]:
+        """Yield a response for all progress since the last one, until the request ends."""
+        builder = self._responder(prompt, self._info.is_incremental)
         progress: Progress | None = None
         while progress is None or progress.finish is None:
             progress = await reader.next()
-            yield answering.answer(progress)
+            yield builder.answer(progress)
 
-    def _answering(self, ask: Ask, is_incremental: bool) -> Answering:
-        return Answering(ask, self._face.tokenizer, is_incremental)
+    def _responder(self, prompt: PromptRequest, is_incremental: bool) -> ResponseBuilder:
+        return ResponseBuilder(prompt, self._info.tokenizer, is_incremental)
 
     def _encode_text(self, text: str) -> list[int]:
-        assert self._face.tokenizer is not None
-        ids: list[int] = self._face.tokenizer.encode(text).ids
+        assert self._info.tokenizer is not None
+        ids: list[int] = self._info.tokenizer.encode(text).ids
         return ids
 
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -194,15 +193,15 @@ class Routes:
 
     async def _pause(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), PauseBody)
-        await self._steps.ask(lambda engine: engine.pause(body.mode))
+        await self._steps.call(lambda engine: engine.pause(body.mode))
         return reply({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, _request: web.BaseRequest) -> web.StreamResponse:
-        await self._steps.ask(lambda engine: engine.resume())
+        await self._steps.call(lambda engine: engine.resume())
         return reply({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush(self, _request: web.BaseRequest) -> web.StreamResponse:
-        if await self._steps.ask(lambda engine: engine.flush()):
+        if await self._steps.call(lambda engine: engine.flush()):
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
@@ -212,7 +211,7 @@ class Routes:
             {
                 "model_path": self._weights.model_path,
                 "served_model_name": self._weights.model_path,
-                "tokenizer_path": self._face.model_path,
+                "tokenizer_path": self._info.model_path,
                 "is_generation": True,
                 "weight_version": self._engine.policy_version,
                 "model_type": architecture.family,
@@ -229,23 +228,23 @@ class Routes:
                 "version": "rollmesh-embedded",
                 "incarnation": self._incarnation,
                 "weight_version": self._engine.policy_version,
-                "memory_occupation": self._engine.tenure.value,
+                "memory_occupation": self._engine.occupation.value,
                 "context_length": self._engine.runner.model.architecture.max_context,
-                "incremental_streaming_output": self._face.is_incremental,
+                "incremental_streaming_output": self._info.is_incremental,
                 "weight_load_formats": [LOAD_FORMAT],
-                "skip_tokenizer_init": self._face.tokenizer is None,
+                "skip_tokenizer_init": self._info.tokenizer is None,
                 "max_total_num_tokens": limits.num_slots,
                 "max_running_requests": limits.max_running,
                 "max_queued_requests": limits.max_queued,
                 "chunked_prefill_size": limits.max_step_tokens,
-                "random_seed": self._face.random_seed,
+                "random_seed": self._info.random_seed,
                 "pid": os.getpid(),
                 "internal_states": [],
             }
         )
 
     async def _loads(self, _request: web.BaseRequest) -> web.StreamResponse:
-        # Plain counters of the step loop's; a moment's skew does no harm.
+        # Plain counters of the step loop; slight skew is harmless.
         scheduler, memory = self._engine.scheduler, self._engine.memory
         load = {
             "dp_rank": 0,
@@ -273,31 +272,33 @@ class Routes:
         return reply({"object": "list", "data": [model, *adapters]})
 
     async def _health(self, _request: web.BaseRequest) -> web.StreamResponse:
-        await self._steps.ask(lambda engine: engine.pace)
+        await self._steps.call(lambda engine: engine.run_state)
         return web.Response()
 
     async def _health_generate(self, _request: web.BaseRequest) -> web.StreamResponse:
         params = SamplingBody(max_new_tokens=1, temperature=0)
-        ask = self._decoder.decode(GenerateBody(input_ids=[0], sampling_params=params)).asks[0]
-        await self._steps.submit(ask.request).next()
+        prompt = self._decoder.decode(GenerateBody(input_ids=[0], sampling_params=params)).requests[
+            0
+        ]
+        await self._steps.submit(prompt.request).next()
         return web.Response()
 
 
 async def begin_stream(request: web.BaseRequest) -> web.StreamResponse:
-    """The head of a stream of events, sent."""
+    """Send the head of an event stream."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
     await response.prepare(request)
     return response
 
 
-async def told_in_stream(request: web.BaseRequest, error: EngineRefused) -> web.StreamResponse:
-    """A refusal as SGLang tells it where a stream was asked for: in its first event, after a 200.
+async def refuse_in_stream(request: web.BaseRequest, error: EngineRefused) -> web.StreamResponse:
+    """Send a refusal of a streamed request as SGLang does: in the first event, after a 200.
 
-    A grammar is compiled after the request was taken in, there; so it ends as one that was aborted.
+    SGLang compiles a grammar after accepting the request, so such a refusal looks like an abort.
     """
-    event: Answer = {"error": {**refusal(error)["error"], **_IN_STREAM}}
+    event: ResponseJson = {"error": {**refusal(error)["error"], **_IN_STREAM}}
     if isinstance(error, GrammarRefused):
-        abort = Finish("abort", message=str(error), status_code=400).as_json()
+        abort = FinishReason("abort", message=str(error), status_code=400).as_json()
         meta = {"id": "", "finish_reason": abort, "completion_tokens": 0, "weight_version": ""}
         event = {"text": "", "output_ids": [], "meta_info": meta}
     response = await begin_stream(request)
@@ -305,8 +306,8 @@ async def told_in_stream(request: web.BaseRequest, error: EngineRefused) -> web.
     return response
 
 
-async def write_events(response: web.StreamResponse, events: AsyncIterator[Answer]) -> None:
-    """One prompt's events; the last goes out in one packet with the end of the stream."""
+async def write_events(response: web.StreamResponse, events: AsyncIterator[ResponseJson]) -> None:
+    """Write the events of one prompt; the last one and the end of the stream share a packet."""
     async for event in events:
         if event["meta_info"]["finish_reason"] is None:
             await response.write(frame(event))
@@ -315,9 +316,9 @@ async def write_events(response: web.StreamResponse, events: AsyncIterator[Answe
 
 
 async def write_interleaved(
-    response: web.StreamResponse, streams: list[AsyncIterator[Answer]]
+    response: web.StreamResponse, streams: list[AsyncIterator[ResponseJson]]
 ) -> None:
-    """Events of several prompts as they come, each with its prompt's index."""
+    """Write the events of several prompts as they come, each with its prompt's index."""
 
     async def pump(index: int) -> None:
         async for event in streams[index]:
@@ -329,17 +330,22 @@ async def write_interleaved(
     await response.write_eof(_DONE)
 
 
-def frame(event: Answer) -> bytes:
-    """A server-sent event."""
+def frame(event: ResponseJson) -> bytes:
+    """Return a server-sent event."""
     return b"data: " + orjson.dumps(event) + b"\n\n"
 
 
-def refusal(error: EngineRefused) -> Answer:
-    """SGLang's body of a 400."""
+def refusal(error: EngineRefused) -> ResponseJson:
+    """Return SGLang's body of a 400."""
     return {"error": {"message": str(error)}}
 
 
-def busy(finish: Finish) -> web.Response:
-    """A request that ended as a refusal: its queue is full."""
-    told = {"object": "error", "message": finish.message, "param": None, "code": finish.status_code}
-    return reply({**told, "type": str(finish.status_code)}, finish.status_code or 500)
+def queue_full_reply(finish: FinishReason) -> web.Response:
+    """Return the reply to a request that was refused because the queue is full."""
+    error = {
+        "object": "error",
+        "message": finish.message,
+        "param": None,
+        "code": finish.status_code,
+    }
+    return reply({**error, "type": str(finish.status_code)}, finish.status_code or 500)

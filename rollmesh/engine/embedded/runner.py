@@ -1,10 +1,15 @@
-"""Turns a step's chunks into tensors, runs the model once over all of them, and draws tokens.
+"""Runs the model once over all chunks of a step, and samples the next tokens.
 
-Invariant: one forward pass per step, whatever mix of prompts and decoding requests it holds; the
-cost in Python does not grow with the tokens. Driven by Engine.step.
+- One forward pass per step for any mix of prompts and decoding requests; the cost in Python does
+  not grow with the tokens.
+- A sample depends only on its row's logits, parameters, seed and position, so a generation that is
+  interrupted and resumed from its exact tokens continues identically.
+- Log-probs are of the distribution after temperature, before top-k and top-p: SGLang's default
+  (only with SGLANG_RETURN_ORIGINAL_LOGPROB are they of raw logits). Greedy rows count as
+  temperature 1 in both.
 
 Shapes: N tokens of the step, B rows of an attention group, T their padded new tokens, S their
-padded context, R rows that draw, V vocabulary.
+padded context, R rows that sample, V vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,32 +19,131 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollmesh.engine.embedded.adapters import Applied
-from rollmesh.engine.embedded.memory import Memory
-from rollmesh.engine.embedded.model import Model, Rows
-from rollmesh.engine.embedded.request import Request, Top
-from rollmesh.engine.embedded.sampler import draw, likeliest, tempered
-from rollmesh.engine.embedded.scheduler import Batch, Chunk, Sampled
+from rollmesh.engine.embedded.model import AppliedAdapter, Model, Rows
+from rollmesh.engine.embedded.request import Request, Sampling, Top
+from rollmesh.engine.embedded.scheduler import Batch, Chunk, Memory, Sampled
 from rollmesh.engine.embedded.shaping import shape
+
+_U64 = NDArray[np.uint64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_DRAW_BITS = 48  # few enough that draw * total, rounded, stays below the total
+
+
+def draw(
+    logits_RV: Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
+) -> tuple[list[int], list[float]]:
+    """Sample tokens and return them with their log-probs; `positions[r]` is row r's next
+    position."""
+    logprobs_RV = tempered(logits_RV, samplings)
+    greedy = [s.temperature == 0 or s.top_k == 1 for s in samplings]
+    if all(greedy):
+        tokens_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
+    else:
+        seeds = np.array([s.seed & 0xFFFFFFFFFFFFFFFF for s in samplings], dtype=np.uint64)
+        draws_R = uniforms(seeds, np.array(positions, dtype=np.uint64))
+        probs_RV = cut_tails(logprobs_RV.exp(), samplings)
+        tokens_R1 = invert_cdf(probs_RV, torch.from_numpy(draws_R))
+        if any(greedy):
+            best_R1 = logprobs_RV.argmax(dim=-1, keepdim=True)
+            tokens_R1 = torch.where(torch.tensor(greedy).unsqueeze(1), best_R1, tokens_R1)
+    picked_R1 = logprobs_RV.gather(1, tokens_R1)
+    return tokens_R1.squeeze(1).tolist(), picked_R1.squeeze(1).tolist()
+
+
+def tempered(logits_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Return log-probs of the sampled distributions, before anything is cut off."""
+    temperatures = [s.temperature or 1.0 for s in samplings]
+    if any(t != 1.0 for t in temperatures):
+        logits_RV = logits_RV / torch.tensor(temperatures).unsqueeze(1)
+    return logits_RV.log_softmax(dim=-1)
+
+
+def likeliest(logprobs_RV: Tensor, counts: Sequence[int]) -> list[Top]:
+    """Return the `counts[r]` likeliest tokens of each row; impossible ones have the minimum
+    float."""
+    most = min(max(counts), logprobs_RV.shape[1])
+    values_RK, tokens_RK = logprobs_RV.clamp(min=torch.finfo(torch.float32).min).topk(most)
+    rows = zip(values_RK.tolist(), tokens_RK.tolist(), counts, strict=True)
+    return [list(zip(values[:n], tokens[:n], strict=True)) for values, tokens, n in rows]
+
+
+def invert_cdf(probs_RV: Tensor, draws_R: Tensor) -> Tensor:
+    """Return the first token whose cumulative probability exceeds the draw: (R, 1).
+
+    Summed in float64, since float32 would shift the borders of a large vocabulary.
+    """
+    cumulated_RV = probs_RV.double().cumsum(dim=-1)
+    targets_R1 = draws_R.unsqueeze(1) * cumulated_RV[:, -1:]
+    return torch.searchsorted(cumulated_RV, targets_R1, right=True)
+
+
+def cut_tails(probs_RV: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Zero the tokens that top-k, top-p and min-p exclude, in rows that set them; not renormalised.
+
+    All are cut from the full distribution, as in SGLang's torch backend: a token stays if it is
+    among the k likeliest, the likelier ones before it do not exceed p, and it is at least min_p
+    times as likely as the likeliest.
+    """
+    vocab_size = probs_RV.shape[1]
+    rows = [
+        r
+        for r, s in enumerate(samplings)
+        if s.top_p < 1.0 or 1 < s.top_k < vocab_size or s.min_p > 0
+    ]
+    if not rows:
+        return probs_RV
+    top_p = torch.tensor([samplings[r].top_p for r in rows]).unsqueeze(1)
+    top_k = torch.tensor(
+        [k if (k := samplings[r].top_k) > 0 else vocab_size for r in rows]
+    ).unsqueeze(1)
+    min_p = torch.tensor([samplings[r].min_p for r in rows]).unsqueeze(1)
+    sorted_RV, order_RV = probs_RV[rows].sort(dim=-1, descending=True, stable=True)
+    before_RV = sorted_RV.double().cumsum(dim=-1) - sorted_RV
+    excluded_RV = (before_RV > top_p) | (torch.arange(vocab_size) >= top_k)
+    excluded_RV |= sorted_RV < sorted_RV[:, :1] * min_p
+    kept_RV = torch.zeros_like(sorted_RV).scatter(
+        1, order_RV, sorted_RV.masked_fill(excluded_RV, 0)
+    )
+    return probs_RV.index_copy(0, torch.tensor(rows), kept_RV)
+
+
+def uniforms(seeds: _U64, positions: _U64) -> NDArray[np.float64]:
+    """Return one number in [0, 1) for each (seed, position), as a counter-based generator.
+
+    SplitMix64's finaliser (Steele, Lea and Flood, 2014) over the seed, then over its sum with the
+    position's multiple of the golden ratio.
+    """
+    mixed = mix(mix(seeds + _GOLDEN) + positions * _GOLDEN)
+    return (mixed >> np.uint64(64 - _DRAW_BITS)).astype(np.float64) * 2.0**-_DRAW_BITS
+
+
+def mix(values: _U64) -> _U64:
+    """Apply SplitMix64's finaliser: each input bit flips each output bit with probability one
+    half."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
 
 _Index = NDArray[np.int64]
 
 _SHORT_CHUNK = 32  # chunks up to this length are padded to one group; longer ones by power of two
-_SCORED_ROWS = 128  # logits of scored prompts are made in slices: a vocabulary is wide
+_SCORED_ROWS = 128  # logits of scored prompts are computed in slices, since a vocabulary is wide
 
 
-class Runner:
-    """The model at work: one policy version's weights over the shared memory."""
+class ModelRunner:
+    """One policy version's model over the shared memory."""
 
     def __init__(self, model: Model, memory: Memory) -> None:
         self.model = model
         self._memory = memory
         self.num_computed_tokens = 0
-        """Tokens that went through the model so far; prefix reuse shows as its absence here."""
+        """Tokens that passed the model so far; cached prefixes are not among them."""
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[Sampled]:
-        """What was drawn for each chunk that draws, in order; prompt log-probs are filled in."""
+        """Return the sample of each chunk that samples, in order; prompt log-probs are filled
+        in."""
         sizes = np.array([chunk.stop - chunk.start for chunk in batch])
         ends = np.cumsum(sizes)
         tokens_N = np.concatenate([c.request.tokens[c.start : c.stop] for c in batch])
@@ -75,7 +179,7 @@ class Runner:
         return list(zip(tokens, logprobs, tops(logits_RV, requests), strict=True))
 
     def _score(self, chunk: Chunk, hidden_TW: Tensor) -> None:
-        """Log-probs, at temperature 1, of the prompt tokens that follow those of the chunk."""
+        """Add log-probs, at temperature 1, of the prompt tokens that follow those of the chunk."""
         request = chunk.request
         assert request.logprob_start is not None
         first = max(chunk.start, request.logprob_start)
@@ -92,7 +196,7 @@ class Runner:
                 request.prompt_tops.extend(likeliest(logprobs_TV, counts))
 
     def _groups(self, batch: Batch) -> Iterator[Rows]:
-        """Neighbouring chunks of like length, attended together."""
+        """Yield groups of adjacent chunks of similar length."""
         start = first = 0
         for at, chunk in enumerate(batch):
             if at + 1 < len(batch) and length_class(batch[at + 1]) == length_class(chunk):
@@ -103,7 +207,7 @@ class Runner:
             start, first = rows.stop, at + 1
 
     def _rows(self, chunks: Batch, start: int) -> Rows:
-        """The attention group of `chunks`, whose tokens begin at `start` of N."""
+        """Return the attention group of `chunks`, whose tokens begin at `start` of N."""
         starts_B = np.array([chunk.start for chunk in chunks])
         stops_B = np.array([chunk.stop for chunk in chunks])
         sizes_B = stops_B - starts_B
@@ -127,8 +231,8 @@ class Runner:
         )
 
 
-def applied(batch: Batch, ends: _Index) -> list[Applied]:
-    """The adapters of a step, each with the places of its tokens among N."""
+def applied(batch: Batch, ends: _Index) -> list[AppliedAdapter]:
+    """Return the adapters of a step, each with the indices of its tokens among N."""
     found = {id(each): each for chunk in batch if (each := chunk.request.adapter)}
     if not found:
         return []
@@ -143,13 +247,13 @@ def applied(batch: Batch, ends: _Index) -> list[Applied]:
 
 
 def shape_row(logits_V: Tensor, request: Request) -> None:
-    """Change a request's logits in place, by what it has put out so far."""
+    """Change a request's logits in place, by its output so far."""
     output = request.tokens[request.num_prompt_tokens : request.num_tokens].astype(np.int64)
-    shape(logits_V, request.sampling.shaping, request.guide, torch.from_numpy(output))
+    shape(logits_V, request.sampling.shaping, request.matcher, torch.from_numpy(output))
 
 
 def tops(logits_RV: Tensor, requests: Sequence[Request]) -> Sequence[Top | None]:
-    """The likeliest tokens of the rows that ask for them."""
+    """Return the likeliest tokens of rows that request them."""
     found: list[Top | None] = [None] * len(requests)
     asking = [row for row, request in enumerate(requests) if request.num_top]
     if asking:
@@ -161,7 +265,7 @@ def tops(logits_RV: Tensor, requests: Sequence[Request]) -> Sequence[Top | None]
 
 
 def length_class(chunk: Chunk) -> int:
-    """Chunks of one class are padded together: single tokens, short, then powers of two."""
+    """Return the padding class of a chunk: single tokens, short ones, then powers of two."""
     length = chunk.stop - chunk.start
     if length == 1:
         return 0
@@ -169,7 +273,7 @@ def length_class(chunk: Chunk) -> int:
 
 
 def padding(sizes_B: _Index, num_padded: int) -> tuple[Tensor, Tensor]:
-    """(B, T) indices of packed tokens, padding at 0; and (n,) indices back into B * T."""
+    """Return (B, T) indices of packed tokens, padding at 0; and (n,) indices back into B * T."""
     real_BT = np.arange(num_padded) < sizes_B[:, None]
     pad_BT = np.zeros(real_BT.shape, dtype=np.int64)
     pad_BT[real_BT] = np.arange(int(sizes_B.sum()))

@@ -1,8 +1,7 @@
-"""The engine's process: reads its arguments, loads the model, serves until it is told to stop.
+"""The engine's process: arguments, start, HTTP server and end.
 
-Owns the process's settings, its sockets and the order of its start and end. Invariant: it reports
-ready only when requests are answered; a folder that is no model ends it with one line and exit
-code 2. Started by launch, or by hand with `python -m rollmesh.engine.embedded`.
+- It reports ready only once requests are answered.
+- A folder that is no model ends the process with one line and exit code 2.
 """
 
 import argparse
@@ -28,13 +27,11 @@ from rollmesh.core.model_folders import resolve_model, why_no_folder
 from rollmesh.core.process import Ready, announce, die_with_parent, http_address, listen, stop_event
 from rollmesh.core.secret_files import process_engine_key, read_secret
 from rollmesh.engine.backend import MemoryState, weights_name
-from rollmesh.engine.embedded.asks import AskDecoder
-from rollmesh.engine.embedded.engine import Engine, Limits
-from rollmesh.engine.embedded.guard import Guard, check_open, is_loopback
+from rollmesh.engine.embedded.engine import Engine, EngineLimits, StepLoop
+from rollmesh.engine.embedded.http import Guard, check_open, is_loopback
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.params import ParamsReader
-from rollmesh.engine.embedded.routes import Face, Routes
-from rollmesh.engine.embedded.steploop import StepLoop
+from rollmesh.engine.embedded.request_parser import RequestParser, SamplingParser
+from rollmesh.engine.embedded.routes import Routes, ServerInfo
 from rollmesh.engine.embedded.text import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -45,38 +42,38 @@ log = get_logger()
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process was started with."""
+    """Settings of the process."""
 
     model_dir: Path
     bind: str = "127.0.0.1:0"
     listen_fd: int | None = None
     ready_fd: int | None = None
     weight_version: str = "default"
-    """The name of the weights it starts with; SGLang's default."""
+    """Name of the weights at the start; the default is SGLang's."""
     is_asleep: bool = False
-    """It begins without its memory, until it is told to take it: its GPUs are somebody else's."""
+    """Start without memory, because the GPUs are in use elsewhere, until told to allocate it."""
     dtype: str = "float32"
     is_incremental: bool = False
     skips_tokenizer: bool = False
-    """Answers carry no text, as with SGLang's --skip-tokenizer-init; grammars and stop strings are
-    still run, where SGLang without its tokenizer refuses them."""
+    """Responses carry no text, as with SGLang's --skip-tokenizer-init; grammars and stop strings
+    still work, which SGLang refuses without its tokenizer."""
     num_threads: int = 1
     seed: int | None = None
-    """Of the seeds of requests that name none; None draws one."""
+    """Seed of the seeds of requests that name none; None draws one."""
     run_folder: Path | None = None
-    """Where the log goes; None logs to stderr."""
+    """Folder of the log; None logs to stderr."""
     role: str = "engine"
-    limits: Limits = Limits()
+    limits: EngineLimits = EngineLimits()
     api_key: str = ""
-    """Every request but health checks needs it, as Authorization: Bearer; '' for none."""
+    """Required as Authorization: Bearer by all requests but health checks; '' for none."""
     is_open: bool = False
-    """Serve addresses that others reach without a key."""
+    """Serve addresses that other machines reach without a key."""
     allow_hosts: tuple[str, ...] = ()
-    """Hosts or networks, beside loopback, at which it may join a weight group."""
+    """Hosts or networks, besides loopback, at which it may join a weight group."""
 
 
 async def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; UserError if the model or the address is no good."""
+    """Serve until SIGTERM or SIGINT; UserError if the model or the address is invalid."""
     if why := why_no_folder(str(settings.model_dir)):
         raise ModelError(f"--model-dir {settings.model_dir}: {why}")
     with listen(settings.bind, settings.listen_fd) as listening:
@@ -93,7 +90,7 @@ async def serve(settings: Settings) -> None:
 
 
 async def run(settings: Settings, engine: Engine, listening: socket.socket) -> None:
-    """Serve `engine` on `listening` until told to stop."""
+    """Serve `engine` on `listening` until stopped."""
     loop = asyncio.get_running_loop()
     stop = stop_event(loop)
     steps = StepLoop(engine, loop)
@@ -102,7 +99,9 @@ async def run(settings: Settings, engine: Engine, listening: socket.socket) -> N
         is_loopback=is_loopback(listening.getsockname()[0]),
         allow_hosts=settings.allow_hosts,
     )
-    runner = web.ServerRunner(face(settings, engine, steps, guard), shutdown_timeout=_DRAIN_S)
+    runner = web.ServerRunner(
+        http_server(settings, engine, steps, guard), shutdown_timeout=_DRAIN_S
+    )
     await runner.setup()
     steps.start()
     try:
@@ -115,20 +114,20 @@ async def run(settings: Settings, engine: Engine, listening: socket.socket) -> N
         await runner.cleanup()
 
 
-def face(
+def http_server(
     settings: Settings, engine: Engine, steps: StepLoop, guard: Guard | None = None
 ) -> web.Server:
-    """The HTTP face of `engine`."""
+    """Return the HTTP server of `engine`."""
     tokenizer = load_tokenizer(settings.model_dir)
     seed = secrets.randbits(30) if settings.seed is None else settings.seed
     architecture = engine.runner.model.architecture
-    params = ParamsReader(architecture, tokenizer, seed)
-    told = None if settings.skips_tokenizer else tokenizer
+    params = SamplingParser(architecture, tokenizer, seed)
+    visible = None if settings.skips_tokenizer else tokenizer
     routes = Routes(
         steps,
         engine,
-        AskDecoder(architecture, settings.limits.num_slots, params),
-        Face(str(settings.model_dir), told, settings.is_incremental, seed),
+        RequestParser(architecture, settings.limits.num_slots, params),
+        ServerInfo(str(settings.model_dir), visible, settings.is_incremental, seed),
         guard,
     )
     return web.Server(
@@ -137,7 +136,7 @@ def face(
 
 
 def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> Any:
-    """aiohttp's own request, with room for long prompts."""
+    """Create aiohttp's own request, with room for long prompts."""
     loop = asyncio.get_running_loop()
     return web.BaseRequest(
         message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES
@@ -145,7 +144,7 @@ def make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: A
 
 
 async def first_of(stop: asyncio.Event, failed: asyncio.Future[None]) -> None:
-    """Wait for an order to stop, or raise what ended the step loop."""
+    """Wait for a stop signal, or raise the error that ended the step loop."""
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((stopping, failed), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -154,23 +153,23 @@ async def first_of(stop: asyncio.Event, failed: asyncio.Future[None]) -> None:
 
 
 def report(settings: Settings, listening: socket.socket) -> None:
-    """Say, in the log and to the parent, that it serves."""
+    """Log that the engine serves, and report it to the parent process."""
     address = http_address(listening)
     log.info("engine.serving", address=address, model=str(settings.model_dir))
     announce(settings.ready_fd, Ready(role=settings.role, pid=os.getpid(), address=address))
 
 
 def settle_garbage() -> None:
-    """What is alive now stays: collections need not look at it, nor come often."""
+    """Exempt live objects from garbage collection, and collect rarely."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 1000)
 
 
 def add_access(parser: argparse.ArgumentParser) -> None:
-    """Options about which requests are taken, and which hosts the engine dials."""
+    """Add the options about API keys and allowed hosts."""
     parser.add_argument(
-        "--api-key", default="", help="wanted of each request; visible in ps, so prefer a file"
+        "--api-key", default="", help="required by each request; visible in ps, so prefer a file"
     )
     parser.add_argument("--api-key-file", type=Path, help="a file (0600) that holds the API key")
     parser.add_argument(
@@ -182,12 +181,12 @@ def add_access(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="HOST|CIDR",
-        help="where weight groups may be joined beside loopback: the trainer's host",
+        help="where it may join weight groups, besides loopback: the trainer's host",
     )
 
 
 def parse(argv: Sequence[str] | None) -> Settings:
-    """Settings from the command line; options are named as SGLang's where it has them."""
+    """Parse the command line; options have SGLang's names if it has them."""
     parser = argparse.ArgumentParser(
         prog="rollmesh engine",
         description="A small torch engine behind SGLang's native HTTP routes.",
@@ -200,24 +199,24 @@ def parse(argv: Sequence[str] | None) -> Settings:
         help="model folder in Hugging Face layout, or the id of a downloaded model of the hub",
     )
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 picks a free one")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free port")
     parser.add_argument("--listen-fd", type=int, help="serve on this inherited socket")
     parser.add_argument("--ready-fd", type=int, help="write one JSON line here when serving")
     parser.add_argument("--run-folder", type=Path, help="log to a file in this folder")
     parser.add_argument("--role", default="engine", help="this process's name in logs and reports")
     parser.add_argument("--weight-version", default="default")
     parser.add_argument(
-        "--asleep", action="store_true", help="begin without memory, until a coordinator wakes it"
+        "--asleep", action="store_true", help="start without memory, until a coordinator wakes it"
     )
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--incremental-streaming-output", action="store_true")
     parser.add_argument("--skip-tokenizer-init", action="store_true", help="answer without text")
     parser.add_argument("--num-threads", type=int, default=1, help="torch threads")
-    parser.add_argument("--random-seed", type=int, help="seeds requests that name no seed")
-    parser.add_argument("--max-total-tokens", type=int, default=Limits().num_slots)
-    parser.add_argument("--max-running-requests", type=int, default=Limits().max_running)
-    parser.add_argument("--max-queued-requests", type=int, help="more that wait are refused: 503")
-    parser.add_argument("--chunked-prefill-size", type=int, default=Limits().max_step_tokens)
+    parser.add_argument("--random-seed", type=int, help="seed for requests that name no seed")
+    parser.add_argument("--max-total-tokens", type=int, default=EngineLimits().num_slots)
+    parser.add_argument("--max-running-requests", type=int, default=EngineLimits().max_running)
+    parser.add_argument("--max-queued-requests", type=int, help="refuse further requests with 503")
+    parser.add_argument("--chunked-prefill-size", type=int, default=EngineLimits().max_step_tokens)
     add_access(parser)
     given = parser.parse_args(argv)
     return Settings(
@@ -237,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> Settings:
         api_key=given.api_key or key_of(given.api_key_file),
         is_open=given.no_api_key,
         allow_hosts=tuple(given.allow_hosts),
-        limits=Limits(
+        limits=EngineLimits(
             num_slots=given.max_total_tokens,
             max_running=given.max_running_requests,
             max_step_tokens=given.chunked_prefill_size,
@@ -247,12 +246,12 @@ def parse(argv: Sequence[str] | None) -> Settings:
 
 
 def key_of(file: Path | None) -> str:
-    """The key in `file`, else that of the environment, else ''."""
+    """Return the key in `file`, else that of the environment, else ''."""
     return read_secret(file) if file else process_engine_key()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the process: 2 after a user's mistake, else it does not return."""
+    """Run the process; return 2 after a user's mistake, else do not return."""
     try:
         settings = parse(argv)
         if settings.ready_fd is not None:
@@ -266,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave() -> NoReturn:
-    """End the process now: everything is closed, and torch's own teardown takes over a second."""
+    """End the process without torch's teardown, which takes over a second; everything is closed."""
     logging.shutdown()
     sys.stderr.flush()
     os._exit(0)

@@ -1,49 +1,53 @@
-"""The routes by which weights change: from a folder, from memory of this host, from a group.
+"""Routes that change weights, adapters and memory.
 
     /update_weights_from_disk                                  one swap
-    /stage_weights     a whole model, for the /update_weights_from_tensor that says the same; ours
+    /stage_weights     a whole model, for an equal /update_weights_from_tensor; ours
     /begin_weight_update  .. /update_weights_from_tensor ..  /end_weight_update      one swap
                           .. /update_weights_from_distributed ..
     /init_weights_update_group   /destroy_weights_update_group
+    /load_lora_adapter   /unload_lora_adapter   /update_weight_version
+    /release_memory_occupation   frees weights and keys; refused while requests run
+    /resume_memory_occupation    allocates keys; weights are missing until some are loaded
 
-Owns the bracket that is open, the groups, and the path that is served. Invariants: weights are
-brought beside the running steps and swapped between two; what came in a bracket takes over as one
-when it ends, and only if it is all of the model, else the old weights stay; what is staged is of
-one version, and dropped with the next swap. Driven by routes.py.
+- Weights are loaded beside the running steps and swapped between two of them.
+- The weights of a session take over together at its end, if they are a whole model; else the old
+  ones stay. A staged model is of one version and dropped by the next swap.
+- An adapter is usable once its route has answered; an unloaded one stays with its requests.
+- Memory routes are idempotent; requests meanwhile wait. SGLang needs --enable-memory-saver for
+  them, and otherwise answers and does nothing.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 from aiohttp import web
 from torch import Tensor
 
-from rollmesh.core.errors import ModelError
-from rollmesh.engine.embedded.engine import Engine, Update
-from rollmesh.engine.embedded.groups import (
+from rollmesh.core.errors import EngineRefused, ModelError
+from rollmesh.engine.embedded.engine import Engine, MemoryOccupation, StepLoop, WeightUpdate
+from rollmesh.engine.embedded.http import Guard, read_body, reply, success_reply
+from rollmesh.engine.embedded.model import AdapterRegistry, Model
+from rollmesh.engine.embedded.peft import read_adapter
+from rollmesh.engine.embedded.weight_group import (
     DEVICES,
-    GroupBroken,
     GroupShape,
     WeightGroup,
+    WeightGroupError,
     dial_store,
 )
-from rollmesh.engine.embedded.guard import Guard
-from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.replies import read_body, told
-from rollmesh.engine.embedded.shared_memory import dtype_of, read_told
-from rollmesh.engine.embedded.staging import Saying, Staging
-from rollmesh.engine.embedded.steploop import StepLoop
+from rollmesh.engine.embedded.weight_loading import StageKey, Staging, dtype_of, read_segments
 from rollmesh.engine.responses import one_line
 from rollmesh.engine.shared_memory import LOAD_FORMAT
 
 GROUP_TIMEOUT_S = 60.0
 """For all ranks to meet, and for one broadcast."""
-NO_BRACKET = "must run between begin_weight_update() and end_weight_update()"
-FORMAT_TAKEN = f"load_format {{}}: only {LOAD_FORMAT!r} is taken here"
+NO_SESSION = "must run between begin_weight_update() and end_weight_update()"
+FORMAT_TAKEN = f"load_format {{}}: only {LOAD_FORMAT!r} is supported here"
 NOT_ALLOWED = "master_address is neither loopback nor a host of --allow-host"
 OPEN_ALREADY = "a weight-update session is already open; call end_weight_update() first"
 
@@ -51,8 +55,6 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class DiskBody(msgspec.Struct):
-    """/update_weights_from_disk."""
-
     model_path: str
     weight_version: str | None = None
     flush_cache: bool = True
@@ -60,8 +62,6 @@ class DiskBody(msgspec.Struct):
 
 
 class TensorBody(msgspec.Struct):
-    """/update_weights_from_tensor."""
-
     serialized_named_tensors: list[str]
     load_format: str | None = None
     weight_version: str | None = None
@@ -70,8 +70,6 @@ class TensorBody(msgspec.Struct):
 
 
 class BroadcastBody(msgspec.Struct):
-    """/update_weights_from_distributed."""
-
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
@@ -82,8 +80,6 @@ class BroadcastBody(msgspec.Struct):
 
 
 class GroupBody(msgspec.Struct):
-    """/init_weights_update_group."""
-
     master_address: str
     master_port: int
     rank_offset: int
@@ -93,38 +89,36 @@ class GroupBody(msgspec.Struct):
 
 
 class LeaveBody(msgspec.Struct):
-    """/destroy_weights_update_group."""
-
     group_name: str = "weight_update_group"
 
 
-class _Bracket(msgspec.Struct):
-    """What has come since it was opened."""
+class _UpdateSession(msgspec.Struct):
+    """Weights received since /begin_weight_update."""
 
     weights: dict[str, Tensor] = {}
     policy_version: str | None = None
     flushes: bool = False
     model: Model | None = None
-    """In their place, where it was staged."""
+    """The staged model, if it replaces `weights`."""
 
 
 class WeightRoutes:
-    """See the module."""
+    """Weight updates; keeps the open session, the staged model and the groups."""
 
     def __init__(
         self, steps: StepLoop, engine: Engine, model_path: str, guard: Guard | None = None
     ) -> None:
         self.model_path = model_path
-        """Of the folder that was last loaded."""
+        """Folder that was loaded last."""
         self._steps = steps
         self._engine = engine
         self._guard = guard or Guard()
-        self._bracket: _Bracket | None = None
+        self._session: _UpdateSession | None = None
         self._staging = Staging()
         self._groups: dict[str, WeightGroup] = {}
 
     def handlers(self) -> dict[str, dict[str, Handler]]:
-        """By path and method."""
+        """Return the handlers by path and method."""
         return {
             "/update_weights_from_disk": {"POST": self._from_disk},
             "/stage_weights": {"POST": self._stage},
@@ -137,7 +131,7 @@ class WeightRoutes:
         }
 
     def drop_staged(self) -> None:
-        """Of what is staged nothing is kept: the engine gives its memory up."""
+        """Drop the staged model, since the engine frees its memory."""
         self._staging.drop()
 
     async def _from_disk(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -148,79 +142,83 @@ class WeightRoutes:
         failure = await self._swap(make, body.weight_version, body.flush_cache)
         if not failure:
             self.model_path = body.model_path
-        return told(_done(body.weight_version), failure, num_paused_requests=0)
+        return success_reply(_done(body.weight_version), failure, num_paused_requests=0)
 
     async def _begin(self, _request: web.BaseRequest) -> web.StreamResponse:
-        if self._bracket is not None:
-            return told("", OPEN_ALREADY)
-        self._bracket = _Bracket()
-        return told("Success")
+        if self._session is not None:
+            return success_reply("", OPEN_ALREADY)
+        self._session = _UpdateSession()
+        return success_reply("Success")
 
     async def _from_tensor(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), TensorBody)
         if body.load_format != LOAD_FORMAT:
-            return told("", FORMAT_TAKEN.format(body.load_format))
-        staged, bracket = self._staging.take(_says(body)), self._bracket
-        if staged and bracket == _Bracket():
+            return success_reply("", FORMAT_TAKEN.format(body.load_format))
+        staged, session = self._staging.take(_stage_key(body)), self._session
+        if staged and session == _UpdateSession():
             answer = await self._load("update_weights_from_tensor", body, dict)
-            try:  # it may be under way as yet: the publisher did not wait for it
-                bracket.model = await staged
+            try:  # it may still be loading: the publisher did not wait for it
+                session.model = await staged
             except ModelError as error:
-                return told("", str(error))
+                return success_reply("", str(error))
             return answer
-        read = partial(read_told, body.serialized_named_tensors, self._dtype)
+        read = partial(read_segments, body.serialized_named_tensors, self._dtype)
         return await self._load("update_weights_from_tensor", body, read)
 
     async def _stage(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), TensorBody)
         if body.load_format != LOAD_FORMAT:
-            return told("", FORMAT_TAKEN.format(body.load_format))
-        read = partial(read_told, body.serialized_named_tensors, self._dtype)
+            return success_reply("", FORMAT_TAKEN.format(body.load_format))
+        read = partial(read_segments, body.serialized_named_tensors, self._dtype)
         try:
-            await self._staging.stage(_says(body), lambda: self._maker("staged", read())())
+            await self._staging.stage(_stage_key(body), lambda: self._maker("staged", read())())
         except ModelError as error:
-            return told("", str(error))
-        return told("Staged.")
+            return success_reply("", str(error))
+        return success_reply("Staged.")
 
     async def _from_group(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), BroadcastBody)
         group = self._groups.get(body.group_name)
         if group is None:
-            return told("", f"Group {body.group_name} not in {list(self._groups)}")
+            return success_reply("", f"Group {body.group_name} not in {list(self._groups)}")
         receive = partial(received, group, body, self._dtype)
         return await self._load("update_weights_from_distributed", body, receive)
 
     async def _end(self, _request: web.BaseRequest) -> web.StreamResponse:
-        bracket, self._bracket = self._bracket, None
-        if bracket is None:
-            return told("", "no weight-update session is open; call begin_weight_update() first")
+        session, self._session = self._session, None
+        if session is None:
+            return success_reply(
+                "", "no weight-update session is open; call begin_weight_update() first"
+            )
         failure = ""
-        if bracket.weights or bracket.model:
-            name, flushes = bracket.policy_version, bracket.flushes
-            make = self._maker("what came in memory", bracket.weights, bracket.model)
+        if session.weights or session.model:
+            name, flushes = session.policy_version, session.flushes
+            make = self._maker("weights in memory", session.weights, session.model)
             failure = await self._swap(make, name, flushes)
-        return told("Success", failure)
+        return success_reply("Success", failure)
 
     async def _join(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), GroupBody)
         if body.backend not in DEVICES:
-            return told("", f"backend {body.backend}: one of {', '.join(DEVICES)} is taken here")
+            return success_reply(
+                "", f"backend {body.backend}: one of {', '.join(DEVICES)} is supported here"
+            )
         if not self._guard.may_join(body.master_address):
-            return told("", f"process group: {NOT_ALLOWED}")
+            return success_reply("", f"process group: {NOT_ALLOWED}")
         if body.group_name in self._groups:
-            return told("", f"group {body.group_name} is formed already")
+            return success_reply("", f"group {body.group_name} already exists")
         try:
             group = await asyncio.get_running_loop().run_in_executor(None, joined, body)
-        except GroupBroken as error:
-            return told("", f"Failed to initialize custom process group: {error}")
+        except WeightGroupError as error:
+            return success_reply("", f"Failed to initialize custom process group: {error}")
         self._groups[body.group_name] = group
-        return told("Succeeded to initialize custom process group.")
+        return success_reply("Succeeded to initialize custom process group.")
 
     async def _leave(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), LeaveBody)
         if self._groups.pop(body.group_name, None) is None:
-            return told("", "The group to be destroyed does not exist.")
-        return told("Succeeded to destroy custom process group.")
+            return success_reply("", "The group to be destroyed does not exist.")
+        return success_reply("Succeeded to destroy custom process group.")
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -229,25 +227,25 @@ class WeightRoutes:
     async def _load(
         self, route: str, body: TensorBody | BroadcastBody, read: Callable[[], dict[str, Tensor]]
     ) -> web.StreamResponse:
-        """Some weights into the bracket."""
-        bracket = self._bracket
-        if bracket is None:
-            return told("", f"{route} {NO_BRACKET}")
+        """Add weights to the session."""
+        session = self._session
+        if session is None:
+            return success_reply("", f"{route} {NO_SESSION}")
         if body.abort_all_requests:
             self._steps.abort(None)
         try:
-            bracket.weights |= await asyncio.get_running_loop().run_in_executor(None, read)
-        except (ModelError, GroupBroken) as error:
-            return told("", str(error))
-        bracket.model = None
-        bracket.policy_version = body.weight_version or bracket.policy_version
-        bracket.flushes |= body.flush_cache
-        return told(_done(body.weight_version))
+            session.weights |= await asyncio.get_running_loop().run_in_executor(None, read)
+        except (ModelError, WeightGroupError) as error:
+            return success_reply("", str(error))
+        session.model = None
+        session.policy_version = body.weight_version or session.policy_version
+        session.flushes |= body.flush_cache
+        return success_reply(_done(body.weight_version))
 
     def _maker(
         self, folder: str, weights: dict[str, Tensor] | None = None, made: Model | None = None
     ) -> Callable[[], Model]:
-        """Makes a model of what is in the folder, or came for it; ModelError where it is none."""
+        """Return a function that builds the model; it raises ModelError if that fails."""
         if made:
             return lambda: made
         present = self._engine.runner.model
@@ -256,7 +254,8 @@ class WeightRoutes:
     async def _swap(
         self, make: Callable[[], Model], policy_version: str | None, flushes: bool
     ) -> str:
-        """Make a model beside the running steps, then swap between two; '' or why not."""
+        """Build a model beside the running steps, then swap between two; return why it failed, else
+        ''."""
         loop = asyncio.get_running_loop()
         self._staging.drop()
         try:
@@ -268,27 +267,27 @@ class WeightRoutes:
         def when_done(message: str) -> None:
             loop.call_soon_threadsafe(done.set_result, message)
 
-        update = Update(model, policy_version, flushes, when_done)
-        await self._steps.ask(lambda engine: engine.update(update))
+        update = WeightUpdate(model, policy_version, flushes, when_done)
+        await self._steps.call(lambda engine: engine.update(update))
         return await done
 
 
-def _says(body: TensorBody) -> Saying:
+def _stage_key(body: TensorBody) -> StageKey:
     return body.serialized_named_tensors, body.weight_version
 
 
 def joined(body: GroupBody) -> WeightGroup:
-    """A rank of the group, once all are there."""
+    """Join the group; returns once all ranks have joined."""
     store = dial_store(body.master_address, body.master_port, body.world_size, GROUP_TIMEOUT_S)
     shape = GroupShape(body.group_name, body.backend, GROUP_TIMEOUT_S)
     return WeightGroup(store, body.rank_offset, body.world_size, shape)
 
 
 def received(group: WeightGroup, body: BroadcastBody, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What is broadcast, by name; ModelError where names, dtypes and shapes do not fit."""
+    """Receive broadcast tensors by name; ModelError if names, dtypes and shapes do not match."""
     weights: dict[str, Tensor] = {}
     if not len(body.names) == len(body.dtypes) == len(body.shapes):
-        raise ModelError("names, dtypes and shapes are not as many")
+        raise ModelError("names, dtypes and shapes differ in number")
     for name, kind, shape in zip(body.names, body.dtypes, body.shapes, strict=True):
         weights[name] = group.receive(dtype_of(kind), shape).to(dtype)
     return weights
@@ -297,3 +296,111 @@ def received(group: WeightGroup, body: BroadcastBody, dtype: torch.dtype) -> dic
 def _done(weight_version: str | None) -> str:
     message = "Succeeded to update model weights."
     return message + f" Weight version updated to {weight_version}." * (weight_version is not None)
+
+
+class LoadBody(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadBody(msgspec.Struct):
+    lora_name: str
+
+
+class RenameBody(msgspec.Struct):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class AdapterRoutes:
+    """Loading and unloading of adapters, and renaming of weights."""
+
+    def __init__(self, steps: StepLoop, engine: Engine, shelf: AdapterRegistry) -> None:
+        self._steps = steps
+        self._engine = engine
+        self._shelf = shelf
+
+    def handlers(self) -> dict[str, dict[str, Handler]]:
+        """Return the handlers by path and method."""
+        return {
+            "/load_lora_adapter": {"POST": self._load},
+            "/unload_lora_adapter": {"POST": self._unload},
+            "/update_weight_version": {"POST": self._rename},
+        }
+
+    def cards(self, parent: str) -> list[dict[str, Any]]:
+        """Return the entries of /v1/models for the adapters of model `parent`."""
+        return [
+            {"id": name, "object": "model", "owned_by": "rollmesh", "root": root, "parent": parent}
+            for name, root in self._shelf.folders().items()
+        ]
+
+    async def _load(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = read_body(await request.read(), LoadBody)
+        if self._engine.occupation is not MemoryOccupation.HELD:
+            return self._result("there are no weights for it to apply to")
+        model = self._engine.runner.model
+        read = partial(read_adapter, body.lora_name, Path(body.lora_path), model)
+        try:
+            self._shelf.put(await asyncio.get_running_loop().run_in_executor(None, read))
+        except (EngineRefused, ModelError) as error:
+            return self._result(str(error))
+        return self._result()
+
+    async def _unload(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = read_body(await request.read(), UnloadBody)
+        try:
+            self._shelf.forget(body.lora_name)
+        except EngineRefused as error:
+            return self._result(str(error))
+        return self._result()
+
+    def _result(self, failure: str = "") -> web.Response:
+        result = {"success": not failure, "error_message": failure or None}
+        return reply({**result, "loaded_adapters": self._shelf.folders()}, 400 if failure else 200)
+
+    async def _rename(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = read_body(await request.read(), RenameBody)
+        if body.abort_all_requests:
+            self._steps.abort(None)
+        await self._steps.call(lambda engine: engine.rename(body.new_version))
+        return success_reply(
+            f"Weight version updated to {body.new_version}", new_version=body.new_version
+        )
+
+
+class MemoryBody(msgspec.Struct):
+    """Body of both routes; SGLang's tags name parts of the memory."""
+
+    tags: list[str] | None = None
+
+
+class MemoryRoutes:
+    """Release and allocation of the engine's memory."""
+
+    def __init__(self, steps: StepLoop, weights: WeightRoutes) -> None:
+        self._steps = steps
+        self._weights = weights
+
+    def handlers(self) -> dict[str, dict[str, Handler]]:
+        """Return the handlers by path and method."""
+        return {
+            "/release_memory_occupation": {"POST": self._release},
+            "/resume_memory_occupation": {"POST": self._resume},
+        }
+
+    async def _release(self, request: web.BaseRequest) -> web.StreamResponse:
+        self._weights.drop_staged()
+        return await self._order(request, Engine.release)
+
+    async def _resume(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._order(request, Engine.resume_memory)
+
+    async def _order(
+        self, request: web.BaseRequest, order: Callable[[Engine], str]
+    ) -> web.StreamResponse:
+        if read_body(await request.read(), MemoryBody).tags is not None:
+            raise EngineRefused("tags: this engine releases and resumes its memory as a whole")
+        if why := await self._steps.call(order):
+            raise EngineRefused(why)
+        return reply(None)

@@ -25,7 +25,7 @@ from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.backend import READ_TIMEOUT_S, EngineBackend
-from rollmesh.engine.embedded.groups import facing
+from rollmesh.engine.embedded.weight_group import local_address_towards
 from rollmesh.engine.shared_memory import SharedSegment, TensorPiece
 from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.transports.sender import (
@@ -335,6 +335,9 @@ def buckets(
 def common_address(urls: Sequence[str]) -> str:
     """Return an address of this host that all these engines can reach: not loopback if one is
     remote."""
-    found = [facing(urlsplit(url).hostname or "", urlsplit(url).port or 80) for url in urls]
+    found = [
+        local_address_towards(urlsplit(url).hostname or "", urlsplit(url).port or 80)
+        for url in urls
+    ]
     outward = [address for address in found if not is_loopback(address)]
     return [*outward, *found][0]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, multiprocessing
 
 from rollmesh.core.process import die_with_parent
-from rollmesh.engine.embedded.groups import GroupShape, WeightGroup, open_store
+from rollmesh.engine.embedded.weight_group import GroupShape, WeightGroup, open_store
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.tensors.segment import Attached
 from rollmesh.trainer.weights.transports.sender import (

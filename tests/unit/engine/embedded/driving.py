@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmesh.engine.embedded.engine import Engine, Limits
+from rollmesh.engine.embedded.engine import Engine, EngineLimits
 from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.request import Progress, Request, Sampling
 from tests.unit.engine.embedded.tiny_models import VOCAB_SIZE
@@ -16,7 +16,7 @@ from tests.unit.engine.embedded.tiny_models import VOCAB_SIZE
 
 def make_engine(model: Model, **limits: int) -> Engine:
     """An engine of policy version "0" with little memory."""
-    return Engine(model, Limits(**{"num_slots": 1024, "max_running": 32} | limits), "0")
+    return Engine(model, EngineLimits(**{"num_slots": 1024, "max_running": 32} | limits), "0")
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:

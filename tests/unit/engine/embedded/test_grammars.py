@@ -10,10 +10,15 @@ import torch
 from tokenizers import Tokenizer
 
 from rollmesh.engine.embedded.engine import PauseMode
-from rollmesh.engine.embedded.grammars import Grammar, GrammarCompiler, GrammarRefused, Guide
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.request import Finish, Request
-from rollmesh.engine.embedded.shaping import Shaping
+from rollmesh.engine.embedded.request import FinishReason, Request
+from rollmesh.engine.embedded.shaping import (
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarMatcher,
+    GrammarRefused,
+    Shaping,
+)
 from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
 from tests.unit.engine.embedded.references import Reference
 from tests.unit.engine.embedded.tiny_models import EOS, VOCAB_SIZE
@@ -26,34 +31,34 @@ def compiler(letters: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(letters, VOCAB_SIZE, [EOS])
 
 
-def allowed(guide: Guide, letters: Tokenizer) -> set[str]:
+def allowed(matcher: GrammarMatcher, letters: Tokenizer) -> set[str]:
     """The texts of what may come next; the end token as ''."""
-    ids = guide.allowed_V().nonzero()[0].tolist()
+    ids = matcher.allowed_V().nonzero()[0].tolist()
     return {"" if token == EOS else letters.decode([token]) for token in ids}
 
 
-def take(guide: Guide, letters: Tokenizer, text: str) -> None:
+def take(matcher: GrammarMatcher, letters: Tokenizer, text: str) -> None:
     for token in letters.encode(text).ids:
-        assert guide.allowed_V()[token]
-        guide.take(token)
+        assert matcher.allowed_V()[token]
+        matcher.take(token)
 
 
 def test_the_end_is_allowed_exactly_where_the_grammar_may_end(
     compiler: GrammarCompiler, letters: Tokenizer
 ) -> None:
-    guide = compiler.compile("regex", "[ab]{2}c?").begin()
-    seen = [allowed(guide, letters)]
+    matcher = compiler.compile("regex", "[ab]{2}c?").start()
+    seen = [allowed(matcher, letters)]
     for text in "abc":
-        take(guide, letters, text)
-        seen.append(allowed(guide, letters))
+        take(matcher, letters, text)
+        seen.append(allowed(matcher, letters))
     assert seen == [{"a", "b"}, {"a", "b"}, {"c", ""}, {""}]
-    guide.take(EOS)
-    assert allowed(guide, letters) == {""}, "what is complete stays so where ends are ignored"
+    matcher.take(EOS)
+    assert allowed(matcher, letters) == {""}, "what is complete stays so where ends are ignored"
 
 
 def test_each_output_goes_its_own_way(compiler: GrammarCompiler, letters: Tokenizer) -> None:
     grammar = compiler.compile("ebnf", 'root ::= "a" item | "b"\nitem ::= "c" | "d"')
-    first, second = grammar.begin(), grammar.begin()
+    first, second = grammar.start(), grammar.start()
     take(first, letters, "a")
     assert allowed(first, letters) == {"c", "d"}
     assert allowed(second, letters) == {"a", "b"}
@@ -68,13 +73,13 @@ def test_a_schema_allows_its_objects_and_no_others(
         "required": ["a"],
         "additionalProperties": False,
     }
-    guide = compiler.compile("json_schema", json.dumps(schema)).begin()
-    take(guide, letters, '{"a":"b"')
-    assert "}" in allowed(guide, letters)
-    assert "" not in allowed(guide, letters)
-    take(guide, letters, "}")
-    assert "" in allowed(guide, letters)
-    assert "," not in allowed(guide, letters)
+    matcher = compiler.compile("json_schema", json.dumps(schema)).start()
+    take(matcher, letters, '{"a":"b"')
+    assert "}" in allowed(matcher, letters)
+    assert "" not in allowed(matcher, letters)
+    take(matcher, letters, "}")
+    assert "" in allowed(matcher, letters)
+    assert "," not in allowed(matcher, letters)
 
 
 def test_a_token_that_the_grammar_cannot_take_ends_the_output_and_not_the_engine(
@@ -86,7 +91,9 @@ def test_a_token_that_the_grammar_cannot_take_ends_the_output_and_not_the_engine
     bias = Shaping(bias_tokens=(EOS,), biases=(100.0,))
     request = ask([1, 2], new=9, grammar=grammar, shaping=bias)
     progress = finish_all(make_engine(model), request)
-    assert progress[-1].finish == Finish("abort", message=f"token {EOS} is not in the grammar")
+    assert progress[-1].finish == FinishReason(
+        "abort", message=f"token {EOS} is not in the grammar"
+    )
     assert output(request) == [EOS]
 
 
@@ -106,7 +113,7 @@ def test_a_text_that_is_no_grammar_is_refused_each_time(compiler: GrammarCompile
 
 
 def test_what_was_asked_for_last_is_kept(compiler: GrammarCompiler) -> None:
-    def compiled(number: int) -> Grammar:
+    def compiled(number: int) -> CompiledGrammar:
         return compiler.compile("regex", f"a{{{number}}}")
 
     first = compiled(1)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from rollmesh.engine.embedded.checkpoint import Architecture, RopeScaling
-from rollmesh.engine.embedded.memory import Memory
 from rollmesh.engine.embedded.request import Request, Sampling
+from rollmesh.engine.embedded.scheduler import Memory
 
 ARCHITECTURE = Architecture(
     family="llama",

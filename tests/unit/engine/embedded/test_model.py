@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.engine.embedded.engine import Engine, Limits
+from rollmesh.engine.embedded.engine import Engine, EngineLimits
 from rollmesh.engine.embedded.model import Model, interleave, rotate
 from rollmesh.engine.embedded.request import Request, Sampling
 from tests.unit.engine.embedded.references import Reference
@@ -40,7 +40,7 @@ def test_scored_prompt_agrees_with_transformers(
     tmp_path: Path, family: str, changes: dict[str, Any]
 ) -> None:
     folder = write_model(tmp_path, family, seed=3, **changes)
-    engine = Engine(Model(folder, torch.float32), Limits(num_slots=512, max_running=2), "0")
+    engine = Engine(Model(folder, torch.float32), EngineLimits(num_slots=512, max_running=2), "0")
     prompt = np.random.default_rng(5).integers(0, VOCAB_SIZE, 90).astype(np.int32)
     request = Request("r", prompt, Sampling(max_new_tokens=0), logprob_start=0)
     engine.submit(request)
@@ -69,7 +69,7 @@ def test_half_precision_stays_close_to_full_precision(folder: Path) -> None:
     prompt = np.arange(40, dtype=np.int32)
     scores = []
     for dtype in (torch.float32, torch.bfloat16):
-        engine = Engine(Model(folder, dtype), Limits(num_slots=64, max_running=1), "0")
+        engine = Engine(Model(folder, dtype), EngineLimits(num_slots=64, max_running=1), "0")
         request = Request("r", prompt, Sampling(max_new_tokens=0), logprob_start=0)
         engine.submit(request)
         engine.step()

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.engine.embedded.prefix_tree import Node, PrefixTree, Slots
+from rollmesh.engine.embedded.prefix_tree import PrefixNode, PrefixTree, Slots
 
 
 def ids(*tokens: int) -> bytes:
@@ -20,7 +20,7 @@ def match(tree: PrefixTree, *tokens: int, extra_key: str = "") -> list[int]:
     return found
 
 
-def insert(tree: PrefixTree, tokens: list[int], numbers: list[int]) -> Node:
+def insert(tree: PrefixTree, tokens: list[int], numbers: list[int]) -> PrefixNode:
     return tree.insert(ids(*tokens), slots(*numbers), "")[1]
 
 
@@ -54,14 +54,14 @@ def test_eviction_takes_the_least_recently_used_and_spares_what_is_held() -> Non
     held = insert(tree, [1, 2], [10, 11])
     insert(tree, [3, 4], [20, 21])
     insert(tree, [5, 6], [30, 31])
-    tree.hold(held)
+    tree.pin(held)
     match(tree, 3, 4)
     assert tree.num_evictable == 4
     assert [part.tolist() for part in tree.evict(1)] == [[30, 31]]
     assert [part.tolist() for part in tree.evict(99)] == [[20, 21]]
     assert tree.num_evictable == 0
     assert match(tree, 1, 2) == [10, 11]
-    tree.let_go(held)
+    tree.unpin(held)
     assert [part.tolist() for part in tree.evict(99)] == [[10, 11]]
 
 
@@ -76,11 +76,11 @@ def test_a_parent_goes_after_its_children() -> None:
 def test_a_node_that_is_split_while_held_stays_held_above_and_below() -> None:
     tree = PrefixTree()
     held = insert(tree, [1, 2, 3, 4], [10, 11, 12, 13])
-    tree.hold(held)
+    tree.pin(held)
     insert(tree, [1, 2, 9], [10, 11, 20])
     assert tree.num_evictable == 1
     assert sum(len(part) for part in tree.evict(99)) == 1
-    tree.let_go(held)
+    tree.unpin(held)
     assert tree.num_evictable == 4
 
 

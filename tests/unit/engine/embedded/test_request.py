@@ -2,14 +2,14 @@
 
 import pytest
 
-from rollmesh.engine.embedded.request import ABORTED, Finish, Phase
+from rollmesh.engine.embedded.request import ABORTED, FinishReason, RequestPhase
 from tests.unit.engine.embedded.driving import ask
 
 
 def test_a_stop_token_wins_over_the_length() -> None:
     request = ask([1, 2], new=1, stop_token_ids=frozenset({5}))
     request.append(5, -0.5, "0")
-    assert request.finish(5) == Finish("stop", matched=5)
+    assert request.finish(5) == FinishReason("stop", matched=5)
 
 
 def test_the_length_ends_it() -> None:
@@ -17,21 +17,21 @@ def test_the_length_ends_it() -> None:
     request.append(3, -0.5, "0")
     assert request.finish(3) is None
     request.append(3, -0.5, "0")
-    assert request.finish(3) == Finish("length", length=2)
+    assert request.finish(3) == FinishReason("length", length=2)
 
 
 @pytest.mark.parametrize(
     ("finish", "expected"),
     [
-        (Finish("stop", matched=5), {"type": "stop", "matched": 5}),
-        (Finish("length", length=2), {"type": "length", "length": 2}),
+        (FinishReason("stop", matched=5), {"type": "stop", "matched": 5}),
+        (FinishReason("length", length=2), {"type": "length", "length": 2}),
         (
             ABORTED,
             {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None},
         ),
     ],
 )
-def test_reasons_have_sglangs_shape(finish: Finish, expected: dict[str, object]) -> None:
+def test_reasons_have_sglangs_shape(finish: FinishReason, expected: dict[str, object]) -> None:
     assert finish.as_json() == expected
 
 
@@ -44,7 +44,7 @@ def test_versions_are_spans_of_output_tokens() -> None:
 
 def test_retraction_in_the_middle_of_scoring_scores_anew() -> None:
     request = ask([1, 2, 3, 4], logprob_start=0)
-    request.phase = Phase.RUNNING
+    request.phase = RequestPhase.RUNNING
     request.prompt_logprobs = [-1.0]
     request.retract()
     assert request.prompt_logprobs == []

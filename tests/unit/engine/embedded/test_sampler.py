@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from rollmesh.engine.embedded.request import Sampling
-from rollmesh.engine.embedded.sampler import (
-    cut_tails,
-    draw,
-    likeliest,
-    mix,
-    tempered,
-    uniforms,
-)
+from rollmesh.engine.embedded.runner import cut_tails, draw, likeliest, mix, tempered, uniforms
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 PROBS = LOGITS.softmax(-1)

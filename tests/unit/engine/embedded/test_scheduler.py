@@ -3,7 +3,7 @@
 import pytest
 
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.request import Phase
+from rollmesh.engine.embedded.request import RequestPhase
 from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
 
 
@@ -18,8 +18,8 @@ def test_a_request_joins_while_others_generate(model: Model) -> None:
     progress = [engine.step() for _ in range(3)]
     assert [update.request.rid for batch in progress for update in batch] == ["2"]
     assert (first.num_output_tokens, second.num_output_tokens) == (8, 3)
-    assert second.phase is Phase.FINISHED
-    assert first.phase is Phase.RUNNING
+    assert second.phase is RequestPhase.FINISHED
+    assert first.phase is RequestPhase.RUNNING
 
 
 def test_a_long_prompt_does_not_stall_those_that_decode(model: Model) -> None:
@@ -28,7 +28,7 @@ def test_a_long_prompt_does_not_stall_those_that_decode(model: Model) -> None:
     engine.submit(short)
     engine.step()
     engine.submit(long)
-    while long.phase is not Phase.FINISHED:
+    while long.phase is not RequestPhase.FINISHED:
         before = short.num_output_tokens
         engine.step()
         assert short.num_output_tokens == before + 1, "a token in every step"
@@ -41,7 +41,12 @@ def test_small_prompts_share_a_step_within_its_budget(model: Model) -> None:
     for request in requests:
         engine.submit(request)
     engine.step()
-    assert [request.phase is Phase.FINISHED for request in requests] == [True, True, True, False]
+    assert [request.phase is RequestPhase.FINISHED for request in requests] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert requests[3].num_computed == 2, "the rest of the budget began the fourth"
 
 

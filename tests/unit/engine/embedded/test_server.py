@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.engine.embedded.engine import Limits
+from rollmesh.engine.embedded.engine import EngineLimits
 from rollmesh.engine.embedded.server import Settings, main, parse
 
 
@@ -32,7 +32,7 @@ def test_options_reach_the_settings() -> None:
         skips_tokenizer=True,
         num_threads=2,
         seed=5,
-        limits=Limits(num_slots=99, max_running=3, max_step_tokens=16, max_queued=4),
+        limits=EngineLimits(num_slots=99, max_running=3, max_step_tokens=16, max_queued=4),
     )
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from rollmesh.engine.embedded.grammars import GrammarCompiler
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.shaping import Shaping, shape
+from rollmesh.engine.embedded.shaping import GrammarCompiler, Shaping, shape
 from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
 from tests.unit.engine.embedded.references import Reference
 
@@ -45,11 +44,11 @@ def test_ends_are_impossible_below_the_least_length(output: list[int], held: boo
 
 
 def test_a_bias_does_not_break_a_grammar(letters: Tokenizer) -> None:
-    guide = GrammarCompiler(letters, 96, [7]).compile("regex", "a").begin()
+    matcher = GrammarCompiler(letters, 96, [7]).compile("regex", "a").start()
     logits_V = torch.zeros(96)
     wanted, other = letters.encode("ab").ids
     bias = Shaping(bias_tokens=(other,), biases=(100.0,))
-    shape(logits_V, bias, guide, torch.empty(0, dtype=torch.int64))
+    shape(logits_V, bias, matcher, torch.empty(0, dtype=torch.int64))
     assert logits_V.argmax() == wanted
     assert (logits_V > -torch.inf).sum() == 1
 

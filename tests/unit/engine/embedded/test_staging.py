@@ -19,9 +19,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file
 
 from rollmesh.core.errors import ModelError
+from rollmesh.engine.embedded.engine import StepLoop
 from rollmesh.engine.embedded.model import Model
-from rollmesh.engine.embedded.staging import DROPPED, Staging
-from rollmesh.engine.embedded.steploop import StepLoop
+from rollmesh.engine.embedded.weight_loading import DROPPED, Staging
 from rollmesh.engine.embedded.weight_routes import WeightRoutes
 from rollmesh.engine.shared_memory import LOAD_FORMAT, SharedSegment, encode_parts
 from rollmesh.trainer.weights.payload import WeightBuffer

@@ -1,8 +1,8 @@
-"""SGLang's answer objects, made from what the step loop settled.
+"""Builds SGLang's `{text, output_ids, meta_info}` objects from a request's progress.
 
-Owns the shape of `{text, output_ids, meta_info}`; field names and meanings are those of SGLang
-0.5.21's /generate. Invariant: an answer reads a request only below the count in its Progress, as
-the step loop may be appending. Driven by the routes.
+- Field names and meanings are those of /generate of SGLang 0.5.21.
+- A response reads a request only below the count in its Progress, since the step loop may be
+  appending.
 """
 
 import time
@@ -10,44 +10,46 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from rollmesh.engine.embedded.asks import Ask
 from rollmesh.engine.embedded.request import Progress, Request, Top
-from rollmesh.engine.embedded.text import TextTail
+from rollmesh.engine.embedded.request_parser import PromptRequest
+from rollmesh.engine.embedded.text import Detokenizer
 
-Answer = dict[str, Any]
+ResponseJson = dict[str, Any]
 
 
-class Answering:
-    """Answers one ask: once, or piece by piece."""
+class ResponseBuilder:
+    """Builds the response to one request: once, or piece by piece."""
 
-    def __init__(self, ask: Ask, tokenizer: Tokenizer | None, is_incremental: bool) -> None:
-        """`is_incremental`: each piece holds what is new, else all so far."""
-        self._ask = ask
+    def __init__(
+        self, prompt: PromptRequest, tokenizer: Tokenizer | None, is_incremental: bool
+    ) -> None:
+        """With `is_incremental` each piece holds new tokens only, else all so far."""
+        self._prompt = prompt
         self._is_incremental = is_incremental
-        self._tail = TextTail(tokenizer, ask.skips_special) if tokenizer is not None else None
-        self._num_told = 0
-        self._text_told = ""
+        self._tail = Detokenizer(tokenizer, prompt.skip_special) if tokenizer is not None else None
+        self._num_sent = 0
+        self._text_sent = ""
         self._started_s = time.monotonic()
 
-    def answer(self, progress: Progress) -> Answer:
-        """The next piece; the whole if it is the first and the last."""
+    def answer(self, progress: Progress) -> ResponseJson:
+        """Return the next piece."""
         request = progress.request
-        start, stop = self._num_told, progress.num_output_tokens
-        self._num_told = stop
-        answer: Answer = {}
+        start, stop = self._num_sent, progress.num_output_tokens
+        self._num_sent = stop
+        answer: ResponseJson = {}
         if self._tail is not None:
             text = self._text(self._tail, progress, start, stop)
-            answer["text"] = text[len(self._text_told) :] if self._is_incremental else text
-            self._text_told = text
+            answer["text"] = text[len(self._text_sent) :] if self._is_incremental else text
+            self._text_sent = text
         first = start if self._is_incremental else 0
         answer["output_ids"] = output_ids(request, first, stop)
         answer["meta_info"] = self._meta_info(progress, first, stop)
         return answer
 
-    def _text(self, tail: TextTail, progress: Progress, start: int, stop: int) -> str:
-        """The text so far; what it was stopped by is in the ids, and not in the text."""
+    def _text(self, tail: Detokenizer, progress: Progress, start: int, stop: int) -> str:
+        """Return the text so far, by default without what stopped it."""
         matched = progress.finish.matched if progress.finish is not None else None
-        trims = self._ask.trims_stop
+        trims = self._prompt.trims_stop
         if isinstance(matched, int) and trims:
             stop -= 1
         ids = output_ids(progress.request, start, max(start, stop))
@@ -71,7 +73,7 @@ class Answering:
             "weight_versions": version_spans(progress),
             "dp_rank": None,
         }
-        if self._ask.wants_logprobs:
+        if self._prompt.wants_logprobs:
             ids = output_ids(request, first, stop)
             pairs = zip(request.logprobs[first:stop], ids, strict=True)
             meta["input_token_logprobs"] = prompt_logprobs(request)
@@ -79,21 +81,22 @@ class Answering:
             meta["output_token_logprobs_length"] = stop
             if request.num_top:
                 meta["input_top_logprobs"] = prompt_tops(request)
-                meta["output_top_logprobs"] = [told(top) for top in request.tops[first:stop]]
+                meta["output_top_logprobs"] = [top_json(top) for top in request.tops[first:stop]]
         if finish is not None:
             meta["e2e_latency"] = time.monotonic() - self._started_s
         return meta
 
 
 def output_ids(request: Request, start: int, stop: int) -> list[int]:
-    """Output tokens `start:stop`."""
+    """Return output tokens `start:stop`."""
     first = request.num_prompt_tokens
     ids: list[int] = request.tokens[first + start : first + stop].tolist()
     return ids
 
 
 def prompt_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
-    """[(None, first id), (log-prob, id)...] from logprob_start on; empty if nothing was scored."""
+    """Return [(None, first id), (log-prob, id)...] from logprob_start on; empty if nothing was
+    scored."""
     start = request.logprob_start
     if start is None or start >= request.num_prompt_tokens:
         return []
@@ -104,19 +107,20 @@ def prompt_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
 
 
 def prompt_tops(request: Request) -> list[list[tuple[float, int, None]] | None]:
-    """None for the first scored token, then the likeliest there; empty if nothing was scored."""
+    """Return None for the first scored token, then the likeliest tokens; empty if nothing was
+    scored."""
     if not request.prompt_tops:
         return []
-    return [None, *map(told, request.prompt_tops)]
+    return [None, *map(top_json, request.prompt_tops)]
 
 
-def told(top: Top) -> list[tuple[float, int, None]]:
-    """The likeliest tokens as SGLang tells them: with room for a text that nobody asked for."""
+def top_json(top: Top) -> list[tuple[float, int, None]]:
+    """Return the likeliest tokens in SGLang's form, with an empty place for their text."""
     return [(logprob, token, None) for logprob, token in top]
 
 
 def version_spans(progress: Progress) -> list[dict[str, Any]]:
-    """Which policy version sampled which output tokens, as half-open spans."""
+    """Return the policy versions of the output tokens as half-open spans."""
     stop = progress.num_output_tokens
     spans = [span for span in progress.request.versions if span.start < stop]
     if not spans:

@@ -1,12 +1,12 @@
-"""A process group in which rank 0 broadcasts weights to engines, formed as SGLang forms it.
+"""A process group in which rank 0 broadcasts weights to engines, formed as in SGLang.
 
     store: TCP at the publisher's address > prefixes by the group's name > gloo or NCCL
 
-Invariants: it is no process's default group, so a process may be in several, and in one beside a
-trainer's; gloo listens only on the interface that faces the publisher; who waits for a peer that is
-gone or silent gets GroupBroken after `timeout_s` at the latest. Keys and prefixes are those of
-SGLang 0.5.21's init_custom_process_group and torch's _new_process_group_helper. Driven by
-weight_routes.py, and by the publisher's ferry.
+- It is not a process's default group, so a process may be in several, besides a trainer's.
+- gloo listens only on the interface that faces the publisher.
+- A wait for a peer that is gone or silent ends in WeightGroupError after at most `timeout_s`.
+- Keys and prefixes are those of SGLang 0.5.21's init_custom_process_group and torch's
+  _new_process_group_helper.
 """
 
 import datetime
@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (  # torch.distributed has them, and does not say so
+from torch._C._distributed_c10d import (  # torch.distributed re-exports them without declaring it
     BroadcastOptions,
     PrefixStore,
     Store,
@@ -27,30 +27,30 @@ from torch._C._distributed_c10d import (  # torch.distributed has them, and does
 from rollmesh.core.errors import EngineUnavailable
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}
-"""Of what each backend broadcasts."""
+"""Device of the tensors that each backend broadcasts."""
 
 
-class GroupBroken(EngineUnavailable):
-    """A peer of the group is gone, or did not do its part in time."""
+class WeightGroupError(EngineUnavailable):
+    """A peer of the group is gone or was too slow."""
 
 
 def open_store(host: str, size: int, timeout_s: float) -> TCPStore:
-    """Where the ranks of a group find each other; it listens at `host`, on a port of its own."""
+    """Create the store at which ranks meet; it listens at `host` on a free port."""
     timeout = datetime.timedelta(seconds=timeout_s)
     return TCPStore(host, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def dial_store(host: str, port: int, size: int, timeout_s: float) -> TCPStore:
-    """The same as who is not rank 0; GroupBroken where nobody listens."""
+    """Connect to the store as a rank other than 0; WeightGroupError if it does not exist."""
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         return TCPStore(host, port, size, is_master=False, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        raise GroupBroken(f"{host}:{port}: nobody forms a group there: {_line(error)}") from None
+        raise WeightGroupError(f"{host}:{port}: no group is formed there: {_line(error)}") from None
 
 
 class GroupShape(msgspec.Struct, frozen=True):
-    """What all ranks of a group agree on before they meet."""
+    """Settings that all ranks of a group share."""
 
     name: str
     backend: str
@@ -58,10 +58,10 @@ class GroupShape(msgspec.Struct, frozen=True):
 
 
 class WeightGroup:
-    """See the module."""
+    """One rank of a group."""
 
     def __init__(self, store: TCPStore, rank: int, size: int, shape: "GroupShape") -> None:
-        """Returns when all ranks are there; `store` is one of the functions' above."""
+        """Returns when all ranks have joined; `store` comes from open_store or dial_store."""
         self.device = torch.device(DEVICES[shape.backend])
         self._name = shape.name
         where: Store = store
@@ -72,14 +72,16 @@ class WeightGroup:
             if shape.backend == "nccl":
                 self._group = _nccl(where, rank, size, timeout)
             else:
-                address = facing(store.host, store.port)
+                address = local_address_towards(store.host, store.port)
                 self._group = _gloo(where, rank, size, timeout, address)
         except RuntimeError as error:
             why = _line(error)
-            raise GroupBroken(f"group {shape.name}: not all of {size} came: {why}") from None
+            raise WeightGroupError(
+                f"group {shape.name}: not all of {size} ranks joined: {why}"
+            ) from None
 
     def broadcast(self, tensor: Tensor) -> None:
-        """From rank 0 to all; in place. Blocks."""
+        """Broadcast from rank 0 to all, in place. Blocks."""
         options = BroadcastOptions()
         options.rootRank = 0
         try:
@@ -87,18 +89,18 @@ class WeightGroup:
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
         except RuntimeError as error:
-            raise GroupBroken(f"group {self._name}: {_line(error)}") from None
+            raise WeightGroupError(f"group {self._name}: {_line(error)}") from None
 
     def receive(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """What rank 0 broadcasts next."""
+        """Return the next tensor that rank 0 broadcasts."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         if tensor.numel():
             self.broadcast(tensor)
         return tensor
 
 
-def facing(host: str, port: int) -> str:
-    """Our own address on the way to another."""
+def local_address_towards(host: str, port: int) -> str:
+    """Return this machine's address on the route to another."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as towards:
         towards.connect(address)

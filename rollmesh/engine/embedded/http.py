@@ -1,38 +1,62 @@
-"""Which requests the engine's HTTP face takes: by API key, Host, Origin and Sec-Fetch-Site.
+"""JSON bodies and replies of routes, and the guard that refuses requests.
 
-- With a key every path needs it but those that begin with /health, as at SGLang.
-- Requests that a web page sent are refused: the engine serves no pages.
-- On loopback the Host must be a loopback name, so that a name of a foreign site that resolves to
+- A malformed body is refused in one line, as a 400.
+- With an API key all paths need it but those that begin with /health, as in SGLang.
+- Requests sent by a web page are refused: the engine serves no pages.
+- On loopback the Host must be a loopback name, so that a foreign site's name that resolves to
   127.0.0.1 reads nothing.
 """
 
 import hmac
 import ipaddress
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+import orjson
 from aiohttp import web
 
 from rollmesh.core.addresses import is_allowed_host
-from rollmesh.core.errors import AddressError
-from rollmesh.engine.embedded.replies import reply
+from rollmesh.core.errors import DECODE_ERRORS, AddressError, EngineRefused
+
+Body = TypeVar("Body")
+
+
+def reply(value: Any, status: int = 200) -> web.Response:
+    """Return a JSON reply."""
+    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
+
+
+def success_reply(message: str, failure: str = "", **more: Any) -> web.Response:
+    """Return SGLang's report of success; 400 with the reason after a failure."""
+    result = {"success": not failure, "message": failure or message, **more}
+    return reply(result, 400 if failure else 200)
+
+
+def read_body(raw: bytes, kind: type[Body]) -> Body:
+    """Decode a JSON body as `kind`; EngineRefused in one line if it is malformed."""
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except DECODE_ERRORS as error:
+        raise EngineRefused(f"bad request: {error}") from None
+
 
 OPEN_PREFIX = "/health"
-"""Paths that health checks ask for without a key."""
+"""Prefix of paths that health checks request without a key."""
 LOOPBACK = ("localhost", "127.0.0.0/8", "::1")
 
 
 class Guard(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules of one engine."""
+    """The access rules of one engine."""
 
     api_key: str = ""
     is_loopback: bool = True
     """Whether it listens on loopback only."""
     allow_hosts: tuple[str, ...] = ()
-    """Hosts or networks, beside loopback, at which it may join a weight group."""
+    """Hosts or networks, besides loopback, at which it may join a weight group."""
 
     def refusal(self, request: web.BaseRequest) -> web.Response | None:
-        """The reply to a request that is not taken; None for one that is."""
+        """Return the reply to a refused request; None if it is accepted."""
         hosts = request.headers.getall("Host", [])
         if len(hosts) != 1:
             return reply({"error": "exactly one Host header is needed"}, 400)
@@ -55,7 +79,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a socket that is bound to this address is reached from this machine only."""
+    """Whether a socket bound to this address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -63,12 +87,12 @@ def is_loopback(host: str) -> bool:
 
 
 def check_open(host: str, api_key: str, *, is_open: bool) -> None:
-    """AddressError where others reach the engine, there is no key, and `is_open` does not say that
-    this is wanted."""
+    """AddressError if other machines can reach the engine without a key, unless `is_open` allows
+    it."""
     if not (api_key or is_open or is_loopback(host)):
         raise AddressError(
             f"{host}: others can reach it; give --api-key-file or ROLLMESH_ENGINE_KEY_FILE, bind "
-            "127.0.0.1, or say --no-api-key on a network of its own"
+            "127.0.0.1, or give --no-api-key on a network of its own"
         )
 
 

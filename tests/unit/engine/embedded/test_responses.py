@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from rollmesh.engine.embedded.answers import Answer, Answering
-from rollmesh.engine.embedded.asks import Ask
-from rollmesh.engine.embedded.request import Finish, Progress, Request
+from rollmesh.engine.embedded.request import FinishReason, Progress, Request
+from rollmesh.engine.embedded.request_parser import PromptRequest
+from rollmesh.engine.embedded.responses import ResponseBuilder, ResponseJson
 from tests.unit.engine.embedded.driving import ask
 
 TOKENIZER = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2, "d": 3}, unk_token="a"))
@@ -20,9 +20,9 @@ def sampled(tokens: list[int], versions: list[str]) -> Request:
     return request
 
 
-def pieces(request: Request, counts: list[int], *, is_incremental: bool) -> list[Answer]:
-    answering = Answering(Ask(request, True, True), TOKENIZER, is_incremental)
-    finish = Finish("length", length=counts[-1])
+def pieces(request: Request, counts: list[int], *, is_incremental: bool) -> list[ResponseJson]:
+    answering = ResponseBuilder(PromptRequest(request, True, True), TOKENIZER, is_incremental)
+    finish = FinishReason("length", length=counts[-1])
     return [
         answering.answer(Progress(request, n, "1", finish if n == counts[-1] else None))
         for n in counts
@@ -71,18 +71,20 @@ def test_a_piece_is_blind_to_what_was_sampled_after_it() -> None:
 
 def test_a_stop_token_is_in_the_ids_and_not_in_the_text() -> None:
     request = sampled([2, 3], ["0", "0"])
-    answering = Answering(Ask(request, False, True), TOKENIZER, is_incremental=False)
-    answer = answering.answer(Progress(request, 2, "0", Finish("stop", matched=3)))
+    answering = ResponseBuilder(
+        PromptRequest(request, False, True), TOKENIZER, is_incremental=False
+    )
+    answer = answering.answer(Progress(request, 2, "0", FinishReason("stop", matched=3)))
     assert answer["output_ids"] == [2, 3]
     assert answer["text"] == "c"
     assert "output_token_logprobs" not in answer["meta_info"]
 
 
-def stopped(matched: str, **of_ask: bool) -> list[Answer]:
+def stopped(matched: str, **of_ask: bool) -> list[ResponseJson]:
     """Two events of an output of a, b, c and d that ended at `matched`."""
     request = sampled([0, 1, 2, 3], ["0"] * 4)
-    answering = Answering(Ask(request, **of_ask), SPELLING, is_incremental=True)
-    finish = Finish("stop", matched=matched)
+    answering = ResponseBuilder(PromptRequest(request, **of_ask), SPELLING, is_incremental=True)
+    finish = FinishReason("stop", matched=matched)
     return [answering.answer(Progress(request, n, "0", f)) for n, f in ((1, None), (4, finish))]
 
 
@@ -106,8 +108,10 @@ def test_the_likeliest_tokens_are_told_in_step_with_the_ids() -> None:
     request.prompt_logprobs, request.prompt_tops = [-3.0], [[(-0.1, 9)]]
     for token in (2, 3):
         request.append(token, -0.5, "0", [(-0.25, token)])
-    answering = Answering(Ask(request, wants_logprobs=True), None, is_incremental=True)
-    finish = Finish("length", length=2)
+    answering = ResponseBuilder(
+        PromptRequest(request, wants_logprobs=True), None, is_incremental=True
+    )
+    finish = FinishReason("length", length=2)
     events = [answering.answer(Progress(request, n, "0", f)) for n, f in ((1, None), (2, finish))]
     told = [event["meta_info"]["output_top_logprobs"] for event in events]
     assert told == [[[(-0.25, 2, None)]], [[(-0.25, 3, None)]]]
@@ -128,8 +132,8 @@ def test_a_scored_prompt_begins_with_no_logprob(
 ) -> None:
     request = ask([1, 2], new=0, logprob_start=start)
     request.prompt_logprobs = [-3.0][start or 0 :]
-    answering = Answering(Ask(request, True, True), None, is_incremental=False)
-    answer = answering.answer(Progress(request, 0, "0", Finish("length", length=0)))
+    answering = ResponseBuilder(PromptRequest(request, True, True), None, is_incremental=False)
+    answer = answering.answer(Progress(request, 0, "0", FinishReason("length", length=0)))
     assert answer["meta_info"]["input_token_logprobs"] == expected
     assert answer["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 0}]
     assert "text" not in answer
