@@ -338,7 +338,7 @@ async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
         await router.next(WorkerHello)
         router.say(RouterHello(1.0))
         row = EngineRow(engine.url, "i0", EnginePhase.READY, 0)
-        worker.hear(ROUTER, Packet(FleetChanged(1, (row,)), "router"))
+        worker.receive(ROUTER, Packet(FleetChanged(1, (row,)), "router"))
         try:
             yield mesh
         finally:

@@ -417,10 +417,10 @@ class AgentConnection(asyncio.Protocol):
         return request.keep_alive
 
     def _refuse(self, fault: HttpFault) -> None:
-        told = msgspec.json.encode({"error": {"message": fault.why, "code": "invalid_http"}})
+        body = msgspec.json.encode({"error": {"message": fault.why, "code": "invalid_http"}})
         answer = HttpRequest(self, "", "", [])
         with contextlib.suppress(ConnectionError):
-            answer.answer(fault.status, answer.header_lines(JSON), told)
+            answer.answer(fault.status, answer.header_lines(JSON), body)
 
     def _linger(self) -> None:
         """Close after the client has received what was written."""

@@ -45,7 +45,7 @@ def joined(pieces: Sequence[Piece]) -> bytes:
     return b"".join([p if isinstance(p, bytes) else p.read() for p in pieces])
 
 
-def says(pieces: Sequence[Piece], raw: bytes | memoryview) -> bool:
+def equals(pieces: Sequence[Piece], raw: bytes | memoryview) -> bool:
     """Whether the joined pieces equal `raw`, without a copy."""
     if isinstance(pieces[0], bytes) and len(pieces) == 1:
         return pieces[0] == raw

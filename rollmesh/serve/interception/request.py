@@ -426,8 +426,8 @@ def find_secret(path: str, headers: Mapping[bytes, bytes]) -> str:
 def has_bearer(token: bytes, headers: Mapping[bytes, bytes]) -> bool:
     """Whether a request has this Bearer token, compared in constant time; an empty token never
     matches."""
-    scheme, _, said = headers.get(b"authorization", b"").partition(b" ")
-    is_known = hmac.compare_digest(said.strip(), token)
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    is_known = hmac.compare_digest(bearer.strip(), token)
     return is_known and bool(token) and scheme.lower() == b"bearer"
 
 

@@ -289,7 +289,7 @@ class GroupScheduler:
             self._hello(route)
             return
         if worker.incarnation.may_be(Incarnation(beat.worker_id, started_s=beat.started_s)):
-            self.membership.hear(worker, beat)
+            self.membership.receive(worker, beat)
         elif beat.started_s > worker.incarnation.started_s or worker.state is not WorkerHealth.LIVE:
             self._hello(route)  # of another process, whose own hello is still on its way
 
@@ -393,7 +393,7 @@ class GroupScheduler:
         if worker is None:
             self._hello(route)
             return None
-        self.membership.hear(worker)
+        self.membership.receive(worker)
         return worker
 
     def _hello(self, route: bytes) -> None:

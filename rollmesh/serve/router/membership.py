@@ -161,7 +161,7 @@ class WorkerMembership:
             if known is not worker:
                 self._note_found(worker, held)
 
-    def hear(self, worker: WorkerEntry, beat: WorkerBeat | None = None) -> None:
+    def receive(self, worker: WorkerEntry, beat: WorkerBeat | None = None) -> None:
         """Return to the worker what it had and no other worker began since it was lost.
 
         All messages but heartbeats come from its loop, which therefore runs, whatever the last

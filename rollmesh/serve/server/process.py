@@ -335,7 +335,7 @@ async def _serve(
             beat_settings,
             settings.keys,
             worker.report_status,
-            lambda packet: worker.hear(ROUTER, packet),
+            lambda packet: worker.receive(ROUTER, packet),
         )
         clock = SystemClock()
         paused_s = FleetPauses(worker.view, clock).paused_s

@@ -58,10 +58,10 @@ class _Sink(msgspec.Struct):
 class WorkerTransport:
     """The sockets to the router and the sinks."""
 
-    def __init__(self, router: str, identity: str, keys: Keys | None, hear: OnPacket) -> None:
+    def __init__(self, router: str, identity: str, keys: Keys | None, receive: OnPacket) -> None:
         self._identity = identity
         self._keys = keys
-        self._hear = hear
+        self._on_packet = receive
         self._router = Dialer(router, identity, keys)
         self._sinks: OrderedDict[bytes, _Sink] = OrderedDict()
         """Least recently used first."""
@@ -132,7 +132,7 @@ class WorkerTransport:
             log.info("router.back", address=self._router.address)
             self._log_after_s = SILENT_S
         self._last_message_s = asyncio.get_running_loop().time()
-        self._hear(ROUTER, packet)
+        self._on_packet(ROUTER, packet)
 
     def _sink(self, route: bytes) -> Dialer | None:
         loop = asyncio.get_running_loop()
@@ -145,7 +145,7 @@ class WorkerTransport:
                 # The asking client's mistake; it gives up, or leaves, and the group is cancelled.
                 log.error("sink.refused", error=str(error))
                 return None
-            dialer.attach(loop, lambda packet: self._hear(route, packet))
+            dialer.attach(loop, lambda packet: self._on_packet(route, packet))
             sink = self._sinks[route] = _Sink(dialer)
         sink.used_s = loop.time()
         self._sinks.move_to_end(route)
@@ -211,18 +211,18 @@ class _Owed(msgspec.Struct):
 
 
 class HeartbeatThread:
-    """Sends heartbeats; `hear` is called on the loop with a RouterHello that arrived."""
+    """Sends heartbeats; `receive` is called on the loop with a RouterHello that arrived."""
 
     def __init__(
         self,
         settings: HeartbeatSettings,
         keys: Keys | None,
         report: Callable[[], WorkerReport],
-        hear: Callable[[Packet], None],
+        receive: Callable[[Packet], None],
     ) -> None:
         self._settings = settings
         self._report = report
-        self._hear = hear
+        self._on_packet = receive
         self._dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.beat", keys)
         self._closing = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -279,7 +279,7 @@ class HeartbeatThread:
     def _listen(self) -> None:
         for packet in self._dialer.receive():
             if isinstance(packet.message, RouterHello):
-                self._call(self._hear, packet)
+                self._call(self._on_packet, packet)
 
     def _probe(self) -> None:
         """Probe the loop unless it still owes an answer; measure how long it takes."""

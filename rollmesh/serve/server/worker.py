@@ -139,7 +139,9 @@ class Worker:
             )
         )
         self._slots = Slots(config.worker.max_rollouts)
-        self._post = WorkerTransport(settings.router, identity(worker_id), settings.keys, self.hear)
+        self._post = WorkerTransport(
+            settings.router, identity(worker_id), settings.keys, self.receive
+        )
         self._payloads: dict[GroupId, Payload] = {}
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._num_left_behind = 0
@@ -177,7 +179,7 @@ class Worker:
         """Report an engine's fault to the router."""
         self._post.send(ROUTER, Packet(fault, self._machine.router))
 
-    def hear(self, route: bytes, packet: Packet) -> None:
+    def receive(self, route: bytes, packet: Packet) -> None:
         """Handle a packet."""
         if isinstance(packet.message, FleetChanged):
             self.view.update(packet.message, packet.router)

@@ -23,7 +23,7 @@ from rollmesh.wire.worker_report import (
     worker_columns,
     worker_metrics,
 )
-from tests.unit.serve.router.story import Story
+from tests.unit.serve.router.scripted_router import ScriptedRouter
 
 
 def distinct(field: msgspec.structs.FieldInfo, number: int) -> Any:
@@ -46,7 +46,7 @@ def report() -> dict[str, Any]:
 
 
 def status() -> RouterStatus:
-    story = Story()
+    story = ScriptedRouter()
     story.worker("w0")
     story.says("w0", WorkerBeat(**report()))
     return status_of("i0", story.group_scheduler, FleetChanged(1, ()), {})

@@ -129,15 +129,15 @@ class JournalRecovery:
         self._journal.drop_unreferenced()
         if is_new:
             self._journal.begin(header)
-        told, journal = self._report, self._journal.journal
-        told.num_bytes, told.torn_bytes = journal.size_bytes, journal.torn_bytes
+        report, journal = self._report, self._journal.journal
+        report.num_bytes, report.torn_bytes = journal.size_bytes, journal.torn_bytes
         log.info(
             "gateway.recovered",
             journal=str(self._journal.folder),
             took_s=round(time.monotonic() - start_s, 3),
-            **msgspec.structs.asdict(told),
+            **msgspec.structs.asdict(report),
         )
-        return told
+        return report
 
     # pass 1
 

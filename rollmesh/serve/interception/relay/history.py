@@ -24,7 +24,7 @@ from rollmesh.engine.connection import size_of
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ROLES
 from rollmesh.runtime.forks import ForkCause
-from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, Piece, cut, held, joined, says
+from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, Piece, cut, equals, held, joined
 from rollmesh.serve.interception.relay.body_prefixes import BodyMatcher, BodyPrefix
 
 MAX_PREFIXES = 4
@@ -277,7 +277,7 @@ class HistoryStore:
             message = _message_at(span)
             key = at = hash(message)
             children = node.children = {} if node.children is None else node.children
-            while (child := children.get(at)) is not None and not says(child.pieces, message):
+            while (child := children.get(at)) is not None and not equals(child.pieces, message):
                 at += 1
             if child is None:
                 branch_point = branch_point or node
@@ -289,7 +289,7 @@ class HistoryStore:
     def _pieces(self, key: int, message: Message, span: Span) -> tuple[Piece, ...]:
         """The pieces of a message, which another history may have stored."""
         known = self._messages.get(key)
-        if known is not None and says(known, message):
+        if known is not None and equals(known, message):
             return known
         pieces = self._messages[key] = cut(*span)
         for piece in pieces:

@@ -1,10 +1,30 @@
-"""Arrivals: a result is decoded by its taker, and a bad one is a drop with its reason."""
+"""Arrivals: a result is decoded by its taker, and a bad one is a drop with its reason.
+
+Endings: the code that a reason begins with decides which error is raised.
+
+Results: rows stand for every rollout, and what a crash has cut is asked for again.
+"""
+
+import resource
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
 
+from rollmesh.core.errors import (
+    AttemptsExhausted,
+    DeadlineExceeded,
+    EnvFailedError,
+    GroupCancelled,
+    GroupError,
+    GroupIncomplete,
+    Overloaded,
+    Quarantined,
+    RollmeshError,
+    UserError,
+)
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import (
     ErrorPlace,
@@ -16,6 +36,9 @@ from rollmesh.core.types import (
     VersionRun,
 )
 from rollmesh.serve.client.arrivals import Dropped, Finished, RawResult, booked_of, open_result
+from rollmesh.serve.client.async_client import error_of
+from rollmesh.serve.client.evaluation import rows_of
+from rollmesh.serve.client.evaluation_files import RESULTS, Results, Row
 from rollmesh.serve.client.journal_entries import decode_entry, encode_entry
 from rollmesh.wire.bodies import encode_record
 
@@ -95,3 +118,140 @@ def test_malformed_result_is_dropped_with_its_reason(
     dropped = open_result(raw(body, buffers))
     assert isinstance(dropped, Dropped)
     assert dropped.reason.startswith("malformed: ")
+
+
+GROUP = GroupId("r1", 3)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("deadline: no result within 5 s", DeadlineExceeded),
+        ("cancelled: by the router", GroupCancelled),
+        ("client_left: c1 was silent", GroupCancelled),
+        ("env_failed: no module named x", EnvFailedError),
+        ("attempts_exhausted: 3 have begun", AttemptsExhausted),
+        ("quarantined: w1 killed by signal 9, w2 killed by signal 9", Quarantined),
+        ("infra_error: 1 of 4 rollouts: no engine", GroupIncomplete),
+        ("bad_ask: num_samples must be at least 1", GroupError),
+        ("malformed: not a group's record", GroupError),
+        ("a reason of tomorrow", GroupError),
+    ],
+)
+def test_reason_is_raised_as_its_kind(reason: str, kind: type[GroupError]) -> None:
+    record = GroupRecord(task=Task(id="t"))
+    error = error_of(Dropped(GROUP, reason, record))
+    assert type(error) is kind
+    assert (error.group_id, error.reason, error.record) == (GROUP, reason, record)
+    assert str(error) == f"group r1/3: {reason}"
+    assert isinstance(error, RollmeshError)
+
+
+def test_overload_says_when_to_come_back() -> None:
+    error = error_of(Dropped(GROUP, "overloaded: 9 groups wait", retry_after_s=1.5))
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s == 1.5
+
+
+def finished(seq: int, task_id: str = "t", num_samples: int = 2) -> Finished:
+    rollouts = [
+        RolloutRecord(
+            index=index,
+            outcome=Outcome.COMPLETED,
+            reward=float(index),
+            num_calls=3,
+            num_logprobs=7,
+            num_tokens=20,
+            duration_s=0.5,
+        )
+        for index in range(num_samples)
+    ]
+    return Finished(
+        group_id=GroupId("r1", seq),
+        attempt=2,
+        worker_id="worker-1",
+        record=GroupRecord(task=Task(id=task_id), rollouts=rollouts),
+        token_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        position=0,
+    )
+
+
+def test_row_says_what_its_rollout_came_to() -> None:
+    first, second = rows_of(finished(4, "t"), "t", 2)
+    assert first == Row(
+        task_id="t",
+        group_id="r1/4",
+        index=0,
+        num_samples=2,
+        outcome="completed",
+        reward=0.0,
+        num_calls=3,
+        num_tokens=7,
+        duration_s=0.5,
+        worker_id="worker-1",
+        attempt=2,
+    )
+    assert (second.index, second.reward) == (1, 1.0)
+
+
+def test_group_without_a_result_has_a_row_for_each_rollout_and_says_why() -> None:
+    rows = rows_of(Dropped(GroupId("r1", 5), "quarantined: w1 and w2 died"), "t", 3)
+    assert [row.index for row in rows] == [0, 1, 2]
+    assert {(row.outcome, row.error) for row in rows} == {
+        ("quarantined", "quarantined: w1 and w2 died")
+    }
+    assert not any(row.has_result for row in rows)
+
+
+def test_incomplete_group_shows_what_there_is() -> None:
+    record = GroupRecord(
+        task=Task(id="t"),
+        rollouts=[RolloutRecord(index=1, outcome=Outcome.COMPLETED, reward=1.0)],
+    )
+    first, second = rows_of(Dropped(GroupId("r1", 5), "infra_error: 1 of 2", record), "t", 2)
+    assert (first.outcome, first.has_result) == ("infra_error", False)
+    assert (second.outcome, second.reward, second.has_result) == ("completed", 1.0, False)
+
+
+def test_opening_again_keeps_whole_groups_that_came_to_a_result(tmp_path: Path) -> None:
+    with Results(tmp_path) as results:
+        results.add(rows_of(finished(0), "t", 2))
+        results.add(rows_of(Dropped(GroupId("r1", 1), "env_failed: no"), "u", 2))
+        results.add(rows_of(finished(2, "v"), "v", 2))
+    path = tmp_path / RESULTS
+    path.write_bytes(path.read_bytes()[:-30])
+    with Results(tmp_path) as again:
+        assert {row.group_id for row in again.rows} == {"r1/0"}
+        assert again.holds(GroupId("r1", 0))
+        assert not again.holds(GroupId("r1", 2))
+        assert again.num_groups() == {"t": 1}
+        again.add(rows_of(finished(2, "v"), "v", 2))
+    assert len(path.read_bytes().splitlines()) == 4
+    with Results(tmp_path) as last:
+        assert last.num_groups() == {"t": 1, "v": 1}
+
+
+def test_full_disk_is_one_line_and_cuts_no_other_group(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Results(tmp_path) as results:
+        results.add(rows_of(finished(0), "t", 2))
+        size = (tmp_path / RESULTS).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, limits[1]))
+        try:
+            with pytest.raises(
+                UserError, match=r"File too large; raise the limit .*, then --resume"
+            ):
+                results.add(rows_of(finished(1), "t", 2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with Results(tmp_path) as again:
+        assert {row.group_id for row in again.rows} == {"r1/0"}
+        again.add(rows_of(finished(1), "t", 2))
+    assert len((tmp_path / RESULTS).read_bytes().splitlines()) == 4
+
+
+def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="name another --out"):
+        Results(tmp_path / "file" / "folder")

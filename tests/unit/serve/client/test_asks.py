@@ -41,8 +41,8 @@ def new_asks(keep: bool = False) -> AskMachine:
 
 def met_asks() -> AskMachine:
     asks = new_asks()
-    hear(asks, RouterHello(1.0), now_s=0.0)
-    hear(asks, RouterHello(1.0), now_s=0.0)  # the answer to the hello that followed
+    receive(asks, RouterHello(1.0), now_s=0.0)
+    receive(asks, RouterHello(1.0), now_s=0.0)  # the answer to the hello that followed
     asks.step(Ticked(), 0.0)
     return asks
 
@@ -51,22 +51,24 @@ def ask(asks: AskMachine, group_id: GroupId, now_s: float = 0.0) -> list[Action]
     return asks.step(Asked(group_id=group_id, env="guess", num_samples=4, body=b"task"), now_s)
 
 
-def hear(asks: AskMachine, message: AnyMessage, now_s: float, router: str = "i1") -> list[Action]:
+def receive(
+    asks: AskMachine, message: AnyMessage, now_s: float, router: str = "i1"
+) -> list[Action]:
     return asks.step(Received(ROUTER, message, router=router), now_s)
 
 
-def said(actions: list[Action]) -> list[AnyMessage]:
+def messages_in(actions: list[Action]) -> list[AnyMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 
 def test_each_ask_has_a_ticket_of_its_own_and_repeats_it() -> None:
     asks = met_asks()
-    [first], [second] = said(ask(asks, ONE)), said(ask(asks, TWO))
+    [first], [second] = messages_in(ask(asks, ONE)), messages_in(ask(asks, TWO))
     assert isinstance(first, AskGroup)
     assert isinstance(second, AskGroup)
     assert len(first.ticket) == 16
     assert first.ticket != second.ticket
-    again = [each for each in said(asks.step(Ticked(), 100.0)) if isinstance(each, AskGroup)]
+    again = [each for each in messages_in(asks.step(Ticked(), 100.0)) if isinstance(each, AskGroup)]
     assert {each.group_id: each.ticket for each in again} == {
         ONE: first.ticket,
         TWO: second.ticket,
@@ -76,7 +78,7 @@ def test_each_ask_has_a_ticket_of_its_own_and_repeats_it() -> None:
 def test_a_refused_result_of_an_open_ask_is_reported_to_the_router() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    assert said(asks.step(ResultFailed(ONE, 1, "w1", "malformed"), 0.0)) == [
+    assert messages_in(asks.step(ResultFailed(ONE, 1, "w1", "malformed"), 0.0)) == [
         AttemptFailed(ONE, 1, "w1", "malformed")
     ]
     assert asks.step(ResultFailed(TWO, 1, "w1", "malformed"), 0.0) == []
@@ -85,8 +87,8 @@ def test_a_refused_result_of_an_open_ask_is_reported_to_the_router() -> None:
 def test_nothing_is_asked_before_a_router_answers_the_hello() -> None:
     asks = new_asks()
     assert ask(asks, ONE) == []
-    assert said(asks.step(Ticked(), 0.0)) == [ClientHello("c1")]
-    hello, message = said(hear(asks, RouterHello(0.5), 0.1))
+    assert messages_in(asks.step(Ticked(), 0.0)) == [ClientHello("c1")]
+    hello, message = messages_in(receive(asks, RouterHello(0.5), 0.1))
     assert hello == ClientHello("c1")
     assert isinstance(message, AskGroup)
     assert (message.group_id, message.sink, message.attempts) == (ONE, "tcp://sink", 0)
@@ -96,23 +98,25 @@ def test_nothing_is_asked_before_a_router_answers_the_hello() -> None:
 def test_attempts_of_kept_asks_are_to_be_written_down_from_the_second_on() -> None:
     asks = new_asks(keep=True)
     ask(asks, ONE)
-    hear(asks, RouterHello(1.0), now_s=0.0)
+    receive(asks, RouterHello(1.0), now_s=0.0)
     noted = [
-        hear(asks, GroupMoved(ONE, GroupState.RUNNING, attempt, "w1", excused), now_s=1.0)
+        receive(asks, GroupMoved(ONE, GroupState.RUNNING, attempt, "w1", excused), now_s=1.0)
         for attempt, excused in ((1, 0), (1, 0), (2, 0), (2, 0), (2, 1), (3, 1))
     ]
     tried = [action for actions in noted for action in actions if isinstance(action, GroupTried)]
     assert tried == [GroupTried(ONE, 2, 0), GroupTried(ONE, 2, 1), GroupTried(ONE, 3, 1)]
     again = new_asks(keep=True)
     again.step(Asked(group_id=ONE, env="guess", num_samples=4, attempts=3, excused=1), 0.0)
-    [message] = [m for m in said(hear(again, RouterHello(1.0), 0.0)) if isinstance(m, AskGroup)]
+    [message] = [
+        m for m in messages_in(receive(again, RouterHello(1.0), 0.0)) if isinstance(m, AskGroup)
+    ]
     assert (message.attempts, message.excused) == (3, 1)
 
 
 def test_attempts_of_asks_that_end_with_their_client_are_not_written_down() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    assert hear(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1"), now_s=1.0) == []
+    assert receive(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1"), now_s=1.0) == []
 
 
 def test_ask_carries_its_body_unopened() -> None:
@@ -129,31 +133,31 @@ def test_asking_twice_is_asking_once() -> None:
 
 def test_client_beats_once_per_beat() -> None:
     asks = met_asks()
-    assert said(asks.step(Ticked(), 0.5)) == []
-    assert said(asks.step(Ticked(), 1.0)) == [ClientBeat("c1", 0)]
+    assert messages_in(asks.step(Ticked(), 0.5)) == []
+    assert messages_in(asks.step(Ticked(), 1.0)) == [ClientBeat("c1", 0)]
 
 
 def test_unconfirmed_ask_is_said_again() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 3.9)))
-    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 4.0)))
+    assert not any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 3.9)))
+    assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 4.0)))
 
 
 def test_confirmed_ask_is_said_again_only_after_a_long_silence() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    hear(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 1.0)
-    assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 40.0)))
-    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 41.0)))
+    receive(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 1.0)
+    assert not any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 40.0)))
+    assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 41.0)))
 
 
 def test_new_router_hears_of_every_open_ask_with_its_attempts() -> None:
     asks = met_asks()
     ask(asks, ONE)
     ask(asks, TWO)
-    hear(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1", excused=1), 1.0)
-    messages = said(hear(asks, RouterHello(1.0), 2.0, router="i2"))
+    receive(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1", excused=1), 1.0)
+    messages = messages_in(receive(asks, RouterHello(1.0), 2.0, router="i2"))
     attempts = {m.group_id: (m.attempts, m.excused) for m in messages if isinstance(m, AskGroup)}
     assert attempts == {ONE: (2, 1), TWO: (0, 0)}
 
@@ -162,16 +166,16 @@ def test_why_a_group_waits_reaches_the_program() -> None:
     asks = met_asks()
     ask(asks, ONE)
     told = GroupMoved(ONE, GroupState.QUEUED, 0, "", reason="no worker")
-    assert hear(asks, told, 1.0) == [Waits("no worker")]
+    assert receive(asks, told, 1.0) == [Waits("no worker")]
     assert ONE in asks.open
 
 
 def test_router_that_has_forgotten_us_hears_of_every_open_ask() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    hello, again = said(hear(asks, RouterHello(1.0), 2.0))
+    hello, again = messages_in(receive(asks, RouterHello(1.0), 2.0))
     assert (type(hello), type(again)) == (ClientHello, AskGroup)
-    assert said(hear(asks, RouterHello(1.0), 2.1)) == []
+    assert messages_in(receive(asks, RouterHello(1.0), 2.1)) == []
 
 
 def test_finished_group_is_forgotten() -> None:
@@ -179,29 +183,31 @@ def test_finished_group_is_forgotten() -> None:
     ask(asks, ONE)
     asks.step(Arrived(ONE), 1.0)
     assert not asks.open
-    assert said(hear(asks, RouterHello(1.0), 2.0, router="i2")) == [ClientHello("c1")]
+    assert messages_in(receive(asks, RouterHello(1.0), 2.0, router="i2")) == [ClientHello("c1")]
 
 
 def test_failed_group_ends_once_with_its_reason() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    assert hear(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == [AskEnded(ONE, "env_failed: no")]
-    assert hear(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == []
+    assert receive(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == [
+        AskEnded(ONE, "env_failed: no")
+    ]
+    assert receive(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == []
 
 
 def test_group_that_the_router_cancels_ends() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    [ended] = hear(asks, GroupMoved(ONE, GroupState.CANCELLED, 1, ""), 1.0)
+    [ended] = receive(asks, GroupMoved(ONE, GroupState.CANCELLED, 1, ""), 1.0)
     assert isinstance(ended, AskEnded)
 
 
 def test_refused_ask_comes_back_when_the_router_said() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    hear(asks, AskRefused(ONE, "full", 9.0), 0.0)
-    assert not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 8.0)))
-    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 9.0)))
+    receive(asks, AskRefused(ONE, "full", 9.0), 0.0)
+    assert not any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 8.0)))
+    assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 9.0)))
 
 
 def test_refused_ask_takes_the_place_of_one_that_has_ended() -> None:
@@ -209,36 +215,36 @@ def test_refused_ask_takes_the_place_of_one_that_has_ended() -> None:
     ask(asks, ONE)
     ask(asks, TWO)
     ask(asks, THREE)
-    hear(asks, AskRefused(TWO, "full", 9.0), 0.0)
-    hear(asks, AskRefused(THREE, "full", 9.0), 0.0)
+    receive(asks, AskRefused(TWO, "full", 9.0), 0.0)
+    receive(asks, AskRefused(THREE, "full", 9.0), 0.0)
     asks.step(Cancelled(TWO, "no longer wanted"), 0.5)
-    [again] = said(asks.step(Arrived(ONE), 1.0))
+    [again] = messages_in(asks.step(Arrived(ONE), 1.0))
     assert isinstance(again, AskGroup)
     assert again.group_id == THREE
-    assert said(asks.step(Arrived(THREE), 2.0)) == []
+    assert messages_in(asks.step(Arrived(THREE), 2.0)) == []
 
 
 def test_open_ask_whose_group_the_router_calls_done_is_said_again() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    hear(asks, GroupMoved(ONE, GroupState.RUNNING, 1, "w1"), 0.0)
-    assert hear(asks, GroupMoved(ONE, GroupState.DONE, 1, "w1"), 1.0) == []
-    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 5.0)))
+    receive(asks, GroupMoved(ONE, GroupState.RUNNING, 1, "w1"), 0.0)
+    assert receive(asks, GroupMoved(ONE, GroupState.DONE, 1, "w1"), 1.0) == []
+    assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 5.0)))
 
 
 def test_cancel_is_said_until_confirmed_and_a_bounded_number_of_times() -> None:
     asks = met_asks()
-    [asked] = [m for m in said(ask(asks, ONE)) if isinstance(m, AskGroup)]
+    [asked] = [m for m in messages_in(ask(asks, ONE)) if isinstance(m, AskGroup)]
     ended, cancel = asks.step(Cancelled(ONE, "stale"), 0.0)
     assert ended == AskEnded(ONE, "stale")
     said_first = CancelGroup(ONE, "stale", asked.ticket)
     assert cancel == Send(ROUTER, said_first)
-    again = [m for t in range(1, 30) for m in said(asks.step(Ticked(), t))]
+    again = [m for t in range(1, 30) for m in messages_in(asks.step(Ticked(), t))]
     assert [m for m in again if isinstance(m, CancelGroup)] == [said_first] * 2
     assert asks.num_cancels == 0
     ask(asks, TWO)
     asks.step(Cancelled(TWO, "stale"), 30.0)
-    hear(asks, GroupMoved(TWO, GroupState.CANCELLED, 0, ""), 30.0)
+    receive(asks, GroupMoved(TWO, GroupState.CANCELLED, 0, ""), 30.0)
     assert asks.num_cancels == 0
 
 
@@ -266,17 +272,19 @@ def test_late_ask_ends_and_its_group_is_cancelled() -> None:
     late = "deadline: no result within 5 s"
     actions = asks.step(Ticked(), 5.0)
     assert AskEnded(ONE, late) in actions
-    assert CancelGroup(ONE, late, asked.ticket) in said(actions)
+    assert CancelGroup(ONE, late, asked.ticket) in messages_in(actions)
     assert not asks.open
 
 
 def test_router_hears_what_is_left_of_the_deadline_each_time() -> None:
     asks = met_asks()
-    [first] = said(asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=10.0), 0.0))
-    again = [m for m in said(asks.step(Ticked(), 4.0)) if isinstance(m, AskGroup)]
+    [first] = messages_in(
+        asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=10.0), 0.0)
+    )
+    again = [m for m in messages_in(asks.step(Ticked(), 4.0)) if isinstance(m, AskGroup)]
     assert isinstance(first, AskGroup)
     assert [m.deadline_s for m in (first, *again)] == [10.0, 6.0]
-    [no_limit] = said(ask(asks, TWO, 4.0))
+    [no_limit] = messages_in(ask(asks, TWO, 4.0))
     assert isinstance(no_limit, AskGroup)
     assert no_limit.deadline_s == 0.0
 
@@ -292,9 +300,9 @@ def refused_waits(asks: AskMachine, num_refusals: int) -> list[float]:
     waits: list[float] = []
     now_s = 0.0
     for _ in range(num_refusals):
-        hear(asks, AskRefused(ONE, "overloaded: full", 1.0), now_s)
+        receive(asks, AskRefused(ONE, "overloaded: full", 1.0), now_s)
         refused_s = now_s
-        while not any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), now_s))):
+        while not any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), now_s))):
             now_s += 0.25
         waits.append(now_s - refused_s)
     return waits
@@ -310,16 +318,16 @@ def test_ask_that_was_queued_in_between_begins_its_patience_anew() -> None:
     asks = met_asks()
     ask(asks, ONE)
     refused_waits(asks, 3)
-    hear(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 8.0)
-    hear(asks, AskRefused(ONE, "overloaded: full", 1.0), 8.0)
-    assert any(isinstance(m, AskGroup) for m in said(asks.step(Ticked(), 9.0)))
+    receive(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 8.0)
+    receive(asks, AskRefused(ONE, "overloaded: full", 1.0), 8.0)
+    assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 9.0)))
 
 
 def test_refusals_past_the_patience_end_the_ask_with_what_the_router_said() -> None:
     asks = met_asks()
     asks.step(Asked(group_id=ONE, env="guess", num_samples=4, patience_s=3.0), 0.0)
-    assert hear(asks, AskRefused(ONE, "overloaded: full", 2.0), 0.0) == []
-    [ended] = hear(asks, AskRefused(ONE, "overloaded: full", 2.0), 2.0)
+    assert receive(asks, AskRefused(ONE, "overloaded: full", 2.0), 0.0) == []
+    [ended] = receive(asks, AskRefused(ONE, "overloaded: full", 2.0), 2.0)
     assert ended == AskEnded(ONE, "overloaded: full", retry_after_s=2.0)
     assert not asks.open
 
@@ -339,9 +347,9 @@ def test_every_open_ask_is_said_on_time_though_others_come_and_go() -> None:
             del due[done]
         if due and rng.random() < 0.1:
             moved = rng.choice(list(due))
-            hear(asks, GroupMoved(moved, GroupState.QUEUED, 0, ""), now_s)
+            receive(asks, GroupMoved(moved, GroupState.QUEUED, 0, ""), now_s)
             due[moved] = now_s + 40.0
-        messages = said(asks.step(Ticked(), now_s))
+        messages = messages_in(asks.step(Ticked(), now_s))
         repeated = {m.group_id for m in messages if isinstance(m, AskGroup)}
         assert repeated == {group_id for group_id, at_s in due.items() if now_s >= at_s}
         due.update(dict.fromkeys(repeated, now_s + 4.0))
@@ -351,10 +359,10 @@ def test_every_open_ask_is_said_on_time_though_others_come_and_go() -> None:
 def test_kept_client_leaves_without_a_word() -> None:
     settings = AskSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=True, weight=2)
     asks = AskMachine(settings)
-    assert said(asks.step(Ticked(), 0.0)) == [ClientHello("c1", 2, True)]
+    assert messages_in(asks.step(Ticked(), 0.0)) == [ClientHello("c1", 2, True)]
     assert asks.step(Closed(), 1.0) == []
-    assert said(asks.step(Closed(for_good=True), 1.0)) == [ClientLeft("c1")]
+    assert messages_in(asks.step(Closed(for_good=True), 1.0)) == [ClientLeft("c1")]
 
 
 def test_leaving_is_said() -> None:
-    assert said(met_asks().step(Closed(), 0.0)) == [ClientLeft("c1")]
+    assert messages_in(met_asks().step(Closed(), 0.0)) == [ClientLeft("c1")]

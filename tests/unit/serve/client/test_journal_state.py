@@ -35,7 +35,7 @@ from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recove
 from rollmesh.wire.bodies import encode_ask
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import GroupAsk, GroupFinished
-from tests.unit.serve.client.trainer_life import CONFIG, Trainer
+from tests.unit.serve.client.trainer_process import CONFIG, Trainer
 
 NUM_SEGMENTS = 20
 """Of a journal that checkpoints free, at most."""

@@ -12,7 +12,7 @@ import msgspec
 
 from rollmesh.core.types import NodeRow, SamplingParams, VersionRun
 from rollmesh.runtime.blobs import Blob, hold
-from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, cut, joined, says
+from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, cut, equals, joined
 from rollmesh.serve.interception.report import (
     ReportWriter,
     RewardSlot,
@@ -129,9 +129,9 @@ def test_whatever_is_cut_is_the_same_again() -> None:
     ):
         pieces = cut(raw)
         assert joined(pieces) == raw
-        assert says(pieces, memoryview(raw))
-        assert not says(pieces, memoryview(raw + b"x"))
-        assert not says(pieces, memoryview(b"x" + raw))
+        assert equals(pieces, memoryview(raw))
+        assert not equals(pieces, memoryview(raw + b"x"))
+        assert not equals(pieces, memoryview(b"x" + raw))
         assert sum(len(p) for p in pieces if isinstance(p, bytes)) < MIN_BLOB_BYTES
     one, other = cut(b'{"a":"' + LONG + b'"}'), cut(b'{"a":"' + LONG + b'","marked":true}')
     assert one[1] is other[1]

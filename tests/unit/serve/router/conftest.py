@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.unit.serve.router.story import Story
+from tests.unit.serve.router.scripted_router import ScriptedRouter
 
 
 @pytest.fixture
-def story() -> Story:
-    return Story()
+def router() -> ScriptedRouter:
+    return ScriptedRouter()

@@ -19,148 +19,163 @@ from rollmesh.wire.messages import (
     RunGroup,
     WorkerBeat,
 )
-from tests.unit.serve.router.story import SETTINGS, Story, ask, beat, group, hello, only, running
+from tests.unit.serve.router.scripted_router import (
+    SETTINGS,
+    ScriptedRouter,
+    ask,
+    beat,
+    group,
+    hello,
+    only,
+    running,
+)
 
 AWAY_S = SETTINGS.beat_s * SETTINGS.missed_beats + 0.5
 MAX_UNACKED = 1000
 
 
-def test_a_client_that_leaves_takes_its_groups_along(story: Story) -> None:
-    running(story)
-    story.asks(ask(2, client="other"))
-    assert only(story.says("c", ClientLeft("c")), CancelRun, "w0")
-    assert story.state(1) is None
-    assert story.holder(2) == "w0"
+def test_a_client_that_leaves_takes_its_groups_along(router: ScriptedRouter) -> None:
+    running(router)
+    router.asks(ask(2, client="other"))
+    assert only(router.receive("c", ClientLeft("c")), CancelRun, "w0")
+    assert router.state(1) is None
+    assert router.holder(2) == "w0"
 
 
-def test_a_vanished_client_has_a_grace_and_then_its_groups_end(story: Story) -> None:
-    running(story)
-    story.passes(12, "w0")
-    assert story.state(1) is GroupState.RUNNING
-    [failed] = only(story.passes(2, "w0"), GroupFailed)
+def test_a_vanished_client_has_a_grace_and_then_its_groups_end(router: ScriptedRouter) -> None:
+    running(router)
+    router.advance(12, "w0")
+    assert router.state(1) is GroupState.RUNNING
+    [failed] = only(router.advance(2, "w0"), GroupFailed)
     assert failed.reason.startswith("client_left: silent for")
-    assert story.group_scheduler.table.num_in[GroupState.CANCELLED] == 1
-    assert story.is_empty()
-    assert story.group_scheduler.table.clients == {}
+    assert router.group_scheduler.table.num_in[GroupState.CANCELLED] == 1
+    assert router.is_empty()
+    assert router.group_scheduler.table.clients == {}
 
 
-def test_a_client_that_comes_back_in_time_loses_nothing(story: Story) -> None:
-    running(story)
-    story.passes(12, "w0")
-    story.says(b"new-route", ClientHello("c"))
-    story.passes(12, "w0")
-    [moved] = only(story.says("w0", GroupDelivered(group(1), 1)), GroupMoved, b"new-route")
+def test_a_client_that_comes_back_in_time_loses_nothing(router: ScriptedRouter) -> None:
+    running(router)
+    router.advance(12, "w0")
+    router.receive(b"new-route", ClientHello("c"))
+    router.advance(12, "w0")
+    [moved] = only(router.receive("w0", GroupDelivered(group(1), 1)), GroupMoved, b"new-route")
     assert moved.state is GroupState.DONE
 
 
-def test_a_client_that_asked_for_it_is_waited_for(story: Story) -> None:
-    kept(story)
-    running(story)
-    story.passes(60, "w0")
-    assert story.state(1) is GroupState.RUNNING
-    story.says("w0", GroupDelivered(group(1), 1))
-    story.passes(1, "w0")
-    assert story.is_empty()
-    assert story.group_scheduler.table.clients == {}, "with nothing left to keep, it is forgotten"
+def test_a_client_that_asked_for_it_is_waited_for(router: ScriptedRouter) -> None:
+    kept(router)
+    running(router)
+    router.advance(60, "w0")
+    assert router.state(1) is GroupState.RUNNING
+    router.receive("w0", GroupDelivered(group(1), 1))
+    router.advance(1, "w0")
+    assert router.is_empty()
+    assert router.group_scheduler.table.clients == {}, "with nothing left to keep, it is forgotten"
 
 
-def test_a_kept_client_that_leaves_for_good_takes_its_groups_along(story: Story) -> None:
+def test_a_kept_client_that_leaves_for_good_takes_its_groups_along(router: ScriptedRouter) -> None:
     asks = AskMachine(AskSettings(client_id="c", sink="tcp://sink", keep=True))
     assert asks.step(Closed(), 0.0) == []
     [left] = asks.step(Closed(for_good=True), 0.0)
-    kept(story)
-    running(story)
-    story.asks(ask(2, client="other"))
+    kept(router)
+    running(router)
+    router.asks(ask(2, client="other"))
     assert isinstance(left, Send)
-    [cancel] = only(story.says("c", left.message), CancelRun, "w0")
+    [cancel] = only(router.receive("c", left.message), CancelRun, "w0")
     assert cancel.group_id == group(1)
-    assert story.state(1) is None
-    assert story.holder(2) == "w0"
-    assert story.group_scheduler.clients.take_forgotten() == [], "it was not given up"
+    assert router.state(1) is None
+    assert router.holder(2) == "w0"
+    assert router.group_scheduler.clients.take_forgotten() == [], "it was not given up"
 
 
 def test_a_kept_group_whose_result_nobody_takes_runs_again_when_its_client_asks_again(
-    story: Story,
+    router: ScriptedRouter,
 ) -> None:
-    story.says("c", ClientHello("c", keep=True))
-    running(story)
-    story.passes(60, "w0")
-    sends = story.says("w0", GroupLost(group(1), 1, "no ack in 600 s"))
+    router.receive("c", ClientHello("c", keep=True))
+    running(router)
+    router.advance(60, "w0")
+    sends = router.receive("w0", GroupLost(group(1), 1, "no ack in 600 s"))
     assert not only(sends, RunGroup), "its result would find nobody again"
     assert not only(sends, GroupFailed), "a client that wakes up must not take it for an end"
-    assert story.is_empty()
-    assert [run.attempt for run in only(story.asks(ask(1, attempts=1)), RunGroup)] == [2]
+    assert router.is_empty()
+    assert [run.attempt for run in only(router.asks(ask(1, attempts=1)), RunGroup)] == [2]
 
 
-def test_a_result_that_was_given_up_is_made_again_while_its_client_lives(story: Story) -> None:
-    running(story)
-    sends = story.says("w0", GroupLost(group(1), 1, "no ack in 600 s"))
+def test_a_result_that_was_given_up_is_made_again_while_its_client_lives(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    sends = router.receive("w0", GroupLost(group(1), 1, "no ack in 600 s"))
     assert [run.attempt for run in only(sends, RunGroup)] == [2]
 
 
-def kept(story: Story, client: str = "c") -> None:
-    story.says(client, ClientHello(client, keep=True))
+def kept(router: ScriptedRouter, client: str = "c") -> None:
+    router.receive(client, ClientHello(client, keep=True))
 
 
-def test_a_kept_client_that_is_silent_for_an_hour_is_forgotten_in_one_line(story: Story) -> None:
-    kept(story)
-    running(story)
-    story.asks(ask(2))
-    story.says("w0", GroupStarted(group(2), 1))
-    story.passes(KEPT_S, "w0")
-    assert story.state(1) is GroupState.RUNNING
-    sends = story.passes(1, "w0")
+def test_a_kept_client_that_is_silent_for_an_hour_is_forgotten_in_one_line(
+    router: ScriptedRouter,
+) -> None:
+    kept(router)
+    running(router)
+    router.asks(ask(2))
+    router.receive("w0", GroupStarted(group(2), 1))
+    router.advance(KEPT_S, "w0")
+    assert router.state(1) is GroupState.RUNNING
+    sends = router.advance(1, "w0")
     assert [run.group_id for run in only(sends, CancelRun, "w0")] == [group(1), group(2)]
-    [forgotten] = story.group_scheduler.clients.take_forgotten()
+    [forgotten] = router.group_scheduler.clients.take_forgotten()
     assert forgotten == Forgotten("c", 2, "client_left: silent for 3600 s")
-    assert story.group_scheduler.clients.take_forgotten() == []
-    assert story.is_empty()
-    assert story.group_scheduler.table.num_in[GroupState.CANCELLED] == 2
+    assert router.group_scheduler.clients.take_forgotten() == []
+    assert router.is_empty()
+    assert router.group_scheduler.table.num_in[GroupState.CANCELLED] == 2
 
 
-def test_a_forgotten_client_that_comes_back_loses_the_work_and_no_group(story: Story) -> None:
-    kept(story)
-    running(story)
-    told = story.passes(KEPT_S + 1, "w0")
-    assert not only(told, GroupFailed), "it may be frozen, and hear of it later"
-    kept(story)
-    [run] = only(story.asks(ask(1, attempts=1)), RunGroup, "w0")
+def test_a_forgotten_client_that_comes_back_loses_the_work_and_no_group(
+    router: ScriptedRouter,
+) -> None:
+    kept(router)
+    running(router)
+    sends = router.advance(KEPT_S + 1, "w0")
+    assert not only(sends, GroupFailed), "it may be frozen, and hear of it later"
+    kept(router)
+    [run] = only(router.asks(ask(1, attempts=1)), RunGroup, "w0")
     assert run.attempt == 2
-    story.passes(20, "w0", "c")
-    assert story.state(1) is not None
+    router.advance(20, "w0", "c")
+    assert router.state(1) is not None
 
 
-def test_a_kept_client_that_speaks_once_an_hour_is_kept(story: Story) -> None:
-    kept(story)
-    running(story)
+def test_a_kept_client_that_speaks_once_an_hour_is_kept(router: ScriptedRouter) -> None:
+    kept(router)
+    running(router)
     for _ in range(3):
-        story.passes(KEPT_S - 1, "w0")
-        story.says("c", ClientBeat("c", 1))
-    assert story.state(1) is not None
+        router.advance(KEPT_S - 1, "w0")
+        router.receive("c", ClientBeat("c", 1))
+    assert router.state(1) is not None
 
 
 def test_work_for_a_client_that_is_away_goes_behind_that_for_one_that_is_there(
-    story: Story,
+    router: ScriptedRouter,
 ) -> None:
-    kept(story, "away")
+    kept(router, "away")
     for seq in (1, 2):
-        story.asks(ask(seq, n=8, client="away", prio=5))
-    story.passes(AWAY_S, "c")
+        router.asks(ask(seq, n=8, client="away", prio=5))
+    router.advance(AWAY_S, "c")
     for seq in (3, 4):
-        story.asks(ask(seq, n=8))
-    runs = only(story.worker("w0"), RunGroup)
+        router.asks(ask(seq, n=8))
+    runs = only(router.worker("w0"), RunGroup)
     while len(runs) < 4:
-        runs += only(story.says("w0", GroupDelivered(runs[-1].group_id, 1)), RunGroup)
+        runs += only(router.receive("w0", GroupDelivered(runs[-1].group_id, 1)), RunGroup)
     assert [run.group_id.seq for run in runs] == [3, 4, 1, 2], "and it goes on, for all that"
 
 
-def test_a_client_that_is_back_has_its_turn_again(story: Story) -> None:
-    kept(story, "away")
-    story.asks(ask(1, n=8, client="away", prio=5))
-    story.passes(AWAY_S, "c")
-    story.asks(ask(2, n=8))
-    story.says("away", ClientBeat("away", 1))
-    assert [run.group_id.seq for run in only(story.worker("w0"), RunGroup)] == [1]
+def test_a_client_that_is_back_has_its_turn_again(router: ScriptedRouter) -> None:
+    kept(router, "away")
+    router.asks(ask(1, n=8, client="away", prio=5))
+    router.advance(AWAY_S, "c")
+    router.asks(ask(2, n=8))
+    router.receive("away", ClientBeat("away", 1))
+    assert [run.group_id.seq for run in only(router.worker("w0"), RunGroup)] == [1]
 
 
 def holds_unacked(worker: str, unacked_bytes: int) -> WorkerBeat:
@@ -168,31 +183,31 @@ def holds_unacked(worker: str, unacked_bytes: int) -> WorkerBeat:
 
 
 def test_results_that_nobody_takes_leave_half_a_worker_to_those_who_take_theirs(
-    story: Story,
+    router: ScriptedRouter,
 ) -> None:
     for name in ("w0", "w1"):
-        story.says(name, msgspec.structs.replace(hello(name), max_unacked_bytes=MAX_UNACKED))
-    story.says("w0", holds_unacked("w0", MAX_UNACKED // 2))
-    story.says("w1", holds_unacked("w1", MAX_UNACKED // 2 - 1))
-    kept(story, "away")
-    story.passes(0.5, "c")
-    story.says("w0", holds_unacked("w0", MAX_UNACKED // 2))
-    story.says("w1", holds_unacked("w1", MAX_UNACKED // 2))
+        router.receive(name, msgspec.structs.replace(hello(name), max_unacked_bytes=MAX_UNACKED))
+    router.receive("w0", holds_unacked("w0", MAX_UNACKED // 2))
+    router.receive("w1", holds_unacked("w1", MAX_UNACKED // 2 - 1))
+    kept(router, "away")
+    router.advance(0.5, "c")
+    router.receive("w0", holds_unacked("w0", MAX_UNACKED // 2))
+    router.receive("w1", holds_unacked("w1", MAX_UNACKED // 2))
     full = [msgspec.structs.replace(holds_unacked(w, 0), accepting=False) for w in ("w0", "w1")]
     for each in full:
-        story.says(each.worker_id, each)
+        router.receive(each.worker_id, each)
     for seq in (1, 2):
-        story.asks(ask(seq, n=8, client="away"))
+        router.asks(ask(seq, n=8, client="away"))
     for _ in range(4):
-        story.passes(1, "c")
+        router.advance(1, "c")
         for each in full:
-            story.says(each.worker_id, each)
-    assert story.says("w0", holds_unacked("w0", MAX_UNACKED // 2)) == []
-    [run] = only(story.says("w1", holds_unacked("w1", MAX_UNACKED // 2 - 1)), RunGroup, "w1")
+            router.receive(each.worker_id, each)
+    assert router.receive("w0", holds_unacked("w0", MAX_UNACKED // 2)) == []
+    [run] = only(router.receive("w1", holds_unacked("w1", MAX_UNACKED // 2 - 1)), RunGroup, "w1")
     assert run.group_id == group(1)
-    [run] = only(story.asks(ask(3, n=8)), RunGroup, "w0")
+    [run] = only(router.asks(ask(3, n=8)), RunGroup, "w0")
     assert run.group_id == group(3), "who is there has the other half"
-    assert story.state(2) is GroupState.QUEUED
-    story.says("w0", GroupDelivered(group(3), 1))
-    [run] = only(story.says("w0", holds_unacked("w0", 0)), RunGroup, "w0")
+    assert router.state(2) is GroupState.QUEUED
+    router.receive("w0", GroupDelivered(group(3), 1))
+    [run] = only(router.receive("w0", holds_unacked("w0", 0)), RunGroup, "w0")
     assert run.group_id == group(2), "it waited for room, not for ever"

@@ -26,10 +26,10 @@ from rollmesh.wire.messages import (
     RouterHello,
     RunGroup,
 )
-from tests.unit.serve.router.story import (
+from tests.unit.serve.router.scripted_router import (
     SETTINGS,
     SETTLED_S,
-    Story,
+    ScriptedRouter,
     ask,
     beat,
     group,
@@ -39,189 +39,197 @@ from tests.unit.serve.router.story import (
 )
 
 
-def test_a_group_goes_whole_to_one_worker_with_its_body_unopened(story: Story) -> None:
-    story.worker("w0")
-    sends = story.asks(ask(1), body=b"\x00opaque")
+def test_a_group_goes_whole_to_one_worker_with_its_body_unopened(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    sends = router.asks(ask(1), body=b"\x00opaque")
     [run] = [s for s in sends if isinstance(s.message, RunGroup)]
     assert run == Send(b"w0", RunGroup(group(1), 1, 4, "tcp://sink"), b"\x00opaque")
     assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.ASSIGNED, 1, "w0")]
 
 
-def test_the_ticket_of_an_ask_reaches_its_worker_and_no_client(story: Story) -> None:
-    story.worker("w0")
-    sends = story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket of group"))
+def test_the_ticket_of_an_ask_reaches_its_worker_and_no_client(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    sends = router.asks(msgspec.structs.replace(ask(1), ticket=b"ticket of group"))
     [run] = only(sends, RunGroup)
     assert run.ticket == b"ticket of group"
     assert not [each for each in sends if b"ticket" in repr(each).encode() and each.route == b"c"]
 
 
-def test_a_group_is_ended_only_by_a_message_that_carries_its_ticket(story: Story) -> None:
-    story.worker("w0")
-    story.worker("w1")
-    story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket"))
-    assert not story.says("w1", GroupDelivered(group(1), 1))
-    assert not story.says("c2", CancelGroup(group(1), "mine now"))
-    assert group(1) in story.group_scheduler.table.groups
-    [moved] = only(story.says("w0", GroupDelivered(group(1), 1, b"ticket")), GroupMoved)
+def test_a_group_is_ended_only_by_a_message_that_carries_its_ticket(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.worker("w1")
+    router.asks(msgspec.structs.replace(ask(1), ticket=b"ticket"))
+    assert not router.receive("w1", GroupDelivered(group(1), 1))
+    assert not router.receive("c2", CancelGroup(group(1), "mine now"))
+    assert group(1) in router.group_scheduler.table.groups
+    [moved] = only(router.receive("w0", GroupDelivered(group(1), 1, b"ticket")), GroupMoved)
     assert moved.state is GroupState.DONE
 
 
-def test_a_cancel_of_another_client_keeps_no_later_ask_from_running(story: Story) -> None:
-    story.worker("w0")
-    story.says("c2", CancelGroup(group(1), "before it was asked", b"guess"))
-    assert only(story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket")), RunGroup)
-    [moved] = only(story.says("c", CancelGroup(group(1), "enough", b"ticket")), GroupMoved)
+def test_a_cancel_of_another_client_keeps_no_later_ask_from_running(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.receive("c2", CancelGroup(group(1), "before it was asked", b"guess"))
+    assert only(router.asks(msgspec.structs.replace(ask(1), ticket=b"ticket")), RunGroup)
+    [moved] = only(router.receive("c", CancelGroup(group(1), "enough", b"ticket")), GroupMoved)
     assert moved.state is GroupState.CANCELLED
-    assert not story.says("c2", CancelGroup(group(1), "again", b"guess"))
-    late = story.asks(msgspec.structs.replace(ask(1), ticket=b"ticket"))
+    assert not router.receive("c2", CancelGroup(group(1), "again", b"guess"))
+    late = router.asks(msgspec.structs.replace(ask(1), ticket=b"ticket"))
     assert not only(late, RunGroup)
 
 
-def test_a_group_is_not_handed_to_a_client_that_does_not_know_its_ticket(story: Story) -> None:
-    running(story)
+def test_a_group_is_not_handed_to_a_client_that_does_not_know_its_ticket(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
     foreign = msgspec.structs.replace(ask(1), sink="tcp://thief", client_id="c2", ticket=b"guess")
-    [failed] = only(story.says("c2", foreign), GroupFailed)
+    [failed] = only(router.receive("c2", foreign), GroupFailed)
     assert failed.reason.startswith("bad_ask: ")
-    assert story.group_scheduler.table.groups[group(1)].sink == "tcp://sink"
+    assert router.group_scheduler.table.groups[group(1)].sink == "tcp://sink"
 
 
-def test_an_attempt_whose_result_was_malformed_is_followed_by_another(story: Story) -> None:
-    running(story)
-    story.worker("w1")
+def test_an_attempt_whose_result_was_malformed_is_followed_by_another(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    router.worker("w1")
     failed = AttemptFailed(group(1), 1, "w0", "malformed result: no rollouts")
-    assert not only(story.says("another", failed), RunGroup)
-    sends = story.says("c", failed)
+    assert not only(router.receive("another", failed), RunGroup)
+    sends = router.receive("c", failed)
     assert next(s.route for s in sends if isinstance(s.message, CancelRun)) == b"w0"
     [run] = [s for s in sends if isinstance(s.message, RunGroup)]
     assert (run.route, run.message.attempt) == (b"w1", 2)  # type: ignore[union-attr]
-    assert not only(story.says("c", failed), RunGroup)  # said twice, it counts once
+    assert not only(router.receive("c", failed), RunGroup)  # said twice, it counts once
 
 
-def test_malformed_results_end_a_group_only_when_its_attempts_are_over(story: Story) -> None:
-    running(story)
+def test_malformed_results_end_a_group_only_when_its_attempts_are_over(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
     ended: list[GroupFailed] = []
     for attempt in range(1, SETTINGS.max_attempts + 1):
         assert not ended
         failed = AttemptFailed(group(1), attempt, "w0", "malformed result: no rollouts")
-        ended += only(story.says("c", failed), GroupFailed)
-        story.says("w0", beat("w0"))
-        story.says("w0", GroupStarted(group(1), attempt + 1))
+        ended += only(router.receive("c", failed), GroupFailed)
+        router.receive("w0", beat("w0"))
+        router.receive("w0", GroupStarted(group(1), attempt + 1))
     [failed_group] = ended
     assert failed_group.reason.startswith("attempts_exhausted: ")
     assert "w0: malformed result" in failed_group.reason
 
 
-def test_an_ask_waits_for_the_first_worker(story: Story) -> None:
-    [moved] = only(story.asks(ask(1)), GroupMoved)
+def test_an_ask_waits_for_the_first_worker(router: ScriptedRouter) -> None:
+    [moved] = only(router.asks(ask(1)), GroupMoved)
     assert moved == GroupMoved(group(1), GroupState.QUEUED, 0, "")
-    assert only(story.worker("w0"), RunGroup)
+    assert only(router.worker("w0"), RunGroup)
 
 
-def test_a_delivered_group_is_forgotten_and_its_slots_are_free(story: Story) -> None:
-    running(story)
-    [moved] = only(story.says("w0", GroupDelivered(group(1), 1)), GroupMoved)
+def test_a_delivered_group_is_forgotten_and_its_slots_are_free(router: ScriptedRouter) -> None:
+    running(router)
+    [moved] = only(router.receive("w0", GroupDelivered(group(1), 1)), GroupMoved)
     assert moved == GroupMoved(group(1), GroupState.DONE, 1, "w0")
-    assert story.is_empty()
-    [worker] = story.group_scheduler.membership.workers
+    assert router.is_empty()
+    [worker] = router.group_scheduler.membership.workers
     assert (worker.load, worker.groups) == (0, {})
 
 
-def test_notes_of_the_past_are_torn_after_the_patience(story: Story) -> None:
-    running(story)
-    story.says("w0", GroupDelivered(group(1), 1))
-    assert group(1) in story.group_scheduler.table.tombstones
-    story.passes(4, "w0", "c")
-    assert group(1) not in story.group_scheduler.table.tombstones
+def test_notes_of_the_past_are_torn_after_the_patience(router: ScriptedRouter) -> None:
+    running(router)
+    router.receive("w0", GroupDelivered(group(1), 1))
+    assert group(1) in router.group_scheduler.table.tombstones
+    router.advance(4, "w0", "c")
+    assert group(1) not in router.group_scheduler.table.tombstones
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(story: Story) -> None:
+def test_a_full_queue_refuses_and_says_when_to_come_back(router: ScriptedRouter) -> None:
     for seq in range(8):
-        story.asks(ask(seq))
-    [refused] = only(story.asks(ask(8)), AskRefused)
+        router.asks(ask(seq))
+    [refused] = only(router.asks(ask(8)), AskRefused)
     assert refused.group_id == group(8)
     assert refused.retry_after_s > 0
-    assert story.state(8) is None
+    assert router.state(8) is None
 
 
-def test_an_ask_for_no_samples_fails_at_once(story: Story) -> None:
-    [failed] = only(story.asks(ask(1, n=0)), GroupFailed)
+def test_an_ask_for_no_samples_fails_at_once(router: ScriptedRouter) -> None:
+    [failed] = only(router.asks(ask(1, n=0)), GroupFailed)
     assert "num_samples" in failed.reason
 
 
-def test_an_ask_of_nobody_fails_at_once(story: Story) -> None:
-    [failed] = only(story.asks(ask(1, client="")), GroupFailed)
+def test_an_ask_of_nobody_fails_at_once(router: ScriptedRouter) -> None:
+    [failed] = only(router.asks(ask(1, client="")), GroupFailed)
     assert "client" in failed.reason
-    assert story.is_empty()
+    assert router.is_empty()
 
 
 @pytest.mark.parametrize("mistake", [{"client_id": ""}, {"num_samples": 2**40}])
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_mistaken_ask_takes_nothing_from_a_group_that_is_here(
-    story: Story, is_running: bool, mistake: dict[str, str | int]
+    router: ScriptedRouter, is_running: bool, mistake: dict[str, str | int]
 ) -> None:
     if is_running:
-        running(story)
-    story.asks(ask(1))
-    [failed] = only(story.says("c", msgspec.structs.replace(ask(1), **mistake)), GroupFailed)
+        running(router)
+    router.asks(ask(1))
+    [failed] = only(router.receive("c", msgspec.structs.replace(ask(1), **mistake)), GroupFailed)
     assert failed.reason.startswith("bad_ask: ")
-    story.asks(ask(1))
-    story.worker("w0")
-    assert story.holder(1) == "w0"
-    group_here = story.group_scheduler.table.groups[group(1)]
+    router.asks(ask(1))
+    router.worker("w0")
+    assert router.holder(1) == "w0"
+    group_here = router.group_scheduler.table.groups[group(1)]
     assert (group_here.client_id, group_here.num_samples) == ("c", 4)
 
 
-def test_an_env_that_cannot_load_fails_what_waits_and_what_comes(story: Story) -> None:
-    story.asks(ask(1))
-    told = story.says("w0", EnvFailed("w0", "guess", "no module named x"))
-    assert only(told, GroupFailed) == [GroupFailed(group(1), "env_failed: no module named x")]
-    [failed] = only(story.asks(ask(2)), GroupFailed)
+def test_an_env_that_cannot_load_fails_what_waits_and_what_comes(router: ScriptedRouter) -> None:
+    router.asks(ask(1))
+    sends = router.receive("w0", EnvFailed("w0", "guess", "no module named x"))
+    assert only(sends, GroupFailed) == [GroupFailed(group(1), "env_failed: no module named x")]
+    [failed] = only(router.asks(ask(2)), GroupFailed)
     assert failed.reason == "env_failed: no module named x"
-    assert story.is_empty()
+    assert router.is_empty()
 
 
-def test_a_worker_that_loads_the_env_clears_its_failure(story: Story) -> None:
-    story.says("w0", EnvFailed("w0", "guess", "flaky"))
-    story.worker("w1")
-    assert only(story.asks(ask(1)), RunGroup)
+def test_a_worker_that_loads_the_env_clears_its_failure(router: ScriptedRouter) -> None:
+    router.receive("w0", EnvFailed("w0", "guess", "flaky"))
+    router.worker("w1")
+    assert only(router.asks(ask(1)), RunGroup)
 
 
-def test_one_failed_worker_fails_nothing_while_another_serves_the_env(story: Story) -> None:
-    story.worker("w1")
-    assert not only(story.says("w0", EnvFailed("w0", "guess", "flaky")), GroupFailed)
-    assert only(story.asks(ask(1)), RunGroup)
+def test_one_failed_worker_fails_nothing_while_another_serves_the_env(
+    router: ScriptedRouter,
+) -> None:
+    router.worker("w1")
+    assert not only(router.receive("w0", EnvFailed("w0", "guess", "flaky")), GroupFailed)
+    assert only(router.asks(ask(1)), RunGroup)
 
 
-def test_cancel_stops_a_running_group(story: Story) -> None:
-    running(story)
-    sends = story.says("c", CancelGroup(group(1), "stale"))
+def test_cancel_stops_a_running_group(router: ScriptedRouter) -> None:
+    running(router)
+    sends = router.receive("c", CancelGroup(group(1), "stale"))
     assert only(sends, CancelRun, "w0") == [CancelRun(group(1), "stale")]
     assert only(sends, GroupMoved)[0].state is GroupState.CANCELLED
-    assert story.is_empty()
+    assert router.is_empty()
 
 
 @pytest.mark.parametrize("message", [ClientBeat("c", 3), beat("w0"), ClientHello("c")])
 def test_who_is_not_known_is_greeted_so_that_it_says_all_again(
-    story: Story, message: Message
+    router: ScriptedRouter, message: Message
 ) -> None:
-    assert only(story.says("peer", message), RouterHello, "peer") == [RouterHello(1.0)]
+    assert only(router.receive("peer", message), RouterHello, "peer") == [RouterHello(1.0)]
 
 
-def test_a_client_that_comes_back_elsewhere_is_delivered_there(story: Story) -> None:
-    running(story)
+def test_a_client_that_comes_back_elsewhere_is_delivered_there(router: ScriptedRouter) -> None:
+    running(router)
     moved = msgspec.structs.replace(ask(1, attempts=1), sink="tcp://new-sink")
-    story.asks(moved)
-    [run] = only(story.passes(0.5, "w0"), RunGroup)
+    router.asks(moved)
+    [run] = only(router.advance(0.5, "w0"), RunGroup)
     assert (run.sink, run.attempt) == ("tcp://new-sink", 1)
 
 
-def test_turns_follow_the_weight_that_a_client_said(story: Story) -> None:
-    story.says("heavy", ClientHello("heavy", weight=2))
+def test_turns_follow_the_weight_that_a_client_said(router: ScriptedRouter) -> None:
+    router.receive("heavy", ClientHello("heavy", weight=2))
     for seq in range(6):
-        story.asks(ask(seq, n=8, client="heavy" if seq < 4 else "light"))
-    runs = only(story.worker("w0"), RunGroup)
+        router.asks(ask(seq, n=8, client="heavy" if seq < 4 else "light"))
+    runs = only(router.worker("w0"), RunGroup)
     while runs and len(runs) < 6:
-        delivered = story.says("w0", GroupDelivered(runs[-1].group_id, 1))
+        delivered = router.receive("w0", GroupDelivered(runs[-1].group_id, 1))
         runs += only(delivered, RunGroup)
     assert [run.group_id.seq for run in runs] == [0, 1, 4, 2, 3, 5]
 
@@ -229,174 +237,184 @@ def test_turns_follow_the_weight_that_a_client_said(story: Story) -> None:
 # environments
 
 
-def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(story: Story) -> None:
-    story.worker("w0")
+def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(router: ScriptedRouter) -> None:
+    router.worker("w0")
     for seq in (1, 2, 3):
-        story.asks(ask(seq))
-    told = story.says("w0", EnvFailed("w0", "guess", "no module named x"))
-    reasons = {failed.group_id.seq: failed.reason for failed in only(told, GroupFailed)}
+        router.asks(ask(seq))
+    sends = router.receive("w0", EnvFailed("w0", "guess", "no module named x"))
+    reasons = {failed.group_id.seq: failed.reason for failed in only(sends, GroupFailed)}
     assert reasons == dict.fromkeys((1, 2, 3), "env_failed: no module named x")
-    assert story.is_empty()
+    assert router.is_empty()
 
 
-def test_delivery_that_is_heard_of_after_its_clients_goodbye_counts_as_done(story: Story) -> None:
-    running(story)
-    story.says("c", ClientLeft("c"))
-    assert story.group_scheduler.table.num_in[GroupState.CANCELLED] == 1
+def test_delivery_that_is_heard_of_after_its_clients_goodbye_counts_as_done(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    router.receive("c", ClientLeft("c"))
+    assert router.group_scheduler.table.num_in[GroupState.CANCELLED] == 1
     for _ in range(2):
-        story.says("w0", GroupDelivered(group(1), 1))
-        counts = {state: n for state, n in story.group_scheduler.table.num_in.items() if n}
+        router.receive("w0", GroupDelivered(group(1), 1))
+        counts = {state: n for state, n in router.group_scheduler.table.num_in.items() if n}
         assert counts == {GroupState.DONE: 1}
 
 
 # overload
 
 
-def test_a_client_that_floods_the_queue_keeps_no_other_out(story: Story) -> None:
+def test_a_client_that_floods_the_queue_keeps_no_other_out(router: ScriptedRouter) -> None:
     for seq in range(8):
-        story.asks(ask(seq, client="flood"))
-    story.says("c", ClientHello("c"))
+        router.asks(ask(seq, client="flood"))
+    router.receive("c", ClientHello("c"))
     for seq in range(8, 12):
-        assert only(story.asks(ask(seq)), GroupMoved)  # its share, with two clients, of 8
-    assert only(story.asks(ask(12)), AskRefused)
-    assert only(story.asks(ask(13, client="flood")), AskRefused)
+        assert only(router.asks(ask(seq)), GroupMoved)  # its share, with two clients, of 8
+    assert only(router.asks(ask(12)), AskRefused)
+    assert only(router.asks(ask(13, client="flood")), AskRefused)
 
 
 def test_clients_that_come_one_after_the_other_never_queue_more_than_twice_the_limit(
-    story: Story,
+    router: ScriptedRouter,
 ) -> None:
     for seq in range(64):
-        story.asks(ask(seq, client=f"c{seq // 8}"))
-    assert story.group_scheduler.table.num_waiting == 2 * SETTINGS.max_queued_groups
+        router.asks(ask(seq, client=f"c{seq // 8}"))
+    assert router.group_scheduler.table.num_waiting == 2 * SETTINGS.max_queued_groups
 
 
-def test_waiting_bytes_are_bounded(story: Story) -> None:
-    assert not only(story.asks(ask(1), body=bytes(MAX_QUEUED_BYTES)), AskRefused)
-    [refused] = only(story.asks(ask(2), body=b"x"), AskRefused)
+def test_waiting_bytes_are_bounded(router: ScriptedRouter) -> None:
+    assert not only(router.asks(ask(1), body=bytes(MAX_QUEUED_BYTES)), AskRefused)
+    [refused] = only(router.asks(ask(2), body=b"x"), AskRefused)
     assert refused.reason.startswith("overloaded: ")
-    story.says("c", CancelGroup(group(1), "too long"))
-    assert not only(story.asks(ask(2), body=b"x"), AskRefused)
+    router.receive("c", CancelGroup(group(1), "too long"))
+    assert not only(router.asks(ask(2), body=b"x"), AskRefused)
 
 
-def test_an_ask_that_will_never_fit_fails_at_once(story: Story) -> None:
-    [failed] = only(story.asks(ask(1), body=bytes(MAX_QUEUED_BYTES + 1)), GroupFailed)
+def test_an_ask_that_will_never_fit_fails_at_once(router: ScriptedRouter) -> None:
+    [failed] = only(router.asks(ask(1), body=bytes(MAX_QUEUED_BYTES + 1)), GroupFailed)
     assert failed.reason.startswith("bad_ask: ")
 
 
 @pytest.mark.parametrize("num_samples", [-1, 0, MAX_SAMPLES + 1, 10**7])
-def test_an_ask_for_none_or_far_too_many_fails_at_once(story: Story, num_samples: int) -> None:
-    story.worker("w0")
-    [failed] = only(story.asks(ask(1, n=num_samples)), GroupFailed)
+def test_an_ask_for_none_or_far_too_many_fails_at_once(
+    router: ScriptedRouter, num_samples: int
+) -> None:
+    router.worker("w0")
+    [failed] = only(router.asks(ask(1, n=num_samples)), GroupFailed)
     assert failed.reason.startswith("bad_ask: num_samples must be ")
-    assert story.is_empty()
+    assert router.is_empty()
 
 
 # after a restart of the router
 
 
-def test_a_claimed_group_is_not_run_twice_after_a_restart(story: Story) -> None:
-    story.asks(ask(1, attempts=1))
-    assert not only(story.says("w1", hello("w1")), RunGroup)
-    sends = story.worker("w0", HeldGroup(group(1), 1, False))
+def test_a_claimed_group_is_not_run_twice_after_a_restart(router: ScriptedRouter) -> None:
+    router.asks(ask(1, attempts=1))
+    assert not only(router.receive("w1", hello("w1")), RunGroup)
+    sends = router.worker("w0", HeldGroup(group(1), 1, False))
     assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.RUNNING, 1, "w0")]
-    assert not only(story.passes(10, "w0", "w1", "c"), RunGroup, "w1")
-    assert story.holder(1) == "w0"
+    assert not only(router.advance(10, "w0", "w1", "c"), RunGroup, "w1")
+    assert router.holder(1) == "w0"
 
 
-def test_the_claim_may_come_before_the_ask(story: Story) -> None:
-    story.worker("w0", HeldGroup(group(1), 2, False))
-    sends = story.asks(ask(1, n=4, attempts=1))
+def test_the_claim_may_come_before_the_ask(router: ScriptedRouter) -> None:
+    router.worker("w0", HeldGroup(group(1), 2, False))
+    sends = router.asks(ask(1, n=4, attempts=1))
     assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.RUNNING, 2, "w0")]
-    [worker] = story.group_scheduler.membership.workers
+    [worker] = router.group_scheduler.membership.workers
     assert worker.load == 4
-    assert not only(story.passes(9, "w0", "c"), RunGroup)
-    story.says("w0", GroupDelivered(group(1), 2))
+    assert not only(router.advance(9, "w0", "c"), RunGroup)
+    router.receive("w0", GroupDelivered(group(1), 2))
     assert worker.load == 0
 
 
-def test_a_group_in_its_last_attempt_waits_for_its_worker_after_a_restart(story: Story) -> None:
-    assert not only(story.asks(ask(1, attempts=3)), GroupFailed)
-    story.worker("w0", HeldGroup(group(1), 3, False))
-    assert story.holder(1) == "w0"
-    assert not only(story.passes(9, "w0", "c"), GroupFailed)
+def test_a_group_in_its_last_attempt_waits_for_its_worker_after_a_restart(
+    router: ScriptedRouter,
+) -> None:
+    assert not only(router.asks(ask(1, attempts=3)), GroupFailed)
+    router.worker("w0", HeldGroup(group(1), 3, False))
+    assert router.holder(1) == "w0"
+    assert not only(router.advance(9, "w0", "c"), GroupFailed)
 
 
-def test_a_group_without_an_attempt_left_fails_when_nobody_claims_it(story: Story) -> None:
-    story.worker("w0")
-    story.asks(ask(1, attempts=3))
-    [failed] = only(story.passes(SETTLED_S, "w0", "c"), GroupFailed)
+def test_a_group_without_an_attempt_left_fails_when_nobody_claims_it(
+    router: ScriptedRouter,
+) -> None:
+    router.worker("w0")
+    router.asks(ask(1, attempts=3))
+    [failed] = only(router.advance(SETTLED_S, "w0", "c"), GroupFailed)
     assert failed.reason.startswith("attempts_exhausted: 3 have begun")
-    assert story.is_empty()
+    assert router.is_empty()
 
 
-def test_attempts_that_do_not_count_are_known_after_a_restart(story: Story) -> None:
-    story.worker("w0")
-    story.asks(msgspec.structs.replace(ask(1, attempts=5), excused=3))
-    [run] = only(story.passes(SETTLED_S, "w0", "c"), RunGroup)
+def test_attempts_that_do_not_count_are_known_after_a_restart(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.asks(msgspec.structs.replace(ask(1, attempts=5), excused=3))
+    [run] = only(router.advance(SETTLED_S, "w0", "c"), RunGroup)
     assert run.attempt == 6
-    [failed] = only(story.asks(msgspec.structs.replace(ask(2, attempts=5), excused=2)), GroupFailed)
+    [failed] = only(
+        router.asks(msgspec.structs.replace(ask(2, attempts=5), excused=2)), GroupFailed
+    )
     assert failed.reason == "attempts_exhausted: 3 have begun"
 
 
 @pytest.mark.parametrize("excused", [-(2**40), 2**40])
-def test_excuses_beyond_reason_are_none_or_all(story: Story, excused: int) -> None:
-    story.passes(SETTLED_S, "c")
-    sends = story.asks(msgspec.structs.replace(ask(1, attempts=3), excused=excused))
+def test_excuses_beyond_reason_are_none_or_all(router: ScriptedRouter, excused: int) -> None:
+    router.advance(SETTLED_S, "c")
+    sends = router.asks(msgspec.structs.replace(ask(1, attempts=3), excused=excused))
     assert bool(only(sends, GroupFailed)) is (excused < 0)
 
 
-def test_what_nobody_claims_is_queued_after_three_beats(story: Story) -> None:
-    story.worker("w0")
-    assert not only(story.asks(ask(1, attempts=1)), RunGroup)
-    [run] = only(story.passes(SETTLED_S, "w0", "c"), RunGroup)
+def test_what_nobody_claims_is_queued_after_three_beats(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    assert not only(router.asks(ask(1, attempts=1)), RunGroup)
+    [run] = only(router.advance(SETTLED_S, "w0", "c"), RunGroup)
     assert run.attempt == 2
 
 
-def test_a_fresh_ask_does_not_wait_for_claims(story: Story) -> None:
-    story.worker("w0")
-    assert only(story.asks(ask(1, attempts=0)), RunGroup)
+def test_a_fresh_ask_does_not_wait_for_claims(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    assert only(router.asks(ask(1, attempts=0)), RunGroup)
 
 
-def test_what_no_client_claims_is_cancelled(story: Story) -> None:
-    story.worker("w0", HeldGroup(group(1), 1, False))
-    [cancel] = only(story.passes(SETTLED_S, "w0"), CancelRun, "w0")
+def test_what_no_client_claims_is_cancelled(router: ScriptedRouter) -> None:
+    router.worker("w0", HeldGroup(group(1), 1, False))
+    [cancel] = only(router.advance(SETTLED_S, "w0"), CancelRun, "w0")
     assert cancel.group_id == group(1)
-    assert story.is_empty()
+    assert router.is_empty()
 
 
-def test_a_finished_result_is_left_to_its_sink(story: Story) -> None:
-    story.worker("w0", HeldGroup(group(1), 1, True))
-    assert not only(story.passes(SETTLED_S, "w0"), CancelRun)
-    assert story.is_empty()
+def test_a_finished_result_is_left_to_its_sink(router: ScriptedRouter) -> None:
+    router.worker("w0", HeldGroup(group(1), 1, True))
+    assert not only(router.advance(SETTLED_S, "w0"), CancelRun)
+    assert router.is_empty()
 
 
-def test_an_ask_claimed_after_the_settling_is_still_recognised(story: Story) -> None:
-    story.passes(5)
-    story.asks(ask(1, attempts=1))
-    assert story.state(1) is GroupState.QUEUED
-    story.worker("w0", HeldGroup(group(1), 1, False))
-    assert story.state(1) is GroupState.RUNNING
+def test_an_ask_claimed_after_the_settling_is_still_recognised(router: ScriptedRouter) -> None:
+    router.advance(5)
+    router.asks(ask(1, attempts=1))
+    assert router.state(1) is GroupState.QUEUED
+    router.worker("w0", HeldGroup(group(1), 1, False))
+    assert router.state(1) is GroupState.RUNNING
 
 
-def test_a_start_from_a_worker_not_greeted_yet_asks_for_its_hello(story: Story) -> None:
-    assert only(story.says("w0", GroupStarted(group(1), 1)), RouterHello, "w0")
+def test_a_start_from_a_worker_not_greeted_yet_asks_for_its_hello(router: ScriptedRouter) -> None:
+    assert only(router.receive("w0", GroupStarted(group(1), 1)), RouterHello, "w0")
 
 
 class Body(bytearray):
     """An ask that can be watched."""
 
 
-def test_nothing_holds_the_ask_of_a_group_that_has_ended(story: Story) -> None:
+def test_nothing_holds_the_ask_of_a_group_that_has_ended(router: ScriptedRouter) -> None:
     """Also where it had a deadline of an hour, and was to be looked at again."""
-    story.worker("w0")
+    router.worker("w0")
     bodies = []
     for seq, end in enumerate([GroupDelivered(group(0), 1), CancelGroup(group(1), "no"), None]):
         body = Body(b"task")
         bodies.append(weakref.ref(body))
         asked = msgspec.structs.replace(ask(seq, n=1), deadline_s=3600.0)
-        story.asks(asked, body)  # type: ignore[arg-type]
-        story.says("w0", GroupStarted(group(seq), 1))
-        story.says("w0" if seq == 0 else "c", end or ClientLeft("c"))
+        router.asks(asked, body)  # type: ignore[arg-type]
+        router.receive("w0", GroupStarted(group(seq), 1))
+        router.receive("w0" if seq == 0 else "c", end or ClientLeft("c"))
         del body
-    assert story.is_empty()
+    assert router.is_empty()
     assert [body() for body in bodies] == [None, None, None]

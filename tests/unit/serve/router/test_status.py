@@ -6,19 +6,19 @@ from rollmesh.core.metrics import Exposition
 from rollmesh.serve.router.status import RouterStatus, figures_of, status_of
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from rollmesh.wire.messages import CancelGroup, GroupDelivered
-from tests.unit.serve.router.story import Story, ask, beat, group
+from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, group
 
 TABLE = FleetChanged(1, (EngineRow("http://e:1", "i1", EnginePhase.READY, 12, 3, 4, ""),))
 
 
 def a_status() -> RouterStatus:
-    story = Story()
-    story.worker("w0")
+    router = ScriptedRouter()
+    router.worker("w0")
     for seq in range(4):
-        story.asks(ask(seq))
-    story.says("w0", GroupDelivered(group(0), 1))
-    story.says("w0", beat("w0", num_running=4))
-    return status_of("i9", story.group_scheduler, TABLE, {"malformed": 2})
+        router.asks(ask(seq))
+    router.receive("w0", GroupDelivered(group(0), 1))
+    router.receive("w0", beat("w0", num_running=4))
+    return status_of("i9", router.group_scheduler, TABLE, {"malformed": 2})
 
 
 def test_groups_are_counted_by_state() -> None:
@@ -37,36 +37,36 @@ def test_workers_and_engines_are_named() -> None:
 
 
 def test_a_snapshot_does_not_change_when_the_router_goes_on() -> None:
-    story = Story()
-    status = status_of("i9", story.group_scheduler, TABLE, {})
-    story.asks(ask(1))
+    router = ScriptedRouter()
+    status = status_of("i9", router.group_scheduler, TABLE, {})
+    router.asks(ask(1))
     assert status.queue["queued"] == 0
 
 
 def test_a_full_worker_says_what_it_holds_and_waits_for() -> None:
-    story = Story()
-    story.worker("w0")
+    router = ScriptedRouter()
+    router.worker("w0")
     full = msgspec.structs.replace(
         beat("w0", accepting=False), held_bytes=9, waits_for="held_bytes: 9 held", unacked_bytes=4
     )
-    story.says("w0", full)
-    story.now_s += 2.5
-    story.says("w0", full)
-    story.now_s += 1.0
-    story.says("w0", full)
-    [worker] = status_of("i9", story.group_scheduler, TABLE, {}).workers
+    router.receive("w0", full)
+    router.now_s += 2.5
+    router.receive("w0", full)
+    router.now_s += 1.0
+    router.receive("w0", full)
+    [worker] = status_of("i9", router.group_scheduler, TABLE, {}).workers
     assert worker.longest_gap_s == 2.5
     assert (worker.held_bytes, worker.unacked_bytes) == (9, 4)
     assert worker.waits_for == "held_bytes: 9 held"
 
 
 def test_bodies_of_asks_are_counted_until_their_groups_end() -> None:
-    story = Story()
-    story.asks(ask(1), b"x" * 1000)
-    story.asks(ask(1), b"x" * 1000)
-    assert status_of("i9", story.group_scheduler, TABLE, {}).held_bytes == {"asks": 1000}
-    story.says("c", CancelGroup(group(1), "enough"))
-    assert status_of("i9", story.group_scheduler, TABLE, {}).held_bytes == {"asks": 0}
+    router = ScriptedRouter()
+    router.asks(ask(1), b"x" * 1000)
+    router.asks(ask(1), b"x" * 1000)
+    assert status_of("i9", router.group_scheduler, TABLE, {}).held_bytes == {"asks": 1000}
+    router.receive("c", CancelGroup(group(1), "enough"))
+    assert status_of("i9", router.group_scheduler, TABLE, {}).held_bytes == {"asks": 0}
 
 
 def test_every_figure_can_be_scraped() -> None:

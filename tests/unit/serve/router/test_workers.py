@@ -1,11 +1,30 @@
-"""A worker's load, and the choice among workers."""
+"""A worker's load, and the choice among workers.
 
+One process is told from another by all that is known of both.
+
+Loads: of an environment that fails, everybody hears, unless another worker may bring it.
+"""
+
+import math
+
+import msgspec
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.groups import Group
+from rollmesh.serve.router.blocked_reasons import LATE_S, MAX_LOAD_S
+from rollmesh.serve.router.groups import MAX_ENDS, EndedIncarnations, Group, Incarnation
+from rollmesh.serve.router.status import status_of
 from rollmesh.serve.router.workers import WorkerEntry, WorkerHealth, WorkerTable
-from tests.unit.serve.router.story import beat, hello
+from rollmesh.wire.fleet import FleetChanged
+from rollmesh.wire.messages import (
+    EnvFailed,
+    GroupFailed,
+    RouterHello,
+    RunGroup,
+    WorkerExited,
+    WorkerHello,
+)
+from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, hello, only
 
 
 def seated(seq: int, num_samples: int) -> Group:
@@ -77,3 +96,154 @@ def test_an_environment_is_served_by_live_workers_only(worker: WorkerEntry) -> N
     assert not workers.serve("echo")
     worker.state = WorkerHealth.LOST
     assert not workers.serve("guess")
+
+
+LIFE = Incarnation("w0", 7, 5.0, "here")
+
+
+@pytest.mark.parametrize(
+    ("other", "may_be"),
+    [
+        (Incarnation("w0"), True),
+        (Incarnation("w0", 7), True),
+        (Incarnation("w0", 0, 5.0), True),
+        (Incarnation("w0", 7, 5.0), True),
+        (Incarnation("w1", 7, 5.0, "here"), False),
+        (Incarnation("w0", 8, 5.0, "here"), False),
+        (Incarnation("w0", 7, 6.0), False),
+        (Incarnation("w0", 7, 5.0, "there"), False),
+    ],
+)
+def test_two_are_one_unless_something_known_tells_them_apart(
+    other: Incarnation, may_be: bool
+) -> None:
+    assert LIFE.may_be(other) is may_be
+    assert other.may_be(LIFE) is may_be
+
+
+def test_an_end_is_found_by_what_others_know_of_it() -> None:
+    ends = EndedIncarnations(remember_s=10.0)
+    ends.add(LIFE, (GroupId("r1", 1),), now_s=0.0)
+    for incarnation, is_found in (
+        (Incarnation("w0", 7), True),
+        (Incarnation("w0", 7, 6.0), False),
+        (Incarnation("w0"), False),
+    ):
+        assert (ends.find(incarnation) is not None) is is_found
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "now_s", "is_covered"),
+    [
+        (LIFE, 9.0, True),
+        (LIFE, 10.0, False),
+        (Incarnation("w0", 7, 4.0), 9.0, True),
+        (Incarnation("w0", 7, 6.0), 9.0, False),
+        (Incarnation("w0", 8, 5.0), 9.0, False),
+    ],
+)
+def test_what_was_said_before_an_end_is_covered_by_it_for_a_while(
+    incarnation: Incarnation, now_s: float, is_covered: bool
+) -> None:
+    ends = EndedIncarnations(remember_s=10.0)
+    ends.add(LIFE, (), now_s=0.0)
+    assert ends.cover(incarnation, now_s) is is_covered
+
+
+def test_an_end_whose_start_nobody_knows_covers_all_of_its_pid() -> None:
+    ends = EndedIncarnations(remember_s=10.0)
+    ends.add(Incarnation("w0", 7), (), now_s=0.0)
+    assert ends.cover(LIFE, 1.0)
+
+
+def test_the_oldest_ends_are_forgotten() -> None:
+    ends = EndedIncarnations(remember_s=1e9)
+    for pid in range(1, MAX_ENDS + 2):
+        ends.add(Incarnation("w0", pid), (), now_s=0.0)
+    assert ends.find(Incarnation("w0", 1)) is None
+    assert ends.find(Incarnation("w0", 2))
+
+
+@pytest.fixture
+def router() -> ScriptedRouter:
+    return ScriptedRouter()
+
+
+def loading(worker: str, pid: int = 1) -> WorkerHello:
+    return msgspec.structs.replace(hello(worker, pid=pid), loads_for_s=100.0)
+
+
+def test_a_load_is_answered_and_gets_nothing_to_run(router: ScriptedRouter) -> None:
+    router.asks(ask(1))
+    sends = router.receive("w0", loading("w0"))
+    assert only(sends, RouterHello, "w0")
+    assert not only(sends, RunGroup)
+    assert only(router.worker("w0"), RunGroup, "w0")
+
+
+def test_a_crash_in_a_load_fails_what_waits_and_what_comes(router: ScriptedRouter) -> None:
+    router.asks(ask(1))
+    router.receive("w0", loading("w0"))
+    sends = router.receive("launch", WorkerExited("w0", 1, "killed by signal 11"))
+    [early] = only(sends, GroupFailed)
+    [late] = only(router.asks(ask(2)), GroupFailed)
+    cause = "env_failed: w0 ended before it served guess: killed by signal 11"
+    assert (early.reason, late.reason) == (cause, cause)
+
+
+@pytest.mark.parametrize("cause", ["killed by signal 9", "killed by signal 15"])
+def test_a_load_that_somebody_ended_says_nothing_of_its_environment(
+    router: ScriptedRouter, cause: str
+) -> None:
+    router.asks(ask(1))
+    router.receive("w0", loading("w0"))
+    assert not only(router.receive("launch", WorkerExited("w0", 1, cause)), GroupFailed)
+    assert only(router.worker("w0", pid=2), RunGroup, "w0")
+
+
+def test_the_end_of_an_earlier_process_is_not_that_of_the_load(router: ScriptedRouter) -> None:
+    router.asks(ask(1))
+    router.receive("w0", loading("w0", pid=2))
+    assert not only(router.receive("launch", WorkerExited("w0", 1, "exit code 1")), GroupFailed)
+
+
+def test_nobody_gives_up_what_another_worker_still_loads(router: ScriptedRouter) -> None:
+    router.asks(ask(1))
+    router.receive("w0", loading("w0"))
+    router.receive("w1", loading("w1"))
+    assert not only(router.receive("w0", EnvFailed("w0", "guess", "no module x")), GroupFailed)
+    assert not only(router.asks(ask(2)), GroupFailed)
+    sends = router.receive("w1", EnvFailed("w1", "guess", "no module y"))
+    assert [each.reason for each in only(sends, GroupFailed)] == ["env_failed: no module y"] * 2
+
+
+def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(
+    router: ScriptedRouter,
+) -> None:
+    router.asks(ask(1))
+    router.receive("w0", loading("w0"))
+    router.advance(50, "c")
+    router.receive("w0", loading("w0"))  # said again, which lengthens nothing
+    assert not only(router.advance(49 + LATE_S, "c"), GroupFailed)
+    [failed] = only(router.advance(2, "c"), GroupFailed)
+    assert failed.reason.startswith("env_failed: w0 has not served guess within 130 s")
+
+
+def test_a_load_without_end_ends(router: ScriptedRouter) -> None:
+    router.receive("w0", msgspec.structs.replace(loading("w0"), loads_for_s=math.inf))
+    assert router.group_scheduler.env_loads.take_overdue(MAX_LOAD_S) == []
+    assert router.group_scheduler.env_loads.take_overdue(MAX_LOAD_S + LATE_S) == ["guess"]
+    assert router.group_scheduler.env_loads.now() == []
+
+
+def test_a_worker_that_loads_is_shown(router: ScriptedRouter) -> None:
+    def states() -> list[str]:
+        return [
+            row.state
+            for row in status_of("i", router.group_scheduler, FleetChanged(1, ()), {}).workers
+        ]
+
+    router.receive("w0", loading("w0"))
+    assert states() == ["loading"]
+    router.worker("w0")
+    assert states() == ["live"]

@@ -19,7 +19,7 @@ from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.session import SessionState
 from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext, check_score, one_line, play
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.serve.server.staging import ASK, ScriptedEnv, Step, new_stage
+from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, Step, new_stage
 
 ROLLOUT = RolloutId(GroupId("r1", 3), 2)
 GOOD = Transcript()
@@ -117,7 +117,7 @@ async def test_lasting_infrastructure_fault_is_never_a_reward(tmp_path: Path) ->
     env = ScriptedEnv(InfraError("engine gone"))
     played = await play_on(new_stage(tmp_path, env, num_infra_retries=2))
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
-    assert played.record.error.startswith("InfraError: engine gone (staging.py:")
+    assert played.record.error.startswith("InfraError: engine gone (rollout_context.py:")
     assert len(env.agents) == 3
 
 

@@ -17,7 +17,7 @@ from rollmesh.serve.client.samples import Cut, cut
 from rollmesh.serve.server.groups import Payload, Slots, run_group
 from rollmesh.serve.server.worker_machine import Begin
 from rollmesh.wire.bodies import decode_record
-from tests.unit.serve.server.staging import ASK, ScriptedEnv, new_stage, served, speaking
+from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_stage, served, speaking
 
 BEGIN = Begin(GroupId("r1", 3), 2, b"")
 GUESS: Message = {"role": "user", "content": "guess"}

@@ -1,4 +1,7 @@
-"""A worker's duties: a group runs here once, and a new router hears of all that is held."""
+"""A worker's budget of bytes: full at the limit, light well below it, and never full for good.
+
+A worker's duties: a group runs here once, and a new router hears of all that is held.
+"""
 
 import random
 
@@ -8,9 +11,12 @@ from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.worker_machine import (
     MAX_REMEMBERED_GROUPS,
+    ROOM_SHARE,
     Abort,
     Action,
     Begin,
+    Budget,
+    BudgetState,
     Ended,
     Left,
     StopAsked,
@@ -39,6 +45,36 @@ from rollmesh.wire.messages import (
     WorkerLeft,
 )
 
+LIMIT = 1000
+ROOM = int(ROOM_SHARE * LIMIT)
+
+
+def states(*held: int, has_groups: bool = True) -> list[BudgetState]:
+    budget, seen = Budget(LIMIT), []
+    for num_bytes in held:
+        budget.weigh(num_bytes, has_groups=has_groups)
+        seen.append(budget.state)
+    return seen
+
+
+def test_full_at_the_limit_and_light_only_well_below_it() -> None:
+    light, full = BudgetState.LIGHT, BudgetState.FULL
+    assert states(ROOM, LIMIT - 1, LIMIT, LIMIT - 1, ROOM, ROOM - 1, ROOM, LIMIT) == [
+        light, light, full, full, full, light, light, full,
+    ]  # fmt: skip
+
+
+def test_without_groups_it_is_never_full() -> None:
+    assert states(LIMIT, 10 * LIMIT, has_groups=False) == [BudgetState.LIGHT] * 2
+
+
+def test_it_says_what_it_waits_for() -> None:
+    budget = Budget(LIMIT)
+    assert budget.waits_for == ""
+    budget.weigh(LIMIT + 1, has_groups=True)
+    assert budget.waits_for == "held_bytes: 1001 held, worker.max_held_bytes = 1000"
+
+
 ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
 SINK = "tcp://sink"
 TICKET = bytes(range(16))
@@ -55,17 +91,17 @@ def new_duties(max_unacked_bytes: int = 1000, max_held_bytes: int = 10**6) -> Wo
             outbox=OutboxSettings(resend_s=1.0, delivery_timeout_s=60.0, absent_s=10.0),
         )
     )
-    hear(machine, RouterHello(1.0))
-    hear(machine, RouterHello(1.0))  # the answer to the hello that followed
+    receive(machine, RouterHello(1.0))
+    receive(machine, RouterHello(1.0))  # the answer to the hello that followed
     return machine
 
 
-def hear(machine: WorkerMachine, message: AnyMessage, router: str = "i1") -> list[Action]:
+def receive(machine: WorkerMachine, message: AnyMessage, router: str = "i1") -> list[Action]:
     return machine.step(Received(ROUTER, message, b"ask", router), 0.0)
 
 
 def run(machine: WorkerMachine, group_id: GroupId, attempt: int = 1) -> list[Action]:
-    return hear(machine, RunGroup(group_id, attempt, 4, SINK, ticket=TICKET))
+    return receive(machine, RunGroup(group_id, attempt, 4, SINK, ticket=TICKET))
 
 
 def end(machine: WorkerMachine, group_id: GroupId) -> list[Action]:
@@ -81,7 +117,7 @@ def ended_and_acked(machine: WorkerMachine, group_id: GroupId) -> None:
     ack(machine, group_id)
 
 
-def said(actions: list[Action]) -> list[AnyMessage]:
+def messages_in(actions: list[Action]) -> list[AnyMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 
@@ -89,21 +125,21 @@ def test_worker_says_hello_until_a_router_answers() -> None:
     machine = WorkerMachine(
         WorkerMachineSettings(worker_id="w1", env="guess", max_rollouts=8, hello_s=1.0)
     )
-    ticks = [len(said(machine.step(Ticked(), t / 2))) for t in range(4)]
+    ticks = [len(messages_in(machine.step(Ticked(), t / 2))) for t in range(4)]
     assert ticks == [1, 0, 1, 0]
-    [hello] = said(hear(machine, RouterHello(1.0)))
+    [hello] = messages_in(receive(machine, RouterHello(1.0)))
     assert isinstance(hello, WorkerHello)
-    assert hear(machine, RouterHello(1.0)) == []
-    assert said(machine.step(Ticked(), 9.0)) == []
+    assert receive(machine, RouterHello(1.0)) == []
+    assert messages_in(machine.step(Ticked(), 9.0)) == []
 
 
 def test_router_that_has_forgotten_us_hears_of_all_that_is_held() -> None:
     machine = new_duties()
     run(machine, ONE)
-    [hello] = said(hear(machine, RouterHello(1.0)))
+    [hello] = messages_in(receive(machine, RouterHello(1.0)))
     assert isinstance(hello, WorkerHello)
     assert hello.holds == (HeldGroup(ONE, 1, False),)
-    assert hear(machine, RouterHello(1.0)) == []
+    assert receive(machine, RouterHello(1.0)) == []
 
 
 def test_group_is_begun_with_its_body_and_reported() -> None:
@@ -134,7 +170,7 @@ def test_result_goes_to_where_its_client_listens_now() -> None:
         run(machine, group_id)
     end(machine, TWO)
     for group_id in (ONE, TWO):
-        hear(machine, RunGroup(group_id, 1, 4, "tcp://elsewhere"))
+        receive(machine, RunGroup(group_id, 1, 4, "tcp://elsewhere"))
     elsewhere = b"tcp://elsewhere"
     assert end(machine, ONE) == [Send(elsewhere, GroupFinished(ONE, 1, "w1", True))]
     assert Send(elsewhere, GroupFinished(TWO, 1, "w1", True)) in machine.step(Ticked(), 0.0)
@@ -164,7 +200,7 @@ def test_new_router_hears_of_all_that_is_held_before_anything_else() -> None:
     run(machine, ONE)
     run(machine, TWO)
     end(machine, TWO)
-    hello, started = said(
+    hello, started = messages_in(
         machine.step(Received(ROUTER, RunGroup(GroupId("r1", 3), 1, 1, SINK), b"", "i2"), 0.0)
     )
     assert isinstance(hello, WorkerHello)
@@ -175,8 +211,8 @@ def test_new_router_hears_of_all_that_is_held_before_anything_else() -> None:
 def test_cancelled_run_is_aborted_and_forgotten_when_it_has_ended() -> None:
     machine = new_duties()
     run(machine, ONE)
-    assert hear(machine, CancelRun(ONE, "stale")) == [Abort(ONE, "stale")]
-    [returned] = said(run(machine, ONE, attempt=2))
+    assert receive(machine, CancelRun(ONE, "stale")) == [Abort(ONE, "stale")]
+    [returned] = messages_in(run(machine, ONE, attempt=2))
     assert isinstance(returned, GroupReturned)
     assert end(machine, ONE) == [Forget(ONE)]
     assert Begin(ONE, 4, b"ask") in run(machine, ONE, attempt=3)
@@ -186,7 +222,7 @@ def test_cancelled_parcel_is_forgotten() -> None:
     machine = new_duties()
     run(machine, ONE)
     end(machine, ONE)
-    assert hear(machine, CancelRun(ONE, "stale")) == [Forget(ONE)]
+    assert receive(machine, CancelRun(ONE, "stale")) == [Forget(ONE)]
     assert not machine.holds()
 
 
@@ -242,9 +278,9 @@ def test_full_worker_runs_what_was_on_its_way() -> None:
 def test_draining_worker_finishes_and_leaves() -> None:
     machine = new_duties()
     run(machine, ONE)
-    assert hear(machine, DrainWorker("shrink")) == []
+    assert receive(machine, DrainWorker("shrink")) == []
     assert not machine.accepting
-    [returned] = said(run(machine, TWO))
+    [returned] = messages_in(run(machine, TWO))
     assert isinstance(returned, GroupReturned)
     end(machine, ONE)
     actions = ack(machine, ONE)
@@ -257,12 +293,12 @@ def test_draining_worker_whose_sink_is_away_gives_back_what_it_cannot_deliver() 
     run(machine, ONE)
     run(machine, TWO)
     end(machine, ONE)
-    hear(machine, DrainWorker("shrink"))
+    receive(machine, DrainWorker("shrink"))
     assert Left(1) not in machine.step(Ticked(), 59.0), "another group still runs"
     machine = new_duties()
     run(machine, ONE)
     end(machine, ONE)
-    hear(machine, DrainWorker("shrink"))
+    receive(machine, DrainWorker("shrink"))
     assert machine.state is WorkerState.DRAINING
     machine.step(Ticked(), 9.9)
     assert machine.state is WorkerState.DRAINING, "its sink may only be slow"
@@ -280,7 +316,7 @@ def end_one_when_worn(machine: WorkerMachine) -> None:
 def test_worn_worker_waits_for_its_sink_since_nobody_waits_for_it() -> None:
     machine = new_duties()
     end_one_when_worn(machine)
-    hear(machine, DrainWorker(RELIEVED))
+    receive(machine, DrainWorker(RELIEVED))
     machine.step(Ticked(), 59.0)
     assert machine.state is WorkerState.DRAINING
     machine.step(StopAsked("SIGTERM"), 59.0)
@@ -290,7 +326,7 @@ def test_worn_worker_waits_for_its_sink_since_nobody_waits_for_it() -> None:
 def test_worn_worker_that_somebody_drains_waits_for_no_sink_that_is_away() -> None:
     machine = new_duties()
     end_one_when_worn(machine)
-    hear(machine, DrainWorker("shrink"))
+    receive(machine, DrainWorker("shrink"))
     machine.step(Ticked(), 59.0)
     assert (machine.state, str(machine.leaving)) == (WorkerState.LEFT, "drained: shrink")
 
@@ -299,8 +335,8 @@ def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> No
     machine = new_duties()
     run(machine, ONE)
     assert machine.step(WornOut("9 rollouts"), 0.0) == []
-    assert hear(machine, DrainWorker(RELIEVED)) == []
-    [returned] = said(run(machine, TWO))
+    assert receive(machine, DrainWorker(RELIEVED)) == []
+    [returned] = messages_in(run(machine, TWO))
     assert isinstance(returned, GroupReturned)
     end(machine, ONE)
     assert ack(machine, ONE)[-2:] == [
@@ -337,7 +373,7 @@ def test_result_that_its_sink_never_acks_is_given_up_and_the_router_told() -> No
 
 
 def test_deadline_of_an_ask_goes_with_the_group() -> None:
-    [_, begin] = hear(new_duties(), RunGroup(ONE, 1, 4, SINK, deadline_s=7.5))
+    [_, begin] = receive(new_duties(), RunGroup(ONE, 1, 4, SINK, deadline_s=7.5))
     assert begin == Begin(ONE, 4, b"ask", 7.5)
 
 

@@ -44,7 +44,7 @@ NUM_WORKERS = 3
 NUM_GROUPS = 12
 
 
-class Town:
+class LossyNetwork:
     """One run of `seed`."""
 
     def __init__(self, seed: int) -> None:

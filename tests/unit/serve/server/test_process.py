@@ -1,4 +1,7 @@
-"""A worker's figures over a real socket: who may see them."""
+"""Time in which nobody can be served: while all engines sleep, and no longer.
+
+A worker's figures over a real socket: who may see them.
+"""
 
 import socket
 
@@ -6,9 +9,42 @@ import pytest
 
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
+from rollmesh.engine.view import FleetView
 from rollmesh.serve.interception.request import HttpRequest
-from rollmesh.serve.server.process import ROUTE, MetricsEndpoint
+from rollmesh.serve.server.process import ROUTE, FleetPauses, MetricsEndpoint
+from rollmesh.testing.clock import FakeClock
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from tests.unit.serve.interception.http_client import serving, status_of
+
+
+def test_only_time_in_which_all_engines_sleep_or_are_updated_is_a_pause() -> None:
+    view, clock = FleetView(), FakeClock()
+    pauses = FleetPauses(view, clock)
+    epoch = 0
+
+    def table(*phases: EnginePhase) -> None:
+        nonlocal epoch
+        epoch += 1
+        rows = tuple(EngineRow(f"http://{at}", "i", each, 0) for at, each in enumerate(phases))
+        view.update(FleetChanged(epoch, rows), "r")
+
+    clock.advance(10.0)
+    assert pauses.paused_s() == 0.0
+    table(EnginePhase.READY, EnginePhase.ASLEEP)
+    clock.advance(10.0)
+    assert pauses.paused_s() == 0.0
+    table(EnginePhase.ASLEEP, EnginePhase.ASLEEP)
+    clock.advance(10.0)
+    assert pauses.paused_s() == 10.0
+    table(EnginePhase.UPDATING, EnginePhase.ASLEEP)
+    clock.advance(5.0)
+    table(EnginePhase.READY, EnginePhase.ASLEEP)
+    clock.advance(100.0)
+    assert pauses.paused_s() == 15.0
+    table(EnginePhase.FENCED, EnginePhase.GONE)
+    clock.advance(100.0)
+    assert pauses.paused_s() == 15.0
+
 
 OPEN, ELSEWHERE = "127.0.0.1", "0.0.0.0"
 NOT_OURS = 299

@@ -44,30 +44,30 @@ def ask(
     return AskGroup(group(seq), client, env, n, "tcp://sink", attempts, prio)
 
 
-class Story:
+class ScriptedRouter:
     """A ledger that listens to whatever the test lets its peers say."""
 
     def __init__(self, settings: RouterConfig = SETTINGS, started_s: float = 0.0) -> None:
         self.now_s = started_s
         self.group_scheduler = GroupScheduler(settings, started_s)
 
-    def says(self, route: bytes | str, message: Message, body: bytes = b"") -> list[Send]:
+    def receive(self, route: bytes | str, message: Message, body: bytes = b"") -> list[Send]:
         route = route.encode() if isinstance(route, str) else route
         return self.group_scheduler.step(Received(route, message, body), self.now_s)  # type: ignore[arg-type]
 
     def worker(self, name: str, *holds: HeldGroup, pid: int = 1) -> list[Send]:
-        return self.says(name, hello(name, *holds, pid=pid))
+        return self.receive(name, hello(name, *holds, pid=pid))
 
     def asks(self, message: AskGroup, body: bytes = b"ask") -> list[Send]:
-        return self.says(message.client_id, message, body)
+        return self.receive(message.client_id, message, body)
 
-    def passes(self, seconds: float, *beating: str) -> list[Send]:
+    def advance(self, seconds: float, *beating: str) -> list[Send]:
         """Half a beat at a time; the workers named beat each time, so does the client `c`."""
         sends: list[Send] = []
         for _ in range(round(seconds / 0.5)):
             self.now_s += 0.5
             for name in beating:
-                sends += self.says(name, ClientBeat(name, 0) if name == "c" else beat(name))
+                sends += self.receive(name, ClientBeat(name, 0) if name == "c" else beat(name))
             sends += self.group_scheduler.step(Ticked(), self.now_s)
         return sends
 
@@ -89,9 +89,9 @@ def only(sends: list[Send], kind: type[M], route: bytes | str | None = None) -> 
     return [s.message for s in sends if isinstance(s.message, kind) and wanted in (None, s.route)]
 
 
-def running(story: Story, seq: int = 1, worker: str = "w0") -> None:
+def running(router: ScriptedRouter, seq: int = 1, worker: str = "w0") -> None:
     """One worker, one group that it runs."""
-    story.worker(worker)
-    story.asks(ask(seq))
-    story.says(worker, GroupStarted(group(seq), 1))
-    assert story.state(seq) is GroupState.RUNNING
+    router.worker(worker)
+    router.asks(ask(seq))
+    router.receive(worker, GroupStarted(group(seq), 1))
+    assert router.state(seq) is GroupState.RUNNING

@@ -36,7 +36,7 @@ TIMES_S = (0.0, 0.0, 0.5, 5.0, 100.0, -1.0, math.nan, math.inf)
 STARTS_S = (0.0, 1.0, 2.0, 2.0, 3.0, math.nan)
 
 
-class Vandal:
+class HostilePeer:
     """Says anything."""
 
     def __init__(self, seed: int) -> None:

@@ -37,8 +37,8 @@ def test_an_end_is_told_once_and_one_look_late(
     assert pids.take_ended() == []
     child.kill()
     child.wait()
-    told = [pids.take_ended() for _ in range(4)]
-    assert told == [[], [WorkerExited("w0", child.pid, CAUSE)], [], []]
+    sends = [pids.take_ended() for _ in range(4)]
+    assert sends == [[], [WorkerExited("w0", child.pid, CAUSE)], [], []]
 
 
 def test_a_zombie_has_ended(pids: LocalPids, child: "subprocess.Popen[bytes]") -> None:

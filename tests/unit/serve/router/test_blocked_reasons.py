@@ -1,0 +1,166 @@
+"""Who waits in vain is told why, in time and again; who only waits is not."""
+
+import msgspec
+
+from rollmesh.serve.router.blocked_reasons import STANDING_BEATS, TELL_BEATS
+from rollmesh.wire.machine import Send
+from rollmesh.wire.messages import (
+    CancelGroup,
+    ClientHello,
+    GroupMoved,
+    GroupStarted,
+    GroupState,
+    WorkerLeft,
+)
+from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, group, hello, only
+
+STANDING_S, TELL_S = float(STANDING_BEATS), float(TELL_BEATS)  # a beat is a second here
+
+
+def reasons(sends: list[Send]) -> list[str]:
+    return [moved.reason for moved in only(sends, GroupMoved) if moved.reason]
+
+
+def test_a_group_whose_env_nobody_serves_is_told_so_again_and_again(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.asks(ask(1, env="typo"))
+    assert not reasons(router.advance(STANDING_S, "w0", "c"))
+    assert router.group_scheduler.blocked_reasons.standing() == []
+    sends = router.advance(1, "w0", "c")
+    cause = "no worker has served env 'typo' for 20 s; there are workers of guess"
+    assert reasons(sends) == [cause]
+    [moved] = [each for each in only(sends, GroupMoved) if each.reason]
+    assert (moved.group_id, moved.state) == (group(1), GroupState.QUEUED)
+    assert router.group_scheduler.blocked_reasons.standing() == [cause]
+    assert len(reasons(router.advance(3 * TELL_S, "w0", "c"))) == 3
+    assert router.state(1) is GroupState.QUEUED, "a worker may yet come"
+
+
+def test_of_many_groups_one_is_told_to_each_client(router: ScriptedRouter) -> None:
+    router.receive("d", ClientHello("d", keep=True))
+    for seq in range(6):
+        router.asks(ask(seq, client="c" if seq < 4 else "d"))
+    sends = router.advance(STANDING_S + 1, "c")
+    notified = [moved.group_id.seq for moved in only(sends, GroupMoved) if moved.reason]
+    assert sorted(notified) == [0, 4]
+    [cause] = router.group_scheduler.blocked_reasons.standing()
+    assert cause == "no worker has served env 'guess' for 20 s; there is no worker"
+
+
+def test_a_worker_that_comes_ends_the_cause(router: ScriptedRouter) -> None:
+    router.asks(ask(1, env="echo"))
+    router.advance(STANDING_S + 1, "c")
+    assert router.group_scheduler.blocked_reasons.standing()
+    router.receive("w1", hello("w1", env="echo"))
+    router.advance(0.5, "c")
+    assert router.group_scheduler.blocked_reasons.standing() == []
+
+
+def test_a_cause_ends_with_the_last_group_that_waits(router: ScriptedRouter) -> None:
+    router.asks(ask(1))
+    router.advance(STANDING_S + 1, "c")
+    router.receive("c", CancelGroup(group(1), "enough"))
+    router.advance(0.5, "c")
+    assert router.group_scheduler.blocked_reasons.standing() == []
+
+
+WAITS_FOR = "held_bytes: 9 held, worker.max_held_bytes = 8"
+
+
+def is_full(router: ScriptedRouter, *workers: str) -> None:
+    for name in workers:
+        sends = beat(name, accepting=False)
+        router.receive(name, msgspec.structs.replace(sends, waits_for=WAITS_FOR))
+
+
+def test_groups_whose_workers_are_all_full_wait_and_are_told_so(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.worker("w1")
+    is_full(router, "w0", "w1")
+    router.asks(ask(1))
+    assert router.state(1) is GroupState.QUEUED
+    sends = []
+    for _ in range(STANDING_BEATS + 1):
+        is_full(router, "w0", "w1")
+        sends += router.advance(1, "c")
+    cause = f"over_budget: for 20 s no worker of env 'guess' has room; w0 waits for {WAITS_FOR}"
+    assert reasons(sends) == [cause]
+    assert router.group_scheduler.blocked_reasons.standing()[0].startswith("over_budget: ")
+    router.receive("w1", beat("w1"))
+    router.advance(0.5, "c")
+    assert router.group_scheduler.blocked_reasons.standing() == []
+    assert router.state(1) is GroupState.ASSIGNED
+
+
+def test_one_full_worker_beside_one_that_serves_is_no_cause(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.worker("w1")
+    router.asks(ask(1, n=8))
+    router.asks(ask(2, n=8))
+    router.asks(ask(3, n=8))
+    for _ in range(STANDING_BEATS + 1):
+        is_full(router, "w1")
+        assert not reasons(router.advance(1, "c"))
+        router.receive("w0", beat("w0", num_running=8))
+    assert router.state(3) is GroupState.QUEUED
+    assert router.group_scheduler.blocked_reasons.standing() == []
+
+
+def test_workers_that_are_replaced_are_no_cause(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.asks(ask(1, n=8))
+    router.asks(ask(2, n=8))
+    for pid in range(2, 6):
+        router.receive("w0", WorkerLeft("w0", "stopped"))
+        assert not reasons(router.advance(STANDING_S / 2, "c"))
+        router.worker("w0", pid=pid)
+        assert not reasons(router.advance(STANDING_S / 2, "w0", "c"))
+
+
+def test_what_a_worker_loads_is_no_cause(router: ScriptedRouter) -> None:
+    router.asks(ask(1))
+    router.receive("w0", msgspec.structs.replace(hello("w0"), loads_for_s=120.0))
+    assert not reasons(router.advance(STANDING_S + 1, "c"))
+    assert router.group_scheduler.blocked_reasons.standing() == []
+
+
+DEAD = "http://e is fenced: does not answer: connection refused"
+
+
+def test_while_no_engine_serves_that_is_the_only_cause_and_workers_are_not_asked_about(
+    router: ScriptedRouter,
+) -> None:
+    router.asks(ask(1, env="typo"))
+    router.group_scheduler.blocked_reasons.see_engines(DEAD)
+    assert not reasons(router.advance(STANDING_S, "c"))
+    sends = router.advance(1, "c")
+    assert reasons(sends) == [f"no engine serves: {DEAD} (for 20 s)"]
+    assert router.group_scheduler.blocked_reasons.standing() == [
+        f"no engine serves: {DEAD} (for 20 s)"
+    ]
+    assert len(reasons(router.advance(3 * TELL_S, "c"))) == 3
+    router.group_scheduler.blocked_reasons.see_engines("")
+    sends = router.advance(TELL_S, "c")
+    assert all(each.startswith("no worker has served env 'typo'") for each in reasons(sends))
+    assert reasons(sends)
+
+
+def test_a_group_that_runs_while_no_engine_serves_is_a_reason_to_tell_its_client(
+    router: ScriptedRouter,
+) -> None:
+    router.worker("w0")
+    router.asks(ask(1))
+    router.receive("w0", GroupStarted(group(1), 1))
+    router.group_scheduler.blocked_reasons.see_engines(DEAD)
+    sends = router.advance(STANDING_S + 1, "w0", "c")
+    [moved] = [each for each in only(sends, GroupMoved) if each.reason]
+    assert (moved.group_id, moved.state) == (group(1), GroupState.RUNNING)
+    assert moved.reason.startswith(f"no engine serves: {DEAD}")
+
+
+def test_an_engine_that_serves_nobody_while_nothing_is_asked_for_is_no_cause(
+    router: ScriptedRouter,
+) -> None:
+    router.group_scheduler.blocked_reasons.see_engines(DEAD)
+    router.advance(STANDING_S + 1, "c")
+    assert router.group_scheduler.blocked_reasons.standing() == []

@@ -1,0 +1,486 @@
+"""Workers die, fall silent, stall, drain and come back, and their groups with them.
+
+Relief: workers that are worn together leave one after the other.
+"""
+
+import msgspec
+import pytest
+
+from rollmesh.serve.router.membership import SUCCESSOR_S
+from rollmesh.serve.router.workers import WorkerHealth
+from rollmesh.wire.machine import Send, Ticked
+from rollmesh.wire.messages import (
+    RELIEVED,
+    AskDrain,
+    CancelGroup,
+    CancelRun,
+    DrainAnswered,
+    DrainWorker,
+    EnvFailed,
+    GroupDelivered,
+    GroupFailed,
+    GroupLost,
+    GroupMoved,
+    GroupStarted,
+    GroupState,
+    HeldGroup,
+    RouterHello,
+    RunGroup,
+    WorkerExited,
+    WorkerHello,
+    WorkerLeft,
+)
+from tests.unit.serve.router.scripted_router import (
+    ScriptedRouter,
+    ask,
+    beat,
+    group,
+    hello,
+    only,
+    running,
+)
+
+
+def test_group_runs_again_when_its_worker_dies(router: ScriptedRouter) -> None:
+    running(router)
+    router.worker("w1")
+    sends = router.advance(4, "w1", "c")
+    [run] = only(sends, RunGroup, "w1")
+    assert run.attempt == 2
+    assert router.holder(1) == "w1"
+    assert router.group_scheduler.table.num["workers_lost"] == 1
+
+
+def test_nothing_is_given_to_a_silent_worker(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.advance(4, "c")
+    assert not only(router.asks(ask(1)), RunGroup)
+
+
+def test_a_worker_that_beats_is_never_given_up(router: ScriptedRouter) -> None:
+    running(router)
+    router.advance(60, "w0", "c")
+    assert router.holder(1) == "w0"
+    assert router.group_scheduler.table.groups[group(1)].attempt == 1
+
+
+def test_a_group_that_fails_again_and_again_ends_at_its_bound(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.asks(ask(1))
+    failed: list[GroupFailed] = []
+    for attempt in (1, 2, 3):
+        assert router.holder(1) == "w0"
+        failed = only(router.receive("w0", GroupLost(group(1), attempt, "no ack")), GroupFailed)
+    [last] = failed
+    assert last.reason == "attempts_exhausted: 3 have begun; w0: no ack"
+    assert router.is_empty()
+
+
+def test_a_restarted_worker_process_lost_what_it_ran(router: ScriptedRouter) -> None:
+    running(router)
+    [run] = only(router.worker("w0", pid=2), RunGroup)
+    assert run.attempt == 2
+
+
+def test_a_worker_that_dials_again_keeps_what_it_runs(router: ScriptedRouter) -> None:
+    running(router)
+    sends = router.receive(b"another-route", hello("w0", HeldGroup(group(1), 1, False)))
+    assert not only(sends, RunGroup)
+    assert only(router.receive(b"another-route", GroupDelivered(group(1), 1)), GroupMoved)
+    assert router.is_empty()
+
+
+def test_a_thawed_worker_keeps_a_group_that_nobody_else_began(router: ScriptedRouter) -> None:
+    running(router)
+    router.advance(4, "c")
+    assert router.state(1) is GroupState.QUEUED
+    [moved] = only(router.receive("w0", beat("w0", num_running=4)), GroupMoved)
+    assert moved == GroupMoved(group(1), GroupState.RUNNING, 1, "w0")
+    [run] = only(router.advance(0.5, "w0"), RunGroup)
+    assert run.attempt == 1
+
+
+def test_a_thawed_worker_is_told_what_runs_elsewhere(router: ScriptedRouter) -> None:
+    running(router)
+    router.worker("w1")
+    cancels = only(router.advance(4, "w1", "c"), CancelRun, "w0")
+    assert [c.group_id for c in cancels] == [group(1)]
+    again = only(router.receive("w0", GroupStarted(group(1), 1)), CancelRun, "w0")
+    assert {cancel.group_id for cancel in again} == {group(1)}
+
+
+def test_a_thawed_worker_is_told_what_has_ended_meanwhile(router: ScriptedRouter) -> None:
+    running(router)
+    router.advance(4, "c")
+    router.receive("c", CancelGroup(group(1), "enough"))
+    assert only(router.receive("w0", beat("w0", 4)), CancelRun) == [
+        CancelRun(group(1), "it has ended")
+    ]
+
+
+def test_a_thawed_worker_that_says_what_it_holds_keeps_a_finished_result(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    router.worker("w1")
+    router.advance(4, "w1", "c")
+    assert router.holder(1) == "w1"
+    sends = router.receive("w0", hello("w0", HeldGroup(group(1), 1, True)))
+    assert not only(sends, CancelRun), "its sink takes the first that comes"
+
+
+def test_a_claim_stops_the_run_of_who_had_the_group_last(router: ScriptedRouter) -> None:
+    running(router)
+    router.advance(4, "c")
+    router.worker("w1")
+    assert router.holder(1) == "w1"
+    router.advance(4, "c")
+    sends = router.receive("w0", hello("w0", HeldGroup(group(1), 1, False)))
+    assert router.holder(1) == "w0"
+    assert only(sends, CancelRun, "w1") == [CancelRun(group(1), "w0 runs attempt 2")]
+
+
+def test_a_result_of_a_worker_given_up_ends_the_group_and_the_next_attempt(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    router.worker("w1")
+    router.advance(4, "w1", "c")
+    sends = router.receive("w0", GroupDelivered(group(1), 1))
+    assert only(sends, CancelRun, "w1")
+    assert only(sends, GroupMoved)[0].state is GroupState.DONE
+    assert router.is_empty()
+
+
+def test_a_router_that_slept_blames_nobody(router: ScriptedRouter) -> None:
+    running(router)
+    router.now_s += 100.0
+    router.group_scheduler.step(Ticked(), router.now_s)
+    assert router.state(1) is GroupState.RUNNING
+    router.advance(4, "c")
+    assert router.state(1) is GroupState.QUEUED
+
+
+def test_a_router_that_slept_notices_silence_as_soon_as_before(router: ScriptedRouter) -> None:
+    running(router)
+    router.now_s += 100.0
+    router.receive("w0", beat("w0"))
+    router.group_scheduler.step(Ticked(), router.now_s)
+    router.advance(4, "c")
+    assert router.state(1) is GroupState.QUEUED
+
+
+def test_a_lost_worker_is_forgotten_in_the_end(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.advance(5)
+    assert len(router.group_scheduler.membership.workers) == 1
+    router.advance(600)
+    assert len(router.group_scheduler.membership.workers) == 0
+
+
+# exits, stalls, drains
+
+
+def test_a_worker_whose_process_ended_is_gone_at_once(router: ScriptedRouter) -> None:
+    running(router)
+    router.worker("w1")
+    [run] = only(
+        router.receive("launch", WorkerExited("w0", 1, "killed by signal 9")), RunGroup, "w1"
+    )
+    assert run.attempt == 2
+    assert router.group_scheduler.membership.workers.get("w0") is None
+    assert router.group_scheduler.table.num["workers_lost"] == 1
+
+
+def test_what_an_ended_process_had_said_before_does_not_raise_it(router: ScriptedRouter) -> None:
+    running(router)
+    router.receive("launch", WorkerExited("w0", 1, "killed by signal 9"))
+    router.receive("w0", hello("w0"))
+    router.receive("w0", beat("w0"))
+    assert router.group_scheduler.membership.workers.get("w0") is None
+    router.worker("w0", pid=2)
+    assert router.holder(1) == "w0"
+
+
+def test_a_hello_that_is_heard_late_does_not_end_the_next_process(router: ScriptedRouter) -> None:
+    running(router)
+    router.worker("w0", pid=2)
+    router.receive("w0", hello("w0", HeldGroup(group(1), 1, False)))
+    worker = router.group_scheduler.membership.workers.get("w0")
+    assert worker is not None
+    assert worker.hello.pid == 2
+
+
+def test_a_clock_that_was_set_back_keeps_no_process_out(router: ScriptedRouter) -> None:
+    router.worker("w0", pid=5)
+    router.advance(4)
+    sends = router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=2.0))
+    assert only(sends, RouterHello, "w0")
+    again = msgspec.structs.replace(hello("w0", pid=6), started_s=2.0)
+    router.receive("w0", again)
+    worker = router.group_scheduler.membership.workers.get("w0")
+    assert worker is not None
+    assert (worker.hello.pid, worker.state) == (6, WorkerHealth.LIVE)
+
+
+def test_a_beat_of_a_new_process_does_not_raise_the_old_one(router: ScriptedRouter) -> None:
+    running(router)
+    router.advance(4, "c")
+    sends = router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=2.0))
+    assert only(sends, RouterHello, "w0"), "its hello is asked for"
+    assert router.state(1) is GroupState.QUEUED
+    router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=0.5))
+    assert router.state(1) is GroupState.QUEUED
+    router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=1.0))
+    assert router.state(1) is GroupState.RUNNING
+
+
+def test_a_new_process_of_the_same_pid_is_another_one(router: ScriptedRouter) -> None:
+    # As a container's, which is process 1 of its host in every incarnation.
+    running(router)
+    again = msgspec.structs.replace(hello("w0"), started_s=9.0)
+    [run] = only(router.receive("w0", again), RunGroup)
+    assert run.attempt == 2
+
+
+def test_a_container_that_is_killed_again_at_once_is_another_process_each_time(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    incarnations = [msgspec.structs.replace(hello("w0"), started_s=each) for each in (2.0, 3.0)]
+    router.receive("w0", incarnations[0])
+    [failed] = only(router.receive("w0", incarnations[1]), GroupFailed)
+    assert failed.reason.startswith("quarantined: 2 workers")
+    assert [each.hello.started_s for each in router.group_scheduler.membership.workers] == [3.0]
+
+
+def test_an_exit_that_is_heard_late_does_not_end_the_next_process(router: ScriptedRouter) -> None:
+    running(router)
+    router.worker("w0", pid=2)
+    router.receive("launch", WorkerExited("w0", 1, "out of memory"))
+    assert router.holder(1) == "w0"
+    [death] = router.group_scheduler.table.groups[group(1)].deaths
+    assert death.cause == "out of memory"
+
+
+def test_a_goodbye_that_is_heard_late_does_not_end_the_next_process(router: ScriptedRouter) -> None:
+    running(router)
+    router.worker("w0", pid=2)
+    assert router.holder(1) == "w0"
+    router.receive("w0", WorkerLeft("w0", "stopped", 1, 1.0))
+    assert router.holder(1) == "w0"
+    assert router.group_scheduler.membership.workers.get("w0") is not None
+
+
+def test_a_process_that_has_left_is_not_raised_by_what_it_had_said(router: ScriptedRouter) -> None:
+    router.receive("w0", WorkerLeft("w0", "stopped", 1, 1.0))
+    router.worker("w0")
+    assert router.group_scheduler.membership.workers.get("w0") is None
+    router.worker("w0", pid=2)
+    assert router.group_scheduler.membership.workers.get("w0") is not None
+
+
+def test_who_left_in_peace_has_killed_nothing_though_its_end_is_heard_first(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    router.receive("launch", WorkerExited("w0", 1, "exit code 0"))
+    assert router.group_scheduler.table.groups[group(1)].deaths
+    for _ in range(2):
+        router.receive("w0", WorkerLeft("w0", "stopped", 1, 1.0))
+    found = router.group_scheduler.table.groups[group(1)]
+    assert (found.deaths, found.attempt, found.tries) == ((), 1, 0)
+    [run] = only(router.worker("w0", pid=2), RunGroup)
+    assert run.attempt == 2
+
+
+def test_an_env_failure_that_is_heard_late_does_not_end_the_next_process(
+    router: ScriptedRouter,
+) -> None:
+    router.worker("w0", pid=2)
+    router.asks(ask(1))
+    router.receive("w0", EnvFailed("w0", "guess", "no module named x", 1, 1.0))
+    assert router.holder(1) == "w0"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        EnvFailed("w0", "guess", "no module named x", 2, 2.0),
+        msgspec.structs.replace(hello("w0", pid=2), loads_for_s=120.0),
+    ],
+)
+def test_a_process_that_does_not_serve_yet_tells_that_the_earlier_one_has_ended(
+    router: ScriptedRouter, message: EnvFailed | WorkerHello
+) -> None:
+    running(router)
+    router.worker("w1")
+    [run] = only(router.receive("w0", message), RunGroup, "w1")
+    assert run.attempt == 2
+    [death] = router.group_scheduler.table.groups[group(1)].deaths
+    assert (death.incarnation.pid, death.cause) == (1, "its process was replaced")
+
+
+def test_a_name_that_another_host_takes_accuses_no_group(router: ScriptedRouter) -> None:
+    # As a pod's that came back elsewhere: the one before may only be cut off.
+    router.asks(ask(1))
+    for pid in (1, 2, 3):
+        at = msgspec.structs.replace(hello("w0", pid=pid), host=f"node-{pid}")
+        assert not only(router.receive("w0", at), GroupFailed)
+    assert [death.is_certain for death in router.group_scheduler.table.groups[group(1)].deaths] == [
+        False
+    ] * 2
+    router.receive("launch", WorkerExited("w0", 1, "killed by signal 9"))
+    [failed] = only(router.receive("launch", WorkerExited("w0", 2, "out of memory")), GroupFailed)
+    assert failed.reason.endswith("(w0: killed by signal 9; w0: out of memory)")
+
+
+def test_a_stalled_worker_is_given_up_only_past_its_own_longer_limit(
+    router: ScriptedRouter,
+) -> None:
+    running(router)
+    router.worker("w1")
+    for lag_s in (1.0, 30.0, 59.0):
+        assert not only(router.receive("w0", beat("w0", 4, lag_s=lag_s)), RunGroup)
+    [run] = only(router.receive("w0", beat("w0", 4, lag_s=61.0)), RunGroup, "w1")
+    assert run.attempt == 2
+    worker = router.group_scheduler.membership.workers.get("w0")
+    assert worker is not None
+    assert worker.state is WorkerHealth.STALLED
+
+
+def test_a_stalled_worker_gets_nothing_until_its_loop_is_free(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.receive("w0", beat("w0", lag_s=61.0))
+    assert not only(router.asks(ask(1)), RunGroup)
+    assert not only(router.receive("w0", beat("w0", lag_s=70.0)), RunGroup)
+    assert only(router.receive("w0", beat("w0", lag_s=0.0)), RunGroup)
+
+
+def test_a_freed_loop_keeps_what_nobody_else_began(router: ScriptedRouter) -> None:
+    running(router)
+    router.receive("w0", beat("w0", 4, lag_s=61.0))
+    assert router.state(1) is GroupState.QUEUED
+    router.receive("w0", beat("w0", 4))
+    assert (router.state(1), router.holder(1)) == (GroupState.RUNNING, "w0")
+    assert router.group_scheduler.table.groups[group(1)].attempt == 1
+    assert router.group_scheduler.table.groups[group(1)].deaths == ()
+
+
+def test_a_stalled_worker_that_speaks_of_a_group_lives(router: ScriptedRouter) -> None:
+    running(router)
+    router.receive("w0", beat("w0", 4, lag_s=61.0))
+    router.receive("w0", GroupStarted(group(1), 1))
+    assert router.holder(1) == "w0"
+    worker = router.group_scheduler.membership.workers.get("w0")
+    assert worker is not None
+    assert worker.state is WorkerHealth.LIVE
+
+
+def test_a_drained_worker_finishes_and_gets_nothing_new(router: ScriptedRouter) -> None:
+    running(router)
+    sends = router.receive("cli", AskDrain(7, "w0", "to be moved"))
+    assert only(sends, DrainWorker, "w0") == [DrainWorker("to be moved")]
+    assert only(sends, DrainAnswered, "cli") == [DrainAnswered(7, True, "")]
+    assert not only(router.asks(ask(2)), RunGroup)
+    assert not only(router.advance(4, "w0", "c"), RunGroup)
+    assert router.holder(1) == "w0"
+
+
+def test_a_drain_is_said_again_until_a_beat_shows_it(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.receive("cli", AskDrain(7, "w0", ""))
+    assert only(router.advance(5, "w0"), DrainWorker)
+    worker = router.group_scheduler.membership.workers.get("w0")
+    assert worker is not None
+    router.receive("w0", msgspec.structs.replace(beat("w0"), state="draining"))
+    assert not only([s for _ in range(10) for s in silent(router)], DrainWorker)
+
+
+def silent(router: ScriptedRouter) -> list[Send]:
+    """Half a second in which the draining worker beats."""
+    router.now_s += 0.5
+    sends = router.receive("w0", msgspec.structs.replace(beat("w0"), state="draining"))
+    return sends + router.group_scheduler.step(Ticked(), router.now_s)
+
+
+def test_a_drain_of_nobody_names_who_is_there(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    [answer] = only(router.receive("cli", AskDrain(7, "w9", "")), DrainAnswered)
+    assert (answer.ask_id, answer.ok) == (7, False)
+    assert answer.error == "no worker 'w9'; there are: w0"
+
+
+def test_a_drain_of_a_lost_worker_says_so(router: ScriptedRouter) -> None:
+    router.worker("w0")
+    router.advance(4)
+    [answer] = only(router.receive("cli", AskDrain(7, "w0", "")), DrainAnswered)
+    assert answer.error == "w0 has not been heard for 4 s"
+
+
+@pytest.fixture
+def router() -> ScriptedRouter:
+    return ScriptedRouter()
+
+
+class Fleet:
+    """Workers that are worn; who is told to drain does, and stays until the test lets it go."""
+
+    def __init__(self, router: ScriptedRouter, number: int) -> None:
+        self.router = router
+        self.states = {f"w{each}": "worn" for each in range(number)}
+        for name in self.states:
+            router.worker(name)
+
+    def pass_by(self, seconds: float) -> list[str]:
+        """Advance the clock; return the workers that are asked to drain meanwhile."""
+        all_drained: list[str] = []
+        for _ in range(round(seconds / 0.5)):
+            sends: list[Send] = []
+            for name, state in self.states.items():
+                self.router.receive(name, msgspec.structs.replace(beat(name), state=state))
+            sends = self.router.advance(0.5)
+            drained = [name for name in self.states if only(sends, DrainWorker, name)]
+            assert {each.reason for each in only(sends, DrainWorker)} <= {RELIEVED}
+            self.states.update(dict.fromkeys(drained, "draining"))
+            all_drained += drained
+        return all_drained
+
+    def leaves(self, name: str) -> None:
+        del self.states[name]
+        self.router.receive(name, WorkerLeft(name, "recycled: 60 rollouts"))
+
+
+def test_one_that_is_alone_leaves_at_once(router: ScriptedRouter) -> None:
+    assert Fleet(router, 1).pass_by(1) == ["w0"]
+
+
+def test_of_two_the_second_waits_for_the_successor_of_the_first(router: ScriptedRouter) -> None:
+    fleet = Fleet(router, 2)
+    assert fleet.pass_by(10) == ["w0"]
+    fleet.leaves("w0")
+    assert fleet.pass_by(SUCCESSOR_S / 2) == []
+    router.worker("w0", pid=2)
+    fleet.states["w0"] = "serving"
+    assert fleet.pass_by(1) == ["w1"]
+
+
+def test_the_second_leaves_too_where_no_successor_comes(router: ScriptedRouter) -> None:
+    fleet = Fleet(router, 2)
+    fleet.pass_by(1)
+    fleet.leaves("w0")
+    assert fleet.pass_by(SUCCESSOR_S - 2) == []
+    assert fleet.pass_by(4) == ["w1"]
+
+
+def test_of_many_a_quarter_leaves_at_a_time(router: ScriptedRouter) -> None:
+    assert len(Fleet(router, 12).pass_by(10)) == 3
+
+
+def test_a_worker_of_another_environment_cannot_stand_in(router: ScriptedRouter) -> None:
+    fleet = Fleet(router, 2)
+    worker = fleet.router.group_scheduler.membership.workers.get("w1")
+    assert worker
+    other = msgspec.structs.replace(worker.hello, env="other")
+    router.receive("w1", msgspec.structs.replace(other, pid=7, started_s=7.0))
+    assert fleet.pass_by(1) == ["w0", "w1"]
