@@ -1,4 +1,4 @@
-"""Which renderer a folder gets, and what its import does not load."""
+"""Choice of the renderer of a model folder, and what its import does not load."""
 
 import subprocess
 import sys
@@ -9,22 +9,33 @@ import renderers
 from renderers.kimi_k25 import KimiK25Renderer
 
 from rollmesh.core.errors import ConfigError, ModelError
-from rollmesh.runtime.families import TemplateRenderer, chats_of, choose_family, refuse_processors
+from rollmesh.runtime.families import chats_of, choose_family, refuse_processors
 from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.runtime.tool_calls import CallStyle
 from rollmesh.testing.model_folder import write_model_folder
 
-
-def test_a_known_model_type_gets_its_family(model_folder: Path, tokenizer: Tokenizer) -> None:
-    family = choose_family(model_folder, "auto", tokenizer)
-    assert type(family.renderer).__name__ == "Qwen3Renderer"
-    assert family.style is CallStyle.JSON
+OWN_TEMPLATE = "{{ 'own template: ' }}{{ messages[0].content }}"
+OWN_PROMPT = "own template: hello"
+QWEN_PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_an_unknown_model_type_gets_the_folders_own_template(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path, model_type="never_heard_of")
-    family = choose_family(folder, "auto", load_tokenizer(folder))
-    assert isinstance(family.renderer, TemplateRenderer)
+def prompt_of(folder: Path, name: str = "auto") -> str:
+    """The text of a short chat in the format that is chosen for a folder."""
+    tokenizer = load_tokenizer(folder)
+    renderer = choose_family(folder, name, tokenizer).renderer
+    chat = [{"role": "user", "content": "hello"}]
+    return tokenizer.decode(renderer.render_ids(chat, tools=None, add_generation_prompt=True))
+
+
+def test_chats_of_a_known_model_type_are_in_its_familys_format(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, model_type="qwen3", chat_template=OWN_TEMPLATE)
+    assert prompt_of(folder) == prompt_of(folder, "qwen3") == QWEN_PROMPT
+    assert prompt_of(folder, "template") == OWN_PROMPT
+
+
+def test_chats_of_an_unknown_model_type_are_in_the_folders_own_format(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, model_type="unknown", chat_template=OWN_TEMPLATE)
+    assert prompt_of(folder) == OWN_PROMPT
 
 
 def test_a_family_never_loads_a_processor_that_runs_code_of_the_folder() -> None:
@@ -76,13 +87,15 @@ THINKS = "{{ '<|im_start|>assistant\\n<think>\\n' }}"
 MAY_THINK = "{{ '<|im_start|>assistant\\n' }}{{ '<think>\\n\\n</think>\\n\\n' }}"
 
 
-@pytest.mark.parametrize(("template", "is_family"), [(THINKS, False), (MAY_THINK, True)])
-def test_a_model_that_always_thinks_gets_its_own_template(
-    tmp_path: Path, template: str, is_family: bool
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [(THINKS, "<|im_start|>assistant\n<think>\n"), (MAY_THINK, QWEN_PROMPT)],
+)
+def test_chats_of_a_model_that_always_reasons_are_in_its_own_format(
+    tmp_path: Path, template: str, prompt: str
 ) -> None:
     folder = write_model_folder(tmp_path, model_type="qwen3", chat_template=template)
-    family = choose_family(folder, "auto", load_tokenizer(folder))
-    assert isinstance(family.renderer, TemplateRenderer) is not is_family
+    assert prompt_of(folder) == prompt
 
 
 def test_a_template_that_shows_calls_as_xml_is_read_so(tmp_path: Path) -> None:
