@@ -15,7 +15,7 @@ from rollmesh.runtime.session_deps import RuntimeCounters, SessionDeps, SessionO
 from rollmesh.runtime.session_log import EventWriter
 from rollmesh.runtime.shared_prefixes import SharedPrefixes
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.scribe_world import ListScribe
+from tests.unit.runtime.event_writer_world import ListScribe
 
 Message = dict[str, object]
 Say = Callable[[str], Sequence[int]]

@@ -1,4 +1,11 @@
-"""Messages by meaning, and what is refused."""
+"""Messages by meaning, and what is refused.
+
+Deltas fold to the answer, and calls come whole where they come in one piece.
+
+What a turn asks for.
+
+Replies as messages.
+"""
 
 import re
 
@@ -7,12 +14,19 @@ import pytest
 
 from rollmesh.core.errors import ConfigError, SessionError
 from rollmesh.runtime.chat import (
+    CallDelta,
     ChatMessage,
+    ParsedReply,
+    ToolCall,
+    ToolChoice,
+    Turn,
     compile_rotating,
     read_held,
     read_message,
     read_tools,
+    whole_calls,
 )
+from rollmesh.runtime.conversation import as_message
 from rollmesh.runtime.images import hold_image
 
 
@@ -193,3 +207,23 @@ def test_rotating_lines_of_a_system_text_mean_nothing() -> None:
 
     assert known("system", "Monday") == known("developer", "Sunday")
     assert known("user", "Monday") != known("user", "Sunday")
+
+
+def test_finished_calls_are_deltas_of_one_piece_each() -> None:
+    calls = [ToolCall("a", "f", "{}"), ToolCall("b", "g", '{"x": 1}')]
+    assert whole_calls(calls) == (CallDelta(0, "a", "f", "{}"), CallDelta(1, "b", "g", '{"x": 1}'))
+
+
+def test_calls_are_read_only_where_tools_are_offered_and_allowed() -> None:
+    assert not Turn(messages=[]).reads_calls
+    assert Turn(messages=[], tools=b"[{}]").reads_calls
+    assert not Turn(messages=[], tools=b"[{}]", tool_choice=ToolChoice("none")).reads_calls
+
+
+def test_a_reply_reads_back_as_the_message_it_makes() -> None:
+    message = as_message(ParsedReply("x", "because", (ToolCall("c1", "f", '{"a": 1}'),)))
+    raw = message.as_json()
+    assert b'"reasoning_content":"because"' in raw
+    assert read_message(raw, 0) == message
+    assert message.tool_calls is not None
+    assert message.tool_calls[0].parsed_arguments() == {"a": 1}

@@ -11,8 +11,12 @@ from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase
-from tests.unit.runtime.legs_bench import PAUSES, TO_THE_END, Bench
-from tests.unit.runtime.legs_bench import engine as engine  # the fixture
+from tests.unit.runtime.sampler_bench import (
+    PAUSES,
+    TO_THE_END,
+    Bench,
+)
+from tests.unit.runtime.sampler_bench import engine as engine  # the fixture
 
 PLACES = 8
 SENT = 9

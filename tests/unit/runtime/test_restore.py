@@ -17,8 +17,8 @@ from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.testing.model_folder import CHAT_TEMPLATE, write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.random_talks import RandomTalks
-from tests.unit.runtime.scribe_world import ListScribe
+from tests.unit.runtime.event_writer_world import ListScribe
+from tests.unit.runtime.random_chats import RandomTalks
 from tests.unit.runtime.session_world import (
     MORE,
     TOOLS,

@@ -1,10 +1,34 @@
-"""The session's policy over the agent's wishes."""
+"""The session's policy over the agent's wishes.
+
+What a generation puts up with, and what it says when it does no more.
+"""
 
 import msgspec
 
+from rollmesh.core.errors import EngineError, EngineOverloaded, EngineUnavailable
 from rollmesh.core.types import EVAL_SAMPLING, SamplingParams, SamplingPolicy
 from rollmesh.runtime.chat import RequestedSampling
-from rollmesh.runtime.sampling import derive_seed, resolve
+from rollmesh.runtime.generation import GenerationState
+from rollmesh.runtime.generation_events import (
+    AttemptFailed,
+    AvoidEngine,
+    EngineChosen,
+    ReaderLeft,
+    ReportFault,
+)
+from rollmesh.runtime.sampling import (
+    MAX_QUOTED_CHARS,
+    GenerationSettings,
+    RetryState,
+    derive_seed,
+    resolve,
+)
+from rollmesh.testing.engine import ScriptedEngine, endless_token
+from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
+from rollmesh.wire.machine import Ticked
+from tests.unit.runtime.generation_bench import ENGINE, running
+from tests.unit.runtime.generation_world import ABORT
+from tests.unit.runtime.sampler_bench import TO_THE_END, Bench
 
 ASK = RequestedSampling(temperature=0.0, top_p=0.5, seed=1, frequency_penalty=1.0, max_tokens=9)
 
@@ -53,3 +77,158 @@ def test_seeds_differ_by_ask_rollout_and_generation_and_fit_63_bits() -> None:
 def test_params_go_over_the_wire_as_they_are() -> None:
     got = params(SamplingPolicy(), ASK)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(got), type=SamplingParams) == got
+
+
+A, B = ("http://a", "i1"), ("http://b", "i1")
+SICK_S = GenerationSettings().sick_s
+OOPS = "http://a: HTTP 500: oops"
+
+
+def patience() -> RetryState:
+    return RetryState(GenerationSettings())
+
+
+def fault(of: RetryState, life: tuple[str, str], now_s: float) -> EngineError | None:
+    return of.on_fault(life, OOPS, now_s) or of.on_cut(False, now_s)
+
+
+def test_a_lone_engine_that_stays_sick_is_given_up_in_its_own_words() -> None:
+    mine = patience()
+    assert [fault(mine, A, now_s) for now_s in (5.0, 5.0, 5.0 + SICK_S - 0.1)] == [None] * 3
+    error = fault(mine, A, 5.0 + SICK_S)
+    assert f"(last: {OOPS})" in str(error)
+    assert "/healthz" in str(error)
+
+
+def test_an_engine_that_is_new_or_was_restarted_gets_a_try() -> None:
+    mine = patience()
+    assert [fault(mine, A, now_s) for now_s in (0.0, 1.0)] == [None, None]
+    assert fault(mine, B, 10.0) is None
+    assert fault(mine, ("http://a", "i2"), 20.0) is None
+    assert fault(mine, B, 20.0) is not None
+
+
+def test_a_token_makes_faults_good_again() -> None:
+    mine = patience()
+    fault(mine, A, 0.0)
+    mine.on_cut(True, 10.0)
+    assert fault(mine, A, 10.0) is None
+    assert fault(mine, A, 10.0 + SICK_S) is not None
+
+
+def test_cuts_that_are_nobodys_fault_may_go_on_for_long() -> None:
+    mine = patience()
+    told = [mine.on_cut(False, 10.0 * n) for n in range(17)]
+    assert told[:16] == [None] * 16
+    assert "no engine made progress" in str(told[16])
+
+
+def test_full_queues_are_overload_unless_tokens_or_faults_come_between() -> None:
+    mine = patience()
+    assert [mine.on_full_queue("full") for _ in range(8)] == [None] * 8
+    mine.on_tokens()
+    assert [mine.on_full_queue("full") for _ in range(8)] == [None] * 8
+    fault(mine, A, 0.0)
+    assert [mine.on_full_queue("full") for _ in range(8)] == [None] * 8
+    assert isinstance(mine.on_full_queue("full"), EngineOverloaded)
+
+
+def test_what_keeps_engines_away_is_said_within_bounds() -> None:
+    mine = patience()
+    assert "no engine is ready" in str(mine.without_engine())
+    fault(mine, A, 0.0)
+    assert f"no engine is ready (last: {OOPS})" in str(mine.without_engine())
+    mine.on_missing("http://a: joining, connection refused" + "x" * 1000)
+    told = str(mine.without_engine())
+    assert "(last: http://a: joining, connection refused" in told
+    assert len(told) < MAX_QUOTED_CHARS + 150
+    mine.on_missing("")
+    assert "connection refused" in str(mine.without_engine())
+
+
+# as the machine asks it
+
+
+def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
+    bench = running()
+    for attempt in range(17):
+        assert bench.machine.error is None
+        bench.sample(attempt, finish=ABORT)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert bench.machine.state is GenerationState.VOID
+    assert isinstance(bench.machine.error, EngineUnavailable)
+
+
+def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
+    bench = running()
+    for attempt in range(3):
+        assert bench.machine.error is None
+        bench.step(AttemptFailed(attempt, "http://a: HTTP 500: oops", "broke"))
+        assert bench.said(ReportFault)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert bench.machine.state is GenerationState.VOID
+    assert "last: http://a: HTTP 500: oops" in str(bench.machine.error)
+
+
+def test_an_engine_that_is_parked_with_or_restarted_is_not_given_up() -> None:
+    bench = running()
+    bench.step(AttemptFailed(0, "cut"))
+    bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
+    bench.step(AttemptFailed(1, "cut"))
+    assert bench.machine.error is None
+    bench.step(Ticked(), after_s=60.0)
+    bench.step(ENGINE)
+    bench.step(ReaderLeft())
+    bench.step(AttemptFailed(2, "cut"))
+    assert bench.machine.state is GenerationState.PARKED
+
+
+def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
+    bench = running(images=("https://nowhere/a.png",))
+    for attempt in range(2):
+        bench.step(AttemptFailed(attempt, "HTTP 500: oops", "broke"))
+        assert bench.said(AvoidEngine)
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    bench.step(AttemptFailed(2, "HTTP 500: oops", "broke"))
+    assert bench.said(ReportFault) == []
+    assert bench.machine.state is GenerationState.VOID
+    assert "HTTP 500: oops" in str(bench.machine.error)
+
+
+def test_a_resumed_leg_that_breaks_at_its_images_fences_nobody_either() -> None:
+    """An address may lead nowhere by then, or the model has written the mark of an image."""
+    bench = running(images=("https://gone/a.png",))
+    bench.sample(0, 1, finish=ABORT)
+    for attempt in range(1, 4):
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+        bench.step(AttemptFailed(attempt, "HTTP 500: oops", "broke"))
+        assert bench.said(ReportFault) == []
+    assert "HTTP 500: oops" in str(bench.machine.error)
+
+
+def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
+    bench = running()
+    for attempt in range(9):
+        assert bench.machine.error is None
+        bench.step(AttemptFailed(attempt, "http://a: the queue is full", "overloaded"))
+        bench.step(Ticked(), after_s=1.0)
+        bench.step(ENGINE)
+    assert isinstance(bench.machine.error, EngineOverloaded)
+    assert str(bench.machine.error) == "http://a: the queue is full"
+    assert bench.now_s < 10.0
+
+
+async def test_turn_of_a_session_of_another_run_is_not_held_up() -> None:
+    async with ScriptedEngine(endless_token) as engine:
+        bench = Bench(engine)
+        row = EngineRow(engine.url, "i1", EnginePhase.READY, int(engine.weight_version))
+        bench.view.update(FleetChanged(bench.epoch + 1, (row,), row.policy_version), "router")
+        generation = bench.start(min_policy_version=row.policy_version + 1)
+        await generation.wait(TO_THE_END)
+        assert isinstance(generation.error, EngineUnavailable)
+        assert "was of another run" in str(generation.error)
+        await bench.sampler.close()

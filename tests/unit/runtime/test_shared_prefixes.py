@@ -21,7 +21,7 @@ from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.history_world import Held
 from tests.unit.runtime.history_world import turn as history_turn
-from tests.unit.runtime.random_talks import RandomTalks
+from tests.unit.runtime.random_chats import RandomTalks
 from tests.unit.runtime.session_world import (
     MORE,
     SYSTEM,

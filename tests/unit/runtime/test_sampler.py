@@ -27,8 +27,14 @@ from rollmesh.testing.faults import Fault
 from rollmesh.wire.fleet import EnginePhase, FleetChanged
 from tests.shortage import no_descriptor_left
 from tests.unit.engine.http_peer import Unread
-from tests.unit.runtime.legs_bench import PAUSES, TO_THE_END, Bench, expected, until
-from tests.unit.runtime.legs_bench import engine as engine  # the fixture
+from tests.unit.runtime.sampler_bench import (
+    PAUSES,
+    TO_THE_END,
+    Bench,
+    expected,
+    until,
+)
+from tests.unit.runtime.sampler_bench import engine as engine  # the fixture
 
 
 @pytest.fixture

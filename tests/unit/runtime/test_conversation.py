@@ -1,27 +1,44 @@
-"""Replies that are gone on from by name, leads, counts: what a session holds of its talks."""
+"""Replies that are gone on from by name, leads, counts: what a session holds of its talks.
+
+Prompts as JSON, extended in place.
+
+Prompts that are no chats.
+
+What an agent shows back of a turn that stalled, and what it is answered with.
+"""
 
 import asyncio
+import random
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 import pytest
 
 from rollmesh.core.errors import SessionError
-from rollmesh.runtime.chat import ToolChoice, Turn
-from rollmesh.runtime.conversation import Conversation, Prompt
+from rollmesh.core.types import EVAL_SAMPLING, SamplingParams
+from rollmesh.runtime.chat import RequestedSampling, ToolChoice, Turn
+from rollmesh.runtime.conversation import KEPT_FROM_TOKENS, Conversation, Prompt, PromptJson, encode
 from rollmesh.runtime.forks import ForkCause
 from rollmesh.runtime.history import MESSAGE_NODE_BYTES
 from rollmesh.runtime.images import hold_image
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
-from rollmesh.runtime.token_graph import NODE_BYTES, ROOT, reasons_of, sample_paths
+from rollmesh.runtime.token_graph import (
+    NODE_BYTES,
+    ROOT,
+    Sampled,
+    TokenGraph,
+    reasons_of,
+    sample_paths,
+)
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.random_talks import RandomTalks
+from tests.unit.runtime.random_chats import RandomTalks
 from tests.unit.runtime.session_world import (
     MORE,
     SYSTEM,
+    TO_THE_END,
     TOOLS,
     USER,
     Message,
@@ -300,3 +317,218 @@ async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_t
     assert claimed == [row for row, reason in enumerate(reasons) if not reason]
     sampled = [row for row, node in enumerate(nodes) if node.sampled and node.num_tokens]
     assert {reasons[row] for row in sampled} <= {"", "void", "superseded"}
+
+
+def grow(graph: TokenGraph, parent: int, chance: random.Random) -> int:
+    """A sampled turn and the context behind it; returns the latter."""
+    ids = [chance.randrange(150_000) for _ in range(chance.randrange(1, 40))]
+    params = SamplingParams(max_tokens=1)
+    node = graph.add_sampled(parent, Sampled(ids, [0.0] * len(ids), (), params, "stop"))
+    return graph.add_context(node, [chance.randrange(150_000) for _ in range(chance.randrange(9))])
+
+
+def test_the_text_is_that_of_the_path_whatever_was_asked_before() -> None:
+    chance = random.Random(3)
+    graph, text = TokenGraph(), PromptJson()
+    first = graph.add_context(ROOT, range(KEPT_FROM_TOKENS + 1))
+    ends = [first, graph.add_context(ROOT, range(7))]
+    for _ in range(200):
+        node = ends[-1] if chance.random() < 0.7 else chance.choice(ends)
+        node = grow(graph, node, chance) if chance.random() < 0.8 else node
+        ends.append(node)
+        assert bytes(text.of(graph, node)) == encode(graph.path_ids(node))
+
+
+def test_a_text_that_is_still_being_sent_does_not_change() -> None:
+    chance = random.Random(4)
+    graph, text = TokenGraph(), PromptJson()
+    node = graph.add_context(ROOT, range(KEPT_FROM_TOKENS))
+    sending = text.of(graph, node)
+    before = bytes(sending)
+    after = grow(graph, node, chance)
+    assert bytes(text.of(graph, after)) == encode(graph.path_ids(after))
+    assert bytes(sending) == before
+
+
+def test_a_short_prompt_is_not_kept() -> None:
+    graph, text = TokenGraph(), PromptJson()
+    node = graph.add_context(ROOT, [5, 6, 7])
+    assert text.of(graph, node) == b"5,6,7"
+
+
+def raw(text: str = "", ids: tuple[int, ...] | None = None) -> Turn:
+    prompt_text = None if ids is not None else text
+    return Turn(messages=[], prompt_ids=ids, prompt_text=prompt_text, digest=hash((text, ids)))
+
+
+async def test_a_raw_prompt_is_its_text_and_nothing_else(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say
+) -> None:
+    sampler = ScriptedSampler([say(" <think> 4 ")])
+    session = open_session(sampler, prompts)
+    _, answer = await call(session, raw("I guess"))
+    assert list(sampler.requests[0].prompt_ids) == tokenizer.encode("I guess")
+    assert answer.content == " <think> 4 "
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_a_raw_prompt_that_repeats_held_tokens_goes_on_from_them(
+    prompts: Prompts, tokenizer: Tokenizer, say: Say, as_ids: bool
+) -> None:
+    letters = [i for char in " higher" for i in tokenizer.encode(char)]
+    sampler = ScriptedSampler(None)
+    session = open_session(sampler, prompts)
+    prompt = tokenizer.encode("I guess")
+    first = raw(ids=tuple(prompt)) if as_ids else raw("I guess")
+    (reply,) = await session.attach(first)
+    sampler.generations[0].end(*letters, reason="length")
+    session.finish(reply)
+    session.delivered(reply)
+    more = tokenizer.encode(" lower")
+    second = raw(ids=(*prompt, *letters, *more)) if as_ids else raw("I guess higher lower")
+    await session.attach(second)
+    assert list(sampler.requests[1].prompt_ids) == [*prompt, *letters, *more]
+    session.seal("done")
+    assert [row.parent for row in session.record().nodes][:3] == [-1, 0, 1]
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_the_longest_line_that_a_prompt_repeats_is_gone_on_from(
+    prompts: Prompts, tokenizer: Tokenizer, as_ids: bool
+) -> None:
+    """A newer answer may be a beginning of an older line."""
+    texts = ["I guess", " higher", " or", " lower", " hi", " end"]
+    ids = {text: tokenizer.encode(text) for text in texts}
+    ids[" hi"] = ids[" higher"][:1]
+    texts[4] = tokenizer.decode(ids[" hi"])
+
+    def asked(*parts: str) -> Turn:
+        whole = tuple(i for part in parts for i in ids[part])
+        return raw(ids=whole) if as_ids else raw("".join(parts))
+
+    sampler = ScriptedSampler(None)
+    session = open_session(sampler, prompts)
+    for parts, text in [
+        (texts[:1], " higher"),
+        (texts[:3], " lower"),
+        (texts[:1], " hi"),
+        (["I guess", " higher", " or", " lower", " end"], " end"),
+    ]:
+        (reply,) = await session.attach(asked(*parts))
+        sampler.generations[-1].end(*ids[text], reason="length")
+        session.finish(reply)
+        session.delivered(reply)
+    session.seal("done")
+    assert [row.parent for row in session.record().nodes] == [-1, 0, 1, 2, 0, 3, 5]
+
+
+async def test_a_prompt_without_a_token_is_refused(prompts: Prompts) -> None:
+    with pytest.raises(SessionError, match="prompt: expected") as caught:
+        await open_session(ScriptedSampler(), prompts).attach(raw(""))
+    assert caught.value.status == 400
+
+
+async def test_the_same_raw_prompt_is_held_once(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+    await call_all(session, raw("x"))
+    await call_all(session, raw("x"))
+    assert trained(session) == [(0, True, "stop"), (0, False, "stop")]
+
+
+async def test_ids_that_the_model_has_not_are_refused(prompts: Prompts) -> None:
+    session = open_session(ScriptedSampler(), prompts)
+    for ids in ((), (-1,), (prompts.vocab_size,)):
+        with pytest.raises(SessionError, match="prompt: expected token ids") as caught:
+            await session.attach(raw(ids=ids))
+        assert caught.value.status == 400
+
+
+BEGUN = "<think>\nhm\n</think>\n\n4"
+REST = ' or 5\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>'
+
+
+def shown(reasoning: str, text: str = "", **more: object) -> Message:
+    return {"role": "assistant", "content": text, "reasoning_content": reasoning, **more}
+
+
+class Stalled:
+    """A session whose first turn stalled after BEGUN; its reader has left."""
+
+    def __init__(self, prompts: Prompts, tokenizer: Tokenizer) -> None:
+        self.sampler = ScriptedSampler()
+        self.session: Session = open_session(self.sampler, prompts, sampling=EVAL_SAMPLING)
+        self.tokens: Sequence[int] = tokenizer.encode(BEGUN)
+        self.rest: Sequence[int] = tokenizer.encode(REST)
+
+    async def start(self) -> "Stalled":
+        (self.reply,) = await self.session.attach(turn(USER, tools=TOOLS))
+        self.reply.join()
+        self.sampler.generations[0].show(*self.tokens)
+        self.reply.leave()
+        return self
+
+    async def is_resumed_by(self, *echo: Message, **fields: object) -> bool:
+        asked = turn(USER, *echo, tools=TOOLS)
+        (reply,) = await self.session.attach(with_fields(asked, **fields) if fields else asked)
+        return reply is self.reply
+
+
+@pytest.fixture
+async def stalled(prompts: Prompts, tokenizer: Tokenizer) -> Stalled:
+    return await Stalled(prompts, tokenizer).start()
+
+
+async def test_a_turn_that_is_shown_back_as_far_as_it_was_finished_goes_on(
+    stalled: Stalled,
+) -> None:
+    """Codex puts finished items of a stalled turn into its next request, again and again."""
+    session = stalled.session
+    for echo in (shown("hm"), shown("hm\nhm")):
+        assert await stalled.is_resumed_by(echo)
+    stalled.reply.join()
+    stalled.sampler.generations[0].end(*stalled.rest)
+    await stalled.reply.wait(TO_THE_END)
+    answer = session.finish(stalled.reply)
+    assert (answer.reasoning, answer.content, len(answer.tool_calls)) == ("hm", "4 or 5", 1)
+    assert await stalled.is_resumed_by(shown("hm", "4 or 5"))
+    session.delivered(stalled.reply)
+    (made,) = answer.tool_calls
+    call = {"id": made.id, "function": {"name": made.name, "arguments": made.arguments}}
+    result: Message = {"role": "tool", "tool_call_id": made.id, "content": "6"}
+    merged = shown("hm\nhm\nhm", "4 or 54 or 5", tool_calls=[call])
+    await session.attach(turn(USER, merged, result, tools=TOOLS))
+    exact = [*stalled.reply.prompt_ids(), *stalled.tokens, *stalled.rest]
+    assert list(stalled.sampler.requests[1].prompt_ids)[: len(exact)] == exact
+    assert session.fork_report().forks == []
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        [shown("other")],
+        [said("4")],  # a text that may go on: a prefill looks alike
+        [shown("hm", "4")],
+        [shown("hm"), MORE],
+        [MORE],
+        [],
+    ],
+)
+async def test_what_was_not_finished_of_the_turn_is_no_resend_of_it(
+    stalled: Stalled, echo: list[Message]
+) -> None:
+    assert await stalled.is_resumed_by(*echo) == (not echo)
+
+
+async def test_a_turn_that_is_asked_otherwise_is_another(stalled: Stalled) -> None:
+    assert not await stalled.is_resumed_by(shown("hm"), sampling=RequestedSampling(temperature=0.5))
+
+
+async def test_a_delivered_turn_is_not_given_to_one_that_goes_on_from_its_reasoning(
+    stalled: Stalled,
+) -> None:
+    stalled.reply.join()
+    stalled.sampler.generations[0].end(*stalled.rest)
+    await stalled.reply.wait(TO_THE_END)
+    stalled.session.finish(stalled.reply)
+    stalled.session.delivered(stalled.reply)
+    assert not await stalled.is_resumed_by(shown("hm"))

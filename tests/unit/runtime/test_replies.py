@@ -1,4 +1,9 @@
-"""Choices, and what a turn that is sent again is answered with."""
+"""The names of a session's answers.
+
+Choices, and what a turn that is sent again is answered with.
+
+Equal requests: which share an answer, and which of two answers stands.
+"""
 
 import contextlib
 import gc
@@ -29,6 +34,28 @@ from tests.unit.runtime.session_world import (
     turn,
     with_fields,
 )
+
+
+async def test_an_answer_is_known_by_its_replys_name_and_by_its_number(
+    prompts: Prompts, say: Say
+) -> None:
+    session = open_session(ScriptedSampler([say("4"), say("5")]), prompts)
+    first, answer = await call(session, turn(USER))
+    second, _ = await call(session, turn(USER, said(answer.content), MORE))
+    for reply in (first, second):
+        assert session.node_of(reply.head.id) == session.node_of(reply.node) == reply.node
+    assert first.node != second.node
+
+
+async def test_no_name_leads_to_a_call_that_has_no_answer_yet_nor_to_anothers(
+    prompts: Prompts,
+) -> None:
+    session = open_session(ScriptedSampler(None), prompts)
+    (waiting,) = await session.attach(turn(USER))
+    own = session.session_id
+    for name in (waiting.head.id, f"{own}-1", f"{own}--1", f"{own}-\u00b2", own, "", "s_other-0"):
+        with pytest.raises(SessionError, match="not found"):
+            session.node_of(name)
 
 
 async def test_choices_are_siblings_of_one_context_with_their_own_seeds(
@@ -296,3 +323,50 @@ async def test_likeliest_tokens_are_kept_for_the_newest_replies_alone(
         session.delivered(reply)
         replies.append(reply)
     assert [len(reply.top_logprobs()) for reply in replies] == [0, *[1] * MAX_LISTED]
+
+
+async def test_the_same_body_attaches_while_it_is_undelivered(prompts: Prompts, say: Say) -> None:
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts)
+    (one,), (two,) = await session.attach(turn(USER)), await session.attach(turn(USER))
+    assert one is two
+    sampler.generations[0].end(*say("4"))
+    assert session.finish(one) == session.finish(two)
+    assert session.num_calls == 1
+
+
+async def test_a_marked_retry_after_delivery_is_answered_again(prompts: Prompts, say: Say) -> None:
+    session = open_session(ScriptedSampler([say("4")]), prompts)
+    first, answer = await call(session, turn(USER))
+    assert first.answer is None  # it is parsed again from its tokens
+    again, same = await call(session, turn(USER, is_retry=True))
+    assert again is first
+    assert same == answer
+    assert session.num_calls == 1
+
+
+async def test_the_same_body_after_delivery_is_a_sibling_that_supersedes(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5")])
+    session = open_session(sampler, prompts)
+    await call(session, turn(USER))
+    _, answer = await call(session, turn(USER))
+    assert answer.content == "5"
+    session.seal("done")
+    rows = [(n.parent, n.superseded) for n in session.record().nodes if n.sampled]
+    assert rows == [(0, True), (0, False)]
+    assert sampler.requests[0].params.seed != sampler.requests[1].params.seed
+
+
+async def test_a_request_that_is_asked_again_is_sampled_after_the_same_tokens(
+    prompts: Prompts, say: Say
+) -> None:
+    sampler = ScriptedSampler([say("4"), say("5"), say("4"), say("6")])
+    session = open_session(sampler, prompts)
+    for asked in (turn(USER), turn(USER, said("4"), MORE)) * 2:
+        await call(session, asked)
+    before, again = sampler.requests[1], sampler.requests[3]
+    assert list(before.prompt_ids) == list(again.prompt_ids)
+    session.seal("done")
+    assert len([node for node in session.record().nodes if not node.sampled]) == 2

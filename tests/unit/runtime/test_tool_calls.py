@@ -1,6 +1,10 @@
-"""Calls are read while they are written, and what is told of one folds to JSON."""
+"""Calls are read while they are written, and what is told of one folds to JSON.
+
+Stop strings over token boundaries, chunks and legs.
+"""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from renderers.parsing import _parse_xml_tool_calls
 
+from rollmesh.runtime.generation_events import StopHit
 from rollmesh.runtime.tool_calls import (
     CallParser,
     CallStyle,
     JsonCall,
+    StopStrings,
     XmlCall,
     arguments_text,
     call_opening,
@@ -150,3 +156,44 @@ def test_tools_that_cannot_be_read_declare_nothing(tools: bytes) -> None:
 def test_half_a_surrogate_pair_leaves_as_it_was_written() -> None:
     assert arguments_text("\ud800") == '"\\ud800"'
     assert arguments_text({"a": "\ud800"}) == '{"a": "\\ud800"}'
+
+
+class Letters:
+    """Token n is the n-th letter of the alphabet."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in token_ids)
+
+
+def ids(text: str) -> list[int]:
+    return [ord(char) - ord("a") for char in text]
+
+
+def matcher(*stops: str) -> StopStrings:
+    return StopStrings(stops, Letters())
+
+
+def test_hit_names_the_token_that_completes_the_stop() -> None:
+    assert matcher("end").push(ids("theendofit")) == StopHit(6, "end")
+
+
+def test_stop_may_begin_in_one_push_and_end_in_another() -> None:
+    stops = matcher("stop")
+    assert stops.push(ids("xxst")) is None
+    assert stops.push(ids("o")) is None
+    assert stops.push(ids("pyy")) == StopHit(6, "stop")
+
+
+def test_earliest_completion_wins_among_several_stops() -> None:
+    assert matcher("bcd", "bc").push(ids("abcd")) == StopHit(3, "bc")
+
+
+def test_no_stop_string_never_hits() -> None:
+    assert matcher("").push(ids("abc")) is None
+    assert matcher("zz").push(ids("abcz")) is None
+
+
+def test_one_letter_stop_hits_although_nothing_is_remembered() -> None:
+    stops = matcher("z")
+    assert stops.push(ids("abc")) is None
+    assert stops.push(ids("z")) == StopHit(4, "z")

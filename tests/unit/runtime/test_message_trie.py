@@ -1,0 +1,288 @@
+"""What a walk keeps of a request, and that nothing of it is kept when its turn has begun.
+
+Arrays that begin like one seen before.
+
+Keys are the same in every process, whatever its hash is salted with.
+
+What was read of units that show images is known again, wherever the unit stands then.
+"""
+
+import asyncio
+import base64
+import gc
+import os
+import subprocess
+import sys
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+
+from rollmesh.runtime.chat import ChatMessage, Turn, read_message
+from rollmesh.runtime.message_trie import (
+    MAX_PREFIX_HASHES,
+    MAX_UNITS,
+    MIN_UNIT_BYTES,
+    TAIL_BYTES,
+    Lookup,
+    Match,
+    MessageNode,
+    ParseCache,
+    PrefixIndex,
+    key_of,
+    read_chat,
+    split_array,
+    unit_key,
+)
+from rollmesh.runtime.prompts import Prompts
+from rollmesh.testing.sampler import ScriptedSampler
+from tests.unit.runtime.history_world import Held, array_turn
+from tests.unit.runtime.session_world import MORE, SYSTEM, USER, Message, Say, open_session, said
+
+NUM_WORDS = 10_000
+LONG: Message = {"role": "user", "content": [{"type": "text", "text": "word " * NUM_WORDS}]}
+
+
+def test_units_that_were_passed_are_let_go() -> None:
+    held = Held()
+    _, context = held.ask(array_turn(SYSTEM, USER))
+    held.say(context, said("4"))
+    match, _ = held.ask(array_turn(SYSTEM, USER, said("4"), MORE))
+    lookup = match.lookup
+    assert (lookup.num_units, lookup.units, lookup.pending) == (4, [msgspec.json.encode(MORE)], {})
+
+
+def test_a_unit_that_cannot_be_read_is_named_by_its_place_in_the_array() -> None:
+    held = Held()
+    _, context = held.ask(array_turn(SYSTEM, USER))
+    held.say(context, said("4"))
+    bad: Message = {"role": "nobody"}
+    for known in (1, 2):
+        with pytest.raises(Exception, match=r"^messages\[4\]: unknown role 'nobody'"):
+            held.ask(array_turn(SYSTEM, USER, said("4"), MORE, bad))
+        assert held.ask(array_turn(SYSTEM, USER, said("4"), MORE))[0].is_held is (known == 2)
+
+
+@pytest.mark.parametrize("is_array", [False, True])
+async def test_nothing_of_a_request_is_held_while_its_turn_is_sampled(
+    prompts: Prompts, say: Say, is_array: bool
+) -> None:
+    """In a session's first turn, in a thread for its length, and in one that extends it."""
+    sampler = ScriptedSampler()
+    session = open_session(sampler, prompts, 10**6)
+    history: list[Message] = [SYSTEM, LONG]
+    for answer in ("4", "5"):
+        units = [msgspec.json.encode(message) for message in history]
+        kept = b"[%b]" % b",".join(units) if is_array else units[-1]
+        asked = Turn(messages_raw=kept, messages=[]) if is_array else Turn(messages=units)
+        with ThreadPoolExecutor() as threads:
+            asyncio.get_running_loop().set_default_executor(threads)
+            (reply,) = await session.attach(asked)
+        await asyncio.sleep(0)  # what it awaited stands on the loop's stack until it does
+        reply.join()
+        del asked, units
+        gc.collect()
+        num_references = sys.getrefcount(kept)
+        assert num_references == 2
+        assert not [each for each in gc.get_objects() if type(each) in (Lookup, Match)]
+        sampler.generations[-1].end(*say(answer))
+        session.finish(reply)
+        session.delivered(reply)
+        reply.leave()
+        history += [said(answer), LONG]
+
+
+START, END = MessageNode(None, b""), MessageNode(None, b"{}")
+
+
+def test_an_array_that_goes_on_is_known_by_its_beginning() -> None:
+    prefixes = PrefixIndex()
+    prefixes.add(None, START, b'[{"a":1}]', END, 1)
+    found = prefixes.find(START, b'[{"a":1}, {"b":2}]')
+    assert found is not None
+    assert found.end is END
+    assert list(found.rest(b'[{"a":1}, {"b":2}]')) == [b'{"b":2}']
+    assert list(found.rest(b'[{"a":1}]')) == []
+
+
+def test_other_beginnings_and_other_starts_are_not_known() -> None:
+    prefixes = PrefixIndex()
+    prefixes.add(None, START, b'[{"a":1}]', END, 1)
+    assert prefixes.find(START, b'[{"a":2}]') is None
+    assert prefixes.find(START, b'[{"a"') is None
+    assert prefixes.find(END, b'[{"a":1}]') is None
+
+
+def test_a_long_line_is_one_stretch_of_few_segments() -> None:
+    prefixes = PrefixIndex()
+    array = b'[{"n":0}]'
+    prefixes.add(None, START, array, END, 1)
+    for n in range(1, 50):
+        array = array[:-1] + b',{"n":%d}]' % n
+        known = prefixes.find(START, array)
+        assert known is not None
+        assert known.num_units == n
+        prefixes.add(known, START, array, END, n + 1)
+    assert known is not None
+    assert len(known.segments) <= 16
+
+
+def test_the_newest_few_are_kept() -> None:
+    prefixes = PrefixIndex()
+    arrays = [b'[{"n":%d}]' % n for n in range(MAX_PREFIX_HASHES + 1)]
+    for array in arrays:
+        prefixes.add(None, START, array, END, 1)
+    assert prefixes.find(START, arrays[0]) is None
+    assert all(prefixes.find(START, array) for array in arrays[1:])
+
+
+def test_space_before_the_bracket_is_no_known_beginning() -> None:
+    prefixes = PrefixIndex()
+    prefixes.add(None, START, b'[{"a":1} ]', END, 1)
+    assert prefixes.find(START, b'[{"a":1} ]') is None
+    assert list(split_array(b'[{"a":1} ]')) == [b'{"a":1}']
+
+
+def test_of_a_history_that_is_edited_at_each_turn_only_some_arrays_are_kept() -> None:
+    prefixes = PrefixIndex()
+    num_turns = 8 * MAX_PREFIX_HASHES
+    known = []
+    for n in range(num_turns):
+        array = b'[{"n":%d}]' % n
+        prefixes.add(None, START, array, END, 1)
+        known.append(prefixes.find(START, array) is not None)
+    assert all(known[: 2 * MAX_PREFIX_HASHES])
+    assert (
+        sum(known[2 * MAX_PREFIX_HASHES :])
+        == (num_turns - 2 * MAX_PREFIX_HASHES) // MAX_PREFIX_HASHES
+    )
+
+
+def test_a_history_that_is_edited_no_more_is_soon_known_again() -> None:
+    prefixes = PrefixIndex()
+    for n in range(3 * MAX_PREFIX_HASHES + 1):
+        prefixes.add(None, START, b'[{"n":%d}]' % n, END, 1)
+    array, num_strange = b'[{"m":0}]', 0
+    for m in range(1, 50):
+        found = prefixes.find(START, array)
+        num_strange += found is None
+        prefixes.add(found, START, array, END, m)
+        array = array[:-1] + b',{"m":%d}]' % m
+    assert num_strange <= MAX_PREFIX_HASHES
+
+
+PROGRAM = """from rollmesh.runtime.message_trie import key_of, unit_key
+print(key_of(b'a' * 9000, b'b'), unit_key(b'c' * 9000))
+"""
+
+
+def test_another_process_knows_a_text_by_the_same_key() -> None:
+    for salt in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": salt}
+        told = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, check=True
+        )
+        keys = key_of(b"a" * 9000, b"b"), unit_key(b"c" * 9000)
+        assert tuple(map(int, told.stdout.split())) == keys
+
+
+def test_texts_that_differ_anywhere_have_other_keys() -> None:
+    text = b"x" * (3 * TAIL_BYTES)
+    others = [text[:at] + b"y" + text[at + 1 :] for at in range(0, len(text), 511)]
+    all_texts = [text, text + b"x", *others]
+    assert len({key_of(each) for each in all_texts}) == len(all_texts)
+    assert len({unit_key(each) for each in all_texts}) == len(all_texts)
+
+
+def test_two_units_of_one_length_and_crc_have_other_keys() -> None:
+    # "plumless" and "buckeroo" are a known collision of CRC-32.
+    assert zlib.crc32(b"plumless") == zlib.crc32(b"buckeroo")
+    assert unit_key(b"plumless") != unit_key(b"buckeroo")
+
+
+def test_bytes_that_move_from_one_part_to_the_next_change_the_key() -> None:
+    assert len({key_of(b"ab", b"c"), key_of(b"a", b"bc"), key_of(b"abc"), key_of(b"abc", b"")}) == 4
+
+
+def test_a_key_fits_a_signed_integer_of_64_bits() -> None:
+    assert all(-(2**63) <= key_of(b"%d" % n) < 2**63 for n in range(1000))
+
+
+OLD: Message = {"role": "tool", "tool_call_id": "c", "content": "[an older screenshot]"}
+
+
+def shot(number: int, role: str = "tool", num_bytes: int = MIN_UNIT_BYTES) -> Message:
+    """A message with a screenshot."""
+    shown = base64.b64encode(bytes([number]) * num_bytes).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{shown}"}}
+    return {"role": role, "content": [{"type": "text", "text": f"look {number}"}, image]}
+
+
+class Reader:
+    """Reads chat units, and counts those of some length."""
+
+    def __init__(self) -> None:
+        self.num_long = 0
+
+    def __call__(self, raw: bytes, position: int) -> list[ChatMessage]:
+        """As the dialect's."""
+        self.num_long += len(raw) >= MIN_UNIT_BYTES
+        return read_chat(raw, position)
+
+
+def ask(held: Held, read: Reader, *messages: Message) -> list[ChatMessage]:
+    """Ask and be answered; what was new of the request."""
+    match, context = held.ask(
+        Turn(messages=[], messages_raw=msgspec.json.encode(messages), read=read)
+    )
+    held.say(context, said("4"))
+    return match.new
+
+
+def test_screenshots_behind_an_edit_are_not_read_again() -> None:
+    held, read = Held(), Reader()
+    ask(held, read, SYSTEM, shot(0), said("4"), shot(1))
+    assert read.num_long == 2
+    told = ask(held, read, SYSTEM, OLD, said("4"), shot(1), said("4"), shot(2))
+    assert read.num_long == 3, "only the newest"
+    assert [m for m in told if m.images()] == [
+        read_message(msgspec.json.encode(shot(n)), 0) for n in (1, 2)
+    ]
+    assert all(m.images()[0] is held.history.images[m.images()[0].digest] for m in told[-1:])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(shot(3, "assistant"), id="an assistant's, who is known by less than he says"),
+        pytest.param(shot(3, num_bytes=100), id="a short one"),
+        pytest.param({"role": "user", "content": "x" * 2 * MIN_UNIT_BYTES}, id="a text"),
+    ],
+)
+def test_other_units_are_read_anew(message: Message) -> None:
+    held, read = Held(), Reader()
+    ask(held, read, SYSTEM, USER, said("4"), message, shot(1))
+    assert read.num_long == 1 + (len(msgspec.json.encode(message)) >= MIN_UNIT_BYTES)
+    before = read.num_long
+    ask(held, read, SYSTEM, OLD, said("4"), message, shot(1))
+    assert read.num_long == before + (len(msgspec.json.encode(message)) >= MIN_UNIT_BYTES)
+
+
+def test_another_reader_reads_for_himself() -> None:
+    held, one, other = Held(), Reader(), Reader()
+    ask(held, one, SYSTEM, USER, said("4"), shot(1))
+    ask(held, other, SYSTEM, OLD, said("4"), shot(1))
+    assert (one.num_long, other.num_long) == (1, 1)
+
+
+def test_the_newest_units_are_known() -> None:
+    (message,) = read_chat(msgspec.json.encode(shot(1)), 0)
+    images = {image.digest: image for image in message.images()}
+    parse_cache = ParseCache(images)
+    units = [b"%d" % n + b"x" * MIN_UNIT_BYTES for n in range(MAX_UNITS + 1)]
+    for unit in units:
+        parse_cache.keep(read_chat, hash(unit), [message], [message.as_json()])
+    assert len(parse_cache) == MAX_UNITS
+    assert parse_cache.find(read_chat, units[0]) is None
+    assert parse_cache.find(read_chat, units[-1]) == [message]
