@@ -1,4 +1,4 @@
-"""One model folder and its prompts for all tests of the room."""
+"""One model folder and its prompts, shared by all tests of the room."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A scribe that keeps what it wrote in memory, through the bytes that a journal would hold."""
+"""An event writer that keeps events in memory, encoded as a journal would store them."""
 
 import msgspec
 
@@ -9,8 +9,8 @@ from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.session_log import AnyEvent, ImageShown, Text
 
 
-class ListScribe:
-    """Satisfies Scribe."""
+class ListEventWriter:
+    """Implements EventWriter."""
 
     def __init__(self) -> None:
         self.records: list[bytes] = []
@@ -57,16 +57,16 @@ class ListScribe:
         self._owed.clear()
 
     def events(self) -> list[AnyEvent]:
-        """What another process would read."""
+        """The events that another process would read."""
         kind: type[AnyEvent] = AnyEvent  # type: ignore[assignment]
         return [msgspec.msgpack.decode(raw, type=kind) for raw in self.records]
 
     def read(self, number: int) -> bytes:
         return self.texts[number]
 
-    def next_life(self) -> "ListScribe":
-        """Of the process that goes on; what was put and not written is lost."""
-        other = ListScribe()
+    def next_process(self) -> "ListEventWriter":
+        """The writer of the next process; queued events are lost."""
+        other = ListEventWriter()
         other.records, other.texts = list(self.records), list(self.texts)
         return other
 

@@ -1,6 +1,6 @@
-"""One generation machine in a test's hand: its clock, its events, and what the last step asked for.
+"""One generation machine with a test's clock and events, and the actions of the last step.
 
-Invariant: time moves only when the test says so. Driven by test_generation.py.
+Time moves only when the test moves it.
 """
 
 from rollmesh.core.types import SamplingParams
@@ -27,7 +27,7 @@ ENGINE = EngineChosen("http://a", "i1", 0)
 
 
 class Bench:
-    """A machine, a clock that stands still, and the actions of the last step."""
+    """A machine, a stopped clock, and the actions of the last step."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Bench:
 
 
 def running(**params: object) -> Bench:
-    """One reader, leg 0 open."""
+    """A machine with one reader and the open attempt 0."""
     bench = Bench(**params)  # type: ignore[arg-type]
     assert bench.step(Ticked()) == [ChooseEngine(0)]
     bench.step(ReaderJoined())

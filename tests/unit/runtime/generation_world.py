@@ -1,7 +1,7 @@
 """Engines, readers and a fleet that behave at random around one generation machine.
 
-Invariant: every token that an engine samples follows from its context and weights, so a turn proves
-itself. Driven by test_generation.py, seed by seed.
+Every token that an engine samples is derived from its context and weights, so a turn can be
+verified by itself.
 """
 
 import random
@@ -56,10 +56,10 @@ class World:
         self.policy_version = 0
         self.num_readers = 0
         self.attempts: dict[int, list[int]] = {}
-        """Live legs at engines: what each has in its context."""
+        """Running attempts at engines: the context of each."""
         self.aborted: set[int] = set()
         self.is_queued = False
-        """Whether a place at the engine is to be given to it."""
+        """Whether the machine waits for a place at the engine."""
         self.num_woken = 0
 
     def step(self, event: Event) -> None:
@@ -145,7 +145,7 @@ class World:
         )
 
     def check_chain(self) -> None:
-        """Each token follows from the ones before it under the version it is stamped with."""
+        """Each token derives from the ones before it, under the version that it is stamped with."""
         sampled = self.machine.sampled
         assert len(sampled.token_ids) == len(sampled.logprobs)
         context = list(self.request.prompt_ids)

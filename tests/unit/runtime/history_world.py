@@ -1,4 +1,4 @@
-"""A history that is asked and answered, with made-up node numbers."""
+"""A message history with requests and answers, and made-up node numbers."""
 
 from collections.abc import Sequence
 
@@ -32,19 +32,19 @@ def turn(*messages: Message, tools: bytes = b"") -> Turn:
 
 
 def array_turn(*messages: Message) -> Turn:
-    """The same with its units in one piece."""
+    """A turn with its units in one array."""
     return Turn(messages=[], messages_raw=msgspec.json.encode(messages))
 
 
 class Held:
-    """Asks and answers."""
+    """A history that stores requests and answers."""
 
     def __init__(self, rotating: Rotating = ROTATING) -> None:
         self.history = MessageHistory(rotating)
         self.log = ForkLog()
         self.num_nodes = 0
         self.cause: ForkCause | None = None
-        """Of the newest request."""
+        """Cause of the newest request's fork."""
         self.where = (0, "", "")
 
     def ask(self, asked: Turn) -> tuple[Match, MessageNode]:
@@ -66,7 +66,7 @@ class Held:
         return answer
 
     def talk(self, *messages: Message, tools: bytes = b"") -> None:
-        """Ask up to each assistant message, and say it."""
+        """Request up to each assistant message, and add that message as the answer."""
         for n, message in enumerate(messages):
             if message["role"] == "assistant":
                 _, context = self.ask(turn(*messages[:n], tools=tools))

@@ -1,7 +1,7 @@
-"""Agents that talk at random with one session, and what each engine prompt must say.
+"""Agents that send random chats to one session, and the text that each engine prompt must have.
 
-Histories are extended, rewound, edited and cut; messages repeat, are empty, use call ids again,
-come as strings or parts; replies are delivered, left, cut short, refused, never fetched.
+Histories are extended, rewound, edited and truncated; messages repeat, are empty, reuse call ids,
+and are strings or parts; replies are delivered, left, truncated, refused, or never fetched.
 """
 
 import random
@@ -31,7 +31,7 @@ WINDOW_S = 30.0
 Talk = tuple[list[Message], bytes]
 
 
-class RandomTalks:
+class RandomAgent:
     """One session; `step` makes one call."""
 
     def __init__(
@@ -54,7 +54,7 @@ class RandomTalks:
         self._talks: list[Talk] = [([], tools) for tools in TOOLS]
 
     async def step(self) -> None:
-        """Ask something, and let the model say something, or not."""
+        """Send a request, and sample an answer or not."""
         messages, tools = self._next_talk()
         num_before = len(self.sampler.requests)
         replies = await self.session.attach(self._turn(messages, tools))
@@ -116,7 +116,7 @@ class RandomTalks:
         )
 
     def _fresh(self, messages: list[Message], tools: bytes) -> str:
-        """What a prompt would say that knows of no session."""
+        """The prompt of the messages without a session."""
         raws = [msgspec.json.encode(message) for message in messages]
         chat = Chat(raws, [read_message(raw, 0) for raw in raws], tools)
         return self._tokenizer.decode(list(self._prompts.first(chat)))
@@ -151,7 +151,7 @@ class RandomTalks:
         self._talks.append(([*messages, self._echo(self._chance.choice(answers))], tools))
 
     def _echo(self, answer: ParsedReply) -> Message:
-        """An answer as agents show it back."""
+        """An answer in one of the forms in which agents send it back."""
         echo: Message = {"role": "assistant", "content": answer.content}
         if answer.reasoning and self._chance.random() < 0.5:
             echo["reasoning_content"] = answer.reasoning
@@ -165,7 +165,7 @@ class RandomTalks:
 
 
 def flat(text: str) -> str:
-    """What a prompt says, whatever its spacing and thinking, and however turns are cut."""
+    """A prompt's text without spacing, reasoning and truncation marks."""
     text = re.sub(r"<think>.*?</think>|\s", "", text, flags=re.DOTALL)
     return text.replace("<|im_end|><|im_start|>assistant", "")
 

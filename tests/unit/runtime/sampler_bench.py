@@ -1,7 +1,6 @@
-"""A sampler over scripted engines on real sockets, with the fleet table in the test's hand.
+"""A sampler over scripted engines on real sockets, with a fleet table that the test controls.
 
-Invariant: every token follows from its context and weights, so a turn proves itself. Driven by
-test_legs.py.
+Every token derives from its context and weights, so a turn can be verified by itself.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ PROMPT = [5, 6, 7]
 TO_THE_END = 2**31
 PATIENCE_S = 60.0
 PAUSES = pytest.mark.parametrize("phase", [EnginePhase.UPDATING, EnginePhase.ASLEEP])
-"""In which what can go on leaves an engine, and what has none waits."""
+"""Phases in which resumable attempts leave an engine, and turns without an attempt wait."""
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 
 class Bench:
-    """A sampler over scripted engines, with the table in the test's hand."""
+    """A sampler over scripted engines, with a fleet table that the test controls."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class Bench:
         *,
         has_publisher: bool = True,
     ) -> None:
-        """All engines in `phase`, at the versions that they serve."""
+        """Set all engines to `phase`, at the versions that they serve."""
         self.epoch += 1
         rows = tuple(
             EngineRow(
@@ -102,12 +101,12 @@ class Bench:
         return generation
 
     def num_running(self) -> int:
-        """Legs that this sampler counts at all engines."""
+        """Attempts that the sampler counts at all engines."""
         return sum(self.view.num_requests(engine.url) for engine in self.engines)
 
 
 class Words:
-    """Token 12 reads `<12>`."""
+    """A vocabulary in which token 12 is the text `<12>`."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(f"<{token}>" for token in token_ids)
@@ -121,7 +120,7 @@ def expected(num_tokens: int, *versions: int) -> list[int]:
 
 
 async def until(is_so: Callable[[], object]) -> None:
-    """Let the loop turn until `is_so`."""
+    """Run the event loop until `is_so` returns true."""
     async with asyncio.timeout(PATIENCE_S):
-        while not is_so():  # noqa: ASYNC110 - what moves is at both ends of real sockets
+        while not is_so():  # noqa: ASYNC110 - both ends are real sockets
             await asyncio.sleep(0)

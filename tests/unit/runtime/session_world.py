@@ -1,4 +1,4 @@
-"""A session and what an exchange does with it, without HTTP."""
+"""A session, and what an exchange does with it, without HTTP."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from rollmesh.runtime.session_deps import RuntimeCounters, SessionDeps, SessionO
 from rollmesh.runtime.session_log import EventWriter
 from rollmesh.runtime.shared_prefixes import SharedPrefixes
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.event_writer_world import ListScribe
+from tests.unit.runtime.event_writer_world import ListEventWriter
 
 Message = dict[str, object]
 Say = Callable[[str], Sequence[int]]
@@ -37,7 +37,7 @@ def turn(*messages: Message, is_retry: bool = False, tools: bytes = b"") -> Turn
 
 
 def with_fields(asked: Turn, **fields: object) -> Turn:
-    """Another request; only marked as a retry it is the same one."""
+    """A changed request; it is the same request only if marked as a retry."""
     same = fields.keys() == {"is_retry"}
     digest = asked.digest if same else hash((asked.digest, repr(fields)))
     return msgspec.structs.replace(asked, digest=digest, **fields)
@@ -67,9 +67,9 @@ def open_session(
     )
 
 
-def regained(before: Session, event_writer: ListScribe) -> Session:
-    """The session as another process makes it again of what was written; with the same scribe."""
-    deps = msgspec.structs.replace(before._deps, shared_prefixes=SharedPrefixes())  # noqa: SLF001 - another process makes its own
+def restored_session(before: Session, event_writer: ListEventWriter) -> Session:
+    """The session as another process restores it, with the same event writer."""
+    deps = msgspec.structs.replace(before._deps, shared_prefixes=SharedPrefixes())  # noqa: SLF001 - another process has its own
     ask = msgspec.structs.replace(before._options, event_writer=event_writer)  # noqa: SLF001 - likewise
     redo = SessionReplay(ask.session_id, deps, event_writer.read)
     for event in event_writer.events():
@@ -78,13 +78,13 @@ def regained(before: Session, event_writer: ListScribe) -> Session:
 
 
 async def call(session: Session, asked: Turn) -> tuple[Reply, ParsedReply]:
-    """A turn of one choice, to its last byte."""
+    """A turn of one choice, up to its last byte."""
     ((reply, answer),) = await call_all(session, asked)
     return reply, answer
 
 
 async def call_all(session: Session, asked: Turn) -> list[tuple[Reply, ParsedReply]]:
-    """All choices of a turn, to their last byte."""
+    """All choices of a turn, up to their last byte."""
     replies = await session.attach(asked)
     for reply in replies:
         reply.join()

@@ -1,7 +1,5 @@
-"""Contents are held once, come back whole from wherever they lie, and are counted as they are.
-
-A spill file gives back what it was given, reuses what is free, and leaves nothing behind.
-"""
+"""Blobs: contents are stored once, read back whole, and counted; the spill file reuses free
+ranges."""
 
 import gc
 import os
@@ -227,7 +225,7 @@ def test_threads_that_hold_read_and_drop_while_another_spills(store: BlobStore) 
 
 
 def _open_files(folder: Path) -> list[int]:
-    """The sizes of the files in `folder` that this process has open, with a name or without."""
+    """The sizes of the files in `folder` that this process has open, including unnamed ones."""
     links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
     return [
         link.stat().st_size

@@ -1,11 +1,4 @@
-"""Messages by meaning, and what is refused.
-
-Deltas fold to the answer, and calls come whole where they come in one piece.
-
-What a turn asks for.
-
-Replies as messages.
-"""
+"""Messages by meaning, refused messages, deltas, turns, and replies as messages."""
 
 import re
 
@@ -159,7 +152,7 @@ def test_a_client_cannot_name_an_image_that_it_did_not_send() -> None:
 
 
 def test_an_agents_own_calls_are_known_by_what_they_say_alone() -> None:
-    """Agents number their calls anew in every chat, and say other things before one call."""
+    """Agents reuse call ids in every chat, with other messages before a call."""
 
     def made(name: str, content: str = "", call_id: str = "call_0") -> ChatMessage:
         call = {"id": call_id, "function": {"name": name, "arguments": "{}"}}

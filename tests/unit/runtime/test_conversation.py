@@ -1,11 +1,5 @@
-"""Replies that are gone on from by name, leads, counts: what a session holds of its talks.
-
-Prompts as JSON, extended in place.
-
-Prompts that are no chats.
-
-What an agent shows back of a turn that stalled, and what it is answered with.
-"""
+"""The conversation of a session: continued replies, prefills, token counts, raw prompts,
+resends."""
 
 import asyncio
 import random
@@ -34,7 +28,7 @@ from rollmesh.runtime.token_graph import (
 )
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.random_chats import RandomTalks
+from tests.unit.runtime.random_chats import RandomAgent
 from tests.unit.runtime.session_world import (
     MORE,
     SYSTEM,
@@ -158,7 +152,7 @@ async def test_a_lead_is_prompt_wherever_prompt_tokens_are_counted(
 async def test_a_turn_is_extended_as_it_stands_behind_its_lead(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
-    """What would be an open reasoning at a turn's begin is none in a call."""
+    """Text that would open reasoning at the start of a turn does not do so inside a call."""
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts)
     asked = with_fields(turn(USER, tools=TOOLS), tool_choice=ToolChoice("required"))
@@ -277,7 +271,8 @@ async def test_a_fork_row_shows_the_calls_of_the_message_that_differs(
 async def test_calls_that_come_back_as_text_are_a_fork_with_a_cause_of_its_own(
     prompts: Prompts, say: Say
 ) -> None:
-    """As smolagents 1.26 sends them: the calls as a Python list, their results as the user's."""
+    """As smolagents 1.26 sends them: the calls as a Python list, their results as a user's
+    message."""
     markup = 'I call<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     session = open_session(ScriptedSampler(lambda _: say(markup)), prompts)
     line: list[Message] = [USER]
@@ -305,7 +300,7 @@ async def test_calls_that_come_back_as_text_are_a_fork_with_a_cause_of_its_own(
 async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_trains_once(
     prompts: Prompts, template_prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
-    talks = RandomTalks(prompts if seed % 3 else template_prompts, tokenizer, seed)
+    talks = RandomAgent(prompts if seed % 3 else template_prompts, tokenizer, seed)
     for _ in range(40):
         await talks.step()
     assert not {"changed_text", "changed_call"} & set(talks.session.fork_report().healed)
@@ -320,7 +315,7 @@ async def test_whatever_agents_do_a_prompt_says_what_they_asked_and_each_token_t
 
 
 def grow(graph: TokenGraph, parent: int, chance: random.Random) -> int:
-    """A sampled turn and the context behind it; returns the latter."""
+    """Add a sampled turn and the context after it; return the context."""
     ids = [chance.randrange(150_000) for _ in range(chance.randrange(1, 40))]
     params = SamplingParams(max_tokens=1)
     node = graph.add_sampled(parent, Sampled(ids, [0.0] * len(ids), (), params, "stop"))
@@ -396,7 +391,7 @@ async def test_a_raw_prompt_that_repeats_held_tokens_goes_on_from_them(
 async def test_the_longest_line_that_a_prompt_repeats_is_gone_on_from(
     prompts: Prompts, tokenizer: Tokenizer, as_ids: bool
 ) -> None:
-    """A newer answer may be a beginning of an older line."""
+    """A newer answer may be a prefix of an older branch."""
     texts = ["I guess", " higher", " or", " lower", " hi", " end"]
     ids = {text: tokenizer.encode(text) for text in texts}
     ids[" hi"] = ids[" higher"][:1]
@@ -481,7 +476,7 @@ async def stalled(prompts: Prompts, tokenizer: Tokenizer) -> Stalled:
 async def test_a_turn_that_is_shown_back_as_far_as_it_was_finished_goes_on(
     stalled: Stalled,
 ) -> None:
-    """Codex puts finished items of a stalled turn into its next request, again and again."""
+    """Codex repeats the finished items of a stalled turn in its next request."""
     session = stalled.session
     for echo in (shown("hm"), shown("hm\nhm")):
         assert await stalled.is_resumed_by(echo)
@@ -506,7 +501,7 @@ async def test_a_turn_that_is_shown_back_as_far_as_it_was_finished_goes_on(
     "echo",
     [
         [shown("other")],
-        [said("4")],  # a text that may go on: a prefill looks alike
+        [said("4")],  # a text that may continue: it looks like a prefill
         [shown("hm", "4")],
         [shown("hm"), MORE],
         [MORE],

@@ -1,4 +1,4 @@
-"""Generations wait for free places of an engine, and sessions take turns for them."""
+"""Queued generations get an engine's free places, and sessions take turns."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ async def narrow(engine: ScriptedEngine) -> AsyncIterator[Bench]:
 
 
 def sessions_of(engine: ScriptedEngine) -> str:
-    """The sessions of requests in the order in which the engine got them: their first token."""
+    """The sessions of requests in the order in which the engine received them, by first token."""
     firsts = [each.body["input_ids"][0] for each in engine.seen if each.path == "/generate"]
     return "".join(map(chr, firsts))
 
@@ -55,7 +55,7 @@ async def finished(*generations: Generation) -> None:
 
 
 async def one_more(engine: ScriptedEngine) -> None:
-    """Let one token be sampled, which frees a place, until the next request has come."""
+    """Sample one token, which frees a place, until the next request has arrived."""
     num_seen = engine.num_seen("/generate")
     await engine.allow(1)
     await engine.until(lambda: engine.num_seen("/generate") > num_seen)
@@ -71,7 +71,7 @@ async def test_a_session_with_many_turns_does_not_delay_another_at_the_engine(
         before = engine.num_sampled
         while not single.token_ids:
             await one_more(engine)
-        # Its place came after at most one turn of each of those that were sent before it.
+        # Its place came after at most one turn of each request that was sent before it.
         assert engine.num_sampled - before <= SENT + 2
     assert narrow.sampler.entries()["generations_queued"] > 32
     await engine.release()
@@ -86,7 +86,7 @@ async def test_sessions_take_turns_for_free_places_of_an_engine(
     turns = [each for name in "abc" for each in turns_of(narrow, name, 12)]
     await engine.release()
     await finished(*turns)
-    # Each request takes the place of one that has ended, so their order is that of the turns.
+    # Each request takes the place of an ended one, so their order is that of the turns.
     assert sessions_of(engine) == "a" * SENT + "abc" * 3 + "bc" * 9
 
 

@@ -1,9 +1,5 @@
-"""Choice of the renderer of a model folder, and what its import does not load.
-
-Chats through a folder's own template.
-
-Chats with images have one placeholder for each, and text-only models say that they have none.
-"""
+"""Renderers of model folders: choice of the family, templates, image placeholders, light
+imports."""
 
 import base64
 import subprocess
@@ -53,7 +49,7 @@ def test_a_family_never_loads_a_processor_that_runs_code_of_the_folder() -> None
     renderer = KimiK25Renderer.__new__(KimiK25Renderer)
     refuse_processors(renderer)
     with pytest.raises(ModelError, match="would run code"):
-        renderer._get_processor()  # noqa: SLF001 - where the library loads it
+        renderer._get_processor()  # noqa: SLF001 - called by the library
 
 
 def test_an_unknown_family_is_refused_by_name(model_folder: Path, tokenizer: Tokenizer) -> None:
@@ -233,7 +229,7 @@ def test_what_has_no_place_is_refused(vl_prompts: Prompts, message: Mapping[str,
 def test_a_turn_in_which_the_model_wrote_the_mark_itself_is_not_gone_on_from(
     vl_prompts: Prompts, vl_tokenizer: Tokenizer
 ) -> None:
-    """SGLang would look for one image more than there are and answer 500 from then on."""
+    """SGLang would search one image more than there are, and answer 500 from then on."""
     said = vl_tokenizer.encode(f"a <|image_pad|> cat{END}")
     for new in (SHOT, {"role": "user", "content": "go on"}):
         with pytest.raises(SessionError, match="the model wrote an image placeholder") as caught:

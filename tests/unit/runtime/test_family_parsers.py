@@ -1,7 +1,8 @@
-"""Each family of the library that can be had offline: extended, and read, as the library would.
+"""Every family of the library that works offline extends prompts and parses replies as the library
+does.
 
-Their tokenizers are stood in for by one that has every family's marks; gpt-oss is not here, since
-its renderer fetches a vocabulary when it is made.
+One tokenizer with every family's marks replaces their own; gpt-oss is missing, since its renderer
+fetches a vocabulary when it is created.
 """
 
 import json
@@ -106,7 +107,7 @@ def test_a_reply_is_read_as_the_library_reads_it(
         whole = family.renderer.render_ids(messages, tools=TOOLS, add_generation_prompt=False)
         sampled, num_calls = whole[len(prompt) :], len(said.get("tool_calls", ()))
         if whole[: len(prompt)] != prompt:
-            # Templates drop reasoning from history, where this prompt has it begun.
+            # Templates drop reasoning from the history, but this prompt has begun it.
             sampled, num_calls = say(prompts, tokenizer, prompt), 0
         answer, _ = read(prompts.reader(ParseOptions((), True, "c", tools=TOOLS_JSON)), sampled)
         heard = library.parse_response(sampled, tools=TOOLS, prompt_ids=prompt)
@@ -118,7 +119,7 @@ def test_a_reply_is_read_as_the_library_reads_it(
 
 
 def read(reader: DeltaReader, sampled: list[int]) -> tuple[ParsedReply, int]:
-    """What a reader answers, which its deltas fold to, and how many came before the last."""
+    """A parser's answer, which its deltas add up to, and the number of deltas before the last."""
     deltas = [delta for i in sampled if (delta := reader.feed([i])) is not None]
     num_told = len(deltas)
     deltas.append(reader.end(len(sampled)))
@@ -158,7 +159,7 @@ def test_what_stands_before_a_call_is_told_as_it_comes(
 
 
 def say(prompts: Prompts, tokenizer: Tokenizer, prompt: list[int]) -> list[int]:
-    """A plain reply, behind a thought where the prompt, or the family, wants one."""
+    """A plain reply, after reasoning if the prompt or the family requires it."""
     text = tokenizer.decode(prompt)
     thought = "hm</think>" if text.rstrip().endswith("<think>") else ""
     thought = "<think>hm</think>" if text.endswith("<|assistant|>") else thought

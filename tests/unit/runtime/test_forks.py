@@ -1,4 +1,4 @@
-"""Why a request forks, where, and what is healed instead."""
+"""Causes and places of forks, and differences that are healed instead."""
 
 import msgspec
 import pytest

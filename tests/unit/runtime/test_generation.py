@@ -1,4 +1,4 @@
-"""The generation machine: legs, resumption, parking, ends, and random schedules of everything."""
+"""The generation machine: attempts, resumption, parking, ends, and random schedules."""
 
 from collections.abc import Sequence
 
@@ -258,7 +258,7 @@ def test_turn_that_waits_for_newer_weights_than_are_served_ends_in_time_and_says
 
 
 def free(policy_version: int) -> Bench:
-    """A turn of a session that has seen version 5, at an engine of no publisher's."""
+    """A turn of a session that has seen version 5, at an engine without a publisher."""
     bench = Bench(min_policy_version=5)
     bench.step(ReaderJoined())
     bench.step(EngineChosen("http://a", "i1", policy_version, has_publisher=False))
@@ -346,11 +346,11 @@ def test_turn_never_goes_on_with_older_weights() -> None:
 
 
 def test_first_turn_is_not_of_an_engine_that_came_back_with_older_weights() -> None:
-    # It was chosen for its version, died and was started again, as the request lay in its backlog.
+    # It was chosen for its version, and was restarted while the request was in its backlog.
     bench = Bench()
     bench.step(ReaderJoined())
     bench.step(EngineChosen(ENGINE.url, "i1", 7))
-    # Or a run began on it that counts anew: it is well then, and a new choice tells.
+    # Or another run uses it: that is no fault, and a new choice shows it.
     bench.sample(0, 1, policy_version=0)
     assert bench.actions[1:] == [DropAttempt(0), AvoidEngine(ENGINE.url), ChooseEngine(0)]
     assert list(bench.machine.sampled.token_ids) == []

@@ -1,7 +1,4 @@
-"""Sampled tokens and the runs of versions they came from.
-
-The current leg's patience, what can be resumed, and what leaves an engine for its update.
-"""
+"""Sampled tokens with their version runs, and the current attempt's timeouts and resumption."""
 
 from typing import Any
 

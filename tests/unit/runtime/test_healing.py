@@ -1,4 +1,4 @@
-"""Agents that spell their histories anew in every turn."""
+"""Agents that spell their histories differently in every turn."""
 
 import random
 from typing import Any
@@ -23,7 +23,7 @@ ANSWERS = (
 
 
 class Respelling:
-    """Writes the same messages in another way each time, as agents have been seen to."""
+    """Writes the same messages in another way each time, as real agents do."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The memory keeper: it trims when enough was freed, not too often, and never where it cannot."""
+"""The heap trimmer trims when enough was freed, not too often, and never if it cannot."""
 
 import threading
 
@@ -29,7 +29,9 @@ def test_trims_keep_their_distance() -> None:
 def test_the_rest_is_given_back_once_nothing_more_is_freed() -> None:
     plan = TrimPlan()
     assert not plan.is_due(SOME_FREED_BYTES, 100.0)
-    assert not plan.is_due(SOME_FREED_BYTES + 1, 100.0 + SETTLED_S)  # some more: not yet settled
+    assert not plan.is_due(
+        SOME_FREED_BYTES + 1, 100.0 + SETTLED_S
+    )  # some more was freed: not settled yet
     assert plan.is_due(SOME_FREED_BYTES + 1, 100.0 + 2 * SETTLED_S)
 
 
@@ -41,7 +43,7 @@ def test_what_was_given_back_is_not_given_back_again() -> None:
 
 
 class Library:
-    """malloc_trim that counts, and tells who called it."""
+    """A malloc_trim that counts its calls and their threads."""
 
     def __init__(self) -> None:
         self.threads: list[str] = []

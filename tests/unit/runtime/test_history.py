@@ -1,4 +1,4 @@
-"""Which part of a request is held."""
+"""Which part of a request a history has stored."""
 
 import gc
 import operator
@@ -43,7 +43,7 @@ def held() -> Held:
 
 @pytest.fixture
 def spilling(tmp_path: Path) -> Iterator[None]:
-    """No blob has room in memory."""
+    """A memory budget of 0, so that every blob is spilled."""
     with no_room_in_memory(tmp_path):
         yield
 
@@ -117,7 +117,7 @@ def test_asking_on_after_an_answer_leaves_the_answer_its_tokens(held: Held) -> N
 
 @pytest.mark.parametrize("seen", ["let me", "let"])
 def test_a_cut_answer_and_the_next_one_shown_as_one_lead_to_the_next(seen: str) -> None:
-    """Codex resends what it saw of a cut turn; its items then stand side by side."""
+    """Codex resends the visible part of a truncated turn; its items are then adjacent."""
     held = Held()
     _, context = held.ask(turn(USER))
     cut = read_message(msgspec.json.encode(said("let me")), 0)
@@ -285,7 +285,7 @@ def test_spellings_that_are_remembered_are_bounded(held: Held) -> None:
 
 
 def test_counting_what_is_held_takes_the_same_however_many_answers_wait(held: Held) -> None:
-    """It is counted at each call: a request that is asked again and again has one answer more."""
+    """Bytes are counted at each call, and a repeated request adds one answer each time."""
     said = read_message(msgspec.json.encode(SAID), 0)
     _, context = held.ask(turn(SYSTEM, USER))
     num_events: list[int] = []

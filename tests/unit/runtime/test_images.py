@@ -1,4 +1,4 @@
-"""Images are held once, and no longer than their holders; none passes for another."""
+"""Images are stored once, no longer than they are used, and never confused."""
 
 import base64
 import gc
@@ -17,7 +17,7 @@ from tests.disks import lose_files
 
 
 def shot(number: int, num_bytes: int = 3000) -> str:
-    """The address of a screenshot, new each time."""
+    """The address of a screenshot, new for each number."""
     raw = b"\x89PNG" + random.Random(number).randbytes(num_bytes)
     return "data:image/png;base64," + base64.b64encode(raw).decode()
 

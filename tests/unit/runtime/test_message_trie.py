@@ -1,11 +1,4 @@
-"""What a walk keeps of a request, and that nothing of it is kept when its turn has begun.
-
-Arrays that begin like one seen before.
-
-Keys are the same in every process, whatever its hash is salted with.
-
-What was read of units that show images is known again, wherever the unit stands then.
-"""
+"""Lookups in the message trie, prefix hashes, keys, and the cache of parsed units."""
 
 import asyncio
 import base64
@@ -68,7 +61,7 @@ def test_a_unit_that_cannot_be_read_is_named_by_its_place_in_the_array() -> None
 async def test_nothing_of_a_request_is_held_while_its_turn_is_sampled(
     prompts: Prompts, say: Say, is_array: bool
 ) -> None:
-    """In a session's first turn, in a thread for its length, and in one that extends it."""
+    """In a session's first turn, in a thread for a long text, and in a turn that extends it."""
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts, 10**6)
     history: list[Message] = [SYSTEM, LONG]
@@ -79,7 +72,7 @@ async def test_nothing_of_a_request_is_held_while_its_turn_is_sampled(
         with ThreadPoolExecutor() as threads:
             asyncio.get_running_loop().set_default_executor(threads)
             (reply,) = await session.attach(asked)
-        await asyncio.sleep(0)  # what it awaited stands on the loop's stack until it does
+        await asyncio.sleep(0)  # the loop's stack holds what was awaited until then
         reply.join()
         del asked, units
         gc.collect()
@@ -220,7 +213,7 @@ def shot(number: int, role: str = "tool", num_bytes: int = MIN_UNIT_BYTES) -> Me
 
 
 class Reader:
-    """Reads chat units, and counts those of some length."""
+    """Parses chat units, and counts those of some length."""
 
     def __init__(self) -> None:
         self.num_long = 0
@@ -232,7 +225,7 @@ class Reader:
 
 
 def ask(held: Held, read: Reader, *messages: Message) -> list[ChatMessage]:
-    """Ask and be answered; what was new of the request."""
+    """Request and answer; returns what was new of the request."""
     match, context = held.ask(
         Turn(messages=[], messages_raw=msgspec.json.encode(messages), read=read)
     )

@@ -1,7 +1,4 @@
-"""Answers to raw prompts are text as it was sampled.
-
-A finished reply says what its reader would have told.
-"""
+"""Answers to raw prompts are the sampled text; a finished reply equals its parser's answer."""
 
 from collections.abc import Sequence
 
@@ -18,7 +15,7 @@ from rollmesh.runtime.tokenizer import Tokenizer
 def read(
     tokenizer: Tokenizer, chunks: list[list[int]], stop: tuple[str, ...]
 ) -> tuple[str, ParsedReply]:
-    """What the pieces say, joined, and the answer."""
+    """The joined pieces, and the answer."""
     reader = PlainTextParser(tokenizer, tokenizer.encode("<|im_end|>"), stop)
     deltas = [reader.feed(chunk) for chunk in chunks]
     last = reader.end(sum(map(len, chunks)))

@@ -1,7 +1,4 @@
-"""Prompts extend what was sampled, token for token.
-
-Frames give the ids that the library gives, by its bridge over all history or by rendering.
-"""
+"""Prompts extend sampled tokens exactly; frames give the same ids as the library."""
 
 import json
 from pathlib import Path
@@ -234,7 +231,7 @@ SAID = st.sampled_from(
 
 
 def renamed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the roles that templates know."""
+    """The messages with the roles that templates know."""
     return [{**message, "role": ROLES[message["role"]]} for message in messages]
 
 
@@ -286,7 +283,7 @@ def test_an_extension_is_what_the_library_bridges_over_all_history(
         assert ours is not None
         history += [*sampled, *ours]
         if bridged is None:
-            # A turn that ended in its reasoning: the library would render all anew.
+            # A turn that ended in its reasoning: the library would render everything again.
             assert is_closed
             assert "</think>" not in said
         else:

@@ -57,7 +57,7 @@ async def test_the_end_of_a_group_leaves_nothing(prompts: Prompts) -> None:
     assert all(runtime.held()[what] > 0 for what in ("graph", "history"))
     num_held, num_freed = first.session.held_bytes, freed_bytes()
     runtime.cleanup_group(GROUP)
-    assert freed_bytes() - num_freed >= num_held  # so that a trim gives it back
+    assert freed_bytes() - num_freed >= num_held  # so that a trim returns it
     runtime.cleanup_group(GROUP)
     assert sum(runtime.held().values()) == 0
     assert first.session.state is SessionState.SEALED
@@ -146,7 +146,7 @@ async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompt
 
 
 async def test_a_session_that_is_kept_holds_nothing_once_it_has_forgotten(prompts: Prompts) -> None:
-    """As a gateway's book keeps them."""
+    """As a gateway keeps finished sessions."""
     sampler = ScriptedSampler(lambda _: [1, 2])
     sampler.keeps = False
     runtime = Runtime(sampler, prompts, 4096)

@@ -1,9 +1,4 @@
-"""The names of a session's answers.
-
-Choices, and what a turn that is sent again is answered with.
-
-Equal requests: which share an answer, and which of two answers stands.
-"""
+"""Answers by id, choices, retries, and equal requests that share answers."""
 
 import contextlib
 import gc
@@ -121,7 +116,7 @@ async def test_a_failed_choice_takes_the_undelivered_others_along(
 
 
 async def test_five_resends_of_a_delivered_turn_train_once(prompts: Prompts, say: Say) -> None:
-    """What codex does when the end of a stream was lost: the same body, unmarked."""
+    """Codex does this when the end of a stream was lost: the same body, unmarked."""
     answers = [say(str(n)) for n in range(7)]
     session = open_session(ScriptedSampler(answers), prompts)
     for _ in range(6):
@@ -206,7 +201,7 @@ async def test_a_cut_answer_that_is_shown_back_is_exact_context_and_does_not_tra
     ],
 )
 def test_a_context_that_images_fill_is_told_as_a_full_context(told: str, is_full: bool) -> None:
-    """Their tokens are the engine's alone to count; the texts are SGLang's."""
+    """Only the engine counts image tokens; the texts are SGLang's."""
     failure = failure_of(EngineRefused(f"http://e: HTTP 400: {told}"))
     assert (failure.status, failure.code) == (
         400,
@@ -252,7 +247,7 @@ async def test_a_cut_answer_never_stands_for_a_whole_one_of_the_same_text(
 
 
 async def test_a_session_whose_agent_went_for_good_is_idle(prompts: Prompts, say: Say) -> None:
-    """Else nobody would ever forget it: its last turn is void, or was never fetched."""
+    """Otherwise it would never be forgotten: its last turn is void, or was never fetched."""
     clock = FakeClock()
     sampler = ScriptedSampler(None, GenerationSettings(retry_window_s=30.0), clock)
     session = open_session(sampler, prompts)
@@ -275,7 +270,7 @@ async def test_a_failure_keeps_nobody_who_was_told_of_it(prompts: Prompts) -> No
     sampler.generations[0].fail("out of memory")
 
     def ask() -> "weakref.ref[FakeClock]":
-        request = FakeClock()  # anything that a caller has at hand
+        request = FakeClock()  # any object of the caller
         with contextlib.suppress(SessionError):
             session.finish(reply)
         return weakref.ref(request)

@@ -1,4 +1,4 @@
-"""A session that was made again of its deeds goes on as the one that did them."""
+"""A session that is restored from its events continues like the one that wrote them."""
 
 import asyncio
 from pathlib import Path
@@ -17,8 +17,8 @@ from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.runtime.tool_calls import StopStrings
 from rollmesh.testing.model_folder import CHAT_TEMPLATE, write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.runtime.event_writer_world import ListScribe
-from tests.unit.runtime.random_chats import RandomTalks
+from tests.unit.runtime.event_writer_world import ListEventWriter
+from tests.unit.runtime.random_chats import RandomAgent
 from tests.unit.runtime.session_world import (
     MORE,
     TOOLS,
@@ -27,7 +27,7 @@ from tests.unit.runtime.session_world import (
     Say,
     call,
     open_session,
-    regained,
+    restored_session,
     said,
     trained,
     turn,
@@ -36,8 +36,8 @@ from tests.unit.runtime.session_world import (
 
 
 def shape(session: Session) -> list[object]:
-    """Of its trie: each spot once, with what it says and what it stands for."""
-    history = session._conversation.history  # noqa: SLF001 - what it knows shows in no public word
+    """The trie of a session: each node once, with its message and its graph node."""
+    history = session._conversation.history  # noqa: SLF001 - no public method shows it
     history.catch_up()
     found: dict[int, MessageNode] = {}
     waiting = list(history.roots.values())
@@ -54,7 +54,7 @@ def shape(session: Session) -> list[object]:
 
 
 def told(session: Session) -> object:
-    """The whole account of it; seals the session."""
+    """The record of a session as JSON values; seals the session."""
     session.seal("done")
     record = session.record()
     return (
@@ -73,17 +73,17 @@ def told(session: Session) -> object:
 async def test_random_talks_go_on_as_if_nothing_had_happened(
     prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
-    event_writer = ListScribe()
-    calm = RandomTalks(prompts, tokenizer, seed)
-    shaken = RandomTalks(prompts, tokenizer, seed, event_writer=event_writer)
+    event_writer = ListEventWriter()
+    calm = RandomAgent(prompts, tokenizer, seed)
+    shaken = RandomAgent(prompts, tokenizer, seed, event_writer=event_writer)
     for number in range(60):
         await calm.step()
         await shaken.step()
         if number % 7 == seed % 7 and not shaken.session.sampling:
             event_writer.be_due()
             before = shaken.session
-            event_writer = event_writer.next_life()
-            shaken.session = regained(before, event_writer)
+            event_writer = event_writer.next_process()
+            shaken.session = restored_session(before, event_writer)
             assert shape(shaken.session) == shape(before)
     assert told(shaken.session) == told(calm.session)
 
@@ -92,15 +92,16 @@ async def test_random_talks_go_on_as_if_nothing_had_happened(
 async def test_a_kill_at_any_moment_leaves_a_session_that_knows_what_was_settled(
     prompts: Prompts, tokenizer: Tokenizer, seed: int
 ) -> None:
-    """Generations that run are lost; prompts go on from exactly what was held, or begin anew."""
-    event_writer = ListScribe()
-    talks = RandomTalks(prompts, tokenizer, seed, event_writer=event_writer)
+    """Running generations are lost; prompts continue from exactly what was stored, or start
+    again."""
+    event_writer = ListEventWriter()
+    talks = RandomAgent(prompts, tokenizer, seed, event_writer=event_writer)
     for number in range(80):
         await talks.step()
         if number % 5 == seed % 5:
             before = talks.session
-            event_writer = event_writer.next_life()
-            talks.session = regained(before, event_writer)
+            event_writer = event_writer.next_process()
+            talks.session = restored_session(before, event_writer)
             known = {reply.node for replies in talks.session._replies.all() for reply in replies}  # noqa: SLF001 - likewise
             assert NO_NODE not in known
     nodes = told(talks.session)
@@ -113,7 +114,7 @@ def say(tokenizer: Tokenizer) -> Say:
 
 
 async def test_fall_backs_are_counted_alike_after_a_restart(prompts: Prompts, say: Say) -> None:
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     sampler = ScriptedSampler(lambda _: (*say("a"),))
     sampler.has_publisher = False
     session, talk = open_session(sampler, prompts, event_writer=event_writer), [USER]
@@ -122,7 +123,7 @@ async def test_fall_backs_are_counted_alike_after_a_restart(prompts: Prompts, sa
         await call(session, turn(*talk))
         talk += [said("a"), MORE]
     assert session.num_fell_back == 2, "from 7 to 3 and from 3 to 2"
-    after = regained(session, event_writer.next_life())
+    after = restored_session(session, event_writer.next_process())
     assert after.num_fell_back == 2
     sampler.policy_version = 1
     await call(after, turn(*talk))
@@ -132,7 +133,7 @@ async def test_fall_backs_are_counted_alike_after_a_restart(prompts: Prompts, sa
 async def test_a_call_of_which_one_choice_alone_was_written_is_made_anew(
     prompts: Prompts, say: Say
 ) -> None:
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts, event_writer=event_writer)
     asked = with_fields(turn(USER), num_choices=2)
@@ -140,7 +141,7 @@ async def test_a_call_of_which_one_choice_alone_was_written_is_made_anew(
     sampler.generations[0].end(*say("a"))
     session.finish(one)
     await session.recorder.written()
-    after = regained(session, event_writer.next_life())
+    after = restored_session(session, event_writer.next_process())
     again = await after.attach(with_fields(turn(USER), num_choices=2))
     assert [reply.is_running for reply in again] == [True, True]
     assert again[0].source.node == one.source.node, "after the same tokens"
@@ -155,26 +156,26 @@ async def test_a_call_of_which_one_choice_alone_was_written_is_made_anew(
 async def test_an_answer_that_nobody_took_is_void_until_somebody_does(
     prompts: Prompts, say: Say
 ) -> None:
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     session = open_session(ScriptedSampler(lambda _: say("a")), prompts, event_writer=event_writer)
     (reply,) = await session.attach(turn(USER))
     session.finish(reply)
     await session.recorder.written()
     session.left(reply)
-    lost = regained(session, event_writer.next_life())
+    lost = restored_session(session, event_writer.next_process())
     assert [finish for _, _, finish in trained(lost)] == ["void"]
-    event_writer = event_writer.next_life()
-    found = regained(session, event_writer)
+    event_writer = event_writer.next_process()
+    found = restored_session(session, event_writer)
     await call(found, turn(USER))
-    assert [finish for _, _, finish in trained(regained(found, event_writer.next_life()))] == [
-        "stop"
-    ]
+    assert [
+        finish for _, _, finish in trained(restored_session(found, event_writer.next_process()))
+    ] == ["stop"]
 
 
 async def test_a_repeated_answer_is_the_same_to_its_likeliest_tokens_and_stop_strings(
     prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     sampler = ScriptedSampler(
         lambda _: tokenizer.encode("ab stop"),
         new_matcher=lambda stops: StopStrings(stops, tokenizer.stream()),
@@ -182,7 +183,7 @@ async def test_a_repeated_answer_is_the_same_to_its_likeliest_tokens_and_stop_st
     session = open_session(sampler, prompts, event_writer=event_writer)
     asked = with_fields(turn(USER), sampling=RequestedSampling(stop=("stop",)))
     reply, answer = await call(session, asked)
-    after = regained(session, event_writer.next_life())
+    after = restored_session(session, event_writer.next_process())
     (again,) = await after.attach(msgspec.structs.replace(asked, is_retry=True))
     assert (again.matched_stop, again.head) == ("stop", reply.head)
     assert after.finish(again) == answer
@@ -193,13 +194,13 @@ async def test_a_repeated_answer_is_the_same_to_its_likeliest_tokens_and_stop_st
 async def test_raw_prompts_go_on_from_their_texts_and_from_their_tokens(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     session = open_session(ScriptedSampler(lambda _: say("a")), prompts, event_writer=event_writer)
     reply, _ = await call(session, Turn(messages=[], prompt_text="guess", digest=1))
     text = "guess" + tokenizer.decode(list(reply.token_ids()))
     await call(session, Turn(messages=[], prompt_text=text + " higher", digest=2))
     await call(session, Turn(messages=[], prompt_ids=(5, 6, 7), digest=3))
-    for life in (session, regained(session, event_writer.next_life())):
+    for life in (session, restored_session(session, event_writer.next_process())):
         more = Turn(messages=[], prompt_text=text + " lower", digest=4)
         again, _ = await call(life, more)
         assert life._conversation.graph.nodes[again.source.node].parent == reply.node  # noqa: SLF001 - likewise
@@ -210,7 +211,7 @@ async def test_raw_prompts_go_on_from_their_texts_and_from_their_tokens(
 async def test_an_answer_is_known_by_its_name_and_a_fault_by_its_words(
     prompts: Prompts, say: Say
 ) -> None:
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     sampler = ScriptedSampler()
     session = open_session(sampler, prompts, event_writer=event_writer)
     running = asyncio.ensure_future(call(session, turn(USER)))
@@ -220,7 +221,7 @@ async def test_an_answer_is_known_by_its_name_and_a_fault_by_its_words(
     (lost,) = await session.attach(turn(USER, said("a"), MORE))
     lost.join()
     session.end_early("too much")
-    after = regained(session, event_writer.next_life())
+    after = restored_session(session, event_writer.next_process())
     assert after.node_of(reply.head.id) == reply.node
     assert (after.state, after.spent_because) == (SessionState.SPENT, "too much")
     with pytest.raises(SessionError, match="too much"):
@@ -228,7 +229,7 @@ async def test_an_answer_is_known_by_its_name_and_a_fault_by_its_words(
 
 
 async def test_long_texts_tools_and_images_are_told_once(prompts: Prompts, say: Say) -> None:
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     session = open_session(
         ScriptedSampler(lambda _: say("a")), prompts, 10**6, event_writer=event_writer
     )
@@ -237,7 +238,7 @@ async def test_long_texts_tools_and_images_are_told_once(prompts: Prompts, say: 
     await call(session, turn(long, said("a"), MORE, tools=TOOLS))
     assert len(event_writer.texts) == 2
     assert sum(map(len, event_writer.records)) < 10 * LONG_BYTES
-    after = regained(session, event_writer.next_life())
+    after = restored_session(session, event_writer.next_process())
     reply, _ = await call(after, turn(long, said("a"), MORE, said("a"), MORE, tools=TOOLS))
     assert (reply.source.tools, after.fork_report().forks) == (TOOLS, [])
     assert told(after) == told(await _with_one_more(session, long))
@@ -249,7 +250,7 @@ async def _with_one_more(session: Session, long: Message) -> Session:
 
 
 COUNTS = "{{ messages | length }}" + CHAT_TEMPLATE
-"""Tells at the top how many messages follow: no chat begins as an earlier one did."""
+"""Writes the number of messages first, so that no chat begins like an earlier one."""
 
 
 async def test_a_fork_that_a_template_made_has_the_same_cause_and_words(tmp_path: Path) -> None:
@@ -257,11 +258,11 @@ async def test_a_fork_that_a_template_made_has_the_same_cause_and_words(tmp_path
     tokenizer = load_tokenizer(folder)
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
     ids = tokenizer.encode("a<|im_end|>")
-    event_writer = ListScribe()
+    event_writer = ListEventWriter()
     session = open_session(ScriptedSampler(lambda _: ids), prompts, event_writer=event_writer)
     await call(session, turn(USER))
     await call(session, turn(USER, said("a"), MORE))
-    after = regained(session, event_writer.next_life())
+    after = restored_session(session, event_writer.next_process())
     [fork] = after.fork_report().forks
     assert (fork.cause, [fork]) == ("template", session.fork_report().forks)
     assert told(after) == told(session)

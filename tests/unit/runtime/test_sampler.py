@@ -1,4 +1,4 @@
-"""Generations carried to a scripted engine over real sockets."""
+"""Generations with a scripted engine over real sockets."""
 
 import asyncio
 import gc
@@ -241,7 +241,7 @@ async def test_parked_turn_that_nobody_wants_leaves_nothing(engine: ScriptedEngi
     held = [bench.start()]
     await engine.until(lambda: engine.num_live == 1)
     held[0].leave()
-    gc.disable()  # what waits for the collector is not gone
+    gc.disable()  # only reference counts may free it
     try:
         await until(lambda: held[0].state is GenerationState.VOID)
         kept = weakref.ref(held.pop())
@@ -365,7 +365,7 @@ async def test_engines_run_what_we_count_whatever_happens(seed: int) -> None:
 
 
 async def disturb(rng: random.Random, bench: Bench, generations: list[Generation]) -> None:
-    """One thing that a client or an engine does."""
+    """One random action of a client or an engine."""
     engine = rng.choice(bench.engines)
     one = rng.choice(generations) if generations else None
     match rng.choice(

@@ -1,7 +1,4 @@
-"""The session's policy over the agent's wishes.
-
-What a generation puts up with, and what it says when it does no more.
-"""
+"""The session's policy over the agent's request, retry limits of a generation, and its errors."""
 
 import msgspec
 
@@ -53,7 +50,7 @@ def test_evaluation_gives_the_agent_what_it_asks() -> None:
 
 
 def test_a_share_of_nothing_is_greedy_and_a_count_of_nothing_is_no_bound() -> None:
-    """Agents of other servers write both; SGLang answers 400 to either."""
+    """Agents of other servers send both; SGLang answers 400 to either."""
     greedy = params(EVAL_SAMPLING, RequestedSampling(temperature=0.7, top_p=0.0, top_k=5))
     assert (greedy.temperature, greedy.top_p, greedy.top_k) == (0.0, 1.0, 5)
     free = params(EVAL_SAMPLING, RequestedSampling(temperature=0.7, top_p=0.9, top_k=0))
@@ -146,7 +143,7 @@ def test_what_keeps_engines_away_is_said_within_bounds() -> None:
     assert "connection refused" in str(mine.without_engine())
 
 
-# as the machine asks it
+# through the machine
 
 
 def test_fruitless_legs_back_off_and_end_within_bounds() -> None:
@@ -199,7 +196,7 @@ def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> Non
 
 
 def test_a_resumed_leg_that_breaks_at_its_images_fences_nobody_either() -> None:
-    """An address may lead nowhere by then, or the model has written the mark of an image."""
+    """An address may be invalid by then, or the model has sampled an image placeholder."""
     bench = running(images=("https://gone/a.png",))
     bench.sample(0, 1, finish=ABORT)
     for attempt in range(1, 4):

@@ -1,4 +1,4 @@
-"""A scope ends when nobody borrows from it, and who does not let go is named."""
+"""A scope ends when nothing is lent; borrowers that do not release are named."""
 
 import gc
 import weakref
@@ -23,7 +23,7 @@ GROUP = GroupId("r", 0)
 ROLLOUT = RolloutId(GROUP, 1)
 EMPTY = {"scopes": 0, "groups": 0, "doors": 0, "loans": 0}
 GONE = {"scopes": 1, "groups": 0, "doors": 4, "loans": 1}
-"""But for what is lent."""
+"""Table sizes, except for loans."""
 
 
 class World:
@@ -62,7 +62,7 @@ def over(runtime: Runtime, api_key: str) -> int:
 async def test_a_borrowed_transcript_goes_on_where_it_ended(world: World) -> None:
     runtime, own = world.runtime, world.opened.session
     with runtime.lend(ROLLOUT, "judge", appends=True) as loan:
-        assert over(runtime, world.opened.api_key) == 410  # the agent's own is not opened by that
+        assert over(runtime, world.opened.api_key) == 410  # that does not open the agent's own key
         session = runtime.find(loan.api_key)
         assert session is own
         await call(session, turn(USER, said("4"), MORE))
@@ -79,7 +79,7 @@ async def test_a_borrowed_transcript_goes_on_where_it_ended(world: World) -> Non
 
 
 async def test_a_turn_that_was_cut_by_the_end_can_be_asked_anew(world: World) -> None:
-    """What was not delivered to the agent is void, and no answer to anybody else."""
+    """Answers that were not delivered to the agent are void, and answer no other request."""
     runtime = world.runtime
     again = runtime.register_trajectory(ROLLOUT, SamplingPolicy(), 7)
     (cut,) = await again.session.attach(turn(USER))
@@ -191,7 +191,7 @@ async def test_a_borrower_that_does_not_let_go_is_named_and_waited_for_no_longer
     assert own.held_bytes == 0
     assert [log["borrower"] for log in logs] == ["stubborn judge"]
     assert over(runtime, loan.api_key) == 401
-    loan.release()  # too late, and no matter
+    loan.release()  # too late, without effect
     assert runtime.entries() == EMPTY
 
 

@@ -1,4 +1,4 @@
-"""Calls, retries and the end of a session, against scripted generations."""
+"""Calls, retries and the end of a session, with scripted generations."""
 
 import asyncio
 from array import array
@@ -44,7 +44,7 @@ from tests.unit.runtime.session_world import (
 async def test_the_next_prompt_is_the_exact_tokens_so_far_and_the_new_message(
     prompts: Prompts, tokenizer: Tokenizer, say: Say
 ) -> None:
-    # Sampled letter by letter, as no tokenizer would cut it.
+    # Sampled letter by letter, as no tokenizer would split it.
     letters = [i for char in "I guess 4" for i in tokenizer.encode(char)] + [*say("")]
     assert letters != say("I guess 4")
     sampler = ScriptedSampler([letters, say("5")])
@@ -70,7 +70,7 @@ async def test_a_call_that_ends_with_an_answer_does_not_spoil_the_next_prompt(
     rest = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(last) == tokenizer.decode([*first, *say("4")]) + rest
     assert last[: len(first)] == first
-    # The answer that the agent left behind is what it went back on; nothing was rendered anew.
+    # The agent dropped the answer, which is a rewind; nothing was rendered again.
     assert [row.cause for row in session.fork_report().forks] == [ForkCause.REWOUND]
 
 
@@ -217,7 +217,7 @@ async def test_another_call_does_not_hide_why_one_failed(
     session = open_session(sampler, prompts)
     readers = [(await session.attach(turn(USER)))[0] for _ in range(2)]
     sampler.generations[0].fail("out of memory", is_refused)
-    await session.attach(turn(MORE))  # comes in before the readers were woken
+    await session.attach(turn(MORE))  # arrives before the readers are woken
     for reader in readers:
         with pytest.raises(SessionError) as caught:
             session.finish(reader)

@@ -1,4 +1,4 @@
-"""Secrets lead to their session and to no other, and to nothing once it is closed."""
+"""Secrets open their session and no other, and nothing once it is closed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sessions that begin as one before them did: what they hold, and what is kept for them."""
+"""Sessions that begin like an earlier one start from its stored state, within bounds."""
 
 import weakref
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.history_world import Held
 from tests.unit.runtime.history_world import turn as history_turn
-from tests.unit.runtime.random_chats import RandomTalks
+from tests.unit.runtime.random_chats import RandomAgent
 from tests.unit.runtime.session_world import (
     MORE,
     SYSTEM,
@@ -54,7 +54,7 @@ def of_pairs(*messages: Message) -> Turn:
 async def talk(
     prompts: Prompts, say: Say, ask: Callable[..., Turn], shared_prefixes: SharedPrefixes
 ) -> tuple[SessionRecord, list[list[int]]]:
-    """Three requests, one of them anew; the record, and the prompts that were sampled after."""
+    """Three requests, one of them repeated; the record, and the prompts that were sampled after."""
     sampler = ScriptedSampler(lambda _: say("4"))
     session = open_session(sampler, prompts, shared_prefixes=shared_prefixes)
     first = (SYSTEM, USER)
@@ -93,7 +93,7 @@ async def test_whatever_follows_an_opening_is_as_it_would_be_without(
 ) -> None:
     shared_prefixes, records = SharedPrefixes(), []
     for _ in range(3):
-        talks = RandomTalks(prompts, tokenizer, seed, shared_prefixes)
+        talks = RandomAgent(prompts, tokenizer, seed, shared_prefixes)
         for _ in range(25):
             await talks.step()
         talks.session.seal("done")

@@ -1,4 +1,4 @@
-"""Replies are read as they come, and however they are cut they say the same."""
+"""Replies are parsed as they arrive, with equal results however they are split."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -40,7 +40,7 @@ PIECES = [
 
 
 class Fold:
-    """What a client has heard; asserts that nothing comes out of order."""
+    """The pieces that a client receives; asserts their order."""
 
     def __init__(self) -> None:
         self.content = self.reasoning = ""

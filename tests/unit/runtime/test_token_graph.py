@@ -1,7 +1,4 @@
-"""Nodes of new tokens only, and the paths they make.
-
-Which chats of a session are its main line.
-"""
+"""Nodes of new tokens only, their paths, and the branches of a session's chats."""
 
 import gc
 import random
@@ -79,7 +76,7 @@ def test_engines_are_named_once_for_all_nodes() -> None:
     add(["http://a"], VersionRun(3, 2, 0))
     add(["http://b", "http://a"], VersionRun(3, 1, 0), VersionRun(4, 1, 1))
     add(["http://a", "http://b"], VersionRun(4, 2, 1))
-    add(["http://c", "http://a"], VersionRun(4, 2, 1))  # nothing of what c said was kept
+    add(["http://c", "http://a"], VersionRun(4, 2, 1))  # no token of engine c was kept
     add([], VersionRun(5, 1))
     assert graph.engines == ["http://a", "http://b"]
     rows = [row for row in graph.rows(dict.fromkeys(range(0, 10, 2), "main")) if row.sampled]
@@ -115,7 +112,7 @@ MAIN, HELPER, TITLE = RootKind(5, 1), RootKind(6, 2), RootKind(0, 3)
 
 
 def grow(graph: TokenGraph, node: int, num_tokens: int = 1) -> int:
-    """A turn behind `node`: a prompt and so many sampled tokens."""
+    """Add a turn after `node`: a prompt and sampled tokens."""
     params = SamplingParams(max_tokens=num_tokens)
     node = graph.add_context(node, [1])
     sampled = Sampled([2] * num_tokens, [0.0] * num_tokens, (), params, "stop")
@@ -124,7 +121,7 @@ def grow(graph: TokenGraph, node: int, num_tokens: int = 1) -> int:
 
 def test_the_line_with_tools_that_lasts_longest_is_main_whatever_others_sample() -> None:
     graph = TokenGraph()
-    grow(graph, ROOT)  # a title
+    grow(graph, ROOT)  # a title request
     end = grow(graph, ROOT)
     kinds = {0: TITLE, 2: MAIN}
     for _ in range(4):
@@ -157,7 +154,7 @@ def test_of_lines_that_last_equally_long_the_last_active_one_is_main() -> None:
 
 
 def test_a_last_call_without_tools_stays_on_the_line_that_began_with_them() -> None:
-    """The last call of an agent that is out of steps: the same messages, and no tools."""
+    """The last call of an agent that is out of steps: the same messages, without tools."""
     chats = {
         0: RootChat(RootKind(5, 1, 9), 0, 3),
         1: RootChat(RootKind(0, 1, 9), 4, 5),

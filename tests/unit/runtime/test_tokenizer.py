@@ -1,7 +1,4 @@
-"""Ids and text, whole and in pieces.
-
-What tiktoken encodes is what the library tokenizers would have encoded, or it is not used.
-"""
+"""Token ids and text, whole and in pieces; tiktoken is used only if it equals the library."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -145,7 +142,8 @@ def spaces_before_marks(spec: dict[str, Any]) -> None:
 
 
 def one_merge_less(spec: dict[str, Any]) -> None:
-    """The vocabulary keeps its token, which tiktoken would still make."""
+    """Remove a merge whose token stays in the vocabulary; tiktoken would still produce that
+    token."""
     del spec["model"]["merges"][16000]
 
 

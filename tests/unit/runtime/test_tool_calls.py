@@ -1,7 +1,4 @@
-"""Calls are read while they are written, and what is told of one folds to JSON.
-
-Stop strings over token boundaries, chunks and legs.
-"""
+"""Tool calls are parsed as they are sampled; stop strings match across token boundaries."""
 
 import json
 from collections.abc import Sequence
@@ -41,7 +38,7 @@ JSON = st.recursive(
 
 
 def told(reader: CallParser, text: str, sizes: list[int]) -> str:
-    """All that a reader tells of a closed block that comes in pieces."""
+    """All pieces that a parser returns for a closed block."""
     pieces, at = [], 0
     for size in [*sizes, len(text)]:
         pieces.append(reader.feed(text[at : at + size]))
@@ -77,13 +74,13 @@ def test_an_xml_call_tells_what_the_library_reads(values: dict[str, Any], sizes:
 
 
 def written(value: Any) -> str:
-    """As templates write a value; without what the library strips and we keep."""
+    """A value as templates write it, without white space that the library strips and we keep."""
     text = value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return "x" if "<" in text else text
 
 
 def library_arguments(block: str) -> Any:
-    """By the library's reading of a whole block."""
+    """The arguments of a whole block as the library parses them."""
 
     class Characters:
         def decode(self, ids: list[int], **_: Any) -> str:
@@ -159,7 +156,7 @@ def test_half_a_surrogate_pair_leaves_as_it_was_written() -> None:
 
 
 class Letters:
-    """Token n is the n-th letter of the alphabet."""
+    """A vocabulary in which token n is the n-th letter of the alphabet."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(ord("a") + token) for token in token_ids)

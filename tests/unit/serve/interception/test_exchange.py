@@ -23,7 +23,7 @@ from rollmesh.serve.interception import request
 from rollmesh.serve.interception.exchange import ExchangeState, guard
 from rollmesh.serve.interception.request import HttpRequest
 from tests.disks import lose_files, no_room_in_memory
-from tests.unit.runtime.event_writer_world import ListScribe
+from tests.unit.runtime.event_writer_world import ListEventWriter
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 from tests.unit.serve.interception.http_client import GET, LAST_GET, Held, serving
 
@@ -276,7 +276,7 @@ async def test_a_stop_string_ends_the_answer(make_desk: MakeDesk) -> None:
 async def test_an_answer_that_is_not_written_is_not_given_whole(
     make_desk: MakeDesk, ask: dict[str, Any]
 ) -> None:
-    desk, scribe = await make_desk(), ListScribe()
+    desk, scribe = await make_desk(), ListEventWriter()
     desk.opened.session.recorder = EventRecorder(scribe)
     asking = asyncio.ensure_future(told(desk, ask))
     await started(desk)

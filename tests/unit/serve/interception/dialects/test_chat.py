@@ -1,4 +1,4 @@
-"""The chat dialect: what is read, what is refused, what is returned when asked."""
+"""The chat dialect: accepted requests, refusals, and optional fields of answers."""
 
 from typing import Any
 

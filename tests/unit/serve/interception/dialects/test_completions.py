@@ -1,4 +1,4 @@
-"""OpenAI's Completions API: raw prompts in all their forms, choices in order."""
+"""OpenAI's Completions API: raw prompts in all forms, choices in order."""
 
 from typing import Any
 

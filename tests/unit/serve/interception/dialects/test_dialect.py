@@ -1,4 +1,4 @@
-"""What every dialect promises alike: statuses, wake-ups, retries, choices, keep-alives."""
+"""Promises of every dialect: statuses, wake-ups, retries, choices, keep-alives."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ plain_and_streamed = pytest.mark.parametrize("stream", [False, True])
 
 
 async def started(desk: Desk, num: int = 1) -> None:
-    """Until the edge has asked for so many generations and reads the last."""
+    """Wait until the gateway has requested `num` generations and reads the last one."""
     made = desk.sampler.generations
     await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
 
@@ -59,7 +59,7 @@ async def test_errors_have_their_true_status(make_desk: MakeDesk, path: str) -> 
 async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
     make_desk: MakeDesk, path: str, at: str
 ) -> None:
-    """Most of a body is kept unopened: garbage in it would come out in the session's record."""
+    """Most of a body is stored without decoding: invalid text would reach the session's record."""
     desk = await make_desk("4", "4")
     user = {"role": "user", "content": "gu?ss" if at == "content" else "guess"}
     if at == "extra":
@@ -282,7 +282,7 @@ SYSTEM = "be brief"
 
 
 def as_messages(call_id: str) -> list[dict[str, Any]]:
-    """A turn with a tool call, in Anthropic's words."""
+    """A turn with a tool call, in Anthropic's shape."""
     use = {"type": "tool_use", "id": call_id, "name": "f", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": call_id, "content": "42"}
     return [
@@ -293,7 +293,7 @@ def as_messages(call_id: str) -> list[dict[str, Any]]:
 
 
 def as_items(call_id: str) -> list[dict[str, Any]]:
-    """The same and one turn more, as the items of a response."""
+    """The same chat with one more turn, as the items of a response."""
     go, four = ([{"type": "output_text", "text": text}] for text in ("go", "four"))
     return [
         {"type": "message", "role": "developer", "content": SYSTEM},

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: what is read, what is said, plain and as events."""
+"""Anthropic's Messages API: requests and answers, plain and as events."""
 
 import asyncio
 from typing import Any
@@ -140,7 +140,7 @@ async def test_a_plain_answer_has_blocks_and_usage(make_desk: MakeDesk) -> None:
 
 
 def folded(events: list[Event]) -> dict[str, Any]:
-    """The message that a client makes of the events."""
+    """The message that a client builds from the events."""
     assert all(name == data["type"] for name, data in events)
     assert events[0][0] == "message_start"
     assert [name for name, _ in events[-2:]] == ["message_delta", "message_stop"]

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: what is read, what is said, plain and as a chain of events."""
+"""OpenAI's Responses API: requests and answers, plain and as a chain of events."""
 
 import asyncio
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_text_is_a_user_message_and_instructions_come_first() -> None:
 
 
 def test_a_resend_is_known_whatever_order_its_client_metadata_comes_in() -> None:
-    # codex writes them in another order each time, and sends a turn up to six times
+    # codex changes their order each time, and sends a turn up to six times
     first = decode(client_metadata={"turn_id": "t", "window": 0})
     assert decode(client_metadata={"window": 0, "turn_id": "t"}).digest == first.digest
     assert decode(client_metadata={"turn_id": "t"}, input="other").digest != first.digest
@@ -168,7 +168,7 @@ async def test_a_plain_response_has_items_and_usage(make_desk: MakeDesk) -> None
 
 
 def folded(events: list[Event]) -> dict[str, Any]:
-    """The response that a client makes of the events; checks the chain on the way."""
+    """The response that a client builds from the events; checks their sequence."""
     assert all(name == data["type"] for name, data in events)
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]

@@ -1,4 +1,4 @@
-"""A relay on a free port in front of scripted providers, with one session, and a client for it."""
+"""A relay on a free port in front of scripted providers, with one session and a client."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ PROVIDER_KEY = "pk-of-the-provider"
 
 
 class Relay:
-    """What a test needs of it."""
+    """A running relay with its session and client."""
 
     def __init__(self, edge: RelayEdge, capture: RelayCapture, upstreams: UpstreamPool) -> None:
         self.edge = edge
@@ -44,7 +44,7 @@ class Relay:
     def post(
         self, body: object, path: str = "/v1/chat/completions", **headers: str
     ) -> "aiohttp.client._RequestContextManager":
-        """A request context; `body` is bytes, or what becomes JSON."""
+        """A request context; `body` is bytes, or a value that is encoded as JSON."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         auth = {"Authorization": f"Bearer {self.opened.api_key}"}
@@ -55,17 +55,18 @@ class Relay:
         async with self.post(body, path, **headers) as response:
             return response.status, await response.read()
 
-    async def until_heard(self, num_bytes: int) -> None:
-        """Until the call that runs has so many bytes of its answer; nothing tells."""
-        while self._num_heard() < num_bytes:  # noqa: ASYNC110 - see above
+    async def until_received(self, num_bytes: int) -> None:
+        """Wait until the running call has `num_bytes` of its answer; there is no event to wait
+        for."""
+        while self._num_received() < num_bytes:  # noqa: ASYNC110 - see above
             await asyncio.sleep(0)
 
-    def _num_heard(self) -> int:
+    def _num_received(self) -> int:
         session = self.session
         return int(session.held()["answers"] - CALL_BYTES * session.num_calls)
 
     def account(self, **rewards: Any) -> dict[str, Any]:
-        """What the sealed session has to show, by way of JSON."""
+        """The report of the sealed session, decoded from its JSON."""
         self.session.seal("the test is over")
         told = self.session.report().render(SessionRewards(**rewards))
         account: dict[str, Any] = msgspec.json.decode(joined(told))

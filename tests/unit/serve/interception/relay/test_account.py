@@ -1,4 +1,4 @@
-"""What a relayed session has to show: samples where the engine told enough, text everywhere."""
+"""Reports of relayed sessions: samples if the engine sent enough, text for every call."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ def ask(*texts: str, **settings: Any) -> dict[str, Any]:
 
 
 def tell(text: str, prompt: list[int], ids: list[int], **more: Any) -> Told:
-    """An answer as vLLM and SGLang give it; the log-prob of a token is minus its id over 8."""
+    """An answer as vLLM and SGLang send it; the log-prob of a token is minus its id over 8."""
     choice = {
         "message": {"role": "assistant", "content": text},
         "finish_reason": "stop",
@@ -163,7 +163,7 @@ HELPER_TOOLS = [{"name": "read", "input_schema": {}}]
 async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
     make_relay: MakeRelay,
 ) -> None:
-    """Answers have exact tokens as a proxy before vLLM adds them; here they are those of chat."""
+    """Answers have exact tokens, as a proxy before vLLM adds them; here they are those of chat."""
     seen: list[int] = []
 
     def script(asked: SeenRequest) -> Told:

@@ -11,8 +11,8 @@ from rollmesh.serve.interception.relay.call import CallRequest, RelayCall
 from rollmesh.testing.clock import FakeClock
 
 
-class NoOther:
-    """Carries nothing any further."""
+class OnlyUpstream:
+    """A transport without another upstream."""
 
     url = "http://upstream"
     has_other = False
@@ -30,11 +30,11 @@ class NoOther:
 
 async def test_a_failure_keeps_nobody_who_was_told_of_it() -> None:
     call = RelayCall(CallRequest(0, "/messages", None, (), "", 0.0), 10, lambda _: None)
-    call.send_on(NoOther())
+    call.send_on(OnlyUpstream())
     call.on_error(EngineUnavailable("http://upstream: down: very"))
 
     async def ask() -> "weakref.ref[FakeClock]":
-        request = FakeClock()  # anything that a reader has at hand
+        request = FakeClock()  # any object of the reader
         with contextlib.suppress(SessionError):
             await call.wait(0)
         return weakref.ref(request)

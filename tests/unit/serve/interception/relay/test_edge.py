@@ -1,4 +1,4 @@
-"""The relay over real sockets: what passes, what does not, who hears of what."""
+"""The relay over real sockets: what it forwards and refuses, and which reader gets what."""
 
 import asyncio
 import gzip
@@ -23,7 +23,7 @@ LAST = {
     "/responses": b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
     "/messages": b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
 }
-"""What ends a stream, by route."""
+"""The end of a stream, by route."""
 ROUTES = [*LAST]
 
 
@@ -82,7 +82,7 @@ async def test_a_streams_pieces_pass_before_the_next_is_sent_and_its_end_when_th
     make_relay: MakeRelay, route: str
 ) -> None:
     first, second, last = b'data: {"n":1}\n\n', b'data: {"n":2}\n\n', LAST[route]
-    # Behind the last event nothing comes but the end of the answer, which is held, too.
+    # After the last event comes only the end of the answer, which is held, too.
     told = msgspec.structs.replace(events(), pieces=(first, second, last, b""))
     async with ScriptedProvider([told]) as provider:
         provider.holds = True
@@ -93,8 +93,8 @@ async def test_a_streams_pieces_pass_before_the_next_is_sent_and_its_end_when_th
             await provider.release()
             assert await response.content.readexactly(len(second)) == second
             await provider.release()
-            await relay.until_heard(len(first + second + last))
-            for _ in range(20):  # what was written has arrived by then
+            await relay.until_received(len(first + second + last))
+            for _ in range(20):  # until then, all written bytes have arrived
                 await asyncio.sleep(0)
             assert response.content.read_nowait() == b""
             await provider.release()
@@ -117,7 +117,7 @@ async def test_an_agent_that_hangs_up_leaves_the_upstream_at_once(
         assert not relay.session.is_busy
         assert relay.upstreams.all[0].num_running == 0
         assert relay.edge.num_exchanges == {("chat/completions", "abandoned"): 1}
-        # What was cut is void: the retry is another call, and is answered whole.
+        # A cut answer is void: the retry is another call, and is answered completely.
         await provider.release(2)
         assert (await relay.read({**ASK, "stream": True}, x_stainless_retry_count="1"))[0] == 200
     assert [call["state"] for call in relay.account()["calls"]] == ["cut", "whole"]
@@ -207,7 +207,7 @@ async def test_a_stream_that_the_upstream_cuts_ends_with_an_error_event(
 async def test_a_stream_of_which_nothing_came_is_sent_to_the_other_upstream(
     make_relay: MakeRelay,
 ) -> None:
-    """Its head alone begins no answer while another upstream is left."""
+    """With another upstream left, an answer's head alone does not begin it."""
     cut = msgspec.structs.replace(events(b""), pieces=(b"",), is_cut=True)
     good = events(CHUNK, b"[DONE]")
     async with ScriptedProvider([cut]) as one, ScriptedProvider([good]) as two:
@@ -226,7 +226,7 @@ async def test_with_one_upstream_the_head_of_a_stream_passes_before_its_body(
         provider.holds = True
         relay = await make_relay(provider)
         async with relay.post({**ASK, "stream": True}) as response:
-            # Nothing of the body was released yet, and the agent has status and headers.
+            # No body byte was sent yet, and the agent has status and headers.
             assert response.status == 200
             assert response.headers["Content-Type"] == "text/event-stream"
             await provider.release(2)
@@ -301,7 +301,8 @@ async def test_a_compressed_answer_passes_as_it_is_and_is_read_later(make_relay:
 
 
 async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: MakeRelay) -> None:
-    """Raw bytes, broken off, wrong lengths, wrong encodings: a canary is answered all the while."""
+    """Raw bytes, broken off, wrong lengths, wrong encodings: a canary session is answered
+    throughout."""
     chance = random.Random(3)
     async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
         relay = await make_relay(provider)

@@ -1,4 +1,4 @@
-"""Answers that are none: what the agent gets of them, what is recorded, and what a retry does."""
+"""Failed answers: what the agent gets, what is recorded, and what a retry does."""
 
 import asyncio
 from pathlib import Path
@@ -35,7 +35,7 @@ def chunk(text: str, finish_reason: str | None, number: int = 3) -> bytes:
 
 
 def named(**data: Any) -> bytes:
-    """An event as the newer APIs send it, behind its name."""
+    """A named event, as the newer APIs send it."""
     return orjson.dumps(data)
 
 
@@ -51,14 +51,14 @@ BEGUN = {
     "/messages": [MESSAGE_START, BLOCK],
     "/responses": [CREATED, named(type="response.output_text.delta", delta="4")],
 }
-"""Streams in mid-answer, by route."""
+"""Unfinished streams, by route."""
 FINISHED = {
     "/chat/completions": [chunk("4", "stop")],
     "/completions": [named(choices=[{"index": 0, "text": "4", "finish_reason": "stop"}])],
     "/messages": [MESSAGE_START, BLOCK, named(type="message_delta", delta={"stop_reason": "x"})],
     "/responses": [CREATED, COMPLETED],
 }
-"""Streams that have all but the event that ends them, where their finish reason is not in it."""
+"""Streams without their end event, for routes whose finish reason is not in that event."""
 WHOLE = {
     "/chat/completions": [*FINISHED["/chat/completions"], b"[DONE]"],
     "/completions": [*FINISHED["/completions"], b"[DONE]"],
@@ -69,12 +69,12 @@ ROUTES = [*BEGUN]
 
 
 def raw(data: bytes) -> Told:
-    """A stream of these very bytes."""
+    """A stream of these bytes."""
     return Told((data,), headers=(("Content-Type", "text/event-stream"),))
 
 
 def outcome_of(relay: Relay) -> Outcome:
-    """How its session ends if its finisher names none."""
+    """The outcome of its session if the finisher names none."""
     outcome: Outcome = relay.session.natural_outcome
     return outcome
 
@@ -82,7 +82,7 @@ def outcome_of(relay: Relay) -> Outcome:
 async def answered(
     make_relay: MakeRelay, told: Told, route: str = "/chat/completions"
 ) -> tuple[Relay, bytes]:
-    """A relay whose only call got this answer, and what the agent got."""
+    """A relay whose only call got this answer, and the bytes that the agent got."""
     async with ScriptedProvider([told]) as provider:
         relay: Relay = await make_relay(provider)
         _, body = await relay.read({**ASK, "stream": True}, f"/v1{route}")
@@ -240,7 +240,7 @@ async def test_what_cannot_be_read_with_status_200_is_recorded_with_the_reason(
 async def test_one_unreadable_line_does_not_lose_the_answer(
     make_relay: MakeRelay, bad: bytes
 ) -> None:
-    """Its text is kept; it trains only if the engine's count says that no token was in the line."""
+    """Its text is kept; it trains only if the engine's count shows that the line had no token."""
     used = named(choices=[], usage={"completion_tokens": 2})
     for num_tokens, more in ((1, [used]), (1, []), (2, [used])):
         good = (

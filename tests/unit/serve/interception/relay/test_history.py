@@ -65,7 +65,7 @@ def test_a_growing_history_is_kept_once_and_told_again() -> None:
         told.append((request, list(messages)))
     for request, sent in told:
         assert [msgspec.json.decode(raw) for raw in messages_of(request)] == sent
-    # Its text, once more as the tip by which the next is known.
+    # Its text, and once more as the prefix that matches the next request.
     assert history.num_bytes - 81 * NODE_BYTES < 2.05 * len(body(*messages))
 
 

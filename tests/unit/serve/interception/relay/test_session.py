@@ -1,4 +1,4 @@
-"""One relayed session: its retries, its limit, and its end."""
+"""One relayed session: retries, its limit, and its end."""
 
 import asyncio
 from pathlib import Path
@@ -76,7 +76,7 @@ async def test_sealing_wakes_a_call_whose_body_is_still_coming(make_relay: MakeR
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"POST /s/{relay.opened.path_secret}/v1/messages HTTP/1.1\r\nHost: h\r\n"
         writer.write(head.encode() + b'Content-Length: 1000\r\n\r\n{"model"')
-        while not relay.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange begins
+        while not relay.edge.num_open:  # noqa: ASYNC110 - no event tells that an exchange begins
             await asyncio.sleep(0)
         relay.session.seal("enough")
         assert b"this session is over: enough" in await reader.read()
@@ -94,7 +94,7 @@ async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
         relay = await make_relay(provider)
         async with relay.post({**ASK, "stream": True}) as response:
             relay.session.seal("enough")
-            while relay.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange ends
+            while relay.edge.num_open:  # noqa: ASYNC110 - no event tells that an exchange ends
                 await asyncio.sleep(0)
             response.close()
     assert {state for _, state in relay.edge.num_exchanges} == {"sealed"}
@@ -128,7 +128,7 @@ async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
             assert (await relay.read({"model": "m", "messages": [long]}))[0] == 200
             assert blobs.spill_over() >= 500_000
             lose_files(tmp_path)
-            # One goes on from what is lost, one shows it elsewhere in its history.
+            # One request continues from the lost content, one has it elsewhere in its history.
             for messages in ([long, USER], [USER, long]):
                 status, raw = await relay.read({"model": "m", "messages": messages})
                 told = msgspec.json.decode(raw)["error"]
@@ -157,7 +157,7 @@ async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_writt
         assert (len(provider.seen), relay.session.fault) == (1, "")
     [call] = relay.account()["calls"]
     assert (call["state"], call["delivered"]) == ("whole", True)
-    # What another process would know: one call, and that it was taken in the end.
+    # Another process would know one call, which was delivered in the end.
     records = [frames for _, frames in archive.journal.replay()]
     events = [event for frames in records if len(frames) > 1 for event in decode(frames[1])]
     assert isinstance(events[0], CallEnded)

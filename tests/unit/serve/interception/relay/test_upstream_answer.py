@@ -245,7 +245,7 @@ STRANGE: list[Any] = [None, True, -1, 0.5, 2**40, "", "x", [], {}, [[]], [None],
 
 
 def mutated(chance: random.Random, value: Any) -> Any:
-    """`value` with something strange in it, now and then."""
+    """`value` with random changes."""
     if chance.random() < 0.04:
         return chance.choice(STRANGE)
     if isinstance(value, dict):
@@ -274,13 +274,13 @@ def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bo
 
 
 def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
-    """A call that was delivered with this answer."""
+    """A delivered call with this answer."""
     history = HistoryStore()
     body = history.follow()
     body.append(b'{"messages":[{"role":"user"}]}')
     request = history.hold(body, "messages").request
     call = RelayCall(CallRequest(0, route, request, (), "", 0.0), 2**20, lambda _: None)
-    call.send_on(Nowhere())
+    call.send_on(NullTransport())
     kind = b"text/event-stream" if is_stream else b"application/json"
     call.on_head(200, [(b"Content-Type", kind)])
     told = [b"data: %b\n\n" % orjson.dumps(each) for each in chunks] if is_stream else []
@@ -293,8 +293,8 @@ def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
     return call
 
 
-class Nowhere:
-    """A carrier that has nothing to do."""
+class NullTransport:
+    """A transport that does nothing."""
 
     url = "http://upstream"
     has_other = False

@@ -1,4 +1,4 @@
-"""Where a streamed answer ends."""
+"""Detection of the end of a streamed answer."""
 
 import pytest
 

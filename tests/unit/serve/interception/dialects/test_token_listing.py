@@ -1,4 +1,4 @@
-"""Tokens and log-probs as OpenAI lists them."""
+"""Tokens and log-probs in the shape of OpenAI's APIs."""
 
 import msgspec
 
