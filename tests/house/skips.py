@@ -1,14 +1,18 @@
 """The skip policy: a test may be skipped only as tests/skips.toml allows.
 
-Owns the list's format and its matching; the hooks in tests/conftest.py turn every other skip
-into a failure. Invariant: an entry names tests and the reason pytest reports, and both must match.
+tests/conftest.py turns every other skip into a failure. An entry names tests and the reason that
+pytest reports, and both must match.
 """
 
 import re
+import stat
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,17 @@ def refusal(allowed: Sequence[AllowedSkip], node_id: str, reason: str) -> str | 
         return None
     return (
         f"{node_id} was skipped ({reason}), and tests/skips.toml does not list it with that "
-        "reason: mend the test, or list it and say why"
+        "reason: fix the test, or list it and say why"
     )
 
 
 def _matches(pattern: str, text: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), text, re.DOTALL) is not None
+
+
+def needs_shared_python() -> None:
+    """Skip the test if other users cannot run this interpreter, so that no slot user can."""
+    for path in (Path(sys.prefix), Path(sys.executable).resolve()):
+        for each in (path, *path.parents):
+            if not each.stat().st_mode & stat.S_IXOTH:
+                pytest.skip(f"other users cannot pass {each}")

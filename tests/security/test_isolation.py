@@ -25,6 +25,7 @@ from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys, read_keys
 from tests.flow.test_without_mesh import rollmesh
 from tests.flow.worker_mesh import ask, leaves, open_mesh, take
+from tests.house.skips import needs_shared_python
 from tests.house.source import ROOT
 
 ADMIN_TOKEN = "open-sesame"
@@ -240,6 +241,8 @@ def mode(request: pytest.FixtureRequest) -> str:
             pytest.skip(f"no namespaces for bubblewrap: {probe.stderr.decode().strip()}")
     elif os.geteuid() != 0:
         pytest.skip("only root may become another user")
+    else:
+        needs_shared_python()
     mode: str = request.param
     return mode
 

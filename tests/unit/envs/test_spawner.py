@@ -15,6 +15,7 @@ import pytest
 from rollmesh.core.errors import ConfigError, InfraError
 from rollmesh.envs import spawner
 from rollmesh.envs.spawning import Spawner, account_of, exit_code
+from tests.house.skips import needs_shared_python
 from tests.house.source import ROOT
 
 PYTHON = shutil.which("python3", path="/usr/local/bin:/usr/bin") or sys.executable
@@ -154,6 +155,7 @@ def worker(code: str) -> "subprocess.Popen[bytes]":
 
 
 def test_private_files_pass_between_a_worker_without_rights_and_its_program() -> None:
+    needs_shared_python()
     code = (
         "import os; os.umask(0o077); os.mkdir('inner'); open('inner/made', 'w').write('made');"
         "print(open('given').read(), end='')"
@@ -164,6 +166,7 @@ def test_private_files_pass_between_a_worker_without_rights_and_its_program() ->
 
 
 def test_a_program_dies_with_its_worker() -> None:
+    needs_shared_python()
     name = f"rollmesh-test-{os.getpid()}"
     code = (
         "import socket; s = socket.socket(socket.AF_UNIX);"
