@@ -1,1 +1,1 @@
-"""Models on the disk: read, write, lay out; and the demo's tiny one, made here."""
+"""Model folders: reading, writing and their file layout; the device; the demo's tiny model."""

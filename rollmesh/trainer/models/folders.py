@@ -1,11 +1,8 @@
-"""The cache folder that torch makes in TMPDIR as transformers imports its compiler.
+"""Reads and writes model folders.
 
-Model folders in and out: a clear word where there is no model, whole folders or none.
-
-Invariant: a folder that `save_model` names is complete at every moment it exists (written beside
-it, then renamed), and stock transformers loads it: weights as safetensors in shards, config,
-tokenizer. Nothing is synced: what a process wrote outlives its kill -9, and of a machine's crash
-no weights are promised. Driven by the policy and by carriers; its readers are engines and people.
+- A folder is complete whenever it exists: it is written beside its path, then renamed. Stock
+  transformers loads it: safetensors in shards, config and tokenizer.
+- Nothing is synced: a written folder survives kill -9 of its process, not a crash of the machine.
 """
 
 import contextlib
@@ -39,10 +36,10 @@ from rollmesh.trainer.models.safetensors_layout import MAX_FILE_BYTES
 
 
 def drop_empty_cache() -> None:
-    """Remove it while it is empty; torch makes it again if it compiles anything."""
+    """Remove torch's cache folder if it is empty; torch makes it again if it compiles."""
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     if os.path.dirname(folder) == tempfile.gettempdir():
-        with contextlib.suppress(OSError):  # it is in use, or gone
+        with contextlib.suppress(OSError):  # it is used, or missing
             os.rmdir(folder)
 
 
@@ -55,24 +52,25 @@ COMPANIONS = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""What a model folder holds beside config and weights; copied as it is."""
+"""Files of a model folder beside config and weights, copied unchanged."""
 
 drop_empty_cache()
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """The causal language model in `folder`, in float32; ModelError where there is none."""
+    """Load the causal language model in `folder`, in float32; raise ModelError if there is none."""
     return _load(AutoModelForCausalLM, folder)[0]
 
 
 def load_scorer(folder: Path) -> tuple[PreTrainedModel, bool]:
-    """A model that says one number of each token, and whether its head is new: then `folder` is a
-    language model's, and the head is drawn alike everywhere. In float32; ModelError as above.
+    """Load a model with one output per token, in float32; return it, and whether its head is new.
 
-    Reward models of transformers' sequence classification have the same head, without a bias.
+    The head is new if `folder` has a language model; it is then the same on every rank. Reward
+    models of transformers' sequence classification have the same head, without a bias. Raises
+    ModelError if there is no model.
     """
     verbosity = get_verbosity()
-    set_verbosity_error()  # transformers would tell of the new head at length
+    set_verbosity_error()  # transformers would log the new head at length
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -83,8 +81,7 @@ def load_scorer(folder: Path) -> tuple[PreTrainedModel, bool]:
 
 
 def num_parameters_in(folder: Path) -> int:
-    """Count the numbers in the weights of a model folder by the heads of its files alone; 0 where
-    it has no safetensors."""
+    """Count a model folder's parameters from the headers of its files; 0 without safetensors."""
     num = 0
     for path in folder.glob("*.safetensors"):
         with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
@@ -93,7 +90,7 @@ def num_parameters_in(folder: Path) -> int:
 
 
 def _one_number(config: Any) -> None:
-    """A head of one number; without a bias, unless the folder has it so."""
+    """Configure a head with one output, without a bias unless the folder has one."""
     config.num_labels = 1
     if not any("TokenClassification" in each for each in config.architectures or ()):
         config.token_classification_bias = False
@@ -102,26 +99,26 @@ def _one_number(config: Any) -> None:
 def _load(
     kind: Any, folder: Path, change: Callable[[Any], None] | None = None
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model in `folder`, its config changed, and what of it the folder lacks."""
+    """Return the model in `folder` with a changed config, and the names missing in the folder."""
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: no config.json in it; model.path wants a model folder")
+        raise ModelError(f"{folder}: no config.json in it; set model.path to a model folder")
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if change:
             change(config)
-        model, told = kind.from_pretrained(
+        model, loading = kind.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,
         )
-    except Exception as error:  # door: transformers and safetensors raise what they like
+    except Exception as error:  # door: transformers and safetensors may raise anything
         first_line = next(iter(str(error).splitlines()), type(error).__name__)
         raise ModelError(f"{folder}: cannot be loaded: {first_line}") from error
     assert isinstance(model, PreTrainedModel)
-    return model, set(told["missing_keys"])
+    return model, set(loading["missing_keys"])
 
 
 def save_model(
@@ -131,9 +128,10 @@ def save_model(
     state: dict[str, Tensor] | None = None,
     inside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write `model` with the companions of `source` as `folder`, taking an older one's place;
-    `state` are its weights, where it does not hold all of them; `inside` writes what else is to be
-    in it."""
+    """Write `model` with the companion files of `source` as `folder`, replacing an older one.
+
+    `state` has the weights, if the model does not hold all of them; `inside` writes further files.
+    """
     part = begin_folder(folder)
     if inside:
         inside(part)
@@ -143,13 +141,13 @@ def save_model(
 
 
 def begin_without_weights(model: PreTrainedModel, source: Path, folder: Path) -> None:
-    """Begin `folder` with everything but the weights, which another writes before it is ended."""
+    """Begin `folder` with everything but the weights; another process adds those and ends it."""
     write_config_files(model, source, begin_folder(folder))
 
 
 def write_config_files(model: PreTrainedModel, source: Path, folder: Path) -> None:
-    """Everything of a model's folder but the weights."""
-    # An engine goes by the name of the class; FSDP2 puts its own in front of it.
+    """Write all files of a model folder except the weights."""
+    # Engines select by the class name; FSDP2 adds a prefix to it.
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
     if model.can_generate():
@@ -158,31 +156,31 @@ def write_config_files(model: PreTrainedModel, source: Path, folder: Path) -> No
 
 
 def has_native_layout(model: PreTrainedModel) -> bool:
-    """Whether its folder has the tensors that it holds, by their names; of others (fused experts,
-    say) transformers makes the folder's as it writes."""
+    """Whether the model's folder has its tensors under their own names. For other models (fused
+    experts, for example) transformers converts them as it writes."""
     return not getattr(model, "_weight_conversions", None)
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Within, `folder` is written: ModelError, in one line, where the disk refuses it; NoRoom where
-    that is full."""
+    """Turn disk errors while `folder` is written into ModelError, one line, or NoRoom if the disk
+    is full."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         why = (getattr(error, "strerror", None) or str(error)).lower()
         is_full = any(os.strerror(each).lower() in why for each in FULL)
         kind = NoRoom if is_full else ModelError
-        raise kind(f"{folder}: cannot be written: {why}; give run.folder room") from error
+        raise kind(f"{folder}: cannot be written: {why}; make room in run.folder") from error
 
 
 def partial_path(folder: Path) -> Path:
-    """Where a folder is written until it is whole."""
+    """The path at which a folder is written until it is complete."""
     return folder.with_name(f"{folder.name}.part")
 
 
 def begin_folder(folder: Path) -> Path:
-    """An empty part of it; what an earlier try left is gone."""
+    """Return an empty partial folder; remove what an earlier try left."""
     part = partial_path(folder)
     for leftover in (part, _older(folder)):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -191,7 +189,7 @@ def begin_folder(folder: Path) -> Path:
 
 
 def end_folder(folder: Path) -> None:
-    """Its part is whole, and takes the place of an older folder."""
+    """Rename the complete partial folder, replacing an older folder."""
     older = _older(folder)
     if folder.exists():
         folder.rename(older)

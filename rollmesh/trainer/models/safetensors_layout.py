@@ -1,13 +1,13 @@
-"""Where each tensor of a model's folder stands: in which file, from which byte on.
+"""The file and offset of each tensor in a model folder.
 
     model.safetensors                     or   model-00001-of-00003.safetensors ...
                                                model.safetensors.index.json
 
-A file is safetensors' own format (https://github.com/huggingface/safetensors, "Format"): u64 length
-of the header, little-endian; the header, JSON, padded by spaces; the tensors, row by row, one after
-the other; names and table are transformers'. Invariant: it follows from names, types and whole
-shapes alone, so ranks that never speak of it agree, and each can write its rows where they belong
-in the whole tensor. Pure; driven by carriers/shards.py and checkpoints/tray.py.
+- A file has the safetensors format (https://github.com/huggingface/safetensors, "Format"): u64
+  length of the header, little-endian; the header, JSON padded by spaces; the tensors, row by row,
+  one after the other. Names and index are those of transformers.
+- The layout follows from names, types and full shapes only, so ranks agree on it without talking,
+  and each can write its rows at their place in the full tensor.
 """
 
 import math
@@ -34,16 +34,16 @@ DTYPE_NAMES = {
 }
 """Safetensors' names of element types."""
 MAX_FILE_BYTES = 4 * 2**30
-"""Of tensors in one file; a larger one stands alone. Stock transformers reads several as well."""
+"""Limit of the tensors in one file; a larger tensor has its own. Stock transformers reads both."""
 SUFFIX = ".safetensors"
 INDEX = f"{SUFFIX}.index.json"
 _ALIGN = 8
 _METADATA = {"format": "pt"}
-"""Transformers wants to be told."""
+"""Required by transformers."""
 
 
 class TensorSpec(NamedTuple):
-    """A tensor, wherever its rows are."""
+    """Name, type and full shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -55,30 +55,30 @@ class TensorSpec(NamedTuple):
 
 
 class FileOffset(NamedTuple):
-    """Where a tensor begins."""
+    """The place at which a tensor begins."""
 
     file_name: str
     offset: int
 
 
 class FolderLayout(NamedTuple):
-    """Of one folder."""
+    """The layout of one folder."""
 
     heads: dict[str, bytes]
-    """What each file begins with."""
+    """The first bytes of each file: length and header."""
     spots: dict[str, FileOffset]
-    """By the name of each tensor, in their order."""
+    """Place of each tensor by name, in order."""
     table: bytes
-    """Which tensor is in which file, as transformers has it; empty where there is one file."""
+    """Transformers' index of tensors by file; empty if there is one file."""
 
 
 def plan_layout(
-    wholes: Iterable[TensorSpec], stem: str, max_bytes: int = MAX_FILE_BYTES
+    specs: Iterable[TensorSpec], stem: str, max_bytes: int = MAX_FILE_BYTES
 ) -> FolderLayout:
-    """Place all of them in files named after `stem`."""
-    # Wide elements first: then each tensor begins at a multiple of its element's size.
-    ordered = sorted(wholes, key=lambda each: -each.dtype.itemsize)
-    files = _dealt(ordered, max_bytes)
+    """Return the layout of tensors in files named after `stem`."""
+    # Wide elements first, so that each tensor begins at a multiple of its element size.
+    ordered = sorted(specs, key=lambda each: -each.dtype.itemsize)
+    files = _split_files(ordered, max_bytes)
     heads: dict[str, bytes] = {}
     spots: dict[str, FileOffset] = {}
     for number, members in enumerate(files, 1):
@@ -94,7 +94,7 @@ def plan_layout(
     return FolderLayout(heads, spots, _index(spots, total_bytes) if len(files) > 1 else b"")
 
 
-def _dealt(ordered: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+def _split_files(ordered: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
     files: list[list[TensorSpec]] = [[]]
     filled = 0
     for each in ordered:
@@ -107,7 +107,7 @@ def _dealt(ordered: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpe
 
 
 def _head(members: Sequence[TensorSpec]) -> bytes:
-    told: dict[str, Any] = {"__metadata__": _METADATA}
+    header: dict[str, Any] = {"__metadata__": _METADATA}
     start = 0
     for each in members:
         stop = start + each.num_bytes
@@ -116,14 +116,14 @@ def _head(members: Sequence[TensorSpec]) -> bytes:
             "shape": each.shape,
             "data_offsets": (start, stop),
         }
-        told[each.name] = where
+        header[each.name] = where
         start = stop
-    text = msgspec.json.encode(told)
+    text = msgspec.json.encode(header)
     text += b" " * (-len(text) % _ALIGN)
     return struct.pack("<Q", len(text)) + text
 
 
 def _index(spots: dict[str, FileOffset], total_bytes: int) -> bytes:
     files = {name: spot.file_name for name, spot in spots.items()}
-    told = {"metadata": {"total_size": total_bytes}, "weight_map": files}
-    return msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n"
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
+    return msgspec.json.format(msgspec.json.encode(index), indent=2) + b"\n"

@@ -1,19 +1,16 @@
-"""Makes the demo's model folder: a tiny Qwen3-shaped model, random weights, a tokenizer of its own.
-
-Invariant: the folder is a Hugging Face one like any other (stock transformers loads model and
-tokenizer from it, offline), and its chat template renders what the library `renderers` renders
-for Qwen3, token for token. Nothing is downloaded; the same seed makes the same bytes. Driven by
-the warm start, once per demo, and by tests.
-
-The demo's warm start: a few seconds of supervised training on games played at random.
+"""The demo's model: a tiny Qwen3-shaped one with its own tokenizer, and its warm start.
 
     secret, uniform guesses among those that the hints still allow  ->  the game's exact tokens
-    ->  cross entropy on what the player said  ->  a policy that wins about two games in three
+    ->  cross entropy on the player's tokens  ->  a policy that wins about two games in three
 
-Invariant: nothing here knows a good move (every guess is uniform over what is still possible), so
-what training finds beyond that comes from rewards alone. The tokens are those of the mesh: the
-first prompt is rendered, each next one is the sampled tokens plus the delta of the new message.
-Driven by `rollmesh make-model`, a process of its own, once per demo.
+- The folder is a normal Hugging Face folder (stock transformers loads model and tokenizer offline),
+  and its chat template renders what the library `renderers` renders for Qwen3, token for token.
+- Nothing is downloaded; the same seed gives the same bytes.
+- The warm start knows no good move: every guess is uniform over what is possible, so anything that
+  training adds comes from rewards. Its tokens are those of the mesh: the first prompt is rendered,
+  each next one is the sampled tokens plus the delta of the new message.
+
+Shapes: B games, T tokens, N predicted tokens, V vocabulary.
 """
 
 import random
@@ -40,6 +37,8 @@ from rollmesh.runtime.tokenizer import Tokenizer as ChatTokenizer
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.trainer.models.folders import drop_empty_cache
 
+drop_empty_cache()
+
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = (
     "<tool_call>",
@@ -49,13 +48,13 @@ MARKUP_TOKENS = (
     "<think>",
     "</think>",
 )
-"""Single tokens in Qwen3's vocabulary too, but part of the text that a decoder shows."""
+"""Single tokens in Qwen3's vocabulary too, but part of the text that a decoder returns."""
 
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen's tokenizers cut text before BPE (tokenizer.json of Qwen/Qwen3-0.6B)."""
+"""Pattern by which Qwen's tokenizers split text before BPE (tokenizer.json of Qwen/Qwen3-0.6B)."""
 
 
 class TinyShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,16 +67,16 @@ class TinyShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int = 32
     mlp_width: int = 128
     max_vocab: int = 384
-    """At most so many tokens; the tokenizer may need fewer, and the model has as many as it."""
+    """Largest vocabulary; the tokenizer may need less, and the model has the tokenizer's size."""
     max_positions: int = 1024
     init_std: float = 0.2
-    """Of the random weights; Qwen3's own 0.02 is for wide models and learns slowly here."""
+    """Of the random weights; Qwen3's 0.02 is for wide models and learns slowly here."""
 
 
 def write_tiny_model(
     folder: Path, texts: Iterable[str], shape: TinyShape, seed: int
 ) -> Qwen3ForCausalLM:
-    """Fill `folder` with a tokenizer that knows `texts` well and a model that knows nothing.
+    """Write a tokenizer that was trained on `texts` and a model with random weights into `folder`.
 
     The same arguments give the same files; existing ones are overwritten. Returns the model.
     """
@@ -92,9 +91,9 @@ def write_tiny_model(
 
 
 def train_tokenizer(texts: Iterable[str], max_vocab: int) -> Tokenizer:
-    """A byte-level BPE tokenizer with Qwen3's pre-tokenizer and special tokens.
+    """Train a byte-level BPE tokenizer with Qwen3's pre-tokenizer and special tokens.
 
-    At most `max_vocab` tokens; any text encodes, since the 256 bytes are all in the vocabulary.
+    It has at most `max_vocab` tokens. Any text can be encoded: all 256 bytes are in the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -117,7 +116,7 @@ def train_tokenizer(texts: Iterable[str], max_vocab: int) -> Tokenizer:
 
 
 def new_model(shape: TinyShape, tokenizer: Tokenizer, seed: int) -> Qwen3ForCausalLM:
-    """The model with random weights drawn from `seed`; torch's global generator stays as it was."""
+    """Return a model with random weights of `seed`; torch's global generator is unchanged."""
     end_of_turn = tokenizer.token_to_id("<|im_end|>")
     end_of_text = tokenizer.token_to_id("<|endoftext|>")
     config = Qwen3Config(
@@ -156,16 +155,12 @@ def _tokenizer_config(max_positions: int) -> bytes:
     return orjson.dumps(config, option=orjson.OPT_INDENT_2)
 
 
-# Shapes: B games, T tokens, N predicted tokens, V vocabulary.
-
-drop_empty_cache()
-
 Game = tuple[tuple[int, str], ...]
-"""What the player said and the answer it got, turn by turn; the last answer is empty."""
+"""(guess, answer) of each turn; the last answer is empty."""
 
 
 class WarmStartSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How long and how hard to train; the defaults leave about 65 % of games won."""
+    """Length and rates of the warm start; with the defaults about 65 % of games are won."""
 
     num_steps: int = 90
     games_per_step: int = 64
@@ -174,13 +169,13 @@ class WarmStartSettings(msgspec.Struct, frozen=True, kw_only=True):
     other_rate: float = 4e-3
     """AdamW's, for embeddings and norms."""
     last_rate: float = 0.1
-    """Both fall to this share, linearly."""
+    """Share of their start to which both rates fall, linearly."""
     end_weight: float = 0.1
-    """Of an end of turn in the loss; it is half of all tokens and learned at once."""
+    """Weight of an end of turn in the loss; it is half of all tokens and learned at once."""
 
 
 class GameTokens:
-    """Games as the exact tokens that the mesh sends and samples; renders each text once."""
+    """Games as the exact tokens of the mesh; each text is rendered once."""
 
     def __init__(self, env: GuessEnv, tokenizer: ChatTokenizer, prompts: Prompts) -> None:
         self._tokenizer = tokenizer
@@ -190,25 +185,25 @@ class GameTokens:
         self._deltas: dict[str, list[int]] = {}
 
     def tokens(self, game: Game) -> tuple[list[int], list[bool]]:
-        """Token ids of `game`, and which of them the player sampled."""
+        """Return the token ids of `game`, and which of them the player sampled."""
         ids, is_sampled = list(self._opening), [False] * len(self._opening)
         for guess, answer in game:
-            said = [*self._tokenizer.encode(str(guess)), self.end_id]
-            delta = self._delta(said, answer) if answer else []
-            ids += said + delta
-            is_sampled += [True] * len(said) + [False] * len(delta)
+            sampled_ids = [*self._tokenizer.encode(str(guess)), self.end_id]
+            delta = self._delta(sampled_ids, answer) if answer else []
+            ids += sampled_ids + delta
+            is_sampled += [True] * len(sampled_ids) + [False] * len(delta)
         return ids, is_sampled
 
-    def _delta(self, said: list[int], answer: str) -> list[int]:
+    def _delta(self, sampled_ids: list[int], answer: str) -> list[int]:
         if answer not in self._deltas:
-            delta = self._prompts.extend(said, _chat_of(answer))
+            delta = self._prompts.extend(sampled_ids, _chat_of(answer))
             assert delta is not None, "the demo's own template can always be extended"
             self._deltas[answer] = list(delta)
         return self._deltas[answer]
 
 
 def write_model(folder: Path, seed: int, last_file: str) -> None:
-    """Write the demo's model into `folder`, `last_file` last, so that it stands for a whole model.
+    """Write the demo's model into `folder`, with `last_file` last: if it exists, all files do.
 
     Sets torch's number of threads to one.
     """
@@ -222,26 +217,26 @@ def write_model(folder: Path, seed: int, last_file: str) -> None:
 
 
 def make_model(
-    folder: Path, env: GuessEnv, seed: int, lesson: WarmStartSettings | None = None
+    folder: Path, env: GuessEnv, seed: int, settings: WarmStartSettings | None = None
 ) -> None:
     """Write a warm-started tiny model for `env`; the same seed gives the same weights."""
     model = write_tiny_model(folder, texts_of(env), TinyShape(), seed)
     tokenizer = load_tokenizer(folder)
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
     games = random_games(env, random.Random(seed))
-    warm_start(model, games, GameTokens(env, tokenizer, prompts), lesson or WarmStartSettings())
+    warm_start(model, games, GameTokens(env, tokenizer, prompts), settings or WarmStartSettings())
     model.save_pretrained(folder)
 
 
 def texts_of(env: GuessEnv) -> list[str]:
-    """The game's words in their chat markup, for the tokenizer to learn."""
+    """The texts of the game in their chat markup, to train the tokenizer."""
     hints = [env.hint(None, 1), env.hint(1, 1), env.hint(1, 2), env.hint(2, 1)]
     roles = [f"{role}\n" for role in ("system", "user", "assistant")]
     return [env.opening(), *hints, *roles]
 
 
 def random_games(env: GuessEnv, rng: random.Random) -> Iterator[Game]:
-    """Endless games whose every guess is uniform over what the hints still allow."""
+    """Yield endless games whose guesses are uniform over what the hints still allow."""
     while True:
         secret = rng.randint(1, env.highest)
         lowest, highest = 1, env.highest
@@ -257,7 +252,7 @@ def random_games(env: GuessEnv, rng: random.Random) -> Iterator[Game]:
 
 
 def warm_start(
-    model: Qwen3ForCausalLM, games: Iterator[Game], tokens: GameTokens, lesson: WarmStartSettings
+    model: Qwen3ForCausalLM, games: Iterator[Game], tokens: GameTokens, settings: WarmStartSettings
 ) -> None:
     """Train `model` on fresh games each step, in place.
 
@@ -267,16 +262,16 @@ def warm_start(
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=lesson.matrix_rate, momentum=0.9, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=lesson.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=settings.matrix_rate, momentum=0.9, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=settings.other_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     schedules = [
-        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, lesson.last_rate, lesson.num_steps)
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, settings.last_rate, settings.num_steps)
         for optimizer in optimizers
     ]
-    for _ in range(lesson.num_steps):
-        counts = Counter(next(games) for _ in range(lesson.games_per_step))
-        loss = _loss(model, counts, tokens, lesson.end_weight)
+    for _ in range(settings.num_steps):
+        counts = Counter(next(games) for _ in range(settings.games_per_step))
+        loss = _loss(model, counts, tokens, settings.end_weight)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -288,11 +283,11 @@ def warm_start(
 def _loss(
     model: Qwen3ForCausalLM, counts: Counter[Game], tokens: GameTokens, end_weight: float
 ) -> Tensor:
-    """Mean cross entropy of what the players said; equal games are computed once and count more."""
+    """Mean cross entropy of the players' tokens; equal games are computed once, with a weight."""
     rows = [tokens.tokens(game) for game in counts]
     length = max(len(ids) for ids, _ in rows)
     ids_BT = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in rows])
-    # Padding stands on the right, where causal attention never looks: no mask is needed.
+    # Padding is on the right, which causal attention does not read: no mask is needed.
     weights_BT = torch.tensor(
         [
             [num * float(sampled) for sampled in is_sampled] + [0.0] * (length - len(is_sampled))
@@ -310,6 +305,6 @@ def _loss(
 
 
 def _chat_of(text: str) -> Chat:
-    """One user message."""
+    """A chat of one user message."""
     raw = orjson.dumps({"role": "user", "content": text})
     return Chat([raw], [read_message(raw, 0)])

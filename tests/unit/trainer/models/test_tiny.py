@@ -168,8 +168,8 @@ def test_game_is_the_first_prompt_then_what_was_sampled_and_the_bridged_hints(
     assert tokenizer.decode(sampled) == "4<|im_end|>6<|im_end|>"
 
 
-def test_lesson_teaches_the_format_first(tmp_path: Path) -> None:
-    make_model(tmp_path, ENV, seed=0, lesson=WarmStartSettings(num_steps=12, games_per_step=16))
+def test_a_short_warm_start_teaches_the_format_first(tmp_path: Path) -> None:
+    make_model(tmp_path, ENV, seed=0, settings=WarmStartSettings(num_steps=12, games_per_step=16))
     tokenizer, prompts = prompts_of(tmp_path)
     ids, is_sampled = GameTokens(ENV, tokenizer, prompts).tokens(((4, ""),))
     logits = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([ids])).logits[0]
