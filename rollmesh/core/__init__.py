@@ -1,4 +1,4 @@
-"""The words everyone speaks: ids, types, config, errors, clock, logs, metrics, journal.
+"""What every room uses: ids, types, config, errors, clock, logs, metrics, journal.
 
-Nothing of rollmesh lies below this room; it knows neither sockets nor tensors.
+It imports no other room and knows neither sockets nor tensors.
 """

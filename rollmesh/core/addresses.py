@@ -1,9 +1,7 @@
-"""Addresses of engines: which URLs are accepted, and which hosts may join while the mesh runs.
+"""Addresses: which engine URLs are accepted, which hosts may join, and what is loopback.
 
-Whether an address can be reached from this machine alone.
-
-The host is parsed as an address, never compared by its prefix: `127.0.0.1.example.org` is a name
-that any person can register.
+A host is parsed as an address, never compared by its prefix: anyone can register the name
+`127.0.0.1.example.org`.
 """
 
 import ipaddress
@@ -12,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 def why_no_engine_url(url: str) -> str:
-    """Why `url` is not an engine's, in one line; '' where it is `http(s)://host[:port]`."""
+    """Return why `url` is not an engine's address; '' if it is `http(s)://host[:port]`."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -28,7 +26,9 @@ def why_no_engine_url(url: str) -> str:
 
 
 def why_no_host_entry(entry: str) -> str:
-    """Why `entry` cannot be in a list of hosts; '' for a host name, an IP address or a CIDR."""
+    """Return why `entry` cannot be in a list of hosts; '' for a host name, an IP address or a
+    CIDR.
+    """
     if "/" in entry:
         try:
             ipaddress.ip_network(entry)
@@ -40,10 +40,9 @@ def why_no_host_entry(entry: str) -> str:
 
 
 def is_allowed_host(host: str, entries: Iterable[str]) -> bool:
-    """Whether `host` is one of `entries` or its address is in one of their networks.
+    """Return whether `host` is one of `entries` or its address is in one of their networks.
 
-    Names are compared as they are written and never resolved, so that an answer of DNS admits
-    nothing.
+    Names are compared as written and never resolved, so that a DNS answer cannot admit a host.
     """
     host = host.strip("[]").lower().rstrip(".")
     try:
@@ -54,7 +53,7 @@ def is_allowed_host(host: str, entries: Iterable[str]) -> bool:
 
 
 def is_allowed_url(url: str, entries: Iterable[str]) -> bool:
-    """The same for the host of `url`."""
+    """Return whether the host of `url` is allowed; see `is_allowed_host`."""
     return is_allowed_host(urlsplit(url).hostname or "", entries)
 
 
@@ -70,7 +69,7 @@ LOCALHOST = "localhost"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address, in brackets or not, or `localhost`."""
+    """Return whether `host` is a loopback address, with or without brackets, or `localhost`."""
     if host.lower() == LOCALHOST:
         return True
     if host.startswith("[") and host.endswith("]"):
@@ -82,10 +81,10 @@ def is_loopback(host: str) -> bool:
 
 
 def names_loopback(hosts: Sequence[str]) -> bool:
-    """Whether the Host headers of a request are one, and name this machine's loopback.
+    """Return whether a request has one Host header, and it names this machine's loopback.
 
-    A web page can have a name of its own resolve to 127.0.0.1 (DNS rebinding). The browser then
-    sends that name, so an endpoint without a token answers to loopback names only.
+    A web page can make its own name resolve to 127.0.0.1 (DNS rebinding). The browser then sends
+    that name, so an endpoint without a token answers to loopback names only.
     """
     if len(hosts) != 1:
         return False

@@ -1,7 +1,7 @@
-"""Time as a thing that is handed in, so that tests and the simulator own it.
+"""Clocks, passed in as arguments so that tests and the simulator control time.
 
-Invariant: nothing in rollmesh that decides by time calls `time` itself; shells hand `now_s()` to
-the step machines. `rollmesh.testing` ships the clock that stands still until told.
+State machines never call `time`; the code around them passes `now_s()`. `rollmesh.testing` has a
+clock that only moves when advanced.
 """
 
 import time
@@ -9,17 +9,17 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a shell reads the time."""
+    """A source of the time."""
 
     def now_s(self) -> float:
-        """Monotonic seconds; only differences mean something."""
+        """Return monotonic seconds; only differences are meaningful."""
 
     def unix_s(self) -> float:
-        """Seconds since 1970, for records that people read."""
+        """Return seconds since 1970, for records that people read."""
 
 
 class SystemClock:
-    """The machine's own clock."""
+    """The machine's clock."""
 
     def now_s(self) -> float:
         return time.monotonic()

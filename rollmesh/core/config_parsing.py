@@ -1,18 +1,14 @@
-"""Settings before they are checked: trees of tables from files, merged, and explained mistakes.
+"""Settings as trees of tables, before they become structs: reading, merging, explaining, secrets.
 
 - A table is merged into a table key by key; any other value replaces the earlier one.
-- A mistake in a file or an override is a ConfigError, one line that names it.
-
-Settings of an environment that are secrets.
+- A mistake is a ConfigError, one line that names it.
+- A literal secret is refused, because settings are copied to config.json. Settings named `*_key`,
+  `*_token`, `*_secret` or `*password*`, in inner tables too, and those in an environment's
+  `secret_settings` are secrets, read in the process that builds the environment.
 
     api_key = { env = "NAME" }      the text of an environment variable
     api_key = { file = "PATH" }     the line in a file that only its owner can read
     prompt_key = { value = "text" } a literal that is not a secret, in spite of its name
-
-- Settings named `*_key`, `*_token`, `*_secret` or `*password*` are secrets, in inner tables too.
-  So are those that the environment's class lists in `secret_settings`.
-- A literal secret is refused, because settings are copied to config.json.
-- Secrets are read in the process that builds the environment, and registered with the logs.
 """
 
 import os
@@ -34,7 +30,7 @@ WRITES_ONE = "`rollmesh init` writes one"
 
 
 def explain(message: str, known: Any, every_key: str = EVERY_KEY, where: str = "") -> str:
-    """msgspec's error message with the key as users write it, and what may be written instead.
+    """Rewrite msgspec's error message with the key as users write it, and the allowed values.
 
     `known` is the type that the tree was converted to, `where` the key of that tree in its file;
     `every_key` ends the line of an unknown key.
@@ -55,7 +51,7 @@ def explain(message: str, known: Any, every_key: str = EVERY_KEY, where: str = "
 
 
 def dotted_keys(kind: Any, prefix: str = "") -> Iterator[str]:
-    """`section.key` of every field of a struct and of the structs in it."""
+    """Yield `section.key` of every field of a struct and of its inner structs."""
     for field in msgspec.structs.fields(kind):
         name = f"{prefix}{field.encode_name}"
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
@@ -65,7 +61,7 @@ def dotted_keys(kind: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _instead(name: str, section: str, known: Any) -> str:
-    """The key that was meant, of this section or another; else all keys of the section."""
+    """Suggest a key of this section or another; else list all keys of the section."""
     if not (isinstance(known, type) and issubclass(known, msgspec.Struct)):
         return ""
     keys = list(dotted_keys(known))
@@ -81,7 +77,7 @@ def _instead(name: str, section: str, known: Any) -> str:
 
 
 def _allowed(known: Any, key: str) -> list[str]:
-    """The words that the Literal at `key` takes; empty where it cannot be found."""
+    """Return the values of the Literal at `key`; empty if there is none."""
     kind = known
     for part in re.sub(r"\[.*?\]", "", key).split("."):
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
@@ -93,8 +89,7 @@ def _allowed(known: Any, key: str) -> list[str]:
 
 
 def read_file(path: Path, writes_one: str = WRITES_ONE) -> dict[str, Any]:
-    """The tree of a TOML or JSON file; ConfigError if it does not parse, or is missing, which ends
-    with where one comes from."""
+    """Read the tree of a TOML or JSON file; ConfigError if it is missing or does not parse."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -108,7 +103,7 @@ def read_file(path: Path, writes_one: str = WRITES_ONE) -> dict[str, Any]:
 
 
 def merge(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Lay `over` on `tree`, table by table; lists and values replace."""
+    """Merge `over` into `tree`, table by table; lists and values replace."""
     for key, value in over.items():
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
             merge(tree[key], value)
@@ -130,7 +125,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value; a bare word is a string."""
+    """Parse a TOML value; a bare word is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -144,7 +139,7 @@ _SECRET_NAME = re.compile(
 
 
 def check_no_literals(settings: Mapping[str, Any], marked: Collection[str] = ()) -> None:
-    """ConfigError for a secret that is written out; `marked` are more names of secrets."""
+    """Raise ConfigError for a literal secret; `marked` are more names of secrets."""
     for where, name, value in _secrets_in(settings, WHERE, marked):
         _check(where, name, value, is_marked=where == f"{WHERE}.{name}" and name in marked)
 
@@ -162,7 +157,7 @@ def _is_secret(name: str, marked: Collection[str]) -> bool:
 def _secrets_in(
     settings: Mapping[str, Any], where: str, marked: Collection[str]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Full key, name and value of each secret."""
+    """Yield full key, name and value of each secret."""
     for name, value in settings.items():
         key = f"{where}.{name}"
         if _is_secret(name, marked):
@@ -202,7 +197,7 @@ def _resolved(settings: Mapping[str, Any], where: str, marked: Collection[str]) 
 
 
 def _text_of(key: str, value: Any) -> Any:
-    """The secret that a table names; any other value as it is."""
+    """Return the secret that a table names; other values are returned unchanged."""
     if not (isinstance(value, Mapping) and len(value) == 1):
         return value
     [(kind, text)] = value.items()

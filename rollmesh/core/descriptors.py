@@ -1,10 +1,10 @@
-"""How many files and sockets a process may hold open, and what to say when none is left.
+"""Limits of open files and sockets: check them at the start, and explain when none is left.
 
-- The limit is checked before anything is opened, since a process that runs out of descriptors
-  half-way hangs or fails in ways that name no cause.
+- The limit is checked before anything is opened: a process that runs out of descriptors later hangs
+  or fails without naming the cause.
 - The limit is only ever raised, and children inherit it.
-- `shortage_of` distinguishes a connection that fails because this process or machine lacks
-  descriptors, ports or memory from one that its peer refuses, so that no peer is blamed for it.
+- `shortage_of` distinguishes a connection that fails for lack of descriptors, ports or memory here
+  from one that its peer refuses, so that no peer is blamed for it.
 """
 
 import errno
@@ -16,19 +16,21 @@ import ssl
 from rollmesh.core.errors import ConfigError
 
 ENOUGH = 65_536
-"""The limit is raised to this, where it may be: nobody here needs more."""
+"""The limit is raised to this, if allowed."""
 BASE = 64
-"""What any process has open: libraries, logs, a few sockets."""
+"""Open files of any process: libraries, logs, a few sockets."""
 PER_ROLLOUT = 4
-"""An agent's connection, its end here, an engine's leg, and one that is closing."""
+"""Per rollout: the agent's connection, its end here, an engine connection, and one that is
+closing.
+"""
 PER_CHILD = 8
-"""Of launch: pipes, a pidfd, a listening socket."""
+"""Per child process of launch: pipes, a pidfd, a listening socket."""
 PEERS = 64
-"""A server that could not take so many connections would serve nobody."""
+"""The minimum number of connections of a server."""
 
 
 def allow_descriptors(num: int, for_what: str) -> None:
-    """Raise our limit as far as it goes; ConfigError if that is less than `num` above the base."""
+    """Raise our limit as far as allowed; ConfigError if it stays below `num` above the base."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -41,7 +43,7 @@ def allow_descriptors(num: int, for_what: str) -> None:
 
 
 def share_in_use() -> float:
-    """Of the files that we may hold open, those that we do; 0 where that cannot be told."""
+    """Return the fraction of the allowed descriptors in use; 0 if unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         num = len(os.listdir("/proc/self/fd")) - 1
@@ -51,11 +53,13 @@ def share_in_use() -> float:
 
 
 def shortage_of(error: OSError) -> str:
-    """Why a dial failed here, in a line with the remedy; '' where it failed on the way or there."""
+    """Explain a connection that failed for lack of resources here, with the remedy; '' for other
+    causes.
+    """
     number = error.errno
     is_vague = number is None or isinstance(error, socket.gaierror | ssl.SSLError)
     if is_vague and not isinstance(error, ConnectionError | TimeoutError):
-        # The resolver and TLS read files, and do not say that they could not open one.
+        # The resolver and TLS read files, and do not report that they could not open one.
         number = _why_none_opens()
     match number:
         case errno.EMFILE:
@@ -86,7 +90,7 @@ def require_one() -> None:
 
 
 def _why_none_opens() -> int | None:
-    """The number of the error with which no file can be opened now; None where one can."""
+    """Return the errno with which opening a file fails now; None if it works."""
     try:
         require_one()
     except OSError as error:

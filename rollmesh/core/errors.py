@@ -3,49 +3,48 @@
     RollmeshError
       UserError            the user's mistake: one clear line, exit code 2 (also a ValueError)
         ConfigError        an unknown, mistyped or contradictory setting
-        EnvError           an environment that cannot be imported or does not keep to the interface
+        EnvError           an environment that cannot be imported or violates the interface
         ModelError         a model folder that is not one, or of a type we do not run
-          NoRoom           one that its disk has no room for, now
+          NoRoom           its disk is full
         NotFinite          weights or gradients that are not finite
         AddressError       an address in use, not reachable, or not allowed
-        DispatchError      a call whose rows do not divide, or whose answers do not add up
+        DispatchError      a call whose rows do not divide, or whose answers do not combine
         PublishError       no engine accepts the new weights
         CheckpointError    a checkpoint that is damaged, or was written by another model
       WireError            a frame that does not parse; counted and answered, never fatal
       EngineError          an engine refused, failed or vanished
         EngineUnavailable  no engine is READY, or it did not answer
           EngineOverloaded its queue is full
-          EngineBroke      it took the request and failed at it
-          RequestLost      the request cannot be read to be sent; no engine is at fault
-        EngineRefused      the engine answered that this request is wrong
-      SessionError         what the HTTP edge turns into a reply in the caller's dialect
-        ContentLost        an image or long text was on disk, which does not give it back
-      TrajectoryEnded      a rollout is asked for whose scope has ended, or was never opened
+          EngineBroke      it accepted the request and failed
+          RequestLost      the request cannot be read to be sent; not the engine's fault
+        EngineRefused      the engine rejected the request
+      SessionError         becomes an HTTP reply in the caller's dialect
+        ContentLost        an image or long text cannot be read back from disk
+      TrajectoryEnded      a rollout's scope has ended, or was never opened
       JournalError         a journal that cannot be written
-        JournalDamaged     what stands there is not what was written, or of another format
-      Overloaded           a bounded queue is full; `retry_after_s` says when to come back
-      ClientClosed         a client that has left is asked for more
-      GroupError           a group of rollouts that was asked for ended without a result
-        GroupCancelled     its client, or whoever stopped that, no longer wanted it
-        DeadlineExceeded   it was not there in time
+        JournalDamaged     its content is damaged, or of another format
+      Overloaded           a bounded queue is full; retry after `retry_after_s`
+      ClientClosed         a closed client was asked for a group
+      GroupError           a group of rollouts ended without a result
+        GroupCancelled     it was cancelled
+        DeadlineExceeded   its deadline passed
         EnvFailedError     no worker could load its environment
-        AttemptsExhausted  worker after worker died that had it
-        Quarantined        workers died that had it, as if it were why; it will not run again
-        GroupIncomplete    it ran, but not all of its rollouts came to an outcome
-      TensorError          a tensor of the data plane cannot be had, or cannot be kept
-        ShardMissing       its owner answers, and does not hold it
-        OwnerGone          its owner does not answer, or hung up in mid-fetch
-        StoreFull          the byte budget of a store leaves no room for it
-        FetchMismatch      a backend gave other shards, or other sizes, than were asked for
-      RankError            the ranks of a trainer did not do what they were called for
-        RankGone           one ended, or is silent, and all stop with it
-        CallFailed         a call's arguments could not be had, or it raised
+        AttemptsExhausted  all workers that ran it died
+        Quarantined        it seems to kill workers, and will not run again
+        GroupIncomplete    not all of its rollouts have an outcome
+      TensorError          a tensor of the data plane cannot be fetched or stored
+        ShardMissing       its owner does not hold it
+        OwnerGone          its owner does not answer
+        StoreFull          the store's byte budget is used up
+        FetchMismatch      a backend returned other shards or sizes than requested
+      RankError            a trainer's ranks failed a call
+        RankGone           a rank ended or is silent; all stop
+        CallFailed         a call's arguments could not be fetched, or it raised
       InfraError           a rollout failed for reasons that are not the agent's
       AgentFailed          a rollout failed and the agent itself is at fault
         ContextFull        the conversation is longer than the model's context, or than may be held
 
-Invariant: a message names the key, address or file and says what to do. `assert` is for our own
-mistakes. Driven by everyone.
+A message names the key, address or file and says what to do. `assert` is for bugs.
 """
 
 import errno
@@ -59,9 +58,9 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what they are decoded as."""
+"""What msgspec raises for malformed bytes."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a disk that is full, and may have room again."""
+"""Errors of a disk that is full, and may have room again."""
 
 _REMEDIES = {
     errno.ENOSPC: "make room there",
@@ -89,10 +88,10 @@ def remedy_of(error: OSError) -> str:
 
 
 class RollmeshError(Exception):
-    """Root of the tree. Each goes from process to process, as pools of them and Ray have it do."""
+    """Root of the tree. Instances can be pickled between processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Not made anew: few are made of their message alone.
+        # Not called again: few errors are built from their message alone.
         return _as_it_was, (type(self), self.args, self.__dict__)
 
 
@@ -105,9 +104,10 @@ def _as_it_was(
 
 
 def kind_and_place(error: BaseException) -> str:
-    """Return the error's kind and where it was raised, the same each time that it happens: without
-    its message, which may hold addresses or times."""
-    if isinstance(error, CallFailed):  # it was raised at a rank, which says so in one line
+    """Return the error's kind and where it was raised, without its message, which may hold
+    addresses or times.
+    """
+    if isinstance(error, CallFailed):  # it was raised at a rank, which reports it in one line
         return f"CallFailed: {error.call}: {error.error.partition(':')[0]}"
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
@@ -115,7 +115,7 @@ def kind_and_place(error: BaseException) -> str:
 
 
 class UserError(RollmeshError, ValueError):
-    """The user can mend this; the message is one line that says how."""
+    """The user can fix this; the message is one line that says how."""
 
 
 class ConfigError(UserError):
@@ -131,7 +131,7 @@ class ModelError(UserError):
 
 
 class NoRoom(ModelError):
-    """A model folder cannot be written, since its disk is full; once it is not, another try may."""
+    """A model folder cannot be written because its disk is full; a later try may succeed."""
 
 
 class NotFinite(UserError):
@@ -144,11 +144,13 @@ class AddressError(UserError):
 
 
 class DispatchError(UserError):
-    """The rows of a call do not divide by the heads, or what these answer cannot become one."""
+    """The rows of a call do not divide by the data-parallel ranks, or their answers do not
+    combine.
+    """
 
 
 class PublishError(UserError):
-    """No engine accepts the weights that are published."""
+    """No engine accepts the published weights."""
 
 
 class CheckpointError(UserError):
@@ -172,20 +174,23 @@ class EngineOverloaded(EngineUnavailable):
 
 
 class EngineBroke(EngineUnavailable):
-    """The engine took the request and failed before its first token; perhaps the request is why."""
+    """The engine took the request and failed before its first token; the request may be the
+    cause.
+    """
 
 
 class RequestLost(EngineUnavailable):
-    """Not all of the request could be read to be sent, so no engine has it, or is to be blamed."""
+    """The request could not be read completely, so it was not sent; the engine is not at fault."""
 
 
 class LocalShortage(EngineUnavailable):
-    """No connection to an engine could be opened for want of descriptors, ports or memory in this
-    process or on this machine; it says nothing about the engine."""
+    """No connection to an engine could be opened for lack of descriptors, ports or memory here; not
+    the engine's fault.
+    """
 
 
 class EngineRefused(EngineError):
-    """The engine says that the request itself is wrong; a retry would fail alike."""
+    """The engine rejects the request itself; a retry would fail the same way."""
 
 
 class SessionError(RollmeshError):
@@ -200,12 +205,14 @@ class SessionError(RollmeshError):
         self.retry_after_s = retry_after_s
 
     def again(self) -> Self:
-        """The same to raise: one that is kept and raised keeps all its callers' frames alive."""
+        """Return a copy to raise: raising one stored instance keeps all its callers' frames
+        alive.
+        """
         return copy(self)
 
 
 class ContentLost(SessionError):
-    """What was spilled to disk cannot be read back: a fault of the machine, never the agent's."""
+    """Spilled data cannot be read back: a fault of the machine, never the agent's."""
 
     def __init__(self, num_bytes: int, why: str) -> None:
         what = f"an image or a long text of {num_bytes} bytes was on disk and cannot be read back"
@@ -213,7 +220,7 @@ class ContentLost(SessionError):
 
 
 class TrajectoryEnded(RollmeshError):
-    """A rollout's scope has ended, or there never was one; what it held is gone."""
+    """A rollout's scope has ended, or never existed; its data is gone."""
 
     def __init__(self, trajectory: str, *, was_here: bool = True) -> None:
         why = "its scope has ended" if was_here else "it was not registered here, or ended long ago"
@@ -222,7 +229,7 @@ class TrajectoryEnded(RollmeshError):
 
 
 class JournalError(RollmeshError):
-    """A journal cannot be written; `remedy` says what people can do about it."""
+    """A journal cannot be written; `remedy` is for users."""
 
     def __init__(self, message: str, remedy: str = "fix that") -> None:
         super().__init__(message)
@@ -230,12 +237,12 @@ class JournalError(RollmeshError):
 
     @classmethod
     def at(cls, where: object, error: OSError) -> Self:
-        """The error of a system call at this file or folder."""
+        """Build the error of a failed system call at this file or folder."""
         return cls(f"{where}: {error.strerror}", remedy_of(error))
 
 
 class JournalDamaged(JournalError):
-    """What stands in a journal is not what was written there, or of another format."""
+    """A journal holds something else than was written, or another format."""
 
 
 class Overloaded(RollmeshError):
@@ -247,7 +254,7 @@ class Overloaded(RollmeshError):
 
 
 class ClientClosed(RollmeshError):
-    """A client was asked for a group after, or while, it was closed."""
+    """A closed client was asked for a group."""
 
 
 class GroupError(RollmeshError):
@@ -258,15 +265,15 @@ class GroupError(RollmeshError):
         self.group_id = group_id
         self.reason = reason
         self.record = record
-        """What there is of its rollouts, where it ran."""
+        """The record of its rollouts, if it ran."""
 
 
 class GroupCancelled(GroupError):
-    """The group was cancelled: by its client, or because that left."""
+    """The group was cancelled: by its client, or because the client left."""
 
 
 class DeadlineExceeded(GroupError):
-    """The group's deadline came before its result."""
+    """The group's deadline passed before its result."""
 
 
 class EnvFailedError(GroupError):
@@ -274,11 +281,11 @@ class EnvFailedError(GroupError):
 
 
 class AttemptsExhausted(GroupError):
-    """Every worker that ran the group died, as often as it may run."""
+    """All workers that ran the group died, up to its limit of attempts."""
 
 
 class Quarantined(GroupError):
-    """Workers that ran the group died; the reason names them and how they ended."""
+    """Workers that ran the group died; the reason names them and their exits."""
 
 
 class GroupIncomplete(GroupError):
@@ -286,11 +293,11 @@ class GroupIncomplete(GroupError):
 
 
 class RankError(RollmeshError):
-    """The ranks of a trainer did not do what they were called for."""
+    """A trainer's ranks failed a call."""
 
 
 class RankGone(RankError):
-    """A rank ended or is silent; its collectives cannot go on, so all ranks end with it."""
+    """A rank ended or is silent; collectives cannot continue, so all ranks end."""
 
     def __init__(self, rank: int, cause: str) -> None:
         super().__init__(f"rank {rank} is gone: {cause}; all ranks have to start anew")
@@ -299,7 +306,9 @@ class RankGone(RankError):
 
 
 class CallFailed(RankError):
-    """A call failed at a rank: its arguments could not be had, so that none ran, or it raised."""
+    """A call failed at a rank: its arguments could not be fetched, so no rank ran it, or it
+    raised.
+    """
 
     def __init__(self, call: str, rank: int, error: str) -> None:
         super().__init__(f"{call} failed at rank {rank}: {error}")
@@ -313,7 +322,7 @@ class TensorError(RollmeshError):
 
 
 class ShardMissing(TensorError):
-    """Its owner answers, and does not hold the shard; another try would miss it too."""
+    """The owner answers, but does not hold the shard; a retry would fail the same way."""
 
     def __init__(self, shard_id: int, owner: str, reason: MissReason) -> None:
         whose = f" of {owner}" if owner else ""
@@ -324,7 +333,7 @@ class ShardMissing(TensorError):
 
 
 class OwnerGone(TensorError):
-    """The owner does not answer, or hung up in mid-fetch; what it held may be gone with it."""
+    """The owner does not answer, or closed the connection during a fetch; its data may be gone."""
 
     def __init__(self, owner: str, why: str) -> None:
         super().__init__(f"{owner} is gone: {why}; is its process alive, and reachable from here?")
@@ -346,7 +355,7 @@ class StoreFull(TensorError):
 
 
 class FetchMismatch(TensorError):
-    """A backend gave another number of shards, or another size, than asked; none of it is kept."""
+    """A backend returned another number or size of shards than requested; nothing is kept."""
 
 
 class InfraError(RollmeshError):
@@ -354,9 +363,10 @@ class InfraError(RollmeshError):
 
 
 class AgentFailed(RollmeshError):
-    """An agent broke down by its own fault; its rollout ends as `agent_error`."""
+    """The agent failed by its own fault; its rollout ends as `agent_error`."""
 
 
 class ContextFull(AgentFailed):
-    """The conversation has grown past the model's context, or past what a session may hold; an
-    environment may end it there."""
+    """The conversation is longer than the model's context, or than a session may hold; an
+    environment may end it there.
+    """

@@ -1,14 +1,9 @@
-"""Modes of the files and folders that rollmesh writes.
+"""Files of a run: the modes that we write with, and reading a file that another process writes.
 
-- A process sets its umask at its start, so that files written by libraries follow it as well.
-- Processes that launch starts inherit launch's umask.
-
-Follows a file of lines that another process is writing.
-
-Owns an offset into one file. Invariants: only whole lines are handed out, a torn last line waits
-for its end; one read holds at most `max_read_bytes`, a line longer than that is passed over; a file
-that was replaced or cut is read anew. Driven by the dashboard and by
-launch, which poll: nothing here waits.
+- A process sets its umask at its start, so that files written by libraries follow it as well;
+  processes that launch starts inherit launch's.
+- A tail returns whole lines only and reads a bounded amount; a file that was replaced or truncated
+  is read again from its start.
 """
 
 import io
@@ -24,7 +19,7 @@ _UMASKS: dict[FileMode, int] = {"private": 0o077, "group": 0o027}
 
 
 _restricted: list[int] = []
-"""The umasks to return to, one for each open block of `restricted_files`."""
+"""The umasks to restore, one for each open block of `restricted_files`."""
 
 
 @contextmanager
@@ -38,16 +33,16 @@ def restricted_files() -> Iterator[None]:
 
 
 def set_file_mode(mode: FileMode) -> None:
-    """Apply `mode` to new files; no effect outside `restricted_files`, as in a process of launch,
-    which inherited its umask."""
+    """Apply `mode` to new files; no effect outside `restricted_files`, as in a child of launch,
+    which inherits its umask.
+    """
     if _restricted:
         os.umask(_UMASKS[mode])
 
 
 def make_folder(folder: Path, mode: FileMode) -> None:
-    """Make `folder`, or take away what an existing one allows beyond `mode`.
-
-    Raise OSError if that fails.
+    """Create `folder`, or remove permissions of an existing one beyond `mode`; OSError if that
+    fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     allowed = 0o777 & ~_UMASKS[mode]
@@ -57,14 +52,14 @@ def make_folder(folder: Path, mode: FileMode) -> None:
 
 
 class FileLine(NamedTuple):
-    """A whole line without its newline, and where in the file it starts."""
+    """A whole line without its newline, and its offset in the file."""
 
     offset: int
     data: bytes
 
 
 class FileTail:
-    """Hands out the lines that a growing file gained since the last call."""
+    """Returns the lines that a growing file gained since the last call."""
 
     def __init__(
         self, path: Path, max_read_bytes: int = 2**20, last_bytes: int | None = None
@@ -72,7 +67,7 @@ class FileTail:
         """Start at the file's head, or `last_bytes` before its end."""
         self.path = path
         self.num_restarts = 0
-        """How often the file was replaced or cut."""
+        """How often the file was replaced or truncated."""
         self._max_read_bytes = max_read_bytes
         self._last_bytes = last_bytes
         self._inode = 0
@@ -80,7 +75,9 @@ class FileTail:
         self._inside_line = False
 
     def read(self) -> list[FileLine]:
-        """New whole lines; empty when there are none or the file is not there (yet)."""
+        """Return new whole lines; empty if there are none or the file does not exist yet. A line
+        longer than `max_read_bytes` is skipped.
+        """
         try:
             file = self.path.open("rb")
         except FileNotFoundError:

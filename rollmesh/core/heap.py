@@ -1,11 +1,10 @@
-"""The C library's heap under this process: how it is laid out, and how what is free in it is given
-back to the system.
+"""The C library's heap: its layout, and returning free memory to the system.
 
-Invariants: symbols are looked up once; where one is missing (no glibc, musl, macOS), or another
-allocator was preloaded (jemalloc, mimalloc) and glibc's heap is empty, the measure is off, says so,
-and everything else goes on; nothing here runs on an event loop but `settle`, at the start. Who
-frees much says so by `note_freed`. Figures behind the layout stand in docs/explanation/memory.md.
-Driven by the processes' main functions and, for trims, by runtime/heap_trimmer.py.
+- If a symbol is missing (musl, macOS) or another allocator was preloaded (jemalloc, mimalloc),
+  trimming is off and everything else works.
+- Only `settle` runs on an event loop, at the start.
+- Code that frees much memory reports it by `note_freed`. docs/explanation/memory.md has the figures
+  behind the layout.
 """
 
 import ctypes
@@ -14,22 +13,23 @@ from collections.abc import Callable
 from typing import Any
 
 MMAP_THRESHOLD_BYTES = 4 * 2**20
-"""What is larger has pages of its own, which go back when it is freed. Fresh pages cost 1 ms a MB
-and more in a virtual machine, so screenshots and their copies (0.5 MB) use warm ones again. glibc
-would raise this by itself up to 32 MiB, and long bodies would lie between small things for ever."""
+"""Larger blocks have pages of their own, which are returned when freed. Fresh pages cost 1 ms per
+MB and more in a virtual machine, so screenshots and their copies (0.5 MB) reuse warm ones. glibc
+would raise this by itself up to 32 MiB, and long bodies would stay between small objects forever.
+"""
 TRIM_THRESHOLD_BYTES = 2**30
-"""A shorter free end of the heap is not given back by whoever frees: the keeper does that."""
+"""A shorter free end of the heap is returned by the heap trimmer, not on each free."""
 NUM_ARENAS = 1
-"""malloc_trim(3) does not give back what is free at the end of any but the first."""
+"""malloc_trim(3) does not return the free end of any arena but the first."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""Of malloc.h."""
+"""Parameters of malloc.h."""
 _GLIBCS_TRIM_BYTES = 128 * 1024
-"""Where nobody trims, glibc goes on to do so."""
+"""glibc's own threshold, where we cannot trim."""
 
 
 class _Place(ctypes.Structure):
-    """Dl_info of dlfcn.h: where a function stands."""
+    """Dl_info of dlfcn.h: the library of a function."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -40,12 +40,14 @@ class _Place(ctypes.Structure):
 
 
 def this_process() -> Any:
-    """The libraries that are loaded here; OSError where the system cannot say."""
+    """Return the libraries of this process; OSError if the system cannot tell."""
     return its_own(ctypes.CDLL(None))
 
 
 def its_own(libraries: Any) -> Any:
-    """The same, where `malloc` is of the library whose heap can be trimmed; OSError elsewhere."""
+    """Return `libraries` if `malloc` belongs to the library whose heap can be trimmed; OSError
+    otherwise.
+    """
     if _base_of(libraries, "malloc") != _base_of(libraries, "malloc_trim"):
         raise OSError("malloc is another library's")
     return libraries
@@ -60,7 +62,7 @@ def _base_of(libraries: Any, name: str) -> int | None:
 
 
 class Heap:
-    """The heap of a process; `load` gives the C library's functions by name."""
+    """The heap of a process; `load` returns the C library's functions by name."""
 
     def __init__(self, load: Callable[[], Any] = this_process) -> None:
         self._mallopt = _symbol(load, "mallopt")
@@ -68,11 +70,11 @@ class Heap:
 
     @property
     def can_trim(self) -> bool:
-        """Whether `trim` does anything."""
+        """Whether `trim` has an effect."""
         return self._malloc_trim is not None
 
     def settle(self) -> bool:
-        """Lay the heap out as above; before there are threads. False where that is not possible."""
+        """Configure the heap, before there are threads; return False if that is not possible."""
         if self._mallopt is None:
             return False
         layout = (
@@ -83,9 +85,9 @@ class Heap:
         return all(self._mallopt(name, value) == 1 for name, value in layout)
 
     def trim(self) -> float | None:
-        """Give free memory back to the system; the seconds that it took, None where it is off.
+        """Return free memory to the system; return the seconds that it took, None if it is off.
 
-        Others' Python code goes on meanwhile, until it wants memory of the arena that is looked at.
+        Other Python threads run meanwhile, until they need memory of the arena in progress.
         """
         if self._malloc_trim is None:
             return None
@@ -106,13 +108,13 @@ SOME_FREED_BYTES = 2**20
 
 
 class _Freed:
-    """A count that outlives who adds to it."""
+    """A process-wide counter."""
 
     num_bytes = 0
 
 
 def note_freed(num_bytes: int) -> None:
-    """So much was let go; from any thread.
+    """Count freed memory, from any thread.
 
     It is a hint: two threads that count at the same moment may lose one of their counts.
     """
@@ -120,5 +122,5 @@ def note_freed(num_bytes: int) -> None:
 
 
 def freed_bytes() -> int:
-    """All that was told to `note_freed`: it only grows."""
+    """Return the sum of all `note_freed`; it only grows."""
     return _Freed.num_bytes

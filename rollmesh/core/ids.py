@@ -1,8 +1,7 @@
-"""Ids of groups and rollouts, and the interval set that remembers consumed groups cheaply.
+"""Ids of groups and rollouts, and a compact set of consumed sequence numbers.
 
-Invariant: an id is minted once, by the client, as (run_id, seq); a rollout's id is its group's
-id and its index. Text forms are stable: they stand in logs, journals and run folders. Driven by
-whoever names work.
+- The client creates an id once, as (run_id, seq); a rollout's id is its group's id and its index.
+- The text forms are stable: logs, journals and run folders contain them.
 """
 
 import bisect
@@ -19,9 +18,9 @@ class GroupId(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False
     """
 
     run_id: str
-    """Names the client's run; no slash in it."""
+    """Name of the client's run, without a slash."""
     seq: int
-    """Counts the run's asks from 0."""
+    """Counts the run's groups from 0."""
 
     def __str__(self) -> str:
         return f"{self.run_id}/{self.seq}"
@@ -45,12 +44,12 @@ TICKET_BYTES = 16
 
 
 def new_ticket() -> bytes:
-    """Return 128 fresh random bits: the proof that a worker was given a group."""
+    """Return 128 fresh random bits: the proof that a worker was assigned a group."""
     return secrets.token_bytes(TICKET_BYTES)
 
 
 def new_id(prefix: str, num_bytes: int = 4) -> str:
-    """A fresh random id such as `r7f3a9c1`, for runs, processes and incarnations."""
+    """Return a fresh random id such as `r7f3a9c1`, for runs, processes and incarnations."""
     return prefix + secrets.token_hex(num_bytes)
 
 
@@ -66,7 +65,7 @@ class IntervalSet:
         self._stops = [stop for _, stop in intervals or []]
 
     def add(self, value: int) -> bool:
-        """Add `value`; False if it was there already."""
+        """Add `value`; return False if it was there already."""
         at = bisect.bisect_right(self._starts, value)
         if at and value < self._stops[at - 1]:
             return False
@@ -106,5 +105,5 @@ class IntervalSet:
         return sum(self._stops) - sum(self._starts)
 
     def intervals(self) -> list[tuple[int, int]]:
-        """The half-open intervals in ascending order."""
+        """Return the half-open intervals in ascending order."""
         return list(zip(self._starts, self._stops, strict=True))

@@ -1,15 +1,15 @@
-"""An append-only journal in segment files: what was acked or promised, so that a restart knows it.
+"""An append-only journal in segment files, which records what was acknowledged or promised.
 
     folder/00000000000000000000.journal    segments, named by the position of their first byte
     segment = magic, then records
     record  = u32 size of the lengths and the frames, u32 number of frames, u32 CRC of those eight
               bytes, u32 CRC of what follows; u32 length of each frame; the frames
 
-All little-endian; the CRC is zlib's (RFC 1952). A position counts bytes over all segments, so it
-only grows. Invariants: one process writes; a record is whole or absent: what a crash left torn at
-the very end is cut off at open, any other damage is a JournalError that names file and offset and
-nothing is skipped in silence; of what is read one record is in memory, however long the journal.
-Driven by one thread of its owner, such as the client's; `read` alone by any.
+- All little-endian; the CRC is zlib's (RFC 1952). A position counts bytes over all segments.
+- One process writes, on one thread; `read` is thread-safe.
+- A record is whole or absent: a torn end is cut off at open; any other damage is a JournalError
+  that names file and offset, and nothing is skipped silently.
+- Reading holds one record in memory.
 """
 
 import bisect
@@ -30,11 +30,11 @@ _HEAD = struct.Struct("<IIII")
 _HEAD_SUM = struct.Struct("<II")
 _MAX_FRAMES = 1 << 16
 MAX_PARTS = 512
-"""Of one write: Linux takes 1,024."""
+"""Limit per write; Linux accepts 1,024."""
 SMALL_BYTES = 64 * 1024
-"""A record of no more is copied into one piece, which is cheaper than to hand over its parts."""
+"""A smaller record is copied into one buffer, which is cheaper than passing its parts."""
 BLOCK_BYTES = 2**20
-"""Of a torn end, looked at a time."""
+"""Bytes of a torn end that are examined at a time."""
 _SUFFIX = ".journal"
 
 
@@ -42,15 +42,15 @@ class Journal:
     """The journal in `folder`; the constructor cuts off a torn end and takes the folder's lock."""
 
     def __init__(self, folder: Path, segment_bytes: int, *, fsync: bool = False) -> None:
-        """JournalError if another process has it, or it is damaged at its end."""
+        """JournalError if another process has the lock, or the end is damaged."""
         self.folder = folder
         self._segment_bytes = segment_bytes
         self._fsync = fsync
         self._file = -1
         self._is_torn = False
-        """Behind the last record stands what a failed write has left."""
+        """Whether a failed write left bytes after the last record."""
         self.torn_bytes = 0
-        """That were cut off the end when it was opened."""
+        """Bytes that were cut off the end at open."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -67,36 +67,36 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return self._end - (self._starts[0] if self._starts else self._end)
 
     @property
     def end(self) -> int:
-        """Where the next record will stand, or just before."""
+        """The position of the next record, or just before it."""
         return self._end
 
     @property
     def segments(self) -> Sequence[int]:
-        """Where they start, the oldest first; the newest is being written."""
+        """Start positions of the segments, oldest first; the newest is being written."""
         return self._starts
 
     def can_drop_before(self, position: int) -> bool:
-        """Whether a segment holds only records before `position`."""
+        """Return whether a segment holds only records before `position`."""
         return len(self._starts) > 1 and self._starts[1] <= position
 
     def append(self, frames: Sequence[Buffer]) -> int:
-        """Write one record; its position. JournalError if the disk does not take it.
+        """Write one record and return its position. JournalError if the disk does not take it.
 
-        It survives the process once this returns, and the machine where `fsync` is set.
+        Once this returns, the record survives the process, and with `fsync` the machine.
         """
         return self.append_all([frames])[0]
 
     def append_all(self, records: Iterable[Sequence[Buffer]]) -> list[int]:
-        """Write these records at once; as `append`. What the disk refuses leaves none of them.
+        """Write these records at once; see `append`. If the disk refuses, none of them is kept.
 
-        A process that is killed meanwhile leaves the first of them, perhaps, and no more torn than
-        one. A machine that dies may leave any of them torn, of which the last alone is forgiven:
-        who wants `fsync` appends one by one.
+        A process that is killed meanwhile may leave the first of them and one torn record. A
+        machine that crashes may leave any of them torn, and only the last may be: with `fsync`,
+        append one by one.
         """
         if self._file < 0 or self._end - self._starts[-1] >= self._segment_bytes:
             self._begin_segment()
@@ -116,7 +116,7 @@ class Journal:
             if self._fsync:
                 os.fdatasync(self._file)
         except OSError as error:
-            # Now, for what it takes of a full disk; if that fails too, before the next record.
+            # Now, to free space on a full disk; if that fails too, before the next record.
             with contextlib.suppress(OSError):
                 self._cut()
             raise JournalError.at(self._path(self._starts[-1]), error) from None
@@ -125,12 +125,14 @@ class Journal:
         return positions
 
     def replay(self) -> Iterator[tuple[int, list[bytes]]]:
-        """Every record with its position, oldest first; JournalError at damage."""
+        """Yield every record with its position, oldest first; JournalError at damage."""
         for start in list(self._starts):
             yield from self._records(start)
 
     def oldest(self) -> Iterator[list[bytes]]:
-        """The records of the oldest segment, if it is closed, which `drop_oldest` then removes."""
+        """Yield the records of the oldest segment, if it is closed; `drop_oldest` then removes
+        it.
+        """
         if len(self._starts) > 1:
             for _, frames in self._records(self._starts[0]):
                 yield frames
@@ -141,9 +143,9 @@ class Journal:
             self.drop_before(self._starts[1])
 
     def read(self, position: int) -> list[bytes]:
-        """The record that `append` wrote at `position`; JournalError if it is not there any more.
+        """Return the record that `append` wrote at `position`; JournalError if it was removed.
 
-        From any thread.
+        Thread-safe.
         """
         starts = list(self._starts)
         at = bisect.bisect_right(starts, position)
@@ -181,14 +183,14 @@ class Journal:
 
     @contextlib.contextmanager
     def _naming(self, start: int) -> Iterator[None]:
-        """What the system refuses is a JournalError that names the segment."""
+        """Raise OSError as a JournalError that names the segment."""
         try:
             yield
         except OSError as error:
             raise JournalError.at(self._path(start), error) from None
 
     def _cut(self) -> None:
-        """Cut off what stands behind the last record."""
+        """Cut off the bytes after the last record."""
         os.ftruncate(self._file, self._end - self._starts[-1])
         os.lseek(self._file, 0, os.SEEK_END)
         self._is_torn = False
@@ -202,7 +204,7 @@ class Journal:
             raise JournalError(f"{self.folder}: cannot be locked: {error.strerror}") from None
 
     def _reopen(self) -> None:
-        """Check the last segment, cut off its torn end and go on writing there."""
+        """Check the last segment, cut off its torn end and continue writing to it."""
         start = self._starts[-1]
         path = self._path(start)
         with self._naming(start):
@@ -219,7 +221,7 @@ class Journal:
 
     def _begin_segment(self) -> None:
         with self._naming(self._end):
-            # It may be there, without its magic: when it was begun before, the disk was full.
+            # The segment may exist without its magic, if the disk was full when it was begun.
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
             file = os.open(self._path(self._end), flags, 0o600)
             try:
@@ -250,7 +252,7 @@ def _start_of(path: Path) -> int:
 
 
 def _record(frames: Sequence[Buffer]) -> tuple[list[Buffer], int]:
-    """The buffers of one record, none copied unless all are small, and how many bytes they are."""
+    """Return the buffers of one record, none copied unless all are small, and their size."""
     flat = [frame if type(frame) is bytes else memoryview(frame).cast("B") for frame in frames]
     sizes = list(map(len, flat))
     parts: list[Buffer] = [struct.pack(f"<{len(flat)}I", *sizes), *flat]
@@ -275,7 +277,9 @@ class _JournalSegment:
         self._path = path
 
     def parse(self, offset: int) -> tuple[list[bytes], int]:
-        """The record at `offset`: its frames and its whole size; JournalError if it is damaged."""
+        """Return the record at `offset`, its frames and whole size; JournalError if it is
+        damaged.
+        """
         start = offset + _HEAD.size
         if start > self.size_bytes:
             raise _damage(self._path, offset, "is cut off")
@@ -291,7 +295,9 @@ class _JournalSegment:
         return frames, _HEAD.size + size
 
     def whole_bytes(self) -> int:
-        """How much of a last segment is whole records; JournalError unless the rest is torn."""
+        """Return the size of a last segment's whole records; JournalError unless the rest is
+        torn.
+        """
         magic = self._read(0, len(MAGIC))
         if len(magic) < len(MAGIC) and MAGIC.startswith(magic):
             return 0
@@ -309,7 +315,7 @@ class _JournalSegment:
         return offset
 
     def _frames(self, at: int, size: int, num_frames: int, checksum: int) -> list[bytes] | None:
-        """What stands behind a header; None if that is not what its checksum says."""
+        """Return what follows a header; None if its checksum is wrong."""
         if num_frames > _MAX_FRAMES or 4 * num_frames > size:
             return None
         packed = self._read(at, 4 * num_frames)
@@ -325,10 +331,10 @@ class _JournalSegment:
         return frames if found == checksum else None
 
     def _is_torn(self, offset: int) -> bool:
-        """Whether what stands at `offset` is the last thing that was written when all ended.
+        """Return whether the bytes at `offset` are the last that were written.
 
-        A process that dies leaves a prefix of its record; a machine that dies may leave zeros or,
-        in the last record, pages that never came.
+        A process that dies leaves a prefix of its record; a machine that crashes may leave zeros
+        or, in the last record, pages that were never written.
         """
         num_left = self.size_bytes - offset
         if num_left < _HEAD.size or self._is_blank(offset):
@@ -339,14 +345,14 @@ class _JournalSegment:
         return bool(header_is_good and _HEAD.size + size >= num_left)
 
     def _is_blank(self, offset: int) -> bool:
-        """Whether nothing but zeros stands from there on."""
+        """Return whether only zeros follow."""
         blocks = range(offset, self.size_bytes, BLOCK_BYTES)
         return not any(any(self._read(at, BLOCK_BYTES)) for at in blocks)
 
     def _read(self, offset: int, num_bytes: int) -> bytes:
-        """So many bytes, or all that there are."""
+        """Read this many bytes, or up to the end."""
         found = os.pread(self._file, num_bytes, offset)
-        # The kernel gives 2 GiB at a time.
+        # The kernel reads at most 2 GiB at a time.
         while num_left := num_bytes - len(found):
             more = os.pread(self._file, num_left, offset + len(found))
             if not more:
@@ -360,7 +366,7 @@ def _damage(path: Path, offset: int, what: str) -> JournalDamaged:
 
 
 def _write(file: int, parts: list[Buffer], size: int) -> None:
-    """All of `parts`, whatever the kernel takes at a time; mostly it takes all at once."""
+    """Write all of `parts`, whatever the kernel takes at a time; mostly it takes all at once."""
     num_bytes = os.writev(file, parts[:MAX_PARTS])
     if num_bytes == size:
         return

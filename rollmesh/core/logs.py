@@ -1,13 +1,11 @@
-"""Where events go: JSON lines in the run folder, and a console form for people.
+"""Logging: JSON lines in the run folder, and a console form for people.
 
-Owns the set-up of structlog and of the standard library's logging, so that what aiohttp says has
-the same shape as what we say. An event is named `noun.verbed` and carries ids as keys, as in
-`log.info("group.assigned", group_id=..., worker_id=...)`.
-
-- Secrets that the process registered are replaced in every line; core/redaction.py has the limits.
-- Control characters never reach a terminal.
-- A log file is bounded. A full disk or a closed terminal costs a line and raises nothing.
-- `setup` is for processes of rollmesh. In another program that uses the client, events go to the
+- An event is named `noun.verbed` and carries ids as keys: `log.info("group.assigned", group_id=...,
+  worker_id=...)`. Standard logging, such as aiohttp's, gets the same shape.
+- Registered secrets are replaced in every line; core/redaction.py has the limits. Control
+  characters never reach a terminal.
+- A log file is bounded. A full disk or a closed terminal loses lines and raises nothing.
+- `setup` is for processes of rollmesh. In other programs that use the client, events go to the
   standard library's logging.
 """
 
@@ -39,8 +37,8 @@ def _unseen(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-# structlog loads rich where it finds it, for tracebacks that we do not want: half of its start-up
-# time and 5 MB in every process. It does without when the import fails.
+# structlog imports rich if it is installed, for tracebacks that we do not want: half of its import
+# time and 5 MB in every process. It works without when the import fails.
 with _unseen("rich"):
     import structlog
 
@@ -48,7 +46,7 @@ Event = MutableMapping[str, Any]
 Logger = structlog.typing.FilteringBoundLogger
 
 MAX_FILE_BYTES = 32 * 2**20
-"""A role's log is rolled over once at this size: at most twice as much stays on disk."""
+"""A role's log is rotated once at this size: at most twice as much stays on disk."""
 
 MAX_KEYS = 256
 """Keys that an `Occasional` counts by themselves; further ones are counted together."""
@@ -60,7 +58,7 @@ _SECRET_KEYS = frozenset(
 
 
 def get_logger() -> Logger:
-    """The logger of a module: `log = get_logger()` at its head."""
+    """Return the logger of a module: `log = get_logger()` at its top."""
     return cast("Logger", structlog.get_logger())
 
 
@@ -126,16 +124,16 @@ _PEER_ERRORS = ("aiohttp.http_exceptions", "aiohttp.client_exceptions", "aiohttp
 
 
 def _is_no_peers_fault(record: logging.LogRecord) -> bool:
-    """Whether a record is about anything but a malformed request or a closed connection.
+    """Return False for records about a malformed request or a closed connection.
 
-    aiohttp logs each of them as an error with a traceback, so strangers could rotate a log away.
+    aiohttp logs each as an error with a traceback, so strangers could rotate a log away.
     """
     error = record.exc_info[1] if record.exc_info else None
     return type(error).__module__ not in _PEER_ERRORS
 
 
 class _Role:
-    """Stamps every event with the process's role."""
+    """Adds the process's role to every event."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -155,7 +153,7 @@ def _hide_keys(_logger: Any, _method: str, event: Event) -> Event:
 
 
 def _escape_values(_logger: Any, _method: str, event: Event) -> Event:
-    """Escape control characters, but newlines of tracebacks."""
+    """Escape control characters, except newlines of tracebacks."""
     for key, value in event.items():
         if isinstance(value, str):
             is_long = key in ("exception", "stack")
@@ -170,19 +168,19 @@ def _plain_traceback(stream: TextIO, exc_info: structlog.typing.ExcInfo) -> None
 
 
 class _Hiding(structlog.stdlib.ProcessorFormatter):
-    """Takes secrets out of the finished line, so that a traceback cannot carry one either."""
+    """Redacts the finished line, so that a traceback cannot contain a secret either."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
 
 
 class _LogFile(logging.handlers.RotatingFileHandler):
-    """One that a full disk costs events, and stderr one line."""
+    """A handler that loses events to a full disk and prints one line to stderr."""
 
     has_complained = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called where an event could not be written."""
+        """Handle an event that could not be written."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -199,14 +197,16 @@ def _say_lost(path: Path, error: OSError) -> None:
 
 
 def _as_text(_logger: Any, _method: str, event: Event) -> str:
-    """`noun.verbed key=value ...`, for a log that is not ours."""
+    """Format as `noun.verbed key=value ...`, for a log that is not ours."""
     name, traceback = event.pop("event"), event.pop("exception", None)
     line = printable(" ".join([str(name), *(f"{key}={value}" for key, value in event.items())]))
     return redact(f"{line}\n{printable_lines(traceback)}" if traceback else line)
 
 
 def _speak_as_a_library() -> None:
-    """What structlog would do by itself is print to stdout, and raise where nobody reads that."""
+    """Send events to standard logging: structlog's default prints to stdout, and raises if that is
+    closed.
+    """
     if not structlog.is_configured():
         structlog.configure(
             processors=[_hide_keys, structlog.processors.format_exc_info, _as_text],
@@ -267,5 +267,5 @@ def _to_json(event: Event, **_: Any) -> str:
 
 
 def readable(text: str) -> str:
-    """`text` as UTF-8 can say it: what it cannot is a question mark."""
+    """Encode `text` as UTF-8; unencodable characters become question marks."""
     return text.encode(errors="replace").decode()

@@ -1,12 +1,12 @@
-"""What pure functions made of texts that agents send again and again, within a budget of bytes.
+"""A cache for pure functions of texts that agents send repeatedly, within a budget of bytes.
 
     @Memo
     def read(raw: bytes) -> Parsed: ...
 
-Owns the newest results of each function. Invariants: a memo keeps MAX_BYTES of texts at most,
-whatever agents send (functools.lru_cache bounds their number alone, and a list of tools may have
-megabytes), and none that is longer than MAX_TEXT_BYTES; the oldest goes first, used or not, so that
-a hit costs one look-up; an error is not kept. From any thread. Driven by who reads requests.
+- It keeps at most MAX_BYTES of texts (functools.lru_cache bounds only their number), and none
+  longer than MAX_TEXT_BYTES.
+- The oldest entry is evicted first, used or not, so that a hit costs one lookup.
+- Errors are not cached. Thread-safe.
 """
 
 import threading
@@ -19,15 +19,15 @@ R = TypeVar("R")
 MAX_BYTES = 4 * 2**20
 MAX_TEXT_BYTES = 2**19
 ENTRY_BYTES = 500
-"""What an entry takes beside its texts."""
+"""Size of an entry beside its texts."""
 
 
 class Memo(Generic[P, R]):
-    """See the module. Its function takes texts by their place, and what else has a hash."""
+    """A memoized function of positional texts and other hashable arguments."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self.num_bytes = 0
-        """Of the texts that are kept."""
+        """Bytes of the cached texts."""
         self._function = function
         self._kept: dict[tuple[object, ...], R] = {}
         self._lock = threading.Lock()

@@ -1,16 +1,10 @@
-"""Figures for Prometheus: plain integers are counted on the hot path and read when asked.
+"""Metrics for Prometheus, and memory accounting of one process.
 
-Owns the exposition of one process. A room counts in ordinary attributes and hands over a source,
-a function that reads them; nothing is locked and nothing is paid until someone scrapes. Invariants:
-every name starts with `rollmesh_` and ends in its unit or in `_total`; a label's values are few
-(workers, engines, states), never ids of rollouts. Driven by the HTTP face of each process.
-
-Memory accounting of one process: bytes by kind, entries of live tables, entries of caches.
-
-- Rooms keep their own counts; an inventory adds them up on the thread that owns the tables.
-- Tables of live work are empty at rest; caches are bounded by themselves.
-- Every gauge has a row in HELD_BYTES, ENTRIES or CACHE_ENTRIES with what bounds it; the reference
-  of metrics is made from them.
+- Hot paths count in plain attributes; a source function reads them at each scrape, without locks.
+- Names start with `rollmesh_` and end in their unit or `_total`; labels have few values (workers,
+  engines, states), never ids of rollouts.
+- Tables of live work are empty at rest; caches are bounded by themselves. Every gauge has a row in
+  HELD_BYTES, ENTRIES or CACHE_ENTRIES with its bound.
 """
 
 import functools
@@ -33,10 +27,10 @@ class Figure(msgspec.Struct, frozen=True):
     """One value, as a source reads it."""
 
     name: str
-    """Without `rollmesh_`; a name that ends in `_total` is a counter, any other a gauge."""
+    """The name without `rollmesh_`; `_total` marks a counter, all others are gauges."""
     value: float
     about: str
-    """One line for people."""
+    """One line of help."""
     labels: Mapping[str, str] = {}
 
 
@@ -44,7 +38,7 @@ Source = Callable[[], Iterable[Figure]]
 
 
 class Exposition:
-    """All figures of one process."""
+    """All metrics of one process."""
 
     def __init__(self, role: str) -> None:
         self._sources: list[Source] = [lambda: process_figures(role)]
@@ -52,16 +46,16 @@ class Exposition:
         self._registry.register(_Reader(self._sources))
 
     def add(self, source: Source) -> None:
-        """Read `source` at each scrape; it may be called from the scraping thread."""
+        """Add a source that is read at each scrape, possibly on the scraping thread."""
         self._sources.append(source)
 
     def render(self) -> bytes:
-        """Prometheus' text format, to be sent as CONTENT_TYPE."""
+        """Return the metrics in Prometheus' text format (CONTENT_TYPE)."""
         return generate_latest(self._registry)
 
 
 class _Reader(Collector):
-    """Turns what the sources say into families, one per name."""
+    """Groups the values of all sources into families, one per name."""
 
     def __init__(self, sources: list[Source]) -> None:
         self._sources = sources
@@ -86,7 +80,7 @@ def _new_family(figure: Figure) -> Metric:
 
 
 def rss_bytes() -> int:
-    """Resident memory of this process; a look that needs no descriptor, but for the first."""
+    """Return the resident memory of this process; needs a descriptor only on the first call."""
     statm = _statm()
     if statm < 0:
         return int(psutil.Process().memory_info().rss)
@@ -95,7 +89,7 @@ def rss_bytes() -> int:
 
 @functools.cache
 def _statm() -> int:
-    """The file that proc_pid_statm(5) describes; -1 where there is none."""
+    """Open /proc/self/statm, see proc_pid_statm(5); -1 if there is none."""
     try:
         return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -103,7 +97,7 @@ def _statm() -> int:
 
 
 def process_figures(role: str) -> Iterator[Figure]:
-    """Memory and CPU time of this process."""
+    """Yield memory and CPU time of this process."""
     process = psutil.Process()
     times = process.cpu_times()
     labels = {"role": role}

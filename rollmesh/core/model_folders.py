@@ -1,18 +1,12 @@
-"""Model folders in Hugging Face layout, by path or by hub id.
+"""Model folders in Hugging Face layout, by path or Hub id, and the weights that a run publishes.
+
+- Nothing is downloaded: an id means the snapshot in the local cache (huggingface_hub, "Understand
+  caching"; HF_HUB_CACHE, HF_HOME).
+- A published folder, and the probe in it, is complete or absent; a missing probe proves nothing.
 
     models--ORG--NAME/refs/main -> revision;  models--ORG--NAME/snapshots/REVISION/config.json
-
-- Nothing is downloaded: an id stands for the snapshot in the local Hugging Face cache.
-- Layout of the cache: huggingface_hub, "Understand caching" (HF_HUB_CACHE, HF_HOME).
-
-The weights that a run has published: folders, and what proves that an engine serves one.
-
     WEIGHTS/v000007/             a whole model, or an adapter
-    WEIGHTS/v000007/probe.json   what these weights say of a fixed text, written behind them
-
-Invariants: a folder is whole or not there; a probe is whole or not there, and one that is missing
-proves nothing either way. Written by the publisher; read by launch, for engines that start, and by
-the coordinator, for engines that wake.
+    WEIGHTS/v000007/probe.json   the log-probs that these weights give a fixed text
 """
 
 import os
@@ -28,7 +22,7 @@ EXAMPLE = "`rollmesh make-model tiny-model` writes a tiny one to try"
 
 
 def resolve_model(path: str) -> str:
-    """The folder that `path` means: itself, or the cached snapshot of a hub id if there is one."""
+    """Return the folder for `path`: itself, or the cached snapshot of a Hub id if there is one."""
     if not HUB_ID.fullmatch(path) or Path(path).exists():
         return path
     repository = hub_cache() / f"models--{path.replace('/', '--')}"
@@ -41,7 +35,7 @@ def resolve_model(path: str) -> str:
 
 
 def hub_cache() -> Path:
-    """The folder of the local Hugging Face cache."""
+    """Return the folder of the local Hugging Face cache."""
     home = os.environ.get("HF_HOME") or Path(
         os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
     )
@@ -49,7 +43,7 @@ def hub_cache() -> Path:
 
 
 def why_no_folder(path: str) -> str:
-    """Why `path` is no folder, with the remedy; '' if it is one."""
+    """Return why `path` is not a folder, with the remedy; '' if it is one."""
     if Path(path).is_dir():
         return ""
     if HUB_ID.fullmatch(path):
@@ -61,7 +55,9 @@ def why_no_folder(path: str) -> str:
 
 
 def why_no_model(path: str) -> str:
-    """Why `path` is no model with tokenizer and weights, with the remedy; '' if it is one."""
+    """Return why `path` is not a model with tokenizer and weights, with the remedy; '' if it is
+    one.
+    """
     if why := why_no_folder(path):
         return why
     folder = Path(path)
@@ -73,7 +69,7 @@ def why_no_model(path: str) -> str:
 
 
 def _download(folder: Path) -> str:
-    """How to complete a snapshot of the cache; '' for other folders."""
+    """Return how to complete a snapshot of the cache; '' for other folders."""
     found = re.search(r"models--(.+?)--(.+?)/snapshots/", f"{folder}/")
     return f"; complete the download: hf download {found[1]}/{found[2]}" if found else ""
 
@@ -83,40 +79,40 @@ PROBE_FILE = "probe.json"
 
 
 class PublishedWeights(msgspec.Struct, frozen=True):
-    """A whole model, or an adapter."""
+    """A published model or adapter."""
 
     folder: Path
     policy_version: int
 
 
 class WeightsProbe(msgspec.Struct, frozen=True, kw_only=True):
-    """What weights say of a text, by the trainer's own reckoning."""
+    """The log-probs that weights give a text, by the trainer's computation."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of all tokens but the first."""
+    """Log-probs of all tokens but the first."""
     tolerance: float
-    """Mean difference that still counts as equal."""
+    """Largest mean difference that counts as equal."""
 
     def why_not(self, logprobs: list[float]) -> str:
-        """Why these scores are not of the same weights, or ''."""
+        """Return why these log-probs are not of the same weights, or ''."""
         if len(logprobs) != len(self.logprobs):
             return f"scored {len(logprobs)} tokens of {len(self.logprobs)}"
         gaps = [abs(mine - its) for mine, its in zip(self.logprobs, logprobs, strict=True)]
         gap = sum(gaps) / max(1, len(gaps))
-        # Written so that a gap of NaN fails.
+        # NaN must fail.
         if not gap <= self.tolerance:
             return f"its log-probs differ from the trainer's by {gap:.3g} on average"
         return ""
 
 
 def newest_published(weights: Path) -> PublishedWeights | None:
-    """The newest whole model of those that stand in a run's folder `weights`; None without any."""
+    """Return the newest complete model in a run's folder `weights`; None if there is none."""
     return _newest(weights, holds_model)
 
 
 def newest_adapter(weights: Path) -> PublishedWeights | None:
-    """The same of adapters."""
+    """Return the newest complete adapter in a run's folder `weights`; None if there is none."""
     return _newest(weights, holds_adapter)
 
 
@@ -130,25 +126,25 @@ def _newest(weights: Path, is_one: Callable[[Path], bool]) -> PublishedWeights |
 
 
 def holds_model(folder: Path) -> bool:
-    """Whether an engine can begin with it: an adapter alone is no model."""
+    """Return whether an engine can load it; an adapter alone is not a model."""
     has_files = all((folder / name).is_file() for name in MODEL_FILES)
     return has_files and any(folder.glob("*.safetensors"))
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether it is one of PEFT's."""
+    """Return whether it is a PEFT adapter."""
     return all((folder / name).is_file() for name in ADAPTER_FILES)
 
 
 def leave_probe(folder: Path, probe: WeightsProbe) -> None:
-    """Write it behind the weights; OSError where that fails, or they are gone."""
+    """Write the probe into the weights' folder; OSError if that fails, or the folder is gone."""
     part = folder / f"{PROBE_FILE}.part"
     part.write_bytes(msgspec.json.encode(probe))
     os.replace(part, folder / PROBE_FILE)
 
 
 def find_probe(folder: Path) -> WeightsProbe | None:
-    """That of the weights in `folder`, if there is one."""
+    """Return the probe in `folder`, if there is one."""
     try:
         return msgspec.json.decode((folder / PROBE_FILE).read_bytes(), type=WeightsProbe)
     except (OSError, msgspec.MsgspecError):

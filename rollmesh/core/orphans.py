@@ -1,16 +1,13 @@
-"""Ends what a process left behind: every process that carries its mark, and unowned shared memory.
+"""Kill what a process left behind: every process that carries its mark, and unowned shared memory.
 
-A mark is a path in the environment, such as `a1/worker-0.2`. Started processes inherit it, and may
-lengthen it for those that they start.
-
-- A process is found by its own environment in /proc (Linux), so it does not matter whether it left
-  its group, its session or its parent.
-- It is ended through a pidfd, so a pid that was reused is safe.
-- A process that empties its environment, or that another daemon starts (a container), is missed.
-- A file in shared memory is removed if no process holds its lock, which ends with its owner.
-
-Run as a program, `orphans.py PID MARK`, it waits until PID, its parent, has ended, then does both:
-after kill -9 no other process is left to do it. It imports little: 11 MB, most of it shared.
+- A mark is a path in the environment, such as `a1/worker-0.2`. Child processes inherit it, and may
+  lengthen it for their own children.
+- Processes are found by their environment in /proc (Linux), whether or not they left their group,
+  session or parent, and killed through a pidfd, so a reused pid is safe.
+- A process that clears its environment, or that another daemon starts (a container), is missed.
+- A file in shared memory is removed if no process holds its lock.
+- Run as a program, `orphans.py PID MARK` waits until PID, its parent, has ended, then does both:
+  after kill -9 no other process can. It imports little: 11 MB, most of it shared.
 """
 
 import errno
@@ -25,25 +22,25 @@ from collections.abc import Callable, Iterator
 
 MARK_VARIABLE = "ROLLMESH_MARK"
 KILL_TIMEOUT_S = 5.0
-"""What still forks, or cannot die, after this time is left."""
+"""Processes that still fork, or cannot die, after this time are left."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.1
-"""What those that were ended have until they are looked for again."""
+"""Pauses between a kill and the next search."""
 READ_BYTES = 2**16
 SHARED_MEMORY = "/dev/shm"
-"""Where Linux keeps files in memory."""
+"""Linux's folder for files in memory."""
 
 
 def new_mark(name: str) -> str:
-    """A mark of nobody yet, below our own."""
+    """Return a new mark, below our own."""
     mark = f"{name}.{os.urandom(4).hex()}"
     return f"{outer}/{mark}" if (outer := os.environ.get(MARK_VARIABLE)) else mark
 
 
 def mark_self(name: str) -> str:
-    """Our own mark; a process that has none yet begins again with one.
+    """Return our own mark; a process without one executes itself again with one.
 
-    What forks without exec (a multiprocessing pool) shows in /proc the environment that its parent
-    was started with, so a mark that is set later would not be seen there.
+    A fork without exec (a multiprocessing pool) shows its parent's initial environment in /proc, so
+    a mark that is set later would not be visible there.
     """
     stem = f"{name}-{os.getpid()}."
     mark = os.environ.get(MARK_VARIABLE, "")
@@ -54,13 +51,15 @@ def mark_self(name: str) -> str:
 
 
 _reapers: list["subprocess.Popen[bytes]"] = []
-"""They end after us, so nobody waits for them."""
+"""They exit after us, so nothing waits for them."""
 
 
 def start_orphan_reaper(mark: str) -> int:
-    """Start what ends all who carry `mark` when we have ended, however that happens; its pid."""
+    """Start an orphan reaper, which kills all processes with `mark` after we have ended, however
+    that happens; return its pid.
+    """
     argv = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
-    # A session of its own and no mark: neither Ctrl-C nor another reaper is meant for it.
+    # Its own session and no mark: neither Ctrl-C nor another reaper may end it.
     nowhere = subprocess.DEVNULL
     reaper = subprocess.Popen(
         argv, env={}, start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere
@@ -70,9 +69,10 @@ def start_orphan_reaper(mark: str) -> int:
 
 
 def kill_marked(mark: str, holds: Callable[[int], bool] | None = None) -> int:
-    """SIGKILL to all processes that carry `mark` or a longer one, until none is left.
+    """SIGKILL all processes that carry `mark` or a longer one, until none is left; return how many
+    there were.
 
-    Return how many there were. Where `holds` is given, only those whose pid it accepts count.
+    If `holds` is given, only processes whose pid it accepts are killed.
     """
     killed: set[int] = set()
     pause_s, until_s = FIRST_PAUSE_S, time.monotonic() + KILL_TIMEOUT_S
@@ -80,7 +80,7 @@ def kill_marked(mark: str, holds: Callable[[int], bool] | None = None) -> int:
         try:
             if not _kill_once(mark, killed, holds):
                 break
-        except OSError:  # no descriptor is left to look with: somebody may give one back
+        except OSError:  # no descriptor is free for the search; others may be closed soon
             pass
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -88,12 +88,12 @@ def kill_marked(mark: str, holds: Callable[[int], bool] | None = None) -> int:
 
 
 def memory_prefix() -> str:
-    """How the names of our user's files in shared memory begin."""
+    """Return the prefix of our user's files in shared memory."""
     return f"rollmesh-{os.getuid()}-"
 
 
 def sweep_memory(folder: str = SHARED_MEMORY) -> int:
-    """Remove the files in `folder` whose owners were killed; how many there were."""
+    """Remove files in `folder` whose owners were killed; return how many there were."""
     try:
         names = [name for name in os.listdir(folder) if name.startswith(memory_prefix())]
     except OSError:
@@ -105,7 +105,7 @@ def _is_swept(path: str) -> bool:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags)
-    except OSError:  # another process has just swept it
+    except OSError:  # another process has just removed it
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,7 +118,7 @@ def _is_swept(path: str) -> bool:
 
 
 def _kill_once(mark: str, killed: set[int], holds: Callable[[int], bool] | None) -> bool:
-    """Whether any was found."""
+    """Kill those that are found; return whether there were any."""
     is_any = False
     for pid, fd in _open_marked(mark):
         if holds is not None and not holds(pid):
@@ -128,7 +128,7 @@ def _kill_once(mark: str, killed: set[int], holds: Callable[[int], bool] | None)
         try:
             signal.pidfd_send_signal(fd, signal.SIGKILL)
             killed.add(pid)
-        except ProcessLookupError:  # it has ended since it was found
+        except ProcessLookupError:  # it ended after it was found
             pass
         finally:
             os.close(fd)
@@ -136,13 +136,12 @@ def _kill_once(mark: str, killed: set[int], holds: Callable[[int], bool] | None)
 
 
 def _open_marked(mark: str) -> Iterator[tuple[int, int]]:
-    """Pid and pidfd of each process but ourselves that carries `mark`.
-
-    OSError where we have no descriptor left.
+    """Yield pid and pidfd of each other process that carries `mark`; OSError if no descriptor is
+    left.
     """
     if not os.path.isdir("/proc/self"):
         return
-    # A rollout's end looks at every process of the machine, so the first look is a cheap one.
+    # The end of each rollout scans every process of the machine, so the first check is cheap.
     word = f"{MARK_VARIABLE}={mark}".encode()
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid() or not _carries(name, word):
@@ -154,7 +153,7 @@ def _open_marked(mark: str) -> Iterator[tuple[int, int]]:
             continue
         is_marked = False
         try:
-            is_marked = _carries(name, word)  # still: the descriptor is not another's with its pid
+            is_marked = _carries(name, word)  # check again: the pid may have been reused
         finally:
             if not is_marked:
                 os.close(fd)
@@ -163,8 +162,9 @@ def _open_marked(mark: str) -> Iterator[tuple[int, int]]:
 
 
 def _carries(pid: str, word: bytes) -> bool:
-    """Whether its environment has this mark, or a longer one; False if it is gone or another
-    user's."""
+    """Return whether its environment has this mark, or a longer one; False if it is gone or of
+    another user.
+    """
     try:
         fd = os.open(f"/proc/{pid}/environ", os.O_RDONLY)
     except OSError as error:
@@ -189,7 +189,7 @@ def _raise_if_none_left(error: OSError) -> None:
 def _main(pid: int, mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    if not hasattr(os, "pidfd_open"):  # not Linux: PDEATHSIG is not there either
+    if not hasattr(os, "pidfd_open"):  # not Linux: PDEATHSIG does not exist either
         return
     try:
         fd = os.pidfd_open(pid)

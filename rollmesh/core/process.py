@@ -1,4 +1,4 @@
-"""The protocol between launch and the processes that it starts.
+"""The protocol between launch and the processes that it starts, and what forked children close.
 
 - `--ready-fd N`: the child writes one JSON line, a Ready, to this descriptor when it is reachable.
 - `--listen-fd N`: a listening socket that launch owns and the child serves on.
@@ -6,13 +6,6 @@
 - ROLLMESH_BEAT_FD: a thread of the child writes a byte to this descriptor every BEAT_S, so that
   launch notices a process that is suspended.
 - The child dies with its parent.
-
-What a forked child has no part in: sockets and locks that say that their process lives.
-
-A data loader forks the process that trains, and its workers may outlive it for a while. Where they
-kept its connections and locks, a killed owner would still seem to be there. Owns the set of these.
-Invariants: a child has closed all of them before it runs a line of its own; the set holds weakly,
-so what was dropped is not kept open by it. Driven by whoever opens such a thing.
 """
 
 import asyncio
@@ -33,10 +26,11 @@ import msgspec
 from rollmesh.core.errors import AddressError
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; a fault; the user can fix it, and one line says how; stopped by a signal before
-it was done, so that a launch that did not send the signal starts the process again."""
+"""Exit codes: done; a fault; a mistake that the user can fix, explained in one line; stopped by a
+signal before it was done (launch restarts the process unless it sent the signal).
+"""
 RECYCLED = 75
-"""Exit code: it left in good order and wants another in its place (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code: it exited cleanly and wants to be replaced (EX_TEMPFAIL of sysexits.h)."""
 
 LAUNCHER_VARIABLE = "ROLLMESH_LAUNCHER"
 """Environment: the pid of the launch process, set for the processes that it starts."""
@@ -47,23 +41,23 @@ BEAT_S = 2.0
 
 _PR_SET_PDEATHSIG = 1
 _STATE, _STARTED = 0, 19
-"""Fields of /proc/PID/stat behind the name."""
+"""Fields of /proc/PID/stat after the name."""
 _DEAD = ("Z", "X")
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What a child reports."""
+    """A child's report that it is reachable."""
 
     role: str
     pid: int
     address: str
-    """Where it serves: an http:// or tcp:// address, or '' if it serves nothing."""
+    """Its http:// or tcp:// address; '' if it serves nothing."""
     http_address: str = ""
-    """A second, HTTP face, where there is one (the router)."""
+    """The HTTP address of a process that has both (the router)."""
 
 
 def announce(ready_fd: int | None, ready: Ready) -> None:
-    """Write `ready` to the descriptor and close it; nothing if there is none."""
+    """Write `ready` to the descriptor, if there is one, and close it."""
     if ready_fd is None:
         return
     with os.fdopen(ready_fd, "wb") as pipe:
@@ -71,16 +65,16 @@ def announce(ready_fd: int | None, ready: Ready) -> None:
 
 
 def wait_for_go(go_fd: int | None) -> None:
-    """Wait until launch lets us go; nothing to wait for if there is no descriptor."""
+    """Wait until launch opens the gate, if there is one."""
     if go_fd is not None:
         with os.fdopen(go_fd, "rb") as pipe:
             pipe.read()
 
 
 def listen(bind: str, listen_fd: int | None = None) -> socket.socket:
-    """A listening TCP socket: the inherited one, or a new one at `host:port`.
+    """Return a listening TCP socket: the inherited one, or a new one at `host:port`.
 
-    AddressError if the address is taken or is no address; port 0 picks a free one.
+    AddressError if the address is taken or malformed; port 0 picks a free one.
     """
     if listen_fd is not None:
         return socket.socket(fileno=listen_fd)
@@ -95,7 +89,7 @@ def listen(bind: str, listen_fd: int | None = None) -> socket.socket:
 
 
 def http_address(listening: socket.socket) -> str:
-    """`http://host:port` of a listening socket."""
+    """Return `http://host:port` of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -110,7 +104,8 @@ def die_with_parent() -> None:
 
 
 def pid_space() -> str:
-    """Where our pids are pids: this boot's pid namespace, pid_namespaces(7); '' if unknown.
+    """Return the scope in which our pids are valid: this boot's pid namespace, pid_namespaces(7);
+    '' if unknown.
 
     Containers may share a host's name, and machines a container's.
     """
@@ -122,7 +117,7 @@ def pid_space() -> str:
 
 
 def start_ticks(pid: int) -> str:
-    """When the process started, in clock ticks since boot, which no change of the clock moves.
+    """Return when the process started, in clock ticks since boot, which clock changes do not move.
 
     '' if it has ended, or if the system has no /proc; see proc_pid_stat(5).
     """
@@ -135,12 +130,12 @@ def start_ticks(pid: int) -> str:
 
 
 def is_launched() -> bool:
-    """Whether our parent is a launch process."""
+    """Return whether our parent is a launch process."""
     return os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid())
 
 
 def attach_to_launcher() -> None:
-    """Die with our parent and send it heartbeats if it is a launch process.
+    """Die with our parent and send it heartbeats, if it is a launch process.
 
     A process that was started by hand outlives its shell.
     """
@@ -153,8 +148,9 @@ def attach_to_launcher() -> None:
 
 
 def _beat(descriptor: int) -> None:
-    """Write heartbeats until launch is gone; the step of a trainer, or a held event loop, does not
-    delay them."""
+    """Write heartbeats until launch is gone; a blocked event loop or a train step does not delay
+    them.
+    """
     os.set_blocking(descriptor, False)
     while True:
         try:
@@ -167,11 +163,12 @@ def _beat(descriptor: int) -> None:
 
 
 class Stop:
-    """Whether a SIGTERM or SIGINT has come since; the second ends the process at once, for which
-    nothing need turn: what holds the process up may be what it is meant to end."""
+    """Records a SIGTERM or SIGINT; a second one exits the process at once, even if it is
+    blocked.
+    """
 
     def __init__(self, wake: Callable[[], object] = bool) -> None:
-        """`wake` is called at the first, in the handler."""
+        """`wake` is called in the handler of the first signal."""
         self.is_asked = False
         self._wake = wake
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -185,11 +182,13 @@ class Stop:
 
 
 def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
-    """Set by the first SIGTERM or SIGINT; the second ends the process at once."""
+    """Return an event that the first SIGTERM or SIGINT sets; a second one exits the process at
+    once.
+    """
     stop = asyncio.Event()
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: all is done already
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to exit
             loop.call_soon_threadsafe(stop.set)
 
     Stop(wake)
@@ -197,17 +196,21 @@ def stop_event(loop: asyncio.AbstractEventLoop) -> asyncio.Event:
 
 
 class Closable(Protocol):
-    """A socket, or a file."""
+    """A socket or a file."""
 
     def close(self) -> None:
-        """Only in this process; closing it again is nothing."""
+        """Close it in this process only; a second call does nothing."""
 
 
 _opened: WeakSet[Closable] = WeakSet()
 
 
 def close_in_children(opened: Closable) -> None:
-    """A process that is forked from now on does not have it."""
+    """Close `opened` in processes that are forked from now on, before they run any code.
+
+    A data loader's workers may outlive the process that forked them; with its connections and locks
+    they would make a dead owner look alive. References are weak.
+    """
     _opened.add(opened)
 
 

@@ -59,8 +59,9 @@ def register_secret(value: str) -> None:
 
 
 def register_content(text: str) -> None:
-    """Register what a file of secrets holds: one line, or a JSON object's fields named `*secret`
-    and `*token*`."""
+    """Register the content of a file of secrets: one line, or a JSON object's fields named
+    `*secret` and `*token*`.
+    """
     try:
         found = json.loads(text)
     except ValueError:

@@ -23,7 +23,7 @@ SUMMARY_FILE = "summary.json"
 EVAL_MESH = "mesh"
 """The run folder of an evaluation's own mesh, in the evaluation's folder."""
 SILENT_AFTER_S = 10.0
-"""A run whose launch cannot be checked is silent after this time without telemetry."""
+"""A run whose launch cannot be checked counts as silent after this time without telemetry."""
 KILLED_CAUSE = "launch ended without a word: it was killed, or its machine went down"
 
 

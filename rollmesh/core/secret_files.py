@@ -1,18 +1,13 @@
-"""Secrets that stand in files, most of them one line, readable by their owner alone.
+"""Secrets in files, and secrets that a process receives from its parent by a descriptor.
 
-Invariants: a file that others can read is refused; one that we make is 0600 from its first byte,
-and is there whole or not at all, whoever else makes it at that moment or ends while making it.
-Driven by the gateway's command, by wire/keys.py, and by whoever asks for the admin token of the
-environment.
-
-Secrets that a process receives by a descriptor, so that neither argv nor its environment holds
-them.
-
-- The parent writes one JSON object, variable name to text, into a pipe and names the reading end
-  in ROLLMESH_SECRETS_FD. Where a variable names a file, the file's text is handed over.
+- A file that others can read is refused; one that we create is 0600 from its first byte, and
+  complete or absent.
+- The parent writes one JSON object (variable name to text) into a pipe and names the reading end in
+  ROLLMESH_SECRETS_FD, so that neither argv nor the environment holds secrets; files are passed by
+  content.
 - The child reads the descriptor once, closes it and removes the variable.
-- A process that was started by hand with secrets in its environment executes itself again without
-  them, because /proc/PID/environ shows the environment that a process was started with.
+- A process started by hand with secrets in its environment executes itself again without them,
+  because /proc/PID/environ shows the initial environment.
 """
 
 import ctypes
@@ -42,9 +37,9 @@ ENGINE_KEY_FILE_VARIABLE = "ROLLMESH_ENGINE_KEY_FILE"
 
 
 def admin_token(environment: Mapping[str, str] = os.environ) -> str:
-    """ROLLMESH_ADMIN_TOKEN, or what the file holds that ROLLMESH_ADMIN_TOKEN_FILE names; else ''.
+    """Return ROLLMESH_ADMIN_TOKEN, or the content of ROLLMESH_ADMIN_TOKEN_FILE; else ''.
 
-    ConfigError if there is no such file, or others can read it.
+    ConfigError if the file is missing, or others can read it.
     """
     told = environment.get(ADMIN_TOKEN_VARIABLE, "")
     register_secret(told)
@@ -53,10 +48,10 @@ def admin_token(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def engine_key(environment: Mapping[str, str] = os.environ) -> str:
-    """ROLLMESH_ENGINE_KEY, or the secret in the file that ROLLMESH_ENGINE_KEY_FILE names; else ''.
+    """Return ROLLMESH_ENGINE_KEY, or the content of ROLLMESH_ENGINE_KEY_FILE; else ''.
 
-    Engines that were started with `--api-key` want it. ConfigError if there is no such file, or
-    others can read it, or the key cannot be part of a header.
+    Engines started with `--api-key` require it. ConfigError if the file is missing or others can
+    read it, or if the key cannot be part of a header.
     """
     key = environment.get(ENGINE_KEY_VARIABLE, "")
     file = environment.get(ENGINE_KEY_FILE_VARIABLE)
@@ -68,7 +63,7 @@ def engine_key(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def read_secret(path: Path) -> str:
-    """The secret; ConfigError in one line where there is none that only its owner can read."""
+    """Return the secret in a file; ConfigError in one line if it is missing or not private."""
     try:
         text = read_private(path).decode().strip()
     except UnicodeDecodeError:
@@ -103,7 +98,7 @@ def read_private(path: Path) -> bytes:
 
 
 def read_or_make_secret(path: Path) -> str:
-    """The secret in `path`, which is made, random and 0600, if there is no such file."""
+    """Return the secret in `path`; create it with random content and mode 0600 if it is missing."""
     secret = secrets.token_urlsafe(SECRET_BYTES)
     try:
         make_secret_file(path, f"{secret}\n".encode())
@@ -117,12 +112,12 @@ def read_or_make_secret(path: Path) -> str:
 
 
 def hash_token(token: str) -> str:
-    """SHA-256 in hex, which may be kept where the random token may not; '' for ''."""
+    """Return the SHA-256 in hex, which may be stored where the token may not; '' for ''."""
     return hashlib.sha256(token.encode()).hexdigest() if token else ""
 
 
 def make_secret_file(path: Path, raw: bytes) -> None:
-    """Make `path`; FileExistsError if it is there already, OSError if it cannot be made."""
+    """Create `path`; FileExistsError if it exists, OSError if it cannot be created."""
     if path.exists():  # also where nothing can be written
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -131,7 +126,7 @@ def make_secret_file(path: Path, raw: bytes) -> None:
             file.write(raw)
             file.flush()
             os.fsync(file.fileno())
-        os.link(part, path)  # unlike a rename, it never replaces what is there
+        os.link(part, path)  # unlike a rename, a link never replaces an existing file
     finally:
         part.unlink(missing_ok=True)
 
@@ -156,19 +151,20 @@ _handed: dict[str, str] = {}
 
 
 def handed(variable: str) -> str | None:
-    """The text that was handed over for `variable`, or None."""
+    """Return the text received for `variable`, or None."""
     return _handed.get(variable)
 
 
 @functools.cache
 def process_engine_key() -> str:
-    """The key that this process sends to engines, handed over or of its environment."""
+    """Return the key that this process sends to engines, received or from its environment."""
     return handed(ENGINE_KEY_VARIABLE) or engine_key()
 
 
 def secrets_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """The secrets that `environment` holds or names files of; ConfigError for an unreadable or
-    unprotected file."""
+    """Return the secrets that `environment` holds or names files of; ConfigError for an unreadable
+    or unprotected file.
+    """
     found = {}
     if keys := environment.get(KEYS_VARIABLE):
         found[KEYS_VARIABLE] = _text_of_keys(keys)
@@ -182,12 +178,12 @@ def secrets_in(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """A copy of `environment` without the variables that hold secrets or name their files."""
+    """Return `environment` without the variables that hold secrets or name their files."""
     return {name: text for name, text in environment.items() if name not in SECRET_VARIABLES}
 
 
 def open_secrets_pipe(secrets: Mapping[str, str]) -> int:
-    """A descriptor from which a child reads `secrets`; the caller closes it."""
+    """Return a descriptor from which a child reads `secrets`; the caller closes it."""
     raw = msgspec.json.encode(secrets)
     if len(raw) > MAX_HANDED_BYTES:
         raise ConfigError(
@@ -200,7 +196,7 @@ def open_secrets_pipe(secrets: Mapping[str, str]) -> int:
 
 
 def receive(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Read the descriptor that the parent named, if any; the secrets are then found by `handed`."""
+    """Read the descriptor that the parent named, if any; `handed` then finds the secrets."""
     number = environment.pop(SECRETS_VARIABLE, "")
     if number.isdecimal():
         with os.fdopen(int(number), "rb") as pipe:
@@ -210,9 +206,9 @@ def receive(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def read_root_files(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Read secrets of files that belong to root, in a process that will become another user.
+    """Read secrets from files of root, in a process that will become another user.
 
-    They are then found by `handed`, and their variables are removed. ConfigError as in secrets_in.
+    `handed` then finds them, and their variables are removed. ConfigError as in secrets_in.
     """
     files = {
         name: environment[name]
@@ -232,9 +228,9 @@ def _is_of_root(path: str) -> bool:
 
 
 def begin_without_secrets(environment: Mapping[str, str] = os.environ) -> None:
-    """Receive secrets; where the environment holds some, execute this process again without them.
+    """Receive secrets; if the environment holds some, execute this process again without them.
 
-    ConfigError in one line for a key file that cannot be used.
+    ConfigError in one line for an unusable key file.
     """
     receive()
     secrets = secrets_in(environment)
@@ -247,8 +243,7 @@ def begin_without_secrets(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def protect_memory() -> None:
-    """Keep other processes of our user from reading our memory and environment, and write no core
-    dump.
+    """Prevent other processes of our user from reading our memory and environment, and core dumps.
 
     See PR_SET_DUMPABLE in prctl(2). Processes with CAP_SYS_PTRACE, such as root's, can still read.
     """
@@ -259,8 +254,9 @@ def protect_memory() -> None:
 
 
 def _text_of_keys(name: str) -> str:
-    """The text of the key file `name`, of a key folder that of its worker's file; ConfigError if it
-    cannot be read or is not private."""
+    """Return the text of a key file, or of the worker's file in a key folder; ConfigError if it
+    cannot be read or is not private.
+    """
     path = Path(name)
     try:
         raw = read_private(path / _WORKER_FILE if path.is_dir() else path)

@@ -1,16 +1,12 @@
-"""The record of a run that has a pipeline's name: a file with the mark of its processes.
+"""A run's share of a fleet of GPUs: its pipeline and token, and the claim of the pipeline's name.
 
-- The mark never crosses a socket: a process that knows it could have its carriers ended.
-- The file is 0600 in a folder 0700, on the host of the run's launch.
-- A record counts only if a regular file holds it that its owner alone can read and write, and if it
-  names the run and the pipeline that it is read for.
-- Processes are ended only if they carry the mark, began after the launch, and run as the file's
+- The scheduler alone decides how many GPUs the share has at a time.
+- A claim's record is a file, 0600 in a folder 0700, on the host of the run's launch. It holds the
+  mark of the run's processes, which never crosses a socket: who knows it could have them killed.
+- A record is trusted only if it is a regular file that its owner alone can access, and if it names
+  the expected run and pipeline.
+- Processes are killed only if they carry the mark, started after the launch, and run as the file's
   owner, unless that is root.
-
-A run's part in a fleet of GPUs that other runs share.
-
-- It names the part and holds the token that may change it; how many GPUs that is at a time is the
-  scheduler's decision alone.
 """
 
 import os
@@ -29,25 +25,25 @@ from rollmesh.core.process import start_ticks
 from rollmesh.core.secret_files import make_secret_file, read_secret
 
 CLAIMS_FOLDER = ".claims"
-"""Its folder, beside the folders of runs."""
+"""The records' folder, beside the folders of runs."""
 MAX_CLAIM_BYTES = 2**16
 FIRST_PID, MAX_PID = 2, 2**22
 """A launch is never the first process of a machine or a container."""
 
 
 class RunClaimRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file holds."""
+    """The content of a record."""
 
     run_id: Annotated[str, msgspec.Meta(min_length=1)]
     pipeline_id: str
     mark: Annotated[str, msgspec.Meta(min_length=8)]
-    """The processes of the run carry it, or a longer one."""
+    """Carried by the run's processes, possibly lengthened."""
     pid: Annotated[int, msgspec.Meta(ge=FIRST_PID, le=MAX_PID)]
-    """The run's launch."""
+    """Pid of the run's launch."""
     life: Annotated[str, msgspec.Meta(pattern="^[0-9]{1,19}$")]
     """When the launch started, in clock ticks since boot."""
     place: Annotated[str, msgspec.Meta(min_length=1)]
-    """Where `pid` and `life` are true: boot, pid namespace and user."""
+    """Where `pid` and `life` are valid: boot, pid namespace and user."""
 
 
 class StoredClaim(msgspec.Struct, frozen=True):
@@ -62,18 +58,20 @@ class StoredClaim(msgspec.Struct, frozen=True):
         return start_ticks(self.claimed.pid) == self.claimed.life
 
     def holds(self, pid: int) -> bool:
-        """Whether this process, which carries the mark, may be one of the run's."""
+        """Return whether this process, which carries the mark, may belong to the run."""
         ticks, uid = start_ticks(pid), uid_of(pid)
         is_later = ticks.isdecimal() and int(ticks) >= int(self.claimed.life)
         return is_later and (self.uid == 0 or uid == self.uid)
 
     def end_marked(self) -> int:
-        """SIGKILL to the run's processes, until none is left; return how many there were."""
+        """SIGKILL the run's processes until none is left; return how many there were."""
         return kill_marked(self.claimed.mark, self.holds)
 
 
 def write_claim(runs: Path, claimed: RunClaimRecord) -> Path:
-    """Write the record below the folder of runs; return its path, or raise ConfigError."""
+    """Write the record beside the folders of runs and return its path; ConfigError if that
+    fails.
+    """
     folder = runs.absolute() / CLAIMS_FOLDER
     path = folder / f"{claimed.run_id}.json"
     try:
@@ -90,7 +88,7 @@ def write_claim(runs: Path, claimed: RunClaimRecord) -> Path:
 def read_claim(path: str, run_id: str, pipeline_id: str) -> StoredClaim:
     """Read the record of a run at `path`, which a peer named; ConfigError if it cannot be trusted.
 
-    The owner is the caller's to judge.
+    The caller must check the owner.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -113,9 +111,9 @@ def read_claim(path: str, run_id: str, pipeline_id: str) -> StoredClaim:
 
 
 def place() -> str:
-    """This machine since its boot, this pid namespace and this user, as one word.
+    """Return this machine's boot, pid namespace and user as one word; '' if unknown (not Linux).
 
-    Processes of another place cannot all be seen or ended from here. '' if unknown (not Linux).
+    Processes of another place cannot all be seen or killed from here.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -126,13 +124,13 @@ def place() -> str:
 
 
 def is_same_machine(one: str, other: str) -> bool:
-    """Whether two places are known and differ by their user at most."""
+    """Return whether two places are known and differ at most by their user."""
     machine = one.rpartition("/")[0]
     return bool(machine) and machine == other.rpartition("/")[0]
 
 
 def uid_of(pid: int) -> int:
-    """The real user id of a process; -1 if it has ended."""
+    """Return the real user id of a process; -1 if it has ended."""
     try:
         with open(f"/proc/{pid}/status") as file:
             for line in file:
@@ -146,28 +144,28 @@ def uid_of(pid: int) -> int:
 TOKEN_FILE_VARIABLE = "ROLLMESH_PIPELINE_TOKEN_FILE"
 """Environment: path of the file with the pipeline's token."""
 FLEET_FILE = "scheduler.toml"
-"""The fleet's file where no other is named."""
+"""The fleet's file by default."""
 JOURNAL = "scheduler"
-"""The folder of the scheduler's journal where the fleet's file names no other."""
+"""The default folder of the scheduler's journal."""
 TOKENS = "tokens"
-"""The folder in the journal's folder where admission keeps the token of each pipeline."""
+"""The folder in the journal's folder with the token of each pipeline."""
 KEYS = "keys"
 """The key folder in the journal's folder, made by `rollmesh scheduler up`."""
 
 
 class Share(msgspec.Struct, frozen=True):
-    """See the module."""
+    """The part of a fleet that a run may use."""
 
     scheduler: str
     """tcp:// address of the scheduler."""
     pipeline_id: str
-    """The pipeline's name there."""
+    """The pipeline's name at the scheduler."""
     token_file: str = ""
-    """The file with its token; '': `token_file` finds it."""
+    """The file with its token; '' to search for it, see `token_file`."""
 
     @property
     def token(self) -> str:
-        """The pipeline's token; '' where there is no file of it.
+        """The pipeline's token; '' if there is no file of it.
 
         ConfigError if others can read the file.
         """
@@ -177,10 +175,10 @@ class Share(msgspec.Struct, frozen=True):
 def token_file(
     pipeline_id: str, named: str = "", environment: Mapping[str, str] = os.environ
 ) -> Path | None:
-    """The file with a pipeline's token; None if there is none.
+    """Return the file with a pipeline's token; None if there is none.
 
-    It is the file `named`, else that of ROLLMESH_PIPELINE_TOKEN_FILE, else the one that admission
-    keeps for the fleet of this folder's scheduler.toml.
+    It is `named`, else ROLLMESH_PIPELINE_TOKEN_FILE, else the one in the journal of this folder's
+    scheduler.toml.
     """
     if told := named or environment.get(TOKEN_FILE_VARIABLE, ""):
         return Path(told)
@@ -190,10 +188,11 @@ def token_file(
 
 
 def fleet_keys(token: Path | None = None) -> Path | None:
-    """The keys that `rollmesh scheduler up` made in the journal's folder; None if there are none.
+    """Return the keys that `rollmesh scheduler up` made in the journal's folder; None if there are
+    none.
 
-    `token` is the file of a pipeline's token there; by default this folder's scheduler.toml names
-    the journal.
+    `token` is the file of a pipeline's token in that folder; by default scheduler.toml names the
+    journal.
     """
     journal = token.absolute().parent.parent if token else _journal()
     keys = journal.absolute() / KEYS if journal else None
@@ -201,7 +200,7 @@ def fleet_keys(token: Path | None = None) -> Path | None:
 
 
 def _journal() -> Path | None:
-    """The journal's folder of this folder's scheduler.toml."""
+    """Return the journal's folder of this folder's scheduler.toml."""
     try:
         return Path(str(tomllib.loads(Path(FLEET_FILE).read_text()).get("journal", JOURNAL)))
     except (OSError, ValueError):
@@ -209,15 +208,15 @@ def _journal() -> Path | None:
 
 
 def read_token(pipeline_id: str, named: str = "") -> str:
-    """The token of a pipeline; "" if there is no file of it, ConfigError if others can read it."""
+    """Return the token of a pipeline; '' if there is no file, ConfigError if others can read it."""
     path = token_file(pipeline_id, named)
     return read_secret(path) if path else ""
 
 
 def check_may_share(config: Config) -> None:
-    """ConfigError where the trainer could not leave GPUs that are others' between its steps.
+    """Raise ConfigError if the trainer could not leave shared GPUs between its steps.
 
-    `auto` is let through: the trainer checks again once it knows the device.
+    `auto` is allowed: the trainer checks again once it knows the device.
     """
     num_ranks, device = config.trainer.num_ranks, config.trainer.device
     if num_ranks > 1 and device not in ("cpu", "auto"):

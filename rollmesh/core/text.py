@@ -1,10 +1,8 @@
-"""Suggestions for a mistyped name: the closest known names, or else all of them.
-
-Make text of agents, models, engines and peers safe for a terminal.
+"""Text for people: suggestions for mistyped names, and escaping of text that others wrote.
 
 - Control characters (C0, DEL, C1), bidirectional controls and lone surrogates become visible
   escapes, so that no text sets a title, writes a clipboard, clears a screen or reorders a line.
-- It is applied where such a text enters a record that people read, and again where it is shown.
+- Escaping is applied where such text enters a record that people read, and again where it is shown.
 """
 
 import re
@@ -14,8 +12,8 @@ MAX_CLOSE = 3
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
-    """The names most like `name`, closest first; at most three."""
-    # Imported here: only a mistake pays for it.
+    """Return the names most like `name`, closest first; at most three."""
+    # Imported on use: only a mistake needs it.
     from difflib import get_close_matches  # noqa: PLC0415 - see above
 
     by_lower = {each.lower(): each for each in known}
@@ -23,7 +21,7 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def instead_of(name: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?`, or `choose one of x, y, z` where nothing is close."""
+    """Return `did you mean 'x'?`, or `choose one of x, y, z` if no name is close."""
     known = list(known)
     close = close_names(name, known)
     if close:
@@ -38,17 +36,17 @@ _IN_JSON = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Return `text` with each unsafe character but those of `keep` as `\x1b` or `\u202e`."""
+    r"""Return `text` with each unsafe character, except those in `keep`, as `\x1b` or `\u202e`."""
     return _UNSAFE.sub(lambda found: _escaped(found[0], keep), text)
 
 
 def printable_lines(text: str) -> str:
-    """Return `text` as `printable` does, with its newlines and tabs."""
+    """Escape like `printable`, but keep newlines and tabs."""
     return printable(text, keep="\n\t")
 
 
 def printable_json(text: str) -> str:
-    """Return a JSON document with its unsafe characters as JSON's own escapes."""
+    """Return a JSON document with its unsafe characters as JSON escapes."""
     return _IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

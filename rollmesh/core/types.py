@@ -1,7 +1,6 @@
-"""Plain values that rooms hand to each other: tasks, outcomes, scores, sampling, token nodes.
+"""Plain values that rooms exchange: tasks, outcomes, scores, sampling, token nodes.
 
-Invariant: values only: no behaviour that needs a clock, a socket or a tensor, and everything can
-go over the wire as it stands. Driven by everyone.
+Values only: nothing needs a clock, a socket or a tensor, and everything can be sent over the wire.
 """
 
 import enum
@@ -12,11 +11,11 @@ from typing import Any, Literal
 import msgspec
 
 Json = Any
-"""What JSON can hold; the places that look inside say so in their docstrings."""
+"""JSON values; code that looks inside says so in its docstring."""
 
 
 class Outcome(enum.StrEnum):
-    """How a rollout ended. Only `completed` and `truncated` carry a reward that trains."""
+    """How a rollout ended. Only `completed` and `truncated` have a reward that trains."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -33,13 +32,13 @@ class Task(msgspec.Struct, frozen=True):
     """One problem of an environment."""
 
     id: str
-    """Names the problem within its environment; the same problem has the same id."""
+    """Id of the problem within its environment; the same problem has the same id."""
     data: dict[str, Json] = {}
-    """What the environment needs to pose it; JSON values."""
+    """The problem's data for the environment; JSON values."""
 
 
 MAX_REWARD = 1e30
-"""Largest size of a reward. Beyond it, sums of squares and float32 gradients overflow."""
+"""Largest absolute reward. Beyond it, sums of squares and float32 gradients overflow."""
 
 
 def reward_fault(reward: float) -> str:
@@ -52,16 +51,18 @@ def reward_fault(reward: float) -> str:
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What an environment says of one rollout."""
+    """An environment's score of one rollout."""
 
     reward: float
-    """Whole numbers are rewards too; finite, and at most MAX_REWARD in size."""
+    """A finite number, at most MAX_REWARD in size."""
     metrics: dict[str, float] = {}
-    """Figures for people; they do not train. One that is not finite is left out."""
+    """Metrics for people, which do not train. Values that are not finite are left out."""
 
 
 class ErrorPlace(msgspec.Struct, frozen=True):
-    """Where an exception left environment code: the innermost frame in a file of the user's."""
+    """The place where an exception left environment code: the innermost frame in a file of the
+    user's.
+    """
 
     kind: str
     """The exception's type, `ValueError`."""
@@ -84,7 +85,7 @@ class FieldPolicy(enum.StrEnum):
 
 
 class SamplingRule(msgspec.Struct, frozen=True):
-    """The session's word on one sampling field: `force` ours, `default` to ours, `allow` theirs."""
+    """A session's rule for one sampling field: `force` ours, `default` to ours, `allow` theirs."""
 
     policy: FieldPolicy
     value: float | int | None = None
@@ -108,7 +109,7 @@ class SamplingPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Forced or defaulted tokens per turn; always capped by the context length."""
     min_p: SamplingRule = SamplingRule(FieldPolicy.FORCE, 0.0)
     logit_bias: SamplingRule = SamplingRule(FieldPolicy.FORCE)
-    """Forced means none."""
+    """Forced to none in training."""
     grammar: SamplingRule = SamplingRule(FieldPolicy.ALLOW)
     """Response formats and the like; forced means none, and then nothing holds answers to them."""
 
@@ -122,25 +123,27 @@ EVAL_SAMPLING = SamplingPolicy(
     min_p=SamplingRule(FieldPolicy.DEFAULT, 0.0),
     logit_bias=SamplingRule(FieldPolicy.ALLOW),
 )
-"""Evaluation: what the agent asks for is what it gets."""
+"""The policy of evaluations: the agent's own values apply."""
 
 
 class OutputGrammar(msgspec.Struct, frozen=True):
-    """What an answer's text must match; the engine's grammar backend holds the model to it."""
+    """A constraint on an answer's text, enforced by the engine's grammar backend."""
 
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What one generation is sampled with, after the session's policy; recorded on its node."""
+    """The sampling parameters of one generation, after the session's policy; recorded on its
+    node.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
-    """Stop strings; matched by us across legs, not by the engine."""
+    """Stop strings; matched by us across engine requests, not by the engine."""
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     frequency_penalty: float = 0.0
@@ -148,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     min_p: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)"""
+    """(token id, logit bias)"""
     grammar: OutputGrammar | None = None
 
 
@@ -158,14 +161,15 @@ class VersionRun(msgspec.Struct, frozen=True, array_like=True):
     policy_version: int
     num_tokens: int
     engine: int = -1
-    """Its place in the rollout's `engines`; -1 where nobody wrote down who sampled."""
+    """Index in the rollout's `engines`; -1 if not recorded."""
 
 
 Branch = Literal["main", "subagent", "side"]
 
 DialectName = str
 """Name of the API by which a turn was requested (serve/interception/dialects): chat, completions,
-responses, messages; relay for relayed calls; '' in records of before."""
+responses, messages; relay for relayed calls; '' in older records.
+"""
 
 
 class NodeRow(msgspec.Struct, frozen=True, array_like=True):
@@ -180,18 +184,18 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
     sampled: bool
     policy_versions: tuple[VersionRun, ...] = ()
-    """Runs that add up to num_tokens; empty where not sampled."""
+    """Runs that add up to num_tokens; empty if not sampled."""
     branch: Branch = "main"
     params: SamplingParams | None = None
-    """What a sampled node was sampled with."""
+    """Sampling parameters of a sampled node."""
     finish_reason: str = ""
     """`stop`, `length`, `tool_calls` or `void` (never delivered); empty where not sampled."""
     superseded: bool = False
     """A retry of the same request replaced this sampled node."""
     images: tuple[str, ...] = ()
-    """Digests (blobs.py) of the images that its tokens have placeholders for, in order."""
+    """Digests (blobs.py) of the images for whose placeholders its tokens stand, in order."""
     dialect: DialectName = ""
-    """What a sampled node was asked for in."""
+    """The API by which a sampled node was requested."""
 
 
 class ForkRow(msgspec.Struct, frozen=True):
@@ -200,53 +204,53 @@ class ForkRow(msgspec.Struct, frozen=True):
     call: int
     """Number of the call that brought it, from 0."""
     node: int
-    """Row of the node that the new prompt tokens are in."""
+    """Row of the node that has the new prompt tokens."""
     cause: str
-    """One of runtime/forks.py's causes."""
+    """One of the causes in runtime/forks.py."""
     message: int
-    """Index of the first message that differs from what is held."""
+    """Index of the first message that differs from the stored ones."""
     held: str = ""
-    """That message as held and as it came, cut to where they differ; '' where there is none."""
+    """The stored and the received message, cut to where they differ; '' if there is none."""
     got: str = ""
     token: int = -1
-    """Index of the first token that differs from the line left behind; -1 where there is none."""
+    """Index of the first token that differs from the abandoned branch; -1 if there is none."""
     num_tokens: int = 0
-    """Prompt tokens that were made anew for it."""
+    """Prompt tokens that were computed again."""
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
-    """What one rollout leaves behind; its arrays travel beside it as raw buffers."""
+    """The result of one rollout; its arrays are sent beside it as raw buffers."""
 
     index: int
     outcome: Outcome
     reward: float | None = None
-    """None when the outcome carries none."""
+    """None if the outcome has no reward."""
     metrics: dict[str, float] = {}
     error: str = ""
-    """One line: why the outcome is not `completed`."""
+    """Why the outcome is not `completed`, in one line."""
     nodes: list[NodeRow] = []
     num_tokens: int = 0
     """Length of this rollout's part of the group's flat int32 token buffer."""
     num_logprobs: int = 0
     """Length of this rollout's part of the group's flat float32 log-prob buffer."""
     engines: list[str] = []
-    """Addresses of those that sampled its nodes."""
+    """Addresses of the engines that sampled its nodes."""
     messages: msgspec.Raw = msgspec.Raw(b"[]")
     """The main branch's messages as a JSON array, for people."""
     num_calls: int = 0
     num_forks: int = 0
     forks: list[ForkRow] = []
     healed: dict[str, int] = {}
-    """Differences between what was held and what came back that did not fork, by kind."""
+    """Differences between stored and received history that did not fork, by kind."""
     started_s: float = 0.0
     """Unix time."""
     duration_s: float = 0.0
     place: ErrorPlace | None = None
-    """Where environment code raised `error`; None for faults of an engine and ends by a limit."""
+    """The place in environment code that raised `error`; None for engine faults and limits."""
 
 
 class GroupRecord(msgspec.Struct, kw_only=True):
-    """All siblings of one group, or the reason there are none."""
+    """All siblings of one group, or the reason why there are none."""
 
     task: Task
     rollouts: list[RolloutRecord] = []
@@ -254,4 +258,4 @@ class GroupRecord(msgspec.Struct, kw_only=True):
     """Why there are no rollouts: `cancelled`, `env_failed: ...`, `attempts_exhausted: ...`."""
     is_eval: bool = False
     place: ErrorPlace | None = None
-    """Where environment code raised what `reason` names."""
+    """The place in environment code that raised what `reason` names."""

@@ -79,7 +79,7 @@ class SyncRolloutClient:
 
     @property
     def reopened(self) -> Mapping[GroupId, Task]:
-        """The id that the router knows this client by."""
+        """Groups that the journal reopened; see AsyncRolloutClient.reopened."""
         return self._client.reopened
 
     def meet_router(self, timeout_s: float) -> bool:

@@ -1,7 +1,4 @@
-"""Which URLs are engines' and which hosts may join.
-
-Loopback is an address that was parsed, not a prefix.
-"""
+"""Engine URLs, host lists and loopback addresses are parsed, never compared as text."""
 
 import pytest
 

@@ -1,7 +1,4 @@
-"""A hub id means its cached snapshot; what is missing is named with the download command.
-
-What a run has published: the newest whole model, and the probe behind it.
-"""
+"""A Hub id means its cached snapshot, and the newest complete published weights are found."""
 
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""A process that is asked to stop does so in its own time; asked again, it ends at once.
-
-A forked child keeps nothing open that says that its parent lives.
-"""
+"""The protocol between launch and its processes, and what forked children close."""
 
 import signal
 import subprocess

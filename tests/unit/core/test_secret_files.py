@@ -1,7 +1,4 @@
-"""Secrets in files: made for their owner alone, refused where others can read them.
-
-Secrets by a descriptor: read once, and kept out of the environment.
-"""
+"""Secrets come from private files or a descriptor, and stay out of argv and the environment."""
 
 import os
 import resource
