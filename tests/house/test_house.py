@@ -1,4 +1,4 @@
-"""The house stands: every rule holds for every file of the repository.
+"""Every rule of the house holds for every file of the repository.
 
 The rules are in the modules beside this one; test_rules.py proves that each can fail.
 """
@@ -20,9 +20,7 @@ MAX_TEXT_BYTES = 1_000_000
 RULES: list[Callable[[Module], Iterator[Fault]]] = [
     sizes.file_sizes,
     sizes.function_sizes,
-    sizes.class_sizes,
     words.module_docstrings,
-    words.public_docstrings,
     words.names,
     words.bare_versions,
     words.ascii_only,
@@ -49,9 +47,9 @@ def test_every_module_keeps_the_rule(rule: Callable[[Module], Iterator[Fault]]) 
     none_of(fault for module in all_modules() for fault in rule(module))
 
 
-def test_the_middle_function_is_short() -> None:
+def test_most_functions_are_short() -> None:
     shipped = [module for module in all_modules() if module.is_in("rollmesh")]
-    assert 0 < sizes.median_function(shipped) <= sizes.MAX_MEDIAN_LINES
+    assert 0 < sizes.p95_function(shipped) <= sizes.MAX_P95_LINES
 
 
 def test_unit_tests_mirror_the_source() -> None:

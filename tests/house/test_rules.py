@@ -9,21 +9,18 @@ from tests.house.source import Fault, Module, parse
 
 Rule = Callable[[Module], Iterator[Fault]]
 DOC = '"""One.\n\nTwo.\nThree.\n"""\n'
-METHODS = "\n".join(f"    def m{number}(self): ..." for number in range(15))
 TEST = "tests/unit/core/test_a.py"
 ROOM = "rollmesh/core/a.py"
 
 BAD: list[tuple[Rule, str, str]] = [
     (sizes.file_sizes, ROOM, "x = 1\n" * 601),
-    (sizes.file_sizes, "rollmesh/core/__init__.py", "x = 1\n" * 41),
     (sizes.function_sizes, ROOM, "def f():\n" + "    x = 1\n" * 60),
-    (sizes.class_sizes, ROOM, f"class A:\n{METHODS}\n"),
     (words.module_docstrings, ROOM, "x = 1\n"),
     (words.module_docstrings, "rollmesh/core/__init__.py", "x = 1\n"),
-    (words.public_docstrings, ROOM, "def f(): ...\n"),
-    (words.public_docstrings, ROOM, "class A:\n    def f(self): ...\n"),
     (words.names, "rollmesh/core/utils.py", ""),
-    (words.names, ROOM, "class SocketManager: ...\n"),
+    (words.plain_words, ROOM, '"""Read by whoever asks."""\n'),
+    (words.plain_words, ROOM, '"""Of a session."""\n'),
+    (words.plain_words, ROOM, 'raise UserError("the worker was told to stop")\n'),
     (words.names, ROOM, "class BaseEngine: ...\n"),
     (words.names, ROOM, "class RouterHelper: ...\n"),
     (words.bare_versions, ROOM, "def f(version): ...\n"),
@@ -56,11 +53,10 @@ BAD: list[tuple[Rule, str, str]] = [
 GOOD: list[tuple[Rule, str, str]] = [
     (sizes.file_sizes, ROOM, "x = 1\n" * 600),
     (sizes.function_sizes, ROOM, "@g(\n  1,\n)\ndef f():\n" + "    x = 1\n" * 59),
-    (sizes.class_sizes, ROOM, f"class A:\n{METHODS.replace('m14', '_m')}\n"),
     (words.module_docstrings, ROOM, DOC),
     (words.module_docstrings, ROOM, '"""One line."""\n'),
-    (words.public_docstrings, ROOM, "class Record:\n    x: int\ndef _private(): ...\n"),
     (words.names, ROOM, "class StalenessManager: ...\nclass Based: ...\n"),
+    (words.plain_words, ROOM, '"""Read one record."""\nx = "told"\n'),
     (words.bare_versions, ROOM, "def f(policy_version): ...\n"),
     (words.noqa_reasons, ROOM, "import torch  # noqa: PLC0415 - keeps torch out of --help\n"),
     (words.noqa_reasons, ROOM, "text = '# noqa'\n"),
@@ -93,11 +89,23 @@ def test_rule_leaves_the_rest_alone(rule: Rule, path: str, text: str) -> None:
     assert list(rule(parse(path, text))) == []
 
 
-def test_median_counts_methods_and_nested_functions() -> None:
+def test_p95_counts_methods_and_nested_functions() -> None:
     text = (
         "def f():\n    def g():\n        return 1\n    return g\nclass A:\n    def h(self): ...\n"
     )
-    assert sizes.median_function([parse(ROOM, text)]) == 2
+    assert 1 < sizes.p95_function([parse(ROOM, text)]) <= 4
+
+
+def test_a_class_of_two_modules_is_found() -> None:
+    one, two = (parse(f"rollmesh/core/{name}.py", "class Book: ...\n") for name in "ab")
+    (found,) = words.class_names([one, two])
+    assert found.path == two.path
+    assert list(words.class_names([one])) == []
+
+
+def test_a_word_of_a_page_is_found() -> None:
+    (found,) = words.plain_text("README.md", "fine\nnobody waits\n")
+    assert found.line == 2
 
 
 @pytest.mark.parametrize(
