@@ -20,13 +20,13 @@ from benchmarks.lib.report import Goal, parser, report
 from rollmesh.scheduler.planning.policies import BASELINE_POLICY
 from rollmesh.scheduler.simulator.comparison import (
     Comparison,
-    Figures,
-    Result,
+    SummaryFigures,
+    TraceResult,
     compared_policies,
-    summary,
+    summarise,
+    table_lines,
 )
-from rollmesh.scheduler.simulator.table import lines
-from rollmesh.scheduler.simulator.workload import SHAPES, generate
+from rollmesh.scheduler.simulator.trace import SHAPES, generate_trace
 
 SIZES = (4, 8)
 SCARCE = "scarce"
@@ -52,7 +52,7 @@ class Cell(msgspec.Struct, frozen=True):
     """One shape and size."""
 
     name: str
-    by_policy: dict[str, Figures]
+    by_policy: dict[str, SummaryFigures]
     bound: float
 
     def flat(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class Cell(msgspec.Struct, frozen=True):
 class Simulated(msgspec.Struct, frozen=True):
     """One trace."""
 
-    results: dict[str, Result]
+    results: dict[str, TraceResult]
     """By policy."""
     bound: float
 
@@ -87,7 +87,7 @@ class Simulated(msgspec.Struct, frozen=True):
 def simulate(shape: str, size: int, seed: int) -> Simulated:
     """Under all policies."""
     policies = [each for each in compared_policies() if shape != SCARCE or each != BASELINE_POLICY]
-    comparison = Comparison(generate(SHAPES[shape], size, seed))
+    comparison = Comparison(generate_trace(SHAPES[shape], size, seed))
     results = {policy: comparison.result(policy, comparison.run(policy)) for policy in policies}
     return Simulated(results, comparison.bound())
 
@@ -107,7 +107,7 @@ def cells(
         for name, traces in begun.items():
             done = traces.get()
             by_policy = {
-                policy: summary([each.results[policy] for each in done])
+                policy: summarise([each.results[policy] for each in done])
                 for policy in done[0].results
             }
             yield Cell(name, by_policy, sum(each.bound for each in done) / num_seeds)
@@ -125,7 +125,7 @@ def main() -> None:
     options = arguments.parse_args()
     flat: dict[str, float] = {}
     for each in cells(options.quick, options.only or tuple(CELLS), options.jobs):
-        print(f"{each.name}\n", *lines(each.by_policy, each.bound), "", sep="\n", flush=True)
+        print(f"{each.name}\n", *table_lines(each.by_policy, each.bound), "", sep="\n", flush=True)
         flat |= each.flat()
     report(options, flat, [goal for goal in goals if goal.figure in flat])
 

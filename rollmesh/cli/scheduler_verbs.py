@@ -1,12 +1,22 @@
-"""The scheduler's verbs that ask: status, explain, register, admit, kill, unregister, drain.
+"""Verbs of the scheduler that ask a running one (status, explain, register, admit, kill,
+unregister, drain), and `up`.
 
-- What the service reports is shown as it is.
-- Pipelines are admitted and killed by the admission process, which must run on this machine; each
-  is printed as done only once it is in the scheduler's journal.
-- The fleet's file names the addresses of both, unless an option does.
+- Pipelines are admitted and killed by the admission process, which must run on this machine.
+  Success is printed only once it is in the scheduler's journal.
+- The fleet file gives the addresses of both processes, unless an option does.
+- `up` runs the service and admission as two independent processes and restarts each. Pipelines of
+  the file are registered and admitted once, when both serve for the first time.
+
+    a child   STARTING --reports--> SERVING --exits--> STARTING, after a moment
+              STARTING --exits--> all end, with its last line; one that has served starts again
 """
 
 import argparse
+import os
+import select
+import subprocess
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,25 +24,34 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from rollmesh.cli.options import parser
-from rollmesh.core.errors import UserError
+from rollmesh.cli.options import add_no_keys, parser
+from rollmesh.core.errors import ConfigError, UserError
 from rollmesh.core.ids import new_id
-from rollmesh.core.process import OK
-from rollmesh.core.share import FLEET_FILE
+from rollmesh.core.process import LAUNCHER_VARIABLE, OK, Ready, Stop
+from rollmesh.core.share import FLEET_FILE, KEYS
 from rollmesh.core.text import printable
 from rollmesh.launch.screen import Terminal
-from rollmesh.scheduler.admission.asking import Answer, Question, ask
-from rollmesh.scheduler.admission.desk import DEAD, LEAVING, Registered
-from rollmesh.scheduler.admission.door import ask_admission
 from rollmesh.scheduler.admission.fleet_file import (
     FleetTables,
     admission_path,
     keys_of_fleet,
     read_fleet,
 )
+from rollmesh.scheduler.admission.server import DEAD, LEAVING, Registered
+from rollmesh.scheduler.admission.transport import (
+    AdmissionAnswer,
+    SchedulerQuestion,
+    ask_admission,
+    ask_scheduler,
+)
 from rollmesh.scheduler.service.explain import FleetExplanation, PipelineView
 from rollmesh.wire.frames import Buffer
-from rollmesh.wire.keys import use_scheduler_keys
+from rollmesh.wire.keys import (
+    KEYS_VARIABLE,
+    SCHEDULER_KEYS_VARIABLE,
+    new_keys,
+    use_scheduler_keys,
+)
 from rollmesh.wire.scheduling import (
     AdmissionMessage,
     AdmitPipeline,
@@ -47,12 +66,12 @@ from rollmesh.wire.scheduling import (
 )
 
 PIPE_WIDTH = 200
-"""Where stdout is no terminal, lines are cut for no one."""
+"""Table width where stdout is not a terminal, so that lines are not cut."""
 
 
 def status(argv: list[str]) -> int:
-    """Nodes and pipelines."""
-    arguments = parser("scheduler status", "Say how the fleet stands: its nodes and pipelines.")
+    """Show nodes and pipelines."""
+    arguments = parser("scheduler status", "Show the nodes and pipelines of the fleet.")
     arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = _parsed(arguments, argv, "scheduler")
     raw = _read(options)
@@ -79,8 +98,8 @@ def status(argv: list[str]) -> int:
 
 
 def explain(argv: list[str]) -> int:
-    """Why a pipeline waits, and until what."""
-    arguments = parser("scheduler explain", "Say why a pipeline waits, and until what.")
+    """Show why a pipeline waits, and until when."""
+    arguments = parser("scheduler explain", "Show why a pipeline waits, and until when.")
     arguments.add_argument("pipeline", metavar="PIPELINE")
     arguments.add_argument("--json", dest="is_json", action="store_true", help="one JSON line")
     options = _parsed(arguments, argv, "scheduler")
@@ -98,33 +117,35 @@ def explain(argv: list[str]) -> int:
 
 
 def drain(argv: list[str]) -> int:
-    """Let a node run empty, or use it again."""
-    arguments = parser("scheduler drain", "Start nothing new on a node; what sleeps stays asleep.")
+    """Drain a node, or use it again."""
+    arguments = parser("scheduler drain", "Drain a node: engines sleep and nothing starts.")
     arguments.add_argument("node", metavar="NODE")
     arguments.add_argument("--undo", action="store_true", help="use it again")
     options = _parsed(arguments, argv, "scheduler")
     if options.undo:
         _ask(options.scheduler, UndrainNode(new_id("undrain"), options.node))
-        print(f"{options.node}: it is used again")
+        print(f"{options.node}: in use again")
     else:
         _ask(options.scheduler, DrainNode(new_id("drain"), options.node))
-        print(f"{options.node}: nothing new starts there; what generates there goes to sleep")
+        print(f"{options.node}: draining; nothing starts there and its engines go to sleep")
     return OK
 
 
 def register(argv: list[str]) -> int:
     """Place pipelines of the file."""
     arguments = parser("scheduler register", "Place pipelines of the fleet's file on its GPUs.")
-    arguments.add_argument("pipelines", metavar="PIPELINE", nargs="*", help="all, if left out")
-    arguments.add_argument("--admit", action="store_true", help="and let them in")
+    arguments.add_argument("pipelines", metavar="PIPELINE", nargs="*", help="default: all")
+    arguments.add_argument("--admit", action="store_true", help="also admit them")
     options = _parsed(arguments, argv, "admission")
-    enrol(read_fleet(options.fleet), options.pipelines, options.admission, admits=options.admit)
+    register_pipelines(
+        read_fleet(options.fleet), options.pipelines, options.admission, admits=options.admit
+    )
     return OK
 
 
 def admit(argv: list[str]) -> int:
-    """Let pipelines in that are registered."""
-    arguments = parser("scheduler admit", "Let pipelines ask for GPUs.")
+    """Admit registered pipelines."""
+    arguments = parser("scheduler admit", "Let pipelines request GPUs.")
     arguments.add_argument("pipelines", metavar="PIPELINE", nargs="+")
     options = _parsed(arguments, argv, "admission")
     for name in options.pipelines:
@@ -134,7 +155,7 @@ def admit(argv: list[str]) -> int:
 
 
 def unregister(argv: list[str]) -> int:
-    """Let pipelines go: their engines are put to sleep first."""
+    """Let pipelines leave; their engines are put to sleep first."""
     arguments = parser("scheduler unregister", "Put a pipeline's engines to sleep and forget it.")
     arguments.add_argument("pipelines", metavar="PIPELINE", nargs="+")
     options = _parsed(arguments, argv, "admission")
@@ -146,29 +167,29 @@ def unregister(argv: list[str]) -> int:
 
 
 def kill(argv: list[str]) -> int:
-    """End a pipeline's processes, and free what it had."""
+    """Kill a pipeline's processes and free its GPUs."""
     arguments = parser("scheduler kill", "End a pipeline's processes and free its GPUs.")
     arguments.add_argument("pipeline", metavar="PIPELINE")
     arguments.add_argument(
         "--dead",
         action="store_true",
-        help="assume that its processes have ended, and end none (default: end those of its run)",
+        help="assume the processes are dead; kill none (default: kill those of its run)",
     )
     options = _parsed(arguments, argv, "admission")
     question = KillPipeline(new_id("kill"), options.pipeline)
     answer = _ask_admission(options.admission, question, DEAD if options.dead else b"")
     num = msgspec.json.decode(answer.body, type=int)
     print(
-        f"{options.pipeline}: {num} processes ended, and its GPUs are free; "
-        f"`rollmesh scheduler admit {options.pipeline}` lets it in again"
+        f"{options.pipeline}: {num} processes killed, and its GPUs are free; "
+        f"`rollmesh scheduler admit {options.pipeline}` admits it again"
     )
     return OK
 
 
-def enrol(
-    fleet: FleetTables, names: Sequence[str], address: str, *, admits: bool, is_told: bool = True
+def register_pipelines(
+    fleet: FleetTables, names: Sequence[str], address: str, *, admits: bool, prints: bool = True
 ) -> None:
-    """Register pipelines of the file, all where none is named; UserError at the first refusal."""
+    """Register pipelines of the file, all if none is named; UserError at the first refusal."""
     for name in names or fleet.pipelines:
         if name not in fleet.pipelines:
             known = ", ".join(fleet.pipelines) or "none"
@@ -178,23 +199,25 @@ def enrol(
         answer = _ask_admission(address, question, msgspec.json.encode(fleet.pipelines[name]))
         if admits:
             _ask_admission(address, AdmitPipeline(new_id("admit"), name))
-        if is_told:
+        if prints:
             spec = msgspec.json.decode(answer.body, type=Registered).spec
             clusters = [f"{each} on {_numbers(gpus)}" for each, gpus in spec.clusters.items()]
             generation = [f"generation on {_numbers(spec.generation)}"] * bool(spec.generation)
             print(f"{name}: {'; '.join([*clusters, *generation])}{', admitted' * admits}")
 
 
-def _parsed(arguments: argparse.ArgumentParser, argv: list[str], whom: str) -> argparse.Namespace:
-    """With where they are, from the file unless an option says it."""
+def _parsed(
+    arguments: argparse.ArgumentParser, argv: list[str], process: str
+) -> argparse.Namespace:
+    """Parse options; addresses come from the file unless given."""
     arguments.add_argument("--fleet", type=Path, default=Path(FLEET_FILE), help=f"({FLEET_FILE})")
-    what = ("PATH", "its socket") if whom == "admission" else ("ADDRESS", "tcp://host:port")
-    arguments.add_argument(f"--{whom}", metavar=what[0], help=f"{what[1]}; else the file's")
+    what = ("PATH", "its socket") if process == "admission" else ("ADDRESS", "tcp://host:port")
+    arguments.add_argument(f"--{process}", metavar=what[0], help=f"{what[1]} (default: the file's)")
     options = arguments.parse_args(argv)
-    if getattr(options, whom) is None:
+    if getattr(options, process) is None:
         fleet = read_fleet(options.fleet)
         use_scheduler_keys(keys_of_fleet(fleet))
-        setattr(options, whom, fleet.bind if whom == "scheduler" else admission_path(fleet))
+        setattr(options, process, fleet.bind if process == "scheduler" else admission_path(fleet))
     return options
 
 
@@ -202,17 +225,17 @@ def _read(options: argparse.Namespace, pipeline: str = "") -> Buffer:
     return _ask(options.scheduler, ReadScheduler(new_id("read"), pipeline)).body
 
 
-def _ask(address: str, question: Question, body: Buffer = b"") -> Answer:
-    """The scheduler's answer; UserError where it refuses."""
-    return _granted(ask(address, question, body))
+def _ask(address: str, question: SchedulerQuestion, body: Buffer = b"") -> AdmissionAnswer:
+    """Answer of the scheduler; UserError if it refuses."""
+    return _granted(ask_scheduler(address, question, body))
 
 
-def _ask_admission(path: str, question: AdmissionMessage, body: Buffer = b"") -> Answer:
-    """The answer of admission at its socket; UserError where it refuses."""
+def _ask_admission(path: str, question: AdmissionMessage, body: Buffer = b"") -> AdmissionAnswer:
+    """Answer of the admission process at its socket; UserError if it refuses."""
     return _granted(ask_admission(Path(path), question, body))
 
 
-def _granted(answer: Answer) -> Answer:
+def _granted(answer: AdmissionAnswer) -> AdmissionAnswer:
     if not answer.ok:
         raise UserError(answer.error)
     return answer
@@ -241,7 +264,7 @@ def _table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
 
 
 def _numbers(gpus: Sequence[int]) -> str:
-    """`0-3 8`, where three or more are neighbours."""
+    """`0-3 8`: three or more adjacent numbers as a range."""
     runs: list[list[int]] = []
     for gpu in gpus:
         if runs and gpu == runs[-1][-1] + 1:
@@ -251,3 +274,98 @@ def _numbers(gpus: Sequence[int]) -> str:
     return " ".join(
         f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(map(str, run)) for run in runs
     )
+
+
+AGAIN_S = 0.5
+START_S = 60.0
+STOP_S = 10.0
+LOOK_S = 0.2
+
+
+class SupervisedChild:
+    """One of the two processes."""
+
+    def __init__(self, verb: str, fleet: Path) -> None:
+        self.verb = verb
+        self._argv = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", verb, str(fleet)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._again_s = 0.0
+
+    def start(self) -> Ready:
+        """Return when the process serves; UserError if it ends instead, after printing why."""
+        reading, writing = os.pipe()
+        with os.fdopen(reading, "rb") as pipe:
+            self._process = subprocess.Popen(
+                [*self._argv, "--ready-fd", str(writing)],
+                pass_fds=[writing],
+                env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid())},
+                start_new_session=True,  # Ctrl-C reaches only this process, which stops the child
+            )
+            os.close(writing)
+            is_readable, _, _ = select.select([pipe], [], [], START_S)
+            line = pipe.readline() if is_readable else b""
+        if not line:
+            self.stop()
+            raise UserError(f"{self.verb} failed to start; its output is above")
+        return msgspec.json.decode(line, type=Ready)
+
+    def restart_if_ended(self) -> None:
+        """Restart the process if it has ended."""
+        assert self._process is not None
+        if self._process.poll() is None or time.monotonic() < self._again_s:
+            return
+        print(f"{self.verb} ended with code {self._process.returncode}; restarting")
+        try:
+            self.start()
+        except UserError as error:  # it has served before: retry
+            print(error)
+        self._again_s = time.monotonic() + AGAIN_S
+
+    def stop(self) -> None:
+        """Terminate the process and wait for its end."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def use_fleet_keys(folder: Path, *, has_keys: bool) -> None:
+    """Create the fleet's keys if there are none; ConfigError if it has keys and must not."""
+    if os.environ.get(KEYS_VARIABLE) or SCHEDULER_KEYS_VARIABLE in os.environ:
+        return
+    if not has_keys and folder.exists():
+        raise ConfigError(f"--no-keys: the fleet has keys; remove {folder} to run without")
+    if has_keys:
+        if not folder.exists():
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new_keys(folder)
+        use_scheduler_keys(folder)
+
+
+def up(argv: list[str]) -> int:
+    """Start both processes, admit all pipelines, and keep both running until stopped."""
+    arguments = parser("scheduler up", "Start the service and admission, and admit all pipelines.")
+    arguments.add_argument("fleet", type=Path, nargs="?", default=Path(FLEET_FILE))
+    add_no_keys(arguments)
+    options = arguments.parse_args(argv)
+    path: Path = options.fleet
+    fleet = read_fleet(path)
+    use_fleet_keys(Path(fleet.journal) / KEYS, has_keys=options.has_keys)
+    stop = Stop()  # both end with this process
+    children = [SupervisedChild("serve", path), SupervisedChild("admission", path)]
+    try:
+        service, admission = [each.start() for each in children]
+        register_pipelines(fleet, (), admission.address, admits=True)
+        print(f"serves at {service.address}, {service.http_address}/status", flush=True)
+        while not stop.is_asked:
+            time.sleep(LOOK_S)
+            for child in children:
+                child.restart_if_ended()
+    finally:
+        for child in reversed(children):
+            child.stop()
+    return OK

@@ -16,7 +16,7 @@ import pytest
 
 from rollmesh.core.errors import AddressError, UserError
 from rollmesh.core.ids import new_id
-from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.admission.transport import ask_scheduler
 from rollmesh.scheduler.planning.state import NodePhase
 from rollmesh.scheduler.service.explain import FleetExplanation, NodeView
 from rollmesh.wire.scheduling import ReadScheduler
@@ -50,7 +50,7 @@ class Fleet:
         self.address = f"tcp://127.0.0.1:{ports[0]}"
 
     def seen(self) -> FleetExplanation:
-        answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=PATIENCE_S)
+        answer = ask_scheduler(self.address, ReadScheduler(new_id("read")), patience_s=PATIENCE_S)
         return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def sizes(self, phase: NodePhase = NodePhase.UP) -> list[int]:
@@ -112,10 +112,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def test_each_node_with_gpus_has_an_agent(fleet: Fleet) -> None:
-    from rollmesh.scheduler.nodes.ray import standing  # noqa: PLC0415 - as above
+    from rollmesh.scheduler.nodes.ray import agent_states  # noqa: PLC0415 - as above
 
     fleet.until(lambda: fleet.sizes() == [2, 4])
-    told = standing(fleet.cluster.address)
+    told = agent_states(fleet.cluster.address)
     assert sorted(told.values()) == [("joined", ""), ("joined", "")]
 
 
@@ -175,21 +175,21 @@ def test_a_node_that_leaves_is_down_and_another_joins_with_gpus_of_its_own(fleet
 
 
 def test_it_ends_with_its_agents(fleet: Fleet) -> None:
-    from rollmesh.scheduler.nodes.ray import down, standing  # noqa: PLC0415 - as above
+    from rollmesh.scheduler.nodes.ray import agent_states, down  # noqa: PLC0415 - as above
 
     fleet.until(fleet.sizes)
     down(fleet.cluster.address)
     with pytest.raises(AddressError, match="nobody answers"):
-        ask(fleet.address, ReadScheduler("k"), patience_s=3.0)
+        ask_scheduler(fleet.address, ReadScheduler("k"), patience_s=3.0)
     with pytest.raises(UserError, match="no rollmesh-scheduler runs there"):
-        standing(fleet.cluster.address)
+        agent_states(fleet.cluster.address)
     with pytest.raises(UserError, match="no rollmesh-scheduler runs there"):
         down(fleet.cluster.address)
 
 
 @pytest.mark.usefixtures("fleet")
 def test_places_are_those_of_living_nodes_with_gpus() -> None:
-    from rollmesh.scheduler.nodes.ray import Place, places  # noqa: PLC0415 - as above
+    from rollmesh.scheduler.nodes.ray import RayNode, ray_nodes  # noqa: PLC0415 - as above
 
     def row(node_id: str, host: str, gpus: float, *, alive: bool = True) -> dict[str, Any]:
         labels = {"ray.io/node-id": node_id, "kind": "h200"}
@@ -209,8 +209,8 @@ def test_places_are_those_of_living_nodes_with_gpus() -> None:
         row("dd" * 8, "head", 0.0),
         row("ee" * 8, "gone", 8.0, alive=False),
     ]
-    assert places(rows) == [
-        Place("cc" * 8, "alone", 2, ("kind=h200",)),
-        Place("aa" * 8, "twin-aaaaaaaa", 4, ("kind=h200",)),
-        Place("bb" * 8, "twin-bbbbbbbb", 8, ("kind=h200",)),
+    assert ray_nodes(rows) == [
+        RayNode("cc" * 8, "alone", 2, ("kind=h200",)),
+        RayNode("aa" * 8, "twin-aaaaaaaa", 4, ("kind=h200",)),
+        RayNode("bb" * 8, "twin-bbbbbbbb", 8, ("kind=h200",)),
     ]

@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from rollmesh.core.ids import new_id
-from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.admission.transport import ask_scheduler
 from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.testing.pipeline import Ended, StepDone
 from rollmesh.wire.scheduling import ReadScheduler
@@ -107,7 +107,9 @@ class ScriptedFleet:
 
     def view(self) -> FleetExplanation:
         """How the scheduler says that it stands."""
-        answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
+        answer = ask_scheduler(
+            self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S
+        )
         return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def _start(self, command: list[str], stdout: int) -> subprocess.Popen[bytes]:

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from rollmesh.core.ids import new_id
-from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.admission.transport import ask_scheduler
 from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.wire.scheduling import ReadScheduler
 from tests.ports import free_ports
@@ -98,7 +98,9 @@ class SharedFleet:
     def view(self) -> FleetExplanation:
         """How the scheduler says that it stands."""
         with contextlib.chdir(self.folder):  # scheduler.toml is there, by which keys are found
-            answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S)
+            answer = ask_scheduler(
+                self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S
+            )
         return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def stood(self) -> dict[int, list[tuple[str, str, int, str]]]:

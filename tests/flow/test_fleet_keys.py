@@ -16,8 +16,7 @@ import pytest
 
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
-from rollmesh.scheduler.admission.asking import ask
-from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.scheduler.admission.transport import ask_admission, ask_scheduler
 from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys
@@ -82,7 +81,7 @@ class KeyedFleet:
         return process
 
     def seen(self, patience_s: float = ENDS_WITHIN_S) -> FleetExplanation:
-        answer = ask(self.address, ReadScheduler(new_id("read")), patience_s=patience_s)
+        answer = ask_scheduler(self.address, ReadScheduler(new_id("read")), patience_s=patience_s)
         return msgspec.json.decode(answer.body, type=FleetExplanation)
 
     def close(self) -> None:
@@ -131,7 +130,7 @@ def test_who_has_other_keys_or_none_is_told_so(
     new_keys(other)
     monkeypatch.setenv(KEYS_VARIABLE, str(other))
     with pytest.raises(AddressError, match=f"{fleet.address}: nobody answers .* our keys right"):
-        ask(fleet.address, AdmitPipeline("k", "nobody"), patience_s=REFUSED_S)
+        ask_scheduler(fleet.address, AdmitPipeline("k", "nobody"), patience_s=REFUSED_S)
     with closing(PipelineHooks(fleet.address, "math")) as hooks:
         assert not hooks.request_gpus("actor_train", GpuPriority.ACTOR_TRAINING).wait(
             timeout_s=REFUSED_S

@@ -15,8 +15,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
-from rollmesh.scheduler.admission.asking import ask as ask_scheduler
-from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.scheduler.admission.transport import ask_admission, ask_scheduler
 from rollmesh.serve.client.client import Finished, RolloutClient
 from rollmesh.tensors.frames import (
     NONCE_BYTES,

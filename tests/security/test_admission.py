@@ -14,8 +14,7 @@ import pytest
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import Ready
 from rollmesh.core.share import FLEET_FILE
-from rollmesh.scheduler.admission.asking import ask
-from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.scheduler.admission.transport import ask_admission, ask_scheduler
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.explain import FleetExplanation
 from rollmesh.serve.coordinator.hooks import PipelineHooks
@@ -40,7 +39,7 @@ IMPORTS = """
 import json
 from pathlib import Path
 from rollmesh.core.errors import AddressError
-from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.scheduler.admission.transport import ask_admission
 from rollmesh.wire.scheduling import KillPipeline
 """
 KILL_ANY = """
@@ -141,7 +140,7 @@ for question in (
 """
 MESSAGES = """
 from rollmesh.core.errors import AddressError
-from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.admission.transport import ask
 from rollmesh.wire.scheduling import *
 """
 
@@ -173,7 +172,7 @@ def scheduler_up(folder: Path, *words: str) -> Iterator[str]:
 def test_a_stranger_changes_no_pipeline_whose_token_it_lacks(folder: Path) -> None:
     with scheduler_up(folder, "--no-keys") as address:
         told = run_as_stranger(MESSAGES, CHANGE, address)
-        answer = ask(address, ReadScheduler("r", "math"), patience_s=ENDS_WITHIN_S)
+        answer = ask_scheduler(address, ReadScheduler("r", "math"), patience_s=ENDS_WITHIN_S)
     [pipeline] = msgspec.json.decode(answer.body, type=FleetExplanation).pipelines
     assert len(told.splitlines()) == 3
     assert "ok=True" not in told

@@ -1,5 +1,4 @@
-"""Who may use the fleet: pipelines are registered, admitted, killed and forgotten.
+"""Admission: registers, admits, kills and removes pipelines of a fleet.
 
-Owns the fleet file, and a process that holds nothing: what it does stands in the scheduler's
-journal. Driven by `rollmesh scheduler admission` and by the verbs that ask it.
+- The process keeps no state: all of it is in the scheduler's journal.
 """

@@ -1,9 +1,9 @@
-"""scheduler.toml: the fleet's nodes, its pipelines, and where the scheduler serves.
+"""scheduler.toml: nodes and pipelines of a fleet, and the addresses of the scheduler.
 
-Owns its keys, their defaults and meanings. Invariants: an unknown key is refused with its path,
-and what contradicts itself with the key to mend; a fleet that was read never changes; secrets never
-stand here. Whether GPUs of these numbers exist is only known where the nodes have joined, so the
-device maps are checked at admission. Driven by `rollmesh scheduler` and by the admission process.
+- An unknown key is refused with its path, and a contradiction with the key to change. A fleet that
+  was read never changes.
+- The file holds no secrets.
+- Device maps are checked at admission, since only then the nodes are known.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,17 +40,17 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=MANY)]
 NodeSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_NODE_GPUS)]
 Weight = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
 Devices = Size | Annotated[tuple[Gpu, ...], msgspec.Meta(min_length=1)]
-"""How many GPUs, placed by the scheduler; or which, by their numbers."""
+"""Number of GPUs, placed by the scheduler; or the GPUs themselves."""
 
 
-class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the file."""
+class FileTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Table of the fleet file."""
 
 
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
-class NodeTable(Table, frozen=True):
+class NodeTable(FileTable, frozen=True):
     """[[nodes]]: a machine without an agent; its GPUs get the next numbers of the fleet."""
 
     name: str
@@ -61,43 +61,42 @@ class NodeTable(Table, frozen=True):
     """Words by which pipelines choose nodes, such as "h200"."""
 
 
-class PipelineTable(Table, frozen=True):
-    """[pipelines.NAME]: what a pipeline wants of the fleet."""
+class PipelineTable(FileTable, frozen=True):
+    """[pipelines.NAME]: GPUs and share of a pipeline."""
 
     clusters: dict[str, Devices] = {}
-    """By name (actor_train, critic, reference...), the GPUs that it needs all of."""
+    """By name (actor_train, critic, reference...), GPUs needed all at once."""
     generation: tuple[Gpu, ...] = ()
     """GPUs of its engines: worker r has generation[r * tp : (r + 1) * tp], inside one node."""
     workers: Count = 0
-    """Instead of `generation`: so many engines, placed by the scheduler."""
+    """Number of engines, placed by the scheduler; instead of `generation`."""
     tp: Size = 1
-    """GPUs of an engine."""
+    """GPUs per engine."""
     labels: tuple[str, ...] = ()
-    """Of nodes: where it may be placed; all of them."""
+    """Place it only on nodes with all of these."""
     weight: Weight = 1.0
-    """Its share against that of the others."""
+    """Share relative to other pipelines."""
     max_gpus: Count = 0
-    """Of generation, at most so many at a time; 0: no limit."""
+    """Upper bound on GPUs of generation at a time; 0: no limit."""
     min_gpus: Count = 0
-    """Of generation, what it has for certain while it has demand."""
+    """GPUs of generation guaranteed while it has demand."""
     preemptible: bool = True
-    """Whether its generation gives way to other pipelines; to its own clusters it always does."""
+    """Whether other pipelines may preempt its generation; its own clusters always may."""
     rollouts_per_worker: Count = 0
-    """So many rollouts keep an engine busy, and fewer left need fewer; 0: unknown."""
+    """Rollouts that keep an engine busy, so that fewer left need fewer engines; 0: unknown."""
 
 
-class FleetTables(Table, frozen=True):
+class FleetTables(FileTable, frozen=True):
     """The whole file."""
 
     bind: str = "tcp://127.0.0.1:7070"
-    """Where the scheduler serves hooks, coordinators, agents and verbs."""
+    """Address for hooks, coordinators, agents and the command line."""
     http_bind: str = "127.0.0.1:7071"
-    """Where it serves /status, /metrics and /healthz."""
+    """Address of /status, /metrics and /healthz."""
     admission: str = ""
-    """Path of the unix socket of the admission process; '': admission.sock in the journal's folder.
-    """
+    """Unix socket of the admission process; '': admission.sock in the journal's folder."""
     journal: str = JOURNAL
-    """The folder of the scheduler's journal; as the others, told from where it is started."""
+    """Folder of the scheduler's journal; like all paths relative to the working directory."""
     policy: str = DEFAULT_POLICY
     """Name of a scheduling policy."""
     policy_settings: dict[str, dict[str, Any]] = msgspec.field(
@@ -105,9 +104,9 @@ class FleetTables(Table, frozen=True):
     )
     """Tables of policies with settings by policy name, such as [fair]."""
     service: dict[str, Any] = {}
-    """How patient the scheduler is, as SchedulerSettings has it: patience_s, node_grace_s..."""
+    """Timeouts of the scheduler: fields of SchedulerSettings."""
     nodes: tuple[NodeTable, ...] = ()
-    """Others may join by agents."""
+    """Other nodes may join by agents."""
     pipelines: dict[str, PipelineTable] = {}
     """Tables [pipelines.NAME], one for each pipeline."""
 
@@ -118,20 +117,20 @@ def admission_path(fleet: FleetTables) -> str:
 
 
 def keys_of_fleet(fleet: FleetTables) -> Path | None:
-    """The key folder that `rollmesh scheduler up` made for it; None if there is none."""
+    """Key folder that `rollmesh scheduler up` created; None if there is none."""
     folder = Path(fleet.journal) / KEYS
     return folder if folder.is_dir() else None
 
 
 def read_fleet(path: Path) -> FleetTables:
-    """The fleet of a file; ConfigError in one line naming the file and the key."""
-    return fleet_of(read_file(path, WRITES_ONE), str(path))
+    """Read a fleet file; one-line ConfigError with the file and the key."""
+    return convert_fleet(read_file(path, WRITES_ONE), str(path))
 
 
-def fleet_of(tree: dict[str, Any], source: str) -> FleetTables:
-    """The same of a tree that was read already, in `source`."""
-    told = tree.get("pipelines", {})
-    if not isinstance(told, dict):
+def convert_fleet(tree: dict[str, Any], source: str) -> FleetTables:
+    """Convert a parsed fleet file; `source` names it in errors."""
+    tables = tree.get("pipelines", {})
+    if not isinstance(tables, dict):
         raise ConfigError(f"{source}: pipelines: write each as a table [pipelines.NAME]")
     policies = {name for name in policy_names() if policy_settings_type(name)}
     rest = {key: value for key, value in tree.items() if key not in {*policies, "pipelines"}}
@@ -142,12 +141,12 @@ def fleet_of(tree: dict[str, Any], source: str) -> FleetTables:
     }
     for why in (*_policy_faults(fleet), *_address_faults(fleet), *_node_faults(fleet.nodes)):
         raise ConfigError(f"{source}: {why}")
-    pipelines = {name: pipeline_of(name, each, source) for name, each in told.items()}
+    pipelines = {name: convert_pipeline(name, each, source) for name, each in tables.items()}
     return msgspec.structs.replace(fleet, pipelines=pipelines, policy_settings=settings)
 
 
-def pipeline_of(name: str, tree: Any, source: str) -> PipelineTable:
-    """One [pipelines.NAME]; ConfigError as above."""
+def convert_pipeline(name: str, tree: Any, source: str) -> PipelineTable:
+    """Convert one [pipelines.NAME] table."""
     where = f"pipelines.{name}"
     if not is_word(name):
         raise ConfigError(f"{source}: {where}: {A_WORD}")
@@ -161,23 +160,22 @@ def pipeline_of(name: str, tree: Any, source: str) -> PipelineTable:
     return table
 
 
-def settings_of(told: dict[str, Any], kind: type[_Settings], where: str) -> _Settings:
-    """A table of seconds, as the struct that has them, each with its range; ConfigError names the
-    key, and all others or the range.
-    """
+def convert_settings(table: dict[str, Any], kind: type[_Settings], where: str) -> _Settings:
+    """Convert a table of seconds to its struct with ranges; ConfigError names the key, and the
+    known keys or the range."""
     known = {field.name: field.type for field in _fields(kind)}
-    for key, value in told.items():
+    for key, value in table.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}; there are {', '.join(known)}")
+            raise ConfigError(f"{where}: unknown key {key!r}; known keys: {', '.join(known)}")
         span = known[key]
         assert isinstance(span, msgspec.inspect.FloatType)
         assert span.ge is not None
         assert span.le is not None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and span.ge <= value <= span.le):
-            told_range = f"from {span.ge:g} to {span.le:.0f} seconds"
-            raise ConfigError(f"{where}.{key}: {value!r} is no time; give it {told_range}")
-    return kind(**told)
+            allowed = f"{span.ge:g} to {span.le:.0f} seconds"
+            raise ConfigError(f"{where}.{key}: {value!r} is not a valid time; use {allowed}")
+    return kind(**table)
 
 
 def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
@@ -191,7 +189,7 @@ def policy_of(fleet: FleetTables, source: str) -> SchedulingPolicy:
     settings: dict[str, msgspec.Struct] = {}
     for name, table in fleet.policy_settings.items():
         if kind := policy_settings_type(name):
-            settings[name] = settings_of(table, kind, f"{source}: [{name}]")
+            settings[name] = convert_settings(table, kind, f"{source}: [{name}]")
     return make_policy(fleet.policy, settings.get(fleet.policy))
 
 
@@ -204,20 +202,21 @@ def _policy_faults(fleet: FleetTables) -> Iterator[str]:
 
 def _address_faults(fleet: FleetTables) -> Iterator[str]:
     for key in ("bind", "http_bind"):
-        told: str = getattr(fleet, key)
+        address: str = getattr(fleet, key)
         scheme = "" if key == "http_bind" else "tcp://"
-        host, _, port = told.removeprefix(scheme).rpartition(":")
+        host, _, port = address.removeprefix(scheme).rpartition(":")
         is_port = (port == "*" and scheme) or (
             port.isascii() and port.isdigit() and int(port) <= MAX_PORT
         )
-        if not (told.startswith(scheme) and host and "/" not in host and is_port):
-            yield f"{key}: {told!r} is no address; write it as {scheme}HOST:PORT"
+        if not (address.startswith(scheme) and host and "/" not in host and is_port):
+            yield f"{key}: {address!r} is not an address; write it as {scheme}HOST:PORT"
     if not fleet.journal.strip():
-        yield f"journal: {fleet.journal!r} is no folder; name one"
+        yield f"journal: {fleet.journal!r} is not a folder name; give one"
     if ":" in fleet.admission:
         yield (
-            f"admission: {fleet.admission!r} is no path; admission serves at a unix socket of this "
-            f"machine: leave it out for {ADMISSION_SOCKET} in the journal's folder, or name a path"
+            f"admission: {fleet.admission!r} is not a path; admission serves at a unix "
+            f"socket of this machine: leave it out for {ADMISSION_SOCKET} in the journal's folder, "
+            "or give a path"
         )
 
 
@@ -227,18 +226,18 @@ def _node_faults(nodes: Sequence[NodeTable]) -> Iterator[str]:
         if not is_word(node.name):
             yield f"nodes[{index}].name: {A_WORD}"
         if names.count(node.name) > 1:
-            yield f"nodes: {node.name!r} stands there twice; name each once"
+            yield f"nodes: {node.name!r} is listed twice; name each once"
         if not all(map(is_word, node.labels)):
             yield f"nodes[{index}].labels: {A_WORD}"
 
 
 def is_word(name: str) -> bool:
-    """Whether it may name a node, a pipeline or a label."""
+    """Whether this is a valid name of a node, pipeline or label."""
     return bool(name) and name.isprintable() and not {" ", "/"} & set(name)
 
 
 def _misnamed(table: PipelineTable) -> str:
-    """As below."""
+    """Fault in names or GPU lists, with its key; '' if none."""
     for name in table.clusters:
         if not is_word(name):
             return f"clusters.{name}: {A_WORD}"
@@ -247,26 +246,28 @@ def _misnamed(table: PipelineTable) -> str:
     maps = {f"clusters.{name}": devices for name, devices in table.clusters.items()}
     for key, gpus in {**maps, "generation": table.generation}.items():
         if not isinstance(gpus, int) and len(set(gpus)) < len(gpus):
-            return f"{key}: a GPU stands there twice; name each once"
+            return f"{key}: a GPU is listed twice; name each once"
     return ""
 
 
 def _contradiction(table: PipelineTable) -> str:
-    """The key at fault, and what to do; '' if there is none."""
+    """Contradictory keys and the remedy; '' if none."""
     num = len(table.generation)
     total = num or table.workers * table.tp
     if table.generation and table.workers:
-        return "workers: the numbers in `generation` say how many; leave one out"
+        return "workers: `generation` already sets the number; leave one out"
     if num % table.tp:
-        return f"generation: {num} GPUs are not workers of tp = {table.tp}; give each all of its"
+        return (
+            f"generation: {num} GPUs is not a multiple of tp = {table.tp}; give each worker tp GPUs"
+        )
     if table.max_gpus and table.max_gpus < table.tp and total:
-        return f"max_gpus: {table.max_gpus} is less than one worker, tp = {table.tp}; raise it"
+        return f"max_gpus: {table.max_gpus} is less than one worker (tp = {table.tp}); raise it"
     if table.min_gpus > (min(table.max_gpus, total) if table.max_gpus else total):
-        return f"min_gpus: {table.min_gpus} is more than generation may have; lower it"
+        return f"min_gpus: {table.min_gpus} exceeds what generation may have; lower it"
     if GENERATION_CLUSTER in table.clusters:
-        return f"clusters.{GENERATION_CLUSTER}: that is `generation`, or `workers`; name it there"
+        return f"clusters.{GENERATION_CLUSTER}: use `generation` or `workers` instead"
     if not table.clusters and not total:
-        return "clusters: it wants no GPU at all; name a cluster, `generation` or `workers`"
+        return "clusters: no GPUs requested; add a cluster, `generation` or `workers`"
     return ""
 
 
@@ -274,5 +275,5 @@ def _converted(tree: Any, kind: Any, source: str, where: str) -> Any:
     try:
         return msgspec.convert(tree, kind)
     except msgspec.ValidationError as error:
-        told = explain(str(error), kind, EVERY_KEY, where)
-        raise ConfigError(f"{source}: {told}") from None
+        fault = explain(str(error), kind, EVERY_KEY, where)
+        raise ConfigError(f"{source}: {fault}") from None

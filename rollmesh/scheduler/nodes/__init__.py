@@ -1,5 +1,1 @@
-"""The fleet's machines: what says of each that it is there.
-
-Owns the node agent, and its way into a Ray cluster. Driven by `rollmesh scheduler agent` and
-`rollmesh scheduler ray`.
-"""
+"""Nodes: the agent that reports a machine's GPUs, and the scheduler in a Ray cluster."""

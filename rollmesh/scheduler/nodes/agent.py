@@ -1,12 +1,12 @@
-"""A node's agent: it says each second that its machine is there, with so many GPUs.
+"""Node agent: reports each second that its machine and its GPUs are available.
 
-    JOINING --answered--> JOINED, which says its join again now and then;  any --refused--> REFUSED
+    JOINING --answered--> JOINED, which repeats its join from time to time
+    any --refused--> REFUSED
 
-Owns one node's name and its place in the scheduler. Invariants: a join is said again until it is
-answered, and now and then after that, for a scheduler whose journal was lost knows no node; a
-refusal ends the agent with its reason; a scheduler that is away is waited for. What a silent agent
-means is the scheduler's to say. `Agent` is pure; driven by `serve`, the shell of
-`rollmesh scheduler agent` and of Ray's actors.
+- A join is repeated until answered, and then periodically, since a scheduler that lost its journal
+  knows no nodes.
+- A refusal ends the agent with its reason. An unreachable scheduler is waited for.
+- NodeMachine is pure; `serve` is its shell.
 """
 
 import enum
@@ -30,36 +30,32 @@ log = get_logger()
 
 BEAT_S = 1.0
 REJOIN_S = 10.0
-"""A scheduler that has never heard of the node learns of it after so long."""
-UNHEARD_S = 2 * REJOIN_S
-"""A scheduler that says nothing for so long is told of."""
+"""A scheduler that does not know the node learns of it within this time."""
+SILENT_S = 2 * REJOIN_S
+"""Silence of the scheduler after which a warning is logged."""
 SCHEDULER = b""
-"""The route of an agent's only peer."""
+"""Route of an agent's only peer."""
 _NVIDIA_SMI = ("nvidia-smi", "-L")
 
 
 class AgentPhase(enum.StrEnum):
-    """See the module."""
-
     JOINING = "joining"
     JOINED = "joined"
     REFUSED = "refused"
 
 
-class Agent:
-    """See the module."""
-
+class NodeMachine:
     def __init__(self, name: str, num_gpus: int, labels: tuple[str, ...] = ()) -> None:
         self.phase = AgentPhase.JOINING
         self.why = ""
-        """It was refused."""
-        self.num_heard = 0
+        """Why it was refused."""
+        self.num_answers = 0
         """Answers of the scheduler so far."""
         self._join = JoinNode(new_id("join"), name, num_gpus, labels, beats=True)
         self._next_beat_s = self._next_join_s = float("-inf")
 
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
-        """Take one event; foreign messages change nothing."""
+        """Handle one event; unknown messages change nothing."""
         if isinstance(event, Received):
             self._on_message(event)
         if self.phase is AgentPhase.REFUSED or now_s < self._next_beat_s:
@@ -76,25 +72,26 @@ class Agent:
     def _on_message(self, event: Received) -> None:
         match event.message:
             case SchedulerAnswered(key, ok, error) if key == self._join.key:
-                self.num_heard += 1
+                self.num_answers += 1
                 self.phase = AgentPhase.JOINED if ok else AgentPhase.REFUSED
                 self.why = error
 
 
-def serve(scheduler: str, agent: Agent, stop: threading.Event) -> None:
-    """Beat until `stop` is set; UserError with the scheduler's reason if it refuses the node."""
+def serve(scheduler: str, agent: NodeMachine, stop: threading.Event) -> None:
+    """Send heartbeats until `stop` is set; UserError with the scheduler's reason if it refuses the
+    node."""
     keys = read_scheduler_keys(role=Role.NODE)
     check_dial(scheduler, keys)
     dialer = Dialer(scheduler, new_id("node"), keys)
     try:
-        phase, silence = agent.phase, Silence(scheduler)
+        phase, silence = agent.phase, SilenceWarning(scheduler)
         while not stop.is_set():
-            heard = [Received(SCHEDULER, each.message) for each in dialer.receive()]
-            events: list[Received | Ticked] = [*heard, Ticked()]
+            received = [Received(SCHEDULER, each.message) for each in dialer.receive()]
+            events: list[Received | Ticked] = [*received, Ticked()]
             for event in events:
                 for send in agent.step(event, time.monotonic()):
                     dialer.send(Packet(send.message))
-            silence.look(agent.num_heard, time.monotonic())
+            silence.look(agent.num_answers, time.monotonic())
             if agent.phase is AgentPhase.REFUSED:
                 raise UserError(agent.why)
             if agent.phase is not phase:
@@ -105,22 +102,24 @@ def serve(scheduler: str, agent: Agent, stop: threading.Event) -> None:
         dialer.close()
 
 
-class Silence:
-    """Of a scheduler that does not answer: told of once, until it is heard again."""
+class SilenceWarning:
+    """Logs once that the scheduler does not answer, until it answers again."""
 
     def __init__(self, scheduler: str) -> None:
         self._scheduler = scheduler
-        self._num_heard = 0
+        self._num_answers = 0
         self._since_s: float | None = None
-        self._is_told = False
+        self._is_logged = False
 
-    def look(self, num_heard: int, now_s: float) -> None:
-        """So many answers have been heard until now."""
-        if self._since_s is None or num_heard > self._num_heard:
-            self._num_heard, self._since_s, self._is_told = num_heard, now_s, False
-        elif not self._is_told and now_s - self._since_s >= UNHEARD_S:
-            self._is_told = True
-            fix = "does it run, are its address and our keys right? it is dialled on"
+    def look(self, num_answers: int, now_s: float) -> None:
+        """Update with the number of answers so far."""
+        if self._since_s is None or num_answers > self._num_answers:
+            self._num_answers, self._since_s, self._is_logged = num_answers, now_s, False
+        elif not self._is_logged and now_s - self._since_s >= SILENT_S:
+            self._is_logged = True
+            fix = (
+                "check that it runs and that its address and our keys are right; dialling continues"
+            )
             log.warning("scheduler.unheard", scheduler=self._scheduler, fix=fix)
 
 
@@ -128,23 +127,25 @@ def num_gpus(
     environment: Mapping[str, str] = os.environ,
     list_gpus: Callable[[], str] | None = None,
 ) -> int:
-    """GPUs of this machine that we may use; UserError where nobody says how many."""
+    """Number of usable GPUs of this machine; UserError if it cannot be determined."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         words = [word.strip() for word in visible.split(",") if word.strip()]
-        # As CUDA has it: what stands behind a number of no GPU is not seen either.
+        # As in CUDA: entries after an invalid one are ignored.
         found = len(list(itertools.takewhile(lambda word: not word.startswith("-"), words)))
     else:
         lines = (list_gpus or _listed)().splitlines()
         found = sum(line.startswith("GPU ") for line in lines)
     if not found:
-        raise UserError("no GPU is seen here; say how many by --gpus N")
+        raise UserError("no GPU found on this machine; give their number with --gpus N")
     return found
 
 
 def _listed() -> str:
     try:
-        told = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=False)
+        listed = subprocess.run(
+            _NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return told.stdout if told.returncode == 0 else ""
+    return listed.stdout if listed.returncode == 0 else ""

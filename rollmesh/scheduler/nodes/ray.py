@@ -1,16 +1,17 @@
-"""The scheduler in a Ray cluster: the service as a detached named actor, an agent on each node.
+"""Scheduler in a Ray cluster: the service as a detached named actor, and an agent on each node.
 
-    driver, gone at once             a node that the driver stands on
-      up() ---------------> Service, an actor
-                              keeps `rollmesh scheduler serve` alive, a process of its own
-                              looks at ray.nodes(), starts
-                                NodeAgent, an actor on each node, which joins and beats
+    driver, exits at once            the driver's node
+      up() ---------------> ServiceActor
+                              keeps `rollmesh scheduler serve` running, a separate process
+                              reads ray.nodes(), starts
+                                NodeActor, one on each node, which joins and sends heartbeats
 
-Owns the actors' names. Invariants: Ray carries no ask for GPUs: hooks and coordinators dial the
-service's own address, so that no limit of an actor can block one; an actor whose process dies is
-started again by Ray, and its service rises from the journal, at the same address; a node that
-leaves takes its agent with it, and is down by the scheduler's own clock; a scheduler is never
-started twice under one name. Driven by `rollmesh scheduler ray`.
+- Ray carries no GPU requests: hooks and coordinators dial the service's own address, so that no
+  limit of an actor blocks them.
+- Ray restarts an actor whose process dies, and its service restores its journal at the same
+  address.
+- A node that leaves takes its agent with it, and is marked DOWN by the scheduler.
+- A scheduler is never started twice under one name.
 """
 
 import os
@@ -29,24 +30,24 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.secret_files import ADMIN_TOKEN_FILE_VARIABLE
-from rollmesh.scheduler.nodes.agent import Agent, serve
-from rollmesh.scheduler.nodes.keeper import Keeper
+from rollmesh.scheduler.nodes.agent import NodeMachine, serve
+from rollmesh.scheduler.nodes.supervisor import ServiceSupervisor
 from rollmesh.wire.keys import KEYS_VARIABLE, SCHEDULER_KEYS_VARIABLE
 
 NAMESPACE = "rollmesh"
 SERVICE = "rollmesh-scheduler"
 AGENT = "rollmesh-node-"
-"""And the node's id in Ray: a node that comes back has another."""
+"""Prefix of the node's id in Ray; a node that returns has a new id."""
 READY_S = 120.0
-"""In which a service has to serve, and Ray to answer."""
+"""Time for the service to start and for Ray to answer."""
 DIAL_S = 10.0
-"""A cluster has so long to be there."""
+"""Time to connect to the cluster."""
 HANDED_ON = (KEYS_VARIABLE, SCHEDULER_KEYS_VARIABLE, ADMIN_TOKEN_FILE_VARIABLE)
-"""Environment: names of files that have to be on each node."""
+"""Environment variables passed on: names of files that must exist on each node."""
 
 
-class Place(msgspec.Struct, frozen=True):
-    """A node of the cluster, as the scheduler is told of it."""
+class RayNode(msgspec.Struct, frozen=True):
+    """A node of the Ray cluster as the scheduler sees it."""
 
     node_id: str
     """Ray's."""
@@ -55,18 +56,18 @@ class Place(msgspec.Struct, frozen=True):
     labels: tuple[str, ...]
 
 
-class NodeAgent:
-    """An actor on a node, which joins it and beats."""
+class NodeActor:
+    """Actor on a node that joins it and sends heartbeats."""
 
-    def __init__(self, scheduler: str, place: Place) -> None:
-        self._agent = Agent(place.name, place.num_gpus, place.labels)
+    def __init__(self, scheduler: str, place: RayNode) -> None:
+        self._agent = NodeMachine(place.name, place.num_gpus, place.labels)
         self._why = ""
         self._thread = threading.Thread(
             target=self._serve, args=(scheduler,), name="beats", daemon=True
         )
         self._thread.start()
 
-    def standing(self) -> tuple[str, str]:
+    def state(self) -> tuple[str, str]:
         """Its phase, and why it has ended."""
         return self._agent.phase.value, self._why
 
@@ -75,66 +76,67 @@ class NodeAgent:
             serve(scheduler, self._agent, threading.Event())
         except UserError as error:
             self._why = str(error)
-        except Exception as error:  # noqa: BLE001 - door: who asks how it stands is told
+        except Exception as error:  # noqa: BLE001 - door: reported by state()
             self._why = f"it has ended: {error!r}"
 
 
-class Service:
-    """The actor that keeps the service's process and the agents."""
+class ServiceActor:
+    """Actor that runs the service's process and starts the agents."""
 
     def __init__(self, words: list[str], folder: str, resource: str) -> None:
-        """`words` are those of `rollmesh` that serve, in `folder`; `resource` counts GPUs."""
+        """`words` are the arguments of `rollmesh` that serve, run in `folder`; `resource` counts
+        GPUs."""
         self._resource = resource
         self._agents: dict[str, Any] = {}
         argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
-        self._keeper = Keeper(argv, Path(folder), self._settle)
+        self._supervisor = ServiceSupervisor(argv, Path(folder), self._update_agents)
         self._thread = threading.Thread(
-            target=self._keeper.run, args=(threading.Event(),), name="keeper", daemon=True
+            target=self._supervisor.run, args=(threading.Event(),), name="supervisor", daemon=True
         )
         self._thread.start()
 
     def address(self) -> str:
-        """Where it serves, '' and why if it does not."""
-        self._keeper.serves.wait(READY_S)
-        ready = self._keeper.ready
+        """Address of the service; '' if it failed to start."""
+        self._supervisor.serves.wait(READY_S)
+        ready = self._supervisor.ready
         return ready.address if ready else ""
 
-    def complaint(self) -> str:
-        """The last line of a process that did not come to serve."""
-        return self._keeper.complaint
+    def last_line(self) -> str:
+        """Last output line of a process that failed to start."""
+        return self._supervisor.last_line
 
     def pid(self) -> int:
-        """Of the process that serves."""
-        ready = self._keeper.ready
+        """Pid of the process that serves."""
+        ready = self._supervisor.ready
         return ready.pid if ready else 0
 
     def agents(self) -> dict[str, tuple[str, str]]:
-        """By node, how its agent stands."""
-        refs = {name: agent.standing.remote() for name, agent in list(self._agents.items())}
-        told: dict[str, tuple[str, str]] = {}
+        """State of the agent on each node."""
+        refs = {name: agent.state.remote() for name, agent in list(self._agents.items())}
+        states: dict[str, tuple[str, str]] = {}
         for name, ref in refs.items():
             try:
-                told[name] = ray.get(ref, timeout=READY_S)
+                states[name] = ray.get(ref, timeout=READY_S)
             except RayError as error:
-                told[name] = ("gone", str(error).splitlines()[0])
-        return told
+                states[name] = ("gone", str(error).splitlines()[0])
+        return states
 
-    def _settle(self, address: str) -> None:
-        here = {place.node_id: place for place in places(ray.nodes(), self._resource)}
+    def _update_agents(self, address: str) -> None:
+        here = {place.node_id: place for place in ray_nodes(ray.nodes(), self._resource)}
         for node_id in self._agents.keys() - here.keys():
             ray.kill(self._agents.pop(node_id))
         for node_id, place in here.items():
             if node_id not in self._agents:
                 options = {**_options(f"{AGENT}{node_id}", node_id), "get_if_exists": True}
-                actor = ray.remote(NodeAgent).options(**options)
+                actor = ray.remote(NodeActor).options(**options)
                 self._agents[node_id] = actor.remote(address, place)
 
 
-def places(nodes: Sequence[dict[str, Any]], resource: str = "GPU") -> list[Place]:
-    """Of ray.nodes(), those that live and have `resource`, in an order that stays.
+def ray_nodes(nodes: Sequence[dict[str, Any]], resource: str = "GPU") -> list[RayNode]:
+    """Live nodes of ray.nodes() with `resource`, in a stable order.
 
-    A node has its host's name, with Ray's id behind it where several have the same; its labels are
-    those that somebody gave it in Ray, as KEY=VALUE.
+    A node is named after its host, with Ray's id appended if several share it; its labels are those
+    given by the user in Ray, as KEY=VALUE.
     """
     alive = [node for node in nodes if node["Alive"] and node["Resources"].get(resource, 0) >= 1]
     hosts = Counter(node["NodeManagerHostname"] for node in alive)
@@ -146,27 +148,27 @@ def places(nodes: Sequence[dict[str, Any]], resource: str = "GPU") -> list[Place
             key: value for key, value in node.get("Labels", {}).items() if "ray.io/" not in key
         }
         labels = tuple(f"{key}={value}" for key, value in sorted(given.items()))
-        found.append(Place(node_id, name, int(node["Resources"][resource]), labels))
+        found.append(RayNode(node_id, name, int(node["Resources"][resource]), labels))
     return found
 
 
 def up(cluster: str, fleet_file: Path, resource: str) -> str:
-    """Start the scheduler of `fleet_file` in the cluster, on this node; where it serves.
+    """Start the scheduler of `fleet_file` in the cluster, on this node; return its address.
 
-    UserError if it runs there already, or its process does not come to serve.
+    UserError if it already runs there or fails to start.
     """
     _join(cluster)
     words = ["scheduler", "serve", str(fleet_file.absolute())]
     here = ray.get_runtime_context().get_node_id()
-    service = ray.remote(Service).options(**_options(SERVICE, here))
+    service = ray.remote(ServiceActor).options(**_options(SERVICE, here))
     try:
         actor = service.remote(words, str(Path.cwd()), resource)
     except ValueError:
-        raise AddressError(f"{cluster}: {SERVICE} runs there already; --down ends it") from None
+        raise AddressError(f"{cluster}: {SERVICE} already runs there; --down stops it") from None
     try:
-        address: str = _heard(cluster, actor.address.remote())
+        address: str = _result_of(cluster, actor.address.remote())
         if not address:
-            why: str = _heard(cluster, actor.complaint.remote())
+            why: str = _result_of(cluster, actor.last_line.remote())
             raise UserError(why.removeprefix("rollmesh: "))
     except UserError:
         ray.kill(actor)
@@ -175,30 +177,30 @@ def up(cluster: str, fleet_file: Path, resource: str) -> str:
 
 
 def down(cluster: str) -> None:
-    """End the scheduler and its agents; its journal stays. UserError if there is none."""
+    """Stop the scheduler and its agents; the journal stays. UserError if there is none."""
     _join(cluster)
     named = ray.util.list_named_actors(all_namespaces=True)
     names = [each["name"] for each in named if each["namespace"] == NAMESPACE]
     ours = [name for name in names if name == SERVICE or name.startswith(AGENT)]
     if not ours:
         raise UserError(f"{cluster}: no {SERVICE} runs there")
-    for name in sorted(ours, key=lambda each: each != SERVICE):  # it would start agents again
+    for name in sorted(ours, key=lambda each: each != SERVICE):  # it would restart agents
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
 
-def standing(cluster: str) -> dict[str, tuple[str, str]]:
-    """By node of Ray, how its agent stands; UserError if there is no scheduler."""
+def agent_states(cluster: str) -> dict[str, tuple[str, str]]:
+    """State of the agent on each node of Ray; UserError if there is no scheduler."""
     _join(cluster)
     try:
         actor = ray.get_actor(SERVICE, namespace=NAMESPACE)
     except ValueError:
         raise UserError(f"{cluster}: no {SERVICE} runs there; start it without --status") from None
-    told: dict[str, tuple[str, str]] = _heard(cluster, actor.agents.remote())
-    return told
+    states: dict[str, tuple[str, str]] = _result_of(cluster, actor.agents.remote())
+    return states
 
 
-def _heard(cluster: str, ref: Any) -> Any:
-    """What an actor answers; AddressError in one line where it does not."""
+def _result_of(cluster: str, ref: Any) -> Any:
+    """Result of an actor call; one-line AddressError if the actor does not answer."""
     try:
         return ray.get(ref, timeout=2 * READY_S)
     except RayError as error:
@@ -220,7 +222,7 @@ def _join(cluster: str) -> None:
 
 
 def _options(name: str, node_id: str) -> dict[str, Any]:
-    """Of an actor that outlives us, on that node alone, and is started again when it dies."""
+    """Options of a detached actor on that node only, restarted when it dies."""
     handed_on = {key: os.path.abspath(os.environ[key]) for key in HANDED_ON if os.environ.get(key)}
     more = {"runtime_env": {"env_vars": handed_on}} if handed_on else {}
     return {

@@ -72,7 +72,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_s: Second = 1.0
     """Minimum time in quarantine, doubled by each fault."""
     max_retry_s: Second = 60.0
-    """Longest time, in seconds, before a quarantined pipeline is admitted again (default: 60)."""
+    """Maximum time in quarantine before another attempt."""
     stall_s: Second = 30.0
     """A rollout without progress for this long is logged."""
     progress_plan_s: Span = 0.25

@@ -1,1 +1,1 @@
-"""Pipelines that share a fleet, in simulated time: what a policy is worth before it is used."""
+"""Simulator: compares scheduling policies on a trace, in simulated time."""

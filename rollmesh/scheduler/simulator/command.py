@@ -1,12 +1,10 @@
-"""`rollmesh scheduler simulate` and `rollmesh scheduler gantt`: figures and pictures.
+"""`rollmesh scheduler simulate` and `rollmesh scheduler gantt`.
 
-Owns their arguments and the files that they write. Invariant: what is asked for wrongly is one
-line, a UserError. Driven by cli/scheduler.py.
+simulate [TRACE.json] [--policy P ...] [--json] [--out FOLDER]
+gantt JOURNAL [--out FOLDER]
 
-    simulate [TRACE.json] [--policy P ...] [--json] [--out FOLDER]
-    gantt JOURNAL [--out FOLDER]
-
-    FOLDER   gantt.html  gantt.png  perfetto.json (ui.perfetto.dev)  and, of simulate, trace.json
+FOLDER   gantt.html  gantt.png (matplotlib)  perfetto.json (ui.perfetto.dev)
+         and, of simulate, trace.json
 """
 
 import argparse
@@ -19,32 +17,38 @@ import msgspec
 
 from rollmesh.core.errors import UserError
 from rollmesh.core.process import OK
-from rollmesh.scheduler.simulator import history
-from rollmesh.scheduler.simulator.chart import Chart
-from rollmesh.scheduler.simulator.comparison import Comparison, Result, compared_policies, summary
-from rollmesh.scheduler.simulator.page import page
-from rollmesh.scheduler.simulator.perfetto import perfetto
-from rollmesh.scheduler.simulator.picture import picture
-from rollmesh.scheduler.simulator.table import lines
-from rollmesh.scheduler.simulator.trace import Trace, read
-from rollmesh.scheduler.simulator.workload import SHAPES, generate
-from rollmesh.scheduler.simulator.world import Run
+from rollmesh.scheduler.simulator.charts import (
+    Chart,
+    html_page,
+    journal_chart,
+    perfetto_trace,
+    png_picture,
+)
+from rollmesh.scheduler.simulator.comparison import (
+    Comparison,
+    TraceResult,
+    compared_policies,
+    summarise,
+    table_lines,
+)
+from rollmesh.scheduler.simulator.run import SimulatedRun
+from rollmesh.scheduler.simulator.trace import SHAPES, Trace, generate_trace, read_trace
 
 
 def simulate(argv: Sequence[str]) -> int:
     """Compare policies on a trace."""
     options = _simulate_options(argv)
-    trace = read(options.trace) if options.trace else _generated(options)
+    trace = read_trace(options.trace) if options.trace else _generated(options)
     comparison = Comparison(trace)
     policies: list[str] = options.policy or list(compared_policies())
     runs = {policy: comparison.run(policy) for policy in dict.fromkeys(policies)}
     results = {policy: comparison.result(policy, done) for policy, done in runs.items()}
-    by_policy = {policy: summary([result]) for policy, result in results.items()}
+    by_policy = {policy: summarise([result]) for policy, result in results.items()}
     bound = comparison.bound()
     if options.json:
-        _say(msgspec.json.encode(_spoken(trace, results, bound)).decode())
+        _print(msgspec.json.encode(_as_json(trace, results, bound)).decode())
     else:
-        _say("\n".join([trace.name, "", *lines(by_policy, bound)]))
+        _print("\n".join([trace.name, "", *table_lines(by_policy, bound)]))
     if options.out:
         charts = [_chart(trace, policy, done) for policy, done in runs.items()]
         _write(options.out, charts, trace)
@@ -52,14 +56,14 @@ def simulate(argv: Sequence[str]) -> int:
 
 
 def gantt(argv: Sequence[str]) -> int:
-    """Draw what a journal remembers."""
+    """Draw the history of a journal."""
     arguments = argparse.ArgumentParser(
-        prog="rollmesh scheduler gantt", description="Draw who was on which GPU, by a journal."
+        prog="rollmesh scheduler gantt", description="Draw the GPU use that a journal recorded."
     )
     arguments.add_argument("journal", type=Path, help="the scheduler's journal, or its folder")
     arguments.add_argument("--out", type=Path, default=Path(), metavar="FOLDER")
     options = arguments.parse_args(argv)
-    _write(options.out, [history.chart(options.journal)], None)
+    _write(options.out, [journal_chart(options.journal)], None)
     return OK
 
 
@@ -74,7 +78,7 @@ def _simulate_options(argv: Sequence[str]) -> argparse.Namespace:
         "--policy",
         action="append",
         choices=compared_policies(),
-        help="may be said again; default: all",
+        help="repeatable; default: all",
     )
     add("--json", action="store_true", help="the figures as one JSON object")
     add("--out", type=Path, metavar="FOLDER", help="write the charts and the trace there")
@@ -88,21 +92,21 @@ def _generated(options: argparse.Namespace) -> Trace:
     shape, num = SHAPES[options.shape], options.pipelines
     least = max(1, shape.node_gpus // shape.block_gpus)
     if num < 1 or num % least:
-        raise UserError(f"--pipelines {num}: give a multiple of {least}, which fill whole nodes")
-    return generate(shape, num, options.seed)
+        raise UserError(f"--pipelines {num}: use a multiple of {least}, to fill whole nodes")
+    return generate_trace(shape, num, options.seed)
 
 
-def _spoken(trace: Trace, results: dict[str, Result], bound: float) -> dict[str, Any]:
+def _as_json(trace: Trace, results: dict[str, TraceResult], bound: float) -> dict[str, Any]:
     names = [each.pipeline_id for each in trace.pipelines]
     policies = {
-        policy: msgspec.structs.asdict(summary([result]))
+        policy: msgspec.structs.asdict(summarise([result]))
         | {"slowdowns": dict(zip(names, result.slowdowns, strict=True))}
         for policy, result in results.items()
     }
     return {"trace": trace.name, "bound_steps_per_h_gpu": bound, "policies": policies}
 
 
-def _chart(trace: Trace, policy: str, done: Run) -> Chart:
+def _chart(trace: Trace, policy: str, done: SimulatedRun) -> Chart:
     return Chart(
         title=f"{policy}: {trace.name}",
         gpus=tuple(range(trace.num_gpus)),
@@ -113,10 +117,13 @@ def _chart(trace: Trace, policy: str, done: Run) -> Chart:
 
 def _write(folder: Path, charts: list[Chart], trace: Trace | None) -> None:
     files = {
-        "gantt.html": page(charts).encode(),
-        "gantt.png": picture(charts),
-        "perfetto.json": perfetto(charts),
+        "gantt.html": html_page(charts).encode(),
+        "perfetto.json": perfetto_trace(charts),
     }
+    if picture := png_picture(charts):
+        files["gantt.png"] = picture
+    else:
+        _print("no gantt.png: it needs matplotlib; pip install '.[train]' in a checkout")
     if trace:
         files["trace.json"] = msgspec.json.format(msgspec.json.encode(trace), indent=1)
     try:
@@ -125,8 +132,8 @@ def _write(folder: Path, charts: list[Chart], trace: Trace | None) -> None:
             (folder / name).write_bytes(data)
     except OSError as error:
         raise UserError(f"cannot write into {folder}: {error.strerror}") from None
-    _say(f"wrote {', '.join(files)} into {folder}")
+    _print(f"wrote {', '.join(files)} into {folder}")
 
 
-def _say(words: str) -> None:
+def _print(words: str) -> None:
     sys.stdout.write(words + "\n")

@@ -1,33 +1,80 @@
-"""A trace under several policies, and against a fleet for each pipeline alone.
+"""Comparison of policies on a trace, also with a fleet per pipeline.
 
-Owns what the figures mean. Invariants: every policy gets the same trace; `static` is a partition in
-which nobody shares; `bound` is no run, but what none can pass. Driven by command.py and by
-benchmarks/_scheduler_results.py.
+- Every policy gets the same trace. `static` gets a partition in which no GPU is shared; `bound` is
+  an upper bound that no policy can exceed.
 
-    steps_per_h_gpu  steps of all, by the hours from the first arrival to the last end and by GPUs
-    utilisation      GPU seconds that rollouts and phases need at full workers, of those there were
-    slowdown         from its arrival to its end, by the same alone on the whole fleet; mean, worst
-    jain             (sum x)^2 / (n sum x^2) over the slowdowns of a trace's pipelines; 1: all alike
-    wait             from a step's signal for generation to the first engine that serves; wait_next
-                     is without each pipeline's first, before which nobody can know of it
-    evictions        of workers on which rollouts ran
-    switch_share     of the GPU seconds, those of workers that wake or go to sleep
-    bound            the same steps in no less than the work at full workers takes the fleet, and
-                     than the slowest pipeline takes alone where a switch is free
+    steps_per_h_gpu  steps of all, per hour from the first arrival to the last end, and per GPU
+    utilisation      GPU seconds that rollouts and phases need at full workers, of those available
+    slowdown         from arrival to end, relative to the same alone on the whole fleet; mean, worst
+    jain             (sum x)^2 / (n sum x^2) over the slowdowns of a trace's pipelines; 1: all equal
+    wait             from a step's demand to the first engine that serves; wait_next excludes each
+                     pipeline's first step, which cannot be predicted
+    evictions        sleeps of workers with running rollouts
+    switch_share     GPU seconds of workers that wake or go to sleep, of all
+    bound            the same steps in no less than the fleet's time for the work at full workers,
+                     and than the slowest pipeline needs alone with free switches
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from rollmesh.scheduler.planning.policies import BASELINE_POLICY, make_policy, policy_names
-from rollmesh.scheduler.simulator.partition import partition
-from rollmesh.scheduler.simulator.trace import Costs, Trace, TracePipeline
-from rollmesh.scheduler.simulator.world import Run, run
+from rollmesh.scheduler.simulator.run import SimulatedRun, simulate_trace
+from rollmesh.scheduler.simulator.trace import SwitchCosts, Trace, TracePipeline
+
+Bundle = tuple[int, ...]
+
+
+def partition_trace(trace: Trace) -> Trace:
+    """Cut a trace into fleets of equal size: each pipeline generates on its own part only.
+
+    No GPU is in two parts, nor in a part of one pipeline while another trains on it. A part is as
+    close as possible to where its pipeline trains.
+    """
+    share = max(1, trace.num_gpus // max(1, len(trace.pipelines)))
+    taken: set[int] = set()
+    parts: dict[str, list[Bundle]] = {each.pipeline_id: [] for each in trace.pipelines}
+    is_growing = True
+    while is_growing:
+        is_growing = False
+        for pipeline in trace.pipelines:
+            part = parts[pipeline.pipeline_id]
+            bundle = _next(trace, pipeline, taken)
+            if bundle and (not part or (len(part) + 1) * pipeline.tp <= share):
+                part.append(bundle)
+                taken.update(bundle)
+                is_growing = True
+    pipelines = tuple(_narrowed(each, parts[each.pipeline_id]) for each in trace.pipelines)
+    return msgspec.structs.replace(trace, pipelines=pipelines)
+
+
+def _next(trace: Trace, pipeline: TracePipeline, taken: set[int]) -> Bundle:
+    own = {gpu for gpus in pipeline.clusters.values() for gpu in gpus}
+    others = {gpu for each in trace.pipelines for gpus in each.clusters.values() for gpu in gpus}
+    kept_off = taken | (others - own)
+    free = [each for each in _bundles(pipeline) if kept_off.isdisjoint(each)]
+    home = min(own, default=0)
+    return min(
+        free,
+        key=lambda each: (own.isdisjoint(each), each[0] < home, abs(each[0] - home)),
+        default=(),
+    )
+
+
+def _bundles(pipeline: TracePipeline) -> list[Bundle]:
+    starts = range(0, len(pipeline.generation), pipeline.tp)
+    return [pipeline.generation[start : start + pipeline.tp] for start in starts]
+
+
+def _narrowed(pipeline: TracePipeline, part: list[Bundle]) -> TracePipeline:
+    generation = tuple(gpu for bundle in sorted(part) for gpu in bundle)
+    return msgspec.structs.replace(pipeline, generation=generation or pipeline.generation)
+
 
 BOUND = "bound"
-FREE = Costs(sleep_s=0.0, wake_s=0.0, reprefill_s=0.0)
+FREE = SwitchCosts(sleep_s=0.0, wake_s=0.0, reprefill_s=0.0)
 
 
 def compared_policies() -> tuple[str, ...]:
@@ -36,8 +83,8 @@ def compared_policies() -> tuple[str, ...]:
     return (BASELINE_POLICY, *others)
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace under a policy."""
+class TraceResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a trace under one policy."""
 
     policy: str
     steps_per_h_gpu: float
@@ -50,18 +97,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     num_resizes: int
     switch_share: float
     num_starved: int
-    """Pipelines that never came to their end."""
+    """Pipelines that never finished."""
 
     @property
     def jain(self) -> float:
-        """See the module."""
+        """Fairness index of the slowdowns."""
         squares = len(self.slowdowns) * sum(each * each for each in self.slowdowns)
         total = sum(self.slowdowns)
         return total * total / squares if math.isfinite(total) else 0.0
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one policy over several traces: means, but for waits, which are those of all steps."""
+class SummaryFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one policy over several traces: means, except waits, which cover all steps."""
 
     steps_per_h_gpu: float
     utilisation: float
@@ -79,40 +126,45 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison:
-    """Of one trace; what every policy is measured against is simulated once."""
+    """Comparison on one trace; the references of every policy are simulated once."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._alone_s = [_alone_s(trace, each) for each in trace.pipelines]
 
-    def run(self, policy: str) -> Run:
+    def run(self, policy: str) -> SimulatedRun:
         """Simulate the policy."""
         is_static = policy == BASELINE_POLICY
-        return run(partition(self.trace) if is_static else self.trace, make_policy(policy))
+        return simulate_trace(
+            partition_trace(self.trace) if is_static else self.trace, make_policy(policy)
+        )
 
-    def result(self, policy: str, done: Run) -> Result:
-        """Of a run of the policy."""
-        trace, lives = self.trace, done.lives
-        pairs = zip(trace.pipelines, lives, strict=True)
+    def result(self, policy: str, done: SimulatedRun) -> TraceResult:
+        """Figures of a run of the policy."""
+        trace, outcomes = self.trace, done.outcomes
+        pairs = zip(trace.pipelines, outcomes, strict=True)
         gpu_s = trace.num_gpus * (done.ended_s - self._first_s)
-        return Result(
+        return TraceResult(
             policy=policy,
-            steps_per_h_gpu=sum(each.num_steps for each in lives) * 3600 / gpu_s,
-            utilisation=sum(trace.work_gpu_s(each, life.num_steps) for each, life in pairs) / gpu_s,
+            steps_per_h_gpu=sum(each.num_steps for each in outcomes) * 3600 / gpu_s,
+            utilisation=sum(trace.work_gpu_s(each, outcome.num_steps) for each, outcome in pairs)
+            / gpu_s,
             slowdowns=tuple(
-                math.inf if life.ended_s is None else (life.ended_s - life.arrival_s) / alone_s
-                for life, alone_s in zip(lives, self._alone_s, strict=True)
+                math.inf
+                if outcome.ended_s is None
+                else (outcome.ended_s - outcome.arrival_s) / alone_s
+                for outcome, alone_s in zip(outcomes, self._alone_s, strict=True)
             ),
-            waits_s=tuple(wait_s for life in lives for wait_s in life.waits_s),
-            next_waits_s=tuple(wait_s for life in lives for wait_s in life.waits_s[1:]),
+            waits_s=tuple(wait_s for outcome in outcomes for wait_s in outcome.waits_s),
+            next_waits_s=tuple(wait_s for outcome in outcomes for wait_s in outcome.waits_s[1:]),
             num_evictions=done.num_evictions,
             num_resizes=done.num_resizes,
             switch_share=done.switch_gpu_s / gpu_s,
-            num_starved=sum(life.ended_s is None for life in lives),
+            num_starved=sum(outcome.ended_s is None for outcome in outcomes),
         )
 
     def bound(self) -> float:
-        """Steps an hour and GPU, of a policy that nobody has."""
+        """Upper bound on steps per hour and GPU."""
         trace = self.trace
         free = msgspec.structs.replace(trace, costs=FREE)
         alone_s = max(each.arrival_s + _alone_s(free, each) for each in trace.pipelines)
@@ -125,11 +177,11 @@ class Comparison:
         return min(each.arrival_s for each in self.trace.pipelines)
 
 
-def summary(results: Sequence[Result]) -> Figures:
-    """Of the same policy."""
+def summarise(results: Sequence[TraceResult]) -> SummaryFigures:
+    """Combine the results of one policy."""
     waits_s = sorted(wait_s for each in results for wait_s in each.waits_s)
     next_s = sorted(wait_s for each in results for wait_s in each.next_waits_s)
-    return Figures(
+    return SummaryFigures(
         steps_per_h_gpu=_mean([each.steps_per_h_gpu for each in results]),
         utilisation=_mean([each.utilisation for each in results]),
         slowdown_mean=_mean([_mean(each.slowdowns) for each in results]),
@@ -147,9 +199,9 @@ def summary(results: Sequence[Result]) -> Figures:
 
 
 def _alone_s(trace: Trace, pipeline: TracePipeline) -> float:
-    """From its arrival to its end, with the whole fleet to itself."""
+    """From arrival to end, with the whole fleet for one pipeline."""
     alone = msgspec.structs.replace(trace, pipelines=(pipeline,))
-    return run(alone, make_policy(BASELINE_POLICY)).ended_s - pipeline.arrival_s
+    return simulate_trace(alone, make_policy(BASELINE_POLICY)).ended_s - pipeline.arrival_s
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -157,5 +209,36 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """The smallest of sorted values that so many are not above."""
+    """Smallest of sorted values that at least this share of the values does not exceed."""
     return values[max(0, math.ceil(share * len(values)) - 1)]
+
+
+FIGURE_FORMATS = {
+    "steps_per_h_gpu": "{:.3f}",
+    "utilisation": "{:.1%}",
+    "jain": "{:.3f}",
+    "jain_worst": "{:.3f}",
+    "wait_p50_s": "{:.1f}",
+    "wait_p99_s": "{:.1f}",
+    "wait_next_p99_s": "{:.1f}",
+    "evictions": "{:.0f}",
+    "resizes": "{:.0f}",
+    "switch_share": "{:.1%}",
+}
+"""Other figures have two digits."""
+
+
+def table_lines(by_policy: Mapping[str, SummaryFigures], bound: float) -> Iterator[str]:
+    """Markdown table with a column for each policy and a row for each figure."""
+    yield _row(["", *by_policy, BOUND])
+    yield _row(["---", *("---:" for _ in by_policy), "---:"])
+    for name in SummaryFigures.__struct_fields__:
+        form = FIGURE_FORMATS.get(name, "{:.2f}")
+        values = [msgspec.structs.asdict(each)[name] for each in by_policy.values()]
+        last = form.format(bound) if name == "steps_per_h_gpu" else ""
+        yield _row([name, *(form.format(value) for value in values), last])
+
+
+def _row(cells: list[str]) -> str:
+    first, *others = cells
+    return f"| {first:<16} | " + " | ".join(f"{each:>10}" for each in others) + " |"

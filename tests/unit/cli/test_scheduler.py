@@ -1,4 +1,4 @@
-"""The scheduler's verbs are found, and its two processes are started by the fleet's file."""
+"""The scheduler's verbs are found, and its processes are started by the fleet file."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_init_writes_a_fleet_and_never_over_one(
     assert list(read_fleet(path).pipelines) == ["math", "code"]
     path.write_text("")
     assert main(["scheduler", "init", str(path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert path.read_text() == ""
 
 
@@ -56,7 +56,7 @@ def complaint(verb: str, path: Path) -> str:
         ("admission", "polcy = 'fair'", "unknown key 'polcy'"),
         ("up", "polcy = 'fair'", "unknown key 'polcy'"),
         ("serve", "bind = 'tcp://0.0.0.0:0'", "others can reach it"),
-        ("admission", "admission = 'tcp://h:1'", "admission: 'tcp://h:1' is no path"),
+        ("admission", "admission = 'tcp://h:1'", "admission: 'tcp://h:1' is not a path"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_line(verb: str, text: str, told: str, tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_a_mistake_in_the_file_is_one_line(verb: str, text: str, told: str, tmp_
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[fair]\nquantum = 3", "[fair]: unknown key 'quantum'; there are quantum_s, "),
-        ("[service]\nstall_s = -3", "[service].stall_s: -3 is no time"),
+        ("[fair]\nquantum = 3", "[fair]: unknown key 'quantum'; known keys: quantum_s, "),
+        ("[service]\nstall_s = -3", "[service].stall_s: -3 is not a valid time"),
     ],
 )
 def test_seconds_are_checked_before_the_service_serves(
@@ -87,4 +87,39 @@ def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> N
     (journal / FILE_NAME).write_bytes(b"no journal " * 1000)
     told = complaint("serve", path)
     assert f"{journal / FILE_NAME} is not a scheduler's journal: " in told
-    assert f"; put a copy back, or move {journal} away: an empty one is begun" in told
+    assert f"; restore a copy, or move {journal} away to start with an empty" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--scheduler", "tcp://127.0.0.1:1", "--gpus", "0"], "--gpus 0: a node has at least one"),
+        (["--scheduler", "nowhere", "--gpus", "1"], "write it as tcp://host:port"),
+        (["--scheduler", "tcp://10.0.0.1:1", "--gpus", "1"], "lets in nobody without keys"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scheduler", "agent", *words]) == 2
+    assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_ray_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.touch()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "rollmesh.scheduler.nodes.ray", raising=False)
+    assert main(["scheduler", "ray", str(path)]) == 2
+    assert "scheduler ray needs Ray: pip install '.[ray]'" in capsys.readouterr().err
+
+
+def test_a_fleet_without_a_port_is_no_fleet_for_ray(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.write_text('bind = "tcp://127.0.0.1:0"')
+    assert main(["scheduler", "ray", str(path)]) == 2
+    assert "use a fixed port" in capsys.readouterr().err

@@ -17,8 +17,12 @@ import pytest
 from rollmesh.cli.main import main
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
-from rollmesh.scheduler.admission.asking import Answer, Question, ask
-from rollmesh.scheduler.admission.door import ask_admission
+from rollmesh.scheduler.admission.transport import (
+    AdmissionAnswer,
+    SchedulerQuestion,
+    ask_admission,
+    ask_scheduler,
+)
 from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase
 from rollmesh.scheduler.service.explain import FleetExplanation, PipelineView
 from rollmesh.wire.frames import Packet
@@ -101,11 +105,11 @@ class Running:
         return 0
 
     def seen(self) -> FleetExplanation:
-        answer = self.ask(self.address, ReadScheduler(new_id("read")))
+        answer = self.ask_scheduler(self.address, ReadScheduler(new_id("read")))
         return msgspec.json.decode(answer.body, type=FleetExplanation)
 
-    def ask(self, address: str, question: Question) -> Answer:
-        return ask(address, question, patience_s=PATIENCE_S)
+    def ask_scheduler(self, address: str, question: SchedulerQuestion) -> AdmissionAnswer:
+        return ask_scheduler(address, question, patience_s=PATIENCE_S)
 
     def of(self, pipeline_id: str) -> PipelineView:
         (only,) = [each for each in self.seen().pipelines if each.pipeline_id == pipeline_id]
@@ -209,7 +213,7 @@ def test_a_killed_pipeline_holds_nothing_and_is_let_in_again(
     words = ["--admission", str(running.admission)]
     with claimed_run(tmp_path) as run:
         claim = ClaimPipeline(new_id("k"), "math", run.claim, token=running.token("math"))
-        assert running.ask(running.address, claim).ok
+        assert running.ask_scheduler(running.address, claim).ok
         tenant = Tenant(running, "math")
         train = RequestGpus("1", "math", "actor_train", GpuPriority.ACTOR_TRAINING)
         tenant.until(TicketState.GRANTED, train)
@@ -217,7 +221,7 @@ def test_a_killed_pipeline_holds_nothing_and_is_let_in_again(
         assert running.seen().num_free == 2
         assert main(["scheduler", "kill", "math", *words]) == 0
         assert run.launch.wait(PATIENCE_S) == -signal.SIGKILL
-    assert "math: 1 processes ended, and its GPUs are free;" in capfd.readouterr().out
+    assert "math: 1 processes killed, and its GPUs are free;" in capfd.readouterr().out
     assert running.seen().num_free == 4
     assert running.of("math").phase is PipelinePhase.REGISTERED
     assert main(["scheduler", "admit", "math", *words]) == 0

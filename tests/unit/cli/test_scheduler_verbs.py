@@ -9,10 +9,12 @@ import msgspec
 import pytest
 
 from rollmesh.cli.main import main
-from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.desk import Desk, Secrets
-from rollmesh.scheduler.admission.door import Door
-from rollmesh.scheduler.admission.process import turn
+from rollmesh.scheduler.admission.server import AdmissionServer, TokenFiles, serve_waiting
+from rollmesh.scheduler.admission.transport import (
+    AdmissionAnswer,
+    AdmissionSocket,
+    SchedulerQuestion,
+)
 from rollmesh.scheduler.planning.state import ClusterRequest, PipelinePhase
 from rollmesh.scheduler.service.explain import ExplainContext, explain_fleet
 from rollmesh.wire.frames import Packet
@@ -44,20 +46,20 @@ class Town(Fleet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hub, self._door = Hub("tcp://127.0.0.1:0"), Door(Path("admission.sock"))
-        self._desk = Desk(self.ask, Secrets(Path()))
+        self.hub, self._door = Hub("tcp://127.0.0.1:0"), AdmissionSocket(Path("admission.sock"))
+        self._desk = AdmissionServer(self.ask, TokenFiles(Path()))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def ask(self, question: Question, patience_s: float = 1.0) -> Answer:
+    def ask(self, question: SchedulerQuestion, patience_s: float = 1.0) -> AdmissionAnswer:
         if isinstance(question, ReadScheduler):
             seen = explain_fleet(
                 self.state, ExplainContext(scheduler="i1", policy="fair"), question.pipeline_id
             )
-            return Answer(ok=True, body=msgspec.json.encode(seen))
+            return AdmissionAnswer(ok=True, body=msgspec.json.encode(seen))
         if isinstance(question, DrainNode | UndrainNode) and question.name not in self.state.nodes:
-            return Answer(ok=False, error=f"no node {question.name!r}")
+            return AdmissionAnswer(ok=False, error=f"no node {question.name!r}")
         return super().ask(question, patience_s)
 
     def phase(self, name: str) -> PipelinePhase:
@@ -78,7 +80,7 @@ class Town(Fleet):
                 answer = self.ask(question)
                 told = SchedulerAnswered(question.key, answer.ok, answer.error)
                 self.hub.send(route, Packet(told, body=answer.body))
-            turn(self._door, self._desk)
+            serve_waiting(self._door, self._desk)
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
         (["explain", "maths"], "no pipeline 'maths'; none is known"),
         (["drain", "c"], "no node 'c'"),
         (["drain", "c", "--undo"], "no node 'c'"),
-        (["kill", "math"], "no run has the name math, so there is no process that may be ended"),
+        (["kill", "math"], "no run has the name math, so there is no process to kill"),
         (["status", "--fleet", "other.toml"], "`rollmesh scheduler init` writes one"),
     ],
 )
@@ -173,5 +175,5 @@ def test_a_killed_pipeline_has_no_processes_left(
 ) -> None:
     main(["scheduler", "register", "math"])
     assert main(["scheduler", "kill", "math", "--dead"]) == 0
-    assert "math: 0 processes ended, and its GPUs are free;" in capsys.readouterr().out
+    assert "math: 0 processes killed, and its GPUs are free;" in capsys.readouterr().out
     assert not town.state.pipelines

@@ -6,7 +6,7 @@ Driven by the tests of the desk and of its process.
 
 import msgspec
 
-from rollmesh.scheduler.admission.asking import Answer, Question
+from rollmesh.scheduler.admission.transport import AdmissionAnswer, SchedulerQuestion
 from rollmesh.scheduler.planning.state import FleetState, GpuNode, PipelinePhase
 from rollmesh.scheduler.service.explain import ExplainContext, explain_fleet
 from rollmesh.wire.scheduling import (
@@ -26,16 +26,16 @@ class Fleet:
         self.state = FleetState()
         self.state.add_node(GpuNode(name="a", gpus=(0, 1, 2, 3), labels=("h200",)))
         self.state.add_node(GpuNode(name="b", gpus=(4, 5, 6, 7), labels=("l40",)))
-        self.asked: list[Question] = []
+        self.asked: list[SchedulerQuestion] = []
         self.runs: dict[str, RunClaim] = {}
         """By pipeline, the run that has its name."""
 
-    def ask(self, question: Question, patience_s: float = 1.0) -> Answer:
+    def ask(self, question: SchedulerQuestion, patience_s: float = 1.0) -> AdmissionAnswer:
         self.asked.append(question)
         assert patience_s > 0
         match question:
             case ReadScheduler():
-                return Answer(
+                return AdmissionAnswer(
                     ok=True,
                     body=msgspec.json.encode(
                         explain_fleet(self.state, ExplainContext(runs=self.runs))
@@ -46,8 +46,8 @@ class Fleet:
                     self.state.add_pipeline(spec)
             case AdmitPipeline(_, pipeline_id):
                 if pipeline_id not in self.state.pipelines:
-                    return Answer(ok=False, error=f"no pipeline {pipeline_id!r}")
+                    return AdmissionAnswer(ok=False, error=f"no pipeline {pipeline_id!r}")
                 self.state.pipelines[pipeline_id].phase = PipelinePhase.ADMITTED
             case KillPipeline(_, pipeline_id) | UnregisterPipeline(_, pipeline_id):
                 self.state.pipelines.pop(pipeline_id, None)
-        return Answer(ok=True)
+        return AdmissionAnswer(ok=True)

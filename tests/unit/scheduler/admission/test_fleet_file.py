@@ -10,9 +10,9 @@ from msgspec.structs import fields
 from rollmesh.core.errors import ConfigError
 from rollmesh.scheduler.admission.fleet_file import (
     FleetTables,
-    fleet_of,
+    convert_fleet,
+    convert_settings,
     read_fleet,
-    settings_of,
 )
 from rollmesh.scheduler.planning.policies.fair import FairSettings
 from rollmesh.scheduler.service.state import SchedulerSettings
@@ -57,7 +57,7 @@ RANGES = {
 
 
 def fleet(text: str) -> FleetTables:
-    return fleet_of(tomllib.loads(text), "scheduler.toml")
+    return convert_fleet(tomllib.loads(text), "scheduler.toml")
 
 
 def test_what_the_file_says_is_read_and_the_rest_has_defaults(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
         ("[[nodes]]\nname = 'a'", "nodes[0]: object missing required field `gpus`"),
         (
             "nodes = [{name = 'a', gpus = 1}, {name = 'a', gpus = 2}]",
-            "nodes: 'a' stands there twice",
+            "nodes: 'a' is listed twice",
         ),
         ("pipelines = 3", "pipelines: write each as a table [pipelines.NAME]"),
         ("[pipelines]\nmath = 1", "pipelines.math: expected `object`, got `int`"),
@@ -98,16 +98,19 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
         ("[pipelines.math]\nweight = 0", "pipelines.math.weight: expected `float` >= 1e-06"),
         ("[pipelines.math]\nweight = nan", "pipelines.math.weight: expected `float` >= 1e-06"),
         ("[pipelines.math]\nweight = inf", "pipelines.math.weight: expected `float` <= 1000000"),
-        ("bind = '127.0.0.1:7070'", "bind: '127.0.0.1:7070' is no address; write it as tcp://HOST"),
-        ("bind = 'tcp://127.0.0.1:70707'", "bind: 'tcp://127.0.0.1:70707' is no address"),
+        (
+            "bind = '127.0.0.1:7070'",
+            "bind: '127.0.0.1:7070' is not an address; write it as tcp://HOST",
+        ),
+        ("bind = 'tcp://127.0.0.1:70707'", "bind: 'tcp://127.0.0.1:70707' is not an address"),
         ("bind = 7070", "bind: expected `str`, got `int`"),
         (
             "admission = 'tcp://h:1'",
-            "admission: 'tcp://h:1' is no path; admission serves",
+            "admission: 'tcp://h:1' is not a path; admission serves",
         ),
-        ("http_bind = ':7071'", "http_bind: ':7071' is no address; write it as HOST:PORT"),
-        ("http_bind = '127.0.0.1:*'", "http_bind: '127.0.0.1:*' is no address"),
-        ("journal = ' '", "journal: ' ' is no folder; name one"),
+        ("http_bind = ':7071'", "http_bind: ':7071' is not an address; write it as HOST:PORT"),
+        ("http_bind = '127.0.0.1:*'", "http_bind: '127.0.0.1:*' is not an address"),
+        ("journal = ' '", "journal: ' ' is not a folder name; give one"),
         ("fair = 3", "fair: expected `object`, got `int`"),
         ("service = []", "service: expected `object`, got `array`"),
         ("nodes = 3", "nodes: expected `array`, got `int`"),
@@ -118,13 +121,16 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
         ("[pipelines.math]\nclusters = 2", "pipelines.math.clusters: expected `object`, got `int`"),
         ("[pipelines.math]\nclusters.b = 0", "pipelines.math.clusters.b: expected `int` >= 1"),
         ("[pipelines.math]\nclusters.b = []", "pipelines.math.clusters.b: expected `array` of len"),
-        ("[pipelines.math]\nclusters.b = [0, 0]", "pipelines.math.clusters.b: a GPU stands"),
+        ("[pipelines.math]\nclusters.b = [0, 0]", "pipelines.math.clusters.b: a GPU is listed"),
         ("[pipelines.math]\nclusters.'b c' = 1", "pipelines.math.clusters.b c: a name is one word"),
         (
             "[pipelines.math]\ngeneration = [-1]",
             "pipelines.math.generation[0]: expected `int` >= 0",
         ),
-        ("[pipelines.math]\ngeneration = [1, 1]", "pipelines.math.generation: a GPU stands there"),
+        (
+            "[pipelines.math]\ngeneration = [1, 1]",
+            "pipelines.math.generation: a GPU is listed twice",
+        ),
         (
             f"[pipelines.math]\nworkers = {10**30}",
             "pipelines.math.workers: expected `int` <= 1000000000",
@@ -140,18 +146,21 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
             "pipelines.math.rollouts_per_worker: expected `int` >= 0",
         ),
         ("[pipelines.'a/b']\nworkers = 1", "pipelines.a/b: a name is one word"),
-        ("[pipelines.math]", "pipelines.math.clusters: it wants no GPU at all"),
-        ("[pipelines.math]\nworkers = 1\ngeneration = [0]", "pipelines.math.workers: the numbers"),
+        ("[pipelines.math]", "pipelines.math.clusters: no GPUs requested"),
+        (
+            "[pipelines.math]\nworkers = 1\ngeneration = [0]",
+            "pipelines.math.workers: `generation` already",
+        ),
         (
             "[pipelines.math]\ngeneration = [0, 1, 2]\ntp = 2",
-            "pipelines.math.generation: 3 GPUs are",
+            "pipelines.math.generation: 3 GPUs is not",
         ),
         (
             "[pipelines.math]\nworkers = 1\ntp = 2\nmax_gpus = 1",
             "pipelines.math.max_gpus: 1 is less",
         ),
-        ("[pipelines.math]\nworkers = 1\nmin_gpus = 2", "pipelines.math.min_gpus: 2 is more"),
-        ("[pipelines.math]\nclusters.actor_infer = 1", "pipelines.math.clusters.actor_infer: that"),
+        ("[pipelines.math]\nworkers = 1\nmin_gpus = 2", "pipelines.math.min_gpus: 2 exceeds"),
+        ("[pipelines.math]\nclusters.actor_infer = 1", "pipelines.math.clusters.actor_infer: use"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(text: str, told: str) -> None:
@@ -167,13 +176,13 @@ def test_a_file_that_is_not_there_says_where_one_comes_from(tmp_path: Path) -> N
 
 
 def test_seconds_are_settings_of_those_who_have_them() -> None:
-    assert settings_of({"hold_s": 2.0}, FairSettings, "[fair]") == FairSettings(hold_s=2.0)
-    with pytest.raises(ConfigError, match=r"\[fair\]: unknown key 'holds_s'; there are quan"):
-        settings_of({"holds_s": 2.0}, FairSettings, "[fair]")
-    with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: nan is no time"):
-        settings_of({"hold_s": math.nan}, FairSettings, "[fair]")
-    with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: -1 is no time; give it from 0 to "):
-        settings_of({"hold_s": -1}, FairSettings, "[fair]")
+    assert convert_settings({"hold_s": 2.0}, FairSettings, "[fair]") == FairSettings(hold_s=2.0)
+    with pytest.raises(ConfigError, match=r"\[fair\]: unknown key 'holds_s'; known keys: quan"):
+        convert_settings({"holds_s": 2.0}, FairSettings, "[fair]")
+    with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: nan is not a valid time"):
+        convert_settings({"hold_s": math.nan}, FairSettings, "[fair]")
+    with pytest.raises(ConfigError, match=r"\[fair\]\.hold_s: -1 is not a valid time; use 0 to "):
+        convert_settings({"hold_s": -1}, FairSettings, "[fair]")
 
 
 TIMES = [(kind, field.name) for kind in (FairSettings, SchedulerSettings) for field in fields(kind)]
@@ -185,12 +194,12 @@ def test_a_time_that_is_none_is_refused_by_its_key_and_range(
 ) -> None:
     least_s, most_s = RANGES.get(key, (0, 1e6))
     for good in (least_s, most_s, int(most_s)):
-        assert getattr(settings_of({key: good}, kind, "[x]"), key) == good
+        assert getattr(convert_settings({key: good}, kind, "[x]"), key) == good
     nonsense: list[object] = ["1", True, [], {}]
     for bad in (least_s - 1e-6, -1, most_s + 1, math.inf, math.nan, *nonsense):
         with pytest.raises(ConfigError) as caught:
-            settings_of({key: bad}, kind, "[x]")
-        told = f"[x].{key}: {bad!r} is no time; give it from {least_s:g} to {most_s:.0f} seconds"
+            convert_settings({key: bad}, kind, "[x]")
+        told = f"[x].{key}: {bad!r} is not a valid time; use {least_s:g} to {most_s:.0f} seconds"
         assert str(caught.value) == told
 
 

@@ -11,11 +11,19 @@ import pytest
 
 from rollmesh.core.errors import AddressError
 from rollmesh.core.ids import new_id
-from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.desk import Desk, Registered, Secrets
-from rollmesh.scheduler.admission.door import Door, ask_admission
 from rollmesh.scheduler.admission.fleet_file import PipelineTable
-from rollmesh.scheduler.admission.process import turn
+from rollmesh.scheduler.admission.server import (
+    AdmissionServer,
+    Registered,
+    TokenFiles,
+    serve_waiting,
+)
+from rollmesh.scheduler.admission.transport import (
+    AdmissionAnswer,
+    AdmissionSocket,
+    SchedulerQuestion,
+    ask_admission,
+)
 from rollmesh.wire.scheduling import AdmitPipeline, DrainNode, PipelineSpec, RegisterPipeline
 from tests.unit.scheduler.admission.fleet import Fleet
 
@@ -28,7 +36,7 @@ class Serving:
     def __init__(self, fleet: Fleet, path: Path) -> None:
         self.fleet = fleet
         self.is_broken = False
-        self.door = Door(path)
+        self.listener = AdmissionSocket(path)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -36,14 +44,14 @@ class Serving:
     def close(self) -> None:
         self._stop.set()
         self._thread.join(PROMPT_S)
-        self.door.close()
+        self.listener.close()
 
     def _serve(self) -> None:
-        desk = Desk(self._ask, Secrets(self.door.path.parent))
+        server = AdmissionServer(self._ask, TokenFiles(self.listener.path.parent))
         while not self._stop.wait(0.02):
-            turn(self.door, desk)
+            serve_waiting(self.listener, server)
 
-    def _ask(self, question: Question, patience_s: float) -> Answer:
+    def _ask(self, question: SchedulerQuestion, patience_s: float) -> AdmissionAnswer:
         if self.is_broken:
             raise KeyError(question.key)
         return self.fleet.ask(question, patience_s)
@@ -90,7 +98,7 @@ def test_a_mistake_is_answered_in_one_line(serving: Serving, path: Path) -> None
 def test_a_fault_of_ours_ends_nothing(serving: Serving, path: Path) -> None:
     serving.is_broken = True
     answer = ask_admission(path, AdmitPipeline("k1", "math"), b"", PROMPT_S)
-    assert (answer.ok, answer.error) == (False, "admission failed at it: KeyError('k1')")
+    assert (answer.ok, answer.error) == (False, "admission failed: KeyError('k1')")
     serving.is_broken = False
     answer = ask_admission(path, AdmitPipeline("k2", "math"), b"", PROMPT_S)
     assert answer.error == "no pipeline 'math'"
@@ -119,17 +127,17 @@ def test_a_socket_that_was_left_is_replaced_and_one_in_use_is_not(
     serving: Serving, path: Path
 ) -> None:
     with pytest.raises(AddressError, match="another process listens there; name another"):
-        Door(path)
+        AdmissionSocket(path)
     left = path.with_name("left.sock")
     with socket.socket(socket.AF_UNIX) as gone:
         descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         gone.bind(f"/proc/self/fd/{descriptor}/{left.name}")
         os.close(descriptor)
-    Door(left).close()
+    AdmissionSocket(left).close()
     assert not left.exists()
     left.write_text("a file")
-    with pytest.raises(AddressError, match="there is a file that is no socket"):
-        Door(left)
+    with pytest.raises(AddressError, match="a file that is not a socket is there"):
+        AdmissionSocket(left)
 
 
 def test_no_admission_process_is_one_line_that_names_the_socket(tmp_path: Path) -> None:

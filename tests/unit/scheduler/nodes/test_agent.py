@@ -9,10 +9,10 @@ from rollmesh.scheduler.nodes.agent import (
     BEAT_S,
     REJOIN_S,
     SCHEDULER,
-    UNHEARD_S,
-    Agent,
+    SILENT_S,
     AgentPhase,
-    Silence,
+    NodeMachine,
+    SilenceWarning,
     num_gpus,
     serve,
 )
@@ -28,7 +28,7 @@ from rollmesh.wire.sockets import Hub, wait
 PROMPT_S = 30.0
 
 
-def joined(agent: Agent, now_s: float, *, ok: bool = True, error: str = "") -> JoinNode:
+def joined(agent: NodeMachine, now_s: float, *, ok: bool = True, error: str = "") -> JoinNode:
     """What it said first, answered."""
     (send,) = agent.step(Ticked(), now_s)
     assert isinstance(send.message, JoinNode)
@@ -38,7 +38,7 @@ def joined(agent: Agent, now_s: float, *, ok: bool = True, error: str = "") -> J
 
 
 def test_a_join_is_said_again_with_its_key_until_it_is_answered() -> None:
-    agent = Agent("a", 4, ("h200",))
+    agent = NodeMachine("a", 4, ("h200",))
     text = [send.message for at in range(5) for send in agent.step(Ticked(), at * BEAT_S / 2)]
     assert len(text) == 3
     assert len(set(text)) == 1
@@ -48,7 +48,7 @@ def test_a_join_is_said_again_with_its_key_until_it_is_answered() -> None:
 
 
 def test_who_has_joined_beats_each_second() -> None:
-    agent = Agent("a", 4)
+    agent = NodeMachine("a", 4)
     joined(agent, 0.0)
     assert agent.phase is AgentPhase.JOINED
     times = [at / 4 for at in range(1, 4 * int(REJOIN_S))]
@@ -57,27 +57,27 @@ def test_who_has_joined_beats_each_second() -> None:
 
 
 def test_a_scheduler_that_lost_its_journal_hears_of_the_node_again() -> None:
-    agent = Agent("a", 4)
+    agent = NodeMachine("a", 4)
     join = joined(agent, 0.0)
     text = [send.message for send in agent.step(Ticked(), REJOIN_S)]
     assert text == [NodeBeat("a"), join]
 
 
 def test_an_answer_to_somebody_else_is_not_ours() -> None:
-    agent = Agent("a", 4)
+    agent = NodeMachine("a", 4)
     agent.step(Ticked(), 0.0)
     agent.step(Received(SCHEDULER, SchedulerAnswered("other", False, "no")), 0.1)
     assert agent.phase is AgentPhase.JOINING
 
 
 def test_who_is_refused_says_nothing_more() -> None:
-    agent = Agent("a", 4)
+    agent = NodeMachine("a", 4)
     joined(agent, 0.0, ok=False, error="a has 8 GPUs")
     assert (agent.phase, agent.why) == (AgentPhase.REFUSED, "a has 8 GPUs")
     assert agent.step(Ticked(), 99.0) == []
 
 
-def live(scheduler: FleetScheduler, agent: Agent, from_s: float, to_s: float) -> None:
+def live(scheduler: FleetScheduler, agent: NodeMachine, from_s: float, to_s: float) -> None:
     """Both for so long, with nothing between them."""
     for now_s in (from_s + step * BEAT_S for step in range(int((to_s - from_s) / BEAT_S))):
         for send in agent.step(Ticked(), now_s):
@@ -90,13 +90,13 @@ def live(scheduler: FleetScheduler, agent: Agent, from_s: float, to_s: float) ->
 def test_a_drained_node_stays_drained_until_its_agent_is_started_anew() -> None:
     settings = SchedulerSettings(memory_s=30.0)
     scheduler = FleetScheduler(settings, make_policy("fair"))
-    agent = Agent("a", 4)
+    agent = NodeMachine("a", 4)
     live(scheduler, agent, 0.0, 5.0)
     scheduler.step(Received(b"cli", DrainNode("d", "a")), 5.0)
     live(scheduler, agent, 6.0, 6.0 + 3 * settings.memory_s)
     node = scheduler.state.fleet.nodes["a"]
     assert node.phase is NodePhase.DRAINING
-    live(scheduler, Agent("a", 4), 100.0, 105.0)
+    live(scheduler, NodeMachine("a", 4), 100.0, 105.0)
     assert (node.name, node.gpus) == ("a", (0, 1, 2, 3))
     assert scheduler.state.fleet.nodes["a"].phase is NodePhase.UP
 
@@ -104,9 +104,9 @@ def test_a_drained_node_stays_drained_until_its_agent_is_started_anew() -> None:
 def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> None:
     settings = SchedulerSettings()
     scheduler = FleetScheduler(settings, make_policy("fair"))
-    agent = Agent("a", 4)
+    agent = NodeMachine("a", 4)
     live(scheduler, agent, 0.0, 5.0)
-    live(scheduler, Agent("b", 2), 5.0, 6.0 + settings.node_grace_s)
+    live(scheduler, NodeMachine("b", 2), 5.0, 6.0 + settings.node_grace_s)
     phases = {node.name: node.phase for node in scheduler.state.fleet.nodes.values()}
     assert phases == {"a": NodePhase.DOWN, "b": NodePhase.UP}
     live(scheduler, agent, 25.0, 26.0)
@@ -117,14 +117,14 @@ def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> No
 def test_a_silent_scheduler_is_told_of_once_until_it_is_heard_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    silence = Silence("tcp://there:1")
-    for num_received, now_s in ((0, 0.0), (0, UNHEARD_S), (0, 9 * UNHEARD_S)):
-        silence.look(num_received, now_s)
+    silence = SilenceWarning("tcp://there:1")
+    for num_answers, now_s in ((0, 0.0), (0, SILENT_S), (0, 9 * SILENT_S)):
+        silence.look(num_answers, now_s)
     assert sum("scheduler.unheard" in line for line in caplog.messages) == 1
-    for num_received, now_s in ((1, 200.0), (1, 200.0 + UNHEARD_S / 2), (2, 220.0), (2, 230.0)):
-        silence.look(num_received, now_s)
+    for num_answers, now_s in ((1, 200.0), (1, 200.0 + SILENT_S / 2), (2, 220.0), (2, 230.0)):
+        silence.look(num_answers, now_s)
     assert sum("scheduler.unheard" in line for line in caplog.messages) == 1
-    silence.look(2, 220.0 + UNHEARD_S)
+    silence.look(2, 220.0 + SILENT_S)
     assert sum("scheduler.unheard" in line for line in caplog.messages) == 2
 
 
@@ -153,7 +153,7 @@ class Answering(threading.Thread):
 def test_over_a_socket_it_joins_and_beats_until_it_is_stopped() -> None:
     scheduler, stop = Answering(""), threading.Event()
     scheduler.start()
-    agent = Agent("a", 4)
+    agent = NodeMachine("a", 4)
     serving = threading.Thread(target=serve, args=(scheduler.hub.address, agent, stop))
     serving.start()
     assert scheduler.beaten.wait(PROMPT_S)
@@ -169,14 +169,14 @@ def test_over_a_socket_a_refusal_ends_it_with_the_reason() -> None:
     scheduler = Answering("a: it has 8 GPUs, and had 4")
     scheduler.start()
     with pytest.raises(UserError, match="it has 8 GPUs"):
-        serve(scheduler.hub.address, Agent("a", 8), threading.Event())
+        serve(scheduler.hub.address, NodeMachine("a", 8), threading.Event())
     scheduler.join(PROMPT_S)
     scheduler.hub.close()
 
 
 def test_another_machine_is_not_dialled_without_keys() -> None:
     with pytest.raises(AddressError, match="lets in nobody without keys"):
-        serve("tcp://10.0.0.1:7070", Agent("a", 4), threading.Event())
+        serve("tcp://10.0.0.1:7070", NodeMachine("a", 4), threading.Event())
 
 
 def test_gpus_are_those_that_cuda_may_see() -> None:

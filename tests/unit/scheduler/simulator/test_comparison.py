@@ -1,5 +1,6 @@
-"""What policies are measured against, and by what figures."""
+"""Comparison of policies: the partition, the figures and their table."""
 
+import itertools
 import math
 
 import msgspec
@@ -8,14 +9,70 @@ import pytest
 from rollmesh.scheduler.planning.policies import BASELINE_POLICY
 from rollmesh.scheduler.simulator.comparison import (
     Comparison,
-    Result,
+    SummaryFigures,
+    TraceResult,
     compared_policies,
-    summary,
+    partition_trace,
+    summarise,
+    table_lines,
 )
-from rollmesh.scheduler.simulator.trace import Phase, Trace, TracePipeline
-from rollmesh.scheduler.simulator.workload import Shape, generate
+from rollmesh.scheduler.simulator.trace import (
+    SHAPES,
+    StepPhase,
+    Trace,
+    TracePipeline,
+    WorkloadShape,
+    generate_trace,
+)
 
-TINY = Shape(
+
+def _pipeline(name: str, train: tuple[int, ...], tp: int = 1) -> TracePipeline:
+    return TracePipeline(
+        pipeline_id=name,
+        clusters={"actor_train": train},
+        generation=(0, 1, 2, 3),
+        tp=tp,
+        rollouts_s=((1.0,),),
+    )
+
+
+def test_each_has_its_share_around_where_it_trains() -> None:
+    pipelines = (_pipeline("a", (2, 3)), _pipeline("b", (0, 1)))
+    parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=pipelines))
+    assert [each.generation for each in parts.pipelines] == [(2, 3), (0, 1)]
+
+
+def test_parts_are_whole_blocks_of_the_published_traces() -> None:
+    for shape, seed in itertools.product(("mixed", "even"), range(5)):
+        trace = generate_trace(SHAPES[shape], 8, seed)
+        for number, pipeline in enumerate(partition_trace(trace).pipelines):
+            assert pipeline.generation == tuple(range(8 * number, 8 * number + 8))
+
+
+def test_bundles_stay_whole_and_what_another_trains_on_is_left_to_it() -> None:
+    pipelines = (_pipeline("a", (0,), tp=2), _pipeline("b", (3,), tp=1))
+    parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=pipelines))
+    assert [each.generation for each in parts.pipelines] == [(0, 1), (2, 3)]
+
+
+def test_where_it_trains_comes_first_and_where_another_does_never() -> None:
+    halves = (_pipeline("a", (1,), tp=2), _pipeline("b", (3,), tp=2))
+    parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=halves))
+    assert [each.generation for each in parts.pipelines] == [(0, 1), (2, 3)]
+    near = (_pipeline("a", (0,)), _pipeline("b", (1, 2)))
+    parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=near))
+    assert [each.generation for each in parts.pipelines] == [(0, 3), (1, 2)]
+
+
+def test_more_pipelines_than_gpus_share_after_all() -> None:
+    pipelines = tuple(_pipeline(f"p{number}", (0,)) for number in range(6))
+    parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=pipelines))
+    alone = [each.generation for each in parts.pipelines if len(each.generation) == 1]
+    assert sorted(alone) == [(0,), (1,), (2,), (3,)]
+    assert [each.generation for each in parts.pipelines[4:]] == [(0, 1, 2, 3)] * 2
+
+
+TINY = WorkloadShape(
     block_gpus=4,
     node_gpus=4,
     train_gpus=(2,),
@@ -23,7 +80,7 @@ TINY = Shape(
     rollouts_per_step=(24, 48),
     num_steps=(2, 4),
 )
-RESULT = Result(
+RESULT = TraceResult(
     policy="fair",
     steps_per_h_gpu=2.0,
     utilisation=0.5,
@@ -38,14 +95,14 @@ RESULT = Result(
 
 
 def test_a_pipeline_alone_under_static_is_a_dedicated_fleet() -> None:
-    comparison = Comparison(generate(TINY, 1, 0))
+    comparison = Comparison(generate_trace(TINY, 1, 0))
     result = comparison.result(BASELINE_POLICY, comparison.run(BASELINE_POLICY))
     assert result.slowdowns == (1.0,)
     assert result.jain == 1.0
 
 
 def test_static_is_a_partition_in_which_nobody_is_evicted_for_another() -> None:
-    comparison = Comparison(generate(TINY, 3, 0))
+    comparison = Comparison(generate_trace(TINY, 3, 0))
     spans = comparison.run(BASELINE_POLICY).spans
     assert {each.pipeline_id for each in spans} == {"p0", "p1", "p2"}
     assert all(each.pipeline_id == f"p{each.gpu // 4}" for each in spans)
@@ -57,7 +114,7 @@ def test_the_bound_is_the_slowest_alone_or_the_work_whichever_is_more() -> None:
         clusters={"actor_train": (0,)},
         generation=(0, 1),
         rollouts_s=((10.0, 20.0),),
-        phases=(Phase("actor_train", 30.0),),
+        phases=(StepPhase("actor_train", 30.0),),
     )
     alone = Comparison(Trace(name="x", nodes=(2,), pipelines=(one,)))
     assert alone.bound() == pytest.approx(3600 / (20.0 + 30.0) / 2)
@@ -69,7 +126,7 @@ def test_the_bound_is_the_slowest_alone_or_the_work_whichever_is_more() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_no_policy_passes_the_bound(seed: int) -> None:
-    comparison = Comparison(generate(TINY, 3, seed))
+    comparison = Comparison(generate_trace(TINY, 3, seed))
     bound = comparison.bound()
     for policy in compared_policies():
         result = comparison.result(policy, comparison.run(policy))
@@ -89,7 +146,7 @@ def test_means_are_of_traces_and_waits_of_all_steps() -> None:
     other = msgspec.structs.replace(
         RESULT, steps_per_h_gpu=4.0, slowdowns=(2.0, 2.0), waits_s=tuple(map(float, range(20, 118)))
     )
-    figures = summary([RESULT, other])
+    figures = summarise([RESULT, other])
     assert figures.steps_per_h_gpu == 3.0
     assert figures.jain == pytest.approx((0.8 + 1.0) / 2)
     assert figures.jain_worst == pytest.approx(0.8)
@@ -99,9 +156,23 @@ def test_means_are_of_traces_and_waits_of_all_steps() -> None:
 
 
 def test_the_first_wait_of_a_pipeline_is_no_next_one() -> None:
-    done = Comparison(trace := generate(TINY, 2, 0)).run("fair")
+    done = Comparison(trace := generate_trace(TINY, 2, 0)).run("fair")
     result = Comparison(trace).result("fair", done)
     assert len(result.waits_s) - len(result.next_waits_s) == 2
-    assert sorted([*result.next_waits_s, *(life.waits_s[0] for life in done.lives)]) == sorted(
-        result.waits_s
-    )
+    assert sorted(
+        [*result.next_waits_s, *(outcome.waits_s[0] for outcome in done.outcomes)]
+    ) == sorted(result.waits_s)
+
+
+def test_every_figure_has_a_row_and_every_policy_a_column() -> None:
+    values = dict.fromkeys(SummaryFigures.__struct_fields__, 0.5)
+    figures = SummaryFigures(**values)
+    other = msgspec.structs.replace(figures, wait_p99_s=20.0)
+    rows = list(table_lines({"static": figures, "fair": other}, 0.75))
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert cells[0] == ["", "static", "fair", "bound"]
+    assert [row[0] for row in cells[2:]] == list(SummaryFigures.__struct_fields__)
+    by_name = {row[0]: row[1:] for row in cells}
+    assert by_name["steps_per_h_gpu"] == ["0.500", "0.500", "0.750"]
+    assert by_name["utilisation"] == ["50.0%", "50.0%", ""]
+    assert by_name["wait_p99_s"] == ["0.5", "20.0", ""]

@@ -1,12 +1,120 @@
-"""What the planner sees of the simulated fleet, and when it is asked."""
+"""The simulated fleet: event order, resizes one after another, and execution of plans."""
 
 from rollmesh.scheduler.planning.plan import PlanBuilder
 from rollmesh.scheduler.planning.planner import PolicyResult
-from rollmesh.scheduler.simulator.agenda import Agenda
-from rollmesh.scheduler.simulator.fleet import PROGRESS_BUCKETS, Fleet
-from rollmesh.scheduler.simulator.resizes import TURN_S
-from rollmesh.scheduler.simulator.trace import Costs, Trace, TracePipeline
-from rollmesh.scheduler.simulator.world import run
+from rollmesh.scheduler.planning.state import GenerationWorker
+from rollmesh.scheduler.simulator.charts import GpuUse, SpanRecorder
+from rollmesh.scheduler.simulator.fleet import (
+    PROGRESS_BUCKETS,
+    TURN_S,
+    EventQueue,
+    ResizeQueue,
+    SimulatedFleet,
+)
+from rollmesh.scheduler.simulator.run import simulate_trace
+from rollmesh.scheduler.simulator.trace import SwitchCosts, Trace, TracePipeline
+from rollmesh.wire.scheduling import WorkerPhase
+
+
+def test_moments_come_in_order_and_what_is_last_after_all_else_of_its_moment() -> None:
+    events, seen = EventQueue(), list[str]()
+    events.at(2.0, lambda: seen.append("plan"), last=True)
+    events.at(2.0, lambda: events.at(2.0, lambda: seen.append("later")))
+    events.at(2.0, lambda: seen.append("b"))
+    events.after(1.0, lambda: seen.append("a"))
+    events.run(5.0)
+    assert seen == ["a", "b", "later", "plan"]
+    assert events.now_s == 2.0
+
+
+def test_what_is_after_the_end_does_not_happen() -> None:
+    events, seen = EventQueue(), list[str]()
+    events.at(3.0, lambda: seen.append("a"))
+    events.run(2.9)
+    assert seen == []
+    events.run(3.0)
+    assert seen == ["a"]
+
+
+WAKING, SLEEPING = WorkerPhase.WAKING, WorkerPhase.SLEEPING
+
+
+class Stage:
+    """Of workers on one GPU each; what happens is told with its time."""
+
+    def __init__(self) -> None:
+        self.events = EventQueue()
+        self.spans = SpanRecorder()
+        self.result: list[tuple[float, str, str]] = []
+        costs = SwitchCosts(sleep_s=5.0, wake_s=15.0)
+        self.resizes = ResizeQueue(
+            costs, self.events, self.spans, self._sleeps, self._done, self._turned
+        )
+
+    def promise(self, pipeline_id: str, gpu: int, phase: WorkerPhase) -> GenerationWorker:
+        worker = GenerationWorker(rank=gpu, gpus=(gpu,), phase=phase)
+        if phase is SLEEPING:
+            self.spans.enter(worker.gpus, pipeline_id, f"engine {gpu}", GpuUse.SERVE, 0.0)
+        self.resizes.promise(pipeline_id, worker)
+        return worker
+
+    def run(self, until_s: float) -> None:
+        self.resizes.drive()
+        self.events.run(until_s)
+
+    def _sleeps(self, pipeline_id: str, worker: GenerationWorker) -> None:
+        self.result.append((self.events.now_s, "sleeps", f"{pipeline_id}{worker.rank}"))
+
+    def _done(self, pipeline_id: str, worker: GenerationWorker) -> None:
+        self.result.append((self.events.now_s, "done", f"{pipeline_id}{worker.rank}"))
+        if worker.phase is SLEEPING:
+            self.spans.leave(worker.gpus, self.events.now_s)
+        self._turned()
+
+    def _turned(self) -> None:
+        self.events.at(self.events.now_s, self.resizes.drive, last=True)
+
+
+def test_all_that_sleep_do_so_at_once_and_what_wakes_comes_after() -> None:
+    stage = Stage()
+    stage.promise("a", 0, WAKING)
+    for gpu in (1, 2):
+        stage.promise("a", gpu, SLEEPING)
+    stage.run(60.0)
+    assert stage.result == [
+        (0.0, "sleeps", "a1"),
+        (0.0, "sleeps", "a2"),
+        (5.0, "done", "a1"),
+        (5.0, "done", "a2"),
+        (20.0, "done", "a0"),
+    ]
+
+
+def test_what_is_to_sleep_serves_until_the_resize_before_has_had_its_turn() -> None:
+    stage = Stage()
+    stage.promise("a", 0, WAKING)
+    stage.run(1.0)
+    assert stage.resizes.busy == {"a"}
+    stage.promise("a", 1, SLEEPING)
+    stage.run(60.0)
+    assert stage.result == [(TURN_S, "sleeps", "a1"), (15.0, "done", "a0"), (15.0, "done", "a1")]
+    assert stage.resizes.busy == set()
+
+
+def test_a_worker_wakes_where_nobody_stands_and_pipelines_do_not_wait_for_each_other() -> None:
+    stage = Stage()
+    stage.promise("a", 0, SLEEPING)
+    stage.promise("b", 0, WAKING)
+    stage.promise("b", 1, WAKING)
+    stage.run(60.0)
+    # b0 waits for a's sleep, and then for the turn of b1, which could begin before
+    assert stage.result == [
+        (0.0, "sleeps", "a0"),
+        (5.0, "done", "a0"),
+        (15.0, "done", "b1"),
+        (25.0, "done", "b0"),
+    ]
+
 
 ROLLS = TracePipeline(
     pipeline_id="a",
@@ -49,24 +157,24 @@ class Sees:
 
 
 def _trace(*pipelines: TracePipeline) -> Trace:
-    costs = Costs(sleep_s=5.0, wake_s=15.0, kv_tokens_per_s=10.0)
+    costs = SwitchCosts(sleep_s=5.0, wake_s=15.0, kv_tokens_per_s=10.0)
     return Trace(name="x", nodes=(1,), pipelines=pipelines, costs=costs)
 
 
-def _ask(fleet: Fleet) -> None:
+def _ask(fleet: SimulatedFleet) -> None:
     fleet.open_demand("a", 1)
 
 
 def test_time_alone_is_reason_to_plan_where_the_policy_says_so() -> None:
     sees = Sees(again_s=(7.0, 9.5))
-    run(_trace(ROLLS), sees)
+    simulate_trace(_trace(ROLLS), sees)
     assert sees.asked_s[:3] == [0.0, 7.0, 9.5]
 
 
 def test_an_older_wish_to_plan_again_is_forgotten() -> None:
     sees = Sees(again_s=(7.0, float("inf")))
-    agenda = Agenda()
-    fleet = Fleet(_trace(ROLLS), sees, agenda)
+    events = EventQueue()
+    fleet = SimulatedFleet(_trace(ROLLS), sees, events)
 
     class Nobody:
         def woke(self, rank: int) -> None:
@@ -81,16 +189,16 @@ def test_an_older_wish_to_plan_again_is_forgotten() -> None:
         def kv_tokens(self, rank: int) -> int:
             return 0
 
-    agenda.at(0.0, lambda: fleet.join(ROLLS.spec(), Nobody()))
-    agenda.at(0.0, lambda: _ask(fleet))
-    agenda.at(3.0, lambda: _ask(fleet))
-    agenda.run(9.0)
+    events.at(0.0, lambda: fleet.join(ROLLS.spec(), Nobody()))
+    events.at(0.0, lambda: _ask(fleet))
+    events.at(3.0, lambda: _ask(fleet))
+    events.run(9.0)
     assert sees.asked_s == [0.0, 3.0]
 
 
 def test_progress_is_reason_to_plan_some_fifty_times_a_step() -> None:
     sees = Sees()
-    run(_trace(ROLLS), sees)
+    simulate_trace(_trace(ROLLS), sees)
     seen = [each for each in sees.remaining if each]
     assert PROGRESS_BUCKETS <= len(seen) <= PROGRESS_BUCKETS + 3
     assert seen == sorted(seen, reverse=True)
@@ -99,7 +207,7 @@ def test_progress_is_reason_to_plan_some_fifty_times_a_step() -> None:
 
 def test_the_planner_sees_what_a_sleep_would_lose_and_its_own_credits() -> None:
     sees = Sees()
-    run(_trace(ROLLS), sees)
+    simulate_trace(_trace(ROLLS), sees)
     # four rollouts of 1 to 4 s began at 15 s; at 19 s those of 5, 6 and 7 s have run 3, 2 and 1 s
     assert sees.kv_tokens[sees.asked_s.index(19.0)] == 60
     before_s = sees.asked_s[3]
@@ -111,12 +219,12 @@ def test_who_has_left_is_forgotten_once_its_engines_are_asleep() -> None:
     short = TracePipeline(
         pipeline_id="b", clusters={}, generation=(0,), rollouts_s=((1.0,),), arrival_s=9000.0
     )
-    run(_trace(ROLLS, short), sees)
+    simulate_trace(_trace(ROLLS, short), sees)
     assert sees.num_pipelines == 1
 
 
 def test_who_has_a_resize_under_way_is_shown_as_busy_for_its_turn() -> None:
     sees = Sees(again_s=(7.0, 9.5))
-    run(_trace(ROLLS), sees)
+    simulate_trace(_trace(ROLLS), sees)
     assert sees.asked_s[:5] == [0.0, 7.0, 9.5, TURN_S, 15.0]
     assert sees.busy[:5] == [False, True, True, False, False]

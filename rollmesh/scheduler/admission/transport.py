@@ -1,9 +1,10 @@
-"""The admission process's unix socket: one question and one answer for each connection.
+"""Transport of admission: questions to the scheduler, and the admission process's unix socket.
 
-- The socket is 0600, so that only its user and root can connect, and the kernel tells whose process
-  the caller is (SO_PEERCRED, unix(7)).
-- A question is bounded in bytes and in time: a caller that is silent keeps others waiting for
-  READ_S at most.
+- Every question has a key, so that repeating it is harmless. A missing answer is an AddressError
+  with the address.
+- The socket is 0600, so that only its user and root can connect; the kernel reports the caller's
+  user (SO_PEERCRED, unix(7)).
+- A question is bounded in bytes and time: a silent caller blocks others for at most READ_S.
 - A frame is a length of four bytes and msgpack of a packet's frames (wire/frames.py).
 """
 
@@ -20,13 +21,62 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.core.errors import DECODE_ERRORS, AddressError, WireError
-from rollmesh.scheduler.admission.asking import PATIENCE_S, Answer
+from rollmesh.core.ids import new_id
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
-from rollmesh.wire.scheduling import AdmissionMessage, SchedulerAnswered
+from rollmesh.wire.keys import Role, check_dial, read_scheduler_keys
+from rollmesh.wire.scheduling import (
+    AdmissionMessage,
+    DrainNode,
+    JoinNode,
+    ReadScheduler,
+    SchedulerAnswered,
+    UndrainNode,
+)
+from rollmesh.wire.sockets import Dialer, wait
+
+RESEND_S = 0.5
+PATIENCE_S = 15.0
+"""Longer than the admission process waits for the scheduler."""
+
+SchedulerQuestion = AdmissionMessage | JoinNode | DrainNode | UndrainNode | ReadScheduler
+
+
+class AdmissionAnswer(msgspec.Struct, frozen=True):
+    ok: bool
+    error: str = ""
+    body: Buffer = b""
+
+
+def ask_scheduler(
+    address: str, question: SchedulerQuestion, body: Buffer = b"", patience_s: float = PATIENCE_S
+) -> AdmissionAnswer:
+    """Ask the process at `address`, repeating until it answers; AddressError if there is no answer
+    in time."""
+    keys = read_scheduler_keys(role=Role.OPERATOR)
+    check_dial(address, keys)
+    dialer = Dialer(address, new_id("ask"), keys)
+    try:
+        end_s = time.monotonic() + patience_s
+        while time.monotonic() < end_s:
+            dialer.send(Packet(question, body=body))
+            again_s = min(end_s, time.monotonic() + RESEND_S)
+            while (left_s := again_s - time.monotonic()) > 0:
+                wait([dialer], None, left_s)
+                for packet in dialer.receive():
+                    match packet.message:
+                        case SchedulerAnswered(key, ok, error) if key == question.key:
+                            return AdmissionAnswer(ok, error, packet.body)
+    finally:
+        dialer.close()
+    raise AddressError(
+        f"{address}: no answer within {patience_s:g} s; check that it runs, that its disk has "
+        "space, and that its address and our keys are right"
+    )
+
 
 READ_S = 2.0
-AGAIN_S = 0.2
-"""Between two tries to connect."""
+RECONNECT_S = 0.2
+"""Between attempts to connect."""
 MAX_BYTES = 2**22
 BACKLOG = 64
 _LENGTH = struct.Struct("!I")
@@ -34,7 +84,7 @@ _CREDENTIALS = struct.Struct("3i")
 """struct ucred: pid, uid, gid."""
 
 
-class Caller:
+class AdmissionConnection:
     """One connection."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -44,11 +94,11 @@ class Caller:
         self._connection = connection
 
     def question(self) -> Packet:
-        """Read it; WireError where it is none, or does not come in time."""
+        """Read the question; WireError if it is malformed or late."""
         return _receive(self._connection, time.monotonic() + READ_S)
 
     def answer(self, packet: Packet) -> None:
-        """Send it, if the caller is still there."""
+        """Send the answer, if the caller is still connected."""
         self._connection.settimeout(READ_S)
         with contextlib.suppress(OSError):
             self._connection.sendall(_packed(packet))
@@ -58,11 +108,11 @@ class Caller:
         self._connection.close()
 
 
-class Door:
-    """The listening socket."""
+class AdmissionSocket:
+    """Listening unix socket."""
 
     def __init__(self, path: Path) -> None:
-        """Make it, and its folder where that is missing; AddressError if another process has it."""
+        """Create the socket and its folder; AddressError if another process listens there."""
         self.path = path.absolute()
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,18 +122,18 @@ class Door:
             raise AddressError(f"{path}: cannot listen there: {reason}; name another") from None
 
     def fileno(self) -> int:
-        """Its descriptor, readable where a caller waits."""
+        """Descriptor; readable when a caller waits."""
         return self._socket.fileno()
 
-    def callers(self) -> Iterator[Caller]:
-        """Those that wait now; each is closed after its turn."""
+    def callers(self) -> Iterator[AdmissionConnection]:
+        """Callers that wait now; each is closed after its turn."""
         for _ in range(BACKLOG):
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # no one waits, or no descriptor is left: the next turn tries again
+            except OSError:  # no caller, or no descriptor left: the next turn tries again
                 return
             with connection:
-                yield Caller(connection)
+                yield AdmissionConnection(connection)
 
     def close(self) -> None:
         """Stop, and remove the socket."""
@@ -93,7 +143,7 @@ class Door:
 
 def ask_admission(
     path: Path, question: AdmissionMessage, body: Buffer = b"", patience_s: float = PATIENCE_S
-) -> Answer:
+) -> AdmissionAnswer:
     """Ask the admission process at `path`, again with the same key until it answers.
 
     AddressError if there is no answer within `patience_s`.
@@ -106,12 +156,12 @@ def ask_admission(
             why = str(getattr(error, "strerror", None) or error).lower()
             if isinstance(error, PermissionError):
                 break
-            time.sleep(min(AGAIN_S, max(0.0, until_s - time.monotonic())))
+            time.sleep(min(RECONNECT_S, max(0.0, until_s - time.monotonic())))
             continue
         if isinstance(packet.message, SchedulerAnswered) and packet.message.key == question.key:
-            return Answer(packet.message.ok, packet.message.error, packet.body)
-        why = "it answered something else"
-        time.sleep(AGAIN_S)
+            return AdmissionAnswer(packet.message.ok, packet.message.error, packet.body)
+        why = "unexpected answer"
+        time.sleep(RECONNECT_S)
     raise AddressError(
         f"{path}: no answer of an admission process there within {patience_s:g} s ({why}); it "
         "listens on the machine of `rollmesh scheduler up`, for the same user and root"
@@ -128,7 +178,7 @@ def _answer(path: Path, packet: Packet, until_s: float) -> Packet:
 
 
 def _bound(path: Path) -> socket.socket:
-    """A listening socket that is 0600 from its first moment."""
+    """Return a listening socket that is 0600 from its creation."""
     listening = socket.socket(socket.AF_UNIX)
     try:
         with _short(path) as name:
@@ -147,13 +197,14 @@ def _bound(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path, name: str) -> None:
-    """Remove the socket of a process that was killed; OSError where one listens, or it is none."""
+    """Remove the socket of a process that was killed; OSError if one listens or the file is not a
+    socket."""
     try:
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
     except FileNotFoundError:
         return
     if not is_socket:
-        raise OSError(None, "there is a file that is no socket")
+        raise OSError(None, "a file that is not a socket is there")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.settimeout(READ_S)
@@ -168,7 +219,8 @@ def _remove_stale(path: Path, name: str) -> None:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of the socket that fits into sun_path (108 bytes), however deep its folder is."""
+    """A name of the socket that fits into sun_path (108 bytes), whatever the depth of its
+    folder."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"
@@ -182,7 +234,7 @@ def _packed(packet: Packet) -> bytes:
 
 
 def _receive(connection: socket.socket, until_s: float) -> Packet:
-    """One packet; WireError where it is none, too long, cut off or late."""
+    """One packet; WireError if it is malformed, too long, cut off or late."""
     (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size, until_s))
     if length > MAX_BYTES:
         raise WireError(f"{length} bytes are more than {MAX_BYTES}")

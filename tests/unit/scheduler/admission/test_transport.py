@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from rollmesh.core.errors import AddressError
-from rollmesh.scheduler.admission.asking import ask
+from rollmesh.scheduler.admission.transport import ask_scheduler
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.scheduling import ReadScheduler, SchedulerAnswered
 from rollmesh.wire.sockets import Hub, wait
@@ -27,7 +27,7 @@ def test_it_is_said_again_with_its_key_until_there_is_an_answer_to_it() -> None:
 
     answering = threading.Thread(target=answer_the_third, daemon=True)
     answering.start()
-    answer = ask(hub.address, ReadScheduler("k"), patience_s=PROMPT_S)
+    answer = ask_scheduler(hub.address, ReadScheduler("k"), patience_s=PROMPT_S)
     answering.join(PROMPT_S)
     hub.close()
     assert (answer.ok, bytes(answer.body)) == (True, b"seen")
@@ -37,5 +37,5 @@ def test_it_is_said_again_with_its_key_until_there_is_an_answer_to_it() -> None:
 def test_nobody_there_is_one_line_that_names_where() -> None:
     hub = Hub("tcp://127.0.0.1:0")
     hub.close()
-    with pytest.raises(AddressError, match=rf"{hub.address}: nobody answers there within 0.2 s"):
-        ask(hub.address, ReadScheduler("k"), patience_s=0.2)
+    with pytest.raises(AddressError, match=rf"{hub.address}: no answer within 0.2 s"):
+        ask_scheduler(hub.address, ReadScheduler("k"), patience_s=0.2)

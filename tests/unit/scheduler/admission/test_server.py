@@ -1,6 +1,7 @@
-"""A pipeline is registered where it fits, keeps its place, and is killed before it is forgotten."""
+"""The admission server places, registers, kills and removes pipelines, and keeps no state."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -8,17 +9,18 @@ import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.secret_files import hash_token
-from rollmesh.scheduler.admission.asking import Answer, Question
-from rollmesh.scheduler.admission.desk import (
+from rollmesh.scheduler.admission.fleet_file import PipelineTable
+from rollmesh.scheduler.admission.server import (
     DEAD,
     LEAVING,
-    Ask,
-    Desk,
-    FleetSeen,
+    AdmissionServer,
+    AskScheduler,
+    FleetSnapshot,
     Registered,
-    Secrets,
+    TokenFiles,
+    kill_run,
 )
-from rollmesh.scheduler.admission.fleet_file import PipelineTable
+from rollmesh.scheduler.admission.transport import AdmissionAnswer, SchedulerQuestion
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
@@ -29,7 +31,7 @@ from rollmesh.wire.scheduling import (
     RegisterPipeline,
     UnregisterPipeline,
 )
-from tests.unit.scheduler.admission.claimed_run import claimed_run
+from tests.unit.scheduler.admission.claimed_run import ClaimedRun, claimed_run
 from tests.unit.scheduler.admission.fleet import Fleet
 
 US = os.getuid()
@@ -42,13 +44,13 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def desk(ask: Ask) -> Desk:
-    return Desk(ask, Secrets(Path()))
+def server(ask: AskScheduler) -> AdmissionServer:
+    return AdmissionServer(ask, TokenFiles(Path()))
 
 
 def register(fleet: Fleet, name: str, table: PipelineTable, key: str = "k") -> PipelineSpec:
     unplaced = PipelineSpec(pipeline_id=name, clusters={}, generation=())
-    answer = desk(fleet.ask).on(RegisterPipeline(key, unplaced), msgspec.json.encode(table), US)
+    answer = server(fleet.ask).on(RegisterPipeline(key, unplaced), msgspec.json.encode(table), US)
     assert answer.ok
     spec = msgspec.json.decode(answer.body, type=Registered).spec
     assert fleet.state.pipelines[name].spec == spec
@@ -101,13 +103,13 @@ def test_what_does_not_fit_is_refused_before_the_scheduler_hears_of_it(
 
 def test_a_body_that_is_none_of_ours_is_refused() -> None:
     unplaced = PipelineSpec(pipeline_id="math", clusters={}, generation=())
-    with pytest.raises(ConfigError, match="admission desk"):
-        desk(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'", US)
+    with pytest.raises(ConfigError, match="malformed admission"):
+        server(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'", US)
 
 
 def test_the_other_questions_are_the_schedulers() -> None:
     fleet = Fleet()
-    admission = desk(fleet.ask)
+    admission = server(fleet.ask)
     refused = admission.on(AdmitPipeline("a", "math"), b"", US)
     assert (refused.ok, refused.error) == (False, "no pipeline 'math'")
     register(fleet, "math", PipelineTable(workers=2))
@@ -123,11 +125,11 @@ def test_gpus_are_called_free_only_when_the_processes_have_ended(tmp_path: Path)
     with claimed_run(tmp_path) as run:
         fleet.runs["math"] = run.claim
 
-        def ask(question: Question, patience_s: float) -> Answer:
+        def ask(question: SchedulerQuestion, patience_s: float) -> AdmissionAnswer:
             seen.append((type(question).__name__, run.launch.poll()))
             return fleet.ask(question, patience_s)
 
-        answer = desk(ask).on(KillPipeline("k", "math"), b"", US)
+        answer = server(ask).on(KillPipeline("k", "math"), b"", US)
     assert (answer.ok, msgspec.json.decode(answer.body)) == (True, 1)
     assert seen == [("ReadScheduler", None), ("CheckKill", None), ("KillPipeline", -9)]
     killed = fleet.asked[-1]
@@ -141,11 +143,17 @@ def test_nothing_is_ended_without_the_schedulers_agreement(tmp_path: Path) -> No
     with claimed_run(tmp_path) as run:
         fleet.runs["math"] = run.claim
 
-        def ask(question: Question, patience_s: float) -> Answer:
+        def ask(question: SchedulerQuestion, patience_s: float) -> AdmissionAnswer:
             is_check = isinstance(question, CheckKill)
-            return Answer(ok=False, error="no") if is_check else fleet.ask(question, patience_s)
+            return (
+                AdmissionAnswer(ok=False, error="no")
+                if is_check
+                else fleet.ask(question, patience_s)
+            )
 
-        assert desk(ask).on(KillPipeline("k", "math"), b"", US) == Answer(ok=False, error="no")
+        assert server(ask).on(KillPipeline("k", "math"), b"", US) == AdmissionAnswer(
+            ok=False, error="no"
+        )
         assert run.launch.poll() is None
     assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
 
@@ -156,7 +164,7 @@ def test_processes_that_may_not_be_ended_keep_their_gpus(tmp_path: Path) -> None
     with claimed_run(tmp_path) as run:
         fleet.runs["math"] = run.claim
         with pytest.raises(UserError, match="user 65534 may not end it"):
-            desk(fleet.ask).on(KillPipeline("k", "math"), b"", 65534)
+            server(fleet.ask).on(KillPipeline("k", "math"), b"", 65534)
         assert run.launch.poll() is None
     assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
 
@@ -164,9 +172,9 @@ def test_processes_that_may_not_be_ended_keep_their_gpus(tmp_path: Path) -> None
 def test_without_a_claimed_run_only_a_user_who_knows_that_all_have_ended_frees_the_gpus() -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
-    with pytest.raises(UserError, match=r"no run has the name math, .* then say --dead"):
-        desk(fleet.ask).on(KillPipeline("k", "math"), b"", US)
-    assert desk(fleet.ask).on(KillPipeline("k", "math"), DEAD, US).ok
+    with pytest.raises(UserError, match=r"no run has the name math, .* then pass --dead"):
+        server(fleet.ask).on(KillPipeline("k", "math"), b"", US)
+    assert server(fleet.ask).on(KillPipeline("k", "math"), DEAD, US).ok
     assert not fleet.state.pipelines
 
 
@@ -174,7 +182,7 @@ def test_the_desk_reads_what_the_service_says_of_itself() -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(clusters={"actor_train": 1}, workers=2))
     answer = fleet.ask(fleet.asked[0])
-    state = msgspec.json.decode(answer.body, type=FleetSeen).state()
+    state = msgspec.json.decode(answer.body, type=FleetSnapshot).state()
     assert [node.gpus for node in state.nodes.values()] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert state.pipelines["math"].spec == fleet.state.pipelines["math"].spec
 
@@ -183,15 +191,17 @@ def test_who_leaves_slowly_is_said_to_leave_and_who_does_not_is_a_fault() -> Non
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
 
-    def ask(question: Question, patience_s: float) -> Answer:
+    def ask(question: SchedulerQuestion, patience_s: float) -> AdmissionAnswer:
         if isinstance(question, UnregisterPipeline):
             raise AddressError("nobody answers")
         return fleet.ask(question, patience_s)
 
     with pytest.raises(AddressError, match="nobody answers"):
-        desk(ask).on(UnregisterPipeline("k", "math"), b"", US)
+        server(ask).on(UnregisterPipeline("k", "math"), b"", US)
     fleet.state.pipelines["math"].phase = PipelinePhase.LEAVING
-    assert desk(ask).on(UnregisterPipeline("k", "math"), b"", US) == Answer(ok=True, body=LEAVING)
+    assert server(ask).on(UnregisterPipeline("k", "math"), b"", US) == AdmissionAnswer(
+        ok=True, body=LEAVING
+    )
 
 
 def test_a_registered_pipeline_has_a_token_of_its_own_that_only_admissions_user_can_read(
@@ -213,7 +223,7 @@ def test_a_registered_pipeline_has_a_token_of_its_own_that_only_admissions_user_
 def test_what_admission_asks_carries_the_operators_token(journal: Path) -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
-    desk(fleet.ask).on(AdmitPipeline("a", "math"), b"", US)
+    server(fleet.ask).on(AdmitPipeline("a", "math"), b"", US)
     token = (journal / "admission.token").read_text().strip()
     signed = [each for each in fleet.asked if not isinstance(each, ReadScheduler)]
     assert [getattr(each, "token", "") for each in signed] == [token, token]
@@ -224,3 +234,71 @@ def test_a_name_that_is_no_word_makes_no_file(name: str, journal: Path) -> None:
     with pytest.raises(ConfigError, match="a name is one word"):
         register(Fleet(), name, PipelineTable(workers=2))
     assert not (journal / "tokens").exists()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ClaimedRun]:
+    with claimed_run(tmp_path) as run:
+        yield run
+
+
+def rewrite(run: ClaimedRun, **fields: object) -> None:
+    told = msgspec.json.decode(run.record.read_bytes()) | fields
+    run.record.write_bytes(msgspec.json.encode(told))
+
+
+def test_the_launch_and_all_that_carries_its_mark_end_and_nothing_else(run: ClaimedRun) -> None:
+    role, agent = run.start(f"{run.mark}/router.1"), run.start(f"{run.mark}/worker.2/agent.1")
+    neighbour, other = run.start(f"{run.mark}0/router.1"), run.start("")
+    assert kill_run(run.claim, "math", US) == 3
+    assert [each.wait() for each in (run.launch, role, agent)] == [-9] * 3
+    assert (neighbour.poll(), other.poll()) == (None, None)
+
+
+def test_a_pid_that_is_another_process_by_now_is_left(run: ClaimedRun) -> None:
+    rewrite(run, life="1")
+    role = run.start(f"{run.mark}/router.1")
+    assert kill_run(run.claim, "math", US) == 1
+    assert role.wait() == -9
+    assert run.launch.poll() is None
+
+
+def test_a_run_that_has_ended_already_is_no_fault(run: ClaimedRun) -> None:
+    run.launch.kill()
+    run.launch.wait()
+    assert kill_run(run.claim, "math", US) == 0
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1, 2**64, "7"])
+def test_a_record_with_a_pid_of_no_launch_is_refused_in_one_line(
+    pid: object, run: ClaimedRun
+) -> None:
+    rewrite(run, pid=pid)
+    with pytest.raises(ConfigError, match="is not one of a claimed run; end it by hand"):
+        kill_run(run.claim, "math", US)
+    assert run.launch.poll() is None
+
+
+def test_the_record_of_another_pipelines_run_is_refused(run: ClaimedRun) -> None:
+    with pytest.raises(ConfigError, match="is that of another run; end it by hand"):
+        kill_run(run.claim, "code", US)
+    assert run.launch.poll() is None
+
+
+def test_another_users_run_is_not_ended(run: ClaimedRun) -> None:
+    with pytest.raises(UserError, match=rf"is of user {US}: user 65534 may not end it"):
+        kill_run(run.claim, "math", 65534)
+    assert run.launch.poll() is None
+
+
+def test_admission_does_not_end_itself(run: ClaimedRun) -> None:
+    rewrite(run, pid=os.getpid())
+    with pytest.raises(UserError, match="not of a run of this machine"):
+        kill_run(run.claim, "math", US)
+
+
+def test_processes_of_another_machine_are_not_ended(run: ClaimedRun) -> None:
+    elsewhere = msgspec.structs.replace(run.claim, host="another-machine", place="x/1/0")
+    with pytest.raises(UserError, match=r"is on another-machine.*--dead"):
+        kill_run(elsewhere, "math", US)
+    assert run.launch.poll() is None

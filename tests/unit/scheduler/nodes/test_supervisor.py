@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.scheduler.nodes.keeper import Keeper
+from rollmesh.scheduler.nodes.supervisor import ServiceSupervisor
 
 PROMPT_S = 60.0
 SERVES = """
@@ -54,14 +54,14 @@ class Tended:
 
 
 @contextmanager
-def kept(program: str, folder: Path, tended: Tended) -> Iterator[Keeper]:
-    keeper = Keeper([sys.executable, "-c", program], folder, tended, look_s=0.05)
-    tended.pid = lambda: keeper.ready.pid if keeper.ready else 0
+def kept(program: str, folder: Path, tended: Tended) -> Iterator[ServiceSupervisor]:
+    supervisor = ServiceSupervisor([sys.executable, "-c", program], folder, tended, check_s=0.05)
+    tended.pid = lambda: supervisor.ready.pid if supervisor.ready else 0
     stop = threading.Event()
-    thread = threading.Thread(target=keeper.run, args=(stop,))
+    thread = threading.Thread(target=supervisor.run, args=(stop,))
     thread.start()
     try:
-        yield keeper
+        yield supervisor
     finally:
         stop.set()
         thread.join(PROMPT_S)
@@ -70,8 +70,8 @@ def kept(program: str, folder: Path, tended: Tended) -> Iterator[Keeper]:
 
 def test_a_process_that_is_killed_is_started_again_in_its_folder(tmp_path: Path) -> None:
     tended = Tended()
-    with kept(SERVES, tmp_path, tended) as keeper:
-        assert keeper.serves.wait(PROMPT_S)
+    with kept(SERVES, tmp_path, tended) as supervisor:
+        assert supervisor.serves.wait(PROMPT_S)
         tended.wait()
         first = tended.pids[-1]
         os.kill(first, signal.SIGKILL)
@@ -79,7 +79,7 @@ def test_a_process_that_is_killed_is_started_again_in_its_folder(tmp_path: Path)
             tended.wait()
     assert set(tended.addresses) == {str(tmp_path)}
     with pytest.raises(ProcessLookupError):
-        os.kill(tended.pids[-1], 0)  # it ends with its keeper
+        os.kill(tended.pids[-1], 0)  # it ends with its supervisor
 
 
 def test_a_fault_of_what_is_tended_is_one_warning_and_ends_nothing(
@@ -87,21 +87,21 @@ def test_a_fault_of_what_is_tended_is_one_warning_and_ends_nothing(
 ) -> None:
     tended = Tended()
     tended.fault = RuntimeError("ray.nodes() is not to be had\nby a long way")
-    with kept(SERVES, tmp_path, tended) as keeper:
+    with kept(SERVES, tmp_path, tended) as supervisor:
         for _ in range(3):
             tended.wait()
         first = tended.pids[-1]
         os.kill(first, signal.SIGKILL)
         while tended.pids[-1] in (0, first):
             tended.wait()
-        assert keeper.complaint == ""
+        assert supervisor.last_line == ""
         tended.fault = None
         tended.wait()
         tended.wait()
         tended.fault = OSError("another")
         tended.wait()
         tended.wait()
-    result = [line for line in caplog.messages if "keeper.failed" in line]
+    result = [line for line in caplog.messages if "supervisor.failed" in line]
     assert [("RuntimeError" in line, "OSError" in line) for line in result] == [
         (True, False),
         (False, True),
@@ -110,9 +110,9 @@ def test_a_fault_of_what_is_tended_is_one_warning_and_ends_nothing(
 
 def test_who_does_not_come_to_serve_says_why_and_is_tried_again(tmp_path: Path) -> None:
     tended = Tended()
-    with kept(ENDS + SERVES, tmp_path, tended) as keeper:
-        assert keeper.serves.wait(PROMPT_S)
-        assert keeper.complaint == "rollmesh: the address is taken"
+    with kept(ENDS + SERVES, tmp_path, tended) as supervisor:
+        assert supervisor.serves.wait(PROMPT_S)
+        assert supervisor.last_line == "rollmesh: the address is taken"
         tended.wait()
     assert (tmp_path / "tries").read_text() == "xxx"
 

@@ -1,12 +1,12 @@
-"""Keeps the service's process alive, and what depends on it tended.
+"""Supervisor of the service's process in a Ray actor.
 
     STARTING --reports--> SERVING --ends--> STARTING
     STARTING --ends--> RESTING, a moment, --> STARTING
 
-Owns one child at a time. Invariants: whatever goes wrong here or in what is tended, the keeper goes
-on, with one warning for each series of faults; a child that does not come to serve is not started
-again at once; children die with the thread that started them, so one thread runs this and never
-ends before its time. Driven by the actor of ray.py, in a thread.
+- Whatever fails here or in the callback, the supervisor continues, with one warning for each series
+  of faults.
+- A process that fails to start is not restarted at once.
+- The process dies with the thread that started it, so that this thread must never end early.
 """
 
 import contextlib
@@ -25,32 +25,35 @@ from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
 
 log = get_logger()
 
-LOOK_S = 2.0
-"""For a process that ended, and for what is tended."""
+CHECK_S = 2.0
+"""Interval of checking the process and calling `check`."""
 
 
-class Keeper:
-    """See the module."""
-
+class ServiceSupervisor:
     def __init__(
-        self, argv: Sequence[str], folder: Path, tend: Callable[[str], None], look_s: float = LOOK_S
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        check: Callable[[str], None],
+        check_s: float = CHECK_S,
     ) -> None:
-        """`argv` is told `--ready-fd N` and runs in `folder`; `tend` is called with its address."""
+        """`argv` gets `--ready-fd N` and runs in `folder`; `check` is called with the service's
+        address."""
         self.serves = threading.Event()
-        """It has been found out once whether the process serves."""
+        """Set once the first start has succeeded or failed."""
         self.ready: Ready | None = None
-        """Of the process that serves now."""
-        self.complaint = ""
-        """The last line of one that did not come to serve."""
+        """Report of the process that serves now."""
+        self.last_line = ""
+        """Last output line of a process that failed to start."""
         self._argv = argv
         self._folder = folder
-        self._tend = tend
-        self._look_s = look_s
+        self._check = check
+        self._check_s = check_s
         self._child: subprocess.Popen[bytes] | None = None
         self._is_failing = False
 
     def run(self, stop: threading.Event) -> None:
-        """Until `stop`; then the process is ended."""
+        """Run until `stop`, then kill the process."""
         try:
             while not stop.is_set():
                 self._look(stop)
@@ -64,19 +67,19 @@ class Keeper:
             if self._child is None or self._child.poll() is not None:
                 self._start()
             if self.ready:
-                self._tend(self.ready.address)
+                self._check(self.ready.address)
         except Exception as error:  # noqa: BLE001 - door: the service lives as long as this loop
             if not self._is_failing:
-                told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-                log.warning("keeper.failed", why=told, fix="it is tried again each moment")
+                why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+                log.warning("supervisor.failed", why=why, fix="it is retried")
             self._is_failing = True
         else:
             self._is_failing = False
         if self.ready and self._child:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(self._look_s)
+                self._child.wait(self._check_s)
         else:
-            stop.wait(self._look_s)
+            stop.wait(self._check_s)
 
     def _start(self) -> None:
         self.ready = None
@@ -98,14 +101,14 @@ class Keeper:
         assert child.stderr is not None
         if line:
             self.ready = msgspec.json.decode(line, type=Ready)
-            # What it logs goes where our own goes, for as long as it lives.
+            # Its log goes to our own stderr.
             threading.Thread(target=_copy, args=(child.stderr,), daemon=True).start()
         else:
             with child.stderr as stream:
-                said = stream.read().decode(errors="replace").strip().splitlines()
+                lines = stream.read().decode(errors="replace").strip().splitlines()
             code = child.wait()
-            self.complaint = said[-1] if said else f"it ended with code {code}"
-            log.warning("keeper.not_served", why=self.complaint)
+            self.last_line = lines[-1] if lines else f"it ended with code {code}"
+            log.warning("supervisor.start_failed", why=self.last_line)
         self.serves.set()
 
 
