@@ -6,19 +6,13 @@
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 import orjson
 
-from rollmesh.serve.interception.dialects.chat import ChatBody
-from rollmesh.serve.interception.dialects.completions import CompletionBody
-from rollmesh.serve.interception.dialects.messages import MessagesBody
-from rollmesh.serve.interception.dialects.responses import ResponsesBody
+from rollmesh.serve.interception.dialects.dialect import Dialect, Json, object_schema
+from rollmesh.serve.interception.dialects.registry import DEFAULT_DIALECT, DIALECTS
 
-Json = dict[str, Any]
-
-_BODIES = (ChatBody, CompletionBody, ResponsesBody, MessagesBody)
 _ERRORS = {
     400: "the request is invalid, or longer than the context (`context_length_exceeded`)",
     401: "no session has this key",
@@ -32,10 +26,15 @@ _ERRORS = {
 _REFERENCE = "#/components/schemas/"
 
 
-@functools.cache
 def openapi_document() -> bytes:
-    """Return the document as JSON."""
-    _, schemas = msgspec.json.schema_components(_BODIES, ref_template=_REFERENCE + "{name}")
+    """Return the document of the registered dialects as JSON."""
+    return _document(tuple(DIALECTS.values()))
+
+
+@functools.cache
+def _document(dialects: tuple[Dialect, ...]) -> bytes:
+    bodies = [dialect.schema.request for dialect in dialects]
+    _, schemas = msgspec.json.schema_components(bodies, ref_template=_REFERENCE + "{name}")
     bearer = {"type": "http", "scheme": "bearer"}
     key = {"type": "apiKey", "in": "header", "name": "x-api-key"}
     document = {
@@ -45,9 +44,9 @@ def openapi_document() -> bytes:
             "version": "1",
             "description": "Any prefix may precede /v1; /s/<secret>/v1 needs no key.",
         },
-        "paths": _paths(),
+        "paths": _paths(dialects),
         "components": {
-            "schemas": {**schemas, **_shapes()},
+            "schemas": {**schemas, **_shapes(dialects)},
             "securitySchemes": {"bearer": bearer, "key": key},
         },
         "security": [{"bearer": []}, {"key": []}],
@@ -55,16 +54,18 @@ def openapi_document() -> bytes:
     return orjson.dumps(document)
 
 
-def _paths() -> Json:
-    count = _sampled("CountTokens", MessagesBody, "TokenCount", streams=False)
+def _paths(dialects: Iterable[Dialect]) -> Json:
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     is_open: Json = {"security": []}
+    paths: Json = {}
+    for dialect in dialects:
+        name = dialect.schema.operation
+        paths[f"/v1{dialect.route}"] = {"post": _sampled(dialect, name, name)}
+        if dialect.count_route:
+            count = _sampled(dialect, "CountTokens", "TokenCount", streams=False)
+            paths[f"/v1{dialect.count_route}"] = {"post": count}
     return {
-        "/v1/chat/completions": {"post": _sampled("ChatCompletion", ChatBody, "ChatCompletion")},
-        "/v1/completions": {"post": _sampled("Completion", CompletionBody, "Completion")},
-        "/v1/responses": {"post": _sampled("Response", ResponsesBody, "Response")},
-        "/v1/messages": {"post": _sampled("Message", MessagesBody, "Message")},
-        "/v1/messages/count_tokens": {"post": count},
+        **paths,
         "/v1/models": {"get": _looked_up("ModelList", [401])},
         "/v1/models/{model}": {"get": {**_looked_up("Model", [401]), "parameters": [model]}},
         "/healthz": {"get": {**_looked_up("Health", []), **is_open}},
@@ -72,19 +73,18 @@ def _paths() -> Json:
     }
 
 
-def _sampled(name: str, body: type, answer: str, streams: bool = True) -> Json:
+def _sampled(dialect: Dialect, name: str, answer: str, streams: bool = True) -> Json:
     """Describe a route that takes a body of one dialect."""
-    error = "AnthropicError" if body is MessagesBody else "OpenAIError"
     content = _json(_REFERENCE + answer)
     if streams:
         content["text/event-stream"] = {}
-    asked = _json(_REFERENCE + body.__name__)
+    body = _json(_REFERENCE + dialect.schema.request.__name__)
     return {
         "operationId": f"create{name}",
-        "requestBody": {"required": True, "content": asked},
+        "requestBody": {"required": True, "content": body},
         "responses": {
             "200": {"description": "the answer", "content": content},
-            **_errors(_ERRORS, error),
+            **_errors(_ERRORS, dialect.schema.error_name),
         },
     }
 
@@ -92,7 +92,7 @@ def _sampled(name: str, body: type, answer: str, streams: bool = True) -> Json:
 def _looked_up(answer: str, statuses: Iterable[int]) -> Json:
     content = _json(_REFERENCE + answer)
     answers = {"200": {"description": "found", "content": content}}
-    responses = {**answers, **_errors(statuses, "OpenAIError")}
+    responses = {**answers, **_errors(statuses, DEFAULT_DIALECT.schema.error_name)}
     return {"operationId": f"get{answer}", "responses": responses}
 
 
@@ -105,47 +105,17 @@ def _json(reference: str) -> Json:
     return {"application/json": {"schema": {"$ref": reference}}}
 
 
-def _shapes() -> Json:
+def _shapes(dialects: Iterable[Dialect]) -> Json:
     """Describe the guaranteed fields of answers."""
-    text, number, anything = {"type": "string"}, {"type": "integer"}, {"type": "array"}
-    openai = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": text}
-    anthropic = {"message": text, "type": text, "code": text}
-    tokens = _object(prompt_tokens=number, completion_tokens=number, total_tokens=number)
-    counts = _object(input_tokens=number, output_tokens=number)
-    choices = {"type": "array", "items": _object(index=number, finish_reason=text)}
-    made = {"id": text, "model": text, "created": number, "choices": choices, "usage": tokens}
+    text = {"type": "string"}
+    models = {"type": "array", "items": {"$ref": _REFERENCE + "Model"}}
+    schemas = [dialect.schema for dialect in dialects]
     return {
-        "ChatCompletion": _object(object={"const": "chat.completion"}, **made),
-        "Completion": _object(object={"const": "text_completion"}, **made),
-        "Response": _object(
-            object={"const": "response"},
-            id=text,
-            model=text,
-            status={"enum": ["completed", "incomplete"]},
-            output=anything,
-            usage=counts,
-        ),
-        "Message": _object(
-            type={"const": "message"},
-            id=text,
-            model=text,
-            role={"const": "assistant"},
-            content=anything,
-            stop_reason=text,
-            usage=counts,
-        ),
-        "TokenCount": _object(input_tokens=number),
-        "Model": _object(id=text, object={"const": "model"}),
-        "ModelList": _object(
-            object={"const": "list"},
-            data={"type": "array", "items": {"$ref": _REFERENCE + "Model"}},
-        ),
-        "Health": _object(status={"const": "ok"}),
-        "Document": _object(openapi=text, paths={"type": "object"}),
-        "OpenAIError": _object(error=_object(**openai)),
-        "AnthropicError": _object(type={"const": "error"}, error=_object(**anthropic)),
+        **{schema.operation: schema.answer for schema in schemas},
+        **{schema.error_name: schema.error for schema in schemas},
+        "TokenCount": object_schema(input_tokens={"type": "integer"}),
+        "Model": object_schema(id=text, object={"const": "model"}),
+        "ModelList": object_schema(object={"const": "list"}, data=models),
+        "Health": object_schema(status={"const": "ok"}),
+        "Document": object_schema(openapi=text, paths={"type": "object"}),
     }
-
-
-def _object(**properties: Any) -> Json:
-    return {"type": "object", "properties": properties, "required": list(properties)}

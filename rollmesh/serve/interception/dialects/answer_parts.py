@@ -15,6 +15,7 @@ import orjson
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import CallDelta, Delta, ToolCall
+from rollmesh.serve.interception.dialects.dialect import object_schema
 from rollmesh.serve.interception.reply_view import ReplyView
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -41,6 +42,20 @@ def named_sse_event(data: dict[str, Any]) -> bytes:
     """Encode an event named by its `type`: some clients read the name, others the type."""
     return b"event: %b\ndata: %b\n\n" % (data["type"].encode(), orjson.dumps(data))
 
+
+TEXT_SCHEMA = {"type": "string"}
+NUMBER_SCHEMA = {"type": "integer"}
+OPENAI_ERROR = object_schema(
+    error=object_schema(
+        message=TEXT_SCHEMA,
+        type=TEXT_SCHEMA,
+        param={"type": ["string", "null"]},
+        code=TEXT_SCHEMA,
+    )
+)
+"""The JSON schema of `openai_error`."""
+COUNTS_SCHEMA = object_schema(input_tokens=NUMBER_SCHEMA, output_tokens=NUMBER_SCHEMA)
+"""The `usage` of Responses and Messages."""
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of Chat and Completions."""

@@ -31,16 +31,21 @@ from rollmesh.runtime.chat import (
 )
 from rollmesh.serve.interception.dialects.answer_parts import (
     DONE,
+    NUMBER_SCHEMA,
+    OPENAI_ERROR,
+    TEXT_SCHEMA,
     openai_error,
     openai_error_body,
     sse_event,
 )
 from rollmesh.serve.interception.dialects.dialect import (
     AnswerStream,
+    ApiSchema,
     DecodedRequest,
     Json,
     RequestBody,
     UpstreamChoice,
+    object_schema,
 )
 from rollmesh.serve.interception.dialects.request_parts import (
     NumTopLogprobs,
@@ -80,6 +85,20 @@ class _LegacyMessage(msgspec.Struct):
 _decoder = msgspec.json.Decoder(ChatBody)
 
 
+def completion_schema(kind: str) -> Json:
+    """The JSON schema of an answer of Chat or Completions."""
+    choice = object_schema(index=NUMBER_SCHEMA, finish_reason=TEXT_SCHEMA)
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return object_schema(
+        object={"const": kind},
+        id=TEXT_SCHEMA,
+        model=TEXT_SCHEMA,
+        created=NUMBER_SCHEMA,
+        choices={"type": "array", "items": choice},
+        usage=object_schema(**dict.fromkeys(counts, NUMBER_SCHEMA)),
+    )
+
+
 class ChatDialect:
     """Implements Dialect."""
 
@@ -90,6 +109,13 @@ class ChatDialect:
     end_events = frozenset[str]()
     error_events = frozenset[str]()
     prefers_x_api_key = False
+    schema = ApiSchema(
+        "ChatCompletion",
+        ChatBody,
+        completion_schema("chat.completion"),
+        "OpenAIError",
+        OPENAI_ERROR,
+    )
 
     def decode(self, request: RequestBody) -> DecodedRequest:
         body = read_body(_decoder, request.body, "chat completion request")

@@ -19,13 +19,15 @@ from rollmesh.core.types import DialectName
 from rollmesh.runtime.chat import Delta, Turn
 from rollmesh.serve.interception.dialects.answer_parts import (
     DONE,
+    OPENAI_ERROR,
     openai_error,
     openai_error_body,
     sse_event,
 )
-from rollmesh.serve.interception.dialects.chat import read_chat_choices, usage
+from rollmesh.serve.interception.dialects.chat import completion_schema, read_chat_choices, usage
 from rollmesh.serve.interception.dialects.dialect import (
     AnswerStream,
+    ApiSchema,
     DecodedRequest,
     Json,
     RequestBody,
@@ -77,6 +79,13 @@ class CompletionsDialect:
     end_events = frozenset[str]()
     error_events = frozenset[str]()
     prefers_x_api_key = False
+    schema = ApiSchema(
+        "Completion",
+        CompletionBody,
+        completion_schema("text_completion"),
+        "OpenAIError",
+        OPENAI_ERROR,
+    )
 
     def decode(self, request: RequestBody) -> DecodedRequest:
         body = read_body(_decoder, request.body, "completion request")

@@ -94,6 +94,23 @@ class UpstreamChoice(msgspec.Struct):
     """No part of its stream was unreadable, or `usage` confirms its number of tokens."""
 
 
+class ApiSchema(msgspec.Struct, frozen=True):
+    """The JSON schemas of a dialect, for the OpenAPI document."""
+
+    operation: str
+    """Name of the operation and of the answer's schema, such as `ChatCompletion`."""
+    request: type[msgspec.Struct]
+    answer: Json
+    """Guaranteed fields of an answer."""
+    error_name: str
+    error: Json
+
+
+def object_schema(**properties: Any) -> Json:
+    """The JSON schema of an object with these required properties."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
 class Dialect(Protocol):
     """One HTTP API, for the gateway (`decode`, `error`) and for the relay (the rest)."""
 
@@ -111,6 +128,7 @@ class Dialect(Protocol):
     """Types of the events that report a failure."""
     prefers_x_api_key: bool
     """The provider's key is sent as `x-api-key`, unless the agent used `Authorization`."""
+    schema: ApiSchema
 
     def decode(self, request: RequestBody) -> DecodedRequest:
         """Decode a request; SessionError 400 if it is malformed."""

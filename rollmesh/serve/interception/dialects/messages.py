@@ -32,6 +32,8 @@ from rollmesh.runtime.chat import (
     read_message,
 )
 from rollmesh.serve.interception.dialects.answer_parts import (
+    COUNTS_SCHEMA,
+    TEXT_SCHEMA,
     ReasoningPiece,
     TextPiece,
     blocks_of,
@@ -40,10 +42,12 @@ from rollmesh.serve.interception.dialects.answer_parts import (
 )
 from rollmesh.serve.interception.dialects.dialect import (
     AnswerStream,
+    ApiSchema,
     DecodedRequest,
     Json,
     RequestBody,
     UpstreamChoice,
+    object_schema,
 )
 from rollmesh.serve.interception.dialects.request_parts import (
     Int64,
@@ -100,6 +104,21 @@ class MessagesBody(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(MessagesBody)
 
 
+_ANSWER = object_schema(
+    type={"const": "message"},
+    id=TEXT_SCHEMA,
+    model=TEXT_SCHEMA,
+    role={"const": "assistant"},
+    content={"type": "array"},
+    stop_reason=TEXT_SCHEMA,
+    usage=COUNTS_SCHEMA,
+)
+_ERROR = object_schema(
+    type={"const": "error"},
+    error=object_schema(message=TEXT_SCHEMA, type=TEXT_SCHEMA, code=TEXT_SCHEMA),
+)
+
+
 class MessagesDialect:
     """Implements Dialect."""
 
@@ -110,6 +129,7 @@ class MessagesDialect:
     end_events = frozenset({"message_stop"})
     error_events = frozenset[str]()
     prefers_x_api_key = True
+    schema = ApiSchema("Message", MessagesBody, _ANSWER, "AnthropicError", _ERROR)
 
     def decode(self, request: RequestBody) -> DecodedRequest:
         body = read_body(_decoder, request.body, "messages request")

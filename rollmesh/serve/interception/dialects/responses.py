@@ -21,15 +21,20 @@ from rollmesh.core.errors import SessionError
 from rollmesh.core.types import DialectName, OutputGrammar
 from rollmesh.runtime.chat import ChatMessage, FindAnswer, RequestedSampling, Turn, read_message
 from rollmesh.serve.interception.dialects.answer_parts import (
+    COUNTS_SCHEMA,
+    OPENAI_ERROR,
+    TEXT_SCHEMA,
     openai_error,
     openai_error_body,
     sse_event,
 )
 from rollmesh.serve.interception.dialects.dialect import (
+    ApiSchema,
     DecodedRequest,
     Json,
     RequestBody,
     UpstreamChoice,
+    object_schema,
 )
 from rollmesh.serve.interception.dialects.request_parts import (
     ANY_OBJECT,
@@ -147,6 +152,16 @@ _decoder = msgspec.json.Decoder(ResponsesBody)
 _heads = msgspec.json.Decoder(_Heads)
 
 
+_ANSWER = object_schema(
+    object={"const": "response"},
+    id=TEXT_SCHEMA,
+    model=TEXT_SCHEMA,
+    status={"enum": ["completed", "incomplete"]},
+    output={"type": "array"},
+    usage=COUNTS_SCHEMA,
+)
+
+
 class ResponsesDialect:
     """Implements Dialect."""
 
@@ -157,6 +172,7 @@ class ResponsesDialect:
     end_events = frozenset({"response.completed", "response.incomplete", "response.failed"})
     error_events = frozenset({"response.failed", "response.error"})
     prefers_x_api_key = False
+    schema = ApiSchema("Response", ResponsesBody, _ANSWER, "OpenAIError", OPENAI_ERROR)
 
     def decode(self, request: RequestBody) -> DecodedRequest:
         body = read_body(_decoder, request.body, "responses request")

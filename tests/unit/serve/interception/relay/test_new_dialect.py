@@ -11,10 +11,12 @@ from rollmesh.runtime.chat import Delta, Turn
 from rollmesh.serve.interception.dialects.answer_parts import sse_event
 from rollmesh.serve.interception.dialects.dialect import (
     AnswerStream,
+    ApiSchema,
     DecodedRequest,
     Json,
     RequestBody,
     UpstreamChoice,
+    object_schema,
 )
 from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DIALECTS, register
 from rollmesh.serve.interception.reply_view import ReplyView
@@ -56,6 +58,16 @@ class ToyStream:
         return sse_event({"toy_error": error.code})
 
 
+class ToyBody(msgspec.Struct):
+    """The request body."""
+
+    lines: list[str]
+    stream: bool = False
+
+
+TOY_SCHEMA = ApiSchema("ToyAnswer", ToyBody, object_schema(text={}), "ToyError", object_schema())
+
+
 class ToyDialect:
     """Implements Dialect."""
 
@@ -66,12 +78,12 @@ class ToyDialect:
     end_events = frozenset({"bye"})
     error_events = frozenset[str]()
     prefers_x_api_key = True
+    schema = TOY_SCHEMA
 
     def decode(self, request: RequestBody) -> DecodedRequest:
-        body = msgspec.json.decode(request.body)
-        lines = [msgspec.json.encode({"role": "user", "content": line}) for line in body["lines"]]
-        stream = bool(body.get("stream"))
-        turn = Turn(messages=lines, stream=stream, digest=request.digest, dialect=self.name)
+        body = msgspec.json.decode(request.body, type=ToyBody)
+        lines = [msgspec.json.encode({"role": "user", "content": line}) for line in body.lines]
+        turn = Turn(messages=lines, stream=body.stream, digest=request.digest, dialect=self.name)
         return ToyRequest(turn)
 
     def error(self, error: SessionError) -> bytes:
@@ -106,6 +118,14 @@ async def test_the_gateway_samples_streams_counts_and_refuses_in_it(make_desk: M
     desk.opened.session.seal("the test is over")
     nodes = desk.opened.session.record().nodes
     assert {node.dialect for node in nodes if node.dialect} == {"toy"}
+
+
+async def test_the_openapi_document_has_it(make_desk: MakeDesk) -> None:
+    desk = await make_desk()
+    async with desk.client.get(desk.base + "/openapi.json") as response:
+        document = await response.json()
+    assert {"/v1/toy", "/v1/toy/count"} <= set(document["paths"])
+    assert {"ToyBody", "ToyAnswer", "ToyError"} <= set(document["components"]["schemas"])
 
 
 async def test_the_relay_forwards_and_records_it(make_relay: MakeRelay) -> None:
