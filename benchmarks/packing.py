@@ -1,12 +1,15 @@
-"""A train step on sequences packed one after the other, against the same step on padded rows.
+"""A train step on packed sequences against the same step on padded rows.
 
     python -m benchmarks.packing [--quick] [--json] [--check]
 
-Cases: `demo`, games played at random, of which siblings repeat many; `tail`, 16 lengths of 64 to
-2,048 tokens, as many of each order of magnitude; `equal`, where there is nothing to pad. The floor
-(_packing_padded.py) is the trainer before it packed. Invariant: both sides have one thread, the
-same model, samples, loss and optimiser, and take turns; a time is CPU, the median of all rounds;
-their gradients agree, or the run ends. Driven by `make bench`.
+Cases: `demo`, random games, many of which are equal among siblings; `tail`, 16 lengths of 64 to
+2,048 tokens, log-uniform; `equal`, without anything to pad. The padded side is the trainer before
+packing: rows by length, padding on the right, equal samples once, logits at needed positions.
+
+- Both sides have one thread, the same model, samples, loss and optimiser, and take turns. A time is
+  CPU, the median of all rounds. If their gradients differ, the run ends.
+
+Shapes: B rows, T tokens, K kept positions, N trained tokens, V vocabulary.
 """
 
 import math
@@ -14,12 +17,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from benchmarks._packing_padded import PaddedPolicy
 from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.ids import GroupId, RolloutId
@@ -28,7 +33,12 @@ from rollmesh.runtime.families import choose_family
 from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import load_tokenizer
 from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.algorithms.advantages import sample_advantages
 from rollmesh.trainer.algorithms.batches import pack
+from rollmesh.trainer.algorithms.loss import TokenTerms, ppo_loss, token_logprobs
+from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.algorithms.registry import find_advantage
+from rollmesh.trainer.models.folders import load_model
 from rollmesh.trainer.models.tiny import (
     GameTokens,
     TinyShape,
@@ -38,28 +48,109 @@ from rollmesh.trainer.models.tiny import (
 )
 from rollmesh.trainer.policy import Policy
 
+
+class PaddedPolicy:
+    """A policy that trains on padded rows; one minibatch, each rollout with the same weight."""
+
+    def __init__(self, folder: Path, settings: TrainerConfig) -> None:
+        self._settings = settings
+        self._model = load_model(folder)
+        self._descent = ModelOptimizer(self._model, settings)
+        self.num_tokens = 0
+        """Tokens of the last step's forwards, with padding."""
+
+    def step(self, samples: Sequence[Sample], step: int) -> float:
+        """Train once; return the gradient's norm."""
+        self._descent.warm_up(step)
+        self.num_tokens = 0
+        for batch in self._batches(samples):
+            self.num_tokens += batch["token_ids_BT"].numel()
+            logits_BKV = self._model(
+                input_ids=batch["token_ids_BT"], use_cache=False, logits_to_keep=batch["kept_K"]
+            ).logits
+            logprobs_N, entropies_N = token_logprobs(
+                logits_BKV[batch["rows_N"], batch["columns_N"]],
+                batch["targets_N"],
+                torch.ones(len(batch["targets_N"])),
+            )
+            terms = TokenTerms(
+                logprobs_N=logprobs_N,
+                entropies_N=entropies_N.detach(),
+                proximal_N=logprobs_N.detach(),
+                recorded_N=batch["recorded_N"],
+                advantages_N=batch["advantages_N"],
+                weights_N=batch["weights_N"],
+                samples_N=batch["rows_N"],
+            )
+            torch.autograd.backward(ppo_loss(terms, self._settings).value)
+        return self._descent.step(loss=0.0) or math.nan
+
+    def _batches(self, samples: Sequence[Sample]) -> Iterator[dict[str, Tensor]]:
+        advantages = sample_advantages(samples, find_advantage(self._settings.advantage))
+        equals: dict[bytes, list[int]] = {}
+        for at, sample in enumerate(samples):
+            equals.setdefault(sample.token_ids.tobytes(), []).append(at)
+        rows = sorted(equals.values(), key=lambda members: len(samples[members[0]].token_ids))
+        part: list[list[int]] = []
+        for row in rows:
+            length = len(samples[row[0]].token_ids)
+            if part and (len(part) + 1) * length > self._settings.microbatch_tokens:
+                yield padded(samples, part, advantages)
+                part = []
+            part.append(row)
+        yield padded(samples, part, advantages)
+
+
+def padded(
+    samples: Sequence[Sample], rows: list[list[int]], advantages: np.ndarray[Any, Any]
+) -> dict[str, Tensor]:
+    """The tensors of one forward; the last token of a sample is a target only."""
+    token_ids_BT = np.zeros((len(rows), max(len(samples[r[0]].token_ids) for r in rows)), np.int64)
+    for row, members in enumerate(rows):
+        token_ids = samples[members[0]].token_ids
+        token_ids_BT[row, : len(token_ids)] = token_ids
+    order = [at for members in rows for at in members]
+    chosen = [samples[at] for at in order]
+    counts = [int(sample.loss_mask.sum()) for sample in chosen]
+    shares = [1 / (num * len(samples)) for num in counts]
+    positions_N = np.concatenate([np.flatnonzero(each.loss_mask) for each in chosen]) - 1
+    kept_K, columns_N = np.unique(positions_N, return_inverse=True)
+    row_of_each = np.repeat(np.arange(len(rows)), [len(members) for members in rows])
+    arrays = {
+        "token_ids_BT": token_ids_BT[:, :-1],
+        "kept_K": kept_K,
+        "rows_N": np.repeat(row_of_each, counts),
+        "columns_N": columns_N,
+        "targets_N": np.concatenate([s.token_ids[s.loss_mask] for s in chosen]).astype(np.int64),
+        "recorded_N": np.concatenate([s.logprobs[s.loss_mask] for s in chosen]),
+        "advantages_N": np.repeat(advantages[order], counts),
+        "weights_N": np.repeat(np.array(shares, np.float32), counts),
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
 GROUPS, SIBLINGS = 16, 16
 """The demo's."""
 NUM_SEQUENCES = 16
 SHORTEST, LONGEST, EQUAL = 64, 2048, 512
 SAMPLED_SHARE = 0.25
-"""Of a made-up sequence."""
+"""Of a random sequence."""
 SETTINGS = TrainerConfig(
     learning_rate=1e-3, max_logprob_gap=math.inf, max_token_gap=math.inf, loss_weight="rollout"
 )
 ALIKE = 1e-3
-"""Between the two sides' gradient norms, as a share."""
+"""Allowed difference of the sides' gradient norms, as a share."""
 
 GOALS = [
     Goal(f"{case}.{figure}", "<=", bound)
     for case in ("demo", "tail", "equal")
     for figure, bound in (("tokens_over_distinct", 1.0), ("time_per_token_over_padded", 1.05))
 ]
-"""Nothing is padded, and for that no token costs more: several short calls are not one long."""
+"""Packing computes no padding, and its many short attention calls cost no more per token."""
 
 
 def demo_batch(folder: Path) -> list[Sample]:
-    """Games played at random, each group with one secret's worth of chance."""
+    """Random games, in groups."""
     env = GuessEnv()
     tokenizer = load_tokenizer(folder)
     tokens = GameTokens(
@@ -75,7 +166,7 @@ def demo_batch(folder: Path) -> list[Sample]:
 
 
 def made_up(lengths: Sequence[int], vocab_size: int) -> list[Sample]:
-    """Sequences of noise, in groups of four, whose ends are sampled."""
+    """Random sequences in groups of four, whose ends are sampled."""
     chance = np.random.default_rng(0)
     samples = []
     for number, length in enumerate(lengths):
@@ -93,7 +184,7 @@ def new_sample(
     is_sampled: Sequence[bool],
     siblings: int = SIBLINGS,
 ) -> Sample:
-    """The numberth of a batch, with a reward by chance."""
+    """Sample `number` of a batch, with a random reward."""
     loss_mask = np.array(is_sampled, np.bool_)
     return Sample(
         rollout_id=RolloutId(GroupId("bench", number // siblings), number % siblings),
@@ -109,33 +200,33 @@ def new_sample(
 
 
 def tail_lengths() -> list[int]:
-    """Log-uniform."""
+    """Log-uniform lengths."""
     bounds = math.log(SHORTEST), math.log(LONGEST)
     drawn = np.random.default_rng(0).uniform(*bounds, NUM_SEQUENCES)
     return [round(each) for each in np.exp(drawn)]
 
 
 class Side:
-    """One of the two, and how long its steps took."""
+    """One of the two sides, and the times of its steps."""
 
     def __init__(self, step: Callable[[int], float]) -> None:
         self._step = step
         self.times_s: list[float] = []
 
     def run(self, number: int) -> float:
-        """A step; the gradient's norm."""
+        """Do a step; return the gradient's norm."""
         start_s = time.thread_time()
         norm = self._step(number)
         self.times_s.append(time.thread_time() - start_s)
         return norm
 
     def median_s(self) -> float:
-        """Of all steps but the first."""
+        """Median over all steps but the first."""
         return statistics.median(self.times_s[1:])
 
 
 def compare(folder: Path, samples: list[Sample], num_rounds: int) -> dict[str, float]:
-    """Both sides in turns."""
+    """Measure both sides in turns."""
     policy, padded = Policy(str(folder), SETTINGS), PaddedPolicy(folder, SETTINGS)
     ours = Side(lambda step: policy.step(samples, step).grad_norm)
     floor = Side(lambda step: padded.step(samples, step))

@@ -1,14 +1,13 @@
-"""What proximal log-probs cost, and how near those are that stand in for a forward.
+"""Cost and error of proximal log-probs that replace a forward.
 
     python -m benchmarks.proximal [--quick] [--json] [--check]
 
 Cost: the step of a stale batch of the demo, by each trainer.proximal; CPU, the median of rounds in
-which they take turns. Nearness: one policy takes optimiser steps, four of which are a train step; a
-batch's log-probs by the weights of each moment are known, so that those as a step began (p) can be
-compared with what is interpolated between a recording of some train steps ago and now, with the
-recording itself, and with those of now, with which nothing would clip. Invariant: an error is the
-mean of |told - p| over tokens, of the minibatches after the first. Rewards are by chance. Driven by
-`make bench`.
+which the rules take turns. Error: one policy takes optimiser steps, four of which are a train step.
+The log-probs by the weights at the start of a step (p) are compared with those interpolated between
+a recording of some train steps ago and the current ones, with the recording, and with the current
+ones. An error is the mean of |used - p| over tokens, of the minibatches after the first. Rewards
+are random.
 """
 
 import random
@@ -40,7 +39,7 @@ MINIBATCHES = 4
 AGES = (1, 2, 3)
 """Train steps."""
 STEP = 5
-"""Of which the errors are."""
+"""The step for which errors are measured."""
 SETTINGS = TrainerConfig(
     learning_rate=1e-3, max_logprob_gap=1e9, max_token_gap=1e9, num_minibatches=MINIBATCHES
 )
@@ -49,11 +48,11 @@ GOALS = [
     Goal("step.loglinear_over_recompute", "<=", 0.85),
     *(Goal(f"age{age}.interpolated_over_recorded", "<=", 1.0) for age in AGES),
 ]
-"""A forward of four passes is saved, and the stand-in is nearer than the recording."""
+"""Interpolation saves one of four passes, and is nearer than the recording."""
 
 
 def times(folder: Path, samples: list[Sample], num_rounds: int) -> dict[str, float]:
-    """Of a step by each rule, in milliseconds."""
+    """Times of a step by each rule, in milliseconds."""
     settings = {rule: msgspec.structs.replace(SETTINGS, proximal=rule) for rule in RULES}
     policies = {rule: Policy(str(folder), settings[rule]) for rule in RULES}
     times_s: dict[str, list[float]] = {rule: [] for rule in RULES}
@@ -62,60 +61,60 @@ def times(folder: Path, samples: list[Sample], num_rounds: int) -> dict[str, flo
             start_s = time.thread_time()
             policies[rule].step(samples, number + 2, step_of_version={0: number})
             times_s[rule].append(time.thread_time() - start_s)
-    medians = {rule: statistics.median(told[1:]) for rule, told in times_s.items()}
+    medians = {rule: statistics.median(each[1:]) for rule, each in times_s.items()}
     figures = {f"step.{rule}_ms": median * 1e3 for rule, median in medians.items()}
     return figures | {"step.loglinear_over_recompute": medians["loglinear"] / medians["recompute"]}
 
 
 @torch.no_grad()
 def logprobs(folder: Path, samples: list[Sample]) -> Tensor:
-    """[N], of all trained tokens."""
+    """Log-probs [N] of all trained tokens."""
     model = load_model(folder)
     assert enable_packing(model)
     ones = np.ones(len(samples), np.float32)
-    told = []
+    parts = []
     for batch in pack(samples, ones, ones, SETTINGS.microbatch_tokens, "cpu"):
         logits_KV = packed_logits(model, batch.token_ids_T, batch.starts, batch.kept_K)
         logprobs_K, _ = token_logprobs(logits_KV, batch.targets_K, batch.temperatures_K)
-        told.append(logprobs_K[batch.kept_index_N])
-    return torch.cat(told)
+        parts.append(logprobs_K[batch.kept_index_N])
+    return torch.cat(parts)
 
 
 def moments(folder: Path, samples: list[Sample]) -> dict[int, Tensor]:
-    """By how many optimiser steps were done."""
+    """Log-probs by the number of optimiser steps done."""
     policy = Policy(str(folder), msgspec.structs.replace(SETTINGS, num_minibatches=1))
     chance = random.Random(0)
     last = (STEP + 1) * MINIBATCHES
-    told = {}
+    by_moment = {}
     for done in range(last):
         path = folder.with_name(f"after-{done}")
         policy.save(path)
-        told[done] = logprobs(path, samples)
+        by_moment[done] = logprobs(path, samples)
         share = [
             msgspec.structs.replace(each, reward=chance.random())
             for at, each in enumerate(samples)
             if at // 16 % MINIBATCHES == done % MINIBATCHES
         ]
         policy.step(share, done)
-    return told
+    return by_moment
 
 
 def errors(by_moment: Mapping[int, Tensor]) -> dict[str, float]:
-    """Of what may stand in, over the minibatches after the first, where there is something to."""
+    """Errors of each replacement, over the minibatches after the first."""
     began = STEP * MINIBATCHES
     figures: dict[str, float] = {}
     for age in AGES:
         recorded_N = by_moment[began - age * MINIBATCHES]
         ages_N = torch.full(recorded_N.shape, age * MINIBATCHES)
-        told: dict[str, list[Tensor]] = {"interpolated": [], "recorded": [], "now": []}
+        used: dict[str, list[Tensor]] = {"interpolated": [], "recorded": [], "now": []}
         for done in range(1, MINIBATCHES):
-            sight = ProximalInputs(by_moment[began + done], None, recorded_N, ages_N, done)
-            told["interpolated"].append(proximal_logprobs("loglinear", sight))
-            told["recorded"].append(recorded_N)
-            told["now"].append(sight.current_N)
+            inputs = ProximalInputs(by_moment[began + done], None, recorded_N, ages_N, done)
+            used["interpolated"].append(proximal_logprobs("loglinear", inputs))
+            used["recorded"].append(recorded_N)
+            used["now"].append(inputs.current_N)
         off = {
             name: float((torch.stack(each) - by_moment[began]).abs().mean())
-            for name, each in told.items()
+            for name, each in used.items()
         }
         figures |= {f"age{age}.{name}_error": error for name, error in off.items()}
         figures[f"age{age}.interpolated_over_recorded"] = off["interpolated"] / off["recorded"]

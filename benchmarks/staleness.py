@@ -1,31 +1,95 @@
-"""What bounding staleness costs, and what it selects against: four policies, and the known formula.
+"""Cost and bias of bounded staleness: four policies, and AReaL's formula.
 
     python -m benchmarks.staleness [--quick] [--json] [--check] [--plot FILE.png]
 
-A discrete-event simulator: the product's own StalenessManager paces a fleet whose rollouts have
-long tails (_staleness_shape.py) and a trainer that takes its time (_staleness_world.py). Figures
-are of simulated seconds, and the same on any machine; docs/internals/staleness.md says what
-follows. For each arm:
+A discrete-event simulator (lib/staleness_sim.py): the product's StalenessManager paces a fleet
+whose rollouts have long tails. Figures are in simulated time, the same on any machine;
+docs/internals/staleness.md discusses them. For each arm:
 
-    tokens_per_s, vs_unbounded   trained tokens per simulated second, and against no bound at all
+    tokens_per_s, vs_unbounded   trained tokens per simulated second, and relative to no bound
     max_age, mean_age            train steps, of the oldest trained token of each rollout
     dropped_, requeued_share     of the rollouts that ended
-    masked_share                 of the tokens of those that trained
-    length_bias                  mean trained length / mean asked length; below 1: long ones lose
-
-Driven by `make bench`.
+    masked_share                 of the tokens of trained rollouts
+    length_bias                  mean trained length / mean requested length; < 1: long ones lose
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks._staleness_arms import FAR, arms
-from benchmarks._staleness_paper import draw, table
-from benchmarks._staleness_shape import Shape
-from benchmarks._staleness_world import Outcome, World
 from benchmarks.lib.report import Goal, parser, report
+from benchmarks.lib.staleness_sim import FAR, FleetShape, Outcome, World, arms
 
-SHAPES = {"long": Shape(), "short": Shape(rare_share=0.0, task_spread=0.4)}
-"""By their tails: 2 % of the tasks are very long, or none is."""
+COLUMNS = {
+    "tokens_per_s": ("tokens / s", "{:,.0f}"),
+    "vs_unbounded": ("of unbounded", "{:.0%}"),
+    "max_age": ("max age", "{:.0f}"),
+    "mean_age": ("mean age", "{:.2f}"),
+    "dropped_share": ("dropped", "{:.1%}"),
+    "requeued_share": ("requeued", "{:.1%}"),
+    "masked_share": ("tokens masked", "{:.1%}"),
+    "length_bias": ("trained / asked length", "{:.2f}"),
+}
+OLDEST_BAR = 8
+"""Older ages share one bar."""
+
+
+def table(figures: Mapping[str, Mapping[str, float]]) -> str:
+    """A Markdown table with a row for each arm."""
+    heads = [head for head, _ in COLUMNS.values()]
+    rows = [["", *heads], ["---", *["---:"] * len(heads)]]
+    for arm, each in figures.items():
+        rows.append([arm, *[form.format(each[name]) for name, (_, form) in COLUMNS.items()]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def draw(
+    path: Path, figures: Mapping[str, Mapping[str, float]], outcomes: Mapping[str, Outcome]
+) -> None:
+    """Draw throughput, length bias, and the ages of trained rollouts."""
+    import matplotlib as mpl  # noqa: PLC0415 - only for a picture
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt  # noqa: PLC0415 - after the choice of no display
+
+    figure, (speed, bias, ages) = plt.subplots(
+        1, 3, figsize=(14, 4.5), width_ratios=(2, 2, 3), layout="constrained"
+    )
+    names = list(figures)
+    for axes, column, title in (
+        (speed, "vs_unbounded", "trained tokens / s, of unbounded"),
+        (bias, "length_bias", "mean trained / mean asked length"),
+    ):
+        bars = axes.barh(names[::-1], [figures[each][column] for each in names[::-1]])
+        axes.bar_label(bars, fmt="%.2f", padding=2)
+        axes.set_title(title, fontsize=11)
+        axes.margins(x=0.15)
+    left = [0.0] * len(names)
+    for age in range(OLDEST_BAR + 1):
+        shares = [_share(outcomes[name], age) for name in names[::-1]]
+        label = f"{age}" if age < OLDEST_BAR else f"{age} and older"
+        ages.barh(
+            names[::-1],
+            shares,
+            left=left,
+            color=mpl.colormaps["viridis"](age / OLDEST_BAR),
+            label=label,
+        )
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    ages.set_title("share of rollouts by age in train steps", fontsize=11)
+    ages.set_xlim(0, 1)
+    ages.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=9, fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _share(outcome: Outcome, age: int) -> float:
+    """Share of rollouts of that age; the oldest bar includes older ones."""
+    num = sum(num for of, num in outcome.ages.items() if min(of, OLDEST_BAR) == age)
+    return num / sum(outcome.ages.values())
+
+
+SHAPES = {"long": FleetShape(), "short": FleetShape(rare_share=0.0, task_spread=0.4)}
+"""By tails: 2 % of the tasks are very long, or none."""
 GOALS = [
     *(
         Goal(f"{tails}.{arm.name}.max_age", "<=", arm.bound)
@@ -46,8 +110,8 @@ GOALS = [
 ]
 
 
-def measure(shape: Shape, num_seeds: int, num_steps: int) -> dict[str, Outcome]:
-    """Each arm's runs together."""
+def measure(shape: FleetShape, num_seeds: int, num_steps: int) -> dict[str, Outcome]:
+    """Outcomes by arm, over all seeds."""
     outcomes: dict[str, Outcome] = {}
     for seed in range(num_seeds):
         for arm in arms(shape):
@@ -57,7 +121,7 @@ def measure(shape: Shape, num_seeds: int, num_steps: int) -> dict[str, Outcome]:
 
 
 def figures_of(outcomes: dict[str, Outcome]) -> dict[str, dict[str, float]]:
-    """By arm."""
+    """Figures by arm."""
     figures = {name: outcome.figures() for name, outcome in outcomes.items()}
     whole = figures["unbounded"]["tokens_per_s"]
     for each in figures.values():

@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks._staleness_arms import FAR, Managed, Taken, arms
-from benchmarks._staleness_shape import Group, Shape
-from benchmarks._staleness_world import Outcome, World
+from benchmarks.lib.staleness_sim import (
+    FAR,
+    FleetShape,
+    Group,
+    Managed,
+    Outcome,
+    Taken,
+    World,
+    arms,
+)
 from rollmesh.core.config import StalePolicy
 from rollmesh.core.ids import GroupId
 from rollmesh.trainer.staleness import (
@@ -20,7 +27,7 @@ from rollmesh.trainer.staleness import (
     StepRetaken,
 )
 
-NUM_ARMS = len(arms(Shape()))
+NUM_ARMS = len(arms(FleetShape()))
 
 
 def some(low: float, high: float) -> st.SearchStrategy[float]:
@@ -28,7 +35,7 @@ def some(low: float, high: float) -> st.SearchStrategy[float]:
 
 
 SHAPES = st.builds(
-    Shape,
+    FleetShape,
     group_size=st.integers(1, 4),
     batch_groups=st.integers(1, 4),
     max_staleness=st.integers(0, 4),
@@ -47,7 +54,7 @@ SHAPES = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_no_sample_is_older_than_the_bound_and_all_that_is_asked_for_ends(
-    at: int, shape: Shape, seed: int
+    at: int, shape: FleetShape, seed: int
 ) -> None:
     arm = arms(shape)[at]
     outcome = World(shape, arm, seed).run(20)
@@ -59,7 +66,7 @@ def test_no_sample_is_older_than_the_bound_and_all_that_is_asked_for_ends(
 
 @settings(max_examples=50, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
-def test_who_waits_drops_nothing_and_prefers_no_length(shape: Shape, seed: int) -> None:
+def test_who_waits_drops_nothing_and_prefers_no_length(shape: FleetShape, seed: int) -> None:
     arm = Managed("wait", "wait", shape, shape.max_staleness)
     outcome = World(shape, arm, seed).run(20)
     assert (outcome.num_dropped, outcome.num_requeued, outcome.tokens_masked) == (0, 0, 0)
@@ -71,7 +78,7 @@ def test_who_waits_drops_nothing_and_prefers_no_length(shape: Shape, seed: int) 
 
 def test_the_known_formula_bounds_no_age() -> None:
     outcome = run("known formula", num_steps=100)
-    assert max(outcome.ages) > 10 * Shape().max_staleness
+    assert max(outcome.ages) > 10 * FleetShape().max_staleness
 
 
 def test_dropping_and_masking_select_against_long_rollouts() -> None:
@@ -80,21 +87,21 @@ def test_dropping_and_masking_select_against_long_rollouts() -> None:
 
 
 def run(name: str, num_steps: int = 60) -> Outcome:
-    [arm] = [each for each in arms(Shape()) if each.name == name]
-    return World(Shape(), arm, 0).run(num_steps)
+    [arm] = [each for each in arms(FleetShape()) if each.name == name]
+    return World(FleetShape(), arm, 0).run(num_steps)
 
 
 def test_every_arm_is_asked_the_same_and_a_seed_tells_the_same_twice() -> None:
     told = [msgspec.to_builtins(run("drop", 20).figures()) for _ in range(2)]
     assert told[0] == told[1]
-    bounds = [arm.bound for arm in arms(Shape())]
+    bounds = [arm.bound for arm in arms(FleetShape())]
     assert bounds.count(FAR) == 2
 
 
 class Crashing(Managed):
     """Killed between any two events, and made again from what a journal has."""
 
-    def __init__(self, policy: StalePolicy, shape: Shape, seed: int) -> None:
+    def __init__(self, policy: StalePolicy, shape: FleetShape, seed: int) -> None:
         super().__init__(policy, policy, shape, shape.max_staleness)
         self._chance = random.Random(seed)
         self._asked: dict[GroupId, Group] = {}
@@ -156,7 +163,7 @@ def counts(state: StalenessState) -> tuple[int, ...]:
 @settings(max_examples=25, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_a_trainer_that_rises_from_its_journal_has_the_room_that_it_had(
-    policy: StalePolicy, shape: Shape, seed: int
+    policy: StalePolicy, shape: FleetShape, seed: int
 ) -> None:
     arm = Crashing(policy, shape, seed)
     outcome = World(shape, arm, seed).run(20)
