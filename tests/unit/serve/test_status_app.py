@@ -1,4 +1,4 @@
-"""The HTTP face: what is served, to whom, and that it tells when the loop hangs."""
+"""The status endpoint: content, access, and detection of a blocked loop."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ from rollmesh.testing.clock import FakeClock
 
 
 class Seen(msgspec.Struct):
-    """What a loop shows."""
+    """A snapshot of a loop."""
 
     num_turns: int
 

@@ -1,4 +1,5 @@
-"""A router by hand, and a worker's way to a sink, for tests of programs that use a client."""
+"""A scripted router, and a worker's connection to a sink, for tests of programs that use a
+client."""
 
 import weakref
 from typing import ClassVar, TypeVar
@@ -24,22 +25,22 @@ M = TypeVar("M")
 
 
 class FakeRouter:
-    """A hub that answers hellos, confirms asks, and remembers what it is told."""
+    """A hub that answers hellos, confirms requests, and records the messages that it receives."""
 
     open_here: ClassVar["weakref.WeakSet[FakeRouter]"] = weakref.WeakSet()
-    """Where a ticket may be looked up, since a worker's messages do not pass through a router."""
+    """Looked up by ticket, because a worker's messages do not pass through a router."""
 
     def __init__(self) -> None:
         self.open_here.add(self)
         self.asks: dict[GroupId, tuple[AskGroup, bool]] = {}
-        """Each ask, and whether it is of an evaluation."""
+        """Each request, and whether it belongs to an evaluation."""
         self.hub = Hub("tcp://127.0.0.1:0")
         self.packets: list[tuple[bytes, Packet]] = []
         self.routes: dict[GroupId, bytes] = {}
-        """Who asked for a group."""
+        """The client of each group."""
 
     def expect(self, kind: type[M]) -> tuple[bytes, M, Packet]:
-        """The next message of this kind, removed; others stay."""
+        """Remove and return the next message of this kind."""
         for _ in range(200):
             for at, (route, packet) in enumerate(self.packets):
                 if isinstance(packet.message, kind):
@@ -67,7 +68,7 @@ class FakeRouter:
 
     @classmethod
     def ask_of(cls, group_id: GroupId) -> tuple[AskGroup, bool]:
-        """What any router of this process was asked for under this id."""
+        """Return the request of this id that any router of this process received."""
         for _ in range(200):
             for router in list(cls.open_here):
                 if group_id in router.asks:
@@ -77,13 +78,13 @@ class FakeRouter:
 
 
 def finished(group_id: GroupId, attempt: int = 1, *, complete: bool = True) -> GroupFinished:
-    """The header of a result, with the ticket of its group."""
+    """Return the header of a result, with the ticket of its group."""
     ask, _ = FakeRouter.ask_of(group_id)
     return GroupFinished(group_id, attempt, "w1", complete, ask.ticket)
 
 
 def result_of(group_id: GroupId, attempt: int = 1, task_id: str = "t") -> Packet:
-    """A complete result as a worker makes it, of rollouts without a single token."""
+    """Return a complete result as a worker makes it, of rollouts without tokens."""
     ask, is_eval = FakeRouter.ask_of(group_id)
     indices = range(ask.num_samples)
     rollouts = [RolloutRecord(index=index, outcome=Outcome.COMPLETED) for index in indices]
@@ -97,7 +98,7 @@ def send_result(worker: Dialer, group_id: GroupId, attempt: int = 1, task_id: st
 
 
 def next_answer(worker: Dialer) -> GroupAcked | ResultRefused:
-    """What the sink answers next."""
+    """Return the sink's next answer."""
     for _ in range(200):
         wait([worker], None, 0.1)
         for packet in worker.receive(1):
@@ -113,7 +114,7 @@ def next_ack(worker: Dialer) -> GroupAcked:
 
 
 def deliver(sink: str, group_id: GroupId, attempt: int = 1, task_id: str = "t") -> GroupAcked:
-    """Send a complete result; the sink's ack."""
+    """Send a complete result and return the sink's ack."""
     worker = Dialer(sink, f"w{attempt}")
     send_result(worker, group_id, attempt, task_id)
     ack = next_ack(worker)

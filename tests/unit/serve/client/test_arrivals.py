@@ -1,9 +1,5 @@
-"""Arrivals: a result is decoded by its taker, and a bad one is a drop with its reason.
-
-Endings: the code that a reason begins with decides which error is raised.
-
-Results: rows stand for every rollout, and what a crash has cut is asked for again.
-"""
+"""Results are decoded by their receiver; a malformed one is dropped with its reason; reasons select
+errors."""
 
 import resource
 from pathlib import Path
@@ -82,7 +78,7 @@ def test_incomplete_result_is_dropped_with_the_workers_reason() -> None:
 
 
 def test_the_place_of_an_error_reaches_the_drop_log() -> None:
-    """That of a rollout's own error, or else of the error in the scoring of its group."""
+    """That of a rollout's own error, or else of the error in scoring its group."""
     came, place = record("infra_error: score_group"), ErrorPlace("KeyError", "/h/e.py", 9, "score")
     come = structs.replace(came, place=place)
     dropped = open_result(raw(encode_record(come), complete=False))

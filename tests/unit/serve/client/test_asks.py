@@ -1,4 +1,4 @@
-"""Open asks: whatever the router forgets or the network loses is said again."""
+"""Open requests are repeated if the router forgets them or the network loses them."""
 
 import random
 
@@ -257,7 +257,9 @@ def test_of_groups_that_no_router_has_heard_of_nothing_is_left() -> None:
     earlier = Asked(group_id=ONE, env="guess", num_samples=4, attempts=1)
     asks.step(earlier, 0.0)
     asks.step(Cancelled(ONE, "stale"), 0.0)
-    assert asks.num_cancels == 1  # an earlier process may have asked a router that is away
+    assert (
+        asks.num_cancels == 1
+    )  # an earlier process may have sent a request to a router that is away
 
 
 def test_cancelling_what_is_not_open_says_nothing() -> None:
@@ -296,7 +298,8 @@ def test_deadline_comes_even_where_no_router_answers() -> None:
 
 
 def refused_waits(asks: AskMachine, num_refusals: int) -> list[float]:
-    """How long the ask waits after each refusal, on a router that always says one second."""
+    """Return how long a request waits after each refusal of a router that always says one
+    second."""
     waits: list[float] = []
     now_s = 0.0
     for _ in range(num_refusals):

@@ -1,4 +1,4 @@
-"""AsyncRolloutClient on real sockets, with a router by hand."""
+"""AsyncRolloutClient on real sockets, with a scripted router."""
 
 import asyncio
 import gc
@@ -64,7 +64,7 @@ async def finish(ask: AskGroup) -> None:
 
 
 async def fail(router: FakeRouter, reason: str) -> GroupId:
-    """End the next group that is asked for without a result."""
+    """End the next requested group without a result."""
     route, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
     router.say(route, GroupFailed(ask.group_id, reason))
     return ask.group_id
@@ -245,7 +245,7 @@ async def test_closed_client_is_no_hang(
         async with AsyncRolloutClient(router.hub.address) as client:
             await client.ask(TASK, 1, env="guess")
             waiting = [asyncio.create_task(client.run(TASK, env="guess")) for _ in range(2)]
-            await asyncio.sleep(0)  # both wait for room
+            await asyncio.sleep(0)  # both wait for capacity
         for each in waiting:
             with pytest.raises(ClientClosed):
                 await each
@@ -293,7 +293,7 @@ async def test_results_that_nobody_streams_wait_in_the_journal(
         try:
             for ask in asks:
                 await asyncio.to_thread(deliver, ask.sink, ask.group_id, 1, "x" * num_bytes)
-            while client.num_ended < num_results:  # noqa: ASYNC110 - told by nobody
+            while client.num_ended < num_results:  # noqa: ASYNC110 - without an event
                 await asyncio.sleep(0)
             held_bytes, _ = tracemalloc.get_traced_memory()
         finally:
@@ -303,9 +303,9 @@ async def test_results_that_nobody_streams_wait_in_the_journal(
         await client.ask(TASK, 1, env="guess")
         last = await next_ask(router)
         await asyncio.to_thread(deliver, last.sink, last.group_id, 1, "x" * num_bytes)
-        while client.num_ended < 1:  # noqa: ASYNC110 - told by nobody
+        while client.num_ended < 1:  # noqa: ASYNC110 - without an event
             await asyncio.sleep(0)
-        # What was streamed has made room.
+        # The streamed results have freed capacity.
         assert [each for each in gc.get_objects() if isinstance(each, RawResult)]
     assert [arrival.group_id for arrival in streamed] == [ask.group_id for ask in asks]
     assert all(isinstance(each, Finished) for each in streamed)

@@ -1,4 +1,4 @@
-"""RolloutClient on real sockets: what is asked for is handed out once, and survives a restart."""
+"""RolloutClient on real sockets: each result is handed out once, and requests survive a restart."""
 
 import math
 import os
@@ -123,7 +123,7 @@ def test_asks_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path)
     client = RolloutClient(router.hub.address, JournalConfig(max_bytes=1), tmp_path)
     client.start()
     group_id = ask(client)
-    client.note_step(0, [])  # the ask before it is carried out by now
+    client.note_step(0, [])  # by now the earlier request has been carried out
     router.expect(ClientHello)
     client.cancel(group_id, "gave up")
     assert client.take(timeout_s=60) == [Dropped(group_id, "cancelled: gave up")]
@@ -190,7 +190,7 @@ def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
     assert again.address == address
     assert again.reopened == {still_open: Task(id="t", data={"n": 1})}
     said, packet = first, None
-    while said.attempts == 0:  # what the first one said may be on its way still
+    while said.attempts == 0:  # the first message may still be on its way
         _, said, packet = router.expect(AskGroup)
     assert (said.group_id, said.client_id, said.sink) == (still_open, first.client_id, address)
     assert said.attempts == 1
@@ -235,7 +235,7 @@ def test_a_client_that_keeps_its_groups_leaves_for_good_when_it_says_so(
     other = open_client(router, tmp_path / "other")
     ask(other)
     router.expect(AskGroup)
-    other.close()  # which keeps nothing
+    other.close()  # which retains nothing
     _, left, _ = router.expect(ClientLeft)
     assert (left.client_id == asked.client_id) is for_good
 
@@ -363,7 +363,7 @@ def test_client_that_is_closed_twice_leaves_files_opened_since_alone(
     freed = before - set(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
         files: dict[str, FileIO] = {}
-        while freed - files.keys():  # the system gives out the lowest free number
+        while freed - files.keys():  # the system hands out the lowest free number
             file = stack.enter_context((tmp_path / f"file{len(files)}").open("w+b", buffering=0))
             files[str(file.fileno())] = file
         client.close()

@@ -1,4 +1,5 @@
-"""Evaluations with a router by hand: what has a result is neither asked for nor counted again."""
+"""Evaluations with a scripted router: a rollout with a result is neither requested nor counted
+again."""
 
 import asyncio
 from collections import Counter
@@ -34,7 +35,7 @@ Asked = tuple[AskGroup, Task, int]
 
 
 class World:
-    """A router by hand, and the folder of one evaluation."""
+    """A scripted router, and the folder of one evaluation."""
 
     def __init__(self, folder: Path) -> None:
         self.router = FakeRouter()
@@ -47,7 +48,7 @@ class World:
         return asyncio.create_task(evaluate(PLAN, tasks, site, self._on_rows))
 
     async def asked(self) -> Asked:
-        """What is asked for next: the message, the task and its seed."""
+        """Return the next request: its message, task and seed."""
         _, ask, packet = await asyncio.to_thread(self.router.expect, AskGroup)
         body = decode_ask(packet.body)
         assert (body.is_eval, ask.num_samples) == (True, 2)
@@ -80,7 +81,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def stopped(running: "asyncio.Task[None]") -> AsyncIterator[None]:
-    """The evaluation is stopped at the end of the block."""
+    """Stop the evaluation at the end of the block."""
     try:
         yield
     finally:
@@ -146,7 +147,7 @@ async def test_group_without_a_result_is_asked_for_again_by_the_next(world: Worl
 async def test_result_that_a_crash_left_in_the_journal_is_counted_once(
     world: World, num_cut: int
 ) -> None:
-    """Between its rows and the word that it is done with, a group is in both places."""
+    """Between its rows and its removal, a group is in both places."""
     client = RolloutClient(world.router.hub.address, JournalConfig(), world.folder, keep=True)
     client.start()
     client.ask(TASKS[0], env="guess", num_samples=2, sampling=EVAL_SAMPLING, seed=1)

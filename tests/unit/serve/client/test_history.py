@@ -1,4 +1,4 @@
-"""What a client's journal tells the one that comes next, on real sockets."""
+"""State that a client's journal passes to the next client, on real sockets."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_what_no_checkpoint_covers_is_told_to_the_next_trainer(
     client.cancel(failed, "of no use")
     client.note_step(0, [trained])
     client.note_published(3, 1)
-    client.done_with([trained, waiting])  # of which a checkpoint alone lets go
+    client.done_with([trained, waiting])  # which only a checkpoint releases
     client.close()
 
     again = trainers_client(router, tmp_path)
@@ -66,7 +66,7 @@ def test_checkpoint_lets_go_of_what_it_knows(router: FakeRouter, tmp_path: Path)
     full = [client.is_journal_full]
     saved = StateSaved(1, 7, {group_id.run_id: [(0, 1)]})
     client.note_saved(saved)
-    client.note_published(8, 1)  # what was said before it is done by now
+    client.note_published(8, 1)  # by now the earlier operations are done
     full.append(client.is_journal_full)
     client.close()
     again = trainers_client(router, tmp_path)

@@ -1,4 +1,4 @@
-"""The intake: what it cannot keep is not acked, and what nobody takes stays where it is."""
+"""The intake acks only what it has stored, and leaves unread what is not consumed."""
 
 import gc
 import weakref
@@ -51,7 +51,7 @@ def test_result_that_cannot_be_written_is_not_acked_until_it_can(
             for _ in range(3):
                 send_result(worker, unwritten, task_id="too long for the disk" * 2**16)
             worker.send(Packet(GroupFinished(foreign, 1, "w1", True)))
-            # Refused at once: the answer says that the sink has seen all before it.
+            # Refused at once: the answer shows that the sink has read everything before it.
             assert next_answer(worker).group_id == foreign
         assert client.take(timeout_s=0) == []
         send_result(worker, unwritten)
@@ -71,11 +71,11 @@ def test_results_that_nobody_takes_stay_with_their_workers(
     client = open_client(router, tmp_path)
     first, second = ask(client), ask(client)
     router.expect(AskGroup)
-    deliver(client.address, first)  # more bytes than the bound: nothing is read after it
+    deliver(client.address, first)  # more bytes than the limit: nothing is read after it
     worker = Dialer(client.address, "w2")
     send_result(worker, second)
     client.note_step(0, [])
-    client.note_step(0, [])  # a whole turn of the intake has passed, and it left the result alone
+    client.note_step(0, [])  # the intake has run a whole turn and left the result unread
     assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [first]
     assert next_ack(worker).group_id == second
     assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [second]
@@ -86,7 +86,7 @@ def test_results_that_nobody_takes_stay_with_their_workers(
 def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
     router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits in zmq is in our memory too, and is sent again and again."""
+    """Messages queued in zmq are in our memory too, and are sent repeatedly."""
     monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
     client = open_client(router, tmp_path)
     first, second = ask(client), ask(client)
@@ -100,7 +100,7 @@ def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
         while bool(worker.poll(500, zmq.POLLOUT)):
             worker.send_multipart(frames)
             num_sent += 1
-            assert num_sent < 2 * QUEUE_RESULTS + 4  # there, in zmq's hands and in the kernel's
+            assert num_sent < 2 * QUEUE_RESULTS + 4  # in the sink, in zmq and in the kernel
         assert [each.group_id for each in client.take(timeout_s=60)] == [first]
         assert [each.group_id for each in client.take(timeout_s=60)] == [second]
     client.close()
@@ -161,7 +161,7 @@ def test_a_client_that_has_failed_keeps_neither_its_callers_nor_their_commands(
 
 
 class Local:
-    """What somebody holds while he calls."""
+    """A lock that a caller holds."""
 
 
 def take_in_vain(client: RolloutClient) -> "weakref.ref[Local]":

@@ -1,4 +1,4 @@
-"""The book: what a restarted client must know stands on disk before it is acted upon."""
+"""State that a restarted client needs is on disk before it is acted upon."""
 
 import random
 from pathlib import Path
@@ -32,7 +32,7 @@ BEGAN = RunBegan("r1", "c1", "tcp://sink")
 
 
 def ready(client_journal: ClientJournal) -> list[StoredResult]:
-    """What the next client without checkpoints is handed."""
+    """Return the results that the next client without checkpoints hands out."""
     return client_journal.begin(client_journal.earlier, None)
 
 
@@ -192,7 +192,7 @@ def test_an_ask_that_stays_open_does_not_keep_what_came_after_it(tmp_path: Path)
 
 
 class Model:
-    """What a book must remember, without files."""
+    """Expected contents of a journal, in memory."""
 
     def __init__(self) -> None:
         self.open: set[int] = set()
@@ -306,11 +306,11 @@ def test_nothing_is_let_go_of_before_the_checkpoint_that_frees_it_is_told(tmp_pa
     before = client_journal.size_bytes
     saved = StateSaved(1, 1, {"r1": [(0, 20)]})
     client_journal.cover(saved)
-    assert client_journal.size_bytes == before  # it may go bad, and there is no other
+    assert client_journal.size_bytes == before  # it may become damaged, and there is no other
     with full_disk(0), pytest.raises(JournalError):
         client_journal.cover(StateSaved(2, 2, {"r1": [(0, 20)]}))
     assert client_journal.size_bytes == before
-    client_journal.note(Published(2, 1))  # what was owed is written before it
+    client_journal.note(Published(2, 1))  # pending entries are written before it
     client_journal.cover(StateSaved(3, 3, {"r1": [(0, 20)]}))
     assert client_journal.size_bytes < before
     assert client_journal.history().saved == StateSaved(2, 2, {"r1": [(0, 20)]})
@@ -362,9 +362,7 @@ def test_result_that_makes_room_has_ended_though_its_sink_has_not_said_so(tmp_pa
         client_journal.ended["r1"].add(seq)
     client_journal.cover(StateSaved(1, 1, {"r1": [(0, 20)]}))
     size_bytes, seq = client_journal.size_bytes, 20
-    while (
-        client_journal.size_bytes >= size_bytes
-    ):  # the one that is over the budget frees the segments
+    while client_journal.size_bytes >= size_bytes:  # the entry over the budget frees the segments
         size_bytes = client_journal.size_bytes
         keep(client_journal, seq)
         seq += 1

@@ -1,4 +1,4 @@
-"""What a trainer's journal tells, wherever it ends: a kill at any byte leaves one history."""
+"""A trainer's journal yields one history, at whatever byte a kill cuts it."""
 
 import shutil
 import tempfile
@@ -38,7 +38,7 @@ from rollmesh.wire.messages import GroupAsk, GroupFinished
 from tests.unit.serve.client.trainer_process import CONFIG, Trainer
 
 NUM_SEGMENTS = 20
-"""Of a journal that checkpoints free, at most."""
+"""Maximum of segments of a journal that checkpoints free."""
 ACTS = (
     "ask",
     "ask",
@@ -66,7 +66,7 @@ def scratch() -> Iterator[Path]:
 
 
 def check(plan: RecoveryPlan, trainer: Trainer) -> None:
-    """Every group that has not left is in one place, and nothing is named again."""
+    """Every open group is in exactly one place, and no ended one is named."""
     in_steps = [group_id for step in plan.redo for group_id in step.group_ids]
     ready = [each.group_id for each in plan.ready]
     dropped = [each.group_id for each in plan.drops]
@@ -81,7 +81,7 @@ def check(plan: RecoveryPlan, trainer: Trainer) -> None:
 
 
 def essence(plan: RecoveryPlan) -> RecoveryPlan:
-    """But for the order of asks, which are written again now and then."""
+    """Without the order of requests, which are rewritten now and then."""
     return msgspec.structs.replace(plan, open_asks=tuple(sorted(plan.open_asks, key=str)))
 
 
@@ -95,7 +95,7 @@ def test_kill_at_any_byte_leaves_the_history_before_the_act_or_after_it(
         for act in before:
             trainer.do(*act)
         if last[0] == "save":
-            trainer.make_checkpoint()  # it is durable, and its maker may not live to say so
+            trainer.make_checkpoint()  # it is durable, but its process may be killed before it says so
         plans = [plan_now(trainer)]
         shutil.copytree(folder / "run", folder / "killed")
         if last[0] == "save":
@@ -117,7 +117,7 @@ def plan_now(trainer: Trainer) -> RecoveryPlan:
 
 
 def cut(folder: Path, data: st.DataObject) -> None:
-    """Let `killed` have what was written until some byte of what the last act has written."""
+    """Give `killed` what was written up to some byte of the last operation."""
     old = {path.name: path for path in (folder / "killed/journal").glob("*.journal")}
     new = sorted((folder / "run/journal").glob("*.journal"))
     first = end_of(sorted(old.values())[-1])
@@ -222,7 +222,7 @@ def test_journal_is_full_only_while_a_checkpoint_would_free_some_of_it(tmp_path:
         trainer.do("keep", 0)
     full = [
         trainer.client_journal.is_full
-    ]  # all of it waits for its step, for which more may be asked
+    ]  # all of it waits for its step, for which more may be requested
     trainer.do("step", 0)
     full.append(trainer.client_journal.is_full)
     trainer.do("save", 0)
@@ -235,7 +235,7 @@ def test_journal_is_full_only_while_a_checkpoint_would_free_some_of_it(tmp_path:
 def test_ends_that_the_journal_has_lost_are_those_that_the_checkpoint_knows(
     tmp_path: Path, num_segments: int
 ) -> None:
-    """As where a full disk took the segments' end before their summary was written."""
+    """As if a full disk took the segments' end before their summary was written."""
     trainer = Trainer(tmp_path)
     for _ in range(20):
         for act in ("ask", "keep", "step"):
@@ -306,7 +306,7 @@ def test_versions_that_were_named_after_the_checkpoint_was_copied_stay(tmp_path:
     client_journal.note(Published(1, 0))
     client_journal.note(Published(2, 1))
     client_journal.cover(StateSaved(1, 1, {}))
-    client_journal.cover(StateSaved(2, 2, {}))  # which may go bad, so that the one before frees
+    client_journal.cover(StateSaved(2, 2, {}))  # it may become damaged, so the one before frees
     client_journal.close()
     again = open_journal(tmp_path, CONFIG)
     assert again.history().published == (Published(2, 1),)
@@ -345,7 +345,7 @@ def test_results_that_no_step_will_take_are_a_reason_for_a_checkpoint(tmp_path: 
     trainer.client_journal.take((stale,))
     full.append(trainer.client_journal.is_full)
     assert full == [False, True]
-    # Until a checkpoint knows that it has left, a new life has it again.
+    # Until a checkpoint knows that it has left, a restarted client has it again.
     assert stale in [each.group_id for each in trainer.client_journal.history().results]
     trainer.client_journal.close()
 
@@ -356,7 +356,7 @@ def trainer_whose_newest_checkpoint_has_broken(folder: Path, config: JournalConf
         before = trainer.saved
         for act in ("ask", "ask", "keep", "keep", "step", "publish", "save"):
             trainer.do(act, 0)
-    for act in ("ask", "keep"):  # by the version that only the broken one has
+    for act in ("ask", "keep"):  # by the version that only the damaged one has
         trainer.do(act, 0)
     trainer.saved = before
     return trainer
@@ -370,7 +370,7 @@ def test_nothing_is_lost_where_the_newest_checkpoint_has_broken(tmp_path: Path) 
         assert [each.step for each in trainer.plan.redo] == [2]
         assert [each.group_id for each in trainer.plan.ready] == trainer.ready
         assert trainer.plan.step_of_version == {0: 0, 1: 1, 2: 2, 3: 3}
-    # It was freed all the same, by the one before that.
+    # It was freed all the same, by the one before.
     assert trainer.client_journal.history().saved.num_steps == 2
     trainer.client_journal.close()
 

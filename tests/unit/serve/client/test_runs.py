@@ -1,4 +1,4 @@
-"""Runs of a sample: each trained token is of one engine, version, dialect and fork cause."""
+"""Runs of a sample: each trained token has one engine, version, dialect and fork cause."""
 
 import itertools
 
@@ -76,7 +76,7 @@ def test_turns_of_one_origin_are_one_run_and_dialects_part_them() -> None:
 def test_a_token_has_the_cause_of_the_nearest_fork_above_it() -> None:
     nodes = [context(-1), turn(0, VersionRun(3, 1, 0))]  # before any fork
     nodes += [context(-1), turn(2, VersionRun(3, 2, 0)), context(3), turn(4, VersionRun(3, 3, 0))]
-    nodes += [context(3), turn(6, VersionRun(3, 4, 0))]  # forks what forked before
+    nodes += [context(3), turn(6, VersionRun(3, 4, 0))]  # forks from an earlier fork
     plain, *forked = samples_of(nodes, (2, "compaction"), (6, "rewind"))
     assert [run.cause for run in plain.runs] == [""]
     told = sorted([(run.cause, run.num_tokens) for run in each.runs] for each in forked)

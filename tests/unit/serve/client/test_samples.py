@@ -1,7 +1,5 @@
-"""Samples: each sampled token trains once, in the sequence that the model saw.
-
-A piece of memory holds a sample's four arrays, side by side, whatever its length.
-"""
+"""Samples: each sampled token trains once, in its original sequence, in one block of four
+arrays."""
 
 from collections.abc import Sequence
 
@@ -68,7 +66,7 @@ def turn(
 def cut_rollouts(
     *tables: list[NodeRow], branches: tuple[Branch, ...] = MAIN, lay: Lay = lay_plainly
 ) -> Cut:
-    """Token k of the group is 100 + k, log-prob k is -(k + 1) / 8: every value is told apart."""
+    """Token k of the group is 100 + k, its log-prob -(k + 1) / 8: all values are distinct."""
     rollouts = [
         RolloutRecord(
             index=index,
@@ -94,7 +92,7 @@ def cut_record(
 
 
 class DirtyMemory:
-    """Lays samples in one piece of memory that has been used before, and hands out views."""
+    """Stores samples in reused memory and returns views."""
 
     def __init__(self) -> None:
         self.memory = np.full(2**12, 0xAB, np.uint8)
@@ -231,7 +229,7 @@ def test_turns_of_other_temperatures_train_in_samples_of_their_own() -> None:
     [
         [NodeRow(0, 1, False)],  # its own parent
         [NodeRow(-2, 1, False)],
-        [NodeRow(-1, 2, True, (VersionRun(1, 1),))],  # a token that nobody sampled
+        [NodeRow(-1, 2, True, (VersionRun(1, 1),))],  # a token that was not sampled
         [NodeRow(-1, 3, False), NodeRow(0, -1, False)],
     ],
 )
@@ -250,7 +248,8 @@ def test_buffers_of_another_length_are_refused() -> None:
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[NodeRow]:
-    """Any node table: forks, retries, void turns, every branch, two temperatures, empty nodes."""
+    """Generate node tables: forks, retries, void turns, all branches, two temperatures, empty
+    nodes."""
     nodes: list[NodeRow] = []
     for row in range(draw(st.integers(0, 12))):
         parent = draw(st.integers(-1, row - 1))

@@ -1,7 +1,4 @@
-"""Scores: figures against brute force, and intervals that hold what they promise.
-
-Success: reported, or by rewards that are 0 or 1, or by a threshold, or else unknown.
-"""
+"""Scores against brute force, interval coverage, and success by report, reward or threshold."""
 
 import itertools
 import math
@@ -34,7 +31,7 @@ def row(task_id: str, outcome: str = "completed", **more: object) -> Row:
 
 
 def ends(estimate: Estimate | None) -> tuple[float, float]:
-    """Of its interval."""
+    """Return the ends of its interval."""
     assert estimate is not None
     assert estimate.low is not None
     assert estimate.high is not None
@@ -50,7 +47,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_success(num_successes: int, k: i
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """Its mean over all outcomes of n rollouts, by their chance, is 1 - (1 - p)^k."""
+    """Its mean over all outcomes of n rollouts, weighted by probability, is 1 - (1 - p)^k."""
     p, n, k = 0.3, 6, 4
     mean = sum(
         math.comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1)
@@ -165,7 +162,7 @@ def test_interval_is_wilsons_where_rollouts_are_independent() -> None:
     n, c = 40, 12
     estimate = share([Cluster(1, float(number < c)) for number in range(n)])
     assert estimate is not None
-    # By the formula, with fewer than n: the variance is the sample's, its quantile Student's.
+    # By the formula for fewer than n: the sample's variance and Student's quantile.
     z, p, t = NormalDist().inv_cdf(0.975), c / n, 2.02269
     m = (n - 1) * (z / t) ** 2
     half = z * math.sqrt(p * (1 - p) / m + z**2 / (4 * m**2)) / (1 + z**2 / m)
@@ -181,13 +178,13 @@ def test_interval_of_unanimous_rollouts_is_not_empty() -> None:
 
 
 def coverage(num_tasks: int, num_samples: int) -> float:
-    """How often the interval holds the truth, where tasks differ in how hard they are."""
+    """Return how often the interval contains the true value, for tasks of different difficulty."""
     rng = random.Random(5)
     held = 0
     for _ in range(400):
         clusters = []
         for _ in range(num_tasks):
-            chance = rng.betavariate(2.0, 2.0)  # half of them succeed, in the long run
+            chance = rng.betavariate(2.0, 2.0)  # half of them succeed in the long run
             wins = sum(rng.random() < chance for _ in range(num_samples))
             clusters.append(Cluster(num_samples, wins / num_samples))
         low, high = ends(share(clusters))
@@ -204,7 +201,7 @@ def test_reward_may_be_any_number() -> None:
     estimate = average([Cluster(1, -3.0), Cluster(1, 5.0)])
     assert estimate is not None
     assert estimate.mean == 1.0
-    # Student's for two: 12.706 standard errors, and the standard error is 4.
+    # Student's quantile for two is 12.706, and the standard error is 4.
     assert estimate.low == pytest.approx(1.0 - 4 * 12.7062, rel=1e-5)
     assert estimate.high == pytest.approx(1.0 + 4 * 12.7062, rel=1e-5)
 

@@ -1,4 +1,4 @@
-"""The sink: a group ends once, and nothing is acked that was not kept."""
+"""The sink: a group ends once, and only stored results are acked."""
 
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.serve.client.arrivals import (

@@ -1,4 +1,4 @@
-"""SyncRolloutClient on real sockets, with a router by hand."""
+"""SyncRolloutClient on real sockets, with a scripted router."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT is KeyboardInterrupt, whatever others made of it."""
+    """SIGINT raises KeyboardInterrupt, whatever earlier tests installed."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -148,7 +148,7 @@ def test_leaving_a_stream_is_having_had_what_it_brought(
 
 
 def told_in_a_fork(call: Callable[[], object]) -> str:
-    """The ClientClosed that `call` raises in a process that is forked from ours."""
+    """Return the ClientClosed that `call` raises in a forked process."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

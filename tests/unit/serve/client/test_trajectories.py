@@ -1,4 +1,4 @@
-"""An evaluation keeps messages and samples of every rollout that came."""
+"""An evaluation stores messages and samples of every rollout with a result."""
 
 from pathlib import Path
 from typing import Any

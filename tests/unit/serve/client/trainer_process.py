@@ -1,6 +1,6 @@
-"""A trainer's use of its book, without a mesh, for tests of what its journal tells.
+"""A trainer's use of its client journal without a mesh, for tests of the journal's contents.
 
-Invariant: it knows by itself what the book should know. Driven by the tests.
+The trainer tracks by itself what the journal should contain.
 """
 
 from pathlib import Path
@@ -27,24 +27,24 @@ from rollmesh.wire.messages import GroupAsk, GroupFinished
 CONFIG = JournalConfig(segment_bytes=600, max_bytes=10_000)
 BATCH = 2
 EVAL_PERIOD = 5
-"""One ask of so many is of an evaluation; the book does not care what becomes of it."""
+"""One request of so many is of an evaluation, whose fate the journal ignores."""
 
 
 class Trainer:
-    """A trainer's use of its book, without a mesh: which groups there are, and where."""
+    """A trainer's use of its journal, without a mesh: which groups exist, and where."""
 
     def __init__(self, folder: Path, config: JournalConfig = CONFIG) -> None:
         self.folder = folder
         self._config = config
         self.saved: LoopState | None = None
-        """The newest checkpoint that is durable."""
+        """The newest durable checkpoint."""
         self.open: list[GroupId] = []
         self.ready: list[GroupId] = []
         self.evals: set[GroupId] = set()
         self.again: dict[GroupId, Again] = {}
-        """What was asked for again, whatever has become of it."""
+        """Repeated requests, whatever became of them."""
         self.waiting: list[Again] = []
-        """What is to be asked for again."""
+        """Requests to repeat."""
         self.trained: dict[int, tuple[GroupId, ...]] = {}
         self.gone: dict[str, IntervalSet] = {}
         self.step_of_version = {0: 0}
@@ -53,7 +53,7 @@ class Trainer:
         self.rise()
 
     def rise(self) -> None:
-        """A new life, of which the one before need not have ended well."""
+        """Restart; the process before may have been killed."""
         self.client_journal = open_journal(self.folder, self._config)
         self.plan = plan_recovery(self.saved, self.client_journal.history())
         self.num_lives += 1
@@ -62,7 +62,7 @@ class Trainer:
         )
 
     def do(self, act: str, pick: int) -> None:
-        """One act, if there is anything to do it with."""
+        """Perform an operation, if it is possible."""
         match act:
             case "ask":
                 self._ask()
@@ -147,7 +147,7 @@ class Trainer:
         self._leave(group_id)
 
     def _not_ended_again(self) -> list[Again]:
-        """What a checkpoint must hold: of these asks the journal may not have heard."""
+        """Requests that a checkpoint must hold, because the journal may not have them."""
         return self.waiting + [self.again[each] for each in self.open if each in self.again]
 
     def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""An edge on a free port over scripted generations, and a client for it."""
+"""An agent server on a free port over scripted generations, and a client for it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -41,7 +41,7 @@ def prompts(tokenizer: Tokenizer) -> Prompts:
 
 
 class Desk:
-    """A running edge with one session, and the client side of it."""
+    """A running server with one session, and a client of it."""
 
     def __init__(
         self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, edge: AgentServer
@@ -59,11 +59,11 @@ class Desk:
         self.client = aiohttp.ClientSession()
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of `text`."""
+        """Return the tokens of `text`."""
         return self.tokenizer.encode(text)
 
     def say(self, text: str, at: int = -1) -> None:
-        """A held generation ends with `text`."""
+        """End a held generation with `text`."""
         self.sampler.generations[at].end(*self.ids(text + "<|im_end|>"))
 
     def post(
@@ -72,7 +72,7 @@ class Desk:
         path: str = "/v1/chat/completions",
         headers: dict[str, str] | None = None,
     ) -> Any:
-        """A request context; `body` is bytes, or what becomes JSON."""
+        """Return a request context; `body` is bytes or is encoded as JSON."""
         raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
         auth = {"Authorization": f"Bearer {self.opened.api_key}"}
         return self.client.post(self.base + path, data=raw, headers={**auth, **(headers or {})})
@@ -80,13 +80,14 @@ class Desk:
     async def answer(
         self, body: object, path: str = "/v1/chat/completions", **headers: str
     ) -> tuple[int, Any]:
-        """Status and decoded JSON of one request."""
+        """Return the status and decoded JSON of one request."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         async with self.post(body, path, named) as response:
             return response.status, msgspec.json.decode(await response.read())
 
     async def events(self, body: object, path: str = "/v1/chat/completions") -> list[Event]:
-        """Names and data of a stream's events; each named event's name is its type."""
+        """Return the names and data of a stream's events; the name of a named event equals its
+        type."""
         async with self.post(body, path) as response:
             assert response.status == 200, await response.read()
             raw = await response.read()
@@ -94,7 +95,7 @@ class Desk:
 
 
 def read_events(raw: bytes) -> list[Event]:
-    """Name and data of each event; comments are left out, and `[DONE]` is None."""
+    """Yield the name and data of each event, without comments; `[DONE]` is None."""
     found: list[Event] = []
     for frame in raw.decode().split("\n\n"):
         lines = [line for line in frame.splitlines() if line and not line.startswith(":")]
@@ -111,7 +112,8 @@ MakeDesk = Callable[..., Any]
 
 @pytest.fixture
 async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[MakeDesk]:
-    """`await make_desk("said", ...)` scripts the replies; `always` is each; else they are held."""
+    """Create a desk: `await make_desk("text", ...)` scripts the replies; `always` repeats one;
+    otherwise generations are held."""
     desks: list[Desk] = []
 
     async def make(
@@ -144,7 +146,7 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    """uvloop's transports are asyncio's by duty, not by class: each promise is kept on both."""
+    """uvloop's transports do not derive from asyncio's, so each promise is tested on both loops."""
     with asyncio.Runner(loop_factory=request.param) as runner:
         yield runner
         assert not asyncio.all_tasks(runner.get_loop())

@@ -1,4 +1,4 @@
-"""A server with a handler of the test's own, and clients of it that speak raw bytes."""
+"""A server with a handler of the test, and clients that send raw bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ LAST_GET = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 
 
 class Client:
-    """Speaks raw bytes."""
+    """A client that sends raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -30,13 +30,13 @@ class Client:
         return await self.reader.readuntil(b"\r\n\r\n")
 
     async def answer(self) -> tuple[int, bytes]:
-        """Status and body of a sized answer."""
+        """Return the status and body of an answer with a length."""
         head = await self.head()
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         return int(head.split(b" ")[1]), await self.reader.readexactly(length)
 
     async def rest(self) -> bytes:
-        """Until the server hangs up."""
+        """Return everything until the server closes the connection."""
         return await self.reader.read()
 
     @property
@@ -59,7 +59,7 @@ class Place:
         return self._clients[-1]
 
     async def ask(self, data: bytes) -> bytes:
-        """All that comes back of it, until the server hangs up."""
+        """Send bytes and return everything until the server closes the connection."""
         client = await self.client()
         client.send(data)
         return await client.rest()
@@ -94,7 +94,7 @@ async def echo(request: HttpRequest) -> None:
 
 
 class Held:
-    """A handler that waits until it is let go, and tells how it ended."""
+    """A handler that waits until it is released, and records how it ended."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The admin's routes over a real socket: tokens, bodies, and what they open."""
+"""Admin routes over a real socket: tokens, bodies, and the sessions that they open."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,7 +27,7 @@ TRAINING = SamplingConfig(max_tokens=77).policy()
 
 
 class Wishes(TokenCapture):
-    """Remembers what it was asked to open."""
+    """A capture that records the options of opened sessions."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime, TRAINING)
@@ -40,7 +40,7 @@ class Wishes(TokenCapture):
 
 
 class Office:
-    """The admin's face and a client for it."""
+    """The admin routes on a server, and a client for them."""
 
     def __init__(self, capture: Wishes) -> None:
         self.capture = capture

@@ -1,8 +1,4 @@
-"""Bodies in flight are limited by the bytes that have come; a body that waits is not read, and each
-wait ends.
-
-Long pieces of work that come together are done one in each turn of the loop, in their order.
-"""
+"""Bodies are limited by the bytes that have arrived, each wait ends, and long work takes turns."""
 
 import asyncio
 import gzip
@@ -28,7 +24,7 @@ MIB = 2**20
 LIMIT = 4 * MIB
 MAX_BODY = 3 * MIB
 MAX_AHEAD_BYTES = 400_000
-"""What two reads bring before a connection is paused."""
+"""Bytes that two reads return before a connection is paused."""
 
 
 class Counter:
@@ -63,7 +59,7 @@ class Ground:
         self.place, self.bodies, self.handler = place, bodies, handler
 
     async def until(self, **wanted: int) -> None:
-        """The counts are these."""
+        """Wait until the counts are as given."""
         counts = {"num_read": self.handler, "num_waiting": self.bodies, "num_held": self.bodies}
         while any(  # noqa: ASYNC110 - counts have no event
             getattr(counts[name], name) != number for name, number in wanted.items()
@@ -103,11 +99,11 @@ def test_a_body_that_does_not_fit_is_not_read_until_another_is_answered(
         first = await ground.sender(sized(large))
         await ground.until(num_read=1)
         second = await ground.sender(sized(large))
-        # The oldest that reads may pass the limit; the next may not.
+        # The oldest incomplete body may exceed the limit; the next may not.
         await ground.until(num_read=2)
         third = await ground.sender(sized(large))
         await ground.until(num_waiting=1)
-        for _ in range(200):  # what the kernel holds of it would be read by now
+        for _ in range(200):  # by then the kernel's buffer would have been read
             await asyncio.sleep(0)
         num_read = ground.handler.requests[-1].num_bytes
         assert num_read < MAX_AHEAD_BYTES, "its body was read though it had no place"
@@ -194,7 +190,7 @@ def test_who_hangs_up_while_it_waits_holds_up_nobody(runner: asyncio.Runner) -> 
         await ground.until(num_waiting=1)
         small = await ground.sender(sized(b"y" * 300_000))
         await ground.until(num_waiting=2)
-        gone.reset()  # which is noticed when it is read again: in its turn
+        gone.reset()  # noticed when the body is read again, in its turn
         ground.handler.go.set()
         for client in senders:
             assert (await client.answer())[0] == 200
@@ -232,7 +228,7 @@ def test_a_silent_sender_is_cut_soon_while_another_waits_for_its_room(
             await asyncio.sleep(0)
         late = await ground.sender(sized(b"y" * 2 * MIB))
         await ground.until(num_waiting=1)
-        # Only the hurried rule can cut it: else silence is allowed for an hour.
+        # Only the contended deadline can end it, because silence is allowed for an hour.
         assert await silent.answer() == (408, b"body_timeout")
         assert await late.answer() == (200, b"%d" % (2 * MIB))
 
@@ -305,17 +301,17 @@ def test_a_small_body_waits_for_nobody(runner: asyncio.Runner) -> None:
     on_ground(runner, main)
 
 
-# the rule alone
+# only the rule decides
 
 
 class Sender:
-    """A body that comes in steps, is used for a while, and is released."""
+    """A body that arrives in steps, is used for a while, and is released."""
 
     def __init__(self, bodies: BodyBudget, rng: random.Random, owner: str | None = None) -> None:
         self.num_bytes = rng.choice([10, 60, 100])
         self.owner = owner
         self.final_bytes = rng.choice([self.num_bytes, 100])
-        """Announced, or the limit."""
+        """The announced length, or the limit."""
         self.reservation: BodyReservation | None = None
         self._bodies = bodies
         self._rng = rng
@@ -350,7 +346,7 @@ class Sender:
 async def run_senders(
     senders: Sequence[Sender], bodies: BodyBudget, rng: random.Random, check: Callable[[], None]
 ) -> None:
-    """Run all of them to their end, a tenth cancelled on the way; `check` holds at each moment."""
+    """Run all senders to their end and cancel a tenth of them; `check` must hold at each step."""
     tasks: list[asyncio.Task[None]] = []
     for sender in senders:
         tasks.append(asyncio.create_task(sender.run()))
@@ -441,7 +437,7 @@ async def test_alone_nobody_waits() -> None:
     decode_gate = DecodeGate()
     for _ in range(2):
         passing = decode_gate.pass_through(LONG_BYTES)
-        with pytest.raises(StopIteration):  # it is over and has not waited
+        with pytest.raises(StopIteration):  # it has ended without waiting
             passing.send(None)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -475,7 +471,7 @@ async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
     decode_gate = DecodeGate()
     _, first, second = (asyncio.create_task(decode_gate.pass_through(LONG_BYTES)) for _ in range(3))
     await asyncio.sleep(0)
-    while len(decode_gate) != 1:  # noqa: ASYNC110 - the line tells nobody
+    while len(decode_gate) != 1:  # noqa: ASYNC110 - the queue has no event
         await asyncio.sleep(0)
     first.cancel()
     async with asyncio.timeout(60):

@@ -1,6 +1,7 @@
-"""Exchanges over a real socket: plain, streamed, cut, retried, sealed.
+"""Exchanges over a real socket: plain, streamed, interrupted, retried and sealed.
 
-What is told of each kind of error, before the first byte, in a stream, and behind the last.
+Each kind of error is answered before the first byte, in a stream, or not at all after the last
+byte.
 """
 
 import asyncio
@@ -33,13 +34,13 @@ STREAM: dict[str, Any] = {**ASK, "stream": True, "stream_options": {"include_usa
 
 
 async def started(desk: Desk, num: int = 1) -> None:
-    """Until the edge has asked for so many generations and reads the last."""
+    """Wait until the server has requested that many generations and reads the last."""
     made = desk.sampler.generations
     await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Any]:
-    """The decoded events of a stream, `[DONE]` as None."""
+    """Return the decoded events of a stream; `[DONE]` is None."""
     found: list[Any] = []
     async for line in response.content:
         if line.startswith(b"data: "):
@@ -132,7 +133,7 @@ async def test_a_marked_retry_is_answered_again_byte_for_byte(
     if ask is ASK:
         assert again == first
     else:
-        # A stream is cut where tokens came; what it says is the same.
+        # A stream is split where tokens arrived; its content is the same.
         assert _said(again) == _said(first)
     assert desk.runtime.num_calls == 1
 
@@ -165,20 +166,20 @@ async def test_a_sealed_session_wakes_a_call_whose_client_takes_nothing(
     desk = await make_desk(max_context_tokens=10**7)
     client = await narrow_client(desk, {**ask, "max_tokens": 10**6})
     await started(desk)
-    # Six bytes of JSON each, so more than the kernel takes. The generation ends: only the client
-    # is waited for.
+    # Six bytes of JSON each, so more than the kernel buffers. The generation ends: only the client
+    # delays the exchange.
     desk.sampler.generations[0].end(*desk.ids("\x01") * 10**6)
     await asyncio.get_running_loop().sock_recv(client, 1)
     assert desk.edge.num_open
     desk.opened.session.seal("the rollout ended")
-    while desk.edge.num_open:  # noqa: ASYNC110 - nobody tells when an exchange ends
+    while desk.edge.num_open:  # noqa: ASYNC110 - the end of an exchange has no event
         await asyncio.sleep(0)
     client.close()
     assert {state for _, state in desk.edge.num_exchanges} == {ExchangeState.SEALED}
 
 
 async def narrow_client(desk: Desk, ask: dict[str, Any]) -> socket.socket:
-    """It has asked, and takes little at a time."""
+    """Return a client that has sent a request and reads little at a time."""
     host, _, port = desk.base.removeprefix("http://").partition(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -310,7 +311,7 @@ ENDS: list[tuple[Callable[[], Exception], ExchangeState, int]] = [
 
 
 class Odd:
-    """An exchange that fails at a point of the test's own choice."""
+    """An exchange that fails where the test wants."""
 
     def __init__(
         self, request: HttpRequest, work: Callable[[HttpRequest], Awaitable[None]]
@@ -330,7 +331,7 @@ class Odd:
 
 
 async def ended(work: Callable[[HttpRequest], Awaitable[None]]) -> tuple[bytes, ExchangeState]:
-    """What the client is told, and the exchange's last state."""
+    """Return the client's answer and the exchange's last state."""
     states: list[ExchangeState] = []
 
     async def handle(request: HttpRequest) -> None:
@@ -414,7 +415,7 @@ async def test_a_client_that_is_gone_when_it_is_refused_abandons() -> None:
 
     async def work(request: HttpRequest) -> None:
         begun.set()
-        # Cancelled when its client is lost, it ends by an error of its own.
+        # When it is cancelled because its client is lost, it ends by an error of its own.
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -432,6 +433,6 @@ async def test_a_client_that_is_gone_when_it_is_refused_abandons() -> None:
         client.send(GET)
         await begun.wait()
         client.reset()
-        while not states:  # noqa: ASYNC110 - the lost client is noticed by the server alone
+        while not states:  # noqa: ASYNC110 - only the server notices the lost client
             await asyncio.sleep(0)
     assert states == [ExchangeState.ABANDONED]

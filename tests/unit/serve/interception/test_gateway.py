@@ -1,4 +1,4 @@
-"""Figures of the gateway: the loop's lag, and a book's sessions by what became of them."""
+"""Metrics of the gateway: event loop lag, and sessions by state."""
 
 import asyncio
 

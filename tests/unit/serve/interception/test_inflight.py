@@ -1,4 +1,4 @@
-"""Requests in flight: found by their rollout, woken by its end wherever they wait, then gone."""
+"""Requests in flight are found by rollout, woken from any wait when it ends, and then removed."""
 
 import asyncio
 import gc
@@ -20,15 +20,15 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "guess"}]}
 
 
 async def until_empty(desk: Desk) -> set[ExchangeState]:
-    """The last states of all exchanges there were, once there are no more."""
+    """Return the last states of all exchanges, once none is running."""
     async with asyncio.timeout(60):
-        while len(desk.edge.inflight):  # noqa: ASYNC110 - nobody tells when an exchange ends
+        while len(desk.edge.inflight):  # noqa: ASYNC110 - the end of an exchange has no event
             await asyncio.sleep(0)
     return {state for _, state in desk.edge.num_exchanges}
 
 
 async def connected(desk: Desk, sent: bytes) -> socket.socket:
-    """A client that takes little at a time, and has sent this."""
+    """Return a client that has sent this and reads little at a time."""
     host, _, port = desk.base.removeprefix("http://").partition(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -45,7 +45,7 @@ def head(desk: Desk, num_bytes: int) -> bytes:
 
 
 async def answer_of(client: socket.socket) -> tuple[int, Any]:
-    """Status and body of the next answer."""
+    """Return the status and body of the next answer."""
     told = b""
     async with asyncio.timeout(60):
         while b"}}" not in told:
@@ -59,7 +59,7 @@ async def test_a_request_that_still_reads_its_body_ends_with_its_rollout(
 ) -> None:
     desk = await make_desk("4")
     client = await connected(desk, head(desk, 100) + b"{")
-    while not len(desk.edge.inflight):  # noqa: ASYNC110 - nobody tells of its head
+    while not len(desk.edge.inflight):  # noqa: ASYNC110 - the arrival of a head has no event
         await asyncio.sleep(0)
     desk.runtime.cleanup_group(ROLLOUT.group_id)
     status, told = await answer_of(client)
@@ -73,7 +73,7 @@ async def test_what_a_client_does_not_take_goes_with_its_rollout(make_desk: Make
     body = msgspec.json.encode({**ASK, "max_tokens": 10**6})
     client = await connected(desk, head(desk, len(body)) + body)
     await desk.sampler.until(lambda: len(desk.sampler.generations) == 1)
-    # Six bytes of JSON each, so more than the kernel takes.
+    # Six bytes of JSON each, so more than the kernel buffers.
     desk.sampler.generations[0].end(*desk.ids("\x01") * 10**6)
     await asyncio.get_running_loop().sock_recv(client, 1)
     assert len(desk.edge.inflight) == 1
@@ -106,7 +106,7 @@ async def test_the_connection_of_a_woken_request_serves_the_next(make_desk: Make
 
 
 async def test_only_requests_of_sealed_sessions_are_woken(make_desk: MakeDesk) -> None:
-    """A child of the same rollout goes on; so do other rollouts."""
+    """A child of the same rollout continues, and so do other rollouts."""
     desk = await make_desk()
     other = desk.runtime.register_trajectory(
         RolloutId(GroupId("r", 1), 0), SamplingPolicy(), seed=7
@@ -154,7 +154,8 @@ async def test_no_table_knows_a_rollout_that_has_ended(make_desk: MakeDesk) -> N
 async def test_a_vanished_client_leaves_nothing_to_the_garbage_collector(
     make_desk: MakeDesk, young_heap: None, is_stream: bool
 ) -> None:
-    """A worker collects seldom: a cycle of a task, its error and its frames would hold images."""
+    """A worker collects garbage seldom: a cycle of a task, its error and its frames would hold
+    images."""
     desk = await make_desk()
     body = msgspec.json.encode(ASK | {"stream": is_stream})
     gc.disable()
@@ -170,7 +171,7 @@ async def test_a_vanished_client_leaves_nothing_to_the_garbage_collector(
 
 
 def large(mark: bytes, least: int = MB) -> list[bytes | str]:
-    """All texts of so many bytes and more that hold this, wherever they are."""
+    """Return all texts of at least so many bytes that contain this, wherever they are."""
     found: dict[int, bytes | str] = {}
     for owner in gc.get_objects():
         for each in gc.get_referents(owner):
@@ -190,7 +191,7 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("path", PLACES)
 async def test_no_body_is_held_while_the_engine_is_slow(make_desk: MakeDesk, path: str) -> None:
-    """Of eight requests of 5 MB nothing is left but the one message that they all show."""
+    """Of eight requests of 5 MB only the one message that they share remains."""
     desk = await make_desk(max_context_tokens=10**8)
     text = "seen once " * (MB // 10 + 1)
     ask = {"messages": [{"role": "user", "content": text}], **PLACES[path]}
@@ -215,7 +216,7 @@ async def test_no_body_is_held_while_the_engine_is_slow(make_desk: MakeDesk, pat
         del ask["messages"]
         text = ""
         async with asyncio.timeout(60):
-            # A call that has just begun may still run the step that began it.
+            # A call that has just begun may still run its first step.
             while large(b"never seen never") or len(large(b"seen once seen once")) > 1:  # noqa: ASYNC110 - memory has no event
                 await asyncio.sleep(0)
         for generation in made:

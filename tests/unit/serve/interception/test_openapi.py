@@ -1,4 +1,4 @@
-"""The OpenAPI document, and the edge questioned by it."""
+"""The OpenAPI document, and requests generated from it."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.unit.serve.interception.conftest import Desk, MakeDesk
 
 NUM_EXAMPLES = 25
-"""Of each route; all of them take some ten seconds."""
+"""Examples per route; all of them take some ten seconds."""
 CHECKS = (
     schemathesis.checks.not_a_server_error,
     status_code_conformance,

@@ -1,4 +1,4 @@
-"""What agents may send: requests, bodies and garbage on real sockets, on both event loops."""
+"""Requests, bodies and malformed bytes on real sockets, on both event loops."""
 
 import asyncio
 import gzip
@@ -153,7 +153,7 @@ def test_answers_that_nobody_takes_do_not_pile_up(runner: asyncio.Runner) -> Non
                 assert (await other.answer())[0] == 200
 
     runner.run(main())
-    # What the kernel holds for both sides, and one more.
+    # More than the kernel buffers for both sides.
     assert 0 < num_answered < 200
 
 
@@ -203,7 +203,7 @@ def test_a_length_of_many_digits_is_a_length(runner: asyncio.Runner) -> None:
             client.send(
                 b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"0" * 5000 + b"3\r\n\r\n"
             )
-            for _ in range(20):  # so that the server reads it by itself
+            for _ in range(20):  # so that the server reads each part separately
                 await asyncio.sleep(0)
             client.send(b"abc")
             assert await client.answer() == (200, b"abc")
@@ -266,7 +266,7 @@ def test_another_protocol_is_declined_and_hides_no_body(
             upgrade = sized(inner, b"Connection: Upgrade", b"Upgrade: " + wish)
             for cut in (len(upgrade), len(upgrade) - 5, 20):
                 client.send(upgrade[:cut])
-                for _ in range(5):  # so that the server reads it by itself
+                for _ in range(5):  # so that the server reads each part separately
                     await asyncio.sleep(0)
                 client.send(upgrade[cut:] + sized(b"next"))
                 assert await client.answer() == (200, inner)

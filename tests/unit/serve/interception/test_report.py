@@ -1,9 +1,5 @@
-"""An account is told in pieces, with the rewards of now.
-
-A node table as plain samples: masks, versions, turns that train nowhere.
-
-What is long lies apart, and is the same again when it is joined.
-"""
+"""A report is rendered in pieces with the current rewards, its samples are exact, and long parts
+are blobs."""
 
 from array import array
 from typing import Any

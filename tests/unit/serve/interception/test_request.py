@@ -1,9 +1,4 @@
-"""Answers as they stand on the wire: framing, connections, headers.
-
-Where secrets are found, and who has the admin's token.
-
-A request's headers say whether it may have been sent before.
-"""
+"""Answers on the wire, and what a request's headers mean: secrets, the admin token, retries."""
 
 import asyncio
 import weakref
@@ -25,7 +20,8 @@ ASK = {"messages": [{"role": "user", "content": "guess"}]}
 
 
 async def spoken(desk: Desk, protocol: str, *headers: str, stream: bool) -> tuple[bytes, bytes]:
-    """Head and body of a raw answer, read until the server closes; fails if it does not."""
+    """Return the head and body of a raw answer, read until the server closes; fail if it does
+    not."""
     body = msgspec.json.encode({**ASK, "stream": stream})
     lines = [
         f"POST /v1/chat/completions HTTP/{protocol}",
@@ -87,7 +83,7 @@ async def test_a_connection_is_kept_and_pipelined_requests_are_answered_in_order
 
 
 class Pieces(list[bytes]):
-    """Lists cannot be referred to weakly."""
+    """A list that can be referenced weakly."""
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -1,4 +1,4 @@
-"""How connections end: silence, hang-ups, streams and the stop, on both event loops."""
+"""How connections end: silence, disconnects, streams and `stop`, on both event loops."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ from tests.unit.serve.interception.http_client import (
     sized,
 )
 
-# who stays silent, and who leaves
+# silent clients, and clients that disconnect
 
 
 def test_a_head_that_stops_coming_is_408_though_bytes_trickle(runner: asyncio.Runner) -> None:
@@ -118,7 +118,7 @@ def test_a_body_that_its_sender_leaves_cancels_its_handler(runner: asyncio.Runne
 
 
 def to_the_end() -> None:
-    """Of a writer that has something to say for as long as its client is there."""
+    """A writer that sends for as long as its client is connected."""
 
 
 def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asyncio.Runner) -> None:
@@ -304,7 +304,7 @@ def test_a_broken_handler_ends_its_own_connection_only(
     assert "rk-secret" not in caplog.text
 
 
-# the end
+# stop
 
 
 def test_stop_closes_idle_connections_and_lets_a_running_handler_end(
@@ -319,7 +319,7 @@ def test_stop_closes_idle_connections_and_lets_a_running_handler_end(
             await held.begun.wait()
             stopping = asyncio.create_task(place.server.stop())
             assert await idle.rest() == await partial.rest() == b""
-            with pytest.raises(OSError):  # noqa: PT011 - each loop has its own words
+            with pytest.raises(OSError):  # noqa: PT011 - the message depends on the event loop
                 await place.client()
             assert not stopping.done()
             held.go.set()

@@ -1,4 +1,4 @@
-"""The gateway's book: rewards, outcomes, and what is forgotten when."""
+"""The registry of sessions: rewards, outcomes and expiry."""
 
 from collections import Counter
 from typing import Any
@@ -18,7 +18,7 @@ RETENTION_S = 100.0
 
 
 class Session:
-    """A captured session of which the test says what happened in it."""
+    """A captured session whose state the test sets."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
@@ -63,7 +63,7 @@ class Session:
 
 
 class Scene:
-    """A book over such sessions."""
+    """A registry of such sessions."""
 
     def __init__(self, max_bytes: int = 2**40) -> None:
         self.clock = FakeClock()

@@ -1,4 +1,4 @@
-"""A session in tokens that comes back of a journal."""
+"""A token session that is restored from a journal."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A ledger to tell stories to."""
+"""A scripted router for each test."""
 
 import pytest
 

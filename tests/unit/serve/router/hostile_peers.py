@@ -1,6 +1,6 @@
-"""Peers that keep to no contract: well-formed messages that no honest one sends, in any order.
+"""Peers that send well-formed messages in any order, also those that no correct peer sends.
 
-What must hold of the ledger's tables after each is that of chaos.py. Driven by test_book.py.
+The invariants checked after each message are those of lossy_network.py.
 """
 
 import math
@@ -37,13 +37,13 @@ STARTS_S = (0.0, 1.0, 2.0, 2.0, 3.0, math.nan)
 
 
 class HostilePeer:
-    """Says anything."""
+    """Sends random messages."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
 
     def message(self) -> AnyMessage:
-        """The next one."""
+        """Return the next message."""
         one = self.rng.choice
         worker, client, attempt, count = one(WORKERS), one(CLIENTS), one(ATTEMPTS), one(COUNTS)
         group, pid, time_s, started_s = self._group(), one((1, 1, 2)), one(TIMES_S), one(STARTS_S)

@@ -1,8 +1,7 @@
-"""A small town of peers whose messages are lost, doubled and late, around one real ledger.
+"""A network that loses, duplicates and delays messages, around one real group scheduler.
 
-The peers are models, a few lines each, that do what the contract asks and no more; what must hold
-of the ledger's own tables is asserted after every step. (The simulator runs the real machines
-together; this one reaches corners that honest peers do not.) Driven by test_book.py.
+The peers are minimal models of the protocol. The scheduler's invariants are asserted after every
+step. (The simulator runs the real machines; this reaches states that correct peers do not.)
 """
 
 import heapq
@@ -45,7 +44,7 @@ NUM_GROUPS = 12
 
 
 class LossyNetwork:
-    """One run of `seed`."""
+    """One run with the random seed `seed`."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -57,17 +56,18 @@ class LossyNetwork:
         self.runs: dict[str, dict[GroupId, int]] = {name: {} for name in self.pids}
         self.delivered: set[GroupId] = set()
         self.open: dict[GroupId, tuple[int, int]] = {}
-        """What the client wants, with the attempts that it heard of, and of those excused."""
+        """Groups that the client wants, with their known attempts and excused attempts."""
         self.ends: Counter[GroupId] = Counter()
         self.num_asked = 0
         self.num_excuses: Counter[GroupId] = Counter()
-        """Attempts that the ledger was told of as handed back, or cut short by who left."""
+        """Attempts that were returned, or interrupted by a worker that left, as reported to the
+        scheduler."""
         self.is_calm = False
         self._timers: list[tuple[float, int, str, AnyMessage]] = []
         self._count = 0
 
     def run(self, chaos_s: float, calm_s: float) -> None:
-        """So long with faults, so long without."""
+        """Run for a time with faults, then for a time without."""
         while self.now_s < chaos_s + calm_s:
             self.is_calm = self.now_s >= chaos_s
             self.now_s += 0.5
@@ -77,7 +77,7 @@ class LossyNetwork:
             self.check()
 
     def check(self) -> None:
-        """What holds after every step."""
+        """Assert the invariants that hold after every step."""
         table, membership = self.group_scheduler.table, self.group_scheduler.membership
         held_by: Counter[GroupId] = Counter()
         for worker in membership.workers:
@@ -105,7 +105,7 @@ class LossyNetwork:
         for state in (GroupState.QUEUED, GroupState.ASSIGNED, GroupState.RUNNING):
             assert table.num_in[state] == counted[state]
 
-    # the wire
+    # network
 
     def _say(self, route: str, message: AnyMessage) -> None:
         self._put("router", route, message)

@@ -1,4 +1,5 @@
-"""A ledger on a clock that the test moves, and short words for what its peers say."""
+"""A group scheduler on a clock that the test advances, with short helpers for messages of its
+peers."""
 
 from typing import TypeVar
 
@@ -45,7 +46,7 @@ def ask(
 
 
 class ScriptedRouter:
-    """A ledger that listens to whatever the test lets its peers say."""
+    """A group scheduler that receives the messages of a test."""
 
     def __init__(self, settings: RouterConfig = SETTINGS, started_s: float = 0.0) -> None:
         self.now_s = started_s
@@ -62,7 +63,8 @@ class ScriptedRouter:
         return self.receive(message.client_id, message, body)
 
     def advance(self, seconds: float, *beating: str) -> list[Send]:
-        """Half a beat at a time; the workers named beat each time, so does the client `c`."""
+        """Advance the clock by half heartbeats; the named workers and the client `c` send one each
+        time."""
         sends: list[Send] = []
         for _ in range(round(seconds / 0.5)):
             self.now_s += 0.5
@@ -90,7 +92,7 @@ def only(sends: list[Send], kind: type[M], route: bytes | str | None = None) -> 
 
 
 def running(router: ScriptedRouter, seq: int = 1, worker: str = "w0") -> None:
-    """One worker, one group that it runs."""
+    """Register a worker that runs one group."""
     router.worker(worker)
     router.asks(ask(seq))
     router.receive(worker, GroupStarted(group(seq), 1))

@@ -1,4 +1,4 @@
-"""How groups get to workers and stay there, whatever messages are lost, doubled or late."""
+"""Groups are assigned to workers and stay there when messages are lost, duplicated or late."""
 
 import msgspec
 import pytest
@@ -154,11 +154,11 @@ def test_many_workers_share_evenly_and_the_order_keeps_nothing_of_the_past(
         router.receive(router.holder(seq), GroupDelivered(group(seq), 1))
     workers = [router.group_scheduler.membership.workers.get(name) for name in names]
     assert {worker.num_assigned for worker in workers if worker} == {20}
-    orders = router.group_scheduler.membership.workers._orders  # noqa: SLF001 - what is kept is the promise
+    orders = router.group_scheduler.membership.workers._orders  # noqa: SLF001 - the promise is about memory
     assert sum(map(len, orders["guess"])) <= SPARE_RANKS + 3 * len(names)
 
 
-# lost, doubled and late messages
+# lost, duplicated and late messages
 
 
 def test_run_group_is_said_again_until_it_started(router: ScriptedRouter) -> None:
@@ -251,7 +251,8 @@ STALL_S = 61.0
 
 
 def stall(router: ScriptedRouter) -> list[Send]:
-    """Another task holds the loop of w0 for longer than the router bears; then it turns again."""
+    """Another task blocks the loop of w0 for longer than the router tolerates; then it runs
+    again."""
     sends = router.receive("w0", beat("w0", lag_s=STALL_S))
     router.now_s += STALL_S
     return [*sends, *router.receive("w0", beat("w0"))]
@@ -260,7 +261,7 @@ def stall(router: ScriptedRouter) -> list[Send]:
 def test_attempts_that_never_began_do_not_count_when_another_task_holds_the_loop(
     router: ScriptedRouter,
 ) -> None:
-    """Its beats come from a thread of their own, so the worker is not given up."""
+    """Heartbeats have a thread of their own, so the worker is not considered lost."""
     router.worker("w0")
     router.asks(ask(1))
     sends = router.advance(3 * SETTINGS.max_attempts * GIVE_UP_BEATS, "w0", "c")
@@ -290,7 +291,7 @@ def test_attempts_that_workers_lose_before_they_begin_do_not_count(router: Scrip
         assert run.attempt == number
         router.receive(f"w{number}", beat(f"w{number}", lag_s=STALL_S))
         assert router.group_scheduler.table.groups[group(1)].tries == 0
-        router.now_s += SUSPECT_WAIT_BEATS  # it waits so long for a worker of its own
+        router.now_s += SUSPECT_WAIT_BEATS  # the time for which it waits for a worker of its own
 
 
 def test_an_attempt_that_had_begun_after_all_counts_again(router: ScriptedRouter) -> None:

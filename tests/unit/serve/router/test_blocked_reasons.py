@@ -1,4 +1,4 @@
-"""Who waits in vain is told why, in time and again; who only waits is not."""
+"""Clients of groups that cannot run are notified of the reason, repeatedly; others are not."""
 
 import msgspec
 
@@ -14,7 +14,7 @@ from rollmesh.wire.messages import (
 )
 from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, group, hello, only
 
-STANDING_S, TELL_S = float(STANDING_BEATS), float(TELL_BEATS)  # a beat is a second here
+STANDING_S, TELL_S = float(STANDING_BEATS), float(TELL_BEATS)  # a heartbeat is a second here
 
 
 def reasons(sends: list[Send]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Clients come, fall silent, are away, come back or leave: what becomes of what they asked for."""
+"""Groups of clients that join, fall silent, return or leave."""
 
 import msgspec
 

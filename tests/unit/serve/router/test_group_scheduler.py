@@ -1,4 +1,4 @@
-"""The ledger's promises to clients, each told as a short story of messages on a clock."""
+"""The scheduler's promises to clients, as short message sequences on a clock."""
 
 import weakref
 
@@ -98,7 +98,7 @@ def test_an_attempt_whose_result_was_malformed_is_followed_by_another(
     assert next(s.route for s in sends if isinstance(s.message, CancelRun)) == b"w0"
     [run] = [s for s in sends if isinstance(s.message, RunGroup)]
     assert (run.route, run.message.attempt) == (b"w1", 2)  # type: ignore[union-attr]
-    assert not only(router.receive("c", failed), RunGroup)  # said twice, it counts once
+    assert not only(router.receive("c", failed), RunGroup)  # sent twice, it counts once
 
 
 def test_malformed_results_end_a_group_only_when_its_attempts_are_over(
@@ -267,7 +267,7 @@ def test_a_client_that_floods_the_queue_keeps_no_other_out(router: ScriptedRoute
         router.asks(ask(seq, client="flood"))
     router.receive("c", ClientHello("c"))
     for seq in range(8, 12):
-        assert only(router.asks(ask(seq)), GroupMoved)  # its share, with two clients, of 8
+        assert only(router.asks(ask(seq)), GroupMoved)  # its share of 8, with two clients
     assert only(router.asks(ask(12)), AskRefused)
     assert only(router.asks(ask(13, client="flood")), AskRefused)
 
@@ -401,11 +401,11 @@ def test_a_start_from_a_worker_not_greeted_yet_asks_for_its_hello(router: Script
 
 
 class Body(bytearray):
-    """An ask that can be watched."""
+    """A request body that can be weakly referenced."""
 
 
 def test_nothing_holds_the_ask_of_a_group_that_has_ended(router: ScriptedRouter) -> None:
-    """Also where it had a deadline of an hour, and was to be looked at again."""
+    """Also if it had a deadline of an hour, and a timer entry."""
     router.worker("w0")
     bodies = []
     for seq, end in enumerate([GroupDelivered(group(0), 1), CancelGroup(group(1), "no"), None]):

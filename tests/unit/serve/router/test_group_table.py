@@ -1,15 +1,5 @@
-"""The book stays true through seeded chaos, and is empty when all has ended.
-
-What ended is remembered for a while, and failures for longer.
-
-Deadlines come due once, and never grow.
-
-Groups come due in their order, at their newest time alone, and of the rest nothing is kept.
-
-A ledger's memory is flat: of groups that have ended nothing is left but short notes.
-
-One line says what became of the work that an earlier router had.
-"""
+"""The group table: invariants under lost messages, tombstones, deadlines, timers and flat
+memory."""
 
 import functools
 import gc
@@ -65,7 +55,7 @@ NUM_EVENTS = 300
 
 @functools.cache
 def lived(seed: int) -> LossyNetwork:
-    """A minute of chaos, then two of calm."""
+    """Run a minute with faults, then two without."""
     town = LossyNetwork(seed)
     town.run(chaos_s=60.0, calm_s=120.0)
     return town
@@ -166,7 +156,7 @@ def test_what_is_no_time_sets_nothing(deadline_s: float) -> None:
     assert left_s(waits, 0.0) == 0.0
 
 
-# as the ledger keeps them
+# as stored by the scheduler
 
 
 def test_a_group_ends_at_its_deadline_wherever_it_is(router: ScriptedRouter) -> None:
@@ -260,10 +250,10 @@ def test_all_that_are_still_due_survive_the_tidying(timers: TimerHeap) -> None:
 
 
 NUM_AT_ONCE = 10_000
-"""At a time; a million rollouts go through one ledger in `python -m benchmarks.scale`."""
+"""Groups at once; `python -m benchmarks.scale` runs a million rollouts through one scheduler."""
 BLOCKS_PER_END, SPARE_BLOCKS = 11, 20
-"""Of Python's allocator, for each worker of whose end there is a note, and besides. A group that is
-kept, or a client's name, is several."""
+"""Blocks of Python's allocator per tombstone of a worker, and a constant. A retained group or
+client name takes several."""
 
 
 def num_blocks() -> int:
@@ -298,7 +288,7 @@ def test_eighty_thousand_rollouts_through_one_ledger_leave_nothing() -> None:
 
 NONE = {f"num_{fate}": 0 for fate in TakeoverOutcome}
 LONG_S = 9.0
-"""Until all is found, and told."""
+"""Until everything is found and reported."""
 
 
 def sends(router: ScriptedRouter) -> dict[str, int] | None:
@@ -352,7 +342,7 @@ def test_what_each_group_came_to_is_counted_once(router: ScriptedRouter) -> None
     router.worker("w1", HeldGroup(group(6), 1, False))
     router.asks(ask(6, attempts=1))
     router.advance(LONG_S, "w0", "w1", "c")
-    # 1 and 6 were found by both, nobody claims 2 and 3, nobody asks for 4; 5 goes to its sink.
+    # 1 and 6 were found by both, 2 and 3 are not claimed, 4 is not requested; 5 goes to its sink.
     assert sends(router) == {
         "num_kept": 2,
         "num_run_again": 1,

@@ -1,4 +1,4 @@
-"""The queue: priority first, then turns among clients, and nothing is kept of what left."""
+"""The queue: priority first, then clients in turns; nothing is retained of removed groups."""
 
 import random
 

@@ -1,7 +1,4 @@
-"""Workers die, fall silent, stall, drain and come back, and their groups with them.
-
-Relief: workers that are worn together leave one after the other.
-"""
+"""Workers and their groups when workers die, fall silent, stall, drain, return or are recycled."""
 
 import msgspec
 import pytest
@@ -236,7 +233,7 @@ def test_a_beat_of_a_new_process_does_not_raise_the_old_one(router: ScriptedRout
 
 
 def test_a_new_process_of_the_same_pid_is_another_one(router: ScriptedRouter) -> None:
-    # As a container's, which is process 1 of its host in every incarnation.
+    # As in a container, where it is process 1 in every incarnation.
     running(router)
     again = msgspec.structs.replace(hello("w0"), started_s=9.0)
     [run] = only(router.receive("w0", again), RunGroup)
@@ -322,7 +319,7 @@ def test_a_process_that_does_not_serve_yet_tells_that_the_earlier_one_has_ended(
 
 
 def test_a_name_that_another_host_takes_accuses_no_group(router: ScriptedRouter) -> None:
-    # As a pod's that came back elsewhere: the one before may only be cut off.
+    # As a pod that was rescheduled: the earlier one may only be unreachable.
     router.asks(ask(1))
     for pid in (1, 2, 3):
         at = msgspec.structs.replace(hello("w0", pid=pid), host=f"node-{pid}")
@@ -398,7 +395,7 @@ def test_a_drain_is_said_again_until_a_beat_shows_it(router: ScriptedRouter) -> 
 
 
 def silent(router: ScriptedRouter) -> list[Send]:
-    """Half a second in which the draining worker beats."""
+    """Half a second in which the draining worker sends heartbeats."""
     router.now_s += 0.5
     sends = router.receive("w0", msgspec.structs.replace(beat("w0"), state="draining"))
     return sends + router.group_scheduler.step(Ticked(), router.now_s)
@@ -424,7 +421,7 @@ def router() -> ScriptedRouter:
 
 
 class Fleet:
-    """Workers that are worn; who is told to drain does, and stays until the test lets it go."""
+    """Worn workers; one that is asked to drain does so, and stays until the test removes it."""
 
     def __init__(self, router: ScriptedRouter, number: int) -> None:
         self.router = router

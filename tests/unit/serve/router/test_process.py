@@ -1,4 +1,4 @@
-"""The end of a local worker's process is seen without a word from it."""
+"""The end of a local worker's process is noticed without a message from it."""
 
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def test_an_end_is_told_once_and_one_look_late(
 def test_a_zombie_has_ended(pids: LocalPids, child: "subprocess.Popen[bytes]") -> None:
     pids.watch(hello(child.pid))
     child.kill()
-    # Not waited for: nobody reaps it, as when its parent is stopped.
+    # Not waited for, so not reaped, as if its parent were stopped.
     while not (ended := pids.take_ended()):
         pass
     assert ended == [WorkerExited("w0", child.pid, CAUSE)]

@@ -1,4 +1,4 @@
-"""The snapshot says how things stand, and Prometheus hears the same."""
+"""The status snapshot and its metrics."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""A task that kills its workers is stopped at the second, and who stood beside it is spared."""
+"""A task that kills its workers is stopped at the second one, and tasks beside it are spared."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def suspect() -> Group:
 
 
 def starts(router: ScriptedRouter, sends: list[Send]) -> list[RunGroup]:
-    """The workers begin what they were given."""
+    """The workers start their assigned groups."""
     runs = [(send.route, send.message) for send in sends if isinstance(send.message, RunGroup)]
     for route, run in runs:
         router.receive(route, GroupStarted(run.group_id, run.attempt))
@@ -86,7 +86,7 @@ def test_a_suspect_is_not_given_to_the_worker_that_just_left(router: ScriptedRou
     router.worker("w0")
     starts(router, router.asks(ask(1, n=8)))
     exits(router, "w0", 1)
-    # Beside this claim there is no room for it, until its end, which is that of the worker.
+    # There is no capacity beside this claim until it ends, with the worker.
     router.worker("w1", HeldGroup(group(9), 1, False))
     router.receive("w1", WorkerLeft("w1", "stopped"))
     assert router.state(1) is GroupState.QUEUED
@@ -128,7 +128,7 @@ def test_silence_alone_quarantines_nothing(router: ScriptedRouter) -> None:
 
 
 def silence_of_two(router: ScriptedRouter) -> None:
-    """A third worker is there, and both that had the group have fallen silent."""
+    """A third worker exists, and both workers that had the group have fallen silent."""
     router.asks(ask(1))
     for name in ("w0", "w1"):
         assert starts(router, router.worker(name))
@@ -161,7 +161,7 @@ def test_an_end_that_is_known_late_stops_the_task_where_it_runs(router: Scripted
 
 
 def test_suspects_are_kept_apart_and_the_innocent_are_spared(router: ScriptedRouter) -> None:
-    # Four groups on one worker; the third kills whoever runs it.
+    # Four groups on one worker; the third kills any worker that runs it.
     poison = group(2)
     router.worker("w0")
     for seq in range(4):
@@ -246,7 +246,7 @@ def test_a_suspect_gets_the_first_slot_that_is_free_before_any_other_group(
     assert {router.state(seq) for seq in (1, 2, 5)} == {GroupState.QUEUED}
     [run] = only(router.receive("w1", GroupDelivered(group(3), 1)), RunGroup)
     assert run.group_id == group(1)
-    # It is watched, so that the next slot is not for the other suspect.
+    # It is observed, so the next slot is not for the other suspect.
     router.now_s += 0.5
     [run] = only(router.receive("w1", GroupDelivered(group(4), 1)), RunGroup)
     assert run.group_id == group(5)

@@ -1,9 +1,4 @@
-"""A worker's load, and the choice among workers.
-
-One process is told from another by all that is known of both.
-
-Loads: of an environment that fails, everybody hears, unless another worker may bring it.
-"""
+"""A worker's load, the choice among workers, incarnations of a worker, and environment loads."""
 
 import math
 
@@ -223,7 +218,7 @@ def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(
     router.asks(ask(1))
     router.receive("w0", loading("w0"))
     router.advance(50, "c")
-    router.receive("w0", loading("w0"))  # said again, which lengthens nothing
+    router.receive("w0", loading("w0"))  # sent again, which extends nothing
     assert not only(router.advance(49 + LATE_S, "c"), GroupFailed)
     [failed] = only(router.advance(2, "c"), GroupFailed)
     assert failed.reason.startswith("env_failed: w0 has not served guess within 130 s")

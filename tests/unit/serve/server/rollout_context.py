@@ -1,4 +1,4 @@
-"""A stage without a model or an engine: sessions are real, and served where a test asks for it."""
+"""A worker context without a model or an engine: sessions are real, and served if a test wants."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -28,7 +28,7 @@ Step = Callable[[Endpoint], Awaitable[Transcript]]
 
 
 class ScriptedEnv(Env):
-    """Each run takes the next step of the script, the last one forever."""
+    """Each run takes the next step of the script, and repeats the last one."""
 
     def __init__(self, *steps: Step | Exception | Transcript, reward: float = 1.0) -> None:
         self._steps = list(steps)
@@ -58,7 +58,7 @@ class ScriptedEnv(Env):
 def new_stage(
     folder: Path, env: Env, sampler: ScriptedSampler | None = None, **settings: float | str
 ) -> WorkerContext:
-    """The stage of a worker; `settings` are those of WorkerConfig."""
+    """Create the context of a worker; `settings` are those of WorkerConfig."""
     tokenizer = load_tokenizer(write_model_folder(folder))
     prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
     runtime = Runtime(sampler or ScriptedSampler(), prompts, max_context_tokens=100)
@@ -69,14 +69,14 @@ def new_stage(
 
 
 def speaking(folder: Path, text: str) -> ScriptedSampler:
-    """Says this, whatever it is asked; of a model in `folder`."""
+    """Return a sampler that always answers this, for the model in `folder`."""
     token_ids = load_tokenizer(write_model_folder(folder)).encode(text + "<|im_end|>")
     return ScriptedSampler(lambda _: token_ids)
 
 
 @asynccontextmanager
 async def served(context: WorkerContext) -> AsyncIterator[tuple[WorkerContext, AgentServer]]:
-    """The stage with its sessions on a free port."""
+    """Serve the context's sessions on a free port."""
     edge = AgentServer(context.runtime, InterceptionConfig(), "policy")
     base = await edge.start(listen("127.0.0.1:0"))
     try:

@@ -1,7 +1,4 @@
-"""Slots: a bounded number of rollouts at once, in order, and nothing lost to a cancelled waiter.
-
-A group: one payload of all siblings, complete only if the infrastructure held.
-"""
+"""Slots bound the concurrent rollouts; a group's payload is complete only if no fault occurred."""
 
 import asyncio
 import threading
@@ -96,7 +93,7 @@ async def test_complete_group_has_every_sibling_in_order(tmp_path: Path) -> None
 
 
 class SlotsThatTell(Slots):
-    """Says when the first rollout has come to its end."""
+    """Slots with an event for the end of the first rollout."""
 
     def __init__(self, max_rollouts: int) -> None:
         super().__init__(max_rollouts)
@@ -201,7 +198,7 @@ async def test_agents_error_leaves_the_group_complete(tmp_path: Path) -> None:
 
 
 class Ranking(ScriptedEnv):
-    """Scores by place; `give` turns the scores into what score_group answers."""
+    """Scores by rank; `give` turns the scores into the result of score_group."""
 
     def __init__(self, *steps: Exception | Transcript) -> None:
         super().__init__(*steps)

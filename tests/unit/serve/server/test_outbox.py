@@ -1,4 +1,4 @@
-"""The outbox: parcels are sent until acked, and their bytes are counted all that time."""
+"""Results are sent until they are acked, and their bytes are counted until then."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def sent_in(outbox: Outbox, from_s: int, to_s: int) -> list[Send]:
 
 
 def test_silent_sink_gets_one_parcel_at_a_time_again_and_not_all() -> None:
-    # What nobody reads stands in its socket's queue, and each copy beside it takes memory.
+    # Unread messages stay in the socket's queue, where each copy takes memory.
     outbox = new_outbox()
     for seq in range(50):
         pack(outbox, seq)

@@ -1,7 +1,4 @@
-"""Time in which nobody can be served: while all engines sleep, and no longer.
-
-A worker's figures over a real socket: who may see them.
-"""
+"""Time while all engines sleep is not counted, and a worker's metrics need a token."""
 
 import socket
 
@@ -61,7 +58,7 @@ async def asked(face: MetricsEndpoint, line: bytes, *headers: bytes) -> bytes:
 
 
 def face_of(host: str) -> MetricsEndpoint:
-    """Of an edge at `host`, where nothing listens."""
+    """Return the metrics endpoint of a server at `host`, without a listener."""
     with socket.socket() as bound:
         bound.bind((host, 0))
         return MetricsEndpoint(Exposition("worker"), bound)

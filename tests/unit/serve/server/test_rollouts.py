@@ -1,4 +1,4 @@
-"""One rollout: outcomes tell whose fault it was, and only the environment gives rewards."""
+"""Outcomes of a rollout attribute faults, and only the environment gives rewards."""
 
 import asyncio
 import contextlib
@@ -149,7 +149,7 @@ async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
 
 
 async def spend(context: WorkerContext, agent: Endpoint) -> SessionError:
-    """The session is over a limit; what the agent's next call is told."""
+    """Exceed a limit of the session; return the answer to the agent's next call."""
     session = context.runtime.find(agent.api_key)
     session.end_early("max_session_bytes = 7 is reached")
     with pytest.raises(SessionError) as caught:
@@ -206,7 +206,7 @@ async def test_score_that_breaks_is_no_reward_and_not_the_agents_fault(tmp_path:
 
 
 def compare(answer: str) -> float:
-    """The user's own helper, two frames below `score`."""
+    """A helper of the user, two frames below `score`."""
     return float(json.loads(answer)["right"])
 
 
@@ -326,19 +326,19 @@ async def test_cancelled_rollout_seals_its_session_before_its_code_has_ended(
 def test_errors_are_one_bounded_line() -> None:
     assert one_line(TypeError("first\nsecond")) == "TypeError: first"
     assert len(one_line(ValueError("x" * 9999))) == 500
-    # As a file's name may be: beats carry the last error, and what does not encode would end them.
+    # File names may contain such text; heartbeats carry the last error and must be encodable.
     assert one_line(ValueError("half a pair: \udcff")) == "ValueError: half a pair: \\udcff"
 
 
 class Number:
-    """As a library has its own: numpy's, torch's."""
+    """A number type like those of numpy or torch."""
 
     def __float__(self) -> float:
         return 0.5
 
 
 def test_score_of_any_numbers_is_one_of_floats() -> None:
-    """Whatever else would travel as it is, and be no record to who reads it."""
+    """Other types would be sent unchanged and fail to decode."""
     metrics: dict[Any, Any] = {"right": True, "num": 3, "share": Number(), 7: 1.5, "mean": math.nan}
     score = check_score(Score(True, metrics))
     assert msgspec.structs.astuple(score) == (

@@ -1,4 +1,4 @@
-"""A group's score may take child tasks: on a sibling's own line, or of the model alone."""
+"""Scoring of a group may run child tasks: on a sibling's history, or of the model alone."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -26,7 +26,7 @@ NONE = {"scopes": 0, "groups": 0, "doors": 0, "loans": 0}
 
 
 class Asking(ScriptedEnv):
-    """Each rollout is one turn; what is asked when the group is scored is the test's."""
+    """Each rollout is one turn; the test decides what runs when the group is scored."""
 
     def __init__(self, ask: Callable[["Asking", Sibling], Awaitable[object]]) -> None:
         super().__init__(self._play)
@@ -50,7 +50,7 @@ class Asking(ScriptedEnv):
 
 
 async def go_on(env: Asking, sibling: Sibling) -> ChatReply:
-    """A turn more on a sibling's line."""
+    """Continue a sibling's history by one turn."""
     return await env.client.complete(sibling.line, [*sibling.transcript.data["messages"], WHY])
 
 
@@ -124,7 +124,7 @@ async def test_siblings_are_seen_with_their_scores_and_those_without_one_are_not
 async def test_keys_of_children_are_over_when_the_group_is_scored(
     tmp_path: Path, which: str
 ) -> None:
-    """While its first sibling is asked, the key of another group is out of date."""
+    """While its first sibling is scored, the key of another group has expired."""
     early: list[Endpoint] = []
 
     async def keep(env: Asking, sibling: Sibling) -> None:
@@ -144,7 +144,7 @@ async def test_keys_of_children_are_over_when_the_group_is_scored(
 
 
 async def test_a_child_that_outlasts_the_scoring_time_is_cut_off(tmp_path: Path) -> None:
-    """Also one that nobody waits for: its key leads nowhere, and it has nothing to answer it."""
+    """Also a child that is not awaited: its key is revoked, so it gets no answers."""
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def stay(env: Asking, sibling: Sibling) -> None:
@@ -212,7 +212,7 @@ async def test_siblings_of_an_environment_that_scores_by_numbers_are_scored_by_t
     context = new_stage(tmp_path, env)
     record = decode_record((await run_group(context, Slots(2), BEGIN, ASK)).body)
     assert [rollout.reward for rollout in record.rollouts] == [1.0, 2.0]
-    # Who asks the default of the larger hook gets the same.
+    # The default of the larger hook behaves the same.
     siblings = [
         Sibling(n, Score(1.0), Transcript(), Endpoint("", "", ""), Endpoint("", "", ""))
         for n in range(2)

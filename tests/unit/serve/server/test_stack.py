@@ -1,4 +1,4 @@
-"""Places: where a thread is and whose code called it, and where an error came from."""
+"""Locations: where a thread is, whose code called it, and where an error came from."""
 
 import sys
 import threading
@@ -43,7 +43,7 @@ def test_thread_that_has_ended_is_nowhere() -> None:
 def test_an_error_without_a_frame_of_the_users_is_placed_at_the_method() -> None:
     class Env:
         def score(self) -> None:
-            """Called by a library alone."""
+            """Called by a library only."""
 
     place = place_of(ValueError("raised elsewhere"), Env().score)
     line = Env.score.__code__.co_firstlineno

@@ -1,4 +1,4 @@
-"""A worker that drains while no engine serves gives back what would never come to its end there."""
+"""A worker that drains while no engine serves returns the groups that could not end there."""
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.server.outbox import Forget
@@ -21,7 +21,7 @@ WHY = "it drains, and no engine serves"
 
 
 class Endures(WorkerMachine):
-    """The fault: one that drains waits for ever."""
+    """Simulates the fault: a draining worker waits forever."""
 
     def _see_engines(self, any_serves: bool, now_s: float) -> list[Action]:
         del any_serves, now_s
@@ -29,7 +29,7 @@ class Endures(WorkerMachine):
 
 
 def running(kind: type[WorkerMachine] = WorkerMachine, *, drains: bool = True) -> WorkerMachine:
-    """One group runs there."""
+    """Run one group on the worker."""
     settings = WorkerMachineSettings(
         worker_id="w1", env="guess", max_rollouts=8, stranded_s=STRANDED_S
     )

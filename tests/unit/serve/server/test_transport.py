@@ -1,7 +1,4 @@
-"""The router receives heartbeats of a worker whose loop is held, and the function that holds it.
-
-The worker's sockets: sinks are dialled when needed, forgotten when there are many.
-"""
+"""Heartbeats continue while the loop is blocked, and sinks are dialled on demand and evicted."""
 
 import asyncio
 from collections.abc import Iterator
@@ -195,7 +192,7 @@ async def test_sink_that_was_quiet_longest_is_dialled_again(
 
 
 async def test_sinks_that_were_all_just_used_are_heard_though_they_are_many() -> None:
-    """Their acks come after the last of them was dialled."""
+    """Their acks arrive after the last of them was dialled."""
     router, num_sinks = Hub("tcp://127.0.0.1:0"), 2 * transport.MAX_SINKS
     sinks = [Hub("tcp://127.0.0.1:0") for _ in range(num_sinks)]
     heard: set[bytes] = set()

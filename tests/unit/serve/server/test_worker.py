@@ -1,4 +1,4 @@
-"""Wear: a worker leaves past its memory, its age or what it could not end, and says which."""
+"""A worker leaves when it exceeds its memory, age or abandoned calls, and names the reason."""
 
 import pytest
 

@@ -1,7 +1,5 @@
-"""A worker's budget of bytes: full at the limit, light well below it, and never full for good.
-
-A worker's duties: a group runs here once, and a new router hears of all that is held.
-"""
+"""A worker's byte budget, and its state machine: a group runs once, and a new router learns of
+it."""
 
 import random
 
@@ -423,14 +421,15 @@ def test_every_group_is_kept_once_over_a_network_that_loses_and_repeats() -> Non
 
 
 def asked(group_id: GroupId) -> Asked:
-    """The ask behind `run`."""
+    """The request behind `run`."""
     return Asked(group_id=group_id, env="guess", num_samples=4, ticket=TICKET)
 
 
 def _carry(
     action: Action, machine: WorkerMachine, sink: ResultSink, kept: list[GroupId]
 ) -> list[Action]:
-    """What the worker does next when `action` reaches the other side and its answer comes back."""
+    """Return the worker's next actions after `action` reached the other side and its answer
+    arrived."""
     if not isinstance(action, Send) or action.route != SINK.encode():
         return []
     answers: list[Action] = []

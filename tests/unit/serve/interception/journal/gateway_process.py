@@ -1,4 +1,4 @@
-"""A gateway's book over one journal, life after life, with a scripted sampler behind it."""
+"""A gateway's registry over one journal, across restarts, with a scripted sampler."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ HEADER = JournalHeader("tokens", "m", "q", FORMAT)
 
 
 class GatewayProcess:
-    """One process's; a kill is to make the next one after `journal.close_journal`."""
+    """One process; create the next one after `journal.close_journal` to simulate a kill."""
 
     def __init__(
         self, folder: Path, prompts: Prompts, ids: list[int], max_bytes: int = 2**40
@@ -56,7 +56,7 @@ class GatewayProcess:
         return self.book.find(opened.captured.session_id)
 
     async def say(self, opened: OpenedSession, *texts: str, tools: bytes = b"") -> None:
-        """One call whose history are these texts, each followed by what was answered."""
+        """Run one call whose history has these texts, each followed by its answer."""
         captured = self.entry(opened).captured
         assert isinstance(captured, TokenSession)
         messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""The journal holds what lives, once, and gives up what does not; a full disk loses nothing."""
+"""The journal holds live records once and removes dead ones; a full disk loses nothing."""
 
 import asyncio
 import itertools
@@ -62,7 +62,7 @@ async def test_a_segment_of_which_nothing_lives_goes_without_being_read(begin: B
         await life.say(opened, "hello " * 20)
         life.book.delete(life.entry(opened))
         if lasting is None and life.journal.journal.end > SEGMENT_BYTES:
-            first.write_bytes(b"\0" * first.stat().st_size)  # who reads it finds damage
+            first.write_bytes(b"\0" * first.stat().st_size)  # a reader finds damage
             lasting = life.open()
             await life.say(lasting, "a")
         assert life.journal.journal.end < 10 * SEGMENT_BYTES
@@ -198,7 +198,7 @@ async def test_tools_are_written_once_for_all_sessions_and_die_with_the_last(beg
 
 
 async def test_nothing_moves_before_it_is_known_what_lives(begin: Begin) -> None:
-    """Who makes the sessions again of the journal has noted where its texts stand."""
+    """Recovery has noted the positions of contents."""
     life = begin()
     opened = life.open()
     await life.say(opened, LONG)
@@ -224,7 +224,7 @@ def test_a_folder_that_another_gateway_writes_is_refused_though_a_segment_goes_m
 ) -> None:
     folder = tmp_path / "journal"
     other = GatewayJournal(folder, JournalConfig())
-    # Listed, and gone when it is looked at.
+    # Listed, but removed when it is examined.
     (folder / "00000000000000000000.journal").symlink_to(folder / "gone")
     with pytest.raises(ConfigError, match="another process writes this journal"):
         GatewayJournal(folder, JournalConfig())
@@ -249,7 +249,7 @@ async def test_while_the_disk_takes_nothing_no_call_begins(
 
 
 async def test_texts_that_never_come_again_are_not_held(begin: Begin) -> None:
-    """Such as settings that differ with each call."""
+    """For example settings that differ with each call."""
     life = begin()
     opened = life.open()
     session_id = opened.captured.session_id
@@ -257,7 +257,7 @@ async def test_texts_that_never_come_again_are_not_held(begin: Begin) -> None:
 
     def name(number: int, size: int) -> int | bytes:
         named = texts.same(b"%d " % number * (size // 4))
-        life.journal.reward(session_id, 1.0, None)  # a record, behind the texts that it may name
+        life.journal.reward(session_id, 1.0, None)  # a record after the texts that it may reference
         return named
 
     before = num_blobs()
@@ -279,7 +279,7 @@ async def test_each_byte_that_is_written_is_counted_once(begin: Begin) -> None:
     life = begin()
     naming = life.open()
     session_id = naming.captured.session_id
-    before = life.journal.live_bytes - life.journal.journal.end  # the same as long as all lives
+    before = life.journal.live_bytes - life.journal.journal.end  # equal while everything is live
     texts = SessionTexts(life.journal, session_id)
     for record in range(3):
         texts.text(b"%d" % record + LONG.encode())
@@ -308,7 +308,7 @@ async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
         with pytest.raises(ContentLost):
             life.book.reward(life.entry(losing), 1.0, None)
         life.open()
-        life.report(losing)  # names no text that is lost
+        life.report(losing)  # references no lost text
     life.journal.close_journal()
     records = [decode(frames[0]) for _, frames in life.journal.journal.replay()]
     assert ContentStored(int(number)) not in records

@@ -1,4 +1,4 @@
-"""A book that is made again of its journal: what comes back, and what is set aside and named."""
+"""Restoring a registry from its journal: which sessions return, and which are set aside by name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def begin(tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer) -> Begin:
 
 
 def rewrite(life: GatewayProcess, change: Callable[[list[list[bytes]]], list[list[bytes]]]) -> None:
-    """Write the journal anew, with its records changed."""
+    """Rewrite the journal with changed records."""
     folder = life.journal.folder
     life.journal.close_journal()
     journal = Journal(folder, 2**20)
@@ -57,7 +57,7 @@ async def test_entries_come_back_in_their_order_wherever_they_stand(begin: Begin
     await life.say(opened, "one", "two")
     life.book.reward(life.entry(opened), 0.5, None)
     await life.say(opened, "one", "two", "three")
-    # As if all but the newest had been moved behind it, some of them twice.
+    # As if all but the newest record had been moved behind it, some of them twice.
     rewrite(life, lambda records: [records[0], records[-1], *records[1:-1], *records[1:3]])
     after = begin()
     report = after.report(opened)
@@ -221,7 +221,7 @@ async def test_a_finished_session_that_lacks_something_takes_no_other_along(
 
 
 async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begin: Begin) -> None:
-    """With its texts, though who else showed them is gone, and however much was moved meanwhile."""
+    """With its contents, though other sessions that shared them are gone, and after compaction."""
     life = begin()
     lost, other = life.open(), life.open()
     for opened in (lost, other):

@@ -1,4 +1,4 @@
-"""What the archive knows of its segments is what a look through the whole journal says."""
+"""Reference counts of segments agree with a scan of the whole journal."""
 
 import random
 from collections import defaultdict
@@ -23,7 +23,7 @@ NUM_ACTS = 120
 
 
 class Crowd:
-    """Sessions that come, speak and go, with a list of what must be there of each."""
+    """Sessions that are opened, called and closed, with the expected contents of each."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -69,7 +69,7 @@ class Crowd:
         self.journal.close(name)
 
     def check(self) -> None:
-        """What lives is there, and the oldest segment is dead exactly where nothing in it does."""
+        """Live records exist, and the oldest segment is dead exactly if no record in it is live."""
         usage, journal = self.journal.usage, self.journal.journal
         numbers: dict[str, set[int]] = defaultdict(set)
         kept: set[int] = set()
@@ -78,7 +78,7 @@ class Crowd:
             match decode(frames[0]):
                 case ContentStored(number):
                     kept.add(number)
-                    is_live = number in self.journal._contents  # noqa: SLF001 - what it holds dear
+                    is_live = number in self.journal._contents  # noqa: SLF001 - the live contents
                 case SessionEntry(name, number):
                     numbers[name].add(number)
                     is_live = name in usage
@@ -89,9 +89,9 @@ class Crowd:
             lacking = set(range(room.next_number)) - numbers[name]
             assert room.is_finished or not lacking, f"{name} has lost {lacking}"
             assert room.next_number - 1 in numbers[name]
-            unwritten = self.journal._unwritten  # noqa: SLF001 - named, and written with the next
+            unwritten = self.journal._unwritten  # noqa: SLF001 - referenced, and written with the next record
             assert room.contents <= kept | set(unwritten)
-        tenants = self.journal._segment_refs  # noqa: SLF001 - whose count it is
+        tenants = self.journal._segment_refs  # noqa: SLF001 - the counts
         if len(journal.segments) > 1:
             assert tenants.is_oldest_dead is not is_needed
             self.num_dead_seen += tenants.is_oldest_dead

@@ -1,4 +1,4 @@
-"""What sessions owe to the journal is written at once, and each hears whether it was."""
+"""Pending events are written together, and each session is notified of the result."""
 
 import asyncio
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ FULL = SessionError(507, "journal_full", "full")
 
 
 class Told(WriteBuffer):
-    """A page that notes what it hears."""
+    """A buffer that records its results."""
 
     def __init__(self, session_id: str, due: FlushQueue) -> None:
         super().__init__(session_id, due)
@@ -29,7 +29,7 @@ class Told(WriteBuffer):
 
 
 class Disk:
-    """Writes for three sessions, unless one of those on it is refused."""
+    """Writes for three sessions, and refuses the records of chosen ones."""
 
     def __init__(self, *, one_by_one: bool = False) -> None:
         self.batches: list[dict[str, int]] = []
