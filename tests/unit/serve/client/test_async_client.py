@@ -227,7 +227,7 @@ async def test_streams_share_what_ends_and_end_together(
     assert sorted(heard) == sorted(asked)
 
 
-async def test_leaving_tells_the_router_and_whoever_waits(router: FakeRouter) -> None:
+async def test_leaving_notifies_the_router_and_waiting_callers(router: FakeRouter) -> None:
     async with asyncio.timeout(PATIENCE_S):
         async with AsyncRolloutClient(router.hub.address) as client:
             running = asyncio.create_task(client.run(TASK, env="guess"))
@@ -279,7 +279,7 @@ async def test_next_client_on_the_folder_streams_what_the_last_one_left(
 
 
 @pytest.mark.usefixtures("young_heap")
-async def test_results_that_nobody_streams_wait_in_the_journal(
+async def test_unstreamed_results_wait_in_the_journal(
     router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_bytes, num_results = 200_000, 20

@@ -119,7 +119,7 @@ def test_open_asks_outlive_the_process_and_ended_ones_do_not(tmp_path: Path) -> 
     again.close()
 
 
-def test_deadline_of_an_open_ask_goes_on_while_nobody_runs(tmp_path: Path) -> None:
+def test_the_deadline_of_an_open_request_continues_while_no_process_runs(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.ask(asked(0, deadline_s=60.0))
     client_journal.ask(asked(1, deadline_s=0.001))
@@ -221,7 +221,9 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_happened_a_reopened_book_knows_what_is_needed(tmp_path: Path, seed: int) -> None:
+def test_a_reopened_journal_knows_what_is_needed_whatever_happened(
+    tmp_path: Path, seed: int
+) -> None:
     rng = random.Random(seed)
     model, client_journal = Model(), open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1", "c1", "tcp://sink"), None)

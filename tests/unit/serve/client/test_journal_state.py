@@ -95,7 +95,7 @@ def test_kill_at_any_byte_leaves_the_history_before_the_act_or_after_it(
         for act in before:
             trainer.do(*act)
         if last[0] == "save":
-            trainer.make_checkpoint()  # it is durable, but its process may be killed before it says so
+            trainer.make_checkpoint()  # durable, but the process may be killed before it says so
         plans = [plan_now(trainer)]
         shutil.copytree(folder / "run", folder / "killed")
         if last[0] == "save":

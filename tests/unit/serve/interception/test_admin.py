@@ -191,7 +191,7 @@ BAD: list[Bad] = [
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_a_wrong_request_is_told_in_one_line_and_changes_nothing(
+async def test_an_invalid_request_is_refused_in_one_line_and_changes_nothing(
     office: Office, bad: Bad
 ) -> None:
     path, body, expected, line = bad
@@ -219,7 +219,7 @@ def _after(path: str) -> list[Route]:
     return [("POST", f"{path}/finish"), ("GET", path), ("DELETE", path)]
 
 
-async def test_a_session_that_is_set_aside_is_told_so_and_can_be_freed(office: Office) -> None:
+async def test_a_session_that_is_set_aside_is_409_and_can_be_deleted(office: Office) -> None:
     office.book.set_aside("s7", "DecodeError: no such deed")
     path = "/admin/sessions/s7"
     for route in (("GET", path), ("POST", f"{path}/finish")):

@@ -37,7 +37,7 @@ async def test_a_wrong_key_is_401_in_openais_shape(make_desk: MakeDesk) -> None:
     assert desk.runtime.num_calls == 0
 
 
-async def test_the_model_is_listed_for_who_has_a_key(make_desk: MakeDesk) -> None:
+async def test_the_model_list_needs_a_key(make_desk: MakeDesk) -> None:
     desk = await make_desk()
     key = {"x-api-key": desk.opened.api_key}
     async with desk.client.get(desk.base + "/v1/models", headers=key) as response:

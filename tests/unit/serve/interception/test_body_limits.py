@@ -181,7 +181,7 @@ def test_the_loop_turns_between_two_steps_of_a_decompression(runner: asyncio.Run
     on_ground(runner, main)
 
 
-def test_who_hangs_up_while_it_waits_holds_up_nobody(runner: asyncio.Runner) -> None:
+def test_a_client_that_disconnects_while_it_waits_delays_no_other(runner: asyncio.Runner) -> None:
     async def main(ground: Ground) -> None:
         large = b"x" * (3 * MIB - 1000)
         senders = [await ground.sender(sized(large)) for _ in range(2)]
@@ -285,7 +285,7 @@ def test_a_sender_that_drips_is_cut_while_others_wait_whatever_it_sent_before() 
         assert now_s < 10.0, "what it sent before earned it more than the grace"
 
 
-def test_a_small_body_waits_for_nobody(runner: asyncio.Runner) -> None:
+def test_a_small_body_never_waits(runner: asyncio.Runner) -> None:
     async def main(ground: Ground) -> None:
         large = b"x" * (3 * MIB - 1000)
         senders = [await ground.sender(sized(large)) for _ in range(2)]
@@ -366,7 +366,7 @@ async def run_senders(
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_nobody_waits_for_ever_and_the_limit_is_passed_by_one_body_at_most(seed: int) -> None:
+async def test_each_wait_ends_and_the_limit_is_exceeded_by_one_body_at_most(seed: int) -> None:
     rng = random.Random(seed)
     bodies = BodyBudget(120)
 
@@ -433,7 +433,7 @@ async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None
     assert len(decode_gate) == 0
 
 
-async def test_alone_nobody_waits() -> None:
+async def test_a_single_body_never_waits() -> None:
     decode_gate = DecodeGate()
     for _ in range(2):
         passing = decode_gate.pass_through(LONG_BYTES)
@@ -455,7 +455,7 @@ async def test_a_short_piece_of_work_passes_by_those_in_the_line() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
+async def test_a_cancelled_waiter_delays_no_other() -> None:
     decode_gate = DecodeGate()
     tasks = [asyncio.create_task(decode_gate.pass_through(LONG_BYTES)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -467,7 +467,7 @@ async def test_who_is_cancelled_in_the_line_holds_up_nobody() -> None:
     assert len(decode_gate) == 0
 
 
-async def test_who_is_cancelled_once_let_through_holds_up_nobody() -> None:
+async def test_a_waiter_that_is_cancelled_after_admission_delays_no_other() -> None:
     decode_gate = DecodeGate()
     _, first, second = (asyncio.create_task(decode_gate.pass_through(LONG_BYTES)) for _ in range(3))
     await asyncio.sleep(0)

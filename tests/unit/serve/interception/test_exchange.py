@@ -380,7 +380,7 @@ async def test_an_error_in_a_stream_is_its_last_event(
     assert last is state
 
 
-async def test_an_error_behind_the_last_byte_is_not_told() -> None:
+async def test_an_error_after_the_last_byte_is_not_sent() -> None:
     async def work(request: HttpRequest) -> None:
         request.answer(200, b"", b"whole")
         raise sealed()
@@ -390,7 +390,7 @@ async def test_an_error_behind_the_last_byte_is_not_told() -> None:
     assert last is ExchangeState.SEALED
 
 
-async def test_a_client_that_hangs_up_is_told_nothing_and_abandons() -> None:
+async def test_a_disconnected_client_gets_nothing_and_its_exchange_is_abandoned() -> None:
     held, states = Held(), []
 
     async def handle(request: HttpRequest) -> None:

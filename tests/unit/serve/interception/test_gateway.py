@@ -13,7 +13,7 @@ from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.sessions import SessionRegistry
 
 
-async def test_a_held_loop_is_told_once() -> None:
+async def test_a_blocked_loop_is_reported_once() -> None:
     loop = asyncio.get_running_loop()
     lag = LoopLag(loop)
     await asyncio.sleep(0)
@@ -49,7 +49,7 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
     await backend.close()
 
 
-async def test_a_gateway_counts_what_its_book_holds() -> None:
+async def test_a_gateway_counts_its_sessions() -> None:
     backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
     book, inventory = SessionRegistry(backend.capture, SystemClock(), 100.0), Inventory()
     backend.serve(nobody)

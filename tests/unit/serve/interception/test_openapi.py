@@ -56,7 +56,7 @@ async def test_the_document_names_every_route(make_desk: MakeDesk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_the_edge_answers_as_the_document_says(make_desk: MakeDesk) -> None:
+async def test_the_server_answers_as_documented(make_desk: MakeDesk) -> None:
     desk = await make_desk(always="I guess 4")
     document = await document_of(desk)
     schema = schemathesis.openapi.from_dict(document)

@@ -21,7 +21,7 @@ from tests.unit.serve.interception.http_client import (
 )
 
 
-def test_request_is_told_as_it_was_sent(runner: asyncio.Runner) -> None:
+def test_a_request_is_parsed_as_it_was_sent(runner: asyncio.Runner) -> None:
     seen: list[HttpRequest] = []
 
     async def handle(request: HttpRequest) -> None:
@@ -115,7 +115,7 @@ def test_too_many_pipelined_requests_end_the_connection_behind_those_before(
     runner.run(main())
 
 
-def test_what_nobody_asked_for_is_not_read(runner: asyncio.Runner) -> None:
+def test_unrequested_data_is_not_read(runner: asyncio.Runner) -> None:
     held = Held()
 
     async def handle(request: HttpRequest) -> None:
@@ -136,7 +136,7 @@ def test_what_nobody_asked_for_is_not_read(runner: asyncio.Runner) -> None:
     runner.run(main())
 
 
-def test_answers_that_nobody_takes_do_not_pile_up(runner: asyncio.Runner) -> None:
+def test_unread_answers_do_not_pile_up(runner: asyncio.Runner) -> None:
     num_answered = 0
 
     async def handle(request: HttpRequest) -> None:
@@ -157,7 +157,7 @@ def test_answers_that_nobody_takes_do_not_pile_up(runner: asyncio.Runner) -> Non
     assert 0 < num_answered < 200
 
 
-def test_who_asks_whether_to_go_on_is_told_so_only_where_the_body_is_wanted(
+def test_expect_continue_is_answered_only_if_the_body_is_wanted(
     runner: asyncio.Runner,
 ) -> None:
     async def main() -> None:
@@ -310,7 +310,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
-def test_garbage_is_answered_once_in_one_line_and_ends_the_connection(
+def test_invalid_http_is_answered_once_and_closes_the_connection(
     runner: asyncio.Runner, garbage: bytes
 ) -> None:
     async def main() -> None:

@@ -46,7 +46,7 @@ def test_a_samples_reward_is_that_of_the_newest_rewarded_turn_on_its_path() -> N
     assert [sample["reward"] for sample in render(account)["samples"]] == [None, None]
 
 
-def test_what_is_long_is_never_joined_and_an_account_is_small_beside_it() -> None:
+def test_long_parts_are_never_joined_and_a_report_is_small_beside_them() -> None:
     image, writer = hold(LONG), ReportWriter()
     writer.listed("messages", [(b'{"n":"', image, b'"}'), (b"7",)])
     writer.named("images", [("d", (b'"', image, b'"')), ("e", (b"null",))])

@@ -51,7 +51,7 @@ async def test_http_1_0_is_answered_without_chunks_and_closed(
     assert b"I guess 4" in body
 
 
-async def test_a_connection_is_closed_where_the_client_says_so(make_desk: MakeDesk) -> None:
+async def test_a_connection_is_closed_on_the_clients_request(make_desk: MakeDesk) -> None:
     desk = await make_desk("4", "5")
     head, body = await spoken(desk, "1.1", "Connection: close", stream=False)
     assert b"content-length: %d" % len(body) in head
@@ -138,7 +138,7 @@ def test_a_secret_is_found(path: str, headers: dict[bytes, bytes], secret: str) 
         (b"k", b"Bearer \xff", False),
     ],
 )
-def test_the_token_is_a_bearer_and_an_empty_one_is_nobodys(
+def test_the_token_is_a_bearer_and_an_empty_one_never_matches(
     token: bytes, said: bytes, is_good: bool
 ) -> None:
     assert has_bearer(token, {b"authorization": said}) == is_good

@@ -218,7 +218,7 @@ def test_a_clogged_writer_goes_on_when_its_client_reads_again(runner: asyncio.Ru
 # answers
 
 
-def test_connections_are_kept_and_closed_as_the_client_says(runner: asyncio.Runner) -> None:
+def test_connections_are_kept_or_closed_as_the_client_requests(runner: asyncio.Runner) -> None:
     async def main() -> None:
         async with serving(echo) as place:
             client = await place.client()

@@ -89,7 +89,7 @@ class Scene:
         return [entry.captured.session_id for entry in self.book.entries()]
 
 
-def test_finish_seals_once_and_says_the_same_again() -> None:
+def test_finish_seals_once_and_repeats_its_answer() -> None:
     scene = Scene()
     session = scene.add()
     entry = scene.book.find("s0")
@@ -131,7 +131,7 @@ def test_a_reward_that_comes_late_is_in_the_next_answer() -> None:
         ("no engine", Outcome.TRUNCATED, Outcome.TRUNCATED),
     ],
 )
-def test_the_outcome_is_the_finishers_else_what_the_last_call_says(
+def test_the_outcome_is_that_of_finish_or_else_of_the_last_call(
     fault: str, asked: Outcome | None, outcome: Outcome
 ) -> None:
     scene = Scene()
@@ -140,7 +140,7 @@ def test_the_outcome_is_the_finishers_else_what_the_last_call_says(
 
 
 @pytest.mark.parametrize("asked", [None, Outcome.COMPLETED, Outcome.AGENT_ERROR])
-def test_a_session_that_a_limit_ended_is_truncated_whatever_its_finisher_says(
+def test_a_session_that_a_limit_ended_is_truncated_whatever_finish_names(
     asked: Outcome | None,
 ) -> None:
     scene = Scene()
@@ -177,7 +177,7 @@ def test_a_reward_for_nothing_that_was_sampled_is_refused(node: int | str) -> No
     assert entry.node_rewards == {}
 
 
-def test_what_nobody_touches_is_forgotten_after_the_retention_time() -> None:
+def test_unused_sessions_expire_after_the_retention_time() -> None:
     scene = Scene()
     idle, asked, called, running = (scene.add() for _ in range(4))
     scene.clock.advance(RETENTION_S / 2)

@@ -10,7 +10,7 @@ from rollmesh.serve.interception.token_capture import TokenSessionRestore
 from tests.unit.serve.interception.journal.gateway_process import GatewayProcess
 
 
-async def test_what_was_shown_before_is_a_set_that_nobody_changes(
+async def test_the_set_of_shown_images_is_never_changed_in_place(
     tmp_path: Path, prompts: Prompts
 ) -> None:
     life = GatewayProcess(tmp_path / "journal", prompts, [])

@@ -161,7 +161,7 @@ def test_many_workers_share_evenly_and_the_order_keeps_nothing_of_the_past(
 # lost, duplicated and late messages
 
 
-def test_run_group_is_said_again_until_it_started(router: ScriptedRouter) -> None:
+def test_run_group_is_repeated_until_it_started(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(ask(1))
     [again] = only(router.advance(2, "w0"), RunGroup)

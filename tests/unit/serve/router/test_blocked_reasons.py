@@ -21,7 +21,9 @@ def reasons(sends: list[Send]) -> list[str]:
     return [moved.reason for moved in only(sends, GroupMoved) if moved.reason]
 
 
-def test_a_group_whose_env_nobody_serves_is_told_so_again_and_again(router: ScriptedRouter) -> None:
+def test_the_client_of_a_group_whose_env_is_not_served_is_notified_repeatedly(
+    router: ScriptedRouter,
+) -> None:
     router.worker("w0")
     router.asks(ask(1, env="typo"))
     assert not reasons(router.advance(STANDING_S, "w0", "c"))
@@ -36,7 +38,7 @@ def test_a_group_whose_env_nobody_serves_is_told_so_again_and_again(router: Scri
     assert router.state(1) is GroupState.QUEUED, "a worker may yet come"
 
 
-def test_of_many_groups_one_is_told_to_each_client(router: ScriptedRouter) -> None:
+def test_each_client_is_notified_of_one_group_of_many(router: ScriptedRouter) -> None:
     router.receive("d", ClientHello("d", keep=True))
     for seq in range(6):
         router.asks(ask(seq, client="c" if seq < 4 else "d"))
@@ -73,7 +75,9 @@ def is_full(router: ScriptedRouter, *workers: str) -> None:
         router.receive(name, msgspec.structs.replace(sends, waits_for=WAITS_FOR))
 
 
-def test_groups_whose_workers_are_all_full_wait_and_are_told_so(router: ScriptedRouter) -> None:
+def test_groups_whose_workers_are_all_full_wait_and_their_clients_are_notified(
+    router: ScriptedRouter,
+) -> None:
     router.worker("w0")
     router.worker("w1")
     is_full(router, "w0", "w1")
@@ -145,7 +149,7 @@ def test_while_no_engine_serves_that_is_the_only_cause_and_workers_are_not_asked
     assert reasons(sends)
 
 
-def test_a_group_that_runs_while_no_engine_serves_is_a_reason_to_tell_its_client(
+def test_the_client_of_a_group_that_runs_while_no_engine_serves_is_notified(
     router: ScriptedRouter,
 ) -> None:
     router.worker("w0")
@@ -158,7 +162,7 @@ def test_a_group_that_runs_while_no_engine_serves_is_a_reason_to_tell_its_client
     assert moved.reason.startswith(f"no engine serves: {DEAD}")
 
 
-def test_an_engine_that_serves_nobody_while_nothing_is_asked_for_is_no_cause(
+def test_an_idle_engine_without_requests_is_no_cause(
     router: ScriptedRouter,
 ) -> None:
     router.group_scheduler.blocked_reasons.see_engines(DEAD)

@@ -88,7 +88,7 @@ def test_a_kept_client_that_leaves_for_good_takes_its_groups_along(router: Scrip
     assert router.group_scheduler.clients.take_forgotten() == [], "it was not given up"
 
 
-def test_a_kept_group_whose_result_nobody_takes_runs_again_when_its_client_asks_again(
+def test_a_kept_group_with_an_unclaimed_result_runs_again_when_its_client_requests_it(
     router: ScriptedRouter,
 ) -> None:
     router.receive("c", ClientHello("c", keep=True))
@@ -101,7 +101,7 @@ def test_a_kept_group_whose_result_nobody_takes_runs_again_when_its_client_asks_
     assert [run.attempt for run in only(router.asks(ask(1, attempts=1)), RunGroup)] == [2]
 
 
-def test_a_result_that_was_given_up_is_made_again_while_its_client_lives(
+def test_a_result_that_was_given_up_is_made_again_while_its_client_is_connected(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -182,7 +182,7 @@ def holds_unacked(worker: str, unacked_bytes: int) -> WorkerBeat:
     return msgspec.structs.replace(beat(worker), unacked_bytes=unacked_bytes)
 
 
-def test_results_that_nobody_takes_leave_half_a_worker_to_those_who_take_theirs(
+def test_unclaimed_results_leave_half_a_worker_to_clients_that_take_theirs(
     router: ScriptedRouter,
 ) -> None:
     for name in ("w0", "w1"):

@@ -140,7 +140,7 @@ def test_notes_of_the_past_are_torn_after_the_patience(router: ScriptedRouter) -
     assert group(1) not in router.group_scheduler.table.tombstones
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(router: ScriptedRouter) -> None:
+def test_a_full_queue_refuses_with_a_retry_time(router: ScriptedRouter) -> None:
     for seq in range(8):
         router.asks(ask(seq))
     [refused] = only(router.asks(ask(8)), AskRefused)
@@ -154,7 +154,7 @@ def test_an_ask_for_no_samples_fails_at_once(router: ScriptedRouter) -> None:
     assert "num_samples" in failed.reason
 
 
-def test_an_ask_of_nobody_fails_at_once(router: ScriptedRouter) -> None:
+def test_a_request_without_a_client_fails_at_once(router: ScriptedRouter) -> None:
     [failed] = only(router.asks(ask(1, client="")), GroupFailed)
     assert "client" in failed.reason
     assert router.is_empty()
@@ -209,7 +209,7 @@ def test_cancel_stops_a_running_group(router: ScriptedRouter) -> None:
 
 
 @pytest.mark.parametrize("message", [ClientBeat("c", 3), beat("w0"), ClientHello("c")])
-def test_who_is_not_known_is_greeted_so_that_it_says_all_again(
+def test_an_unknown_peer_gets_a_hello_so_that_it_reports_everything_again(
     router: ScriptedRouter, message: Message
 ) -> None:
     assert only(router.receive("peer", message), RouterHello, "peer") == [RouterHello(1.0)]
@@ -223,7 +223,7 @@ def test_a_client_that_comes_back_elsewhere_is_delivered_there(router: ScriptedR
     assert (run.sink, run.attempt) == ("tcp://new-sink", 1)
 
 
-def test_turns_follow_the_weight_that_a_client_said(router: ScriptedRouter) -> None:
+def test_turns_follow_a_clients_weight(router: ScriptedRouter) -> None:
     router.receive("heavy", ClientHello("heavy", weight=2))
     for seq in range(6):
         router.asks(ask(seq, n=8, client="heavy" if seq < 4 else "light"))
@@ -237,7 +237,7 @@ def test_turns_follow_the_weight_that_a_client_said(router: ScriptedRouter) -> N
 # environments
 
 
-def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(router: ScriptedRouter) -> None:
+def test_the_failure_of_an_envs_only_worker_ends_all_waiting_groups(router: ScriptedRouter) -> None:
     router.worker("w0")
     for seq in (1, 2, 3):
         router.asks(ask(seq))
@@ -247,7 +247,7 @@ def test_an_env_whose_only_worker_fails_is_told_to_all_who_wait(router: Scripted
     assert router.is_empty()
 
 
-def test_delivery_that_is_heard_of_after_its_clients_goodbye_counts_as_done(
+def test_a_delivery_after_its_clients_goodbye_counts_as_done(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -335,7 +335,7 @@ def test_a_group_in_its_last_attempt_waits_for_its_worker_after_a_restart(
     assert not only(router.advance(9, "w0", "c"), GroupFailed)
 
 
-def test_a_group_without_an_attempt_left_fails_when_nobody_claims_it(
+def test_a_group_without_attempts_left_fails_when_no_worker_claims_it(
     router: ScriptedRouter,
 ) -> None:
     router.worker("w0")
@@ -363,7 +363,7 @@ def test_excuses_beyond_reason_are_none_or_all(router: ScriptedRouter, excused: 
     assert bool(only(sends, GroupFailed)) is (excused < 0)
 
 
-def test_what_nobody_claims_is_queued_after_three_beats(router: ScriptedRouter) -> None:
+def test_unclaimed_groups_are_queued_after_three_heartbeats(router: ScriptedRouter) -> None:
     router.worker("w0")
     assert not only(router.asks(ask(1, attempts=1)), RunGroup)
     [run] = only(router.advance(SETTLED_S, "w0", "c"), RunGroup)

@@ -84,7 +84,7 @@ def test_the_chaos_reaches_every_corner() -> None:
     assert not [corner for corner in corners if not num[corner]]
 
 
-def test_whatever_a_peer_says_the_tables_hold() -> None:
+def test_invariants_hold_whatever_a_peer_sends() -> None:
     num: Counter[str] = Counter()
     for seed in VANDAL_SEEDS:
         vandal, town = HostilePeer(seed), LossyNetwork(seed)
@@ -173,7 +173,7 @@ def test_a_group_ends_at_its_deadline_wherever_it_is(router: ScriptedRouter) -> 
     assert router.is_empty()
 
 
-def test_a_worker_is_told_what_is_left_of_the_deadline(router: ScriptedRouter) -> None:
+def test_a_worker_receives_the_rest_of_the_deadline(router: ScriptedRouter) -> None:
     router.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
     router.advance(2, "c")
     [run] = only(router.worker("w0"), RunGroup)
@@ -262,7 +262,7 @@ def num_blocks() -> int:
 
 
 @pytest.mark.usefixtures("young_heap")
-def test_eighty_thousand_rollouts_through_one_ledger_leave_nothing() -> None:
+def test_eighty_thousand_rollouts_through_one_scheduler_leave_nothing() -> None:
     life = Life()
     left: list[int] = []
     num_ends: list[int] = []
@@ -307,7 +307,7 @@ def test_a_line_is_due_when_nothing_more_was_found_for_a_while() -> None:
     assert takeover.tell(12.0) == {**NONE, "num_run_again": 1}
 
 
-def test_a_router_that_found_nothing_says_nothing(router: ScriptedRouter) -> None:
+def test_a_router_that_found_nothing_logs_nothing(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(ask(1))
     router.advance(LONG_S, "w0", "c")

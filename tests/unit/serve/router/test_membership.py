@@ -87,7 +87,7 @@ def test_a_worker_that_dials_again_keeps_what_it_runs(router: ScriptedRouter) ->
     assert router.is_empty()
 
 
-def test_a_thawed_worker_keeps_a_group_that_nobody_else_began(router: ScriptedRouter) -> None:
+def test_a_resumed_worker_keeps_a_group_that_no_other_began(router: ScriptedRouter) -> None:
     running(router)
     router.advance(4, "c")
     assert router.state(1) is GroupState.QUEUED
@@ -97,7 +97,7 @@ def test_a_thawed_worker_keeps_a_group_that_nobody_else_began(router: ScriptedRo
     assert run.attempt == 1
 
 
-def test_a_thawed_worker_is_told_what_runs_elsewhere(router: ScriptedRouter) -> None:
+def test_a_resumed_worker_cancels_groups_that_run_elsewhere(router: ScriptedRouter) -> None:
     running(router)
     router.worker("w1")
     cancels = only(router.advance(4, "w1", "c"), CancelRun, "w0")
@@ -106,7 +106,7 @@ def test_a_thawed_worker_is_told_what_runs_elsewhere(router: ScriptedRouter) -> 
     assert {cancel.group_id for cancel in again} == {group(1)}
 
 
-def test_a_thawed_worker_is_told_what_has_ended_meanwhile(router: ScriptedRouter) -> None:
+def test_a_resumed_worker_cancels_groups_that_ended_meanwhile(router: ScriptedRouter) -> None:
     running(router)
     router.advance(4, "c")
     router.receive("c", CancelGroup(group(1), "enough"))
@@ -115,7 +115,7 @@ def test_a_thawed_worker_is_told_what_has_ended_meanwhile(router: ScriptedRouter
     ]
 
 
-def test_a_thawed_worker_that_says_what_it_holds_keeps_a_finished_result(
+def test_a_resumed_worker_that_reports_its_groups_keeps_a_finished_result(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -126,7 +126,7 @@ def test_a_thawed_worker_that_says_what_it_holds_keeps_a_finished_result(
     assert not only(sends, CancelRun), "its sink takes the first that comes"
 
 
-def test_a_claim_stops_the_run_of_who_had_the_group_last(router: ScriptedRouter) -> None:
+def test_a_claim_stops_the_run_of_the_groups_last_worker(router: ScriptedRouter) -> None:
     running(router)
     router.advance(4, "c")
     router.worker("w1")
@@ -149,7 +149,7 @@ def test_a_result_of_a_worker_given_up_ends_the_group_and_the_next_attempt(
     assert router.is_empty()
 
 
-def test_a_router_that_slept_blames_nobody(router: ScriptedRouter) -> None:
+def test_a_router_that_slept_considers_no_worker_lost(router: ScriptedRouter) -> None:
     running(router)
     router.now_s += 100.0
     router.group_scheduler.step(Ticked(), router.now_s)
@@ -199,7 +199,7 @@ def test_what_an_ended_process_had_said_before_does_not_raise_it(router: Scripte
     assert router.holder(1) == "w0"
 
 
-def test_a_hello_that_is_heard_late_does_not_end_the_next_process(router: ScriptedRouter) -> None:
+def test_a_late_hello_does_not_end_the_next_process(router: ScriptedRouter) -> None:
     running(router)
     router.worker("w0", pid=2)
     router.receive("w0", hello("w0", HeldGroup(group(1), 1, False)))
@@ -251,7 +251,7 @@ def test_a_container_that_is_killed_again_at_once_is_another_process_each_time(
     assert [each.hello.started_s for each in router.group_scheduler.membership.workers] == [3.0]
 
 
-def test_an_exit_that_is_heard_late_does_not_end_the_next_process(router: ScriptedRouter) -> None:
+def test_a_late_exit_does_not_end_the_next_process(router: ScriptedRouter) -> None:
     running(router)
     router.worker("w0", pid=2)
     router.receive("launch", WorkerExited("w0", 1, "out of memory"))
@@ -260,7 +260,7 @@ def test_an_exit_that_is_heard_late_does_not_end_the_next_process(router: Script
     assert death.cause == "out of memory"
 
 
-def test_a_goodbye_that_is_heard_late_does_not_end_the_next_process(router: ScriptedRouter) -> None:
+def test_a_late_goodbye_does_not_end_the_next_process(router: ScriptedRouter) -> None:
     running(router)
     router.worker("w0", pid=2)
     assert router.holder(1) == "w0"
@@ -277,7 +277,7 @@ def test_a_process_that_has_left_is_not_raised_by_what_it_had_said(router: Scrip
     assert router.group_scheduler.membership.workers.get("w0") is not None
 
 
-def test_who_left_in_peace_has_killed_nothing_though_its_end_is_heard_first(
+def test_a_worker_that_left_normally_blames_no_task_though_its_end_arrives_first(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -291,7 +291,7 @@ def test_who_left_in_peace_has_killed_nothing_though_its_end_is_heard_first(
     assert run.attempt == 2
 
 
-def test_an_env_failure_that_is_heard_late_does_not_end_the_next_process(
+def test_a_late_env_failure_does_not_end_the_next_process(
     router: ScriptedRouter,
 ) -> None:
     router.worker("w0", pid=2)
@@ -307,7 +307,7 @@ def test_an_env_failure_that_is_heard_late_does_not_end_the_next_process(
         msgspec.structs.replace(hello("w0", pid=2), loads_for_s=120.0),
     ],
 )
-def test_a_process_that_does_not_serve_yet_tells_that_the_earlier_one_has_ended(
+def test_a_loading_process_shows_that_the_earlier_one_has_ended(
     router: ScriptedRouter, message: EnvFailed | WorkerHello
 ) -> None:
     running(router)
@@ -354,7 +354,9 @@ def test_a_stalled_worker_gets_nothing_until_its_loop_is_free(router: ScriptedRo
     assert only(router.receive("w0", beat("w0", lag_s=0.0)), RunGroup)
 
 
-def test_a_freed_loop_keeps_what_nobody_else_began(router: ScriptedRouter) -> None:
+def test_a_worker_whose_loop_is_free_again_keeps_what_no_other_began(
+    router: ScriptedRouter,
+) -> None:
     running(router)
     router.receive("w0", beat("w0", 4, lag_s=61.0))
     assert router.state(1) is GroupState.QUEUED
@@ -364,7 +366,7 @@ def test_a_freed_loop_keeps_what_nobody_else_began(router: ScriptedRouter) -> No
     assert router.group_scheduler.table.groups[group(1)].deaths == ()
 
 
-def test_a_stalled_worker_that_speaks_of_a_group_lives(router: ScriptedRouter) -> None:
+def test_a_stalled_worker_that_reports_a_group_is_live(router: ScriptedRouter) -> None:
     running(router)
     router.receive("w0", beat("w0", 4, lag_s=61.0))
     router.receive("w0", GroupStarted(group(1), 1))
@@ -384,7 +386,7 @@ def test_a_drained_worker_finishes_and_gets_nothing_new(router: ScriptedRouter) 
     assert router.holder(1) == "w0"
 
 
-def test_a_drain_is_said_again_until_a_beat_shows_it(router: ScriptedRouter) -> None:
+def test_a_drain_is_repeated_until_a_heartbeat_shows_it(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.receive("cli", AskDrain(7, "w0", ""))
     assert only(router.advance(5, "w0"), DrainWorker)
@@ -401,14 +403,14 @@ def silent(router: ScriptedRouter) -> list[Send]:
     return sends + router.group_scheduler.step(Ticked(), router.now_s)
 
 
-def test_a_drain_of_nobody_names_who_is_there(router: ScriptedRouter) -> None:
+def test_a_drain_of_an_unknown_worker_names_the_known_ones(router: ScriptedRouter) -> None:
     router.worker("w0")
     [answer] = only(router.receive("cli", AskDrain(7, "w9", "")), DrainAnswered)
     assert (answer.ask_id, answer.ok) == (7, False)
     assert answer.error == "no worker 'w9'; there are: w0"
 
 
-def test_a_drain_of_a_lost_worker_says_so(router: ScriptedRouter) -> None:
+def test_a_drain_of_a_lost_worker_is_refused_as_lost(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.advance(4)
     [answer] = only(router.receive("cli", AskDrain(7, "w0", "")), DrainAnswered)

@@ -29,7 +29,7 @@ def hello(pid: int, space: str = "here") -> WorkerHello:
     return WorkerHello("w0", "guess", 8, pid, "host", pid_space=space)
 
 
-def test_an_end_is_told_once_and_one_look_late(
+def test_an_end_is_reported_once_and_one_check_late(
     pids: LocalPids, child: "subprocess.Popen[bytes]"
 ) -> None:
     pids.watch(hello(child.pid))
@@ -51,7 +51,7 @@ def test_a_zombie_has_ended(pids: LocalPids, child: "subprocess.Popen[bytes]") -
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**31 - 1, 2**80])
-def test_a_pid_that_is_nobodys_is_not_watched(pids: LocalPids, pid: int) -> None:
+def test_a_pid_without_a_process_is_not_watched(pids: LocalPids, pid: int) -> None:
     pids.watch(hello(pid))
     assert pids.take_ended() == pids.take_ended() == []
 
@@ -69,7 +69,7 @@ def test_a_worker_of_another_container_is_not_watched_though_it_has_our_hosts_na
 
 
 @pytest.mark.parametrize("num_looks", [0, 1])
-def test_an_end_whose_cause_was_told_is_not_told_again(
+def test_an_end_whose_cause_was_reported_is_not_reported_again(
     pids: LocalPids, child: "subprocess.Popen[bytes]", num_looks: int
 ) -> None:
     pids.watch(hello(child.pid))

@@ -43,7 +43,7 @@ def test_a_snapshot_does_not_change_when_the_router_goes_on() -> None:
     assert status.queue["queued"] == 0
 
 
-def test_a_full_worker_says_what_it_holds_and_waits_for() -> None:
+def test_a_full_worker_reports_its_held_bytes_and_budget() -> None:
     router = ScriptedRouter()
     router.worker("w0")
     full = msgspec.structs.replace(

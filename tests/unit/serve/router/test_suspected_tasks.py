@@ -65,7 +65,7 @@ def test_one_death_makes_a_suspect_and_two_a_culprit(suspect: Group) -> None:
     )
 
 
-def test_one_end_counts_once_however_often_it_is_told(suspect: Group) -> None:
+def test_one_end_counts_once_however_often_it_is_reported(suspect: Group) -> None:
     worker = WorkerEntry(hello("w0"), b"", 0.0)
     record_death(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
     record_death(suspect, worker, "its process was replaced", 4.0, is_certain=True)
@@ -74,7 +74,7 @@ def test_one_end_counts_once_however_often_it_is_told(suspect: Group) -> None:
     assert (death.cause, death.is_certain) == ("out of memory", True)
 
 
-def test_who_speaks_again_was_not_killed(suspect: Group) -> None:
+def test_a_worker_that_is_back_was_not_killed(suspect: Group) -> None:
     worker = WorkerEntry(hello("w0"), b"", 0.0)
     record_death(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
     assert withdraw_death(suspect, worker.incarnation)

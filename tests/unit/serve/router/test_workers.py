@@ -109,7 +109,7 @@ LIFE = Incarnation("w0", 7, 5.0, "here")
         (Incarnation("w0", 7, 5.0, "there"), False),
     ],
 )
-def test_two_are_one_unless_something_known_tells_them_apart(
+def test_two_processes_are_one_unless_a_known_value_differs(
     other: Incarnation, may_be: bool
 ) -> None:
     assert LIFE.may_be(other) is may_be
@@ -137,7 +137,7 @@ def test_an_end_is_found_by_what_others_know_of_it() -> None:
         (Incarnation("w0", 8, 5.0), 9.0, False),
     ],
 )
-def test_what_was_said_before_an_end_is_covered_by_it_for_a_while(
+def test_messages_sent_before_an_end_are_covered_by_it_for_a_while(
     incarnation: Incarnation, now_s: float, is_covered: bool
 ) -> None:
     ends = EndedIncarnations(remember_s=10.0)
@@ -145,7 +145,7 @@ def test_what_was_said_before_an_end_is_covered_by_it_for_a_while(
     assert ends.cover(incarnation, now_s) is is_covered
 
 
-def test_an_end_whose_start_nobody_knows_covers_all_of_its_pid() -> None:
+def test_an_end_with_unknown_start_covers_all_processes_of_its_pid() -> None:
     ends = EndedIncarnations(remember_s=10.0)
     ends.add(Incarnation("w0", 7), (), now_s=0.0)
     assert ends.cover(LIFE, 1.0)
@@ -187,7 +187,7 @@ def test_a_crash_in_a_load_fails_what_waits_and_what_comes(router: ScriptedRoute
 
 
 @pytest.mark.parametrize("cause", ["killed by signal 9", "killed by signal 15"])
-def test_a_load_that_somebody_ended_says_nothing_of_its_environment(
+def test_a_load_that_was_interrupted_is_no_failure_of_its_environment(
     router: ScriptedRouter, cause: str
 ) -> None:
     router.asks(ask(1))
@@ -202,7 +202,7 @@ def test_the_end_of_an_earlier_process_is_not_that_of_the_load(router: ScriptedR
     assert not only(router.receive("launch", WorkerExited("w0", 1, "exit code 1")), GroupFailed)
 
 
-def test_nobody_gives_up_what_another_worker_still_loads(router: ScriptedRouter) -> None:
+def test_groups_wait_while_another_worker_still_loads(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     router.receive("w0", loading("w0"))
     router.receive("w1", loading("w1"))

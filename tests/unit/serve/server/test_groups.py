@@ -140,7 +140,7 @@ async def test_sibling_that_waits_for_a_slot_is_not_begun_for_a_lost_group(tmp_p
     assert [r.outcome for r in record.rollouts[1:]] == [Outcome.CANCELLED] * 2
 
 
-async def test_rest_is_scored_where_the_policy_says_so(tmp_path: Path) -> None:
+async def test_the_rest_is_scored_if_the_policy_allows_it(tmp_path: Path) -> None:
     env = Ranking(GOOD, InfraError("engine gone"), GOOD)
     policy = "score_rest"
     payload, record = await run(tmp_path, env, num_infra_retries=0, failed_sibling=policy)
@@ -255,7 +255,7 @@ async def test_siblings_share_the_slots(tmp_path: Path) -> None:
     assert most <= 2
 
 
-def test_group_that_could_not_run_says_why() -> None:
+def test_a_group_that_could_not_run_reports_the_reason() -> None:
     payload = empty_payload("bad_ask: no")
     assert not payload.complete
     assert decode_record(payload.body).reason == "bad_ask: no"

@@ -77,7 +77,7 @@ def face_of(host: str) -> MetricsEndpoint:
         (ELSEWHERE, "sesame", b"bearer sesame", 200),
     ],
 )
-async def test_figures_are_for_who_has_the_token_and_for_loopback_where_there_is_none(
+async def test_metrics_need_the_token_or_loopback_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, host: str, token: str, said: bytes, status: int
 ) -> None:
     monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, token)

@@ -12,7 +12,7 @@ def test_function_is_named_with_its_place() -> None:
     )
 
 
-def test_librarys_function_is_named_with_who_called_it() -> None:
+def test_a_librarys_function_is_named_with_its_caller() -> None:
     entered, gate = threading.Event(), threading.Event()
 
     def wait_for_the_gate() -> None:

@@ -135,7 +135,7 @@ def next_route(hub: Hub) -> bytes:
     raise AssertionError("nothing came")
 
 
-async def test_router_and_sink_hear_us_and_we_hear_them_by_their_routes() -> None:
+async def test_router_and_sink_exchange_messages_with_the_worker_by_route() -> None:
     router, sink = Hub("tcp://127.0.0.1:0"), Hub("tcp://127.0.0.1:0")
     heard: list[tuple[bytes, Packet]] = []
     news = asyncio.Event()
@@ -191,7 +191,7 @@ async def test_sink_that_was_quiet_longest_is_dialled_again(
         hub.close()
 
 
-async def test_sinks_that_were_all_just_used_are_heard_though_they_are_many() -> None:
+async def test_sinks_that_were_all_just_used_stay_connected_though_they_are_many() -> None:
     """Their acks arrive after the last of them was dialled."""
     router, num_sinks = Hub("tcp://127.0.0.1:0"), 2 * transport.MAX_SINKS
     sinks = [Hub("tcp://127.0.0.1:0") for _ in range(num_sinks)]
@@ -217,7 +217,7 @@ async def test_sinks_that_were_all_just_used_are_heard_though_they_are_many() ->
         hub.close()
 
 
-async def test_router_that_stays_silent_is_told_of_once_and_again_when_it_is_back(
+async def test_a_silent_router_is_logged_once_and_again_when_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "SILENT_S", 1e-9)
@@ -247,7 +247,7 @@ def all_at(hub: Hub, number: int) -> list[AnyMessage]:
     raise AssertionError(f"only {heard} came")
 
 
-async def test_news_is_told_by_itself_and_never_after_what_was_said_later() -> None:
+async def test_news_is_sent_by_itself_and_never_after_later_messages() -> None:
     router = Hub("tcp://127.0.0.1:0")
     post = WorkerTransport(router.address, "w1", None, lambda route, packet: None)
     post.start()

@@ -41,9 +41,9 @@ def test_memory_far_past_its_limit_is_urgent(rss_bytes: int, urgent: bool) -> No
 
 
 @pytest.mark.parametrize(("share", "urgent"), [(0.9, False), (0.97, True), (1.0, True)])
-def test_worker_without_a_file_to_open_waits_for_nobody(share: float, urgent: bool) -> None:
+def test_a_worker_without_file_descriptors_leaves_at_once(share: float, urgent: bool) -> None:
     assert is_urgent(WorkerConfig(), Wear(0, 0, 0, share)) is urgent
 
 
-def test_worker_that_cannot_start_programs_waits_for_nobody() -> None:
+def test_a_worker_that_cannot_start_programs_leaves_at_once() -> None:
     assert is_urgent(WorkerConfig(), Wear(0, 0, 0, has_lost_spawner=True))

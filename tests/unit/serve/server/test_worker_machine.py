@@ -66,7 +66,7 @@ def test_without_groups_it_is_never_full() -> None:
     assert states(LIMIT, 10 * LIMIT, has_groups=False) == [BudgetState.LIGHT] * 2
 
 
-def test_it_says_what_it_waits_for() -> None:
+def test_it_reports_the_budget_that_it_waits_for() -> None:
     budget = Budget(LIMIT)
     assert budget.waits_for == ""
     budget.weigh(LIMIT + 1, has_groups=True)
@@ -119,7 +119,7 @@ def messages_in(actions: list[Action]) -> list[AnyMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 
-def test_worker_says_hello_until_a_router_answers() -> None:
+def test_a_worker_sends_hello_until_a_router_answers() -> None:
     machine = WorkerMachine(
         WorkerMachineSettings(worker_id="w1", env="guess", max_rollouts=8, hello_s=1.0)
     )
@@ -131,7 +131,7 @@ def test_worker_says_hello_until_a_router_answers() -> None:
     assert messages_in(machine.step(Ticked(), 9.0)) == []
 
 
-def test_router_that_has_forgotten_us_hears_of_all_that_is_held() -> None:
+def test_a_router_that_forgot_the_worker_is_sent_all_its_groups() -> None:
     machine = new_duties()
     run(machine, ONE)
     [hello] = messages_in(receive(machine, RouterHello(1.0)))
@@ -193,7 +193,7 @@ def test_memory_of_delivered_groups_is_bounded() -> None:
     assert run(machine, kept, attempt=2) == [Send(ROUTER, GroupDelivered(kept, 2, TICKET))]
 
 
-def test_new_router_hears_of_all_that_is_held_before_anything_else() -> None:
+def test_a_new_router_is_sent_all_groups_before_anything_else() -> None:
     machine = new_duties()
     run(machine, ONE)
     run(machine, TWO)
@@ -234,7 +234,7 @@ def test_worker_over_its_byte_budget_does_not_accept() -> None:
     assert accepting == [True, False, True]
 
 
-def test_worker_says_which_budget_it_waits_for() -> None:
+def test_a_worker_reports_which_budget_it_waits_for() -> None:
     machine = new_duties(max_unacked_bytes=500, max_held_bytes=1000)
     run(machine, ONE)
     told = []
@@ -311,7 +311,7 @@ def end_one_when_worn(machine: WorkerMachine) -> None:
     machine.step(WornOut("9 rollouts"), 0.0)
 
 
-def test_worn_worker_waits_for_its_sink_since_nobody_waits_for_it() -> None:
+def test_a_worn_worker_waits_for_its_sink() -> None:
     machine = new_duties()
     end_one_when_worn(machine)
     receive(machine, DrainWorker(RELIEVED))
@@ -359,7 +359,7 @@ def test_worker_far_past_its_memory_does_not_wait_until_it_may_leave() -> None:
     assert actions == [Send(ROUTER, WorkerLeft("w1", "recycled: 990 MB")), Left()]
 
 
-def test_result_that_its_sink_never_acks_is_given_up_and_the_router_told() -> None:
+def test_a_result_that_its_sink_never_acks_is_given_up_and_reported() -> None:
     machine = new_duties()
     run(machine, ONE)
     end(machine, ONE)

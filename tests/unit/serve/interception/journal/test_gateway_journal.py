@@ -54,7 +54,7 @@ async def test_sessions_that_are_deleted_leave_nothing_but_some_segments(begin: 
     assert life.journal.journal.size_bytes <= 4 * SEGMENT_BYTES
 
 
-async def test_a_segment_of_which_nothing_lives_goes_without_being_read(begin: Begin) -> None:
+async def test_a_dead_segment_is_removed_without_being_read(begin: Begin) -> None:
     life = begin()
     lasting, first = None, min(life.journal.folder.glob("*.journal"))
     while first.exists():
@@ -95,7 +95,7 @@ async def test_a_session_that_stays_open_for_days_does_not_hold_the_journal(begi
     assert (len(report["samples"]), report["forks"]) == (1, [])
 
 
-async def test_a_long_text_is_written_once_whoever_shows_it_and_dies_with_the_last(
+async def test_a_long_text_is_written_once_and_dies_with_its_last_session(
     begin: Begin,
 ) -> None:
     life = begin()
@@ -197,7 +197,7 @@ async def test_tools_are_written_once_for_all_sessions_and_die_with_the_last(beg
     assert after.journal.live_bytes == 0
 
 
-async def test_nothing_moves_before_it_is_known_what_lives(begin: Begin) -> None:
+async def test_compaction_starts_only_after_recovery(begin: Begin) -> None:
     """Recovery has noted the positions of contents."""
     life = begin()
     opened = life.open()
@@ -317,7 +317,7 @@ async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
     assert after.recovered.set_aside == []
 
 
-async def test_an_account_stands_behind_what_was_due_before_it(begin: Begin) -> None:
+async def test_a_report_is_written_after_earlier_due_events(begin: Begin) -> None:
     life = begin()
     opened = life.open()
     await life.say(opened, "one")
@@ -331,7 +331,7 @@ async def test_an_account_stands_behind_what_was_due_before_it(begin: Begin) -> 
     assert after.report(opened) == report
 
 
-async def test_a_segment_that_cannot_be_moved_holds_up_nobody(begin: Begin) -> None:
+async def test_a_segment_that_cannot_be_compacted_delays_no_write(begin: Begin) -> None:
     life = begin()
     await life.say(life.open(), "one")
     life.journal.journal.append([b"no entry"])

@@ -94,7 +94,7 @@ async def test_a_session_without_all_of_its_records_is_set_aside_alone(begin: Be
     assert begin().recovered.set_aside == []
 
 
-async def test_a_session_whose_deeds_make_no_sense_takes_no_other_along(begin: Begin) -> None:
+async def test_a_session_with_invalid_events_affects_no_other(begin: Begin) -> None:
     life = begin()
     lost, kept = life.open(), life.open()
     for opened in (lost, kept):
@@ -112,7 +112,7 @@ async def test_a_session_whose_deeds_make_no_sense_takes_no_other_along(begin: B
     assert after.report(kept)["num_calls"] == 1
 
 
-async def test_a_finished_session_comes_back_as_its_account_though_its_deeds_are_gone(
+async def test_a_finished_session_is_restored_as_its_report_though_its_events_are_gone(
     begin: Begin,
 ) -> None:
     life = begin()

@@ -97,7 +97,7 @@ class Crowd:
             self.num_dead_seen += tenants.is_oldest_dead
 
 
-async def test_what_lives_is_never_lost_and_what_is_dead_is_known(tmp_path: Path) -> None:
+async def test_live_records_are_never_lost_and_dead_segments_are_known(tmp_path: Path) -> None:
     num_dead_seen = 0
     for seed in range(4):
         crowd = Crowd(tmp_path / str(seed), seed)

@@ -110,7 +110,7 @@ async def test_what_cannot_be_encoded_is_left_out_and_the_others_are_written() -
     assert one.has_pending
 
 
-async def test_each_hears_of_it_whatever_breaks() -> None:
+async def test_each_session_is_notified_whatever_fails() -> None:
     disk = Disk()
     disk.broken = RuntimeError("nobody thought of this")
     disk.pages[0].is_deaf = True
