@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks._tensors_mesh import Bench
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 

@@ -16,11 +16,11 @@ from benchmarks._tensors_talk import Held, Stored
 from rollmesh.compat import fetch_buffer_stats, flatten_shard_ids, storage_stats
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import RTensor, pack, unpack
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.plane import Plane, use
-from rollmesh.tensors.relay import Relay
+from rollmesh.tensors.relay import TensorRelay
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
@@ -128,7 +128,7 @@ class RemoteConsumer(ShmConsumer):
         super().__init__()
         settings = StoreSettings(max_bytes=MIB)
         self._store = OwnerStore(settings, SystemClock())
-        relay = Relay(self._buffer, self._peers)
+        relay = TensorRelay(self._buffer, self._peers)
         self._server = TensorServer(self._store, "tcp://127.0.0.1:0", None, relay)
         self._peers.lend_at(self._server.start())
 

@@ -16,7 +16,7 @@ import torch
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.ids import new_id
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import RTensor, pack, unpack
 from rollmesh.tensors.plane import Plane
 from rollmesh.tensors.ray_backend import RayPeers, RayServer

@@ -22,10 +22,9 @@ from rollmesh.compat import (
     storage_stats,
 )
 from rollmesh.core.clock import SystemClock
-from rollmesh.tensors.buffer import FetchBuffer
-from rollmesh.tensors.handles import RTensor, pack, unpack
-from rollmesh.tensors.nested import collect
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.fetch_buffer import FetchBuffer
+from rollmesh.tensors.handles import RTensor, collect, pack, unpack
+from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.plane import Plane, use
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings

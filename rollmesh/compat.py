@@ -16,8 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.tensors.handles import RTensor
-from rollmesh.tensors.nested import collect
+from rollmesh.tensors.handles import RTensor, collect
 from rollmesh.tensors.plane import current
 
 

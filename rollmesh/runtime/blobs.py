@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 import threading
-from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
 from operator import itemgetter
@@ -27,6 +26,7 @@ from weakref import WeakValueDictionary, ref
 import msgspec
 
 from rollmesh.core.errors import ConfigError, ContentLost, remedy_of
+from rollmesh.core.free_space import FreeSpace
 from rollmesh.core.logs import get_logger
 
 PAGE_BYTES = 4096
@@ -45,44 +45,6 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
         return self.start + -(-self.num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class FreeExtents:
-    """Free ranges of a file; allocation takes the smallest one that fits."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        """End of the used part; everything after it is free."""
-        self._runs: list[tuple[int, int]] = []
-        """(start, stop) in order; adjacent ranges are merged."""
-
-    def take(self, num_bytes: int) -> Extent:
-        """Allocate an extent."""
-        behind = Extent(self.end, num_bytes)
-        wanted = behind.stop - behind.start
-        sizes = [(stop - start, n) for n, (start, stop) in enumerate(self._runs)]
-        fit = min([each for each in sizes if each[0] >= wanted], default=None)
-        if fit is None:
-            self.end = behind.stop
-            return behind
-        start, stop = self._runs.pop(fit[1])
-        if stop - start > wanted:
-            self._runs.insert(fit[1], (start + wanted, stop))
-        return Extent(start, num_bytes)
-
-    def give(self, extent: Extent) -> None:
-        """Free an extent."""
-        start, stop = extent.start, extent.stop
-        place = bisect(self._runs, (start, stop))
-        if place < len(self._runs) and self._runs[place][0] == stop:
-            stop = self._runs.pop(place)[1]
-        if place and self._runs[place - 1][1] == start:
-            place -= 1
-            start = self._runs.pop(place)[0]
-        if stop == self.end:
-            self.end = start
-        else:
-            self._runs.insert(place, (start, stop))
-
-
 class SpillFile:
     """An unnamed file and its free extents."""
 
@@ -90,11 +52,11 @@ class SpillFile:
         """Create the file in `folder`, by default the system's temporary folder; OSError if that
         fails."""
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by `close`
-        self._space = FreeExtents()
+        self._space = FreeSpace(sys.maxsize)
 
     def write(self, content: bytes) -> Extent:
         """Write a content and return its extent; OSError if the disk does not take all of it."""
-        extent = self._space.take(len(content))
+        extent = self._allocate(len(content))
         try:
             rest, at = memoryview(content), extent.start
             while rest:
@@ -120,7 +82,7 @@ class SpillFile:
     def free(self, extent: Extent) -> None:
         """Free an extent that is no longer read."""
         end = self._space.end
-        self._space.give(extent)
+        self._space.give(extent.start, extent.stop)
         if self._space.end < end:
             os.ftruncate(self.fileno(), self._space.end)
 
@@ -131,6 +93,11 @@ class SpillFile:
 
     def fileno(self) -> int:
         return self._file.fileno()
+
+    def _allocate(self, num_bytes: int) -> Extent:
+        pieces = self._space.take([Extent(0, num_bytes).stop])
+        assert pieces, "a file has no bound here"
+        return Extent(pieces[0][0], num_bytes)
 
     def close(self) -> None:
         """Close the file, which discards its contents."""

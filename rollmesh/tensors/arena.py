@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.core.errors import ConfigError, StoreFull, TensorError
+from rollmesh.core.free_space import FreeSpace, Run
 from rollmesh.core.logs import get_logger
-from rollmesh.tensors.freespace import FreeSpace, Run
 from rollmesh.tensors.segment import SHARED_MEMORY, Segment
 
 log = get_logger()
@@ -54,7 +54,7 @@ _POPULATE_WRITE = 23
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
-class Slot(msgspec.Struct, frozen=True, gc=False):
+class ArenaSlot(msgspec.Struct, frozen=True, gc=False):
     """Bytes of the segment that are somebody's."""
 
     offset: int
@@ -96,7 +96,7 @@ class Arena:
         """Memory that it has of the system."""
         return self._num_backed * PAGE_BYTES
 
-    def allocate(self, sizes: Sequence[int]) -> list[Slot]:
+    def allocate(self, sizes: Sequence[int]) -> list[ArenaSlot]:
         """A slot of each size, side by side where they can be; StoreFull, and none, where they do
         not all fit."""
         if os.getpid() != self._owner_pid:
@@ -118,7 +118,7 @@ class Arena:
                 raise StoreFull(wanted, self.held_bytes, self.max_bytes, why)
         return slots
 
-    def free(self, slots: Iterable[Slot]) -> None:
+    def free(self, slots: Iterable[ArenaSlot]) -> None:
         """They are nobody's."""
         runs = _runs(sorted(slots, key=attrgetter("offset")))
         while stretch := list(islice(runs, STRETCH)):
@@ -127,26 +127,26 @@ class Arena:
                     self._space.give(start, stop)
                     self.held_bytes -= stop - start
 
-    def write(self, slot: Slot, data: NDArray[np.uint8]) -> None:
+    def write(self, slot: ArenaSlot, data: NDArray[np.uint8]) -> None:
         """Copy uint8 [slot.num_bytes] there."""
         if slot.num_bytes < LONG_COPY_BYTES:
             self._memory[slot.offset : slot.offset + slot.num_bytes] = data.data
         else:
             np.copyto(self.view(slot), data)
 
-    def view(self, slot: Slot) -> NDArray[np.uint8]:
+    def view(self, slot: ArenaSlot) -> NDArray[np.uint8]:
         """uint8 [slot.num_bytes], to be written to."""
         return np.frombuffer(self._memory, np.uint8, slot.num_bytes, slot.offset)
 
-    def read_only(self, slot: Slot) -> NDArray[np.uint8]:
+    def read_only(self, slot: ArenaSlot) -> NDArray[np.uint8]:
         """The same for who may only look; nothing made from it can be written to."""
         return np.frombuffer(self._readable, np.uint8, slot.num_bytes, slot.offset)
 
-    def writable(self, slots: Iterable[Slot]) -> list[memoryview]:
+    def writable(self, slots: Iterable[ArenaSlot]) -> list[memoryview]:
         """Their bytes in order, in as few views as they lie side by side."""
         return [self._memory[start:stop] for start, stop in _joined(slots)]
 
-    def readable(self, slots: Iterable[Slot]) -> list[memoryview]:
+    def readable(self, slots: Iterable[ArenaSlot]) -> list[memoryview]:
         """The same for who may only look."""
         return [self._readable[start:stop] for start, stop in _joined(slots)]
 
@@ -250,15 +250,15 @@ def _in_lines(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _slots(pieces: Iterable[tuple[int, int]], sizes: Iterable[int]) -> Iterator[Slot]:
+def _slots(pieces: Iterable[tuple[int, int]], sizes: Iterable[int]) -> Iterator[ArenaSlot]:
     remaining = iter(sizes)
     for start, number in pieces:
         for num_bytes in islice(remaining, number):
-            yield Slot(start, num_bytes)
+            yield ArenaSlot(start, num_bytes)
             start += _in_lines(num_bytes)
 
 
-def _runs(slots: Iterable[Slot]) -> Iterator[Run]:
+def _runs(slots: Iterable[ArenaSlot]) -> Iterator[Run]:
     """What they cover; those that follow on each other as one."""
     start = stop = 0
     for slot in slots:
@@ -271,7 +271,7 @@ def _runs(slots: Iterable[Slot]) -> Iterator[Run]:
         yield start, stop
 
 
-def _joined(slots: Iterable[Slot]) -> Iterator[Run]:
+def _joined(slots: Iterable[ArenaSlot]) -> Iterator[Run]:
     """Their very bytes; those that follow on each other without a gap as one."""
     start = stop = 0
     for slot in slots:

@@ -1,14 +1,14 @@
-"""A consumer's connection to one owner: one call at a time, and what was lent over it.
+"""A consumer's connection to one owner: one call at a time, and the loans made over it.
 
-    READY --a call--> ASKING --its whole answer came--> READY
-                      ASKING --anything else--> ASKING for good: it is to be retired
-    READY | ASKING --retire--> RETIRED --the last loan has ended--> closed
+    READY --a call--> WAITING --its whole answer arrived--> READY
+                      WAITING --anything else--> WAITING for good: it is to be retired
+    READY | WAITING --retire--> RETIRED --the last loan has ended--> closed
 
-Owns the line and the loans. An owner on this machine lends: the answer says where in its memory the
-shards lie, and that is looked at in place. Any other sends, and the bytes are received into the
-landing. Invariants: an answer belongs to the call, since there is never more than one on the way;
-what was lent stays as it is while it is looked at, also beyond the connection's last call, since
-the owner takes nothing back before our end of the line is closed. Driven by peer.py, in its lock.
+- An owner on this machine lends: its answer says where in memory the shards are, and they are
+  mapped in place. Any other owner sends, into the receive buffer.
+- An answer belongs to the current call, since there is never more than one.
+- Lent memory does not change while it is in use, even after the last call: the owner takes nothing
+  back before this end of the connection is closed.
 """
 
 import enum
@@ -24,44 +24,42 @@ from rollmesh.core.errors import (
     TensorError,
     WireError,
 )
+from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import (
     MAX_IDS,
     Admitted,
-    Carry,
     Clear,
     Cleared,
-    Elsewhere,
-    End,
+    EndStep,
     Fetch,
+    FetchElsewhere,
+    FetchForPeer,
     Lent,
     Missing,
     Refused,
     Returned,
     Sent,
-    Take,
-    Taken,
-    column,
+    ShardsTaken,
+    TakeShards,
     decode_answer,
     frame,
-    numbers_of,
+    pack_numbers,
+    unpack_numbers,
 )
 from rollmesh.tensors.handles import Content, RTensor, pack
-from rollmesh.tensors.handshake import introduce, memory_at
-from rollmesh.tensors.landing import Landing
-from rollmesh.tensors.line import Line
-from rollmesh.tensors.loans import Array, Loans
-from rollmesh.tensors.segment import SHARED_MEMORY, Attached
+from rollmesh.tensors.handshake import greet_owner, memory_id
+from rollmesh.tensors.receive_buffer import Array, ArrayLoans, ReceiveBuffer
+from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment
 from rollmesh.wire.keys import Keys, check_dial
 
 CONNECT_S = 5.0
-CARRY_S = 120.0
-"""A neighbour is waited for so long: it may be in the midst of a long transfer. Past it the owner
-is asked."""
-_Kind = TypeVar("_Kind", Lent, Sent, Taken, Cleared)
+RELAYED_FETCH_S = 120.0
+"""Timeout of a fetch through a peer, which may be in a long transfer; then the owner is asked."""
+_Kind = TypeVar("_Kind", Lent, Sent, ShardsTaken, Cleared)
 
 
-class Pointed(Exception):
-    """The owner has the shards, and `address` is where to get them."""
+class Redirected(Exception):
+    """The owner has the shards, and `address` is where to fetch them."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
@@ -69,118 +67,123 @@ class Pointed(Exception):
 
 
 class ConnectionState(enum.StrEnum):
-    """See the module."""
+    """The states of a connection; drawn in the module's docstring."""
 
     READY = "ready"
-    ASKING = "asking"
+    WAITING = "waiting"
     RETIRED = "retired"
 
 
-_lingering: set["Connection"] = set()
-"""Retired ones of which something is still lent: nothing else may hold them, and they must not be
+_lingering: set["OwnerConnection"] = set()
+"""Retired connections with open loans. Nothing else may refer to them, and they must not be
 closed."""
 
 
-class Connection:
-    """See the module; made by `connect`."""
+class OwnerConnection:
+    """A connection to an owner; made by `connect`."""
 
     def __init__(
         self,
         owner: str,
-        line: Line,
+        framed: FramedSocket,
         admitted: Admitted,
-        landing: Landing,
+        receive_buffer: ReceiveBuffer,
         on_loan_end: Callable[[], None],
     ) -> None:
-        """`on_loan_end`: there is something to tell by `tell_ended`; as Loans has it."""
+        """`on_loan_end` is called when `report_ended` has something to report; see ArrayLoans."""
         self.state = ConnectionState.READY
         self._owner = owner
-        self._landing = landing
-        self._line = line
+        self._receive_buffer = receive_buffer
+        self._framed = framed
         self._folder = admitted.folder
-        self._sees_memory = bool(admitted.memory) and admitted.memory == memory_at(admitted.folder)
-        self._segments: dict[str, Attached] = {}
+        self._sees_memory = bool(admitted.memory) and admitted.memory == memory_id(admitted.folder)
+        self._segments: dict[str, AttachedSegment] = {}
         self._on_loan_end = on_loan_end
-        self._loans: Loans[int] = Loans(self._loan_ended)
+        self._loans: ArrayLoans[int] = ArrayLoans(self._loan_ended)
         if self._sees_memory:
-            line.share_machine()
+            framed.share_machine()
 
     @property
     def num_received(self) -> int:
-        """Bytes, so far."""
-        return self._line.num_received
+        """Bytes received so far."""
+        return self._framed.num_received
 
-    def fetch(self, handles: Sequence[RTensor], may_point: bool = False) -> list[Content]:
-        """Their contents, in order. ShardMissing; TensorError where the owner refuses;
-        FetchMismatch; OSError and WireError where the line has failed; Pointed, if it may be."""
-        ids = column([handle.shard_id for handle in handles])
+    def fetch(self, handles: Sequence[RTensor], may_redirect: bool = False) -> list[Content]:
+        """Return the contents of `handles`, in order.
+
+        Raises ShardMissing; TensorError if the owner refuses; FetchMismatch; OSError or WireError
+        if the connection has failed; Redirected if `may_redirect`.
+        """
+        ids = pack_numbers([handle.shard_id for handle in handles])
         if self._sees_memory:
-            lent = self._borrow(Fetch(ids, True, self._ended()), handles)
+            lent = self._fetch_lent(Fetch(ids, True, self._ended_loans()), handles)
             if lent is not None:
                 return lent
-        return self._receive(Fetch(ids, False, self._ended(), may_point), handles)
+        return self._receive(Fetch(ids, False, self._ended_loans(), may_redirect), handles)
 
     def fetch_carried(self, handles: Sequence[RTensor]) -> list[Content]:
-        """Of a neighbour, what he fetched from another owner; errors as of `fetch`."""
-        patience_s, self._line.patience_s = self._line.patience_s, CARRY_S
+        """Fetch through a peer what it fetches from another owner; errors as of `fetch`."""
+        patience_s, self._framed.patience_s = self._framed.patience_s, RELAYED_FETCH_S
         try:
-            lent = self._borrow(Carry(pack(handles), self._ended()), handles)
+            lent = self._fetch_lent(FetchForPeer(pack(handles), self._ended_loans()), handles)
         finally:
-            self._line.patience_s = patience_s
+            self._framed.patience_s = patience_s
         if lent is None:
             raise TensorError(f"what {self._owner} lent cannot be seen from here")
         return lent
 
     def take(self, shard_ids: Sequence[int], step: int) -> None:
-        """They are of `step` from now on; errors as of `fetch`."""
-        self._ask(Take(column(shard_ids), step, self._ended()), Taken)
+        """Assign the shards to `step`; errors as of `fetch`."""
+        self._request(TakeShards(pack_numbers(shard_ids), step, self._ended_loans()), ShardsTaken)
         self.state = ConnectionState.READY
 
     def clear(self, shard_ids: Sequence[int]) -> int:
-        """How many of these were there and are freed; errors as of `fetch`."""
-        return self._free(Clear(column(shard_ids), self._ended()))
+        """Free the shards; return how many were held. Errors as of `fetch`."""
+        return self._free(Clear(pack_numbers(shard_ids), self._ended_loans()))
 
     def end_step(self, step: int) -> int:
-        """The same of what `step`, or one before it, took."""
-        return self._free(End(step, self._ended()))
+        """Free what `step`, or one before it, took; return how many. Errors as of `fetch`."""
+        return self._free(EndStep(step, self._ended_loans()))
 
-    def tell_ended(self) -> None:
-        """Say which loans have ended, if any; errors as of `fetch`."""
-        while ended := self._ended():
-            self.state = ConnectionState.ASKING
-            self._line.send(frame(Returned(ended)))
+    def report_ended(self) -> None:
+        """Report ended loans to the owner, if any; errors as of `fetch`."""
+        while ended := self._ended_loans():
+            self.state = ConnectionState.WAITING
+            self._framed.send(frame(Returned(ended)))
             self.state = ConnectionState.READY
 
     def settle(self) -> None:
-        """The same, and the owner has heard it when this returns."""
-        self.tell_ended()
+        """Report ended loans, and return when the owner has processed the report."""
+        self.report_ended()
         self.clear(())
 
     def interrupt(self) -> None:
-        """Whoever waits for an answer is told that none comes; from any thread."""
-        self._line.stop_receiving()
+        """Wake the thread that waits for an answer; none will come. From any thread."""
+        self._framed.stop_receiving()
 
     def retire(self) -> None:
-        """Nothing more is asked. It is closed once nothing is lent any more."""
+        """Make no more calls; close once no loan is open."""
         self.state = ConnectionState.RETIRED
         self._segments.clear()
         _lingering.add(self)
         self._close_if_done()
 
-    def _borrow(self, ask: Fetch | Carry, handles: Sequence[RTensor]) -> list[Content] | None:
-        """None where the memory cannot be seen after all."""
-        lent = self._ask(ask, Lent)
-        sizes, segments = numbers_of(lent.sizes), numbers_of(lent.segments)
+    def _fetch_lent(
+        self, request: Fetch | FetchForPeer, handles: Sequence[RTensor]
+    ) -> list[Content] | None:
+        """Return None if the lent memory cannot be mapped after all."""
+        lent = self._request(request, Lent)
+        sizes, segments = unpack_numbers(lent.sizes), unpack_numbers(lent.segments)
         self._check_sizes(handles, sizes)
         try:
             attached = [self._attach(path) for path in lent.paths]
-        except (OSError, ValueError):  # another user's, or there is nothing in it
+        except (OSError, ValueError):  # another user's memory, or an empty file
             self._sees_memory = False
             self._loans.give_back([handle.shard_id for handle in handles])
             self.state = ConnectionState.READY
             return None
         views = [each.view for each in attached]
-        places = zip(segments, numbers_of(lent.offsets), sizes, strict=True)
+        places = zip(segments, unpack_numbers(lent.offsets), sizes, strict=True)
         try:
             arrays = [views[segment](offset, num_bytes) for segment, offset, num_bytes in places]
         except (ValueError, IndexError, OverflowError) as error:
@@ -189,32 +192,35 @@ class Connection:
         self.state = ConnectionState.READY
         return _contents(handles, arrays)
 
-    def _receive(self, ask: Fetch, handles: Sequence[RTensor]) -> list[Content]:
-        sent = self._ask(ask, Sent)
-        self._check_sizes(handles, numbers_of(sent.sizes))
+    def _receive(self, request: Fetch, handles: Sequence[RTensor]) -> list[Content]:
+        sent = self._request(request, Sent)
+        self._check_sizes(handles, unpack_numbers(sent.sizes))
         sizes = [handle.num_bytes for handle in handles]
-        arrays = self._landing.receive(sizes, self._line.fill)
+        arrays = self._receive_buffer.receive(sizes, self._framed.fill)
         self.state = ConnectionState.READY
         return _contents(handles, arrays)
 
-    def _free(self, ask: Clear | End) -> int:
-        answer = self._ask(ask, Cleared)
+    def _free(self, request: Clear | EndStep) -> int:
+        answer = self._request(request, Cleared)
         self.state = ConnectionState.READY
         return answer.number
 
-    def _ask(self, ask: Fetch | Carry | Take | Clear | End, kind: type[_Kind]) -> _Kind:
-        """The answer's header. Whoever has read all of the answer is READY again."""
-        self.state = ConnectionState.ASKING
-        self._line.send(frame(ask))
-        answer = decode_answer(self._line.receive())
+    def _request(
+        self, request: Fetch | FetchForPeer | TakeShards | Clear | EndStep, kind: type[_Kind]
+    ) -> _Kind:
+        """Send a request and return the answer's header; the caller sets READY after reading the
+        rest."""
+        self.state = ConnectionState.WAITING
+        self._framed.send(frame(request))
+        answer = decode_answer(self._framed.receive())
         if isinstance(answer, kind):
             return answer
         if isinstance(answer, Missing):
             self.state = ConnectionState.READY
             raise ShardMissing(answer.shard_id, self._owner, answer.reason)
-        if isinstance(answer, Elsewhere):
+        if isinstance(answer, FetchElsewhere):
             self.state = ConnectionState.READY
-            raise Pointed(answer.address)
+            raise Redirected(answer.address)
         if isinstance(answer, Refused):
             self.state = ConnectionState.READY
             raise TensorError(f"{self._owner} refused: {answer.why}")
@@ -229,17 +235,17 @@ class Connection:
                 what = f"shard {handle.shard_id:#x} of {self._owner} has {num_bytes} bytes there"
                 raise FetchMismatch(f"{what}, and {handle.num_bytes} by its handle")
 
-    def _attach(self, path: str) -> Attached:
-        """The segment at `path`, seen from here; OSError where it cannot be."""
+    def _attach(self, path: str) -> AttachedSegment:
+        """Map the segment at `path`; OSError if that fails."""
         attached = self._segments.get(path)
         if attached is None:
             if path.rpartition("/")[0] not in (self._folder, str(SHARED_MEMORY)):
                 raise WireError(f"lent from {path}, where no owner has its memory")
-            attached = self._segments[path] = Attached(path)
+            attached = self._segments[path] = AttachedSegment(path)
         return attached
 
-    def _ended(self) -> bytes:
-        return column(self._loans.take_ended(MAX_IDS))
+    def _ended_loans(self) -> bytes:
+        return pack_numbers(self._loans.take_ended(MAX_IDS))
 
     def _loan_ended(self) -> None:
         if self.state is ConnectionState.RETIRED:
@@ -248,9 +254,9 @@ class Connection:
             self._on_loan_end()
 
     def _close_if_done(self) -> None:
-        # The last loan may end while we retire: both find none, and both may close.
+        # The last loan may end during `retire`: both then find none, and both may close.
         if not self._loans:
-            self._line.close()
+            self._framed.close()
             _lingering.discard(self)
 
 
@@ -260,22 +266,29 @@ def _contents(handles: Sequence[RTensor], arrays: Sequence[Array]) -> list[Conte
 
 
 def connect(
-    owner: str, keys: Keys | None, landing: Landing, relay: str, on_loan_end: Callable[[], None]
-) -> Connection:
-    """Dial `owner`, tcp://host:port. AddressError where that is no address, needs keys, or has
-    others; OSError and WireError where nobody answers there who is an owner."""
-    host_port = _parsed(owner)
+    owner: str,
+    keys: Keys | None,
+    receive_buffer: ReceiveBuffer,
+    relay: str,
+    on_loan_end: Callable[[], None],
+) -> OwnerConnection:
+    """Connect to `owner`, tcp://host:port.
+
+    Raises AddressError if that is no address, needs keys, or has others; OSError or WireError if no
+    owner answers there.
+    """
+    host_port = _parse_address(owner)
     check_dial(owner, keys)
-    line = Line(socket.create_connection(host_port, CONNECT_S))
+    framed = FramedSocket(socket.create_connection(host_port, CONNECT_S))
     try:
-        admitted = introduce(line, owner, keys, relay)
-        return Connection(owner, line, admitted, landing, on_loan_end)
+        admitted = greet_owner(framed, owner, keys, relay)
+        return OwnerConnection(owner, framed, admitted, receive_buffer, on_loan_end)
     except BaseException:
-        line.close()
+        framed.close()
         raise
 
 
-def _parsed(owner: str) -> tuple[str, int]:
+def _parse_address(owner: str) -> tuple[str, int]:
     try:
         parts = urlsplit(owner)
         host, port = parts.hostname, parts.port

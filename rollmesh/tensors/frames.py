@@ -1,27 +1,27 @@
-"""What a consumer and an owner say to each other: u32 length, msgpack header, raw buffers behind.
+"""Messages between a consumer and an owner: u32 length, msgpack header, then raw buffers.
 
     consumer                            owner
       Hello                      ->
                                  <-     Welcome | Refused
-      Proof                      ->
+      KeyProof                   ->
                                  <-     Admitted | Refused
       Fetch(in memory)           ->
-                                 <-     Lent: where they lie in memory that both can see
+                                 <-     Lent: where the shards are in memory that both can see
       Fetch(by stream)           ->
-                                 <-     Sent: their sizes, and behind it their bytes
-                                          | Elsewhere: a neighbour fetches them for it
-      Carry, to that neighbour   ->
+                                 <-     Sent: their sizes, then their bytes
+                                          | FetchElsewhere: a peer on its machine has them
+      FetchForPeer, to that peer ->
                                  <-     Lent
-      Take                       ->
-                                 <-     Taken
-      Clear | End                ->
+      TakeShards                 ->
+                                 <-     ShardsTaken
+      Clear | EndStep            ->
                                  <-     Cleared
       Returned                   ->     (no answer)
 
-Fetch, Carry and Take may also be answered by Missing or Refused. Lists of numbers travel as
-columns of little-endian uint64: 2,048 ids are 16 KiB and no loop. Tensors are never inside a
-header, never base64, never pickled, and keep their dtype. Invariant: whatever arrives, decoding
-gives a message or raises WireError. Driven by handshake.py, guest.py and connection.py.
+- Fetch, FetchForPeer and TakeShards may also be answered by Missing or Refused.
+- Lists of numbers are little-endian uint64 in one bytes field: 2,048 ids are 16 KiB.
+- Tensors are never inside a header, never base64, never pickled, and keep their dtype.
+- Whatever arrives, decoding gives a message or raises WireError.
 """
 
 from array import array
@@ -36,9 +36,9 @@ PROTOCOL: Final = 1
 """Raised when a message changes other than by a field appended with a default."""
 LENGTH_BYTES: Final = 4
 MAX_HEADER_BYTES: Final = 2**20
-"""A longer header ends its connection before room is made for it."""
+"""A longer header ends its connection before memory is allocated for it."""
 MAX_IDS: Final = 2**14
-"""Shards named in one message; a consumer with more asks again. Their places take 400 kB."""
+"""Shards named in one message; a consumer with more sends several. Their places take 400 kB."""
 NONCE_BYTES: Final = 32
 
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -46,37 +46,37 @@ Step = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="hello"):
-    """A consumer has dialled."""
+    """The first message of a consumer."""
 
     protocol: int
     nonce: Nonce
 
 
-class Proof(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="proof"):
-    """It has the mesh's keys; b'' where it has none."""
+class KeyProof(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="proof"):
+    """Proof that the consumer has the mesh's keys; b'' without keys."""
 
     proof: bytes
     memory: str = ""
-    """The memory in which it could lend what it fetches; '' where there is none."""
+    """The memory in which the consumer can lend what it fetches; '' for none."""
     relay: str = ""
-    """The address at which it does."""
+    """The address at which it lends."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="fetch"):
-    """Give these shards; those in `returned` are no longer looked at."""
+    """Request these shards; the loans in `returned` have ended."""
 
     ids: bytes
     is_by_memory: bool
     returned: bytes = b""
-    may_point: bool = False
-    """The consumer understands Elsewhere, and asks there."""
+    may_redirect: bool = False
+    """The consumer understands FetchElsewhere."""
 
 
-class Carry(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="carry"):
-    """Fetch these shards of another owner, and lend them."""
+class FetchForPeer(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="carry"):
+    """Fetch these shards from another owner, and lend them."""
 
     handles: bytes
-    """A pack, of one owner."""
+    """A pack of handles of one owner."""
     returned: bytes = b""
 
 
@@ -87,23 +87,24 @@ class Clear(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="clear")
     returned: bytes = b""
 
 
-class Take(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="take"):
-    """Free these shards when `step` ends; whoever says so lives, so that leases begin anew."""
+class TakeShards(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="take"):
+    """Free these shards when `step` ends. It shows that the trainer is alive, so leases are
+    renewed."""
 
     ids: bytes
     step: Step
     returned: bytes = b""
 
 
-class End(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="end"):
-    """This step has ended, with all before it: free what they took."""
+class EndStep(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="end"):
+    """Free what this step, and every step before it, took."""
 
     step: Step
     returned: bytes = b""
 
 
 class Returned(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="returned"):
-    """These loans have ended; a shard that was lent twice stands here twice."""
+    """These loans have ended; a shard that was lent twice is listed twice."""
 
     ids: bytes
 
@@ -117,16 +118,16 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="welco
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="admitted"):
-    """Asks are answered from now on."""
+    """Requests are answered from now on."""
 
     memory: str
-    """The memory that shards can be lent in; '' where there is none."""
+    """The memory in which shards can be lent; '' for none."""
     folder: str
-    """Where that is seen in the file system."""
+    """Its folder in the file system."""
 
 
 class Lent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="lent"):
-    """Shard i lies in paths[segments[i]], from offsets[i] on, sizes[i] bytes."""
+    """Shard i is in paths[segments[i]], from offsets[i] on, sizes[i] bytes."""
 
     paths: list[str]
     segments: bytes
@@ -140,59 +141,61 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="sent"):
     sizes: bytes
 
 
-class Elsewhere(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="elsewhere"):
-    """They are all here, and are brought to the consumer's machine by a neighbour."""
+class FetchElsewhere(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="elsewhere"):
+    """The shards exist; a peer on the consumer's machine fetches them."""
 
     address: str
 
 
-class Taken(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="taken"):
-    """All of them are of that step now."""
+class ShardsTaken(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="taken"):
+    """All of them belong to that step now."""
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="cleared"):
-    """So many were there, and are freed."""
+    """So many were held, and are freed."""
 
     number: int
 
 
 class Missing(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="missing"):
-    """One of the shards is not there, so none is given."""
+    """One of the shards is not held, so none is given."""
 
     shard_id: int
     reason: MissReason
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="refused"):
-    """The owner does not do that, and says why."""
+    """The owner does not do that, and why."""
 
     why: str
 
 
-Ask = Hello | Proof | Fetch | Carry | Take | Clear | End | Returned
-Answer = Welcome | Admitted | Lent | Sent | Elsewhere | Taken | Cleared | Missing | Refused
+Request = Hello | KeyProof | Fetch | FetchForPeer | TakeShards | Clear | EndStep | Returned
+Answer = (
+    Welcome | Admitted | Lent | Sent | FetchElsewhere | ShardsTaken | Cleared | Missing | Refused
+)
 
 _encoder = msgspec.msgpack.Encoder()
-_asks: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
+_asks: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def frame(message: Ask | Answer) -> bytes:
-    """Length and header, ready to be sent."""
+def frame(message: Request | Answer) -> bytes:
+    """Encode a message: length and header."""
     header = _encoder.encode(message)
     return len(header).to_bytes(LENGTH_BYTES, "little") + header
 
 
 def length_of(prefix: bytes, max_bytes: int = MAX_HEADER_BYTES) -> int:
-    """How long the header behind `prefix` is; WireError if it says more than `max_bytes`."""
+    """Return the length of the header after `prefix`; WireError if it is above `max_bytes`."""
     length = int.from_bytes(prefix, "little")
     if length > max_bytes:
         raise WireError(f"a header of {length} bytes; at most {max_bytes}")
     return length
 
 
-def decode_ask(header: bytes) -> Ask:
-    """What a consumer said; WireError on anything else."""
+def decode_request(header: bytes) -> Request:
+    """Decode a consumer's message; WireError for anything else."""
     try:
         return _asks.decode(header)
     except DECODE_ERRORS as error:
@@ -200,23 +203,23 @@ def decode_ask(header: bytes) -> Ask:
 
 
 def decode_answer(header: bytes) -> Answer:
-    """What an owner said; WireError on anything else."""
+    """Decode an owner's message; WireError for anything else."""
     try:
         return _answers.decode(header)
     except DECODE_ERRORS as error:
         raise WireError(f"not an answer: {error}") from None
 
 
-def column(numbers: Iterable[int]) -> bytes:
-    """As little-endian uint64, which is what our machines have."""
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+    """Encode as little-endian uint64."""
     return array("Q", numbers).tobytes()
 
 
-def numbers_of(column: bytes) -> list[int]:
-    """The inverse; WireError where it does not divide."""
+def unpack_numbers(pack_numbers: bytes) -> list[int]:
+    """Decode `pack_numbers`; WireError if the length is no multiple of 8."""
     numbers = array("Q")
     try:
-        numbers.frombytes(column)
+        numbers.frombytes(pack_numbers)
     except ValueError:
-        raise WireError(f"a column of {len(column)} bytes; 8 a number") from None
+        raise WireError(f"a column of {len(pack_numbers)} bytes; 8 a number") from None
     return numbers.tolist()

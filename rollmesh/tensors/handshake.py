@@ -1,15 +1,13 @@
-"""Who may come in: both ends prove that they have the mesh's keys, and neither shows them.
+"""The handshake: both ends prove that they have the mesh's keys without showing them.
 
     consumer: Hello(its nonce)            owner: Welcome(its nonce, proof over both)
-    consumer: Proof(proof over both)      owner: Admitted | Refused
+    consumer: KeyProof(proof over both)   owner: Admitted | Refused
 
-A proof is HMAC-SHA256 (RFC 2104), keyed with the secret of the key file that a trainer and its
-ranks share, over the speaker's part and both nonces; so neither end's proof is ever the other's,
-nor one of an earlier time.
-Invariant: an end that has keys goes on only with one that proved them, within HANDSHAKE_S. What
-follows is neither encrypted nor signed: keys keep strangers out, not who can read or change what is
-on the wire between machines. Without keys, on loopback, there is nothing to prove. Driven by
-guest.py and connection.py.
+- A proof is HMAC-SHA256 (RFC 2104), keyed with the secret of the key file, over the sender's role
+  and both nonces; so neither end's proof equals the other's, nor one of another handshake.
+- An end that has keys continues only with one that proved them, within HANDSHAKE_S.
+- Later traffic is neither encrypted nor signed: keys keep out strangers, but not those who can read
+  or change traffic between machines. Without keys, on loopback, there is nothing to prove.
 """
 
 import hmac
@@ -19,31 +17,31 @@ import secrets
 from typing import Final, TypeVar
 
 from rollmesh.core.errors import AddressError, WireError
+from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import (
     NONCE_BYTES,
     PROTOCOL,
     Admitted,
-    Ask,
     Hello,
-    Proof,
+    KeyProof,
     Refused,
+    Request,
     Welcome,
     decode_answer,
-    decode_ask,
+    decode_request,
     frame,
 )
-from rollmesh.tensors.line import Line
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.wire.keys import KEYS_VARIABLE, Keys
 from rollmesh.wire.sockets import HANDSHAKE_S
 
 MAX_GREETING_BYTES: Final = 1024
-"""Of a header of those who have proved nothing yet."""
+"""Limit of a header before the other end has proved its keys."""
 _OWNER, _CONSUMER = b"owner", b"consumer"
 _Greeting = TypeVar("_Greeting", Welcome, Admitted)
 
 
-class Declined(WireError):
+class HandshakeRefused(WireError):
     """A consumer is not admitted; `answer` is the frame that tells it why."""
 
     def __init__(self, why: str) -> None:
@@ -51,7 +49,7 @@ class Declined(WireError):
         self.answer = frame(Refused(why))
 
 
-class Admission:
+class OwnerHandshake:
     """The owner's half, without I/O: headers of the consumer in, frames for it out."""
 
     def __init__(self, keys: Keys | None, admitted: Admitted) -> None:
@@ -59,64 +57,72 @@ class Admission:
         self._admitted = admitted
         self._nonces = b""
 
-    def take(self, header: bytes) -> tuple[bytes, Proof | None]:
-        """The frame to send, and with the last one the consumer's proof; Declined, or WireError
-        for what is no message."""
-        ask = decode_ask(header)
+    def take(self, header: bytes) -> tuple[bytes, KeyProof | None]:
+        """Return the frame to send, and with the last one the consumer's proof.
+
+        Raises HandshakeRefused, or WireError for a malformed message.
+        """
+        ask = decode_request(header)
         if not self._nonces:
             return self._welcome(ask), None
-        if not isinstance(ask, Proof) or not _is_proven(
+        if not isinstance(ask, KeyProof) or not _is_proven(
             ask.proof, self._secret, _CONSUMER, self._nonces
         ):
-            raise Declined(f"it needs the keys of its mesh; set {KEYS_VARIABLE} to their file")
+            raise HandshakeRefused(
+                f"it needs the keys of its mesh; set {KEYS_VARIABLE} to their file"
+            )
         return frame(self._admitted), ask
 
-    def _welcome(self, hello: Ask) -> bytes:
+    def _welcome(self, hello: Request) -> bytes:
         if not isinstance(hello, Hello):
-            raise Declined("a handshake begins with hello")
+            raise HandshakeRefused("a handshake begins with hello")
         if hello.protocol != PROTOCOL:
-            raise Declined(f"the consumer speaks protocol {hello.protocol}, its owner {PROTOCOL}")
+            raise HandshakeRefused(
+                f"the consumer speaks protocol {hello.protocol}, its owner {PROTOCOL}"
+            )
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._nonces = hello.nonce + nonce
         return frame(Welcome(PROTOCOL, nonce, _proof(self._secret, _OWNER, self._nonces)))
 
 
-def admit(line: Line, keys: Keys | None, admitted: Admitted) -> Proof:
-    """The owner's half over a line; the consumer's proof. WireError or OSError where the consumer
-    is not admitted, and has received the reason."""
-    line.allow(HANDSHAKE_S)
-    admission, proof = Admission(keys, admitted), None
+def accept_consumer(framed: FramedSocket, keys: Keys | None, admitted: Admitted) -> KeyProof:
+    """Run the owner's half over a socket; return the consumer's proof. Raises WireError or OSError
+    if it is not admitted; it has received the reason."""
+    framed.allow(HANDSHAKE_S)
+    admission, proof = OwnerHandshake(keys, admitted), None
     while proof is None:
         try:
-            answer, proof = admission.take(line.receive(MAX_GREETING_BYTES))
-        except Declined as declined:
-            line.send(declined.answer)
+            answer, proof = admission.take(framed.receive(MAX_GREETING_BYTES))
+        except HandshakeRefused as declined:
+            framed.send(declined.answer)
             raise
-        line.send(answer)
-    line.allow(math.inf)
+        framed.send(answer)
+    framed.allow(math.inf)
     return proof
 
 
-def introduce(line: Line, owner: str, keys: Keys | None, relay: str = "") -> Admitted:
-    """The consumer's half, who lends at `relay` what he fetches, if anywhere. AddressError where
-    the owner is not of our mesh, or does not take us to be; OSError or WireError where it does not
-    answer."""
-    line.allow(HANDSHAKE_S)
+def greet_owner(framed: FramedSocket, owner: str, keys: Keys | None, relay: str = "") -> Admitted:
+    """Run the consumer's half; `relay` is where the consumer lends what it fetches, or ''.
+
+    Raises AddressError if the owner is of another mesh or refuses us, OSError or WireError if it
+    does not answer.
+    """
+    framed.allow(HANDSHAKE_S)
     secret, nonce = _secret(keys), secrets.token_bytes(NONCE_BYTES)
-    line.send(frame(Hello(PROTOCOL, nonce)))
-    welcome = _answer(line, owner, Welcome)
+    framed.send(frame(Hello(PROTOCOL, nonce)))
+    welcome = _answer(framed, owner, Welcome)
     nonces = nonce + welcome.nonce
     if not _is_proven(welcome.proof, secret, _OWNER, nonces):
         raise AddressError(f"{owner}: it does not have the keys that {KEYS_VARIABLE} names here")
-    memory = memory_at(str(SHARED_MEMORY))
-    line.send(frame(Proof(_proof(secret, _CONSUMER, nonces), memory, relay)))
-    admitted = _answer(line, owner, Admitted)
-    line.allow(math.inf)
+    memory = memory_id(str(SHARED_MEMORY))
+    framed.send(frame(KeyProof(_proof(secret, _CONSUMER, nonces), memory, relay)))
+    admitted = _answer(framed, owner, Admitted)
+    framed.allow(math.inf)
     return admitted
 
 
-def _answer(line: Line, owner: str, kind: type[_Greeting]) -> _Greeting:
-    answer = decode_answer(line.receive(MAX_GREETING_BYTES))
+def _answer(framed: FramedSocket, owner: str, kind: type[_Greeting]) -> _Greeting:
+    answer = decode_answer(framed.receive(MAX_GREETING_BYTES))
     if isinstance(answer, Refused):
         raise AddressError(f"{owner}: {answer.why}")
     if not isinstance(answer, kind):
@@ -125,7 +131,7 @@ def _answer(line: Line, owner: str, kind: type[_Greeting]) -> _Greeting:
 
 
 def _secret(keys: Keys | None) -> bytes:
-    """What only who has the key file can know; b'' without keys."""
+    """Derive the shared secret from the key file; b'' without keys."""
     if keys is None:
         return b""
     return hmac.digest(keys.secret.encode(), b"rollmesh tensors", "sha256")
@@ -136,14 +142,14 @@ def _proof(secret: bytes, speaker: bytes, nonces: bytes) -> bytes:
 
 
 def _is_proven(proof: bytes, secret: bytes, speaker: bytes, nonces: bytes) -> bool:
-    """True also where nothing is to be proved."""
+    """Return whether the proof is right; True if nothing is to be proved."""
     return not secret or hmac.compare_digest(proof, _proof(secret, speaker, nonces))
 
 
-def memory_at(folder: str) -> str:
-    """Names the memory behind `folder` among all machines; '' where there is none.
+def memory_id(folder: str) -> str:
+    """Return a name, unique among machines, of the memory behind `folder`; '' if there is none.
 
-    Containers on one machine have one boot id, and mostly a /dev/shm each.
+    Containers on one machine share the boot id, but mostly have a /dev/shm each.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

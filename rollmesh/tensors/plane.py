@@ -21,10 +21,8 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.errors import AddressError, TensorError
-from rollmesh.tensors.backend import Backend, check_fetched
-from rollmesh.tensors.buffer import BufferStats, FetchBuffer
-from rollmesh.tensors.handles import NUMBER_BITS, UNTAGGED, Content, RTensor
-from rollmesh.tensors.nested import transform
+from rollmesh.tensors.fetch_buffer import BufferStats, FetchBuffer, TensorBackend, check_fetched
+from rollmesh.tensors.handles import NUMBER_BITS, UNTAGGED, Content, RTensor, transform
 from rollmesh.tensors.store import OwnerStore, StorageStats
 from rollmesh.tensors.torch_bridge import ReadOnlyTensor, Tensor, to_content, to_tensor
 
@@ -46,7 +44,7 @@ class Plane:
         self,
         store: OwnerStore | None = None,
         buffer: FetchBuffer | None = None,
-        backend: Backend | None = None,
+        backend: TensorBackend | None = None,
     ) -> None:
         self.store = store
         self.buffer = buffer
@@ -101,7 +99,7 @@ class Plane:
     def end_step_at(self, owner: str, step: int) -> int:
         """Free what is tagged up to `step` at another owner; how many it held. OwnerGone where
         nobody knows."""
-        return self._way_to(owner).end_step(owner, step)
+        return self._backend_for(owner).end_step(owner, step)
 
     def end_step(self, step: int) -> None:
         """Free what is tagged up to `step`, here: each process is told."""
@@ -121,7 +119,7 @@ class Plane:
         if self.store is not None and owner == self.store.owner:
             return self.clear(shard_ids)
         self.evict(shard_ids)
-        return self._way_to(owner).clear(owner, list(shard_ids))
+        return self._backend_for(owner).clear(owner, list(shard_ids))
 
     def evict(self, shard_ids: Sequence[int] | None) -> int:
         """Drop copies of these shards of others, or with None all; how many there were."""
@@ -193,12 +191,12 @@ class Plane:
         return [found[each.shard_id] for each in handles]
 
     def _fetch_from(self, owner: str, handles: list[RTensor]) -> list[Content]:
-        return self._way_to(owner).fetch(owner, handles)
+        return self._backend_for(owner).fetch(owner, handles)
 
     def _take_at(self, owner: str, shard_ids: list[int], step: int) -> None:
-        self._way_to(owner).take(owner, shard_ids, step)
+        self._backend_for(owner).take(owner, shard_ids, step)
 
-    def _way_to(self, owner: str) -> Backend:
+    def _backend_for(self, owner: str) -> TensorBackend:
         if not owner:
             raise TensorError("its owner serves nobody: start its TensorServer before it remotizes")
         if self.backend is None:

@@ -33,7 +33,7 @@ from rollmesh.core.errors import (
     TensorError,
 )
 from rollmesh.tensors.handles import Content, RTensor, pack, unpack
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore
 

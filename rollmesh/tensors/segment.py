@@ -20,6 +20,7 @@ import weakref
 from io import FileIO
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,7 +54,7 @@ class Segment:
         self._unlink()
 
 
-class Attached:
+class AttachedSegment:
     """Another process's segment, as one who may only look; OSError where it cannot be seen."""
 
     def __init__(self, path: str | Path) -> None:
@@ -89,3 +90,11 @@ def _unlink(path: Path, locked: FileIO, owner_pid: int) -> None:
     locked.close()
     if os.getpid() == owner_pid:
         path.unlink(missing_ok=True)
+
+
+class SharedRange(msgspec.Struct, frozen=True, gc=False):
+    """Where a shard lies, for a process of this host that attaches to it."""
+
+    path: str
+    offset: int
+    num_bytes: int

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.ids import new_id
-from rollmesh.tensors import peer
-from rollmesh.tensors.backend import Backend
+from rollmesh.tensors import peers
+from rollmesh.tensors.fetch_buffer import TensorBackend
 from rollmesh.tensors.handles import UNTAGGED, RTensor, unpack
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore
 from tests.contract.ray_token import RAY_TOKEN
@@ -74,7 +74,7 @@ class OwnerProcess:
 class Mesh:
     """Where owners of one kind can be reached; ours."""
 
-    def connect(self) -> Backend:
+    def connect(self) -> TensorBackend:
         """A consumer's."""
         return Peers()
 
@@ -102,7 +102,7 @@ class Mesh:
 
     def parts(self) -> tuple[ModuleType, str, int]:
         """A constant that makes one call of many parts."""
-        return peer, "MAX_IDS", 2
+        return peers, "MAX_IDS", 2
 
     def is_at_rest(self) -> bool:
         """Nothing is left of what was fetched and let go."""
@@ -131,7 +131,7 @@ class RayMesh(Mesh):
         )
         self._cluster = ray.get_runtime_context().gcs_address
 
-    def connect(self) -> Backend:
+    def connect(self) -> TensorBackend:
         from rollmesh.tensors.ray_backend import RayPeers  # noqa: PLC0415 - as above
 
         return RayPeers()

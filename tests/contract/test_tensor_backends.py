@@ -11,8 +11,7 @@ import torch
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing, TensorError
-from rollmesh.tensors.backend import Backend, check_fetched
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer, TensorBackend, check_fetched
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.plane import Plane
 from rollmesh.tensors.store import OwnerStore, StoreSettings
@@ -50,7 +49,7 @@ def owner(mesh: Mesh) -> Iterator[OwnerProcess]:
 
 
 @pytest.fixture
-def backend(mesh: Mesh, owner: OwnerProcess) -> Iterator[Backend]:
+def backend(mesh: Mesh, owner: OwnerProcess) -> Iterator[TensorBackend]:
     """Connected; and whatever a test stores, it clears."""
     backend = mesh.connect()
     yield backend
@@ -58,7 +57,7 @@ def backend(mesh: Mesh, owner: OwnerProcess) -> Iterator[Backend]:
     assert owner.count() == (0, 0)
 
 
-def fetch(backend: Backend, handles: Sequence[RTensor]) -> list[Content]:
+def fetch(backend: TensorBackend, handles: Sequence[RTensor]) -> list[Content]:
     (address,) = {each.owner for each in handles}
     contents = backend.fetch(address, [*handles])
     check_fetched(handles, contents)
@@ -78,7 +77,7 @@ def held(plane: Plane) -> tuple[int, int]:
     return stats.storage.num_tensors if stats.storage else 0, stats.buffer.num_tensors
 
 
-def test_every_kind_comes_as_it_was_stored(backend: Backend, owner: OwnerProcess) -> None:
+def test_every_kind_comes_as_it_was_stored(backend: TensorBackend, owner: OwnerProcess) -> None:
     handles = owner.put(KINDS, seed=1)
     assert {each.owner for each in handles} == {owner.address}
     contents = fetch(backend, handles)
@@ -88,14 +87,14 @@ def test_every_kind_comes_as_it_was_stored(backend: Backend, owner: OwnerProcess
     owner.clear(handles)
 
 
-def test_thousands_come_in_the_order_asked_for(backend: Backend, owner: OwnerProcess) -> None:
+def test_thousands_come_in_the_order_asked_for(backend: TensorBackend, owner: OwnerProcess) -> None:
     kinds: list[Kind] = [("uint8", (number % 40,)) for number in range(3000)]
     handles, stored = owner.put(kinds, seed=2), shards(kinds, 2)
     assert_are(fetch(backend, handles[::-3]), stored[::-3])
     owner.clear(handles)
 
 
-def test_large_ones_come_whole(backend: Backend, owner: OwnerProcess) -> None:
+def test_large_ones_come_whole(backend: TensorBackend, owner: OwnerProcess) -> None:
     kinds: list[Kind] = [("float32", (1000, 1176)), ("uint8", (1,)), ("float32", (999, 1176))]
     handles = owner.put(kinds, seed=3)
     assert_are(fetch(backend, handles), shards(kinds, 3))
@@ -103,7 +102,7 @@ def test_large_ones_come_whole(backend: Backend, owner: OwnerProcess) -> None:
 
 
 def test_a_call_of_many_parts_comes_in_order(
-    mesh: Mesh, backend: Backend, owner: OwnerProcess, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, backend: TensorBackend, owner: OwnerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*mesh.parts())
     handles = owner.put(KINDS * 3, seed=11)
@@ -111,7 +110,9 @@ def test_a_call_of_many_parts_comes_in_order(
     assert backend.clear(owner.address, [each.shard_id for each in handles]) == len(handles)
 
 
-def test_what_is_let_go_leaves_nothing(mesh: Mesh, backend: Backend, owner: OwnerProcess) -> None:
+def test_what_is_let_go_leaves_nothing(
+    mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
+) -> None:
     kinds: list[Kind] = [("float32", (1000, 1176))] * 4
     handles, stored = owner.put(kinds, seed=12), shards(kinds, 12)
     for _ in range(20):  # 376 MB, by way of an object store of 100 MB
@@ -126,7 +127,7 @@ def test_what_is_let_go_leaves_nothing(mesh: Mesh, backend: Backend, owner: Owne
 
 
 def test_what_was_fetched_outlives_the_shard_and_the_backend(
-    mesh: Mesh, backend: Backend, owner: OwnerProcess
+    mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     handles = owner.put(KINDS, seed=4)
     leaving = mesh.connect()
@@ -140,7 +141,7 @@ def test_what_was_fetched_outlives_the_shard_and_the_backend(
     owner.clear(later)
 
 
-def test_a_consumer_frees_at_the_owner(backend: Backend, owner: OwnerProcess) -> None:
+def test_a_consumer_frees_at_the_owner(backend: TensorBackend, owner: OwnerProcess) -> None:
     handles = owner.put(KINDS)
     ids = [each.shard_id for each in handles]
     assert backend.clear(owner.address, ids[:2]) == 2
@@ -150,7 +151,9 @@ def test_a_consumer_frees_at_the_owner(backend: Backend, owner: OwnerProcess) ->
     assert backend.clear(owner.address, []) == 0
 
 
-def test_a_missing_shard_is_named_with_its_reason(backend: Backend, owner: OwnerProcess) -> None:
+def test_a_missing_shard_is_named_with_its_reason(
+    backend: TensorBackend, owner: OwnerProcess
+) -> None:
     cleared, there = owner.put(KINDS[:2])
     owner.clear([cleared])
     never = RTensor(there.shard_id + 1000, there.owner, -1, "uint8", (1,), 1)
@@ -165,7 +168,9 @@ def test_a_missing_shard_is_named_with_its_reason(backend: Backend, owner: Owner
     owner.clear([there])
 
 
-def test_a_handle_of_another_size_is_a_mismatch(backend: Backend, owner: OwnerProcess) -> None:
+def test_a_handle_of_another_size_is_a_mismatch(
+    backend: TensorBackend, owner: OwnerProcess
+) -> None:
     (handle,) = owner.put([("uint8", (8,))])
     wrong = RTensor(handle.shard_id, handle.owner, handle.step, "uint8", (9,), 9)
     with pytest.raises(FetchMismatch, match=r"8 bytes there, and 9 by its handle"):
@@ -173,7 +178,7 @@ def test_a_handle_of_another_size_is_a_mismatch(backend: Backend, owner: OwnerPr
     owner.clear([handle])
 
 
-def test_a_failed_fetch_keeps_nothing(backend: Backend, owner: OwnerProcess) -> None:
+def test_a_failed_fetch_keeps_nothing(backend: TensorBackend, owner: OwnerProcess) -> None:
     buffer = FetchBuffer(10**6)
     handles = owner.put(KINDS, seed=6)
     owner.clear(handles[1:2])
@@ -186,7 +191,9 @@ def test_a_failed_fetch_keeps_nothing(backend: Backend, owner: OwnerProcess) -> 
     owner.clear(handles)
 
 
-def test_several_threads_fetch_and_clear_at_once(backend: Backend, owner: OwnerProcess) -> None:
+def test_several_threads_fetch_and_clear_at_once(
+    backend: TensorBackend, owner: OwnerProcess
+) -> None:
     def work(seed: int, handles: list[RTensor]) -> None:
         assert_are(fetch(backend, handles), shards(KINDS, seed))
         ids = [each.shard_id for each in handles]
@@ -198,7 +205,7 @@ def test_several_threads_fetch_and_clear_at_once(backend: Backend, owner: OwnerP
 
 
 def test_an_owner_that_consumes_drops_both_copies(
-    mesh: Mesh, backend: Backend, owner: OwnerProcess
+    mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
     with closing(store), mesh.serving(store):
@@ -219,7 +226,7 @@ def test_an_owner_that_consumes_drops_both_copies(
 
 
 def test_the_end_of_a_step_frees_at_owner_and_consumer(
-    backend: Backend, owner: OwnerProcess
+    backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     plane = Plane(None, FetchBuffer(2**20), backend)
     kinds: list[Kind] = [("float32", (2, 2))]
@@ -235,7 +242,7 @@ def test_the_end_of_a_step_frees_at_owner_and_consumer(
 
 
 def test_a_consumers_step_takes_shards_at_their_owner_and_frees_them_there(
-    backend: Backend, owner: OwnerProcess
+    backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     plane = Plane(None, FetchBuffer(2**20), backend)
     taken, untaken = owner.put(KINDS[:2]), owner.put(KINDS[:2])
@@ -250,7 +257,7 @@ def test_a_consumers_step_takes_shards_at_their_owner_and_frees_them_there(
 
 
 def test_a_step_takes_what_is_there_whatever_became_of_other_owners(
-    mesh: Mesh, backend: Backend, owner: OwnerProcess
+    mesh: Mesh, backend: TensorBackend, owner: OwnerProcess
 ) -> None:
     plane = Plane(None, FetchBuffer(2**20), backend)
     with mesh.owner() as other:
@@ -262,7 +269,7 @@ def test_a_step_takes_what_is_there_whatever_became_of_other_owners(
     assert plane.end_step_at(owner.address, 7) == 2
 
 
-def test_two_owners_are_told_apart(mesh: Mesh, backend: Backend, owner: OwnerProcess) -> None:
+def test_two_owners_are_told_apart(mesh: Mesh, backend: TensorBackend, owner: OwnerProcess) -> None:
     with mesh.owner() as other:
         mine, others = owner.put(KINDS, seed=7), other.put(KINDS, seed=8)
         assert owner.address != other.address
@@ -273,7 +280,7 @@ def test_two_owners_are_told_apart(mesh: Mesh, backend: Backend, owner: OwnerPro
 
 
 def test_a_killed_owner_is_gone_at_once_and_leaves_what_was_fetched(
-    mesh: Mesh, backend: Backend
+    mesh: Mesh, backend: TensorBackend
 ) -> None:
     with mesh.owner() as other:
         handles = other.put(KINDS, seed=9)
@@ -291,7 +298,7 @@ def test_a_killed_owner_is_gone_at_once_and_leaves_what_was_fetched(
         assert_are(contents, shards(KINDS[:3], 9))
 
 
-def test_an_owner_killed_in_mid_fetch_is_gone(mesh: Mesh, backend: Backend) -> None:
+def test_an_owner_killed_in_mid_fetch_is_gone(mesh: Mesh, backend: TensorBackend) -> None:
     with mesh.owner() as other:
         handles = other.put([("float32", (1000, 1176))] * 4)
         has_begun = threading.Event()
@@ -308,7 +315,7 @@ def test_an_owner_killed_in_mid_fetch_is_gone(mesh: Mesh, backend: Backend) -> N
             fetching.ended()
 
 
-def test_an_owner_that_came_back_says_that_it_restarted(mesh: Mesh, backend: Backend) -> None:
+def test_an_owner_that_came_back_says_that_it_restarted(mesh: Mesh, backend: TensorBackend) -> None:
     with mesh.owner() as first:
         handles = first.put(KINDS)
         fetch(backend, handles)
@@ -322,7 +329,7 @@ def test_an_owner_that_came_back_says_that_it_restarted(mesh: Mesh, backend: Bac
             assert_are(fetch(backend, again), shards(KINDS, 10))
 
 
-def test_nobody_at_an_address_is_gone(mesh: Mesh, backend: Backend) -> None:
+def test_nobody_at_an_address_is_gone(mesh: Mesh, backend: TensorBackend) -> None:
     with pytest.raises(OwnerGone):
         backend.take(mesh.absent(), [1], 0)
     with pytest.raises(OwnerGone):

@@ -12,7 +12,7 @@ from contextlib import closing
 
 from rollmesh.core.errors import ShardMissing
 from rollmesh.tensors.handles import Content, unpack
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 
 
 def filling_of(num_bytes: int) -> int:

@@ -15,7 +15,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import TensorError
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.handles import Content
-from rollmesh.tensors.pins import Place
+from rollmesh.tensors.segment import SharedRange
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 
 MAX_BYTES = 2**22
@@ -68,9 +68,9 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def place_of(line: str) -> Place:
+def range_of(line: str) -> SharedRange:
     """What `put` said."""
-    return msgspec.json.decode(line, type=Place)
+    return msgspec.json.decode(line, type=SharedRange)
 
 
 if __name__ == "__main__":

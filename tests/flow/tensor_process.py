@@ -23,10 +23,10 @@ import numpy as np
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import ShardMissing
 from rollmesh.tensors.arena import Arena
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, pack, unpack
-from rollmesh.tensors.peer import Peers
-from rollmesh.tensors.relay import Relay
+from rollmesh.tensors.peers import Peers
+from rollmesh.tensors.relay import TensorRelay
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
@@ -70,7 +70,7 @@ def carry() -> None:
     (handle,) = unpack(bytes.fromhex(sys.stdin.readline()))
     with closing(Peers(landing_bytes=MAX_BYTES, is_shared=True)) as peers:
         store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
-        relay = Relay(FetchBuffer(MAX_BYTES), peers)
+        relay = TensorRelay(FetchBuffer(MAX_BYTES), peers)
         server = TensorServer(store, "tcp://127.0.0.1:0", relay=relay)
         peers.lend_at(server.start())
         (content,) = peers.fetch(handle.owner, [handle])

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import TensorError
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.plane import Plane
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings

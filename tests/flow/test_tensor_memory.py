@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rollmesh.tensors.segment import SHARED_MEMORY, Attached, sweep
-from tests.flow.tensor_owner import place_of
+from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment, sweep
+from tests.flow.tensor_owner import range_of
 
 WAIT_S = 60.0
 
@@ -41,8 +41,8 @@ class Owner:
 
     def seen(self) -> NDArray[np.uint8]:
         """What it has put, as it is seen from here."""
-        place = place_of(self.says("put"))
-        return Attached(place.path).view(place.offset, place.num_bytes)
+        place = range_of(self.says("put"))
+        return AttachedSegment(place.path).view(place.offset, place.num_bytes)
 
     def kill(self) -> None:
         """As the system does when it is out of memory."""

@@ -18,7 +18,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import OwnerGone
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.handles import Content, RTensor, pack, unpack
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 
@@ -217,7 +217,7 @@ def test_a_neighbour_that_is_killed_while_it_fetches_for_others_is_passed_over(
         def fetch() -> None:
             handle = put(store)
             (content,) = peers.fetch(handle.owner, [handle])
-            is_own = peers.place_of(content) is not None
+            is_own = peers.range_of(content) is not None
             fetched.append((int(content.data.sum()), is_own))
 
         fetch()

@@ -19,17 +19,17 @@ from rollmesh.scheduler.admission.transport import ask_admission, ask_scheduler
 from rollmesh.serve.client.client import Finished, RolloutClient
 from rollmesh.tensors.frames import (
     NONCE_BYTES,
-    Ask,
     Clear,
-    End,
+    EndStep,
     Fetch,
     Hello,
-    Proof,
+    KeyProof,
+    Request,
     Returned,
-    Take,
+    TakeShards,
     frame,
 )
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.wire.scheduling import KillPipeline, ReadScheduler
 from tests.contract.processes import embedded_engine
@@ -458,15 +458,15 @@ async def admission(folder: Path, _: Mutator) -> AsyncIterator[Surface]:
 async def tensors(_folder: Path, _: Mutator) -> AsyncIterator[Surface]:
     """A consumer's messages to the tensor port, which is in this process."""
     ids = (7).to_bytes(8, "little")
-    asks: list[Ask] = [
+    asks: list[Request] = [
         Fetch(ids, True),
         Fetch(ids, False),
         Clear(ids),
-        Take(ids, 1),
-        End(1),
+        TakeShards(ids, 1),
+        EndStep(1),
         Returned(ids),
     ]
-    greeting = frame(Hello(1, bytes(NONCE_BYTES))) + frame(Proof(b""))
+    greeting = frame(Hello(1, bytes(NONCE_BYTES))) + frame(KeyProof(b""))
     with owned() as owner:
         parts = urlsplit(owner.address)
 

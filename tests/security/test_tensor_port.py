@@ -11,11 +11,11 @@ import msgspec
 import psutil
 import pytest
 
-from rollmesh.tensors.frames import MAX_HEADER_BYTES, Carry, Refused, decode_answer, frame
+from rollmesh.tensors.framed_socket import FramedSocket
+from rollmesh.tensors.frames import MAX_HEADER_BYTES, FetchForPeer, Refused, decode_answer, frame
 from rollmesh.tensors.handles import pack
-from rollmesh.tensors.handshake import introduce
-from rollmesh.tensors.line import Line
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.handshake import greet_owner
+from rollmesh.tensors.peers import Peers
 from rollmesh.trainer.controller.spec import PlaneSpec
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
 from tests.unit.tensors.owners import Owned, owned
@@ -79,8 +79,8 @@ def test_a_length_that_is_only_claimed_takes_no_memory(owner: Owned) -> None:
         lines = []
         for _ in range(NUM_CLAIMS):
             connected = stack.enter_context(dial(owner.address))
-            line = Line(connected, WAIT_S)
-            introduce(line, "owner", None)
+            line = FramedSocket(connected, WAIT_S)
+            greet_owner(line, "owner", None)
             lines.append(line)
         until(lambda: owner.num_guests() >= NUM_CLAIMS)
         largest = MAX_HEADER_BYTES.to_bytes(4, "little") + b"x"
@@ -98,8 +98,8 @@ def test_a_longer_claim_ends_its_connection(owner: Owned) -> None:
         stranger.sendall(CLAIM)
         until(lambda: is_cut(stranger))
     with dial(owner.address) as member:
-        line = Line(member, WAIT_S)
-        introduce(line, "owner", None)
+        line = FramedSocket(member, WAIT_S)
+        greet_owner(line, "owner", None)
         line.send(CLAIM)
         until(lambda: is_cut(member))
 
@@ -114,9 +114,9 @@ def test_an_owner_does_not_carry_what_is_its_own() -> None:
         )
         with dial(home.address) as connected:
             own = [msgspec.structs.replace(each, owner=home.address) for each in other.put([64])]
-            line = Line(connected, WAIT_S)
-            introduce(line, "owner", None)
-            line.send(frame(Carry(pack(own))))
+            line = FramedSocket(connected, WAIT_S)
+            greet_owner(line, "owner", None)
+            line.send(frame(FetchForPeer(pack(own))))
             answer = decode_answer(line.receive())
             assert isinstance(answer, Refused)
             assert "this process" in answer.why

@@ -22,7 +22,7 @@ from rollmesh.compat import (
     storage_stats,
 )
 from rollmesh.core.errors import OwnerGone, TensorError
-from tests.unit.tensors.neighbours import Mesh, process_of
+from tests.unit.tensors.relaying_peers import Mesh, process_of
 
 
 class Version:

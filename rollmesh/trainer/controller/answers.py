@@ -23,8 +23,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rollmesh.core.errors import DECODE_ERRORS, DispatchError, WireError
-from rollmesh.tensors.handles import RTensor, pack, unpack
-from rollmesh.tensors.nested import collect, transform
+from rollmesh.tensors.handles import RTensor, collect, pack, transform, unpack
 from rollmesh.trainer.controller.dispatch import HeadShare
 from rollmesh.wire.frames import Buffer
 

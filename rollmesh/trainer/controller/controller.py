@@ -23,8 +23,7 @@ from typing import Any, Self
 import msgspec
 
 from rollmesh.core.logs import get_logger
-from rollmesh.tensors.handles import UNTAGGED, RTensor
-from rollmesh.tensors.nested import collect, transform
+from rollmesh.tensors.handles import UNTAGGED, RTensor, collect, transform
 from rollmesh.tensors.segment import SHARED_MEMORY, sweep
 from rollmesh.trainer.controller.answers import Reduce, decode_values, encode_values, merge_answers
 from rollmesh.trainer.controller.dispatch import Arguments, DispatchRule, HeadShare, split_call

@@ -22,8 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollmesh.core.errors import DispatchError
-from rollmesh.tensors.handles import RTensor
-from rollmesh.tensors.nested import collect, transform
+from rollmesh.tensors.handles import RTensor, collect, transform
 
 Uneven = Literal["refuse", "pad"]
 """Treatment of groups whose number is not a multiple of the heads."""

@@ -31,8 +31,7 @@ import torch
 from rollmesh.core.errors import RollmeshError, WireError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.process import FAILED, OK
-from rollmesh.tensors.handles import UNTAGGED, RTensor
-from rollmesh.tensors.nested import transform
+from rollmesh.tensors.handles import UNTAGGED, RTensor, transform
 from rollmesh.tensors.plane import use
 from rollmesh.trainer.controller.answers import (
     decode_values,

@@ -19,12 +19,11 @@ import msgspec
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import AddressError, TensorError
 from rollmesh.core.logs import get_logger
-from rollmesh.tensors.buffer import FetchBuffer
-from rollmesh.tensors.handles import UNTAGGED, RTensor
-from rollmesh.tensors.nested import collect
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.fetch_buffer import FetchBuffer
+from rollmesh.tensors.handles import UNTAGGED, RTensor, collect
+from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.plane import Plane
-from rollmesh.tensors.relay import Relay
+from rollmesh.tensors.relay import TensorRelay
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.trainer.controller.rank_group import NO_STEP, TensorReport
@@ -47,7 +46,7 @@ class TensorRuntime:
         self._store = OwnerStore(settings, SystemClock())
         self._peers = Peers(keys, spec.buffer_bytes, is_shared=True)
         buffer = FetchBuffer(spec.buffer_bytes)
-        self._server = TensorServer(self._store, spec.bind, keys, Relay(buffer, self._peers))
+        self._server = TensorServer(self._store, spec.bind, keys, TensorRelay(buffer, self._peers))
         self.plane = Plane(self._store, buffer, self._peers)
         try:
             self.address = self._server.start()

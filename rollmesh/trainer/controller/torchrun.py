@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rollmesh.core.errors import ConfigError
-from rollmesh.tensors.nested import transform
+from rollmesh.tensors.handles import transform
 from rollmesh.tensors.torch_bridge import Tensor
 from rollmesh.trainer.controller.answers import Reduce, decode_values, encode_values, merge_answers
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TensorUsage

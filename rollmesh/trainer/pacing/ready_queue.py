@@ -38,8 +38,7 @@ from rollmesh.serve.client.samples import (
     cut,
     lay_plainly,
 )
-from rollmesh.tensors.holdings import Kind
-from rollmesh.tensors.store import OwnerStore
+from rollmesh.tensors.store import OwnerStore, ShardSpec
 
 log = get_logger()
 
@@ -80,7 +79,7 @@ class StoreAllocator:
 
     def lay(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
         sizes = [BYTES_PER_TOKEN * each for each in lengths]
-        with self._store.reserve([Kind("uint8", (size,), size) for size in sizes]) as reserved:
+        with self._store.reserve([ShardSpec("uint8", (size,), size) for size in sizes]) as reserved:
             fill([arrays_in(memory) for memory in reserved.memory])
             handles = reserved.commit()
         return [Laid(arrays_in(self._store.read(each.shard_id).data), each) for each in handles]

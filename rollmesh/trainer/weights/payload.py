@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.shared_memory import SharedSegment, TensorPiece
-from rollmesh.tensors.segment import SHARED_MEMORY, Attached, Segment
+from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment, Segment
 from rollmesh.trainer.models.folders import disk_errors, end_folder, partial_path
 from rollmesh.trainer.models.safetensors_layout import (
     INDEX,
@@ -172,7 +172,7 @@ def _write_file(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
 def _tensors_of(parts: Sequence[SharedSegment]) -> Iterator[tuple[TensorSpec, memoryview]]:
     """Yield each tensor and its bytes in memory."""
     for part in parts:
-        memory = Attached(part.path)
+        memory = AttachedSegment(part.path)
         for piece in part.pieces:
             whole = TensorSpec(piece.name, getattr(torch, piece.dtype), piece.shape)
             yield whole, memory.view(piece.offset, piece.num_bytes).data

@@ -16,7 +16,7 @@ import pytest
 import structlog
 
 from rollmesh.core.errors import ConfigError, ContentLost
-from rollmesh.runtime.blobs import PAGE_BYTES, Blob, BlobStore, Extent, FreeExtents, SpillFile
+from rollmesh.runtime.blobs import PAGE_BYTES, Blob, BlobStore, Extent, SpillFile
 from tests.disks import full_disk, lose_files
 
 
@@ -235,30 +235,35 @@ def _open_files(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_two_owners_share_a_page_and_the_file_ends_with_its_last_extent(seed: int) -> None:
-    chance, space, taken = random.Random(seed), FreeExtents(), list[Extent]()
-    for _ in range(1000):
-        if chance.random() < 0.5 or not taken:
-            taken.append(space.take(chance.randrange(1, 5 * PAGE_BYTES)))
+def test_no_two_contents_share_a_page_and_the_file_ends_with_its_last_extent(
+    seed: int, tmp_path: Path
+) -> None:
+    rng, file, taken = random.Random(seed), SpillFile(tmp_path), list[Extent]()
+    for _ in range(500):
+        if rng.random() < 0.5 or not taken:
+            taken.append(file.write(bytes(rng.randrange(1, 5 * PAGE_BYTES))))
         else:
-            space.give(taken.pop(chance.randrange(len(taken))))
+            file.free(taken.pop(rng.randrange(len(taken))))
         runs = sorted((each.start, each.stop) for each in taken)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(runs))
-        assert space.end == max([stop for _, stop in runs], default=0)
+        assert all(start % PAGE_BYTES == 0 for start, _ in runs)
+        assert file.num_bytes == max([stop for _, stop in runs], default=0)
     for each in taken:
-        space.give(each)
-    assert (space.end, space.take(1).start) == (0, 0)
+        file.free(each)
+    assert (file.num_bytes, file.write(b"a").start) == (0, 0)
+    file.close()
 
 
-def test_what_is_free_is_used_again_before_the_file_grows() -> None:
-    space = FreeExtents()
-    small, _, large, _ = [space.take(n * PAGE_BYTES) for n in (1, 1, 3, 1)]
-    space.give(large)
-    space.give(small)
-    end = space.end
-    assert space.take(PAGE_BYTES).start == small.start
-    assert space.take(2 * PAGE_BYTES + 1).start == large.start
-    assert space.end == end
+def test_free_pages_are_reused_before_the_file_grows(tmp_path: Path) -> None:
+    file = SpillFile(tmp_path)
+    small, _, large, _ = [file.write(bytes(n * PAGE_BYTES)) for n in (1, 1, 3, 1)]
+    file.free(large)
+    file.free(small)
+    num_bytes = file.num_bytes
+    assert file.write(bytes(PAGE_BYTES)).start == small.start
+    assert file.write(bytes(2 * PAGE_BYTES + 1)).start == large.start
+    assert file.num_bytes == num_bytes
+    file.close()
 
 
 def test_parts_are_read_and_the_file_shrinks_with_what_it_holds(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from rollmesh.core.errors import OwnerGone
-from rollmesh.tensors.buffer import BufferStats, FetchBuffer
+from rollmesh.tensors.fetch_buffer import BufferStats, FetchBuffer
 from rollmesh.tensors.handles import UNTAGGED, RTensor
 from tests.unit.tensors.fetches import (
     OWNER,

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing
-from rollmesh.tensors.buffer import Fetch, FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer, FetchFn
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 
 OWNER = "tcp://127.0.0.1:7"
@@ -152,7 +152,7 @@ class World:
         self.buffer = FetchBuffer(max_bytes)
         self.owners = Owners()
 
-    def ask(self, *shards: RTensor, fetch: Fetch | None = None) -> list[Content]:
+    def ask(self, *shards: RTensor, fetch: FetchFn | None = None) -> list[Content]:
         contents = self.buffer.get_many(shards, fetch or self.owners)
         assert_are(contents, shards)
         return contents

@@ -17,10 +17,10 @@ import numpy as np
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
+from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import Admitted
 from rollmesh.tensors.handles import Content, RTensor
-from rollmesh.tensors.handshake import admit
-from rollmesh.tensors.line import Line
+from rollmesh.tensors.handshake import accept_consumer
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
@@ -44,7 +44,9 @@ def handles_of(owner: str, sizes: Sequence[int]) -> list[RTensor]:
 
 
 @contextlib.contextmanager
-def scripted(script: Callable[[Line], None], admitted: Admitted | None = None) -> Iterator[str]:
+def scripted(
+    script: Callable[[FramedSocket], None], admitted: Admitted | None = None
+) -> Iterator[str]:
     """The address of an owner that admits one consumer after the other and follows `script` with
     each, and hangs up. An error of the script fails the test."""
     errors: list[BaseException] = []
@@ -54,11 +56,11 @@ def scripted(script: Callable[[Line], None], admitted: Admitted | None = None) -
         def serve() -> None:
             while True:
                 try:
-                    line = Line(listening.accept()[0], PATIENCE_S)
+                    line = FramedSocket(listening.accept()[0], PATIENCE_S)
                 except OSError:
                     return
                 try:
-                    admit(line, None, admitted)
+                    accept_consumer(line, None, admitted)
                     script(line)
                 except (OSError, AssertionError) as error:
                     errors.append(error)
@@ -90,7 +92,7 @@ class Owned:
 
     def num_guests(self) -> int:
         """How many consumers its threads serve."""
-        prefix = f"{self.address} guest"
+        prefix = f"{self.address} consumer"
         return sum(thread.name.startswith(prefix) for thread in threading.enumerate())
 
 

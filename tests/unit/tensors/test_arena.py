@@ -14,8 +14,8 @@ import pytest
 import structlog
 
 from rollmesh.core.errors import ConfigError, StoreFull
-from rollmesh.tensors.arena import ALIGN_BYTES, LONG_COPY_BYTES, PAGE_BYTES, Arena, Slot
-from rollmesh.tensors.segment import SHARED_MEMORY, Attached
+from rollmesh.tensors.arena import ALIGN_BYTES, LONG_COPY_BYTES, PAGE_BYTES, Arena, ArenaSlot
+from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment
 
 MIB = 2**20
 
@@ -53,14 +53,14 @@ class SmallFolder:
         self._posix_fallocate(descriptor, start, num_bytes)
 
 
-def filled(arena: Arena, number: int, num_bytes: int) -> Slot:
+def filled(arena: Arena, number: int, num_bytes: int) -> ArenaSlot:
     """A slot full of `number`."""
     (slot,) = arena.allocate([num_bytes])
     arena.write(slot, np.full(num_bytes, number % 256, np.uint8))
     return slot
 
 
-def holds(arena: Arena, slot: Slot, number: int) -> bool:
+def holds(arena: Arena, slot: ArenaSlot, number: int) -> bool:
     return bool((arena.read_only(slot) == number % 256).all())
 
 
@@ -177,7 +177,7 @@ def test_pages_that_were_got_ahead_are_given_back_where_others_want_them() -> No
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_slot_touches_another_and_the_budget_holds(either: Arena, seed: int) -> None:
-    chance, held = random.Random(seed), dict[int, list[Slot]]()
+    chance, held = random.Random(seed), dict[int, list[ArenaSlot]]()
     sizes_of = [1, 60, 64, 500, PAGE_BYTES, 3 * PAGE_BYTES, 12 * PAGE_BYTES]
     wanted_too_much: list[bool] = []
     for number in range(800):
@@ -209,7 +209,7 @@ def test_no_slot_touches_another_and_the_budget_holds(either: Arena, seed: int) 
 
 def test_steps_of_shifting_sizes_lie_in_little_more_memory_than_they_need() -> None:
     chance, arena = random.Random(5), Arena(64 * MIB)
-    steps: list[list[Slot]] = []
+    steps: list[list[ArenaSlot]] = []
     most_held = 0
     for step in range(500):
         size = chance.randrange(50_000, 110_000)
@@ -228,7 +228,7 @@ def test_steps_of_shifting_sizes_lie_in_little_more_memory_than_they_need() -> N
 
 def test_who_attaches_sees_a_slot_also_where_memory_was_given_back_before(arena: Arena) -> None:
     assert arena.path is not None
-    attached = Attached(arena.path)
+    attached = AttachedSegment(arena.path)
     slots = [filled(arena, number, PAGE_BYTES) for number in range(64)]
     assert (attached.view(slots[9].offset, PAGE_BYTES) == 9).all()
     arena.free(slots[::2])

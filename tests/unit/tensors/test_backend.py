@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollmesh.core.errors import FetchMismatch
-from rollmesh.tensors.backend import check_fetched
+from rollmesh.tensors.fetch_buffer import check_fetched
 from rollmesh.tensors.handles import Content, RTensor
 from tests.unit.tensors.fetches import OWNER, content, handle, handles
 

@@ -17,7 +17,8 @@ from rollmesh.core.errors import (
     TensorError,
     WireError,
 )
-from rollmesh.tensors.connection import Connection, ConnectionState, connect
+from rollmesh.tensors.connection import ConnectionState, OwnerConnection, connect
+from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import (
     Admitted,
     Answer,
@@ -29,14 +30,13 @@ from rollmesh.tensors.frames import (
     Refused,
     Returned,
     Sent,
-    column,
-    decode_ask,
+    decode_request,
     frame,
-    numbers_of,
+    pack_numbers,
+    unpack_numbers,
 )
-from rollmesh.tensors.handshake import memory_at
-from rollmesh.tensors.landing import Landing
-from rollmesh.tensors.line import Line
+from rollmesh.tensors.handshake import memory_id
+from rollmesh.tensors.receive_buffer import ReceiveBuffer
 from tests.unit.tensors.owners import content_of, handles_of, is_closed_since, opened, scripted
 
 SIZES = [64, 0, 1000]
@@ -47,34 +47,34 @@ def ignore() -> None:
     """Nobody waits for the ends of loans."""
 
 
-def heard(line: Line) -> Fetch | Clear | Returned:
-    ask = decode_ask(line.receive())
+def heard(line: FramedSocket) -> Fetch | Clear | Returned:
+    ask = decode_request(line.receive())
     assert isinstance(ask, Fetch | Clear | Returned)
     return ask
 
 
 @contextmanager
 def connected(
-    script: Callable[[Line], None], admitted: Admitted | None = None
-) -> Iterator[tuple[str, Connection]]:
+    script: Callable[[FramedSocket], None], admitted: Admitted | None = None
+) -> Iterator[tuple[str, OwnerConnection]]:
     """A connection to a scripted owner, closed after it."""
     with scripted(script, admitted) as owner:
-        connection = connect(owner, None, Landing(), "", ignore)
+        connection = connect(owner, None, ReceiveBuffer(), "", ignore)
         try:
             yield owner, connection
         finally:
             connection.retire()
 
 
-def sender(*sizes: int) -> Callable[[Line], None]:
+def sender(*sizes: int) -> Callable[[FramedSocket], None]:
     """Answers a fetch by content_of(0), content_of(1)... of `sizes`."""
 
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         ask = heard(line)
         assert isinstance(ask, Fetch)
         assert not ask.is_by_memory
         arrays = [content_of(seed, size).data for seed, size in enumerate(sizes)]
-        line.send(frame(Sent(column(sizes))), [array.data for array in arrays])
+        line.send(frame(Sent(pack_numbers(sizes))), [array.data for array in arrays])
 
     return script
 
@@ -85,16 +85,18 @@ class Lender:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "segment"
         self.path.write_bytes(SEGMENT)
-        self.admitted = Admitted(memory_at(str(folder)), str(folder))
+        self.admitted = Admitted(memory_id(str(folder)), str(folder))
         self.told: list[int] = []
 
-    def lend(self, line: Line, offsets: list[int], sizes: list[int]) -> None:
+    def lend(self, line: FramedSocket, offsets: list[int], sizes: list[int]) -> None:
         """Answer one fetch."""
         ask = heard(line)
         assert isinstance(ask, Fetch)
-        self.told += numbers_of(ask.returned)
-        segments = column([0] * len(sizes))
-        line.send(frame(Lent([str(self.path)], segments, column(offsets), column(sizes))))
+        self.told += unpack_numbers(ask.returned)
+        segments = pack_numbers([0] * len(sizes))
+        line.send(
+            frame(Lent([str(self.path)], segments, pack_numbers(offsets), pack_numbers(sizes)))
+        )
 
 
 @pytest.fixture
@@ -114,7 +116,7 @@ def test_what_is_sent_lies_in_arrays_of_its_own_that_nobody_writes_to() -> None:
 
 
 def test_what_is_lent_is_looked_at_where_it_lies(lender: Lender) -> None:
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         lender.lend(line, [0, 64, 100], SIZES)
 
     with connected(script, lender.admitted) as (owner, connection):
@@ -130,15 +132,15 @@ def test_what_is_lent_is_looked_at_where_it_lies(lender: Lender) -> None:
 
 
 def test_loans_that_ended_are_told_with_the_next_call(lender: Lender) -> None:
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         for _ in range(3):
             lender.lend(line, [0, 0], [8, 8])
         returned = heard(line)
         assert isinstance(returned, Returned)
-        lender.told += numbers_of(returned.ids)
+        lender.told += unpack_numbers(returned.ids)
         cleared = heard(line)
         assert isinstance(cleared, Clear)
-        lender.told += numbers_of(cleared.returned)
+        lender.told += unpack_numbers(cleared.returned)
         line.send(frame(Cleared(2)))
 
     with connected(script, lender.admitted) as (owner, connection):
@@ -150,8 +152,8 @@ def test_loans_that_ended_are_told_with_the_next_call(lender: Lender) -> None:
         third = connection.fetch([one, other])
         assert sorted(lender.told) == [one.shard_id, other.shard_id]
         del second
-        connection.tell_ended()
-        connection.tell_ended()
+        connection.report_ended()
+        connection.report_ended()
         del third
         assert connection.clear([one.shard_id, other.shard_id]) == 2
     told = [one.shard_id] * 4 + [other.shard_id] * 2
@@ -163,13 +165,13 @@ def test_what_was_lent_outlives_the_last_call_and_keeps_the_connection_open(
 ) -> None:
     events: list[str] = []
 
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         lender.lend(line, [0, 8], [8, 8])
-        assert not line.goes_on()
+        assert not line.wait_for_frame()
         events.append("the connection ended")
 
     with scripted(script, lender.admitted) as owner:
-        connection = connect(owner, None, Landing(), "", ignore)
+        connection = connect(owner, None, ReceiveBuffer(), "", ignore)
         one, other = connection.fetch(handles_of(owner, [8, 8]))
         view = other.data[2:4]
         connection.retire()
@@ -186,13 +188,13 @@ def test_what_was_lent_outlives_the_last_call_and_keeps_the_connection_open(
 
 
 def test_memory_that_cannot_be_seen_after_all_is_sent_instead(lender: Lender) -> None:
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         lender.lend(line, [0], [8])
         sent = heard(line)
         assert isinstance(sent, Fetch)
         assert not sent.is_by_memory
-        lender.told += numbers_of(sent.returned)
-        line.send(frame(Sent(column([8]))), [memoryview(b"streamed")])
+        lender.told += unpack_numbers(sent.returned)
+        line.send(frame(Sent(pack_numbers([8]))), [memoryview(b"streamed")])
         sender(8)(line)
 
     lender.path.unlink()
@@ -210,7 +212,7 @@ def test_another_memory_is_not_looked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reason", ["cleared", "expired", "owner_restarted", "never_seen"])
 def test_a_missing_shard_is_named_and_the_connection_stays(reason: MissReason) -> None:
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         heard(line)
         line.send(frame(Missing(5, reason)))
         sender(8)(line)
@@ -225,7 +227,7 @@ def test_a_missing_shard_is_named_and_the_connection_stays(reason: MissReason) -
 
 
 def test_a_refusal_is_told_and_the_connection_stays() -> None:
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         heard(line)
         line.send(frame(Refused("not today")))
 
@@ -239,7 +241,7 @@ def test_a_refusal_is_told_and_the_connection_stays() -> None:
 def test_other_sizes_than_were_asked_for_are_a_mismatch_and_end_the_connection(
     lender: Lender, sizes: list[int]
 ) -> None:
-    scripts: list[tuple[Callable[[Line], None], Admitted | None]] = [
+    scripts: list[tuple[Callable[[FramedSocket], None], Admitted | None]] = [
         (sender(*sizes), None),
         (lambda line: lender.lend(line, [0] * len(sizes), sizes), lender.admitted),
     ]
@@ -247,7 +249,7 @@ def test_other_sizes_than_were_asked_for_are_a_mismatch_and_end_the_connection(
         with connected(script, admitted) as (owner, connection):
             with pytest.raises(FetchMismatch):
                 connection.fetch(handles_of(owner, [8]))
-            assert connection.state is ConnectionState.ASKING
+            assert connection.state is ConnectionState.WAITING
 
 
 def test_an_owner_that_claims_more_than_there_is_memory_is_not_believed() -> None:
@@ -258,17 +260,22 @@ def test_an_owner_that_claims_more_than_there_is_memory_is_not_believed() -> Non
 @pytest.mark.parametrize(
     "answer",
     [
-        Sent(column([8])),
+        Sent(pack_numbers([8])),
         Cleared(1),
         Admitted("", ""),
-        Lent([], column([0]), column([0]), column([8])),
-        Lent(["/etc/passwd"], column([0]), column([0]), column([8])),
-        Lent(["{folder}/../segment"], column([0]), column([0]), column([8])),
-        Lent(["{folder}/segment"], column([1]), column([0]), column([8])),
-        Lent(["{folder}/segment"], column([0]), column([len(SEGMENT) - 7]), column([8])),
-        Lent(["{folder}/segment"], column([0]), column([2**64 - 1]), column([8])),
-        Lent(["{folder}/segment"], b"odd", column([0]), column([8])),
-        Lent(["{folder}/segment"], column([0]), column([0, 0]), column([8])),
+        Lent([], pack_numbers([0]), pack_numbers([0]), pack_numbers([8])),
+        Lent(["/etc/passwd"], pack_numbers([0]), pack_numbers([0]), pack_numbers([8])),
+        Lent(["{folder}/../segment"], pack_numbers([0]), pack_numbers([0]), pack_numbers([8])),
+        Lent(["{folder}/segment"], pack_numbers([1]), pack_numbers([0]), pack_numbers([8])),
+        Lent(
+            ["{folder}/segment"],
+            pack_numbers([0]),
+            pack_numbers([len(SEGMENT) - 7]),
+            pack_numbers([8]),
+        ),
+        Lent(["{folder}/segment"], pack_numbers([0]), pack_numbers([2**64 - 1]), pack_numbers([8])),
+        Lent(["{folder}/segment"], b"odd", pack_numbers([0]), pack_numbers([8])),
+        Lent(["{folder}/segment"], pack_numbers([0]), pack_numbers([0, 0]), pack_numbers([8])),
     ],
 )
 def test_what_nobody_can_have_lent_is_a_wire_error(lender: Lender, answer: Answer) -> None:
@@ -276,25 +283,25 @@ def test_what_nobody_can_have_lent_is_a_wire_error(lender: Lender, answer: Answe
         paths = [path.format(folder=lender.path.parent) for path in answer.paths]
         answer = Lent(paths, answer.segments, answer.offsets, answer.sizes)
 
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         heard(line)
         line.send(frame(answer))
 
     with connected(script, lender.admitted) as (owner, connection):
         with pytest.raises(WireError):
             connection.fetch(handles_of(owner, [8]))
-        assert connection.state is ConnectionState.ASKING
+        assert connection.state is ConnectionState.WAITING
 
 
 def test_an_owner_that_hangs_up_in_the_midst_of_the_bytes_has_hung_up() -> None:
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         heard(line)
-        line.send(frame(Sent(column([2**20]))), [memoryview(bytes(2**19))])
+        line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(2**19))])
 
     with connected(script) as (owner, connection):
         with pytest.raises(ConnectionResetError):
             connection.fetch(handles_of(owner, [2**20]))
-        assert connection.state is ConnectionState.ASKING
+        assert connection.state is ConnectionState.WAITING
 
 
 def test_many_small_shards_arrive_in_order() -> None:
@@ -313,19 +320,19 @@ def test_many_small_shards_arrive_in_order() -> None:
 )
 def test_what_is_no_address_is_named(address: str) -> None:
     with pytest.raises(AddressError, match="tcp://host:port"):
-        connect(address, None, Landing(), "", ignore)
+        connect(address, None, ReceiveBuffer(), "", ignore)
 
 
 def test_another_machine_is_not_dialled_without_keys() -> None:
     with pytest.raises(AddressError, match="without keys"):
-        connect("tcp://10.0.0.1:5", None, Landing(), "", ignore)
+        connect("tcp://10.0.0.1:5", None, ReceiveBuffer(), "", ignore)
 
 
 def test_who_is_no_owner_is_told_from_one_and_costs_no_descriptor() -> None:
-    def script(line: Line) -> None:
-        assert not line.goes_on()
+    def script(line: FramedSocket) -> None:
+        assert not line.wait_for_frame()
 
     before = opened()
     with scripted(script, Admitted("x" * 2000, "")) as owner, pytest.raises(WireError):
-        connect(owner, None, Landing(), "", ignore)
+        connect(owner, None, ReceiveBuffer(), "", ignore)
     assert is_closed_since(before)

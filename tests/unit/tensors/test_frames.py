@@ -13,33 +13,33 @@ from rollmesh.tensors.frames import (
     NONCE_BYTES,
     Admitted,
     Answer,
-    Ask,
-    Carry,
     Clear,
     Cleared,
-    Elsewhere,
     Fetch,
+    FetchElsewhere,
+    FetchForPeer,
     Hello,
+    KeyProof,
     Lent,
     Missing,
-    Proof,
     Refused,
+    Request,
     Returned,
     Sent,
     Welcome,
-    column,
     decode_answer,
-    decode_ask,
+    decode_request,
     frame,
     length_of,
-    numbers_of,
+    pack_numbers,
+    unpack_numbers,
 )
 
-ASKS: list[Ask] = [
+ASKS: list[Request] = [
     Hello(1, b"n" * NONCE_BYTES),
-    Proof(b"proof"),
+    KeyProof(b"proof"),
     Fetch(b"i" * 8, True, b"r" * 8, True),
-    Carry(b"pack", b"r" * 8),
+    FetchForPeer(b"pack", b"r" * 8),
     Clear(b"i" * 8),
     Returned(b"r" * 8),
 ]
@@ -48,7 +48,7 @@ ANSWERS: list[Answer] = [
     Admitted("boot/1/2", "/dev/shm"),
     Lent(["/dev/shm/a"], b"s" * 8, b"o" * 8, b"n" * 8),
     Sent(b"n" * 8),
-    Elsewhere("tcp://h:1"),
+    FetchElsewhere("tcp://h:1"),
     Cleared(3),
     Missing(2**64 - 1, "cleared"),
     Refused("why"),
@@ -62,9 +62,9 @@ def header_of(framed: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_an_ask_survives_the_way_and_is_no_answer(ask: Ask) -> None:
+def test_an_ask_survives_the_way_and_is_no_answer(ask: Request) -> None:
     header = header_of(frame(ask))
-    assert decode_ask(header) == ask
+    assert decode_request(header) == ask
     with pytest.raises(WireError, match="not an answer"):
         decode_answer(header)
 
@@ -74,7 +74,7 @@ def test_an_answer_survives_the_way_and_is_no_ask(answer: Answer) -> None:
     header = header_of(frame(answer))
     assert decode_answer(header) == answer
     with pytest.raises(WireError, match="not an ask"):
-        decode_ask(header)
+        decode_request(header)
 
 
 def test_a_later_peer_may_append_fields() -> None:
@@ -89,27 +89,27 @@ def test_a_length_that_no_header_has_is_refused_before_room_is_made() -> None:
 
 
 def test_the_longest_answer_to_the_longest_ask_is_a_header() -> None:
-    full = column([2**64 - 1] * MAX_IDS)
+    full = pack_numbers([2**64 - 1] * MAX_IDS)
     assert len(frame(Fetch(full, True, full))) < MAX_HEADER_BYTES
     assert len(frame(Lent(["/dev/shm/" + "x" * 200] * 1024, full, full, full))) < MAX_HEADER_BYTES
 
 
 @given(NUMBERS)
 def test_numbers_survive_as_a_column(numbers: list[int]) -> None:
-    assert numbers_of(column(numbers)) == numbers
-    assert len(column(numbers)) == 8 * len(numbers)
+    assert unpack_numbers(pack_numbers(numbers)) == numbers
+    assert len(pack_numbers(numbers)) == 8 * len(numbers)
 
 
 def test_a_column_that_does_not_divide_is_refused() -> None:
     with pytest.raises(WireError, match="a column of 9 bytes"):
-        numbers_of(bytes(9))
+        unpack_numbers(bytes(9))
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_never_raise_anything_but_a_wire_error(header: bytes) -> None:
-    for decode in (decode_ask, decode_answer):
+    for decode in (decode_request, decode_answer):
         try:
-            assert isinstance(decode(header), Ask | Answer)
+            assert isinstance(decode(header), Request | Answer)
         except WireError:
             continue
 
@@ -120,9 +120,9 @@ def test_a_damaged_header_is_a_message_or_a_wire_error(data: st.DataObject) -> N
     at = data.draw(st.integers(LENGTH_BYTES, len(framed) - 1))
     framed[at] = data.draw(st.integers(0, 255))
     cut = bytes(framed[LENGTH_BYTES : data.draw(st.integers(LENGTH_BYTES, len(framed)))])
-    for decode in (decode_ask, decode_answer):
+    for decode in (decode_request, decode_answer):
         try:
-            assert isinstance(decode(cut), Ask | Answer)
+            assert isinstance(decode(cut), Request | Answer)
         except WireError:
             continue
 
@@ -130,4 +130,4 @@ def test_a_damaged_header_is_a_message_or_a_wire_error(data: st.DataObject) -> N
 def test_nesting_without_end_is_refused() -> None:
     deep = b"\x92\xa5hello" + b"\x91" * 10**5
     with pytest.raises(WireError, match="not an ask"):
-        decode_ask(deep)
+        decode_request(deep)

@@ -9,19 +9,19 @@ import pytest
 
 from rollmesh.core.errors import AddressError, WireError
 from rollmesh.tensors import handshake
+from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import (
     NONCE_BYTES,
     PROTOCOL,
     Admitted,
     Hello,
-    Proof,
+    KeyProof,
     Refused,
     Welcome,
     decode_answer,
     frame,
 )
-from rollmesh.tensors.handshake import admit, introduce, memory_at
-from rollmesh.tensors.line import Line
+from rollmesh.tensors.handshake import accept_consumer, greet_owner, memory_id
 from rollmesh.wire.keys import KEYS_VARIABLE, Keys, new_keys
 
 OWNER = "tcp://127.0.0.1:7000"
@@ -30,12 +30,12 @@ NONCE = b"n" * NONCE_BYTES
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
+def ends() -> Iterator[tuple[FramedSocket, FramedSocket]]:
     """A consumer's end, and its owner's."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = socket.create_connection(listening.getsockname())
         far, _ = listening.accept()
-    lines = Line(near, patience_s=5.0), Line(far, patience_s=5.0)
+    lines = FramedSocket(near, patience_s=5.0), FramedSocket(far, patience_s=5.0)
     yield lines
     for line in lines:
         line.close()
@@ -54,14 +54,14 @@ def other_keys(tmp_path: Path) -> Keys:
 class Door:
     """An owner that admits one consumer, in a thread."""
 
-    def __init__(self, line: Line, keys: Keys | None) -> None:
+    def __init__(self, line: FramedSocket, keys: Keys | None) -> None:
         self.error: Exception | None = None
         self._thread = threading.Thread(target=self._admit, args=(line, keys))
         self._thread.start()
 
-    def _admit(self, line: Line, keys: Keys | None) -> None:
+    def _admit(self, line: FramedSocket, keys: Keys | None) -> None:
         try:
-            admit(line, keys, ADMITTED)
+            accept_consumer(line, keys, ADMITTED)
         except (WireError, OSError) as error:
             self.error = error
             line.cut()
@@ -72,38 +72,42 @@ class Door:
         return str(self.error or "")
 
 
-def test_without_keys_both_are_content(ends: tuple[Line, Line]) -> None:
+def test_without_keys_both_are_content(ends: tuple[FramedSocket, FramedSocket]) -> None:
     door = Door(ends[1], None)
-    assert introduce(ends[0], OWNER, None) == ADMITTED
+    assert greet_owner(ends[0], OWNER, None) == ADMITTED
     assert door.said() == ""
 
 
-def test_with_the_same_keys_both_are_content(ends: tuple[Line, Line], keys: Keys) -> None:
+def test_with_the_same_keys_both_are_content(
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys
+) -> None:
     door = Door(ends[1], keys)
-    assert introduce(ends[0], OWNER, keys) == ADMITTED
+    assert greet_owner(ends[0], OWNER, keys) == ADMITTED
     assert door.said() == ""
 
 
-def test_a_consumer_without_keys_is_told_to_set_them(ends: tuple[Line, Line], keys: Keys) -> None:
+def test_a_consumer_without_keys_is_told_to_set_them(
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys
+) -> None:
     door = Door(ends[1], keys)
     with pytest.raises(AddressError, match=f"{OWNER}: it needs the keys.*{KEYS_VARIABLE}"):
-        introduce(ends[0], OWNER, None)
+        greet_owner(ends[0], OWNER, None)
     assert "needs the keys" in door.said()
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_an_owner_without_keys_or_with_others_is_not_believed(
-    ends: tuple[Line, Line], keys: Keys, other_keys: Keys, has_keys: bool
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys, other_keys: Keys, has_keys: bool
 ) -> None:
     door = Door(ends[1], other_keys if has_keys else None)
     with pytest.raises(AddressError, match=f"{OWNER}: it does not have the keys"):
-        introduce(ends[0], OWNER, keys)
+        greet_owner(ends[0], OWNER, keys)
     ends[0].cut()
     assert door.said() == "hung up"
 
 
 def test_a_consumer_with_other_keys_is_sent_away(
-    ends: tuple[Line, Line], keys: Keys, other_keys: Keys
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys, other_keys: Keys
 ) -> None:
     """One that does not care who the owner is."""
     door = Door(ends[1], keys)
@@ -111,14 +115,16 @@ def test_a_consumer_with_other_keys_is_sent_away(
     near.send(frame(Hello(PROTOCOL, NONCE)))
     welcome = decode_answer(near.receive())
     assert isinstance(welcome, Welcome)
-    near.send(frame(Proof(welcome.proof)))  # the owner's own, thrown back at it
+    near.send(frame(KeyProof(welcome.proof)))  # the owner's own, thrown back at it
     answer = decode_answer(near.receive())
     assert isinstance(answer, Refused)
     assert "needs the keys" in door.said()
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_another_protocol_is_named(ends: tuple[Line, Line], keys: Keys, keyed: bool) -> None:
+def test_another_protocol_is_named(
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys, keyed: bool
+) -> None:
     door = Door(ends[1], keys if keyed else None)
     ends[0].send(frame(Hello(PROTOCOL + 1, NONCE)))
     answer = decode_answer(ends[0].receive())
@@ -129,7 +135,7 @@ def test_another_protocol_is_named(ends: tuple[Line, Line], keys: Keys, keyed: b
 @pytest.mark.parametrize(
     "said",
     [
-        frame(Proof(b"")),
+        frame(KeyProof(b"")),
         frame(Hello(PROTOCOL, NONCE)) * 2,
         frame(Refused("no")),
         b"GET / HTTP/1.1\r\n\r\n",
@@ -138,37 +144,39 @@ def test_another_protocol_is_named(ends: tuple[Line, Line], keys: Keys, keyed: b
         frame(Hello(PROTOCOL, NONCE))[:-1],
     ],
 )
-def test_nonsense_is_sent_away(ends: tuple[Line, Line], keys: Keys, said: bytes) -> None:
+def test_nonsense_is_sent_away(
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys, said: bytes
+) -> None:
     door = Door(ends[1], keys)
     ends[0].send(said)
     ends[0].stop_sending()
     assert door.said() != ""
 
 
-def test_an_owner_that_talks_nonsense_is_no_owner(ends: tuple[Line, Line]) -> None:
+def test_an_owner_that_talks_nonsense_is_no_owner(ends: tuple[FramedSocket, FramedSocket]) -> None:
     ends[1].send(frame(ADMITTED))
     with pytest.raises(WireError, match="Admitted where Welcome belongs"):
-        introduce(ends[0], OWNER, None)
+        greet_owner(ends[0], OWNER, None)
 
 
 def test_who_says_nothing_is_given_up(
-    ends: tuple[Line, Line], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[FramedSocket, FramedSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
     with pytest.raises(TimeoutError):
-        admit(ends[1], None, ADMITTED)
+        accept_consumer(ends[1], None, ADMITTED)
     with pytest.raises(TimeoutError):
-        introduce(ends[0], OWNER, None)
+        greet_owner(ends[0], OWNER, None)
 
 
-def test_no_two_handshakes_are_alike(ends: tuple[Line, Line], keys: Keys) -> None:
+def test_no_two_handshakes_are_alike(ends: tuple[FramedSocket, FramedSocket], keys: Keys) -> None:
     """So a proof that somebody overheard opens nothing later."""
     near, far = ends
     welcomes = []
     for _ in range(2):
-        near.send(frame(Hello(PROTOCOL, NONCE)) + frame(Proof(b"overheard")))
+        near.send(frame(Hello(PROTOCOL, NONCE)) + frame(KeyProof(b"overheard")))
         with pytest.raises(WireError, match="needs the keys"):
-            admit(far, keys, ADMITTED)
+            accept_consumer(far, keys, ADMITTED)
         welcomes.append(decode_answer(near.receive()))
         assert isinstance(decode_answer(near.receive()), Refused)
     one, other = welcomes
@@ -182,7 +190,7 @@ def test_a_folder_is_the_same_memory_for_all_who_see_it(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()
-    assert memory_at(str(one)) == memory_at(str(one)) != ""
-    assert memory_at(str(one)) != memory_at(str(other))
-    assert memory_at(str(tmp_path / "none")) == ""
-    assert memory_at("") == ""
+    assert memory_id(str(one)) == memory_id(str(one)) != ""
+    assert memory_id(str(one)) != memory_id(str(other))
+    assert memory_id(str(tmp_path / "none")) == ""
+    assert memory_id("") == ""

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.tensors.loans import Loans
+from rollmesh.tensors.receive_buffer import ArrayLoans
 
 MEMORY = np.arange(1024, dtype=np.uint8).tobytes()
 """What an owner's segment would be: no array, so that views are of the lent array."""
@@ -29,7 +29,7 @@ class Bell:
 
 def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
     bell = Bell()
-    loans: Loans[int] = Loans(bell.ring)
+    loans: ArrayLoans[int] = ArrayLoans(bell.ring)
     lent = array()
     loans.lend([7], [lent])
     views = [lent[3:9], lent.view(np.int32)[2:], lent.data[8:]]
@@ -46,7 +46,7 @@ def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
 
 
 def test_a_shard_that_was_lent_twice_is_told_twice() -> None:
-    loans: Loans[int] = Loans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
     first, second = array(), array()
     loans.lend([7, 7], [first, second])
     del first
@@ -56,13 +56,13 @@ def test_a_shard_that_was_lent_twice_is_told_twice() -> None:
 
 
 def test_no_more_is_told_at_a_time_than_a_message_holds() -> None:
-    loans: Loans[int] = Loans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
     loans.give_back(range(10))
     assert [loans.take_ended(4) for _ in range(4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
 
 
 def test_loans_that_end_in_many_threads_are_all_told_once() -> None:
-    loans: Loans[int] = Loans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
     rng = random.Random(3)
     shards: list[list[NDArray[np.uint8]]] = [[] for _ in range(8)]
     for shard_id in range(4000):
@@ -90,7 +90,7 @@ def test_loans_that_end_in_many_threads_are_all_told_once() -> None:
 
 
 def test_views_alone_keep_nothing_of_ours_alive() -> None:
-    loans: Loans[int] = Loans(Bell().ring)
+    loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
     lent = array()
     loans.lend([7], [lent])
     gc.collect()

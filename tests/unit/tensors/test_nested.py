@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.tensors.handles import RTensor
-from rollmesh.tensors.nested import collect, transform
+from rollmesh.tensors.handles import RTensor, collect, transform
 
 
 class Leaf:

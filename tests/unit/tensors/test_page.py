@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
-from rollmesh.tensors import lobby
+from rollmesh.tensors import acceptor
+from rollmesh.tensors.acceptor import MAX_REQUEST_BYTES
 from rollmesh.tensors.handles import Content
-from rollmesh.tensors.page import MAX_REQUEST_BYTES
 from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
 
 TOKEN = "a-token-for-tests"
@@ -87,7 +87,7 @@ def test_a_cleared_shard_is_said_to_be(owner: Owned) -> None:
 
 
 def test_who_drips_a_request_is_hung_up_on(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lobby, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.1)
     host, _, port = urlsplit(owner.address).netloc.partition(":")
     with socket.create_connection((host, int(port)), PATIENCE_S) as dripping:
         dripping.sendall(b"GET ")

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.core.errors import ShardMissing, TensorError
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import Content
-from rollmesh.tensors.segment import Attached
+from rollmesh.tensors.segment import AttachedSegment
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.clock import FakeClock
 
@@ -35,7 +35,7 @@ def test_a_peer_sees_what_was_put_and_pins_it(store: OwnerStore) -> None:
     places = store.pins.places(ids, "guest")
     for number, place in enumerate(places):
         assert place.path.startswith(store.folder)
-        assert (Attached(place.path).view(place.offset, place.num_bytes) == number).all()
+        assert (AttachedSegment(place.path).view(place.offset, place.num_bytes) == number).all()
     store.clear(ids)
     assert store.stats().retained_bytes == 300
     store.pins.unpin(ids[:2], "guest")

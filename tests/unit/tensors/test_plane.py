@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from rollmesh.core.errors import FetchMismatch, OwnerGone, ShardMissing, StoreFull, TensorError
-from rollmesh.tensors.buffer import FetchBuffer
-from rollmesh.tensors.handles import UNTAGGED, Content, RTensor, pack, unpack
-from rollmesh.tensors.nested import collect
+from rollmesh.tensors.fetch_buffer import FetchBuffer
+from rollmesh.tensors.handles import UNTAGGED, Content, RTensor, collect, pack, unpack
 from rollmesh.tensors.plane import Plane, current
 from rollmesh.tensors.torch_bridge import ReadOnlyTensor
-from tests.unit.tensors.neighbours import MAX_BYTES, Mesh, Neighbours, process_of
+from tests.unit.tensors.relaying_peers import MAX_BYTES, Mesh, Neighbours, process_of
 
 
 class Batch(msgspec.Struct, frozen=True):

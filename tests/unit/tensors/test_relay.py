@@ -10,12 +10,12 @@ import pytest
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import OwnerGone, ShardMissing, TensorError
 from rollmesh.tensors.arena import Arena
-from rollmesh.tensors.buffer import FetchBuffer
 from rollmesh.tensors.connection import ConnectionState, connect
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
-from rollmesh.tensors.landing import Landing
-from rollmesh.tensors.peer import Peers
-from rollmesh.tensors.relay import Relay
+from rollmesh.tensors.peers import Peers
+from rollmesh.tensors.receive_buffer import ReceiveBuffer
+from rollmesh.tensors.relay import TensorRelay
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from tests.unit.tensors.owners import (
@@ -41,7 +41,7 @@ class Rank:
         self.buffer = FetchBuffer(2**22)
         self.peers = Peers(None, LANDING_BYTES, is_shared)
         self._store = OwnerStore(settings, SystemClock(), Arena(settings.max_bytes, None))
-        relay = Relay(self.buffer, self.peers)
+        relay = TensorRelay(self.buffer, self.peers)
         self.server = TensorServer(self._store, "tcp://127.0.0.1:0", relay=relay)
         self.address = self.server.start()
         self.peers.lend_at(self.address)
@@ -53,7 +53,7 @@ class Rank:
 
     def has_received(self, contents: list[Content]) -> bool:
         """Whether they came over the network to here."""
-        return any(self.peers.place_of(each) for each in contents)
+        return any(self.peers.range_of(each) for each in contents)
 
     def close(self) -> None:
         self.server.stop()
@@ -190,7 +190,7 @@ def test_an_owner_that_went_is_gone_for_all(owner: Owned, ranks: list[Rank]) -> 
 
 def test_a_guest_returns_what_it_was_lent_and_no_more(owner: Owned, ranks: list[Rank]) -> None:
     rank = ranks[0]
-    relay = Relay(rank.buffer, rank.peers)
+    relay = TensorRelay(rank.buffer, rank.peers)
     handles = owner.put([LANDING_BYTES // 4, LANDING_BYTES // 4])
     ids = [each.shard_id for each in handles]
     places = relay.places(handles, "guest")
@@ -200,7 +200,7 @@ def test_a_guest_returns_what_it_was_lent_and_no_more(owner: Owned, ranks: list[
     lent = weakref.ref(rank.fetch(handles)[1].data)
     rank.buffer.clear(None)
     (again,) = rank.fetch(owner.put([LANDING_BYTES // 4]))
-    place = rank.peers.place_of(again)
+    place = rank.peers.range_of(again)
     assert place is not None
     assert place.offset < places[1].offset  # where nobody looks any more
     assert lent() is not None
@@ -213,7 +213,7 @@ def test_a_guest_returns_what_it_was_lent_and_no_more(owner: Owned, ranks: list[
 def test_private_memory_is_not_lent(owner: Owned) -> None:
     rank = Rank(is_shared=False)
     with pytest.raises(TensorError, match="private memory"):
-        Relay(rank.buffer, rank.peers).places(owner.put(SIZES), "guest")
+        TensorRelay(rank.buffer, rank.peers).places(owner.put(SIZES), "guest")
     rank.close()
 
 
@@ -233,7 +233,7 @@ def test_nothing_is_left_open(owner: Owned) -> None:
 
 
 def test_who_is_asked_to_fetch_where_no_owner_can_be_refuses(ranks: list[Rank]) -> None:
-    connection = connect(ranks[0].address, None, Landing(), "", lambda: None)
+    connection = connect(ranks[0].address, None, ReceiveBuffer(), "", lambda: None)
     for address, said in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "without keys")):
         with pytest.raises(TensorError, match=f"refused: {address}: .*{said}"):
             connection.fetch_carried(handles_of(address, [5]))

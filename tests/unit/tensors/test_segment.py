@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.tensors.segment import Attached, Segment, sweep
+from rollmesh.tensors.segment import AttachedSegment, Segment, sweep
 
 NUM_BYTES = 1 << 16
 MINE = f"rollmesh-{os.getuid()}-"
@@ -22,14 +22,14 @@ def segment(tmp_path: Path) -> Segment:
 
 
 def test_who_attaches_sees_what_is_written_also_later(segment: Segment) -> None:
-    seen = Attached(segment.path).view(100, 5)
+    seen = AttachedSegment(segment.path).view(100, 5)
     assert seen.tobytes() == b"hello"
     segment.memory[101:102] = b"a"
     assert seen.tobytes() == b"hallo"
 
 
 def test_who_attaches_may_only_look(segment: Segment) -> None:
-    seen = Attached(str(segment.path)).view(100, 5)
+    seen = AttachedSegment(str(segment.path)).view(100, 5)
     assert not seen.flags.writeable
     with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
         seen.flags.writeable = True
@@ -40,7 +40,7 @@ def test_only_its_user_can_open_it(segment: Segment) -> None:
 
 
 def test_a_place_beyond_its_end_is_refused(segment: Segment) -> None:
-    attached = Attached(segment.path)
+    attached = AttachedSegment(segment.path)
     for offset, num_bytes in [(NUM_BYTES - 4, 5), (NUM_BYTES + 1, 0), (-1, 1)]:
         with pytest.raises(ValueError, match=r"buffer|offset"):
             attached.view(offset, num_bytes)
@@ -48,12 +48,12 @@ def test_a_place_beyond_its_end_is_refused(segment: Segment) -> None:
 
 
 def test_who_looks_goes_on_when_it_is_closed(segment: Segment) -> None:
-    seen = Attached(segment.path).view(100, 5)
+    seen = AttachedSegment(segment.path).view(100, 5)
     segment.close()
     segment.close()
     assert not segment.path.exists()
     with pytest.raises(FileNotFoundError):
-        Attached(segment.path)
+        AttachedSegment(segment.path)
     del segment
     assert seen.tobytes() == b"hello"
 

@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.core.errors import AddressError, OwnerGone
 from rollmesh.tensors import server as server_module
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from rollmesh.wire.keys import KEYS_VARIABLE, Keys, new_keys
 from tests.unit.tensors.owners import (
     PATIENCE_S,
@@ -108,7 +108,7 @@ def test_who_says_nothing_holds_up_nobody(owner: Owned) -> None:
 
 
 def test_one_too_many_is_hung_up_on(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MAX_GUESTS", 1)
+    monkeypatch.setattr(server_module, "MAX_CONSUMERS", 1)
     with closing(Peers(None)) as first, closing(Peers(None)) as second:
         first.fetch(owner.address, owner.put(SIZES))
         with pytest.raises(OwnerGone):

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from rollmesh.core.errors import ShardMissing, StoreFull, TensorError
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
-from rollmesh.tensors.holdings import STRETCH
-from rollmesh.tensors.store import OwnerStore, StorageStats, StoreSettings
+from rollmesh.tensors.store import CHUNK, OwnerStore, StorageStats, StoreSettings
 from rollmesh.testing.clock import FakeClock
 
 MAX_BYTES = 64 * PAGE_BYTES
@@ -188,7 +187,7 @@ def test_while_many_are_cleared_others_get_in_between(store: OwnerStore) -> None
 
     ids = Watched(each.shard_id for each in store.put([content(1, 8)] * 1000))
     assert store.clear(ids) == 1000
-    assert seen == list(range(1000, 0, -STRETCH))
+    assert seen == list(range(1000, 0, -CHUNK))
 
 
 def test_a_stretch_of_many_costs_less_than_a_millisecond() -> None:
@@ -196,9 +195,9 @@ def test_a_stretch_of_many_costs_less_than_a_millisecond() -> None:
     ids = [each.shard_id for each in store.put([content(1, 8)] * MANY)]
     random.Random(1).shuffle(ids)
     costs_s = []
-    for start in range(0, MANY, STRETCH):
+    for start in range(0, MANY, CHUNK):
         begun_s = time.thread_time()
-        store.clear(ids[start : start + STRETCH])
+        store.clear(ids[start : start + CHUNK])
         costs_s.append(time.thread_time() - begun_s)
     store.close()
     assert statistics.median(costs_s) < 0.001

@@ -24,7 +24,7 @@ from torch import Tensor, multiprocessing
 from rollmesh.core.process import die_with_parent
 from rollmesh.engine.embedded.weight_group import GroupShape, WeightGroup, open_store
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.tensors.segment import Attached
+from rollmesh.tensors.segment import AttachedSegment
 from rollmesh.trainer.weights.transports.sender import (
     BroadcastParts,
     CommandDone,
@@ -121,7 +121,7 @@ class SglangMemory:
             with shared_by_name():
                 self._block.share_memory_()  # type: ignore[no-untyped-call]
             for part, start in zip(parts, starts, strict=False):
-                data = Attached(part.path).view(0, _end(part))
+                data = AttachedSegment(part.path).view(0, _end(part))
                 self._block.numpy()[start : start + len(data)] = data
             self._policy_version = policy_version
         return [

@@ -14,7 +14,7 @@ import torch
 
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import AddressError, OwnerGone
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from rollmesh.tensors.plane import Plane
 from rollmesh.tensors.store import OwnerStore, StoreSettings

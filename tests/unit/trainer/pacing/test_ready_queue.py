@@ -31,7 +31,7 @@ from rollmesh.serve.client.samples import (
 )
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import UNTAGGED
-from rollmesh.tensors.segment import Attached
+from rollmesh.tensors.segment import AttachedSegment
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.client import ANSWER, PROMPT, ScriptedClient
 from rollmesh.testing.clock import FakeClock
@@ -374,7 +374,7 @@ def test_who_attaches_by_the_handle_sees_the_very_bytes(store: OwnerStore) -> No
     (sample,) = copy_samples(samples_of_lengths(7), StoreAllocator(store).lay)
     assert sample.handle is not None
     (place,) = store.pins.places([sample.handle.shard_id], "rank")
-    seen = Attached(place.path).view(place.offset, place.num_bytes)
+    seen = AttachedSegment(place.path).view(place.offset, place.num_bytes)
     assert seen[: 4 * 7].tobytes() == sample.token_ids.tobytes()
     assert len(seen) == BYTES_PER_TOKEN * 7 == sample.handle.num_bytes
 

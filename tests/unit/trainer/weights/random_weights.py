@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.tensors.segment import Attached
+from rollmesh.tensors.segment import AttachedSegment
 
 
 def random_weights(seed: int) -> dict[str, Tensor]:
@@ -23,7 +23,7 @@ def random_weights(seed: int) -> dict[str, Tensor]:
 
 def read(part: SharedSegment) -> dict[str, Tensor]:
     """Read the part as another process would."""
-    memory = Attached(part.path)
+    memory = AttachedSegment(part.path)
     tensors = {}
     for piece in part.pieces:
         tensor = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from structlog.testing import capture_logs
 
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.tensors.segment import SHARED_MEMORY, Attached
+from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment
 from rollmesh.trainer.weights.payload import ALIGNMENT, WeightBuffer, write_shards
 from tests.unit.trainer.weights.random_weights import random_weights, read
 
@@ -61,7 +61,7 @@ def test_closed_buffer_is_unlinked_and_stays_mapped_for_its_readers(
     weights = random_weights(seed=0)
     buffer = WeightBuffer()
     part = buffer.store(weights, set(weights), tmp_path)
-    seen = Attached(part.path)
+    seen = AttachedSegment(part.path)
     buffer.close()
     assert not Path(part.path).exists()
     assert SharedSegment(part.path, part.pieces) == part

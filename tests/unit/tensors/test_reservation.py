@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from rollmesh.core.errors import StoreFull, TensorError
 from rollmesh.tensors.arena import PAGE_BYTES, Arena
 from rollmesh.tensors.handles import Content, RTensor
-from rollmesh.tensors.holdings import STRETCH, Kind
-from rollmesh.tensors.segment import Attached
-from rollmesh.tensors.store import OwnerStore, StoreSettings
+from rollmesh.tensors.segment import AttachedSegment
+from rollmesh.tensors.store import CHUNK, OwnerStore, ShardSpec, StoreSettings
 from rollmesh.testing.clock import FakeClock
 
 MAX_BYTES = 64 * PAGE_BYTES
@@ -35,8 +34,8 @@ def store(arena: Arena) -> OwnerStore:
     return store
 
 
-def kinds(*sizes: int) -> list[Kind]:
-    return [Kind("uint8", (size,), size) for size in sizes]
+def kinds(*sizes: int) -> list[ShardSpec]:
+    return [ShardSpec("uint8", (size,), size) for size in sizes]
 
 
 def is_empty(store: OwnerStore, arena: Arena) -> bool:
@@ -45,7 +44,7 @@ def is_empty(store: OwnerStore, arena: Arena) -> bool:
 
 
 def test_what_was_written_there_is_what_is_read_and_what_peers_see(store: OwnerStore) -> None:
-    with store.reserve([Kind("float32", (2, 3), 24), *kinds(0, 100)]) as reserved:
+    with store.reserve([ShardSpec("float32", (2, 3), 24), *kinds(0, 100)]) as reserved:
         for number, memory in enumerate(reserved.memory):
             memory[:] = number + 1
         handles = reserved.commit(4)
@@ -59,7 +58,7 @@ def test_what_was_written_there_is_what_is_read_and_what_peers_see(store: OwnerS
     assert [each.data.tolist() for each in read] == [[1] * 24, [], [3] * 100]
     assert not any(each.data.flags.writeable for each in read)
     (place,) = store.pins.places([handles[2].shard_id], "guest")
-    assert (Attached(place.path).view(place.offset, place.num_bytes) == 3).all()
+    assert (AttachedSegment(place.path).view(place.offset, place.num_bytes) == 3).all()
 
 
 def test_nothing_is_copied_on_the_way_to_be_a_shard(store: OwnerStore) -> None:
@@ -79,7 +78,7 @@ def test_what_is_being_written_is_held_and_is_nobodys_shard(
 
 
 def write_and_fail(store: OwnerStore) -> None:
-    with store.reserve(kinds(*[100] * 3 * STRETCH)) as reserved:
+    with store.reserve(kinds(*[100] * 3 * CHUNK)) as reserved:
         reserved.memory[0][:] = 1
         raise KeyboardInterrupt
 
@@ -108,16 +107,16 @@ def test_of_a_step_that_has_ended_nothing_is_committed(store: OwnerStore, arena:
     store.end_step(4)
     with (
         pytest.raises(TensorError, match="step 4 has ended"),
-        store.reserve(kinds(*[8] * 3 * STRETCH)) as reserved,
+        store.reserve(kinds(*[8] * 3 * CHUNK)) as reserved,
     ):
         reserved.commit(4)
     assert is_empty(store, arena)
 
 
-class Interrupted(list[Kind]):
+class Interrupted(list[ShardSpec]):
     """Kinds of which the second stretch comes when something has happened."""
 
-    def __init__(self, kinds: list[Kind], happen: Callable[[], object]) -> None:
+    def __init__(self, kinds: list[ShardSpec], happen: Callable[[], object]) -> None:
         super().__init__(kinds)
         self.happen = happen
         self.num_cuts = 0
@@ -138,7 +137,7 @@ def test_what_ends_a_commit_in_its_middle_leaves_nothing(
     store: OwnerStore, arena: Arena, is_interrupted: bool
 ) -> None:
     happen = interrupt if is_interrupted else partial(store.end_step, 4)
-    many = Interrupted(kinds(*[8] * 3 * STRETCH), happen)
+    many = Interrupted(kinds(*[8] * 3 * CHUNK), happen)
     with pytest.raises((TensorError, KeyboardInterrupt)), store.reserve(many) as reserved:
         reserved.commit(4)
     assert many.num_cuts == 2

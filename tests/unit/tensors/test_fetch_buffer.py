@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollmesh.core.errors import FetchMismatch, OwnerGone
-from rollmesh.tensors.buffer import STRETCH, BufferStats, Fetch, FetchBuffer
+from rollmesh.tensors.fetch_buffer import CHUNK, BufferStats, FetchBuffer, FetchFn
 from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 from tests.unit.tensors.buffer_schedule import check_schedules
 from tests.unit.tensors.fetches import (
@@ -134,7 +134,7 @@ def test_nothing_is_freed_while_the_lock_is_held(world: World, leave: Leave) -> 
     assert len(seen) == 2
 
 
-MANY = 4 * STRETCH + 1
+MANY = 4 * CHUNK + 1
 LEAVE_MANY: dict[str, tuple[Callable[[World], int], int]] = {
     "evict": (lambda world: len(world.ask(handle(MANY, num_bytes=MANY * SHARD_BYTES))), 1),
     "clear": (lambda world: world.buffer.clear(ids(*range(2 * MANY))), MANY),
@@ -225,7 +225,7 @@ def test_who_asks_after_the_clear_asks_the_owner(world: World) -> None:
     assert world.kept() == (1, SHARD_BYTES)  # that of who asked after it
 
 
-WRONG: dict[str, Fetch] = {
+WRONG: dict[str, FetchFn] = {
     "fewer": lambda wanted: [content(each) for each in wanted[1:]],
     "more": lambda wanted: [content(each) for each in [*wanted, wanted[0]]],
     "none": lambda wanted: [],

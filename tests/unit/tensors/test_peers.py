@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import AddressError, OwnerGone, ShardMissing, TensorError
-from rollmesh.tensors import peer
-from rollmesh.tensors.frames import Fetch, Sent, column, decode_ask, frame
+from rollmesh.tensors import peers as peers_module
+from rollmesh.tensors.framed_socket import FramedSocket
+from rollmesh.tensors.frames import Fetch, Sent, decode_request, frame, pack_numbers
 from rollmesh.tensors.handles import Content, RTensor
-from rollmesh.tensors.line import Line
-from rollmesh.tensors.peer import Peers
+from rollmesh.tensors.peers import Peers
 from tests.unit.tensors.fetches import Asking
 from tests.unit.tensors.owners import (
     PATIENCE_S,
@@ -76,7 +76,7 @@ def test_nothing_is_fetched_for_nothing(peers: Peers) -> None:
 def test_more_than_a_message_holds_is_asked_for_in_several(
     owner: Owned, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer, "MAX_IDS", 2)
+    monkeypatch.setattr(peers_module, "MAX_IDS", 2)
     handles = owner.put(SIZES)
     assert data_of(peers.fetch(owner.address, handles)) == expected(SIZES)
     assert peers.clear(owner.address, [each.shard_id for each in handles]) == len(SIZES)
@@ -125,10 +125,10 @@ def test_the_ends_of_loans_are_told_without_a_further_call(peers: Peers) -> None
 def test_a_call_that_waits_ends_when_the_peers_close() -> None:
     has_asked = threading.Event()
 
-    def script(line: Line) -> None:
+    def script(line: FramedSocket) -> None:
         line.receive()
         has_asked.set()
-        assert not line.goes_on()
+        assert not line.wait_for_frame()
 
     with scripted(script) as owner, closing(Peers()) as peers:
         asking = Asking(partial(peers.fetch, owner, handles_of(owner, [8])))
@@ -192,40 +192,40 @@ def test_an_owner_that_went_is_gone(owner: Owned, peers: Peers) -> None:
         assert caught.value.owner == owner.address
 
 
-def vanish(line: Line) -> None:
+def vanish(line: FramedSocket) -> None:
     """In the midst of an answer."""
     line.receive()
-    line.send(frame(Sent(column([8])))[:-1])
+    line.send(frame(Sent(pack_numbers([8])))[:-1])
 
 
-def mumble(line: Line) -> None:
+def mumble(line: FramedSocket) -> None:
     line.receive()
     line.send(b"\xff" * 100)
 
 
-def hold_back(line: Line) -> None:
+def hold_back(line: FramedSocket) -> None:
     """Most of the bytes."""
-    ask = decode_ask(line.receive())
+    ask = decode_request(line.receive())
     assert isinstance(ask, Fetch)
-    line.send(frame(Sent(column([2**20]))), [memoryview(bytes(100))])
+    line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(100))])
 
 
 @pytest.mark.parametrize(
     ("script", "said"), [(vanish, "hung up"), (mumble, "a header of"), (hold_back, "hung up")]
 )
 def test_an_owner_that_fails_in_mid_fetch_is_gone_and_found_again(
-    peers: Peers, script: Callable[[Line], None], said: str
+    peers: Peers, script: Callable[[FramedSocket], None], said: str
 ) -> None:
     num_dialled = 0
 
-    def fail_then_answer(line: Line) -> None:
+    def fail_then_answer(line: FramedSocket) -> None:
         nonlocal num_dialled
         num_dialled += 1
         if num_dialled == 1:
             script(line)
         else:
             line.receive()
-            line.send(frame(Sent(column([2**20]))), [memoryview(bytes(2**20))])
+            line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(2**20))])
 
     with scripted(fail_then_answer) as address:
         handles = handles_of(address, [2**20])
@@ -238,11 +238,11 @@ def test_an_owner_that_fails_in_mid_fetch_is_gone_and_found_again(
 def test_a_connection_that_ended_while_idle_is_made_anew_unseen(peers: Peers) -> None:
     num_dialled = 0
 
-    def answer_one(line: Line) -> None:
+    def answer_one(line: FramedSocket) -> None:
         nonlocal num_dialled
         num_dialled += 1
         line.receive()
-        line.send(frame(Sent(column([1]))), [memoryview(b"x")])
+        line.send(frame(Sent(pack_numbers([1]))), [memoryview(b"x")])
 
     with scripted(answer_one) as address:
         for _ in range(3):
@@ -254,14 +254,14 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(peers: Peers) -> None:
     """As by Ctrl-C, in the midst of an answer."""
     started, go_on = threading.Event(), threading.Event()
 
-    def stall(line: Line) -> None:
+    def stall(line: FramedSocket) -> None:
         line.receive()
-        line.send(frame(Sent(column([4]))), [memoryview(b"ol")])
+        line.send(frame(Sent(pack_numbers([4]))), [memoryview(b"ol")])
         started.set()
         go_on.wait(PATIENCE_S)
-        if line.goes_on():
+        if line.wait_for_frame():
             line.receive()
-            line.send(frame(Sent(column([4]))), [memoryview(b"new!")])
+            line.send(frame(Sent(pack_numbers([4]))), [memoryview(b"new!")])
 
     with scripted(stall) as address:
         failed: list[str] = []
@@ -287,12 +287,12 @@ def test_loans_of_one_that_is_busy_are_told_when_it_is_not(peers: Peers) -> None
     """And the loans of others meanwhile."""
     started, go_on = threading.Event(), threading.Event()
 
-    def stall(line: Line) -> None:
+    def stall(line: FramedSocket) -> None:
         line.receive()
         started.set()
         go_on.wait(PATIENCE_S)
-        line.send(frame(Sent(column([0]))))
-        assert not line.goes_on()
+        line.send(frame(Sent(pack_numbers([0]))))
+        assert not line.wait_for_frame()
 
     with scripted(stall) as busy, owned() as owner:
         thread = threading.Thread(target=peers.fetch, args=(busy, handles_of(busy, [0])))

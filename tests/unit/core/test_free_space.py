@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import pytest
 
-from rollmesh.tensors.freespace import FreeSpace, Run
+from rollmesh.core.free_space import FreeSpace, Run
 
 MANY = 20_000
 

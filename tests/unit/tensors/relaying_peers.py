@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollmesh.core.errors import OwnerGone
 from rollmesh.tensors.arena import Arena
-from rollmesh.tensors.buffer import FetchBuffer
+from rollmesh.tensors.fetch_buffer import FetchBuffer
 from rollmesh.tensors.handles import Content, RTensor
 from rollmesh.tensors.plane import Plane, use
 from rollmesh.tensors.store import OwnerStore, StoreSettings

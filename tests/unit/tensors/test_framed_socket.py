@@ -10,30 +10,30 @@ from functools import partial
 import pytest
 
 from rollmesh.core.errors import WireError
+from rollmesh.tensors.framed_socket import MAX_BUFFERS, FramedSocket
 from rollmesh.tensors.frames import Refused, decode_answer, frame
-from rollmesh.tensors.line import MAX_BUFFERS, Line
 from rollmesh.wire.sockets import DEAD_S
 
 HELLO = frame(Refused("hello"))
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
+def ends() -> Iterator[tuple[FramedSocket, FramedSocket]]:
     """Both ends of a TCP connection on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = socket.create_connection(listening.getsockname())
         far, _ = listening.accept()
-    lines = Line(near, patience_s=0.05), Line(far, patience_s=5.0)
+    lines = FramedSocket(near, patience_s=0.05), FramedSocket(far, patience_s=5.0)
     yield lines
     for line in lines:
         line.close()
 
 
-def raw(line: Line) -> socket.socket:
+def raw(line: FramedSocket) -> socket.socket:
     return line._socket  # noqa: SLF001 - a vandal's end has no frames
 
 
-def sent_by(line: Line, header: bytes, buffers: list[memoryview]) -> threading.Thread:
+def sent_by(line: FramedSocket, header: bytes, buffers: list[memoryview]) -> threading.Thread:
     thread = threading.Thread(target=line.send, args=(header, buffers))
     thread.start()
     return thread
@@ -51,7 +51,9 @@ def sent_by(line: Line, header: bytes, buffers: list[memoryview]) -> threading.T
         [2**20 + 1] * 20,
     ],
 )
-def test_buffers_arrive_in_their_places(ends: tuple[Line, Line], sizes: list[int]) -> None:
+def test_buffers_arrive_in_their_places(
+    ends: tuple[FramedSocket, FramedSocket], sizes: list[int]
+) -> None:
     near, far = ends
     near.patience_s = 5.0
     rng = random.Random(1)
@@ -65,7 +67,9 @@ def test_buffers_arrive_in_their_places(ends: tuple[Line, Line], sizes: list[int
     assert far.num_received == len(HELLO) + sum(sizes)
 
 
-def test_buffers_of_other_sizes_than_they_were_sent_in_are_filled(ends: tuple[Line, Line]) -> None:
+def test_buffers_of_other_sizes_than_they_were_sent_in_are_filled(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
     near, far = ends
     near.send(b"", [memoryview(bytes(range(100)))])
     came = [bytearray(size) for size in (1, 0, 33, 66)]
@@ -75,7 +79,7 @@ def test_buffers_of_other_sizes_than_they_were_sent_in_are_filled(ends: tuple[Li
 
 @pytest.mark.parametrize("length", [2**23 + 1, 2**31, 2**32 - 1])
 def test_no_memory_is_taken_for_a_length_that_is_merely_claimed(
-    ends: tuple[Line, Line], length: int
+    ends: tuple[FramedSocket, FramedSocket], length: int
 ) -> None:
     near, far = ends
     raw(near).sendall(length.to_bytes(4, "little") + b"x" * 100)
@@ -89,25 +93,27 @@ def test_no_memory_is_taken_for_a_length_that_is_merely_claimed(
 
 @pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0", b"\x05\0\0\0half"])
 def test_who_hangs_up_within_a_frame_is_told_from_who_is_done(
-    ends: tuple[Line, Line], said: bytes
+    ends: tuple[FramedSocket, FramedSocket], said: bytes
 ) -> None:
     near, far = ends
     raw(near).sendall(said)
     near.cut()
-    assert far.goes_on() is bool(said)
+    assert far.wait_for_frame() is bool(said)
     with pytest.raises(ConnectionResetError, match="hung up"):
         far.receive()
 
 
 @pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0half"])
-def test_who_stops_within_a_frame_is_given_up(ends: tuple[Line, Line], said: bytes) -> None:
+def test_who_stops_within_a_frame_is_given_up(
+    ends: tuple[FramedSocket, FramedSocket], said: bytes
+) -> None:
     near, far = ends
     raw(far).sendall(said)
     with pytest.raises(TimeoutError):
         near.receive()
 
 
-def test_who_drips_is_given_up_at_the_set_moment(ends: tuple[Line, Line]) -> None:
+def test_who_drips_is_given_up_at_the_set_moment(ends: tuple[FramedSocket, FramedSocket]) -> None:
     near, far = ends
     far.allow(0.1)
     stop = threading.Event()
@@ -125,7 +131,7 @@ def test_who_drips_is_given_up_at_the_set_moment(ends: tuple[Line, Line]) -> Non
     thread.join()
 
 
-def test_who_does_not_read_is_given_up(ends: tuple[Line, Line]) -> None:
+def test_who_does_not_read_is_given_up(ends: tuple[FramedSocket, FramedSocket]) -> None:
     near, _ = ends
     with pytest.raises(TimeoutError):
         near.send(HELLO, [memoryview(bytes(2**20))] * 64)
@@ -133,7 +139,7 @@ def test_who_does_not_read_is_given_up(ends: tuple[Line, Line]) -> None:
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
 def test_a_request_is_heard_to_its_end_however_it_comes(
-    ends: tuple[Line, Line], piece: int
+    ends: tuple[FramedSocket, FramedSocket], piece: int
 ) -> None:
     near, far = ends
     said = b"GET / HTTP/1.1" + b"x" * 50 + b"\r\n\r\n"
@@ -145,7 +151,7 @@ def test_a_request_is_heard_to_its_end_however_it_comes(
 
 @pytest.mark.parametrize("num_bytes", [100, 101, 1000])
 def test_a_request_without_end_is_read_as_far_as_allowed(
-    ends: tuple[Line, Line], num_bytes: int
+    ends: tuple[FramedSocket, FramedSocket], num_bytes: int
 ) -> None:
     near, far = ends
     raw(near).sendall(b"x" * num_bytes)
@@ -155,7 +161,7 @@ def test_a_request_without_end_is_read_as_far_as_allowed(
 
 
 def test_a_machine_that_lost_power_is_noticed_and_a_process_that_was_stopped_is_not_taken_for_dead(
-    ends: tuple[Line, Line],
+    ends: tuple[FramedSocket, FramedSocket],
 ) -> None:
     for line in ends:
         option = partial(raw(line).getsockopt, socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -165,10 +171,12 @@ def test_a_machine_that_lost_power_is_noticed_and_a_process_that_was_stopped_is_
         assert (option(), gives_up()) == (0, 0)
 
 
-def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[Line, Line]) -> None:
+def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[FramedSocket, FramedSocket]) -> None:
     near, far = ends
     heard: list[bool] = []
-    threads = [threading.Thread(target=lambda end=end: heard.append(end.goes_on())) for end in ends]
+    threads = [
+        threading.Thread(target=lambda end=end: heard.append(end.wait_for_frame())) for end in ends
+    ]
     for thread in threads:
         thread.start()
     near.cut()
@@ -179,10 +187,12 @@ def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[Line, Line]) -> None:
     near.cut()
 
 
-def test_the_end_is_waited_for_past_what_is_still_said(ends: tuple[Line, Line]) -> None:
+def test_the_end_is_waited_for_past_what_is_still_said(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
     near, far = ends
     far.stop_sending()
-    assert near.goes_on() is False
+    assert near.wait_for_frame() is False
     ended = threading.Thread(target=far.wait_for_end)
     ended.start()
     raw(near).sendall(b"x" * 1000)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import structlog
 
-from rollmesh.tensors.landing import Landing
+from rollmesh.tensors.receive_buffer import ReceiveBuffer
 
 SIZES = [64, 0, 100, 4096]
 MAX_BYTES = 2**16
@@ -30,14 +30,14 @@ def places(arrays: Sequence[np.ndarray]) -> list[int]:
 
 @pytest.mark.parametrize("max_bytes", [0, 100, MAX_BYTES])
 def test_arrays_have_their_sizes_and_bytes_and_nobody_writes_there(max_bytes: int) -> None:
-    arrays = Landing(max_bytes).receive(SIZES, filling(7))
+    arrays = ReceiveBuffer(max_bytes).receive(SIZES, filling(7))
     assert [array.nbytes for array in arrays] == SIZES
     assert all((array == 7).all() for array in arrays)
     assert not any(array.flags.writeable for array in arrays)
 
 
 def test_bytes_are_received_in_order() -> None:
-    landing = Landing(MAX_BYTES)
+    landing = ReceiveBuffer(MAX_BYTES)
     told = np.random.default_rng(0).integers(0, 256, sum(SIZES), np.uint8)
 
     def fill(views: Sequence[memoryview]) -> None:
@@ -51,7 +51,7 @@ def test_bytes_are_received_in_order() -> None:
 
 
 def test_memory_is_used_again_once_nobody_looks() -> None:
-    landing = Landing(MAX_BYTES)
+    landing = ReceiveBuffer(MAX_BYTES)
     first = landing.receive(SIZES, filling(1))
     used = places(first)
     view = first[3][5:7]
@@ -66,13 +66,13 @@ def test_memory_is_used_again_once_nobody_looks() -> None:
 
 def test_shards_that_lie_side_by_side_are_received_as_one() -> None:
     seen: list[int] = []
-    landing = Landing(MAX_BYTES)
+    landing = ReceiveBuffer(MAX_BYTES)
     landing.receive([64, 128, 0, 192], lambda views: seen.append(len(views)))
     assert seen == [1]
 
 
 def test_what_does_not_fit_lies_elsewhere() -> None:
-    landing = Landing(MAX_BYTES)
+    landing = ReceiveBuffer(MAX_BYTES)
     kept = [landing.receive([MAX_BYTES // 4], filling(number))[0] for number in range(8)]
     assert [int(array[0]) for array in kept] == list(range(8))
     assert len(set(places(kept))) == 8
@@ -81,7 +81,7 @@ def test_what_does_not_fit_lies_elsewhere() -> None:
 
 
 def test_where_the_system_has_no_addresses_for_it_it_says_so_once_and_goes_without() -> None:
-    landing = Landing(2**46)
+    landing = ReceiveBuffer(2**46)
     with structlog.testing.capture_logs() as logs:
         for number in (1, 2):
             arrays = landing.receive(SIZES, filling(number))
@@ -92,12 +92,12 @@ def test_where_the_system_has_no_addresses_for_it_it_says_so_once_and_goes_witho
                 {number},
             ]
     (said,) = logs
-    assert said["event"] == "landing.none"
+    assert said["event"] == "receive_buffer.none"
     assert "ulimit -v" in said["why"]
 
 
 def test_a_failed_fetch_takes_no_room() -> None:
-    landing = Landing(MAX_BYTES)
+    landing = ReceiveBuffer(MAX_BYTES)
     used = places(landing.receive([MAX_BYTES], filling(1)))
     for _ in range(3):
         with pytest.raises(ConnectionResetError):
@@ -110,7 +110,7 @@ def hang_up(_: Sequence[memoryview]) -> None:
 
 
 def test_threads_that_receive_side_by_side_see_their_own_bytes_only() -> None:
-    landing = Landing(MAX_BYTES)
+    landing = ReceiveBuffer(MAX_BYTES)
     wrong: list[int] = []
 
     def receive(number: int) -> None:

@@ -36,14 +36,14 @@ class _Shard(msgspec.Struct, gc=False):
     put_s: float
 
 
-class _Tagged(msgspec.Struct):
+class _StepShards(msgspec.Struct):
     """What stands under one step, or under none."""
 
     ids: set[int]
     num_bytes: int = 0
 
 
-class Ledger:
+class ShardTable:
     """See the module; of one life of an owner, whose number is `incarnation`."""
 
     def __init__(self, incarnation: int, lease_s: float) -> None:
@@ -56,7 +56,7 @@ class Ledger:
         self._first = self._next = incarnation << NUMBER_BITS
         self._shards: dict[int, _Shard] = {}
         """In the order of their numbers, which is that of their leases."""
-        self._steps: dict[int, _Tagged] = {}
+        self._steps: dict[int, _StepShards] = {}
         self._expired: deque[range] = deque(maxlen=MAX_EXPIRED)
         """In ascending order: the oldest expire first."""
 
@@ -89,8 +89,8 @@ class Ledger:
         Those that are not there are returned. TensorError where `step` has ended.
         """
         self._check_open(step)
-        there = dict.fromkeys(each for each in shard_ids if self.look(each) is None)
-        moved = [each for each in there if self._shards[each].step < step]
+        held = dict.fromkeys(each for each in shard_ids if self.missing_reason(each) is None)
+        moved = [each for each in held if self._shards[each].step < step]
         num_bytes = 0
         for shard_id in moved:
             shard = self._shards[shard_id]
@@ -98,9 +98,9 @@ class Ledger:
             shard.step = step
             num_bytes += shard.num_bytes
         self._tag(moved, step, num_bytes)
-        return [each for each in shard_ids if each not in there]
+        return [each for each in shard_ids if each not in held]
 
-    def look(self, shard_id: int) -> MissReason | None:
+    def missing_reason(self, shard_id: int) -> MissReason | None:
         """Why it is not there; None where it is."""
         shard = self._shards.get(shard_id)
         if shard is not None and not self._has_ended(shard.step):
@@ -155,7 +155,7 @@ class Ledger:
 
     def _tag(self, ids: Sequence[int], step: int, num_bytes: int) -> None:
         if ids:
-            tagged = self._steps.setdefault(step, _Tagged(set()))
+            tagged = self._steps.setdefault(step, _StepShards(set()))
             tagged.ids.update(ids)
             tagged.num_bytes += num_bytes
 

@@ -7,37 +7,36 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from rollmesh.tensors.framed_socket import FramedSocket
 from rollmesh.tensors.frames import (
     MAX_IDS,
     Admitted,
     Answer,
-    Ask,
-    Carry,
     Clear,
     Cleared,
-    End,
+    EndStep,
     Fetch,
+    FetchForPeer,
     Hello,
+    KeyProof,
     Lent,
     Missing,
-    Proof,
     Refused,
+    Request,
     Returned,
     Sent,
-    Take,
-    Taken,
-    column,
+    ShardsTaken,
+    TakeShards,
     decode_answer,
     frame,
-    numbers_of,
+    pack_numbers,
+    unpack_numbers,
 )
-from rollmesh.tensors.guest import Guest, Host
 from rollmesh.tensors.handles import RTensor, pack
-from rollmesh.tensors.handshake import admit, introduce
-from rollmesh.tensors.line import Line
-from rollmesh.tensors.neighbours import Neighbours
-from rollmesh.tensors.segment import Attached
-from rollmesh.tensors.server import TensorServer
+from rollmesh.tensors.handshake import accept_consumer, greet_owner
+from rollmesh.tensors.relay import PeerIndex
+from rollmesh.tensors.segment import AttachedSegment
+from rollmesh.tensors.server import ConsumerConnection, ServerContext, TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.clock import FakeClock
 from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
@@ -54,11 +53,11 @@ def owner() -> Iterator[Owned]:
 class Consumer:
     """The other end of a guest, which says what the test wants."""
 
-    def __init__(self, line: Line, thread: threading.Thread) -> None:
+    def __init__(self, line: FramedSocket, thread: threading.Thread) -> None:
         self.line = line
         self._thread = thread
 
-    def ask(self, ask: Ask) -> Answer:
+    def ask(self, ask: Request) -> Answer:
         """What it is answered."""
         self.line.send(frame(ask))
         return decode_answer(self.line.receive())
@@ -77,17 +76,17 @@ class Consumer:
 def seated(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
     """A guest of `owner` in a thread; at the end the consumer hangs up, and the guest leaves."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        near = Line(socket.create_connection(listening.getsockname()), PATIENCE_S)
-        far = Line(listening.accept()[0], patience_s)
+        near = FramedSocket(socket.create_connection(listening.getsockname()), PATIENCE_S)
+        far = FramedSocket(listening.accept()[0], patience_s)
     admitted = Admitted("memory", owner.store.folder)
-    host = Host(owner.store, None, Neighbours(), admitted)
+    host = ServerContext(owner.store, None, PeerIndex(), admitted)
 
     def serve() -> None:
-        Guest(f"guest {far}", far, host, admit(far, None, admitted)).serve()
+        ConsumerConnection(f"guest {far}", far, host, accept_consumer(far, None, admitted)).serve()
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert introduce(near, "owner", None) == admitted
+    assert greet_owner(near, "owner", None) == admitted
     consumer = Consumer(near, thread)
     try:
         yield consumer
@@ -103,7 +102,7 @@ def ids_of(handles: list[RTensor]) -> list[int]:
 def lent(owner: Owned, consumer: Consumer, sizes: list[int]) -> tuple[list[int], Lent]:
     """Shards that the consumer has borrowed, and which have then been cleared."""
     ids = ids_of(owner.put(sizes))
-    answer = consumer.ask(Fetch(column(ids), True))
+    answer = consumer.ask(Fetch(pack_numbers(ids), True))
     assert isinstance(answer, Lent)
     assert owner.store.clear(ids) == len(ids)
     return ids, answer
@@ -113,8 +112,8 @@ def test_a_place_is_where_the_bytes_lie(owner: Owned) -> None:
     with seated(owner) as consumer:
         _, answer = lent(owner, consumer, SIZES)
         assert len(answer.paths) == 1
-        attached = Attached(answer.paths[0])
-        places = zip(numbers_of(answer.offsets), numbers_of(answer.sizes), strict=True)
+        attached = AttachedSegment(answer.paths[0])
+        places = zip(unpack_numbers(answer.offsets), unpack_numbers(answer.sizes), strict=True)
         for seed, (offset, size) in enumerate(places):
             assert size == SIZES[seed]
             assert bytes(attached.view(offset, size)) == bytes(content_of(seed, size).data)
@@ -125,28 +124,28 @@ def test_each_loan_is_returned_by_itself(owner: Owned) -> None:
     with seated(owner) as consumer:
         ids, _ = lent(owner, consumer, [100, 200])
         assert owner.store.stats().retained_bytes == 300
-        assert consumer.ask(Clear(column([]), column([ids[0]]))) == Cleared(0)
+        assert consumer.ask(Clear(pack_numbers([]), pack_numbers([ids[0]]))) == Cleared(0)
         assert owner.store.stats().retained_bytes == 200
-        consumer.line.send(frame(Returned(column([ids[1]]))))
+        consumer.line.send(frame(Returned(pack_numbers([ids[1]]))))
         soon(lambda: owner.store.stats().retained_bytes == 0)
 
 
 def test_a_consumers_step_takes_shards_and_frees_them_when_it_ends(owner: Owned) -> None:
     ids = ids_of(owner.put([100, 200, 300]))
     with seated(owner) as consumer:
-        assert consumer.ask(Take(column(ids[:2]), 3)) == Taken()
+        assert consumer.ask(TakeShards(pack_numbers(ids[:2]), 3)) == ShardsTaken()
         assert owner.store.stats().bytes_by_step == {-1: 300, 3: 300}
-        assert consumer.ask(End(2)) == Cleared(0)
-        assert consumer.ask(End(3)) == Cleared(2)
-        assert consumer.ask(Take(column(ids), 4)) == Missing(ids[0], "cleared")
+        assert consumer.ask(EndStep(2)) == Cleared(0)
+        assert consumer.ask(EndStep(3)) == Cleared(2)
+        assert consumer.ask(TakeShards(pack_numbers(ids), 4)) == Missing(ids[0], "cleared")
         assert owner.store.stats().bytes_by_step == {4: 300}, "what is there is taken all the same"
-        answer = consumer.ask(Take(column(ids), 3))
+        answer = consumer.ask(TakeShards(pack_numbers(ids), 3))
         assert isinstance(answer, Refused)
         assert answer.why.startswith("step 3 has ended")
 
 
-@pytest.mark.parametrize("ask", [Take(b"", -1), End(-1)])
-def test_a_step_that_is_none_is_nonsense(owner: Owned, ask: Take | End) -> None:
+@pytest.mark.parametrize("ask", [TakeShards(b"", -1), EndStep(-1)])
+def test_a_step_that_is_none_is_nonsense(owner: Owned, ask: TakeShards | EndStep) -> None:
     with seated(owner) as consumer:
         consumer.line.send(frame(ask))
         assert consumer.is_left()
@@ -159,7 +158,7 @@ def test_who_takes_a_batch_lives_so_that_leases_begin_anew() -> None:
     with closing(store), seated(owner) as consumer:
         ids = ids_of(owner.put([10]))
         clock.advance(50)
-        assert consumer.ask(Take(column(ids), 3)) == Taken()
+        assert consumer.ask(TakeShards(pack_numbers(ids), 3)) == ShardsTaken()
         clock.advance(50)
         assert store.expire() == 0
         clock.advance(10)
@@ -174,31 +173,31 @@ def test_who_hangs_up_holds_nothing_any_more(owner: Owned) -> None:
     assert owner.store.stats().retained_bytes == 0
 
 
-@pytest.mark.parametrize("said", [b"\xff" * 8, frame(Proof(b"")), frame(Hello(1, bytes(32)))])
+@pytest.mark.parametrize("said", [b"\xff" * 8, frame(KeyProof(b"")), frame(Hello(1, bytes(32)))])
 def test_who_talks_nonsense_is_heard_no_more_and_keeps_what_it_looks_at(
     owner: Owned, said: bytes
 ) -> None:
     with seated(owner) as consumer:
         lent(owner, consumer, SIZES)
         consumer.line.send(said)
-        assert not consumer.line.goes_on()
+        assert not consumer.line.wait_for_frame()
         assert owner.store.stats().retained_bytes == sum(SIZES)
         assert consumer.is_served()
     assert owner.store.stats().retained_bytes == 0
 
 
-TOO_MANY = column([1]) * (MAX_IDS + 1)
+TOO_MANY = pack_numbers([1]) * (MAX_IDS + 1)
 
 
 @pytest.mark.parametrize(
     "said",
     [
         b"\xff" * 8,
-        frame(Proof(b"")),
+        frame(KeyProof(b"")),
         frame(Fetch(b"odd", False)),
         frame(Fetch(TOO_MANY, True)),
         frame(Clear(TOO_MANY)),
-        frame(Carry(b"no pack")),
+        frame(FetchForPeer(b"no pack")),
         frame(Returned(TOO_MANY)),
     ],
 )
@@ -206,13 +205,13 @@ def test_who_talks_nonsense_and_holds_nothing_is_hung_up_on(owner: Owned, said: 
     with seated(owner) as consumer:
         consumer.line.send(said)
         assert consumer.is_left()
-        assert not consumer.line.goes_on()
+        assert not consumer.line.wait_for_frame()
 
 
 def test_who_does_not_read_is_hung_up_on(owner: Owned) -> None:
     with seated(owner, patience_s=0.05) as consumer:
         ids = ids_of(owner.put([2**24]))
-        consumer.line.send(frame(Fetch(column(ids * 4), False)))
+        consumer.line.send(frame(Fetch(pack_numbers(ids * 4), False)))
         assert consumer.is_left()
         owner.store.clear(ids)
         assert owner.store.stats().retained_bytes == 0
@@ -221,14 +220,14 @@ def test_who_does_not_read_is_hung_up_on(owner: Owned) -> None:
 def test_what_is_sent_may_be_cleared_meanwhile(owner: Owned) -> None:
     with seated(owner) as consumer:
         ids = ids_of(owner.put([2**24]))
-        answer = consumer.ask(Fetch(column(ids), False))
-        assert answer == Sent(column([2**24]))
+        answer = consumer.ask(Fetch(pack_numbers(ids), False))
+        assert answer == Sent(pack_numbers([2**24]))
         owner.store.clear(ids)
         owner.put([2**24, 2**24])
         came = bytearray(2**24)
         consumer.line.fill([memoryview(came)])
         assert came == bytes(content_of(0, 2**24).data)
-        assert consumer.ask(Clear(column(ids))) == Cleared(0)
+        assert consumer.ask(Clear(pack_numbers(ids))) == Cleared(0)
         assert owner.store.stats().retained_bytes == 0
 
 
@@ -237,10 +236,12 @@ def test_a_missing_shard_is_named_and_none_is_held(owner: Owned, is_by_memory: b
     with seated(owner) as consumer:
         ids = ids_of(owner.put(SIZES))
         owner.store.clear(ids[1:2])
-        assert consumer.ask(Fetch(column(ids), is_by_memory)) == Missing(ids[1], "cleared")
+        assert consumer.ask(Fetch(pack_numbers(ids), is_by_memory)) == Missing(ids[1], "cleared")
         never = ids[-1] + 1
-        assert consumer.ask(Fetch(column([never]), is_by_memory)) == Missing(never, "never_seen")
-        foreign = consumer.ask(Fetch(column([1]), is_by_memory))
+        assert consumer.ask(Fetch(pack_numbers([never]), is_by_memory)) == Missing(
+            never, "never_seen"
+        )
+        foreign = consumer.ask(Fetch(pack_numbers([1]), is_by_memory))
         assert foreign == Missing(1, "owner_restarted")
         owner.store.clear(ids)
         assert owner.store.stats().retained_bytes == 0
@@ -249,19 +250,19 @@ def test_a_missing_shard_is_named_and_none_is_held(owner: Owned, is_by_memory: b
 def test_what_cannot_be_lent_is_refused() -> None:
     with owned(is_shared=False) as owner, seated(owner) as consumer:
         ids = ids_of(owner.put([8]))
-        answer = consumer.ask(Fetch(column(ids), True))
+        answer = consumer.ask(Fetch(pack_numbers(ids), True))
         assert isinstance(answer, Refused)
-        assert isinstance(consumer.ask(Fetch(column(ids), False)), Sent)
+        assert isinstance(consumer.ask(Fetch(pack_numbers(ids), False)), Sent)
 
 
 def test_who_fetches_for_nobody_says_so(owner: Owned) -> None:
     with seated(owner) as consumer:
-        answer = consumer.ask(Carry(pack(owner.put([5]))))
+        answer = consumer.ask(FetchForPeer(pack(owner.put([5]))))
         assert answer == Refused("nothing is fetched for others here")
 
 
 def test_returning_what_one_never_had_changes_nothing(owner: Owned) -> None:
     with seated(owner) as consumer, seated(owner) as vandal:
         ids, _ = lent(owner, consumer, [100])
-        assert vandal.ask(Clear(column([]), column([*ids, 5, 2**64 - 1]))) == Cleared(0)
+        assert vandal.ask(Clear(pack_numbers([]), pack_numbers([*ids, 5, 2**64 - 1]))) == Cleared(0)
         assert owner.store.stats().retained_bytes == 100
