@@ -19,8 +19,7 @@ from rollmesh.core.types import GroupRecord, Task
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.journal import open_journal
 from rollmesh.serve.client.journal_entries import RunBegan
-from rollmesh.wire.bodies import encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_record
 from rollmesh.wire.messages import GroupFinished
 
 MB = 10**6

@@ -47,8 +47,7 @@ from rollmesh.launch.machine import RunEnd
 from rollmesh.launch.run import ServingMesh
 from rollmesh.serve.client.evaluation_files import Plan, Row, pose, read_plan, rows_in, write_plan
 from rollmesh.serve.client.scores import Report, report_of
-from rollmesh.wire.key_search import find_keys
-from rollmesh.wire.keys import Keys, Role
+from rollmesh.wire.keys import Keys, Role, find_keys
 from rollmesh.wire.sockets import check_admitted
 
 SETTINGS: dict[str, Any] = {"worker": {"failed_sibling": "score_rest"}}

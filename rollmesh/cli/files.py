@@ -29,10 +29,10 @@ from rollmesh.core.secret_files import (
     read_or_make_secret,
 )
 from rollmesh.envs.loading import BUILT_IN, find_env, required_settings
-from rollmesh.wire.key_search import RUN_KEYS
 from rollmesh.wire.keys import (
     KEYS_VARIABLE,
     MAKEABLE,
+    RUN_KEYS,
     Role,
     add_member,
     new_keys,

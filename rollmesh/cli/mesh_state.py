@@ -36,8 +36,7 @@ from rollmesh.dashboard.view import RunView
 from rollmesh.launch.folder import Pid, read_addresses, read_pids, read_summary
 from rollmesh.serve.client.evaluation_files import PLAN
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.key_search import find_keys
-from rollmesh.wire.keys import Role
+from rollmesh.wire.keys import Role, find_keys
 from rollmesh.wire.messages import AddressesAnswered, AskAddresses, AskDrain, DrainAnswered
 from rollmesh.wire.sockets import Dialer, check_admitted, wait
 

@@ -167,8 +167,7 @@ def worker(argv: list[str]) -> int:
     - Programs that its environment starts do not outlive it, launched or not.
     """
     from rollmesh.envs.spawning import process_spawner
-    from rollmesh.wire.key_search import find_keys
-    from rollmesh.wire.keys import Role
+    from rollmesh.wire.keys import Role, find_keys
     from rollmesh.wire.sockets import check_admitted
 
     mark = "" if is_launched() else mark_self("worker")

@@ -46,7 +46,7 @@ from rollmesh.launch.screen import (
     share,
     summary_table,
 )
-from rollmesh.wire.key_search import has_keys
+from rollmesh.wire.keys import has_keys
 from rollmesh.wire.messages import AddressesAnswered, AskAddresses, AskDrain, DrainAnswered
 from rollmesh.wire.worker_report import MIB, WorkerColumn, WorkerStatus, worker_columns
 

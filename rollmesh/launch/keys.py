@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.launch.plan import ChildPlan
-from rollmesh.wire.key_search import RUN_KEYS
 from rollmesh.wire.keys import (
     HUB,
     KEYS_VARIABLE,
     ONE_OF_EACH,
+    RUN_KEYS,
     SCHEDULER_KEYS_VARIABLE,
     Keys,
     Role,

@@ -1,1 +1,1 @@
-"""Typed messages between processes; the only room that imports zmq."""
+"""Messages between processes, their frames, and the ZMQ sockets and keys that carry them."""

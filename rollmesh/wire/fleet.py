@@ -1,13 +1,10 @@
-"""What is said of engines: their table, and the asks that change it.
+"""Messages about engines: their table, and requests that change it.
 
-    router -> worker   FleetChanged             worker -> router   EngineFaulted
-    publisher, launch, coordinator -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
-                                             WakeEngine FenceEngine RemoveEngine ReadFleet:
-                                             FleetAnswered
-    publisher -> router   PublisherLeft
-
-Invariant: that of messages.py, whose vocabulary holds these too. Driven by engine/fleet.py and
-those who ask.
+router -> worker   FleetChanged             worker -> router   EngineFaulted
+publisher, launch, coordinator -> router   JoinEngine BeginUpdate FinishUpdate SleepEngine
+                                         WakeEngine FenceEngine RemoveEngine ReadFleet:
+                                         FleetAnswered
+publisher -> router   PublisherLeft
 """
 
 import enum
@@ -34,7 +31,7 @@ class EngineRow(msgspec.Struct, frozen=True, array_like=True):
 
     url: str
     incarnation: str
-    """Changes when the server behind `url` was restarted."""
+    """Changes when the server behind `url` restarts."""
     phase: EnginePhase
     policy_version: int
     """Publish sequence number of its weights; -1 while unknown."""
@@ -43,25 +40,25 @@ class EngineRow(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
     """Why it is not READY, in one line."""
     adapter: str = ""
-    """Its weights of this version are its own and the adapter of this name: requests name it."""
+    """Adapter that requests must name to get the weights of this version, if any."""
     max_running: int = 0
-    """Requests that it runs at a time, over all of its ranks; 0 where it does not report it."""
+    """Requests that it runs at a time, over all of its ranks; 0 if it does not report it."""
 
 
 class FleetChanged(Message, frozen=True, tag="fleet_changed"):
     epoch: int
-    """Grows with every change; an older table never replaces a newer one of one router."""
+    """Grows with each change; an older table never replaces a newer one of the same router."""
     engines: tuple[EngineRow, ...]
     published: int = -1
-    """What a publisher brought last: older than what a session has seen where another run began to
-    count anew; -1 where none did since the router began."""
+    """Version that a publisher published last. It is older than one that a session has seen if a
+    new run counts from the start again; -1 if none was published since the router started."""
     has_publisher: bool = True
-    """Whether a publisher numbers these weights: then a session never moves to an older version.
-    False where engines number them as they like, and a version is a preference."""
+    """Whether a publisher numbers these weights, so that a session never moves to an older version.
+    False if engines number them as they like, and a version is a preference."""
 
 
 class PublisherLeft(Message, frozen=True, tag="publisher_left"):
-    """Neither its versions nor its leases keep another publisher out."""
+    """The publisher has ended: its versions and leases no longer exclude another."""
 
 
 class EngineFaulted(Message, frozen=True, tag="engine_faulted"):
@@ -81,7 +78,7 @@ class BeginUpdate(Message, frozen=True, tag="begin_update"):
     policy_version: int
     lease_s: float
     publisher: str = ""
-    """Of the run that asks, in all its lives, of which one lives at a time; '' is of none."""
+    """Name of the run, common to all its incarnations, of which one runs at a time; '' for none."""
 
 
 class FinishUpdate(Message, frozen=True, tag="finish_update"):
@@ -91,33 +88,34 @@ class FinishUpdate(Message, frozen=True, tag="finish_update"):
     ok: bool
     detail: str = ""
     adapter: str = ""
-    """What requests to it must name from now on; see EngineRow."""
+    """Adapter that requests must name from now on; see EngineRow."""
 
 
 class SleepEngine(Message, frozen=True, tag="sleep_engine"):
-    """Send nobody there, until WakeEngine; one that is not in the table joins it asleep."""
+    """Stop sending requests there until WakeEngine; an engine that is not in the table joins
+    asleep."""
 
     ask_id: int
     url: str
     lease_s: float
-    """After that the table says that nobody knows of it; it sleeps on."""
+    """Time after which the table shows the lease as lapsed; the engine stays asleep."""
 
 
 class WakeEngine(Message, frozen=True, tag="wake_engine"):
-    """It has its memory, and verified weights of that version."""
+    """The engine has its memory, and verified weights of that version."""
 
     ask_id: int
     url: str
     policy_version: int
     adapter: str = ""
-    """Of these weights, as EngineRow has it."""
+    """Adapter of these weights; see EngineRow."""
 
 
 class FenceEngine(Message, frozen=True, tag="fence_engine"):
     ask_id: int
     url: str
     policy_version: int
-    """Under which it sampled what its weights do not; under another it may be sound."""
+    """Version whose samples did not match the weights; under another it may be sound."""
     detail: str
 
 
@@ -129,8 +127,8 @@ class RemoveEngine(Message, frozen=True, tag="remove_engine"):
 class ReadFleet(Message, frozen=True, tag="read_fleet"):
     ask_id: int
     policy_version: int = -1
-    """What the publisher that asks publishes now: engines that come (back) with older weights wait
-    for it, also where no engine has it yet. -1 from all others."""
+    """Version that the asking publisher is publishing: joining engines with older weights wait for
+    it, even before any engine has it. -1 from all others."""
 
 
 class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
@@ -140,8 +138,8 @@ class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
     epoch: int
     engines: tuple[EngineRow, ...]
     superseded_by: int = -1
-    """Refused because another publisher, which is known to live, has brought engines to this
-    version; of one that may have been killed it is -1, and a later ask is let in or told."""
+    """Version that another running publisher has published, if that is why the request was refused;
+    -1 if that publisher may have been killed, so that a later request is decided anew."""
 
 
 FleetAsk = (

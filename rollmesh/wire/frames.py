@@ -1,11 +1,13 @@
 """Messages to multipart frames and back: `[header, body, *buffers]` behind zmq's own route frame.
 
-- The header is msgpack of `[protocol, router incarnation, message]`. Only the ends open the body.
-  Buffers are raw arrays in native little-endian order, never inside JSON or base64, never pickled.
-- A body or buffer of more than MAX_PART_BYTES travels as several frames. The header then has a
-  fourth field: the number of frames of the body and of each buffer. So hubs can admit short frames
-  only, from peers that have proved nothing.
-- Whatever arrives, `decode` returns a Packet or raises WireError. It never trusts a count or a tag.
+- The header is msgpack of `[protocol, router incarnation, message]`. Only the endpoints decode the
+  body; routers and journals forward it.
+- Buffers are raw arrays in native little-endian order, never inside JSON or base64, never pickled.
+- A body or buffer of more than MAX_PART_BYTES is split into frames, counted in a fourth header
+  field, so that hubs can admit short frames only from peers that have proved nothing.
+- `decode` returns a Packet or raises WireError for any input; it never trusts a count or a tag.
+- Bodies: a GroupAsk as msgpack in AskGroup and RunGroup; a GroupRecord as JSON in GroupFinished,
+  since it embeds the agents' own JSON, with int32 token ids and float32 log-probs in buffers.
 """
 
 from collections.abc import Sequence
@@ -13,41 +15,42 @@ from collections.abc import Sequence
 import msgspec
 
 from rollmesh.core.errors import DECODE_ERRORS, WireError
-from rollmesh.wire.messages import AnyMessage
+from rollmesh.core.types import GroupRecord
+from rollmesh.wire.messages import AnyMessage, GroupAsk
 
 PROTOCOL = 1
 """Raised when a message changes other than by a field appended with a default."""
 
 MAX_PART_BYTES = 4 * 2**20
-"""Length of a frame, but for the last of a body or buffer."""
+"""Length of a frame, except the last of a body or buffer."""
 
 Buffer = bytes | bytearray | memoryview
 
-MAX_SAID = 200
-"""Characters of an error's text that may quote a peer."""
+MAX_ERROR_TEXT = 200
+"""Maximum characters of an error text that quotes a peer."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What every header holds."""
+    """Content of each header."""
 
     protocol: int
     router: str
-    """From the router: its incarnation. To the router: the incarnation last heard, or ''."""
+    """From the router: its incarnation. To the router: the last incarnation received, or ''."""
     message: AnyMessage
 
 
 class _SplitEnvelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The header of a message with a body or buffer in several frames; reads the others too."""
+    """Header of a message with a body or buffer in several frames; decodes the others too."""
 
     protocol: int
     router: str
     message: AnyMessage
     num_parts: tuple[int, ...] = ()
-    """Frames of the body and of each buffer. Empty: one each."""
+    """Number of frames of the body and of each buffer. Empty: one each."""
 
 
 class _Front(msgspec.Struct, frozen=True, array_like=True):
-    """What stays the same at the front of every protocol's header."""
+    """Beginning of the header in every protocol version."""
 
     protocol: int
 
@@ -67,7 +70,7 @@ _fronts = msgspec.msgpack.Decoder(_Front)
 
 
 def encode(packet: Packet) -> list[Buffer]:
-    """The packet's frames, without a route."""
+    """Return the packet's frames, without a route."""
     if len(packet.body) > MAX_PART_BYTES or any(len(b) > MAX_PART_BYTES for b in packet.buffers):
         return _encode_split(packet)
     header = _encoder.encode(Envelope(PROTOCOL, packet.router, packet.message))
@@ -82,7 +85,7 @@ def _encode_split(packet: Packet) -> list[Buffer]:
 
 
 def _split(buffer: Buffer) -> list[Buffer]:
-    """Its parts in order, which are views of it; itself where it is short."""
+    """Split a buffer into views; a short one is returned whole."""
     if len(buffer) <= MAX_PART_BYTES:
         return [buffer]
     view = memoryview(buffer)
@@ -90,9 +93,9 @@ def _split(buffer: Buffer) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> Packet:
-    """The inverse of `encode`; WireError in one line on anything that is not a packet."""
+    """Decode frames; WireError in one line if they are not a packet."""
     if len(frames) < 2:
-        raise WireError(f"{len(frames)} frames where a header and a body belong")
+        raise WireError(f"{len(frames)} frames; a header and a body are required")
     try:
         envelope = _envelopes.decode(frames[0])
     except DECODE_ERRORS as error:
@@ -104,9 +107,11 @@ def decode(frames: Sequence[Buffer]) -> Packet:
 
 
 def _joined(frames: Sequence[Buffer], num_parts: tuple[int, ...]) -> list[Buffer]:
-    """The body and the buffers of a split message, each in one piece."""
+    """Join the body and the buffers of a split message."""
     if min(num_parts) < 1 or sum(num_parts) != len(frames):
-        raise WireError(f"{len(frames)} frames where its header counts {num_parts}"[:MAX_SAID])
+        raise WireError(
+            f"{len(frames)} frames where its header counts {num_parts}"[:MAX_ERROR_TEXT]
+        )
     joined: list[Buffer] = []
     at = 0
     for num in num_parts:
@@ -116,10 +121,54 @@ def _joined(frames: Sequence[Buffer], num_parts: tuple[int, ...]) -> list[Buffer
 
 
 def _foreign(header: Buffer) -> str:
-    """That a header is of another protocol, whose messages we need not be able to read; or ''."""
+    """Return an error for a header of another protocol version, which may be unreadable, else
+    ''."""
     try:
         protocol = _fronts.decode(header).protocol
     except DECODE_ERRORS:
         return ""
     same = protocol == PROTOCOL
-    return "" if same else f"the peer speaks protocol {protocol}, we speak {PROTOCOL}"
+    return "" if same else f"the peer uses protocol {protocol}, this process {PROTOCOL}"
+
+
+MAX_ASK_BYTES = 32 * 2**20
+"""Maximum size of a request for a group."""
+
+
+_ask_encoder = msgspec.msgpack.Encoder()
+_ask_decoder = msgspec.msgpack.Decoder(GroupAsk)
+_record_encoder = msgspec.json.Encoder()
+_record_decoder = msgspec.json.Decoder(GroupRecord)
+
+
+def encode_ask(ask: GroupAsk) -> bytes:
+    """Encode the body of an AskGroup; WireError if the task is too large or cannot be encoded."""
+    try:
+        body = _ask_encoder.encode(ask)
+    except (OverflowError, TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"task {ask.task.id!r} cannot be encoded: {error}") from None
+    if len(body) > MAX_ASK_BYTES:
+        why = f"task {ask.task.id!r} has {len(body)} bytes; at most {MAX_ASK_BYTES}"
+        raise WireError(f"{why}: let it name a file that the environment reads")
+    return body
+
+
+def decode_ask(body: Buffer) -> GroupAsk:
+    """Decode the body of an AskGroup; WireError if it is malformed."""
+    try:
+        return _ask_decoder.decode(body)
+    except DECODE_ERRORS as error:
+        raise WireError(f"malformed group request: {error}") from None
+
+
+def encode_record(record: GroupRecord) -> bytes:
+    """Encode the body of a GroupFinished."""
+    return _record_encoder.encode(record)
+
+
+def decode_record(body: Buffer) -> GroupRecord:
+    """Decode the body of a GroupFinished; WireError if it is malformed."""
+    try:
+        return _record_decoder.decode(body)
+    except DECODE_ERRORS as error:
+        raise WireError(f"malformed group record: {error}") from None

@@ -1,13 +1,15 @@
-"""Key pairs of a mesh: one for its hub and one for each member, with a role.
+"""Key pairs of a mesh: one for its hub and one for each member, with a role; and finding them.
 
-    FOLDER/hub.json       the hub's pair; the router holds it, and no worker host does
+    FOLDER/hub.json       the hub's pair; only the router's host has it
     FOLDER/NAME.json      a member's pair, its role and the hub's public key; this file is copied
-    FOLDER/members.json   names, roles and public keys of the members that hubs let in
+    FOLDER/members.json   names, roles and public keys of the members that hubs admit
 
 - Files are 0600 and the folder is 0700; other modes and owners are refused.
-- ROLLMESH_KEYS names a folder, of which a process takes the file of its role, or one file.
-- There is no default secret, and an address that other machines can reach is refused without keys.
-- The transport is CurveZMQ (rfc.zeromq.org/spec/26).
+- Order of search: DIR/keys of --run DIR; ROLLMESH_KEYS (a folder, of which a process uses the file
+  of its role, or a file) or keys inherited by this process; runs/NAME/keys of the newest run whose
+  router has that address.
+- There is no default secret; an address that other machines can reach is refused without keys. The
+  transport is CurveZMQ (rfc.zeromq.org/spec/26).
 """
 
 import enum
@@ -16,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,14 @@ from rollmesh.core.secret_files import handed, make_secret_file, read_private
 from rollmesh.core.share import fleet_keys
 
 SCHEDULER_KEYS_VARIABLE = "ROLLMESH_SCHEDULER_KEYS"
-"""Keys of a fleet's scheduler where these are not those of the mesh; empty: none."""
+"""Keys of a fleet's scheduler if they differ from those of the mesh; empty: none."""
 MEMBERS = "members.json"
 HUB = "hub"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Role(enum.StrEnum):
-    """The part of a key's holder in the mesh; members.py has the messages of each role."""
+    """Role of a key's holder; members.py lists the messages of each role."""
 
     HUB = "hub"
     """The router or the scheduler; its key may send anything."""
@@ -46,7 +48,7 @@ class Role(enum.StrEnum):
     PUBLISHER = "publisher"
     """A client that also changes engines: a trainer, a coordinator."""
     OPERATOR = "operator"
-    """A person's verbs, and launch."""
+    """CLI verbs, and launch."""
     NODE = "node"
     """The agent of a node of a scheduler's fleet."""
 
@@ -54,7 +56,7 @@ class Role(enum.StrEnum):
 MAKEABLE = tuple(role for role in Role if role is not Role.HUB)
 ONE_OF_EACH = tuple([(role.value, role) for role in MAKEABLE])
 _ALSO_GOOD = {Role.CLIENT: (Role.PUBLISHER,)}
-"""By role, the other roles whose keys are accepted in its place, besides the hub's."""
+"""Other roles whose keys are accepted for a role, besides the hub's."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -75,7 +77,7 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     secret: str
     hub_public: str
     folder: str = ""
-    """Where members.json is; '' for a file that was copied without it. Not in the file."""
+    """Folder of members.json; '' for a file that was copied without it. Not stored in the file."""
 
     @property
     def member(self) -> Member:
@@ -95,9 +97,9 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_keys(folder: Path, members: Iterable[tuple[str, Role]] = ONE_OF_EACH) -> Keys:
-    """Make a key folder with these members and return the hub's keys.
+    """Create a key folder with these members and return the hub's keys.
 
-    FileExistsError if there is a file or folder of that name; OSError if it cannot be made.
+    FileExistsError if a file or folder of that name exists; OSError if it cannot be created.
     """
     if folder.exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
@@ -122,7 +124,8 @@ def new_keys(folder: Path, members: Iterable[tuple[str, Role]] = ONE_OF_EACH) ->
 
 
 def add_member(folder: Path, role: Role, name: str) -> Path:
-    """Make a member's pair; the path of its key file. ConfigError if the name is taken."""
+    """Create a member's pair and return the path of its key file; ConfigError if the name is
+    taken."""
     if not _NAME.fullmatch(name) or name == "members":
         raise ConfigError(f"--name {name}: use letters, digits, '.', '_' and '-'")
     hub, path = read_key_file(folder / f"{HUB}.json"), folder / f"{name}.json"
@@ -136,7 +139,7 @@ def add_member(folder: Path, role: Role, name: str) -> Path:
 
 
 def remove_member(folder: Path, name: str) -> None:
-    """Revoke a member's key: hubs let it in no longer; ConfigError if there is none."""
+    """Revoke a member's key, so that hubs refuse it; ConfigError if there is none."""
     members = read_members(folder)
     if all(each.name != name for each in members):
         known = ", ".join(each.name for each in members) or "none"
@@ -146,7 +149,7 @@ def remove_member(folder: Path, name: str) -> None:
 
 
 def read_members(folder: Path) -> list[Member]:
-    """The members of a key folder; ConfigError if it is none."""
+    """Return the members of a key folder; ConfigError if it is not one."""
     path = folder / MEMBERS
     try:
         return msgspec.json.decode(read_private(path), type=list[Member])
@@ -157,9 +160,9 @@ def read_members(folder: Path) -> list[Member]:
 
 
 def read_key_file(path: Path, role: Role | None = None) -> Keys:
-    """The keys of a file, or of the file of `role` (default: the hub) in a folder.
+    """Read the keys of a file, or of the file of `role` (default: the hub) in a folder.
 
-    ConfigError in one line if it cannot be read, is not private, or is of another role.
+    ConfigError in one line if it cannot be read, is not private, or has another role.
     """
     if path.is_dir():
         path = path / f"{role or HUB}.json"
@@ -178,7 +181,7 @@ def read_key_file(path: Path, role: Role | None = None) -> Keys:
 
 
 def check_role(keys: Keys, role: Role | None) -> Keys:
-    """The same keys; ConfigError if they are not good for `role`."""
+    """Return the keys; ConfigError if they are not accepted for `role`."""
     if role and keys.role not in (role, Role.HUB, *_ALSO_GOOD.get(role, ())):
         raise ConfigError(
             f"it is a key of role {keys.role}, and role {role} is needed; "
@@ -188,7 +191,7 @@ def check_role(keys: Keys, role: Role | None) -> Keys:
 
 
 def decode_keys(raw: bytes | str) -> Keys:
-    """The keys that a file's text holds; MsgspecError if it holds none."""
+    """Decode a key file's text; MsgspecError if it is malformed."""
     keys = msgspec.json.decode(raw, type=Keys)
     for text in (keys.public, keys.secret, keys.hub_public):
         if len(text) != 40 or not text.isascii():
@@ -199,8 +202,8 @@ def decode_keys(raw: bytes | str) -> Keys:
 def read_keys(
     environment: Mapping[str, str] | Any = os.environ, role: Role | None = None
 ) -> Keys | None:
-    """The keys that were handed over, or those of the file or folder that ROLLMESH_KEYS names, or
-    None; errors as read_key_file."""
+    """Return the inherited keys, or those of the file or folder in ROLLMESH_KEYS, or None; errors
+    as in read_key_file."""
     text = handed(KEYS_VARIABLE) if environment is os.environ else None
     name = environment.get(KEYS_VARIABLE)
     try:
@@ -216,10 +219,10 @@ def read_keys(
 
 
 def read_scheduler_keys(role: Role | None = None, token: Path | None = None) -> Keys | None:
-    """The keys for a fleet's scheduler, or None.
+    """Return the keys for a fleet's scheduler, or None.
 
-    They are those of ROLLMESH_SCHEDULER_KEYS if that is set, else those of the mesh, else those
-    that `fleet_keys` finds; `token` is the file of a pipeline's token.
+    They are those of ROLLMESH_SCHEDULER_KEYS if set, else those of the mesh, else those that
+    `fleet_keys` finds; `token` is the file of a pipeline's token.
     """
     name = os.environ.get(SCHEDULER_KEYS_VARIABLE)
     if name is not None:
@@ -231,8 +234,8 @@ def read_scheduler_keys(role: Role | None = None, token: Path | None = None) -> 
 
 
 def use_scheduler_keys(folder: Path | None) -> None:
-    """Let this process and its children use the scheduler's keys in `folder`, unless the user has
-    named some."""
+    """Make this process and its children use the scheduler's keys in `folder`, unless the user has
+    set some."""
     if folder and not os.environ.get(KEYS_VARIABLE):
         os.environ.setdefault(SCHEDULER_KEYS_VARIABLE, str(folder.absolute()))
 
@@ -261,7 +264,7 @@ def _is_local(address: str) -> bool:
 
 
 def check_dialable(address: str) -> None:
-    """AddressError if `address` is bound and then sent to peers, which could not dial it."""
+    """AddressError if peers could not dial `address`, which is bound and then sent to them."""
     if address.startswith(("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")):
         raise AddressError(
             f"{address}: peers are told it and cannot dial it; "
@@ -291,10 +294,76 @@ def _write(path: Path, raw: bytes) -> None:
 
 
 def _write_members(folder: Path, members: list[Member]) -> None:
-    """Replace the list whole: hubs may read it at any moment."""
+    """Replace the list atomically: hubs may read it at any moment."""
     part = folder / f".{MEMBERS}.{secrets.token_hex(4)}"
     try:
         _write(part, msgspec.json.encode(members))
         part.replace(folder / MEMBERS)
     finally:
         part.unlink(missing_ok=True)
+
+
+RUN_KEYS = "keys"
+"""Name of the key folder in a run folder."""
+RUNS = Path("runs")
+
+
+class _Address(msgspec.Struct):
+    address: str = ""
+
+
+def find_keys(
+    address: str,
+    role: Role,
+    run: Path | None = None,
+    environment: Mapping[str, str] | Any = os.environ,
+) -> Keys | None:
+    """Return the keys for the router at `address`, or None for a mesh without keys.
+
+    ConfigError for an unusable file; AddressError for another machine without keys.
+    """
+    if run is not None:
+        return keys_of_run(run, role)
+    keys = read_keys(environment, role)
+    if keys is None and not environment.get(KEYS_VARIABLE):
+        found = next((each for each in _runs() if address in _addresses(each)), None)
+        keys = keys_of_run(found, role) if found else None
+    check_dial(address, keys)
+    return keys
+
+
+def keys_of_run(run: Path, role: Role) -> Keys | None:
+    """Return the keys of a role in a run folder; None if the run has none."""
+    folder = run / RUN_KEYS
+    if not run.is_dir():
+        raise ConfigError(f"--run {run}: no such run folder")
+    return read_key_file(folder, role) if has_keys(run) else None
+
+
+def has_keys(run: Path) -> bool:
+    """Whether a run folder has keys."""
+    return (run / RUN_KEYS).is_dir()
+
+
+def _runs() -> Iterator[Path]:
+    """Yield the run folders under runs/, including meshes of evaluations, newest first."""
+    found = [*RUNS.glob("*/addresses.json"), *RUNS.glob("*/*/addresses.json")]
+    for path in sorted(found, key=_modified_s, reverse=True):
+        yield path.parent
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _addresses(run: Path) -> set[str]:
+    try:
+        listed = msgspec.json.decode(
+            (run / "addresses.json").read_bytes(), type=dict[str, _Address]
+        )
+    except (OSError, msgspec.MsgspecError):
+        return set()
+    return {each.address for each in listed.values()} - {""}

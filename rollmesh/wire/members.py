@@ -1,11 +1,10 @@
-"""Which peers a hub lets in, and what each may send: the one place where roles are checked.
+"""Admission of peers to a hub, and the messages that each role may send: all role checks are here.
 
-- A connection is let in if its public key is a member's. The list is read again for each new
+- A connection is admitted if its public key is a member's. The list is read again for each new
   connection, and at most once a second for messages, so a removed key is refused within a second.
-- A message is taken if the table of the hub has its type for the role of its sender.
-- A worker's or client's name, and a run's group ids, belong to the key that used them first, for as
-  long as the hub runs and that key is a member's. A worker's name that is the name of a key belongs
-  to that key.
+- A message is accepted if the hub's table lists its type for the sender's role.
+- A worker's or client's name, and a run's group ids, belong to the key that used them first, while
+  the hub runs and that key is a member's. A worker name that is the name of a key belongs to it.
 """
 
 import functools
@@ -59,7 +58,7 @@ log = get_logger()
 
 LOOK_AGAIN_S = 1.0
 MAX_NAMES = 10_000
-"""Names that one key may hold; past it the one bound first is free again."""
+"""Names that one key may hold; beyond it the oldest one is released."""
 
 Table = Mapping[Role, frozenset[type]]
 
@@ -117,8 +116,8 @@ class Access:
         is_open: bool = False,
         look_again_s: float = LOOK_AGAIN_S,
     ) -> None:
-        """`is_open`: a key that is not in the list is a worker's, for a client whose key file was
-        copied without the list; results show their tickets there."""
+        """With `is_open`, a key that is not in the list is a worker's: for a client whose key file
+        was copied without the list. Results prove their tickets there."""
         self.num_refused = 0
         self._table = table
         self._is_open = is_open
@@ -134,9 +133,9 @@ class Access:
         self._stamp: tuple[int, int, int] | None = None
         self._looked_s = 0.0
         self._holders: dict[tuple[str, str], str] = {}
-        """By kind and name, the public key that holds it."""
+        """Public key of the holder, by kind and name."""
         self._names: dict[str, dict[tuple[str, str], None]] = {}
-        """By public key, oldest first."""
+        """Names by public key, oldest first."""
         self._refusals = Occasional()
         self._take([])
         self.look()
@@ -157,7 +156,7 @@ class Access:
                 log.warning("members.unreadable", error=str(error), path=str(self._path))
 
     def admits(self, public: str) -> bool:
-        """Whether a connection with this public key is let in."""
+        """Whether a connection with this public key is admitted."""
         self.look()
         return self._is_open or public in self._members
 
@@ -177,7 +176,9 @@ class Access:
         new = [name for name in _names_in(message) if self._holders.get(name) != public]
         for name in new:
             if not self._is_free(public, name):
-                return self._refuse(member.name, message, f"{name[0]} {name[1]} is another key's")
+                return self._refuse(
+                    member.name, message, f"{name[0]} {name[1]} belongs to another key"
+                )
         for name in new:
             self._bind(public, name)
         return True
@@ -212,7 +213,7 @@ class Access:
 
 
 def _names_in(message: Message) -> tuple[tuple[str, str], ...]:
-    """The names that `message` claims for its sender."""
+    """Return the names that `message` claims for its sender."""
     kind = type(message)
     if kind in _OF_WORKERS:
         return (("worker", message.worker_id),)  # type: ignore[attr-defined]
@@ -226,17 +227,17 @@ def _names_in(message: Message) -> tuple[tuple[str, str], ...]:
 
 
 class Gate:
-    """Answers libzmq's question for each new connection (rfc.zeromq.org/spec/27), by hub."""
+    """Answers libzmq's ZAP requests for new connections (rfc.zeromq.org/spec/27), by hub."""
 
     def __init__(self) -> None:
-        # One ZAP handler serves a zmq context; a domain tells the hubs of the process apart.
+        # One ZAP handler serves a zmq context; a domain distinguishes the hubs of the process.
         self._authenticator = ThreadAuthenticator(zmq.Context.instance())
         self._authenticator.start()
         self._accesses: dict[str, Access] = {}
         self._num_domains = 0
 
     def open(self, socket: "zmq.Socket[bytes]", access: Access) -> str:
-        """Let the members of `access` in at `socket`; the domain, for `close`."""
+        """Admit the members of `access` at `socket`; return the domain, for `close`."""
         self._num_domains += 1
         domain = f"hub-{self._num_domains}"
         self._accesses[domain] = access
@@ -245,17 +246,17 @@ class Gate:
         return domain
 
     def close(self, domain: str) -> None:
-        """Forget a hub."""
+        """Remove a hub."""
         self._accesses.pop(domain, None)
         self._authenticator.credentials_providers.pop(domain, None)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether the key is let in."""
+        """Whether the key is admitted."""
         access = self._accesses.get(domain)
         return access is not None and access.admits(key.decode("ascii", "replace"))
 
 
 @functools.cache
 def gate() -> Gate:
-    """The gate of this process."""
+    """Return the gate of this process."""
     return Gate()

@@ -1,8 +1,4 @@
-"""Every message that crosses a ZMQ socket, as tagged structs: the vocabulary between processes.
-
-Invariant: facts are past tense, asks imperative; positional (array_like) encoding, so fields are
-only ever appended and any other change raises PROTOCOL in frames.py; the bytes of each are frozen
-in tests/golden. Headers stay small: tasks and results travel in the body, arrays in buffers.
+"""All messages that cross a ZMQ socket, as tagged structs.
 
     client -> router   ClientHello ClientBeat ClientLeft AskGroup CancelGroup AttemptFailed
     router -> client   RouterHello GroupMoved GroupFailed AskRefused
@@ -13,12 +9,13 @@ in tests/golden. Headers stay small: tasks and results travel in the body, array
     sink -> worker     GroupAcked ResultRefused
     cli <-> router <- launch   AskDrain DrainAnswered, WorkerExited
 
-What is said of engines stands in fleet.py, of a trainer's ranks in ranks.py, of GPUs between
-pipelines in scheduling.py, several news at once in GroupNews (news.py).
-
-A GroupFailed's reason begins with a code: attempts_exhausted, env_failed, bad_ask, overloaded,
-quarantined, deadline, client_left, cancelled or infra_error, then a colon. Driven by the shells in
-serve, trainer and launch, and by their step machines as events.
+- Facts are past tense, requests imperative. Engines: fleet.py; trainer ranks: ranks.py; GPUs of
+  several pipelines: scheduling.py; batches of news: GroupNews (machine.py).
+- Encoding is positional: fields are only appended, any other change raises PROTOCOL in frames.py;
+  tests/golden freezes the bytes of each.
+- Headers stay small: tasks and results are in the body, arrays in buffers.
+- A GroupFailed's reason starts with attempts_exhausted, env_failed, bad_ask, overloaded,
+  quarantined, deadline, client_left, cancelled or infra_error, then a colon.
 """
 
 import enum
@@ -33,7 +30,7 @@ from rollmesh.wire.ranks import RankMessage
 from rollmesh.wire.scheduling import SchedulingMessage
 from rollmesh.wire.worker_report import WorkerReport
 
-# what stands in messages
+# parts of messages
 
 
 class GroupState(enum.StrEnum):
@@ -48,7 +45,7 @@ class GroupState(enum.StrEnum):
 
 
 class GroupAsk(msgspec.Struct, frozen=True):
-    """The body of AskGroup and RunGroup; the router forwards it unopened."""
+    """Body of AskGroup and RunGroup; the router forwards it unopened."""
 
     task: Task
     sampling: SamplingPolicy
@@ -56,16 +53,16 @@ class GroupAsk(msgspec.Struct, frozen=True):
     """Seeds the rollouts' sampling: a generation's seed derives from (seed, index, generation)."""
     is_eval: bool = False
     min_policy_version: int = -1
-    """Its sessions begin with these weights or newer ones; -1: with any."""
+    """Minimum policy version at the start of its sessions; -1: any."""
 
 
 class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker claims after a router's restart."""
+    """A group that a worker claims after a router's restart."""
 
     group_id: GroupId
     attempt: int
     finished: bool
-    """Run to its end, not yet acked by its sink."""
+    """Finished, but not yet acknowledged by its sink."""
 
 
 # clients and router
@@ -74,9 +71,9 @@ class HeldGroup(msgspec.Struct, frozen=True, array_like=True):
 class ClientHello(Message, frozen=True, tag="client_hello"):
     client_id: str
     weight: int = 1
-    """Its share of turns against the other clients'."""
+    """Its share of turns among the clients."""
     keep: bool = False
-    """Its groups go on while it is gone."""
+    """Whether its groups continue while it is gone."""
 
 
 class ClientBeat(Message, frozen=True, tag="client_beat"):
@@ -94,21 +91,21 @@ class AskGroup(Message, frozen=True, tag="ask_group"):
     env: str
     num_samples: int
     sink: str
-    """ZMQ address that wants the result."""
+    """ZMQ address that receives the result."""
     attempts: int = 0
-    """Attempts that already began, as far as the client knows; more than 0 in a re-assertion."""
+    """Attempts that have begun, as far as the client knows; more than 0 in a re-assertion."""
     priority: int = 0
     """Higher runs first."""
     deadline_s: Seconds = 0.0
-    """Seconds it may still take until its end at the sink, counted when said; 0 is no limit."""
+    """Seconds until it must be done at the sink, counted from sending; 0 is no limit."""
     excused: int = 0
-    """Of `attempts`, as GroupMoved says them."""
+    """Excused attempts among `attempts`; see GroupMoved."""
     ticket: bytes = b""
-    """Secret of the group, minted by its client. A result without it is refused."""
+    """Secret of the group, created by its client. A result without it is refused."""
 
 
 class AttemptFailed(Message, frozen=True, tag="attempt_failed"):
-    """The client refused the result of this attempt: the attempt has failed."""
+    """The client refused the result of this attempt, which counts as failed."""
 
     group_id: GroupId
     attempt: int
@@ -120,7 +117,7 @@ class CancelGroup(Message, frozen=True, tag="cancel_group"):
     group_id: GroupId
     reason: str
     ticket: bytes = b""
-    """The ticket of AskGroup. A cancel with another one changes nothing."""
+    """The ticket of AskGroup. A cancel with another one has no effect."""
 
 
 class RouterHello(Message, frozen=True, tag="router_hello"):
@@ -135,20 +132,20 @@ class GroupMoved(Message, frozen=True, tag="group_moved"):
     attempt: int
     worker_id: str
     excused: int = 0
-    """Attempts that do not count: handed back, or cut short by a worker that left in peace."""
+    """Attempts that do not count: handed back, or cut short by a worker that left in order."""
     reason: str = ""
-    """Why this group, and maybe others of its client, has waited for long and still waits."""
+    """Why this group, and maybe others of its client, has been waiting for long."""
 
 
 class GroupFailed(Message, frozen=True, tag="group_failed"):
-    """The group will not run (again); the client books the reason at its own sink."""
+    """The group will not run (again); the client records the reason at its own sink."""
 
     group_id: GroupId
     reason: str
 
 
 class AskRefused(Message, frozen=True, tag="ask_refused"):
-    """The queue is full; the ask stays the client's."""
+    """The queue is full; the request remains with the client."""
 
     group_id: GroupId
     reason: str
@@ -174,7 +171,7 @@ class CancelRun(Message, frozen=True, tag="cancel_run"):
 
 
 RELIEVED = "it is worn out"
-"""Why a worn worker is drained that is to be started again."""
+"""Reason for draining a worn worker that will be restarted."""
 
 
 class DrainWorker(Message, frozen=True, tag="drain_worker"):
@@ -189,17 +186,17 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     host: str
     holds: tuple[HeldGroup, ...] = ()
     started_s: Seconds = 0.0
-    """Unix time; tells a process from an earlier one of its name and pid; 0 is unknown."""
+    """Unix time; distinguishes a process from an earlier one of its name and pid; 0 is unknown."""
     loads_for_s: Seconds = 0.0
-    """It does not serve yet: it loads its environment, which may take so long."""
+    """Maximum time for loading its environment, while it does not serve yet."""
     pid_space: str = ""
-    """Where `pid` is one (core/process.py); '' is unknown."""
+    """Namespace of `pid` (core/process.py); '' is unknown."""
     max_unacked_bytes: int = 0
-    """Past it the worker takes nothing; 0 is unknown."""
+    """Limit past which the worker accepts nothing; 0 is unknown."""
 
 
 class WorkerBeat(WorkerReport, Message, frozen=True, array_like=True, tag="worker_beat", gc=False):
-    """The heartbeat of a worker."""
+    """A worker's heartbeat."""
 
 
 class WorkerLeft(Message, frozen=True, tag="worker_left"):
@@ -215,16 +212,16 @@ class GroupStarted(Message, frozen=True, tag="group_started"):
 
 
 class GroupDelivered(Message, frozen=True, tag="group_delivered"):
-    """The sink acked: the group is DONE."""
+    """The sink acknowledged the result: the group is DONE."""
 
     group_id: GroupId
     attempt: int
     ticket: bytes = b""
-    """The ticket of RunGroup. A report with another one changes nothing."""
+    """The ticket of RunGroup. A report with another one has no effect."""
 
 
 class GroupReturned(Message, frozen=True, tag="group_returned"):
-    """The worker cannot run it; it has not begun."""
+    """The worker cannot run the group, and has not begun."""
 
     group_id: GroupId
     attempt: int
@@ -232,7 +229,7 @@ class GroupReturned(Message, frozen=True, tag="group_returned"):
 
 
 class GroupLost(Message, frozen=True, tag="group_lost"):
-    """The worker dropped its result: the sink refused it, or did not ack it in time."""
+    """The worker dropped its result: the sink refused it, or did not acknowledge it in time."""
 
     group_id: GroupId
     attempt: int
@@ -255,7 +252,8 @@ class GroupFinished(Message, frozen=True, tag="group_finished"):
     attempt: int
     worker_id: str
     complete: bool
-    """No sibling is cancelled, and none infra_error where worker.failed_sibling is `drop`."""
+    """No sibling was cancelled, and none ended in infra_error if worker.failed_sibling is
+    `drop`."""
     ticket: bytes = b""
     """The ticket of RunGroup."""
 
@@ -267,7 +265,7 @@ class GroupAcked(Message, frozen=True, tag="group_acked"):
 
 
 class ResultRefused(Message, frozen=True, tag="result_refused"):
-    """The sink does not take this result, now or later: the worker drops it."""
+    """The sink will never accept this result: the worker drops it."""
 
     group_id: GroupId
     attempt: int
@@ -286,7 +284,7 @@ class WorkerExited(Message, frozen=True, tag="worker_exited"):
 
 
 class AskDrain(Message, frozen=True, tag="ask_drain"):
-    """The worker finishes what it runs, takes nothing new, and leaves."""
+    """Finish running groups, accept no new ones, and leave."""
 
     ask_id: int
     worker_id: str
@@ -300,7 +298,7 @@ class DrainAnswered(Message, frozen=True, tag="drain_answered"):
 
 
 class AskAddresses(Message, frozen=True, tag="ask_addresses"):
-    """Request for the addresses of the router, from a program that knows one of them."""
+    """Request the addresses of the router, from a program that knows one of them."""
 
     ask_id: int
 
@@ -308,13 +306,13 @@ class AskAddresses(Message, frozen=True, tag="ask_addresses"):
 class AddressesAnswered(Message, frozen=True, tag="addresses_answered"):
     ask_id: int
     address: str
-    """The router address, tcp://, as it is bound."""
+    """Bound router address, tcp://."""
     status_url: str
-    """The status address, http://, as it is bound."""
+    """Bound status address, http://."""
 
 
 class GroupNews(Message, frozen=True, tag="group_news"):
-    """Several at once, told a moment later: wire/news.py."""
+    """Several news messages at once, slightly delayed; see machine.py."""
 
     news: tuple[GroupMoved | GroupStarted | GroupDelivered, ...]
 

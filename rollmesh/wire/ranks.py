@@ -1,16 +1,15 @@
-"""What a train controller and its ranks say to each other.
+"""Messages between a train controller and its ranks.
 
     rank -> controller   RankHello RankReady RankBeat RankLeft
-                         CallStaged CallEnded       (a CallEnded's body: the answer)
+                         CallStaged CallEnded   (a CallEnded's body: the answer)
                          TensorsTold
     controller -> rank   FormGroup ControllerBeat EndRank
                          StageCall RunCall DropCall (a StageCall's body: the arguments)
                          ReadTensors                (body: ids to be cleared, 8 bytes each)
 
-Bodies of calls are read by trainer/controller/answers.py; tensors do not travel here, their handles
-do, packed. Whatever a controller says carries the newest step that has ended, so a rank that missed
-one broadcast is told by the next word. Invariant: that of messages.py, whose vocabulary holds these
-too. Driven by trainer/controller.
+- Bodies carry packed handles of tensors, never the tensors.
+- Each message of a controller carries the newest step that has ended, so a rank that missed a
+  broadcast learns it from the next message.
 """
 
 import msgspec
@@ -19,17 +18,17 @@ from rollmesh.wire.header import Message
 
 
 class HeldTensors(msgspec.Struct, frozen=True, array_like=True):
-    """What a process holds, as owner or as consumer."""
+    """Tensor bytes held by a process, as owner or as consumer."""
 
     num_tensors: int = 0
     total_bytes: int = 0
     retained_bytes: int = 0
-    """Freed, and still viewed by somebody."""
+    """Freed by the owner, and still in use as a view."""
     bytes_by_step: tuple[tuple[int, int], ...] = ()
-    """(step that took it, or -1; bytes)"""
+    """(step that allocated it, or -1; bytes)"""
 
 
-# a rank's life
+# start and end of a rank
 
 
 class RankHello(Message, frozen=True, tag="rank_hello"):
@@ -40,15 +39,15 @@ class RankHello(Message, frozen=True, tag="rank_hello"):
 class RankReady(Message, frozen=True, tag="rank_ready"):
     rank: int
     owner: str
-    """Where its tensors are fetched from."""
+    """Address of its tensors."""
 
 
 class RankBeat(Message, frozen=True, tag="rank_beat"):
     rank: int
     ended_step: int
-    """Up to which it has freed."""
-    num_said: int
-    """Messages before this one: who has heard fewer knows that some were lost."""
+    """Newest step whose tensors it has freed."""
+    num_sent: int
+    """Messages before this one: a receiver that got fewer knows that some were lost."""
 
 
 class RankLeft(Message, frozen=True, tag="rank_left"):
@@ -62,8 +61,8 @@ class FormGroup(Message, frozen=True, tag="form_group"):
 
 class ControllerBeat(Message, frozen=True, tag="controller_beat"):
     ended_step: int
-    num_said: int
-    """To this rank, before this one."""
+    num_sent: int
+    """Messages to this rank before this one."""
 
 
 class EndRank(Message, frozen=True, tag="end_rank"):
@@ -75,25 +74,25 @@ class EndRank(Message, frozen=True, tag="end_rank"):
 
 
 class StageCall(Message, frozen=True, tag="stage_call"):
-    """Have the arguments ready; run nothing yet."""
+    """Prepare the arguments; run nothing yet."""
 
     ended_step: int
     call_id: int
     role: str
     method: str
     step: int
-    """The train step that answers are tagged with; -1 is none."""
+    """Train step that answers are tagged with; -1 is none."""
 
 
 class RunCall(Message, frozen=True, tag="run_call"):
-    """All ranks have their arguments."""
+    """All ranks have their arguments: run."""
 
     ended_step: int
     call_id: int
 
 
 class DropCall(Message, frozen=True, tag="drop_call"):
-    """Some rank has not, so none runs it."""
+    """Some rank could not be staged, so none runs the call."""
 
     ended_step: int
     call_id: int
@@ -103,21 +102,21 @@ class CallStaged(Message, frozen=True, tag="call_staged"):
     rank: int
     call_id: int
     error: str = ""
-    """Why it cannot be run here."""
+    """Why it cannot run here."""
 
 
 class CallEnded(Message, frozen=True, tag="call_ended"):
     rank: int
     call_id: int
     error: str = ""
-    """What it raised."""
+    """The error that it raised."""
 
 
 # tensors
 
 
 class ReadTensors(Message, frozen=True, tag="read_tensors"):
-    """Free what `ended_step` says and what the body names, then say what is held."""
+    """Free tensors up to `ended_step` and those in the body, then report what is held."""
 
     ended_step: int
     ask_id: int
@@ -131,7 +130,7 @@ class TensorsTold(Message, frozen=True, tag="tensors_told"):
     stored: HeldTensors
     buffered: HeldTensors
     error: str = ""
-    """Why not all of it could be cleared."""
+    """Why some could not be cleared."""
 
 
 RankMessage = (

@@ -1,4 +1,4 @@
-"""What is said of GPUs: who asks the scheduler for them, and who gives them up.
+"""Messages about GPUs that several pipelines share: requests, grants and releases.
 
     hooks -> scheduler         HooksWired RequestGpus NotifyReleaseGpus NotifyReleaseThenRequestGpus
                                TakeGpus WithdrawRequest ReportProgress ClearProgress ReportPreempt
@@ -9,12 +9,12 @@
                                UnregisterPipeline
     launch -> scheduler        ClaimPipeline
     node agent, cli -> scheduler   JoinNode NodeBeat DrainNode UndrainNode ReadScheduler
-    scheduler -> any of these  SchedulerAnswered (its body: JSON where something was read)
+    scheduler -> any of these  SchedulerAnswered (its body: JSON if something was read)
 
-- An ask with a key may be sent again at any time, and is carried out once.
-- A client that waits for a ticket sends its ask again each second; an ask that is no longer sent is
-  forgotten after a while, so that a lost client leaves nothing behind.
-- A message that changes a pipeline carries the token of that pipeline, or the operator's.
+- A request with a key may be repeated at any time, and is carried out once.
+- A client that waits for a ticket repeats its request each second; one that is no longer repeated
+  is forgotten after a while, so that a lost client leaves nothing behind.
+- A message that changes a pipeline carries that pipeline's token, or the operator's.
 """
 
 import enum
@@ -25,11 +25,11 @@ import msgspec
 from rollmesh.wire.header import Message
 
 GENERATION_CLUSTER = "actor_infer"
-"""The name of the one cluster of a pipeline that is elastic."""
+"""Name of a pipeline's only elastic cluster."""
 
 
 class GpuPriority(enum.IntEnum):
-    """Lower is first; all but GENERATION want all of a device set, and keep it."""
+    """Lower is first; all but GENERATION need a whole device set, and keep it."""
 
     INITIALIZATION = 0
     ACTOR_TRAINING = 1
@@ -43,9 +43,11 @@ class GpuPriority(enum.IntEnum):
 class TicketState(enum.StrEnum):
     """QUEUED -> GRANTED -> RELEASED; QUEUED -> REFUSED | WITHDRAWN
 
-    Of a fixed cluster QUEUED -> OFFERED -> GRANTED: the GPUs are kept for who asked, who has them
-    once the scheduler has heard that he takes them; not taken in time, he waits again. The ticket
-    of a NotifyReleaseGpus is QUEUED until all is given up, and then RELEASED."""
+    For a fixed cluster QUEUED -> OFFERED -> GRANTED: the GPUs are reserved for the client and are
+    its own once the scheduler has received its TakeGpus; if that does not come in time, the client
+    waits again. The ticket of a NotifyReleaseGpus is QUEUED until everything is released, and then
+    RELEASED.
+    """
 
     QUEUED = "queued"
     OFFERED = "offered"
@@ -56,30 +58,30 @@ class TicketState(enum.StrEnum):
 
 
 class PipelineSpec(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A pipeline's place on the fleet."""
+    """A pipeline's settings on the fleet."""
 
     pipeline_id: str
     clusters: dict[str, tuple[int, ...]]
-    """By name (actor_train, critic, reference...), the GPUs that it needs all of."""
+    """GPUs by cluster name (actor_train, critic, reference...), each needed as a whole."""
     generation: tuple[int, ...]
     """GPUs of its engines: worker r has generation[r * tp : (r + 1) * tp], inside one node."""
     tp: int = 1
     """GPUs of a worker."""
     weight: float = 1.0
-    """Its share against that of the others."""
+    """Its share relative to other pipelines."""
     max_gpus: int = 0
-    """Of generation, at most so many at a time; 0: no limit."""
+    """Maximum generation GPUs at a time; 0: no limit."""
     min_gpus: int = 0
-    """Of generation, what it has for certain while it has demand, once fixed clusters allow."""
+    """Generation GPUs guaranteed while it has demand, once fixed clusters allow."""
     is_preemptible: bool = True
-    """Whether its generation gives way to other pipelines; to its own clusters it always does."""
+    """Whether its generation yields to other pipelines; it always yields to its own clusters."""
     rollouts_per_worker: int = 0
-    """So many rollouts keep a worker busy: fewer left need fewer workers; 0: unknown."""
+    """Rollouts that keep a worker busy: fewer remaining need fewer workers; 0: unknown."""
 
 
 class WorkerPhase(enum.StrEnum):
-    """ABSENT (never seen yet) -> ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP;
-    any -> LOST (nobody knows) -> ASLEEP"""
+    """ABSENT (never seen yet) -> ASLEEP -> WAKING -> AWAKE -> SLEEPING -> ASLEEP; any -> LOST
+    (unknown state) -> ASLEEP"""
 
     ABSENT = "absent"
     ASLEEP = "asleep"
@@ -90,20 +92,20 @@ class WorkerPhase(enum.StrEnum):
 
 
 class WorkerTruth(msgspec.Struct, frozen=True, array_like=True):
-    """What a coordinator knows of one of its engines."""
+    """State of one engine, as its coordinator knows it."""
 
     rank: int
     phase: WorkerPhase
     epoch: int
-    """Of the newest resize that it was told of; an older one is refused."""
+    """Epoch of the newest resize received; an older one is refused."""
     kv_tokens: int = 0
-    """What a sleep would lose now."""
+    """Tokens that a sleep would lose now."""
     detail: str = ""
-    """Why it is LOST, or has not done what it was told to."""
+    """Why it is LOST, or has not carried out a command."""
 
 
 class WorkerChange(msgspec.Struct, frozen=True, array_like=True):
-    """To one engine."""
+    """Command to one engine."""
 
     rank: int
     wakes: bool
@@ -114,14 +116,14 @@ class WorkerChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HooksWired(Message, frozen=True, tag="hooks_wired"):
-    """Its rollouts will report; said again each second."""
+    """Its rollouts will report; repeated each second."""
 
     pipeline_id: str
     token: str = ""
 
 
 class RequestGpus(Message, frozen=True, tag="request_gpus"):
-    """For GENERATION: open the demand; granted as soon as a worker is awake, with what is held."""
+    """For GENERATION: open the demand; granted with the present workers as soon as one is awake."""
 
     key: str
     pipeline_id: str
@@ -129,12 +131,12 @@ class RequestGpus(Message, frozen=True, tag="request_gpus"):
     priority: int
     global_step: int = -1
     step_target_estimate: int = 0
-    """Rollouts (not groups) that are to come; 0 is unknown, and gets the floor."""
+    """Expected rollouts (not groups); 0 is unknown, and gets the floor."""
     token: str = ""
 
 
 class NotifyReleaseGpus(Message, frozen=True, tag="notify_release_gpus"):
-    """Of the generation cluster: close the demand, and answer when its workers are asleep."""
+    """For the generation cluster: close the demand, and answer when its workers are asleep."""
 
     key: str
     pipeline_id: str
@@ -144,7 +146,7 @@ class NotifyReleaseGpus(Message, frozen=True, tag="notify_release_gpus"):
 
 
 class NotifyReleaseThenRequestGpus(Message, frozen=True, tag="notify_release_then_request_gpus"):
-    """Both at once: nobody else is planned for in between."""
+    """Both at once: no other request is planned in between."""
 
     key: str
     pipeline_id: str
@@ -158,11 +160,11 @@ class NotifyReleaseThenRequestGpus(Message, frozen=True, tag="notify_release_the
 
 
 class TakeGpus(Message, frozen=True, tag="take_gpus"):
-    """Who asked has heard of the offer, and is there; answered by a TicketMoved."""
+    """The client has received the offer; answered by a TicketMoved."""
 
     key: str
     offer: int
-    """Another is not taken by this: who was offered GPUs before may have died since."""
+    """Accept only this offer: the client of an earlier one may have died since."""
     token: str = ""
 
 
@@ -172,14 +174,14 @@ class WithdrawRequest(Message, frozen=True, tag="withdraw_request"):
 
 
 class ReportProgress(Message, frozen=True, tag="report_progress"):
-    """Corrects the estimate of an open demand, and never opens one."""
+    """Corrects the estimate of an open demand; never opens one."""
 
     pipeline_id: str
     stream: str
     """`train`, `eval`, or an adapter's name."""
     batch: int
-    """Grows from one batch of the stream to the next, also over the lives of who reports; older
-    news is ignored."""
+    """Grows from one batch of the stream to the next, also over restarts of the reporter; older
+    reports are ignored."""
     target: int
     """Rollouts."""
     completed: int
@@ -187,7 +189,7 @@ class ReportProgress(Message, frozen=True, tag="report_progress"):
 
 
 class ClearProgress(Message, frozen=True, tag="clear_progress"):
-    """The stream is retired; the demand is closed when all are."""
+    """The stream has ended; the demand is closed when all have."""
 
     pipeline_id: str
     stream: str
@@ -196,7 +198,7 @@ class ClearProgress(Message, frozen=True, tag="clear_progress"):
 
 
 class ReportPreempt(Message, frozen=True, tag="report_preempt"):
-    """A rollout has lost its engine and goes on elsewhere."""
+    """A rollout lost its engine and continues on another."""
 
     pipeline_id: str
     rank: int
@@ -209,24 +211,24 @@ class TicketMoved(Message, frozen=True, tag="ticket_moved"):
     state: TicketState
     gpus: tuple[int, ...] = ()
     reason: str = ""
-    """Why it waits, and who holds what it waits for; or why it was refused."""
+    """Why it waits, and which pipeline holds the GPUs; or why it was refused."""
     offer: int = 0
-    """Of OFFERED: its number, no two are equal."""
+    """Unique number of an OFFERED state."""
 
 
 class SchedulerHello(Message, frozen=True, tag="scheduler_hello"):
-    """Answers every hello."""
+    """Answer to each hello."""
 
     scheduler: str
-    """Its incarnation."""
+    """Incarnation of the scheduler."""
     newest_s: float = 0.0
-    """To a coordinator: when the newest one known began, by its clock, which is the one that is
-    answered or one that is not heard any more; so who hears it is the newer one. 0 where the
-    pipeline is not known, or another coordinator of it lives."""
+    """To a coordinator: start time, by its own clock, of the newest coordinator known: the one that
+    is answered, or one that is no longer active, so the receiver is newer. 0 if the pipeline is
+    unknown or another coordinator of it is active."""
     newest_batch: int = 0
-    """To hooks: of all progress known of their pipeline."""
+    """To hooks: newest batch of all progress known of their pipeline."""
     error: str = ""
-    """Why nothing is taken from the sender: its token is missing or wrong."""
+    """Why messages of the sender are refused: its token is missing or wrong."""
 
 
 # coordinators
@@ -236,27 +238,27 @@ class CoordinatorHello(Message, frozen=True, tag="coordinator_hello"):
     pipeline_id: str
     workers: tuple[WorkerTruth, ...]
     started_s: float = 0.0
-    """Tells a process from an earlier one of its pipeline, whose news is ignored: unix time, or
-    later than that where the clock has gone back since."""
+    """Distinguishes a process from an earlier one of its pipeline, whose messages are ignored: unix
+    time, or later if the clock was set back since."""
     token: str = ""
 
 
 class ResizeWorkers(Message, frozen=True, tag="resize_workers"):
-    """All wake or all sleep."""
+    """Wake all or put all to sleep."""
 
     pipeline_id: str
     resize_id: int
     changes: tuple[WorkerChange, ...]
     deadline_s: float
-    """From when it is heard."""
+    """Counted from its receipt."""
     started_s: float = 0.0
-    """Of the coordinator that it was told to: a later one refuses what was meant for it."""
+    """Start time of the addressed coordinator; a later one refuses it."""
     turn_s: float = float("inf")
-    """The next one waits for it no longer; engines that take more go on by themselves."""
+    """Time after which the next resize no longer waits; slower engines continue by themselves."""
 
 
 class WorkersResized(Message, frozen=True, tag="workers_resized"):
-    """Done or not: the workers that it named, as they are now."""
+    """State of the named workers, whether resized or not."""
 
     pipeline_id: str
     resize_id: int
@@ -269,14 +271,14 @@ class WorkersResized(Message, frozen=True, tag="workers_resized"):
 
 
 class RegisterPipeline(Message, frozen=True, tag="register_pipeline"):
-    """Said again with the same spec it changes nothing."""
+    """Register a pipeline; repeated with the same spec it has no effect."""
 
     key: str
     spec: PipelineSpec
     token: str = ""
-    """The operator's."""
+    """The operator's token."""
     token_hash: str = ""
-    """SHA-256 of the pipeline's own token, in hex; replaces the one before."""
+    """SHA-256 of the pipeline's own token, in hex; replaces the previous one."""
 
 
 class AdmitPipeline(Message, frozen=True, tag="admit_pipeline"):
@@ -288,13 +290,13 @@ class AdmitPipeline(Message, frozen=True, tag="admit_pipeline"):
 class CheckKill(Message, frozen=True, tag="check_kill"):
     """Ask whether the processes of a pipeline's run may be ended; nothing changes.
 
-    Refused where the pipeline is unknown, or its name is not that run's.
+    Refused if the pipeline is unknown, or its name belongs to another run.
     """
 
     key: str
     pipeline_id: str
     run_id: str = ""
-    """'': no run has it."""
+    """'': no run has the name."""
     token: str = ""
 
 
@@ -304,12 +306,12 @@ class KillPipeline(Message, frozen=True, tag="kill_pipeline"):
     key: str
     pipeline_id: str
     run_id: str = ""
-    """Refused where another run has the name by now; '': whichever has it."""
+    """Refused if another run has the name now; '': any run."""
     token: str = ""
 
 
 class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
-    """Put its workers to sleep, and forget it once its trainer has given up what it holds."""
+    """Put its workers to sleep, and forget it once its trainer has released its GPUs."""
 
     key: str
     pipeline_id: str
@@ -317,28 +319,29 @@ class UnregisterPipeline(Message, frozen=True, tag="unregister_pipeline"):
 
 
 class RunClaim(msgspec.Struct, frozen=True, array_like=True):
-    """The run that has a pipeline's name. The mark that its processes carry is not in it."""
+    """The run that holds a pipeline's name. The mark of its processes is not included."""
 
     run_id: str
-    """No other run's."""
+    """Unique to the run."""
     host: str
     pid: int
-    """Of its launch."""
+    """Pid of its launch."""
     place: str = ""
-    """Where and whose that pid is: from another place nobody can tell whether it lives."""
+    """Machine and namespace of that pid: elsewhere its state is unknown."""
     life: str = ""
-    """Tells its launch from another process that got the same pid."""
+    """Distinguishes its launch from another process with the same pid."""
     owns_engines: bool = True
-    """They are processes of the run, and die with it."""
+    """Whether the engines are processes of the run, and die with it."""
     record: str = ""
-    """Path on that host of the file with the mark, which its owner alone can read."""
+    """Path on that host of the file with the mark, which only its owner can read."""
 
 
 class ClaimPipeline(Message, frozen=True, tag="claim_pipeline"):
-    """A name is one run's at a time: it is `run`'s from now on, or (None) nobody's.
+    """Assign a name, held by one run at a time, to `run`, or (None) to none.
 
-    Refused where it is not that of `after` any more: who says this has seen to it that no process
-    of that one is left, and what it had is free."""
+    Refused if it no longer belongs to `after`: the sender has ensured that all processes of that
+    run have ended and its GPUs are free.
+    """
 
     key: str
     pipeline_id: str
@@ -348,18 +351,18 @@ class ClaimPipeline(Message, frozen=True, tag="claim_pipeline"):
     token: str = ""
 
 
-# nodes, and those who look
+# nodes and readers
 
 
 class JoinNode(Message, frozen=True, tag="join_node"):
-    """A node of that name gets the GPU numbers again that it had."""
+    """A node that rejoins under its name gets its former GPU numbers."""
 
     key: str
     name: str
     num_gpus: int
     labels: tuple[str, ...] = ()
     beats: bool = True
-    """It will say NodeBeat each second, and is dead when it does not."""
+    """Whether it will send a NodeBeat each second, and is considered dead without."""
 
 
 class NodeBeat(Message, frozen=True, tag="node_beat"):
@@ -367,21 +370,21 @@ class NodeBeat(Message, frozen=True, tag="node_beat"):
 
 
 class DrainNode(Message, frozen=True, tag="drain_node"):
-    """Nothing new starts there; what sleeps stays asleep."""
+    """Start nothing new there; sleeping workers stay asleep."""
 
     key: str
     name: str
 
 
 class UndrainNode(Message, frozen=True, tag="undrain_node"):
-    """It is used again."""
+    """Use the node again."""
 
     key: str
     name: str
 
 
 class ReadScheduler(Message, frozen=True, tag="read_scheduler"):
-    """The answer's body is what service/explain.py says, of one pipeline or ('') of all."""
+    """The answer's body is the explanation of one pipeline, or ('') of all."""
 
     key: str
     pipeline_id: str = ""
@@ -418,7 +421,7 @@ _M = TypeVar("_M", bound=Message)
 
 
 def signed(message: _M, token: str) -> _M:
-    """The message with the token, if it is of a kind that carries one."""
+    """Return the message with the token, if its type has one."""
     if not token or "token" not in message.__struct_fields__:
         return message
     return msgspec.structs.replace(message, token=token)

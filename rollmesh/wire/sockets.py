@@ -1,10 +1,10 @@
-"""The two kinds of socket of the mesh: a Hub that is dialled, and a Dialer that dials it.
+"""The two kinds of socket of the mesh: a Hub, and a Dialer that dials it.
 
 A Hub is a ZMQ ROUTER (the router process, a sink's intake), a Dialer a DEALER (workers, clients,
-publishers). One thread uses each of them (zmq's rule).
+publishers). Each is used by one thread (zmq's rule).
 
-- Every queue is finite. A send never blocks, and returns whether the message was taken.
-- A frame has at most MAX_FRAME_BYTES, so a peer that has not shown its keys holds no more memory.
+- Every queue is finite. A send never blocks, and returns whether the message was accepted.
+- A frame has at most MAX_FRAME_BYTES, so a peer that has not proved its keys uses no more memory.
 - A malformed or oversized message is counted and skipped, never fatal.
 - A vanished peer costs its own messages and nothing else. A Dialer reconnects by itself.
 """
@@ -25,43 +25,43 @@ from rollmesh.core.errors import AddressError, WireError
 from rollmesh.core.heap import SOME_FREED_BYTES, note_freed
 from rollmesh.wire.frames import Buffer, Packet, decode, encode
 from rollmesh.wire.keys import KEYS_VARIABLE, Keys, check_bind
+from rollmesh.wire.machine import unpack_news
 from rollmesh.wire.members import Access, gate
-from rollmesh.wire.news import spread
 
 QUEUE_MESSAGES = 4096
 """High-water mark of each direction, per peer."""
 COPIED_BYTES = 2**16
-"""A longer frame is sent from where it stands: what is sent again, and waits, is there once."""
+"""Longer frames are sent without a copy, so that data of repeated messages is in memory once."""
 MAX_FRAME_BYTES = 8 * 2**20
-"""A longer frame ends its connection (zmq's MAXMSGSIZE): also one of a peer that has not finished
-its handshake. What is longer travels as several frames (frames.py)."""
+"""A longer frame ends its connection (zmq's MAXMSGSIZE), also before the handshake. Longer data is
+sent as several frames (frames.py)."""
 MAX_MESSAGE_BYTES = 2**30
-"""Bytes of all frames of a message. A longer one is skipped once it is there: zmq gathers the
-frames of a message, however many a peer sends, before it hands out the first."""
+"""Bytes of all frames of a message. A longer one is skipped after its arrival: zmq gathers all
+frames of a message before it delivers the first."""
 IDLE_S, PROBE_S, DEAD_S = 30, 10, 60
-"""A peer that is silent for IDLE_S is probed by the kernel, every PROBE_S, and gone after DEAD_S:
-who lost power, or stands behind a firewall that forgot it, says no goodbye (tcp(7), keepalive and
-TCP_USER_TIMEOUT). A stopped process is not gone: its kernel answers."""
+"""The kernel probes a peer that is silent for IDLE_S every PROBE_S, and closes its connection after
+DEAD_S: one that lost power or is behind a firewall that dropped the state does not close it
+(tcp(7), keepalive and TCP_USER_TIMEOUT). A stopped process stays connected: its kernel answers."""
 HANDSHAKE_S = 10.0
-"""Whoever has not shown its keys by then, or is no peer at all, is cut off."""
+"""Connections without a completed handshake are closed after this time."""
 SPARE_DESCRIPTORS = 16
 """A socket, and zmq's own at the first, take up to 12."""
 GREET_S = 3.0
-"""How long `refusal` waits for a hub's greeting."""
+"""Time for which `refusal` waits for a hub's greeting."""
 SERVER_KEY = "#"
-"""Between an address and the public key of the socket there."""
+"""Separates an address from the public key of its socket."""
 LINGER_MS = 200
-"""How long a closed socket may still send what was queued."""
+"""Time for which a closed socket may still send queued messages."""
 FRAME_COST_BYTES = 64
-"""What a frame takes besides its content, about."""
+"""Approximate overhead of a frame."""
 _DONTWAIT, _POLLIN = int(zmq.DONTWAIT), int(zmq.POLLIN)
 _MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
 
-class Doorbell:
+class WakeSignal:
     """Wakes a thread that waits in `wait`; `ring` and `close` may be called from any thread.
 
-    Closed, it touches no descriptor any more, since its number may be another file's by then.
+    Once closed it touches no descriptor, since the number may belong to another file.
     """
 
     def __init__(self) -> None:
@@ -72,25 +72,25 @@ class Doorbell:
             raise _no_socket(str(error.strerror)) from None
 
     def fileno(self) -> int:
-        """Its descriptor; ValueError once it is closed."""
+        """Return its descriptor; ValueError once it is closed."""
         if self._fd is None:
             raise ValueError("this doorbell is closed")
         return self._fd
 
     def ring(self) -> None:
-        """Wake the waiter, now or at its next wait; nothing happens once it is closed."""
+        """Wake the waiter, now or at its next wait; no effect once closed."""
         with self._lock:
             if self._fd is not None:
                 os.eventfd_write(self._fd, 1)
 
     def hush(self) -> None:
-        """Forget the rings so far."""
+        """Clear previous rings."""
         with self._lock, contextlib.suppress(BlockingIOError):
             if self._fd is not None:
                 os.eventfd_read(self._fd)
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
             closed, self._fd = self._fd, None
             if closed is not None:
@@ -110,9 +110,9 @@ class Hub:
     ) -> None:
         """Bind `bind` (`tcp://host:0` picks a port); AddressError if it is taken or needs keys.
 
-        `queue_messages` of a peer may have arrived and not been received; the others stay with it.
-        With keys, `access` decides which peers are let in and what each may send (default: those
-        that hold the same key file).
+        Up to `queue_messages` of each peer are queued here; further ones stay with the peer. With
+        keys, `access` decides which peers are admitted and what each may send (default: holders of
+        the same key file).
         """
         check_bind(bind, keys)
         self.socket = _open(zmq.ROUTER, max_frame_bytes)
@@ -136,11 +136,11 @@ class Hub:
         self._departures = _departures_of(self.socket)
         own = keys.public if keys and keys.public != keys.hub_public else ""
         self.peer_address = f"{self.address}{SERVER_KEY}{own}" if own else self.address
-        """The address for peers, with the public key of this socket if that is not the hub's."""
+        """Address for peers, with the public key of this socket if it is not the hub's."""
         self.num_malformed = 0
         self.num_unsent = 0
         self.num_departed = 0
-        """Connections that have ended. What zmq had gathered of their messages is free memory."""
+        """Ended connections. Memory of their gathered messages is free."""
 
     @property
     def num_refused(self) -> int:
@@ -148,18 +148,19 @@ class Hub:
         return self._access.num_refused if self._access else 0
 
     def send(self, route: bytes, packet: Packet) -> bool:
-        """Queue `packet` for the peer; False (and counted) if it is gone or its queue is full."""
+        """Queue `packet` for the peer; return False (and count) if it is gone or its queue is
+        full."""
         sent = _send(self.socket, [route, *encode(packet)])
         self.num_unsent += not sent
         return sent
 
     def send_all(self, routes: Iterable[bytes], packet: Packet) -> None:
-        """The same to many peers, encoded once."""
+        """Queue `packet` for many peers, encoded once."""
         frames = encode(packet)
         self.num_unsent += sum([not _send(self.socket, [route, *frames]) for route in routes])
 
     def receive(self, max_packets: int = 1024) -> Iterator[tuple[bytes, Packet]]:
-        """What has arrived, without waiting."""
+        """Yield arrived messages, without waiting."""
         self._count_departures()
         for _ in range(max_packets):
             received = _receive_from(self.socket)
@@ -171,13 +172,13 @@ class Hub:
             except WireError:
                 self.num_malformed += 1
                 continue
-            for each in spread(packet):
+            for each in unpack_news(packet):
                 if self._access and not self._access.takes(_sender(last), each.message):
                     continue
                 yield frames[0], each
 
     def close(self) -> None:
-        """Drop the socket; what was queued goes out in the background for a moment."""
+        """Close the socket; queued messages are sent in the background for a moment."""
         if self.socket.closed:
             return
         self.socket.disable_monitor()
@@ -187,7 +188,7 @@ class Hub:
             gate().close(self._domain)
 
     def _count_departures(self) -> None:
-        """Count what has ended, so that the keeper of the heap gives its memory back."""
+        """Count ended connections, so that the heap trimmer returns their memory."""
         num_ended = 0
         while _receive(self._departures):
             num_ended += 1
@@ -197,14 +198,14 @@ class Hub:
 
 
 class Dialer:
-    """A DEALER that dials one Hub and keeps redialling it."""
+    """A DEALER that dials one Hub and reconnects."""
 
     def __init__(
         self, address: str, identity: str, keys: Keys | None = None, *, is_secret: bool = False
     ) -> None:
-        """`identity` is the route that the Hub sees; AddressError if `address` is no address.
+        """`identity` is the route that the Hub sees; AddressError if `address` is invalid.
 
-        With keys the route gets a random end, so that no other peer can take it over, unless it
+        With keys the route gets a random suffix, so that no other peer can take it over, unless it
         `is_secret` by itself.
         """
         target, _, server = address.partition(SERVER_KEY)
@@ -230,7 +231,7 @@ class Dialer:
         self._on_packet: Callable[[Packet], None] | None = None
 
     def send(self, packet: Packet) -> bool:
-        """Queue `packet`; False (and counted) if the queue is full."""
+        """Queue `packet`; return False (and count) if the queue is full."""
         sent = _send(self.socket, encode(packet))
         self.num_unsent += not sent
         if self._loop:
@@ -238,7 +239,7 @@ class Dialer:
         return sent
 
     def receive(self, max_packets: int = 1024) -> Iterator[Packet]:
-        """What has arrived, without waiting."""
+        """Yield arrived messages, without waiting."""
         for _ in range(max_packets):
             frames = _receive(self.socket)
             if frames is None:
@@ -248,16 +249,16 @@ class Dialer:
             except WireError:
                 self.num_malformed += 1
                 continue
-            yield from spread(packet)
+            yield from unpack_news(packet)
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_packet: Callable[[Packet], None]) -> None:
-        """From now on hand every packet to `on_packet` on `loop`, which must be the only user."""
+        """Deliver each packet to `on_packet` on `loop`, which must be the only user."""
         self._loop, self._on_packet = loop, on_packet
         loop.add_reader(self._fd(), self._drain)
         loop.call_soon(self._drain)
 
     def close(self) -> None:
-        """Drop the socket; what was queued goes out in the background for a moment."""
+        """Close the socket; queued messages are sent in the background for a moment."""
         if self._loop:
             self._loop.remove_reader(self._fd())
             self._loop = None
@@ -276,7 +277,7 @@ class Dialer:
         self._rearm()
 
     def _rearm(self) -> None:
-        # zmq's FD is edge-triggered and any call on the socket may swallow the edge, so look again.
+        # zmq's FD is edge-triggered and any call on the socket may consume the edge, so look again.
         if self._loop and not self.socket.closed:
             events = self.socket.getsockopt(zmq.EVENTS)
             assert isinstance(events, int)
@@ -284,8 +285,8 @@ class Dialer:
                 self._loop.call_soon(self._drain)
 
 
-def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: float) -> None:
-    """Block until a socket has something to receive, the bell was rung, or `timeout_s` is over."""
+def wait(sockets: Sequence[Hub | Dialer], doorbell: WakeSignal | None, timeout_s: float) -> None:
+    """Block until a socket has something to receive, the bell rings, or `timeout_s` is over."""
     asked = [(each.socket, _POLLIN) for each in sockets]
     if doorbell is None:
         zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))
@@ -297,7 +298,7 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: Doorbell | None, timeout_s: 
 
 
 def _departures_of(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
-    """A socket that receives a message for each connection of `socket` that ends."""
+    """Return a socket that receives a message for each ended connection of `socket`."""
     return socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
 
 
@@ -321,7 +322,7 @@ def _open(kind: int, max_frame_bytes: int) -> "zmq.Socket[bytes]":
 
 
 def _check_room() -> None:
-    """AddressError where few descriptors are left: zmq aborts the process that lacks one."""
+    """AddressError if few descriptors are left, since zmq aborts a process that lacks one."""
     spare: list[int] = []
     try:
         while len(spare) < SPARE_DESCRIPTORS:
@@ -338,8 +339,8 @@ def _no_socket(why: str) -> AddressError:
     return AddressError(f"no socket can be opened: {why.lower()}; {limit}")
 
 
-# pyzmq's own multipart calls combine enum flags and look at each frame again: 10 us where three
-# frames take 4. Only the first frame can be refused: zmq takes a message whole.
+# pyzmq's own multipart calls combine enum flags and look at each frame again: 10 us instead of 4
+# for three frames. Only the first frame can be refused: zmq accepts a message whole.
 
 
 def _send(socket: "zmq.Socket[bytes]", frames: list[Buffer]) -> bool:
@@ -359,7 +360,7 @@ def _receive(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
 
 
 def _receive_from(socket: "zmq.Socket[bytes]") -> tuple[list[bytes], zmq.Frame] | None:
-    """A message's frames, and the last of them as zmq has it, which knows its sender."""
+    """Return a message's frames, and the last one as a zmq frame, which knows its sender."""
     try:
         frame = socket.recv(_DONTWAIT, copy=False)
     except zmq.ZMQError:
@@ -371,12 +372,12 @@ def _receive_from(socket: "zmq.Socket[bytes]") -> tuple[list[bytes], zmq.Frame] 
         num_bytes += len(frame) + FRAME_COST_BYTES
         if num_bytes <= MAX_MESSAGE_BYTES:
             frames.append(frame.bytes)
-    # Without its body it does not decode, so it is counted as malformed.
+    # Without its body it fails to decode, so it is counted as malformed.
     return (frames if num_bytes <= MAX_MESSAGE_BYTES else frames[:1]), frame
 
 
 def _sender(frame: zmq.Frame) -> str:
-    """The public key that its connection proved, as Z85 text."""
+    """Return the public key that its connection proved, as Z85 text."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -400,8 +401,8 @@ _REFUSALS = {
 
 
 def refusal(address: str, keys: Keys | None, timeout_s: float = GREET_S) -> str:
-    """Why a hub that listens at `address` does not let these keys in; '' if it does, or if nothing
-    answers there in time."""
+    """Return why the hub at `address` refuses these keys; '' if it admits them, or does not answer
+    in time."""
     target, _, server = address.partition(SERVER_KEY)
     socket = _open(zmq.DEALER, MAX_FRAME_BYTES)
     monitor = socket.get_monitor_socket(zmq.EVENT_ALL)
@@ -411,7 +412,7 @@ def refusal(address: str, keys: Keys | None, timeout_s: float = GREET_S) -> str:
         try:
             socket.connect(target)
         except zmq.ZMQError:
-            return ""  # no address: the Dialer names it
+            return ""  # an invalid address is reported by the Dialer
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             if not monitor.poll(math.ceil(left_s * 1000)):
@@ -430,7 +431,7 @@ def refusal(address: str, keys: Keys | None, timeout_s: float = GREET_S) -> str:
 
 
 def check_admitted(address: str, keys: Keys | None) -> None:
-    """AddressError in one line if the hub at `address` answers and does not let these keys in."""
+    """AddressError in one line if the hub at `address` answers and refuses these keys."""
     if why := refusal(address, keys):
         ours = f"key {keys.name} ({keys.folder or KEYS_VARIABLE})" if keys else "no key"
         raise AddressError(

@@ -15,8 +15,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Finished
 from rollmesh.testing.model_folder import write_model_folder
-from rollmesh.wire.bodies import encode_ask
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_ask
 from rollmesh.wire.messages import (
     AnyMessage,
     GroupAsk,

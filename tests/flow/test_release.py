@@ -49,9 +49,8 @@ from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext
 from rollmesh.serve.server.worker import Worker, WorkerSettings
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
-from rollmesh.wire.bodies import decode_record, encode_ask
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, decode_record, encode_ask
 from rollmesh.wire.machine import ROUTER
 from rollmesh.wire.messages import (
     AnyMessage,

@@ -26,7 +26,7 @@ from rollmesh.launch.folder import read_addresses
 from rollmesh.launch.plan import plan_serving
 from rollmesh.serve.client.journal_entries import AnyEntry, GroupAsked, Published, StepTaken
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
-from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.frames import decode_ask
 
 HERE = Path(__file__).parent
 ENDS_WITHIN_S = 60.0

@@ -23,8 +23,7 @@ from rollmesh.core.types import SamplingPolicy, Task
 from rollmesh.serve.client.client import Arrival, RolloutClient
 from rollmesh.testing.engine import NextToken, ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
-from rollmesh.wire.bodies import encode_ask
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_ask
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.messages import (
     AskGroup,

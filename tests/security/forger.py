@@ -12,8 +12,7 @@ import time
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
-from rollmesh.wire.bodies import encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_record
 from rollmesh.wire.messages import GroupFinished, WorkerHello
 from rollmesh.wire.sockets import Dialer, wait
 

@@ -181,7 +181,7 @@ import json, sys, time
 import zmq
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
-from rollmesh.wire.bodies import encode_record
+from rollmesh.wire.frames import encode_record
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys, Role
 from rollmesh.wire.messages import GroupFinished, WorkerHello

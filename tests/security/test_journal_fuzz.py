@@ -20,7 +20,7 @@ from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.tokenizer import Tokenizer
 from rollmesh.serve.client.journal import open_journal
 from rollmesh.serve.client.journal_entries import GroupTried, Published, RunBegan, StepTaken
-from rollmesh.wire.bodies import encode_ask
+from rollmesh.wire.frames import encode_ask
 from rollmesh.wire.messages import GroupAsk
 from tests.security.mutations import Mutator
 from tests.unit.serve.client.test_journal import asked, group, keep

@@ -41,7 +41,7 @@ import json, os, sys
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.fleet import JoinEngine, ReadFleet
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.key_search import keys_of_run
+from rollmesh.wire.keys import keys_of_run
 from rollmesh.wire.keys import Role
 from rollmesh.wire.messages import *
 from rollmesh.wire.sockets import Dialer, wait

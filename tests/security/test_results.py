@@ -20,8 +20,7 @@ from structlog.testing import capture_logs
 from rollmesh.core.ids import GroupId, new_ticket
 from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, SamplingPolicy, Task
 from rollmesh.serve.client.client import Finished, RolloutClient
-from rollmesh.wire.bodies import encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_record
 from rollmesh.wire.messages import (
     AnyMessage,
     GroupAcked,

@@ -56,7 +56,7 @@ from rollmesh.wire.scheduling import (
     UnregisterPipeline,
     signed,
 )
-from rollmesh.wire.sockets import Doorbell
+from rollmesh.wire.sockets import WakeSignal
 
 OPERATOR_TOKEN = "admission.token"
 AskScheduler = Callable[[SchedulerQuestion, float], AdmissionAnswer]
@@ -347,7 +347,7 @@ def run_admission(path: Path, scheduler: str, journal: Path, ready_fd: int | Non
     except AddressError as error:
         raise AddressError(f"admission = {error}") from None
     setup("admission", None)
-    bell = Doorbell()
+    bell = WakeSignal()
     stop = Stop(bell.ring)
 
     def ask(question: SchedulerQuestion, patience_s: float) -> AdmissionAnswer:

@@ -30,7 +30,7 @@ from rollmesh.wire.keys import Role, read_scheduler_keys
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.members import SCHEDULER, Access
 from rollmesh.wire.scheduling import JoinNode
-from rollmesh.wire.sockets import Doorbell, Hub, wait
+from rollmesh.wire.sockets import Hub, WakeSignal, wait
 
 log = get_logger()
 
@@ -62,7 +62,7 @@ def run(ask: ServiceOptions) -> None:
     another process has the journal or a node has changed.
     """
     setup("scheduler", ask.journal if ask.ready_fd is not None else None)
-    clock, bell = SystemClock(), Doorbell()
+    clock, bell = SystemClock(), WakeSignal()
     journal = SqliteJournal(ask.journal)
     try:
         listening = listen(ask.http_bind, ask.listen_fd)

@@ -27,8 +27,7 @@ from rollmesh.core.types import ErrorPlace, GroupRecord, RolloutRecord
 from rollmesh.serve.client.asks import Asked, AskEnded
 from rollmesh.serve.client.journal_entries import GroupBooked, SeenRollout
 from rollmesh.serve.client.samples import Float32s, Int32s, check_counts
-from rollmesh.wire.bodies import decode_record
-from rollmesh.wire.frames import Buffer, Packet
+from rollmesh.wire.frames import Buffer, Packet, decode_record
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.messages import GroupAcked, GroupFinished, ResultRefused
 

@@ -47,8 +47,7 @@ from rollmesh.envs.scratch import LOCK, PREFIX, sweep
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished, RawResult, Unopened
 from rollmesh.serve.client.asks import MOMENT_S, PATIENCE_S
 from rollmesh.serve.client.client import RolloutClient
-from rollmesh.wire.key_search import find_keys
-from rollmesh.wire.keys import Keys, Role, check_dial
+from rollmesh.wire.keys import Keys, Role, check_dial, find_keys
 from rollmesh.wire.sockets import check_admitted
 
 ERRORS: dict[str, type[GroupError]] = {

@@ -59,7 +59,7 @@ from rollmesh.serve.client.journal_entries import (
     StepEntry,
     StepTaken,
 )
-from rollmesh.wire.bodies import decode_ask, encode_ask
+from rollmesh.wire.frames import decode_ask, encode_ask
 from rollmesh.wire.keys import Keys, check_dialable
 from rollmesh.wire.members import SINK, Access
 from rollmesh.wire.messages import GroupAsk

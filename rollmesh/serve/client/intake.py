@@ -58,7 +58,7 @@ from rollmesh.serve.client.journal_entries import (
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import GroupFinished, ResultRefused
-from rollmesh.wire.sockets import Dialer, Doorbell, Hub, wait
+from rollmesh.wire.sockets import Dialer, Hub, WakeSignal, wait
 
 log = get_logger()
 
@@ -114,7 +114,7 @@ class IntakeThread:
         self._heap, self._trims = Heap(), TrimPlan()
         self._refused_said_s = -math.inf
         self._num_refused_said = 0
-        self._bell = Doorbell()
+        self._bell = WakeSignal()
         self._commands: deque[Command] = deque()
         self._held_asks: deque[Asked] = deque()
         self._fresh: list[Unopened] = []

@@ -44,8 +44,7 @@ from rollmesh.serve.client.journal_entries import (
     encode_entry,
 )
 from rollmesh.serve.client.journal_state import JournalPosition, JournalState, groups_in
-from rollmesh.wire.bodies import decode_ask
-from rollmesh.wire.frames import Buffer, Packet
+from rollmesh.wire.frames import Buffer, Packet, decode_ask
 from rollmesh.wire.messages import GroupFinished
 
 

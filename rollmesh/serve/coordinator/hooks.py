@@ -54,7 +54,7 @@ from rollmesh.wire.scheduling import (
     WithdrawRequest,
     signed,
 )
-from rollmesh.wire.sockets import Dialer, Doorbell, wait
+from rollmesh.wire.sockets import Dialer, WakeSignal, wait
 
 log = get_logger()
 
@@ -142,7 +142,7 @@ class PipelineHooks:
         """Keys of no two lives of a program are equal."""
         self._claims = Claims(pipeline_id)
         self._dialer = Dialer(scheduler, f"hooks-{pipeline_id}-{self._life}", keys)
-        self._bell = Doorbell()
+        self._bell = WakeSignal()
         self._lock = threading.Lock()
         self._num_asks = 0
         self._newest: dict[str, ReportProgress] = {}

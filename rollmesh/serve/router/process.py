@@ -47,7 +47,7 @@ from rollmesh.serve.status_app import SnapshotCell, StatusApp
 from rollmesh.wire.fleet import EngineFaulted, FleetAsk, JoinEngine, PublisherLeft, SleepEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Role, read_keys
-from rollmesh.wire.machine import Received, Send, Ticked
+from rollmesh.wire.machine import GroupNewsBatcher, Received, Send, Ticked
 from rollmesh.wire.members import ROUTER, Access
 from rollmesh.wire.messages import (
     AddressesAnswered,
@@ -59,8 +59,7 @@ from rollmesh.wire.messages import (
     WorkerHello,
     WorkerLeft,
 )
-from rollmesh.wire.news import News
-from rollmesh.wire.sockets import Doorbell, Hub, wait
+from rollmesh.wire.sockets import Hub, WakeSignal, wait
 
 MAX_PIDS = 512
 CAUSE = "its process is gone"
@@ -130,7 +129,7 @@ class SideThread:
         self,
         listening: socket.socket,
         board: SnapshotCell[RouterStatus],
-        bell: Doorbell,
+        bell: WakeSignal,
         figures: Source | None = None,
         connect: BackendFactory | None = None,
     ) -> None:
@@ -211,7 +210,7 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     connect = backend_factory(config.engine.backend)
     setup("router", config.run_folder() if ready_fd is not None else None)
     Heap().settle()
-    bell, clock = Doorbell(), SystemClock()
+    bell, clock = WakeSignal(), SystemClock()
     listening = listen(config.router.http_bind, listen_fd)
     board = SnapshotCell("router", clock, figures_of)
     keeper = HeapTrimmer(clock)
@@ -284,7 +283,7 @@ class RouterLoop:
         self._failures = Occasional()
         self._pids = LocalPids(pid_space())
         self._away: dict[str, str] = {}
-        self._news = News()
+        self._news = GroupNewsBatcher()
         self._next_tick_s = self._next_status_s = clock.now_s()
         self._num_body_bytes = 0
         """Bytes of requests at the last snapshot."""

@@ -41,8 +41,7 @@ from rollmesh.serve.server.rollouts import (
     score_limit,
 )
 from rollmesh.serve.server.worker_machine import Begin
-from rollmesh.wire.bodies import encode_record
-from rollmesh.wire.frames import Buffer
+from rollmesh.wire.frames import Buffer, encode_record
 from rollmesh.wire.messages import GroupAsk
 
 

@@ -25,9 +25,8 @@ from rollmesh.core.metrics import rss_bytes
 from rollmesh.serve.server.stack import whereabouts
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys
-from rollmesh.wire.machine import ROUTER
+from rollmesh.wire.machine import MOMENT_S, ROUTER, GroupNewsBatcher
 from rollmesh.wire.messages import GroupDelivered, GroupStarted, RouterHello, WorkerBeat
-from rollmesh.wire.news import MOMENT_S, News
 from rollmesh.wire.sockets import Dialer
 from rollmesh.wire.worker_report import WorkerReport
 
@@ -66,7 +65,7 @@ class WorkerTransport:
         self._sinks: OrderedDict[bytes, _Sink] = OrderedDict()
         """Least recently used first."""
         self._spare = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(NUM_SPARE)]
-        self._news = News()
+        self._news = GroupNewsBatcher()
         self._news_of = ""
         """The router's incarnation from its last message."""
         self._flush_timer: asyncio.TimerHandle | None = None

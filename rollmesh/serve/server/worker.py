@@ -50,9 +50,8 @@ from rollmesh.serve.server.worker_machine import (
     WorkerState,
     WornOut,
 )
-from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.fleet import EngineFaulted, FleetChanged
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, decode_ask
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage, GroupFinished

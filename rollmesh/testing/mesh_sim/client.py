@@ -30,8 +30,7 @@ from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.requesting_client import BEAT_S, RequestingClient
 from rollmesh.testing.mesh_sim.rollouts import SimGroupTurns
 from rollmesh.trainer.pacing.lifecycle import GroupRequest
-from rollmesh.wire.bodies import encode_ask
-from rollmesh.wire.frames import Buffer, Packet
+from rollmesh.wire.frames import Buffer, Packet, encode_ask
 from rollmesh.wire.messages import GroupAsk
 
 MAX_BYTES = (4_000, 24_000, 24_000)

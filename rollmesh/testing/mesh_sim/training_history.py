@@ -26,7 +26,7 @@ from rollmesh.testing.mesh_sim.rollouts import SimGroupTurns
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.pacing.lifecycle import MAX_REQUEUES, GroupLeft, GroupOutcome, TrainGroups
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.frames import decode_ask
 
 Rollouts = tuple[frozenset[int], ...]
 """Policy versions of the tokens of each rollout that may train."""

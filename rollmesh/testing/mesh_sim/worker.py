@@ -56,9 +56,8 @@ from rollmesh.testing.mesh_sim.rollouts import (
     SimGroupTurns,
     SimRollout,
 )
-from rollmesh.wire.bodies import decode_ask
 from rollmesh.wire.fleet import EngineFaulted, FleetChanged
-from rollmesh.wire.frames import Buffer, Packet
+from rollmesh.wire.frames import Buffer, Packet, decode_ask
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AskDrain, DrainAnswered, EnvFailed, WorkerBeat, WorkerExited
 

@@ -43,7 +43,7 @@ from rollmesh.trainer.controller.spec import RankSpec, route_of
 from rollmesh.wire.frames import Buffer, Packet
 from rollmesh.wire.keys import Keys
 from rollmesh.wire.machine import Received, Ticked
-from rollmesh.wire.sockets import Doorbell, Hub, wait
+from rollmesh.wire.sockets import Hub, WakeSignal, wait
 
 log = get_logger()
 
@@ -73,7 +73,7 @@ class RankHub:
         self._group = RankGroup(routes, settings, time.monotonic())
         self._has_logged_foreign = False
         self._events: deque[Event] = deque()
-        self._bell = Doorbell()
+        self._bell = WakeSignal()
         self._calls: dict[int, concurrent.futures.Future[Bodies]] = {}
         self._queries: dict[int, concurrent.futures.Future[TensorReport]] = {}
         self._numbers = itertools.count(1)

@@ -71,7 +71,7 @@ from rollmesh.wire.ranks import (
     StageCall,
     TensorsTold,
 )
-from rollmesh.wire.sockets import Dialer, Doorbell, wait
+from rollmesh.wire.sockets import Dialer, WakeSignal, wait
 
 log = get_logger()
 
@@ -97,7 +97,7 @@ class RankChannel:
         self._spec = spec
         self._listener = listener
         self._dialer = Dialer(spec.controller, route_of(spec), keys, is_secret=True)
-        self._bell = Doorbell()
+        self._bell = WakeSignal()
         self._outbox: deque[tuple[RankMessage, Buffer]] = deque()
         self._ended_step = NO_STEP
         self._num_received = 0
@@ -155,8 +155,8 @@ class RankChannel:
         if ended_step > self._ended_step:
             self._ended_step = ended_step
             self._listener.end_step(ended_step)
-        if isinstance(message, ControllerBeat) and message.num_said != self._num_received:
-            num_lost = message.num_said - self._num_received
+        if isinstance(message, ControllerBeat) and message.num_sent != self._num_received:
+            num_lost = message.num_sent - self._num_received
             self._listener.terminate(f"{num_lost} of the controller's messages were lost")
         self._num_received += 1
         self._listener.receive(message, packet.body)

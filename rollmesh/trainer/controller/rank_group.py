@@ -335,8 +335,8 @@ class RankGroup:
                 yield from self._meet(rank)
             case RankReady():
                 yield from self._form(rank, message)
-            case RankBeat() if message.num_said != rank.num_received - 1:
-                num_lost = message.num_said - rank.num_received + 1
+            case RankBeat() if message.num_sent != rank.num_received - 1:
+                num_lost = message.num_sent - rank.num_received + 1
                 yield from self._break(RankGone(number, f"{num_lost} of its messages were lost"))
             case RankLeft():
                 yield from self._exited(number, message.reason)

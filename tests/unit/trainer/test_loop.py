@@ -40,8 +40,7 @@ from rollmesh.trainer.reports.fencing import FenceRequested
 from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
-from rollmesh.wire.bodies import encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_record
 from rollmesh.wire.messages import (
     AskGroup,
     AttemptFailed,

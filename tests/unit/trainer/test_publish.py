@@ -25,7 +25,7 @@ from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.fleet import EnginePhase, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
-from rollmesh.wire.sockets import Doorbell, Hub, wait
+from rollmesh.wire.sockets import Hub, WakeSignal, wait
 
 PATIENCE_S = 60.0
 
@@ -36,7 +36,7 @@ class FleetHub:
     def __init__(self, *urls: str) -> None:
         self.fleet = Fleet()
         self.hub = Hub("tcp://127.0.0.1:0")
-        self.bell = Doorbell()
+        self.bell = WakeSignal()
         self.answers: list[EngineProbed] = []
         self.stopped = False
         self.loop = asyncio.get_running_loop()

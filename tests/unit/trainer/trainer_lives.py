@@ -40,8 +40,7 @@ from rollmesh.trainer.saver import CheckpointSaver
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
 from rollmesh.trainer.weights.verdicts import Probe
-from rollmesh.wire.bodies import decode_ask, encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, decode_ask, encode_record
 from rollmesh.wire.messages import AskGroup
 from rollmesh.wire.sockets import Dialer
 from tests.unit.serve.client.fake_router import FakeRouter, finished, next_ack

@@ -1,4 +1,4 @@
-"""Frames: what was sent is what arrives, and whatever else arrives is a WireError, no more."""
+"""Frames and bodies decode to what was encoded, and anything else is a WireError."""
 
 import math
 from array import array
@@ -10,8 +10,20 @@ from hypothesis import strategies as st
 
 from rollmesh.core.errors import WireError
 from rollmesh.core.ids import GroupId
-from rollmesh.wire.frames import MAX_PART_BYTES, PROTOCOL, Packet, decode, encode
-from rollmesh.wire.messages import ClientLeft, GroupAcked, GroupFinished, WorkerLeft
+from rollmesh.core.types import GroupRecord, SamplingPolicy, Task
+from rollmesh.wire.frames import (
+    MAX_ASK_BYTES,
+    MAX_PART_BYTES,
+    PROTOCOL,
+    Packet,
+    decode,
+    decode_ask,
+    decode_record,
+    encode,
+    encode_ask,
+    encode_record,
+)
+from rollmesh.wire.messages import ClientLeft, GroupAcked, GroupAsk, GroupFinished, WorkerLeft
 
 ACKED = GroupAcked(GroupId("r1", 2), 1, False)
 
@@ -57,7 +69,7 @@ def test_a_count_of_frames_that_is_not_theirs_is_refused(num_parts: list[int]) -
         ([], "0 frames"),
         ([b""], "1 frames"),
         ([b"", b""], "not a header"),
-        ([header(PROTOCOL + 1, "", ["client_hello", "c"]), b""], "protocol 2, we speak 1"),
+        ([header(PROTOCOL + 1, "", ["client_hello", "c"]), b""], "protocol 2, this process 1"),
         ([header(PROTOCOL, "", ["no_such_kind", "c"]), b""], "not a header"),
         ([header(PROTOCOL, "", ["client_hello", 7]), b""], "not a header"),
         ([header(PROTOCOL, "", ["client_hello"]), b""], "not a header"),
@@ -122,3 +134,33 @@ def test_a_time_that_is_not_finite_does_not_decode(started_s: float) -> None:
     left = WorkerLeft("w0", "drained", 7, started_s)
     with pytest.raises(WireError, match="not a header"):
         decode([bytes(frame) for frame in encode(Packet(left))])
+
+
+def test_ask_comes_back_as_it_was() -> None:
+    ask = GroupAsk(task=Task(id="t", data={"n": 1}), sampling=SamplingPolicy(), seed=2**63 - 1)
+    assert decode_ask(encode_ask(ask)) == ask
+
+
+def test_record_comes_back_as_it_was() -> None:
+    record = GroupRecord(task=Task(id="t"), reason="none", is_eval=True)
+    assert decode_record(encode_record(record)) == record
+
+
+@given(st.binary(max_size=64))
+def test_garbage_is_a_wire_error(body: bytes) -> None:
+    for decode_body in (decode_ask, decode_record):
+        with pytest.raises(WireError):
+            decode_body(body)
+
+
+def test_a_task_that_no_router_would_take_is_refused_where_it_is_asked_for() -> None:
+    task = Task(id="t", data={"text": "x" * MAX_ASK_BYTES})
+    with pytest.raises(WireError, match="task 't' has"):
+        encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=0))
+
+
+@pytest.mark.parametrize("value", [2**70, object(), {1: {2j: 3}}])
+def test_a_task_that_cannot_travel_is_named_where_it_is_asked_for(value: object) -> None:
+    task = Task(id="t", data={"n": value})
+    with pytest.raises(WireError, match="task 't' cannot be encoded"):
+        encode_ask(GroupAsk(task=task, sampling=SamplingPolicy(), seed=0))

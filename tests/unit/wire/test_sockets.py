@@ -19,7 +19,7 @@ from rollmesh.core.errors import AddressError
 from rollmesh.wire import sockets
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import ClientBeat, ClientHello, RouterHello
-from rollmesh.wire.sockets import QUEUE_MESSAGES, Dialer, Doorbell, Hub, wait
+from rollmesh.wire.sockets import QUEUE_MESSAGES, Dialer, Hub, WakeSignal, wait
 from tests.nonsense import nonsense
 
 PATIENCE_S = 60.0
@@ -156,15 +156,15 @@ async def test_sending_on_an_attached_dialer_loses_no_wake_up(hub: Hub, dialer: 
         packets(hub, 1)
 
 
-def rung_from_a_thread(bell: Doorbell) -> None:
+def rung_from_a_thread(bell: WakeSignal) -> None:
     thread = threading.Thread(target=bell.ring)
     thread.start()
     thread.join()
 
 
-@pytest.mark.parametrize("ring", [Doorbell.ring, rung_from_a_thread])
-def test_a_bell_ends_a_wait_once(hub: Hub, ring: Callable[[Doorbell], None]) -> None:
-    with closing(Doorbell()) as bell:
+@pytest.mark.parametrize("ring", [WakeSignal.ring, rung_from_a_thread])
+def test_a_bell_ends_a_wait_once(hub: Hub, ring: Callable[[WakeSignal], None]) -> None:
+    with closing(WakeSignal()) as bell:
         ring(bell)
         ring(bell)
         wait([hub], bell, PATIENCE_S)
@@ -269,7 +269,7 @@ def test_a_peer_that_vanished_without_goodbye_is_found_out(
 FEW_DESCRIPTORS = """
 import os, resource
 from rollmesh.core.errors import AddressError
-from rollmesh.wire.sockets import Dialer, Doorbell, Hub
+from rollmesh.wire.sockets import Dialer, WakeSignal, Hub
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 taken, told = [], set()
 try:
@@ -278,7 +278,7 @@ try:
 except OSError:
     pass
 for _ in range(30):
-    for kind in Doorbell, lambda: Hub("tcp://127.0.0.1:0"), lambda: Dialer("tcp://x:1", "d"):
+    for kind in WakeSignal, lambda: Hub("tcp://127.0.0.1:0"), lambda: Dialer("tcp://x:1", "d"):
         try:
             kind().close()
         except AddressError as error:
@@ -302,7 +302,7 @@ def test_a_socket_that_cannot_be_opened_is_one_line_and_ends_no_process() -> Non
 
 
 def test_a_closed_bell_neither_writes_into_nor_closes_a_file_opened_since(tmp_path: Path) -> None:
-    bell = Doorbell()
+    bell = WakeSignal()
     number = bell.fileno()
     bell.close()
     with (tmp_path / "other").open("w+b", buffering=0) as other:

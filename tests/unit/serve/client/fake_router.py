@@ -6,8 +6,7 @@ from typing import ClassVar, TypeVar
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Task
-from rollmesh.wire.bodies import decode_ask, encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, decode_ask, encode_record
 from rollmesh.wire.messages import (
     AnyMessage,
     AskGroup,

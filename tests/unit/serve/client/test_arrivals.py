@@ -36,7 +36,7 @@ from rollmesh.serve.client.async_client import error_of
 from rollmesh.serve.client.evaluation import rows_of
 from rollmesh.serve.client.evaluation_files import RESULTS, Results, Row
 from rollmesh.serve.client.journal_entries import decode_entry, encode_entry
-from rollmesh.wire.bodies import encode_record
+from rollmesh.wire.frames import encode_record
 
 IDS = np.array([7, 8, 9], np.int32).tobytes()
 LOGPROBS = np.array([-0.5, -1.5], np.float32).tobytes()

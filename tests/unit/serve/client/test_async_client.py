@@ -29,7 +29,7 @@ from rollmesh.serve.client import async_client
 from rollmesh.serve.client.arrivals import RawResult
 from rollmesh.serve.client.async_client import AsyncRolloutClient
 from rollmesh.serve.client.client import Dropped, Finished
-from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.frames import decode_ask
 from rollmesh.wire.keys import new_keys, read_keys
 from rollmesh.wire.members import ROUTER, Access
 from rollmesh.wire.messages import AskGroup, AskRefused, CancelGroup, ClientLeft, GroupFailed

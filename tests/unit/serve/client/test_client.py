@@ -22,7 +22,7 @@ from rollmesh.serve.client.client import (
     facing,
     listen,
 )
-from rollmesh.wire.bodies import decode_ask
+from rollmesh.wire.frames import decode_ask
 from rollmesh.wire.messages import (
     AskGroup,
     AskRefused,

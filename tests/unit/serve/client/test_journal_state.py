@@ -32,8 +32,7 @@ from rollmesh.serve.client.journal_entries import (
 )
 from rollmesh.serve.client.journal_state import JournalPosition, JournalState
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
-from rollmesh.wire.bodies import encode_ask
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_ask
 from rollmesh.wire.messages import GroupAsk, GroupFinished
 from tests.unit.serve.client.trainer_process import CONFIG, Trainer
 

@@ -20,8 +20,7 @@ from rollmesh.serve.client.journal_entries import (
 )
 from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
 from rollmesh.trainer.checkpoints.state import LoopState, PendingTask
-from rollmesh.wire.bodies import encode_ask, encode_record
-from rollmesh.wire.frames import Packet
+from rollmesh.wire.frames import Packet, encode_ask, encode_record
 from rollmesh.wire.messages import GroupAsk, GroupFinished
 
 CONFIG = JournalConfig(segment_bytes=600, max_bytes=10_000)

@@ -14,7 +14,7 @@ from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.serve.server.groups import Payload, Slots, empty_payload, run_group
 from rollmesh.serve.server.worker_machine import Begin
-from rollmesh.wire.bodies import decode_record
+from rollmesh.wire.frames import decode_record
 from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_stage
 
 

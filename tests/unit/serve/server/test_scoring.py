@@ -16,7 +16,7 @@ from rollmesh.envs.env import Endpoint, Sibling, Transcript
 from rollmesh.serve.client.samples import Cut, cut
 from rollmesh.serve.server.groups import Payload, Slots, run_group
 from rollmesh.serve.server.worker_machine import Begin
-from rollmesh.wire.bodies import decode_record
+from rollmesh.wire.frames import decode_record
 from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_stage, served, speaking
 
 BEGIN = Begin(GroupId("r1", 3), 2, b"")

@@ -69,7 +69,7 @@ class SimRank:
             return
         message = self.inbox.popleft()
         self.ended_step = max(self.ended_step, getattr(message, "ended_step", -1))
-        if isinstance(message, ControllerBeat) and message.num_said != self._num_heard:
+        if isinstance(message, ControllerBeat) and message.num_sent != self._num_heard:
             self._leave("messages were lost")
         self._num_heard += 1
         self._do(message)

@@ -130,7 +130,7 @@ def test_beats_say_how_much_came_before_them() -> None:
         num_before = 1
         for message in heard(hub):
             if isinstance(message, RankBeat):
-                assert message.num_said == num_before
+                assert message.num_sent == num_before
                 if num_before > 4:
                     break
             num_before += 1

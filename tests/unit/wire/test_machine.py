@@ -2,7 +2,7 @@
 
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.frames import Packet
-from rollmesh.wire.machine import Send
+from rollmesh.wire.machine import MOMENT_S, GroupNewsBatcher, Send
 from rollmesh.wire.messages import (
     ClientBeat,
     GroupDelivered,
@@ -11,7 +11,6 @@ from rollmesh.wire.messages import (
     GroupStarted,
     GroupState,
 )
-from rollmesh.wire.news import MOMENT_S, News
 from rollmesh.wire.sockets import Dialer, Hub, wait
 
 ONE, TWO = GroupId("r1", 1), GroupId("r1", 2)
@@ -22,7 +21,7 @@ def moved(group_id: GroupId, state: GroupState) -> GroupMoved:
 
 
 def test_each_peer_is_told_once_of_all_its_groups_and_of_each_the_newest() -> None:
-    news = News()
+    news = GroupNewsBatcher()
     news.add(b"a", moved(ONE, GroupState.ASSIGNED), 5.0)
     news.add(b"a", moved(TWO, GroupState.ASSIGNED), 5.001)
     news.add(b"a", moved(ONE, GroupState.DONE), 5.002)
@@ -33,7 +32,7 @@ def test_each_peer_is_told_once_of_all_its_groups_and_of_each_the_newest() -> No
 
 
 def test_the_first_says_when_all_are_due() -> None:
-    news = News()
+    news = GroupNewsBatcher()
     news.add(b"a", moved(ONE, GroupState.ASSIGNED), 5.0)
     news.add(b"a", moved(TWO, GroupState.ASSIGNED), 5.0 + MOMENT_S / 2)
     assert news.due_s == 5.0 + MOMENT_S
