@@ -6,11 +6,10 @@ others train on the others.
 
 import msgspec
 
-from rollmesh.testing.scheduler_sim.draws import Shape
 from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.testing.scheduler_sim.fleet import SharedFleet
-from rollmesh.testing.scheduler_sim.plans import Boundary, TenantPlan
-from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, Parts
+from rollmesh.testing.scheduler_sim.plans import Boundary, FleetDraw, PipelinePlan
+from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, SchedulerParts
 from rollmesh.wire.scheduling import GpuPriority, PipelineSpec
 
 HANGS_AT_S, THAWS_AT_S = 15.0, 75.0
@@ -23,19 +22,19 @@ UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
 """The fault: the next resize waits for the one before to its end (W4)."""
 
 
-def trainer(gpu: int) -> TenantPlan:
+def trainer(gpu: int) -> PipelinePlan:
     """It trains again and again, and generates on a GPU of its own."""
     phases = (("actor_train", GpuPriority.ACTOR_TRAINING, 0.3),)
     name = "first" if gpu == 0 else f"other-{gpu}"
     spec = PipelineSpec(pipeline_id=name, clusters={"actor_train": (gpu,)}, generation=(4 + gpu,))
-    return TenantPlan(spec=spec, num_steps=NUM_STEPS, num_rollouts=2, median_s=1.0, phases=phases)
+    return PipelinePlan(spec=spec, num_steps=NUM_STEPS, num_rollouts=2, median_s=1.0, phases=phases)
 
 
-def longest_waits_s(seed: int, parts: Parts) -> tuple[float, float]:
+def longest_waits_s(seed: int, parts: SchedulerParts) -> tuple[float, float]:
     """Of `first`, and of the others, for their clusters."""
     spec = PipelineSpec(pipeline_id="ill", clusters={}, generation=(0, 1, 2, 3))
-    ill = TenantPlan(spec=spec, num_steps=8, num_rollouts=64, boundary=Boundary.SIGNALS)
-    shape = Shape(policy="fair", num_nodes=2, plans=(ill, *map(trainer, range(4))))
+    ill = PipelinePlan(spec=spec, num_steps=8, num_rollouts=64, boundary=Boundary.SIGNALS)
+    shape = FleetDraw(policy="fair", num_nodes=2, plans=(ill, *map(trainer, range(4))))
     fleet = SharedFleet(seed, FleetFaults(), shape, parts)
     engine = fleet.tenancies[0].engines[0]
     fleet.kernel.after(HANGS_AT_S, lambda: engine.freeze(THAWS_AT_S))
@@ -47,11 +46,11 @@ def longest_waits_s(seed: int, parts: Parts) -> tuple[float, float]:
 
 def test_who_needs_another_engine_of_that_pipeline_waits_for_a_turn_at_most() -> None:
     for seed in range(NUM_SEEDS):
-        first, others = longest_waits_s(seed, Parts())
+        first, others = longest_waits_s(seed, SchedulerParts())
         assert others <= BOUND_S, f"seed {seed}"
         assert first > SETTINGS.resize_deadline_s, f"seed {seed}: it did not hang"
 
 
 def test_without_turns_it_waits_longer() -> None:
-    waits = [longest_waits_s(seed, Parts(settings=UNTURNED)) for seed in range(NUM_SEEDS)]
+    waits = [longest_waits_s(seed, SchedulerParts(settings=UNTURNED)) for seed in range(NUM_SEEDS)]
     assert max(others for _, others in waits) > BOUND_S

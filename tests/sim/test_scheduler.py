@@ -18,11 +18,10 @@ from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.scheduler.service.tickets import TicketQueue
 from rollmesh.serve.coordinator.claims import Action, Claims
 from rollmesh.serve.coordinator.machine import Coordinator
-from rollmesh.testing.scheduler_sim.draws import Shape, draw
 from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.testing.scheduler_sim.fleet import simulate
-from rollmesh.testing.scheduler_sim.plans import Boundary, TenantPlan
-from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, Parts, quick
+from rollmesh.testing.scheduler_sim.plans import Boundary, FleetDraw, PipelinePlan, draw
+from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, SchedulerParts, quick
 from rollmesh.wire.scheduling import (
     GpuPriority,
     PipelineSpec,
@@ -155,12 +154,12 @@ class BelievesOffers(Claims):
         return super()._on_moved(waiting, moved)
 
 
-def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1.0) -> Shape:
+def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1.0) -> FleetDraw:
     """Pipelines whose training needs every GPU on which any of them generates."""
     gpus = (0, 1, 2, 3)
     phases = (("actor_train", GpuPriority.ACTOR_TRAINING, trains_s),)
     plans = tuple(
-        TenantPlan(
+        PipelinePlan(
             spec=PipelineSpec(
                 pipeline_id=f"p{index}", clusters={"actor_train": gpus}, generation=gpus
             ),
@@ -170,7 +169,7 @@ def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1
         )
         for index in range(num)
     )
-    return Shape(policy="fair", num_nodes=1, plans=plans)
+    return FleetDraw(policy="fair", num_nodes=1, plans=plans)
 
 
 class KeepsItsClock(Coordinator):
@@ -202,10 +201,10 @@ def test_pipeline_that_ends_early_does_not_wedge_the_other(how: Boundary) -> Non
     for seed in range(2):
         shape = boundary(2, how)
         first, other = shape.plans
-        short = TenantPlan(
+        short = PipelinePlan(
             spec=first.spec, num_steps=2, phases=first.phases, boundary=how, leaves=bool(seed % 2)
         )
-        ended = Shape(policy="fair", num_nodes=1, plans=(short, other))
+        ended = FleetDraw(policy="fair", num_nodes=1, plans=(short, other))
         report = simulate(seed, faults=DELAYS, shape=ended)
         assert report.num_steps == 2 + 5
 
@@ -223,7 +222,7 @@ def test_who_died_as_he_waited_holds_nothing(broken: type[FleetScheduler], is_fo
     """Not later than `patience_s` after he was last heard, and a moment: fleet.py looks at that."""
     shape = boundary(5, Boundary.CLEARS, num_steps=3, trains_s=6.0)
     seeds = (37, 43, 55, *range(12))  # the first three show the first of them
-    told = (outcome(seed, Parts(scheduler=broken), shape) for seed in seeds)
+    told = (outcome(seed, SchedulerParts(scheduler=broken), shape) for seed in seeds)
     assert any("is dead" in each for each in told) is is_found
 
 
@@ -233,27 +232,29 @@ def test_who_computes_on_what_was_but_offered_is_where_another_is(
 ) -> None:
     """He who was not heard for long, and he who was told and says no more."""
     shape = boundary(2, Boundary.CLEARS, num_steps=2, trains_s=2 * SETTINGS.patience_s)
-    told = [outcome(seed, Parts(claims=broken), shape) for seed in range(4)]
+    told = [outcome(seed, SchedulerParts(claims=broken), shape) for seed in range(4)]
     assert any("is used by" in each for each in told) is is_found, told
 
 
 @pytest.mark.parametrize(
     ("parts", "is_found"),
-    [(Parts(coordinator=KeepsItsClock), True), (Parts(), False)],
+    [(SchedulerParts(coordinator=KeepsItsClock), True), (SchedulerParts(), False)],
     ids=["keeps its clock", "hears of others"],
 )
-def test_a_clock_that_went_back_silences_nobody(parts: Parts, is_found: bool) -> None:
+def test_a_clock_that_went_back_silences_nobody(parts: SchedulerParts, is_found: bool) -> None:
     """A next life by an earlier clock: its truth is the newest all the same."""
     assert any(is_stuck(seed, parts) for seed in range(6)) is is_found
 
 
-def is_stuck(seed: int, parts: Parts) -> bool:
+def is_stuck(seed: int, parts: SchedulerParts) -> bool:
     """Whether somebody does not come to his end."""
     faults = FleetFaults(crash=0.05, set_back=0.5)
     return "is at work" in outcome(seed, parts, boundary(2, Boundary.CLEARS, num_steps=20), faults)
 
 
-def outcome(seed: int, parts: Parts, shape: Shape, faults: FleetFaults = DEATHS) -> str:
+def outcome(
+    seed: int, parts: SchedulerParts, shape: FleetDraw, faults: FleetFaults = DEATHS
+) -> str:
     """What the simulation finds, if anything."""
     try:
         simulate(seed, faults, parts, shape)
@@ -264,7 +265,7 @@ def outcome(seed: int, parts: Parts, shape: Shape, faults: FleetFaults = DEATHS)
 
 def breaks(seed: int, kind: type[FleetScheduler]) -> bool:
     try:
-        simulate(seed, parts=Parts(scheduler=kind))
+        simulate(seed, parts=SchedulerParts(scheduler=kind))
     except AssertionError:
         return True
     return False

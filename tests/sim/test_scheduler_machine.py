@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.state import SchedulerSettings
-from rollmesh.testing.scheduler_sim.stage import Cast, Stage
+from rollmesh.testing.scheduler_sim.manual import ManualScheduler, PipelineActors
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     ClearProgress,
@@ -62,7 +62,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.stage = Stage(SPECS, NUM_GPUS, policies.make_policy(self.policy), SETTINGS)
+        self.stage = ManualScheduler(SPECS, NUM_GPUS, policies.make_policy(self.policy), SETTINGS)
         self.batch = self.step = 0
 
     # programs
@@ -160,7 +160,7 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     # helpers
 
-    def _cast(self, name: str) -> Cast:
+    def _cast(self, name: str) -> PipelineActors:
         return self.stage.cast[name]
 
     def _cluster(self, name: str, pick: int) -> str:

@@ -10,7 +10,7 @@ from rollmesh.scheduler.service.registry import PipelineRegistry
 from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.testing.scheduler_sim.faults import WILD
 from rollmesh.testing.scheduler_sim.fleet import simulate
-from rollmesh.testing.scheduler_sim.scheduler import Parts
+from rollmesh.testing.scheduler_sim.scheduler import SchedulerParts
 
 KEPT_SEEDS = (3013, 3061, 3111)
 SEEDS = (*range(20), *KEPT_SEEDS)
@@ -43,7 +43,7 @@ def test_a_scheduler_that_does_not_undo_what_people_do_is_found() -> None:
 def outcome(seed: int, kind: type[FleetScheduler]) -> str:
     """What the simulation finds, if anything."""
     try:
-        simulate(seed, WILD, Parts(scheduler=kind))
+        simulate(seed, WILD, SchedulerParts(scheduler=kind))
     except AssertionError as error:
         return str(error)
     return ""

@@ -1,7 +1,6 @@
-"""The simulated coordinator process: the real machine, its calls to engines, and their limits.
+"""The simulated coordinator process: the real machine, its calls to engines, and their timeouts.
 
-Invariant: each call is answered once, by its engine or by the limit. Driven by the kernel: ticks,
-messages of scheduler and router, and the answers of engines.
+- Each call is answered once, by its engine or by the timeout.
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from rollmesh.serve.coordinator.events import (
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SimEngine
-from rollmesh.testing.scheduler_sim.tenant import token_of
+from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SharedEngine
+from rollmesh.testing.scheduler_sim.trainer import token_of
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Ticked
 from rollmesh.wire.scheduling import signed
@@ -31,7 +30,7 @@ TICK_S = 0.2
 CLOCK_S = 1e6
 HOUR_S = 3600.0
 CALL_S = 3.0
-"""How long an engine may take for a call."""
+"""Timeout of an engine's call."""
 
 
 class SimCoordinator(Node):
@@ -40,7 +39,7 @@ class SimCoordinator(Node):
     def __init__(
         self,
         pipeline_id: str,
-        engines: Sequence[SimEngine],
+        engines: Sequence[SharedEngine],
         kernel: Kernel,
         network: Network,
         machine: type[Coordinator] = Coordinator,
@@ -56,7 +55,7 @@ class SimCoordinator(Node):
         self._network = network
         self._machine_kind = machine
         self._clock_s = CLOCK_S
-        """What its clock showed when time began."""
+        """Its clock at time zero."""
         self.machine = self._new()
         network.attach(self, self._receive)
 

@@ -1,11 +1,11 @@
-"""A simulated engine of a pipeline: memory that it takes and gives back, and calls that may hang.
+"""A simulated engine of a pipeline, and the GPUs that engines and trainers really occupy.
 
     RELEASED > (resume) > HOLDS MEMORY > (load) > SERVES > (release) > RELEASED
 
-Invariants: it stands on its GPUs from the moment it begins to take memory until that is given back;
-a process that was killed has none, and its successor starts without (--asleep). Calls are carried
-out in their order, also those whose caller waits no more. Driven by the coordinator's calls and by
-fate.
+- A GPU never has two users, whatever was granted to whom.
+- An engine occupies its GPUs from the moment it begins to take memory until that is released. A
+  killed process has none, and its successor starts without (--asleep).
+- Calls are carried out in order, also those whose caller has stopped waiting.
 """
 
 from collections.abc import Callable
@@ -13,28 +13,49 @@ from collections.abc import Callable
 from rollmesh.serve.coordinator.events import UNVERSIONED, Deed, EngineSeen
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.scheduler_sim.space import Space
+
+
+class GpuOccupancy:
+    """The users of each GPU, which no message reports."""
+
+    def __init__(self) -> None:
+        self._users: dict[int, str] = {}
+
+    def enter(self, user: str, gpus: tuple[int, ...]) -> None:
+        """Occupy GPUs; AssertionError if another user does."""
+        for gpu in gpus:
+            there = self._users.setdefault(gpu, user)
+            assert there == user, f"GPU {gpu} is used by {there}, and {user} takes it"
+
+    def leave(self, user: str) -> None:
+        """Leave all GPUs."""
+        self._users = {gpu: each for gpu, each in self._users.items() if each != user}
+
+    def users(self) -> dict[int, str]:
+        """By GPU."""
+        return dict(self._users)
+
 
 POLICY_VERSION = 1
-"""Nobody publishes here."""
+"""No publisher runs here."""
 TAKES_S = {Deed.RESUME: (0.1, 1.0), Deed.LOAD: (0.1, 1.0), Deed.RELEASE: (0.05, 0.4)}
 OTHER_S = (0.001, 0.01)
 
 Answer = Callable[[bool, EngineSeen], None]
 
 
-class SimEngine(Node):
+class SharedEngine(Node):
     """One engine process."""
 
     def __init__(
-        self, url: str, gpus: tuple[int, ...], kernel: Kernel, network: Network, space: Space
+        self, url: str, gpus: tuple[int, ...], kernel: Kernel, network: Network, space: GpuOccupancy
     ) -> None:
         super().__init__(url)
         self.gpus = gpus
         self.has_memory = False
         self.has_weights = False
         self._is_moving = False
-        """By the name of its weights: taken up or given up, and that is not ended."""
+        """By the name of its weights: taken or released, and not finished."""
         self._kernel = kernel
         self._network = network
         self._space = space
@@ -54,7 +75,7 @@ class SimEngine(Node):
         return f"{self.name}.{self.life}"
 
     def call(self, caller: Node, deed: Deed, answer: Answer) -> None:
-        """`answer` hears whether it was done, or nothing."""
+        """Carry out a call; `answer` is called with whether it was done, or not at all."""
         life, rng = caller.life, self._kernel.rng
         if not self.alive or self._network.strikes("call_error"):
             self._network.answer(caller, life, lambda: answer(False, self._seen()))

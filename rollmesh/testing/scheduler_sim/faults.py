@@ -1,7 +1,6 @@
-"""What may go wrong on a fleet that pipelines share, besides what the network does.
+"""Faults of a fleet that pipelines share, besides those of the network.
 
-Owns the chances. Invariants: all zero is a perfect world; each fault is counted where it strikes.
-Driven by fleet.py.
+- All zero is a perfect world; each fault is counted when it occurs.
 """
 
 import msgspec
@@ -10,34 +9,36 @@ from rollmesh.testing.mesh_sim.network import FaultChances
 
 
 class FleetFaults(FaultChances, frozen=True, kw_only=True):
-    """Chances of each fault; those of mesh_sim that name no node of a fleet are not looked at."""
+    """Probability of each fault; those of mesh_sim for nodes that a fleet does not have are
+    ignored.
+    """
 
     engine_hang: float = 0.0
-    """Per second and engine: it answers nothing for a while, then is killed and starts anew."""
+    """Per second and engine: it answers nothing for a while, then is killed and restarted."""
     engine_crash: float = 0.0
     """Per second and engine."""
     killed: float = 0.0
     """Per second and pipeline: all of its processes die, and do not come back."""
     silent: float = 0.0
-    """Per second and node: its agent says nothing for a while."""
+    """Per second and node: its agent sends nothing for a while."""
     lost: float = 0.0
-    """Per second and trainer: it dies, and comes back when what it had asked for is given up."""
+    """Per second and trainer: it dies, and returns when its requests have been given up."""
     cut: float = 0.0
-    """Per second and trainer: nothing of it is heard at the scheduler for 20 s, nor it of that."""
+    """Per second and trainer: it is cut off from the scheduler for 20 s."""
     set_back: float = 0.0
     """Per start of a coordinator or trainer: its clock is an hour behind the one before it."""
     node_lost: float = 0.0
-    """Per second and node: whatever runs there dies, and it comes back later."""
+    """Per second and node: everything on it dies, and it returns later."""
     drained: float = 0.0
-    """Per second and node: somebody drains it, and later undoes that."""
+    """Per second and node: it is drained, and later that is undone."""
     verb_killed: float = 0.0
-    """Per second and pipeline: a verb that waits for its answer is killed, and said anew."""
+    """Per second and pipeline: a verb that waits for its answer is killed and repeated."""
     left: float = 0.0
     """Per second and pipeline: it is unregistered in the middle of its work."""
     withdrawn: float = 0.0
-    """Per second and trainer: it does not want what it waits for, and then does."""
+    """Per second and trainer: it withdraws a request, and then repeats it."""
     held_up: float = 0.0
-    """Per second: what has come for the scheduler meanwhile is taken in one turn."""
+    """Per second: messages for the scheduler gather and are taken in one turn."""
 
 
 CHAOS = FleetFaults(
@@ -68,4 +69,4 @@ WILD = msgspec.structs.replace(
     jump=0.004,
     disk_full=0.002,
 )
-"""And what people do, and disks and clocks."""
+"""Probabilities of acts of people, and of disks and clocks."""

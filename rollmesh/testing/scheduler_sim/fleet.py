@@ -1,30 +1,154 @@
-"""Builds a shared fleet, lets chaos loose on it, then calm, and sees whether all came to its end.
+"""Builds a shared fleet, runs it with faults and then without, and checks that everything ends.
 
     CHAOS (faults, crashes, kills) -> HUSH (a perfect network; lost trainers stay dead, and have
-    nothing that they did not take) -> CALM (everyone up) -> at rest, or failed
+    nothing that they did not take) -> CALM (all up) -> at rest, or failed
 
-Driven by `simulate`, which tests, the kept seeds and the search call.
+    a pipeline: (starts) > registered > admitted > at work > over > unregistered
+                any > killed > unregistered
+
+- A killed or departed pipeline has no process and occupies no GPU.
 """
 
 import collections
+import enum
 
 import msgspec
 
+from rollmesh.core.secret_files import hash_token
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.machines import REAL
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.scheduler_sim.clerk import SimAgent
-from rollmesh.testing.scheduler_sim.draws import GPUS_A_NODE, Shape, draw
+from rollmesh.testing.scheduler_sim.coordinator import SimCoordinator
+from rollmesh.testing.scheduler_sim.engine import GpuOccupancy, SharedEngine
 from rollmesh.testing.scheduler_sim.faults import CHAOS, FleetFaults
-from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, Parts, SimScheduler
-from rollmesh.testing.scheduler_sim.space import Space
-from rollmesh.testing.scheduler_sim.tenancy import Stage, Tenancy
+from rollmesh.testing.scheduler_sim.plans import GPUS_A_NODE, FleetDraw, PipelinePlan, draw
+from rollmesh.testing.scheduler_sim.router import PipelineRouter
+from rollmesh.testing.scheduler_sim.rpc_client import RpcClient, SimAgent
+from rollmesh.testing.scheduler_sim.scheduler import SETTINGS, SchedulerParts, SimScheduler
+from rollmesh.testing.scheduler_sim.trainer import PipelineTrainer, token_of
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
+    AdmitPipeline,
     DrainNode,
+    KillPipeline,
     NotifyReleaseGpus,
+    RegisterPipeline,
     UndrainNode,
+    UnregisterPipeline,
 )
+
+LOOK_S = 0.5
+
+
+class PipelineStage(enum.StrEnum):
+    """Life cycle of a pipeline."""
+
+    NOT_YET = "not yet"
+    AT_WORK = "at work"
+    LEAVING = "leaving"
+    OVER = "over"
+    """Registered, and wants nothing."""
+    GONE = "gone"
+
+
+class SimPipeline:
+    """Life cycle of a pipeline."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        kernel: Kernel,
+        network: Network,
+        space: GpuOccupancy,
+        parts: SchedulerParts,
+    ) -> None:
+        spec = plan.spec
+        self.plan = plan
+        self.stage = PipelineStage.NOT_YET
+        self.is_killed = False
+        self.is_sent_away = False
+        self.is_lost = False
+        """Its trainer is dead, and does not return yet."""
+        starts = range(0, len(spec.generation), spec.tp)
+        bundles = [spec.generation[start : start + spec.tp] for start in starts]
+        self.engines = [
+            SharedEngine(f"engine-{spec.pipeline_id}-{rank}", gpus, kernel, network, space)
+            for rank, gpus in enumerate(bundles)
+        ]
+        self.coordinator = SimCoordinator(
+            spec.pipeline_id, self.engines, kernel, network, parts.coordinator
+        )
+        self.router = PipelineRouter(spec.pipeline_id, self.engines, kernel, network)
+        num_serving = self.router.num_serving
+        self.tenant = PipelineTrainer(plan, kernel, network, space, num_serving, parts.claims)
+        self.clerk = RpcClient(
+            f"admission-{spec.pipeline_id}", kernel, network, token_of(spec.pipeline_id)
+        )
+        self._kernel = kernel
+
+    @property
+    def pipeline_id(self) -> str:
+        return self.plan.spec.pipeline_id
+
+    def processes(self) -> list[Node]:
+        """Nodes that may die and restart."""
+        if self.is_killed or self.stage in (PipelineStage.NOT_YET, PipelineStage.GONE):
+            return []
+        return [self.coordinator, self.router, *[self.tenant] * (not self.is_lost)]
+
+    def all_nodes(self) -> list[Node]:
+        return [self.tenant, self.coordinator, self.router, *self.engines]
+
+    def start(self) -> None:
+        """Start it at its time."""
+        self.stage = PipelineStage.AT_WORK
+        clerk = self.clerk
+        clerk.start()
+        token_hash = hash_token(token_of(self.pipeline_id))
+        clerk.ask(RegisterPipeline(clerk.key(), self.plan.spec, token_hash=token_hash))
+        clerk.ask(AdmitPipeline(clerk.key(), self.pipeline_id))
+        self.router.start()
+        self.coordinator.start()
+        self.tenant.start()
+        self._look()
+
+    def kill(self) -> None:
+        """Kill all of its processes at once; the killer reports it."""
+        self.is_killed = True
+        self._end_processes()
+        self.stage = PipelineStage.LEAVING
+        clerk = self.clerk
+        clerk.ask(KillPipeline(clerk.key(), self.pipeline_id))
+        clerk.ask(UnregisterPipeline(clerk.key(), self.pipeline_id), self._gone)
+
+    def leave(self) -> None:
+        """Unregister it while it works; its run ends once it is refused."""
+        self.is_sent_away = True
+        self.stage = PipelineStage.LEAVING
+        self.clerk.ask(UnregisterPipeline(self.clerk.key(), self.pipeline_id), self._gone)
+
+    def _look(self) -> None:
+        if self.stage is PipelineStage.AT_WORK and self.tenant.is_over:
+            self.stage = PipelineStage.OVER
+            if self.plan.leaves:
+                self.stage = PipelineStage.LEAVING
+                ask = UnregisterPipeline(self.clerk.key(), self.pipeline_id)
+                self.clerk.ask(ask, self._gone)
+        if self.stage is PipelineStage.AT_WORK:
+            self._kernel.after(LOOK_S, self._look)
+
+    def _gone(self) -> None:
+        standing = [engine.name for engine in self.engines if engine.has_memory]
+        assert not standing, f"{self.pipeline_id} is said to be gone, and {standing} are awake"
+        assert not self.tenant.is_training, f"{self.pipeline_id} is said to be gone, and trains"
+        self.stage = PipelineStage.GONE
+        self._end_processes()
+
+    def _end_processes(self) -> None:
+        for node in self.all_nodes():
+            if node.alive:
+                node.crash()
+
 
 FATE_S = 0.5
 CHAOS_S = 40.0
@@ -36,21 +160,21 @@ JUMP_S = (1.0, 40.0)
 CUT_S = 20.0
 """Longer than the scheduler's patience."""
 SLOW_S = 8.0
-"""What was on its way has come, and who was told of it has looked at the time."""
+"""Time for messages on their way, and for timeouts that follow from them."""
 
 
 class FleetReport(msgspec.Struct):
-    """What one simulation saw."""
+    """Counts of one simulation."""
 
     seed: int
     num_events: int
     num_steps: int
-    """Of all pipelines."""
+    """Steps of all pipelines."""
     num_incarnations: int
-    """Of the scheduler."""
+    """Incarnations of the scheduler."""
     ended_s: float
     waits_s: dict[str, float]
-    """The longest of each kind of ask."""
+    """The longest wait of each kind of request."""
     num_dispatched: int
     """Steps whose rollouts began."""
     num_granted_asleep: int
@@ -62,11 +186,13 @@ class FleetReport(msgspec.Struct):
 class SharedFleet:
     """A scheduler, nodes, and pipelines."""
 
-    def __init__(self, seed: int, faults: FleetFaults, shape: Shape, parts: Parts) -> None:
+    def __init__(
+        self, seed: int, faults: FleetFaults, shape: FleetDraw, parts: SchedulerParts
+    ) -> None:
         self.kernel = Kernel(seed)
         self.faults = faults
         self.network = Network(self.kernel, faults, REAL)
-        self.space = Space()
+        self.space = GpuOccupancy()
         self.shape = shape
         self.scheduler = SimScheduler(self.kernel, self.network, parts, shape.policy)
         self.agents = [
@@ -74,7 +200,7 @@ class SharedFleet:
             for index in range(shape.num_nodes)
         ]
         self.tenancies = [
-            Tenancy(plan, self.kernel, self.network, self.space, parts) for plan in shape.plans
+            SimPipeline(plan, self.kernel, self.network, self.space, parts) for plan in shape.plans
         ]
         self.num_granted_asleep = 0
         self._granted: set[str] = set()
@@ -82,7 +208,7 @@ class SharedFleet:
         self.kernel.on_killed = self._crash
 
     def run(self, chaos_s: float) -> None:
-        """All of it; AssertionError tells what does not hold."""
+        """Run all of it; an AssertionError says what does not hold."""
         self._start()
         self._fate()
         self.kernel.run(10**9, chaos_s)
@@ -143,16 +269,16 @@ class SharedFleet:
             self._lose(agent)
 
     def _drain(self, agent: SimAgent) -> None:
-        """By whoever has the agent's name; a second one is no more than the first."""
+        """Kill by the holder of the agent's name; a second one changes nothing."""
         name = agent.node_name
         agent.ask(DrainNode(agent.key(), name))
         agent.ask(UndrainNode(agent.key(), name))
 
-    def _trouble(self, tenancy: Tenancy) -> None:
+    def _trouble(self, tenancy: SimPipeline) -> None:
         network, clerk = self.network, tenancy.clerk
         if clerk.alive and clerk.num_waiting and network.strikes("verb_killed", FATE_S):
             self._crash(clerk)
-        if not tenancy.processes() or tenancy.stage is not Stage.AT_WORK:
+        if not tenancy.processes() or tenancy.stage is not PipelineStage.AT_WORK:
             return
         if tenancy.coordinator.alive and network.strikes("killed", FATE_S):
             tenancy.kill()
@@ -168,8 +294,8 @@ class SharedFleet:
             elif engine.alive and network.strikes("engine_crash", FATE_S):
                 self._crash(engine)
 
-    def _lose_trainer(self, tenancy: Tenancy) -> None:
-        """It is not heard any more, for a while or for long; or it is dead."""
+    def _lose_trainer(self, tenancy: SimPipeline) -> None:
+        """Cut it off for a while, or kill it."""
         trainer = tenancy.tenant
         if self.network.strikes("cut", FATE_S):
             trainer.cut_until_s = self.kernel.now_s() + CUT_S
@@ -178,7 +304,7 @@ class SharedFleet:
             trainer.crash()
 
     def _lose(self, agent: SimAgent) -> None:
-        """The machine is gone with whatever runs there, trainers too; it comes back."""
+        """Stop the machine with everything that runs there, trainers included; it returns."""
         index = self.agents.index(agent)
         gpus = set(range(index * GPUS_A_NODE, (index + 1) * GPUS_A_NODE))
         for tenancy in self.tenancies:
@@ -202,13 +328,13 @@ class SharedFleet:
             if node is tenancy.tenant and tenancy.is_lost:
                 return False
             if node in tenancy.all_nodes():
-                return not tenancy.is_killed and tenancy.stage is not Stage.GONE
+                return not tenancy.is_killed and tenancy.stage is not PipelineStage.GONE
         return True
 
     # the end
 
     def _hush(self) -> None:
-        """Whoever is lost holds nothing of what it was but offered."""
+        """Assert that a lost pipeline holds nothing of what was only offered to it."""
         self.network.faults = FleetFaults()
         lost = [tenancy for tenancy in self.tenancies if tenancy.is_lost]
         if not lost:
@@ -239,12 +365,12 @@ class SharedFleet:
             self.kernel.run(10**9, self.kernel.now_s() + 1.0)
 
     def unsettled(self) -> list[str]:
-        """What is not at rest yet, in words."""
+        """Return what is not at rest yet."""
         found = []
         for tenancy in self.tenancies:
             name, tenant = tenancy.pipeline_id, tenancy.tenant
-            is_home = tenancy.stage is Stage.OVER and not tenancy.plan.leaves
-            if tenancy.stage is not Stage.GONE and not is_home:
+            is_home = tenancy.stage is PipelineStage.OVER and not tenancy.plan.leaves
+            if tenancy.stage is not PipelineStage.GONE and not is_home:
                 waits = [str(ask) for ask, _ in tenant.asked.values()]
                 done = f"{tenant.num_done} steps, {tenant.num_left} rollouts left, waits {waits}"
                 found.append(f"{name} is {tenancy.stage}: {done}")
@@ -258,11 +384,11 @@ class SharedFleet:
 def simulate(
     seed: int,
     faults: FleetFaults = CHAOS,
-    parts: Parts | None = None,
-    shape: Shape | None = None,
+    parts: SchedulerParts | None = None,
+    shape: FleetDraw | None = None,
 ) -> FleetReport:
-    """One run: events with faults, then calm until all is at rest."""
-    fleet = SharedFleet(seed, faults, shape or draw(seed), parts or Parts())
+    """Run one seed: events with faults, then none until all is at rest."""
+    fleet = SharedFleet(seed, faults, shape or draw(seed), parts or SchedulerParts())
     fleet.run(CHAOS_S)
     tenants = [each.tenant for each in fleet.tenancies]
     for tenancy in fleet.tenancies:

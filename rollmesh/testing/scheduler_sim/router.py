@@ -1,7 +1,6 @@
-"""The simulated router of one pipeline: its fleet table, and nothing else.
+"""The simulated router of one pipeline: its fleet table, of the real machine, and nothing else.
 
-It keeps nothing over a crash. Invariant: the table is the real machine's. Driven by the kernel:
-ticks, the coordinator's asks, and the answers of engines to probes.
+It keeps nothing over a crash.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rollmesh.engine.fleet import (
 )
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SimEngine
+from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SharedEngine
 from rollmesh.wire.fleet import EnginePhase, JoinEngine
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
@@ -27,11 +26,11 @@ FLEET = FleetSettings(
 )
 
 
-class SimRouter(Node):
+class PipelineRouter(Node):
     """One router process."""
 
     def __init__(
-        self, pipeline_id: str, engines: Sequence[SimEngine], kernel: Kernel, network: Network
+        self, pipeline_id: str, engines: Sequence[SharedEngine], kernel: Kernel, network: Network
     ) -> None:
         super().__init__(f"router-{pipeline_id}")
         self._kernel = kernel
@@ -51,7 +50,7 @@ class SimRouter(Node):
         self.start()
 
     def num_serving(self) -> int:
-        """Engines to which rollouts are sent, and which answer."""
+        """Engines that rollouts are sent to, and that answer."""
         ready = [row for row in self._fleet.table().engines if row.phase is EnginePhase.READY]
         return sum(self._engines[row.url].can_serve for row in ready) if self.alive else 0
 
@@ -77,7 +76,7 @@ class SimRouter(Node):
                 case _:
                     pass
 
-    def _probe(self, engine: SimEngine, serial: int) -> None:
+    def _probe(self, engine: SharedEngine, serial: int) -> None:
         is_there = engine.alive and not engine.is_hung
         probed = EngineProbed(
             url=engine.name,

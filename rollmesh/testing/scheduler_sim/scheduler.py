@@ -1,8 +1,9 @@
 """The simulated scheduler process: the machine, its journal, and a death at any point of a step.
 
-What a step writes is one transaction: a death before it loses the step, one after it has the
-journal know what no message said. Invariant: after each step the witness looks at the state.
-Driven by the kernel, and by all who speak to it.
+- The writes of a step are one transaction: a death before it loses the step, a death after it
+  leaves a journal that knows what no message reported.
+- A transaction is kept whole or not at all; time does not run back in the history.
+- checks.py looks at the state after each step.
 """
 
 import collections
@@ -14,19 +15,42 @@ from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
 from rollmesh.scheduler.planning.state import FleetState, PipelineState
-from rollmesh.scheduler.service.records import Action, LogLine, WriteRows
+from rollmesh.scheduler.service.records import Action, HistoryRow, JournalTables, LogLine, WriteRows
 from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.serve.coordinator.claims import Claims
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.scheduler_sim import witness
-from rollmesh.testing.scheduler_sim.disk import SimDisk
+from rollmesh.testing.scheduler_sim import checks
 from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.scheduling import TicketMoved, TicketState
+
+
+class SimDatabase:
+    """Rows that outlive the process."""
+
+    def __init__(self) -> None:
+        self._kept = JournalTables()
+        self._last_s = float("-inf")
+
+    def keep(self, write: WriteRows) -> None:
+        self._kept.keep(write.rows)
+        for row in write.rows:
+            if isinstance(row, HistoryRow):
+                assert row.at_s >= self._last_s, "history runs back"
+                self._last_s = row.at_s
+
+    def load(self) -> JournalTables | None:
+        """Return the rows that a new incarnation begins with; None for the first."""
+        tables = {table: dict(rows) for table, rows in self._kept.tables.items()}
+        return JournalTables(tables) if tables else None
+
+    def num_rows(self, table: str) -> int:
+        return len(self._kept.tables.get(table, {}))
+
 
 TICK_S = 0.25
 HELD_UP_S = 0.3
@@ -35,14 +59,14 @@ SETTINGS = SchedulerSettings(resize_deadline_s=8.0, slack_s=2.0, turn_s=3.0)
 
 
 def quick(name: str) -> SchedulingPolicy:
-    """The policy of that name; slices and patience are short, as steps are here."""
+    """Return the policy of that name; slices and patience are short, as steps are here."""
     if name == Fair.name:
         return Fair(FairSettings(quantum_s=4.0, hold_s=1.0, switch_s=1.0, reserve_after_s=8.0))
     return policies.make_policy(name)
 
 
-class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler is built from; a test may put a broken one in a real one's place."""
+class SchedulerParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The parts of the scheduler; a test may put a broken one in place of one."""
 
     scheduler: type[FleetScheduler] = FleetScheduler
     claims: type[Claims] = Claims
@@ -54,12 +78,14 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 class SimScheduler(Node):
     """One scheduler process."""
 
-    def __init__(self, kernel: Kernel, network: Network, parts: Parts, policy: str) -> None:
+    def __init__(
+        self, kernel: Kernel, network: Network, parts: SchedulerParts, policy: str
+    ) -> None:
         super().__init__("scheduler")
-        self.disk = SimDisk()
+        self.disk = SimDatabase()
         self.notes = collections.Counter[str]()
         self.on_granted: Callable[[str], None] = lambda _: None
-        """Called with the key of what is granted, each time it is said."""
+        """Called with the key of what is granted, each time that is sent."""
         self._kernel = kernel
         self._network = network
         self._parts = parts
@@ -78,14 +104,14 @@ class SimScheduler(Node):
         self.start()
 
     def fixed_of(self, pipeline_id: str) -> tuple[set[str], set[str]]:
-        """Fixed clusters that it waits for, and that it has."""
+        """Return fixed clusters that it waits for, and those that it has."""
         state = self.machine.state.fleet
         pipeline = state.pipelines.get(pipeline_id)
         waits = {r.cluster for r in state.requests.values() if r.pipeline_id == pipeline_id}
         return waits, set(pipeline.holds if pipeline else ())
 
     def leftovers(self) -> list[str]:
-        """What should be gone when nobody wants anything."""
+        """Return what should be gone when nothing is requested."""
         state = self.machine.state.fleet
         found = [f"request {key} waits" for key in state.requests]
         found += [f"GPU {gpu} is {owner}'s" for gpu, owner in state.owners.items()]
@@ -98,10 +124,10 @@ class SimScheduler(Node):
         self.machine = self._parts.scheduler(
             self._parts.settings, policy, self.disk.load(), f"scheduler.{self.life}"
         )
-        self._watched = witness.Sleepers(self.machine.state.fleet)
+        self._watched = checks.EvictionChecks(self.machine.state.fleet)
         self._arrived: list[Received | Ticked] = []
         self._unkept: list[Action] = []
-        """What waits for room on the disk."""
+        """Messages that wait for room on the disk."""
         self._unheard: list[Received | Ticked] = []
 
     def _tick(self) -> None:
@@ -121,7 +147,7 @@ class SimScheduler(Node):
             self._kernel.after(late_s, self._take, self)
 
     def _take(self) -> None:
-        """All that has come by now, in one turn."""
+        """Handle everything that has arrived, in one turn."""
         arrived, self._arrived = self._arrived, []
         self._turn(arrived)
 
@@ -152,7 +178,7 @@ class SimScheduler(Node):
         self._turn(unheard)
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        """One transaction, then the rest."""
+        """Write one transaction, then do the rest."""
         if rows := tuple(
             row for each in actions if isinstance(each, WriteRows) for row in each.rows
         ):
@@ -175,7 +201,7 @@ class SimScheduler(Node):
 
     def _look(self) -> None:
         state, transitions = self.machine.state.fleet, self._network.transitions
-        witness.look_at_owners(state)
+        checks.look_at_owners(state)
         self._watched.look(state)
         pipelines = {name: each.phase.value for name, each in state.pipelines.items()}
         transitions.watch("pipeline", pipelines)

@@ -1,7 +1,7 @@
-"""Who asks with keys until it is answered: admission, the agents of nodes, and whoever kills.
+"""Clients that repeat a keyed request until it is answered: admission, node agents, killers.
 
-Invariant: an ask is said each second until its answer has come, and an earlier one of the same
-clerk is answered before a later one is said. Driven by fleet.py.
+- A request is repeated each second until its answer has arrived. An earlier one of the same client
+  is answered before a later one is sent.
 """
 
 import collections
@@ -28,8 +28,8 @@ SAY_S = 1.0
 Ask = AdmissionMessage | JoinNode | DrainNode | UndrainNode
 
 
-class Clerk(Node):
-    """See the module."""
+class RpcClient(Node):
+    """A node that repeats its requests until they are answered."""
 
     def __init__(self, name: str, kernel: Kernel, network: Network, token: str = "") -> None:
         super().__init__(name)
@@ -48,7 +48,7 @@ class Clerk(Node):
         self._say()
 
     def restart(self) -> None:
-        """Killed in the middle of a verb, which somebody says anew: with another key."""
+        """Its verb was killed in the middle and is repeated by hand, with another key."""
         super().restart()
         for _ in range(len(self._waiting)):
             ask, then = self._waiting.popleft()
@@ -81,8 +81,8 @@ class Clerk(Node):
             then()
 
 
-class SimAgent(Clerk):
-    """Of one node: it joins, and then beats."""
+class SimAgent(RpcClient):
+    """The agent of one node: it joins, and then sends heartbeats."""
 
     def __init__(self, name: str, num_gpus: int, kernel: Kernel, network: Network) -> None:
         super().__init__(f"agent-{name}", kernel, network)

@@ -1,9 +1,8 @@
-"""What must hold of the scheduler after each of its steps, looked at from outside.
+"""Checks of the scheduler's state after each of its steps.
 
-Invariants, each an assertion: whoever owns a GPU is a hold or a worker that says so, and the other
-way round; a worker is awake only on GPUs of the fleet; generation is granted while an engine is
-awake; and what was evicted for somebody goes to that one, unless it has left or wants it no more.
-Driven by scheduler.py after each step, and by fleet.py at the end.
+- The owner of a GPU is a hold or a worker that says so, and the other way round.
+- A worker is awake only on GPUs of the fleet. Generation is granted while an engine is awake.
+- What was evicted for a request goes to that one, unless it has left or was withdrawn.
 """
 
 from rollmesh.scheduler.planning.state import (
@@ -21,7 +20,7 @@ OWNING = frozenset({WorkerPhase.AWAKE, WorkerPhase.WAKING, WorkerPhase.LOST})
 
 
 def look_at_owners(state: FleetState) -> None:
-    """Of a projected state: owners, holds and workers say the same."""
+    """Assert that owners, holds and workers agree in a projected state."""
     expected: dict[int, Owner] = {}
     for pipeline_id, pipeline in state.pipelines.items():
         for cluster in pipeline.holds:
@@ -41,11 +40,11 @@ def _put(expected: dict[int, Owner], gpu: int, owner: Owner) -> None:
     expected[gpu] = owner
 
 
-class Sleepers:
-    """Who was put to sleep, and for whom: the state says it in the same step, as it is projected.
+class EvictionChecks:
+    """Checks why workers were put to sleep: the state has the reason in the same step.
 
-    A worker that goes to sleep has been asked to by its own pipeline (it has no demand, releases or
-    leaves), or by its node or its quota; else one of its GPUs is promised to somebody.
+    A worker that goes to sleep was asked to by its own pipeline (it has no demand, releases or
+    leaves), its node or its quota; else one of its GPUs is promised to another request.
     """
 
     def __init__(self, state: FleetState) -> None:
@@ -53,7 +52,7 @@ class Sleepers:
         self._awake = _awake(state)
 
     def look(self, state: FleetState) -> None:
-        """After a step."""
+        """Check after a step."""
         awake = _awake(state)
         for pipeline_id, rank in self._awake - awake:
             pipeline = state.pipelines.get(pipeline_id)
@@ -66,7 +65,7 @@ class Sleepers:
             ):
                 self.num_evicted += 1
                 promised = [gpu for gpu in worker.gpus if gpu in state.owners]
-                assert promised, f"{pipeline_id}/{rank} was evicted, and nobody gets its GPUs"
+                assert promised, f"{pipeline_id}/{rank} was evicted, and no request gets its GPUs"
         self._awake = awake
 
 

@@ -1,10 +1,11 @@
 """A simulated trainer: hooks, rollouts on whatever engine is awake, and training on its own GPUs.
 
-    (give up what the last life held) > signal > rollouts > train, cluster by cluster > ... > done
+    (release what the last incarnation held) > signal > rollouts > train, cluster by cluster >
+    ... > done
 
-Invariants: it says each ask each second until the ticket has moved, and stands on a cluster's GPUs
-only between a grant and its release; what it has trained is on the disk, the rest goes with its
-life. Driven by the kernel, and by what the scheduler says.
+- It repeats each request each second until the ticket has moved. It occupies a cluster's GPUs only
+  between a grant and its release.
+- What it has trained is on the disk; everything else is lost when it dies.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -22,8 +23,8 @@ from rollmesh.serve.coordinator.claims import (
 )
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.testing.scheduler_sim.plans import Boundary, TenantPlan
-from rollmesh.testing.scheduler_sim.space import Space
+from rollmesh.testing.scheduler_sim.engine import GpuOccupancy
+from rollmesh.testing.scheduler_sim.plans import Boundary, PipelinePlan
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
@@ -43,40 +44,40 @@ from rollmesh.wire.scheduling import (
 
 TICK_S = 0.25
 AGAIN_S = 1.0
-"""After so long, what was refused is asked again."""
+"""Time after which a refused request is repeated."""
 LOOK_S = 0.2
-"""How often rollouts go forward."""
+"""Interval of progress of rollouts."""
 STREAM = "train"
 LIFE_BATCHES = 1000
-"""Batches of a later life come after those of an earlier one, by its clock."""
+"""Batches of a later incarnation come after those of an earlier one, by its clock."""
 HOUR_BATCHES = 100 * LIFE_BATCHES
 CLOCK_BATCHES = 100 * HOUR_BATCHES
 
 Wait = Callable[[Callable[[], None]], None]
-"""Begins something, and calls when that is over."""
+"""Begins something, and calls back when that is over."""
 
 
 def token_of(pipeline_id: str) -> str:
-    """The token that all processes of a simulated pipeline have."""
+    """Return the token that all processes of a simulated pipeline have."""
     return f"token-of-{pipeline_id}"
 
 
-class SimTenant(Node):
+class PipelineTrainer(Node):
     """One trainer process, with its hooks."""
 
     def __init__(
         self,
-        plan: TenantPlan,
+        plan: PipelinePlan,
         kernel: Kernel,
         network: Network,
-        space: Space,
+        space: GpuOccupancy,
         num_serving: Callable[[], int],
         claims: type[Claims] = Claims,
     ) -> None:
         super().__init__(f"trainer-{plan.spec.pipeline_id}")
         self.plan = plan
         self.num_done = 0
-        """Steps, over all lives."""
+        """Steps of all incarnations."""
         self.is_over = False
         self.is_training = False
         self.num_dispatched = 0
@@ -85,13 +86,13 @@ class SimTenant(Node):
         """The longest wait by cluster."""
         self.ended_s = 0.0
         self.asked: dict[str, tuple[Claim, float]] = {}
-        """What waits for an answer, and since when."""
+        """Requests without an answer, and their times."""
         self.reasons: list[str] = []
-        """Why asks were refused."""
+        """Why requests were refused."""
         self.taken: set[str] = set()
-        """Clusters that it takes or has, and was not told to have given up; over all lives."""
+        """Clusters that it takes or has and has no confirmed release of, over all incarnations."""
         self.cut_until_s = 0.0
-        """Nothing of it is heard, nor it of anybody."""
+        """Whether it is cut off."""
         self._kernel = kernel
         self._network = network
         self._space = space
@@ -152,7 +153,7 @@ class SimTenant(Node):
         self.ended_s = self._kernel.time_s
 
     def _train(self) -> Generator[Wait, None, bool]:
-        """True comes back where the next step is signalled already."""
+        """Train; `True` is passed on if the next step is signalled already."""
         chains = self.plan.boundary is Boundary.CHAINS
         held = GENERATION_CLUSTER if chains else ""
         for cluster, priority, seconds in self.plan.phases:
@@ -179,7 +180,7 @@ class SimTenant(Node):
         return True
 
     def _give_all_up(self) -> None:
-        """Its run ends, as one does that is refused."""
+        """End its run, as a refused one does."""
         clusters = (*self.plan.spec.clusters, GENERATION_CLUSTER)
         self._script = iter([self._ask(self._release(cluster)) for cluster in clusters])
         self._left = []
@@ -223,7 +224,7 @@ class SimTenant(Node):
             self._then.pop(STREAM)()
 
     def _report(self) -> None:
-        """Where it stands."""
+        """Return its progress."""
         if self._left or self.plan.boundary is Boundary.SIGNALS:
             num = self.plan.num_rollouts
             done = num - len(self._left)

@@ -1,10 +1,9 @@
-"""The scheduler's machine alone, with coordinators and programs that do what a test tells them.
+"""The scheduler's machine alone, with coordinators and programs that a test drives by hand.
 
-    with a coordinator: a resize is told > carried out, by a test's word > answered
+    with a coordinator: a resize is ordered > carried out, when the test says so > answered
 
-Invariants: nothing happens but by a call of the test; who stands on a GPU does so physically, and
-space.py proves that nobody else does. Driven by the stateful test, which puts its calls in any
-order.
+- Nothing happens but by a call of the test, which makes its calls in any order.
+- GPUs are really occupied, and GpuOccupancy proves that none has two users.
 """
 
 import msgspec
@@ -13,9 +12,9 @@ from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.service.records import LogLine, WriteRows
 from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.scheduler.service.state import SchedulerSettings
-from rollmesh.testing.scheduler_sim import witness
-from rollmesh.testing.scheduler_sim.disk import SimDisk
-from rollmesh.testing.scheduler_sim.space import Space
+from rollmesh.testing.scheduler_sim import checks
+from rollmesh.testing.scheduler_sim.engine import GpuOccupancy
+from rollmesh.testing.scheduler_sim.scheduler import SimDatabase
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
@@ -42,7 +41,7 @@ ENDS = (TicketState.RELEASED, TicketState.REFUSED, TicketState.WITHDRAWN)
 Ask = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
 
 
-class Cast(msgspec.Struct, kw_only=True):
+class PipelineActors(msgspec.Struct, kw_only=True):
     """One pipeline: its coordinator and its program."""
 
     spec: PipelineSpec
@@ -50,11 +49,11 @@ class Cast(msgspec.Struct, kw_only=True):
     pending_resizes: dict[int, ResizeWorkers] = {}
     """Resizes that are not carried out."""
     open: dict[str, Ask] = {}
-    """Asks that are not answered for good."""
+    """Requests without a final answer."""
     held: dict[str, str] = {}
-    """Fixed clusters that were granted, and by which ask."""
+    """Fixed clusters that were granted, and by which request."""
     is_generating: bool = False
-    """It has asked for engines and not given them up."""
+    """Whether it has requested engines and not released them."""
 
     @property
     def pipeline_id(self) -> str:
@@ -65,8 +64,8 @@ class Cast(msgspec.Struct, kw_only=True):
         return self.is_generating or bool(self.held)
 
 
-class Stage:
-    """See the module."""
+class ManualScheduler:
+    """The scheduler with pipelines whose messages a test sends."""
 
     def __init__(
         self,
@@ -78,10 +77,10 @@ class Stage:
     ) -> None:
         self.now_s = 0.0
         self.num_keys = 0
-        self.disk = SimDisk()
-        self.space = Space()
+        self.disk = SimDatabase()
+        self.space = GpuOccupancy()
         self.cast = {
-            spec.pipeline_id: Cast(
+            spec.pipeline_id: PipelineActors(
                 spec=spec,
                 workers=[
                     WorkerTruth(rank, WorkerPhase.ASLEEP, 0)
@@ -94,7 +93,7 @@ class Stage:
         self._settings = settings
         self._kind = kind
         self.scheduler = kind(settings, policy, None, self.key())
-        self._sleepers = witness.Sleepers(self.scheduler.state.fleet)
+        self._sleepers = checks.EvictionChecks(self.scheduler.state.fleet)
         self.tell("node", JoinNode(self.key(), "n0", num_gpus, beats=False))
         for spec in specs:
             self.tell("admission", RegisterPipeline(self.key(), spec))
@@ -112,12 +111,12 @@ class Stage:
         self.step(Ticked())
 
     def cycle(self) -> None:
-        """A second in which everybody says again what there is to say."""
+        """Let a second pass in which every peer repeats what it has to send."""
         self.greet()
         self.advance(1.0)
 
     def greet(self) -> None:
-        """Hellos, and all asks that are open."""
+        """Send hellos and all open requests."""
         for name, each in self.cast.items():
             self.tell(name, HooksWired(name))
             self.hello(name)
@@ -129,14 +128,14 @@ class Stage:
         self.tell(f"c-{name}", CoordinatorHello(name, workers))
 
     def die(self, *, after: AnyMessage | None = None) -> None:
-        """Killed, with no message of the last step sent; a new life reads the disk."""
+        """Kill it with no message of the last step sent; a new incarnation reads the disk."""
         if after is not None:
             self.now_s += 0.01
             for action in self.scheduler.step(Received(b"x", after), self.now_s):
                 if isinstance(action, WriteRows):
                     self.disk.keep(action)
         self.scheduler = self._kind(self._settings, self._policy, self.disk.load(), self.key())
-        self._sleepers = witness.Sleepers(self.scheduler.state.fleet)
+        self._sleepers = checks.EvictionChecks(self.scheduler.state.fleet)
         self.advance(0.01)
 
     # what is said
@@ -165,13 +164,13 @@ class Stage:
                     self._moved(route.decode(), moved)
                 case Send() | LogLine():
                     pass
-        witness.look_at_owners(self.scheduler.state.fleet)
+        checks.look_at_owners(self.scheduler.state.fleet)
         self._sleepers.look(self.scheduler.state.fleet)
 
     # what is done
 
     def carry_out(self, name: str, resize_id: int, *, fails: bool = False) -> None:
-        """Its coordinator does a resize, or says that it could not; and answers."""
+        """Let its coordinator carry out a resize, or fail, and answer."""
         each = self.cast[name]
         resize = each.pending_resizes.pop(resize_id)
         error = ""
@@ -189,7 +188,7 @@ class Stage:
         self.tell(f"c-{name}", WorkersResized(name, resize_id, told, error))
 
     def mend(self, name: str) -> None:
-        """What is lost there is put to sleep, and the coordinator says so."""
+        """Put the lost engines to sleep; the coordinator reports it."""
         each = self.cast[name]
         for rank, worker in enumerate(each.workers):
             if worker.phase is WorkerPhase.LOST:
@@ -198,7 +197,7 @@ class Stage:
         self.hello(name)
 
     def _resized(
-        self, each: Cast, before: WorkerTruth, wakes: bool, epoch: int, fails: bool
+        self, each: PipelineActors, before: WorkerTruth, wakes: bool, epoch: int, fails: bool
     ) -> WorkerTruth:
         rank, user = before.rank, f"{each.pipeline_id}/{before.rank}"
         tp = each.spec.tp
@@ -227,12 +226,12 @@ class Stage:
         else:
             each.is_generating = True
             phases = [worker.phase for worker in self._seen(name)]
-            assert WorkerPhase.AWAKE in phases, f"{name} was told to generate on {phases}"
+            assert WorkerPhase.AWAKE in phases, f"{name} was asked to generate on {phases}"
 
     def _seen(self, name: str) -> list[WorkerTruth]:
         return self.cast[name].workers
 
-    def _let_go(self, each: Cast, cluster: str) -> None:
+    def _let_go(self, each: PipelineActors, cluster: str) -> None:
         if cluster in each.spec.clusters:
             self.space.leave(f"{each.pipeline_id}/{cluster}")
             each.held.pop(cluster, None)
