@@ -24,10 +24,11 @@ import httpx
 import msgspec
 
 from rollmesh.cli.gateway import UPSTREAM_KEY_VARIABLE
+from rollmesh.core.child_process import ManagedProcess, launched_environment
 from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import AddressError, ConfigError, InfraError, UserError
 from rollmesh.core.ids import GroupId, new_id
-from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
+from rollmesh.core.process import Ready
 from rollmesh.core.redaction import register_secret
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Score, Task
 from rollmesh.envs.calls import Calls, Limit, OvertimeError
@@ -133,28 +134,19 @@ def gateway(words: tuple[str, ...], variables: Mapping[str, str] = {}) -> Iterat
 @contextmanager
 def child(verb: str, words: tuple[str, ...], variables: Mapping[str, str] = {}) -> Iterator[Ready]:
     """Run a verb as a child process while the block runs; UserError if it does not start."""
-    reading, writing = os.pipe()
-    process = subprocess.Popen(
-        (*ROLLMESH, verb, *words, "--ready-fd", str(writing)),
-        env={**os.environ, **variables, LAUNCHER_VARIABLE: str(os.getpid())},
-        pass_fds=[writing],
+    process = ManagedProcess(
+        (*ROLLMESH, verb, *words),
+        reports=True,
+        environment=launched_environment(variables),
         stdout=subprocess.DEVNULL,
-        start_new_session=True,  # keeps the terminal's Ctrl-C from the child
     )
-    os.close(writing)
     try:
-        with os.fdopen(reading, "rb") as pipe:
-            line = pipe.readline()
-        if not line:
+        ready = process.wait_ready()
+        if ready is None:
             raise UserError(f"rollmesh {verb} did not start; its output is above")
-        yield msgspec.json.decode(line, type=Ready)
+        yield ready
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.stop(STOP_TIMEOUT_S)
 
 
 SEEDS = 2**63

@@ -13,9 +13,6 @@ unregister, drain), and `up`.
 
 import argparse
 import os
-import select
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,11 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.cli.options import add_no_keys, parser
+from rollmesh.core.child_process import ManagedProcess, describe_exit, launched_environment
 from rollmesh.core.errors import ConfigError, UserError
 from rollmesh.core.ids import new_id
-from rollmesh.core.process import LAUNCHER_VARIABLE, OK, Ready, Stop
+from rollmesh.core.process import OK, Ready, Stop
 from rollmesh.core.share import FLEET_FILE, KEYS
 from rollmesh.core.text import printable
+from rollmesh.launch.plan import ROLLMESH
 from rollmesh.launch.screen import Terminal
 from rollmesh.scheduler.admission.fleet_file import (
     FleetTables,
@@ -282,55 +281,41 @@ STOP_S = 10.0
 LOOK_S = 0.2
 
 
-class SupervisedChild:
-    """One of the two processes."""
+class FleetProcess:
+    """The service or admission, which is restarted when it dies."""
 
     def __init__(self, verb: str, fleet: Path) -> None:
-        self.verb = verb
-        self._argv = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", verb, str(fleet)]
-        self._process: subprocess.Popen[bytes] | None = None
-        self._again_s = 0.0
+        self._verb = verb
+        self._argv = [*ROLLMESH, "scheduler", verb, str(fleet)]
+        self._process: ManagedProcess | None = None
+        self._restart_s = 0.0
 
     def start(self) -> Ready:
-        """Return when the process serves; UserError if it ends instead, after printing why."""
-        reading, writing = os.pipe()
-        with os.fdopen(reading, "rb") as pipe:
-            self._process = subprocess.Popen(
-                [*self._argv, "--ready-fd", str(writing)],
-                pass_fds=[writing],
-                env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C reaches only this process, which stops the child
-            )
-            os.close(writing)
-            is_readable, _, _ = select.select([pipe], [], [], START_S)
-            line = pipe.readline() if is_readable else b""
-        if not line:
+        """Return when the process is ready; UserError if it exits instead, or takes too long."""
+        environment = launched_environment()
+        self._process = ManagedProcess(self._argv, reports=True, environment=environment)
+        ready = self._process.wait_ready(START_S)
+        if ready is None:
             self.stop()
-            raise UserError(f"{self.verb} failed to start; its output is above")
-        return msgspec.json.decode(line, type=Ready)
+            raise UserError(f"{self._verb} failed to start; its output is above")
+        return ready
 
     def restart_if_ended(self) -> None:
         """Restart the process if it has ended."""
         assert self._process is not None
-        if self._process.poll() is None or time.monotonic() < self._again_s:
+        if self._process.is_running or time.monotonic() < self._restart_s:
             return
-        print(f"{self.verb} ended with code {self._process.returncode}; restarting")
+        print(f"{self._verb} ended ({describe_exit(self._process.wait())}); restarting")
         try:
             self.start()
         except UserError as error:  # it has served before: retry
             print(error)
-        self._again_s = time.monotonic() + AGAIN_S
+        self._restart_s = time.monotonic() + AGAIN_S
 
     def stop(self) -> None:
-        """Terminate the process and wait for its end."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Stop the process, if it runs."""
+        if self._process is not None:
+            self._process.stop(STOP_S)
 
 
 def use_fleet_keys(folder: Path, *, has_keys: bool) -> None:
@@ -356,7 +341,7 @@ def up(argv: list[str]) -> int:
     fleet = read_fleet(path)
     use_fleet_keys(Path(fleet.journal) / KEYS, has_keys=options.has_keys)
     stop = Stop()  # both end with this process
-    children = [SupervisedChild("serve", path), SupervisedChild("admission", path)]
+    children = [FleetProcess("serve", path), FleetProcess("admission", path)]
     try:
         service, admission = [each.start() for each in children]
         register_pipelines(fleet, (), admission.address, admits=True)

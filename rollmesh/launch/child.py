@@ -22,9 +22,15 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import psutil
 
+from rollmesh.core.child_process import (
+    describe_exit,
+    launched_environment,
+    open_output,
+    spawn_options,
+)
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import MARK_VARIABLE, kill_marked
-from rollmesh.core.process import BEAT_VARIABLE, LAUNCHER_VARIABLE, Ready
+from rollmesh.core.process import BEAT_VARIABLE, Ready
 from rollmesh.core.secret_files import (
     SECRETS_VARIABLE,
     open_secrets_pipe,
@@ -56,7 +62,7 @@ def exit_cause(code: int, last_line: str, *, may_be_oom: bool) -> str:
     """Return the cause of an exit; `code` is negative for a signal, as in Popen.returncode."""
     if last_line.startswith("MemoryError") or (code == -signal.SIGKILL and may_be_oom):
         return OUT_OF_MEMORY
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    return describe_exit(code)
 
 
 def _events_files(proc: Path, cgroups: Path) -> list[Path]:
@@ -258,19 +264,18 @@ class ChildProcess:
         if listening is not None:
             passed["--listen-fd"] = listening.fileno()
         options = [word for name, number in passed.items() for word in (name, str(number))]
-        self._output.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             environment, secrets = self._environment(stack)
-            output = stack.enter_context(self._output.open("ab"))
+            output = stack.enter_context(open_output(self._output))
             return await asyncio.create_subprocess_exec(
                 *self._argv,
                 *options,
-                pass_fds=(*passed.values(), self._beats.writing.fileno(), *secrets),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=environment,
+                **spawn_options(
+                    pass_fds=(*passed.values(), self._beats.writing.fileno(), *secrets),
+                    stdout=output,
+                    stderr=output,
+                    environment=environment,
+                ),
             )
 
     def _environment(self, stack: ExitStack) -> tuple[dict[str, str], tuple[int, ...]]:
@@ -278,9 +283,7 @@ class ChildProcess:
         one.
         """
         environment = {
-            **os.environ,
-            **self._variables,
-            LAUNCHER_VARIABLE: str(os.getpid()),
+            **launched_environment(self._variables),
             MARK_VARIABLE: self._mark,
             BEAT_VARIABLE: str(self._beats.writing.fileno()),
         }

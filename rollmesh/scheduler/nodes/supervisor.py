@@ -9,8 +9,6 @@
 - The process dies with the thread that started it, so that this thread must never end early.
 """
 
-import contextlib
-import os
 import subprocess
 import sys
 import threading
@@ -18,10 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
+from rollmesh.core.child_process import ManagedProcess, describe_exit, launched_environment
 from rollmesh.core.logs import get_logger
-from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
+from rollmesh.core.process import Ready
 
 log = get_logger()
 
@@ -49,7 +46,7 @@ class ServiceSupervisor:
         self._folder = folder
         self._check = check
         self._check_s = check_s
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ManagedProcess | None = None
         self._is_failing = False
 
     def run(self, stop: threading.Event) -> None:
@@ -64,7 +61,7 @@ class ServiceSupervisor:
 
     def _look(self, stop: threading.Event) -> None:
         try:
-            if self._child is None or self._child.poll() is not None:
+            if self._child is None or not self._child.is_running:
                 self._start()
             if self.ready:
                 self._check(self.ready.address)
@@ -76,38 +73,30 @@ class ServiceSupervisor:
         else:
             self._is_failing = False
         if self.ready and self._child:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(self._check_s)
+            self._child.wait_for(self._check_s)
         else:
             stop.wait(self._check_s)
 
     def _start(self) -> None:
         self.ready = None
-        reading, writing = os.pipe()
-        with os.fdopen(reading, "rb") as pipe:
-            try:
-                child = subprocess.Popen(
-                    [*self._argv, "--ready-fd", str(writing)],
-                    cwd=self._folder,
-                    env={**os.environ, LAUNCHER_VARIABLE: str(os.getpid())},
-                    pass_fds=[writing],
-                    stdin=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                )
-            finally:
-                os.close(writing)
-            self._child = child
-            line = pipe.readline()
+        child = self._child = ManagedProcess(
+            self._argv,
+            reports=True,
+            folder=self._folder,
+            environment=launched_environment(),
+            stderr=subprocess.PIPE,
+        )
+        ready = child.wait_ready()
         assert child.stderr is not None
-        if line:
-            self.ready = msgspec.json.decode(line, type=Ready)
+        if ready:
+            self.ready = ready
             # Its log goes to our own stderr.
             threading.Thread(target=_copy, args=(child.stderr,), daemon=True).start()
         else:
             with child.stderr as stream:
                 lines = stream.read().decode(errors="replace").strip().splitlines()
             code = child.wait()
-            self.last_line = lines[-1] if lines else f"it ended with code {code}"
+            self.last_line = lines[-1] if lines else describe_exit(code)
             log.warning("supervisor.start_failed", why=self.last_line)
         self.serves.set()
 

@@ -16,6 +16,7 @@ from typing import IO
 
 import msgspec
 
+from rollmesh.core.child_process import ManagedProcess, describe_exit, open_output
 from rollmesh.core.process import listen
 from rollmesh.trainer.controller.spec import RankSpec, to_argument
 
@@ -31,7 +32,7 @@ class RankProcesses:
     def __init__(self, on_exit: OnExit) -> None:
         """`on_exit` is called on the thread that waits for the rank."""
         self._on_exit = on_exit
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._children: list[ManagedProcess] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, specs: Sequence[RankSpec]) -> None:
@@ -52,12 +53,11 @@ class RankProcesses:
     def _start(self, spec: RankSpec) -> None:
         argv = [sys.executable, "-m", MODULE, "--spec", to_argument(spec)]
         with _output(spec) as output:
-            child = subprocess.Popen(
+            child = ManagedProcess(
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
                 pass_fds=() if spec.store_fd is None else (spec.store_fd,),
             )
         self._children.append(child)
@@ -84,15 +84,12 @@ class RankProcesses:
         """Process ids, by rank."""
         return [child.pid for child in self._children]
 
-    def _watch(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
-        code = child.wait()
-        self._on_exit(rank, f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+    def _watch(self, rank: int, child: ManagedProcess) -> None:
+        self._on_exit(rank, describe_exit(child.wait()))
 
 
 def _output(spec: RankSpec) -> contextlib.AbstractContextManager[IO[bytes] | None]:
     """The file for a rank's output; without a run folder, the output of this process."""
     if not spec.folder:
         return contextlib.nullcontext()
-    path = Path(spec.folder) / "logs" / f"rank-{spec.rank}.out"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("ab")
+    return open_output(Path(spec.folder) / "logs" / f"rank-{spec.rank}.out")

@@ -15,6 +15,7 @@ import sys
 
 import msgspec
 
+from rollmesh.core.child_process import kill_and_wait, spawn_options
 from rollmesh.core.errors import EngineUnavailable
 from rollmesh.engine.shared_memory import SharedSegment
 
@@ -82,8 +83,10 @@ class WeightSender:
         """Start a process and wait until it has loaded torch."""
         words = [sys.executable, "-m", PROGRAM]
         pipe = asyncio.subprocess.PIPE
-        process = asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, limit=MAX_LINE)
-        sender = cls(await process)
+        process = await asyncio.create_subprocess_exec(
+            *words, limit=MAX_LINE, **spawn_options(stdin=pipe, stdout=pipe)
+        )
+        sender = cls(process)
         try:
             await sender._read_answer()
         except BaseException:
@@ -135,7 +138,4 @@ class WeightSender:
     async def close(self) -> None:
         """Kill the process, even inside a collective; one that the kernel does not release is
         left."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), END_S)
+        await kill_and_wait(self._process, END_S)
