@@ -29,9 +29,9 @@ from benchmarks.lib.report import Goal, parser, report
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.advantages import sample_advantages
 from rollmesh.trainer.algorithms.batches import pack

@@ -15,9 +15,9 @@ import tokenizers
 from benchmarks.lib.corpus import Texts, model_folder
 from benchmarks.lib.report import Goal, parser, report
 from rollmesh.runtime.chat import ParseOptions, read_message
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 
 CALL = (
     "<think>\nfirst a look\n</think>\n\nok\n<tool_call>\n"

@@ -8,7 +8,7 @@ need not be in the view yet: `watch` waits for it. Driven by tests.
 import asyncio
 
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.wire.fleet import EngineFaulted, FleetChanged
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import WorkerBeat, WorkerHello

@@ -31,8 +31,13 @@ from rollmesh.core.process import Ready, announce, die_with_parent, stop_event
 from rollmesh.core.types import Json, SamplingParams, Score, Task, VersionRun
 from rollmesh.envs.calls import Calls
 from rollmesh.envs.env import Endpoint, Env, Transcript
+from rollmesh.runtime.conversation.token_graph import (
+    ROOT,
+    RootKind,
+    Sampled,
+    TokenGraph,
+)
 from rollmesh.runtime.registry import GC_THRESHOLDS, Runtime, new_runtime
-from rollmesh.runtime.token_graph import ROOT, RootKind, Sampled, TokenGraph
 from rollmesh.serve.server.rollouts import WorkerContext
 from rollmesh.serve.server.transport import HeartbeatSettings, HeartbeatThread
 from rollmesh.serve.server.worker import Worker, WorkerSettings

@@ -27,7 +27,7 @@ from benchmarks.lib.canned_engine import (
 )
 from benchmarks.lib.corpus import Answer, Canned, read_canned
 from rollmesh.core.process import die_with_parent
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.testing.model_folder import write_large_folder
 
 GIVE_WAY = 5

@@ -206,7 +206,7 @@ class ForkRow(msgspec.Struct, frozen=True):
     node: int
     """Row of the node that has the new prompt tokens."""
     cause: str
-    """One of the causes in runtime/forks.py."""
+    """One of the causes in runtime/conversation/forks.py."""
     message: int
     """Index of the first message that differs from the stored ones."""
     held: str = ""

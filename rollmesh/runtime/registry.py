@@ -17,18 +17,18 @@ from rollmesh.core.types import SamplingPolicy
 from rollmesh.engine.backend import backend_factory
 from rollmesh.engine.view import FleetView
 from rollmesh.runtime.chat import compile_rotating
-from rollmesh.runtime.families import choose_family
+from rollmesh.runtime.conversation.shared_prefixes import SharedPrefixes
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.runtime.images import images
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.restore import StoredSession
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
-from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.scopes import Loan, OpenSession, Scope, ScopeState
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.session_deps import AnySampler, RuntimeCounters, SessionDeps, SessionKeys
-from rollmesh.runtime.shared_prefixes import SharedPrefixes
-from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.runtime.tool_calls import StopStrings
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.wire.fleet import EngineFaulted
 
 MAX_REMEMBERED = 1024

@@ -29,11 +29,11 @@ from rollmesh.core.errors import (
 from rollmesh.core.types import DialectName, SamplingParams, VersionRun
 from rollmesh.engine.backend import TopLogprobs
 from rollmesh.runtime.chat import DeltaReader, ParsedReply, ParseOptions, RequestedSampling, Turn
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.message_trie import NO_NODE, MessageNode
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.sampling import forced_fields
-from rollmesh.runtime.token_graph import Sampled, TokenGraph
+from rollmesh.runtime.conversation.message_trie import NO_NODE, MessageNode
+from rollmesh.runtime.conversation.token_graph import Sampled, TokenGraph
+from rollmesh.runtime.generation.generation import GenerationState
+from rollmesh.runtime.generation.sampling import forced_fields
+from rollmesh.runtime.tokens.prompts import Prompts
 
 RETRY_AFTER_S = 1.0
 VOID_FINISH = "void"

@@ -15,12 +15,26 @@ from typing import assert_never
 import msgspec
 
 from rollmesh.runtime.chat import read_held
-from rollmesh.runtime.conversation import Conversation, Prompt, RawPrompt, shared_tools
-from rollmesh.runtime.forks import ForkCause, ForkLog
-from rollmesh.runtime.generation_events import fall_back
-from rollmesh.runtime.history import tools_key_of
+from rollmesh.runtime.conversation.conversation import (
+    Conversation,
+    Prompt,
+    RawPrompt,
+    shared_tools,
+)
+from rollmesh.runtime.conversation.forks import ForkCause, ForkLog
+from rollmesh.runtime.conversation.history import tools_key_of
+from rollmesh.runtime.conversation.message_trie import (
+    NO_NODE,
+    NO_NUMBER,
+    Lookup,
+    Match,
+    MessageNode,
+    read_chat,
+)
+from rollmesh.runtime.conversation.shared_prefixes import SAME_BYTES
+from rollmesh.runtime.conversation.token_graph import Sampled
+from rollmesh.runtime.generation.events import fall_back
 from rollmesh.runtime.images import ImageRef, images
-from rollmesh.runtime.message_trie import NO_NODE, NO_NUMBER, Lookup, Match, MessageNode, read_chat
 from rollmesh.runtime.replies import (
     VOID_FINISH,
     AnswerIndex,
@@ -44,8 +58,6 @@ from rollmesh.runtime.session_log import (
     RepeatedNode,
     Text,
 )
-from rollmesh.runtime.shared_prefixes import SAME_BYTES
-from rollmesh.runtime.token_graph import Sampled
 
 
 class RestoredState(msgspec.Struct):

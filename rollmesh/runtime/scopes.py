@@ -23,8 +23,8 @@ from rollmesh.core.errors import TrajectoryEnded
 from rollmesh.core.ids import RolloutId, new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import EVAL_SAMPLING, SamplingPolicy
+from rollmesh.runtime.generation.sampling import derive_seed
 from rollmesh.runtime.restore import StoredSession
-from rollmesh.runtime.sampling import derive_seed
 from rollmesh.runtime.session import Session, SessionState
 from rollmesh.runtime.session_deps import KeyDigests, SessionDeps, SessionKeys, SessionOptions
 

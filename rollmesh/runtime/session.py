@@ -20,12 +20,20 @@ from rollmesh.core.errors import EngineUnavailable, SessionError
 from rollmesh.core.heap import note_freed
 from rollmesh.core.types import FieldPolicy, ForkRow, NodeRow, SamplingParams
 from rollmesh.runtime.chat import ChatMessage, ParsedReply, Turn
-from rollmesh.runtime.conversation import Conversation, Prompt, as_message, find_shown, shared_tools
-from rollmesh.runtime.forks import ForkReport
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_events import GenerationRequest, fall_back
+from rollmesh.runtime.conversation.conversation import (
+    Conversation,
+    Prompt,
+    as_message,
+    find_shown,
+    shared_tools,
+)
+from rollmesh.runtime.conversation.forks import ForkReport
+from rollmesh.runtime.conversation.message_trie import NO_NODE, MessageNode
+from rollmesh.runtime.conversation.token_graph import Path, branches_of
+from rollmesh.runtime.generation.events import GenerationRequest, fall_back
+from rollmesh.runtime.generation.generation import GenerationState
+from rollmesh.runtime.generation.sampling import derive_seed, resolve
 from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.message_trie import NO_NODE, MessageNode
 from rollmesh.runtime.replies import (
     RETRY_AFTER_S,
     VOID_FINISH,
@@ -40,10 +48,8 @@ from rollmesh.runtime.replies import (
     sampled_of,
 )
 from rollmesh.runtime.restore import RestoredState
-from rollmesh.runtime.sampling import derive_seed, resolve
 from rollmesh.runtime.session_deps import SessionDeps, SessionOptions
 from rollmesh.runtime.session_log import NO_RECORDER, EventRecorder
-from rollmesh.runtime.token_graph import Path, branches_of
 
 
 class SamplingPlan(msgspec.Struct, frozen=True):

@@ -18,11 +18,11 @@ from rollmesh.core.ids import RolloutId
 from rollmesh.core.redaction import register_lookup
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Rotating
-from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.conversation.shared_prefixes import SharedPrefixes
+from rollmesh.runtime.generation.events import GenerationRequest
 from rollmesh.runtime.replies import LiveGeneration
 from rollmesh.runtime.session_log import EventWriter
-from rollmesh.runtime.shared_prefixes import SharedPrefixes
+from rollmesh.runtime.tokens.prompts import Prompts
 
 SECRET_BYTES = 32
 

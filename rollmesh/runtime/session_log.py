@@ -19,12 +19,17 @@ import msgspec
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import RequestedSampling, Turn
-from rollmesh.runtime.conversation import Conversation, Prompt
+from rollmesh.runtime.conversation.conversation import Conversation, Prompt
+from rollmesh.runtime.conversation.message_trie import (
+    NO_NUMBER,
+    Match,
+    MessageNode,
+    unit_key,
+)
+from rollmesh.runtime.conversation.shared_prefixes import UnitEnd
+from rollmesh.runtime.conversation.token_graph import ROOT, Sampled
 from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.message_trie import NO_NUMBER, Match, MessageNode, unit_key
 from rollmesh.runtime.replies import VOID_FINISH, Reply, ReplyState, number_of
-from rollmesh.runtime.shared_prefixes import UnitEnd
-from rollmesh.runtime.token_graph import ROOT, Sampled
 
 Text = bytes | int
 """A text, or the number under which a long one is stored."""

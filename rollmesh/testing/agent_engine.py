@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 
 _MAX_PIECE = 5
 """Characters; longer than most tokens, shorter than most words."""

@@ -27,9 +27,9 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.process import LAUNCHER_VARIABLE, Ready
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
+from rollmesh.runtime.generation.events import GenerationRequest
+from rollmesh.runtime.generation.generation import GenerationState
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import FleetAnswered, FleetChanged, ReadFleet

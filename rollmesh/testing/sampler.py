@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rollmesh.core.clock import Clock
 from rollmesh.engine.backend import Finish
-from rollmesh.runtime.generation import (
-    Action,
-    Event,
-    Generation,
-    GenerationMachine,
-    GenerationState,
-)
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     AbortAttempt,
     AttemptFailed,
     AttemptSampled,
@@ -26,7 +19,14 @@ from rollmesh.runtime.generation_events import (
     StartAttempt,
     StopMatcher,
 )
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.generation import (
+    Action,
+    Event,
+    Generation,
+    GenerationMachine,
+    GenerationState,
+)
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.machine import Ticked
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.testing.agent_engine import Script, ScriptedAgent
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.agent_engine import ScriptedAgent
 from rollmesh.testing.engine import logprob_of
 from tests.clients.exactness import Call, faults, num_extending

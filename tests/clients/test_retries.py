@@ -18,13 +18,13 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.replies import RETRY_AFTER_S
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
-from rollmesh.runtime.sampling import GenerationSettings
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.testing.agent_engine import Say, steps
 from rollmesh.testing.engine import ScriptedEngine

@@ -14,9 +14,9 @@ import pytest
 from rollmesh.core.types import OutputGrammar, SamplingParams
 from rollmesh.engine.backend import policy_version_of
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.generation import Generation, GenerationState
-from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
+from rollmesh.runtime.generation.events import GenerationRequest
+from rollmesh.runtime.generation.generation import Generation, GenerationState
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged
 from tests.contract.engines import WAIT_S, EngineUnderContract
 

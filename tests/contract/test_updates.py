@@ -15,8 +15,8 @@ from rollmesh.core.types import SamplingParams
 from rollmesh.engine.backend import EngineBackend, policy_version_of
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
-from rollmesh.runtime.generation import Generation
-from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.generation.events import GenerationRequest
+from rollmesh.runtime.generation.generation import Generation
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.verdicts import Probe
 from tests.contract.engines import EngineUnderContract

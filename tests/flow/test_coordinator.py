@@ -17,7 +17,7 @@ from rollmesh.core.model_folders import WeightsProbe, leave_probe
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.members import adapter_name
 from rollmesh.engine.sglang import SglangBackend
-from rollmesh.runtime.generation import Generation
+from rollmesh.runtime.generation.generation import Generation
 from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token
 from rollmesh.wire.fleet import EnginePhase
 from rollmesh.wire.scheduling import WorkerPhase

@@ -21,12 +21,12 @@ from rollmesh.core.types import SamplingPolicy, Score
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.env import Endpoint, Env
 from rollmesh.envs.loading import load_env
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.session import SessionRecord
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.client.evaluation_files import RESULTS, Row
 from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.testing.agent_engine import Say, Script, ScriptedAgent

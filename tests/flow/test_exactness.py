@@ -28,14 +28,14 @@ from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, SamplingPol
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import SessionRecord
-from rollmesh.runtime.tokenizer import load_tokenizer
-from rollmesh.runtime.tool_calls import StopStrings
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.serve.client.samples import Sample, cut
 from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.agent_engine import Say, ScriptedAgent, Use, steps
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.faults import Fault

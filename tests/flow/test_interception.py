@@ -16,13 +16,13 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import SessionRecord
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.serve.interception.exchange import ExchangeState
 from rollmesh.testing.engine import ScriptedEngine, endless_token, logprob_of

@@ -31,15 +31,15 @@ from rollmesh.envs.chat import ChatClient, Message
 from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import Turn
-from rollmesh.runtime.conversation import Conversation
-from rollmesh.runtime.generation import Generation
-from rollmesh.runtime.history import MessageHistory
-from rollmesh.runtime.message_trie import MessageNode
+from rollmesh.runtime.conversation.conversation import Conversation
+from rollmesh.runtime.conversation.history import MessageHistory
+from rollmesh.runtime.conversation.message_trie import MessageNode
+from rollmesh.runtime.conversation.token_graph import TokenGraph
+from rollmesh.runtime.generation.generation import Generation
 from rollmesh.runtime.registry import Runtime, new_runtime
 from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.scopes import Loan, Scope
 from rollmesh.runtime.session import Session, SessionRecord
-from rollmesh.runtime.token_graph import TokenGraph
 from rollmesh.serve.interception.agent_server import AgentServer, count_agent_server
 from rollmesh.serve.interception.exchange import Exchange
 from rollmesh.serve.interception.request import HttpRequest

@@ -26,7 +26,7 @@ from rollmesh.core.config import load_config
 from rollmesh.core.metrics import Inventory
 from rollmesh.core.process import listen
 from rollmesh.runtime import blobs
-from rollmesh.runtime.generation import Generation
+from rollmesh.runtime.generation.generation import Generation
 from rollmesh.serve.interception.agent_server import count_blobs
 from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend
 from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession

@@ -22,8 +22,8 @@ from rollmesh.core.process import Ready
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
-from rollmesh.runtime.generation import Generation
-from rollmesh.runtime.generation_events import GenerationRequest
+from rollmesh.runtime.generation.events import GenerationRequest
+from rollmesh.runtime.generation.generation import Generation
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.publisher import Publisher, PublisherSettings

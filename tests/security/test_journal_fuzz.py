@@ -16,8 +16,8 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import ConfigError, JournalError
 from rollmesh.core.journal import Journal
 from rollmesh.core.types import SamplingPolicy, Task
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.serve.client.journal import open_journal
 from rollmesh.serve.client.journal_entries import GroupTried, Published, RunBegan, StepTaken
 from rollmesh.wire.frames import encode_ask

@@ -15,9 +15,9 @@ from rollmesh.engine.fleet import Action as FleetAction
 from rollmesh.engine.fleet import Event as FleetEvent
 from rollmesh.engine.fleet import Fleet
 from rollmesh.engine.members import FleetMember
-from rollmesh.runtime.generation import Action as GenerationAction
-from rollmesh.runtime.generation import Event as GenerationEvent
-from rollmesh.runtime.generation import GenerationMachine
+from rollmesh.runtime.generation.generation import Action as GenerationAction
+from rollmesh.runtime.generation.generation import Event as GenerationEvent
+from rollmesh.runtime.generation.generation import GenerationMachine
 from rollmesh.serve.client.arrivals import Action as SinkAction
 from rollmesh.serve.client.arrivals import Keep, RawResult, ResultSink, StoredResult
 from rollmesh.serve.client.asks import Asked

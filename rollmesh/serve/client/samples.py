@@ -32,7 +32,7 @@ from rollmesh.core.types import (
     RolloutRecord,
     reward_fault,
 )
-from rollmesh.runtime.token_graph import (
+from rollmesh.runtime.conversation.token_graph import (
     SamplePath,
     images_on,
     reasons_of,

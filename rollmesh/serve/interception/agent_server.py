@@ -25,9 +25,9 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import SessionError
 from rollmesh.core.metrics import Inventory
 from rollmesh.runtime import blobs
+from rollmesh.runtime.generation.sampler import Sampler
 from rollmesh.runtime.images import images
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.sampler import Sampler
 from rollmesh.serve.interception.body_limits import BodyBudget, DecodeGate, count_bodies
 from rollmesh.serve.interception.dialects.dialect import Dialect
 from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DEFAULT_DIALECT, DIALECTS

@@ -34,9 +34,9 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.metrics import Exposition, Figure, Inventory
 from rollmesh.core.process import Ready, announce, listen, stop_event
 from rollmesh.runtime import blobs
-from rollmesh.runtime.families import chats_of
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.runtime.registry import GC_THRESHOLDS
+from rollmesh.runtime.tokens.families import chats_of
 from rollmesh.serve.interception.admin import AdminRoutes
 from rollmesh.serve.interception.agent_server import count_blobs
 from rollmesh.serve.interception.backends import GatewayBackend, RelayBackend, TokenBackend

@@ -3,8 +3,8 @@
 - A report replaces its session: nothing else of a finished session is kept.
 - The text is one blob if it is long, so reports that are not requested are spilled to disk first.
 - With the same rewards a report renders to the same bytes. It is rendered in pieces, never joined.
-- Samples are cut by runtime/token_graph.py, as for training: each sampled token has loss mask 1 in
-  exactly one sample; void and superseded turns are in none.
+- Samples are cut by runtime/conversation/token_graph.py, as for training: each sampled token has
+  loss mask 1 in exactly one sample; void and superseded turns are in none.
 
 T is the number of tokens of a sample.
 """
@@ -16,7 +16,11 @@ from typing import Any, get_args
 import msgspec
 
 from rollmesh.core.types import Branch, NodeRow, Outcome
-from rollmesh.runtime.token_graph import reasons_of, sample_paths, temperature_of
+from rollmesh.runtime.conversation.token_graph import (
+    reasons_of,
+    sample_paths,
+    temperature_of,
+)
 from rollmesh.serve.interception.pieces import Piece, held, joined
 
 NO_REWARDS: dict[int, float] = {}

@@ -15,13 +15,13 @@ import msgspec
 from rollmesh.core.errors import SessionError
 from rollmesh.core.ids import GroupId, RolloutId, new_id
 from rollmesh.core.types import Outcome, SamplingPolicy
+from rollmesh.runtime.conversation.token_graph import images_on
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.restore import RestoredState, SessionReplay, StoredSession
 from rollmesh.runtime.scopes import OpenSession
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.session_log import AnyEvent
-from rollmesh.runtime.token_graph import images_on
 from rollmesh.serve.interception.capture import (
     NO_COUNTS,
     CapturedSession,

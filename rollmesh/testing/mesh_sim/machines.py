@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.engine.fleet import Fleet
-from rollmesh.runtime.generation import GenerationMachine
+from rollmesh.runtime.generation.generation import GenerationMachine
 from rollmesh.serve.client.arrivals import ResultSink
 from rollmesh.serve.client.journal import ClientJournal, History
 from rollmesh.serve.router.group_scheduler import GroupScheduler

@@ -14,19 +14,19 @@ import msgspec
 
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.runtime.generation import (
-    Action,
-    Event,
-    GenerationMachine,
-    GenerationState,
-)
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     GenerationRequest,
     ReaderJoined,
     ReaderLeft,
     WakeReaders,
 )
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.generation import (
+    Action,
+    Event,
+    GenerationMachine,
+    GenerationState,
+)
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.mesh_sim.engine import STOP_TOKEN, next_token
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.wire.machine import Ticked

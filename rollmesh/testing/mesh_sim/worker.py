@@ -16,9 +16,7 @@ import msgspec
 from rollmesh.core.ids import GroupId
 from rollmesh.engine.backend import Finish
 from rollmesh.engine.view import FleetView, is_leased, is_lost
-from rollmesh.runtime.generation import Action as LegAction
-from rollmesh.runtime.generation import GenerationMachine
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     AbortAttempt,
     AttemptFailed,
     AttemptSampled,
@@ -32,6 +30,8 @@ from rollmesh.runtime.generation_events import (
     UpdateBegun,
     is_resumable,
 )
+from rollmesh.runtime.generation.generation import Action as LegAction
+from rollmesh.runtime.generation.generation import GenerationMachine
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.worker_machine import (
     Abort,

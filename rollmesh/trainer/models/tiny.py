@@ -31,10 +31,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.tokenizer import Tokenizer as ChatTokenizer
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer as ChatTokenizer
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.trainer.models.folders import drop_empty_cache
 
 drop_empty_cache()

@@ -5,7 +5,9 @@ import random
 import pytest
 
 from rollmesh.core.memo import MAX_BYTES, MAX_TEXT_BYTES, Memo
-from rollmesh.runtime import chat, conversation, history, tool_calls
+from rollmesh.runtime import chat
+from rollmesh.runtime.conversation import conversation, history
+from rollmesh.runtime.tokens import tool_calls
 from rollmesh.serve.interception.dialects import chat as chat_dialect
 from rollmesh.serve.interception.dialects import request_parts
 

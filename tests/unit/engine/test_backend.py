@@ -29,8 +29,8 @@ from rollmesh.engine.backend import (
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
+from rollmesh.runtime.generation.events import GenerationRequest
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 
 URL = "toy://one"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.runtime.families import Family, choose_family
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.families import Family, choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 
 TEXTS = ["system user assistant guess a number higher lower correct I guess hello world"] * 4

@@ -4,7 +4,7 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.history import LONG_BYTES
+from rollmesh.runtime.conversation.history import LONG_BYTES
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.session_log import AnyEvent, ImageShown, Text
 

@@ -5,12 +5,7 @@ Time moves only when the test moves it.
 
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.backend import Finish
-from rollmesh.runtime.generation import (
-    Action,
-    Event,
-    GenerationMachine,
-)
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     AttemptSampled,
     ChooseEngine,
     EngineChosen,
@@ -18,7 +13,8 @@ from rollmesh.runtime.generation_events import (
     ReaderJoined,
     StartAttempt,
 )
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.generation import Action, Event, GenerationMachine
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_world import PROMPT

@@ -8,13 +8,7 @@ import random
 
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.backend import Finish
-from rollmesh.runtime.generation import (
-    Action,
-    Event,
-    GenerationMachine,
-    GenerationState,
-)
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     AbortAttempt,
     AttemptFailed,
     AttemptSampled,
@@ -29,7 +23,13 @@ from rollmesh.runtime.generation_events import (
     StartAttempt,
     WakeReaders,
 )
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.generation import (
+    Action,
+    Event,
+    GenerationMachine,
+    GenerationState,
+)
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN, chain_token
 from rollmesh.wire.machine import Ticked
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from rollmesh.runtime.chat import ChatMessage, Rotating, Turn, compile_rotating, read_message
-from rollmesh.runtime.forks import ForkCause, ForkLog, cause_of, where
-from rollmesh.runtime.history import MessageHistory
-from rollmesh.runtime.message_trie import Match, MessageNode
+from rollmesh.runtime.conversation.forks import ForkCause, ForkLog, cause_of, where
+from rollmesh.runtime.conversation.history import MessageHistory
+from rollmesh.runtime.conversation.message_trie import Match, MessageNode
 
 Message = dict[str, object]
 

@@ -11,12 +11,12 @@ import msgspec
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import ParsedReply, Turn, read_message
-from rollmesh.runtime.prompts import Chat, Prompts
+from rollmesh.runtime.conversation.shared_prefixes import SharedPrefixes
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.runtime.replies import Reply
-from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.session_log import EventWriter
-from rollmesh.runtime.shared_prefixes import SharedPrefixes
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
 from tests.unit.runtime.session_world import Message, open_session

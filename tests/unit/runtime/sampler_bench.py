@@ -12,11 +12,11 @@ import pytest
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.backend import policy_version_of
 from rollmesh.engine.view import FleetView
-from rollmesh.runtime.generation import Generation
-from rollmesh.runtime.generation_events import GenerationRequest
-from rollmesh.runtime.sampler import Sampler, SamplerDeps
-from rollmesh.runtime.sampling import GenerationSettings
-from rollmesh.runtime.tool_calls import StopStrings
+from rollmesh.runtime.generation.events import GenerationRequest
+from rollmesh.runtime.generation.generation import Generation
+from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
+from rollmesh.runtime.generation.sampling import GenerationSettings
+from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import VOCAB_SIZE, ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, FleetChanged

@@ -7,13 +7,13 @@ import msgspec
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import ParsedReply, Rotating, Turn
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.conversation.shared_prefixes import SharedPrefixes
 from rollmesh.runtime.replies import Reply
 from rollmesh.runtime.restore import SessionReplay
 from rollmesh.runtime.session import Session
 from rollmesh.runtime.session_deps import RuntimeCounters, SessionDeps, SessionOptions
 from rollmesh.runtime.session_log import EventWriter
-from rollmesh.runtime.shared_prefixes import SharedPrefixes
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.event_writer_world import ListEventWriter
 

@@ -19,7 +19,7 @@ from rollmesh.runtime.chat import (
     read_tools,
     whole_calls,
 )
-from rollmesh.runtime.conversation import as_message
+from rollmesh.runtime.conversation.conversation import as_message
 from rollmesh.runtime.images import hold_image
 
 

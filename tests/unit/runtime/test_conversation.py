@@ -12,13 +12,16 @@ import pytest
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import EVAL_SAMPLING, SamplingParams
 from rollmesh.runtime.chat import RequestedSampling, ToolChoice, Turn
-from rollmesh.runtime.conversation import KEPT_FROM_TOKENS, Conversation, Prompt, PromptJson, encode
-from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.history import MESSAGE_NODE_BYTES
-from rollmesh.runtime.images import hold_image
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
-from rollmesh.runtime.token_graph import (
+from rollmesh.runtime.conversation.conversation import (
+    KEPT_FROM_TOKENS,
+    Conversation,
+    Prompt,
+    PromptJson,
+    encode,
+)
+from rollmesh.runtime.conversation.forks import ForkCause
+from rollmesh.runtime.conversation.history import MESSAGE_NODE_BYTES
+from rollmesh.runtime.conversation.token_graph import (
     NODE_BYTES,
     ROOT,
     Sampled,
@@ -26,7 +29,10 @@ from rollmesh.runtime.token_graph import (
     reasons_of,
     sample_paths,
 )
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.images import hold_image
+from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.random_chats import RandomAgent
 from tests.unit.runtime.session_world import (

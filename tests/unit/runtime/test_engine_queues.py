@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollmesh.runtime.generation import Generation, GenerationState
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.generation import Generation, GenerationState
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase

@@ -15,10 +15,15 @@ from renderers.kimi_k25 import KimiK25Renderer
 
 from rollmesh.core.errors import ConfigError, ModelError, SessionError
 from rollmesh.runtime.chat import read_message
-from rollmesh.runtime.families import TemplateRenderer, chats_of, choose_family, refuse_processors
-from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.runtime.tool_calls import CallStyle
+from rollmesh.runtime.tokens.families import (
+    TemplateRenderer,
+    chats_of,
+    choose_family,
+    refuse_processors,
+)
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.tool_calls import CallStyle
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
 
 OWN_TEMPLATE = "{{ 'own template: ' }}{{ messages[0].content }}"
@@ -79,8 +84,9 @@ def test_a_folder_without_a_config_is_no_model_folder(tmp_path: Path, tokenizer:
 
 def test_the_library_is_loaded_without_the_openai_sdk(model_folder: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from rollmesh.runtime.families import choose_family;"
-        "from rollmesh.runtime.tokenizer import load_tokenizer;"
+        "import sys; from pathlib import Path;"
+        "from rollmesh.runtime.tokens.families import choose_family;"
+        "from rollmesh.runtime.tokens.tokenizer import load_tokenizer;"
         f"folder = Path({str(model_folder)!r});"
         "choose_family(folder, 'auto', load_tokenizer(folder));"
         "heavy = {'openai', 'torch', 'transformers', 'numpy', 'jinja2'} & set(sys.modules);"

@@ -16,9 +16,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from rollmesh.runtime.chat import DeltaReader, ParsedReply, ParseOptions, read_message
-from rollmesh.runtime.families import Family, choose_family
-from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.families import Family, choose_family
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import VISION_TOKENS, write_model_folder
 
 FAMILIES = [

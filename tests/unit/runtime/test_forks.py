@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rollmesh.runtime.chat import Turn, read_message
-from rollmesh.runtime.forks import ForkCause, first_difference
+from rollmesh.runtime.conversation.forks import ForkCause, first_difference
 from tests.unit.runtime.history_world import (
     MORE,
     SAID,

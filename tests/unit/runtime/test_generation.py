@@ -7,11 +7,7 @@ import pytest
 from rollmesh.core.errors import EngineRefused, EngineUnavailable
 from rollmesh.core.types import OutputGrammar, VersionRun
 from rollmesh.engine.backend import Finish
-from rollmesh.runtime.generation import (
-    GenerationMachine,
-    GenerationState,
-)
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     AbortAttempt,
     AttemptFailed,
     AttemptSampled,
@@ -32,7 +28,8 @@ from rollmesh.runtime.generation_events import (
     StopHit,
     WakeReaders,
 )
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.generation import GenerationMachine, GenerationState
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.engine import STOP_TOKEN
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_bench import ENGINE, Bench, running

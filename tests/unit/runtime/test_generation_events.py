@@ -6,8 +6,7 @@ import pytest
 
 from rollmesh.core.types import OutputGrammar, SamplingParams, VersionRun
 from rollmesh.engine.backend import Finish
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     MAX_ABORT_REPEAT_S,
     AbortAttempt,
     AttemptPhase,
@@ -23,6 +22,7 @@ from rollmesh.runtime.generation_events import (
     UpdateBegun,
     is_resumable,
 )
+from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.wire.machine import Ticked
 from tests.unit.runtime.generation_bench import ENGINE, Bench, running
 from tests.unit.runtime.generation_world import ABORT as CUT

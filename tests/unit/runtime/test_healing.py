@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from rollmesh.runtime.chat import Turn, compile_rotating
-from rollmesh.runtime.forks import HealedKind
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.conversation.forks import HealedKind
 from rollmesh.runtime.session import Session
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import TOOLS, Message, Say, call, open_session
 

@@ -15,7 +15,11 @@ from rollmesh.core.errors import SessionError
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, Turn, read_message
-from rollmesh.runtime.history import ALIASES_PER_NODE, LONG_BYTES, MESSAGE_NODE_BYTES
+from rollmesh.runtime.conversation.history import (
+    ALIASES_PER_NODE,
+    LONG_BYTES,
+    MESSAGE_NODE_BYTES,
+)
 from tests.disks import no_room_in_memory
 from tests.unit.runtime.history_world import (
     MORE,

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rollmesh.runtime.chat import ChatMessage, Turn, read_message
-from rollmesh.runtime.message_trie import (
+from rollmesh.runtime.conversation.message_trie import (
     MAX_PREFIX_HASHES,
     MAX_UNITS,
     MIN_UNIT_BYTES,
@@ -28,7 +28,7 @@ from rollmesh.runtime.message_trie import (
     split_array,
     unit_key,
 )
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.history_world import Held, array_turn
 from tests.unit.runtime.session_world import MORE, SYSTEM, USER, Message, Say, open_session, said
@@ -165,7 +165,7 @@ def test_a_history_that_is_edited_no_more_is_soon_known_again() -> None:
     assert num_strange <= MAX_PREFIX_HASHES
 
 
-PROGRAM = """from rollmesh.runtime.message_trie import key_of, unit_key
+PROGRAM = """from rollmesh.runtime.conversation.message_trie import key_of, unit_key
 print(key_of(b'a' * 9000, b'b'), unit_key(b'c' * 9000))
 """
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.runtime.chat import ParsedReply, ParseOptions
-from rollmesh.runtime.parsers import PlainTextParser
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.parsers import PlainTextParser
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 
 
 def read(

@@ -18,9 +18,9 @@ from rollmesh.runtime.chat import (
     ToolChoice,
     read_message,
 )
-from rollmesh.runtime.families import Family, choose_family
-from rollmesh.runtime.prompts import Chat, Prompts
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.families import Family, choose_family
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import write_model_folder
 
 TOOLS = b'[{"type":"function","function":{"name":"f","parameters":{}}}]'

@@ -12,9 +12,9 @@ from rollmesh.core.heap import freed_bytes
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from rollmesh.runtime.chat import Turn
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import MAX_REMEMBERED, Runtime
 from rollmesh.runtime.session import Session, SessionState
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import MORE, USER, call, said, turn
 

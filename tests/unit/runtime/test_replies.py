@@ -9,12 +9,12 @@ import pytest
 from rollmesh.core.errors import EngineRefused, SessionError
 from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.runtime.chat import RequestedSampling
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.conversation.token_graph import reasons_of
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.runtime.replies import MAX_LISTED, Reply, ReplyState, failure_of
-from rollmesh.runtime.sampling import GenerationSettings
-from rollmesh.runtime.token_graph import reasons_of
-from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import StopStrings
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedGeneration, ScriptedSampler
 from tests.unit.runtime.session_world import (

@@ -8,13 +8,13 @@ import pytest
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import RequestedSampling, Turn
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.history import LONG_BYTES
-from rollmesh.runtime.message_trie import NO_NODE, MessageNode
-from rollmesh.runtime.prompts import Prompts
+from rollmesh.runtime.conversation.history import LONG_BYTES
+from rollmesh.runtime.conversation.message_trie import NO_NODE, MessageNode
 from rollmesh.runtime.session import Session, SessionState
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.runtime.tool_calls import StopStrings
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.testing.model_folder import CHAT_TEMPLATE, write_model_folder
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.event_writer_world import ListEventWriter

@@ -18,9 +18,9 @@ from rollmesh.core.errors import (
 )
 from rollmesh.core.types import OutputGrammar, VersionRun
 from rollmesh.engine.connection import PART_BYTES
-from rollmesh.runtime.generation import Generation, GenerationState
-from rollmesh.runtime.generation_events import fall_back
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.events import fall_back
+from rollmesh.runtime.generation.generation import Generation, GenerationState
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.testing.faults import Fault

@@ -5,15 +5,15 @@ import msgspec
 from rollmesh.core.errors import EngineError, EngineOverloaded, EngineUnavailable
 from rollmesh.core.types import EVAL_SAMPLING, SamplingParams, SamplingPolicy
 from rollmesh.runtime.chat import RequestedSampling
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     AttemptFailed,
     AvoidEngine,
     EngineChosen,
     ReaderLeft,
     ReportFault,
 )
-from rollmesh.runtime.sampling import (
+from rollmesh.runtime.generation.generation import GenerationState
+from rollmesh.runtime.generation.sampling import (
     MAX_QUOTED_CHARS,
     GenerationSettings,
     RetryState,

@@ -11,10 +11,10 @@ from structlog.testing import capture_logs
 from rollmesh.core.errors import SessionError, TrajectoryEnded
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.scopes import LOAN_PATIENCE_S, OpenSession, Scope
 from rollmesh.runtime.session import SessionState
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import MORE, USER, Say, call, said, turn

@@ -16,13 +16,13 @@ from rollmesh.core.types import (
     SamplingRule,
 )
 from rollmesh.runtime.chat import RequestedSampling
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.forks import ForkCause
-from rollmesh.runtime.prompts import Chat, Prompts
+from rollmesh.runtime.conversation.forks import ForkCause
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.runtime.replies import Reply
-from rollmesh.runtime.sampling import GenerationSettings
 from rollmesh.runtime.session import OFF_LOOP_BYTES, Session
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.sampler import ScriptedSampler, logprob_at
 from tests.unit.runtime.session_world import (

@@ -7,17 +7,17 @@ import msgspec
 import pytest
 
 from rollmesh.runtime.chat import ChatMessage, Turn
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.session import SessionRecord
-from rollmesh.runtime.shared_prefixes import (
+from rollmesh.runtime.conversation.shared_prefixes import (
     MAX_BYTES,
     MAX_PREFIX_BYTES,
     MAX_PREFIXES,
     SharedPrefix,
     SharedPrefixes,
 )
-from rollmesh.runtime.token_graph import RootKind
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.conversation.token_graph import RootKind
+from rollmesh.runtime.session import SessionRecord
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.history_world import Held
 from tests.unit.runtime.history_world import turn as history_turn

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.runtime.chat import Delta, DeltaReader, ParsedReply, ParseOptions, ToolCall
-from rollmesh.runtime.families import Family, Parser
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.streaming_parser import Marks, StreamingParser
-from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import CallStyle
+from rollmesh.runtime.tokens.families import Family, Parser
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.streaming_parser import Marks, StreamingParser
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.tool_calls import CallStyle
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "s": "}\\"\xe9"}}\n</tool_call>'
 XML = (

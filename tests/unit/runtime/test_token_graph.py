@@ -6,8 +6,7 @@ import tracemalloc
 from array import array
 
 from rollmesh.core.types import SamplingParams, VersionRun
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.token_graph import (
+from rollmesh.runtime.conversation.token_graph import (
     ROOT,
     RootChat,
     RootKind,
@@ -16,6 +15,7 @@ from rollmesh.runtime.token_graph import (
     assign,
     branches_of,
 )
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.testing.sampler import ScriptedSampler
 from tests.unit.runtime.session_world import Message, Say, call, open_session, said, turn
 

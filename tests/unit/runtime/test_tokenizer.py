@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import ModelError
-from rollmesh.runtime.tokenizer import MAX_CHARS, Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.tokenizer import MAX_CHARS, Tokenizer, load_tokenizer
 from rollmesh.testing.model_folder import MARKS, SPECIAL_TOKENS, library_texts, write_model_folder
 
 TEXT = "hello world \u00e9\u4f60 \U0001f642<|im_end|><think>x</think>"

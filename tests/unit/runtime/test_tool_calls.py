@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from renderers.parsing import _parse_xml_tool_calls
 
-from rollmesh.runtime.generation_events import StopHit
-from rollmesh.runtime.tool_calls import (
+from rollmesh.runtime.generation.events import StopHit
+from rollmesh.runtime.tokens.tool_calls import (
     CallParser,
     CallStyle,
     JsonCall,

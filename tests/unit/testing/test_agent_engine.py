@@ -6,7 +6,7 @@ import aiohttp
 import orjson
 import pytest
 
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.testing.agent_engine import Say, ScriptedAgent, Use, steps
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder

@@ -16,7 +16,7 @@ import msgspec
 from rollmesh.core.errors import SessionError
 from rollmesh.core.types import DialectName
 from rollmesh.runtime.chat import Delta, Turn
-from rollmesh.runtime.message_trie import key_of
+from rollmesh.runtime.conversation.message_trie import key_of
 from rollmesh.serve.interception.reply_view import ReplyView
 
 Json = dict[str, Any]

@@ -21,7 +21,7 @@ from rollmesh.core.errors import DECODE_ERRORS, ConfigError, JournalError
 from rollmesh.core.logs import get_logger
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
-from rollmesh.runtime.history import LONG_BYTES
+from rollmesh.runtime.conversation.history import LONG_BYTES
 from rollmesh.serve.interception.capture import DurableCapture, JournaledSession, SessionRestore
 from rollmesh.serve.interception.journal.entries import (
     AnyEntry,

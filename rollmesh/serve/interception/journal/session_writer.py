@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.blobs import Blob, hold
-from rollmesh.runtime.history import LONG_BYTES
+from rollmesh.runtime.conversation.history import LONG_BYTES
 from rollmesh.runtime.images import ImageRef
 from rollmesh.runtime.session_deps import locks_of
 from rollmesh.runtime.session_log import ImageShown, Text

@@ -6,7 +6,7 @@
 - Other calls are kept as text; each record lists the fields that it lacks, and why an answer is
   `failed` or `unread`.
 - Calls are assigned to branches by their requests: tools without cache markers, system text without
-  rotating lines, first message (runtime/token_graph.py).
+  rotating lines, first message (runtime/conversation/token_graph.py).
 """
 
 from array import array
@@ -19,8 +19,15 @@ import orjson
 from rollmesh.core.types import Branch, NodeRow, SamplingParams, VersionRun
 from rollmesh.engine.backend import policy_version_of
 from rollmesh.runtime.chat import ROLES, Rotating, settled
-from rollmesh.runtime.forks import excerpts
-from rollmesh.runtime.token_graph import ROOT, RootChat, RootKind, Sampled, TokenGraph, assign
+from rollmesh.runtime.conversation.forks import excerpts
+from rollmesh.runtime.conversation.token_graph import (
+    ROOT,
+    RootChat,
+    RootKind,
+    Sampled,
+    TokenGraph,
+    assign,
+)
 from rollmesh.serve.interception.dialects.dialect import UpstreamChoice
 from rollmesh.serve.interception.pieces import Piece, cut, joined
 from rollmesh.serve.interception.relay.call import CallRequest, ForwardState, RelayCall, answer_of

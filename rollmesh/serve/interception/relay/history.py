@@ -23,7 +23,7 @@ from rollmesh.core.errors import DECODE_ERRORS
 from rollmesh.engine.connection import size_of
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ROLES
-from rollmesh.runtime.forks import ForkCause
+from rollmesh.runtime.conversation.forks import ForkCause
 from rollmesh.serve.interception.pieces import MIN_BLOB_BYTES, Piece, cut, equals, held, joined
 from rollmesh.serve.interception.relay.body_prefixes import BodyMatcher, BodyPrefix
 

@@ -15,12 +15,12 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.scopes import OpenSession
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.runtime.tool_calls import StopStrings
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.tool_calls import StopStrings
 from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.model_folder import write_model_folder

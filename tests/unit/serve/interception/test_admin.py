@@ -12,8 +12,8 @@ from rollmesh.core.config import SamplingConfig
 from rollmesh.core.metrics import Exposition
 from rollmesh.core.process import listen
 from rollmesh.core.types import EVAL_SAMPLING, FieldPolicy, SamplingPolicy, SamplingRule
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.serve.interception.admin import AdminRoutes
 from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession
 from rollmesh.serve.interception.request import HttpRequest

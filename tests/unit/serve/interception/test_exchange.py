@@ -17,8 +17,8 @@ import pytest
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.errors import Overloaded, SessionError
 from rollmesh.runtime import blobs
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.history import LONG_BYTES
+from rollmesh.runtime.conversation.history import LONG_BYTES
+from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.runtime.session_log import EventRecorder
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.exchange import ExchangeState, guard

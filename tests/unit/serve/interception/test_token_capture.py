@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.session_deps import locks_of
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.serve.interception.capture import JournaledSession
 from rollmesh.serve.interception.journal.session_writer import SessionEventWriter
 from rollmesh.serve.interception.token_capture import TokenSessionRestore

@@ -11,10 +11,10 @@ from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy, Score, Task
 from rollmesh.envs.calls import Calls
 from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
-from rollmesh.runtime.tokenizer import load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.interception.agent_server import AgentServer
 from rollmesh.serve.server.rollouts import WorkerContext
 from rollmesh.testing.clock import FakeClock

@@ -15,7 +15,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import ErrorPlace, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.runtime.chat import Turn
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.runtime.session import SessionState
 from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext, check_score, one_line, play
 from rollmesh.testing.sampler import ScriptedSampler

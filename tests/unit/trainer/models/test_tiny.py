@@ -16,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.runtime.families import choose_family
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.tokenizer import Tokenizer, load_tokenizer
+from rollmesh.runtime.tokens.families import choose_family
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
 from rollmesh.trainer.models.tiny import (
     GameTokens,
     TinyShape,

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import InterceptionConfig
-from rollmesh.runtime.generation import GenerationState
-from rollmesh.runtime.generation_events import AttemptFailed
+from rollmesh.runtime.generation.events import AttemptFailed
+from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.serve.interception.exchange import ExchangeState
 from rollmesh.wire.machine import Ticked
 from tests.unit.serve.interception.conftest import Desk, MakeDesk, read_events

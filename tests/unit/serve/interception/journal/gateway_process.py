@@ -9,8 +9,8 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.types import Outcome, SamplingPolicy
 from rollmesh.runtime.chat import Turn
-from rollmesh.runtime.prompts import Prompts
 from rollmesh.runtime.registry import Runtime
+from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.serve.interception.capture import CaptureOptions, OpenedSession
 from rollmesh.serve.interception.journal.entries import FORMAT, JournalHeader
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal

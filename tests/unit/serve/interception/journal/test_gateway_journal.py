@@ -11,8 +11,8 @@ import pytest
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.errors import ConfigError, ContentLost, SessionError
 from rollmesh.runtime.blobs import num_blobs, spill_over
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.serve.interception.capture import OpenedSession
 from rollmesh.serve.interception.journal.entries import ContentStored, decode
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal, SessionUsage

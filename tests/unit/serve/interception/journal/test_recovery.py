@@ -8,8 +8,8 @@ import pytest
 
 from rollmesh.core.errors import ConfigError, SessionError
 from rollmesh.core.journal import Journal
-from rollmesh.runtime.prompts import Prompts
-from rollmesh.runtime.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.prompts import Prompts
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.serve.interception.journal.entries import (
     FORMAT,
     ContentStored,

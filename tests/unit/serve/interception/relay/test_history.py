@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rollmesh.runtime import blobs
-from rollmesh.runtime.forks import ForkCause
+from rollmesh.runtime.conversation.forks import ForkCause
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.history import (
     MIN_PREFIX_BYTES,

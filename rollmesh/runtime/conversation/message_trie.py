@@ -19,8 +19,8 @@ import msgspec
 from rollmesh.core.errors import DECODE_ERRORS, SessionError
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, ReadUnit, Rotating, read_held, read_message
+from rollmesh.runtime.conversation.shared_prefixes import SAME_BYTES, UnitEnd
 from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.shared_prefixes import SAME_BYTES, UnitEnd
 
 TAIL_BYTES = 2048
 

@@ -22,8 +22,8 @@ import orjson
 
 from rollmesh.core.errors import ConfigError, ModelError, SessionError
 from rollmesh.runtime.chat import ROLES, ChatMessage, ContentPart
-from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import CallStyle
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.tool_calls import CallStyle
 
 
 class PlaceholderRenderer:

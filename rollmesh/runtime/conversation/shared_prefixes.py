@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rollmesh.runtime.chat import Turn
+from rollmesh.runtime.conversation.token_graph import RootKind
 from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.token_graph import RootKind
 
 MAX_PREFIXES = 256
 MAX_PREFIX_BYTES = 64 * 1024

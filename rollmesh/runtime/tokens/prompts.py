@@ -24,16 +24,16 @@ from rollmesh.runtime.chat import (
     ToolChoice,
     read_tools,
 )
-from rollmesh.runtime.families import (
+from rollmesh.runtime.tokens.families import (
     Family,
     Renderer,
     check_placeholders,
     check_sampled,
     with_images,
 )
-from rollmesh.runtime.parsers import Parsers, PlainTextParser, TurnFrame
-from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import sole_function
+from rollmesh.runtime.tokens.parsers import Parsers, PlainTextParser, TurnFrame
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.tool_calls import sole_function
 
 _MAX_HEAD_CHARS = 64 * 1024
 """A longer system text, with its tools, is rendered each time."""

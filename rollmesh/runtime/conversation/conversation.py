@@ -30,7 +30,7 @@ from rollmesh.runtime.chat import (
     Turn,
     read_held,
 )
-from rollmesh.runtime.forks import (
+from rollmesh.runtime.conversation.forks import (
     ForkCause,
     ForkLog,
     ForkReport,
@@ -39,12 +39,17 @@ from rollmesh.runtime.forks import (
     newest_node,
     where,
 )
-from rollmesh.runtime.history import MessageHistory, tools_key_of
-from rollmesh.runtime.message_trie import NO_NODE, Match, MessageNode, read_chat
-from rollmesh.runtime.prompts import Chat, Prompts
+from rollmesh.runtime.conversation.history import MessageHistory, tools_key_of
+from rollmesh.runtime.conversation.message_trie import (
+    NO_NODE,
+    Match,
+    MessageNode,
+    read_chat,
+)
+from rollmesh.runtime.conversation.shared_prefixes import PrefixMessages, SharedPrefix
+from rollmesh.runtime.conversation.token_graph import ROOT, RootKind, TokenGraph
 from rollmesh.runtime.replies import Reply, ReplySource, ReplyState
-from rollmesh.runtime.shared_prefixes import PrefixMessages, SharedPrefix
-from rollmesh.runtime.token_graph import ROOT, RootKind, TokenGraph
+from rollmesh.runtime.tokens.prompts import Chat, Prompts
 
 KEPT_FROM_TOKENS = 1024
 _MAX_STEPS = 8

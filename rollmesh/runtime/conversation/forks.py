@@ -14,8 +14,13 @@ import msgspec
 from rollmesh.core.errors import DECODE_ERRORS
 from rollmesh.core.types import ForkRow
 from rollmesh.runtime.chat import ROLES, ChatMessage, canonical
-from rollmesh.runtime.history import MessageHistory
-from rollmesh.runtime.message_trie import Alias, Match, MessageNode, read_chat
+from rollmesh.runtime.conversation.history import MessageHistory
+from rollmesh.runtime.conversation.message_trie import (
+    Alias,
+    Match,
+    MessageNode,
+    read_chat,
+)
 
 
 class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):

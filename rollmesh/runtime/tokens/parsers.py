@@ -21,10 +21,15 @@ from rollmesh.runtime.chat import (
     read_tools,
     whole_calls,
 )
-from rollmesh.runtime.families import Family, Parser
-from rollmesh.runtime.streaming_parser import Marks, StreamingParser
-from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import CallStyle, arguments_text, call_opening, partial_match
+from rollmesh.runtime.tokens.families import Family, Parser
+from rollmesh.runtime.tokens.streaming_parser import Marks, StreamingParser
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.tool_calls import (
+    CallStyle,
+    arguments_text,
+    call_opening,
+    partial_match,
+)
 
 
 class PlainTextParser:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import msgspec
 
 from rollmesh.runtime.chat import CallDelta, Delta, ParsedReply, ParseOptions, ToolCall
-from rollmesh.runtime.tokenizer import Tokenizer
-from rollmesh.runtime.tool_calls import (
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
+from rollmesh.runtime.tokens.tool_calls import (
     CallParser,
     CallStyle,
     new_call,

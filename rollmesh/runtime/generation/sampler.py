@@ -31,8 +31,7 @@ from rollmesh.engine.backend import (
 )
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.view import FleetView, is_leased, is_lost
-from rollmesh.runtime.generation import Action, Event, Generation, GenerationMachine
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     KIND_OF_ERROR,
     AbortAttempt,
     AttemptFailed,
@@ -54,7 +53,13 @@ from rollmesh.runtime.generation_events import (
     UpdateBegun,
     WakeReaders,
 )
-from rollmesh.runtime.sampling import GenerationSettings
+from rollmesh.runtime.generation.generation import (
+    Action,
+    Event,
+    Generation,
+    GenerationMachine,
+)
+from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.wire.fleet import EngineFaulted, EngineRow
 from rollmesh.wire.machine import Ticked
 

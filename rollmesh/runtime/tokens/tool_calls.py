@@ -19,7 +19,7 @@ import orjson
 
 from rollmesh.core.errors import DECODE_ERRORS
 from rollmesh.core.memo import Memo
-from rollmesh.runtime.generation_events import StopHit
+from rollmesh.runtime.generation.events import StopHit
 
 
 class TokenDecoder(Protocol):

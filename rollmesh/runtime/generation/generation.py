@@ -28,7 +28,7 @@ from rollmesh.core.errors import (
 )
 from rollmesh.core.types import VersionRun
 from rollmesh.engine.backend import UNVERSIONED, TopLogprobs
-from rollmesh.runtime.generation_events import (
+from rollmesh.runtime.generation.events import (
     AbortAttempt,
     AttemptFailed,
     AttemptHeld,
@@ -56,7 +56,7 @@ from rollmesh.runtime.generation_events import (
     WakeReaders,
     is_resumable,
 )
-from rollmesh.runtime.sampling import GenerationSettings, RetryState
+from rollmesh.runtime.generation.sampling import GenerationSettings, RetryState
 from rollmesh.wire.machine import Ticked
 
 _FINAL: dict[str, type[EngineError]] = {

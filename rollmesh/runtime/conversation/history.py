@@ -17,8 +17,7 @@ from rollmesh.core.memo import Memo
 from rollmesh.runtime import blobs
 from rollmesh.runtime.blobs import Blob
 from rollmesh.runtime.chat import ChatMessage, Rotating, Turn, read_held, read_tools
-from rollmesh.runtime.images import ImageRef
-from rollmesh.runtime.message_trie import (
+from rollmesh.runtime.conversation.message_trie import (
     BARE,
     Lookup,
     Match,
@@ -29,7 +28,8 @@ from rollmesh.runtime.message_trie import (
     read_chat,
     split_array,
 )
-from rollmesh.runtime.shared_prefixes import PrefixMessage, PrefixMessages
+from rollmesh.runtime.conversation.shared_prefixes import PrefixMessage, PrefixMessages
+from rollmesh.runtime.images import ImageRef
 
 ALIASES_PER_NODE = 4
 LONG_BYTES = 16 * 1024

@@ -1,0 +1,1 @@
+"""Generations: the state machine of a turn, the sampler that runs it, sampling parameters."""

@@ -1,0 +1,1 @@
+"""Between chats and tokens: rendering prompts, tokenising, and parsing replies."""
