@@ -1,10 +1,10 @@
-"""Which bytes of a long line are free: runs that are given where they fit well, and join again.
+"""Free ranges of an address space or file: allocated where they fit well, and joined when freed.
 
-Owns the map. Invariants: a byte is given to one owner at a time; two free runs never touch, and
-none touches the end, behind which all is free; what is asked for together lies side by side
-wherever some run is long enough for it. A run stands in the bin of its length, eight bins to a
-doubling, so that taking and giving cost the same among ten runs and among a hundred thousand (the
-two-level segregated fit of Masmano et al., ECRTS 2004). One thread at a time; driven by arena.py.
+- Ranges are given to one user at a time. Free runs never touch each other or the end, beyond which
+  everything is free.
+- Parts that are requested together are adjacent if any run is long enough.
+- Runs are in bins by length, eight per doubling, so that the cost does not grow with their number:
+  the two-level segregated fit of Masmano et al., ECRTS 2004. One thread at a time.
 """
 
 from bisect import bisect_right
@@ -19,12 +19,12 @@ Run = tuple[int, int]
 
 
 class FreeSpace:
-    """See the module; of `num_bytes`, all free at first."""
+    """A range of `num_bytes`, all free at first."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.end = 0
-        """Of what is in use."""
+        """End of the used part."""
         self._stops: dict[int, int] = {}
         """By start."""
         self._starts: dict[int, int] = {}
@@ -35,11 +35,11 @@ class FreeSpace:
         """A bit for each bin that has a run."""
 
     def take(self, marks: Sequence[int]) -> list[tuple[int, int]] | None:
-        """Room for parts, of which the n-th ends marks[n] bytes after the first begins.
+        """Allocate parts, of which the n-th ends marks[n] bytes after the first begins.
 
-        Returned are pieces, (start, number of parts that lie there one after the other); None, and
-        nothing is taken, where there is no room for all. Long runs are filled before new ground is
-        broken, so that parts that are large themselves leave little over.
+        Returns pieces (start, number of consecutive parts there); None, and nothing is allocated,
+        if they do not all fit. Long runs are filled before the end is moved, so that large parts
+        leave little unused.
         """
         pieces: list[tuple[int, int]] = []
         taken: list[Run] = []
@@ -60,7 +60,7 @@ class FreeSpace:
         return pieces
 
     def give(self, start: int, stop: int) -> None:
-        """They are free."""
+        """Free a range."""
         if start == stop:
             return
         if stop in self._stops:
@@ -75,18 +75,19 @@ class FreeSpace:
             self._insert(start, stop)
 
     def take_longest(self) -> Run | None:
-        """About the longest run before the end; None where there is none."""
+        """Allocate about the longest run before the end; None if there is none."""
         return self._pop(self._filled.bit_length() - 1) if self._filled else None
 
     def take_to(self, stop: int) -> Run | None:
-        """All from the end to `stop`; None where that lies before it."""
+        """Allocate everything from the end to `stop`; None if that is before the end."""
         if stop <= self.end:
             return None
         start, self.end = self.end, stop
         return start, stop
 
     def _choose(self, first: int, all_bytes: int) -> Run | None:
-        """A run for all; else a long one for the first at least; else new ground for all."""
+        """Choose a run for all parts; else a long one for at least the first; else extend the
+        end."""
         if not all_bytes:
             return self.end, self.end
         run = self._fitting(all_bytes)
@@ -100,7 +101,7 @@ class FreeSpace:
         return run
 
     def _fitting(self, num_bytes: int) -> Run | None:
-        """A run that is as long, or not much longer where there is one."""
+        """Choose a run of at least `num_bytes`, not much longer if possible."""
         own = _bin_of(num_bytes)
         tried: list[Run] = []
         found: Run | None = None
@@ -124,7 +125,7 @@ class FreeSpace:
         self._filled |= 1 << number
 
     def _remove(self, start: int) -> int:
-        """Take a run off the map; where it stops."""
+        """Remove a run from the map; return its stop."""
         stop = self._stops[start]
         number = _bin_of(stop - start)
         del self._bins[number][start]
@@ -132,7 +133,7 @@ class FreeSpace:
         return stop
 
     def _pop(self, number: int) -> Run:
-        # The newest: popitem alone costs the same however many were removed before.
+        # popitem takes the newest, at the same cost however many were removed before.
         start, _ = self._bins[number].popitem()
         stop = self._stops[start]
         self._forget(start, stop, number)
@@ -146,6 +147,6 @@ class FreeSpace:
 
 
 def _bin_of(num_bytes: int) -> int:
-    """Grows with the length; runs of one bin differ by an eighth at most."""
+    """Return the bin of a length; lengths in one bin differ by at most an eighth."""
     shift = max(num_bytes.bit_length() - 1 - _FINE_BITS, 0)
     return (shift << _FINE_BITS) + (num_bytes >> shift)

@@ -1,1 +1,1 @@
-"""RTensor: handles travel, bytes move once to who needs them, and are gone when the step ends."""
+"""The tensor data plane: owners store tensors as shards, consumers fetch them by handle."""

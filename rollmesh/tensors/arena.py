@@ -1,17 +1,15 @@
-"""Memory for shards, used again and again: one segment, its slots, and the pages under them.
+"""Reused memory for shards: one segment, its slots, and the pages under them.
 
-    page   BARE --a slot is laid there--> BACKED --freed, and the budget wants it elsewhere--> BARE
+    page   BARE --a slot is allocated on it--> BACKED --freed, and needed elsewhere--> BARE
 
-Owns the segment, the map of what is free in it, and which of its pages have memory. Invariants: no
-more than `max_bytes` of memory is taken, whatever is held, freed or still looked at; what fits into
-the budget finds room, however scattered freed space is: the segment is SPREAD times as long as the
-budget, and memory under free runs goes back to the system when a new one wants it; all pages of a
-slot are backed before anybody writes there. Otherwise memory stays under what is freed: a fresh
-page costs microseconds, so a step of 300 MiB a quarter of a second, and the next step is laid over
-the last one instead. Locks are held for the map alone; who needs new pages waits for who is getting
-some. Any thread; driven by store.py.
-
-Where no file can be made (no /dev/shm) all is the same in private memory, and `path` is None.
+- At most `max_bytes` of memory are used, whatever is held, freed or still in use. What fits into
+  the budget finds space, however fragmented: the segment has SPREAD times as many addresses, and
+  memory under free runs returns to the system when a new run needs it.
+- All pages of a slot are backed before it is written.
+- Freed slots otherwise keep their memory: a fresh page costs microseconds, so a step of 300 MiB a
+  quarter of a second; the next step reuses the pages of the last one.
+- Locks are held for the map only. If no file can be created (no /dev/shm), the memory is private
+  and `path` is None.
 """
 
 import mmap
@@ -36,40 +34,39 @@ log = get_logger()
 
 PAGE_BYTES = mmap.PAGESIZE
 ALIGN_BYTES = 64
-"""A cache line, with which every dtype and every vector unit is content."""
+"""A cache line, which satisfies every dtype and every vector unit."""
 SPREAD = 4
-"""Addresses for each byte of the budget."""
+"""Reserved addresses for each byte of the budget."""
 AHEAD_PAGES = 2**21 // PAGE_BYTES
-"""Pages are got up to a multiple of this, so that small slots do not each ask the system."""
+"""Pages are allocated up to a multiple of this, so that small slots need no system call each."""
 STRIDE_PAGES = 2**22 // PAGE_BYTES
-"""In one call to the system that holds the interpreter's lock."""
+"""Pages in one system call that holds the interpreter's lock."""
 LONG_COPY_BYTES = 2**18
-"""A longer copy lets others run meanwhile; a short one does not, and so costs half: 0.7 us for
-16 KiB that are in the cache, against 1.2."""
+"""Longer copies release the interpreter's lock. Short ones keep it and so cost half: 0.7 us instead
+of 1.2 for 16 KiB in the cache."""
 STRETCH = 256
-"""Runs that are freed while others wait."""
+"""Runs that are freed while the lock is held."""
 
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of Linux 5.14: all pages at once."""
+"""MADV_POPULATE_WRITE of Linux 5.14: allocates all pages at once."""
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class ArenaSlot(msgspec.Struct, frozen=True, gc=False):
-    """Bytes of the segment that are somebody's."""
+    """An allocated range of the segment."""
 
     offset: int
     num_bytes: int
 
 
 class Arena:
-    """See the module."""
+    """Allocates slots in one segment of memory; from any thread."""
 
     def __init__(self, max_bytes: int, folder: Path | None = SHARED_MEMORY) -> None:
-        """Without `folder` it is nobody else's to see. ConfigError where there are no addresses for
-        it."""
+        """Without `folder` the memory is private. ConfigError if there are no addresses for it."""
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        """Of all slots, in whole cache lines."""
+        """Total of all slots, in whole cache lines."""
         self._max_pages = max(-(-max_bytes // PAGE_BYTES), 1)
         self._space = FreeSpace(SPREAD * self._max_pages * PAGE_BYTES)
         self._segment = _segment(folder, self._space.num_bytes, max_bytes)
@@ -78,27 +75,27 @@ class Arena:
         self._readable = self._memory.toreadonly()
         self._address = _address(np.frombuffer(self._memory, np.uint8))
         self._lock = threading.Lock()
-        """Of the map."""
+        """Protects the map of free space."""
         self._backed = bytearray()
-        """1 for each page that has memory; none behind has. It is changed under `_paging`, and for
-        a page of a slot by who got that slot alone, so he may look without."""
+        """1 for each page that has memory; none beyond the end has. Changed under `_paging`; the
+        pages of a slot only change by its holder, who may read them without the lock."""
         self._num_backed = 0
         self._paging = threading.Lock()
         self._owner_pid = os.getpid()
 
     @property
     def path(self) -> Path | None:
-        """Of the segment, for who attaches to it."""
+        """Path of the segment, for processes that attach to it."""
         return self._segment.path if self._segment else None
 
     @property
     def backed_bytes(self) -> int:
-        """Memory that it has of the system."""
+        """Memory allocated from the system."""
         return self._num_backed * PAGE_BYTES
 
     def allocate(self, sizes: Sequence[int]) -> list[ArenaSlot]:
-        """A slot of each size, side by side where they can be; StoreFull, and none, where they do
-        not all fit."""
+        """Return a slot of each size, adjacent if possible; StoreFull, and nothing is allocated, if
+        they do not all fit."""
         if os.getpid() != self._owner_pid:
             raise TensorError("a store that was made before a fork is the parent's: make another")
         marks = list(accumulate(map(_in_lines, sizes)))
@@ -119,7 +116,7 @@ class Arena:
         return slots
 
     def free(self, slots: Iterable[ArenaSlot]) -> None:
-        """They are nobody's."""
+        """Free the slots."""
         runs = _runs(sorted(slots, key=attrgetter("offset")))
         while stretch := list(islice(runs, STRETCH)):
             with self._lock:
@@ -128,40 +125,40 @@ class Arena:
                     self.held_bytes -= stop - start
 
     def write(self, slot: ArenaSlot, data: NDArray[np.uint8]) -> None:
-        """Copy uint8 [slot.num_bytes] there."""
+        """Copy uint8 [slot.num_bytes] into the slot."""
         if slot.num_bytes < LONG_COPY_BYTES:
             self._memory[slot.offset : slot.offset + slot.num_bytes] = data.data
         else:
             np.copyto(self.view(slot), data)
 
     def view(self, slot: ArenaSlot) -> NDArray[np.uint8]:
-        """uint8 [slot.num_bytes], to be written to."""
+        """Return a writable view, uint8 [slot.num_bytes]."""
         return np.frombuffer(self._memory, np.uint8, slot.num_bytes, slot.offset)
 
     def read_only(self, slot: ArenaSlot) -> NDArray[np.uint8]:
-        """The same for who may only look; nothing made from it can be written to."""
+        """Return a read-only view; nothing derived from it is writable."""
         return np.frombuffer(self._readable, np.uint8, slot.num_bytes, slot.offset)
 
     def writable(self, slots: Iterable[ArenaSlot]) -> list[memoryview]:
-        """Their bytes in order, in as few views as they lie side by side."""
+        """Return the slots' bytes in order, in as few writable views as possible."""
         return [self._memory[start:stop] for start, stop in _joined(slots)]
 
     def readable(self, slots: Iterable[ArenaSlot]) -> list[memoryview]:
-        """The same for who may only look."""
+        """Return the slots' bytes in order, in as few read-only views as possible."""
         return [self._readable[start:stop] for start, stop in _joined(slots)]
 
     def offset_of(self, array: NDArray[np.uint8]) -> int | None:
-        """Where in the segment it begins, if it lies there."""
+        """Return the array's offset in the segment, or None if it is not there."""
         offset = _address(array) - self._address
         return offset if 0 <= offset < len(self._memory) else None
 
     def close(self) -> None:
-        """Nobody attaches to it any more; its memory goes with the last who looks at it."""
+        """Remove the segment's name; its memory is freed with its last user."""
         if self._segment is not None:
             self._segment.close()
 
     def _back(self, first: int, last: int) -> str:
-        """See that all of these pages have memory; or say why not."""
+        """Allocate memory for all of these pages; return why that failed, or ''."""
         if last <= len(self._backed) and self._backed.find(0, first, last) < 0:
             return ""
         with self._paging:
@@ -178,7 +175,7 @@ class Arena:
             return self._get_pages(first, last)
 
     def _get_pages(self, first: int, last: int) -> str:
-        """Put memory under those that have none; or say why not."""
+        """Allocate memory for the pages that have none; return why that failed, or ''."""
         self._backed.extend(bytes(max(last - len(self._backed), 0)))
         for start, stop in list(self._stretches(0, first, last)):
             if self._segment:
@@ -188,15 +185,15 @@ class Arena:
                     return f"and {self._segment.path.parent} has {str(error.strerror).lower()}"
             try:
                 self._advise(_POPULATE_WRITE, start, stop)
-            except OSError:  # an older kernel: who writes there first gets them, one by one
+            except OSError:  # an older kernel: the first write allocates each page
                 pass
             self._backed[start:stop] = b"\1" * (stop - start)
             self._num_backed += stop - start
         return ""
 
     def _give_back(self, num_pages: int) -> None:
-        """To the system, or as many as there are: first what lies behind all slots, then what lies
-        under the longest runs."""
+        """Return up to `num_pages` to the system: first those beyond all slots, then those of the
+        longest free runs."""
         seized: list[Run] = []
         while num_pages > 0:
             behind = (self._backed.rfind(1) + 1) * PAGE_BYTES
@@ -211,14 +208,14 @@ class Arena:
                 self._space.give(*run)
 
     def _give_pages(self, start: int, stop: int, at_most: int) -> int:
-        """Of bytes that are nobody's, whole pages; how many."""
+        """Release whole pages of free bytes; return how many."""
         advice = mmap.MADV_REMOVE if self._segment else mmap.MADV_DONTNEED
         number = 0
         for first, last in self._stretches(1, -(-start // PAGE_BYTES), stop // PAGE_BYTES):
             last = min(last, first + at_most - number)
             try:
                 self._advise(advice, first, last)
-            except OSError:  # a file system, or a sandbox, that does not know of this
+            except OSError:  # not supported by the file system or a sandbox
                 break
             self._backed[first:last] = bytes(last - first)
             self._num_backed -= last - first
@@ -233,7 +230,7 @@ class Arena:
             self._map.madvise(advice, page * PAGE_BYTES, num_pages * PAGE_BYTES)
 
     def _stretches(self, state: int, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """The runs of pages from `first` to `last` that are in `state`."""
+        """Yield the runs of pages from `first` to `last` that are in `state`."""
         last = min(last, len(self._backed))
         while (begin := self._backed.find(state, first, last)) >= 0:
             end = self._backed.find(1 - state, begin, last)
@@ -259,7 +256,7 @@ def _slots(pieces: Iterable[tuple[int, int]], sizes: Iterable[int]) -> Iterator[
 
 
 def _runs(slots: Iterable[ArenaSlot]) -> Iterator[Run]:
-    """What they cover; those that follow on each other as one."""
+    """Yield the ranges that the slots cover, adjacent ones joined."""
     start = stop = 0
     for slot in slots:
         if slot.offset != stop:
@@ -272,7 +269,7 @@ def _runs(slots: Iterable[ArenaSlot]) -> Iterator[Run]:
 
 
 def _joined(slots: Iterable[ArenaSlot]) -> Iterator[Run]:
-    """Their very bytes; those that follow on each other without a gap as one."""
+    """Yield the exact bytes of the slots, those without a gap joined."""
     start = stop = 0
     for slot in slots:
         if slot.offset != stop:
@@ -288,14 +285,14 @@ def _private(num_bytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except OSError as error:
-        # A limit of addresses, or a host that promises no more memory than it has.
+        # An address limit, or a host that does not overcommit memory.
         what = f"no addresses for {num_bytes} bytes, {SPREAD} for each of a budget of tensors"
         remedy = "raise `ulimit -v`, set vm.overcommit_memory to 0, or lower the budget"
         raise ConfigError(f"{what}: {str(error.strerror).lower()}; {remedy}") from None
 
 
 def _segment(folder: Path | None, num_bytes: int, max_bytes: int) -> Segment | None:
-    """None where the folder takes none."""
+    """Create the segment; None if the folder cannot hold it."""
     if folder is None:
         return None
     try:
@@ -305,7 +302,7 @@ def _segment(folder: Path | None, num_bytes: int, max_bytes: int) -> Segment | N
         why = f"{folder}: {str(error.strerror).lower()}"
         log.info("arena.private", why=why, effect="consumers on this host receive over TCP")
         return None
-    if 0 < folder_bytes < max_bytes:  # 0 is no bound
+    if 0 < folder_bytes < max_bytes:  # 0 means no bound
         remedy = "enlarge it (in a container by --shm-size), or lower the budget"
         about = {"folder": str(folder), "folder_bytes": folder_bytes, "max_bytes": max_bytes}
         log.warning("arena.beyond_folder", **about, remedy=remedy)

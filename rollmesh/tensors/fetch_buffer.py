@@ -1,30 +1,15 @@
-"""What brings shards from their owners: the door that each transport keeps to.
+"""Fetched shards of other owners: each is fetched once and cached within a budget of bytes.
 
-Owns the protocol, and the check of what came. Invariants: what passes the check is, for each
-handle and in their order, an array of that type, shape and size; a transport that cannot say what
-became of a call raises a TensorError, and never gives less in silence. Kept to by peer.py, which is
-ours, and by ray_backend.py; driven by the plane, and by the buffer between.
+    unknown --requested--> FETCHING --it arrived--> CACHED --end_step, clear, budget--> unknown
+                           FETCHING --end_step, clear; it arrived--> unknown, but returned
+                           FETCHING --the fetch failed--> unknown, and all waiting calls fail
+                           FETCHING --its thread was interrupted--> unknown; waiting calls retry
 
-Contents that are entry for their next use, counted by the memory that they hold.
-
-Owns the order of use, which shards each step has, and the count of bytes. Invariant: `total_bytes`
-is the memory that would be freed if all went: a block that several shards were received into counts
-whole, once, until the last of them goes. Each operation costs as much as the shards it names, and
-whoever takes one down gets what was there, so that it is freed when he likes. Not for threads;
-driven by the buffer, in its lock.
-
-Shards of other owners: each is fetched once, and entry within a budget of bytes.
-
-    unknown --asked for--> FETCHING --it came--> KEPT --end_step, clear, the budget--> unknown
-                           FETCHING --end_step, clear; it came--> unknown, handed out all the same
-                           FETCHING --the fetch failed--> unknown, and who waits fails alike
-                           FETCHING --its thread was interrupted--> unknown, and who waits asks anew
-
-Owns a process's copies, and the table of what is on its way. Invariants: nobody asks for what is
-here or on its way; what was cleared, or whose step ended, while it was on its way is not entry, so
-nothing comes back; at most `max_bytes` of memory are entry, the longest unused goes first, and what
-leaves while somebody views it is no longer counted. The lock is held for dictionary operations,
-CHUNK shards at a time, and nothing is freed under it. Any thread may call; driven by the plane.
+- A shard that is cached or being fetched is not fetched again. One that was cleared, or whose step
+  ended, during its fetch is not cached.
+- At most `max_bytes` are cached, least recently used first out. Evicted memory that is still in use
+  no longer counts.
+- The lock is held for dictionary operations on CHUNK shards at a time; nothing is freed under it.
 """
 
 import threading
@@ -41,29 +26,34 @@ from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 
 
 class TensorBackend(Protocol):
-    """Any thread may call, several at once."""
+    """A transport to the owners of shards; any thread may call, several at once.
+
+    An implementation that does not know the outcome of a call raises a TensorError, and never
+    returns less than was requested.
+    """
 
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
-        """The contents of some shards of `owner`, in order and read-only; ShardMissing for the
-        first that it does not hold, OwnerGone where it does not answer."""
+        """Return the contents of shards of `owner`, in order and read-only; ShardMissing for the
+        first that it does not hold, OwnerGone if it does not answer."""
 
     def take(self, owner: str, shard_ids: list[int], step: int) -> None:
-        """Their owner frees them when `step` ends; as OwnerStore's `take`, and OwnerGone where
-        nobody knows."""
+        """Assign shards to `step`, as OwnerStore's `take`; OwnerGone if the outcome is unknown."""
 
     def end_step(self, owner: str, step: int) -> int:
-        """Free at `owner` what `step`, or one before it, took; how many it held. OwnerGone where
-        nobody knows."""
+        """Free at `owner` what `step`, or one before it, took; return how many shards it held.
+        OwnerGone if the outcome is unknown."""
 
     def clear(self, owner: str, shard_ids: list[int]) -> int:
-        """Free them at their owner; how many it held. OwnerGone where nobody knows."""
+        """Free shards at their owner; return how many it held. OwnerGone if the outcome is
+        unknown."""
 
     def close(self) -> None:
-        """End what is open; what was fetched stays valid."""
+        """Close all connections; what was fetched stays valid."""
 
 
 def check_fetched(handles: Sequence[RTensor], contents: Sequence[Content]) -> None:
-    """FetchMismatch unless these are the contents of `handles`."""
+    """Raise FetchMismatch unless `contents` have the types, shapes and sizes of `handles`, in
+    order."""
     if len(contents) != len(handles):
         what = f"{len(handles)} shards were asked of {_owners(handles)}, {len(contents)} came"
         raise FetchMismatch(what)
@@ -82,7 +72,7 @@ def _owners(handles: Sequence[RTensor]) -> str:
 
 
 class StepEntries(msgspec.Struct):
-    """What is here of one step, or of none."""
+    """Entries of one step, or of UNTAGGED."""
 
     step: int
     ids: dict[int, None]
@@ -90,40 +80,46 @@ class StepEntries(msgspec.Struct):
 
 
 class CacheEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One shard that is here."""
+    """One cached shard."""
 
     content: Content
     of_step: StepEntries
-    """It goes with the last of them, when no lock is held: that of 100,000 takes a millisecond."""
+    """Released with the last entry, outside the lock: freeing one of 100,000 takes a
+    millisecond."""
 
 
 class LruCache:
-    """See the module."""
+    """Least-recently-used cache of contents, by the memory that they hold. Not thread-safe.
+
+    `total_bytes` is the memory that would be freed with all entries: a block into which several
+    shards were received counts once, completely, until the last of them is removed. Removed entries
+    are returned, so that the caller chooses when they are freed.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.total_bytes = 0
         self._max_bytes = max_bytes
         self._entries: OrderedDict[int, CacheEntry] = OrderedDict()
-        """The longest unused first."""
+        """Least recently used first."""
         self._steps: dict[int, StepEntries] = {}
         self._sharers: dict[int, int] = {}
-        """How many shards are entry of a block, by the block's id()."""
+        """Number of cached shards of a block, by the block's id()."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
     def bytes_by_step(self) -> dict[int, int]:
-        """Of the shards themselves: what else a block holds is of no step."""
+        """Sizes of the shards themselves, by step."""
         return {step: each.num_bytes for step, each in self._steps.items()}
 
     @property
     def is_over(self) -> bool:
-        """Whether something has to go; never because of one shard alone."""
+        """Whether entries must be removed; never because of a single shard."""
         return self.total_bytes > self._max_bytes
 
     def use(self, shard_id: int) -> Content | None:
-        """Its content, if it is here; now it is the newest in use."""
+        """Return the content, or None, and mark it as most recently used."""
         entry = self._entries.get(shard_id)
         if entry is None:
             return None
@@ -131,7 +127,7 @@ class LruCache:
         return entry.content
 
     def put(self, handle: RTensor, content: Content) -> None:
-        """Keep it, which is not here yet, unless its memory alone is more than may be entry."""
+        """Add a shard that is not cached, unless its memory alone exceeds the budget."""
         shard_id, step, num_bytes = handle.shard_id, handle.step, handle.num_bytes
         block = content.data.base
         if isinstance(block, np.ndarray):
@@ -150,23 +146,24 @@ class LruCache:
         self._entries[shard_id] = CacheEntry(content, of_step)
 
     def remove(self, shard_id: int) -> CacheEntry | None:
-        """Keep it no longer, if it is here."""
+        """Remove the shard and return its entry, or None."""
         entry = self._entries.pop(shard_id, None)
         if entry is not None:
             self._forget(shard_id, entry)
         return entry
 
     def remove_coldest(self) -> CacheEntry:
-        """The one that was not used for longest; there is one."""
+        """Remove the least recently used entry; there must be one."""
         shard_id, entry = self._entries.popitem(last=False)
         self._forget(shard_id, entry)
         return entry
 
     def remove_ended(self, last_step: int) -> CacheEntry | None:
-        """One of the steps up to `last_step`, untagged ones among them, if one is here."""
+        """Remove an entry of a step up to `last_step` (or untagged); None if there is none."""
         for step, of_step in self._steps.items():
             if step <= last_step:
-                # The newest, and popped: who looks for an end again and again walks over all gaps.
+                # popitem takes the newest: searching for the oldest would repeatedly walk over
+                # gaps.
                 shard_id, _ = of_step.ids.popitem()
                 return self.remove(shard_id)
         return None
@@ -182,13 +179,13 @@ class LruCache:
         self.total_bytes -= self._unshared(block) if isinstance(block, np.ndarray) else num_bytes
 
     def _shared(self, block: NDArray[np.generic]) -> int:
-        """One shard more is entry of it; the bytes that this adds."""
+        """Count one more shard of the block; return the bytes that this adds."""
         num_sharers = self._sharers.get(id(block), 0)
         self._sharers[id(block)] = num_sharers + 1
         return 0 if num_sharers else block.nbytes
 
     def _unshared(self, block: NDArray[np.generic]) -> int:
-        """One less; the bytes that this frees."""
+        """Count one less; return the bytes that this frees."""
         num_sharers = self._sharers.pop(id(block)) - 1
         if num_sharers:
             self._sharers[id(block)] = num_sharers
@@ -196,36 +193,37 @@ class LruCache:
 
 
 _Shard = TypeVar("_Shard")
-"""Its id, or what is known of it."""
+"""A shard's id, or data about it."""
 FetchFn = Callable[[list[RTensor]], list[Content]]
-"""Contents of handles, in their order, or an error."""
+"""Returns the contents of handles, in order, or raises an error."""
 CHUNK = 64
-"""Shards that are looked up, entry or dropped while others wait, for a tenth of a millisecond."""
+"""Shards that are handled while the lock is held, which takes a tenth of a millisecond."""
 
 
 class BufferStats(msgspec.Struct, frozen=True):
-    """What is entry, and what it was good for."""
+    """Contents and use of a buffer."""
 
     num_tensors: int
     total_bytes: int
-    """Memory that they hold."""
+    """Memory that the cached shards hold."""
     num_hits: int
-    """Shards that were here when a call asked for them."""
+    """Requested shards that were cached."""
     num_fetched: int
     bytes_by_step: dict[int, int]
-    """Of them, by the step that took them or UNTAGGED."""
+    """Cached bytes, by the step that took them or UNTAGGED."""
 
 
 class _FetchInFlight:
-    """One thread's fetch, for all who want its shards: UNDER_WAY > LANDED | FAILED | INTERRUPTED.
+    """One thread's fetch, awaited by all who want its shards: RUNNING > DONE | FAILED |
+    INTERRUPTED.
 
-    It has `contents` from LANDED on, an `error` where it FAILED, and is over without either where
-    its thread was INTERRUPTED.
+    It has `contents` when DONE, an `error` when FAILED, and neither when its thread was
+    INTERRUPTED.
     """
 
     def __init__(self, ended_step: int) -> None:
         self.ended_step = ended_step
-        """The newest that had ended when it began."""
+        """The newest ended step when it began."""
         self.handles: dict[int, RTensor] = {}
         self.contents: dict[int, Content] = {}
         self.error: Exception | None = None
@@ -233,22 +231,25 @@ class _FetchInFlight:
 
 
 class FetchBuffer:
-    """See the module; one per consuming process."""
+    """The fetch cache of a consuming process; from any thread."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._cache = LruCache(max_bytes)
         self._in_flight: dict[int, _FetchInFlight] = {}
-        """Who fetches what; a shard that does not stand here any more is not entry."""
+        """By shard: its fetch. A shard that is removed from here during its fetch is not cached."""
         self._lock = threading.Lock()
         self._ended_step = UNTAGGED
         self._num_hits = 0
         self._num_fetched = 0
 
     def get_many(self, handles: Iterable[RTensor], fetch: FetchFn) -> list[Content]:
-        """Their contents, in order. `fetch` is called with those that are neither here nor on their
-        way, each once, and what it raises is raised to all who wait for them; FetchMismatch where
-        it gives other than was asked. It must not ask this buffer for the same."""
+        """Return the contents, in order.
+
+        `fetch` is called once with the shards that are neither cached nor being fetched; its error
+        is raised in every waiting call; FetchMismatch if it returns something else. It must not
+        request the same shards from this buffer.
+        """
         wanted = [*handles]
         missing = {handle.shard_id: handle for handle in wanted}
         found: dict[int, Content] = {}
@@ -263,15 +264,15 @@ class FetchBuffer:
                 raise
             finally:
                 self._end(fetching)
-            # One's own first, and then those of others: so two cannot wait for each other.
+            # First the own fetch, then those of others: so two calls cannot wait for each other.
             found.update(fetching.contents)
             found.update(_wait(awaited))
             missing = {each: handle for each, handle in missing.items() if each not in found}
         return [found[handle.shard_id] for handle in wanted]
 
     def end_step(self, step: int) -> int:
-        """Drop what is tagged up to `step`, and what is untagged; how many. A step that has ended
-        before changes nothing, so it may be said with each message."""
+        """Drop what is tagged up to `step`, and what is untagged; return how many. Repeating an
+        ended step does nothing."""
         with self._lock:
             if step <= self._ended_step:
                 return 0
@@ -282,7 +283,7 @@ class FetchBuffer:
         return num_dropped
 
     def clear(self, shard_ids: Iterable[int] | None) -> int:
-        """Drop these, or with None all; how many were entry."""
+        """Drop these shards, or all for None; return how many were cached."""
         if shard_ids is not None:
             return sum(self._drop(some) for some in _chunks([*shard_ids]))
         with self._lock:
@@ -291,7 +292,6 @@ class FetchBuffer:
         return len(cache)
 
     def stats(self) -> BufferStats:
-        """As of now."""
         with self._lock:
             return BufferStats(
                 len(self._cache),
@@ -304,7 +304,8 @@ class FetchBuffer:
     def _partition(
         self, missing: dict[int, RTensor], found: dict[int, Content], fetching: _FetchInFlight
     ) -> dict[int, _FetchInFlight]:
-        """What is here goes to `found`, what nobody fetches to `fetching`; the rest is awaited."""
+        """Put cached shards into `found` and unrequested ones into `fetching`; return the fetches
+        of the rest."""
         awaited: dict[int, _FetchInFlight] = {}
         for some in _chunks([*missing]):
             with self._lock:
@@ -316,13 +317,13 @@ class FetchBuffer:
                     elif other is not None and not other.is_over.is_set():
                         awaited[shard_id] = other
                     else:
-                        # In this order: an interruption in between leaves nothing in the table.
+                        # In this order an interruption leaves no orphaned entry.
                         fetching.handles[shard_id] = missing[shard_id]
                         self._in_flight[shard_id] = fetching
         return awaited
 
     def _complete(self, fetching: _FetchInFlight, contents: list[Content]) -> None:
-        """Give them to who waits, and keep what nobody cleared meanwhile."""
+        """Publish the contents to waiting calls, and cache what was not cleared meanwhile."""
         handles = [*fetching.handles.values()]
         check_fetched(handles, contents)
         fetching.contents = dict(zip(fetching.handles, contents, strict=True))
@@ -334,7 +335,7 @@ class FetchBuffer:
             self._evict()
 
     def _end(self, fetching: _FetchInFlight) -> None:
-        """Whatever became of it, nobody waits for it any more."""
+        """Mark the fetch as over, whatever its outcome."""
         try:
             for some in _chunks([*fetching.handles]):
                 with self._lock:
@@ -345,7 +346,7 @@ class FetchBuffer:
             fetching.is_over.set()
 
     def _keep(self, fetching: _FetchInFlight, fetched: Sequence[tuple[RTensor, Content]]) -> None:
-        """What was not cleared meanwhile, and whose step has not ended. The lock is held."""
+        """Cache what was not cleared meanwhile and whose step has not ended. The lock is held."""
         in_flight, newest = self._in_flight, self._ended_step
         none_has_ended = fetching.ended_step == newest
         for handle, content in fetched:
@@ -360,7 +361,7 @@ class FetchBuffer:
             return self._cache.is_over
 
     def _evict(self) -> None:
-        """Past the budget, drop some of those that were not used for longest."""
+        """Drop least recently used entries beyond the budget."""
         gone: list[CacheEntry] = []
         with self._lock:
             while self._cache.is_over and len(gone) < CHUNK:
@@ -374,8 +375,8 @@ class FetchBuffer:
         return len(gone)
 
     def _drop(self, shard_ids: Sequence[int]) -> int:
-        """Whether here or on their way; how many were here."""
-        # What they held is freed at the return, when the lock is open.
+        """Drop shards that are cached or being fetched; return how many were cached."""
+        # Their memory is freed at the return, outside the lock.
         gone: list[CacheEntry] = []
         with self._lock:
             for shard_id in shard_ids:
@@ -387,7 +388,8 @@ class FetchBuffer:
 
 
 def _wait(awaited: dict[int, _FetchInFlight]) -> dict[int, Content]:
-    """What others fetched of it, without what was interrupted; their errors."""
+    """Wait for other fetches and return their contents, except interrupted ones; raise their
+    errors."""
     found: dict[int, Content] = {}
     for shard_id, fetching in awaited.items():
         fetching.is_over.wait()
@@ -399,7 +401,8 @@ def _wait(awaited: dict[int, _FetchInFlight]) -> dict[int, Content]:
 
 
 def _copy_error(error: Exception) -> Exception:
-    """The same to raise elsewhere: one that is entry and raised keeps its callers' frames alive."""
+    """Copy an error to raise it elsewhere: a stored one that is raised keeps its callers' frames
+    alive."""
     same: Exception = type(error).__new__(type(error), *error.args)
     same.__dict__.update(error.__dict__)
     return same

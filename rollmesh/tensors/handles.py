@@ -1,18 +1,12 @@
-"""RTensor, the handle of a tensor that lies elsewhere; Content, its bytes; and packs of handles.
+"""RTensor, the handle of a tensor stored elsewhere; Content, its bytes; packs and nested values.
 
-A handle says all that a controller needs to route a batch: where the bytes are, of which step, and
-how many. A pack holds handles by column, with each owner and each kind (dtype, shape, size) written
-once: some 14 bytes a handle. Invariants: a shard's id is unique in a mesh, since its upper half is
-drawn anew whenever an owner starts; whatever arrives, `unpack` gives handles or raises WireError.
-Driven by every process that sends a batch or receives one.
-
-Walks of nested values: mappings, lists, tuples, structs and dataclasses, as batches are made of.
-
-Owns what counts as a container, and how one is made anew with other parts. Invariants: a container
-keeps its type; one that holds nothing to change comes back itself, and none is changed in place;
-what stands at two places, a leaf or a container, is one thing and stays one. A value that holds
-itself is none of these, and ends in RecursionError. Pure; driven by plane.py, and by whoever asks
-what a batch holds.
+- A handle has all that a controller needs to route a batch. A pack stores handles by column, with
+  each owner and each (dtype, shape, size) once: about 14 bytes a handle.
+- A shard's id is unique in a mesh, since its upper half is random for each start of an owner.
+- `unpack` gives handles or raises WireError, whatever arrives.
+- Nested values are mappings, lists, tuples, structs and dataclasses. A container keeps its type;
+  one without a change is returned itself, and none is changed in place. An object at two places
+  stays one object. A value that contains itself ends in RecursionError.
 """
 
 import copy
@@ -31,11 +25,11 @@ if TYPE_CHECKING:
     from rollmesh.tensors.torch_bridge import ReadOnlyTensor
 
 UNTAGGED = -1
-"""The step of what no batch has taken."""
+"""The step of shards that no step has taken."""
 PACK_LAYOUT = 1
 NUMBER_BITS = 32
 INCARNATION_BITS = 31
-"""So that an id fits into 63 bits: languages and databases without unsigned ones can hold it."""
+"""Ids fit into 63 bits, for languages and databases without unsigned integers."""
 
 _Value = TypeVar("_Value", bound=Hashable)
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -43,50 +37,50 @@ _Step = Annotated[int, msgspec.Meta(ge=UNTAGGED)]
 
 
 class RTensor(msgspec.Struct, frozen=True, gc=False):
-    """Where one tensor lies, and what it is.
+    """The handle of one tensor: where it is stored, and its type.
 
     >>> RTensor(7 << 32 | 1, "tcp://10.0.0.4:7000", 3, "bfloat16", (8, 1024), 16384).incarnation
     7
     """
 
     shard_id: int
-    """64 bits: the owner's incarnation, then the number it gave."""
+    """64 bits: the owner's incarnation, then a number."""
     owner: str
-    """tcp://host:port of the process that holds the bytes; '' while that serves nobody."""
+    """tcp://host:port of the process that holds the bytes; '' if that serves no other process."""
     step: int
     """The train step that took it, or UNTAGGED."""
     dtype: str
-    """torch's name for it: bfloat16, float8_e4m3fn, int32, bool."""
+    """torch's name of the dtype: bfloat16, float8_e4m3fn, int32, bool."""
     shape: tuple[int, ...]
     num_bytes: int
 
     @property
     def incarnation(self) -> int:
-        """Which life of its owner stored it."""
+        """The incarnation of the owner that stored it."""
         return self.shard_id >> NUMBER_BITS
 
     def tagged(self, step: int) -> "RTensor":
-        """The same shard, taken by `step`; the owner is told by its store's `take`."""
+        """Return the same handle with `step`; the owner learns it by its store's `take`."""
         return RTensor(self.shard_id, self.owner, step, self.dtype, self.shape, self.num_bytes)
 
     def to_local(self) -> "ReadOnlyTensor":
-        """The tensor, read-only, by way of this process's plane; TensorError where it is not to
-        be had."""
-        # The plane knows handles; that a handle knows the way to the plane is a convenience.
-        from rollmesh.tensors.plane import current  # noqa: PLC0415 - would import in a circle
+        """Return the tensor, read-only, by this process's plane; TensorError if it cannot be
+        fetched."""
+        # The plane depends on handles; the reverse is a convenience for callers.
+        from rollmesh.tensors.plane import current  # noqa: PLC0415 - circular import
 
         local: ReadOnlyTensor = current().localize(self)
         return local
 
 
 class Content(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """The bytes of one shard in this process, whoever owns it."""
+    """The bytes of one shard in this process."""
 
     dtype: str
     shape: tuple[int, ...]
     data: np.ndarray
-    """uint8 [num_bytes], contiguous. While this very array lives, its memory stays: what is made
-    from it refers to it, and never to an array further down."""
+    """uint8 [num_bytes], contiguous. Its memory is kept as long as this very array lives: arrays
+    derived from it refer to it."""
 
 
 class _Pack(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -105,12 +99,12 @@ _decoder = msgspec.msgpack.Decoder(_Pack)
 
 
 def new_incarnation() -> int:
-    """A fresh number for an owner that starts; never 0."""
+    """Return a random number for a new owner; never 0."""
     return secrets.randbelow((1 << INCARNATION_BITS) - 1) + 1
 
 
 def pack(handles: Sequence[RTensor]) -> bytes:
-    """The handles as one message, in their order."""
+    """Encode handles as one message, in order."""
     owners, owner_of = _numbered([each.owner for each in handles])
     kinds, kind_of = _numbered([(each.dtype, each.shape, each.num_bytes) for each in handles])
     shard_ids = [each.shard_id for each in handles]
@@ -119,7 +113,7 @@ def pack(handles: Sequence[RTensor]) -> bytes:
 
 
 def unpack(buffer: bytes | bytearray | memoryview) -> list[RTensor]:
-    """The inverse of `pack`; WireError in one line on anything else."""
+    """Decode `pack`; WireError for anything else."""
     try:
         packed = _decoder.decode(buffer)
     except DECODE_ERRORS as error:
@@ -138,7 +132,7 @@ def unpack(buffer: bytes | bytearray | memoryview) -> list[RTensor]:
 
 
 def _numbered(values: Iterable[_Value]) -> tuple[list[_Value], list[int]]:
-    """The distinct values in order of appearance, and for each value the place of its like."""
+    """Return the distinct values in order of appearance, and for each value its index."""
     places: dict[_Value, int] = {}
     numbers = [places.setdefault(value, len(places)) for value in values]
     return list(places), numbers
@@ -148,31 +142,31 @@ _Leaf = TypeVar("_Leaf")
 _Parts = Sequence[object] | dict[Any, object]
 
 _SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
-"""Passed over before anything is asked: batches hold token ids as plain lists, too."""
+"""Skipped early: batches also hold token ids as plain lists."""
 
 
 def collect(nested: object, kind: type[_Leaf]) -> list[_Leaf]:
-    """Every leaf of `kind` in the order of the walk, the same object once."""
-    return list(_Walk(nested, kind).leaves.values())
+    """Return every leaf of `kind`, in the order of traversal, each object once."""
+    return list(_Traversal(nested, kind).leaves.values())
 
 
 def transform(
     nested: Any, kind: type[_Leaf], change: Callable[[list[_Leaf]], Sequence[object]]
 ) -> Any:
-    """`nested` with every leaf of `kind` changed; `change` gets them all at once, as `collect`
-    gives them, and is not called where there is none."""
-    walk = _Walk(nested, kind)
+    """Replace every leaf of `kind` in `nested`; `change` gets all of them at once, as from
+    `collect`, and is not called if there are none."""
+    walk = _Traversal(nested, kind)
     if not walk.leaves:
         return nested
     changed = change(list(walk.leaves.values()))
     return walk.rebuilt(nested, dict(zip(walk.leaves, changed, strict=True)))
 
 
-class _Walk(Generic[_Leaf]):
-    """Down to the leaves, at once; and up again, with others in their places.
+class _Traversal(Generic[_Leaf]):
+    """Traverse down to the leaves at once, and rebuild with replaced leaves.
 
-    The parts of a container are asked for once, since a mapping may make them as it is asked; they
-    are kept, since everything is known by its id().
+    A container's parts are read once, since a mapping may create them on access, and kept, since
+    everything is identified by id().
     """
 
     def __init__(self, nested: object, kind: type[_Leaf]) -> None:
@@ -191,7 +185,7 @@ class _Walk(Generic[_Leaf]):
                     self._descend(part)
 
     def rebuilt(self, value: object, done: dict[int, object]) -> object:
-        """`value`, with what `done` has in place of what is known by that id()."""
+        """Return `value` with known parts replaced, by id(), from `done`."""
         if type(value) in _SCALARS:
             return value
         if id(value) not in done:
@@ -219,7 +213,7 @@ class _Walk(Generic[_Leaf]):
 
 
 def _parts(value: object) -> _Parts:
-    """What a container holds, by name where it has names; nothing, where it is none."""
+    """Return the parts of a container, by name if it has names; empty if it is none."""
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, Mapping):
@@ -266,7 +260,7 @@ def _mapping(old: Mapping[Any, object], changes: dict[Any, object]) -> Mapping[A
         for key, value in changes.items():
             new[key] = value
     except TypeError:
-        # It cannot be copied, or takes no items: we cannot make one.
+        # It cannot be copied, or does not accept items.
         return dict(old) | changes
     else:
         return new  # type: ignore[no-any-return]  # its type is the old one's

@@ -1,15 +1,14 @@
-"""The data plane as one process sees it: what it owns, what it fetched, and the way to the rest.
+"""The tensor data plane of one process: its own store, its fetch buffer and its transport.
 
-    remotize   tensors --own store--> handles, which travel
+    remotize   tensors --own store--> handles, which are sent
     localize   handles --own store | buffer < backend--> read-only tensors
 
-Owns no bytes, only the order in which they are looked for. Invariants: what this process owns it
-reads in its own store, never over a socket and never into its buffer; a call fetches a shard once,
-and gives one tensor wherever it stands; what a step or a clear ends, ends in the store and in the
-buffer; a forked child is given nothing, since nobody asks it how long it looks, and it would wait
-for threads that it does not have. A process without a store keeps its tensors, and one that never
-set up a plane (a plain torchrun) has an empty one, so that the same code runs there. Driven by the
-ranks of a trainer, and by whoever else has a batch in hand; any thread may.
+- What this process owns is read from its own store, never over a socket or through the buffer.
+- A call fetches a shard once, and returns one tensor for all its places. What a step or a clear
+  ends, ends in the store and in the buffer.
+- A forked child gets nothing: its loans would not count, and it lacks the threads.
+- A process without a store keeps its tensors; one without a plane (plain torchrun) has an empty
+  one, so that the same code runs there.
 """
 
 import os
@@ -27,18 +26,18 @@ from rollmesh.tensors.store import OwnerStore, StorageStats
 from rollmesh.tensors.torch_bridge import ReadOnlyTensor, Tensor, to_content, to_tensor
 
 MAX_OWNERS_AT_ONCE = 8
-"""Owners that one call fetches from side by side."""
+"""Owners that one call fetches from concurrently."""
 
 
 class PlaneStats(msgspec.Struct, frozen=True):
-    """What a process has of the plane; None for a part that it does without."""
+    """Statistics of a plane; None for a part that the process does not have."""
 
     storage: StorageStats | None
     buffer: BufferStats | None
 
 
 class Plane:
-    """See the module; of its parts, those that the process needs."""
+    """The parts of the data plane that this process needs; from any thread."""
 
     def __init__(
         self,
@@ -52,12 +51,12 @@ class Plane:
         self._pid = os.getpid()
 
     def remotize(self, nested: Any, step: int = UNTAGGED) -> Any:
-        """`nested` with a handle for each tensor, stored here and taken by `step`.
+        """Replace each tensor in `nested` by a handle; the tensors are stored here and taken by
+        `step`.
 
-        What is stored is what the handle says: any dtype, bit by bit, detached, on the host, a
-        slice without the rest of its memory. A padded tensor stays padded: cutting it is for who
-        knows the mask. One tensor at two places is stored once. StoreFull where the budget is used
-        up; then none is stored.
+        Stored is what the handle says: any dtype, bit by bit, detached, on the host, a slice
+        without the rest of its memory. A padded tensor stays padded. A tensor at two places is
+        stored once. StoreFull if the budget is used up; then none is stored.
         """
         store = self.store
         if store is None:
@@ -69,16 +68,16 @@ class Plane:
         return transform(nested, Tensor, stored)
 
     def localize(self, nested: Any) -> Any:
-        """`nested` with a read-only tensor for each handle; tensors pass.
+        """Replace each handle in `nested` by a read-only tensor; tensors stay.
 
-        ShardMissing for the first that its owner does not hold, OwnerGone where that does not
-        answer.
+        Raises ShardMissing for the first shard that its owner does not hold, OwnerGone if an owner
+        does not answer.
         """
         return transform(nested, RTensor, self._tensors)
 
     def take(self, handles: Sequence[RTensor], step: int) -> None:
-        """From now on they are of `step`, at their owners, wherever those are. As OwnerStore's
-        `take`, and OwnerGone where one does not answer, when all others are taken."""
+        """Assign the shards to `step` at their owners, as OwnerStore's `take`; OwnerGone if one
+        does not answer, after all others are taken."""
         own = dict.fromkeys(self._own(handles))
         of_owner: dict[str, list[int]] = {}
         for each in handles:
@@ -97,38 +96,38 @@ class Plane:
             raise errors[0]
 
     def end_step_at(self, owner: str, step: int) -> int:
-        """Free what is tagged up to `step` at another owner; how many it held. OwnerGone where
-        nobody knows."""
+        """Free what is tagged up to `step` at another owner; return how many shards it held.
+        OwnerGone if the outcome is unknown."""
         return self._backend_for(owner).end_step(owner, step)
 
     def end_step(self, step: int) -> None:
-        """Free what is tagged up to `step`, here: each process is told."""
+        """Free what is tagged up to `step` in this process."""
         if self.store is not None:
             self.store.end_step(step)
         if self.buffer is not None:
             self.buffer.end_step(step)
 
     def clear(self, shard_ids: Sequence[int]) -> int:
-        """Free what is here of these, copies first; how many were held, not counting copies."""
+        """Free these shards here, copies first; return how many the store held."""
         self.evict(shard_ids)
         return self.store.clear(shard_ids) if self.store is not None else 0
 
     def clear_at(self, owner: str, shard_ids: Sequence[int]) -> int:
-        """Free these shards of `owner`, and the copies here first, so that a fetch on its way finds
-        them gone; how many it held. OwnerGone where nobody knows."""
+        """Free these shards of `owner`, and the copies here first, so that a concurrent fetch finds
+        them gone; return how many it held. OwnerGone if the outcome is unknown."""
         if self.store is not None and owner == self.store.owner:
             return self.clear(shard_ids)
         self.evict(shard_ids)
         return self._backend_for(owner).clear(owner, list(shard_ids))
 
     def evict(self, shard_ids: Sequence[int] | None) -> int:
-        """Drop copies of these shards of others, or with None all; how many there were."""
+        """Drop copies of these shards of other owners, or all for None; return how many there
+        were."""
         if shard_ids and isinstance(shard_ids[0], RTensor):
             raise TensorError("shards are freed by their ids: flatten_shard_ids(handles)")
         return self.buffer.clear(shard_ids) if self.buffer is not None else 0
 
     def stats(self) -> PlaneStats:
-        """As of now."""
         return PlaneStats(
             self.store.stats() if self.store is not None else None,
             self.buffer.stats() if self.buffer is not None else None,
@@ -152,7 +151,8 @@ class Plane:
         return [contents[handle.shard_id] for handle in handles]
 
     def _own(self, handles: Iterable[RTensor]) -> list[int]:
-        """Ids of those that are ours, or were in an earlier life: then our store says so."""
+        """Return the ids that belong to this process or an earlier incarnation of it, whose loss
+        the store reports."""
         if self.store is None:
             return []
         owner, incarnation = self.store.owner, self.store.incarnation
@@ -176,7 +176,7 @@ class Plane:
         return contents
 
     def _fetch(self, handles: list[RTensor]) -> list[Content]:
-        """From their owners, side by side where there are several."""
+        """Fetch from the owners, concurrently if there are several."""
         of_owner: dict[str, list[RTensor]] = {}
         for handle in handles:
             of_owner.setdefault(handle.owner, []).append(handle)
@@ -209,11 +209,11 @@ class _Process:
 
 
 def use(plane: Plane) -> Plane:
-    """Make `plane` the process's own; the one before is returned."""
+    """Make `plane` the process's plane and return the previous one."""
     before, _Process.plane = _Process.plane, plane
     return before
 
 
 def current() -> Plane:
-    """The process's own plane."""
+    """Return the process's plane."""
     return _Process.plane

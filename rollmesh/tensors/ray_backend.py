@@ -1,14 +1,13 @@
-"""Tensors by way of Ray: for a mesh whose processes are Ray's, with no port or key of our own.
+"""Tensors by way of Ray, for a mesh of Ray processes, without a port or key of our own.
 
-    owner's process                its machine                     a consumer, anywhere
-      OwnerStore < TensorServer <--loopback-- Desk, an actor <--Ray-- RayPeers
-                                              its answers --Ray's object store--> looked at in place
+    owner's process                its machine                        a consumer, anywhere
+      OwnerStore < TensorServer <--loopback-- OwnerActor <--Ray-- RayPeers
+                                              its replies --Ray's object store--> mapped in place
 
-An owner keeps its store, with all that it promises; Ray carries. Owns the desk, one actor for each
-owner, on the owner's machine and gone with it, and how a part of a fetch lies in Ray's object
-store: one array, so that it costs one object however many shards it has. Invariants: what a desk
-answers is data, an error never crosses as an exception that somebody unpickles; whatever Ray
-reports is a TensorError. Driven by the plane (RayPeers is a Backend) and by the owner's process.
+- Each owner has one actor, on its machine, which ends with it.
+- A part of a fetch is one array in Ray's object store, so it costs one object for many shards.
+- Replies are data: an error never crosses as a pickled exception. Whatever Ray reports becomes a
+  TensorError.
 """
 
 import threading
@@ -41,71 +40,73 @@ SCHEME = "ray://"
 NAMESPACE = "rollmesh"
 CALLS_AT_ONCE = 8
 PART_BYTES = 2**26
-"""Of one object; a longer shard is one alone. What comes in one is kept, and freed, together."""
+"""Size of one object; a longer shard is alone in one. The shards of an object are kept, and freed,
+together."""
 PATIENCE_S = 60.0
-"""With a part; the desk's own with its owner ends earlier."""
+"""Timeout of one part; the actor's own call to its owner ends earlier."""
 NAME_FREED_S = 10.0
-"""In which Ray notices that the last bearer of a name has ended."""
+"""Time for Ray to notice that the last holder of a name has ended."""
 _LOOPBACK = "tcp://127.0.0.1:0"
 _NO_BYTES = np.empty(0, np.uint8)
 _Result = TypeVar("_Result")
 
 
-class DeskAnswer(msgspec.Struct, frozen=True):
-    """What became of a call at a desk."""
+class ActorReply(msgspec.Struct, frozen=True):
+    """The outcome of a call to an actor."""
 
     kind: Literal["done", "missing", "gone", "mismatch", "refused"] = "done"
     why: str = ""
-    """Of a missing shard its reason."""
+    """For a missing shard, the reason."""
     shard_id: int = 0
-    """The one that is missing."""
+    """The missing shard."""
 
 
-class Desk:
-    """An actor on the owner's machine, who fetches from it for others."""
+class OwnerActor:
+    """An actor on the owner's machine that fetches from it for others."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._peers = Peers()
 
     def fetch(self, packed: bytes) -> tuple[bytes, NDArray[np.uint8]]:
-        """A DeskAnswer as JSON, and the bytes of these packed handles, one after the other."""
+        """Return an ActorReply as JSON, and the bytes of the packed handles' shards, one after the
+        other."""
         handles = unpack(packed)
         none: list[Content] = []
         answer, contents = _tried(lambda: self._peers.fetch(self._address, handles), none)
-        # One array for all: Ray's object store makes one object of it, and not thousands.
+        # One array: Ray's object store makes one object of it, and not thousands.
         return answer, np.concatenate([_NO_BYTES, *(each.data for each in contents)])
 
     def take(self, shard_ids: list[int], step: int) -> tuple[bytes, None]:
-        """A DeskAnswer as JSON: whether the owner holds these shards for `step` now."""
+        """Return an ActorReply as JSON: whether the owner holds these shards for `step` now."""
         return _tried(lambda: self._peers.take(self._address, shard_ids, step), None)
 
     def end_step(self, step: int) -> tuple[bytes, int]:
-        """A DeskAnswer as JSON, and how many shards the owner freed with `step`."""
+        """Return an ActorReply as JSON, and how many shards the owner freed with `step`."""
         return _tried(lambda: self._peers.end_step(self._address, step), 0)
 
     def clear(self, shard_ids: list[int]) -> tuple[bytes, int]:
-        """A DeskAnswer as JSON, and how many of these shards the owner held."""
+        """Return an ActorReply as JSON, and how many of these shards the owner held."""
         return _tried(lambda: self._peers.clear(self._address, shard_ids), 0)
 
 
 class RayServer:
-    """Where consumers find an owner, in the Ray cluster that its process has joined."""
+    """Announces an owner in the Ray cluster that its process has joined."""
 
     def __init__(self, store: OwnerStore, address: str) -> None:
-        """To serve `store` as `address`, ray://NAME, which no other owner of the cluster has.
-        ConfigError without a cluster, AddressError where that is no name."""
+        """Serve `store` as `address`, ray://NAME, which must be unique in the cluster. ConfigError
+        without a cluster, AddressError for an invalid name."""
         if not address.startswith(SCHEME) or address == SCHEME:
             raise AddressError(f"{address}: not a name in Ray; it is written as ray://NAME")
         _check_joined()
         self._store = store
         self._address = address
         self._server = TensorServer(store, _LOOPBACK)
-        self._desk: Any = None
+        self._actor: Any = None
 
     def start(self) -> str:
-        """Serve from now on; the address, which is the store's owner from now on. AddressError if
-        the name is taken."""
+        """Start to serve; return the address, which becomes the store's owner. AddressError if the
+        name is taken."""
         local = self._server.start()
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {
@@ -116,9 +117,9 @@ class RayServer:
             "scheduling_strategy": here,
         }
         give_up_s = time.monotonic() + NAME_FREED_S
-        while self._desk is None:
+        while self._actor is None:
             try:
-                self._desk = ray.remote(Desk).options(**options).remote(local)
+                self._actor = ray.remote(OwnerActor).options(**options).remote(local)
             except ValueError as error:
                 if time.monotonic() > give_up_s:
                     self._server.stop()
@@ -128,24 +129,24 @@ class RayServer:
         return self._address
 
     def stop(self) -> None:
-        """Whoever asks is told that we are gone."""
-        if self._desk is not None:
-            ray.kill(self._desk)
+        """Stop; later callers learn that the owner is gone."""
+        if self._actor is not None:
+            ray.kill(self._actor)
         self._server.stop()
 
 
 class RayPeers:
-    """See the module; a Backend."""
+    """Fetches from owners through Ray; a TensorBackend."""
 
     def __init__(self) -> None:
-        """ConfigError where this process has joined no cluster."""
+        """ConfigError if this process has joined no cluster."""
         _check_joined()
-        self._desks: dict[str, Any] = {}
+        self._actors: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
-        """As Backend has it."""
+        """Implement TensorBackend."""
         parts = [*_parts(handles)]
         answers = self._call(owner, "fetch", [(pack(part),) for part in parts])
         contents: list[Content] = []
@@ -155,22 +156,22 @@ class RayPeers:
         return contents
 
     def take(self, owner: str, shard_ids: list[int], step: int) -> None:
-        """As Backend has it."""
+        """Implement TensorBackend."""
         self._call_once(owner, "take", shard_ids, step)
 
     def end_step(self, owner: str, step: int) -> int:
-        """As Backend has it."""
+        """Implement TensorBackend."""
         return int(self._call_once(owner, "end_step", step))
 
     def clear(self, owner: str, shard_ids: list[int]) -> int:
-        """As Backend has it."""
+        """Implement TensorBackend."""
         return int(self._call_once(owner, "clear", shard_ids))
 
     def close(self) -> None:
-        """As Backend has it."""
+        """Implement TensorBackend."""
         with self._lock:
             self._is_closed = True
-            self._desks.clear()
+            self._actors.clear()
 
     def _call_once(self, owner: str, method: str, *arguments: Any) -> Any:
         ((said, result),) = self._call(owner, method, [arguments])
@@ -178,22 +179,24 @@ class RayPeers:
         return result
 
     def _call(self, owner: str, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """What the owner's desk answers to each; once more where it was that of an earlier life."""
+        """Call the owner's actor for each item; repeat once if the actor was that of an earlier
+        incarnation."""
         try:
             return self._ask(owner, method, arguments)
         except RayActorError:
             with self._lock:
-                self._desks.pop(owner, None)
+                self._actors.pop(owner, None)
         try:
             return self._ask(owner, method, arguments)
         except RayActorError as error:
             raise OwnerGone(owner, _line_of(error)) from None
 
     def _ask(self, owner: str, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        desk = self._desk(owner)
-        refs = [getattr(desk, method).remote(*each) for each in arguments]
+        actor = self._actor(owner)
+        refs = [getattr(actor, method).remote(*each) for each in arguments]
         try:
-            # One after the other, so that patience is with each part, and not with all of a fetch.
+            # One after the other, so that the timeout applies to each part and not to the whole
+            # fetch.
             return [ray.get(ref, timeout=PATIENCE_S) for ref in refs]
         except RayActorError:
             raise
@@ -202,17 +205,17 @@ class RayPeers:
         except RayError as error:
             raise TensorError(f"{owner} did not answer: {_line_of(error)}") from None
 
-    def _desk(self, owner: str) -> Any:
+    def _actor(self, owner: str) -> Any:
         with self._lock:
             if self._is_closed:
                 raise TensorError(f"{owner} is not asked any more: this process is closing")
-            if owner not in self._desks:
-                self._desks[owner] = _find(owner)
-            return self._desks[owner]
+            if owner not in self._actors:
+                self._actors[owner] = _find(owner)
+            return self._actors[owner]
 
 
 def _check_joined() -> None:
-    # Ray's own way with such a process is to start a cluster for it, in which nobody else is.
+    # Ray would start a new cluster for such a process, without any other member.
     if not ray.is_initialized():
         raise ConfigError("this process has joined no Ray cluster; call ray.init(ADDRESS) first")
 
@@ -223,29 +226,29 @@ def _find(owner: str) -> Any:
     except ValueError:
         raise OwnerGone(owner, "Ray knows nobody of that name") from None
     except AssertionError as error:
-        # Of one whose program has just ended Ray still has the name, and not the class any more.
+        # If its program has just ended, Ray still has the actor's name, but no longer its class.
         raise OwnerGone(owner, f"its program has ended: {_line_of(error)}") from None
 
 
 def _tried(call: Callable[[], _Result], otherwise: _Result) -> tuple[bytes, _Result]:
-    """What it gives, or `otherwise`, and what became of it."""
-    answer, result = DeskAnswer(), otherwise
+    """Return the result of `call`, or `otherwise`, and the encoded outcome."""
+    answer, result = ActorReply(), otherwise
     try:
         result = call()
     except ShardMissing as error:
-        answer = DeskAnswer("missing", error.reason, error.shard_id)
+        answer = ActorReply("missing", error.reason, error.shard_id)
     except OwnerGone as error:
-        answer = DeskAnswer("gone", error.why)
+        answer = ActorReply("gone", error.why)
     except FetchMismatch as error:
-        answer = DeskAnswer("mismatch", str(error))
+        answer = ActorReply("mismatch", str(error))
     except TensorError as error:
-        answer = DeskAnswer("refused", str(error))
+        answer = ActorReply("refused", str(error))
     return msgspec.json.encode(answer), result
 
 
-def _check(owner: str, said: bytes) -> None:
-    """The error that became of a call at a desk."""
-    answer = msgspec.json.decode(said, type=DeskAnswer)
+def _check(owner: str, reply: bytes) -> None:
+    """Raise the error that an actor replied with."""
+    answer = msgspec.json.decode(reply, type=ActorReply)
     match answer.kind:
         case "done":
             return
@@ -260,7 +263,7 @@ def _check(owner: str, said: bytes) -> None:
 
 
 def _contents(owner: str, handles: list[RTensor], block: NDArray[np.uint8]) -> list[Content]:
-    """The parts of what came in one object."""
+    """Split what arrived in one object."""
     wanted = sum(handle.num_bytes for handle in handles)
     if block.nbytes != wanted:
         raise FetchMismatch(f"{wanted} bytes were asked of {owner}, {block.nbytes} came")
@@ -286,4 +289,4 @@ def _parts(handles: list[RTensor]) -> Iterator[list[RTensor]]:
 
 
 def _line_of(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]  # above it stand ids, or where it was raised
+    return str(error).strip().rpartition("\n")[2]  # ids or a traceback precede it

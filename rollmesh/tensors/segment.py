@@ -1,15 +1,13 @@
-"""Memory that all processes of a host can look at: a file in /dev/shm that dies with its owner.
+"""Shared memory of a host: a file in /dev/shm that is removed when its owner dies.
 
     made --locked--> OWNED --close--> gone
                      OWNED --its owner was killed--> ORPHANED --the next sweep--> gone
 
-Owns the file's life. Invariants: its owner holds a flock on it, which the kernel drops however that
-one ends, so that a sweep takes the files of the dead and none of the living; what is gone has no
-name any more, and its memory lasts as long as somebody looks at it; a file is as long as it will
-ever be, and takes memory only where `back` was called, so that a full /dev/shm is an error there
-and never a SIGBUS later. Only our own user can open it. A process that was forked from the owner
-has no part in it: it neither locks nor removes it. Driven by arena.py, and by connection.py on the
-consumer's side.
+- The owner holds a flock, which the kernel releases at its death: a sweep removes the files of dead
+  owners only. A removed file has no name, and its memory stays until its last user is done.
+- A file has its final length from the start, but takes memory only where `back` was called: a full
+  /dev/shm is an error there, and never a SIGBUS later.
+- Only our own user can open it. A forked child of the owner neither locks nor removes it.
 """
 
 import fcntl
@@ -34,28 +32,28 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Segment:
-    """See the module. OSError where `folder` takes no such file."""
+    """A file in shared memory, mapped writable; OSError if `folder` cannot hold it."""
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
         sweep(folder)
         self.path, self._locked = _make(folder)
         self._unlink = weakref.finalize(self, _unlink, self.path, self._locked, os.getpid())
         os.ftruncate(self._locked.fileno(), num_bytes)
-        # Opened once more: a mapping keeps its file open in forked children too, lock and all.
+        # Opened again: a mapping keeps its file, and so its lock, open in forked children.
         with open(self.path, "r+b", buffering=0) as file:
             self.memory = mmap.mmap(file.fileno(), num_bytes)
 
     def back(self, start: int, num_bytes: int) -> None:
-        """Put memory under these bytes; OSError where there is not enough of it."""
+        """Allocate memory for these bytes; OSError if there is not enough."""
         os.posix_fallocate(self._locked.fileno(), start, num_bytes)
 
     def close(self) -> None:
-        """Take its name away; who looks at it goes on."""
+        """Remove the name; processes that have it mapped keep the memory."""
         self._unlink()
 
 
 class AttachedSegment:
-    """Another process's segment, as one who may only look; OSError where it cannot be seen."""
+    """Another process's segment, mapped read-only; OSError if that fails."""
 
     def __init__(self, path: str | Path) -> None:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
@@ -65,17 +63,17 @@ class AttachedSegment:
             os.close(descriptor)
 
     def view(self, offset: int, num_bytes: int) -> NDArray[np.uint8]:
-        """uint8 [num_bytes], read-only, over its memory; ValueError where it is not that long."""
+        """Return a read-only view, uint8 [num_bytes]; ValueError if the segment is shorter."""
         return np.frombuffer(self._memory, np.uint8, num_bytes, offset)
 
 
 def sweep(folder: Path) -> int:
-    """Remove the files of owners that were killed; how many there were."""
+    """Remove the files of killed owners; return how many."""
     return sweep_memory(str(folder))
 
 
 def _make(folder: Path) -> tuple[Path, FileIO]:
-    """A new file, locked."""
+    """Create and lock a new file."""
     while True:
         path = folder / f"{memory_prefix()}{secrets.token_hex(8)}"
         file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600), "r+")
@@ -93,7 +91,7 @@ def _unlink(path: Path, locked: FileIO, owner_pid: int) -> None:
 
 
 class SharedRange(msgspec.Struct, frozen=True, gc=False):
-    """Where a shard lies, for a process of this host that attaches to it."""
+    """The place of a shard in a segment, for processes of this host."""
 
     path: str
     offset: int

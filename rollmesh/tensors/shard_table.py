@@ -1,16 +1,15 @@
-"""Which shards an owner holds: how large each is, which step took it, and how long it is leased.
+"""The shards that an owner holds: size, step and lease of each. Pure.
 
     put --> UNTAGGED --take(step)--> TAGGED --take(a later step)--> TAGGED
     put(step) --> TAGGED
     UNTAGGED | TAGGED --clear--> cleared
-    UNTAGGED | TAGGED --nobody renewed for lease_s--> expired
+    UNTAGGED | TAGGED --not renewed for lease_s--> expired
     TAGGED --end_step(its step, or a later one)--> cleared; `reap` then frees it
 
-Owns the table of shards, and what is to be said of those that have left it. Invariants: a number is
-given once; of a step that has ended nothing is there, from that moment on, and nothing more is put
-or taken; what no step took is freed by `clear` or by its lease alone; each shard is freed, that is
-returned by `clear`, `reap` or `expire`, exactly once. Everything costs as much as the shards that
-it names, so whoever has many names them a part at a time. Pure; driven by store.py.
+- An id is given once. Shards of an ended step are missing at once; no more are put or taken for it.
+- Untagged shards are freed by `clear` or by their lease only.
+- Each shard is returned by `clear`, `reap` or `expire` exactly once.
+- Every call costs as much as the shards it names; callers with many name them in chunks.
 """
 
 import math
@@ -26,8 +25,7 @@ from rollmesh.core.errors import MissReason, TensorError
 from rollmesh.tensors.handles import NUMBER_BITS, UNTAGGED
 
 MAX_EXPIRED = 1024
-"""Runs of ids that expired together and are remembered as such; of older ones it is said that they
-were cleared."""
+"""Runs of ids whose expiry is remembered; older ones are reported as cleared."""
 
 
 class _Shard(msgspec.Struct, gc=False):
@@ -37,41 +35,41 @@ class _Shard(msgspec.Struct, gc=False):
 
 
 class _StepShards(msgspec.Struct):
-    """What stands under one step, or under none."""
+    """The shards of one step, or of UNTAGGED."""
 
     ids: set[int]
     num_bytes: int = 0
 
 
 class ShardTable:
-    """See the module; of one life of an owner, whose number is `incarnation`."""
+    """The table of one owner's incarnation."""
 
     def __init__(self, incarnation: int, lease_s: float) -> None:
         self.incarnation = incarnation
         self.ended_step = UNTAGGED
-        """The newest step that has ended; all before it have."""
+        """The newest ended step; all before it have ended too."""
         self.total_bytes = 0
         self._lease_s = lease_s
         self._renewed_s = -math.inf
         self._first = self._next = incarnation << NUMBER_BITS
         self._shards: dict[int, _Shard] = {}
-        """In the order of their numbers, which is that of their leases."""
+        """By id, which is also the order of their leases."""
         self._steps: dict[int, _StepShards] = {}
         self._expired: deque[range] = deque(maxlen=MAX_EXPIRED)
-        """In ascending order: the oldest expire first."""
+        """Ascending: the oldest expire first."""
 
     @property
     def num_tensors(self) -> int:
-        """What is held, with what a step left that `reap` has not come to."""
+        """Shards held, including those of ended steps that are not reaped yet."""
         return len(self._shards)
 
     @property
     def bytes_by_step(self) -> dict[int, int]:
-        """The sum of them is `total_bytes`."""
+        """Adds up to `total_bytes`."""
         return {step: tagged.num_bytes for step, tagged in self._steps.items()}
 
     def put(self, sizes: Sequence[int], step: int, now_s: float) -> range:
-        """Ids of new shards of these bytes; TensorError where `step` has ended."""
+        """Add shards of these sizes; return their ids. TensorError if `step` has ended."""
         self._check_open(step)
         ids = range(self._next, self._next + len(sizes))
         if ids.stop > self._first + (1 << NUMBER_BITS):
@@ -84,9 +82,9 @@ class ShardTable:
         return ids
 
     def take(self, shard_ids: Sequence[int], step: int) -> list[int]:
-        """Hold these until `step` ends, or the later step that took them too.
+        """Hold shards until `step` ends, or the later step that also took them.
 
-        Those that are not there are returned. TensorError where `step` has ended.
+        Returns the missing ones. TensorError if `step` has ended.
         """
         self._check_open(step)
         held = dict.fromkeys(each for each in shard_ids if self.missing_reason(each) is None)
@@ -101,7 +99,7 @@ class ShardTable:
         return [each for each in shard_ids if each not in held]
 
     def missing_reason(self, shard_id: int) -> MissReason | None:
-        """Why it is not there; None where it is."""
+        """Return why the shard is missing; None if it is held."""
         shard = self._shards.get(shard_id)
         if shard is not None and not self._has_ended(shard.step):
             return None
@@ -113,11 +111,11 @@ class ShardTable:
         return "expired" if at and shard_id in self._expired[at - 1] else "cleared"
 
     def end_step(self, step: int) -> None:
-        """Nothing of `step`, and of any before it, is there any more; see `reap`."""
+        """End `step` and all before it; see `reap`."""
         self.ended_step = max(self.ended_step, step)
 
     def reap(self, limit: int) -> list[int]:
-        """Free at most `limit` of what ended steps left; none once there is no more."""
+        """Free at most `limit` shards of ended steps; empty when none is left."""
         freed: list[int] = []
         for step in [each for each in self._steps if self._has_ended(each)]:
             ids = self._steps[step].ids
@@ -126,15 +124,15 @@ class ShardTable:
         return freed
 
     def clear(self, shard_ids: Iterable[int]) -> list[int]:
-        """Free these; those that were held are returned."""
+        """Free these shards; return those that were held."""
         return [self._forget(each) for each in shard_ids if each in self._shards]
 
     def renew(self, now_s: float) -> None:
-        """Whoever needs what is held lives: all of it is leased anew."""
+        """Renew all leases: a user of the shards is alive."""
         self._renewed_s = now_s
 
     def expire(self, now_s: float, limit: int) -> list[int]:
-        """Free at most `limit` shards whose lease has run out; none once there is no more."""
+        """Free at most `limit` shards whose lease has expired; empty when none is left."""
         if now_s - self._renewed_s < self._lease_s:
             return []
         oldest = list(islice(self._shards.items(), limit))

@@ -1,38 +1,15 @@
-"""The shards of one owner, the memory under each, and whether somebody looks at it.
+"""The shards that this process owns: memory, leases and pins, from put to free. From any thread.
 
     HELD --freed--> gone
-    HELD --freed, while somebody looks at it--> RETAINED --the last look has ended--> gone
+    HELD --freed while in use--> RETAINED --the last use has ended--> gone
 
-Owns that table, and the lock of a store. Somebody looks at a shard as long as the array lives that
-was made of it here, or as long as a peer has it pinned. Invariants: one that is retained is missing
-for everybody who asks, and its memory is not used again before the last has looked; the lock is
-held for dictionary operations, CHUNK shards at a time, and no memory is freed under it. Any
-thread; driven by store.py, and by pins.py for peers.
+    reservation: OPEN --commit--> COMMITTED: shards like any others
+                 OPEN --its `with` ends--> CANCELLED: the memory is free again
 
-Memory of a store that is being written to, and is shards once all of it was.
-
-    OPEN --commit--> COMMITTED: shards like any others
-    OPEN --its `with` ends, however--> CANCELLED: the memory is free again
-
-Owns the slots until then. Invariants: nobody but who reserved them sees them before the commit, and
-he writes there no more after it; nothing is left of one that was not committed. One thread; driven
-by store.py for whoever makes what he stores in the place where it will lie.
-
-What peers look at: shards of an owner that are lent to them, or are on their way into a socket.
-
-    held --places, windows--> PINNED --unpin, as often; drop_peer--> held, or freed by then
-
-Owns who has pinned what, and how often. Invariants: what is pinned keeps its memory, also after it
-was freed; a peer takes back its own pins alone, and one that has gone has none. Any thread; driven
-by guest.py.
-
-What this process owns of the data plane: its shards, from their putting to their end.
-
-Owns the arena in which they lie, the table of whose they are, the table of who looks at them
-(shards.py), and what peers have pinned (pins.py). Invariants: the budget bounds what is held and
-what is retained together; a put or a commit stores all or nothing; a store's locks are held for
-dictionary operations, CHUNK shards at a time. Any thread; driven by the plane of this process, by
-server.py for others, and by whoever makes batches.
+- A shard is in use while an array of it exists here, or while a peer has it pinned. A retained
+  shard is missing for every request, and its memory is not reused yet.
+- The budget bounds held and retained memory together. A put or commit stores all or nothing.
+- The lock is held for dictionary operations on CHUNK shards at a time; no memory is freed under it.
 """
 
 import enum
@@ -55,11 +32,11 @@ from rollmesh.tensors.segment import SharedRange
 from rollmesh.tensors.shard_table import ShardTable
 
 CHUNK = 64
-"""Shards that are looked up or freed while others wait."""
+"""Shards that are handled while the lock is held."""
 
 
 class ShardSpec(NamedTuple):
-    """What a tensor is, without its bytes."""
+    """The type of a tensor, without its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -72,35 +49,36 @@ class HeldShard(msgspec.Struct, gc=False):
     slot: ArenaSlot
     kind: ShardSpec
     view: weakref.ref[NDArray[np.uint8]] | None = None
-    """The array through which this process looks at it."""
+    """The array through which this process uses it."""
     num_pins: int = 0
-    """By peers."""
+    """Pins of peers."""
 
     def is_in_use(self) -> bool:
         return self.num_pins > 0 or (self.view is not None and self.view() is not None)
 
 
 class HeldShards:
-    """See the module; `lock` is open at each call, but for those that say otherwise."""
+    """The table of held shards and their memory. The lock must be free at each call, unless the
+    call says otherwise."""
 
     def __init__(self, arena: Arena, table: ShardTable) -> None:
         self.owner = ""
-        """Where others reach it, once it is served."""
+        """The address at which others reach the store, once it is served."""
         self.lock = threading.Lock()
         self.table = table
-        """Asked and changed with the lock held."""
+        """Used with the lock held."""
         self.retained_bytes = 0
         self._arena = arena
         self._held: dict[int, HeldShard] = {}
         self._retained: dict[int, HeldShard] = {}
         self._ended: deque[int] = deque()
-        """Shards whose views have ended. They end in any thread, also in one that has the lock, so
-        it is only written down."""
+        """Shards whose views have ended. They end in any thread, which may hold the lock, so the
+        end is only recorded."""
 
     def add(
         self, slots: Sequence[ArenaSlot], kinds: Sequence[ShardSpec], step: int, now_s: float
     ) -> range:
-        """They are held; their ids. TensorError where `step` has ended."""
+        """Add shards; return their ids. TensorError if `step` has ended."""
         held = [HeldShard(slot, kind) for slot, kind in zip(slots, kinds, strict=True)]
         sizes = [slot.num_bytes for slot in slots]
         with self.lock:
@@ -109,7 +87,7 @@ class HeldShards:
         return ids
 
     def read(self, shard_id: int) -> Content:
-        """It, read-only, not copied; ShardMissing."""
+        """Return the content, read-only and not copied; ShardMissing."""
         with self.lock:
             held = self.find(shard_id)
             array = held.view() if held.view is not None else None
@@ -119,35 +97,35 @@ class HeldShards:
             return Content(held.kind.dtype, held.kind.shape, array)
 
     def find(self, shard_id: int) -> HeldShard:
-        """One that is held; ShardMissing. The lock is held."""
+        """Return a held shard; ShardMissing. The lock is held."""
         if self.table.missing_reason(shard_id) is not None:
             raise self.missing(shard_id)
         return self._held[shard_id]
 
     def missing(self, shard_id: int) -> ShardMissing:
-        """The error that says why it is not there. The lock is held."""
+        """Return the error for a missing shard. The lock is held."""
         return ShardMissing(shard_id, self.owner, self.table.missing_reason(shard_id) or "cleared")
 
     def unpin(self, shard_id: int, number: int) -> ArenaSlot | None:
-        """It has so many pins less; its slot, where nobody needs that any more. The lock is held,
-        and whoever calls frees the slot when it is open."""
+        """Remove pins; return the slot if it is no longer needed, which the caller frees after
+        releasing the lock. The lock is held."""
         held = self._held.get(shard_id) or self._retained[shard_id]
         held.num_pins -= number
         return self._release(shard_id)
 
     def free_slots(self, slots: Sequence[ArenaSlot | None]) -> None:
-        """Nobody needs these any more."""
+        """Free slots; None entries are skipped."""
         self._arena.free(each for each in slots if each is not None)
 
     def free_all(self, choose: Callable[[], list[int]]) -> int:
-        """Free what it chooses, with the lock held, until it chooses nothing; how many."""
+        """Repeat `free_some` until `choose` returns nothing; return the number freed."""
         number = 0
         while some := self.free_some(choose):
             number += some
         return number
 
     def free_some(self, choose: Callable[[], list[int]]) -> int:
-        """The same, once."""
+        """Free what `choose` returns, which is called with the lock held; return the number."""
         with self.lock:
             ids = choose()
             slots = [self._retire(each) for each in ids]
@@ -155,7 +133,7 @@ class HeldShards:
         return len(ids)
 
     def clear(self, shard_ids: Sequence[int]) -> int:
-        """Free these; how many were there."""
+        """Free these shards; return how many were held."""
         parts = (partial(self.table.clear, some) for some in chunks(shard_ids))
         return sum(self.free_some(choose) for choose in parts)
 
@@ -168,14 +146,14 @@ class HeldShards:
             self.free_slots(slots)
 
     def _retire(self, shard_id: int) -> ArenaSlot | None:
-        """A freed one's slot; None where that is retained."""
+        """Retain a freed shard; return its slot if it is not in use."""
         held = self._held.pop(shard_id)
         self._retained[shard_id] = held
         self.retained_bytes += held.slot.num_bytes
         return self._release(shard_id)
 
     def _release(self, shard_id: int) -> ArenaSlot | None:
-        """The slot of one that was retained, and need not be any more."""
+        """Return the slot of a retained shard that is no longer in use."""
         held = self._retained.get(shard_id)
         if held is None or held.is_in_use():
             return None
@@ -185,7 +163,7 @@ class HeldShards:
 
 
 def chunks(shard_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Them all, a few at a time."""
+    """Split into chunks."""
     return (shard_ids[at : at + CHUNK] for at in range(0, len(shard_ids), CHUNK))
 
 
@@ -194,7 +172,7 @@ def _append_to(ended: deque[int], shard_id: int) -> Callable[[object], None]:
 
 
 class ReservationState(enum.Enum):
-    """Drawn in the module's docstring."""
+    """The states of a reservation; drawn in the module's docstring."""
 
     OPEN = "open"
     COMMITTED = "committed"
@@ -202,7 +180,8 @@ class ReservationState(enum.Enum):
 
 
 class Reservation:
-    """See the module."""
+    """Memory that is written to first and then becomes shards; one thread. Nothing is left of one
+    that was not committed."""
 
     def __init__(
         self,
@@ -210,7 +189,7 @@ class Reservation:
         kinds: Sequence[ShardSpec],
         parts: tuple[Arena, HeldShards, Clock],
     ) -> None:
-        """`parts` are the store's."""
+        """`parts` belong to the store."""
         self.slots = slots
         self._kinds = kinds
         self._arena, self._shards, self._clock = parts
@@ -226,13 +205,13 @@ class Reservation:
 
     @property
     def memory(self) -> list[NDArray[np.uint8]]:
-        """uint8 [num_bytes] of each, to be written to until the commit."""
+        """Writable views, uint8 [num_bytes] each, until the commit."""
         assert self._state is ReservationState.OPEN, self._state
         return [self._arena.view(slot) for slot in self.slots]
 
     def commit(self, step: int = UNTAGGED) -> list[RTensor]:
-        """They are shards, of `step` or of whoever takes them; their handles. TensorError, and none
-        is, where `step` has ended."""
+        """Turn the memory into shards of `step`, or untagged; return the handles. TensorError, and
+        nothing is stored, if `step` has ended."""
         assert self._state is ReservationState.OPEN, self._state
         ids: list[int] = []
         try:
@@ -253,17 +232,18 @@ class Reservation:
 
 
 class Pins:
-    """See the module; of one store."""
+    """Pins of peers: shards that are lent to them or being sent. A peer removes its own pins
+    only."""
 
     def __init__(self, shards: HeldShards, arena: Arena) -> None:
         self._shards = shards
         self._arena = arena
         self._pins: dict[str, dict[int, int]] = {}
-        """How often each peer has pinned what; changed under the lock of the shards."""
+        """By peer and shard: the number of pins. Changed under the lock of the shards."""
 
     def places(self, shard_ids: Sequence[int], peer: str) -> list[SharedRange]:
-        """Where they lie, each pinned for `peer` once for each time that it is named; ShardMissing
-        for the first that is not there, and then none is pinned."""
+        """Return where the shards are, each pinned once for `peer`; ShardMissing for the first
+        missing one, and then none is pinned."""
         if self._arena.path is None:
             raise TensorError("what lies in private memory cannot be lent")
         path = str(self._arena.path)
@@ -272,13 +252,13 @@ class Pins:
         ]
 
     def windows(self, shard_ids: Sequence[int], peer: str) -> tuple[list[int], list[memoryview]]:
-        """Their sizes, and their bytes in order in as few views as they lie side by side; pinned,
-        and missing, as by `places`."""
+        """Return the sizes, and the bytes in order in as few views as possible; pins and errors as
+        in `places`."""
         slots = self._pin(shard_ids, peer)
         return [each.num_bytes for each in slots], self._arena.readable(slots)
 
     def unpin(self, shard_ids: Sequence[int], peer: str) -> None:
-        """`peer` looks at these no longer; what it has not pinned is passed over."""
+        """Remove pins of `peer`; shards that it has not pinned are ignored."""
         for some in chunks(shard_ids):
             with self._shards.lock:
                 pins = self._pins.get(peer, {})
@@ -286,7 +266,7 @@ class Pins:
             self._shards.free_slots(slots)
 
     def drop_peer(self, peer: str) -> None:
-        """`peer` has gone, and looks at nothing."""
+        """Remove all pins of a peer that is gone."""
         with self._shards.lock:
             pins = self._pins.pop(peer, {})
         for some in chunks([*pins]):
@@ -315,7 +295,7 @@ class Pins:
 
 
 def _remove_pin(pins: dict[int, int], shard_id: int) -> bool:
-    """Take one pin away; False where there is none."""
+    """Remove one pin; return whether there was one."""
     number = pins.get(shard_id, 0)
     if number > 1:
         pins[shard_id] = number - 1
@@ -325,12 +305,12 @@ def _remove_pin(pins: dict[int, int], shard_id: int) -> bool:
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How much an owner holds, and how long if nobody says that he needs it."""
+    """Capacity and lease of a store."""
 
     max_bytes: int
-    """Of memory, whatever lies there."""
+    """Budget of memory."""
     lease_s: float = 3600.0
-    """What was neither put nor renewed for so long is freed."""
+    """Shards that were neither put nor renewed for so long are freed."""
 
 
 class StorageStats(msgspec.Struct, frozen=True):
@@ -338,31 +318,31 @@ class StorageStats(msgspec.Struct, frozen=True):
 
     num_tensors: int
     total_bytes: int
-    """Of them."""
+    """Bytes of held shards."""
     retained_bytes: int
-    """Of others, freed, that somebody still looks at."""
+    """Bytes of freed shards that are still in use."""
     bytes_by_step: dict[int, int]
-    """Of them, by the step that took them or UNTAGGED."""
+    """Held bytes, by the step that took them or UNTAGGED."""
     backed_bytes: int
-    """Memory that the store has of the system."""
+    """Memory allocated from the system."""
 
 
 class OwnerStore:
-    """See the module."""
+    """The store of an owner process."""
 
     def __init__(self, settings: StoreSettings, clock: Clock, arena: Arena | None = None) -> None:
-        """In `arena`, or in one of its own in /dev/shm."""
+        """Use `arena`, or a new one in /dev/shm."""
         self.incarnation = new_incarnation()
         self._clock = clock
         self._arena = arena or Arena(settings.max_bytes)
         self._table = ShardTable(self.incarnation, settings.lease_s)
         self._shards = HeldShards(self._arena, self._table)
         self.pins = Pins(self._shards, self._arena)
-        """What peers do with it."""
+        """The pins of peers."""
 
     @property
     def owner(self) -> str:
-        """Where others reach it, once it is served."""
+        """The address at which others reach the store, once it is served."""
         return self._shards.owner
 
     @owner.setter
@@ -371,13 +351,13 @@ class OwnerStore:
 
     @property
     def folder(self) -> str:
-        """Where processes of this host attach; '' where they cannot."""
+        """The folder in which processes of this host attach; '' if they cannot."""
         return str(self._arena.path.parent) if self._arena.path else ""
 
     def put(self, contents: Sequence[Content], step: int = UNTAGGED) -> list[RTensor]:
-        """Copy them in, for `step` or for whoever takes them; their handles.
+        """Copy contents in, for `step` or untagged; return their handles.
 
-        StoreFull, and nothing is stored, where they do not fit; TensorError where `step` has ended.
+        StoreFull, and nothing is stored, if they do not fit; TensorError if `step` has ended.
         """
         kinds = [ShardSpec(each.dtype, each.shape, each.data.nbytes) for each in contents]
         with self.reserve(kinds) as reserved:
@@ -386,14 +366,14 @@ class OwnerStore:
             return reserved.commit(step)
 
     def reserve(self, kinds: Sequence[ShardSpec]) -> Reservation:
-        """Memory for such shards, side by side, to be written to and committed in its `with`, so
-        that they are made where they will lie; StoreFull where they do not fit."""
+        """Reserve adjacent memory for shards that are then written in place and committed inside
+        `with`; StoreFull if they do not fit."""
         slots = self._slots([each.num_bytes for each in kinds])
         return Reservation(slots, kinds, (self._arena, self._shards, self._clock))
 
     def take(self, shard_ids: Sequence[int], step: int) -> None:
-        """They are freed when `step` ends. TensorError where it has; ShardMissing for the first
-        that is not there, when all others are taken."""
+        """Assign shards to `step`, whose end frees them. TensorError if it has ended; ShardMissing
+        for the first missing one, after all others are taken."""
         missing: list[int] = []
         for some in chunks(shard_ids):
             with self._shards.lock:
@@ -403,34 +383,34 @@ class OwnerStore:
                 raise self._shards.missing(missing[0])
 
     def read(self, shard_id: int) -> Content:
-        """It, read-only, not copied; ShardMissing. It is looked at for as long as its array, or
-        what was made from that, lives."""
+        """Return the content, read-only and not copied; ShardMissing. The shard is in use as long
+        as the array, or one derived from it, lives."""
         return self._shards.read(shard_id)
 
     def end_step(self, step: int) -> int:
-        """Free what `step`, or one before it, took; how many shards. They are gone at once."""
+        """Free what `step`, or one before it, took; return how many shards. They are missing at
+        once."""
         self._shards.settle()
         with self._shards.lock:
             self._table.end_step(step)
         return self._shards.free_all(partial(self._table.reap, CHUNK))
 
     def clear(self, shard_ids: Sequence[int]) -> int:
-        """Free these; how many were there."""
+        """Free these shards; return how many were held."""
         self._shards.settle()
         return self._shards.clear(shard_ids)
 
     def renew(self) -> None:
-        """Whoever needs what is held lives: its lease begins anew."""
+        """Renew all leases: a user of the shards is alive."""
         with self._shards.lock:
             self._table.renew(self._clock.now_s())
 
     def expire(self) -> int:
-        """Free what nobody renewed in time; how many shards."""
+        """Free shards whose lease has expired; return how many."""
         self._shards.settle()
         return self._shards.free_all(partial(self._table.expire, self._clock.now_s(), CHUNK))
 
     def stats(self) -> StorageStats:
-        """As of now."""
         self._shards.settle()
         with self._shards.lock:
             return StorageStats(
@@ -442,7 +422,7 @@ class OwnerStore:
             )
 
     def close(self) -> None:
-        """Nobody attaches any more. What is looked at stays."""
+        """Remove the shared memory's name; shards in use stay."""
         self._arena.close()
 
     def _slots(self, sizes: list[int]) -> list[ArenaSlot]:

@@ -1,14 +1,12 @@
-"""torch at the edge of the plane: a tensor's bytes, and a tensor of bytes that nobody may change.
+"""Convert between torch tensors and contents, and protect shared memory from writes.
 
-Owns the names of dtypes and ReadOnlyTensor. Invariants: bytes go through unread, whatever the
-dtype; nothing is copied here that lies in memory in one piece; what a consumer gets cannot be
-written to by way of torch's functions, since others of its process see the same memory. This is
-the only module of the room that imports torch; driven by plane.py.
-
-What torch does in C++ without asking is out of reach: `parameter.data = x`, `y.set_(x)`, an output
-of `all_gather` and its kind (before torch 2.13 of any collective), a DTensor of it, TorchScript,
-`vmap`, a view that a compiled function made, `torch.from_numpy(x.numpy())`. What writes there
-should get a `clone()`.
+- Bytes pass unread, whatever the dtype; a tensor that is contiguous on the host is not copied.
+- A fetched tensor cannot be written by torch's functions, since others of its process use the same
+  memory. This is the only module of the room that imports torch.
+- Torch's C++ code that does not ask the class is out of reach: `parameter.data = x`, `y.set_(x)`,
+  an output of `all_gather` and its kind (before torch 2.13 of any collective), a DTensor of it,
+  TorchScript, `vmap`, a view made by a compiled function, `torch.from_numpy(x.numpy())`. Give code
+  that writes there a `clone()`.
 """
 
 import functools
@@ -37,7 +35,7 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 _ONLY_SENDS = frozenset({"send", "isend"})
 
 Tensor = torch.Tensor
-"""What is stored: any tensor of torch."""
+"""Any torch tensor."""
 
 _NUMPYS = frozenset({
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -47,34 +45,35 @@ _NUMPYS = frozenset({
 
 
 class _Kind(msgspec.Struct, frozen=True, gc=False):
-    """A dtype on both sides."""
+    """A dtype in torch and in numpy."""
 
     name: str
     dtype: torch.dtype
     is_numpys: bool
     twin: torch.dtype
-    """As wide, and numpy's too: the dtype itself, or whole numbers for what numpy lacks."""
+    """A dtype of the same width that numpy has too: the same one, or integers for what numpy
+    lacks."""
     in_numpy: np.dtype[Any]
-    """The twin."""
+    """The numpy dtype of `twin`."""
     item_bytes: int
 
 
 _kinds: dict[str, _Kind] = {}
 
 with warnings.catch_warnings():
-    # torch warns once in a process that it knows no read-only memory, which is what the class
-    # below is for. This is that once.
+    # torch warns once per process that it has no read-only memory, which the class below provides.
+    # Trigger that warning here.
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
 
 class ReadOnlyTensor(torch.Tensor):
-    """A tensor of memory that others read, too.
+    """A tensor in memory that others read too.
 
-    It is a tensor like any other, but that an operation in place, or an `out=` that names it, is a
+    It behaves like any tensor, except that an in-place operation or an `out=` on it raises
     TensorError. What shares its memory (`x[0]`, `x.view(...)`, `x.detach()`, `x.numpy()`) is
-    read-only as well; what is computed from it is a plain tensor, and so is a `clone()`, a
-    pickled copy, or what `to(device)` made.
+    read-only as well. Results computed from it are plain tensors, and so are a `clone()`, a pickled
+    copy, and what `to(device)` made.
     """
 
     @classmethod
@@ -85,24 +84,24 @@ class ReadOnlyTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Every function of torch that gets one of us comes by here."""
+        """Called for every torch function with one of these tensors."""
         if not all(issubclass(cls, each) for each in types):
             return NotImplemented
         kwargs = kwargs or {}
         if _writes_first(func, args, kwargs):
             raise _refusal(_name(func))
         if torch.compiler.is_compiling():
-            return _plainly(func, *args, **kwargs)  # a trace holds no memory to ask about
+            return _plainly(func, *args, **kwargs)  # a trace has no memory to check
         if _writes_elsewhere(func, args, kwargs):
             raise _refusal(_name(func))
         if func is torch.Tensor.__dlpack__:
-            # It hands out a pointer, and cannot say that nobody may write there.
+            # It returns a pointer, and cannot make it read-only.
             return func(_plain(args[0]).clone(), *args[1:], **kwargs)
         result = _plainly(func, *args, **kwargs)
         return _guarded(result, (*args, *kwargs.values()))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # These are a copy into the memory, of which torch does not ask the class.
+        # These copy into the memory without asking the class.
         if name in ("real", "imag"):
             raise _refusal(f"setting .{name}")
         super().__setattr__(name, value)
@@ -113,15 +112,13 @@ class ReadOnlyTensor(torch.Tensor):
         return own
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Only what is seen of the memory travels, and who gets it owns it.
+        # Only the visible part of the memory is pickled, and the receiver owns it.
         return _plain(self).detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # is torch's
 
 
 def to_content(tensor: torch.Tensor) -> Content:
-    """The tensor's bytes: its own memory where it lies in one piece on the host, else a copy.
-
-    TensorError where it has no bytes of its own: a sparse, quantized, meta or distributed one.
-    """
+    """Return the tensor's bytes: its own memory if it is contiguous on the host, else a copy.
+    TensorError if it has no bytes of its own: a sparse, quantized, meta or distributed one."""
     tensor = _plain(tensor)
     if not _is_dense(tensor):
         what = f"a {type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device.type})"
@@ -130,7 +127,7 @@ def to_content(tensor: torch.Tensor) -> Content:
     alike = tensor
     if not kind.is_numpys:
         alike = tensor.detach().resolve_conj().view(kind.twin)
-    # By force: detached, on the host, without a conjugation that is still to be done.
+    # force: detached, on the host, with a pending conjugation resolved.
     array = alike.contiguous().numpy(force=True)
     data = array.reshape(-1).view(np.uint8)
     data.setflags(write=False)
@@ -138,13 +135,13 @@ def to_content(tensor: torch.Tensor) -> Content:
 
 
 def to_tensor(content: Content) -> ReadOnlyTensor:
-    """The tensor of these bytes, on the same memory, which it keeps alive; TensorError where dtype,
-    shape and bytes do not fit each other."""
+    """Return a tensor on the memory of the content, which it keeps alive; TensorError if dtype,
+    shape and bytes do not match."""
     kind, shape, data = _kind(content.dtype), content.shape, content.data
     if math.prod(shape) * kind.item_bytes != data.nbytes:
         what = f"{content.dtype} {list(shape)}"
         raise TensorError(f"{data.nbytes} bytes are not a tensor of {what}")
-    # Whatever it is made by, it refers to this very array: numpy's view of a view would not.
+    # The tensor must refer to this very array: numpy's view of a view would not.
     is_view = isinstance(data.base, np.ndarray)
     array = np.frombuffer(data.data, kind.in_numpy) if is_view else data.view(kind.in_numpy)
     tensor = torch.from_numpy(array)
@@ -152,13 +149,14 @@ def to_tensor(content: Content) -> ReadOnlyTensor:
         tensor = tensor.view(kind.dtype)
     if len(shape) != 1:
         tensor = tensor.view(shape)
-    # It is ours alone so far; `as_subclass` would make another, for as much as all of the above.
+    # Set the class in place: `as_subclass` would create another tensor, for as much as all of the
+    # above.
     tensor.__class__ = ReadOnlyTensor
-    return tensor  # type: ignore[return-value]  # it is one by now
+    return tensor  # type: ignore[return-value] # its class was set above
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    # Wrappers of other tensors (DTensor, jagged ones) answer each operation themselves.
+    # Wrappers of other tensors (DTensor, jagged ones) handle each operation themselves.
     is_wrapper = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized
     return is_strided and not tensor.is_meta and not is_wrapper
@@ -179,7 +177,7 @@ def _kind(name: str) -> _Kind:
 
 
 def _plainly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch as if ours were plain tensors."""
+    """Call a torch function as if our tensors were plain."""
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - has no public name
         return func(*args, **kwargs)
 
@@ -196,13 +194,13 @@ def _refusal(what: str) -> TensorError:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    # An overload of torch.ops.aten is called add_.Tensor.
+    # An overload in torch.ops.aten is called add_.Tensor.
     return getattr(func, "__name__", "").partition(".")[0]
 
 
 def _writes_first(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call would write to one of us that is its `out` or, by torch's rule for names,
-    its first argument. Dynamo traces this."""
+    """Return whether the call writes to one of our tensors that is its `out` or, by torch's naming
+    rule, its first argument. Dynamo traces this."""
     if kwargs and _any_of_ours(kwargs.get("out")):
         return True
     if _is_in_place(func) or (kwargs and kwargs.get("inplace")):
@@ -214,7 +212,7 @@ def _is_in_place(func: Callable[..., Any]) -> bool:
     return _has_name_in_place(func)
 
 
-# What torch.compiler.assume_constant_result does, which imports all of Dynamo: 2.5 s.
+# The effect of torch.compiler.assume_constant_result, which imports all of Dynamo: 2.5 s.
 _is_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001 - see above
 
 
@@ -228,8 +226,8 @@ def _has_name_in_place(func: Callable[..., Any]) -> bool:
 def _writes_elsewhere(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether the call would write to one of us that only torch's signature, or the function's
-    meaning, tells."""
+    """Return whether the call writes to one of our tensors in a way that only torch's signature, or
+    the function's meaning, shows."""
     if getattr(func, "__module__", "") == _COLLECTIVES:
         return _any_of_ours(_received(func, args, kwargs))
     return any(
@@ -239,7 +237,8 @@ def _writes_elsewhere(
 
 
 def _received(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a collective writes to, here; torch passes what it sends and receives by place."""
+    """Return the tensors that a collective writes to; torch passes sent and received ones by
+    position."""
     name = _name(func)
     if name in _ONLY_SENDS or (name == "broadcast" and _is_source(**kwargs)):
         return None
@@ -257,7 +256,8 @@ def _is_source(
 
 @functools.lru_cache(maxsize=4096)
 def _written_arguments(func: Callable[..., Any]) -> tuple[tuple[int, str], ...]:
-    """By the schema that an operator has, torch's or another library's: (place, name)."""
+    """Return the written arguments by the operator's schema, torch's or another library's:
+    (position, name)."""
     return tuple(
         (sys.maxsize if argument.kwarg_only else place, argument.name)
         for schema in _schemas(func)
@@ -286,7 +286,7 @@ def _ours(values: Iterable[Any]) -> Iterator[ReadOnlyTensor]:
 
 
 def _guarded(result: Any, values: tuple[Any, ...]) -> Any:
-    """What a function gave: read-only where it shares the memory of one of us."""
+    """Return the result of a function: read-only if it shares memory with one of our tensors."""
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
         return result
@@ -303,6 +303,8 @@ def _shares_memory(result: torch.Tensor, values: tuple[Any, ...]) -> bool:
     try:
         memory = result.untyped_storage().data_ptr()
     except NotImplementedError:
-        return False  # a sparse one, or what torch.func passes around: all have memory of their own
+        return (
+            False  # a sparse tensor, or what torch.func passes around: all have memory of their own
+        )
     storages = (_plainly(torch.Tensor.untyped_storage, each) for each in _ours(values))
     return any(each.data_ptr() == memory for each in storages)

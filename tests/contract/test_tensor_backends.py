@@ -22,7 +22,7 @@ from tests.unit.tensors.fetches import Asking
 PROMPT_S = 25.0
 """Less than a line's patience."""
 BEGUN_S = 60.0
-"""Ray takes its time with an owner's desk on a busy machine."""
+"""Ray is slow to remove an owner's actor on a busy machine."""
 KINDS: list[Kind] = [
     ("float32", (3, 5)),
     ("bfloat16", (7,)),
