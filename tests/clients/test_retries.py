@@ -91,15 +91,15 @@ async def hasty_worker(folder: Path, stage: Stage) -> AsyncIterator[tuple[Runtim
     sampler = Sampler(parts, GenerationSettings(backoff_s=0.001, max_backoff_s=0.001))
     prompts = Prompts(choose_family(model, "auto", tokenizer), tokenizer)
     runtime = Runtime(sampler, prompts, 4096)
-    edge = AgentServer(runtime, InterceptionConfig(), "policy")
-    address = await edge.start(listen("127.0.0.1:0"))
+    server = AgentServer(runtime, InterceptionConfig(), "policy")
+    address = await server.start(listen("127.0.0.1:0"))
     session = runtime.register_trajectory(RolloutId(GROUP, 0), SamplingPolicy(), seed=0)
     paths = (f"{address}/v1", f"{address}/s/{session.path_secret}/v1")
     try:
         yield runtime, Opened(session.session_id, session.api_key, *paths)
     finally:
         runtime.cleanup_group(GROUP)
-        await edge.stop()
+        await server.stop()
         await sampler.close()
 
 

@@ -88,14 +88,14 @@ class Bench:
         self.sampler = Sampler(parts)
         prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
         self.runtime = Runtime(self.sampler, prompts, 4096)
-        self.edge = AgentServer(self.runtime, InterceptionConfig(), "policy")
+        self.server = AgentServer(self.runtime, InterceptionConfig(), "policy")
         self.client = aiohttp.ClientSession()
         self.base = ""
         self.streaming = asyncio.Event()
         """Set when a stream has brought some text."""
 
     async def start(self) -> None:
-        self.base = await self.edge.start(listen("127.0.0.1:0"))
+        self.base = await self.server.start(listen("127.0.0.1:0"))
 
     def table(self, phase: EnginePhase, policy_version: int) -> None:
         """What the router would push."""
@@ -144,7 +144,7 @@ class Bench:
     async def close(self) -> None:
         self.runtime.cleanup_group(GROUP)
         await self.client.close()
-        await self.edge.stop()
+        await self.server.stop()
         await self.sampler.close()
 
 

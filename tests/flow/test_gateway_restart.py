@@ -17,7 +17,7 @@ from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, event
 from tests.flow.gateway_process import PATIENCE_S, argv_of, finish, next_token
 from tests.flow.lasting_gateway import LastingGateway, lasting, sampling_words
 from tests.unit.serve.interception.relay.test_account import ask, tell
-from tests.unit.serve.interception.relay.test_edge import CHUNK
+from tests.unit.serve.interception.relay.test_routes import CHUNK
 
 NUM_TURNS = 4
 ACCOUNTED = ("samples", "unused", "messages", "forks", "healed", "num_calls", "outcome")

@@ -17,10 +17,10 @@ from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.types import SamplingPolicy
 from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures among them
-    Desk,
-    MakeDesk,
-    make_desk,
+    AgentSession,
+    StartAgent,
     prompts,
+    start_agent,
     tokenizer,
 )
 from tests.unit.serve.interception.dialects.test_dialect import ASKS
@@ -122,9 +122,9 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
 class Canary:
     """Another session of the same edge, and what it was first told."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
-        self.opened = desk.runtime.register_trajectory(
+    def __init__(self, agent: AgentSession) -> None:
+        self.agent = agent
+        self.opened = agent.runtime.register_trajectory(
             RolloutId(GroupId("r", 0), 1), SamplingPolicy(), seed=7
         )
         self.first: list[bytes] = []
@@ -135,7 +135,7 @@ class Canary:
         said = []
         for path, ask in ASKS.items():
             for stream in (False, True):
-                async with self.desk.post({**ask, "stream": stream}, path, key) as response:
+                async with self.agent.post({**ask, "stream": stream}, path, key) as response:
                     assert response.status == 200
                     said.append(await response.read())
         return said
@@ -145,20 +145,20 @@ class Canary:
         num_calls = self.opened.session.num_calls
         assert await self.ask() == self.first
         assert self.opened.session.num_calls == num_calls == 2 * len(ASKS)
-        assert self.desk.edge.num_open == 0
+        assert self.agent.server.num_open == 0
 
 
 @pytest.fixture
-async def canary(make_desk: MakeDesk) -> Canary:  # noqa: F811 - the fixture
-    desk = await make_desk(always=SAID, config=InterceptionConfig(max_body_bytes=100_000))
-    canary = Canary(desk)
+async def canary(start_agent: StartAgent) -> Canary:  # noqa: F811 - the fixture
+    agent = await start_agent(always=SAID, config=InterceptionConfig(max_body_bytes=100_000))
+    canary = Canary(agent)
     canary.first = await canary.ask()
     return canary
 
 
-def send(desk: Desk, *pieces: bytes, closes: bool = False) -> bytes:
+def send(agent: AgentSession, *pieces: bytes, closes: bool = False) -> bytes:
     """Send raw bytes and read until the server hangs up or has answered; b"" if cut off."""
-    host, _, port = desk.base.removeprefix("http://").partition(":")
+    host, _, port = agent.base.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
         try:
             for piece in pieces:
@@ -179,11 +179,11 @@ def status_of(answer: bytes) -> int:
     return int(answer.split(None, 2)[1]) if answer.startswith(b"HTTP/1.") else 0
 
 
-def request(desk: Desk, path: str, body: bytes, *headers: bytes) -> bytes:
+def request(agent: AgentSession, path: str, body: bytes, *headers: bytes) -> bytes:
     lines = [
         f"POST {path} HTTP/1.1".encode(),
         b"Host: x",
-        f"x-api-key: {desk.opened.api_key}".encode(),
+        f"x-api-key: {agent.opened.api_key}".encode(),
         b"Content-Length: %d" % len(body),
         b"Connection: close",
         *headers,
@@ -197,13 +197,13 @@ async def in_thread(work: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_garbled_bodies_are_answered(canary: Canary, path: str) -> None:
-    desk, seen = canary.desk, set[int]()
+    agent, seen = canary.agent, set[int]()
 
     @fuzzed
     @hypothesis.given(body=bodies(path))
     def garble(body: bytes) -> None:
         # Half-closing is hanging up, so the whole answer is awaited instead.
-        status = asyncio.run_coroutine_threadsafe(desk.answer(body, path), loop).result()[0]
+        status = asyncio.run_coroutine_threadsafe(agent.answer(body, path), loop).result()[0]
         assert status in (200, 400), body
         seen.add(status)
 
@@ -229,17 +229,17 @@ ODD_TOOLS: list[object] = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_tools_of_any_shape_are_answered(make_desk: MakeDesk, path: str) -> None:  # noqa: F811 - the fixture
+async def test_tools_of_any_shape_are_answered(start_agent: StartAgent, path: str) -> None:  # noqa: F811 - the fixture
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    desk = await make_desk(always=call)
+    agent = await start_agent(always=call)
     for tool in ODD_TOOLS:
         for choice in ("auto", "required", {"type": "any"}, {"type": "tool", "name": "f"}):
             ask = {**ASKS.get(path, ASKS["/v1/messages"]), "tools": [tool], "tool_choice": choice}
-            assert (await desk.answer(json.dumps(ask).encode(), path))[0] in (200, 400), ask
+            assert (await agent.answer(json.dumps(ask).encode(), path))[0] in (200, 400), ask
 
 
 async def test_garbled_heads_are_answered_or_cut(canary: Canary) -> None:
-    desk = canary.desk
+    agent = canary.agent
     body = json.dumps(ASKS["/v1/chat/completions"]).encode()
 
     @fuzzed
@@ -250,17 +250,17 @@ async def test_garbled_heads_are_answered_or_cut(canary: Canary) -> None:
         change=st.binary(max_size=4),
     )
     def garble(name: bytes, value: bytes, at: int, change: bytes) -> None:
-        whole = request(desk, "/v1/chat/completions", body, name + b": " + value)
+        whole = request(agent, "/v1/chat/completions", body, name + b": " + value)
         garbled = whole[:at] + change + whole[at + len(change) :]
         for raw in (whole, garbled):
-            assert status_of(send(desk, raw)) < 500
+            assert status_of(send(agent, raw)) < 500
 
     await in_thread(garble)
     await canary.assert_unharmed()
 
 
 async def test_early_closes_leave_nothing(canary: Canary) -> None:
-    desk = canary.desk
+    agent = canary.agent
 
     @fuzzed
     @hypothesis.given(
@@ -268,39 +268,39 @@ async def test_early_closes_leave_nothing(canary: Canary) -> None:
     )
     def close(path: str, share: float, stream: bool, cut: bool) -> None:
         body = json.dumps({**ASKS.get(path, {}), "stream": stream}).encode()
-        whole = request(desk, path, body)
-        send(desk, whole[: int(share * len(whole))] if cut else whole, closes=True)
+        whole = request(agent, path, body)
+        send(agent, whole[: int(share * len(whole))] if cut else whole, closes=True)
 
     await in_thread(close)
-    while desk.edge.num_open:  # noqa: ASYNC110 - nobody tells when the last lost client is noticed
+    while agent.server.num_open:  # noqa: ASYNC110 - nobody tells when the last lost client is noticed
         await asyncio.sleep(0)
     await canary.assert_unharmed()
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_sender_that_falls_silent_is_refused(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
     path: str,
 ) -> None:
-    desk = await make_desk(always=SAID, config=InterceptionConfig(keepalive_s=0.05))
+    agent = await start_agent(always=SAID, config=InterceptionConfig(keepalive_s=0.05))
     body = b" " * 40
-    head, _, _ = request(desk, path, body).partition(b"\r\n\r\n")
-    host, _, port = desk.base.removeprefix("http://").partition(":")
+    head, _, _ = request(agent, path, body).partition(b"\r\n\r\n")
+    host, _, port = agent.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     for piece in (head, b"\r\n\r\n", body[:10], body[10:20]):
         writer.write(piece)
         await writer.drain()
     assert b" 408 " in await reader.readline()
     writer.close()
-    assert desk.runtime.num_calls == 0
+    assert agent.runtime.num_calls == 0
 
 
 async def test_a_sender_that_is_merely_slow_is_answered(canary: Canary) -> None:
-    desk = canary.desk
+    agent = canary.agent
     body = json.dumps(ASKS["/v1/responses"]).encode()
-    host, _, port = desk.base.removeprefix("http://").partition(":")
+    host, _, port = agent.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    for byte in request(desk, "/v1/responses", body):
+    for byte in request(agent, "/v1/responses", body):
         writer.write(bytes([byte]))
         await writer.drain()
         await asyncio.sleep(0)

@@ -56,7 +56,7 @@ class Front:
         self.sampler = Sampler(parts)
         prompts = Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
         self.runtime = Runtime(self.sampler, prompts, 256)
-        self.edge = AgentServer(self.runtime, InterceptionConfig(), "policy")
+        self.server = AgentServer(self.runtime, InterceptionConfig(), "policy")
         self.client = aiohttp.ClientSession()
         self.base = ""
 
@@ -70,7 +70,7 @@ class Front:
     async def close(self) -> None:
         self.runtime.cleanup_group(GROUP)
         await self.client.close()
-        await self.edge.stop()
+        await self.server.stop()
         await self.sampler.close()
 
 
@@ -79,7 +79,7 @@ async def front(tmp_path: Path) -> AsyncIterator[Front]:
     folder = write_model_folder(tmp_path)
     async with ScriptedEngine(next_token) as one, ScriptedEngine(next_token) as two:
         front = Front(folder, [one, two])
-        front.base = await front.edge.start(listen("127.0.0.1:0"))
+        front.base = await front.server.start(listen("127.0.0.1:0"))
         yield front
         await front.close()
 
@@ -120,7 +120,7 @@ async def test_hanging_up_aborts_the_leg_and_a_retry_resumes_the_exact_tokens(
     assert [(n.sampled, n.finish_reason) for n in record.nodes] == [(False, ""), (True, "length")]
     assert record.num_calls == 1
     assert_proves_itself(record)
-    states = {state: number for (_, state), number in front.edge.num_exchanges.items()}
+    states = {state: number for (_, state), number in front.server.num_exchanges.items()}
     assert states == {ExchangeState.ABANDONED: 1, ExchangeState.DELIVERED: 1}
 
 
@@ -166,7 +166,7 @@ async def test_a_crowd_of_sessions_stays_apart(front: Front) -> None:
         record = opened.session.record()
         assert (record.num_calls, record.num_forks, len(record.nodes)) == (3, 0, 6)
         assert_proves_itself(record)
-    assert front.edge.num_exchanges == {("/chat/completions", ExchangeState.DELIVERED): 96}
+    assert front.server.num_exchanges == {("/chat/completions", ExchangeState.DELIVERED): 96}
     front.runtime.cleanup_group(GROUP)
     assert sum(front.runtime.held().values()) == 0
     assert [engine.num_live for engine in front.engines] == [0, 0]

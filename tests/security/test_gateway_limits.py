@@ -15,10 +15,10 @@ from rollmesh.serve.interception.connection import ConnectionLimits
 from rollmesh.serve.interception.relay.upstream_answer import forwarded_headers
 from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures among them
-    Desk,
-    MakeDesk,
-    make_desk,
+    AgentSession,
+    StartAgent,
     prompts,
+    start_agent,
     tokenizer,
 )
 from tests.unit.serve.interception.http_client import serving
@@ -31,11 +31,11 @@ CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization:
 class Attacker:
     """A second session of the desk, and raw connections that carry its key."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.opened: OpenSession = desk.runtime.register_trajectory(
+    def __init__(self, agent: AgentSession) -> None:
+        self.opened: OpenSession = agent.runtime.register_trajectory(
             RolloutId(GroupId("r", 0), 1), SamplingPolicy(), seed=8
         )
-        self._port = urlsplit(desk.base).port
+        self._port = urlsplit(agent.base).port
         self.connections: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def send(self, *lines: bytes, body: bytes = b"") -> asyncio.StreamReader:
@@ -51,13 +51,13 @@ class Attacker:
             await asyncio.sleep(0)
 
 
-async def until_held(desk: Desk, num_held: int) -> None:
-    while desk.edge.bodies.num_held != num_held:  # noqa: ASYNC110 - counts have no event
+async def until_held(agent: AgentSession, num_held: int) -> None:
+    while agent.server.bodies.num_held != num_held:  # noqa: ASYNC110 - counts have no event
         await asyncio.sleep(0)
 
 
-async def until_begun(desk: Desk, num_generations: int) -> None:
-    while len(desk.sampler.generations) < num_generations:  # noqa: ASYNC110 - a list has no event
+async def until_begun(agent: AgentSession, num_generations: int) -> None:
+    while len(agent.sampler.generations) < num_generations:  # noqa: ASYNC110 - a list has no event
         await asyncio.sleep(0)
 
 
@@ -68,45 +68,45 @@ def chat_of(num_bytes: int) -> dict[str, object]:
 
 
 async def test_silent_announcers_of_one_session_do_not_delay_another(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
 ) -> None:
-    desk = await make_desk(always="I guess 4")
-    attacker = Attacker(desk)
+    agent = await start_agent(always="I guess 4")
+    attacker = Attacker(agent)
     for _ in range(NUM_SILENT):
         await attacker.send(b"Content-Length: %d" % (60 * MIB), body=b"{")
-    await until_held(desk, NUM_SILENT)
-    num_waits = desk.edge.bodies.num_waits
+    await until_held(agent, NUM_SILENT)
+    num_waits = agent.server.bodies.num_waits
     async with asyncio.timeout(60):
-        status, _ = await desk.answer(chat_of(600_000))
+        status, _ = await agent.answer(chat_of(600_000))
     assert status == 200
-    assert desk.edge.bodies.num_waits == num_waits, "the call waited for room of another session"
+    assert agent.server.bodies.num_waits == num_waits, "the call waited for room of another session"
     await attacker.close()
-    await until_held(desk, 0)
+    await until_held(agent, 0)
 
 
 async def test_one_session_cannot_fill_the_room_for_bodies(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
 ) -> None:
-    desk = await make_desk(always="I guess 4")
-    attacker = Attacker(desk)
+    agent = await start_agent(always="I guess 4")
+    attacker = Attacker(agent)
     half = b"{" + b" " * (40 * MIB)
     for _ in range(8):
         await attacker.send(b"Content-Length: %d" % (60 * MIB), body=half)
-    while not desk.edge.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event
+    while not agent.server.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event
         await asyncio.sleep(0)
     async with asyncio.timeout(60):
-        status, _ = await desk.answer(chat_of(600_000))
+        status, _ = await agent.answer(chat_of(600_000))
     assert status == 200
-    assert desk.edge.bodies.held_bytes <= desk.edge.bodies.max_bytes // 4
+    assert agent.server.bodies.held_bytes <= agent.server.bodies.max_bytes // 4
     await attacker.close()
-    await until_held(desk, 0)
+    await until_held(agent, 0)
 
 
 async def test_a_compression_bomb_is_refused_before_it_has_grown(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
 ) -> None:
-    desk = await make_desk(always="I guess 4")
-    attacker = Attacker(desk)
+    agent = await start_agent(always="I guess 4")
+    attacker = Attacker(agent)
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS | 16)
     bomb = packer.compress(b" " * (60 * MIB)) + packer.flush()
     lines = b"Content-Encoding: gzip", b"Content-Length: %d" % len(bomb)
@@ -118,14 +118,14 @@ async def test_a_compression_bomb_is_refused_before_it_has_grown(
 
 
 async def test_one_call_cannot_start_thousands_of_generations(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
 ) -> None:
-    desk = await make_desk()
+    agent = await start_agent()
     batch = {"prompt": ["go"] * 128, "n": 128}
-    status, told = await desk.answer(batch, "/v1/completions")
+    status, told = await agent.answer(batch, "/v1/completions")
     assert (status, told["error"]["code"]) == (400, "too_many_choices")
     assert "interception.max_turns_at_once" in told["error"]["message"]
-    assert not desk.sampler.generations
+    assert not agent.sampler.generations
 
 
 @pytest.mark.parametrize(
@@ -138,27 +138,27 @@ async def test_one_call_cannot_start_thousands_of_generations(
     ],
 )
 async def test_a_session_past_its_turns_gets_429_in_its_dialect(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
     path: str,
     body: dict[str, object],
 ) -> None:
-    desk = await make_desk(config=InterceptionConfig(max_turns_at_once=4))
+    agent = await start_agent(config=InterceptionConfig(max_turns_at_once=4))
     batch = {"prompt": ["one", "two"], "n": 2}
-    running = asyncio.create_task(desk.answer(batch, "/v1/completions"))
-    await until_begun(desk, 4)
-    async with desk.post(body, path) as response:
+    running = asyncio.create_task(agent.answer(batch, "/v1/completions"))
+    await until_begun(agent, 4)
+    async with agent.post(body, path) as response:
         told = msgspec.json.decode(await response.read())
         assert response.status == 429
         assert int(response.headers["Retry-After"]) >= 1
     assert told["error"]["type"] == "rate_limit_error"
     assert "interception.max_turns_at_once" in told["error"]["message"]
     # Turns of another session are not counted with these.
-    other = Attacker(desk)
+    other = Attacker(agent)
     raw = b'{"messages":[{"role":"user","content":"go"}]}'
     await other.send(b"Content-Length: %d" % len(raw), body=raw)
-    await until_begun(desk, 5)
+    await until_begun(agent, 5)
     for at in range(5):
-        desk.say("I guess 4", at)
+        agent.say("I guess 4", at)
     assert (await running)[0] == 200
     await other.close()
 
@@ -167,15 +167,15 @@ async def test_a_session_past_its_turns_gets_429_in_its_dialect(
     "url", ["http://169.254.169.254/latest/meta-data", "http://127.0.0.1:8265/status"]
 )
 async def test_an_agents_image_address_is_not_passed_to_the_engine(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
     url: str,
 ) -> None:
-    desk = await make_desk(always="I guess 4")
+    agent = await start_agent(always="I guess 4")
     image = {"type": "image_url", "image_url": {"url": url}}
-    status, told = await desk.answer({"messages": [{"role": "user", "content": [image]}]})
+    status, told = await agent.answer({"messages": [{"role": "user", "content": [image]}]})
     assert status == 400
     assert "interception.image_hosts" in told["error"]["message"]
-    assert not desk.sampler.generations
+    assert not agent.sampler.generations
 
 
 def test_a_relay_forwards_neither_nominated_headers_nor_the_agents_choice_of_organisation() -> None:

@@ -125,14 +125,14 @@ async def test_a_gateway_s_journal_is_read_or_refused(
 ) -> None:
     ids = [*tokenizer.encode("a"), *tokenizer.encode("<|im_end|>")]
     folder = tmp_path / "journal"
-    life = GatewayProcess(folder, prompts, ids)
+    gateway = GatewayProcess(folder, prompts, ids)
     for number in range(4):
-        opened = life.open()
-        await life.say(opened, "hello", "again")
-        await life.say(opened, "hello " * 300)
+        opened = gateway.open()
+        await gateway.say(opened, "hello", "again")
+        await gateway.say(opened, "hello " * 300)
         if number % 2:
-            life.report(opened)
-    life.journal.close_journal()
+            gateway.report(opened)
+    gateway.journal.close_journal()
 
     def read(folder: Path) -> None:
         GatewayProcess(folder, prompts, ids).journal.close_journal()

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from tests.unit.serve.interception.conftest import (  # noqa: F401 - fixtures among them
-    MakeDesk,
-    make_desk,
+    StartAgent,
     prompts,
+    start_agent,
     tokenizer,
 )
 
@@ -24,20 +24,20 @@ TOO_LARGE = 2**64
     ],
 )
 async def test_an_integer_that_no_journal_holds_is_refused(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
     path: str,
     body: dict[str, object],
 ) -> None:
-    desk = await make_desk(always="I guess 4")
-    key = {"x_api_key": desk.opened.api_key}
-    status, answer = await desk.answer(body, path, **key)
+    agent = await start_agent(always="I guess 4")
+    key = {"x_api_key": agent.opened.api_key}
+    status, answer = await agent.answer(body, path, **key)
     assert status == 400, answer
 
 
 async def test_a_number_that_no_float_holds_is_refused(
-    make_desk: MakeDesk,  # noqa: F811 - the fixture
+    start_agent: StartAgent,  # noqa: F811 - the fixture
 ) -> None:
-    desk = await make_desk(always="I guess 4")
+    agent = await start_agent(always="I guess 4")
     huge = msgspec.Raw(b"1" + b"0" * 400)
-    status, answer = await desk.answer({"input": [{**USER, "content": huge}]}, "/v1/responses")
+    status, answer = await agent.answer({"input": [{**USER, "content": huge}]}, "/v1/responses")
     assert (status, answer["error"]["code"]) == (400, "invalid_body")

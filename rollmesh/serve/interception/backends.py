@@ -33,7 +33,7 @@ from rollmesh.serve.interception.body_limits import BodyBudget, count_bodies
 from rollmesh.serve.interception.capture import DurableCapture
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.capture import RelayCapture
-from rollmesh.serve.interception.relay.edge import RelayDeps, RelayEdge
+from rollmesh.serve.interception.relay.routes import RelayDeps, RelayRoutes
 from rollmesh.serve.interception.relay.upstreams import COOL_DOWN_S, UpstreamPool
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
@@ -100,14 +100,14 @@ class TokenBackend:
         self._fleet = FleetLoop(urls, self._view, backend=config.engine.backend)
         self._runtime, self._sampler = new_runtime(config, self._view, self._fleet.report)
         self.capture = TokenCapture(self._runtime, config.sampling.policy(), journal)
-        self._edge: AgentServer | None = None
+        self._server: AgentServer | None = None
 
     def serve(self, control: ControlHandler) -> AgentFrontend:
         model_name = Path(self._config.model.path).resolve().name
-        self._edge = AgentServer(
+        self._server = AgentServer(
             self._runtime, self._config.interception, model_name, control, drain_s=DRAIN_S
         )
-        return self._edge
+        return self._server
 
     def engines(self) -> list[dict[str, Any]]:
         shown = ("url", "phase", "policy_version", "num_running", "num_waiting", "detail")
@@ -118,11 +118,11 @@ class TokenBackend:
         return self._sampler.waiting()
 
     def exchanges(self) -> Mapping[tuple[str, str], int]:
-        ended = self._edge.num_exchanges if self._edge else {}
+        ended = self._server.num_exchanges if self._server else {}
         return {(route, state.value): number for (route, state), number in ended.items()}
 
     def num_open(self) -> int:
-        return self._edge.num_open if self._edge else 0
+        return self._server.num_open if self._server else 0
 
     def num_live(self) -> int:
         return sum(self._view.num_requests(row.url) for row in self._fleet.rows())
@@ -131,8 +131,8 @@ class TokenBackend:
         return self._runtime.num_calls, self._runtime.num_tokens
 
     def count_in(self, inventory: Inventory, registry: SessionRegistry) -> None:
-        assert self._edge is not None
-        count_agent_server(inventory, self._runtime, self._sampler, self._edge)
+        assert self._server is not None
+        count_agent_server(inventory, self._runtime, self._sampler, self._server)
         count_sessions(inventory, registry, counts_open=False)
 
     async def run(self) -> None:
@@ -158,17 +158,17 @@ class RelayBackend:
         self._client = HttpClient(shortage_wait_s=config.interception.engine_wait_s)
         self._upstreams = UpstreamPool(urls, key, self._client, self._clock)
         self.capture = RelayCapture(self._upstreams, self._clock, config.interception, journal)
-        self._edge = RelayEdge(RelayDeps(self.capture, self._upstreams, config.interception))
+        self._relay = RelayRoutes(RelayDeps(self.capture, self._upstreams, config.interception))
         self._bodies = BodyBudget(config.interception.max_inflight_bytes)
         self._server: HttpServer | None = None
 
     def serve(self, control: ControlHandler) -> AgentFrontend:
-        edge = self._edge
+        relay = self._relay
 
         async def handle(request: HttpRequest) -> None:
             path = request.path.partition("?")[0].rstrip("/")
             if not await control(request, path):
-                await edge.handle(request, path)
+                await relay.handle(request, path)
 
         self._server = HttpServer(handle, DRAIN_S, bodies=self._bodies)
         return self._server
@@ -192,10 +192,10 @@ class RelayBackend:
         return None
 
     def exchanges(self) -> Mapping[tuple[str, str], int]:
-        return self._edge.num_exchanges
+        return self._relay.num_exchanges
 
     def num_open(self) -> int:
-        return self._edge.num_open
+        return self._relay.num_open
 
     def num_live(self) -> int:
         return sum(each.num_running for each in self._upstreams.all)
@@ -209,7 +209,7 @@ class RelayBackend:
         count_relay(inventory, self.capture, self._client)
         count_sessions(inventory, registry, counts_open=True)
         count_bodies(
-            inventory, self._bodies, lambda: self._edge.num_open, lambda: server.num_connections
+            inventory, self._bodies, lambda: self._relay.num_open, lambda: server.num_connections
         )
 
     async def run(self) -> None:

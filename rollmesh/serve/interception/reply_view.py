@@ -15,17 +15,17 @@ from rollmesh.serve.interception.dialects.token_listing import TokenListing
 class ReplyView:
     """One reply as one exchange presents it."""
 
-    __slots__ = ("_edge", "_reply", "_session", "head", "model", "options")
+    __slots__ = ("_context", "_reply", "_session", "head", "model", "options")
 
     def __init__(
-        self, session: Session, reply: Reply, options: AnswerOptions, edge: "ViewContext"
+        self, session: Session, reply: Reply, options: AnswerOptions, context: "ViewContext"
     ) -> None:
         self.head: ReplyHead = reply.head
         self.options = options
-        self.model = options.model or edge.model_name
+        self.model = options.model or context.model_name
         self._session = session
         self._reply = reply
-        self._edge = edge
+        self._context = context
 
     @property
     def answer(self) -> ParsedReply:
@@ -64,7 +64,7 @@ class ReplyView:
 
     def prompt_text(self) -> str:
         """Return the prompt as text."""
-        pieces = map(self._edge.token_bytes, self._reply.prompt_ids())
+        pieces = map(self._context.token_bytes, self._reply.prompt_ids())
         return b"".join(pieces).decode("utf-8", "replace")
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -73,7 +73,7 @@ class ReplyView:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token; the replacement character for a part of a character."""
-        return self._edge.token_bytes(token_id).decode("utf-8", "replace")
+        return self._context.token_bytes(token_id).decode("utf-8", "replace")
 
     def logprobs(self, start: int, stop: int) -> list[float]:
         """Return the log-probs of the sampled tokens `start` to `stop`."""
@@ -89,8 +89,8 @@ class ReplyView:
 
     def listed_tokens(self, start: int, stop: int) -> bytes:
         """Return the JSON array of those tokens with their log-probs."""
-        return self._edge.listing.rows(
-            self._edge.token_bytes,
+        return self._context.listing.rows(
+            self._context.token_bytes,
             self.token_ids(start, stop),
             self.logprobs(start, stop),
             self.top_logprobs(start, stop),

@@ -40,16 +40,16 @@ def prompts(tokenizer: Tokenizer) -> Prompts:
     return Prompts(choose_family(folder, "auto", tokenizer), tokenizer)
 
 
-class Desk:
+class AgentSession:
     """A running server with one session, and a client of it."""
 
     def __init__(
-        self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, edge: AgentServer
+        self, runtime: Runtime, sampler: ScriptedSampler, tokenizer: Tokenizer, server: AgentServer
     ) -> None:
         assert isinstance(sampler.clock, FakeClock)
         self.clock = sampler.clock
         self.runtime = runtime
-        self.edge = edge
+        self.server = server
         self.sampler = sampler
         self.tokenizer = tokenizer
         self.base = ""
@@ -107,21 +107,21 @@ def read_events(raw: bytes) -> list[Event]:
     return found
 
 
-MakeDesk = Callable[..., Any]
+StartAgent = Callable[..., Any]
 
 
 @pytest.fixture
-async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[MakeDesk]:
+async def start_agent(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[StartAgent]:
     """Create a desk: `await make_desk("text", ...)` scripts the replies; `always` repeats one;
     otherwise generations are held."""
-    desks: list[Desk] = []
+    agents: list[AgentSession] = []
 
     async def make(
         *said: str,
         always: str = "",
         config: InterceptionConfig = InterceptionConfig(),  # noqa: B008 - frozen
         max_context_tokens: int = 4096,
-    ) -> Desk:
+    ) -> AgentSession:
         script: Any = [tokenizer.encode(text + "<|im_end|>") for text in said] if said else None
         if always:
             script = repeat(tokenizer.encode(always + "<|im_end|>"))
@@ -131,17 +131,17 @@ async def make_desk(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[Mak
         )
         most = config.max_turns_at_once
         runtime = Runtime(sampler, prompts, max_context_tokens, clock, max_turns_at_once=most)
-        edge = AgentServer(runtime, config, "policy")
-        desk = Desk(runtime, sampler, tokenizer, edge)
-        desks.append(desk)
-        desk.base = await edge.start(listen("127.0.0.1:0"))
-        return desk
+        server = AgentServer(runtime, config, "policy")
+        agent = AgentSession(runtime, sampler, tokenizer, server)
+        agents.append(agent)
+        agent.base = await server.start(listen("127.0.0.1:0"))
+        return agent
 
     yield make
-    for desk in desks:
-        desk.runtime.cleanup_group(GroupId("r", 0))
-        await desk.client.close()
-        await desk.edge.stop()
+    for agent in agents:
+        agent.runtime.cleanup_group(GroupId("r", 0))
+        await agent.client.close()
+        await agent.server.stop()
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

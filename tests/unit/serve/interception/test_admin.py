@@ -26,7 +26,7 @@ TOKEN = "the-admins-token"
 TRAINING = SamplingConfig(max_tokens=77).policy()
 
 
-class Wishes(TokenCapture):
+class RecordingCapture(TokenCapture):
     """A capture that records the options of opened sessions."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -39,15 +39,17 @@ class Wishes(TokenCapture):
         return super().open(wish)
 
 
-class Office:
+class AdminUnderTest:
     """The admin routes on a server, and a client for them."""
 
-    def __init__(self, capture: Wishes) -> None:
+    def __init__(self, capture: RecordingCapture) -> None:
         self.capture = capture
-        self.book = SessionRegistry(capture, SystemClock(), 100.0)
+        self.registry = SessionRegistry(capture, SystemClock(), 100.0)
         self.client = aiohttp.ClientSession()
         health = {"status": "ok"}
-        self._admin = AdminRoutes(self.book, TOKEN, TRAINING, Exposition("gateway"), lambda: health)
+        self._admin = AdminRoutes(
+            self.registry, TOKEN, TRAINING, Exposition("gateway"), lambda: health
+        )
         self.server = HttpServer(self._handle, drain_s=0.1)
         self.base = ""
 
@@ -72,9 +74,9 @@ class Office:
 
 
 @pytest.fixture
-async def office(prompts: Prompts) -> AsyncIterator[Office]:
+async def office(prompts: Prompts) -> AsyncIterator[AdminUnderTest]:
     sampler = ScriptedSampler(None)
-    office = Office(Wishes(Runtime(sampler, prompts, 4096, sampler.clock)))
+    office = AdminUnderTest(RecordingCapture(Runtime(sampler, prompts, 4096, sampler.clock)))
     office.base = await office.server.start(listen("127.0.0.1:0"))
     yield office
     await office.client.close()
@@ -97,20 +99,20 @@ GUARDED: list[Route] = [
 @pytest.mark.parametrize("route", GUARDED)
 @pytest.mark.parametrize("said", ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer \xe9"])
 async def test_every_route_but_health_needs_the_token(
-    office: Office, route: Route, said: str
+    office: AdminUnderTest, route: Route, said: str
 ) -> None:
     status, told = await office.ask(*route, Authorization=said)
     assert (status, told["error"]["code"]) == (401, "invalid_admin_token")
     assert office.capture.seen == []
 
 
-async def test_health_is_open_and_other_paths_are_not_ours(office: Office) -> None:
+async def test_health_is_open_and_other_paths_are_not_ours(office: AdminUnderTest) -> None:
     assert await office.ask("GET", "/healthz", Authorization="") == (200, {"status": "ok"})
     assert (await office.ask("POST", "/v1/chat/completions"))[0] == 299
     assert (await office.ask("POST", "/administer"))[0] == 299
 
 
-async def test_an_opened_session_is_found_by_both_of_its_secrets(office: Office) -> None:
+async def test_an_opened_session_is_found_by_both_of_its_secrets(office: AdminUnderTest) -> None:
     status, told = await office.ask("POST", "/admin/sessions", {"metadata": [1, {"a": None}]})
     assert status == 201
     assert told["base_url"] == f"{office.base}/v1"
@@ -133,7 +135,7 @@ async def test_an_opened_session_is_found_by_both_of_its_secrets(office: Office)
     ],
 )
 async def test_addresses_are_as_the_opener_reached_us(
-    office: Office, headers: dict[str, str], base: str
+    office: AdminUnderTest, headers: dict[str, str], base: str
 ) -> None:
     _, told = await office.ask("POST", "/admin/sessions", {}, **headers)
     assert told["base_url"] == f"{base}/v1"
@@ -141,7 +143,7 @@ async def test_addresses_are_as_the_opener_reached_us(
 
 
 async def test_a_session_is_sampled_by_trainings_rules_unless_it_brings_others(
-    office: Office,
+    office: AdminUnderTest,
 ) -> None:
     top_k = {"policy": "default", "value": 3}
     for sampling in (None, "train", "eval", {"top_k": top_k}):
@@ -192,7 +194,7 @@ BAD: list[Bad] = [
 
 @pytest.mark.parametrize("bad", BAD)
 async def test_an_invalid_request_is_refused_in_one_line_and_changes_nothing(
-    office: Office, bad: Bad
+    office: AdminUnderTest, bad: Bad
 ) -> None:
     path, body, expected, line = bad
     _, told = await office.ask("POST", "/admin/sessions", {})
@@ -204,7 +206,9 @@ async def test_an_invalid_request_is_refused_in_one_line_and_changes_nothing(
     assert await office.ask("GET", "/admin/sessions") == before
 
 
-async def test_finish_may_be_asked_again_until_the_session_is_deleted(office: Office) -> None:
+async def test_finish_may_be_asked_again_until_the_session_is_deleted(
+    office: AdminUnderTest,
+) -> None:
     _, told = await office.ask("POST", "/admin/sessions", {})
     path = f"/admin/sessions/{told['session_id']}"
     status, report = await office.ask("POST", f"{path}/finish")
@@ -219,8 +223,10 @@ def _after(path: str) -> list[Route]:
     return [("POST", f"{path}/finish"), ("GET", path), ("DELETE", path)]
 
 
-async def test_a_session_that_is_set_aside_is_409_and_can_be_deleted(office: Office) -> None:
-    office.book.set_aside("s7", "DecodeError: no such deed")
+async def test_a_session_that_is_set_aside_is_409_and_can_be_deleted(
+    office: AdminUnderTest,
+) -> None:
+    office.registry.set_aside("s7", "DecodeError: no such deed")
     path = "/admin/sessions/s7"
     for route in (("GET", path), ("POST", f"{path}/finish")):
         status, told = await office.ask(*route)

@@ -25,7 +25,7 @@ from rollmesh.serve.interception.exchange import ExchangeState, guard
 from rollmesh.serve.interception.request import HttpRequest
 from tests.disks import lose_files, no_room_in_memory
 from tests.unit.runtime.event_writer_world import ListEventWriter
-from tests.unit.serve.interception.conftest import Desk, MakeDesk
+from tests.unit.serve.interception.conftest import AgentSession, StartAgent
 from tests.unit.serve.interception.http_client import GET, LAST_GET, Held, serving
 
 USER = {"role": "user", "content": "guess"}
@@ -33,10 +33,10 @@ ASK: dict[str, Any] = {"messages": [USER]}
 STREAM: dict[str, Any] = {**ASK, "stream": True, "stream_options": {"include_usage": True}}
 
 
-async def started(desk: Desk, num: int = 1) -> None:
+async def started(agent: AgentSession, num: int = 1) -> None:
     """Wait until the server has requested that many generations and reads the last."""
-    made = desk.sampler.generations
-    await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
+    made = agent.sampler.generations
+    await agent.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
 
 
 async def events(response: aiohttp.ClientResponse) -> list[Any]:
@@ -49,12 +49,12 @@ async def events(response: aiohttp.ClientResponse) -> list[Any]:
     return found
 
 
-async def test_a_stream_folds_to_the_plain_answer(make_desk: MakeDesk) -> None:
-    desk = await make_desk("I guess 4", "I guess 4")
-    async with desk.post(STREAM) as response:
+async def test_a_stream_folds_to_the_plain_answer(start_agent: StartAgent) -> None:
+    agent = await start_agent("I guess 4", "I guess 4")
+    async with agent.post(STREAM) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
         *chunks, last, usage, done = await events(response)
-    _, plain = await desk.answer(ASK)
+    _, plain = await agent.answer(ASK)
     choices = [chunk["choices"][0] for chunk in [*chunks, last]]
     text = "".join(choice["delta"].get("content", "") for choice in choices)
     assert choices[0]["delta"]["role"] == "assistant"
@@ -66,76 +66,76 @@ async def test_a_stream_folds_to_the_plain_answer(make_desk: MakeDesk) -> None:
     assert len({chunk["id"] for chunk in [*chunks, last, usage]}) == 1
 
 
-async def test_tokens_are_streamed_as_they_come(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_tokens_are_streamed_as_they_come(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post(STREAM).__aenter__())
-        await started(desk)
+        opening = group.create_task(agent.post(STREAM).__aenter__())
+        await started(agent)
         assert not opening.done()
-        generation = desk.sampler.generations[0]
-        generation.show(*desk.ids("I"))
+        generation = agent.sampler.generations[0]
+        generation.show(*agent.ids("I"))
         response = await opening
         first = await response.content.readuntil(b"\n\n")
         assert b'"content":"I"' in first
-        generation.show(*desk.ids(" guess"))
+        generation.show(*agent.ids(" guess"))
         second = await response.content.readuntil(b"\n\n")
         assert b'"content":" guess"' in second
-        desk.say(" 4")
+        agent.say(" 4")
         rest = await events(response)
         assert rest[0]["choices"][0]["delta"]["content"] == " 4"
         response.release()
 
 
-async def test_an_idle_stream_is_kept_alive_by_comments(make_desk: MakeDesk) -> None:
-    desk = await make_desk(config=InterceptionConfig(keepalive_s=0.01))
-    async with desk.post(STREAM) as response:
+async def test_an_idle_stream_is_kept_alive_by_comments(start_agent: StartAgent) -> None:
+    agent = await start_agent(config=InterceptionConfig(keepalive_s=0.01))
+    async with agent.post(STREAM) as response:
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
-        desk.say("4")
+        agent.say("4")
         assert (await events(response))[-1] is None
 
 
 @pytest.mark.parametrize("ask", [ASK, STREAM])
 async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes(
-    make_desk: MakeDesk, ask: dict[str, Any]
+    start_agent: StartAgent, ask: dict[str, Any]
 ) -> None:
-    desk = await make_desk()
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        lost = group.create_task(desk.answer(ask))
-        await started(desk)
-        generation = desk.sampler.generations[0]
-        generation.show(*desk.ids("I guess"))
+        lost = group.create_task(agent.answer(ask))
+        await started(agent)
+        generation = agent.sampler.generations[0]
+        generation.show(*agent.ids("I guess"))
         lost.cancel()
-        await desk.sampler.until(lambda: generation.state is GenerationState.PARKED)
+        await agent.sampler.until(lambda: generation.state is GenerationState.PARKED)
         assert generation.num_aborts == 1
-        again = group.create_task(_read(desk, ask))
-        await started(desk)
-        desk.say(" 4")
+        again = group.create_task(_read(agent, ask))
+        await started(agent)
+        agent.say(" 4")
     assert b"I guess" in again.result()
-    assert len(desk.sampler.generations) == 1
+    assert len(agent.sampler.generations) == 1
     assert generation.state is GenerationState.COMMITTED
 
 
-async def _read(desk: Desk, ask: dict[str, Any], **headers: str) -> bytes:
+async def _read(agent: AgentSession, ask: dict[str, Any], **headers: str) -> bytes:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    async with desk.post(ask, headers=named) as response:
+    async with agent.post(ask, headers=named) as response:
         return bytes(await response.read())
 
 
 @pytest.mark.parametrize("mark", ["x_stainless_retry_count", "Idempotency_Key"])
 @pytest.mark.parametrize("ask", [ASK, STREAM])
 async def test_a_marked_retry_is_answered_again_byte_for_byte(
-    make_desk: MakeDesk, mark: str, ask: dict[str, Any]
+    start_agent: StartAgent, mark: str, ask: dict[str, Any]
 ) -> None:
-    desk = await make_desk("<think>hm</think>4", "5")
+    agent = await start_agent("<think>hm</think>4", "5")
     sent = {mark: "1"}
-    first = await _read(desk, ask, **(sent if mark == "Idempotency_Key" else {}))
-    again = await _read(desk, ask, **sent)
+    first = await _read(agent, ask, **(sent if mark == "Idempotency_Key" else {}))
+    again = await _read(agent, ask, **sent)
     if ask is ASK:
         assert again == first
     else:
         # A stream is split where tokens arrived; its content is the same.
         assert _said(again) == _said(first)
-    assert desk.runtime.num_calls == 1
+    assert agent.runtime.num_calls == 1
 
 
 def _said(stream: bytes) -> list[str]:
@@ -146,71 +146,71 @@ def _said(stream: bytes) -> list[str]:
 
 @pytest.mark.parametrize("ask", [ASK, STREAM])
 async def test_a_sealed_session_wakes_its_waiters_with_410(
-    make_desk: MakeDesk, ask: dict[str, Any]
+    start_agent: StartAgent, ask: dict[str, Any]
 ) -> None:
-    desk = await make_desk()
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(desk.answer(ask))
-        await started(desk)
-        desk.opened.session.seal("the rollout ended")
+        waiting = group.create_task(agent.answer(ask))
+        await started(agent)
+        agent.opened.session.seal("the rollout ended")
     status, answer = waiting.result()
     assert (status, answer["error"]["code"]) == (410, "session_sealed")
-    assert (await desk.answer(ask))[0] == 410
+    assert (await agent.answer(ask))[0] == 410
 
 
 @pytest.mark.parametrize("ask", [ASK, STREAM])
 async def test_a_sealed_session_wakes_a_call_whose_client_takes_nothing(
-    make_desk: MakeDesk, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
+    start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(request, "DRAIN_CHECK_S", 0.01)
-    desk = await make_desk(max_context_tokens=10**7)
-    client = await narrow_client(desk, {**ask, "max_tokens": 10**6})
-    await started(desk)
+    agent = await start_agent(max_context_tokens=10**7)
+    client = await narrow_client(agent, {**ask, "max_tokens": 10**6})
+    await started(agent)
     # Six bytes of JSON each, so more than the kernel buffers. The generation ends: only the client
     # delays the exchange.
-    desk.sampler.generations[0].end(*desk.ids("\x01") * 10**6)
+    agent.sampler.generations[0].end(*agent.ids("\x01") * 10**6)
     await asyncio.get_running_loop().sock_recv(client, 1)
-    assert desk.edge.num_open
-    desk.opened.session.seal("the rollout ended")
-    while desk.edge.num_open:  # noqa: ASYNC110 - the end of an exchange has no event
+    assert agent.server.num_open
+    agent.opened.session.seal("the rollout ended")
+    while agent.server.num_open:  # noqa: ASYNC110 - the end of an exchange has no event
         await asyncio.sleep(0)
     client.close()
-    assert {state for _, state in desk.edge.num_exchanges} == {ExchangeState.SEALED}
+    assert {state for _, state in agent.server.num_exchanges} == {ExchangeState.SEALED}
 
 
-async def narrow_client(desk: Desk, ask: dict[str, Any]) -> socket.socket:
+async def narrow_client(agent: AgentSession, ask: dict[str, Any]) -> socket.socket:
     """Return a client that has sent a request and reads little at a time."""
-    host, _, port = desk.base.removeprefix("http://").partition(":")
+    host, _, port = agent.base.removeprefix("http://").partition(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, (host, int(port)))
     body = msgspec.json.encode(ask)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {desk.opened.api_key}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {agent.opened.api_key}\r\n"
     await loop.sock_sendall(client, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return client
 
 
-async def test_a_failure_after_the_first_byte_is_an_event(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_a_failure_after_the_first_byte_is_an_event(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post(STREAM).__aenter__())
-        await started(desk)
-        desk.sampler.generations[0].show(*desk.ids("I"))
+        opening = group.create_task(agent.post(STREAM).__aenter__())
+        await started(agent)
+        agent.sampler.generations[0].show(*agent.ids("I"))
         response = await opening
-        desk.opened.session.seal("the rollout ended")
+        agent.opened.session.seal("the rollout ended")
         *_, last = await events(response)
         response.release()
     assert last["error"]["code"] == "session_sealed"
 
 
-async def test_an_engine_that_fails_gives_503_with_retry_after(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_an_engine_that_fails_gives_503_with_retry_after(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post(ASK).__aenter__())
-        await started(desk)
-        desk.sampler.generations[0].seal("the engine is on fire")
+        opening = group.create_task(agent.post(ASK).__aenter__())
+        await started(agent)
+        agent.sampler.generations[0].seal("the engine is on fire")
         response = await opening
         assert response.status == 503
         assert response.headers["Retry-After"] == "1"
@@ -218,23 +218,23 @@ async def test_an_engine_that_fails_gives_503_with_retry_after(make_desk: MakeDe
 
 
 async def test_a_history_that_the_disk_has_lost_gives_503_and_is_no_fault_of_the_agents(
-    make_desk: MakeDesk, tmp_path: Path
+    start_agent: StartAgent, tmp_path: Path
 ) -> None:
-    desk = await make_desk("4", "5", max_context_tokens=2 * LONG_BYTES)
+    agent = await start_agent("4", "5", max_context_tokens=2 * LONG_BYTES)
     with no_room_in_memory(tmp_path):
         long = {"role": "user", "content": "x" * LONG_BYTES}
-        assert (await desk.answer({"messages": [long]}))[0] == 200
+        assert (await agent.answer({"messages": [long]}))[0] == 200
         assert blobs.spill_over() > LONG_BYTES
         lose_files(tmp_path)
         edited = {"messages": [{**long, "content": "y"}, {"role": "user", "content": "hm"}]}
-        status, answer = await desk.answer(edited)
+        status, answer = await agent.answer(edited)
     assert (status, answer["error"]["code"]) == (503, "content_lost")
-    assert "cannot be read back" in desk.opened.session.engine_fault
+    assert "cannot be read back" in agent.opened.session.engine_fault
 
 
-async def test_a_context_overflow_is_a_400_that_agents_understand(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4", max_context_tokens=8)
-    status, answer = await desk.answer(ASK)
+async def test_a_context_overflow_is_a_400_that_agents_understand(start_agent: StartAgent) -> None:
+    agent = await start_agent("4", max_context_tokens=8)
+    status, answer = await agent.answer(ASK)
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert answer["error"]["message"].startswith("This model's maximum context length is 8 tokens")
 
@@ -257,40 +257,40 @@ async def test_a_context_overflow_is_a_400_that_agents_understand(make_desk: Mak
     ],
 )
 async def test_a_malformed_body_is_a_400_and_nothing_worse(
-    make_desk: MakeDesk, body: bytes
+    start_agent: StartAgent, body: bytes
 ) -> None:
-    desk = await make_desk("4")
-    status, answer = await desk.answer(body)
+    agent = await start_agent("4")
+    status, answer = await agent.answer(body)
     assert status == 400, answer
     assert answer["error"]["type"] == "invalid_request_error"
-    assert (await desk.answer(ASK))[0] == 200
+    assert (await agent.answer(ASK))[0] == 200
 
 
-async def test_a_stop_string_ends_the_answer(make_desk: MakeDesk) -> None:
-    desk = await make_desk("go on Observation: x")
-    _, answer = await desk.answer({**ASK, "stop": ["Observation:"]})
+async def test_a_stop_string_ends_the_answer(start_agent: StartAgent) -> None:
+    agent = await start_agent("go on Observation: x")
+    _, answer = await agent.answer({**ASK, "stop": ["Observation:"]})
     assert answer["choices"][0]["message"]["content"] == "go on"
     assert answer["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("ask", [ASK, STREAM], ids=["whole", "stream"])
 async def test_an_answer_that_is_not_written_is_not_given_whole(
-    make_desk: MakeDesk, ask: dict[str, Any]
+    start_agent: StartAgent, ask: dict[str, Any]
 ) -> None:
-    desk, scribe = await make_desk(), ListEventWriter()
-    desk.opened.session.recorder = EventRecorder(scribe)
-    asking = asyncio.ensure_future(told(desk, ask))
-    await started(desk)
+    agent, scribe = await start_agent(), ListEventWriter()
+    agent.opened.session.recorder = EventRecorder(scribe)
+    asking = asyncio.ensure_future(told(agent, ask))
+    await started(agent)
     scribe.is_full = True
-    desk.say("four")
+    agent.say("four")
     text = await asking
     assert "journal_full" in text
     assert "four" not in text
     assert "[DONE]" not in text
 
 
-async def told(desk: Desk, ask: dict[str, Any]) -> str:
-    async with desk.post(ask) as response:
+async def told(agent: AgentSession, ask: dict[str, Any]) -> str:
+    async with agent.post(ask) as response:
         return str(await response.text())
 
 

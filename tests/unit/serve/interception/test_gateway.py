@@ -29,16 +29,16 @@ async def test_a_blocked_loop_is_reported_once() -> None:
 
 async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
     backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
-    book = SessionRegistry(backend.capture, SystemClock(), 100.0)
+    registry = SessionRegistry(backend.capture, SystemClock(), 100.0)
     lag = LoopLag(asyncio.get_running_loop())
-    one, other = (book.open(CaptureOptions(), b"{}").captured for _ in range(2))
-    book.open(CaptureOptions(), b"{}")
-    book.finish(book.find(one.session_id), Outcome.COMPLETED)
-    book.delete(book.find(other.session_id))
-    book.set_aside("s7", "its deeds are of another time")
+    one, other = (registry.open(CaptureOptions(), b"{}").captured for _ in range(2))
+    registry.open(CaptureOptions(), b"{}")
+    registry.finish(registry.find(one.session_id), Outcome.COMPLETED)
+    registry.delete(registry.find(other.session_id))
+    registry.set_aside("s7", "its deeds are of another time")
     told = {
         (figure.name, *figure.labels.values()): figure.value
-        for figure in gateway_figures(book, backend, lag)
+        for figure in gateway_figures(registry, backend, lag)
     }
     assert told["sessions", "open"] == told["sessions", "finished"] == 1
     assert told["sessions", "set_aside"] == 1
@@ -51,19 +51,19 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
 
 async def test_a_gateway_counts_its_sessions() -> None:
     backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
-    book, inventory = SessionRegistry(backend.capture, SystemClock(), 100.0), Inventory()
+    registry, inventory = SessionRegistry(backend.capture, SystemClock(), 100.0), Inventory()
     backend.serve(nobody)
-    backend.count_in(inventory, book)
+    backend.count_in(inventory, registry)
     at_rest = [(figure.name, *figure.labels.values()) for figure in inventory.figures()]
     assert ("entries", "sessions") in at_rest
     assert not any(inventory.held().values())
-    open_one, finished = (book.open(CaptureOptions(), b"{}").captured for _ in range(2))
-    book.finish(book.find(finished.session_id), Outcome.COMPLETED)
-    assert inventory.held()["accounts"] == book.find(finished.session_id).held_bytes > 0
+    open_one, finished = (registry.open(CaptureOptions(), b"{}").captured for _ in range(2))
+    registry.finish(registry.find(finished.session_id), Outcome.COMPLETED)
+    assert inventory.held()["accounts"] == registry.find(finished.session_id).held_bytes > 0
     told = {(figure.name, *figure.labels.values()): figure.value for figure in inventory.figures()}
     assert (told["entries", "sessions"], told["entries", "doors"]) == (2, 4)
     for captured in (open_one, finished):
-        book.delete(book.find(captured.session_id))
+        registry.delete(registry.find(captured.session_id))
     assert not any(figure.value for figure in inventory.figures())
     await backend.close()
 

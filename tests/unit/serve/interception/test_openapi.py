@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.unit.serve.interception.conftest import Desk, MakeDesk
+from tests.unit.serve.interception.conftest import AgentSession, StartAgent
 
 NUM_EXAMPLES = 25
 """Examples per route; all of them take some ten seconds."""
@@ -38,14 +38,14 @@ ROUTES = {
 }
 
 
-async def document_of(desk: Desk) -> dict[str, Any]:
-    async with desk.client.get(desk.base + "/openapi.json") as response:
+async def document_of(agent: AgentSession) -> dict[str, Any]:
+    async with agent.client.get(agent.base + "/openapi.json") as response:
         assert response.status == 200
         return dict(msgspec.json.decode(await response.read()))
 
 
-async def test_the_document_names_every_route(make_desk: MakeDesk) -> None:
-    document = await document_of(await make_desk())
+async def test_the_document_names_every_route(start_agent: StartAgent) -> None:
+    document = await document_of(await start_agent())
     named = {
         f"{method.upper()} {path}" for path, item in document["paths"].items() for method in item
     }
@@ -56,13 +56,13 @@ async def test_the_document_names_every_route(make_desk: MakeDesk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-async def test_the_server_answers_as_documented(make_desk: MakeDesk) -> None:
-    desk = await make_desk(always="I guess 4")
-    document = await document_of(desk)
+async def test_the_server_answers_as_documented(start_agent: StartAgent) -> None:
+    agent = await start_agent(always="I guess 4")
+    document = await document_of(agent)
     schema = schemathesis.openapi.from_dict(document)
     operations = [found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)]
     assert {f"{each.method.upper()} {each.path}" for each in operations} == ROUTES
-    headers = {"x-api-key": desk.opened.api_key}
+    headers = {"x-api-key": agent.opened.api_key}
     statuses: set[int] = set()
     for operation in operations:
         strategy = operation.as_strategy()
@@ -76,11 +76,11 @@ async def test_the_server_answers_as_documented(make_desk: MakeDesk) -> None:
         )
         @hypothesis.given(strategy)
         def question(case: Any) -> None:
-            response = case.call(base_url=desk.base, headers=headers)
+            response = case.call(base_url=agent.base, headers=headers)
             statuses.add(response.status_code)
             case.validate_response(response, checks=CHECKS)
 
         await asyncio.to_thread(question)
     assert {200, 400} <= statuses
-    async with aiohttp.ClientSession() as client, client.get(desk.base + "/healthz") as response:
+    async with aiohttp.ClientSession() as client, client.get(agent.base + "/healthz") as response:
         assert response.status == 200

@@ -13,24 +13,26 @@ from rollmesh.serve.interception.request import (
     has_bearer,
     read_retry_mark,
 )
-from tests.unit.serve.interception.conftest import Desk, MakeDesk
+from tests.unit.serve.interception.conftest import AgentSession, StartAgent
 from tests.unit.serve.interception.http_client import MAX_BYTES, PATIENCE_S, serving, sized
 
 ASK = {"messages": [{"role": "user", "content": "guess"}]}
 
 
-async def spoken(desk: Desk, protocol: str, *headers: str, stream: bool) -> tuple[bytes, bytes]:
+async def spoken(
+    agent: AgentSession, protocol: str, *headers: str, stream: bool
+) -> tuple[bytes, bytes]:
     """Return the head and body of a raw answer, read until the server closes; fail if it does
     not."""
     body = msgspec.json.encode({**ASK, "stream": stream})
     lines = [
         f"POST /v1/chat/completions HTTP/{protocol}",
         "Host: x",
-        f"x-api-key: {desk.opened.api_key}",
+        f"x-api-key: {agent.opened.api_key}",
         f"Content-Length: {len(body)}",
         *headers,
     ]
-    host, _, port = desk.base.removeprefix("http://").partition(":")
+    host, _, port = agent.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
     raw = await reader.read()
@@ -41,38 +43,38 @@ async def spoken(desk: Desk, protocol: str, *headers: str, stream: bool) -> tupl
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_http_1_0_is_answered_without_chunks_and_closed(
-    make_desk: MakeDesk, stream: bool
+    start_agent: StartAgent, stream: bool
 ) -> None:
-    desk = await make_desk("I guess 4")
-    head, body = await spoken(desk, "1.0", stream=stream)
+    agent = await start_agent("I guess 4")
+    head, body = await spoken(agent, "1.0", stream=stream)
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
     assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
     assert b"I guess 4" in body
 
 
-async def test_a_connection_is_closed_on_the_clients_request(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4", "5")
-    head, body = await spoken(desk, "1.1", "Connection: close", stream=False)
+async def test_a_connection_is_closed_on_the_clients_request(start_agent: StartAgent) -> None:
+    agent = await start_agent("4", "5")
+    head, body = await spoken(agent, "1.1", "Connection: close", stream=False)
     assert b"content-length: %d" % len(body) in head
     assert b"connection: close" in head
-    head, body = await spoken(desk, "1.1", "Connection: close", stream=True)
+    head, body = await spoken(agent, "1.1", "Connection: close", stream=True)
     assert b"transfer-encoding: chunked" in head
     assert body.endswith(b"\r\n0\r\n\r\n")
 
 
 async def test_a_connection_is_kept_and_pipelined_requests_are_answered_in_order(
-    make_desk: MakeDesk,
+    start_agent: StartAgent,
 ) -> None:
-    desk = await make_desk("first", "second", "third")
+    agent = await start_agent("first", "second", "third")
 
     def request(stream: bool) -> bytes:
         body = msgspec.json.encode({**ASK, "stream": stream})
         lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
-        lines.append(f"x-api-key: {desk.opened.api_key}")
+        lines.append(f"x-api-key: {agent.opened.api_key}")
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
-    host, _, port = desk.base.removeprefix("http://").partition(":")
+    host, _, port = agent.base.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request(True) + request(False))
     assert b"first" in await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")

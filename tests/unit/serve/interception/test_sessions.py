@@ -68,7 +68,7 @@ class Scene:
     def __init__(self, max_bytes: int = 2**40) -> None:
         self.clock = FakeClock()
         self.sessions: list[Session] = []
-        self.book = SessionRegistry(self, self.clock, RETENTION_S, max_bytes)
+        self.registry = SessionRegistry(self, self.clock, RETENTION_S, max_bytes)
 
     def open(self, wish: CaptureOptions) -> OpenedSession:
         self.sessions.append(Session(f"s{len(self.sessions)}"))
@@ -78,23 +78,23 @@ class Scene:
         captured.seal("closed")
 
     def add(self) -> Session:
-        self.book.open(CaptureOptions(), b"{}")
+        self.registry.open(CaptureOptions(), b"{}")
         return self.sessions[-1]
 
     def finish(self, entry: RegisteredSession, outcome: Outcome | None) -> dict[str, Any]:
-        told: dict[str, Any] = msgspec.json.decode(joined(self.book.finish(entry, outcome)))
+        told: dict[str, Any] = msgspec.json.decode(joined(self.registry.finish(entry, outcome)))
         return told
 
     def ids(self) -> list[str]:
-        return [entry.captured.session_id for entry in self.book.entries()]
+        return [entry.captured.session_id for entry in self.registry.entries()]
 
 
 def test_finish_seals_once_and_repeats_its_answer() -> None:
     scene = Scene()
     session = scene.add()
-    entry = scene.book.find("s0")
-    scene.book.reward(entry, 1.0, None)
-    scene.book.reward(entry, 0.5, "r3")
+    entry = scene.registry.find("s0")
+    scene.registry.reward(entry, 1.0, None)
+    scene.registry.reward(entry, 0.5, "r3")
     first = scene.finish(entry, None)
     assert first == {
         "session_id": "s0",
@@ -110,17 +110,17 @@ def test_finish_seals_once_and_repeats_its_answer() -> None:
 def test_a_reward_that_comes_late_is_in_the_next_answer() -> None:
     scene = Scene()
     scene.add()
-    entry = scene.book.find("s0")
+    entry = scene.registry.find("s0")
     assert scene.finish(entry, None)["samples"] == [{"reward": None}] * 2
-    scene.book.reward(entry, 0.0, None)
+    scene.registry.reward(entry, 0.0, None)
     assert scene.finish(entry, None)["samples"] == [{"reward": 0.0}] * 2
-    scene.book.reward(entry, 1.0, 1)
+    scene.registry.reward(entry, 1.0, 1)
     assert scene.finish(entry, None)["samples"] == [{"reward": 1.0}] * 2
-    scene.book.reward(entry, 0.5, "chatcmpl-s0-r3")
+    scene.registry.reward(entry, 0.5, "chatcmpl-s0-r3")
     assert scene.finish(entry, None)["samples"] == [{"reward": 0.5}, {"reward": 1.0}]
     for node in (2, "r3", "chatcmpl-s1-r3"):
         with pytest.raises(SessionError, match="neither a sampled node nor a response"):
-            scene.book.reward(entry, 1.0, node)
+            scene.registry.reward(entry, 1.0, node)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_the_outcome_is_that_of_finish_or_else_of_the_last_call(
 ) -> None:
     scene = Scene()
     scene.add().fault = fault
-    assert scene.finish(scene.book.find("s0"), asked)["outcome"] == outcome
+    assert scene.finish(scene.registry.find("s0"), asked)["outcome"] == outcome
 
 
 @pytest.mark.parametrize("asked", [None, Outcome.COMPLETED, Outcome.AGENT_ERROR])
@@ -145,7 +145,7 @@ def test_a_session_that_a_limit_ended_is_truncated_whatever_finish_names(
 ) -> None:
     scene = Scene()
     scene.add().spent_because = "it holds too much"
-    told = scene.finish(scene.book.find("s0"), asked)
+    told = scene.finish(scene.registry.find("s0"), asked)
     assert (told["outcome"], told["spent_because"]) == ("truncated", "it holds too much")
 
 
@@ -154,7 +154,7 @@ def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
     scene = Scene()
     scene.add()
     with pytest.raises(SessionError, match="no finite number"):
-        scene.book.reward(scene.book.find("s0"), reward, None)
+        scene.registry.reward(scene.registry.find("s0"), reward, None)
 
 
 @pytest.mark.parametrize("reward", [1e308, -1.1e30])
@@ -162,18 +162,18 @@ def test_a_reward_that_is_too_large_to_train_on_is_refused(reward: float) -> Non
     scene = Scene()
     scene.add()
     with pytest.raises(SessionError, match="is larger than 1e\\+30") as caught:
-        scene.book.reward(scene.book.find("s0"), reward, None)
+        scene.registry.reward(scene.registry.find("s0"), reward, None)
     assert (caught.value.status, caught.value.code) == (400, "invalid_reward")
-    scene.book.reward(scene.book.find("s0"), 1e30, None)
+    scene.registry.reward(scene.registry.find("s0"), 1e30, None)
 
 
 @pytest.mark.parametrize("node", [0, 2, "r4"])
 def test_a_reward_for_nothing_that_was_sampled_is_refused(node: int | str) -> None:
     scene = Scene()
     scene.add()
-    entry = scene.book.find("s0")
+    entry = scene.registry.find("s0")
     with pytest.raises(SessionError, match="neither a sampled node nor a response"):
-        scene.book.reward(entry, 1.0, node)
+        scene.registry.reward(entry, 1.0, node)
     assert entry.node_rewards == {}
 
 
@@ -181,36 +181,36 @@ def test_unused_sessions_expire_after_the_retention_time() -> None:
     scene = Scene()
     idle, asked, called, running = (scene.add() for _ in range(4))
     scene.clock.advance(RETENTION_S / 2)
-    scene.book.find(asked.session_id)
+    scene.registry.find(asked.session_id)
     called.num_calls = 1
     running.is_busy = True
     scene.clock.advance(RETENTION_S / 2)
-    scene.book.expire()
+    scene.registry.expire()
     assert sorted(scene.ids()) == ["s1", "s2", "s3"]
     assert idle.sealed == ["closed"]
     running.is_busy = False
     scene.clock.advance(RETENTION_S)
-    scene.book.expire()
+    scene.registry.expire()
     assert scene.ids() == []
-    assert scene.book.num_expired == 4
+    assert scene.registry.num_expired == 4
     with pytest.raises(SessionError, match="never opened, was deleted, or expired"):
-        scene.book.find("s0")
+        scene.registry.find("s0")
 
 
 def test_a_process_that_holds_too_much_opens_no_session_until_some_is_gone() -> None:
     scene = Scene(max_bytes=100)
-    scene.book.set_held_bytes(101)
+    scene.registry.set_held_bytes(101)
     kept = scene.add()
-    scene.book.finish(scene.book.find(kept.session_id), None)
+    scene.registry.finish(scene.registry.find(kept.session_id), None)
     with pytest.raises(SessionError, match="of 1 sessions 1 are finished: delete") as caught:
         scene.add()
     assert (caught.value.status, caught.value.code) == (503, "over_budget")
     assert caught.value.retry_after_s
-    scene.book.set_held_bytes(100)
+    scene.registry.set_held_bytes(100)
     scene.add()
-    scene.book.set_held_bytes(101)
+    scene.registry.set_held_bytes(101)
     for session_id in scene.ids():
-        scene.book.delete(scene.book.find(session_id))
+        scene.registry.delete(scene.registry.find(session_id))
     scene.add()
 
 
@@ -219,8 +219,8 @@ def test_counts_of_forks_outlive_their_sessions() -> None:
     for cause in ("restart", "restart", "template"):
         scene.add().forks[cause] += 1
     scene.sessions[0].healed["white_space"] += 2
-    scene.book.finish(scene.book.find("s0"), None)
-    scene.book.delete(scene.book.find("s0"))
-    assert scene.book.forks() == {"restart": 2, "template": 1}
-    assert scene.book.healed() == {"white_space": 2}
-    assert scene.book.forks() == {"restart": 2, "template": 1}
+    scene.registry.finish(scene.registry.find("s0"), None)
+    scene.registry.delete(scene.registry.find("s0"))
+    assert scene.registry.forks() == {"restart": 2, "template": 1}
+    assert scene.registry.healed() == {"white_space": 2}
+    assert scene.registry.forks() == {"restart": 2, "template": 1}

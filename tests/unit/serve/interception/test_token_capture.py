@@ -13,17 +13,17 @@ from tests.unit.serve.interception.journal.gateway_process import GatewayProcess
 async def test_the_set_of_shown_images_is_never_changed_in_place(
     tmp_path: Path, prompts: Prompts
 ) -> None:
-    life = GatewayProcess(tmp_path / "journal", prompts, [])
+    gateway = GatewayProcess(tmp_path / "journal", prompts, [])
 
     def read(number: int) -> bytes:
         raise LookupError(number)
 
     standing = JournaledSession("s", locks_of("key", "secret"), None, 7, read)
-    scribe = SessionEventWriter(life.journal, "s")
-    regaining = TokenSessionRestore(life.capture, standing, scribe)
+    scribe = SessionEventWriter(gateway.journal, "s")
+    regaining = TokenSessionRestore(gateway.capture, standing, scribe)
     before = scribe.shown
     regaining.end()
     scribe.shown |= {"a digest"}
     assert isinstance(scribe.shown, frozenset)
     assert before == frozenset()
-    life.journal.close_journal()
+    gateway.journal.close_journal()

@@ -77,10 +77,10 @@ def speaking(folder: Path, text: str) -> ScriptedSampler:
 @asynccontextmanager
 async def served(context: WorkerContext) -> AsyncIterator[tuple[WorkerContext, AgentServer]]:
     """Serve the context's sessions on a free port."""
-    edge = AgentServer(context.runtime, InterceptionConfig(), "policy")
-    base = await edge.start(listen("127.0.0.1:0"))
+    server = AgentServer(context.runtime, InterceptionConfig(), "policy")
+    base = await server.start(listen("127.0.0.1:0"))
     try:
-        yield msgspec.structs.replace(context, base_url=f"{base}/v1"), edge
+        yield msgspec.structs.replace(context, base_url=f"{base}/v1"), server
     finally:
         await context.env.close()
-        await edge.stop()
+        await server.stop()

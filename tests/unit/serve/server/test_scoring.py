@@ -58,10 +58,10 @@ async def run(
     folder: Path, env: Asking, begin: Begin = BEGIN, **settings: float
 ) -> tuple[Payload, GroupRecord]:
     context = new_stage(folder, env, speaking(folder, "4"), **settings)
-    async with served(context) as (context, edge):
+    async with served(context) as (context, server):
         payload = await run_group(context, Slots(2), begin, ASK)
         assert context.runtime.entries() == NONE
-        assert len(edge.inflight) == sum(context.runtime.held().values()) == 0
+        assert len(server.inflight) == sum(context.runtime.held().values()) == 0
     return payload, decode_record(payload.body)
 
 
@@ -174,14 +174,14 @@ async def test_a_group_that_is_cancelled_while_it_is_scored_leaves_nothing(
 
     env = Asking(stay)
     context = new_stage(tmp_path, env, speaking(tmp_path, "4"))
-    async with served(context) as (context, edge):
+    async with served(context) as (context, server):
         task = asyncio.create_task(run_group(context, Slots(2), BEGIN, ASK))
         await asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert context.runtime.entries() == NONE
-        assert len(edge.inflight) == 0
+        assert len(server.inflight) == 0
 
 
 @pytest.mark.parametrize("num_given", [0, 1, 3])

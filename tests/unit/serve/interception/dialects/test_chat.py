@@ -10,7 +10,7 @@ from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import ToolChoice
 from rollmesh.serve.interception.dialects.chat import ChatDialect
 from rollmesh.serve.interception.dialects.dialect import RequestBody
-from tests.unit.serve.interception.conftest import MakeDesk
+from tests.unit.serve.interception.conftest import StartAgent
 
 USER = {"role": "user", "content": "guess"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -120,23 +120,23 @@ def test_what_cannot_be_honoured_is_refused(fields: dict[str, object], why: str)
     assert caught.value.status == 400
 
 
-async def test_tool_calls_come_whole_with_stable_ids(make_desk: MakeDesk) -> None:
-    desk = await make_desk(f"I call {CALL}{CALL}")
-    _, answer = await desk.answer({"messages": [USER], "tools": [TOOL], "model": "mine"})
+async def test_tool_calls_come_whole_with_stable_ids(start_agent: StartAgent) -> None:
+    agent = await start_agent(f"I call {CALL}{CALL}")
+    _, answer = await agent.answer({"messages": [USER], "tools": [TOOL], "model": "mine"})
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "I call"
     calls = choice["message"]["tool_calls"]
     assert [call["function"] for call in calls] == [{"name": "f", "arguments": '{"a": 1}'}] * 2
-    session_id = desk.opened.session_id
+    session_id = agent.opened.session_id
     assert [call["id"] for call in calls] == [f"call_{session_id}_0_{n}" for n in range(2)]
     assert answer["id"] == f"chatcmpl-{session_id}-0"
     assert answer["model"] == "mine"
 
 
-async def test_streamed_tool_calls_are_indexed(make_desk: MakeDesk) -> None:
-    desk = await make_desk(CALL + CALL)
-    async with desk.post({"messages": [USER], "tools": [TOOL], "stream": True}) as response:
+async def test_streamed_tool_calls_are_indexed(start_agent: StartAgent) -> None:
+    agent = await start_agent(CALL + CALL)
+    async with agent.post({"messages": [USER], "tools": [TOOL], "stream": True}) as response:
         lines = (await response.read()).split(b"\n\n")
     choices = [msgspec.json.decode(line[6:])["choices"][0] for line in lines[:-2]]
     assert choices[-1]["finish_reason"] == "tool_calls"
@@ -150,10 +150,10 @@ async def test_streamed_tool_calls_are_indexed(make_desk: MakeDesk) -> None:
     assert len({piece["id"] for piece in named}) == 2
 
 
-async def test_every_chunk_has_what_clients_insist_on(make_desk: MakeDesk) -> None:
-    desk = await make_desk(f"<think>so</think>I call {CALL}{CALL}")
+async def test_every_chunk_has_what_clients_insist_on(start_agent: StartAgent) -> None:
+    agent = await start_agent(f"<think>so</think>I call {CALL}{CALL}")
     asked = {"messages": [USER], "tools": [TOOL], "stream": True}
-    *chunks, done = [data for _, data in await desk.events(asked)]
+    *chunks, done = [data for _, data in await agent.events(asked)]
     assert done is None
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
@@ -167,26 +167,26 @@ async def test_every_chunk_has_what_clients_insist_on(make_desk: MakeDesk) -> No
     assert (text, reasoning) == ("I call", "so")
 
 
-async def test_a_function_call_of_old_is_known_again(make_desk: MakeDesk) -> None:
-    desk = await make_desk(CALL, "done")
+async def test_a_function_call_of_old_is_known_again(start_agent: StartAgent) -> None:
+    agent = await start_agent(CALL, "done")
     asked = {"messages": [USER], "functions": [TOOL["function"]]}
-    _, first = await desk.answer(asked)
+    _, first = await agent.answer(asked)
     result = {"role": "function", "name": "f", "content": "4"}
     history = [USER, first["choices"][0]["message"], result]
-    status, _ = await desk.answer({**asked, "messages": history})
+    status, _ = await agent.answer({**asked, "messages": history})
     assert status == 200
-    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids(CALL + "<|im_end|>")]
-    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(CALL + "<|im_end|>")]
+    assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
 
 
-async def test_functions_of_old_get_a_function_call(make_desk: MakeDesk) -> None:
-    desk = await make_desk(CALL, CALL)
+async def test_functions_of_old_get_a_function_call(start_agent: StartAgent) -> None:
+    agent = await start_agent(CALL, CALL)
     asked = {"messages": [USER], "functions": [TOOL["function"]]}
-    _, answer = await desk.answer(asked)
+    _, answer = await agent.answer(asked)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
-    async with desk.post({**asked, "stream": True}) as response:
+    async with agent.post({**asked, "stream": True}) as response:
         lines = (await response.read()).split(b"\n\n")
     choices = [msgspec.json.decode(line[6:])["choices"][0] for line in lines[:-2]]
     calls = [each["delta"].get("function_call", {}) for each in choices]
@@ -194,18 +194,18 @@ async def test_functions_of_old_get_a_function_call(make_desk: MakeDesk) -> None
     assert [call["name"] for call in calls if "name" in call] == ["f"]
 
 
-async def test_token_ids_and_logprobs_are_returned_when_asked(make_desk: MakeDesk) -> None:
-    desk = await make_desk("I guess 4", "I guess 4")
+async def test_token_ids_and_logprobs_are_returned_when_asked(start_agent: StartAgent) -> None:
+    agent = await start_agent("I guess 4", "I guess 4")
     asked = {"messages": [USER], "logprobs": True, "return_token_ids": True}
-    _, answer = await desk.answer(asked)
+    _, answer = await agent.answer(asked)
     (choice,) = answer["choices"]
-    ids = desk.ids("I guess 4<|im_end|>")
+    ids = agent.ids("I guess 4<|im_end|>")
     assert choice["token_ids"] == ids
-    assert answer["prompt_token_ids"] == list(desk.sampler.requests[0].prompt_ids)
+    assert answer["prompt_token_ids"] == list(agent.sampler.requests[0].prompt_ids)
     content = choice["logprobs"]["content"]
     assert "".join(token["token"] for token in content) == "I guess 4<|im_end|>"
     assert [token["logprob"] for token in content] == [-0.5 - n / 64 for n in range(len(ids))]
-    async with desk.post({**asked, "stream": True}) as response:
+    async with agent.post({**asked, "stream": True}) as response:
         lines = (await response.read()).split(b"\n\n")
     chunks = [msgspec.json.decode(line[6:])["choices"][0] for line in lines[:-2]]
     assert [i for chunk in chunks for i in chunk["token_ids"]] == ids
@@ -213,9 +213,9 @@ async def test_token_ids_and_logprobs_are_returned_when_asked(make_desk: MakeDes
     assert streamed == content
 
 
-async def test_neither_is_returned_unasked(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4")
-    _, answer = await desk.answer({"messages": [USER]})
+async def test_neither_is_returned_unasked(start_agent: StartAgent) -> None:
+    agent = await start_agent("4")
+    _, answer = await agent.answer({"messages": [USER]})
     assert "prompt_token_ids" not in answer
     assert answer["choices"][0]["logprobs"] is None
     assert "token_ids" not in answer["choices"][0]

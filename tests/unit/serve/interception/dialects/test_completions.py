@@ -8,7 +8,7 @@ import pytest
 from rollmesh.core.errors import SessionError
 from rollmesh.serve.interception.dialects.completions import CompletionsDialect, read_prompts
 from rollmesh.serve.interception.dialects.dialect import RequestBody
-from tests.unit.serve.interception.conftest import MakeDesk
+from tests.unit.serve.interception.conftest import StartAgent
 
 PATH = "/v1/completions"
 
@@ -53,16 +53,16 @@ def test_a_batch_is_several_turns_that_are_told_apart() -> None:
     assert decode()[0].sampling.max_tokens == 16, "as OpenAI's reference has it"
 
 
-async def test_a_raw_prompt_is_gone_on_from(make_desk: MakeDesk) -> None:
-    desk = await make_desk(" on")
-    status, answer = await desk.answer({"prompt": "go", "model": "mine"}, PATH)
+async def test_a_raw_prompt_is_gone_on_from(start_agent: StartAgent) -> None:
+    agent = await start_agent(" on")
+    status, answer = await agent.answer({"prompt": "go", "model": "mine"}, PATH)
     assert status == 200
-    assert list(desk.sampler.requests[0].prompt_ids) == desk.ids("go")
+    assert list(agent.sampler.requests[0].prompt_ids) == agent.ids("go")
     assert answer["object"] == "text_completion"
-    assert answer["id"] == f"cmpl-{desk.opened.session_id}-0"
+    assert answer["id"] == f"cmpl-{agent.opened.session_id}-0"
     choice = {"index": 0, "text": " on", "logprobs": None, "finish_reason": "stop"}
     assert answer["choices"] == [choice]
-    num_prompt, num_sampled = len(desk.ids("go")), len(desk.ids(" on")) + 1
+    num_prompt, num_sampled = len(agent.ids("go")), len(agent.ids(" on")) + 1
     assert answer["usage"] == {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_sampled,
@@ -70,31 +70,31 @@ async def test_a_raw_prompt_is_gone_on_from(make_desk: MakeDesk) -> None:
     }
 
 
-async def test_echo_and_logprobs_list_the_prompt_without_figures(make_desk: MakeDesk) -> None:
-    desk = await make_desk(" on")
-    asked = {"prompt": desk.ids("go"), "echo": True, "logprobs": 0, "return_token_ids": True}
-    _, answer = await desk.answer(asked, PATH)
+async def test_echo_and_logprobs_list_the_prompt_without_figures(start_agent: StartAgent) -> None:
+    agent = await start_agent(" on")
+    asked = {"prompt": agent.ids("go"), "echo": True, "logprobs": 0, "return_token_ids": True}
+    _, answer = await agent.answer(asked, PATH)
     (choice,) = answer["choices"]
     assert choice["text"] == "go on"
     listed = choice["logprobs"]
-    num_prompt, sampled = len(desk.ids("go")), desk.ids(" on<|im_end|>")
+    num_prompt, sampled = len(agent.ids("go")), agent.ids(" on<|im_end|>")
     assert "".join(listed["tokens"]) == "go on<|im_end|>"
     assert listed["token_logprobs"][:num_prompt] == [None] * num_prompt
     assert listed["token_logprobs"][num_prompt:] == [-0.5 - n / 64 for n in range(len(sampled))]
     assert listed["text_offset"][:2] == [0, len(listed["tokens"][0])]
     assert choice["token_ids"] == sampled
-    assert choice["prompt_token_ids"] == desk.ids("go")
+    assert choice["prompt_token_ids"] == agent.ids("go")
 
 
-async def test_streamed_choices_of_a_batch_fold_to_the_plain_ones(make_desk: MakeDesk) -> None:
+async def test_streamed_choices_of_a_batch_fold_to_the_plain_ones(start_agent: StartAgent) -> None:
     said = [" one", " two", " three", " four"]
-    desk = await make_desk(*said, *said)
+    agent = await start_agent(*said, *said)
     asked = {"prompt": ["a", "b"], "n": 2, "echo": True}
-    _, plain = await desk.answer(asked, PATH)
+    _, plain = await agent.answer(asked, PATH)
     assert [each["index"] for each in plain["choices"]] == [0, 1, 2, 3]
     assert [each["text"] for each in plain["choices"]] == ["a one", "a two", "b three", "b four"]
     stream = {**asked, "stream": True, "stream_options": {"include_usage": True}}
-    events = [data for _, data in await desk.events(stream, PATH)]
+    events = [data for _, data in await agent.events(stream, PATH)]
     assert events[-1] is None
     assert events[-2]["choices"] == []
     assert events[-2]["usage"] == plain["usage"]

@@ -12,7 +12,7 @@ from rollmesh.runtime.generation.events import AttemptFailed
 from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.serve.interception.exchange import ExchangeState
 from rollmesh.wire.machine import Ticked
-from tests.unit.serve.interception.conftest import Desk, MakeDesk, read_events
+from tests.unit.serve.interception.conftest import AgentSession, StartAgent, read_events
 
 USER = {"role": "user", "content": "guess"}
 ASKS: dict[str, dict[str, Any]] = {
@@ -25,10 +25,10 @@ every_dialect = pytest.mark.parametrize("path", ASKS)
 plain_and_streamed = pytest.mark.parametrize("stream", [False, True])
 
 
-async def started(desk: Desk, num: int = 1) -> None:
+async def started(agent: AgentSession, num: int = 1) -> None:
     """Wait until the gateway has requested `num` generations and reads the last one."""
-    made = desk.sampler.generations
-    await desk.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
+    made = agent.sampler.generations
+    await agent.sampler.until(lambda: len(made) == num and made[-1].machine.num_readers > 0)
 
 
 def code_of(answer: Any) -> str:
@@ -39,28 +39,28 @@ def code_of(answer: Any) -> str:
 
 
 @every_dialect
-async def test_errors_have_their_true_status(make_desk: MakeDesk, path: str) -> None:
-    desk = await make_desk("4", config=InterceptionConfig(max_body_bytes=2000))
+async def test_errors_have_their_true_status(start_agent: StartAgent, path: str) -> None:
+    agent = await start_agent("4", config=InterceptionConfig(max_body_bytes=2000))
     ask = ASKS[path]
-    status, answer = await desk.answer(b"{", path)
+    status, answer = await agent.answer(b"{", path)
     assert (status, code_of(answer)) == (400, "invalid_request")
-    status, answer = await desk.answer(ask, path, x_api_key="sk-no", Authorization="")
+    status, answer = await agent.answer(ask, path, x_api_key="sk-no", Authorization="")
     assert (status, code_of(answer)) == (401, "invalid_api_key")
-    status, answer = await desk.answer(b" " * 2001, path)
+    status, answer = await agent.answer(b" " * 2001, path)
     assert (status, code_of(answer)) == (413, "body_too_large")
-    desk.opened.session.seal("the rollout ended")
-    status, answer = await desk.answer(ask, path)
+    agent.opened.session.seal("the rollout ended")
+    status, answer = await agent.answer(ask, path)
     assert (status, code_of(answer)) == (410, "session_sealed")
-    assert desk.runtime.num_calls == 0
+    assert agent.runtime.num_calls == 0
 
 
 @every_dialect
 @pytest.mark.parametrize("at", ["content", "extra", "tool", "unknown"])
 async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
-    make_desk: MakeDesk, path: str, at: str
+    start_agent: StartAgent, path: str, at: str
 ) -> None:
     """Most of a body is stored without decoding: invalid text would reach the session's record."""
-    desk = await make_desk("4", "4")
+    agent = await start_agent("4", "4")
     user = {"role": "user", "content": "gu?ss" if at == "content" else "guess"}
     if at == "extra":
         user["x"] = "gu?ss"
@@ -72,55 +72,57 @@ async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
         tool = {"name": "f", "function": {"name": "f"}, "input_schema": {}, "description": "gu?ss"}
         body["tools"] = [{"type": "function", **tool}]
     raw = msgspec.json.encode(body)
-    status, answer = await desk.answer(raw.replace(b"?", b"\xff"), path)
+    status, answer = await agent.answer(raw.replace(b"?", b"\xff"), path)
     if b"?" in raw:
         assert (status, code_of(answer)) == (400, "invalid_request")
-    assert (await desk.answer(raw.replace(b"?", "\xe9".encode()), path))[0] == 200
+    assert (await agent.answer(raw.replace(b"?", "\xe9".encode()), path))[0] == 200
 
 
 @every_dialect
 async def test_a_node_says_in_which_dialect_it_was_asked_for(
-    make_desk: MakeDesk, path: str
+    start_agent: StartAgent, path: str
 ) -> None:
-    desk = await make_desk("4")
-    assert (await desk.answer(ASKS[path], path))[0] == 200
-    desk.opened.session.seal("the rollout ended")
-    [node] = [node for node in desk.opened.session.record().nodes if node.sampled]
+    agent = await start_agent("4")
+    assert (await agent.answer(ASKS[path], path))[0] == 200
+    agent.opened.session.seal("the rollout ended")
+    [node] = [node for node in agent.opened.session.record().nodes if node.sampled]
     assert node.dialect == path.removeprefix("/v1/").partition("/")[0]
 
 
 @every_dialect
-async def test_a_context_overflow_says_what_agents_look_for(make_desk: MakeDesk, path: str) -> None:
-    desk = await make_desk("4", max_context_tokens=2)
-    status, answer = await desk.answer(ASKS[path], path)
+async def test_a_context_overflow_says_what_agents_look_for(
+    start_agent: StartAgent, path: str
+) -> None:
+    agent = await start_agent("4", max_context_tokens=2)
+    status, answer = await agent.answer(ASKS[path], path)
     assert (status, code_of(answer)) == (400, "context_length_exceeded")
     assert answer["error"]["message"].startswith("This model's maximum context length is 2 tokens")
 
 
 @every_dialect
 @plain_and_streamed
-async def test_a_seal_wakes_every_waiter(make_desk: MakeDesk, path: str, stream: bool) -> None:
-    desk = await make_desk()
+async def test_a_seal_wakes_every_waiter(start_agent: StartAgent, path: str, stream: bool) -> None:
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(desk.answer({**ASKS[path], "stream": stream}, path))
-        await started(desk)
-        assert desk.edge.num_open == 1
-        desk.opened.session.seal("the rollout ended")
+        waiting = group.create_task(agent.answer({**ASKS[path], "stream": stream}, path))
+        await started(agent)
+        assert agent.server.num_open == 1
+        agent.opened.session.seal("the rollout ended")
     status, answer = waiting.result()
     assert (status, code_of(answer)) == (410, "session_sealed")
-    assert desk.edge.num_open == 0
+    assert agent.server.num_open == 0
 
 
 @every_dialect
-async def test_a_seal_in_mid_stream_is_an_error_event(make_desk: MakeDesk, path: str) -> None:
-    desk = await make_desk()
+async def test_a_seal_in_mid_stream_is_an_error_event(start_agent: StartAgent, path: str) -> None:
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post({**ASKS[path], "stream": True}, path).__aenter__())
-        await started(desk)
-        desk.sampler.generations[0].show(*desk.ids("I"))
+        opening = group.create_task(agent.post({**ASKS[path], "stream": True}, path).__aenter__())
+        await started(agent)
+        agent.sampler.generations[0].show(*agent.ids("I"))
         response = await opening
         raw = await response.content.readuntil(b'"I"')
-        desk.opened.session.seal("the rollout ended")
+        agent.opened.session.seal("the rollout ended")
         events = read_events(raw + await response.read())
         response.release()
     codes = [
@@ -131,73 +133,75 @@ async def test_a_seal_in_mid_stream_is_an_error_event(make_desk: MakeDesk, path:
         and data.get("type") != "response.failed"
     ]
     assert codes == ["session_sealed"]
-    assert [state for _, state in desk.edge.num_exchanges] == [ExchangeState.SEALED]
+    assert [state for _, state in agent.server.num_exchanges] == [ExchangeState.SEALED]
 
 
 @every_dialect
 @plain_and_streamed
 async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes(
-    make_desk: MakeDesk, path: str, stream: bool
+    start_agent: StartAgent, path: str, stream: bool
 ) -> None:
-    desk = await make_desk()
+    agent = await start_agent()
     ask = {**ASKS[path], "stream": stream}
     async with asyncio.TaskGroup() as group:
-        lost = group.create_task(desk.answer(ask, path))
-        await started(desk)
-        generation = desk.sampler.generations[0]
-        generation.show(*desk.ids("I guess"))
+        lost = group.create_task(agent.answer(ask, path))
+        await started(agent)
+        generation = agent.sampler.generations[0]
+        generation.show(*agent.ids("I guess"))
         lost.cancel()
-        await desk.sampler.until(lambda: generation.state is GenerationState.PARKED)
+        await agent.sampler.until(lambda: generation.state is GenerationState.PARKED)
         assert generation.num_aborts == 1
-        again = group.create_task(_read(desk, ask, path))
-        await started(desk)
-        desk.say(" 4")
+        again = group.create_task(_read(agent, ask, path))
+        await started(agent)
+        agent.say(" 4")
     assert b"I guess" in again.result()
-    assert len(desk.sampler.generations) == 1
+    assert len(agent.sampler.generations) == 1
     assert generation.state is GenerationState.COMMITTED
 
 
 @every_dialect
 @plain_and_streamed
-async def test_a_marked_retry_says_the_same(make_desk: MakeDesk, path: str, stream: bool) -> None:
-    desk = await make_desk("I guess 4", "5")
+async def test_a_marked_retry_says_the_same(
+    start_agent: StartAgent, path: str, stream: bool
+) -> None:
+    agent = await start_agent("I guess 4", "5")
     ask = {**ASKS[path], "stream": stream}
-    first = await _read(desk, ask, path)
-    again = await _read(desk, ask, path, {"x-stainless-retry-count": "1"})
+    first = await _read(agent, ask, path)
+    again = await _read(agent, ask, path, {"x-stainless-retry-count": "1"})
     assert again == first
-    assert desk.runtime.num_calls == 1
+    assert agent.runtime.num_calls == 1
 
 
 async def _read(
-    desk: Desk, ask: dict[str, Any], path: str, headers: dict[str, str] | None = None
+    agent: AgentSession, ask: dict[str, Any], path: str, headers: dict[str, str] | None = None
 ) -> bytes:
-    async with desk.post(ask, path, headers) as response:
+    async with agent.post(ask, path, headers) as response:
         assert response.status == 200
         return bytes(await response.read())
 
 
 @every_dialect
 async def test_no_byte_leaves_before_the_first_token_or_the_keep_alive(
-    make_desk: MakeDesk, path: str
+    start_agent: StartAgent, path: str
 ) -> None:
-    desk = await make_desk(config=InterceptionConfig(keepalive_s=0.02))
-    async with desk.post({**ASKS[path], "stream": True}, path) as response:
+    agent = await start_agent(config=InterceptionConfig(keepalive_s=0.02))
+    async with agent.post({**ASKS[path], "stream": True}, path) as response:
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
-        desk.say("4")
+        agent.say("4")
         assert b"4" in await response.read()
 
 
 @every_dialect
 @plain_and_streamed
 async def test_an_early_failure_keeps_its_status(
-    make_desk: MakeDesk, path: str, stream: bool
+    start_agent: StartAgent, path: str, stream: bool
 ) -> None:
-    desk = await make_desk()
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post({**ASKS[path], "stream": stream}, path).__aenter__())
-        await started(desk)
+        opening = group.create_task(agent.post({**ASKS[path], "stream": stream}, path).__aenter__())
+        await started(agent)
         assert not opening.done()
-        desk.sampler.generations[0].seal("the engine is on fire")
+        agent.sampler.generations[0].seal("the engine is on fire")
         response = await opening
         assert response.status == 503
         assert response.headers["Retry-After"] == "1"
@@ -207,17 +211,17 @@ async def test_an_early_failure_keeps_its_status(
 @every_dialect
 @plain_and_streamed
 async def test_engines_that_stay_full_are_a_429(
-    make_desk: MakeDesk, path: str, stream: bool
+    start_agent: StartAgent, path: str, stream: bool
 ) -> None:
-    desk = await make_desk()
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post({**ASKS[path], "stream": stream}, path).__aenter__())
-        await started(desk)
-        generation = desk.sampler.generations[0]
+        opening = group.create_task(agent.post({**ASKS[path], "stream": stream}, path).__aenter__())
+        await started(agent)
+        generation = agent.sampler.generations[0]
         while generation.attempt is not None:
             number, generation.attempt = generation.attempt.attempt, None
             generation.drive(AttemptFailed(number, "the queue is full", "overloaded"))
-            desk.clock.advance(1.0)
+            agent.clock.advance(1.0)
             generation.drive(Ticked())
         response = await opening
         assert response.status == 429
@@ -226,48 +230,50 @@ async def test_engines_that_stay_full_are_a_429(
 
 
 @every_dialect
-async def test_unknown_keys_nulls_and_queries_are_accepted(make_desk: MakeDesk, path: str) -> None:
-    desk = await make_desk("4")
+async def test_unknown_keys_nulls_and_queries_are_accepted(
+    start_agent: StartAgent, path: str
+) -> None:
+    agent = await start_agent("4")
     odd = {"user": None, "metadata": {"a": 1}, "cache": [1], "service_tier": "auto", "tools": None}
-    status, _ = await desk.answer({**ASKS[path], **odd}, "/any/prefix" + path + "?beta=true")
+    status, _ = await agent.answer({**ASKS[path], **odd}, "/any/prefix" + path + "?beta=true")
     assert status == 200
 
 
 @every_dialect
-async def test_what_was_used_is_told_on_request(make_desk: MakeDesk, path: str) -> None:
-    desk = await make_desk("4", "5")
+async def test_what_was_used_is_told_on_request(start_agent: StartAgent, path: str) -> None:
+    agent = await start_agent("4", "5")
     ask = {**ASKS[path], "temperature": 0.3}
-    async with desk.post(ask, path, {"x-rollmesh-sampling": "1"}) as response:
+    async with agent.post(ask, path, {"x-rollmesh-sampling": "1"}) as response:
         told = msgspec.json.decode(response.headers["x-rollmesh-sampling"])
     assert (told["temperature"], told["forced"]) == (1.0, ["temperature"])
-    async with desk.post(ask, path) as response:
+    async with agent.post(ask, path) as response:
         assert "x-rollmesh-sampling" not in response.headers
 
 
-async def test_choices_are_streamed_together(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_choices_are_streamed_together(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     ask = {"messages": [USER], "n": 2, "stream": True, "stream_options": {"include_usage": True}}
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post(ask).__aenter__())
-        await started(desk, 2)
-        first, second = desk.sampler.generations
-        second.show(*desk.ids("I"))
+        opening = group.create_task(agent.post(ask).__aenter__())
+        await started(agent, 2)
+        first, second = agent.sampler.generations
+        second.show(*agent.ids("I"))
         response = await opening
         assert b'"index":1' in await response.content.readuntil(b"\n\n")
-        first.end(*desk.ids("4<|im_end|>"))
+        first.end(*agent.ids("4<|im_end|>"))
         assert b'"index":0' in await response.content.readuntil(b"\n\n")
-        second.end(*desk.ids(" guess<|im_end|>"))
+        second.end(*agent.ids(" guess<|im_end|>"))
         events = [data for _, data in read_events(await response.read())]
         response.release()
     *_, usage, done = events
     assert done is None
-    num_sampled = len(desk.ids("4<|im_end|>")) + len(desk.ids("I guess<|im_end|>"))
+    num_sampled = len(agent.ids("4<|im_end|>")) + len(agent.ids("I guess<|im_end|>"))
     assert usage["usage"]["completion_tokens"] == num_sampled
 
 
-async def test_plain_choices_are_numbered(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4", "5", "6")
-    _, answer = await desk.answer({"messages": [USER], "n": 3})
+async def test_plain_choices_are_numbered(start_agent: StartAgent) -> None:
+    agent = await start_agent("4", "5", "6")
+    _, answer = await agent.answer({"messages": [USER], "n": 3})
     told = [(each["index"], each["message"]["content"]) for each in answer["choices"]]
     assert told == [(0, "4"), (1, "5"), (2, "6")]
 
@@ -306,21 +312,21 @@ def as_items(call_id: str) -> list[dict[str, Any]]:
     ]
 
 
-async def test_a_talk_may_change_its_dialect_at_every_turn(make_desk: MakeDesk) -> None:
+async def test_a_talk_may_change_its_dialect_at_every_turn(start_agent: StartAgent) -> None:
     """Tool calls, results and reasoning mean the same messages in Chat, Messages and Responses."""
-    desk = await make_desk(CALLED, "four", "five", "six")
+    agent = await start_agent(CALLED, "four", "five", "six")
     chat = [{"role": "system", "content": SYSTEM}, USER]
-    _, first = await desk.answer({"messages": chat, "tools": TOOLS_IN_CHAT})
+    _, first = await agent.answer({"messages": chat, "tools": TOOLS_IN_CHAT})
     call_id = first["choices"][0]["message"]["tool_calls"][0]["id"]
     asked = {"max_tokens": 64, "system": SYSTEM, "tools": TOOLS_IN_MESSAGES}
-    await desk.answer({**asked, "messages": as_messages(call_id)}, "/v1/messages")
+    await agent.answer({**asked, "messages": as_messages(call_id)}, "/v1/messages")
     further = {"tools": TOOLS_IN_RESPONSES}
-    _, third = await desk.answer({**further, "input": as_items(call_id)}, "/v1/responses")
+    _, third = await agent.answer({**further, "input": as_items(call_id)}, "/v1/responses")
     named = {**further, "input": "lower", "previous_response_id": third["id"]}
-    status, _ = await desk.answer(named, "/v1/responses")
+    status, _ = await agent.answer(named, "/v1/responses")
     assert status == 200
-    assert not desk.opened.session.fork_report().forks
-    asked_ids = [list(request.prompt_ids) for request in desk.sampler.requests]
+    assert not agent.opened.session.fork_report().forks
+    asked_ids = [list(request.prompt_ids) for request in agent.sampler.requests]
     assert len(asked_ids) == 4
     for before, after in itertools.pairwise(asked_ids):
         assert after[: len(before)] == before

@@ -11,7 +11,7 @@ from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import ChatMessage, ToolChoice, Turn
 from rollmesh.serve.interception.dialects.dialect import RequestBody
 from rollmesh.serve.interception.dialects.messages import MessagesDialect, read_unit
-from tests.unit.serve.interception.conftest import Event, MakeDesk
+from tests.unit.serve.interception.conftest import Event, StartAgent
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "guess"}
@@ -121,11 +121,11 @@ def test_sampling_fields_are_read() -> None:
     assert decode(**unread).sampling.max_tokens == 64
 
 
-async def test_a_plain_answer_has_blocks_and_usage(make_desk: MakeDesk) -> None:
-    desk = await make_desk(SAID)
-    status, answer = await desk.answer({**ASK, "tools": [TOOL]}, PATH)
+async def test_a_plain_answer_has_blocks_and_usage(start_agent: StartAgent) -> None:
+    agent = await start_agent(SAID)
+    status, answer = await agent.answer({**ASK, "tools": [TOOL]}, PATH)
     assert status == 200
-    session_id = desk.opened.session_id
+    session_id = agent.opened.session_id
     thinking, text, use = answer["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "so")
     assert thinking["signature"]
@@ -134,9 +134,9 @@ async def test_a_plain_answer_has_blocks_and_usage(make_desk: MakeDesk) -> None:
     assert use == {"type": "tool_use", "id": call_id, "name": "f", "input": {"a": 1}}
     assert (answer["id"], answer["type"]) == (f"msg_{session_id}-0", "message")
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
-    num_sampled = len(desk.ids(SAID + "<|im_end|>"))
+    num_sampled = len(agent.ids(SAID + "<|im_end|>"))
     assert answer["usage"]["output_tokens"] == num_sampled
-    assert answer["usage"]["input_tokens"] == len(desk.sampler.requests[0].prompt_ids)
+    assert answer["usage"]["input_tokens"] == len(agent.sampler.requests[0].prompt_ids)
 
 
 def folded(events: list[Event]) -> dict[str, Any]:
@@ -169,11 +169,11 @@ def folded(events: list[Event]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("said", [SAID, "4", "", f"{CALL}{CALL}", "<think>only</think>"])
-async def test_events_fold_to_the_plain_answer(make_desk: MakeDesk, said: str) -> None:
-    desk = await make_desk(said, said)
+async def test_events_fold_to_the_plain_answer(start_agent: StartAgent, said: str) -> None:
+    agent = await start_agent(said, said)
     asked = {**ASK, "tools": [TOOL]}
-    whole = folded(await desk.events({**asked, "stream": True}, PATH))
-    _, plain = await desk.answer(asked, PATH)
+    whole = folded(await agent.events({**asked, "stream": True}, PATH))
+    _, plain = await agent.answer(asked, PATH)
     for message in (whole, plain):
         message.pop("id")
         for block in message["content"]:
@@ -182,57 +182,57 @@ async def test_events_fold_to_the_plain_answer(make_desk: MakeDesk, said: str) -
     assert whole == plain
 
 
-async def test_blocks_are_told_while_they_are_said(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_blocks_are_told_while_they_are_said(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     ask = {**ASK, "tools": [TOOL], "stream": True}
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post(ask, PATH).__aenter__())
-        made = desk.sampler.generations
-        await desk.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
-        made[0].show(*desk.ids("<think>so it"))
+        opening = group.create_task(agent.post(ask, PATH).__aenter__())
+        made = agent.sampler.generations
+        await agent.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
+        made[0].show(*agent.ids("<think>so it"))
         response = await opening
         told = await response.content.readuntil(b'"thinking_delta","thinking":"so it"}}\n\n')
         assert told.startswith(b"event: message_start\n")
-        made[0].show(*desk.ids('</think>\n<tool_call>\n{"name": "f", "arguments": {"a"'))
+        made[0].show(*agent.ids('</think>\n<tool_call>\n{"name": "f", "arguments": {"a"'))
         await response.content.readuntil(b'"partial_json":"{\\"a\\""}}\n\n')
-        made[0].end(*desk.ids(": 1}}\n</tool_call><|im_end|>"))
+        made[0].end(*agent.ids(": 1}}\n</tool_call><|im_end|>"))
         assert (await response.read()).endswith(
             b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
         )
         response.release()
 
 
-async def test_why_it_stopped_is_told_in_the_apis_words(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4", "go on STOP x", "too long")
-    assert (await desk.answer(ASK, PATH))[1]["stop_reason"] == "end_turn"
+async def test_why_it_stopped_is_told_in_the_apis_words(start_agent: StartAgent) -> None:
+    agent = await start_agent("4", "go on STOP x", "too long")
+    assert (await agent.answer(ASK, PATH))[1]["stop_reason"] == "end_turn"
     stopped = {**ASK, "stop_sequences": ["STOP"]}
-    _, answer = await desk.answer(stopped, PATH)
+    _, answer = await agent.answer(stopped, PATH)
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "STOP")
     assert answer["content"] == [{"type": "text", "text": "go on"}]
 
 
-async def test_tokens_are_counted_without_sampling(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4")
-    status, counted = await desk.answer({"messages": [USER]}, PATH + "/count_tokens")
+async def test_tokens_are_counted_without_sampling(start_agent: StartAgent) -> None:
+    agent = await start_agent("4")
+    status, counted = await agent.answer({"messages": [USER]}, PATH + "/count_tokens")
     assert status == 200
-    assert desk.runtime.num_calls == 0
-    _, answer = await desk.answer(ASK, PATH)
+    assert agent.runtime.num_calls == 0
+    _, answer = await agent.answer(ASK, PATH)
     assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
 
 
-async def test_the_next_turn_extends_what_was_sampled(make_desk: MakeDesk) -> None:
-    desk = await make_desk(SAID, "done")
+async def test_the_next_turn_extends_what_was_sampled(start_agent: StartAgent) -> None:
+    agent = await start_agent(SAID, "done")
     asked = {**ASK, "tools": [TOOL], "system": "be brief"}
-    _, first = await desk.answer(asked, PATH)
+    _, first = await agent.answer(asked, PATH)
     use = first["content"][-1]
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": "4"}
     history = [USER, {"role": "assistant", "content": first["content"]}]
     history.append({"role": "user", "content": [result]})
-    status, _ = await desk.answer({**asked, "messages": history}, PATH)
+    status, _ = await agent.answer({**asked, "messages": history}, PATH)
     assert status == 200
-    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids(SAID + "<|im_end|>")]
-    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
-    assert not desk.opened.session.fork_report().forks
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(SAID + "<|im_end|>")]
+    assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
+    assert not agent.opened.session.fork_report().forks
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import Turn
 from rollmesh.serve.interception.dialects.dialect import RequestBody
 from rollmesh.serve.interception.dialects.responses import ResponsesDialect, read_unit
-from tests.unit.serve.interception.conftest import Event, MakeDesk, read_events
+from tests.unit.serve.interception.conftest import Event, StartAgent, read_events
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
@@ -143,13 +143,13 @@ def test_formats_are_grammars_and_what_came_before_is_named() -> None:
     assert decode(text={"format": {"type": "text"}, "verbosity": "low"}).sampling.grammar is None
 
 
-async def test_a_plain_response_has_items_and_usage(make_desk: MakeDesk) -> None:
-    desk = await make_desk(SAID)
+async def test_a_plain_response_has_items_and_usage(start_agent: StartAgent) -> None:
+    agent = await start_agent(SAID)
     include = ["reasoning.encrypted_content"]
     asked = {**ASK, "tools": [TOOL], "instructions": "be brief", "include": include}
-    status, answer = await desk.answer(asked, PATH)
+    status, answer = await agent.answer(asked, PATH)
     assert status == 200
-    head = f"{desk.opened.session_id}-0"
+    head = f"{agent.opened.session_id}-0"
     reasoning, message, call = answer["output"]
     assert reasoning["summary"] == [{"type": "summary_text", "text": "so"}]
     assert reasoning["encrypted_content"]
@@ -162,8 +162,8 @@ async def test_a_plain_response_has_items_and_usage(make_desk: MakeDesk) -> None
     assert (answer["id"], answer["status"], answer["error"]) == (f"resp_{head}", "completed", None)
     assert answer["tools"] == [TOOL]
     usage = answer["usage"]
-    assert usage["input_tokens"] == len(desk.sampler.requests[0].prompt_ids)
-    assert usage["output_tokens"] == len(desk.ids(SAID + "<|im_end|>"))
+    assert usage["input_tokens"] == len(agent.sampler.requests[0].prompt_ids)
+    assert usage["output_tokens"] == len(agent.ids(SAID + "<|im_end|>"))
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
@@ -200,11 +200,11 @@ def folded(events: list[Event]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("said", [SAID, "4", "", f"{CALL}{CALL}", "<think>only</think>"])
-async def test_events_fold_to_the_plain_response(make_desk: MakeDesk, said: str) -> None:
-    desk = await make_desk(said, said)
+async def test_events_fold_to_the_plain_response(start_agent: StartAgent, said: str) -> None:
+    agent = await start_agent(said, said)
     asked = {**ASK, "tools": [TOOL]}
-    whole = folded(await desk.events({**asked, "stream": True}, PATH))
-    _, plain = await desk.answer(asked, PATH)
+    whole = folded(await agent.events({**asked, "stream": True}, PATH))
+    _, plain = await agent.answer(asked, PATH)
     for response in (whole, plain):
         assert response.pop("id")
         for item in response["output"]:
@@ -213,45 +213,45 @@ async def test_events_fold_to_the_plain_response(make_desk: MakeDesk, said: str)
     assert whole == plain
 
 
-async def test_a_cut_response_is_incomplete(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_a_cut_response_is_incomplete(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(desk.events({**ASK, "stream": True}, PATH))
-        made = desk.sampler.generations
-        await desk.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
-        made[0].end(*desk.ids("too lo"), reason="length")
+        waiting = group.create_task(agent.events({**ASK, "stream": True}, PATH))
+        made = agent.sampler.generations
+        await agent.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
+        made[0].end(*agent.ids("too lo"), reason="length")
     response = folded(waiting.result())
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
     assert response["output"][0]["status"] == "incomplete"
 
 
-async def test_pieces_are_told_while_they_are_said(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_pieces_are_told_while_they_are_said(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     ask = {**ASK, "tools": [TOOL], "stream": True}
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post(ask, PATH).__aenter__())
-        made = desk.sampler.generations
-        await desk.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
-        made[0].show(*desk.ids("<think>so it"))
+        opening = group.create_task(agent.post(ask, PATH).__aenter__())
+        made = agent.sampler.generations
+        await agent.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
+        made[0].show(*agent.ids("<think>so it"))
         response = await opening
         await response.content.readuntil(b'"delta":"so it","summary_index":0}\n\n')
-        made[0].show(*desk.ids('</think>\n<tool_call>\n{"name": "f", "arguments": {"a"'))
+        made[0].show(*agent.ids('</think>\n<tool_call>\n{"name": "f", "arguments": {"a"'))
         await response.content.readuntil(b'"delta":"{\\"a\\""}\n\n')
-        made[0].end(*desk.ids(": 1}}\n</tool_call><|im_end|>"))
+        made[0].end(*agent.ids(": 1}}\n</tool_call><|im_end|>"))
         assert b"event: response.completed\n" in await response.read()
         response.release()
 
 
-async def test_a_failure_after_the_first_byte_fails_the_response(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
+async def test_a_failure_after_the_first_byte_fails_the_response(start_agent: StartAgent) -> None:
+    agent = await start_agent()
     async with asyncio.TaskGroup() as group:
-        opening = group.create_task(desk.post({**ASK, "stream": True}, PATH).__aenter__())
-        made = desk.sampler.generations
-        await desk.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
-        made[0].show(*desk.ids("I"))
+        opening = group.create_task(agent.post({**ASK, "stream": True}, PATH).__aenter__())
+        made = agent.sampler.generations
+        await agent.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
+        made[0].show(*agent.ids("I"))
         response = await opening
         raw = await response.content.readuntil(b"output_text.delta")
-        desk.opened.session.seal("the rollout ended")
+        agent.opened.session.seal("the rollout ended")
         events = read_events(raw + await response.read())
         response.release()
     (_, told), (name, failed) = events[-2:]
@@ -261,36 +261,36 @@ async def test_a_failure_after_the_first_byte_fails_the_response(make_desk: Make
     assert failed["response"]["id"] == events[0][1]["response"]["id"]
 
 
-async def test_a_response_is_gone_on_from_by_its_id(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4", "5")
-    _, first = await desk.answer({**ASK, "instructions": "be brief"}, PATH)
+async def test_a_response_is_gone_on_from_by_its_id(start_agent: StartAgent) -> None:
+    agent = await start_agent("4", "5")
+    _, first = await agent.answer({**ASK, "instructions": "be brief"}, PATH)
     more = {"input": "and now?", "previous_response_id": first["id"]}
-    status, second = await desk.answer({**ASK, **more}, PATH)
+    status, second = await agent.answer({**ASK, **more}, PATH)
     assert status == 200
     assert second["previous_response_id"] == first["id"]
-    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids("4<|im_end|>")]
-    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids("4<|im_end|>")]
+    assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
     unknown = {**ASK, "previous_response_id": "resp_none"}
-    status, answer = await desk.answer(unknown, PATH)
+    status, answer = await agent.answer(unknown, PATH)
     assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
 
 
-async def test_the_next_turn_extends_what_was_sampled(make_desk: MakeDesk) -> None:
-    desk = await make_desk(SAID, "done", "more")
+async def test_the_next_turn_extends_what_was_sampled(start_agent: StartAgent) -> None:
+    agent = await start_agent(SAID, "done", "more")
     asked = {**ASK, "tools": [TOOL], "instructions": "be brief"}
-    _, first = await desk.answer(asked, PATH)
+    _, first = await agent.answer(asked, PATH)
     call_id = first["output"][-1]["call_id"]
     result = {"type": "function_call_output", "call_id": call_id, "output": "4"}
     history = [{"role": "user", "content": "guess"}, *first["output"], result]
-    status, second = await desk.answer({**asked, "input": history}, PATH)
+    status, second = await agent.answer({**asked, "input": history}, PATH)
     assert status == 200
-    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids(SAID + "<|im_end|>")]
-    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(SAID + "<|im_end|>")]
+    assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
     more = {**asked, "input": "and now?", "previous_response_id": second["id"]}
-    assert (await desk.answer(more, PATH))[0] == 200
-    before = [*desk.sampler.requests[1].prompt_ids, *desk.ids("done<|im_end|>")]
-    assert list(desk.sampler.requests[2].prompt_ids)[: len(before)] == before
-    assert desk.opened.session.fork_report().forks == []
+    assert (await agent.answer(more, PATH))[0] == 200
+    before = [*agent.sampler.requests[1].prompt_ids, *agent.ids("done<|im_end|>")]
+    assert list(agent.sampler.requests[2].prompt_ids)[: len(before)] == before
+    assert agent.opened.session.fork_report().forks == []
 
 
 def named(item: dict[str, Any]) -> dict[str, Any]:
@@ -304,56 +304,56 @@ LATE_TEXT = f"{CALL}and so{CALL.replace('1', '2')}"
 @pytest.mark.parametrize("said", [SAID, TWO_CALLS, LATE_TEXT, CALL, "only text", f"I call{CALL}"])
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_items_that_are_named_by_id_are_those_that_were_given_out(
-    make_desk: MakeDesk, said: str, is_stream: bool
+    start_agent: StartAgent, said: str, is_stream: bool
 ) -> None:
     """As Vercel's AI SDK 6 sends its second step: all of the model's items by reference."""
-    desk = await make_desk(said, "done")
+    agent = await start_agent(said, "done")
     asked = {**ASK, "tools": [TOOL], "store": True, "stream": is_stream}
     task = {"role": "user", "content": [{"type": "input_text", "text": "guess"}]}
     asked["input"] = [{"role": "system", "content": "be brief"}, task]
     if is_stream:
-        _, last = (await desk.events(asked, PATH))[-1]
+        _, last = (await agent.events(asked, PATH))[-1]
         output = last["response"]["output"]
     else:
-        output = (await desk.answer(asked, PATH))[1]["output"]
+        output = (await agent.answer(asked, PATH))[1]["output"]
     results = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": "4"}
         for item in output
         if item["type"] == "function_call"
     ] or [{"role": "user", "content": "more"}]
     history = [*asked["input"], *map(named, output), *results]
-    status, _ = await desk.answer({**asked, "input": history, "stream": False}, PATH)
+    status, _ = await agent.answer({**asked, "input": history, "stream": False}, PATH)
     assert status == 200
-    before = [*desk.sampler.requests[0].prompt_ids, *desk.ids(said + "<|im_end|>")]
-    assert list(desk.sampler.requests[1].prompt_ids)[: len(before)] == before
-    assert desk.opened.session.fork_report().forks == []
-    assert desk.opened.session.fork_report().healed == {}
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(said + "<|im_end|>")]
+    assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
+    assert agent.opened.session.fork_report().forks == []
+    assert agent.opened.session.fork_report().healed == {}
 
 
-async def test_each_call_can_be_named_alone(make_desk: MakeDesk) -> None:
-    desk = await make_desk(TWO_CALLS, "done")
-    _, first = await desk.answer({**ASK, "tools": [TOOL]}, PATH)
+async def test_each_call_can_be_named_alone(start_agent: StartAgent) -> None:
+    agent = await start_agent(TWO_CALLS, "done")
+    _, first = await agent.answer({**ASK, "tools": [TOOL]}, PATH)
     second_call = first["output"][-1]
     result = {"type": "function_call_output", "call_id": second_call["call_id"], "output": "4"}
     history = [{"role": "user", "content": "guess"}, {"id": second_call["id"]}, result]
-    status, _ = await desk.answer({**ASK, "tools": [TOOL], "input": history}, PATH)
+    status, _ = await agent.answer({**ASK, "tools": [TOOL], "input": history}, PATH)
     assert status == 200
-    asked = desk.tokenizer.decode(list(desk.sampler.requests[1].prompt_ids))
+    asked = agent.tokenizer.decode(list(agent.sampler.requests[1].prompt_ids))
     assert '"a": 2' in asked
     assert '"a": 1' not in asked
 
 
 async def test_a_name_that_no_response_of_the_session_gave_out_is_a_clear_400(
-    make_desk: MakeDesk,
+    start_agent: StartAgent,
 ) -> None:
-    desk = await make_desk("4")
-    _, first = await desk.answer(ASK, PATH)
+    agent = await start_agent("4")
+    _, first = await agent.answer(ASK, PATH)
     known = first["output"][0]["id"]
     reply = first["id"].removeprefix("resp_")
     others = [f"fc_{reply}_0", f"rs_{reply}_0", f"msg_{reply}9_0", "msg_s0-0_0", "x", known + "x"]
     for name in others:
         history = [{"role": "user", "content": "a"}, {"type": "item_reference", "id": name}]
-        status, answer = await desk.answer({**ASK, "input": history}, PATH)
+        status, answer = await agent.answer({**ASK, "input": history}, PATH)
         assert (status, answer["error"]["code"]) == (400, "item_not_found")
         assert repr(name) in answer["error"]["message"]
-    assert len(desk.sampler.requests) == 1
+    assert len(agent.sampler.requests) == 1

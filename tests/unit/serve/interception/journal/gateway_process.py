@@ -40,20 +40,20 @@ class GatewayProcess:
         runtime = Runtime(self.sampler, prompts, 10**6, clock)
         self.runtime = runtime
         self.capture = TokenCapture(runtime, SamplingPolicy(), self.journal)
-        self.book = SessionRegistry(self.capture, clock, RETENTION_S, journal=self.journal)
+        self.registry = SessionRegistry(self.capture, clock, RETENTION_S, journal=self.journal)
         try:
             self.recovered: RecoveryReport = JournalRecovery(
-                self.journal, self.capture, self.book
+                self.journal, self.capture, self.registry
             ).run(HEADER)
         except ConfigError:
             self.journal.close_journal()
             raise
 
     def open(self) -> OpenedSession:
-        return self.book.open(CaptureOptions(seed=7), b'{"task":1}')
+        return self.registry.open(CaptureOptions(seed=7), b'{"task":1}')
 
     def entry(self, opened: OpenedSession) -> RegisteredSession:
-        return self.book.find(opened.captured.session_id)
+        return self.registry.find(opened.captured.session_id)
 
     async def say(self, opened: OpenedSession, *texts: str, tools: bytes = b"") -> None:
         """Run one call whose history has these texts, each followed by its answer."""
@@ -67,6 +67,6 @@ class GatewayProcess:
         await call(captured.session, Turn(messages=raws, digest=hash(texts), tools=tools))
 
     def report(self, opened: OpenedSession) -> dict[str, Any]:
-        told = joined(self.book.finish(self.entry(opened), Outcome.COMPLETED))
+        told = joined(self.registry.finish(self.entry(opened), Outcome.COMPLETED))
         report: dict[str, Any] = msgspec.json.decode(told)
         return report

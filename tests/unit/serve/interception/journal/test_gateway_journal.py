@@ -32,64 +32,64 @@ def begin(tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer) -> Begin:
     return lambda: GatewayProcess(tmp_path / "journal", prompts, ids)
 
 
-async def talk_for_ever(life: GatewayProcess, opened: OpenedSession) -> None:
+async def talk_for_ever(gateway: GatewayProcess, opened: OpenedSession) -> None:
     for number in itertools.count():
-        await life.say(opened, f"{number} " + "hello " * 300)
+        await gateway.say(opened, f"{number} " + "hello " * 300)
 
 
-def num_files(life: GatewayProcess) -> int:
-    return len(list(life.journal.folder.glob("*.journal")))
+def num_files(gateway: GatewayProcess) -> int:
+    return len(list(gateway.journal.folder.glob("*.journal")))
 
 
 async def test_sessions_that_are_deleted_leave_nothing_but_some_segments(begin: Begin) -> None:
-    life = begin()
+    gateway = begin()
     for _ in range(400):
-        opened = life.open()
-        await life.say(opened, "hello " * 20)
-        life.report(opened)
-        life.book.delete(life.entry(opened))
-    assert life.journal.live_bytes == 0
-    assert life.journal.journal.end > 12 * SEGMENT_BYTES
-    assert num_files(life) <= 4
-    assert life.journal.journal.size_bytes <= 4 * SEGMENT_BYTES
+        opened = gateway.open()
+        await gateway.say(opened, "hello " * 20)
+        gateway.report(opened)
+        gateway.registry.delete(gateway.entry(opened))
+    assert gateway.journal.live_bytes == 0
+    assert gateway.journal.journal.end > 12 * SEGMENT_BYTES
+    assert num_files(gateway) <= 4
+    assert gateway.journal.journal.size_bytes <= 4 * SEGMENT_BYTES
 
 
 async def test_a_dead_segment_is_removed_without_being_read(begin: Begin) -> None:
-    life = begin()
-    lasting, first = None, min(life.journal.folder.glob("*.journal"))
+    gateway = begin()
+    lasting, first = None, min(gateway.journal.folder.glob("*.journal"))
     while first.exists():
-        opened = life.open()
-        await life.say(opened, "hello " * 20)
-        life.book.delete(life.entry(opened))
-        if lasting is None and life.journal.journal.end > SEGMENT_BYTES:
+        opened = gateway.open()
+        await gateway.say(opened, "hello " * 20)
+        gateway.registry.delete(gateway.entry(opened))
+        if lasting is None and gateway.journal.journal.end > SEGMENT_BYTES:
             first.write_bytes(b"\0" * first.stat().st_size)  # a reader finds damage
-            lasting = life.open()
-            await life.say(lasting, "a")
-        assert life.journal.journal.end < 10 * SEGMENT_BYTES
+            lasting = gateway.open()
+            await gateway.say(lasting, "a")
+        assert gateway.journal.journal.end < 10 * SEGMENT_BYTES
     assert lasting is not None
-    life.journal.close_journal()
+    gateway.journal.close_journal()
     after = begin()
     assert (after.recovered.num_open, after.recovered.set_aside) == (1, [])
 
 
 async def test_a_session_that_stays_open_for_days_does_not_hold_the_journal(begin: Begin) -> None:
-    life = begin()
-    lasting = life.open()
+    gateway = begin()
+    lasting = gateway.open()
     texts = ["first"]
-    await life.say(lasting, *texts)
+    await gateway.say(lasting, *texts)
     for number in range(300):
-        opened = life.open()
-        await life.say(opened, "hello " * 20)
-        life.book.delete(life.entry(opened))
+        opened = gateway.open()
+        await gateway.say(opened, "hello " * 20)
+        gateway.registry.delete(gateway.entry(opened))
         if number % 30 == 0:
             texts.append(f"more {number}")
-            await life.say(lasting, *texts)
-    assert life.journal.journal.size_bytes <= 2 * life.journal.live_bytes + 4 * SEGMENT_BYTES
-    life.journal.close_journal()
+            await gateway.say(lasting, *texts)
+    assert gateway.journal.journal.size_bytes <= 2 * gateway.journal.live_bytes + 4 * SEGMENT_BYTES
+    gateway.journal.close_journal()
     after = begin()
     assert after.recovered.set_aside == []
     assert after.recovered.num_open == 1
-    assert life.journal.live_bytes == pytest.approx(after.journal.live_bytes, abs=1024)
+    assert gateway.journal.live_bytes == pytest.approx(after.journal.live_bytes, abs=1024)
     report = after.report(lasting)
     assert report["num_calls"] == len(texts)
     assert (len(report["samples"]), report["forks"]) == (1, [])
@@ -98,43 +98,43 @@ async def test_a_session_that_stays_open_for_days_does_not_hold_the_journal(begi
 async def test_a_long_text_is_written_once_and_dies_with_its_last_session(
     begin: Begin,
 ) -> None:
-    life = begin()
-    one, other = life.open(), life.open()
+    gateway = begin()
+    one, other = gateway.open(), gateway.open()
     sizes = []
     for opened in (one, other):
-        before = life.journal.journal.end
-        await life.say(opened, LONG)
-        sizes.append(life.journal.journal.end - before)
+        before = gateway.journal.journal.end
+        await gateway.say(opened, LONG)
+        sizes.append(gateway.journal.journal.end - before)
     assert sizes[0] - sizes[1] == pytest.approx(len(LONG), abs=200)
-    life.journal.close_journal()
+    gateway.journal.close_journal()
     after = begin()
     for opened in (one, other):
         assert after.report(opened)["messages"][0]["content"] == LONG
-        after.book.delete(after.entry(opened))
+        after.registry.delete(after.entry(opened))
     assert after.journal.live_bytes == 0
 
 
 async def test_what_a_full_disk_refuses_is_no_answer_and_is_written_when_it_is_asked_again(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = begin()
-    opened = life.open()
-    await life.say(opened, "one")
-    size = sum(path.stat().st_size for path in life.journal.folder.iterdir())
-    with small_disk(monkeypatch, life.journal.folder, size):
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, "one")
+    size = sum(path.stat().st_size for path in gateway.journal.folder.iterdir())
+    with small_disk(monkeypatch, gateway.journal.folder, size):
         for _ in range(2):
             with pytest.raises(SessionError, match=r"No space left") as refused:
-                await life.say(opened, "one", "two")
+                await gateway.say(opened, "one", "two")
             assert (refused.value.status, refused.value.code) == (507, "journal_full")
         with pytest.raises(SessionError, match=r"No space left"):
-            life.open()
+            gateway.open()
         with pytest.raises(SessionError, match=r"No space left"):
-            life.book.reward(life.entry(opened), 1.0, None)
-        assert len(life.book) == 1
-    await life.say(opened, "one", "two")
-    assert len(life.sampler.generations) == 2, "the answer that could not be written is given"
-    life.book.reward(life.entry(opened), 1.0, None)
-    life.journal.close_journal()
+            gateway.registry.reward(gateway.entry(opened), 1.0, None)
+        assert len(gateway.registry) == 1
+    await gateway.say(opened, "one", "two")
+    assert len(gateway.sampler.generations) == 2, "the answer that could not be written is given"
+    gateway.registry.reward(gateway.entry(opened), 1.0, None)
+    gateway.journal.close_journal()
     after = begin()
     assert after.recovered.set_aside == []
     report = after.report(opened)
@@ -146,18 +146,18 @@ async def test_past_the_budget_no_call_begins_and_a_deletion_makes_room(
     tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     ids = [*tokenizer.encode("a"), *tokenizer.encode("<|im_end|>")]
-    life = GatewayProcess(tmp_path / "journal", prompts, ids, max_bytes=6 * SEGMENT_BYTES)
-    kept, large = life.open(), life.open()
-    await life.say(kept, "one")
+    gateway = GatewayProcess(tmp_path / "journal", prompts, ids, max_bytes=6 * SEGMENT_BYTES)
+    kept, large = gateway.open(), gateway.open()
+    await gateway.say(kept, "one")
     with pytest.raises(SessionError, match=r"journal\.max_bytes") as refused:
-        await talk_for_ever(life, large)
+        await talk_for_ever(gateway, large)
     assert (refused.value.status, refused.value.code) == (503, "journal_full")
     assert refused.value.retry_after_s
     with pytest.raises(SessionError, match=r"delete finished sessions"):
-        life.open()
-    life.book.delete(life.entry(large))
-    await life.say(kept, "one", "two")
-    assert life.journal.journal.size_bytes <= 6 * SEGMENT_BYTES
+        gateway.open()
+    gateway.registry.delete(gateway.entry(large))
+    await gateway.say(kept, "one", "two")
+    assert gateway.journal.journal.size_bytes <= 6 * SEGMENT_BYTES
 
 
 def test_a_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> None:
@@ -178,32 +178,32 @@ def test_a_file_is_no_folder_for_a_journal(tmp_path: Path) -> None:
 
 
 async def test_tools_are_written_once_for_all_sessions_and_die_with_the_last(begin: Begin) -> None:
-    life = begin()
-    opened = [life.open() for _ in range(3)]
+    gateway = begin()
+    opened = [gateway.open() for _ in range(3)]
     before = num_blobs()
     for each in opened:
         for texts in (["one"], ["one", "two"]):
-            await life.say(each, *texts, tools=TOOLS)
-    records = b"".join(b"".join(frames) for _, frames in life.journal.journal.replay())
+            await gateway.say(each, *texts, tools=TOOLS)
+    records = b"".join(b"".join(frames) for _, frames in gateway.journal.journal.replay())
     assert records.count(TOOLS) == 1
     assert num_blobs() == before, "they are no blobs, which would lie on disk page by page"
-    life.journal.close_journal()
+    gateway.journal.close_journal()
     after = begin()
     await after.say(opened[0], "one", "two", "three", tools=TOOLS)
     records = b"".join(b"".join(frames) for _, frames in after.journal.journal.replay())
     assert records.count(TOOLS) == 1
     for each in opened:
-        after.book.delete(after.entry(each))
+        after.registry.delete(after.entry(each))
     assert after.journal.live_bytes == 0
 
 
 async def test_compaction_starts_only_after_recovery(begin: Begin) -> None:
     """Recovery has noted the positions of contents."""
-    life = begin()
-    opened = life.open()
-    await life.say(opened, LONG)
-    life.journal.close_journal()
-    journal = GatewayJournal(life.journal.folder, JournalConfig(segment_bytes=1024))
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, LONG)
+    gateway.journal.close_journal()
+    journal = GatewayJournal(gateway.journal.folder, JournalConfig(segment_bytes=1024))
 
     def pass_by() -> None:
         for number in range(200):
@@ -234,30 +234,32 @@ def test_a_folder_that_another_gateway_writes_is_refused_though_a_segment_goes_m
 async def test_while_the_disk_takes_nothing_no_call_begins(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = begin()
-    opened = life.open()
-    await life.say(opened, "one")
-    size = sum(path.stat().st_size for path in life.journal.folder.iterdir())
-    with small_disk(monkeypatch, life.journal.folder, size):
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, "one")
+    size = sum(path.stat().st_size for path in gateway.journal.folder.iterdir())
+    with small_disk(monkeypatch, gateway.journal.folder, size):
         for text in ("two", "three", "four"):
             with pytest.raises(SessionError, match=r"No space left") as refused:
-                await life.say(opened, "one", text)
+                await gateway.say(opened, "one", text)
             assert (refused.value.status, refused.value.code) == (507, "journal_full")
-        assert len(life.sampler.generations) == 2, "what cannot be written is not sampled"
-    await life.say(opened, "one", "three")
-    assert len(life.sampler.generations) == 3
+        assert len(gateway.sampler.generations) == 2, "what cannot be written is not sampled"
+    await gateway.say(opened, "one", "three")
+    assert len(gateway.sampler.generations) == 3
 
 
 async def test_texts_that_never_come_again_are_not_held(begin: Begin) -> None:
     """For example settings that differ with each call."""
-    life = begin()
-    opened = life.open()
+    gateway = begin()
+    opened = gateway.open()
     session_id = opened.captured.session_id
-    texts = SessionTexts(life.journal, session_id)
+    texts = SessionTexts(gateway.journal, session_id)
 
     def name(number: int, size: int) -> int | bytes:
         named = texts.same(b"%d " % number * (size // 4))
-        life.journal.reward(session_id, 1.0, None)  # a record after the texts that it may reference
+        gateway.journal.reward(
+            session_id, 1.0, None
+        )  # a record after the texts that it may reference
         return named
 
     before = num_blobs()
@@ -276,41 +278,45 @@ async def test_texts_that_never_come_again_are_not_held(begin: Begin) -> None:
 
 
 async def test_each_byte_that_is_written_is_counted_once(begin: Begin) -> None:
-    life = begin()
-    naming = life.open()
+    gateway = begin()
+    naming = gateway.open()
     session_id = naming.captured.session_id
-    before = life.journal.live_bytes - life.journal.journal.end  # equal while everything is live
-    texts = SessionTexts(life.journal, session_id)
+    before = (
+        gateway.journal.live_bytes - gateway.journal.journal.end
+    )  # equal while everything is live
+    texts = SessionTexts(gateway.journal, session_id)
     for record in range(3):
         texts.text(b"%d" % record + LONG.encode())
-        life.open()
-        life.journal.reward(session_id, 1.0, None)
-    assert life.journal.live_bytes - life.journal.journal.end == pytest.approx(before, abs=200)
-    life.report(naming)
-    after = life.journal.live_bytes - life.journal.journal.end
+        gateway.open()
+        gateway.journal.reward(session_id, 1.0, None)
+    assert gateway.journal.live_bytes - gateway.journal.journal.end == pytest.approx(
+        before, abs=200
+    )
+    gateway.report(naming)
+    after = gateway.journal.live_bytes - gateway.journal.journal.end
     assert after == pytest.approx(before - 3 * len(LONG), abs=200), "an account names no text of it"
 
 
 async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
     begin: Begin, tmp_path: Path
 ) -> None:
-    life, spilled = begin(), tmp_path / "spilled"
+    gateway, spilled = begin(), tmp_path / "spilled"
     spilled.mkdir()
-    losing, other = life.open(), life.open()
-    number = SessionTexts(life.journal, losing.captured.session_id).text(LONG.encode())
+    losing, other = gateway.open(), gateway.open()
+    number = SessionTexts(gateway.journal, losing.captured.session_id).text(LONG.encode())
     with no_room_in_memory(spilled):
         assert spill_over() >= len(LONG)
         lose_files(spilled)
-        said = [life.say(opened, "one") for opened in (losing, other)]
+        said = [gateway.say(opened, "one") for opened in (losing, other)]
         [failure, told] = await asyncio.gather(*said, return_exceptions=True)
         assert told is None
         assert isinstance(failure, ContentLost)
         with pytest.raises(ContentLost):
-            life.book.reward(life.entry(losing), 1.0, None)
-        life.open()
-        life.report(losing)  # references no lost text
-    life.journal.close_journal()
-    records = [decode(frames[0]) for _, frames in life.journal.journal.replay()]
+            gateway.registry.reward(gateway.entry(losing), 1.0, None)
+        gateway.open()
+        gateway.report(losing)  # references no lost text
+    gateway.journal.close_journal()
+    records = [decode(frames[0]) for _, frames in gateway.journal.journal.replay()]
     assert ContentStored(int(number)) not in records
     after = begin()
     assert (after.recovered.num_open, after.recovered.num_finished) == (2, 1)
@@ -318,27 +324,27 @@ async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
 
 
 async def test_a_report_is_written_after_earlier_due_events(begin: Begin) -> None:
-    life = begin()
-    opened = life.open()
-    await life.say(opened, "one")
-    captured = life.entry(opened).captured
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, "one")
+    captured = gateway.entry(opened).captured
     assert isinstance(captured, TokenSession)
     captured.session.end_early("a limit of ours")
-    report = life.report(opened)
-    life.journal.close_journal()
+    report = gateway.report(opened)
+    gateway.journal.close_journal()
     after = begin()
     assert (after.recovered.num_finished, after.recovered.set_aside) == (1, [])
     assert after.report(opened) == report
 
 
 async def test_a_segment_that_cannot_be_compacted_delays_no_write(begin: Begin) -> None:
-    life = begin()
-    await life.say(life.open(), "one")
-    life.journal.journal.append([b"no entry"])
-    opened = life.open()
-    while life.journal.journal.end < 8 * SEGMENT_BYTES:
-        await life.say(opened, "hello " * 300)
-        life.book.delete(life.entry(opened))
-        opened = life.open()
-    await life.say(opened, "one")
-    assert life.journal.journal.segments[0] == 0, "where it stands"
+    gateway = begin()
+    await gateway.say(gateway.open(), "one")
+    gateway.journal.journal.append([b"no entry"])
+    opened = gateway.open()
+    while gateway.journal.journal.end < 8 * SEGMENT_BYTES:
+        await gateway.say(opened, "hello " * 300)
+        gateway.registry.delete(gateway.entry(opened))
+        opened = gateway.open()
+    await gateway.say(opened, "one")
+    assert gateway.journal.journal.segments[0] == 0, "where it stands"

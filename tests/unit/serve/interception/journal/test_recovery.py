@@ -34,10 +34,12 @@ def begin(tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer) -> Begin:
     return lambda: GatewayProcess(tmp_path / "journal", prompts, ids)
 
 
-def rewrite(life: GatewayProcess, change: Callable[[list[list[bytes]]], list[list[bytes]]]) -> None:
+def rewrite(
+    gateway: GatewayProcess, change: Callable[[list[list[bytes]]], list[list[bytes]]]
+) -> None:
     """Rewrite the journal with changed records."""
-    folder = life.journal.folder
-    life.journal.close_journal()
+    folder = gateway.journal.folder
+    gateway.journal.close_journal()
     journal = Journal(folder, 2**20)
     records = [frames for _, frames in journal.replay()]
     journal.close()
@@ -50,15 +52,15 @@ def rewrite(life: GatewayProcess, change: Callable[[list[list[bytes]]], list[lis
 
 
 async def test_entries_come_back_in_their_order_wherever_they_stand(begin: Begin) -> None:
-    life = begin()
-    opened = life.open()
-    await life.say(opened, "one")
-    life.book.reward(life.entry(opened), 0.25, None)
-    await life.say(opened, "one", "two")
-    life.book.reward(life.entry(opened), 0.5, None)
-    await life.say(opened, "one", "two", "three")
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, "one")
+    gateway.registry.reward(gateway.entry(opened), 0.25, None)
+    await gateway.say(opened, "one", "two")
+    gateway.registry.reward(gateway.entry(opened), 0.5, None)
+    await gateway.say(opened, "one", "two", "three")
     # As if all but the newest record had been moved behind it, some of them twice.
-    rewrite(life, lambda records: [records[0], records[-1], *records[1:-1], *records[1:3]])
+    rewrite(gateway, lambda records: [records[0], records[-1], *records[1:-1], *records[1:3]])
     after = begin()
     report = after.report(opened)
     assert after.recovered.set_aside == []
@@ -67,17 +69,17 @@ async def test_entries_come_back_in_their_order_wherever_they_stand(begin: Begin
 
 
 async def test_a_session_without_all_of_its_records_is_set_aside_alone(begin: Begin) -> None:
-    life = begin()
-    lost, kept = life.open(), life.open()
+    gateway = begin()
+    lost, kept = gateway.open(), gateway.open()
     for opened in (lost, kept):
-        await life.say(opened, "one")
-        await life.say(opened, "one", "two")
+        await gateway.say(opened, "one")
+        await gateway.say(opened, "one", "two")
     lost_id = lost.captured.session_id
 
     def without_first_call(records: list[list[bytes]]) -> list[list[bytes]]:
         return [each for each in records if decode(each[0]) != SessionGrew(lost_id, 1)]
 
-    rewrite(life, without_first_call)
+    rewrite(gateway, without_first_call)
     after = begin()
     assert after.recovered.set_aside == [f"{lost_id}: some of its records are missing"]
     assert after.report(kept)["num_calls"] == 2
@@ -88,24 +90,24 @@ async def test_a_session_without_all_of_its_records_is_set_aside_alone(begin: Be
     again = begin()
     assert again.recovered.set_aside == after.recovered.set_aside, "it is told at each start"
     live_bytes = again.journal.live_bytes
-    assert again.book.delete_set_aside(lost_id)
+    assert again.registry.delete_set_aside(lost_id)
     assert again.journal.live_bytes < live_bytes
     again.journal.close_journal()
     assert begin().recovered.set_aside == []
 
 
 async def test_a_session_with_invalid_events_affects_no_other(begin: Begin) -> None:
-    life = begin()
-    lost, kept = life.open(), life.open()
+    gateway = begin()
+    lost, kept = gateway.open(), gateway.open()
     for opened in (lost, kept):
-        await life.say(opened, "one")
+        await gateway.say(opened, "one")
     lost_id = lost.captured.session_id
 
     def garbled(records: list[list[bytes]]) -> list[list[bytes]]:
         wrong = SessionGrew(lost_id, 1)
         return [[each[0], b"\xc1"] if decode(each[0]) == wrong else each for each in records]
 
-    rewrite(life, garbled)
+    rewrite(gateway, garbled)
     after = begin()
     [why] = after.recovered.set_aside
     assert why.startswith(f"{lost_id}: DecodeError: ")
@@ -115,12 +117,14 @@ async def test_a_session_with_invalid_events_affects_no_other(begin: Begin) -> N
 async def test_a_finished_session_is_restored_as_its_report_though_its_events_are_gone(
     begin: Begin,
 ) -> None:
-    life = begin()
-    opened = life.open()
-    await life.say(opened, "one " * 5000)
-    report = life.report(opened)
-    life.book.reward(life.entry(opened), 0.5, None)
-    rewrite(life, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionGrew)])
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, "one " * 5000)
+    report = gateway.report(opened)
+    gateway.registry.reward(gateway.entry(opened), 0.5, None)
+    rewrite(
+        gateway, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionGrew)]
+    )
     after = begin()
     assert after.recovered.num_finished == 1
     told = after.report(opened)
@@ -129,11 +133,11 @@ async def test_a_finished_session_is_restored_as_its_report_though_its_events_ar
 
 
 async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin: Begin) -> None:
-    life = begin()
-    opened = life.open()
-    await life.say(opened, "one")
-    life.journal.close_journal()
-    [file] = life.journal.folder.glob("*.journal")
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, "one")
+    gateway.journal.close_journal()
+    [file] = gateway.journal.folder.glob("*.journal")
     raw = bytearray(file.read_bytes())
     raw[40] ^= 0xFF
     file.write_bytes(raw)
@@ -161,8 +165,8 @@ async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin
 async def test_what_is_made_again_is_made_by_what_made_it(
     begin: Begin, monkeypatch: pytest.MonkeyPatch, began: JournalHeader, said: str
 ) -> None:
-    life = begin()
-    life.journal.close_journal()
+    gateway = begin()
+    gateway.journal.close_journal()
     monkeypatch.setattr("tests.unit.serve.interception.journal.gateway_process.HEADER", began)
     with pytest.raises(ConfigError, match=said):
         begin()
@@ -172,19 +176,19 @@ async def test_what_is_made_again_is_made_by_what_made_it(
 async def test_records_of_another_release_are_refused_in_a_line(
     begin: Begin, frames: list[bytes]
 ) -> None:
-    life = begin()
-    rewrite(life, lambda records: [frames, *records])
+    gateway = begin()
+    rewrite(gateway, lambda records: [frames, *records])
     with pytest.raises(ConfigError, match="no gateway of this release wrote; use"):
         begin()
 
 
 async def test_a_session_whose_texts_are_gone_is_named_with_the_text(begin: Begin) -> None:
-    life = begin()
-    lost, kept = life.open(), life.open()
-    await life.say(lost, "x" * 20_000)
-    await life.say(kept, "one")
+    gateway = begin()
+    lost, kept = gateway.open(), gateway.open()
+    await gateway.say(lost, "x" * 20_000)
+    await gateway.say(kept, "one")
     rewrite(
-        life, lambda records: [r for r in records if not isinstance(decode(r[0]), ContentStored)]
+        gateway, lambda records: [r for r in records if not isinstance(decode(r[0]), ContentStored)]
     )
     after = begin()
     lost_id = lost.captured.session_id
@@ -196,20 +200,20 @@ async def test_a_session_whose_texts_are_gone_is_named_with_the_text(begin: Begi
 async def test_a_finished_session_that_lacks_something_takes_no_other_along(
     begin: Begin, missing: type
 ) -> None:
-    life = begin()
-    lost, kept = life.open(), life.open()
+    gateway = begin()
+    lost, kept = gateway.open(), gateway.open()
     lost_id = lost.captured.session_id
-    await life.say(lost, "one " * 5000)
-    await life.say(kept, "one")
+    await gateway.say(lost, "one " * 5000)
+    await gateway.say(kept, "one")
     for opened in (lost, kept):
-        life.report(opened)
+        gateway.report(opened)
 
     def is_there(frames: list[bytes]) -> bool:
         entry = decode(frames[0])
         is_other = isinstance(entry, SessionEntry) and entry.session_id != lost_id
         return is_other or not isinstance(entry, missing)
 
-    rewrite(life, lambda records: [each for each in records if is_there(each)])
+    rewrite(gateway, lambda records: [each for each in records if is_there(each)])
     after = begin()
     [why] = after.recovered.set_aside
     what = "its text or image" if missing is ContentStored else "its opening record"
@@ -222,10 +226,10 @@ async def test_a_finished_session_that_lacks_something_takes_no_other_along(
 
 async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begin: Begin) -> None:
     """With its contents, though other sessions that shared them are gone, and after compaction."""
-    life = begin()
-    lost, other = life.open(), life.open()
+    gateway = begin()
+    lost, other = gateway.open(), gateway.open()
     for opened in (lost, other):
-        await life.say(opened, "one " * 5000)
+        await gateway.say(opened, "one " * 5000)
     right = SessionGrew(lost.captured.session_id, 1)
     deeds: list[bytes] = []
 
@@ -233,14 +237,14 @@ async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begi
         deeds.extend(each[1] for each in records if decode(each[0]) == right)
         return [[each[0], b"\xc1"] if decode(each[0]) == right else each for each in records]
 
-    rewrite(life, garbled)
+    rewrite(gateway, garbled)
     after = begin()
     assert after.recovered.num_set_aside == 1
-    after.book.delete(after.entry(other))
+    after.registry.delete(after.entry(other))
     for _ in range(200):
         passing = after.open()
         await after.say(passing, "hello " * 20)
-        after.book.delete(after.entry(passing))
+        after.registry.delete(after.entry(passing))
     assert after.journal.journal.end > 8 * SEGMENT_BYTES
 
     def mended(records: list[list[bytes]]) -> list[list[bytes]]:
@@ -254,19 +258,19 @@ async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begi
 
 
 async def test_what_is_set_aside_is_freed_when_its_time_is_over(begin: Begin) -> None:
-    life = begin()
-    opened = life.open()
-    await life.say(opened, "one")
+    gateway = begin()
+    opened = gateway.open()
+    await gateway.say(opened, "one")
     rewrite(
-        life, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionOpened)]
+        gateway, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionOpened)]
     )
     after = begin()
     assert after.recovered.num_set_aside == 1
     after.clock.advance(RETENTION_S / 2)
-    after.book.expire()
+    after.registry.expire()
     assert after.journal.live_bytes > 0
     after.clock.advance(RETENTION_S)
-    after.book.expire()
-    assert (after.journal.live_bytes, after.book.num_expired) == (0, 1)
+    after.registry.expire()
+    assert (after.journal.live_bytes, after.registry.num_expired) == (0, 1)
     after.journal.close_journal()
     assert begin().recovered.num_set_aside == 0

@@ -18,7 +18,7 @@ from rollmesh.serve.interception.journal import session_writer
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.capture import RelayCapture
-from rollmesh.serve.interception.relay.edge import RelayDeps, RelayEdge
+from rollmesh.serve.interception.relay.routes import RelayDeps, RelayRoutes
 from rollmesh.serve.interception.relay.session import CALL_BYTES
 from rollmesh.serve.interception.relay.upstreams import UpstreamPool
 from rollmesh.serve.interception.report import SessionRewards
@@ -32,8 +32,8 @@ PROVIDER_KEY = "pk-of-the-provider"
 class Relay:
     """A running relay with its session and client."""
 
-    def __init__(self, edge: RelayEdge, capture: RelayCapture, upstreams: UpstreamPool) -> None:
-        self.edge = edge
+    def __init__(self, routes: RelayRoutes, capture: RelayCapture, upstreams: UpstreamPool) -> None:
+        self.routes = routes
         self.capture = capture
         self.upstreams = upstreams
         self.opened = capture.open(CaptureOptions())
@@ -94,13 +94,13 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             clock = clock or SystemClock()
             upstreams = UpstreamPool(urls, key, http, clock)
             capture = RelayCapture(upstreams, clock, settings, archive)
-            edge = RelayEdge(RelayDeps(capture, upstreams, settings))
+            routes = RelayRoutes(RelayDeps(capture, upstreams, settings))
 
             async def handle(request: HttpRequest) -> None:
-                await edge.handle(request, request.path.partition("?")[0])
+                await routes.handle(request, request.path.partition("?")[0])
 
             server = HttpServer(handle, drain_s=0.1)
-            relay = Relay(edge, capture, upstreams)
+            relay = Relay(routes, capture, upstreams)
             if archive is not None:
                 archive.open(session_writer.opened_entry(relay.opened, b"{}", 0.0))
             relay.base = await server.start(listen("127.0.0.1:0"))

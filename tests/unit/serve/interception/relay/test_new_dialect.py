@@ -21,7 +21,7 @@ from rollmesh.serve.interception.dialects.dialect import (
 from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DIALECTS, register
 from rollmesh.serve.interception.reply_view import ReplyView
 from rollmesh.testing.provider import ScriptedProvider, Told
-from tests.unit.serve.interception.conftest import MakeDesk
+from tests.unit.serve.interception.conftest import StartAgent
 from tests.unit.serve.interception.relay.conftest import MakeRelay
 
 ANSWER = msgspec.json.encode({"id": "toy-1", "text": "4"})
@@ -104,25 +104,27 @@ def _toy() -> Iterator[None]:
     del DIALECTS["/toy"], COUNT_DIALECTS["/toy/count"]
 
 
-async def test_the_gateway_samples_streams_counts_and_refuses_in_it(make_desk: MakeDesk) -> None:
-    desk = await make_desk("4", "5")
-    status, answer = await desk.answer({"lines": ["guess"]}, "/v1/toy")
+async def test_the_gateway_samples_streams_counts_and_refuses_in_it(
+    start_agent: StartAgent,
+) -> None:
+    agent = await start_agent("4", "5")
+    status, answer = await agent.answer({"lines": ["guess"]}, "/v1/toy")
     assert (status, answer) == (200, {"text": "4"})
-    events = await desk.events({"lines": ["guess", "again"], "stream": True}, "/v1/toy")
+    events = await agent.events({"lines": ["guess", "again"], "stream": True}, "/v1/toy")
     assert "".join([data.get("piece", "") for _, data in events]) == "5"
     assert events[-1] == ("", {"type": "bye"})
-    status, counted = await desk.answer({"lines": ["guess"]}, "/v1/toy/count")
+    status, counted = await agent.answer({"lines": ["guess"]}, "/v1/toy/count")
     assert (status, list(counted)) == (200, ["input_tokens"])
-    async with desk.post({"lines": []}, "/v1/toy", {"Authorization": "Bearer x"}) as response:
+    async with agent.post({"lines": []}, "/v1/toy", {"Authorization": "Bearer x"}) as response:
         assert (response.status, await response.json()) == (401, {"toy_error": "invalid_api_key"})
-    desk.opened.session.seal("the test is over")
-    nodes = desk.opened.session.record().nodes
+    agent.opened.session.seal("the test is over")
+    nodes = agent.opened.session.record().nodes
     assert {node.dialect for node in nodes if node.dialect} == {"toy"}
 
 
-async def test_the_openapi_document_has_it(make_desk: MakeDesk) -> None:
-    desk = await make_desk()
-    async with desk.client.get(desk.base + "/openapi.json") as response:
+async def test_the_openapi_document_has_it(start_agent: StartAgent) -> None:
+    agent = await start_agent()
+    async with agent.client.get(agent.base + "/openapi.json") as response:
         document = await response.json()
     assert {"/v1/toy", "/v1/toy/count"} <= set(document["paths"])
     assert {"ToyBody", "ToyAnswer", "ToyError"} <= set(document["components"]["schemas"])

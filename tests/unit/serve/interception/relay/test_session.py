@@ -15,7 +15,7 @@ from rollmesh.serve.interception.relay.events import CallEnded, decode
 from rollmesh.testing.provider import ScriptedProvider, Told, events
 from tests.disks import lose_files, no_room_in_memory, small_disk
 from tests.unit.serve.interception.relay.conftest import MakeRelay
-from tests.unit.serve.interception.relay.test_edge import ANSWER, ASK, CHUNK
+from tests.unit.serve.interception.relay.test_routes import ANSWER, ASK, CHUNK
 
 USER = {"role": "user", "content": "guess"}
 
@@ -40,7 +40,7 @@ async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRel
             asked = [
                 group.create_task(relay.read(ASK, x_stainless_retry_count=n)) for n in ("0", "1")
             ]
-            await provider.until(lambda: relay.edge.num_open == 2)
+            await provider.until(lambda: relay.routes.num_open == 2)
             await provider.release()
         assert [each.result() for each in asked] == [(200, ANSWER)] * 2
     assert len(provider.seen) == 1
@@ -65,7 +65,7 @@ async def test_sealing_wakes_who_waits_and_refuses_who_comes(
             assert (await waiting)[0] == 410
         assert (await relay.read(ASK))[0] == 410
         await provider.until(lambda: provider.num_left == 1)
-    states = {state for _, state in relay.edge.num_exchanges}
+    states = {state for _, state in relay.routes.num_exchanges}
     assert states == {"sealed"}
 
 
@@ -76,12 +76,12 @@ async def test_sealing_wakes_a_call_whose_body_is_still_coming(make_relay: MakeR
         reader, writer = await asyncio.open_connection(host, int(port))
         head = f"POST /s/{relay.opened.path_secret}/v1/messages HTTP/1.1\r\nHost: h\r\n"
         writer.write(head.encode() + b'Content-Length: 1000\r\n\r\n{"model"')
-        while not relay.edge.num_open:  # noqa: ASYNC110 - no event tells that an exchange begins
+        while not relay.routes.num_open:  # noqa: ASYNC110 - no event tells that an exchange begins
             await asyncio.sleep(0)
         relay.session.seal("enough")
         assert b"this session is over: enough" in await reader.read()
         writer.close()
-    assert relay.edge.num_exchanges == {("messages", "sealed"): 1}
+    assert relay.routes.num_exchanges == {("messages", "sealed"): 1}
     assert provider.seen == []
 
 
@@ -94,10 +94,10 @@ async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
         relay = await make_relay(provider)
         async with relay.post({**ASK, "stream": True}) as response:
             relay.session.seal("enough")
-            while relay.edge.num_open:  # noqa: ASYNC110 - no event tells that an exchange ends
+            while relay.routes.num_open:  # noqa: ASYNC110 - no event tells that an exchange ends
                 await asyncio.sleep(0)
             response.close()
-    assert {state for _, state in relay.edge.num_exchanges} == {"sealed"}
+    assert {state for _, state in relay.routes.num_exchanges} == {"sealed"}
 
 
 async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(

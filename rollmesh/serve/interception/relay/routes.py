@@ -45,7 +45,7 @@ class RelayDeps(msgspec.Struct, frozen=True):
     turnstile: DecodeGate = msgspec.field(default_factory=DecodeGate)
 
 
-class RelayEdge:
+class RelayRoutes:
     """Answers every request of the relay."""
 
     def __init__(self, deps: RelayDeps) -> None:

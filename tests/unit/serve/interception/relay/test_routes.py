@@ -99,7 +99,7 @@ async def test_a_streams_pieces_pass_before_the_next_is_sent_and_its_end_when_th
             assert response.content.read_nowait() == b""
             await provider.release()
             assert await response.read() == last
-    assert relay.edge.num_exchanges == {(route.strip("/"), "delivered"): 1}
+    assert relay.routes.num_exchanges == {(route.strip("/"), "delivered"): 1}
     assert relay.session.is_busy is False
 
 
@@ -116,7 +116,7 @@ async def test_an_agent_that_hangs_up_leaves_the_upstream_at_once(
         await provider.until(lambda: provider.num_left == 1)
         assert not relay.session.is_busy
         assert relay.upstreams.all[0].num_running == 0
-        assert relay.edge.num_exchanges == {("chat/completions", "abandoned"): 1}
+        assert relay.routes.num_exchanges == {("chat/completions", "abandoned"): 1}
         # A cut answer is void: the retry is another call, and is answered completely.
         await provider.release(2)
         assert (await relay.read({**ASK, "stream": True}, x_stainless_retry_count="1"))[0] == 200
@@ -334,10 +334,10 @@ async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: 
             writer.close()
             if turn % 20 == 0:
                 assert await relay.read({**ASK, "seed": turn}) == (200, ANSWER)
-        assert relay.edge.num_open == 0
+        assert relay.routes.num_open == 0
         assert not relay.session.is_busy
         assert relay.upstreams.all[0].num_running == 0
-    assert ("unknown", "failed") not in relay.edge.num_exchanges
+    assert ("unknown", "failed") not in relay.routes.num_exchanges
 
 
 @pytest.mark.parametrize("told", [Told((ANSWER,)), events(b"1", b'{"type":"message_stop"}')])
