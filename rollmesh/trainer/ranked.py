@@ -133,8 +133,8 @@ class RankedPolicy:
         rule = DispatchRule(groups=groups, parts=minibatches, uneven="pad")
         rows = self._rows(samples, minibatches, step)
         made = _made(samples, step_of_version or {})
-        told = self._controller.call(RoleCall(f"{ROLE}.step", rule=rule), rows, step, made)
-        return msgspec.convert(told, StepReport)
+        report = self._controller.call(RoleCall(f"{ROLE}.step", rule=rule), rows, step, made)
+        return msgspec.convert(report, StepReport)
 
     def end_step(self, step: int) -> None:
         """Free the samples of `step` here and at the ranks, and log what is left."""
@@ -148,8 +148,8 @@ class RankedPolicy:
     def export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...]:
         """Export the weights; return the parts of all ranks, of similar size."""
         self._check_finite(folder)
-        told = self._controller.call(f"{ROLE}.export", str(folder.absolute()), policy_version)
-        exported = msgspec.json.decode(told, type=_Exported)
+        answer = self._controller.call(f"{ROLE}.export", str(folder.absolute()), policy_version)
+        exported = msgspec.json.decode(answer, type=_Exported)
         if exported.refused:
             raise NoRoom(exported.refused)
         return exported.parts
@@ -164,7 +164,7 @@ class RankedPolicy:
         return bool(self._controller.call(f"{ROLE}.is_snapshot_written"))
 
     def restore(self, folder: Path) -> None:
-        """As Subject has it; of any number of ranks."""
+        """Read the state; any number of ranks may have written it."""
         try:
             self._controller.call(f"{ROLE}.restore", str(folder.absolute()))
         except CallFailed as error:
@@ -176,8 +176,7 @@ class RankedPolicy:
 
     def probe(self) -> Probe:
         """See Policy."""
-        told = self._controller.call(f"{ROLE}.probe")
-        return msgspec.convert(told, Probe)
+        return msgspec.convert(self._controller.call(f"{ROLE}.probe"), Probe)
 
     def offload(self) -> None:
         """Do nothing: core/share.py refuses to share GPUs of several ranks."""
@@ -202,7 +201,7 @@ class RankedPolicy:
 
     def _handles(self, samples: Sequence[Sample]) -> list[RTensor]:
         outside = [sample for sample in samples if not self.allocator.holds(sample)]
-        copied = iter(copy_samples(outside, self.allocator.lay))
+        copied = iter(copy_samples(outside, self.allocator.allocate))
         found = [each.handle or next(copied).handle for each in samples]
         return [handle for handle in found if handle is not None]
 
@@ -235,8 +234,8 @@ class PolicyRole:
         own = [row for row, weight in zip(rows, row_weights, strict=True) if weight]
         minibatches = [row["minibatch"] for row in own]
         samples = [_sample(row) for row in own]
-        told = self._policy.step(samples, step, minibatches, dict(made))
-        report: dict[str, Any] = msgspec.to_builtins(told)
+        step_report = self._policy.step(samples, step, minibatches, dict(made))
+        report: dict[str, Any] = msgspec.to_builtins(step_report)
         report["gaps"] += [[]] * (len(rows) - len(own))  # padding rows are last
         return report
 

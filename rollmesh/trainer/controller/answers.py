@@ -152,7 +152,7 @@ def merge_answers(
     whole = merge.of(answers, "")
     unmet = reduce.rules.keys() - merge.used
     if unmet:
-        raise DispatchError(f"no number stands at {', '.join(sorted(unmet))} in the answers")
+        raise DispatchError(f"there is no number at {', '.join(sorted(unmet))} in the answers")
     return whole
 
 

@@ -222,9 +222,9 @@ def _part(arguments: Arguments, share: HeadShare, places: set[int]) -> Arguments
 
 def _rows(columns: list[tuple[str, Column]]) -> list[tuple[Any, ...]]:
     if len({len(column) for _, column in columns}) > 1:
-        said = ", ".join(f"{len(column)} in {name}" for name, column in columns)
+        listed = ", ".join(f"{len(column)} in {name}" for name, column in columns)
         raise DispatchError(
-            f"the call's lists of tensors differ in length: {said}; a list has one entry per row, "
+            f"the call's lists of tensors differ in length: {listed}; a list has one entry a row, "
             "use a tuple for anything else"
         )
     return list(zip(*[column for _, column in columns], strict=True))

@@ -244,7 +244,7 @@ class RankProcess:
         self._staged.clear()
         self._rendezvous.leave()
         if code == OK:
-            self._channel.send(RankLeft(self._spec.rank, "told to end"))
+            self._channel.send(RankLeft(self._spec.rank, "ended by the controller"))
         self._channel.close()
         self._tensor_runtime.close()
         return code

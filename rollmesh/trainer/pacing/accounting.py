@@ -72,9 +72,9 @@ def _failure_of(record: GroupRecord) -> tuple[ErrorPlace | None, str]:
 class GroupAccounting:
     """Records groups of a run with one environment."""
 
-    def __init__(self, books: tuple[RunRecords, Tally], env: str, versions: VersionSteps) -> None:
-        self._records, self._tally = books
-        self._ledger = DropLedger(*books, env)
+    def __init__(self, reports: tuple[RunRecords, Tally], env: str, versions: VersionSteps) -> None:
+        self._records, self._tally = reports
+        self._ledger = DropLedger(*reports, env)
         self._env = env
         self._versions = versions
 

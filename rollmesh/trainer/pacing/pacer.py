@@ -76,22 +76,22 @@ class Pacer:
         client: GroupSource,
         staleness: StalenessManager,
         tasks: Iterator[Task],
-        asking: RequestSettings,
-        books: tuple[RunRecords, Tally],
+        settings: RequestSettings,
+        reports: tuple[RunRecords, Tally],
         allocator: SampleAllocator | None = None,
     ) -> None:
         """`allocator` allocates samples where the policy wants them (default: in this process)."""
         self._client = client
         self._staleness = staleness
-        self._asking = asking
-        self.lifecycle = GroupLifecycle(staleness, asking.num_samples)
+        self._settings = settings
+        self.lifecycle = GroupLifecycle(staleness, settings.num_samples)
         """State of all groups."""
-        self._tally = books[1]
-        self._accounting = GroupAccounting(books, asking.env, self.lifecycle.versions)
-        self.requester = GroupRequester(client, tasks, asking, books[1], self.lifecycle)
+        self._tally = reports[1]
+        self._accounting = GroupAccounting(reports, settings.env, self.lifecycle.versions)
+        self.requester = GroupRequester(client, tasks, settings, reports[1], self.lifecycle)
         """Makes the requests."""
         self._queue = ReadyQueue(allocator or LocalAllocator())
-        self._first_failures = FirstFailures(asking.env)
+        self._first_failures = FirstFailures(settings.env)
         self._in_step: Batch | None = None
         self._step = 0
         """The next step, whose batch is being collected."""
@@ -166,7 +166,7 @@ class Pacer:
         """Rollouts that are open or may be requested now, while the run needs `num_needed` groups
         more; at least those that the next batch needs, even if there is no room for them yet."""
         staleness, ready, running = self._staleness, self._staleness.ready, self._staleness.running
-        most = num_needed * self._asking.num_samples - ready
+        most = num_needed * self._settings.num_samples - ready
         num_lacking = staleness.settings.batch - ready
         return max(running, min(most, max(num_lacking, running + staleness.capacity)))
 
@@ -226,7 +226,7 @@ class Pacer:
             case GroupOutcome.UNMEASURED | GroupOutcome.MEASURED:
                 self._accounting.unmeasured(booked.group_id, booked.task_id, booked.reason)
             case _:
-                self._accounting.ended(booked, self._asking.num_samples)
+                self._accounting.ended(booked, self._settings.num_samples)
 
     def _record_replayed_drop(self, entry: GroupParted, arrival: Arrival) -> None:
         """Record a drop of an earlier process as that process did; keep no result."""
@@ -235,7 +235,7 @@ class Pacer:
         else:
             task, group = (
                 arrival.record.task,
-                cut_group(arrival, self._asking.branches, lay_plainly),
+                cut_group(arrival, self._settings.branches, lay_plainly),
             )
             num_rollouts = sum(map(bool, group.samples))
         [leave] = self.lifecycle.step(DropReplayed(entry, task, num_rollouts))
@@ -252,9 +252,9 @@ class Pacer:
             return
         is_eval = request.is_eval or record.is_eval
         group = (
-            cut_group(finished, self._asking.branches, lay_plainly)
+            cut_group(finished, self._settings.branches, lay_plainly)
             if is_eval
-            else self._queue.cut(finished, self._asking.branches)
+            else self._queue.cut(finished, self._settings.branches)
         )
         versions = tuple(versions_of(samples) for samples in group.samples if samples)
         came = ResultArrived(finished.group_id, record.task, versions, is_eval)
@@ -288,10 +288,10 @@ class Pacer:
         """Raise EnvError if too many groups in a row had nothing to train."""
         self._first_failures.check()
         num_untrainable = self.lifecycle.num_untrainable
-        num_groups = self._staleness.settings.max_concurrent // self._asking.num_samples
+        num_groups = self._staleness.settings.max_concurrent // self._settings.num_samples
         if num_untrainable >= UNTRAINABLE_ROUNDS * num_groups:
             raise EnvError(
-                f'env = "{self._asking.env}": the last {num_untrainable} groups had nothing to '
+                f'env = "{self._settings.env}": the last {num_untrainable} groups had nothing to '
                 f"train ({why}); details are in drops.jsonl and the workers' logs"
             )
 

@@ -46,7 +46,7 @@ log = get_logger()
 class SampleAllocator(Protocol):
     """Memory for samples from their arrival until their step has ended."""
 
-    def lay(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
+    def allocate(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
         """Allocate and fill samples, see `Lay`; raise StoreFull, and allocate none, if they do not
         fit."""
 
@@ -60,7 +60,7 @@ class SampleAllocator(Protocol):
 class LocalAllocator:
     """Arrays of this process, without a bound, for a policy that trains in it."""
 
-    def lay(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
+    def allocate(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
         return lay_plainly(lengths, fill)
 
     def holds(self, sample: Sample) -> bool:
@@ -77,7 +77,7 @@ class StoreAllocator:
     def __init__(self, store: OwnerStore) -> None:
         self._store = store
 
-    def lay(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
+    def allocate(self, lengths: Sequence[int], fill: Fill) -> list[Laid]:
         sizes = [BYTES_PER_TOKEN * each for each in lengths]
         with self._store.reserve([ShardSpec("uint8", (size,), size) for size in sizes]) as reserved:
             fill([arrays_in(memory) for memory in reserved.memory])
@@ -91,15 +91,15 @@ class StoreAllocator:
         self._store.clear([each.handle.shard_id for each in samples if each.handle is not None])
 
 
-def copy_samples(samples: Sequence[Sample], lay: Lay) -> list[Sample]:
-    """Copy samples to memory that `lay` allocates; raise what `lay` raises."""
+def copy_samples(samples: Sequence[Sample], allocate: Lay) -> list[Sample]:
+    """Copy samples to memory that `allocate` allocates; raise what `allocate` raises."""
 
     def fill(places: Sequence[SampleArrays]) -> None:
         for sample, place in zip(samples, places, strict=True):
             for name, array in place._asdict().items():
                 array[:] = getattr(sample, name)
 
-    laid = lay([len(sample.token_ids) for sample in samples], fill)
+    laid = allocate([len(sample.token_ids) for sample in samples], fill)
     return [
         msgspec.structs.replace(sample, handle=each.handle, **each.arrays._asdict())
         for sample, each in zip(samples, laid, strict=True)
@@ -172,7 +172,7 @@ class ReadyQueue:
     def cut(self, finished: Finished, branches: Collection[Branch]) -> ReadyGroup:
         """Return the group with samples, in the allocator's memory if they fit."""
         try:
-            return cut_group(finished, branches, self._allocator.lay)
+            return cut_group(finished, branches, self._allocator.allocate)
         except StoreFull as full:
             if not self._was_full:
                 self._was_full = True
@@ -195,7 +195,7 @@ class ReadyQueue:
         for group in groups:
             while not self._is_allocated(group):
                 try:
-                    self._move(group, self._allocator.lay)
+                    self._move(group, self._allocator.allocate)
                 except StoreFull as full:
                     self._spill_newest(groups, full)
         for group_id in group_ids:
@@ -234,16 +234,16 @@ class ReadyQueue:
         self._move(inside[-1], lay_plainly)
         self._allocator.clear(samples)
 
-    def _move(self, group: ReadyGroup, lay: Lay) -> None:
-        samples = iter(copy_samples(group.all_samples(), lay))
+    def _move(self, group: ReadyGroup, allocate: Lay) -> None:
+        samples = iter(copy_samples(group.all_samples(), allocate))
         group.samples = [list(islice(samples, len(rollout))) for rollout in group.samples]
 
 
-def cut_group(finished: Finished, branches: Collection[Branch], lay: Lay) -> ReadyGroup:
-    """Return the group with its samples, allocated by `lay`."""
+def cut_group(finished: Finished, branches: Collection[Branch], allocate: Lay) -> ReadyGroup:
+    """Return the group with its samples, allocated by `allocate`."""
     record = finished.record
     by_rollout: dict[int, list[Sample]] = {rollout.index: [] for rollout in record.rollouts}
-    parts = (finished.token_ids, finished.logprobs, branches, lay)
+    parts = (finished.token_ids, finished.logprobs, branches, allocate)
     for sample in cut(finished.group_id, record, *parts).samples:
         by_rollout[sample.rollout_id.index].append(sample)
     samples = list(by_rollout.values())

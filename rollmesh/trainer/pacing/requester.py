@@ -117,13 +117,13 @@ class GroupRequester:
         self,
         client: GroupSource,
         tasks: Iterator[Task],
-        asking: RequestSettings,
+        settings: RequestSettings,
         tally: Tally,
         lifecycle: GroupLifecycle,
     ) -> None:
         self._client = client
         self._tasks = tasks
-        self._asking = asking
+        self._settings = settings
         self._tally = tally
         self._course = lifecycle
         self._num_asked = 0
@@ -138,8 +138,8 @@ class GroupRequester:
     def ask(self, asked_step: int) -> None:
         """Request a group to train; engines have the weights after `asked_step` steps."""
         request = self._course.next_again() or GroupRequest(self._draw())
-        self._tally.num_asked += self._asking.num_samples
-        self._ask(request, self._asking.num_samples, asked_step)
+        self._tally.num_asked += self._settings.num_samples
+        self._ask(request, self._settings.num_samples, asked_step)
 
     def evaluate(self, asked_step: int) -> None:
         """Request one rollout that does not train."""
@@ -153,14 +153,14 @@ class GroupRequester:
         return task
 
     def _ask(self, request: GroupRequest, num_samples: int, asked_step: int) -> None:
-        seed = random.Random(f"{self._asking.seed}/{self._num_asked}").getrandbits(63)
+        seed = random.Random(f"{self._settings.seed}/{self._num_asked}").getrandbits(63)
         self._num_asked += 1
         policy_version = self._course.versions.named(asked_step)
         group_id = self._client.ask(
             request.task,
-            env=self._asking.env,
+            env=self._settings.env,
             num_samples=num_samples,
-            sampling=self._asking.sampling,
+            sampling=self._settings.sampling,
             seed=seed,
             is_eval=request.is_eval,
             asked_step=asked_step,

@@ -82,21 +82,23 @@ class ScalarModel:
         """Columns `values`, `advantages` and `returns`. `reward` of each row is wanted, a number;
         with `kl_coef` also the columns `proximal` and `reference`."""
         values = self.values(rows)
-        told = [self._returns(row, each) for row, each in zip(rows, values, strict=True)]
+        estimates = [self._returns(row, each) for row, each in zip(rows, values, strict=True)]
         weights = row_weights or [1.0] * len(rows)
-        real = [each.advantages_N for each, weight in zip(told, weights, strict=True) if weight]
+        real = [
+            each.advantages_N for each, weight in zip(estimates, weights, strict=True) if weight
+        ]
         mean, spread = self._moments(real)
         return {
             "values": values,
-            "advantages": [(each.advantages_N - mean) / spread for each in told],
-            "returns": [each.returns_N for each in told],
+            "advantages": [(each.advantages_N - mean) / spread for each in estimates],
+            "returns": [each.returns_N for each in estimates],
         }
 
     def rewards(self, rows: Sequence[Row], row_weights: Sequence[float] = ()) -> list[float]:
         """The reward of each row."""
         del row_weights
-        told = self._learner.infer(rows, lambda batch: self._rewards(batch).cpu().unbind())
-        return [float(each) for each in told]
+        rewards = self._learner.infer(rows, lambda batch: self._rewards(batch).cpu().unbind())
+        return [float(each) for each in rewards]
 
     def train_values(
         self, rows: Sequence[Row], step: int, row_weights: Sequence[float] = ()
@@ -150,8 +152,8 @@ class ScalarModel:
     def _value_terms(self, batch: RowBatch) -> Terms:
         values_N = self._values(batch)
         old_N = batch.column("values", values_N.detach())
-        told = value_loss(values_N, old_N, batch.column("returns"), self._terms.value_clip)
-        return {"loss": told.losses_N.sum(), "clip_fraction": told.is_clipped_N.sum()}
+        loss = value_loss(values_N, old_N, batch.column("returns"), self._terms.value_clip)
+        return {"loss": loss.losses_N.sum(), "clip_fraction": loss.is_clipped_N.sum()}
 
     def _duel_terms(self, batch: RowBatch) -> Terms:
         rewards_P2 = self._rewards(batch).view(-1, 2)

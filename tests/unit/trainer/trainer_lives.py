@@ -129,9 +129,9 @@ class Life:
         num_tasks = self.recovery.num_tasks
         tasks = (Task(id=f"t{number}") for number in itertools.count(num_tasks))
         staleness = restored_staleness(config, revival)
-        books = (self.records, self.tally)
+        reports = (self.records, self.tally)
         requests = request_settings(config)
-        self.pacer = Pacer(self.client, staleness, tasks, requests, books, allocator)
+        self.pacer = Pacer(self.client, staleness, tasks, requests, reports, allocator)
         self.pacer.resume(self.recovery)
         self._background = BackgroundLoop("publisher")
         self.parts = TrainerDeps(

@@ -86,7 +86,7 @@ def test_not_a_number_is_the_same_as_itself() -> None:
 
 
 def test_a_rule_that_no_number_meets_is_a_mistake() -> None:
-    with pytest.raises(DispatchError, match="no number stands at los "):
+    with pytest.raises(DispatchError, match="there is no number at los "):
         merge_answers([{"loss": 1.0}], None, Reduce(rules={"los": "mean"}, default="sum"))
 
 

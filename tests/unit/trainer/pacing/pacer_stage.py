@@ -43,8 +43,8 @@ class Stage:
         )
         tasks = (Task(id=f"t{number}") for number in itertools.islice(itertools.count(), num_tasks))
         self.records = RunRecords(folder, FakeClock())
-        books = (self.records, self.tally)
-        self.pacer = Pacer(self.client, StalenessManager(settings), tasks, ASKING, books)
+        reports = (self.records, self.tally)
+        self.pacer = Pacer(self.client, StalenessManager(settings), tasks, ASKING, reports)
 
     def open(self) -> list[GroupId]:
         return list(self.client.asked)

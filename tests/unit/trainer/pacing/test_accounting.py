@@ -49,10 +49,10 @@ class Books:
 
 
 @pytest.fixture
-def books(tmp_path: Path) -> Iterator[Books]:
-    books = Books(tmp_path)
-    yield books
-    books.records.close()
+def reports(tmp_path: Path) -> Iterator[Books]:
+    reports = Books(tmp_path)
+    yield reports
+    reports.records.close()
 
 
 def group(samples: Sequence[Sequence[Sample]], *rollouts: RolloutRecord) -> ReadyGroup:
@@ -70,69 +70,69 @@ def failed(index: int, *policy_versions: int) -> RolloutRecord:
     return record
 
 
-def test_a_step_books_who_trained_and_who_of_the_group_did_not(books: Books) -> None:
+def test_a_step_books_who_trained_and_who_of_the_group_did_not(reports: Books) -> None:
     trained = [sampled_by(3, 4), sampled_by(4, 4)]
-    books.accounting.trained(group([trained, []], whole(0, 3, 4), failed(1, 2)), step=5)
-    tally = books.tally
+    reports.accounting.trained(group([trained, []], whole(0, 3, 4), failed(1, 2)), step=5)
+    tally = reports.tally
     assert (tally.num_trained, tally.num_samples, tally.num_dropped) == (1, 2, 1)
     assert (tally.ages, tally.num_two_versions) == ({5 - 3: 1, 5 - 4: 1}, 1)
     assert tally.outcomes == {Outcome.COMPLETED: 1, Outcome.AGENT_ERROR: 1}
-    assert books.drops() == [(1, "agent_error: it broke", 5 - 2)]
-    assert [row["step"] for row in books.rows("trajectories.jsonl")] == [5, 5]
+    assert reports.drops() == [(1, "agent_error: it broke", 5 - 2)]
+    assert [row["step"] for row in reports.rows("trajectories.jsonl")] == [5, 5]
 
 
-def test_of_a_group_that_is_dropped_each_rollout_keeps_its_own_reason(books: Books) -> None:
-    books.accounting.dropped(
+def test_of_a_group_that_is_dropped_each_rollout_keeps_its_own_reason(reports: Books) -> None:
+    reports.accounting.dropped(
         group([[sampled_by(2)], []], whole(0, 2), failed(1, 1)), 6, "stale: age 4"
     )
-    assert sorted(books.drops()) == [(0, "stale: age 4", 4), (1, "agent_error: it broke", 5)]
-    assert (books.tally.num_trained, books.tally.num_dropped) == (0, 2)
-    assert [row["step"] for row in books.rows("trajectories.jsonl")] == [None, None]
+    assert sorted(reports.drops()) == [(0, "stale: age 4", 4), (1, "agent_error: it broke", 5)]
+    assert (reports.tally.num_trained, reports.tally.num_dropped) == (0, 2)
+    assert [row["step"] for row in reports.rows("trajectories.jsonl")] == [None, None]
 
 
-def test_a_barren_group_says_why(books: Books) -> None:
-    why = books.accounting.untrainable(group([[], []], failed(0, 1), whole(1, 1)), 2)
+def test_a_barren_group_says_why(reports: Books) -> None:
+    why = reports.accounting.untrainable(group([[], []], failed(0, 1), whole(1, 1)), 2)
     assert why == "completed: nothing in it trains"
-    assert books.drops() == [(0, "agent_error: it broke", 1), (1, why, 1)]
+    assert reports.drops() == [(0, "agent_error: it broke", 1), (1, why, 1)]
 
 
-def test_a_rollout_that_masking_has_emptied_is_booked_once(books: Books) -> None:
+def test_a_rollout_that_masking_has_emptied_is_booked_once(reports: Books) -> None:
     masked = group([[], [sampled_by(6)]], whole(0, 1), whole(1, 1, 6))
     masked.num_masked = {0: 2, 1: 1}
-    books.accounting.masked(masked, 7)
-    books.accounting.trained(masked, 7)
-    assert books.drops() == [(0, "masked: no token of it is within the age bound", 6)]
-    assert (books.tally.num_trained, books.tally.num_dropped) == (1, 1)
-    rows = books.rows("trajectories.jsonl")
+    reports.accounting.masked(masked, 7)
+    reports.accounting.trained(masked, 7)
+    assert reports.drops() == [(0, "masked: no token of it is within the age bound", 6)]
+    assert (reports.tally.num_trained, reports.tally.num_dropped) == (1, 1)
+    rows = reports.rows("trajectories.jsonl")
     assert [row["num_masked"] for row in rows] == [2, 1]
 
 
 def test_of_a_group_without_a_result_those_that_came_are_seen_and_the_rest_is_not(
-    books: Books,
+    reports: Books,
 ) -> None:
     seen = tuple(SeenRollout(at, Outcome.COMPLETED, 7, (4, 2)) for at in range(6))
     booked = GroupBooked(GROUP, "infra_error: lost", 5, "t", seen)
-    books.accounting.ended(booked, num_samples=4)  # of more than were asked for nobody hears
-    assert books.drops() == [(at, "infra_error: lost", 3) for at in range(4)]
-    books.accounting.ended(msgspec.structs.replace(booked, rollouts=seen[:1]), num_samples=4)
-    assert books.drops()[4:] == [(0, "infra_error: lost", 3), (None, "infra_error: lost", None)]
-    assert books.rows("drops.jsonl")[-1]["num_rollouts"] == 3
-    assert books.tally.num_dropped == 8
-    assert books.tally.outcomes == {Outcome.COMPLETED: 5}
+    reports.accounting.ended(booked, num_samples=4)  # of more than were asked for nobody hears
+    assert reports.drops() == [(at, "infra_error: lost", 3) for at in range(4)]
+    reports.accounting.ended(msgspec.structs.replace(booked, rollouts=seen[:1]), num_samples=4)
+    assert reports.drops()[4:] == [(0, "infra_error: lost", 3), (None, "infra_error: lost", None)]
+    assert reports.rows("drops.jsonl")[-1]["num_rollouts"] == 3
+    assert reports.tally.num_dropped == 8
+    assert reports.tally.outcomes == {Outcome.COMPLETED: 5}
 
 
-def test_an_evaluation_is_measured_and_never_counted(books: Books) -> None:
-    books.accounting.measured(group([[]], whole(0, 0)))
-    books.accounting.unmeasured(GROUP, "t", "deadline: over")
-    assert books.tally.measured == [0.0]
-    assert (books.tally.num_dropped, books.tally.outcomes) == (0, {})
-    assert books.drops() == [(None, "evaluation: deadline: over", None)]
+def test_an_evaluation_is_measured_and_never_counted(reports: Books) -> None:
+    reports.accounting.measured(group([[]], whole(0, 0)))
+    reports.accounting.unmeasured(GROUP, "t", "deadline: over")
+    assert reports.tally.measured == [0.0]
+    assert (reports.tally.num_dropped, reports.tally.outcomes) == (0, {})
+    assert reports.drops() == [(None, "evaluation: deadline: over", None)]
 
 
-def test_a_stranger_leaves_a_row_and_no_count(books: Books) -> None:
-    books.accounting.not_requested(GROUP)
-    assert books.drops() == [(None, "of an earlier run", None)]
-    assert books.tally.num_dropped == 0
+def test_a_stranger_leaves_a_row_and_no_count(reports: Books) -> None:
+    reports.accounting.not_requested(GROUP)
+    assert reports.drops() == [(None, "of an earlier run", None)]
+    assert reports.tally.num_dropped == 0
 
 
 HERE = ErrorPlace("KeyError", "my_env.py", 15, "score")
