@@ -105,21 +105,20 @@ def config_page() -> str:
 
 def fleet_page() -> str:
     """Every key of scheduler.toml."""
-    from rollmesh.scheduler.admission.fleet_file import FleetTables, NodeTable, PipelineTable
-    from rollmesh.scheduler.planning.policies import policy_names, policy_settings_type
-    from rollmesh.scheduler.service.state import SchedulerSettings
-
     parts = [
         "# The fleet file\n",
         "Keys of `scheduler.toml`, which describes a GPU fleet that several runs share "
         "([how to](../howto/share-a-fleet.md)). `rollmesh scheduler init` writes an example. "
         "Unknown keys are refused with their path.\n",
     ]
-    kinds = {"": FleetTables, "[nodes]": NodeTable, "pipelines.NAME": PipelineTable}
-    for name in policy_names():
-        if settings := policy_settings_type(name):
-            kinds[name] = settings
-    for name, kind in (*kinds.items(), ("service", SchedulerSettings)):
+    kinds = {
+        "": defined("FleetTables"),
+        "[nodes]": defined("NodeTable"),
+        "pipelines.NAME": defined("PipelineTable"),
+    }
+    settings_of = defined("policy_settings_type")
+    kinds |= {name: settings_of(name) for name in defined("policy_names")() if settings_of(name)}
+    for name, kind in (*kinds.items(), ("service", defined("SchedulerSettings"))):
         title = f"`[{name}]`" if name else "Top level"
         parts += [f"## {title}\n", about(kind) + "\n", settings_table(kind, "")]
     return "\n".join(parts)
@@ -296,9 +295,7 @@ def help_of(words: tuple[str, ...]) -> str:
 
 def http_page() -> str:
     """Routes, answers and bodies of the OpenAPI document."""
-    from rollmesh.serve.interception.openapi import openapi_document
-
-    document = msgspec.json.decode(openapi_document())
+    document = msgspec.json.decode(defined("openapi_document")())
     parts = [
         "# HTTP API\n",
         "The endpoint that agents call, in a worker and in `rollmesh gateway`, which serves this "
@@ -363,23 +360,18 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def metrics_page() -> str:
     """Every figure that the code constructs."""
-    from rollmesh.core.inventory import CACHE_ENTRIES, ENTRIES, HELD_BYTES
-    from rollmesh.core.metrics import Figure
-    from rollmesh.wire.worker_report import ReportField, WorkerStatus
-
-    kind = Figure.__name__
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for path in sorted((ROOT / "rollmesh").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith(kind):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("Figure"):
                 name, meaning = metric_of(call)
                 where = process_of(path)
                 if name:
                     sort = "counter" if name.endswith("_total") else "gauge"
                     rows[where, name] = (f"`rollmesh_{name}`", sort, meaning)
-    for field in msgspec.structs.fields(WorkerStatus):
+    for field in msgspec.structs.fields(defined("WorkerStatus")):
         for shown in getattr(field.type, "__metadata__", ()):
-            if isinstance(shown, ReportField) and shown.metric:
+            if getattr(shown, "metric", ""):
                 sort = "counter" if shown.metric.endswith("_total") else "gauge"
                 name = f"`rollmesh_{shown.metric}`"
                 rows["Router", shown.metric] = (name, sort, shown.help)
@@ -394,13 +386,13 @@ def metrics_page() -> str:
         mine = [row for (each, _), row in sorted(rows.items()) if each == where]
         parts.append(table(("metric", "kind", "meaning"), mine))
     for label, about, bounds_of in (
-        ("rollmesh_held_bytes{what}", "Bytes in memory, by kind.", HELD_BYTES),
-        ("rollmesh_entries{table}", "Entries of tables of live work, each 0 at rest.", ENTRIES),
-        ("rollmesh_cache_entries{cache}", "Entries kept at rest.", CACHE_ENTRIES),
+        ("rollmesh_held_bytes{what}", "Bytes in memory, by kind.", "HELD_BYTES"),
+        ("rollmesh_entries{table}", "Entries of tables of live work, each 0 at rest.", "ENTRIES"),
+        ("rollmesh_cache_entries{cache}", "Entries kept at rest.", "CACHE_ENTRIES"),
     ):
         limits = [
             (f"`{name}`", ", ".join(bound.processes), bound.limit)
-            for name, bound in bounds_of.items()
+            for name, bound in defined(bounds_of).items()
         ]
         parts += [f"## `{label}`\n", f"{about}\n", table(("label", "in", "bound"), limits)]
     return "\n".join(parts)
@@ -472,29 +464,33 @@ def run_folder_page() -> str:
         f"The outcome of a rollout is one of {outcomes}.\n",
     ]
     for title, target in ROWS.items():
-        if kind := find_class(target):
-            docs = field_docs(kind)
-            fields = [(f"`{name}`", docs.get(name, "")) for name in kind.__annotations__]
-            parts += [f"## {title}\n", about(kind) + "\n", table(("field", "meaning"), fields)]
-        else:
-            log.warning("run-folder: no class %s", target)
+        kind = defined(target)
+        docs = field_docs(kind)
+        names = [field.name for field in msgspec.structs.fields(kind)]
+        fields = [(f"`{name}`", docs.get(name, "")) for name in names]
+        parts += [f"## {title}\n", about(kind) + "\n", table(("field", "meaning"), fields)]
     return "\n".join(parts)
 
 
 ROWS = {
     "Rows of metrics.jsonl": "StepRow",
-    "Rows of trajectories.jsonl": "TrajectoryRow",
-    "Rows of drops.jsonl": "DropRow",
+    "Rows of trajectories.jsonl": "StoredTrajectory",
+    "Rows of drops.jsonl": "DropLine",
 }
 
 
-def find_class(name: str) -> type | None:
-    """The class of this name in the trainer or the dashboard."""
+@functools.cache
+def defined(name: str) -> Any:
+    """The class, function or constant of this name, in whichever module it is defined.
+
+    KeyError if there is none. Such names are unique in the package.
+    """
+    pattern = re.compile(rf"^(class|def) {name}\b|^{name}\b.* = ", re.MULTILINE)
     for path in sorted((ROOT / "rollmesh").rglob("*.py")):
-        if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE):
+        if pattern.search(path.read_text()):
             module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
-            return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
-    return None
+            return getattr(importlib.import_module(module.removesuffix(".__init__")), name)
+    raise KeyError(f"docs/generate.py: nothing in rollmesh is named {name}")
 
 
 # Python
