@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
     from rollmesh.envs.harness import HarnessEnv
     from rollmesh.envs.loading import load_env
-    from rollmesh.envs.multi_turn import MultiTurnEnv
-    from rollmesh.envs.single_turn import SingleTurnEnv
+    from rollmesh.envs.multi_turn import MultiTurnEnv, SingleTurnEnv
     from rollmesh.envs.tasks import read_tasks, rounds
-    from rollmesh.envs.tool_env import ToolEnv
+    from rollmesh.envs.tools import ToolEnv
     from rollmesh.serve.client.arrivals import Dropped, Finished
     from rollmesh.serve.client.async_client import AsyncRolloutClient
     from rollmesh.serve.client.client import RolloutClient
@@ -79,10 +78,10 @@ TARGETS = (
     "rollmesh.envs.harness:HarnessEnv",
     "rollmesh.envs.loading:load_env",
     "rollmesh.envs.multi_turn:MultiTurnEnv",
-    "rollmesh.envs.single_turn:SingleTurnEnv",
+    "rollmesh.envs.multi_turn:SingleTurnEnv",
     "rollmesh.envs.tasks:read_tasks",
     "rollmesh.envs.tasks:rounds",
-    "rollmesh.envs.tool_env:ToolEnv",
+    "rollmesh.envs.tools:ToolEnv",
     "rollmesh.serve.client.arrivals:Dropped",
     "rollmesh.serve.client.arrivals:Finished",
     "rollmesh.serve.client.async_client:AsyncRolloutClient",

@@ -29,7 +29,7 @@ from rollmesh.cli.options import add_process_options, config_of
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.process import Ready, announce, die_with_parent, stop_event
 from rollmesh.core.types import Json, SamplingParams, Score, Task, VersionRun
-from rollmesh.envs.calls import Calls
+from rollmesh.envs.calls import EnvCalls
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.conversation.token_graph import (
     ROOT,
@@ -174,7 +174,7 @@ async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int)
     )
     env = ToldEnv(runtime, answers)
     url, clock = "http://nowhere/v1", SystemClock()
-    stage = WorkerContext(env, runtime, url, "policy", config.worker, clock, Calls())
+    stage = WorkerContext(env, runtime, url, "policy", config.worker, clock, EnvCalls())
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     worker.begin(stage)

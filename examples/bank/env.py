@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.multi_turn import Talk, Words
-from rollmesh.envs.tool_env import ToolEnv
-from rollmesh.envs.tools import Function
+from rollmesh.envs.tools import Function, ToolEnv
 
 NAMES = ("ada", "bela", "carl", "dora", "emil")
 

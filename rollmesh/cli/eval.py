@@ -35,11 +35,10 @@ from rollmesh.core.files import make_folder
 from rollmesh.core.process import FAILED, INTERRUPTED, OK, USAGE, stop_event
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
-from rollmesh.envs.env import Env
-from rollmesh.envs.forwarding import forward_to
+from rollmesh.envs.env import Env, close_pool
 from rollmesh.envs.isolation import isolate_programs
 from rollmesh.envs.loading import load_env
-from rollmesh.envs.openai_client import close_pool
+from rollmesh.envs.program import forward_to
 from rollmesh.launch.checks import check
 from rollmesh.launch.folder import move_aside
 from rollmesh.launch.keys import keys_of

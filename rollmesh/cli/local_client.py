@@ -31,7 +31,7 @@ from rollmesh.core.ids import GroupId, new_id
 from rollmesh.core.process import Ready
 from rollmesh.core.redaction import register_secret
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, Score, Task
-from rollmesh.envs.calls import Calls, Limit, OvertimeError
+from rollmesh.envs.calls import EnvCalls, OvertimeError, TimeLimit
 from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
 from rollmesh.launch.plan import ROLLMESH
 from rollmesh.serve.client.gateway import Gateway, GatewaySession
@@ -174,7 +174,7 @@ class LocalRollouts:
         self._gateway = gateway
         self._model = model
         self._settings = settings
-        self._calls = Calls()
+        self._calls = EnvCalls()
         self._slots = asyncio.Semaphore(settings.max_rollouts)
 
     async def play(self, task: Task, index: int, seed: int) -> LocalRollout:
@@ -247,7 +247,7 @@ class LocalRollouts:
         return played
 
     async def _run(self, task: Task, index: int, agent: Endpoint) -> LocalRollout:
-        limit = Limit("run_timeout_s", self._settings.run_timeout_s)
+        limit = TimeLimit("run_timeout_s", self._settings.run_timeout_s)
         try:
             transcript = await self._calls.call(limit, self._env.run, task, agent)
             if not isinstance(transcript, Transcript):

@@ -42,11 +42,10 @@ from rollmesh.core.model_folders import why_no_model
 from rollmesh.core.process import FAILED, OK
 from rollmesh.core.text import printable, printable_lines
 from rollmesh.core.types import TRAINED_OUTCOMES, Task
-from rollmesh.envs.env import Env
-from rollmesh.envs.forwarding import forward_to
+from rollmesh.envs.env import Env, close_pool
 from rollmesh.envs.isolation import isolate_programs
 from rollmesh.envs.loading import load_env
-from rollmesh.envs.openai_client import close_pool
+from rollmesh.envs.program import forward_to
 from rollmesh.serve.client.evaluation_files import Plan, pose
 from rollmesh.serve.client.gateway import Gateway
 

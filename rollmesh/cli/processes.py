@@ -198,7 +198,12 @@ def _leave_root(argv: list[str]) -> None:
 
     Settings are read as that user; of the secrets, only files of root are read before.
     """
-    from rollmesh.envs.spawning import SPAWNER_VARIABLE, account_of, acting_as, split
+    from rollmesh.envs.spawning import (
+        SPAWNER_VARIABLE,
+        account_of,
+        acting_as,
+        start_spawner_and_drop_rights,
+    )
 
     options, _ = _worker_arguments().parse_known_args(argv)
     if options.user is None or SPAWNER_VARIABLE in os.environ:
@@ -206,7 +211,9 @@ def _leave_root(argv: list[str]) -> None:
     account = account_of(options.user)
     with acting_as(account):
         worker = config_of(options, model_defaults(options)).worker
-    split(account, worker.isolation_first_uid, worker.isolation_num_uids, read_root_files)
+    start_spawner_and_drop_rights(
+        account, worker.isolation_first_uid, worker.isolation_num_uids, read_root_files
+    )
 
 
 def new_worker_id() -> str:

@@ -1,15 +1,14 @@
-"""Calls into environment code: each in a task or thread of its own, each with a limit.
+"""Calls into environment code: each in a task or thread of its own, with a time limit.
 
-    RUNNING --it ends--> what it gave, or raised
-       +----time is over, or its caller is cancelled--> TOLD --it ends--> gone
-                                                          +--GRACE_S--> LEFT BEHIND
+    RUNNING --it ends--> its result or error
+       +----time is over, or its caller is cancelled--> CANCELLED --it ends--> gone
+                                                           +--GRACE_S--> LEFT BEHIND
 
-Coroutines run on the loop and are told by a cancellation; plain methods run in a thread, which
-nobody can tell anything. Invariants: the caller goes on in time, whatever the code does, even where
-it swallows its cancellation; what comes out of it is an Exception, unless the caller itself is
-cancelled; what is left behind is counted until it ends, and keeps no process alive. A coroutine
-that blocks holds the loop, which the beat thread then names. Driven by the worker and by
-tools.py.
+- Coroutines run on the loop and are cancelled; plain methods run in a thread, which cannot be.
+- The caller continues in time, even if the code swallows its cancellation. Errors are Exceptions,
+  unless the caller itself is cancelled.
+- Calls left behind are counted until they end, and keep no process alive. A coroutine that blocks
+  holds the loop; the heartbeat thread then reports it.
 """
 
 import asyncio
@@ -28,50 +27,50 @@ from rollmesh.core.logs import get_logger
 log = get_logger()
 
 GRACE_S = 5.0
-"""What a coroutine that was told to end has for its `finally` blocks."""
+"""Time that a cancelled coroutine has for its `finally` blocks."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class EscapedError(Exception):
-    """Foreign code let something out that would have ended our task or the process."""
+    """Environment code raised something that would have ended our task or the process."""
 
 
 class OvertimeError(Exception):
-    """A call did not end in its time."""
+    """A call did not end in time."""
 
 
-def nothing() -> None:
-    """For a limit with nothing to do at its end."""
+def do_nothing() -> None:
+    """Default for a limit without an action at its end."""
 
 
 def never_paused() -> float:
-    """For a limit of which all time counts."""
+    """Default for a limit that counts all time."""
     return 0.0
 
 
-class Limit(msgspec.Struct, frozen=True):
-    """How long a call may take, and the setting that says so."""
+class TimeLimit(msgspec.Struct, frozen=True):
+    """Duration that a call may take, and the setting that defines it."""
 
     key: str
     timeout_s: float
-    when_over: Callable[[], None] = nothing
-    """Done as soon as the call is given up, before its code had time to end."""
+    when_over: Callable[[], None] = do_nothing
+    """Called as soon as the call is abandoned, before its code had time to end."""
     paused_s: Callable[[], float] = never_paused
-    """A sum that grows while nobody could get on, which is not counted."""
+    """A growing sum of paused time, which does not count."""
 
 
-_all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
+_all: "weakref.WeakSet[EnvCalls]" = weakref.WeakSet()
 
 
 def num_left_behind() -> int:
-    """Calls of this process, whoever made them, that were given up and have not ended."""
+    """Return the number of abandoned calls of this process that have not ended."""
     return sum(calls.num_left for calls in _all)
 
 
-class Calls:
-    """Those of one owner: the worker, or an environment with tools."""
+class EnvCalls:
+    """Calls of one owner: the worker, or an environment with tools."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -80,45 +79,49 @@ class Calls:
 
     @property
     def num_left(self) -> int:
-        """Calls that were given up and have not ended."""
+        """Abandoned calls that have not ended."""
         return len(self._left)
 
     @overload
     async def call(
-        self, limit: Limit, method: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """A coroutine method."""
+        self,
+        limit: TimeLimit,
+        method: Callable[P, Awaitable[T]],
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T: ...
 
     @overload
     async def call(
         self,
-        limit: Limit,
+        limit: TimeLimit,
         method: Callable[P, T | Awaitable[T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> T:
-        """A method of which only its author knows."""
+    ) -> T: ...
 
     async def call(
         self,
-        limit: Limit,
+        limit: TimeLimit,
         method: Callable[P, T | Awaitable[T]],
         /,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> T:
-        """What `method` gives; OvertimeError, EscapedError, or whatever Exception it raises."""
+        """Return the result of `method`; OvertimeError, EscapedError, or any Exception that it
+        raises."""
         found: T | Awaitable[T]
         if inspect.iscoroutinefunction(method):
             return await self._ended(limit, _begin_task(method, args, kwargs), method)
-        found = await self._ended(limit, begin_thread(method, args, kwargs), method)
+        found = await self._ended(limit, start_thread(method, args, kwargs), method)
         if inspect.isawaitable(found):
             return await self._ended(limit, _begin_task(lambda: found, (), {}), method)
         return found
 
     async def _ended(
-        self, limit: Limit, call: asyncio.Future[T], method: Callable[..., object]
+        self, limit: TimeLimit, call: asyncio.Future[T], method: Callable[..., object]
     ) -> T:
         is_over = True
         try:
@@ -130,15 +133,15 @@ class Calls:
                 await self._end(call, method)
         if is_over:
             raise OvertimeError(f"{limit.key} = {limit.timeout_s:g} is over")
-        if call.cancelled():  # by its own code: we have not told it to end
-            raise tamed(asyncio.CancelledError())
+        if call.cancelled():  # by its own code, since this class has not cancelled it
+            raise as_exception(asyncio.CancelledError())
         error = call.exception()
         if error is None:
             return call.result()
         try:
-            raise tamed(error)
+            raise as_exception(error)
         finally:
-            # Else the error, and all that its frames hold, would wait for the collector.
+            # Else the error and its frames would wait for the garbage collector.
             del call, error
 
     async def _end(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
@@ -151,7 +154,7 @@ class Calls:
         self._tell_if_left(call, method)
 
     async def leave(self, call: asyncio.Future[Any], method: Callable[..., object]) -> None:
-        """Wait a moment for a thread that nobody wants any more, and count it if it goes on."""
+        """Wait briefly for a thread whose result is not needed, and count it if it continues."""
         self._left.add(call)
         call.add_done_callback(self._forget)
         await asyncio.wait((call,), timeout=self._grace_s)
@@ -165,11 +168,11 @@ class Calls:
     def _forget(self, call: asyncio.Future[Any]) -> None:
         self._left.discard(call)
         if not call.cancelled():
-            call.exception()  # looked at, so that asyncio does not complain of it
+            call.exception()  # marks it as retrieved, so that asyncio does not report it
 
 
-async def _done_in_time(call: asyncio.Future[Any], limit: Limit) -> None:
-    """Until `call` is done or has had its time, and as much again as there were pauses."""
+async def _done_in_time(call: asyncio.Future[Any], limit: TimeLimit) -> None:
+    """Wait until `call` is done or its time, without pauses, is over."""
     paused_s, wait_s, had_s = limit.paused_s(), limit.timeout_s, 0.0
     while wait_s > 0 and not call.done():
         await _done_within(call, wait_s)
@@ -178,8 +181,8 @@ async def _done_in_time(call: asyncio.Future[Any], limit: Limit) -> None:
 
 
 async def _done_within(call: asyncio.Future[Any], timeout_s: float) -> None:
-    """Until `call` is done or its time is over. asyncio.wait, which is for many, takes twice as
-    long: 12 us where a rollout without calls takes 100."""
+    """Wait until `call` is done or `timeout_s` is over. asyncio.wait, which is for many, takes
+    twice as long: 12 us in a rollout without calls that takes 100."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
 
@@ -203,16 +206,16 @@ def _begin_task(
         try:
             return await method(*args, **kwargs)
         except (SystemExit, KeyboardInterrupt) as error:
-            raise tamed(error) from None
+            raise as_exception(error) from None
 
     return asyncio.get_running_loop().create_task(run())
 
 
-def begin_thread(
+def start_thread(
     method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> asyncio.Future[Any]:
-    """What `method` gives, in the end. A thread of its own: a pool would fill with those that never
-    end, and wait for them."""
+    """Run `method` in a new thread. A pool would fill with calls that never end, and wait for
+    them."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
@@ -221,10 +224,10 @@ def begin_thread(
         try:
             found, error = context.run(method, *args, **kwargs), None
         except BaseException as raised:  # noqa: BLE001 - door: env code may raise anything
-            found, error = None, tamed(raised)
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+            found, error = None, as_exception(raised)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits
             loop.call_soon_threadsafe(_settle, ended, found, error)
-        del ended, found, error  # this frame is held by the error, and must not hold it
+        del ended, found, error  # the error holds this frame, which must not hold the error
 
     threading.Thread(target=work, args=(ended,), name="env-call", daemon=True).start()
     return ended
@@ -237,14 +240,14 @@ def _settle(ended: asyncio.Future[Any], found: Any, error: Exception | None) -> 
         ended.set_exception(error)
 
 
-def tamed(error: BaseException) -> Exception:
-    """`error` as an Exception that ends only its own call; it keeps its traceback."""
+def as_exception(error: BaseException) -> Exception:
+    """Return `error` as an Exception that ends only its own call, with its traceback."""
     match error:
         case asyncio.CancelledError():
             text = "a CancelledError of its own came out of environment code"
         case SystemExit():
             text = f"environment code called sys.exit({error.code!r})"
-        case StopIteration():  # a Future does not take it
+        case StopIteration():  # a Future rejects it
             text = "a StopIteration came out of environment code"
         case Exception():
             return error
@@ -253,3 +256,26 @@ def tamed(error: BaseException) -> Exception:
             message = f": {error}".removesuffix(": ")
             text = f"a {type(error).__name__} came out of environment code{message}"
     return EscapedError(text).with_traceback(error.__traceback__)
+
+
+CANCEL_WAIT_S = 5.0
+"""Time that a cancelled rollout waits for a plain method that still runs."""
+_calls = EnvCalls(grace_s=CANCEL_WAIT_S)
+"""Counts those that continue."""
+
+
+async def call_hook(method: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> Any:
+    """Call a method that users write in a built-in environment, a plain one in a thread.
+
+    A plain method that runs when its rollout is cancelled is waited for, since its files are
+    removed next; one that continues is counted as left behind.
+    """
+    if inspect.iscoroutinefunction(method):
+        return await method(*args, **kwargs)
+    call = start_thread(method, args, kwargs)
+    try:
+        found = await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await _calls.leave(call, method)
+        raise
+    return await found if inspect.isawaitable(found) else found

@@ -1,4 +1,4 @@
-"""The built-in agent's client: one chat completion per call, over one pooled session.
+"""The built-in agent's client: one chat completion per call, over one connection pool.
 
     POST {base_url}/chat/completions --200--> ChatReply
         408, 429, 5xx, broken connection --attempts left--> wait, post again with a retry mark
@@ -6,10 +6,10 @@
         400 context_length_exceeded -----------------------> ContextFull
         any other status ----------------------------------> AgentFailed
 
-Invariant: a failed call is an exception, never an empty answer that an environment could score.
-A repeated call carries `x-stainless-retry-count`, so that the endpoint attaches it to the
-generation it may still be sampling. Driven by the built-in environments and by users' own; one
-client serves all rollouts of an event loop.
+- A failed call is an exception, never an empty answer that an environment could score.
+- A retry carries `x-stainless-retry-count`, so that the endpoint attaches it to the generation it
+  may still be sampling.
+- One client serves all rollouts of an event loop.
 """
 
 import asyncio
@@ -26,46 +26,47 @@ from rollmesh.core.types import Json
 from rollmesh.envs.env import Endpoint
 
 Message = Mapping[str, Json]
-"""A chat message as the OpenAI API takes it."""
+"""A chat message in the OpenAI API's form."""
 
 FULL = ("context_length_exceeded", "session_over_limit")
-"""Codes of refusals that no further call of this conversation escapes."""
+"""Error codes after which no further call of the conversation can succeed."""
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a client waits and how often it tries again."""
+    """Timeouts and retries of a client."""
 
     num_attempts: int = 6
     backoff_s: float = 0.25
-    """Wait before the second attempt; doubles from there. A Retry-After header wins if longer."""
+    """Wait before the second attempt; doubles from there. A longer Retry-After header wins."""
     max_wait_s: float = 20.0
-    """No single wait is longer, whatever Retry-After says."""
+    """Maximum of a single wait, whatever Retry-After requests."""
     timeout_s: float = 600.0
-    """For one attempt as a whole."""
+    """For one whole attempt."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A tool that the model calls."""
+    """A tool call by the model."""
 
     id: str
     name: str
     arguments: str
-    """As the model wrote them; JSON, if it wrote them well."""
+    """As the model wrote them; JSON if they are valid."""
 
 
 class ChatReply(msgspec.Struct, frozen=True):
-    """What the model said."""
+    """The model's answer."""
 
     text: str
     finish_reason: str
     """`stop`, `length` or `tool_calls`."""
     message: Message
-    """As it came, reasoning and all: append it to the history unchanged."""
+    """The unchanged message with its reasoning; append it to the history as it is."""
     calls: tuple[ToolCall, ...] = ()
 
 
 class ChatClient:
-    """Opens its session on the first call, in the running loop; `close` it on the same loop."""
+    """A chat client. It connects on the first call, on the running loop; `close` it on the same
+    loop."""
 
     def __init__(self, settings: ChatSettings | None = None) -> None:
         self._settings = settings or ChatSettings()
@@ -74,11 +75,11 @@ class ChatClient:
     async def complete(
         self, endpoint: Endpoint, messages: Sequence[Message], **fields: Json
     ) -> ChatReply:
-        """The model's answer to `messages`; `fields` go into the body as they are.
+        """Return the model's answer to `messages`; `fields` are added to the body.
 
-        Raises AgentFailed where the endpoint refuses the request (ContextFull where it is longer
-        than the model's context, or its session over a limit), InfraError where it does not answer
-        within the bounded number of attempts.
+        Raises AgentFailed if the endpoint refuses the request (ContextFull if it exceeds the
+        model's context or a session limit), InfraError if it does not answer within the bounded
+        number of attempts.
         """
         body = orjson.dumps({"model": endpoint.model, "messages": messages, **fields})
         url = _chat_url(endpoint.base_url)
@@ -157,7 +158,7 @@ _decoder = msgspec.json.Decoder(_Completion)
 
 
 def _parse(payload: bytes) -> ChatReply:
-    """The first choice; InfraError where the answer is no chat completion."""
+    """Return the first choice; InfraError if the answer is no chat completion."""
     try:
         choice = _decoder.decode(payload).choices[0]
         said = msgspec.convert(choice.message, _ReplyMessage)
@@ -178,7 +179,7 @@ def _headers(api_key: str) -> dict[str, str]:
 
 
 def _seconds(header: str | None) -> float:
-    """Retry-After in its form of seconds; its form as a date counts as absent."""
+    """Parse Retry-After in seconds; a date counts as absent."""
     try:
         return max(0.0, float(header or 0.0))
     except ValueError:
@@ -186,7 +187,7 @@ def _seconds(header: str | None) -> float:
 
 
 def _error_text(payload: bytes) -> str:
-    """The message of an OpenAI-style error, or the beginning of whatever came instead."""
+    """Return the message of an OpenAI-style error, or the beginning of any other body."""
     try:
         return str(orjson.loads(payload)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):
@@ -194,7 +195,7 @@ def _error_text(payload: bytes) -> str:
 
 
 def _error_code(payload: bytes) -> str:
-    """The machine-readable code of an OpenAI-style error; '' if there is none."""
+    """Return the code of an OpenAI-style error; '' if there is none."""
     try:
         return str(orjson.loads(payload)["error"]["code"])
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -1,43 +1,88 @@
-"""The environment interface: pose tasks, drive an agent against an endpoint, score what it did.
+"""The environment interface: provide tasks, run an agent against an endpoint, score the result.
 
     tasks() -> Task -> run(task, agent) -> Transcript -> score(task, transcript) -> Score
         all siblings scored -> score_siblings(task, siblings) -> score_group(task, scores)
 
-Invariant: plain values in and out, so that an environment may run in the worker's process or in
-one of its own; what the agent said to the model is recorded by the session, not here. Rewards
-come from `score`, `score_siblings` and `score_group` alone. Driven by the worker; written by users.
+- Plain values in and out, so that an environment may run in a process of its own. The session, not
+  the environment, records model calls.
+- Rewards come from `score`, `score_siblings` and `score_group` only.
+- All OpenAI clients of an event loop share a connection pool: an `AsyncOpenAI` with its own takes
+  0.1 s of the loop to load certificates, one that shares it at most a millisecond.
 """
 
 import abc
+import asyncio
 from collections.abc import Awaitable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
+from rollmesh.core.errors import EnvError
 from rollmesh.core.types import Json, Score, Task
-from rollmesh.envs.openai_client import openai_client
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
+_pools: WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = WeakKeyDictionary()
+
+
+def openai_client(base_url: str, api_key: str, **options: Any) -> "AsyncOpenAI":
+    """Return a client for one endpoint; `options` are AsyncOpenAI's, such as `max_retries`.
+
+    Call it on the event loop that will use the client. EnvError if `openai` is not installed.
+    """
+    try:
+        from openai import AsyncOpenAI  # noqa: PLC0415 - takes seconds, and is used by few
+    except ModuleNotFoundError:
+        raise EnvError("agent.openai() needs the package openai: pip install openai") from None
+    loop = asyncio.get_running_loop()
+    if loop not in _pools:
+        _pools[loop] = _pool_class()(trust_env=False)
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=_pools[loop], **options)
+
+
+async def close_pool() -> None:
+    """Close the pool of the running loop; a later client opens a new one."""
+    pool = _pools.pop(asyncio.get_running_loop(), None)
+    if pool is not None:
+        await pool.end()
+
+
+@cache
+def _pool_class() -> Any:
+    from openai import DefaultAsyncHttpxClient  # noqa: PLC0415 - as above
+
+    class Pool(DefaultAsyncHttpxClient):
+        """A pool that stays open when one rollout's client is closed."""
+
+        async def aclose(self) -> None:
+            return
+
+        async def end(self) -> None:
+            await super().aclose()
+
+    return Pool
+
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where the agent of one rollout finds its model; valid until the rollout ends."""
+    """The model endpoint of one rollout's agent; valid until the rollout ends."""
 
     base_url: str
     """OpenAI style, ends in `/v1`."""
     api_key: str
     """The session's secret; send it as a Bearer token or x-api-key, never log it."""
     model: str
-    """What to put into a request's `model` field."""
+    """Value for a request's `model` field."""
 
     @property
     def root_url(self) -> str:
-        """For clients that append `/v1` themselves, as Anthropic's do."""
+        """Base URL for clients that append `/v1` themselves, such as Anthropic's."""
         return self.base_url.removesuffix("/v1")
 
     def openai(self, **options: Any) -> "AsyncOpenAI":
-        """An `openai.AsyncOpenAI` for this endpoint; all rollouts of a worker share connections.
+        """Return an `openai.AsyncOpenAI` for this endpoint; rollouts of a worker share connections.
 
         Use `agent.model` as the model. `options` are AsyncOpenAI's. It need not be closed.
         """
@@ -45,41 +90,41 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Transcript(msgspec.Struct, kw_only=True):
-    """What `run` hands to `score`; JSON values, so that it can cross a process."""
+    """Result of `run` for `score`; JSON values, so that it can cross processes."""
 
     data: dict[str, Json] = {}
-    """Whatever the environment's `score` needs."""
+    """Data for the environment's `score`."""
     truncated: bool = False
-    """True where a limit, not the agent, ended the rollout; its outcome is `truncated`."""
+    """True if a limit, not the agent, ended the rollout; its outcome is `truncated`."""
 
 
 class Sibling(msgspec.Struct, frozen=True):
-    """A scored rollout of a group, and what a child task may borrow of it.
+    """A scored rollout of a group, with endpoints for child tasks.
 
-    Both endpoints answer as long as the group is scored, and 410 from then on.
+    Both endpoints answer while the group is scored, and return 410 afterwards.
     """
 
     index: int
-    """In its group."""
+    """Index in its group."""
     score: Score
     transcript: Transcript
     line: Endpoint
-    """Calls that go on from this rollout's messages: they become turns of it, and train with it."""
+    """Continues this rollout's messages: calls become turns of it, and train with it."""
     model: Endpoint
-    """The model alone: nothing of it is recorded, and it is sampled as it is asked."""
+    """The plain model: calls are not recorded, and sampled as requested."""
 
 
 class Env(abc.ABC):
     """An environment; the constructor takes the keyword settings of the config's env table.
 
     One object serves all rollouts of a worker, many at a time: keep per-rollout state in `run`.
-    `run` raises `AgentFailed` where the agent itself is at fault (outcome `agent_error`) and
-    `InfraError` where it is not (the rollout runs again, up to a bound, then `infra_error`);
-    any other exception counts as the agent's fault and is reported with its traceback.
+    `run` raises `AgentFailed` for the agent's own faults (outcome `agent_error`) and `InfraError`
+    for others (the rollout runs again, up to a bound, then `infra_error`); any other exception
+    counts as the agent's fault and is reported with its traceback.
     """
 
     secret_settings: ClassVar[tuple[str, ...]] = ()
-    """Secrets among the settings, besides `*_key`, `*_token`, `*_secret` and `*password*`."""
+    """Secret settings besides `*_key`, `*_token`, `*_secret` and `*password*`."""
 
     @abc.abstractmethod
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
@@ -94,22 +139,23 @@ class Env(abc.ABC):
 
     @abc.abstractmethod
     def score(self, task: Task, transcript: Transcript) -> Score | Awaitable[Score]:
-        """The reward of one finished rollout; `async def` where it waits, else run in a thread."""
+        """Return the reward of a finished rollout; a plain method runs in a thread."""
 
     def score_siblings(
         self, task: Task, siblings: list[Sibling]
     ) -> list[Score] | Awaitable[list[Score]]:
-        """The same for rewards that take child tasks: calls to the model, or on a sibling's line.
+        """Score siblings with child tasks: calls to the model, or continuations of a sibling.
 
-        One score per given sibling, in order. Default: `score_group` of their scores.
+        Return one score per sibling, in order. Default: `score_group` of their scores.
         """
         return self.score_group(task, [sibling.score for sibling in siblings])
 
     def score_group(self, task: Task, scores: list[Score]) -> list[Score] | Awaitable[list[Score]]:
-        """Rewards that depend on the siblings; one per given score, in order. Default: as given."""
+        """Return rewards that depend on the siblings, one per score, in order. Default:
+        unchanged."""
         del task
         return scores
 
     async def close(self) -> None:
-        """Give back what the environment holds (pools, files); called once, on the same loop."""
+        """Release resources (pools, files); called once, on the same loop."""
         return

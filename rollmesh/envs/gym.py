@@ -67,7 +67,7 @@ class GymEnv(MultiTurnEnv):
         talk.data.update(reward=0.0, num_steps=0, num_unreadable=0)
         talk.held = self._new_game()
         seen, _ = talk.held.reset(seed=task.data["seed"])
-        return _told(talk.held, seen)
+        return _observation_text(talk.held, seen)
 
     def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
         """One step; None where the game is over."""
@@ -80,7 +80,7 @@ class GymEnv(MultiTurnEnv):
         talk.data["reward"] += float(reward)
         talk.data["num_steps"] += 1
         talk.truncated = bool(is_truncated)
-        return None if is_over or is_truncated else _told(talk.held, seen)
+        return None if is_over or is_truncated else _observation_text(talk.held, seen)
 
     def finish(self, task: Task, talk: Talk) -> None:
         """Close the game."""
@@ -151,7 +151,7 @@ def _reader(space: "gymnasium.Space[Any]", names: Sequence[str]) -> "_TextReader
     raise EnvError(f"actions of {space} cannot be said; text and discrete ones can")
 
 
-def _told(game: "gymnasium.Env[Any, Any]", seen: object) -> str:
+def _observation_text(game: "gymnasium.Env[Any, Any]", seen: object) -> str:
     """An observation as text; what a picture in letters colours is put into brackets."""
     if isinstance(seen, str):
         return seen

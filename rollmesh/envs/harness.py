@@ -21,11 +21,11 @@ from pathlib import Path
 from rollmesh.core.errors import AgentFailed, EnvError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.types import Json, Task
+from rollmesh.envs.calls import call_hook
 from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.envs.hooks import call_hook
 from rollmesh.envs.isolation import Network
-from rollmesh.envs.program import Command, Ended, run_program
-from rollmesh.envs.scratch import Scratch, new_scratch
+from rollmesh.envs.program import Command, ProgramExit, run_program
+from rollmesh.envs.scratch import ScratchFolders, new_scratch
 
 log = get_logger()
 
@@ -110,7 +110,7 @@ class HarnessEnv(Env):
         data = {"exit_code": ended.exit_code, "output": output, **collected}
         return Transcript(data=data, truncated=ended.is_overtime)
 
-    def _words(self, task: Task, agent: Endpoint, scratch: Scratch) -> dict[str, str]:
+    def _words(self, task: Task, agent: Endpoint, scratch: ScratchFolders) -> dict[str, str]:
         return {
             "task_id": task.id,
             "question": self.question(task),
@@ -122,7 +122,9 @@ class HarnessEnv(Env):
             "work": str(scratch.work),
         }
 
-    def _command(self, words: Mapping[str, str], agent: Endpoint, scratch: Scratch) -> Command:
+    def _command(
+        self, words: Mapping[str, str], agent: Endpoint, scratch: ScratchFolders
+    ) -> Command:
         kept = {name: os.environ[name] for name in self._keep_env if name in os.environ}
         own = {name: _filled(text, words) for name, text in self._env.items()}
         return Command(
@@ -135,7 +137,7 @@ class HarnessEnv(Env):
             network=self._network,
         )
 
-    def _check(self, ended: Ended, output: str) -> None:
+    def _check(self, ended: ProgramExit, output: str) -> None:
         """Log an end that should not be; AgentFailed, unless its time was over: that is scored."""
         code = ended.exit_code
         if code in self._exit_codes and not ended.is_overtime:

@@ -1,16 +1,12 @@
-"""Where agents' programs run: apart from the worker, from each other and from the host.
+"""Isolation of agents' programs from the worker, from each other and from the host.
 
     auto:  bwrap --probe fails--> uid --probe fails--> none
 
-| mode | what separates a program from the host |
-|---|---|
-| bwrap | namespaces for users, processes, mounts, IPC and network (bubblewrap) |
-| uid | a user id of its own; the network and world-readable files are the host's |
-| none | nothing: the program runs as the worker's user |
-
-- A mode is probed by running the program's interpreter inside a slot, once per program and network.
+- bwrap: namespaces for users, processes, mounts, IPC and network (bubblewrap). uid: a user id of
+  its own; network and world-readable files are the host's. none: the worker's user.
+- A mode is probed by running the program's interpreter in a slot, once per program and network.
 - A mode that the settings name is never replaced by a weaker one: its failure is an InfraError.
-- When a slot ends, every process in it has ended, and its control group is gone.
+- When a slot ends, all of its processes have ended, and its control group is gone.
 """
 
 import asyncio
@@ -37,30 +33,44 @@ from rollmesh.core.config import WorkerConfig
 from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
 from rollmesh.envs import starter
-from rollmesh.envs.bwrap import bwrap_argv, interpreter_of, named_files, visible_paths
-from rollmesh.envs.cgroups import ControlGroup, Limits, new_group, sweep_groups
+from rollmesh.envs.containment import (
+    CgroupLimits,
+    ControlGroup,
+    bwrap_argv,
+    interpreter_of,
+    named_files,
+    new_group,
+    sweep_groups,
+    visible_paths,
+)
 from rollmesh.envs.scratch import sweep
-from rollmesh.envs.slot_uids import end_processes, give, slot_uid
 from rollmesh.envs.spawner import CONTROL
-from rollmesh.envs.spawning import Spawned, Spawner, process_spawner
+from rollmesh.envs.spawning import (
+    Spawned,
+    Spawner,
+    end_processes,
+    give_access,
+    process_spawner,
+    slot_uid,
+)
 
 log = get_logger()
 
 Mode = Literal["bwrap", "uid", "none"]
 Network = Literal["session", "host"]
 Serve = Callable[[socket.socket], Awaitable[Callable[[], None]]]
-"""Serves the sessions' endpoint on one more listening socket; returns what closes it."""
+"""Serves the sessions' endpoint on one more listening socket; returns a function that stops it."""
 
 STARTER = starter.__file__
 START_S = 30.0
-"""How long a slot may take until its program begins, in seconds."""
+"""Seconds until a slot's program must begin."""
 PROBE = """i=$1; shift
 for f; do test -r "$f" || { echo "$f: not readable there"; exit 3; }; done
 exec "$i" --version"""
 NAMED = re.compile(r"(python|node|bash|perl|ruby|deno|bun)[0-9.]*")
 """Interpreters that answer --version."""
 NPROC_PER_NAMESPACE = (5, 14)
-"""Since this Linux, processes are counted by user and user namespace."""
+"""First Linux version that counts processes by user and user namespace."""
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid; see unix(7)."""
 SCM_CREDENTIALS = 2
@@ -69,49 +79,49 @@ INTERPRETER = getattr(sys, "_base_executable", sys.executable)
 """Without the virtual environment, which the starter does not need."""
 
 
-async def nothing() -> None:
-    """For a program that runs without a slot of its own."""
+async def do_nothing() -> None:
+    """Default for a program without a slot of its own."""
 
 
 class Command(msgspec.Struct, frozen=True):
-    """What to run; `env` is all of its environment, but for the mark."""
+    """Program to run; `env` is its whole environment, except the mark."""
 
     argv: tuple[str, ...]
     folder: Path
-    """Where it starts; it may write there."""
+    """Working directory, which it may write."""
     env: Mapping[str, str]
     writable: tuple[Path, ...] = ()
-    """More folders in which it may write."""
+    """More folders that it may write."""
     read_only: tuple[Path, ...] = ()
     """Files and folders of the host that it may read, under bwrap."""
     base_url: str = ""
-    """The endpoint that it calls; '' is none, and under bwrap it then has no network at all."""
+    """Endpoint that it calls; '' is none, and under bwrap it then has no network at all."""
     network: Network = "session"
-    """Under bwrap: the endpoint alone, or the host's network."""
+    """Under bwrap: the endpoint only, or the host's network."""
 
 
 class IsolationSettings(msgspec.Struct, frozen=True):
-    """The settings of [worker] that are about agents' programs."""
+    """Settings of [worker] for agents' programs."""
 
     mode: Literal["auto", "bwrap", "uid", "none"] = "none"
     first_uid: int = 200_000
     num_uids: int = 1024
-    limits: Limits = Limits()
+    limits: CgroupLimits = CgroupLimits()
 
 
-class Slot(msgspec.Struct):
-    """One program's place, open as long as it runs."""
+class ProgramSlot(msgspec.Struct):
+    """Environment of one program, open while it runs."""
 
     mode: Mode
     argv: tuple[str, ...]
     passed: tuple[int, ...] = ()
     """Descriptors that it inherits."""
-    begin: Callable[[], Awaitable[None]] = nothing
-    """To be awaited once it is started; InfraError where the program cannot be executed."""
-    end: Callable[[], Awaitable[None]] = nothing
-    """Kills what is in it; returns when all of it has ended."""
+    begin: Callable[[], Awaitable[None]] = do_nothing
+    """Awaited after the start; InfraError if the program cannot be executed."""
+    end: Callable[[], Awaitable[None]] = do_nothing
+    """Kills its processes; returns when all have ended."""
     spawn: Callable[[Mapping[str, str], int], Spawned] | None = None
-    """Starts it with an environment and an output through the spawner, where the worker cannot."""
+    """Starts it with an environment and an output through the spawner, if the worker cannot."""
 
     async def start(
         self, folder: Path, env: Mapping[str, str], output: int
@@ -132,20 +142,20 @@ class Slot(msgspec.Struct):
 
 
 class Isolation:
-    """Opens slots; one per process, see `settle`."""
+    """Opens slots; one object per process, see `use_isolation`."""
 
     def __init__(self, settings: IsolationSettings, serve: Serve | None = None) -> None:
-        """`serve` is the worker's; without it no network namespace has an endpoint."""
+        """`serve` is the worker's; without it network namespaces have no endpoint."""
         self._settings = settings
         self._serve = serve
         self._modes: dict[tuple[str, Network], asyncio.Future[Mode]] = {}
         self._has_warned = False
         self.shown = "none" if settings.mode == "none" else ""
-        """The weakest mode that a program runs in, for people; '' before the first."""
+        """The weakest mode that a program runs in, for display; '' before the first."""
 
     @contextlib.asynccontextmanager
-    async def slot(self, command: Command) -> AsyncIterator[Slot]:
-        """A slot for `command` in the mode that fits it; InfraError where there is none."""
+    async def slot(self, command: Command) -> AsyncIterator[ProgramSlot]:
+        """Provide a slot for `command` in the right mode; InfraError if there is none."""
         mode = await self._mode_for(command)
         async with self._open(mode, command) as slot:
             yield slot
@@ -192,7 +202,7 @@ class Isolation:
         self.shown = max(self.shown, mode, key=order.index)
 
     async def _why_not(self, mode: Mode, command: Command) -> str:
-        """Why the program's interpreter does not run in a slot of `mode`; '' if it does."""
+        """Return why the program's interpreter does not run in a slot of `mode`; '' if it does."""
         if why := self._missing(mode, command):
             return why
         try:
@@ -246,9 +256,9 @@ class Isolation:
             return "" if code == 0 else last_line or why or f"{interpreter}: exit code {code}"
 
     @contextlib.asynccontextmanager
-    async def _open(self, mode: Mode, command: Command) -> AsyncIterator[Slot]:
+    async def _open(self, mode: Mode, command: Command) -> AsyncIterator[ProgramSlot]:
         if mode == "none":
-            yield Slot("none", command.argv)
+            yield ProgramSlot("none", command.argv)
             return
         stack = contextlib.AsyncExitStack()
         try:
@@ -259,33 +269,33 @@ class Isolation:
 
     async def _prepare(
         self, mode: Mode, command: Command, stack: contextlib.AsyncExitStack
-    ) -> Slot:
+    ) -> ProgramSlot:
         settings, uid = self._settings, 0
         if mode == "uid":
             taken = slot_uid(settings.first_uid, settings.num_uids)
             uid = await asyncio.to_thread(taken.__enter__)
             stack.push_async_callback(asyncio.to_thread, taken.__exit__, None, None, None)
             for folder in _writable(command):
-                await asyncio.to_thread(give, folder, uid)
+                await asyncio.to_thread(give_access, folder, uid)
         group = await asyncio.to_thread(new_group, settings.limits)
         if group is not None:
             stack.push_async_callback(asyncio.to_thread, group.close)
-        starting = _Starting(command, mode, uid, group, self._serve)
+        starting = _StarterExchange(command, mode, uid, group, self._serve)
         stack.push_async_callback(starting.close)
         argv = starting.argv(settings.limits)
         spawner = process_spawner() if mode == "uid" else None
         spawn = None if spawner is None else functools.partial(starting.spawn, spawner, argv)
-        return Slot(mode, argv, starting.passed, starting.begin, starting.end, spawn)
+        return ProgramSlot(mode, argv, starting.passed, starting.begin, starting.end, spawn)
 
 
 class ProbeOutput:
-    """A pipe for the output of a probe, which is short."""
+    """A pipe for the short output of a probe."""
 
     def __init__(self) -> None:
         self._reading, self.writing = os.pipe()
 
     def close(self) -> str:
-        """The last line that was written."""
+        """Close the pipe; return the last line written."""
         os.close(self.writing)
         os.set_blocking(self._reading, False)
         try:
@@ -296,8 +306,8 @@ class ProbeOutput:
         return next((line for line in reversed(text.splitlines()) if line.strip()), "")
 
 
-class _Starting:
-    """The exchange with the starter of one slot."""
+class _StarterExchange:
+    """The communication with the starter of one slot."""
 
     def __init__(
         self,
@@ -314,22 +324,22 @@ class _Starting:
         self._ours.setblocking(False)
         self._close_endpoint: Callable[[], None] | None = None
         self._first = -1
-        """A pidfd of the first process of the slot's pid namespace."""
+        """Pidfd of the first process of the slot's pid namespace."""
 
     @property
     def passed(self) -> tuple[int, ...]:
         """Descriptors that the starter inherits."""
         return (self._theirs.fileno(),)
 
-    def argv(self, limits: Limits) -> tuple[str, ...]:
-        """The command line that prepares the slot and then executes the program."""
+    def argv(self, limits: CgroupLimits) -> tuple[str, ...]:
+        """Return the command line that prepares the slot and then executes the program."""
         command, is_bwrap = self._command, self._mode == "bwrap"
         is_forwarded = is_bwrap and command.network == "session" and command.base_url
         url = urlsplit(command.base_url if is_forwarded else "")
         host = "127.0.0.1" if url.hostname == "localhost" else url.hostname or ""
         num_processes = limits.num_processes
         if is_bwrap and (os.geteuid() == 0 or _kernel() < NPROC_PER_NAMESPACE):
-            num_processes = 0  # root is not limited, and an older kernel counts the worker's too
+            num_processes = 0  # unlimited for root; older kernels count the worker's too
         has_group = self._group is not None
         is_spawned = self._uid and process_spawner() is not None
         uid, control = (0, CONTROL) if is_spawned else (self._uid, self._theirs.fileno())
@@ -353,7 +363,7 @@ class _Starting:
         )
 
     async def begin(self) -> None:
-        """Let the program begin: its endpoint is served and its group holds it."""
+        """Let the program start, with its endpoint served and its group applied."""
         self._theirs.close()
         program = self._command.argv[0]
         try:
@@ -381,7 +391,7 @@ class _Starting:
         return Spawned(reading, functools.partial(spawner.kill, self._uid))
 
     async def end(self) -> None:
-        """Kill what is in the slot; returns when all of it has ended."""
+        """Kill all processes of the slot; return when they have ended."""
         if self._uid:
             await asyncio.to_thread(end_processes, self._uid)
             if (spawner := process_spawner()) is not None:
@@ -391,7 +401,7 @@ class _Starting:
             await asyncio.to_thread(_end_namespace, descriptor)
 
     async def close(self) -> None:
-        """End what is left and give everything back."""
+        """End remaining processes and release all resources."""
         await self.end()
         self._ours.close()
         self._theirs.close()
@@ -399,7 +409,7 @@ class _Starting:
             self._close_endpoint()
 
     async def _take(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        """Serve the starter's listening socket, and hold the starter by its pid."""
+        """Serve the starter's listening socket, and apply limits to the starter by its pid."""
         for _, kind, raw in ancillary:
             if kind == socket.SCM_RIGHTS:
                 listening = socket.socket(fileno=int.from_bytes(raw[:4], sys.byteorder))
@@ -416,8 +426,8 @@ class _Starting:
             self._first = os.pidfd_open(int(status.partition("\nPPid:")[2].split()[0]))
 
 
-async def _begun(slot: Slot) -> str:
-    """Why the slot's program does not begin; '' if it does."""
+async def _begun(slot: ProgramSlot) -> str:
+    """Return why the slot's program does not start; '' if it does."""
     try:
         await slot.begin()
     except InfraError as error:
@@ -432,7 +442,7 @@ async def _killed(process: asyncio.subprocess.Process | Spawned) -> None:
 
 
 async def _received(connection: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-    """One message and what came with it; b'' at the end of the connection."""
+    """Receive one message and its ancillary data; b'' at the end of the connection."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
@@ -472,18 +482,18 @@ def _kernel() -> tuple[int, ...]:
 _in_use = [Isolation(IsolationSettings())]
 
 
-def settle(isolation: Isolation) -> None:
-    """Run this process's programs in the slots of `isolation`; until then they run in none."""
+def use_isolation(isolation: Isolation) -> None:
+    """Run this process's programs in slots of `isolation`; until then they run without."""
     _in_use[0] = isolation
 
 
 def isolate_programs(config: WorkerConfig, serve: Serve) -> None:
-    """Run this process's programs as [worker] says, their endpoint served by `serve`.
+    """Run this process's programs under the settings of [worker], their endpoint served by `serve`.
 
-    What processes that were killed have left of theirs is removed before.
+    Leftovers of killed processes are removed first.
     """
     remove_left_behind()
-    limits = Limits(
+    limits = CgroupLimits(
         memory_bytes=config.program_memory_bytes,
         num_processes=config.program_max_processes,
         num_cpus=config.program_cpus,
@@ -494,15 +504,15 @@ def isolate_programs(config: WorkerConfig, serve: Serve) -> None:
         num_uids=config.isolation_num_uids,
         limits=limits,
     )
-    settle(Isolation(settings, serve))
+    use_isolation(Isolation(settings, serve))
 
 
 def remove_left_behind() -> None:
-    """Remove control groups and scratch folders of processes that were killed."""
+    """Remove control groups and scratch folders of killed processes."""
     sweep_groups()
     sweep()
 
 
-def current() -> Isolation:
-    """The isolation of this process."""
+def current_isolation() -> Isolation:
+    """Return the isolation of this process."""
     return _in_use[0]

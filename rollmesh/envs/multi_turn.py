@@ -1,13 +1,13 @@
-"""A conversation: the environment opens, the model speaks, the environment answers, and so on.
+"""Environments that converse with the model, over many turns or one.
 
-    begin --> the model speaks --> respond --None--> OVER --> finish --> Transcript --> score
-                    ^                 +--messages, turns left--+
-                    +------------------------------------------+
+    begin --> the model answers --> respond --None--> OVER --> finish --> Transcript --> score
+                    ^                  +--messages, turns left--+
+                    +-------------------------------------------+
     OVER by a limit (max_turns, the context, an answer cut at its end) is `truncated`
 
-Invariants: the model's messages go back into the history as they came, so that the session finds
-what it sampled; `finish` runs once for every `begin`, whatever happened. Driven by the worker;
-users derive from it.
+- The model's messages return to the history unchanged, so that the session recognises its own
+  samples.
+- `finish` runs once for each `begin`, whatever happens. Truncated answers are scored too.
 """
 
 import abc
@@ -17,39 +17,40 @@ from typing import Any
 import msgspec
 
 from rollmesh.core.errors import ContextFull, EnvError
-from rollmesh.core.types import Json, Task
+from rollmesh.core.types import Json, Score, Task
+from rollmesh.envs.calls import call_hook
 from rollmesh.envs.chat import ChatClient, ChatReply, Message
 from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.envs.hooks import call_hook
 
 Words = str | Sequence[Message]
-"""What an environment says: the text of a user's message, or whole messages."""
+"""Text of a user's message, or whole messages."""
 
 
 class Talk(msgspec.Struct, kw_only=True):
-    """One rollout's conversation under way."""
+    """State of one rollout's conversation."""
 
     messages: list[Message] = []
     num_turns: int = 0
     """Answers of the model so far."""
     answer: str = ""
-    """The text of the last one."""
+    """Text of the last answer."""
     data: dict[str, Json] = {}
-    """JSON; `score` finds it in the transcript."""
+    """JSON values that `score` finds in the transcript."""
     truncated: bool = False
-    """True where a limit, and not the model or the task, ends it; `respond` may set it too."""
+    """True if a limit, not the model or the task, ends it; `respond` may set it too."""
     held: Any = None
-    """What is not JSON: an open game, a connection; `finish` gives it back."""
+    """State that is not JSON: an open game, a connection; `finish` releases it."""
 
 
 class MultiTurnEnv(Env):
-    """A class of the user's own adds `tasks`, `respond` and `score`.
+    """Base of multi-turn environments; subclasses add `tasks`, `respond` and `score`.
 
     Each of `begin`, `respond` and `finish` may be `async def`; plain ones run in a thread.
     """
 
     def __init__(self, *, max_turns: int = 16, max_tokens: int = 0, system: str = "") -> None:
-        """`max_tokens` is for one answer, 0 leaves it to the session; `system` opens every talk."""
+        """`max_tokens` limits one answer, 0 leaves it to the session; `system` starts each
+        conversation."""
         if max_turns < 1 or max_tokens < 0:
             raise EnvError("max_turns must be at least 1, and max_tokens not negative")
         self.max_turns = max_turns
@@ -58,7 +59,7 @@ class MultiTurnEnv(Env):
         self._chat = ChatClient()
 
     def begin(self, task: Task, talk: Talk) -> Words | Awaitable[Words]:
-        """The opening words. Default: the task's `question`."""
+        """Return the opening message. Default: the task's `question`."""
         del talk
         return str(task.data["question"])
 
@@ -66,20 +67,21 @@ class MultiTurnEnv(Env):
     def respond(
         self, task: Task, talk: Talk, reply: ChatReply
     ) -> Words | Awaitable[Words | None] | None:
-        """The answer to what the model said; None ends the conversation."""
+        """Return the answer to the model's message; None ends the conversation."""
 
     def finish(self, task: Task, talk: Talk) -> Awaitable[None] | None:
-        """Give back what `talk.held` holds, if `begin` got that far. Default: nothing to do."""
+        """Release `talk.held`, if `begin` set it. Default: nothing."""
         del task, talk
         return None
 
     def fields(self, talk: Talk) -> dict[str, Json]:
-        """What goes into the body of each request beside the messages."""
+        """Return additional fields of each request's body."""
         del talk
         return self._fields
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
-        """One conversation; its transcript has `talk.data`, `messages`, `num_turns`, `answer`."""
+        """Run one conversation; its transcript has `talk.data`, `messages`, `num_turns`,
+        `answer`."""
         talk = Talk()
         try:
             await self._converse(task, talk, agent)
@@ -114,5 +116,29 @@ class MultiTurnEnv(Env):
 
 
 def as_messages(words: Words) -> list[Message]:
-    """A text as a user's message; messages as they are."""
+    """Return text as a user's message, and messages unchanged."""
     return [{"role": "user", "content": words}] if isinstance(words, str) else [*words]
+
+
+class SingleTurnEnv(MultiTurnEnv):
+    """Base of environments with one question and one answer; subclasses add `tasks` and `grade`.
+
+    The question is the task's `question`, unless `begin` is overridden.
+    """
+
+    def __init__(self, *, max_tokens: int = 0, system: str = "") -> None:
+        super().__init__(max_turns=1, max_tokens=max_tokens, system=system)
+
+    @abc.abstractmethod
+    def grade(self, task: Task, answer: str) -> float | Score | Awaitable[float | Score]:
+        """Return the reward of an answer; a plain method runs in a thread."""
+
+    async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> None:
+        """End after the first answer."""
+        del task, talk, reply
+
+    async def score(self, task: Task, transcript: Transcript) -> Score:
+        """Return the grade of the answer."""
+        answer = str(transcript.data["answer"])
+        graded: float | Score = await call_hook(self.grade, task, answer)
+        return graded if isinstance(graded, Score) else Score(graded)

@@ -1,18 +1,22 @@
-"""One run of an agent's program: started in a slot, its output read, and ended with all it started.
+"""One run of an agent's program: started in a slot, its output read, and all its processes ended.
 
-    RUNNING --it ends, its time is over, or the rollout is cancelled--> SWEPT --> Ended
+    RUNNING --it ends, its time is over, or the rollout is cancelled--> SWEPT --> ProgramExit
 
 - The slot (isolation.py) decides what the program can reach. Without isolation it runs as the
   worker's user and can read what that user can.
-- Every process of the slot has ended when `run_program` returns. Without isolation these are the
-  program's process group and what carries its mark (core/orphans.py): a process that leaves both,
-  by emptying its environment, is missed.
-- Output is read to its end and only the excerpt that was asked for is kept.
+- All processes of the slot have ended when `run_program` returns. Without isolation these are its
+  process group and processes with its mark (core/orphans.py); a process that leaves both, by
+  emptying its environment, is missed.
+- Output is read to its end; only an excerpt is kept.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
+from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,7 +24,7 @@ from rollmesh.core.errors import InfraError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.orphans import MARK_VARIABLE, kill_marked, new_mark
 from rollmesh.envs.isolation import Command as Command
-from rollmesh.envs.isolation import Slot, current
+from rollmesh.envs.isolation import ProgramSlot, Serve, current_isolation
 from rollmesh.envs.spawning import Spawned
 
 log = get_logger()
@@ -30,22 +34,22 @@ Process = asyncio.subprocess.Process | Spawned
 READ_BYTES = 64 * 1024
 MAX_SIGNAL = 64
 KILL_S = 5.0
-"""What does not end within this time of its SIGKILL is in the kernel's hands."""
+"""Time after SIGKILL at which a process is left to the kernel."""
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """How a program ended."""
+class ProgramExit(msgspec.Struct, frozen=True):
+    """Result of a program."""
 
     exit_code: int
-    """Negative: the signal that killed it. Under bwrap an exit code of 129 to 192 counts as one."""
+    """Negative: the signal that killed it. Under bwrap, exit codes 129 to 192 count as signals."""
     output: str
-    """stdout and stderr as they came; the middle is left out where there was too much."""
+    """stdout and stderr in order; the middle is omitted if it is too long."""
     is_overtime: bool
-    """Its time was over, and we killed it."""
+    """Whether it was killed because its time was over."""
 
 
 class Excerpt:
-    """The beginning and the end of a stream of bytes, at most `max_bytes` of it."""
+    """The beginning and the end of a stream of bytes, at most `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._half = max(1, max_bytes // 2)
@@ -54,7 +58,7 @@ class Excerpt:
         self._num_bytes = 0
 
     def add(self, data: bytes) -> None:
-        """Take the next bytes; what lies between beginning and end is forgotten."""
+        """Add bytes; the middle is dropped."""
         self._num_bytes += len(data)
         room = self._half - len(self._head)
         self._head += data[:room]
@@ -63,20 +67,22 @@ class Excerpt:
             del self._tail[: -self._half]
 
     def text(self) -> str:
-        """What is kept, with a line that says how much is not."""
+        """Return the kept text, with a line that counts omitted bytes."""
         tail = bytes(self._tail[-self._half :])
         num_left_out = self._num_bytes - len(self._head) - len(tail)
         gap = f"\n[... {num_left_out} bytes left out ...]\n".encode() if num_left_out else b""
         return (bytes(self._head) + gap + tail).decode("utf-8", "replace")
 
 
-async def run_program(command: Command, timeout_s: float, max_output_bytes: int) -> Ended:
-    """Run it to its end, or for `timeout_s` seconds; InfraError where it cannot be started."""
-    async with current().slot(command) as slot:
+async def run_program(command: Command, timeout_s: float, max_output_bytes: int) -> ProgramExit:
+    """Run a program to its end, or for `timeout_s` seconds; InfraError if it cannot start."""
+    async with current_isolation().slot(command) as slot:
         return await _run(command, slot, timeout_s, max_output_bytes)
 
 
-async def _run(command: Command, slot: Slot, timeout_s: float, max_output_bytes: int) -> Ended:
+async def _run(
+    command: Command, slot: ProgramSlot, timeout_s: float, max_output_bytes: int
+) -> ProgramExit:
     mark = new_mark("rollout")
     excerpt = Excerpt(max_output_bytes)
     try:
@@ -106,20 +112,20 @@ async def _run(command: Command, slot: Slot, timeout_s: float, max_output_bytes:
             if not limit.expired():
                 raise
     finally:
-        # A second cancellation must not abandon what still runs.
+        # A second cancellation must not abandon running processes.
         await asyncio.shield(asyncio.ensure_future(_sweep(mark, process, slot, listening)))
     assert process is not None
     if process.returncode is None:
         raise InfraError(f"{command.argv[0]} could not be ended within {KILL_S:g} s")
-    return Ended(_exit_code(process.returncode, slot), excerpt.text(), limit.expired())
+    return ProgramExit(_exit_code(process.returncode, slot), excerpt.text(), limit.expired())
 
 
-def _exit_code(code: int, slot: Slot) -> int:
-    """bubblewrap ends with 128 + N where signal N killed the program."""
+def _exit_code(code: int, slot: ProgramSlot) -> int:
+    """Convert bubblewrap's exit code 128 + N after signal N."""
     return 128 - code if slot.mode == "bwrap" and 128 < code <= 128 + MAX_SIGNAL else code
 
 
-async def _start(command: Command, slot: Slot, mark: str, writing: int) -> Process:
+async def _start(command: Command, slot: ProgramSlot, mark: str, writing: int) -> Process:
     try:
         return await slot.start(command.folder, {**command.env, MARK_VARIABLE: mark}, writing)
     except OSError as error:
@@ -127,9 +133,9 @@ async def _start(command: Command, slot: Slot, mark: str, writing: int) -> Proce
 
 
 async def _sweep(
-    mark: str, process: Process | None, slot: Slot, listening: asyncio.Task[None]
+    mark: str, process: Process | None, slot: ProgramSlot, listening: asyncio.Task[None]
 ) -> None:
-    """End the program and all of its slot; its pipe is then at its end."""
+    """End the program and all of its slot, so that its pipe ends."""
     if isinstance(process, asyncio.subprocess.Process):
         _kill_group(process.pid)
     await slot.end()
@@ -141,12 +147,13 @@ async def _sweep(
                 await process.wait()
             await listening
     except TimeoutError:
-        # The kernel holds it, or a process that emptied its environment holds its pipe.
+        # Held by the kernel, or its pipe by a process that emptied its environment.
         log.warning("program.left", mark=mark)
 
 
 def _kill_group(pid: int) -> None:
-    """Ends also what emptied its environment, and works where there is no /proc."""
+    """Kill the process group, including processes that emptied their environment; needs no
+    /proc."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -156,8 +163,8 @@ def _kill_group(pid: int) -> None:
 async def _listen(reading: int, excerpt: Excerpt) -> None:
     """Read the pipe to its end, and close it.
 
-    By hand, since uvloop's pipe transports close a descriptor twice: the second time it may be
-    another's, which a thread has just opened.
+    Without a transport, since uvloop's pipe transports close a descriptor twice: the second time it
+    may belong to another thread.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
@@ -175,3 +182,37 @@ async def _listen(reading: int, excerpt: Excerpt) -> None:
     finally:
         loop.remove_reader(reading)
         os.close(reading)
+
+
+BLOCK_BYTES = 64 * 1024
+
+
+def forward_to(url: str) -> Serve:
+    """Serve the HTTP server at `url` on a slot's socket by forwarding connections, for processes
+    without an interception server. A connection ends when either side ends it."""
+    parts = urlsplit(url)
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError):
+            from_server, to_server = await asyncio.open_connection(parts.hostname, parts.port)
+            with contextlib.closing(to_server):
+                copies = [
+                    asyncio.create_task(_copy(reader, to_server)),
+                    asyncio.create_task(_copy(from_server, writer)),
+                ]
+                await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+                for each in copies:
+                    each.cancel()
+
+    async def serve(listening: socket.socket) -> Callable[[], None]:
+        server = await asyncio.start_server(connected, sock=listening)
+        return server.close
+
+    return serve
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(BLOCK_BYTES):
+            writer.write(data)
+            await writer.drain()

@@ -1,19 +1,24 @@
-"""The scratch folder of one rollout: a home and a working directory, gone when it ends.
+"""Scratch folders of rollouts, and reading their files without following links out of them.
 
     rollmesh-x1y2/  home/  work/  lock       held while the rollout runs and its worker lives
 
-Invariants: readable by our user alone, below the system's temporary folder (TMPDIR), and removed
-whatever its program did to permissions; `sweep` removes those of workers that were killed. Driven
-by harness.py.
+- A scratch folder is readable by our user only, below TMPDIR, and removed whatever its program did
+  to permissions; `sweep` removes those of killed workers.
+- Files are opened below the folder without symbolic links, by openat2(2) or part by part with
+  O_NOFOLLOW.
+- Only regular files of at most `max_bytes` are read: a FIFO or a device never blocks the reader.
 """
 
 import asyncio
 import contextlib
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -29,18 +34,18 @@ PREFIX = "rollmesh-"
 LOCK = "lock"
 
 
-class Scratch(msgspec.Struct, frozen=True):
+class ScratchFolders(msgspec.Struct, frozen=True):
     """Two empty folders."""
 
     home: Path
-    """HOME of the program: its configuration and its caches."""
+    """The program's HOME: configuration and caches."""
     work: Path
-    """Where it starts: the files of the task."""
+    """The program's working directory, with the task's files."""
 
 
 @contextlib.asynccontextmanager
-async def new_scratch() -> AsyncIterator[Scratch]:
-    """A scratch folder while the block runs; InfraError where there is no room for one."""
+async def new_scratch() -> AsyncIterator[ScratchFolders]:
+    """Provide a scratch folder while the block runs; InfraError if it cannot be created."""
     try:
         scratch, lock = await asyncio.to_thread(_make)
     except OSError as error:
@@ -52,7 +57,7 @@ async def new_scratch() -> AsyncIterator[Scratch]:
 
 
 def sweep() -> int:
-    """Remove our user's scratch folders whose workers are gone; how many there were.
+    """Remove our user's scratch folders whose workers have ended; return how many there were.
 
     Symbolic links and folders of other users are skipped.
     """
@@ -67,7 +72,7 @@ def sweep() -> int:
 
 
 def _lock_of_ours(root: Path) -> int | None:
-    """The lock of `root`, if that is a folder of our user and no worker holds its lock."""
+    """Take the lock of `root`, if it is a folder of our user and no worker holds the lock."""
     try:
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -80,30 +85,30 @@ def _lock_of_ours(root: Path) -> int | None:
         os.close(folder)
 
 
-def _make() -> tuple[Scratch, int]:
-    """The folders, and the descriptor that holds their lock."""
+def _make() -> tuple[ScratchFolders, int]:
+    """Create the folders; return them and the descriptor that holds their lock."""
     root = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        return _furnish(root)
+        return _fill(root)
     except OSError:
         remove(root)
         raise
 
 
-def _furnish(root: Path) -> tuple[Scratch, int]:
-    # Held before it has its name: nobody finds a lock that is not held.
+def _fill(root: Path) -> tuple[ScratchFolders, int]:
+    # Locked before it has its name, so that no process finds an unlocked one.
     unnamed = root / f"{LOCK}.new"
     unnamed.touch()
     lock = _lock(unnamed)
     assert lock is not None
     unnamed.rename(root / LOCK)
-    scratch = Scratch(root / "home", root / "work")
+    scratch = ScratchFolders(root / "home", root / "work")
     for folder in (scratch.home, scratch.work):
         folder.mkdir()
     return scratch, lock
 
 
-def _unmake(scratch: Scratch, lock: int) -> None:
+def _unmake(scratch: ScratchFolders, lock: int) -> None:
     try:
         remove(scratch.home.parent)
     finally:
@@ -111,8 +116,8 @@ def _unmake(scratch: Scratch, lock: int) -> None:
 
 
 def _lock(path: str | Path, folder: int | None = None) -> int | None:
-    """A descriptor that holds the file's lock; None where another process holds it, or there is no
-    file."""
+    """Return a descriptor that holds the file's lock; None if another process holds it, or there is
+    no file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
@@ -126,13 +131,13 @@ def _lock(path: str | Path, folder: int | None = None) -> int | None:
 
 
 def remove(folder: Path) -> None:
-    """The folder with all that is in it; what cannot be removed is logged, and left."""
+    """Remove a folder with its content; what cannot be removed is logged, and left."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
         with contextlib.suppress(RecursionError, OSError):
             _unlock(folder)
-        # Folders may stand deeper in each other than Python descends.
+        # Folders may be nested deeper than Python descends.
         with contextlib.suppress(OSError):
             subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, check=False)
     if folder.exists():
@@ -140,10 +145,102 @@ def remove(folder: Path) -> None:
 
 
 def _unlock(folder: Path) -> None:
-    """Take back the permissions that a program took from its folders, from the outermost on."""
+    """Restore permissions that a program removed from its folders, from the outermost on."""
     folder.chmod(stat.S_IRWXU)
     for inside, names, _ in os.walk(folder):
         for name in names:
             path = os.path.join(inside, name)
             if not os.path.islink(path):
                 os.chmod(path, stat.S_IRWXU)
+
+
+MAX_BYTES = 2**20
+"""Default limit for reading one file: 1 MiB."""
+
+_OPENAT2 = 437
+"""Number of the system call, the same on each architecture that Python runs on."""
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x02, 0x04, 0x08
+_RESOLVE = _RESOLVE_NO_MAGICLINKS | _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+_UNSUPPORTED = (errno.ENOSYS, errno.EPERM, errno.EINVAL)
+"""An older kernel, or a container whose seccomp filter does not know the call."""
+
+
+class _OpenHow(ctypes.Structure):
+    """struct open_how of openat2(2)."""
+
+    _fields_ = (
+        ("flags", ctypes.c_uint64),
+        ("mode", ctypes.c_uint64),
+        ("resolve", ctypes.c_uint64),
+    )
+
+
+def read_bytes(folder: Path, name: str, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read the regular file `name` below `folder`.
+
+    Raise OSError if there is none: FileNotFoundError, or ELOOP or EXDEV for a path that leaves the
+    folder or crosses a symbolic link, EINVAL for a FIFO, a device or a folder, EFBIG for a file of
+    more than `max_bytes`.
+    """
+    root = os.open(folder, _FOLDER)
+    try:
+        descriptor = open_beneath(root, name)
+    finally:
+        os.close(root)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", name)
+        raw = file.read(max_bytes + 1)
+    if len(raw) > max_bytes:
+        raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", name)
+    return raw
+
+
+def read_text(folder: Path, name: str, max_bytes: int = MAX_BYTES) -> str:
+    """Read a file like `read_bytes`, as UTF-8 text; invalid bytes are replaced."""
+    return read_bytes(folder, name, max_bytes).decode("utf-8", "replace")
+
+
+def open_beneath(root: int, name: str) -> int:
+    """Open `name` below the folder `root` for reading, without symbolic links; OSError."""
+    try:
+        return _openat2(root, name)
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+    return open_by_parts(root, name)
+
+
+def open_by_parts(root: int, name: str) -> int:
+    """Open a file without following links, on a kernel without openat2."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts or not parts:
+        raise OSError(errno.EXDEV, "not a path below the folder", name)
+    folder = os.dup(root)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        return os.open(parts[-1], _FILE, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _openat2(root: int, name: str) -> int:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    how = _OpenHow(_FILE, 0, _RESOLVE)
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    call.restype = ctypes.c_long
+    path = ctypes.c_char_p(os.fsencode(name))
+    while True:
+        size = ctypes.c_size_t(ctypes.sizeof(how))
+        found: int = call(ctypes.c_long(_OPENAT2), root, path, ctypes.byref(how), size)
+        if found >= 0:
+            return found
+        number = ctypes.get_errno()
+        if number not in (errno.EAGAIN, errno.EINTR):  # a concurrent rename
+            raise OSError(number, os.strerror(number), name)

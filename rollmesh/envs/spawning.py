@@ -1,12 +1,16 @@
-"""The worker's side of the spawner: programs run as slot users, though the worker has no rights.
+"""Programs as other users: the client of the spawner process, and the user ids of slots.
 
-- `split` starts the spawner and changes this process to the worker's user. Only what the worker's
-  user cannot read is read before that, by the caller.
+- `start_spawner_and_drop_rights` changes this process to the worker's user for good; the caller
+  reads files that the worker's user cannot read before that.
 - A program's exit code comes by a pipe of its own; the spawner sends no other message.
+- A slot's user id is taken by a lock on a file that only our user can open: the workers of a host
+  share a range, and a killed worker releases its ids.
+- All processes of an id are killed before it is used and before it is released.
 """
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -15,6 +19,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +34,7 @@ ENDED = "the process that starts programs as other users has ended"
 
 
 def account_of(user: str) -> pwd.struct_passwd:
-    """The account with this name or id, which is not root's; ConfigError if there is none or this
+    """Return the account with this name or id; ConfigError if there is none, it is root's, or this
     process cannot change to it."""
     try:
         account = pwd.getpwuid(int(user)) if user.isdecimal() else pwd.getpwnam(user)
@@ -60,16 +66,16 @@ def acting_as(account: pwd.struct_passwd) -> Iterator[None]:
         os.setgroups(groups)
 
 
-def split(
+def start_spawner_and_drop_rights(
     account: pwd.struct_passwd,
     first_uid: int,
     num_uids: int,
     before: Callable[[], object] = lambda: None,
 ) -> None:
-    """Start a spawner, call `before`, and change to the account's user, which cannot be undone.
+    """Start a spawner, call `before`, and change to the account's user irreversibly.
 
-    The worker keeps the slots' groups as supplementary groups, to read what programs leave.
-    ConfigError if the account's ids are in the slots' range or the right to change users stays.
+    The worker keeps the slots' groups as supplementary groups, to read files that programs leave.
+    ConfigError if the account's ids are in the slots' range or the right to change users remains.
     """
     taken = range(first_uid, first_uid + 2 * num_uids)
     if account.pw_uid in taken or account.pw_gid in taken:
@@ -96,7 +102,7 @@ def split(
 
 
 _started: list["subprocess.Popen[bytes]"] = []
-"""The spawner ends after this process, so nothing waits for it."""
+"""The spawner ends after this process, so it is never waited for."""
 
 
 def _capabilities(name: str) -> int:
@@ -111,7 +117,7 @@ class Spawner:
         self._connection = connection
 
     def has_ended(self) -> bool:
-        """Whether its process is gone, so that no program can be started or ended any more."""
+        """Whether its process is gone, so that programs can be neither started nor ended."""
         try:
             return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -133,7 +139,7 @@ class Spawner:
         return self._ask("run", uid, words, output, control)
 
     def end(self, uid: int) -> None:
-        """Kill every process of `uid`; InfraError if some are left."""
+        """Kill all processes of `uid`; InfraError if some are left."""
         for _ in range(_TRIES):
             code = exit_code(self._ask("end", uid, {}))
             if code == 0:
@@ -143,11 +149,11 @@ class Spawner:
         raise InfraError(f"processes of user {uid} could not be ended")
 
     def kill(self, uid: int) -> None:
-        """Have every process of `uid` killed, without waiting for it."""
+        """Kill all processes of `uid`, without waiting."""
         os.close(self._ask("end", uid, {}))
 
     def share(self, uid: int, folders: Sequence[Path]) -> None:
-        """Let the worker's group read and remove what `uid` made in the folders."""
+        """Let the worker's group read and remove files of `uid` in the folders."""
         exit_code(self._ask("share", uid, {"folders": list(map(str, folders))}))
 
     def _ask(self, action: str, uid: int, words: Mapping[str, object], *more: int) -> int:
@@ -168,7 +174,7 @@ class Spawner:
 
 
 def exit_code(reading: int) -> int:
-    """The exit code that the spawner writes to this pipe; InfraError if it ended before."""
+    """Read the exit code from the spawner's pipe; InfraError if the spawner ended before."""
     with os.fdopen(reading, "rb") as file:
         raw = file.read()
     if not raw:
@@ -182,7 +188,7 @@ class Spawned:
     def __init__(self, reading: int, kill: Callable[[], None]) -> None:
         self.returncode: int | None = None
         self.kill = kill
-        """Has every process of its slot killed."""
+        """Kills all processes of its slot."""
         self._reading = reading
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -190,7 +196,7 @@ class Spawned:
         self._loop.add_reader(reading, self._take)
 
     async def wait(self) -> int:
-        """Its exit code; negative for a signal."""
+        """Return its exit code; negative for a signal."""
         await asyncio.shield(self._ended)
         if self.returncode is None:
             raise InfraError(ENDED)
@@ -208,9 +214,95 @@ class Spawned:
 
 @functools.cache
 def process_spawner() -> Spawner | None:
-    """The spawner that this process was started with, if any; removes its variable."""
+    """Return the spawner that this process inherited, if any; removes its variable."""
     number = os.environ.pop(SPAWNER_VARIABLE, "")
     if not number.isdecimal():
         return None
     os.set_inheritable(int(number), False)
     return Spawner(socket.socket(fileno=int(number)))
+
+
+KILL_S = 5.0
+PAUSE_S = 0.005
+KILL_ALL = """import os, sys
+uid = int(sys.argv[1])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+os.kill(-1, 9)
+"""
+
+
+@contextlib.contextmanager
+def slot_uid(first: int, num: int) -> Iterator[int]:
+    """Reserve a user id of the range while the block runs; InfraError if all are in use."""
+    folder = Path(tempfile.gettempdir()) / f"rollmesh.uids.{os.geteuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise InfraError(f"{folder}: it belongs to another user; remove it")
+    for uid in range(first, first + num):
+        lock = os.open(folder / str(uid), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            continue
+        try:
+            end_processes(uid)
+            yield uid
+        finally:
+            end_processes(uid)
+            os.close(lock)
+        return
+    raise InfraError(f"all {num} user ids from {first} are in use; raise worker.isolation_num_uids")
+
+
+def end_processes(uid: int) -> None:
+    """Kill all processes of `uid` until none is left; InfraError after KILL_S."""
+    if (spawner := process_spawner()) is not None:
+        spawner.end(uid)
+        return
+    until_s = time.monotonic() + KILL_S
+    while _any_of(uid):
+        # A process that forks endlessly outruns a list of pids, but not one signal to all.
+        subprocess.run([sys.executable, "-I", "-S", "-c", KILL_ALL, str(uid)], check=False)
+        if time.monotonic() > until_s:
+            raise InfraError(f"processes of user {uid} could not be ended within {KILL_S:g} s")
+        time.sleep(PAUSE_S)
+
+
+def _any_of(uid: int) -> bool:
+    """Kill the current processes of `uid`; return whether there were any."""
+    is_any = False
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            status = Path(f"/proc/{name}/status").read_text()
+        except OSError:
+            continue
+        uids = status.partition("\nUid:")[2].partition("\n")[0].split()
+        state = status.partition("\nState:")[2].split()
+        if str(uid) in uids and state[:1] not in (["Z"], ["X"]):
+            is_any = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(name), signal.SIGKILL)
+    return is_any
+
+
+def give_access(folder: Path, uid: int) -> None:
+    """Give `uid` access to the folder and its content: as owner, or by its group without root."""
+    group_only = process_spawner() is not None
+    owner = -1 if group_only else uid
+    if folder.parent.lstat().st_uid == os.geteuid():
+        folder.parent.chmod(folder.parent.stat().st_mode | 0o011)
+    os.chown(folder, owner, uid, follow_symlinks=False)
+    folder.chmod(0o2770 if group_only else 0o700)
+    for inside, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(inside, name)
+            os.chown(path, owner, uid, follow_symlinks=False)
+            if group_only and not os.path.islink(path):
+                mode = os.lstat(path).st_mode & 0o777
+                os.chmod(path, mode | (0o2070 if name in folders else mode >> 3 & 0o070 | 0o060))

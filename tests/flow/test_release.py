@@ -26,7 +26,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.core.process import listen
 from rollmesh.core.types import GroupRecord, Outcome, RolloutRecord, SamplingPolicy, Score, Task
 from rollmesh.engine.backend import EngineRequest
-from rollmesh.envs.calls import Calls
+from rollmesh.envs.calls import EnvCalls
 from rollmesh.envs.chat import ChatClient, Message
 from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
 from rollmesh.runtime.blobs import Blob
@@ -327,7 +327,7 @@ async def meshed(folder: Path, *settings: str) -> AsyncIterator[Mesh]:
         env.runtime = runtime
         stack.push_async_callback(env.close)
         mesh = Mesh(env, runtime, worker, router)
-        calls = Calls(grace_s=0.1)
+        calls = EnvCalls(grace_s=0.1)
         stage = WorkerContext(
             env, runtime, f"{address}/v1", "policy", config.worker, SystemClock(), calls
         )

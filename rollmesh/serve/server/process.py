@@ -51,11 +51,10 @@ from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE, admin_token, handed
 from rollmesh.core.text import printable
 from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.engine.view import FleetView
-from rollmesh.envs.calls import Calls, Limit, tamed
-from rollmesh.envs.env import Env
+from rollmesh.envs.calls import EnvCalls, TimeLimit, as_exception
+from rollmesh.envs.env import Env, close_pool
 from rollmesh.envs.isolation import isolate_programs, remove_left_behind
 from rollmesh.envs.loading import load_env
-from rollmesh.envs.openai_client import close_pool
 from rollmesh.runtime import blobs
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.runtime.registry import GC_THRESHOLDS, Runtime, new_runtime
@@ -277,7 +276,7 @@ def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[Leaving])
         except (SystemExit, KeyboardInterrupt) as error:
             if serving.done():
                 raise
-            log.error("env.escaped", error=str(tamed(error)))
+            log.error("env.escaped", error=str(as_exception(error)))
         except RuntimeError:
             if serving.done() or loop.is_closed():
                 raise
@@ -306,7 +305,7 @@ async def _serve(
     stop = stop_event(loop)
     num_threads = config.worker.max_rollouts + OWN_THREADS
     loop.set_default_executor(ThreadPoolExecutor(num_threads, "pool"))
-    calls = Calls()
+    calls = EnvCalls()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, env)
         worker = Worker(settings)
@@ -358,8 +357,8 @@ async def _serve(
 
 async def _close(env: Env) -> None:
     try:
-        calls = Calls(grace_s=CLOSE_S / 2)
-        await calls.call(Limit("the time to close", CLOSE_S), env.close)
+        calls = EnvCalls(grace_s=CLOSE_S / 2)
+        await calls.call(TimeLimit("the time to close", CLOSE_S), env.close)
     except Exception as error:  # noqa: BLE001 - door: env code may raise anything
         log.warning("env.not_closed", error=one_line(error))
     await close_pool()

@@ -27,7 +27,7 @@ from rollmesh.core.ids import RolloutId
 from rollmesh.core.logs import get_logger
 from rollmesh.core.text import printable
 from rollmesh.core.types import ErrorPlace, Outcome, RolloutRecord, Score, reward_fault
-from rollmesh.envs.calls import Calls, Limit, OvertimeError, never_paused, nothing
+from rollmesh.envs.calls import EnvCalls, OvertimeError, TimeLimit, do_nothing, never_paused
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.scopes import OpenSession
@@ -51,7 +51,7 @@ class WorkerContext(msgspec.Struct, frozen=True):
     model_name: str
     settings: WorkerConfig
     clock: Clock
-    calls: Calls = msgspec.field(default_factory=Calls)
+    calls: EnvCalls = msgspec.field(default_factory=EnvCalls)
     paused_s: Callable[[], float] = never_paused
     """A sum that grows while no engine can serve; time limits of rollouts do not count it."""
 
@@ -161,9 +161,9 @@ def one_line(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {first_line}"[:MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
 
 
-def score_limit(settings: WorkerConfig, when_over: Callable[[], None] = nothing) -> Limit:
+def score_limit(settings: WorkerConfig, when_over: Callable[[], None] = do_nothing) -> TimeLimit:
     """Return the fault of a call that scores."""
-    return Limit("score_timeout_s", settings.score_timeout_s, when_over)
+    return TimeLimit("score_timeout_s", settings.score_timeout_s, when_over)
 
 
 def check_score(score: object, method: str = "score") -> Score:
@@ -206,7 +206,7 @@ async def _play_once(context: WorkerContext, opened: OpenSession, ask: GroupAsk)
         opened.session.seal("the rollout was ended")
 
     settings = context.settings
-    limit = Limit("run_timeout_s", settings.run_timeout_s, when_over, context.paused_s)
+    limit = TimeLimit("run_timeout_s", settings.run_timeout_s, when_over, context.paused_s)
     try:
         transcript = await context.calls.call(limit, context.env.run, ask.task, agent)
         if not isinstance(transcript, Transcript):

@@ -28,7 +28,7 @@ from rollmesh.core.process import pid_space
 from rollmesh.core.text import printable
 from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
-from rollmesh.envs.isolation import current
+from rollmesh.envs.isolation import current_isolation
 from rollmesh.envs.spawning import ENDED, process_spawner
 from rollmesh.serve.server.groups import Payload, Slots, empty_payload, run_group
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
@@ -171,7 +171,7 @@ class Worker:
             held_bytes=self._machine.budget.held_bytes,
             last_place=self._slots.last_place,
             last_task_id=printable(self._slots.last_task_id),
-            isolation=current().shown,
+            isolation=current_isolation().shown,
         )
 
     def report(self, fault: EngineFaulted) -> None:

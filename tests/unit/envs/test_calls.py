@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rollmesh.envs.calls import Calls, EscapedError, Limit, OvertimeError
+from rollmesh.envs.calls import EnvCalls, EscapedError, OvertimeError, TimeLimit
 
-SOON = Limit("score_timeout_s", 5.0)
-NOW = Limit("score_timeout_s", 0.01)
+SOON = TimeLimit("score_timeout_s", 5.0)
+NOW = TimeLimit("score_timeout_s", 0.01)
 
 
 def plain(seen: list[int]) -> str:
@@ -28,7 +28,7 @@ async def never() -> None:
 
 async def test_plain_method_runs_in_a_thread_and_a_coroutine_on_the_loop() -> None:
     seen: list[int] = []
-    calls = Calls()
+    calls = EnvCalls()
     assert await calls.call(SOON, plain, seen) == "plain"
     assert await calls.call(SOON, coroutine, seen) == "coroutine"
     assert seen[0] != threading.get_ident()
@@ -38,20 +38,20 @@ async def test_plain_method_runs_in_a_thread_and_a_coroutine_on_the_loop() -> No
 
 async def test_plain_method_may_give_an_awaitable() -> None:
     seen: list[int] = []
-    assert await Calls().call(SOON, lambda: coroutine(seen)) == "coroutine"
+    assert await EnvCalls().call(SOON, lambda: coroutine(seen)) == "coroutine"
     assert seen == [threading.get_ident()]
 
 
 async def test_time_in_which_nobody_could_get_on_is_not_counted() -> None:
-    calls, told = Calls(), iter([0.0, 0.02, 0.04, 0.04])
-    limit = Limit("run_timeout_s", 0.01, paused_s=lambda: next(told))
+    calls, told = EnvCalls(), iter([0.0, 0.02, 0.04, 0.04])
+    limit = TimeLimit("run_timeout_s", 0.01, paused_s=lambda: next(told))
     with pytest.raises(OvertimeError):
         await calls.call(limit, never)
     assert not list(told), "it waited on for as long as the pauses took"
 
 
 async def test_call_that_takes_too_long_is_over_and_its_code_has_ended() -> None:
-    calls, ended = Calls(), list[str]()
+    calls, ended = EnvCalls(), list[str]()
 
     async def tidy() -> None:
         try:
@@ -60,7 +60,7 @@ async def test_call_that_takes_too_long_is_over_and_its_code_has_ended() -> None
             await asyncio.sleep(0)
             ended.append("tidied up")
 
-    over = Limit("score_timeout_s", 0.01, lambda: ended.append("over"))
+    over = TimeLimit("score_timeout_s", 0.01, lambda: ended.append("over"))
     with pytest.raises(OvertimeError, match=r"score_timeout_s = 0\.01 is over"):
         await calls.call(over, tidy)
     assert ended == ["over", "tidied up"]
@@ -72,11 +72,11 @@ async def test_timeout_of_the_code_itself_is_not_ours() -> None:
         raise TimeoutError("its own")
 
     with pytest.raises(TimeoutError, match="its own"):
-        await Calls().call(SOON, give_up)
+        await EnvCalls().call(SOON, give_up)
 
 
 async def test_coroutine_that_swallows_its_cancellation_is_left_behind_and_counted() -> None:
-    calls, gate = Calls(grace_s=0.01), asyncio.Event()
+    calls, gate = EnvCalls(grace_s=0.01), asyncio.Event()
 
     async def stubborn() -> None:
         while not gate.is_set():
@@ -95,10 +95,10 @@ async def test_coroutine_that_swallows_its_cancellation_is_left_behind_and_count
 
 
 async def test_thread_that_never_ends_is_left_behind_and_holds_up_nobody() -> None:
-    calls, gate = Calls(), threading.Event()
+    calls, gate = EnvCalls(), threading.Event()
     for _ in range(50):
         with pytest.raises(OvertimeError):
-            await calls.call(Limit("score_timeout_s", 0.001), gate.wait, 30.0)
+            await calls.call(TimeLimit("score_timeout_s", 0.001), gate.wait, 30.0)
     assert calls.num_left == 50
     assert await calls.call(SOON, plain, []) == "plain"
     gate.set()
@@ -131,7 +131,7 @@ STRAYS = [
 @pytest.mark.parametrize("stray", [*STRAYS, StopIteration()])
 async def test_what_a_thread_lets_out_does_not_end_the_caller(stray: BaseException) -> None:
     with pytest.raises(EscapedError):
-        await Calls().call(SOON, leave_by(stray))
+        await EnvCalls().call(SOON, leave_by(stray))
 
 
 @pytest.mark.parametrize("stray", STRAYS)
@@ -140,7 +140,7 @@ async def test_stray_cancellation_or_exit_does_not_end_the_caller(stray: BaseExc
         raise stray
 
     with pytest.raises(EscapedError):
-        await Calls().call(SOON, leave_soon)
+        await EnvCalls().call(SOON, leave_soon)
 
 
 async def test_what_a_library_panics_with_is_told() -> None:
@@ -148,7 +148,7 @@ async def test_what_a_library_panics_with_is_told() -> None:
         raise PanicError("index out of bounds")
 
     with pytest.raises(EscapedError, match=r"a PanicError came out .*: index out of bounds"):
-        await Calls().call(SOON, panic)
+        await EnvCalls().call(SOON, panic)
 
 
 async def test_coroutine_that_cancels_its_own_task_does_not_end_the_caller() -> None:
@@ -159,12 +159,12 @@ async def test_coroutine_that_cancels_its_own_task_does_not_end_the_caller() -> 
         await never()
 
     with pytest.raises(EscapedError):
-        await Calls().call(SOON, cancel_me)
+        await EnvCalls().call(SOON, cancel_me)
 
 
 async def test_cancelled_caller_is_cancelled_at_once_and_so_is_the_call() -> None:
     started, ended = asyncio.Event(), list[str]()
-    over = Limit("run_timeout_s", 5.0, lambda: ended.append("over"))
+    over = TimeLimit("run_timeout_s", 5.0, lambda: ended.append("over"))
 
     async def tidy() -> None:
         started.set()
@@ -173,7 +173,7 @@ async def test_cancelled_caller_is_cancelled_at_once_and_so_is_the_call() -> Non
         finally:
             ended.append("tidied up")
 
-    calls = Calls()
+    calls = EnvCalls()
     task = asyncio.ensure_future(calls.call(over, tidy))
     await started.wait()
     task.cancel()
@@ -184,7 +184,7 @@ async def test_cancelled_caller_is_cancelled_at_once_and_so_is_the_call() -> Non
 
 
 async def test_call_that_is_cancelled_before_it_begins_leaves_no_coroutine_unawaited() -> None:
-    calls = Calls()
+    calls = EnvCalls()
     task = asyncio.ensure_future(calls.call(SOON, never))
     await asyncio.sleep(0)
     task.cancel()

@@ -5,8 +5,7 @@ import time
 from collections.abc import Iterator
 
 from rollmesh.core.types import Score, Task
-from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.envs.openai_client import close_pool
+from rollmesh.envs.env import Endpoint, Env, Transcript, close_pool
 from rollmesh.testing.chat_endpoint import ChatEndpoint
 
 

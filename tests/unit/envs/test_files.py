@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.envs import read_bytes, read_text
-from rollmesh.envs.files import open_by_parts
+from rollmesh.envs.scratch import open_by_parts
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from rollmesh.envs.calls import EscapedError, num_left_behind
-from rollmesh.envs.hooks import call_hook
+from rollmesh.envs.calls import EscapedError, call_hook, num_left_behind
 
 
 async def test_coroutine_runs_on_the_loop_and_a_plain_method_in_a_thread() -> None:

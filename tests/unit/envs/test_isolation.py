@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from rollmesh.core.errors import InfraError
-from rollmesh.envs import cgroups, isolation
-from rollmesh.envs.cgroups import Limits
+from rollmesh.envs import containment, isolation
+from rollmesh.envs.containment import CgroupLimits
 from rollmesh.envs.isolation import Command, Isolation, IsolationSettings
-from rollmesh.envs.program import Ended, run_program
+from rollmesh.envs.program import ProgramExit, run_program
 from rollmesh.envs.scratch import new_scratch
 
 PYTHON = shutil.which("python3", path="/usr/local/bin:/usr/bin") or sys.executable
@@ -28,14 +28,14 @@ NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "
 def settled() -> Iterator[Callable[..., Isolation]]:
     def settle(mode: str, **limits: int) -> Isolation:
         found = Isolation(
-            IsolationSettings(mode, limits=Limits(**limits)),  # type: ignore[arg-type]
+            IsolationSettings(mode, limits=CgroupLimits(**limits)),  # type: ignore[arg-type]
             serve,
         )
-        isolation.settle(found)
+        isolation.use_isolation(found)
         return found
 
     yield settle
-    isolation.settle(Isolation(IsolationSettings()))
+    isolation.use_isolation(Isolation(IsolationSettings()))
 
 
 async def serve(listening: socket.socket) -> Callable[[], None]:
@@ -70,7 +70,7 @@ def needs_root() -> None:
         pytest.skip("only root may become another user")
 
 
-async def run(code: str, *words: str, python: str = PYTHON, base_url: str = "") -> Ended:
+async def run(code: str, *words: str, python: str = PYTHON, base_url: str = "") -> ProgramExit:
     async with new_scratch() as scratch:
         command = Command((python, "-c", code, *words), scratch.work, {}, base_url=base_url)
         return await run_program(command, 60.0, 4000)
@@ -80,7 +80,9 @@ async def test_a_slot_keeps_exit_codes_signals_and_output(
     mode: str, settled: Callable[..., Isolation]
 ) -> None:
     settled(mode)
-    assert await run("print('out'); raise SystemExit(3)") == Ended(3, "out\n", is_overtime=False)
+    assert await run("print('out'); raise SystemExit(3)") == ProgramExit(
+        3, "out\n", is_overtime=False
+    )
     ended = await run("import os; os.kill(os.getpid(), 9)")
     assert ended.exit_code == -signal.SIGKILL
 
@@ -182,5 +184,5 @@ def test_the_control_groups_of_a_killed_process_are_removed_and_those_in_use_are
     gone, running = f"rollmesh-{ended.pid}-0", f"rollmesh-{os.getpid()}-0"
     for name in (gone, running, "rollmesh-x-0"):
         (tmp_path / name).mkdir()
-    cgroups.remove_ended(tmp_path)
+    containment.remove_ended(tmp_path)
     assert {each.name for each in tmp_path.iterdir()} == {running, "rollmesh-x-0"}

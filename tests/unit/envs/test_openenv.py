@@ -12,8 +12,7 @@ from rollmesh.core.errors import EnvError, InfraError
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.envs.loading import load_env
-from rollmesh.envs.openenv import OpenEnvEnv
-from rollmesh.envs.openenv_session import RETRY_S
+from rollmesh.envs.openenv import RETRY_S, OpenEnvEnv
 from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
 from rollmesh.testing.openenv_server import Observation, OpenEnvServer
 

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from rollmesh.core.errors import InfraError
-from rollmesh.envs.program import Command, Ended, Excerpt, run_program
+from rollmesh.envs.program import Command, Excerpt, ProgramExit, run_program
 
 LIMITS_S = (1.0, 10.0, 60.0)
 KEPT = {name: os.environ[name] for name in ("PATH", "ROLLMESH_TEST_RUN") if name in os.environ}
@@ -36,12 +36,12 @@ os.read(reading, 1)
 
 async def run(
     folder: Path, code: str, timeout_s: float = 100.0, max_output_bytes: int = 1000
-) -> Ended:
+) -> ProgramExit:
     command = Command((sys.executable, "-c", code), folder, KEPT)
     return await run_program(command, timeout_s, max_output_bytes)
 
 
-async def overtime(folder: Path, code: str) -> Ended:
+async def overtime(folder: Path, code: str) -> ProgramExit:
     """How it ends when its time is over, which must be enough for it to begin: then it prints, or
     has written `pid`."""
     for limit_s in LIMITS_S:
@@ -71,7 +71,7 @@ def is_alive(pid: int) -> bool:
 
 async def test_output_of_both_streams_and_the_exit_code_come_back(tmp_path: Path) -> None:
     code = "import os; os.write(1, b'out '); os.write(2, b'err'); raise SystemExit(3)"
-    assert await run(tmp_path, code) == Ended(3, "out err", is_overtime=False)
+    assert await run(tmp_path, code) == ProgramExit(3, "out err", is_overtime=False)
 
 
 async def test_it_sees_its_environment_and_folder_and_an_empty_stdin(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ async def test_a_program_that_is_not_there_is_the_infrastructures_fault(tmp_path
 
 def test_it_runs_on_a_workers_loop_too(tmp_path: Path) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(run(tmp_path, "print(7)")) == Ended(0, "7\n", is_overtime=False)
+        assert runner.run(run(tmp_path, "print(7)")) == ProgramExit(0, "7\n", is_overtime=False)
         ended = runner.run(overtime(tmp_path, DAEMON + "signal.pause()"))
     assert ended.is_overtime
     assert not is_alive(int((tmp_path / "pid").read_text()))

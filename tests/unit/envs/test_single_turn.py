@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollmesh.core.types import Score, Task
-from rollmesh.envs.single_turn import SingleTurnEnv
+from rollmesh.envs.multi_turn import SingleTurnEnv
 from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
 
 TASK = Task("t", {"question": "2 + 2?"})

@@ -9,8 +9,7 @@ from rollmesh.core.types import Score, Task
 from rollmesh.envs.chat import ToolCall
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.multi_turn import Talk, Words
-from rollmesh.envs.tool_env import ToolEnv
-from rollmesh.envs.tools import Function
+from rollmesh.envs.tools import Function, ToolEnv
 from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
 
 TASK = Task("t", {"question": "How much?"})

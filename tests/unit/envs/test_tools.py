@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.core.errors import EnvError, InfraError
-from rollmesh.envs.calls import Calls, num_left_behind
+from rollmesh.envs.calls import EnvCalls, num_left_behind
 from rollmesh.envs.chat import ToolCall
 from rollmesh.envs.tools import Tool, Toolbox, ToolResult, ToolSettings, as_text
 
@@ -71,7 +71,7 @@ async def call(
 ) -> ToolResult:
     toolbox = Toolbox(functions)
     return await toolbox.call(
-        Calls(grace_s=0.1), ToolCall("c", name, arguments), ToolSettings(**settings)
+        EnvCalls(grace_s=0.1), ToolCall("c", name, arguments), ToolSettings(**settings)
     )
 
 

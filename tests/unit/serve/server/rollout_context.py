@@ -9,7 +9,7 @@ import msgspec
 from rollmesh.core.config import InterceptionConfig, WorkerConfig
 from rollmesh.core.process import listen
 from rollmesh.core.types import SamplingPolicy, Score, Task
-from rollmesh.envs.calls import Calls
+from rollmesh.envs.calls import EnvCalls
 from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.runtime.registry import Runtime
 from rollmesh.runtime.tokens.families import choose_family
@@ -64,7 +64,7 @@ def new_stage(
     runtime = Runtime(sampler or ScriptedSampler(), prompts, max_context_tokens=100)
     config = WorkerConfig(**settings)  # type: ignore[arg-type]
     return WorkerContext(
-        env, runtime, "http://edge/v1", "policy", config, FakeClock(), Calls(grace_s=0.01)
+        env, runtime, "http://edge/v1", "policy", config, FakeClock(), EnvCalls(grace_s=0.01)
     )
 
 
