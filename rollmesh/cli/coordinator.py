@@ -1,8 +1,8 @@
-"""`rollmesh coordinator`: between the engines of a pipeline and the scheduler of a shared fleet.
+"""`rollmesh coordinator`: connects the engines of a pipeline with the scheduler of a shared fleet.
 
-Invariant: what is wrong with the command line is told in one line before anything is dialled; the
-order in which engines are named is that of the pipeline's generation workers. Driven by launch, or
-by hand beside engines that somebody else started, with the router's `--asleep`.
+- Options are checked before anything is dialled. Engines are given in the order of the pipeline's
+  generation workers.
+- For engines not started by launch, run the router with `--asleep`.
 """
 
 # ruff: noqa: PLC0415 - the room is imported by its own verb only
@@ -20,15 +20,15 @@ from rollmesh.core.share import read_token
 def main(argv: list[str]) -> int:
     """Coordinate until stopped."""
     from rollmesh.engine.backend import DEFAULT_BACKEND
-    from rollmesh.serve.coordinator.events import CoordinatorSettings
-    from rollmesh.serve.coordinator.process import CoordinatorAsk, run
+    from rollmesh.serve.coordinator.process import CoordinatorOptions, run_coordinator
+    from rollmesh.serve.coordinator.worker import CoordinatorSettings
 
     options = _arguments().parse_args(pass_gate(argv))
     _check(options)
     allow_descriptors(PEERS, "a coordinator")
     is_launched = options.ready_fd is not None
     config = config_of(options) if is_launched or options.config else None
-    ask = CoordinatorAsk(
+    ask = CoordinatorOptions(
         settings=CoordinatorSettings(pipeline_id=options.pipeline, urls=tuple(options.engines)),
         scheduler=options.scheduler,
         router=options.router,
@@ -38,13 +38,13 @@ def main(argv: list[str]) -> int:
         ready_fd=options.ready_fd,
         token=read_token(options.pipeline, options.pipeline_token),
     )
-    return run(ask)
+    return run_coordinator(ask)
 
 
 def _arguments() -> argparse.ArgumentParser:
-    arguments = parser("coordinator", "Wake a pipeline's engines, and put them to sleep.")
+    arguments = parser("coordinator", "Wake a pipeline's engines and put them to sleep.")
     arguments.add_argument("--scheduler", required=True, help="tcp:// address of the scheduler")
-    arguments.add_argument("--pipeline", required=True, help="its name at the scheduler")
+    arguments.add_argument("--pipeline", required=True, help="the pipeline's name at the scheduler")
     arguments.add_argument(
         "--pipeline-token", default="", metavar="FILE", help="file with the token of that name"
     )
@@ -55,7 +55,7 @@ def _arguments() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL",
-        help="of generation worker 0, then 1...: give it again for each",
+        help="engine of generation worker 0, then 1...; repeatable",
     )
     arguments.add_argument(
         "--weights",
@@ -69,7 +69,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """UserError if nothing can be coordinated with these."""
+    """UserError for options that cannot work."""
     from rollmesh.core.addresses import why_no_engine_url
 
     if not options.engines:
@@ -78,4 +78,4 @@ def _check(options: argparse.Namespace) -> None:
         if why := why_no_engine_url(url):
             raise AddressError(f"--engine {url}: {why}")
     if len(set(options.engines)) < len(options.engines):
-        raise ConfigError("--engine URL: one engine is named twice")
+        raise ConfigError("--engine URL: an engine is listed twice")

@@ -30,7 +30,7 @@ from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation.events import GenerationRequest
 from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
-from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
+from rollmesh.serve.coordinator.hooks import GpuTicket, PipelineHooks
 from rollmesh.testing.engine import ScriptedEngine, endless_token
 from rollmesh.wire.fleet import FleetAnswered, FleetChanged, ReadFleet
 from rollmesh.wire.frames import Packet
@@ -204,7 +204,7 @@ class Pipeline:
 
     async def _granted(self, ask: Any) -> None:
         while True:
-            ticket: Ticket = ask()
+            ticket: GpuTicket = ask()
             try:
                 await asyncio.to_thread(ticket.wait)
             except UserError:  # nobody has registered us yet

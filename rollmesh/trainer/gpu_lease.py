@@ -23,7 +23,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.share import Share
 from rollmesh.core.types import GroupRecord
-from rollmesh.serve.coordinator.hooks import PipelineHooks, Ticket
+from rollmesh.serve.coordinator.hooks import GpuTicket, PipelineHooks
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
 
 log = get_logger()
@@ -134,15 +134,15 @@ class ScheduledGpus:
         """Stream and step that an engine is awake for."""
         self._target = self._left = 0
         """Rollouts of the reported batch: in total, and still to come."""
-        self._next_demand: Ticket | None = None
+        self._next_demand: GpuTicket | None = None
         """Demand of the next step, opened as the last step ended."""
-        self._train: Ticket | None = None
+        self._train: GpuTicket | None = None
         self._is_there = False
         """Whether the GPUs of `_train` are held."""
         self._lodger: Offloadable | None = None
         self._is_attached = False
         """Whether the attached state may be on these GPUs."""
-        self._releases: list[Ticket] = []
+        self._releases: list[GpuTicket] = []
 
     def acquire(self) -> bool:
         self._train = self._give_up_for(TRAIN_CLUSTER, GpuPriority.INITIALIZATION, 0, 0)
@@ -198,7 +198,7 @@ class ScheduledGpus:
 
     def _give_up_for(
         self, cluster: str, priority: GpuPriority, step: int, num_to_come: int
-    ) -> Ticket:
+    ) -> GpuTicket:
         """Give back the GPUs of the step before and request `cluster`, in one message."""
         return self._hooks.notify_release_then_request_gpus(
             TRAIN_CLUSTER,

@@ -1,8 +1,8 @@
 """Engines that hang, are slow or not there yet, and the resizes of those that are well."""
 
-from rollmesh.serve.coordinator.events import Deed
+from rollmesh.serve.coordinator.worker import EngineOp
 from rollmesh.wire.scheduling import WorkerPhase
-from tests.unit.serve.coordinator.engine_yard import Yard
+from tests.unit.serve.coordinator.simulated_engines import SimulatedEngines
 from tests.unit.serve.coordinator.test_machine import awake
 
 
@@ -23,9 +23,9 @@ def test_an_engine_that_hangs_keeps_the_next_resize_waiting_for_its_turn_only() 
 
 
 def test_an_engine_that_is_slow_ends_its_resize_after_its_turn() -> None:
-    yard = Yard(3)
+    yard = SimulatedEngines(3)
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "slow"
+    yard.toy(0).fails[EngineOp.LOAD] = "slow"
     slow = yard.resize(True, 0, turn_s=2.0)
     yard.resize(True, 1, turn_s=2.0)
     yard.run(4.0)
@@ -40,7 +40,7 @@ def test_an_engine_that_is_slow_ends_its_resize_after_its_turn() -> None:
 
 
 def test_an_engine_that_has_never_been_seen_is_absent_and_not_lost() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.toy(1).is_hung = True
     yard.run(yard.settings.settle_s + 30.0)
     assert {hello.workers[1].phase for hello in yard.hellos()} == {WorkerPhase.ABSENT}
@@ -50,9 +50,9 @@ def test_an_engine_that_has_never_been_seen_is_absent_and_not_lost() -> None:
 
 
 def test_an_engine_that_is_slow_comes_up_though_another_of_its_resize_is_told_to_sleep() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "slow"
+    yard.toy(0).fails[EngineOp.LOAD] = "slow"
     slow = yard.resize(True, 0, 1, turn_s=2.0)
     yard.run(3.0)
     assert yard.phases() == [WorkerPhase.WAKING, WorkerPhase.AWAKE]
@@ -69,9 +69,9 @@ def test_an_engine_that_is_slow_comes_up_though_another_of_its_resize_is_told_to
 
 
 def test_an_engine_that_is_told_to_sleep_before_its_turn_to_wake_stays_asleep() -> None:
-    yard = Yard(3)
+    yard = SimulatedEngines(3)
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "slow"
+    yard.toy(0).fails[EngineOp.LOAD] = "slow"
     yard.resize(True, 0, turn_s=3.0)
     yard.resize(True, 1, 2, turn_s=3.0)
     yard.resize(False, 2, turn_s=3.0)

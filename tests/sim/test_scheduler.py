@@ -16,7 +16,7 @@ from rollmesh.scheduler.service.records import TicketRecord
 from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.scheduler.service.state import SchedulerSettings
 from rollmesh.scheduler.service.tickets import TicketQueue
-from rollmesh.serve.coordinator.claims import Action, Claims
+from rollmesh.serve.coordinator.claims import ClaimAction, Claims
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.scheduler_sim.faults import FleetFaults
 from rollmesh.testing.scheduler_sim.fleet import simulate
@@ -148,7 +148,7 @@ class WaitsForTheDead(FleetScheduler):
 class BelievesOffers(Claims):
     """It computes on what it was but offered."""
 
-    def _on_moved(self, waiting: Any, moved: TicketMoved) -> list[Action]:
+    def _on_moved(self, waiting: Any, moved: TicketMoved) -> list[ClaimAction]:
         if moved.state is TicketState.OFFERED:
             moved = msgspec.structs.replace(moved, state=TicketState.GRANTED)
         return super()._on_moved(waiting, moved)

@@ -1,5 +1,5 @@
-"""The coordinator: between a pipeline's engines and the scheduler of the fleet that they share.
+"""Coordinator: connects a pipeline's engines with the scheduler of a shared fleet.
 
-It acts by leased asks to the pipeline's fleet table and by calls to the engines; the hooks, through
-which rollouts and trainers ask for GPUs, stand beside it.
+- Acts by leased requests to the pipeline's fleet table and by calls to the engines.
+- PipelineHooks is the interface by which rollouts and trainers request GPUs.
 """

@@ -1,19 +1,20 @@
-"""What a pipeline's program has said to the scheduler, and what it waits to hear.
+"""Claims: requests of a pipeline's program to the scheduler, until their last answer, and its
+progress.
 
     claim      OPEN -> GRANTED | RELEASED | REFUSED | WITHDRAWN   (then it is forgotten here)
-               OPEN <-> OFFERED, which is answered by TakeGpus, again each second -> any of these
-               OPEN, OFFERED -> WITHDRAWING -> any but GRANTED, or nothing heard of it for
-                                      PATIENCE_S from who is heard
-    stream     REPORTED -> RETIRED -> forgotten, when generation is asked for anew
-    scheduler  HEARD <-> SILENT   (nothing came from it for SILENT_S)
+               OPEN <-> OFFERED, answered by TakeGpus, repeated each second -> any of these
+               OPEN, OFFERED -> WITHDRAWING -> any but GRANTED, or no answer for PATIENCE_S from a
+                                      scheduler that is reachable
+    stream     REPORTED -> RETIRED -> forgotten, when generation is requested again
+    scheduler  REACHABLE <-> SILENT   (nothing came from it for SILENT_S)
 
-Owns the asks that have no last answer, and the newest word of each stream of progress. Invariants:
-HooksWired is said before anything else; who waits says its ask again each second, and all that is
-open at once to a scheduler that was started anew, in the order in which it was asked; to a silent
-one only HooksWired is said, so that nothing piles up on the way. What is offered is nobody's to
-compute on until it is granted: an offer may have lapsed (service/tickets.py draws that). A claim
-that was answered for good is never said again: the scheduler's journal knows it. Pure; driven by
-hooks.py and by simulators.
+- HooksWired is sent first. Waiting claims are repeated each second, and all open ones at once, in
+  order, to a restarted scheduler. A silent scheduler gets only HooksWired, so that nothing piles
+  up.
+- Offered GPUs must not be used before they are granted: an offer may have expired
+  (scheduler/service/tickets.py).
+- A claim with a final answer is never repeated: the scheduler's journal knows it.
+- Pure.
 """
 
 import math
@@ -40,23 +41,23 @@ from rollmesh.wire.scheduling import (
 
 RENEW_S = 1.0
 SILENT_S = 5.0
-TELL_S = 30.0
-"""Who waits for so long says so, and why; and again after as long."""
+WARN_S = 30.0
+"""Interval of warnings about a waiting claim."""
 PATIENCE_S = 10.0
-"""So long a withdrawal is said again, to a scheduler that is there: one that is not may know it as
-granted, and nobody else would give that back."""
+"""A withdrawal is repeated for this long to a reachable scheduler: one that is away may have
+granted the claim, and only the withdrawal gives it back."""
 NUM_BUCKETS = 50
-"""Progress is told where it enters another one: 2 % each."""
+"""Progress is sent when it enters another bucket: 2 % each."""
 NUM_CLEARS = 3
-"""A stream that is retired is said to be so many times: nothing answers that."""
+"""Times that a retirement is sent, since it is not answered."""
 
-Claim = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
-Said = Claim | WithdrawRequest | ReportProgress | ClearProgress | ReportPreempt
-"""What a program says."""
+GpuClaim = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
+ProgramMessage = GpuClaim | WithdrawRequest | ReportProgress | ClearProgress | ReportPreempt
+"""Messages of a program."""
 
 
-class Settled(msgspec.Struct, frozen=True):
-    """Action: this claim has its last answer."""
+class ClaimSettled(msgspec.Struct, frozen=True):
+    """Action: this claim has its final answer."""
 
     key: str
     state: TicketState
@@ -64,87 +65,88 @@ class Settled(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Waits(msgspec.Struct, frozen=True):
-    """Action: tell people that this claim has waited for long."""
+class StillWaiting(msgspec.Struct, frozen=True):
+    """Action: warn that this claim has waited for long."""
 
-    claim: Claim
+    claim: GpuClaim
     waited_s: float
     reason: str
 
 
 class SchedulerSilent(msgspec.Struct, frozen=True):
-    """Action: tell people that the scheduler is not heard."""
+    """Action: warn that the scheduler is silent."""
 
     silent_s: float
 
 
-class SchedulerHeard(msgspec.Struct, frozen=True):
-    """Action: tell people that it is heard again."""
+class SchedulerReachable(msgspec.Struct, frozen=True):
+    """Action: log that it answers again."""
 
 
-Event = Said | Received | Ticked
-Action = Send | Settled | Waits | SchedulerSilent | SchedulerHeard
+ClaimEvent = ProgramMessage | Received | Ticked
+ClaimAction = Send | ClaimSettled | StillWaiting | SchedulerSilent | SchedulerReachable
 
 
-class _Open(msgspec.Struct):
-    """A claim without its last answer."""
+class _OpenClaim(msgspec.Struct):
+    """A claim without its final answer."""
 
-    claim: Claim
+    claim: GpuClaim
     asked_s: float
-    told_s: float
+    warned_s: float
     reason: str = ""
-    is_heard: bool = False
+    is_acknowledged: bool = False
     """The scheduler knows it."""
     offer: int = 0
-    """Its number, where there is one."""
+    """Number of the offer, if any."""
     withdrawn_s: float | None = None
 
     def is_last(self, state: TicketState) -> bool:
-        """Whether it ends with that. A grant that has crossed its withdrawal does not, but of
-        generation: nobody else would give it back, should the withdrawal be lost."""
+        """Whether the claim ends with that state. A grant that crossed its withdrawal does not end
+        it, except for generation: only the withdrawal gives it back, should it be lost."""
         if state is TicketState.GRANTED and self.withdrawn_s is not None:
             return self.claim.cluster == GENERATION_CLUSTER
         return state not in (TicketState.QUEUED, TicketState.OFFERED)
 
     @property
-    def words(self) -> list[Claim | TakeGpus | WithdrawRequest]:
-        """What is said of it now; what gives up something first has to be heard of."""
+    def messages(self) -> list[GpuClaim | TakeGpus | WithdrawRequest]:
+        """Messages to send now; a claim that releases first must be acknowledged before it is
+        withdrawn."""
         if self.withdrawn_s is None:
             takes = [TakeGpus(self.claim.key, self.offer)] if self.offer else []
             return [self.claim, *takes]
         gives_up = isinstance(self.claim, NotifyReleaseThenRequestGpus)
-        first = [self.claim] if gives_up and not self.is_heard else []
+        first = [self.claim] if gives_up and not self.is_acknowledged else []
         return [*first, WithdrawRequest(self.claim.key)]
 
 
-class _Stream(msgspec.Struct):
+class _ProgressStream(msgspec.Struct):
     """One stream of progress."""
 
     newest: ReportProgress
-    told_bucket: int = -1
+    sent_bucket: int = -1
     is_retired: bool = False
     num_clears: int = 0
-    """Still to be said."""
+    """Still to be sent."""
 
 
 class _Batches:
-    """Numbers of batches, which have to grow over the lives of a program.
+    """Numbers of batches, which must grow across restarts of a program.
 
-    They are of its clock, which may have gone back since its last life: then what the scheduler
-    knows lies above all that was said in this one, and so do numbers from then on.
+    They are taken from the clock, which may have gone back since the last process: then numbers
+    continue above what the scheduler knows.
     """
 
     def __init__(self) -> None:
         self._above = 0
         self._foreign = self._own = 0
 
-    def hear(self, newest: int) -> None:
-        """The scheduler knows of this one."""
+    def note_newest(self, newest: int) -> None:
+        """Record the newest batch that the scheduler knows."""
         if newest > self._own:
             self._foreign = newest
 
     def number(self, batch: int) -> int:
-        """What the scheduler is told."""
+        """Number to send."""
         if batch + self._above <= self._foreign:
             self._above = self._foreign + 1 - batch
         self._own = max(self._own, batch + self._above)
@@ -152,25 +154,23 @@ class _Batches:
 
 
 class Claims:
-    """See the module."""
-
     def __init__(self, pipeline_id: str) -> None:
         self.pipeline_id = pipeline_id
-        self._open: dict[str, _Open] = {}
-        self._streams: dict[str, _Stream] = {}
+        self._open: dict[str, _OpenClaim] = {}
+        self._streams: dict[str, _ProgressStream] = {}
         self._scheduler = ""
         """Its incarnation."""
         self._is_silent = False
-        self._heard_s: float | None = None
-        """None before the first event: patience counts from then."""
+        self._last_seen_s: float | None = None
+        """None before the first event, from which patience counts."""
         self._renewed_s = -math.inf
         self._batches = _Batches()
 
-    def step(self, event: Event, now_s: float) -> list[Action]:
-        """What follows from `event`; a program's words are sent at once where they are news."""
-        if self._heard_s is None:
-            self._heard_s = now_s
-        actions = self._tend(now_s)
+    def step(self, event: ClaimEvent, now_s: float) -> list[ClaimAction]:
+        """Handle an event; a program's messages are sent at once if they are news."""
+        if self._last_seen_s is None:
+            self._last_seen_s = now_s
+        actions = self._update(now_s)
         match event:
             case RequestGpus() | NotifyReleaseGpus() | NotifyReleaseThenRequestGpus():
                 actions += self._on_claim(event, now_s)
@@ -181,128 +181,130 @@ class Claims:
             case ClearProgress(stream=stream):
                 actions += self._on_retired(stream)
             case ReportPreempt():
-                actions += self._say(event)
+                actions += self._send(event)
             case Received(message=message):
                 actions += self._on_received(message, now_s)
         return actions
 
-    # what the program says
+    # messages of the program
 
-    def _on_claim(self, claim: Claim, now_s: float) -> list[Action]:
+    def _on_claim(self, claim: GpuClaim, now_s: float) -> list[ClaimAction]:
         if opens_generation(claim):
-            # It begins anew: what is retired must not close it, should it come late.
+            # A new demand: a late retirement must not close it.
             retired = [name for name, each in self._streams.items() if each.is_retired]
             for name in retired:
                 del self._streams[name]
-        self._open[claim.key] = _Open(claim, now_s, now_s)
-        return self._say(claim)
+        self._open[claim.key] = _OpenClaim(claim, now_s, now_s)
+        return self._send(claim)
 
-    def _on_withdrawn(self, key: str, now_s: float) -> list[Action]:
+    def _on_withdrawn(self, key: str, now_s: float) -> list[ClaimAction]:
         waiting = self._open.get(key)
         if waiting is None:
             return []
         waiting.withdrawn_s = now_s
-        return self._say(*waiting.words)
+        return self._send(*waiting.messages)
 
-    def _on_progress(self, report: ReportProgress) -> list[Action]:
+    def _on_progress(self, report: ReportProgress) -> list[ClaimAction]:
         stream = self._streams.get(report.stream)
         if stream is None or stream.is_retired or stream.newest.batch != report.batch:
-            stream = self._streams[report.stream] = _Stream(report)
+            stream = self._streams[report.stream] = _ProgressStream(report)
         stream.newest = report
         bucket = bucket_of(report)
-        if bucket == stream.told_bucket:
+        if bucket == stream.sent_bucket:
             return []
-        stream.told_bucket = bucket
-        return self._say(report)
+        stream.sent_bucket = bucket
+        return self._send(report)
 
-    def _on_retired(self, name: str) -> list[Action]:
+    def _on_retired(self, name: str) -> list[ClaimAction]:
         stream = self._streams.get(name)
         if stream is None or stream.is_retired:
             return []
         stream.is_retired, stream.num_clears = True, NUM_CLEARS
         return self._clear(stream)
 
-    # what the scheduler says
+    # messages of the scheduler
 
-    def _on_received(self, message: AnyMessage, now_s: float) -> list[Action]:
-        self._heard_s = now_s
-        actions: list[Action] = []
+    def _on_received(self, message: AnyMessage, now_s: float) -> list[ClaimAction]:
+        self._last_seen_s = now_s
+        actions: list[ClaimAction] = []
         was_silent, self._is_silent = self._is_silent, False
         if was_silent:
-            actions.append(SchedulerHeard())
+            actions.append(SchedulerReachable())
         match message:
             case SchedulerHello(scheduler, newest_batch=newest_batch):
-                self._batches.hear(newest_batch)
+                self._batches.note_newest(newest_batch)
                 is_another, self._scheduler = scheduler != self._scheduler, scheduler
                 if was_silent or is_another:
                     for stream in self._streams.values():
                         stream.num_clears = NUM_CLEARS if stream.is_retired else 0
-                    actions += self._say_all(now_s)
+                    actions += self._send_all(now_s)
             case TicketMoved(key) if key in self._open:
                 actions += self._on_moved(self._open[key], message)
         return actions
 
-    def _on_moved(self, waiting: _Open, moved: TicketMoved) -> list[Action]:
-        waiting.reason, waiting.is_heard = moved.reason, True
+    def _on_moved(self, waiting: _OpenClaim, moved: TicketMoved) -> list[ClaimAction]:
+        waiting.reason, waiting.is_acknowledged = moved.reason, True
         if waiting.is_last(moved.state):
             del self._open[moved.key]
-            return [Settled(moved.key, moved.state, moved.gpus, moved.reason)]
+            return [ClaimSettled(moved.key, moved.state, moved.gpus, moved.reason)]
         before, waiting.offer = waiting.offer, 0
         if moved.state is not TicketState.OFFERED or waiting.withdrawn_s is not None:
             return []
         waiting.offer = moved.offer
-        return self._say(TakeGpus(moved.key, moved.offer)) if moved.offer != before else []
+        return self._send(TakeGpus(moved.key, moved.offer)) if moved.offer != before else []
 
-    # what time brings
+    # time
 
-    def _tend(self, now_s: float) -> list[Action]:
+    def _update(self, now_s: float) -> list[ClaimAction]:
         if now_s - self._renewed_s < RENEW_S:
             return []
-        actions = self._listen(now_s)
+        actions = self._check_silence(now_s)
         for key, waiting in [*self._open.items()]:
             if waiting.withdrawn_s is None:
-                actions += self._complain(waiting, now_s)
+                actions += self._warn(waiting, now_s)
             elif self._is_silent:
                 waiting.withdrawn_s = now_s
             elif now_s - waiting.withdrawn_s >= PATIENCE_S:
                 del self._open[key]
-                actions.append(Settled(key, TicketState.WITHDRAWN))
-        return actions + self._say_all(now_s)
+                actions.append(ClaimSettled(key, TicketState.WITHDRAWN))
+        return actions + self._send_all(now_s)
 
-    def _complain(self, waiting: _Open, now_s: float) -> list[Action]:
-        if now_s - waiting.told_s < TELL_S:
+    def _warn(self, waiting: _OpenClaim, now_s: float) -> list[ClaimAction]:
+        if now_s - waiting.warned_s < WARN_S:
             return []
-        waiting.told_s = now_s
-        why = "the scheduler is not heard" if self._is_silent else waiting.reason
-        return [Waits(waiting.claim, now_s - waiting.asked_s, why)]
+        waiting.warned_s = now_s
+        why = "the scheduler does not answer" if self._is_silent else waiting.reason
+        return [StillWaiting(waiting.claim, now_s - waiting.asked_s, why)]
 
-    def _listen(self, now_s: float) -> list[Action]:
-        assert self._heard_s is not None
-        silent_s = now_s - self._heard_s
+    def _check_silence(self, now_s: float) -> list[ClaimAction]:
+        assert self._last_seen_s is not None
+        silent_s = now_s - self._last_seen_s
         if self._is_silent or silent_s < SILENT_S:
             return []
         self._is_silent = True
         return [SchedulerSilent(silent_s)]
 
-    def _say_all(self, now_s: float) -> list[Action]:
-        """That we are here; and, to whom listens, what is open."""
+    def _send_all(self, now_s: float) -> list[ClaimAction]:
+        """Send HooksWired, and all open claims and progress if the scheduler is reachable."""
         self._renewed_s = now_s
-        actions: list[Action] = [Send(ROUTER, HooksWired(self.pipeline_id))]
+        actions: list[ClaimAction] = [Send(ROUTER, HooksWired(self.pipeline_id))]
         for waiting in self._open.values():
-            actions += self._say(*waiting.words)
+            actions += self._send(*waiting.messages)
         for stream in self._streams.values():
             if not stream.is_retired:
-                actions += self._say(stream.newest)
+                actions += self._send(stream.newest)
             elif stream.num_clears:
                 actions += self._clear(stream)
         return actions
 
-    def _clear(self, stream: _Stream) -> list[Action]:
-        said = self._say(ClearProgress(self.pipeline_id, stream.newest.stream, stream.newest.batch))
-        stream.num_clears -= len(said)
-        return said
+    def _clear(self, stream: _ProgressStream) -> list[ClaimAction]:
+        sent = self._send(
+            ClearProgress(self.pipeline_id, stream.newest.stream, stream.newest.batch)
+        )
+        stream.num_clears -= len(sent)
+        return sent
 
-    def _say(self, *messages: AnyMessage) -> list[Action]:
+    def _send(self, *messages: AnyMessage) -> list[ClaimAction]:
         if self._is_silent:
             return []
         return [Send(ROUTER, self._numbered(message)) for message in messages]
@@ -313,12 +315,12 @@ class Claims:
         return msgspec.structs.replace(message, batch=self._batches.number(message.batch))
 
 
-def opens_generation(claim: Claim) -> bool:
-    """Whether it asks for engines."""
+def opens_generation(claim: GpuClaim) -> bool:
+    """Whether it requests engines."""
     is_release = isinstance(claim, NotifyReleaseGpus)
     return not is_release and claim.cluster == GENERATION_CLUSTER
 
 
 def bucket_of(report: ReportProgress) -> int:
-    """Which 2 % of its target it is in; the last only when nothing is left."""
+    """Bucket of 2 % of its target; the last only when nothing is left."""
     return NUM_BUCKETS * report.completed // max(1, report.target)

@@ -1,4 +1,5 @@
-"""PipelineHooks: how a pipeline's own program asks for GPUs, and tells how far its rollouts are.
+"""PipelineHooks: how a pipeline's own program requests GPUs and reports the progress of its
+rollouts.
 
     with closing(PipelineHooks("tcp://scheduler:9000", "math")) as hooks:
         hooks.signal_rollout_demand(rollout_id=0, step_target=512)  # an engine is awake: dispatch
@@ -9,11 +10,11 @@
         ... train ...
         hooks.notify_release_gpus("actor_train").wait()
 
-Owns one socket and the thread that has it. Invariants: every method may be called from any thread
-and only `wait` and `signal_rollout_demand` wait, until they are told to stop; a scheduler that
-cannot be reached is a warning in the log, never an error here, and waiting goes on until it is
-back; only what it refuses is raised, as the user's mistake that it is. Rollouts are counted, never
-groups of them. Driven by the trainer's tenancy, or by anybody's rollout function.
+- Every method may be called from any thread. Only `wait` and `signal_rollout_demand` block, until
+  they are told to stop.
+- An unreachable scheduler is a warning in the log, never an error; waiting continues until it is
+  back. Only refusals are raised, as a UserError.
+- Rollouts are counted, never groups.
 """
 
 import collections
@@ -26,15 +27,15 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.share import read_token
 from rollmesh.core.share import token_file as find_token_file
 from rollmesh.serve.coordinator.claims import (
-    Action,
-    Claim,
+    ClaimAction,
+    ClaimEvent,
     Claims,
-    Event,
-    Said,
-    SchedulerHeard,
+    ClaimSettled,
+    GpuClaim,
+    ProgramMessage,
+    SchedulerReachable,
     SchedulerSilent,
-    Settled,
-    Waits,
+    StillWaiting,
 )
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys, Role, check_dial, read_scheduler_keys
@@ -59,33 +60,33 @@ from rollmesh.wire.sockets import Dialer, WakeSignal, wait
 log = get_logger()
 
 TURN_S = 0.25
-"""Between two looks at the time."""
+"""Interval of time-based work."""
 LOOK_S = 0.1
-"""Between two looks at what may end a wait."""
+"""Interval of checks for the end of a wait."""
 JOIN_S = 5.0
 
 
-class Ticket:
-    """One ask and its answer; see PipelineHooks."""
+class GpuTicket:
+    """A request or release, and its answer; see PipelineHooks."""
 
-    def __init__(self, hooks: "PipelineHooks", claim: Claim) -> None:
+    def __init__(self, hooks: "PipelineHooks", claim: GpuClaim) -> None:
         self._hooks = hooks
         self._claim = claim
         self._is_settled = threading.Event()
-        self._answer: Settled | None = None
+        self._answer: ClaimSettled | None = None
 
     def wait(
         self, stop: threading.Event | None = None, timeout_s: float | None = None
     ) -> tuple[int, ...] | None:
-        """The GPUs that are held once it is granted, none once it is released.
+        """Return the GPUs held once it is granted, or none once it is released.
 
-        None where `stop` was set first, which withdraws a request, or where `timeout_s` went by or
-        the hooks were closed, which does not; and where a request has ended without a grant, since
-        its cluster was given up meanwhile. UserError, in one line, where the scheduler refuses it.
+        None if `stop` was set first, which withdraws a request; if `timeout_s` passed or the hooks
+        were closed, which does not; or if a request ended without a grant because its cluster was
+        released meanwhile. One-line UserError if the scheduler refuses it.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._is_settled.wait(LOOK_S if timeout_s is None else min(LOOK_S, timeout_s)):
-            if not self._hooks.is_heard() and not self._is_settled.is_set():
+            if not self._hooks.is_alive() and not self._is_settled.is_set():
                 return None
             if stop is not None and stop.is_set():
                 self.withdraw()
@@ -102,35 +103,32 @@ class Ticket:
 
     @property
     def is_void(self) -> bool:
-        """It has ended, and was never granted: who wants the GPUs still asks anew. Not where it was
-        refused, which `wait` raises: it would be again."""
+        """Whether it ended without a grant, so that the GPUs must be requested again. Not if it was
+        refused, which `wait` raises."""
         is_release = isinstance(self._claim, NotifyReleaseGpus)
         answered = (TicketState.GRANTED, TicketState.REFUSED)
         ended = self._answer is not None and self._answer.state not in answered
         return ended and not is_release
 
     def withdraw(self) -> None:
-        """Nobody waits for it any more; a release stays one."""
+        """Withdraw a request; a release stays one."""
         if not isinstance(self._claim, NotifyReleaseGpus):
-            self._hooks.say(WithdrawRequest(self._claim.key))
+            self._hooks.send(WithdrawRequest(self._claim.key))
 
-    def settle(self, answer: Settled) -> None:
-        """The hooks' thread has heard of it."""
+    def settle(self, answer: ClaimSettled) -> None:
+        """Set the answer; called by the hooks' thread."""
         self._answer = answer
         self._is_settled.set()
 
 
 class PipelineHooks:
-    """See the module."""
-
     def __init__(
         self, scheduler: str, pipeline_id: str, keys: Keys | None = None, token_file: str = ""
     ) -> None:
         """Dial the scheduler and report that this pipeline's rollouts will send progress.
 
-        `keys` and `token_file`, the file with the pipeline's token, are the environment's by
-        default (core/share.py). AddressError where `scheduler` is no address, or one that needs
-        keys.
+        `keys` and `token_file`, the file with the pipeline's token, default to the environment's
+        (core/share.py). AddressError if `scheduler` is no address or one that needs keys.
         """
         keys = keys or read_scheduler_keys(Role.CLIENT, find_token_file(pipeline_id, token_file))
         check_dial(scheduler, keys)
@@ -138,23 +136,23 @@ class PipelineHooks:
         self._token_file = token_file
         self._token = read_token(pipeline_id, token_file)
         self._refusal = ""
-        self._life = new_id("h")
-        """Keys of no two lives of a program are equal."""
+        self._incarnation = new_id("h")
+        """Makes keys unique across restarts of a program."""
         self._claims = Claims(pipeline_id)
-        self._dialer = Dialer(scheduler, f"hooks-{pipeline_id}-{self._life}", keys)
+        self._dialer = Dialer(scheduler, f"hooks-{pipeline_id}-{self._incarnation}", keys)
         self._bell = WakeSignal()
         self._lock = threading.Lock()
         self._num_asks = 0
         self._newest: dict[str, ReportProgress] = {}
-        self._tickets: dict[str, Ticket] = {}
-        self._said: collections.deque[Said] = collections.deque()
+        self._tickets: dict[str, GpuTicket] = {}
+        self._outbox: collections.deque[ProgramMessage] = collections.deque()
         self._is_closing = False
         self._fault: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="hooks", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Say what was still to be said and end the thread; what was granted stays granted."""
+        """Send what is pending and end the thread; grants stay."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -164,14 +162,13 @@ class PipelineHooks:
             self._dialer.close()
             self._bell.close()
 
-    # asks
+    # requests
 
     def signal_rollout_demand(
         self, rollout_id: int, step_target: int, stop: threading.Event | None = None
     ) -> bool:
-        """Call it before a rollout starts, of which `step_target` rollouts are to come: it returns
-        at once where an engine is awake, else when one is. False where `stop` was set first, or the
-        hooks were closed.
+        """Call before a rollout step of `step_target` rollouts: return once an engine is awake.
+        False if `stop` was set first or the hooks were closed.
 
         The demand stays until it is released, or until all streams of progress have ended.
         """
@@ -186,16 +183,16 @@ class PipelineHooks:
         priority: GpuPriority,
         global_step: int = -1,
         step_target_estimate: int = 0,
-    ) -> Ticket:
-        """Ask for all GPUs of a cluster, or for engines of the elastic one, for which so many
-        rollouts are to come (0: unknown)."""
+    ) -> GpuTicket:
+        """Request all GPUs of a cluster, or engines of the elastic one for an estimated number of
+        rollouts (0: unknown)."""
         key = self._key(cluster)
         return self._claim(
             RequestGpus(key, self.pipeline_id, cluster, priority, global_step, step_target_estimate)
         )
 
-    def notify_release_gpus(self, cluster: str, global_step: int = -1) -> Ticket:
-        """Give up a cluster, held or not; of the elastic one, it is settled when engines sleep."""
+    def notify_release_gpus(self, cluster: str, global_step: int = -1) -> GpuTicket:
+        """Release a cluster, held or not; the elastic one is settled when its engines sleep."""
         key = self._key(f"{cluster}-released")
         return self._claim(NotifyReleaseGpus(key, self.pipeline_id, cluster, global_step))
 
@@ -208,8 +205,8 @@ class PipelineHooks:
         release_global_step: int = -1,
         global_step: int = -1,
         step_target_estimate: int = 0,
-    ) -> Ticket:
-        """Both at once: nobody else is planned for in between."""
+    ) -> GpuTicket:
+        """Both at once: no other request is planned for in between."""
         return self._claim(
             NotifyReleaseThenRequestGpus(
                 self._key(f"{release_cluster}-then-{cluster}"),
@@ -228,15 +225,15 @@ class PipelineHooks:
     def begin_progress_batch(
         self, step_target: int, completed: int = 0, stream: str = "train"
     ) -> None:
-        """A batch of `step_target` rollouts begins, of which some may be there already."""
+        """Begin a batch of `step_target` rollouts, some of which may be completed already."""
         with self._lock:
             before = self._newest.get(stream)
-            # Of the clock, so that a program that was started again is not taken for its past.
+            # From the clock, so that batches of a restarted program are newer.
             batch = max(before.batch + 1 if before else 0, time.time_ns() // 1_000)
             self._report_progress(stream, batch, step_target, completed)
 
     def bump_completed(self, num_rollouts: int = 1, stream: str = "train") -> None:
-        """So many rollouts more of the batch have ended; without a batch it says nothing."""
+        """Count completed rollouts of the batch; without a batch this does nothing."""
         with self._lock:
             newest = self._newest.get(stream)
             if newest:
@@ -244,32 +241,32 @@ class PipelineHooks:
                 self._report_progress(stream, newest.batch, newest.target, completed)
 
     def end_progress_batch(self, stream: str = "train") -> None:
-        """Nothing more comes of it: with its last stream a pipeline's demand is closed."""
+        """End the batch; with its last stream a pipeline's demand is closed."""
         with self._lock:
             newest = self._newest.pop(stream, None)
         if newest:
-            self.say(ClearProgress(self.pipeline_id, stream, newest.batch))
+            self.send(ClearProgress(self.pipeline_id, stream, newest.batch))
 
     def report_preempt(self, url: str, rank: int = -1) -> None:
-        """A rollout has lost the engine at `url`, and goes on elsewhere; -1: of unknown rank."""
-        self.say(ReportPreempt(self.pipeline_id, rank, url))
+        """Report that a rollout lost the engine at `url` and continues elsewhere; rank -1:
+        unknown."""
+        self.send(ReportPreempt(self.pipeline_id, rank, url))
 
     def _report_progress(self, stream: str, batch: int, target: int, completed: int) -> None:
         report = ReportProgress(self.pipeline_id, stream, batch, target, completed)
         self._newest[stream] = report
-        self.say(report)
+        self.send(report)
 
     # the thread
 
-    def say(self, words: Said) -> None:
-        """Have the thread say this."""
-        self._said.append(words)
+    def send(self, messages: ProgramMessage) -> None:
+        """Queue a message for the thread."""
+        self._outbox.append(messages)
         if not self._is_closing:
             self._bell.ring()
 
-    def is_heard(self) -> bool:
-        """Whether the thread lives, without which nobody would be answered any more; raises what
-        ended it, if that was a fault."""
+    def is_alive(self) -> bool:
+        """Whether the thread runs; raises the fault that ended it, if any."""
         is_alive = self._thread.is_alive()
         if self._fault:
             raise self._fault.with_traceback(None)
@@ -278,20 +275,20 @@ class PipelineHooks:
     def _key(self, what: str) -> str:
         with self._lock:
             self._num_asks += 1
-            return f"{self.pipeline_id}/{what}/{self._life}-{self._num_asks}"
+            return f"{self.pipeline_id}/{what}/{self._incarnation}-{self._num_asks}"
 
-    def _claim(self, claim: Claim) -> Ticket:
-        ticket = self._tickets[claim.key] = Ticket(self, claim)
-        self.say(claim)
+    def _claim(self, claim: GpuClaim) -> GpuTicket:
+        ticket = self._tickets[claim.key] = GpuTicket(self, claim)
+        self.send(claim)
         return ticket
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
                 self._turn()
-                wait([self._dialer], self._bell, 0.0 if self._said else TURN_S)
+                wait([self._dialer], self._bell, 0.0 if self._outbox else TURN_S)
             self._turn()
-        except Exception as error:  # door: the thread's end must reach those who wait
+        except Exception as error:  # door: the end of the thread must reach waiting callers
             log.exception("hooks.failed")
             self._fault = error
 
@@ -301,32 +298,32 @@ class PipelineHooks:
             if isinstance(packet.message, SchedulerHello):
                 self._log_refusal(packet.message.error)
             self._step(Received(ROUTER, packet.message, packet.body, packet.router))
-        while self._said:
-            self._step(self._said.popleft())
+        while self._outbox:
+            self._step(self._outbox.popleft())
 
     def _log_refusal(self, error: str) -> None:
         if error and error != self._refusal:
             log.error("scheduler.refuses", why=error, pipeline=self.pipeline_id)
         self._refusal = error
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: ClaimEvent) -> None:
         for action in self._claims.step(event, time.monotonic()):
             self._carry_out(action)
 
-    def _carry_out(self, action: Action) -> None:
-        told = {"pipeline": self.pipeline_id, "scheduler": self._dialer.address}
+    def _carry_out(self, action: ClaimAction) -> None:
+        where = {"pipeline": self.pipeline_id, "scheduler": self._dialer.address}
         match action:
             case Send(message=message):
-                if isinstance(message, HooksWired) and not self._token:  # it may be there by now
+                if isinstance(message, HooksWired) and not self._token:  # it may exist by now
                     self._token = read_token(self.pipeline_id, self._token_file)
                 self._dialer.send(Packet(signed(message, self._token)))
-            case Settled(key=key):
+            case ClaimSettled(key=key):
                 self._tickets.pop(key).settle(action)
-            case Waits(claim, waited_s, reason):
+            case StillWaiting(claim, waited_s, reason):
                 cluster = claim.cluster
                 log.warning("gpus.wait", cluster=cluster, waited_s=round(waited_s), why=reason)
             case SchedulerSilent(silent_s):
-                fix = "start it again; its journal holds all, and waiting goes on until then"
-                log.warning("scheduler.unreachable", silent_s=round(silent_s, 1), fix=fix, **told)
-            case SchedulerHeard():
-                log.info("scheduler.reachable", **told)
+                fix = "restart it; its journal has everything, and waiting continues until then"
+                log.warning("scheduler.unreachable", silent_s=round(silent_s, 1), fix=fix, **where)
+            case SchedulerReachable():
+                log.info("scheduler.reachable", **where)

@@ -1,9 +1,9 @@
-"""The coordinator's process: two sockets, an HTTP client, and the machine between them.
+"""Coordinator process: two sockets, an HTTP client, and the machine between them.
 
-Invariants: an engine is told one thing at a time (errands.py); a scheduler or a router that cannot
-be reached changes nothing here and is dialled for ever; it says Ready when it knows how each engine
-is. When it ends all stays as it is, and its next life finds out. Driven by `rollmesh coordinator`,
-which launch starts for a run on a shared fleet.
+- One call to an engine at a time (engine_ops.py).
+- A scheduler or router that cannot be reached changes nothing and is dialled forever.
+- Ready is reported when the state of each engine is known. On exit everything stays as it is; the
+  next process finds out.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import OK, Ready, announce, stop_event
 from rollmesh.engine.backend import DEFAULT_BACKEND
 from rollmesh.engine.http import HttpClient
-from rollmesh.serve.coordinator.errands import Errands
-from rollmesh.serve.coordinator.events import SCHEDULER, CoordinatorSettings, Event
+from rollmesh.serve.coordinator.engine_ops import EngineOps
 from rollmesh.serve.coordinator.machine import Coordinator
+from rollmesh.serve.coordinator.worker import SCHEDULER, CoordinatorEvent, CoordinatorSettings
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.keys import Keys, Role, check_dial, read_keys, read_scheduler_keys
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
@@ -36,28 +36,26 @@ ROLE = "coordinator"
 log = get_logger()
 
 
-class CoordinatorAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process is started with."""
-
+class CoordinatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     settings: CoordinatorSettings
     scheduler: str
     router: str
     weights: Path
-    """Where the run publishes; there may be nothing yet."""
+    """Where the run publishes; may be missing at first."""
     backend: str = DEFAULT_BACKEND
     """Protocol of the engines: the value of `engine.backend`."""
     run_folder: Path | None = None
-    """Where the log goes; None logs to stderr."""
+    """Folder of the log; None logs to stderr."""
     ready_fd: int | None = None
     token: str = ""
-    """The pipeline's, which the scheduler asks for."""
+    """Token of the pipeline, required by the scheduler."""
 
 
 KeysByRoute = Mapping[bytes, Keys | None]
 
 
-def run(ask: CoordinatorAsk) -> int:
-    """Coordinate until SIGTERM or SIGINT; AddressError, one line, where an address is none."""
+def run_coordinator(ask: CoordinatorOptions) -> int:
+    """Coordinate until SIGTERM or SIGINT; one-line AddressError for an invalid address."""
     setup(ROLE, ask.run_folder)
     keys = {
         SCHEDULER: read_scheduler_keys(role=Role.PUBLISHER),
@@ -70,7 +68,7 @@ def run(ask: CoordinatorAsk) -> int:
     return OK
 
 
-async def _serve(ask: CoordinatorAsk, keys: KeysByRoute) -> None:
+async def _serve(ask: CoordinatorOptions, keys: KeysByRoute) -> None:
     stop = stop_event(asyncio.get_running_loop())
     shell = CoordinatorShell(ask, keys)
     log.info("coordinator.started", pipeline_id=ask.settings.pipeline_id)
@@ -82,10 +80,10 @@ async def _serve(ask: CoordinatorAsk, keys: KeysByRoute) -> None:
 
 
 class CoordinatorShell:
-    """Used from one event loop."""
+    """Performs the machine's I/O; used from one event loop."""
 
     def __init__(
-        self, ask: CoordinatorAsk, keys: KeysByRoute | None = None, clock: Clock | None = None
+        self, ask: CoordinatorOptions, keys: KeysByRoute | None = None, clock: Clock | None = None
     ) -> None:
         keys = keys or {}
         self._ask = ask
@@ -93,13 +91,13 @@ class CoordinatorShell:
         started_s = self._clock.unix_s()
         self.machine = Coordinator(msgspec.structs.replace(ask.settings, started_s=started_s))
         self._http = HttpClient(keepalive=True)
-        self._errands = Errands(self._http, ask.weights, self._step, ask.backend)
+        self._engine_ops = EngineOps(self._http, ask.weights, self._step, ask.backend)
         self._incarnations = {SCHEDULER: "", ROUTER: ""}
         self._is_announced = False
         self._refusal = ""
         self._logged: tuple[WorkerTruth, ...] = ()
         loop = asyncio.get_running_loop()
-        # A name of this life alone: what was sent to the last one reaches nobody.
+        # Unique to this process: messages to an earlier one must not reach it.
         name = new_id("coordinator-")
         self._dialers = {
             SCHEDULER: Dialer(ask.scheduler, name, keys.get(SCHEDULER)),
@@ -112,7 +110,7 @@ class CoordinatorShell:
     async def close(self) -> None:
         """Stop; nothing is undone."""
         self._timer.cancel()
-        await self._errands.close()
+        await self._engine_ops.close()
         for dialer in self._dialers.values():
             dialer.close()
         await self._http.close()
@@ -120,7 +118,7 @@ class CoordinatorShell:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._step(Ticked())
-        if self.machine.has_told and not self._is_announced:
+        if self.machine.has_reported and not self._is_announced:
             self._is_announced = True
             announce(self._ask.ready_fd, Ready(ROLE, os.getpid(), ""))
 
@@ -130,7 +128,7 @@ class CoordinatorShell:
             self._log_refusal(packet.message.error)
         self._step(Received(route, packet.message, packet.body, packet.router))
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: CoordinatorEvent) -> None:
         for action in self.machine.step(event, self._clock.now_s()):
             if isinstance(action, Send):
                 message = action.message
@@ -139,7 +137,7 @@ class CoordinatorShell:
                 packet = Packet(message, self._incarnations[action.route])
                 self._dialers[action.route].send(packet)
             else:
-                self._errands.send(action)
+                self._engine_ops.send(action)
         self._log_changes()
 
     def _log_refusal(self, error: str) -> None:
@@ -156,5 +154,5 @@ class CoordinatorShell:
         for each in truths:
             if before.get(each.rank) is not each.phase:
                 is_lost = each.phase is WorkerPhase.LOST
-                say = log.warning if is_lost and self._is_announced else log.info
-                say(f"engine.{each.phase.value}", rank=each.rank, detail=each.detail)
+                write = log.warning if is_lost and self._is_announced else log.info
+                write(f"engine.{each.phase.value}", rank=each.rank, detail=each.detail)

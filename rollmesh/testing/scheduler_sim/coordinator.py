@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rollmesh.serve.coordinator.events import (
-    SCHEDULER,
-    Action,
-    CallEngine,
-    CoordinatorSettings,
-    Deed,
-    EngineDone,
-    EngineSeen,
-    Event,
-)
 from rollmesh.serve.coordinator.machine import Coordinator
+from rollmesh.serve.coordinator.worker import (
+    SCHEDULER,
+    CoordinatorAction,
+    CoordinatorEvent,
+    CoordinatorSettings,
+    EngineOp,
+    EngineOpDone,
+    EngineSnapshot,
+    RunEngineOp,
+)
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.scheduler_sim.engine import POLICY_VERSION, SharedEngine
@@ -81,12 +81,12 @@ class SimCoordinator(Node):
         route = SCHEDULER if source == "scheduler" else ROUTER
         self._step(Received(route, packet.message, packet.body, packet.router))
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: CoordinatorEvent) -> None:
         for action in self.machine.step(event, self._kernel.now_s(self)):
             self._do(action)
 
-    def _do(self, action: Action) -> None:
-        if isinstance(action, CallEngine):
+    def _do(self, action: CoordinatorAction) -> None:
+        if isinstance(action, RunEngineOp):
             self._kernel.after(action.after_s, lambda: self._call(action), self)
             return
         target, message = self._router, action.message
@@ -94,24 +94,24 @@ class SimCoordinator(Node):
             target, message = "scheduler", signed(message, self._token)
         self._network.send(self, target, Packet(message, "", action.body))
 
-    def _call(self, call: CallEngine) -> None:
+    def _call(self, call: RunEngineOp) -> None:
         is_over = False
 
-        def done(is_done: bool, seen: EngineSeen | None, detail: str = "") -> None:
+        def done(is_done: bool, seen: EngineSnapshot | None, detail: str = "") -> None:
             nonlocal is_over
             if is_over:
                 return
             is_over = True
             self._step(
-                EngineDone(
+                EngineOpDone(
                     url=call.url,
                     serial=call.serial,
                     ok=is_done,
                     detail=detail or ("" if is_done else "cannot be reached"),
-                    seen=seen if is_done and call.deed is Deed.LOOK else None,
+                    seen=seen if is_done and call.op is EngineOp.LOOK else None,
                     policy_version=POLICY_VERSION,
                 )
             )
 
-        self._engines[call.url].call(self, call.deed, done)
+        self._engines[call.url].call(self, call.op, done)
         self._kernel.after(CALL_S, lambda: done(False, None, "does not answer"), self)

@@ -10,7 +10,7 @@
 
 from collections.abc import Callable
 
-from rollmesh.serve.coordinator.events import UNVERSIONED, Deed, EngineSeen
+from rollmesh.serve.coordinator.worker import UNVERSIONED, EngineOp, EngineSnapshot
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
 
@@ -38,10 +38,10 @@ class GpuOccupancy:
 
 POLICY_VERSION = 1
 """No publisher runs here."""
-TAKES_S = {Deed.RESUME: (0.1, 1.0), Deed.LOAD: (0.1, 1.0), Deed.RELEASE: (0.05, 0.4)}
+TAKES_S = {EngineOp.RESUME: (0.1, 1.0), EngineOp.LOAD: (0.1, 1.0), EngineOp.RELEASE: (0.05, 0.4)}
 OTHER_S = (0.001, 0.01)
 
-Answer = Callable[[bool, EngineSeen], None]
+Answer = Callable[[bool, EngineSnapshot], None]
 
 
 class SharedEngine(Node):
@@ -74,30 +74,30 @@ class SharedEngine(Node):
     def incarnation(self) -> str:
         return f"{self.name}.{self.life}"
 
-    def call(self, caller: Node, deed: Deed, answer: Answer) -> None:
+    def call(self, caller: Node, op: EngineOp, answer: Answer) -> None:
         """Carry out a call; `answer` is called with whether it was done, or not at all."""
         life, rng = caller.life, self._kernel.rng
         if not self.alive or self._network.strikes("call_error"):
             self._network.answer(caller, life, lambda: answer(False, self._seen()))
             return
-        takes_s = rng.uniform(*TAKES_S.get(deed, OTHER_S))
+        takes_s = rng.uniform(*TAKES_S.get(op, OTHER_S))
         starts_s = max(self._kernel.time_s + rng.uniform(0.001, 0.005), self._free_at_s)
         self._free_at_s = starts_s + takes_s
 
         def begin() -> None:
-            if deed is Deed.RESUME:
+            if op is EngineOp.RESUME:
                 self._is_moving |= not self.has_memory
                 self._space.enter(self.name, self.gpus)
                 self.has_memory = True
-            elif deed in (Deed.PAUSE, Deed.RELEASE):
+            elif op in (EngineOp.PAUSE, EngineOp.RELEASE):
                 self.has_weights = False
-                self._is_moving |= deed is Deed.RELEASE and self.has_memory
+                self._is_moving |= op is EngineOp.RELEASE and self.has_memory
             self._kernel.after(takes_s, end, self)
 
         def end() -> None:
-            if deed is Deed.LOAD:
+            if op is EngineOp.LOAD:
                 self.has_weights, self._is_moving = self.has_memory, False
-            elif deed is Deed.RELEASE:
+            elif op is EngineOp.RELEASE:
                 self._let_go()
             seen = self._seen()
             self._network.answer(caller, life, lambda: answer(True, seen))
@@ -116,9 +116,9 @@ class SharedEngine(Node):
         self.has_memory = self.has_weights = self._is_moving = False
         self._space.leave(self.name)
 
-    def _seen(self) -> EngineSeen:
+    def _seen(self) -> EngineSnapshot:
         is_named = self.has_memory and not self._is_moving
-        return EngineSeen(
+        return EngineSnapshot(
             is_released=not self.has_memory,
             is_moving=self._is_moving,
             policy_version=POLICY_VERSION if is_named else UNVERSIONED,

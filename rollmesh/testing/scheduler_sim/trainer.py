@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator, Iterator
 import msgspec
 
 from rollmesh.serve.coordinator.claims import (
-    Claim,
+    ClaimEvent,
     Claims,
-    Event,
-    SchedulerHeard,
+    ClaimSettled,
+    GpuClaim,
+    SchedulerReachable,
     SchedulerSilent,
-    Settled,
-    Waits,
+    StillWaiting,
 )
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
@@ -85,7 +85,7 @@ class PipelineTrainer(Node):
         self.waits_s: dict[str, float] = {}
         """The longest wait by cluster."""
         self.ended_s = 0.0
-        self.asked: dict[str, tuple[Claim, float]] = {}
+        self.asked: dict[str, tuple[GpuClaim, float]] = {}
         """Requests without an answer, and their times."""
         self.reasons: list[str] = []
         """Why requests were refused."""
@@ -262,7 +262,7 @@ class PipelineTrainer(Node):
         self._num_keys += 1
         return f"{self.pipeline_id}.{self.life}.{self._num_keys}"
 
-    def _ask(self, ask: Claim) -> Wait:
+    def _ask(self, ask: GpuClaim) -> Wait:
         def begin(then: Callable[[], None]) -> None:
             self.asked[ask.key] = (ask, self._kernel.time_s)
             self._then[ask.key] = then
@@ -282,18 +282,18 @@ class PipelineTrainer(Node):
         if not self._is_cut:
             self._hear(Received(ROUTER, packet.message))
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event: ClaimEvent) -> None:
         for action in self._hooks.step(event, self._kernel.now_s(self)):
             match action:
                 case Send(message=message):
                     self._say(message)
-                case Settled():
+                case ClaimSettled():
                     self._settled(action)
                 case SchedulerSilent():
                     self._network.num["scheduler_silent"] += 1
-                case SchedulerHeard():
+                case SchedulerReachable():
                     self._network.num["scheduler_heard"] += 1
-                case Waits():
+                case StillWaiting():
                     self._network.num["waits_long"] += 1
 
     def _say(self, message: AnyMessage) -> None:
@@ -304,7 +304,7 @@ class PipelineTrainer(Node):
         words = signed(message, token_of(self.pipeline_id))
         self._network.send(self, "scheduler", Packet(words))
 
-    def _settled(self, answer: Settled) -> None:
+    def _settled(self, answer: ClaimSettled) -> None:
         ask, since_s = self.asked.pop(answer.key)
         then = self._then.pop(answer.key)
         waited_s = self._kernel.time_s - since_s

@@ -15,7 +15,7 @@ from rollmesh.core.config import Config, JournalConfig, ModelConfig, TrainerConf
 from rollmesh.core.errors import ConfigError, UserError
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.core.types import GroupRecord, NodeRow, Outcome, RolloutRecord, Task, VersionRun
-from rollmesh.serve.coordinator.claims import Said
+from rollmesh.serve.coordinator.claims import ProgramMessage
 from rollmesh.serve.coordinator.hooks import PipelineHooks
 from rollmesh.trainer.checkpoints.recovery import restored_staleness
 from rollmesh.trainer.gpu_lease import (
@@ -153,7 +153,7 @@ def test_nothing_is_asked_of_engines_before_one_is_awake(
     gpus.finish_step(1, 8, is_next_there=False)
     assert not gpus.may_request(1, 8)
     handed = scheduler.expect(NotifyReleaseThenRequestGpus)
-    scheduler.say_granted(handed.key, (0,))
+    scheduler.send_granted(handed.key, (0,))
     ask(gpus, 1)
     assert gpus.may_request(1, 8)
 
@@ -182,11 +182,11 @@ def test_what_has_ended_without_a_grant_is_asked_for_anew(
     try:
         first = scheduler.expect(RequestGpus)
         assert first.cluster == cluster
-        scheduler.say(TicketMoved(first.key, state))
+        scheduler.send(TicketMoved(first.key, state))
         second = scheduler.expect(RequestGpus)
         assert (second.cluster, second.global_step) == (cluster, 0)
         assert second.key != first.key
-        scheduler.say_granted(second.key, (0,))
+        scheduler.send_granted(second.key, (0,))
         waiting.join(PATIENCE_S)
         assert not waiting.is_alive()
     finally:
@@ -299,7 +299,7 @@ def test_a_refusal_that_came_while_nobody_waited_is_the_users_mistake_too(
 ) -> None:
     assert not gpus.may_train(0)
     key = scheduler.expect(RequestGpus).key
-    scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
+    scheduler.send(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
     with scheduler.granting() as told, pytest.raises(UserError, match="no such pipeline"):
         train(gpus, 0)
     assert not [m for m in told if isinstance(m, RequestGpus) and m.key != key], "nor asked anew"
@@ -317,7 +317,7 @@ def test_a_pipeline_that_is_unknown_is_the_users_mistake(
 
 def refuse(scheduler: FakeScheduler) -> None:
     key = scheduler.expect(NotifyReleaseThenRequestGpus).key
-    scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
+    scheduler.send(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
 
 
 @contextmanager
@@ -343,13 +343,13 @@ def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
         assert (demand.cluster, demand.global_step) == (GENERATION_CLUSTER, 0)
         assert demand.step_target_estimate == 5 * SAMPLES, "of max_staleness + 1 steps"
         assert not life.pacer.lifecycle.open_ids
-        scheduler.say_granted(demand.key, (2,))
+        scheduler.send_granted(demand.key, (2,))
         group_id, task = life.hear_ask()
         life.finish(group_id, task.id)
         step = scheduler.expect(RequestGpus)
         assert (step.cluster, step.priority) == (TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING)
         assert not life.tally.num_steps
-        scheduler.say_granted(step.key, (0, 1))
+        scheduler.send_granted(step.key, (0, 1))
         handed = scheduler.expect(NotifyReleaseThenRequestGpus)
         assert handed.cluster == GENERATION_CLUSTER
         assert (handed.release_global_step, handed.global_step) == (0, 1)
@@ -390,11 +390,11 @@ class NotedHooks(PipelineHooks):
         self.told: list[object] = []
         super().__init__(scheduler, pipeline_id)
 
-    def say(self, words: Said) -> None:
+    def send(self, words: ProgramMessage) -> None:
         clusters = (getattr(words, "cluster", ""), getattr(words, "release_cluster", ""))
         if TRAIN_CLUSTER in clusters:
             self.told.append(words)
-        super().say(words)
+        super().send(words)
 
 
 class Guest:
@@ -486,7 +486,7 @@ def test_no_model_is_loaded_before_its_gpus_are_granted(
         assert (asked.cluster, asked.priority) == (TRAIN_CLUSTER, GpuPriority.INITIALIZATION)
         assert scheduler.expect(NotifyReleaseThenRequestGpus, is_again=True) == asked
         assert not ends, "it waits, and says so"
-        scheduler.say_granted(asked.key, (0, 1))
+        scheduler.send_granted(asked.key, (0, 1))
         loading.join(PATIENCE_S)
         assert len(ends) == 1
 

@@ -44,14 +44,14 @@ class FakeScheduler:
                 self.route = route
                 self.heard.append(packet.message)
                 if isinstance(packet.message, HooksWired):
-                    self.say(SchedulerHello(self.incarnation))
+                    self.send(SchedulerHello(self.incarnation))
         raise AssertionError(f"no {kind.__name__}")
 
-    def say(self, message: AnyMessage) -> None:
+    def send(self, message: AnyMessage) -> None:
         self.hub.send(self.route, Packet(message))
 
-    def say_granted(self, key: str, gpus: tuple[int, ...]) -> None:
-        self.say(TicketMoved(key, TicketState.GRANTED, gpus))
+    def send_granted(self, key: str, gpus: tuple[int, ...]) -> None:
+        self.send(TicketMoved(key, TicketState.GRANTED, gpus))
 
     @contextmanager
     def granting(self, *clusters: str) -> Iterator[list[AnyMessage]]:
@@ -80,11 +80,11 @@ class FakeScheduler:
     ) -> None:
         match message:
             case HooksWired():
-                self.say(SchedulerHello(self.incarnation))
+                self.send(SchedulerHello(self.incarnation))
                 return
             case RequestGpus() | NotifyReleaseThenRequestGpus() if message.cluster in clusters:
-                self.say_granted(message.key, (0,))
+                self.send_granted(message.key, (0,))
             case NotifyReleaseGpus(key):
-                self.say(TicketMoved(key, TicketState.RELEASED))
+                self.send(TicketMoved(key, TicketState.RELEASED))
         if message not in told:
             told.append(message)

@@ -8,13 +8,13 @@ from rollmesh.serve.coordinator.claims import (
     NUM_CLEARS,
     PATIENCE_S,
     SILENT_S,
-    TELL_S,
-    Action,
+    WARN_S,
+    ClaimAction,
     Claims,
-    SchedulerHeard,
+    ClaimSettled,
+    SchedulerReachable,
     SchedulerSilent,
-    Settled,
-    Waits,
+    StillWaiting,
 )
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
@@ -48,18 +48,18 @@ class Program:
         self.claims = Claims("p")
         self.now_s = 100.0
 
-    def do(self, event: object, after_s: float = 0.0) -> list[Action]:
+    def do(self, event: object, after_s: float = 0.0) -> list[ClaimAction]:
         self.now_s += after_s
         return self.claims.step(event, self.now_s)  # type: ignore[arg-type]
 
     def says(self, event: object, after_s: float = 0.0) -> list[AnyMessage]:
         return said(self.do(event, after_s))
 
-    def hears(self, message: AnyMessage, after_s: float = 0.0) -> list[Action]:
+    def hears(self, message: AnyMessage, after_s: float = 0.0) -> list[ClaimAction]:
         return self.do(Received(ROUTER, message), after_s)
 
 
-def said(actions: Sequence[Action]) -> list[AnyMessage]:
+def said(actions: Sequence[ClaimAction]) -> list[AnyMessage]:
     return [each.message for each in actions if isinstance(each, Send)]
 
 
@@ -84,7 +84,7 @@ def test_who_waits_says_its_ask_again_until_it_has_an_answer(program: Program) -
     assert program.hears(TicketMoved("k1", TicketState.QUEUED, (), "held by q")) == []
     assert program.says(Ticked(), 1.0) == [WIRED, TRAIN]
     granted = TicketMoved("k1", TicketState.GRANTED, (0, 1))
-    assert program.hears(granted) == [Settled("k1", TicketState.GRANTED, (0, 1))]
+    assert program.hears(granted) == [ClaimSettled("k1", TicketState.GRANTED, (0, 1))]
     assert program.hears(granted) == []
     assert program.says(Ticked(), 1.0) == [WIRED]
 
@@ -110,7 +110,7 @@ def test_a_silent_scheduler_is_told_of_once_and_hears_no_more_than_that_we_are_h
     assert program.says(progress(50)) == []
     assert program.says(GENERATE) == []
     heard = program.hears(SchedulerHello("s1"))
-    assert heard[0] == SchedulerHeard()
+    assert heard[0] == SchedulerReachable()
     assert said(heard) == [WIRED, TRAIN, GENERATE, progress(50)]
     assert program.says(progress(60)) == [progress(60)]
 
@@ -123,10 +123,10 @@ def test_who_never_heard_a_scheduler_says_so(program: Program) -> None:
 def test_who_waits_for_long_tells_why_now_and_then(program: Program) -> None:
     program.do(TRAIN)
     program.hears(TicketMoved("k1", TicketState.QUEUED, (), "q/actor_train has GPU 0"))
-    program.hears(SchedulerHello("s1"), TELL_S - 1.0)
+    program.hears(SchedulerHello("s1"), WARN_S - 1.0)
     waits = program.do(Ticked(), 1.0)[0]
-    assert waits == Waits(TRAIN, TELL_S, "q/actor_train has GPU 0")
-    assert [each for each in program.do(Ticked(), 1.0) if isinstance(each, Waits)] == []
+    assert waits == StillWaiting(TRAIN, WARN_S, "q/actor_train has GPU 0")
+    assert [each for each in program.do(Ticked(), 1.0) if isinstance(each, StillWaiting)] == []
 
 
 def test_progress_is_said_where_it_enters_another_bucket_and_each_second(program: Program) -> None:
@@ -187,7 +187,7 @@ def test_a_grant_that_crosses_its_withdrawal_is_given_back_where_it_is_a_cluster
     is_fixed = claim is TRAIN
     assert (withdrawn in program.says(Ticked(), 1.0)) is is_fixed
     if is_fixed:
-        given_back = Settled(claim.key, TicketState.RELEASED)
+        given_back = ClaimSettled(claim.key, TicketState.RELEASED)
         assert given_back in program.hears(TicketMoved(claim.key, TicketState.RELEASED))
     assert withdrawn not in program.says(Ticked(), 1.0)
 
@@ -197,7 +197,7 @@ def test_what_nobody_answers_is_not_withdrawn_for_ever(program: Program) -> None
     program.do(WithdrawRequest("k1"))
     for _ in range(3):
         program.hears(SchedulerHello("s1"), PATIENCE_S / 4)
-    assert Settled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), PATIENCE_S / 4)
+    assert ClaimSettled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), PATIENCE_S / 4)
     assert program.says(Ticked(), 1.0) == [WIRED]
 
 
@@ -238,7 +238,7 @@ def test_what_is_offered_is_taken_and_nobodys_before_it_is_granted(program: Prog
     assert program.hears(offered(7)) == []
     assert program.says(Ticked(), 1.0) == [WIRED, TRAIN, take]
     granted = TicketMoved("k1", TicketState.GRANTED, (0, 1), "", 7)
-    assert program.hears(granted) == [Settled("k1", TicketState.GRANTED, (0, 1))]
+    assert program.hears(granted) == [ClaimSettled("k1", TicketState.GRANTED, (0, 1))]
     assert program.says(Ticked(), 1.0) == [WIRED]
 
 

@@ -62,10 +62,10 @@ def test_a_signal_returns_when_an_engine_is_awake(
         ask = scheduler.expect(RequestGpus)
         assert (ask.pipeline_id, ask.cluster, ask.priority) == ("p", GENERATION_CLUSTER, 6)
         assert (ask.global_step, ask.step_target_estimate) == (7, 64)
-        scheduler.say(TicketMoved(ask.key, TicketState.QUEUED, (), "all are busy"))
+        scheduler.send(TicketMoved(ask.key, TicketState.QUEUED, (), "all are busy"))
         assert scheduler.expect(RequestGpus, is_again=True) == ask
         assert ends == []
-        scheduler.say(TicketMoved(ask.key, TicketState.GRANTED, (2,)))
+        scheduler.send(TicketMoved(ask.key, TicketState.GRANTED, (2,)))
     assert ends == [True]
 
 
@@ -86,7 +86,7 @@ def test_what_has_ended_without_a_grant_is_none(
 ) -> None:
     """Whoever took it for one would train where another does."""
     ticket = hooks.request_gpus("actor_train", TRAIN)
-    scheduler.say(TicketMoved(scheduler.expect(RequestGpus).key, state))
+    scheduler.send(TicketMoved(scheduler.expect(RequestGpus).key, state))
     while not ticket.is_void:
         assert ticket.wait(timeout_s=0.1) is None
     assert ticket.wait() is None
@@ -97,10 +97,10 @@ def test_gpus_that_are_offered_are_taken_and_had_once_they_are_granted(
 ) -> None:
     ticket = hooks.request_gpus("actor_train", TRAIN)
     key = scheduler.expect(RequestGpus).key
-    scheduler.say(TicketMoved(key, TicketState.OFFERED, (0, 1), "", 7))
+    scheduler.send(TicketMoved(key, TicketState.OFFERED, (0, 1), "", 7))
     assert scheduler.expect(TakeGpus) == TakeGpus(key, 7)
     assert ticket.wait(timeout_s=0.0) is None
-    scheduler.say_granted(key, (0, 1))
+    scheduler.send_granted(key, (0, 1))
     assert ticket.wait() == (0, 1)
 
 
@@ -118,17 +118,17 @@ def test_gpus_are_asked_for_handed_over_and_released(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     asked = hooks.request_gpus("actor_train", TRAIN, 3)
-    scheduler.say_granted(scheduler.expect(RequestGpus).key, (0, 1))
+    scheduler.send_granted(scheduler.expect(RequestGpus).key, (0, 1))
     assert asked.wait() == (0, 1)
     handed = hooks.notify_release_then_request_gpus(
         "actor_train", GENERATION_CLUSTER, GpuPriority.GENERATION, step_target_estimate=8
     )
     both = scheduler.expect(NotifyReleaseThenRequestGpus)
     assert (both.release_cluster, both.cluster) == ("actor_train", GENERATION_CLUSTER)
-    scheduler.say_granted(both.key, (3,))
+    scheduler.send_granted(both.key, (3,))
     assert handed.wait() == (3,)
     released = hooks.notify_release_gpus(GENERATION_CLUSTER)
-    scheduler.say(TicketMoved(scheduler.expect(NotifyReleaseGpus).key, TicketState.RELEASED))
+    scheduler.send(TicketMoved(scheduler.expect(NotifyReleaseGpus).key, TicketState.RELEASED))
     assert released.wait() == ()
 
 
@@ -147,7 +147,7 @@ def test_what_is_refused_is_the_users_mistake_in_one_line(
 ) -> None:
     asked = hooks.request_gpus("actor_train", TRAIN)
     key = scheduler.expect(RequestGpus).key
-    scheduler.say(TicketMoved(key, TicketState.REFUSED, (), "it is not registered"))
+    scheduler.send(TicketMoved(key, TicketState.REFUSED, (), "it is not registered"))
     with pytest.raises(UserError, match=r"pipeline 'p', actor_train: it is not registered"):
         asked.wait()
 
@@ -211,7 +211,7 @@ def test_a_wait_goes_on_through_the_scheduler_s_next_life(
             assert ticket.wait(timeout_s=0.1) is None
         second = FakeScheduler(address, "s2")
         assert second.expect(RequestGpus).key == key
-        second.say_granted(key, (0,))
+        second.send_granted(key, (0,))
         assert ticket.wait(timeout_s=PATIENCE_S) == (0,)
     second.hub.close()
     events = [each["event"] for each in told]

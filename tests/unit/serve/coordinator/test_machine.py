@@ -3,15 +3,15 @@
 import pytest
 
 from rollmesh.engine.fleet import ASLEEP
-from rollmesh.serve.coordinator.events import Deed
 from rollmesh.serve.coordinator.machine import Coordinator
+from rollmesh.serve.coordinator.worker import EngineOp
 from rollmesh.wire.fleet import EnginePhase, SleepEngine
 from rollmesh.wire.scheduling import ResizeWorkers, SchedulerHello, WorkerChange, WorkerPhase
-from tests.unit.serve.coordinator.engine_yard import Yard
+from tests.unit.serve.coordinator.simulated_engines import SimulatedEngines
 
 
 def test_a_fleet_that_sleeps_from_the_start_wakes_the_engine_that_is_told() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
     assert yard.phases() == [WorkerPhase.ASLEEP, WorkerPhase.ASLEEP]
     ask = yard.resize(True, 1)
@@ -20,12 +20,12 @@ def test_a_fleet_that_sleeps_from_the_start_wakes_the_engine_that_is_told() -> N
     assert [yard.row(rank).phase for rank in (0, 1)] == [EnginePhase.ASLEEP, EnginePhase.READY]
     assert yard.answers()[-1].resize_id == ask.resize_id
     assert not yard.answers()[-1].error
-    assert yard.toy(0).done == [Deed.LOOK] * len(yard.toy(0).done)
+    assert yard.toy(0).done == [EngineOp.LOOK] * len(yard.toy(0).done)
 
 
-def awake(*ranks: int, num_engines: int = 2) -> Yard:
+def awake(*ranks: int, num_engines: int = 2) -> SimulatedEngines:
     """A yard whose engines of these ranks are awake."""
-    yard = Yard(num_engines)
+    yard = SimulatedEngines(num_engines)
     yard.run(1.0)
     yard.resize(True, *ranks)
     yard.run(2.0)
@@ -42,7 +42,7 @@ def test_a_shrink_takes_the_engine_out_of_the_table_before_it_is_cut_and_release
     assert not yard.toy(0).is_released
     yard.run(1.0)
     assert yard.truth(0).phase is WorkerPhase.SLEEPING
-    assert set(yard.toy(0).done) == {Deed.LOOK}
+    assert set(yard.toy(0).done) == {EngineOp.LOOK}
     yard.toy(0).num_requests = 0
     yard.run(1.0)
     assert yard.truth(0).phase is WorkerPhase.ASLEEP
@@ -55,7 +55,7 @@ def test_what_does_not_leave_is_cut_after_a_while() -> None:
     yard.toy(0).num_requests = 3
     yard.resize(False, 0)
     yard.run(yard.settings.drain_s + 1.0)
-    assert Deed.PAUSE in yard.toy(0).done
+    assert EngineOp.PAUSE in yard.toy(0).done
     assert yard.truth(0).phase is WorkerPhase.ASLEEP
 
 
@@ -66,8 +66,8 @@ def test_a_woken_engine_has_the_newest_weights_before_anybody_is_sent_there() ->
     while yard.truth(1).phase is not WorkerPhase.AWAKE:
         yard.run(0.05)
         assert (yard.row(1).phase is EnginePhase.READY) <= (yard.toy(1).policy_version == 7)
-    looks = [deed for deed in yard.toy(1).done if deed is not Deed.LOOK]
-    assert looks == [Deed.RESUME, Deed.LOAD, Deed.PROBE]
+    looks = [op for op in yard.toy(1).done if op is not EngineOp.LOOK]
+    assert looks == [EngineOp.RESUME, EngineOp.LOAD, EngineOp.PROBE]
     assert yard.row(1).policy_version == 7
 
 
@@ -86,11 +86,11 @@ def test_resizes_are_carried_out_one_after_another() -> None:
 
 def test_of_a_resize_that_is_late_only_who_is_late_is_lost() -> None:
     """Not who is there, nor who is on its way in another one."""
-    yard = Yard(3)
+    yard = SimulatedEngines(3)
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "slow"
+    yard.toy(0).fails[EngineOp.LOAD] = "slow"
     late = yard.resize(True, 0, 1, deadline_s=6.0, turn_s=2.0)
-    yard.toy(2).fails[Deed.LOAD] = "slow"
+    yard.toy(2).fails[EngineOp.LOAD] = "slow"
     other = yard.resize(True, 2)
     yard.run(8.0)
     assert yard.answers()[-1].resize_id == late.resize_id
@@ -101,9 +101,9 @@ def test_of_a_resize_that_is_late_only_who_is_late_is_lost() -> None:
 
 
 def test_a_resize_that_failed_is_not_begun_anew_by_being_said_again() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "slow"
+    yard.toy(0).fails[EngineOp.LOAD] = "slow"
     ask = yard.resize(True, 0, deadline_s=3.0)
     yard.run(5.0)
     yard.toy(0).fails.clear()
@@ -140,14 +140,14 @@ def test_an_older_epoch_is_refused_and_changes_nothing() -> None:
 
 
 def test_a_resize_that_is_said_again_is_answered_again_and_not_done_again() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
     ask = yard.resize(True, 0)
     yard.hear(ask)
     yard.run(2.0)
     yard.hear(ask)
     assert [answer.resize_id for answer in yard.answers()] == [ask.resize_id] * 2
-    assert yard.toy(0).done.count(Deed.LOAD) == 1
+    assert yard.toy(0).done.count(EngineOp.LOAD) == 1
 
 
 def test_a_number_said_anew_by_a_scheduler_that_lost_its_journal_is_another_resize() -> None:
@@ -159,7 +159,7 @@ def test_a_number_said_anew_by_a_scheduler_that_lost_its_journal_is_another_resi
 
 
 def test_what_is_left_of_a_resize_is_that_resize_said_again() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
     both = WorkerChange(0, True, 1), WorkerChange(1, True, 1)
     yard.hear(ResizeWorkers("p", 1, both, 20.0))
@@ -167,13 +167,13 @@ def test_what_is_left_of_a_resize_is_that_resize_said_again() -> None:
     yard.run(5.0)
     yard.hear(ResizeWorkers("p", 1, both[:1], 15.0))
     assert [answer.error for answer in yard.answers()] == ["", ""]
-    assert yard.toy(1).done.count(Deed.LOAD) == 1
+    assert yard.toy(1).done.count(EngineOp.LOAD) == 1
 
 
 def test_a_newer_resize_of_the_same_engine_overtakes() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "no such folder"
+    yard.toy(0).fails[EngineOp.LOAD] = "no such folder"
     yard.resize(True, 0)
     yard.run(1.0)
     yard.resize(False, 0)
@@ -184,9 +184,9 @@ def test_a_newer_resize_of_the_same_engine_overtakes() -> None:
 
 
 def test_what_fails_is_tried_again_within_the_deadline() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "the folder was pruned"
+    yard.toy(0).fails[EngineOp.LOAD] = "the folder was pruned"
     yard.resize(True, 0)
     yard.run(3.0)
     assert "pruned" in yard.truth(0).detail
@@ -197,9 +197,9 @@ def test_what_fails_is_tried_again_within_the_deadline() -> None:
 
 
 def test_an_engine_that_cannot_wake_in_time_is_lost_and_put_to_sleep_again() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "no such folder"
+    yard.toy(0).fails[EngineOp.LOAD] = "no such folder"
     yard.resize(True, 0, deadline_s=5.0)
     yard.run(5.2)
     [answer] = yard.answers()
@@ -232,7 +232,7 @@ class BelievesAnyAnswer(Coordinator):
 
     def _on_scheduler(self, hello: SchedulerHello) -> None:
         super()._on_scheduler(hello)
-        self._is_believed |= hello.newest_s < self._started_s
+        self._is_confirmed |= hello.newest_s < self._started_s
 
 
 @pytest.mark.parametrize(("kind", "is_heard"), [(Coordinator, True), (BelievesAnyAnswer, False)])
@@ -241,7 +241,7 @@ def test_who_hears_a_late_answer_to_the_process_before_still_goes_above_it(
     kind: type[Coordinator], is_heard: bool, late_s: float
 ) -> None:
     """Its clock was set back; once it is believed itself, it goes above nobody."""
-    yard = Yard(kind=kind, started_s=1400.5)
+    yard = SimulatedEngines(kind=kind, started_s=1400.5)
     yard.run(1.0)
     for newest_s in (late_s, 5000.0):
         yard.hear(SchedulerHello("s1", newest_s=newest_s))
@@ -291,9 +291,9 @@ def test_a_coordinator_that_comes_back_finds_what_is_awake_and_touches_nothing()
 
 
 def test_a_coordinator_that_comes_back_in_mid_resize_puts_what_is_half_awake_to_sleep() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
-    yard.toy(0).fails[Deed.LOAD] = "slow"
+    yard.toy(0).fails[EngineOp.LOAD] = "slow"
     yard.resize(True, 0)
     yard.run(1.0)
     assert not yard.toy(0).is_released
@@ -323,7 +323,7 @@ def test_the_first_truth_waits_for_a_silent_engine_only_for_a_while() -> None:
 
 
 def test_of_another_pipeline_or_worker_nothing_is_done() -> None:
-    yard = Yard()
+    yard = SimulatedEngines()
     yard.run(1.0)
     yard.hear(ResizeWorkers("q", 1, (WorkerChange(0, True, 1),), 5.0))
     yard.hear(ResizeWorkers("p", 2, (WorkerChange(9, True, 1),), 5.0))
@@ -347,7 +347,7 @@ def test_an_awake_engine_that_was_started_anew_asleep_is_brought_up_again() -> N
 def test_one_that_does_not_come_up_again_is_lost_and_sleeps() -> None:
     yard = awake(0)
     yard.toy(0).start_anew()
-    yard.toy(0).fails[Deed.LOAD] = "no such folder"
+    yard.toy(0).fails[EngineOp.LOAD] = "no such folder"
     yard.run(yard.settings.repair_s - 2.0)
     assert yard.truth(0).phase is WorkerPhase.AWAKE
     assert yard.row(0).phase is EnginePhase.ASLEEP
@@ -364,7 +364,7 @@ def test_a_sleeping_engine_that_was_started_anew_with_its_memory_gives_it_up_aga
     assert yard.toy(1).is_released
     assert WorkerPhase.LOST not in {hello.workers[1].phase for hello in yard.hellos()}
     yard.toy(1).is_released = False
-    yard.toy(1).fails[Deed.RELEASE] = "requests run"
+    yard.toy(1).fails[EngineOp.RELEASE] = "requests run"
     yard.run(3.0)
     assert yard.truth(1).phase is WorkerPhase.LOST
     yard.toy(1).fails.clear()
@@ -391,7 +391,7 @@ def test_asks_that_the_router_did_not_hear_are_said_again() -> None:
     yard.resize(False, 0)
     yard.run(2.0)
     assert yard.truth(0).phase is WorkerPhase.SLEEPING
-    assert set(yard.toy(0).done) <= {Deed.RESUME, Deed.LOAD, Deed.PROBE, Deed.LOOK}
+    assert set(yard.toy(0).done) <= {EngineOp.RESUME, EngineOp.LOAD, EngineOp.PROBE, EngineOp.LOOK}
     yard.is_router_deaf = False
     yard.run(2.0)
     assert yard.truth(0).phase is WorkerPhase.ASLEEP

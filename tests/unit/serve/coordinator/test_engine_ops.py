@@ -1,4 +1,4 @@
-"""Errands to engines over a road that holds things up: nothing arrives after what came later."""
+"""Engine operations: sleep and wake at an engine, and one order at a time per engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,13 +7,137 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.core.model_folders import WeightsProbe, leave_probe
 from rollmesh.engine.connection import HttpCall
-from rollmesh.engine.http import HttpClient
-from rollmesh.serve.coordinator import errands as errands_module
-from rollmesh.serve.coordinator.errands import Errands
-from rollmesh.serve.coordinator.events import CallEngine, Deed, EngineDone
-from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token
+from rollmesh.engine.http import HttpClient, target
+from rollmesh.serve.coordinator import engine_ops as errands_module
+from rollmesh.serve.coordinator.engine_ops import EngineOps, run_engine_op
+from rollmesh.serve.coordinator.worker import EngineOp, EngineOpDone, RunEngineOp
+from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token, logprob_of
 from tests.shortage import no_descriptor_left
+
+
+class Hands:
+    """An engine, and whoever does things to it."""
+
+    def __init__(self, engine: ScriptedEngine, http: HttpClient, weights: Path) -> None:
+        self.engine = engine
+        self._http = http
+        self._weights = weights
+
+    async def do(self, op: EngineOp, policy_version: int = -1) -> EngineOpDone:
+        call = RunEngineOp(self.engine.url, 1, op, policy_version)
+        return await run_engine_op(call, self._http, self._weights)
+
+    async def sleep(self) -> None:
+        for op in (EngineOp.PAUSE, EngineOp.RELEASE):
+            assert (await self.do(op)).ok
+
+    def publish(self, policy_version: int) -> Path:
+        folder = self._weights / f"v{policy_version:06d}"
+        folder.mkdir(parents=True)
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (folder / name).touch()
+        return folder
+
+
+@pytest.fixture
+async def hands(tmp_path: Path) -> AsyncIterator[Hands]:
+    async with ScriptedEngine(endless_token) as engine, HttpClient() as http:
+        yield Hands(engine, http, tmp_path / "weights")
+
+
+async def test_an_engine_says_by_its_weights_name_that_it_sleeps(hands: Hands) -> None:
+    await hands.sleep()
+    assert hands.engine.tenure is Tenure.RELEASED
+    assert hands.engine.weight_version == "released-0"
+    seen = (await hands.do(EngineOp.LOOK)).seen
+    assert seen is not None
+    assert (seen.is_released, seen.is_moving) == (True, False)
+    assert (await hands.do(EngineOp.RELEASE)).ok
+    assert hands.engine.num_seen("/release_memory_occupation") == 1
+
+
+async def test_before_the_first_publication_it_wakes_with_what_it_was_started_with(
+    hands: Hands,
+) -> None:
+    await hands.sleep()
+    assert (await hands.do(EngineOp.RESUME)).ok
+    assert hands.engine.weight_version == "moving-0"
+    seen = (await hands.do(EngineOp.LOOK)).seen
+    assert seen is not None
+    assert (seen.is_released, seen.is_moving) == (False, True)
+    loaded = await hands.do(EngineOp.LOAD)
+    assert (loaded.ok, loaded.policy_version) == (True, 0)
+    assert hands.engine.weight_version == "0"
+    assert hands.engine.tenure is Tenure.HELD
+    assert not hands.engine.is_paused
+
+
+async def test_it_wakes_with_the_newest_that_was_published(hands: Hands) -> None:
+    await hands.sleep()
+    hands.publish(8)
+    newest = hands.publish(9)
+    assert (await hands.do(EngineOp.RESUME)).ok
+    assert (await hands.do(EngineOp.LOAD)).policy_version == 9
+    [update] = [each for each in hands.engine.seen if "from_disk" in each.path]
+    assert update.body["model_path"] == str(newest)
+    assert (await hands.do(EngineOp.PROBE, 9)).ok
+    assert "serves 9" in (await hands.do(EngineOp.PROBE, 8)).detail
+
+
+async def test_requests_that_were_cut_have_a_moment_to_end_before_memory_goes(
+    hands: Hands,
+) -> None:
+    hands.engine.hold()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(generate(hands.engine))
+        await hands.engine.until(lambda: hands.engine.num_live == 1)
+        await hands.sleep()
+        await running
+    assert hands.engine.tenure is Tenure.RELEASED
+    paths = [each.path for each in hands.engine.seen]
+    assert paths.index("/flush_cache") < paths.index("/release_memory_occupation")
+
+
+async def generate(engine: ScriptedEngine) -> None:
+    """A request that nobody would end by itself."""
+    body = b'{"input_ids":[1],"sampling_params":{"max_new_tokens":9},"rid":"r"}'
+    async with HttpClient() as http:
+        to = target("POST", f"{engine.url}/generate", (("Content-Type", "application/json"),))
+        response = await http.fetch(to, [body], timeout_s=30.0)
+        assert b"abort" in response.body
+
+
+async def test_a_probe_behind_the_weights_finds_out_other_ones(hands: Hands) -> None:
+    folder = hands.publish(7)
+    assert (await hands.do(EngineOp.LOAD)).policy_version == 7
+    logprobs = tuple(logprob_of(7, token) for token in (2, 3))
+    good = WeightsProbe(token_ids=(1, 2, 3), logprobs=logprobs, tolerance=0.01)
+    leave_probe(folder, good)
+    assert (await hands.do(EngineOp.PROBE, 7)).ok
+    bad = tuple(each + 1 for each in logprobs)
+    leave_probe(folder, WeightsProbe(token_ids=(1, 2, 3), logprobs=bad, tolerance=0.01))
+    assert "log-probs differ" in (await hands.do(EngineOp.PROBE, 7)).detail
+
+
+async def test_an_engine_that_is_gone_is_an_answer_and_no_error(hands: Hands) -> None:
+    await hands.engine.die()
+    done = await hands.do(EngineOp.LOOK)
+    assert not done.ok
+    assert hands.engine.url in done.detail
+
+
+async def test_whatever_goes_wrong_is_an_answer_so_that_it_is_tried_again(hands: Hands) -> None:
+    await hands.sleep()
+    assert (await hands.do(EngineOp.RESUME)).ok
+    unreadable = hands.publish(4) / "config.json"
+    unreadable.unlink()
+    unreadable.symlink_to("x" * 300)
+    done = await hands.do(EngineOp.LOAD)
+    assert not done.ok
+    assert "File name too long" in done.detail
+
 
 RESUME, RELEASE = "/resume_memory_occupation", "/release_memory_occupation"
 
@@ -82,19 +206,19 @@ class Office:
 
     def __init__(self, engine: ScriptedEngine, road: Road) -> None:
         self.engine, self.road = engine, road
-        self.told: list[EngineDone] = []
+        self.told: list[EngineOpDone] = []
         self._moved = asyncio.Event()
         self._serial = 0
 
-    def hear(self, done: EngineDone) -> None:
+    def hear(self, done: EngineOpDone) -> None:
         self.told.append(done)
         self._moved.set()
 
-    def send(self, errands: Errands, deed: Deed) -> None:
+    def send(self, errands: EngineOps, op: EngineOp) -> None:
         self._serial += 1
-        errands.send(CallEngine(self.road.url, self._serial, deed))
+        errands.send(RunEngineOp(self.road.url, self._serial, op))
 
-    async def of_last(self) -> EngineDone:
+    async def of_last(self) -> EngineOpDone:
         """What came of the newest, when it is known."""
         while not self.told or self.told[-1].serial < self._serial:
             self._moved.clear()
@@ -114,23 +238,23 @@ async def office() -> AsyncIterator[Office]:
         await road.close()
 
 
-class BreaksOff(Errands):
+class BreaksOff(EngineOps):
     """The fault: whatever is under way is given up for what is newer."""
 
-    def send(self, call: CallEngine) -> None:
+    def send(self, call: RunEngineOp) -> None:
         before = self._newest.get(call.url)
         if before and before.task:
             before.task.cancel()
         super().send(call)
 
 
-async def held_up(office: Office, errands: Errands) -> None:
+async def held_up(office: Office, errands: EngineOps) -> None:
     """It is told to wake, which the road holds, and to sleep again."""
     office.road.hold(RESUME)
-    office.send(errands, Deed.RESUME)
+    office.send(errands, EngineOp.RESUME)
     await office.road.holds.wait()
-    office.send(errands, Deed.LOOK)
-    office.send(errands, Deed.RELEASE)
+    office.send(errands, EngineOp.LOOK)
+    office.send(errands, EngineOp.RELEASE)
 
 
 async def test_an_order_that_is_broken_off_on_the_road_arrives_after_the_next(
@@ -151,7 +275,7 @@ async def test_no_order_is_sent_before_the_last_ones_outcome_is_known(
     office: Office, tmp_path: Path
 ) -> None:
     async with HttpClient() as http:
-        errands = Errands(http, tmp_path, office.hear)
+        errands = EngineOps(http, tmp_path, office.hear)
         await held_up(office, errands)
         office.road.clear()
         done = await office.of_last()
@@ -164,7 +288,7 @@ async def test_no_order_is_sent_before_the_last_ones_outcome_is_known(
 
 async def test_an_order_ends_with_its_engine(office: Office, tmp_path: Path) -> None:
     async with HttpClient() as http:
-        errands = Errands(http, tmp_path, office.hear)
+        errands = EngineOps(http, tmp_path, office.hear)
         await held_up(office, errands)
         assert not office.told
         await office.engine.die()
@@ -176,12 +300,12 @@ async def test_an_order_ends_with_its_engine(office: Office, tmp_path: Path) -> 
 
 async def test_a_look_is_broken_off_for_what_is_newer(office: Office, tmp_path: Path) -> None:
     async with HttpClient(keepalive=True) as http:
-        errands = Errands(http, tmp_path, office.hear)
+        errands = EngineOps(http, tmp_path, office.hear)
         office.road.hold("/model_info")
-        office.send(errands, Deed.LOOK)
+        office.send(errands, EngineOp.LOOK)
         await office.road.holds.wait()
         office.road.hold("")
-        office.send(errands, Deed.RESUME)
+        office.send(errands, EngineOp.RESUME)
         assert (await office.of_last()).ok
         assert [each.serial for each in office.told] == [2]
         assert office.engine.tenure is Tenure.BARE
@@ -203,11 +327,11 @@ class CountsDials(HttpClient):
 async def test_an_order_that_cannot_be_sent_for_want_of_a_descriptor_is_repeated(
     office: Office, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errands_module, "AGAIN_S", 0.0)
+    monkeypatch.setattr(errands_module, "RESEND_S", 0.0)
     async with CountsDials() as http:
-        errands = Errands(http, tmp_path, office.hear)
+        errands = EngineOps(http, tmp_path, office.hear)
         with no_descriptor_left():
-            office.send(errands, Deed.RELEASE)
+            office.send(errands, EngineOp.RELEASE)
             while http.num_dials < 3:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0)
             assert not office.told

@@ -13,17 +13,17 @@ from rollmesh.engine.fleet import (
     FleetSettings,
     ProbeEngine,
 )
-from rollmesh.serve.coordinator.events import (
-    SCHEDULER,
-    Action,
-    CallEngine,
-    CoordinatorSettings,
-    Deed,
-    EngineDone,
-    EngineSeen,
-    Event,
-)
 from rollmesh.serve.coordinator.machine import Coordinator
+from rollmesh.serve.coordinator.worker import (
+    SCHEDULER,
+    CoordinatorAction,
+    CoordinatorEvent,
+    CoordinatorSettings,
+    EngineOp,
+    EngineOpDone,
+    EngineSnapshot,
+    RunEngineOp,
+)
 from rollmesh.wire.fleet import EngineRow, SleepEngine
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
@@ -49,8 +49,8 @@ class Toy:
         self.num_requests = 0
         self.kv_tokens = 0
         self.is_hung = False
-        self.fails: dict[Deed, str] = {}
-        self.done: list[Deed] = []
+        self.fails: dict[EngineOp, str] = {}
+        self.done: list[EngineOp] = []
         self.life = 1
 
     def start_anew(self) -> None:
@@ -58,24 +58,24 @@ class Toy:
         self.life += 1
         self.is_released, self.num_requests = True, 0
 
-    def obey(self, deed: Deed, newest: int) -> str:
+    def obey(self, op: EngineOp, newest: int) -> str:
         """'' or why not."""
-        if why := self.fails.get(deed):
+        if why := self.fails.get(op):
             return why
-        self.done.append(deed)
-        if deed is Deed.PAUSE:
+        self.done.append(op)
+        if op is EngineOp.PAUSE:
             self.num_requests = 0
-        elif deed is Deed.RELEASE:
+        elif op is EngineOp.RELEASE:
             assert not self.num_requests, "its memory was released under a request"
             self.is_released = True
-        elif deed is Deed.RESUME:
+        elif op is EngineOp.RESUME:
             self.is_released = False
-        elif deed is Deed.LOAD:
+        elif op is EngineOp.LOAD:
             self.policy_version = newest
         return ""
 
 
-class Yard:
+class SimulatedEngines:
     """See the module."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Yard:
         self.router = "r1"
         self.is_router_deaf = False
         self._resizes = 0
-        self._pending: list[CallEngine] = []
+        self._pending: list[RunEngineOp] = []
         self.start_router(is_asleep=is_asleep)
         self.coordinator = kind(self.settings)
 
@@ -124,7 +124,7 @@ class Yard:
             self._answer_calls()
             self.step(Ticked())
 
-    def step(self, event: Event) -> None:
+    def step(self, event: CoordinatorEvent) -> None:
         for action in self.coordinator.step(event, self.now_s):
             self._carry_out(action)
 
@@ -170,8 +170,8 @@ class Yard:
 
     # the shell
 
-    def _carry_out(self, action: Action) -> None:
-        if isinstance(action, CallEngine):
+    def _carry_out(self, action: CoordinatorAction) -> None:
+        if isinstance(action, RunEngineOp):
             self._pending = [each for each in self._pending if each.url != action.url]
             self._pending.append(action)
         elif action.route == SCHEDULER:
@@ -189,20 +189,20 @@ class Yard:
             if toy.is_hung:
                 self._pending.append(call)
                 continue
-            why = toy.obey(call.deed, self.newest)
-            seen = EngineSeen(
+            why = toy.obey(call.op, self.newest)
+            seen = EngineSnapshot(
                 is_released=toy.is_released,
                 policy_version=toy.policy_version,
                 num_requests=toy.num_requests,
                 kv_tokens=toy.kv_tokens,
             )
             self.step(
-                EngineDone(
+                EngineOpDone(
                     url=call.url,
                     serial=call.serial,
                     ok=not why,
                     detail=why,
-                    seen=seen if call.deed is Deed.LOOK else None,
+                    seen=seen if call.op is EngineOp.LOOK else None,
                     policy_version=toy.policy_version,
                 )
             )
