@@ -1,5 +1,6 @@
 """A registered policy is accepted wherever a policy is named, and nothing else needs to know it."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -21,9 +22,7 @@ class LazySettings(msgspec.Struct, frozen=True):
 
 
 @pytest.fixture(autouse=True)
-def lazy_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policies, "_policies", dict(policies._policies))  # noqa: SLF001 - restored after the test
-
+def lazy_policy() -> Iterator[None]:
     class Lazy:
         name = "lazy"
         Settings = LazySettings
@@ -36,6 +35,8 @@ def lazy_policy(monkeypatch: pytest.MonkeyPatch) -> None:
             return Static().generate(builder)
 
     register_policy(Lazy)
+    yield
+    del policies._policies["lazy"]  # noqa: SLF001 - policies are never unregistered elsewhere
 
 
 def test_a_fleet_file_names_it_with_its_settings(tmp_path: Path) -> None:
