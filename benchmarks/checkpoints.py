@@ -1,13 +1,12 @@
-"""What a checkpoint costs the steps beside it: a copy on their thread, and the writing behind it.
+"""Cost of a checkpoint to the steps beside it: a copy on their thread, and the write in the
+background.
 
     python -m benchmarks.checkpoints [--quick] [--json] [--check] [--only demo,large]
 
-Cases: `demo`, the demo's model and batch; `large`, a model of 100 MB with a batch of 512 tokens,
-far less than anybody trains on, so that its step is short. What is saved is three times the
-weights: they, and AdamW's two averages. Invariant: one thread computes; a step and the copy in
-front of it are timed by the CPU that their thread takes, so a busy machine does not flatter their
-ratio; what runs side by side is timed by the clock; medians over all rounds, in turns with and
-without a checkpoint. Driven by `make bench`.
+- Cases: `demo`, the demo's model and batch; `large`, a model of 100 MB with a small batch of 512
+  tokens, so that its step is short. A checkpoint is three times the weights: with AdamW's averages.
+- One thread computes. A step and the copy before it are timed by their thread's CPU, background
+  work by the clock; medians over all rounds, in turns with and without a checkpoint.
 """
 
 import statistics
@@ -45,7 +44,7 @@ process grows by is more)."""
 
 
 class Times(NamedTuple):
-    """Of one step."""
+    """Times of one step."""
 
     copy_s: float
     """CPU, before it."""
@@ -63,12 +62,12 @@ class Round:
         self._checkpoints = CheckpointStore(run)
         self._step = 0
         self.rates: list[float] = []
-        """Of each checkpoint, bytes a second from its copy to when it is durable, with nothing
+        """Bytes per second of each checkpoint from its copy until it is durable, with nothing
         beside it."""
         self.num_bytes = 0
 
     def step(self, *, is_saved: bool) -> Times:
-        """One; beside it a checkpoint is written if it `is_saved`."""
+        """Run one step; with a checkpoint beside it if `is_saved`."""
         began_s, start_s = time.thread_time(), time.monotonic()
         if is_saved:
             assert self._checkpoints.begin(LoopState(num_steps=self._step), self._policy)
@@ -81,7 +80,7 @@ class Round:
         return Times(copied_s - began_s, ended_s - copied_s, end_s - stepping_s)
 
     def write(self) -> float:
-        """A checkpoint beside nothing; the CPU of its copy, in seconds."""
+        """Write a checkpoint with nothing beside it; return the CPU seconds of its copy."""
         start_s, began_s = time.monotonic(), time.thread_time()
         assert self._checkpoints.begin(LoopState(num_steps=self._step), self._policy)
         copy_s = time.thread_time() - began_s
@@ -96,11 +95,11 @@ class Round:
 
 
 def measure(model: Path, samples: Sequence[Sample], run: Path, num_rounds: int) -> dict[str, float]:
-    """One case."""
+    """Measure one case."""
     memory = psutil.Process().memory_info
     both = Round(model, samples, run)
     for _ in range(2):
-        both.step(is_saved=False)  # so that policy and optimiser have what they have from then on
+        both.step(is_saved=False)  # allocates the state of policy and optimizer
     before_bytes = memory().rss
     first_copy_s = both.write()
     grown_bytes = memory().rss - before_bytes

@@ -1,32 +1,31 @@
-"""What the tensor data plane costs, beside memcpy, a bare socket, and the system before it.
+"""Cost of the tensor data plane, beside memcpy, a bare socket, and an HTTP and base64 system.
 
     python -m benchmarks.tensors [--only CASE,...] [--steps N] [--quick] [--json] [--check]
 
-Owner and consumer are processes of their own, as are the floors' and the pioneer's; every arm's lap
-is followed by the next arm's, and `tcp_vs_raw` and its like are ratios of speed between them.
-`fetch_ms` ends with tensors in hand; `read_ms` is a first reading of all of them. The batches are
-in _tensors_batches.py, the cases in _tensors_cases.py, _tensors_intake.py, _tensors_locks.py and
-_tensors_steps.py. Invariant: no goal is easier or absent under --quick, but a slope is judged only
-over 100 steps; `--only` judges the goals of the cases that it names. Driven by `make bench`.
+- Owners and consumers are separate processes. Arms take turns lap by lap; `tcp_vs_raw` and its like
+  are ratios of speed between consecutive laps.
+- `fetch_ms` ends with tensors in hand; `read_ms` is a first read of all of them.
+- No goal is easier or absent under --quick, but a slope is judged only over 100 steps; `--only`
+  judges the goals of the cases that it names.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from benchmarks import _tensors_cases, _tensors_intake, _tensors_locks, _tensors_steps
-from benchmarks._tensors_mesh import Bench
+from benchmarks.lib import tensor_cases, tensor_intake, tensor_locks, tensor_steps
 from benchmarks.lib.report import Goal, parser, report
+from benchmarks.lib.tensor_mesh import Bench
 
 NUM_STEPS, QUICK_STEPS = 500, 20
 CASES: dict[str, Callable[[Bench], None]] = {
-    "handles": _tensors_cases.handles,
-    "locks": _tensors_locks.locks,
-    "big": _tensors_cases.big,
-    "small": _tensors_cases.small,
-    "tiny": _tensors_cases.tiny,
-    "fanout": _tensors_cases.fanout,
-    "intake": _tensors_intake.intake,
-    "steps": _tensors_steps.steps,
+    "handles": tensor_cases.handles,
+    "locks": tensor_locks.locks,
+    "big": tensor_cases.big,
+    "small": tensor_cases.small,
+    "tiny": tensor_cases.tiny,
+    "fanout": tensor_cases.fanout,
+    "intake": tensor_intake.intake,
+    "steps": tensor_steps.steps,
 }
 
 GOALS = [
@@ -71,8 +70,8 @@ def main() -> None:
     options = arguments.parse_args()
     cases = options.only or ([*CASES] if options.steps is None else ["steps"])
     options.steps = options.steps or (QUICK_STEPS if options.quick else NUM_STEPS)
-    if options.steps < _tensors_steps.MIN_STEPS:
-        arguments.error(f"--steps: at least {_tensors_steps.MIN_STEPS}")
+    if options.steps < tensor_steps.MIN_STEPS:
+        arguments.error(f"--steps: at least {tensor_steps.MIN_STEPS}")
     with ExitStack() as stack:
         bench = Bench(options, stack)
         for name in cases:

@@ -1,11 +1,10 @@
-"""What a trainer holds: at rest between steps, while it saves, and when it begins again.
+"""Memory of a trainer: waiting between steps, saving, and resuming.
 
     python -m benchmarks.trainer_memory [--quick] [--json] [--check]
 
-Each case is a process of its own, fed by this benchmark, on the CPU: 200 steps whose sequences are
-of 64 to 4,096 tokens and never of the same lengths; a model that is saved; a journal that is read
-again by a new client, of which nobody has taken anything. Invariant: a process tells its own
-resident memory and its peak, as the kernel counts them. Driven by `make bench`.
+Each case is a process of its own, on the CPU: 200 steps with sequences of 64 to 4,096 tokens, never
+of the same lengths; a model that is saved; a journal, of which nothing was taken, that is read by a
+new client. Resident memory and peak are the kernel's counts.
 """
 
 import json
@@ -43,7 +42,7 @@ def steps(folder: Path, is_quick: bool) -> dict[str, float]:
     """A trainer that waits: before the first step, after a few, after many."""
     many, longest = (QUICK_STEPS, QUICK_LONGEST) if is_quick else (MANY_STEPS, LONGEST)
     rests = [str(each) for each in (0, FEW_STEPS, many)]
-    idle, few, last = tell("benchmarks._trainer_run", str(folder), str(longest), *rests)
+    idle, few, last = tell("benchmarks.lib.trainer_run", str(folder), str(longest), *rests)
     return {
         "steps.number": float(last["num_steps"]),
         "steps.idle_mb": idle["rss_bytes"] / MB,
@@ -58,15 +57,15 @@ def steps(folder: Path, is_quick: bool) -> dict[str, float]:
 def save(folder: Path, is_quick: bool) -> dict[str, float]:
     """A checkpoint: how often the model is in memory while it is written."""
     size_mb = QUICK_MODEL_MB if is_quick else MODEL_MB
-    [told] = tell("benchmarks._trainer_cases", "save", str(folder), str(size_mb))
+    [told] = tell("benchmarks.lib.trainer_cases", "save", str(folder), str(size_mb))
     return {f"save.{name}": value for name, value in told.items()}
 
 
 def resume(folder: Path, is_quick: bool) -> dict[str, float]:
     """A client on the journal of one that is gone."""
     size_mb = QUICK_JOURNAL_MB if is_quick else JOURNAL_MB
-    tell("benchmarks._trainer_cases", "journal", str(folder), str(size_mb))
-    [told] = tell("benchmarks._trainer_cases", "resume", str(folder), str(size_mb))
+    tell("benchmarks.lib.trainer_cases", "journal", str(folder), str(size_mb))
+    [told] = tell("benchmarks.lib.trainer_cases", "resume", str(folder), str(size_mb))
     return {f"resume.{name}": value for name, value in told.items()}
 
 

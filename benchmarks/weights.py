@@ -1,14 +1,15 @@
-"""From a train step to an engine: what the train thread pays, and what the engine is paused for.
+"""From a train step to an engine: cost to the train thread, and pause of the engine.
 
     python -m benchmarks.weights [--quick] [--json] [--check] [--only demo,large]
 
-Cases: `demo`, the demo's model, and `large`, one of some 100 MB; each is handed over, written and
-brought to an engine of ours by every `publish.mode`. `save` is what the thread paid before, `copy`
-its floor: the same bytes copied in memory that was used before. `gap` is a load alone, for which an
-engine is paused; `engine_cpu` goes on to its first scores, since it maps a file and reads what it
-needs; `served` is from the call to those. Invariant: modes take turns, the first round does not
-count; what the thread pays is its CPU, the rest wall time on an idle machine; medians; the scores
-change with every version.
+- Cases: `demo`, the demo's model, and `large`, one of about 100 MB; each is exported, written and
+  brought to an engine of ours by every `publish.mode`.
+- `save` is a plain write on the train thread, `copy` its floor: the same bytes copied in warm
+  memory.
+- `gap` is a load alone, for which an engine is paused; `engine_cpu` includes its first scores,
+  since it maps a file and reads what it needs; `served` is from the call to those scores.
+- Modes take turns and the first round does not count. The train thread's cost is its CPU, the rest
+  wall time on an idle machine; medians. The scores change with every version.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ class Stepped(Policy):
 
     @torch.no_grad()
     def nudge(self) -> None:
-        """Every weight, a little."""
+        """Change every weight a little."""
         for each in self._model.parameters():
             each.add_(torch.randn_like(each), alpha=0.01)
 
@@ -83,7 +84,7 @@ class Bench:
         self.times_s: dict[str, list[float]] = defaultdict(list)
 
     async def round(self) -> None:
-        """A version by each mode, and a folder as it was written before."""
+        """Bring a version to the engine by each mode, and write a folder on the train thread."""
         for mode in MODES:
             await self._publish(mode)
         with self._timed("save", time.thread_time):
@@ -122,14 +123,14 @@ class Bench:
         self.times_s[name].append(clock_s() - started_s)
 
     async def close(self) -> None:
-        """Let go of engine and memory."""
+        """Release engine and memory."""
         for transfer in self._shippings.values():
             await transfer.close()
         self._policy.close()
 
 
 async def measured(case: str, folder: Path, num_rounds: int) -> dict[str, float]:
-    """The figures of a case."""
+    """Return the figures of a case."""
     model = write_tiny_model(folder / "model", texts_of(GuessEnv()), SHAPES[case], seed=0)
     num_bytes = sum(each.nbytes for each in model.parameters())
     argv = [sys.executable, "-m", "rollmesh.engine.embedded", "--model-dir", str(folder / "model")]

@@ -1,9 +1,8 @@
-"""Short lives of a trainer's parts, each in a process of its own, which ends with a line of JSON.
+"""Short processes with one part of a trainer each, which print one line of JSON.
 
-    python -m benchmarks._trainer_cases save|journal|resume FOLDER MEGABYTES
+    python -m benchmarks.lib.trainer_cases save|journal|resume FOLDER MEGABYTES
 
-Invariant: a peak is the kernel's own (VmHWM of proc(5)), reset when the case has made what it
-needs. Driven by trainer_memory.py.
+A peak is the kernel's own (VmHWM of proc(5)), reset when the case has made what it needs.
 """
 
 import gc
@@ -72,7 +71,7 @@ def save(folder: Path, size_mb: int) -> dict[str, float]:
 
 
 def journal(folder: Path, size_mb: int) -> dict[str, float]:
-    """A client's book with so much that nobody took."""
+    """A client's journal with this much that no step has taken."""
     book = open_journal(folder, JournalConfig())
     book.begin(RunBegan("r1"), saved=None)
     body = encode_record(GroupRecord(task=Task(id="t")))

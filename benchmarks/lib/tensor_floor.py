@@ -1,10 +1,9 @@
-"""The floors: memcpy into memory that is warm, and a bare socket that carries the bytes.
+"""Baselines of the tensor benchmark: memcpy into warm memory, and a bare socket.
 
-As one writes them without a purpose: a publish is a copy of each array into one block that is there
-already; a fetch is eight bytes that name a run of arrays, and their bytes back, received into place
-with recv_into. Invariant: nothing is framed, counted, matched or freed. `raw` receives into new
-memory, as whoever wants to keep what came must; `raw_warm` into the same block in each step.
-Driven by _tensors_party.py.
+- A publish copies each array into one existing block; a fetch sends eight bytes that name a run of
+  arrays, and receives their bytes in place.
+- Nothing is framed, counted, matched or freed. `raw` receives into new memory, as a consumer that
+  keeps the data must; `raw_warm` into the same block in each step.
 """
 
 import itertools
@@ -17,8 +16,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks._tensors_batches import BLOCK_BYTES, Bytes, Piece, sum_of
-from benchmarks._tensors_talk import Held, Stored
+from benchmarks.lib.tensor_protocol import BLOCK_BYTES, Bytes, Held, Piece, Stored, sum_of
 
 RUN = struct.Struct("<II")
 """The first array, and how many."""

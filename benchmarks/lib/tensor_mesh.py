@@ -1,9 +1,8 @@
-"""The tensor benchmark's processes as seen from here: asked one thing at a time, weighed by Linux.
+"""The processes of the tensor benchmark, as the benchmark controls and measures them.
 
-Owns the parties of a run and its figures. Invariants: every lap is a step: published, taken,
-fetched, checked, ended, and the next begins when nothing is left of it at the owner; memory is the
-kernel's count (VmHWM of proc(5), reset before a fetch), seen from outside. Driven by
-_tensors_cases.py and _tensors_steps.py.
+- Every lap is a step: published, taken, fetched, checked, ended; the next begins when the owner
+  holds nothing of it.
+- Memory is the kernel's count (VmHWM of proc(5), reset before a fetch), read from outside.
 """
 
 import itertools
@@ -19,7 +18,8 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from benchmarks._tensors_talk import (
+from benchmarks.lib.process_watch import memory_of, peak_bytes
+from benchmarks.lib.tensor_protocol import (
     Ask,
     EndStep,
     Fetch,
@@ -29,7 +29,6 @@ from benchmarks._tensors_talk import (
     Publish,
     Published,
 )
-from benchmarks.lib.process_watch import memory_of, peak_bytes
 
 T = TypeVar("T")
 COMPARED = ("raw", "shm", "raw_warm", "tcp", "pioneer")
@@ -50,7 +49,7 @@ class Party:
         self.name = f"{arm} {role}"
         mine, theirs = socket.socketpair()
         with theirs:
-            argv = [sys.executable, "-m", "benchmarks._tensors_party", role, arm, "--fd"]
+            argv = [sys.executable, "-m", "benchmarks.lib.tensor_process", role, arm, "--fd"]
             argv.append(str(theirs.fileno()))
             self._process = subprocess.Popen(
                 argv,

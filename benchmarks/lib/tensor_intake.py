@@ -1,13 +1,12 @@
-"""The tensor benchmark's case of a batch on its way from the intake to a step: what it costs where.
+"""Case of the tensor benchmark: a batch on its way from the intake to a step.
 
     intake.small    512 samples of 5,120 tokens, 33 MiB
     intake.big      1,024 samples of 23,600 tokens, 300 MiB
 
-`cut_ms` is spread over a batch's arrivals, `step_ms` stands in front of every rank. With a room in
-shared memory the intake cuts samples there, and the step takes their handles; without, it cuts them
-into plain memory, and the step copies them. `cpu` is of the thread that does it all, the least of
-all laps. Invariant: both arms take turns, each with the same groups, and what the step hands over
-is what the intake was given. Driven by tensors.py.
+- `cut_ms` is spread over a batch's arrivals, `step_ms` delays every rank. With shared memory the
+  intake writes samples there and the step takes their handles; without, the step copies them.
+- `cpu` is of the thread that does it, the least of all laps. Both arms take turns with the same
+  groups, and the data of the step is compared with that of the intake.
 """
 
 import time
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks._tensors_mesh import Bench, PartyError
+from benchmarks.lib.tensor_mesh import Bench, PartyError
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import (

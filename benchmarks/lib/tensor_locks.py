@@ -1,9 +1,8 @@
-"""The tensor benchmark's case of locks: how long others may wait while 100,000 shards are freed.
+"""Case of the tensor benchmark: how long other threads wait while 100,000 shards are freed.
 
-A store or a buffer is made with locks that know how long they were held, filled, and emptied by ids
-or by the end of a step. Invariant: a figure is the longest hold of any of its locks, in CPU of the
-thread that held it, to which other work on the machine can only add; so of some rounds the least
-counts. Driven by tensors.py.
+A store or a buffer gets locks that measure how long they are held. A figure is the longest hold of
+any lock, in CPU time of its thread, to which other work can only add; the least of all rounds
+counts.
 """
 
 import gc
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from benchmarks._tensors_mesh import Bench
+from benchmarks.lib.tensor_mesh import Bench
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.fetch_buffer import FetchBuffer

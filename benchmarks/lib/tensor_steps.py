@@ -1,20 +1,20 @@
-"""Step after step: 300 MiB of other shapes each time, and what stays of it.
+"""Case of the tensor benchmark: many steps of 300 MiB with different shapes, and the memory they
+leave.
 
-Two owners, one for shared memory and one for TCP, each with a consumer: all four store, fetch and
-read at the same time, and the step ends everywhere. Invariants: after each step everybody says what
-it holds, and the resident memory of all four is read from outside; a slope is the upper end of its
-two-sided 95 % interval (_soak_figures.py), over all steps but the first tenth. Driven by
-tensors.py.
+- Two owners, one for shared memory and one for TCP, each with a consumer: all four store, fetch and
+  read at the same time, and then the step ends.
+- After each step every process reports what it holds, and its resident memory is read from outside.
+- A slope is the upper end of its two-sided 95 % interval, over all steps but the first tenth.
 """
 
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from benchmarks._tensors_mesh import Bench, Party, check, fetch_of, settle
-from benchmarks._tensors_talk import EndStep, Fetched, Held, Publish, Published
 from benchmarks.lib.process_watch import MB, memory_of
 from benchmarks.lib.soak_run import Slope, slope
+from benchmarks.lib.tensor_mesh import Bench, Party, check, fetch_of, settle
+from benchmarks.lib.tensor_protocol import EndStep, Fetched, Held, Publish, Published
 
 MIN_STEPS = 5
 """For a line at all."""

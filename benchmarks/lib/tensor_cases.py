@@ -1,15 +1,14 @@
-"""The tensor benchmark's cases between an owner and a consumer: big, small, tiny, fanout, handles.
+"""Cases of the tensor benchmark between owners and consumers.
 
     big        294 MiB in 32 arrays: publish beside memcpy, fetch beside a bare socket
     small      33 MiB in 2,048 arrays
     tiny       1 KiB, one fetch for each
-    fanout     one owner, eight consumers on one host, the owner's or another, fetch `big` at once
+    fanout     eight consumers on one host, the owner's or another, fetch `big` at once
     handles    2,048 of them, packed and unpacked
 
-Invariant: a ratio is between laps that follow each other, a figure the median over the rounds, CPU
-the least of them (`by_cpu` is the ratio that other work on the machine disturbs less); what goes
-over sockets is what the loopback device counts, with whatever others send there. Driven by
-tensors.py.
+- Ratios are between consecutive laps, figures are medians over the rounds, CPU is the least of them
+  (`by_cpu` is the ratio that other work on the machine disturbs less).
+- Socket traffic is counted by the loopback device, including that of other processes.
 """
 
 import time
@@ -18,10 +17,10 @@ from operator import attrgetter
 from pathlib import Path
 from statistics import median
 
-from benchmarks._tensors_mesh import Bench, Lap, Party, check, fetch_of, settle
-from benchmarks._tensors_talk import EndStep, Fetched, Held, Publish, Published
 from benchmarks.lib.http_load import percentile
 from benchmarks.lib.process_watch import private_bytes
+from benchmarks.lib.tensor_mesh import Bench, Lap, Party, check, fetch_of, settle
+from benchmarks.lib.tensor_protocol import EndStep, Fetched, Held, Publish, Published
 from rollmesh.tensors.handles import UNTAGGED, RTensor, pack, unpack
 
 NUM_CONSUMERS = 8

@@ -1,11 +1,10 @@
-"""How the system that pioneered RTensor carries tensors: HTTP, and base64 in JSON.
+"""Baseline of the tensor benchmark: the format of the system that introduced RTensor, HTTP with
+base64 in JSON.
 
-Written anew in its format: the owner answers `POST /data/batch {shard_ids}` with
-`{type, data, shape, dtype}` for each; the consumer opens a session for each call, asks for 32
-shards at a time, one request after the other, and copies what it decoded. Without what costs more
-on top there: its owner is Flask, its records are pydantic's, and bf16 becomes float32 on the wire.
-Invariant: as fast as these few lines allow, so that what it loses it loses by its format. Driven by
-_tensors_party.py.
+- The owner answers `POST /data/batch {shard_ids}` with `{type, data, shape, dtype}` for each shard;
+  the consumer opens a session per call, requests 32 shards at a time, and copies what it decodes.
+- Without its other costs: Flask, pydantic records, and bf16 sent as float32. It is as fast as these
+  few lines allow, so that any difference is due to the format.
 """
 
 import asyncio
@@ -19,8 +18,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from benchmarks._tensors_batches import Bytes, Piece, sum_of
-from benchmarks._tensors_talk import Held, Stored
+from benchmarks.lib.tensor_protocol import Bytes, Held, Piece, Stored, sum_of
 from rollmesh.core.process import http_address, listen
 
 MAX_SHARDS = 32

@@ -1,11 +1,11 @@
-"""One process of the tensor benchmark: half an arm, and who answers for it.
+"""One process of the tensor benchmark: the owner or the consumer of an arm.
 
-    python -m benchmarks._tensors_party owner|consumer ARM --fd N
+    python -m benchmarks.lib.tensor_process owner|consumer ARM --fd N
 
-A line of JSON comes for each ask, and one goes back (_tensors_talk.py). Invariants: a clock runs
-around what an arm does and around nothing else: arrays are made, handles unpacked and contents
-checked outside of it; what a consumer fetched it holds until the step ends, as a train step would.
-Driven by _tensors_mesh.py, which has the other end of the socket.
+- One line of JSON per request, one per answer (tensor_protocol.py).
+- Only the arm's work is timed: arrays are made, handles unpacked and contents checked outside of
+  it.
+- A consumer holds what it fetched until the step ends, as a train step would.
 """
 
 import argparse
@@ -18,8 +18,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks._tensors_batches import digest, digest_of, make
-from benchmarks._tensors_talk import (
+from benchmarks.lib.tensor_protocol import (
     ARMS,
     Ask,
     Consumer,
@@ -31,6 +30,9 @@ from benchmarks._tensors_talk import (
     Publish,
     Published,
     Stored,
+    digest,
+    digest_of,
+    make,
 )
 from rollmesh.core.process import die_with_parent
 
@@ -106,12 +108,12 @@ def told(held: Held) -> Held:
 def half(role: str, arm: str) -> Any:
     """`consumer` and `raw_warm` give a RawWarmConsumer; only its own module is imported."""
     module, _, name = ARMS[arm].partition(":")
-    return getattr(importlib.import_module(f"benchmarks.{module}"), name + role.capitalize())()
+    return getattr(importlib.import_module(f"benchmarks.lib.{module}"), name + role.capitalize())()
 
 
 def main() -> None:
     """Answer until nobody asks."""
-    arguments = argparse.ArgumentParser(prog="python -m benchmarks._tensors_party")
+    arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.tensor_process")
     arguments.add_argument("role", choices=["owner", "consumer"])
     arguments.add_argument("arm", choices=ARMS)
     arguments.add_argument("--fd", type=int, required=True)

@@ -1,11 +1,11 @@
-"""A trainer in a process of its own, whose sequences are of another length in each step.
+"""A trainer process whose sequences have different lengths in each step.
 
-    python -m benchmarks._trainer_run FOLDER LONGEST STEPS ...
+    python -m benchmarks.lib.trainer_run FOLDER LONGEST STEPS ...
 
-Owns the run: the real train loop, policy, weights and records, and in place of a mesh a client that
-answers each ask at once with sequences of 64 to LONGEST tokens. Invariant: after each of STEPS, the
-largest of which ends the run, the next batch is late by REST_S; then a line of JSON says what is
-resident in the waiting process. Driven by trainer_memory.py.
+- The real train loop, policy, weights and records; instead of a mesh, a client that answers each
+  request at once with sequences of 64 to LONGEST tokens.
+- After each of STEPS, the last of which ends the run, the next batch is REST_S late; then a line of
+  JSON reports the resident memory of the waiting process.
 """
 
 import gc

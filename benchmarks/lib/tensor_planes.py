@@ -1,9 +1,8 @@
-"""Our own arms of the tensor benchmark: a plane that owns, and planes that fetch.
+"""Our arms of the tensor benchmark: planes that own, and planes that fetch.
 
-The owner of `shm` has its memory where all of this host see it. That of `tcp` has none there, so
-that its consumer receives, as one on another host would; those of `remote` are several on one
-host, and lend each other what they fetched. Invariant: all goes through the plane, as a program's
-own calls do. Driven by _tensors_party.py.
+The owner of `shm` has shared memory. That of `tcp` has none, so its consumer receives as one on
+another host would; the consumers of `remote` are several on one host that lend each other what they
+fetched. All calls go through the plane.
 """
 
 from collections.abc import Sequence
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._tensors_batches import MIB, Piece
-from benchmarks._tensors_talk import Held, Stored
+from benchmarks.lib.tensor_protocol import MIB, Held, Piece, Stored
 from rollmesh.compat import fetch_buffer_stats, flatten_shard_ids, storage_stats
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena

@@ -1,0 +1,233 @@
+"""Batches of the tensor benchmark, and the messages between its processes.
+
+    big        32 of [2048, 1176] float32, 294 MiB: the patches of images
+    small      256 trajectories of 8 keys, each of 4,224 int32: 2,048 arrays, 33 MiB
+    tiny       arrays of 1 KiB
+    shifting   300 MiB in 24 to 64 arrays of six dtypes, never of the same shapes
+
+    Publish > Published      Fetch > Fetched      EndStep | Look > Held
+
+- A batch is the same in every process that makes it with the same seed. Arrays are views of one
+  random block, begin at 64 bytes, and are whole 64-bit words, by which they are summed.
+- An arm is a way to bring tensors from an owner to a consumer: two classes, each in a process of
+  its own. No message contains a tensor.
+"""
+
+import functools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+MIB = 2**20
+BLOCK_BYTES = 320 * MIB
+SHIFTING_BYTES = 300 * MIB
+ALIGNED_BYTES = 64
+NUM_TINY = 2_000
+ITEM_BYTES = {
+    "float32": 4, "bfloat16": 2, "int32": 4, "float8_e4m3fn": 1, "int64": 8, "float16": 2,
+}  # fmt: skip
+
+Bytes = NDArray[np.uint8]
+
+
+class Piece(NamedTuple):
+    """One array: what it is, and its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+def make(name: str, seed: int) -> list[Piece]:
+    """The batch of that name; another seed takes other bytes, and for `shifting` other shapes."""
+    return BATCHES[name](random.Random(f"{name} {seed}"))
+
+
+def digest(sums: Iterable[int]) -> int:
+    """Of the arrays' sums by 64-bit words, in order: two that changed places do not pass."""
+    return sum(place * each for place, each in enumerate(sums, 1)) % 2**63
+
+
+def sum_of(data: Bytes) -> int:
+    """By 64-bit words, whatever overflows."""
+    return int(np.add.reduce(data.view(np.int64)))
+
+
+def digest_of(pieces: Sequence[Piece]) -> int:
+    """As a consumer should find it."""
+    return digest(sum_of(each.data) for each in pieces)
+
+
+@functools.cache
+def _block() -> Bytes:
+    words = np.random.default_rng(0).integers(0, 2**63, BLOCK_BYTES // 8, np.int64)
+    return words.view(np.uint8)
+
+
+def _piece(rng: random.Random, dtype: str, shape: tuple[int, ...]) -> Piece:
+    num_bytes = ITEM_BYTES[dtype]
+    for size in shape:
+        num_bytes *= size
+    start = ALIGNED_BYTES * rng.randrange((BLOCK_BYTES - num_bytes) // ALIGNED_BYTES)
+    return Piece(dtype, shape, _block()[start : start + num_bytes])
+
+
+def _big(rng: random.Random) -> list[Piece]:
+    return [_piece(rng, "float32", (2048, 1176)) for _ in range(32)]
+
+
+def _small(rng: random.Random) -> list[Piece]:
+    return [_piece(rng, "int32", (4224,)) for _ in range(256 * 8)]
+
+
+def _tiny(rng: random.Random) -> list[Piece]:
+    return [_piece(rng, "float32", (256,)) for _ in range(NUM_TINY)]
+
+
+def _shifting(rng: random.Random) -> list[Piece]:
+    shares = [2 ** rng.uniform(0, 4) for _ in range(rng.randint(24, 64))]
+    num_bytes = [SHIFTING_BYTES * share / sum(shares) for share in shares]
+    dtypes = [rng.choice(list(ITEM_BYTES)) for _ in shares]
+    pairs = zip(dtypes, num_bytes, strict=True)
+    return [_piece(rng, dtype, (int(size / ITEM_BYTES[dtype]) // 8, 8)) for dtype, size in pairs]
+
+
+BATCHES: dict[str, Callable[[random.Random], list[Piece]]] = {
+    "big": _big,
+    "small": _small,
+    "tiny": _tiny,
+    "shifting": _shifting,
+}
+
+
+ARMS = {
+    "raw": "tensor_floor:Raw",
+    "shm": "tensor_planes:Shm",
+    "raw_warm": "tensor_floor:RawWarm",
+    "tcp": "tensor_planes:Tcp",
+    "remote": "tensor_planes:Remote",
+    "pioneer": "tensor_pioneer:Pioneer",
+}
+"""Where the `...Owner` and `...Consumer` of each stand; raw_warm has the owner of raw."""
+
+
+class Publish(msgspec.Struct, tag=True):
+    """To an owner: store that batch, which `step` takes."""
+
+    batch: str
+    seed: int
+    step: int
+
+
+class Published(msgspec.Struct):
+    """It is there."""
+
+    address: str
+    handles: bytes
+    num_bytes: int
+    digest: int
+    took_s: float
+    cpu_s: float
+
+
+class Fetch(msgspec.Struct, tag=True):
+    """To a consumer: bring that here, in one call or in one for each."""
+
+    address: str
+    handles: bytes
+    one_by_one: bool = False
+
+
+class Fetched(msgspec.Struct):
+    """It is here."""
+
+    took_s: list[float]
+    """By call."""
+    cpu_s: float
+    """Of all its threads, without reading."""
+    digest: int
+    read_s: float
+    """A reading of all of it, which maps pages that are not yet mapped."""
+
+
+class EndStep(msgspec.Struct, tag=True):
+    """To both: `step` is over."""
+
+    step: int
+
+
+class Look(msgspec.Struct, tag=True):
+    """To both."""
+
+
+class Held(msgspec.Struct, omit_defaults=True):
+    """What a process has."""
+
+    num_tensors: int = 0
+    total_bytes: int = 0
+    retained_bytes: int = 0
+    """Freed, and still looked at by somebody."""
+    cpu_s: float = 0.0
+    """Since it began."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.num_tensors or self.total_bytes or self.retained_bytes)
+
+
+Ask = Publish | Fetch | EndStep | Look
+
+
+class Stored(NamedTuple):
+    """What a consumer needs to fetch it."""
+
+    address: str
+    handles: bytes
+
+
+class Owner(Protocol):
+    """One half of an arm."""
+
+    def prepare(self, pieces: Sequence[Piece]) -> None:
+        """Make of them what a program would have; not timed."""
+
+    def publish(self) -> None:
+        """Store what was prepared; timed."""
+
+    def take(self, step: int) -> Stored:
+        """A batch has it; not timed."""
+
+    def end_step(self, step: int) -> None:
+        """Free it."""
+
+    def held(self) -> Held:
+        """What is stored."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class Consumer(Protocol):
+    """The other half."""
+
+    def prepare(self, stored: Stored) -> list[Any]:
+        """One item for each array; not timed."""
+
+    def fetch(self, items: list[Any]) -> list[Any]:
+        """The arrays; timed."""
+
+    def sum_of(self, array: Any) -> int:
+        """Of its 64-bit words."""
+
+    def end_step(self, step: int) -> None:
+        """Free what is kept of it."""
+
+    def held(self) -> Held:
+        """What is kept."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
