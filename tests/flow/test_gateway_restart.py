@@ -327,7 +327,7 @@ async def test_a_relayed_stream_has_no_end_before_it_is_written(tmp_path: Path) 
     assert [(call["state"], call["delivered"]) for call in account["calls"]] == [("whole", True)]
 
 
-async def test_sessions_of_another_capture_or_model_are_not_taken_for_ours(tmp_path: Path) -> None:
+async def test_a_journal_of_another_capture_or_model_is_refused(tmp_path: Path) -> None:
     async with ScriptedEngine(next_token) as engine:
         words = sampling_words(tmp_path, engine)
         async with lasting(tmp_path, *words):
@@ -339,7 +339,7 @@ async def test_sessions_of_another_capture_or_model_are_not_taken_for_ours(tmp_p
         _, said = await refused.communicate()
     assert refused.returncode == 2
     assert said.decode().count("\n") == 1
-    assert f"--journal {tmp_path / 'token.journal'}: its sessions are of " in said.decode()
+    assert f"--journal {tmp_path / 'token.journal'}: its sessions have " in said.decode()
     assert "name another folder" in said.decode()
 
 

@@ -120,11 +120,7 @@ async def _serve(
         stack.callback(trimmer.close)
         folder = interception.spill_folder
         blobs.settle(interception.max_blob_bytes, Path(folder) if folder else None)
-        journal = (
-            GatewayJournal(options.journal, options.config.journal) if options.journal else None
-        )
-        if journal is not None:
-            stack.callback(journal.close_journal)
+        journal = _open_journal(options, stack)
         backend = _new_backend(options, journal)
         stack.push_async_callback(backend.close)
         limits = interception.retention_s, options.config.worker.max_held_bytes
@@ -170,6 +166,14 @@ async def _serve(
             for task in beside:
                 task.cancel()
     log.info("gateway.stopped")
+
+
+def _open_journal(options: GatewayOptions, stack: AsyncExitStack) -> GatewayJournal | None:
+    if options.journal is None:
+        return None
+    journal = GatewayJournal(options.journal, options.config.journal)
+    stack.callback(journal.close_journal)
+    return journal
 
 
 def _new_backend(options: GatewayOptions, journal: GatewayJournal | None) -> GatewayBackend:
