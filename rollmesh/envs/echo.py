@@ -1,8 +1,7 @@
-"""The echo environment: conversations of a set shape, for benchmarks and smoke runs.
+"""The echo environment: conversations of a fixed shape, for benchmarks and smoke tests.
 
-Invariant: what the agent sends depends on the settings and the task alone, so that two runs put
-the same load on the mesh; the reward is 1 for every rollout that got all its answers. Driven by
-the worker.
+- Messages depend on the settings and the task only, so that two runs put the same load on the mesh.
+- The reward is 1 for each rollout that got all its answers.
 """
 
 import random
@@ -35,14 +34,14 @@ class EchoEnv(Env):
         self._chat = ChatClient()
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """Endless: tasks that differ in their text only."""
+        """Yield tasks that differ in their text only, endlessly."""
         rng = random.Random(f"{split}/{seed}")
         while True:
             text_seed = rng.getrandbits(32)
             yield Task(id=f"echo-{text_seed:08x}", data={"text_seed": text_seed})
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
-        """Talk `num_turns` times; every answer is echoed back as history."""
+        """Converse for `num_turns`; each answer returns as history."""
         rng = random.Random(task.data["text_seed"])
         messages: list[Message] = [{"role": "user", "content": _babble(rng, self.prompt_chars)}]
         num_chars = 0
@@ -55,7 +54,7 @@ class EchoEnv(Env):
         return Transcript(data={"num_chars": num_chars})
 
     async def score(self, task: Task, transcript: Transcript) -> Score:
-        """1: the rollout came to its end."""
+        """Return 1: the rollout has ended."""
         del task
         return Score(reward=1.0, metrics={"num_chars": float(transcript.data["num_chars"])})
 
@@ -65,7 +64,7 @@ class EchoEnv(Env):
 
 
 def _babble(rng: random.Random, num_chars: int) -> str:
-    """Plain words that add up to exactly `num_chars` characters."""
+    """Return plain words of exactly `num_chars` characters."""
     words: list[str] = []
     length = 0
     while length < num_chars:

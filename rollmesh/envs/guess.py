@@ -1,12 +1,12 @@
-"""Guess the number: a secret, a few guesses, and after each "higher", "lower" or "correct".
+"""Guess the number: a secret, a few guesses, and "higher", "lower" or "correct" after each.
 
     ASKING --wrong guess, guesses left--> ASKING --right guess--> WON
-       +-----wrong guess, none left-----> LOST
+           +-----wrong guess, none left-----> LOST
 
-Invariant: an answer that is not just a number in range is a wrong guess with a hint of its own, so
-that every reply moves the game on. The reward is 1 for a win, else 0, and nothing else.
-Playing any guess that the hints still allow wins about 68 % of games with the default settings
-(a secret in 1..7, three guesses); binary search wins all of them. Driven by the worker.
+- An answer that is not just a number in range is a wrong guess with a hint of its own, so that each
+  reply advances the game.
+- The reward is 1 for a win, else 0. Guessing any number that the hints allow wins about 68 % of
+  games with the default settings (a secret in 1..7, three guesses); binary search wins all.
 """
 
 import random
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class GuessEnv(Env):
-    """The game with a secret in 1..`highest` and `num_guesses` guesses."""
+    """A game with a secret in 1..`highest` and `num_guesses` guesses."""
 
     def __init__(self, *, highest: int = 7, num_guesses: int = 3) -> None:
         if highest < 2 or num_guesses < 1:
@@ -32,7 +32,7 @@ class GuessEnv(Env):
         self._chat = ChatClient()
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """Endless for every split: the secrets in shuffled rounds, each as often as the others."""
+        """Yield the secrets in shuffled rounds for each split, endlessly."""
         rng = random.Random(f"{split}/{seed}")
         secrets = list(range(1, self.highest + 1))
         while True:
@@ -41,7 +41,7 @@ class GuessEnv(Env):
                 yield Task(id=f"guess-{secret}", data={"secret": secret})
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
-        """Play one game: one model call per guess, the whole conversation sent each time."""
+        """Play one game: one model call per guess, with the whole conversation."""
         secret: int = task.data["secret"]
         guesses: list[int | None] = []
         messages: list[Message] = [{"role": "user", "content": self.opening()}]
@@ -54,7 +54,7 @@ class GuessEnv(Env):
             messages.append({"role": "user", "content": self.hint(guesses[-1], secret)})
 
     async def score(self, task: Task, transcript: Transcript) -> Score:
-        """1 for a win, else 0."""
+        """Return 1 for a win, else 0."""
         del task
         guesses = transcript.data["guesses"]
         return Score(
@@ -74,7 +74,7 @@ class GuessEnv(Env):
         return f"Guess my number from 1 to {self.highest}. You have {self.num_guesses} guesses."
 
     def hint(self, guess: int | None, secret: int) -> str:
-        """What the environment answers to a guess; None stands for an answer it cannot read."""
+        """Return the answer to a guess; None stands for an invalid one."""
         if guess is None:
             return f"say a number from 1 to {self.highest}"
         if guess == secret:
@@ -82,10 +82,10 @@ class GuessEnv(Env):
         return "higher" if secret > guess else "lower"
 
     def parse(self, text: str) -> int | None:
-        """The guess in `text`: a number in range and nothing else; None otherwise.
+        """Return the guess in `text`, a number in range and nothing else; else None.
 
-        A lenient reading ("I say 4!") would pay for babble: a policy that is rewarded for entropy
-        too learns to fill every answer with noise around the number.
+        A lenient reading ("I say 4!") would reward noise: a policy with an entropy bonus learns to
+        fill each answer with text around the number.
         """
         if not _NUMBER.fullmatch(text):
             return None

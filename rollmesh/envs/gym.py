@@ -1,12 +1,12 @@
-"""Gymnasium's environments as conversations: what one observes is told, what one says is an action.
+"""Gymnasium environments as conversations: observations are messages, and answers are actions.
 
-    reset --observation--> the model speaks --> step --observation--> ... --> terminated | truncated
-                                 +--no action of the space--> told so; the turn counts
+    reset --observation--> the model answers --> step --observation--> ... --> ended
+                +--no valid action--> an error message; the turn counts
 
-For environments that a text can tell: text spaces as they are, discrete actions by number or by
-name, everything else observed through `render_mode="ansi"`. Invariant: the reward is the sum of the
-rewards of the game's steps, and a game that a limit ended is `truncated`. Needs the extra
-the extra `gym`. Driven by the worker.
+- For environments that text can represent: text spaces unchanged, discrete actions by number or
+  name, other observations by `render_mode="ansi"`.
+- The reward is the sum over the game's steps, and a game that a limit ended is `truncated`.
+- Needs the extra `gym`.
 """
 
 import random
@@ -32,7 +32,7 @@ class GymEnv(MultiTurnEnv):
     """Games of `gymnasium.make(env_id, **make)`; a task is a seed.
 
     `env_id` may be `module:Name-v0`, which imports the module that registers it. `actions` names
-    the actions of a discrete space, from its first on; without names they are numbers.
+    the actions of a discrete space, in order; without names they are numbers.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class GymEnv(MultiTurnEnv):
         max_tokens: int = 0,
         num_seeds: int = 0,
     ) -> None:
-        """`num_seeds` different games; 0 is no limit. EnvError where it is no text game."""
+        """`num_seeds` different games; 0 is no limit. EnvError if text cannot represent the
+        game."""
         super().__init__(max_turns=max_turns, max_tokens=max_tokens, system=system)
         self._env_id = env_id
         self._make = dict(make or {})
@@ -56,21 +57,21 @@ class GymEnv(MultiTurnEnv):
         game.close()
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """Endless: games by their seeds."""
+        """Yield games by their seeds, endlessly."""
         rng = random.Random(f"{split}/{seed}")
         while True:
             game_seed = rng.randrange(self._num_seeds or 2**31)
             yield Task(id=f"{self._env_id}-{game_seed}", data={"seed": game_seed})
 
     def begin(self, task: Task, talk: Talk) -> Words:
-        """A new game; what one sees of it."""
+        """Start a game and return its first observation."""
         talk.data.update(reward=0.0, num_steps=0, num_unreadable=0)
         talk.held = self._new_game()
         seen, _ = talk.held.reset(seed=task.data["seed"])
         return _observation_text(talk.held, seen)
 
     def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
-        """One step; None where the game is over."""
+        """Do one step; None if the game is over."""
         del task
         action = self._reader.read(reply.text)
         if action is None:
@@ -89,7 +90,7 @@ class GymEnv(MultiTurnEnv):
             talk.held.close()
 
     async def score(self, task: Task, transcript: Transcript) -> Score:
-        """The sum of the rewards."""
+        """Return the sum of the rewards."""
         del task
         data = transcript.data
         names = ("num_steps", "num_unreadable", "num_turns")
@@ -113,20 +114,20 @@ def _library() -> ModuleType:
 
 
 class _TextReader:
-    """What the model says is the action."""
+    """The model's text is the action."""
 
     def __init__(self, space: "gymnasium.spaces.Text") -> None:
         self._space = space
         self.hint = f"say {space.min_length} to {space.max_length} of the allowed characters"
 
     def read(self, text: str) -> str | None:
-        """The action; None where the text is none, and the model is told `hint`."""
+        """Return the action; None if the text is invalid, and the model gets `hint`."""
         action = text.strip()
         return action if self._space.contains(action) else None
 
 
 class _DiscreteReader:
-    """The model says a number, or one of the names, and nothing else."""
+    """The model answers with a number, or one of the names, and nothing else."""
 
     def __init__(self, space: "gymnasium.spaces.Discrete[Any]", names: Sequence[str]) -> None:
         first, last = int(space.start), int(space.start + space.n - 1)
@@ -137,12 +138,12 @@ class _DiscreteReader:
         self.hint = f"say one of: {', '.join(words)}" if names else f"say {first} to {last}"
 
     def read(self, text: str) -> int | None:
-        """The action; None where the text is none, and the model is told `hint`."""
+        """Return the action; None if the text is invalid, and the model gets `hint`."""
         return self._actions.get(text.strip().rstrip(".!").lower())
 
 
 def _reader(space: "gymnasium.Space[Any]", names: Sequence[str]) -> "_TextReader | _DiscreteReader":
-    """EnvError for a space whose actions nobody can say."""
+    """EnvError for a space whose actions have no text form."""
     spaces = _library().spaces
     if isinstance(space, spaces.Discrete):
         return _DiscreteReader(space, names)
@@ -152,7 +153,7 @@ def _reader(space: "gymnasium.Space[Any]", names: Sequence[str]) -> "_TextReader
 
 
 def _observation_text(game: "gymnasium.Env[Any, Any]", seen: object) -> str:
-    """An observation as text; what a picture in letters colours is put into brackets."""
+    """Return an observation as text; colours of a text picture become brackets."""
     if isinstance(seen, str):
         return seen
     if game.render_mode == "ansi":
@@ -161,7 +162,7 @@ def _observation_text(game: "gymnasium.Env[Any, Any]", seen: object) -> str:
 
 
 def _plain(seen: Any) -> Json:
-    """Without arrays and numbers of numpy's."""
+    """Convert arrays and numbers of numpy's to JSON values."""
     if isinstance(seen, Mapping):
         return {str(name): _plain(value) for name, value in seen.items()}
     if isinstance(seen, list | tuple):

@@ -2,14 +2,12 @@
 
     scratch folder --prepare--> files of the task --program runs--> collect --> Transcript --> score
 
-The program finds its model in the environment variables that SDKs and agents read, and in the
-placeholders of its arguments, its variables and its configuration files.
-
-- It receives only the variables of the worker's environment that `keep_env` names.
+- The program finds its model in the variables that SDKs and agents read, and in placeholders of its
+  arguments, variables and configuration files. It inherits only the variables in `keep_env`.
 - `worker.isolation` decides what else it can reach (isolation.py). With "none" it runs as the
   worker's user, and can read what that user can: other rollouts' folders, key files, the run.
-- When `run` returns, its slot is empty and its folders are removed.
-- The session's key is removed from its output.
+- When `run` returns, its slot is empty, its folders are removed, and the session's key is removed
+  from its output.
 """
 
 import asyncio
@@ -31,16 +29,16 @@ log = get_logger()
 
 PLACEHOLDER = re.compile(r"\{(task_id|question|base_url|root_url|api_key|model|home|work)\}")
 LOGGED_CHARS = 2000
-"""Of the output of a program that failed, for people who look for the cause."""
+"""Logged characters of the output of a failed program."""
 KEPT = ("PATH", "LANG", "LC_ALL", "TZ")
 
 
 class HarnessEnv(Env):
-    """Runs `argv` once per rollout; a class of the user's own adds `tasks` and `score`.
+    """Runs `argv` once per rollout; subclasses add `tasks` and `score`.
 
     `argv`, the values of `env` and the texts of `files` may hold {question}, {model}, {base_url}
     (ends in /v1), {root_url} (does not), {api_key}, {home}, {work} and {task_id}. Arguments are
-    seen by every user of the machine: give the key by a variable or a file.
+    visible to all users of the machine: pass the key by a variable or a file.
     """
 
     def __init__(
@@ -56,7 +54,8 @@ class HarnessEnv(Env):
         network: Network = "session",
         read_only: Sequence[str] = (),
     ) -> None:
-        """`files` go into the home folder; any exit code but `exit_codes` is the agent's fault.
+        """`files` are written to the home folder; exit codes other than `exit_codes` are the
+        agent's fault.
 
         Under bwrap the program has no network but its session's endpoint, or the host's with
         `network = "host"`, and of the host it sees system folders, its own installation and the
@@ -82,21 +81,22 @@ class HarnessEnv(Env):
         self._exit_codes = frozenset(exit_codes)
 
     def question(self, task: Task) -> str:
-        """What {question} stands for. Default: the task's `question`."""
+        """Return the value of {question}. Default: the task's `question`."""
         return str(task.data.get("question", ""))
 
     def prepare(self, task: Task, work: Path) -> Awaitable[None] | None:
-        """Lay out the task in the working directory. Default: the task's `files`, path to text."""
+        """Write the task into the working directory. Default: the task's `files`, path to text."""
         _write_files(work, task.data.get("files", {}))
         return None
 
     def collect(self, task: Task, work: Path) -> dict[str, Json] | Awaitable[dict[str, Json]]:
-        """What of the working directory `score` needs, before it is removed. Default: nothing."""
+        """Return data for `score` from the working directory before it is removed. Default:
+        nothing."""
         del task, work
         return {}
 
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
-        """One run of the program; AgentFailed where it ends in an exit code that it must not."""
+        """Run the program once; AgentFailed after an exit code that is not allowed."""
         async with new_scratch() as scratch:
             words = self._words(task, agent, scratch)
             files = {path: _filled(text, words) for path, text in self._files.items()}
@@ -138,7 +138,7 @@ class HarnessEnv(Env):
         )
 
     def _check(self, ended: ProgramExit, output: str) -> None:
-        """Log an end that should not be; AgentFailed, unless its time was over: that is scored."""
+        """Log a failed end; AgentFailed, unless its time was over: that is scored."""
         code = ended.exit_code
         if code in self._exit_codes and not ended.is_overtime:
             return
@@ -156,7 +156,7 @@ class HarnessEnv(Env):
 
 
 def _model_variables(agent: Endpoint) -> dict[str, str]:
-    """What SDKs and agents read to find their model."""
+    """Return the variables by which SDKs and agents find their model."""
     return {
         "OPENAI_BASE_URL": agent.base_url,
         "OPENAI_API_BASE": agent.base_url,
@@ -169,7 +169,7 @@ def _model_variables(agent: Endpoint) -> dict[str, str]:
 
 
 def _home_variables(home: Path) -> dict[str, str]:
-    """A home, temporary files and sockets of its own; no terminal."""
+    """Return variables for a home, temporary files and sockets of its own; no terminal."""
     return {
         "HOME": str(home),
         "XDG_CONFIG_HOME": str(home / ".config"),
@@ -182,12 +182,12 @@ def _home_variables(home: Path) -> dict[str, str]:
 
 
 def _filled(text: str, words: Mapping[str, str]) -> str:
-    """The text with its placeholders replaced, once: what they bring is not looked at again."""
+    """Replace placeholders once; inserted text is not searched again."""
     return PLACEHOLDER.sub(lambda found: words[found[1]], text)
 
 
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Texts by their paths below the folder; EnvError for a path that leads out of it."""
+    """Write texts by their paths below the folder; EnvError for a path that leads out of it."""
     for name, text in files.items():
         path = (folder / name).resolve()
         if not path.is_relative_to(folder.resolve()):

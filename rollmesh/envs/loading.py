@@ -1,8 +1,6 @@
-"""Load the environment that the setting `env = "package.module:Class"` names.
+"""Load the environment named by `env = "package.module:Class"` or a built-in name.
 
-- Any exception of a user's module or constructor becomes an EnvError, one line that names the
-  target and the cause.
-- Short names stand for the built-in environments.
+An exception of a user's module or constructor becomes an EnvError: one line with target and cause.
 """
 
 import importlib
@@ -26,9 +24,9 @@ BUILT_IN = {
 
 
 def load_env(target: str, settings: Mapping[str, Json]) -> Env:
-    """The environment that `target` names, built with `settings` as keyword arguments.
+    """Return the environment `target`, built with `settings` as keyword arguments.
 
-    Secrets are read from where the settings say. Raises EnvError, one line, where the environment
+    Secret settings are read from their sources. Raises EnvError, one line, if the environment
     cannot be found or built.
     """
     env_class = find_env(target)
@@ -44,7 +42,7 @@ def load_env(target: str, settings: Mapping[str, Json]) -> Env:
 
 
 def find_env(target: str) -> type[Env]:
-    """The class of the environment, imported and not built; EnvError where there is none.
+    """Import and return the environment's class; EnvError if there is none.
 
     `target` is a built-in name or `package.module:Class`; modules in the working directory are
     found too.
@@ -61,7 +59,7 @@ def find_env(target: str) -> type[Env]:
 
 
 def required_settings(env_class: type[Env]) -> list[str]:
-    """Names of the constructor's arguments that have no default."""
+    """Return the names of constructor arguments without default."""
     return [
         name
         for name, parameter in inspect.signature(env_class).parameters.items()
@@ -114,6 +112,6 @@ def _check_settings(target: str, env_class: type[Env], settings: Mapping[str, Js
 
 
 def _cause(error: BaseException) -> str:
-    """One line: the kind of error and the first line of what it says."""
+    """Return the kind of error and the first line of its message."""
     first_line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

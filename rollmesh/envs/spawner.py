@@ -2,16 +2,15 @@
 
     spawner.py FD WORKER_UID FIRST_UID NUM_UIDS
 
-The process keeps CAP_SETUID and CAP_SETGID, which its worker has dropped. It is single-threaded and
-uses the standard library alone (python -I -S).
-
+- It keeps CAP_SETUID and CAP_SETGID, which its worker has dropped. It is single-threaded and uses
+  the standard library only (python -I -S).
 - A request is a descriptor of a JSON object, in one message at the socket FD with the descriptors
-  (request, status[, output, control]). Each request is served by a child process that becomes the
-  slot's user before it does anything else. The child's exit code is written to `status`.
+  (request, status[, output, control]). A child process, which becomes the slot's user first, serves
+  it; its exit code is written to `status`.
 - Only user ids of the range are accepted. Neither the spawner's nor the worker's may be in it.
-- A process that ends a slot has the slot's effective user id, with a real one NUM_UIDS higher, so
+- A process that ends a slot has the slot's effective user id and a real one NUM_UIDS higher, so
   that it may signal the slot's processes and they may not signal it.
-- It ends with its worker, at the end of the connection, and all processes of the slots with it.
+- It ends with its worker, at the end of the connection, after all processes of the slots.
 """
 
 import contextlib
@@ -37,12 +36,12 @@ MAX_DESCRIPTORS = 4
 MAX_REQUEST_BYTES = 8 * 2**20
 """Linux takes at most 6 MiB of arguments and variables (execve(2))."""
 CONTROL = 3
-"""The descriptor at which a program's starter finds its control socket."""
+"""Descriptor of a program's control socket for its starter."""
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def main(words: list[str]) -> None:
-    """Serve requests until the worker has gone; then end what runs in the slots."""
+    """Serve requests until the worker has ended; then end all processes in the slots."""
     worker = socket.socket(fileno=int(words[0]))
     worker_uid, first, num = map(int, words[1:4])
     uids = range(first, first + num)
@@ -73,7 +72,7 @@ def main(words: list[str]) -> None:
 
 
 def _serve(worker: socket.socket, uids: range, children: dict[int, int], used: set[int]) -> bool:
-    """Serve one request; False at the end of the connection."""
+    """Serve one request; return False at the end of the connection."""
     data, descriptors, _, _ = socket.recv_fds(
         worker, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
     )
@@ -81,7 +80,7 @@ def _serve(worker: socket.socket, uids: range, children: dict[int, int], used: s
         return False
     status = descriptors[1] if len(descriptors) > 1 else -1
     try:
-        if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):  # to read a pipe may block
+        if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):  # reading a pipe may block
             raise ValueError
         request = json.loads(os.pread(descriptors[0], MAX_REQUEST_BYTES, 0))
         uid, action = int(request["uid"]), str(request["do"])
@@ -102,9 +101,9 @@ def _serve(worker: socket.socket, uids: range, children: dict[int, int], used: s
 
 
 def _fork(uid: int, num_uids: int, request: dict[str, Any], descriptors: tuple[int, ...]) -> int:
-    """Serve a request in a child process; its pid, once it is the slot's user.
+    """Serve a request in a child process; return its pid once it is the slot's user.
 
-    The next request may be to end the slot, and an earlier child must not escape it as root.
+    The next request may end the slot, and an earlier child must not escape it as root.
     """
     waiting, changed = os.pipe()
     try:
@@ -136,7 +135,7 @@ def _fork(uid: int, num_uids: int, request: dict[str, Any], descriptors: tuple[i
 
 
 def _become(uid: int, real_uid: int) -> None:
-    """Change to another user without capabilities, which cannot be undone."""
+    """Change to another user without capabilities, irreversibly."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(real_uid, uid, real_uid)
@@ -156,10 +155,10 @@ def _run(request: dict[str, Any], output: int, control: int) -> None:
 
 
 def _end() -> int:
-    """Kill every other process of the slot's user; 0 when none is left."""
+    """Kill all other processes of the slot's user; return 0 when none is left."""
     until_s = time.monotonic() + KILL_S
     while _is_any_left():
-        # A process that forks without end outruns a list of pids, but not one signal to them all.
+        # A process that forks endlessly outruns a list of pids, but not one signal to all.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         if time.monotonic() > until_s:
@@ -169,7 +168,7 @@ def _end() -> int:
 
 
 def _is_any_left() -> bool:
-    """Whether a process of this user runs beside this one. kill(-1) succeeds even without any."""
+    """Whether another process of this user runs. kill(-1) succeeds even without any."""
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
@@ -186,7 +185,7 @@ def _is_any_left() -> bool:
 
 
 def _share(folders: list[str]) -> int:
-    """Let the group, which is the worker's too, read and remove what the slot's user made."""
+    """Let the group, which the worker is in, read and remove files of the slot's user."""
     for folder in folders:
         for _, names, files, inside in os.fwalk(folder, follow_symlinks=False, onerror=None):
             for name in (*names, *files):
@@ -216,7 +215,7 @@ def _wait(flags: int = 0) -> tuple[int, int] | None:
 
 
 def _report(status: int, code: int) -> None:
-    with contextlib.suppress(OSError):  # the worker may not wait for it, or its pipe is full
+    with contextlib.suppress(OSError):  # the worker may not read it, or its pipe is full
         os.set_blocking(status, False)
         os.write(status, str(code).encode())
     os.close(status)

@@ -3,13 +3,12 @@
     starter.py FD HOST PORT UID NUM_PROCESSES DATA_BYTES PROGRAM [WORD...]     (0 stands for none)
 
 - In a network namespace of its own it listens at HOST:PORT, where the agent expects its endpoint,
-  and sends the listening socket to the worker through FD. The worker accepts there, because a
-  socket belongs to the namespace in which it was made.
-- It waits for a byte, so that the worker can put it into its control group, and gives up root's
-  rights for UID.
-- FD closes when PROGRAM is executed; where that fails, the reason is written there first.
-
-It runs with the standard library alone (python -I -S), before anything of the agent's.
+  and sends the listening socket to the worker through FD; the worker accepts there, since a socket
+  belongs to the namespace in which it was made.
+- It waits for a byte, so that the worker can add it to a control group, and drops root's rights for
+  UID.
+- FD closes when PROGRAM is executed; if that fails, the reason is written there first.
+- It uses the standard library only (python -I -S), and runs before any code of the agent's.
 """
 
 import _socket
@@ -50,7 +49,7 @@ def main(words: list[str]) -> None:
 
 
 def _listening(host: str, port: int) -> int:
-    """The descriptor of a listening socket."""
+    """Return the descriptor of a listening socket."""
     family = _socket.AF_INET6 if ":" in host else _socket.AF_INET
     listening = _socket.socket(family, _socket.SOCK_STREAM)
     listening.bind((host, port))
@@ -64,7 +63,7 @@ def _rights(descriptor: int) -> list[tuple[int, int, bytes]]:
 
 
 def _become(uid: int) -> None:
-    """Another user, for good."""
+    """Change to another user, irreversibly."""
     import ctypes  # noqa: PLC0415 - costs milliseconds, and only this needs it
 
     os.setgroups([])

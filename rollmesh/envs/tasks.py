@@ -1,7 +1,7 @@
 """Read tasks from a file, and repeat a finite list of tasks in shuffled rounds.
 
 - The same split and seed give the same order.
-- `train` never runs out of tasks; any other split has each task once.
+- `train` never ends; any other split has each task once.
 """
 
 import csv
