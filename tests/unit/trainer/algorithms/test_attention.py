@@ -1,4 +1,4 @@
-"""Packed sequences: what each says and learns is what it would alone."""
+"""Packed sequences: logits and gradients are those of each sequence alone."""
 
 import functools
 import itertools

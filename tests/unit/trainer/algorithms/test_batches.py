@@ -1,7 +1,4 @@
-"""Samples to tensors: nothing lost, nothing doubled, nothing padded.
-
-What a token weighs: the same whatever its rollout was cut into, and however ranks share it.
-"""
+"""Packed batches: no token is lost, doubled or padded, and weights do not depend on ranks."""
 
 import numpy as np
 import numpy.typing as npt

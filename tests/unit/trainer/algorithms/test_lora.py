@@ -1,4 +1,4 @@
-"""Low-rank adapters: they alone train, and are what PEFT and transformers make of their folders."""
+"""Low-rank adapters: only they train, and PEFT and transformers load their folders."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""What a step tells: gaps run by run, of the weights held as it began, and how old tokens are.
-
-How much stale tokens weigh: of all of them, by age, over batches and ranks.
-"""
+"""The report of a step: gaps run by run, ages of tokens, and importance over batches and ranks."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Handles of tensors that nobody stores, for what never opens them."""
+"""Handles of tensors that are not stored, for code that never fetches them."""
 
 import itertools
 import math

@@ -1,7 +1,7 @@
-"""Ranks, and the way to them, on a clock of its own: for tests of what a crew does when both fail.
+"""Simulated ranks and their network on a virtual clock, for tests of faults of both.
 
-A rank does what it is told in order, says that it did, and beats; it may crash, freeze, fail a call
-or stay in one; a message may be lost either way. `Sim.run` carries on until nothing is open.
+A rank runs its messages in order, reports, and beats; it may crash, freeze, fail a call or stay in
+one; a message may be lost in either direction. `Sim.run` continues until nothing is open.
 """
 
 import random

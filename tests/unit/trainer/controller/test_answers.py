@@ -1,6 +1,6 @@
-"""Answers: rows in their order, every head's number counted, and nothing taken on one's word.
+"""Merged answers: rows in order, every head's number counted, differences refused.
 
-Parcels: what was sent is what arrives, and whatever else arrives is a WireError.
+Encoded values: they arrive as they were sent, and anything else is a WireError.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Dispatch: rows are cut and nothing is lost, doubled or opened; all else goes to every head.
+"""Dispatch: no row is lost, doubled or read; everything else goes to every head.
 
 Shares: each row once, groups whole, heads even.
 """

@@ -1,4 +1,4 @@
-"""The controller's thread: where it cannot go on, whoever waits is told."""
+"""The controller's thread: if it cannot continue, every waiting caller gets an error."""
 
 import os
 from collections.abc import Sequence

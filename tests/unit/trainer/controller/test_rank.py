@@ -1,4 +1,4 @@
-"""The post: it frees before it passes on, beats while nobody looks, and notices what is lost."""
+"""The channel: it frees ended steps first, beats during calls, and notices lost messages."""
 
 import queue
 from collections.abc import Iterator

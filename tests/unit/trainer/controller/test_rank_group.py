@@ -1,6 +1,6 @@
-"""The crew: it forms, it beats, it ends in order, and it breaks rather than hang.
+"""The rank group: it forms, beats, ends in order, and breaks rather than hangs.
 
-Calls: all ranks or none, in their order, and each ends once.
+Calls: at all ranks or at none, in order, and each ends once.
 """
 
 from collections import Counter

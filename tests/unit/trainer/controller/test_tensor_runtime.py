@@ -1,6 +1,6 @@
-"""A clear that fails is tried again, and then told; nothing is fetched to be freed.
+"""Clearing: a failure is repeated, then logged; nothing is fetched to be freed.
 
-Leaks: what should be gone is named by rank, tag and bytes; what may be there is not.
+Leaks: they are named by rank, tag and bytes; tensors in use are none.
 """
 
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""Which device trains, and the warnings where it or the learning rate does not fit the model."""
+"""The device that trains, and warnings if it or the learning rate does not fit the model."""
 
 import pytest
 import torch

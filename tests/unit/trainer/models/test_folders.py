@@ -1,4 +1,4 @@
-"""Model folders: refused in one line, written whole."""
+"""Model folders: refused in one line, complete whenever they exist."""
 
 import json
 from pathlib import Path

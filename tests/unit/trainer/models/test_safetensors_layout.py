@@ -1,4 +1,4 @@
-"""Where tensors stand in files: what safetensors reads, whoever wrote which of it."""
+"""The layout of tensors in files: safetensors reads it, whichever rank wrote which part."""
 
 import math
 from pathlib import Path

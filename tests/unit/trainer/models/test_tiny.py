@@ -1,6 +1,6 @@
-"""The demo's model folder: any Hugging Face reader takes it, and chats render as Qwen3's do.
+"""The demo's model folder: any Hugging Face reader loads it, and chats render as Qwen3's do.
 
-The warm start: it shows consistent play, in the mesh's own tokens, and nothing better.
+The warm start: consistent play in the mesh's own tokens, and nothing better.
 """
 
 import itertools

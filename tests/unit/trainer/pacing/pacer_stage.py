@@ -1,7 +1,4 @@
-"""A pacer on a client that a test scripts, and what it left in its run folder.
-
-Driven by the tests of the pacer, and of what it asks, masks and books.
-"""
+"""A pacer on a scripted client, and the files in its run folder."""
 
 import itertools
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Every rollout that leaves is in one book, once: trained, dropped, or measured.
+"""Every rollout that leaves is recorded once: trained, dropped, or measured.
 
-A run whose environment fails in every group from the first one on ends, and no other does.
+A run whose environment fails in every group from the first one ends, and no other does.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Every group leaves once, for one reason, and what a step takes is of this run."""
+"""Every group leaves once, for one reason, and a step takes groups of this run only."""
 
 import msgspec
 import pytest

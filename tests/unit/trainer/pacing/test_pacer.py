@@ -1,4 +1,4 @@
-"""Every rollout asked for is trained, dropped with its reason, or open: never lost."""
+"""Every requested rollout is trained, dropped with a reason, or open: never lost."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
-"""A full room costs time and never a group, and nothing stays there that does not train.
+"""A full allocator costs time and never a group, and nothing stays there that does not train.
 
-A room holds samples as they were laid, where others see them; what is cleared is gone.
-
-Tokens past the age bound are context; what is left of a rollout trains, and weighs as it did.
+Masked tokens are context; what is left of a rollout trains with the weight of the whole.
 """
 
 import itertools

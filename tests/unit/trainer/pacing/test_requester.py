@@ -1,6 +1,6 @@
-"""Tasks are asked for in turn, and those that came too late again, before new ones.
+"""Tasks are requested in turn, and requeued ones before new ones.
 
-Tasks come as posed, a finite split is repeated, and an environment's mistake is one line.
+A finite split is repeated, and a fault of the environment is one line.
 """
 
 from collections.abc import Iterator

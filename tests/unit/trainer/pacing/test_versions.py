@@ -1,4 +1,4 @@
-"""A token's age is told by the steps that had made its weights, as long as anybody may need it."""
+"""A token's age is known from the step of its version, for as long as ages need it."""
 
 import pytest
 

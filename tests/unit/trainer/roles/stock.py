@@ -1,4 +1,4 @@
-"""Stock transformers: what it says of rows one at a time, and a model of its that cannot pack."""
+"""Stock transformers: log-probs of rows one at a time, and a model that cannot pack."""
 
 from pathlib import Path
 from typing import Any

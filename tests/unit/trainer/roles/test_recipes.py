@@ -1,6 +1,6 @@
-"""What a step of each recipe calls, on the roles of one rank that nobody leads.
+"""The calls of one step of each recipe, on the roles of one rank without a controller.
 
-Roles that learn are saved together, each in its folder, and go on where they were.
+Roles that train are saved together, each in its folder, and continue from there.
 """
 
 import math
