@@ -1,11 +1,12 @@
 """Every setting of rollmesh: frozen structs, read from TOML, overridden by `--set`.
 
-Owns names, defaults and meanings; nobody else invents a key. Invariants: unknown keys are refused
-with their path, values are checked here once, and a loaded config never changes; what a run used
-is written to its folder as config.json and the run's processes read that file. Each room is handed
-only its own section. Secrets come from the environment or 0600 files; settings of an environment
-that are named as secrets are refused if they are written out (core/config_parsing.py).
-Driven by the cli; the set of keys is frozen by tests/house.
+- Unknown keys are refused with their path, values are checked here once, and a loaded config never
+  changes. Each room gets only its own section.
+- A run writes its settings to config.json in its folder; its processes read that file.
+- Secrets come from the environment or 0600 files; literal secrets are refused
+  (core/config_parsing.py).
+- tests/house/config_keys.txt lists the keys; `rollmesh init` shows the basic ones, `init --all`
+  every one.
 """
 
 from pathlib import Path
@@ -48,16 +49,16 @@ LEAST_HANG_S = 10.0
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A group of settings that one room is handed."""
+    """A section of settings, which is passed to one room."""
 
 
 class RunConfig(Section, frozen=True):
-    """Which run this is and where it leaves its files."""
+    """The run's name, and where its files are written."""
 
     name: str = "mesh"
     """The run's folder is `folder/name`; an older one of that name is moved aside."""
     folder: str = "runs"
-    """Where run folders stand."""
+    """The folder of run folders (default: runs)."""
     mode: FileMode = "private"
     """Permissions of what the run writes: `private` (default) for its user alone, folders 0700 and
     files 0600; `group` lets the user's group read, 0750 and 0640."""
@@ -79,7 +80,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class EngineConfig(Section, frozen=True):
-    """Where tokens are sampled."""
+    """The servers that sample tokens."""
 
     urls: tuple[str, ...] = ()
     """SGLang servers, such as ["http://host:30000"]; empty starts the embedded engine."""
@@ -115,24 +116,25 @@ class EngineConfig(Section, frozen=True):
 
 
 class RouterConfig(Section, frozen=True):
-    """The one process that knows who is alive."""
+    """The process that assigns groups to workers and tracks which peers are alive."""
 
     bind: str = "tcp://127.0.0.1:0"
     """ZMQ address for clients and workers; port 0 picks a free one."""
     http_bind: str = "127.0.0.1:0"
     """host:port of /status, /healthz and /metrics."""
     max_queued_groups: Positive = 10_000
-    """Asks past this get a typed Overloaded."""
+    """Groups in the queue; further requests are refused as Overloaded (default: 10000)."""
     beat_s: PositiveSeconds = 0.5
-    """Workers and clients beat this often."""
+    """Interval of the heartbeats of workers and clients, in seconds (default: 0.5)."""
     missed_beats: Positive = 6
-    """So many missed beats and a worker or client is gone."""
+    """Missed heartbeats after which a worker or client is considered lost (default: 6)."""
     max_lag_s: PositiveSeconds = 60.0
-    """A worker whose event loop is held for longer is given up, though it beats."""
+    """A worker whose event loop is blocked for longer, in seconds, is considered lost, although it
+    sends heartbeats (default: 60)."""
     max_attempts: Positive = 3
-    """A group whose workers die runs at most this often."""
+    """Attempts of a group whose workers die (default: 3)."""
     client_grace_s: PositiveSeconds = 30.0
-    """What a vanished client asked for is cancelled after this time."""
+    """Seconds after which the groups of a lost client are cancelled (default: 30)."""
 
 
 class WorkerConfig(Section, frozen=True):
@@ -143,28 +145,30 @@ class WorkerConfig(Section, frozen=True):
     max_rollouts: Positive = 64
     """Rollouts that run at the same time in one worker."""
     load_timeout_s: PositiveSeconds = 100.0
-    """An environment that takes longer to load has failed; less than launch.ready_timeout_s, so
-    that its reason is told."""
+    """Seconds in which an environment must load, or it has failed; keep it below
+    launch.ready_timeout_s, so that the reason is reported (default: 100)."""
     run_timeout_s: PositiveSeconds = 600.0
     """A rollout that runs longer ends as `truncated`."""
     score_timeout_s: PositiveSeconds = 120.0
     """Scoring a rollout or a group may take this long; past it the outcome is infra_error."""
     delivery_timeout_s: PositiveSeconds = 600.0
-    """A result that its sink does not acknowledge in this time is given up, and run again."""
+    """Seconds in which a result must be acknowledged by its sink, or its group runs again (default:
+    600)."""
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 1.5
-    """Asked to stop, a worker takes nothing new and finishes what it can in this time."""
+    """Seconds that a worker which is asked to stop has to finish its rollouts (default: 1.5)."""
     failed_sibling: FailedSibling = "drop"
     """When a rollout fails for good: `drop` its group, or `score_rest` of the siblings."""
     num_infra_retries: NonNegative = 2
-    """A rollout that fails for infrastructure reasons is run again so often, in its worker."""
+    """Retries, in its worker, of a rollout that fails for infrastructure reasons (default: 2)."""
     max_unacked_bytes: Positive = 256 * 2**20
     """Finished groups that no sink acknowledged yet; past it the worker takes no new asks."""
     max_held_bytes: Positive = 2 * 2**30
     """All that its rollouts and results hold in memory; past it the worker takes no new asks."""
     max_rss_bytes: NonNegative = 0
-    """A worker that holds more memory finishes what it runs and starts afresh; 0: never."""
+    """A worker whose resident memory is larger finishes its rollouts and restarts; 0: never
+    (default: 0)."""
     recycle_rollouts: NonNegative = 0
-    """A worker that has run so many rollouts does the same; 0: never."""
+    """A worker that has run this many rollouts restarts likewise; 0: never (default: 0)."""
     isolation: IsolationMode = "auto"
     """How agents' programs are separated from the host (docs/explanation/security.md): `bwrap`
     (namespaces), `uid` (a user id each; needs root or `rollmesh worker --user`), `none`; `auto`
@@ -213,7 +217,7 @@ class SamplingConfig(Section, frozen=True):
 
 
 class InterceptionConfig(Section, frozen=True):
-    """The HTTP edge that agents talk to."""
+    """The HTTP endpoint of agents."""
 
     bind: str = "127.0.0.1:0"
     """host:port inside each worker; port 0 picks a free one."""
@@ -230,24 +234,30 @@ class InterceptionConfig(Section, frozen=True):
     max_blob_bytes: Positive = 512 * 2**20
     """Images and long texts in memory; past it the longest unused go to a file."""
     spill_folder: str = ""
-    """Where that file stands; empty: the system's folder for temporary files."""
+    """Folder of that file; empty: the system's folder for temporary files (default: empty)."""
     image_hosts: tuple[str, ...] = ()
     """Hosts (`host` or `host:port`) from which engines may fetch images that agents name by http(s)
     addresses; elsewhere, and where the list is empty, only `data:` is taken (default: empty)."""
     retry_window_s: PositiveSeconds = 30.0
-    """A generation that lost its reader is kept so long for a retry."""
+    """Seconds for which a generation that lost its reader is kept for a retry (default: 30)."""
     keepalive_s: PositiveSeconds = 15.0
     """An idle stream gets a comment this often."""
     engine_wait_s: PositiveSeconds = 120.0
-    """A call waits so long (paused time not counted) for an engine that is READY, then gets 503."""
+    """Seconds, paused time not counted, that a call waits for an engine that is READY, then it gets
+    503 (default: 120)."""
     rotating_lines: tuple[str, ...] = (
         "x-anthropic-billing-header:",
         "(?:Today'?s|The current|Current) date",
         "<current_date>",
     )
     """Lines of a system text that begin with one of these patterns may differ in every call."""
+    drain_timeout_s: NonNegativeSeconds = 30.0
+    """Stand-alone gateway: seconds that a stopped one waits for calls in progress (default: 30)."""
+    upstream_cool_down_s: NonNegativeSeconds = 2.0
+    """Relay: seconds for which an endpoint that failed is avoided, where there are others
+    (default: 2)."""
     retention_s: PositiveSeconds = 21_600.0
-    """The stand-alone gateway forgets a session that nobody used or asked about for this long."""
+    """Stand-alone gateway: seconds for which an unused session is kept (default: 21600)."""
 
 
 class TrainerConfig(Section, frozen=True):
@@ -358,32 +368,49 @@ class JournalConfig(Section, frozen=True):
 
 
 class DashboardConfig(Section, frozen=True):
-    """The live page."""
+    """The live dashboard."""
 
     enabled: bool = True
     """Start it with the run."""
     bind: str = "127.0.0.1:0"
-    """host:port of the page."""
+    """host:port of the dashboard; loopback only (default: 127.0.0.1:0, a free port)."""
 
 
 class LaunchConfig(Section, frozen=True):
     """Starting and stopping the processes."""
 
     ready_timeout_s: PositiveSeconds = 120.0
-    """A process that does not report in time ends the start."""
+    """Seconds in which a process must report that it is ready; later, the start fails (default:
+    120)."""
     stop_timeout_s: PositiveSeconds = 120.0
     """Seconds that a stopped run may take to save before what still runs is killed (default: 120,
     which leaves time for the checkpoint of a model of 8 B parameters). A second Ctrl-C kills at
     once."""
     max_restarts: NonNegative = 5
-    """A worker that dies more often within a minute ends the run."""
+    """A process that dies more often within `restart_window_s` ends the run (default: 5)."""
     hang_timeout_s: NonNegativeSeconds = 90.0
-    """A process that launch started and that sends no heartbeat for so many seconds, as one that is
-    suspended, is killed and started again; a line says so after a third of that. At least 10;
-    0: never."""
+    """A process that sends no heartbeat for this many seconds, for example because it is suspended,
+    is killed and restarted; a warning is shown after a third of it. At least 10; 0: never
+    (default: 90)."""
+    restart_delay_s: PositiveSeconds = 0.5
+    """Seconds before a process that died is restarted; each further death within
+    `restart_window_s` doubles the delay (default: 0.5)."""
+    max_restart_delay_s: PositiveSeconds = 10.0
+    """Longest delay of a restart, in seconds (default: 10)."""
+    restart_window_s: PositiveSeconds = 60.0
+    """Seconds for which a death counts against `max_restarts` (default: 60)."""
+    min_recycle_s: NonNegativeSeconds = 10.0
+    """A worker that recycles itself sooner after its start, in seconds, counts as dead, so that it
+    cannot do nothing else (default: 10)."""
+    telemetry_interval_s: PositiveSeconds = 1.0
+    """Seconds between two lines of telemetry.jsonl, which the dashboard and `status` show
+    (default: 1)."""
+    engine_check_timeout_s: PositiveSeconds = 5.0
+    """Seconds in which each server of engine.urls must answer before the run starts
+    (default: 5)."""
     scheduler_wait_s: NonNegativeSeconds = 30.0
-    """With --scheduler: how long, in seconds, to wait for the scheduler to answer and to admit the
-    pipeline; `rollmesh scheduler up` needs some time for that."""
+    """With --scheduler: seconds to wait until the scheduler answers and admits the pipeline
+    (default: 30)."""
 
     def __post_init__(self) -> None:
         if 0 < self.hang_timeout_s < LEAST_HANG_S:
@@ -394,7 +421,7 @@ class LaunchConfig(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """All of it."""
+    """All settings."""
 
     env: str = "guess"
     """The environment: `package.module:Class`, or a short name: guess, echo, gym, openenv."""
@@ -426,7 +453,7 @@ class Config(Section, frozen=True):
             )
 
     def run_folder(self) -> Path:
-        """Where this run's files stand."""
+        """Return the folder of the run's files."""
         return Path(self.run.folder) / self.run.name
 
 

@@ -16,7 +16,6 @@ from rollmesh.core.model_folders import EXAMPLE, why_no_model
 from rollmesh.core.share import Share, check_may_share
 from rollmesh.launch.pipeline import check_share
 
-ANSWER_S = 5.0
 NUM_OTHERS = 5
 """The warm start, router, coordinator, trainer and dashboard."""
 
@@ -37,9 +36,10 @@ async def check(
         num_engines = len(config.engine.urls) or config.engine.num_embedded
         check_share(share, num_engines, config.launch.scheduler_wait_s, report)
     if config.engine.urls:
-        async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
+        timeout_s = config.launch.engine_check_timeout_s
+        async with ClientSession(timeout=ClientTimeout(total=timeout_s)) as session:
             for url in config.engine.urls:
-                await check_engine(session, url)
+                await check_engine(session, url, timeout_s)
 
 
 def check_descriptors(config: Config) -> None:
@@ -72,7 +72,7 @@ def check_model(path: str) -> None:
         raise ModelError(f"model.path = {path}: {why}")
 
 
-async def check_engine(session: ClientSession, url: str) -> None:
+async def check_engine(session: ClientSession, url: str, timeout_s: float) -> None:
     """Raise AddressError if no engine answers at `url`."""
     try:
         async with session.get(f"{url.rstrip('/')}/model_info") as reply:
@@ -82,7 +82,7 @@ async def check_engine(session: ClientSession, url: str) -> None:
             f"engine.urls: {url} is not an address; write http://HOST:PORT"
         ) from None
     except (ClientError, TimeoutError) as error:
-        why = str(error) or f"no answer within {ANSWER_S:g} s"
+        why = str(error) or f"no answer within {timeout_s:g} s"
         raise AddressError(
             f"engine.urls: {url} does not answer ({why}); start SGLang there"
         ) from None

@@ -30,11 +30,6 @@ from rollmesh.core.process import FAILED, INTERRUPTED, OK, RECYCLED, USAGE
 from rollmesh.core.run_state import RunState
 from rollmesh.launch.plan import ChildPlan, OnDeath
 
-FIRST_BACK_OFF_S = 0.5
-LONGEST_BACK_OFF_S = 10.0
-LOOP_WINDOW_S = 60.0
-MIN_RECYCLE_S = 10.0
-"""A child that recycles itself sooner counts as a death, or it would do nothing else."""
 STOP_RESERVE_S = 1.0
 """The part of stop_timeout_s that is left to the others when the trainer uses up its own."""
 
@@ -340,18 +335,20 @@ class SupervisionMachine:
         return self._stop(RunEnd(FAILED, how_it_ended(event, child)), now_s)
 
     def _restart(self, child: ChildRecord, event: ChildExited, now_s: float) -> list[Action]:
-        if event.code == RECYCLED and now_s - child.started_s >= MIN_RECYCLE_S:
+        if event.code == RECYCLED and now_s - child.started_s >= self._settings.min_recycle_s:
             child.back_off_s = 0.0
             child.enter(ChildState.BACKING_OFF, now_s)
             return [Notice(f"{event.role} recycled itself: {event.last_line}")]
-        recent = [at_s for at_s in child.deaths_s if now_s - at_s < LOOP_WINDOW_S]
+        window_s = self._settings.restart_window_s
+        recent = [at_s for at_s in child.deaths_s if now_s - at_s < window_s]
         child.deaths_s = [*recent, now_s]
         num_deaths = len(child.deaths_s)
         if num_deaths <= self._settings.max_restarts:
-            child.back_off_s = min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (num_deaths - 1))
+            delay_s = self._settings.restart_delay_s * 2 ** (num_deaths - 1)
+            child.back_off_s = min(self._settings.max_restart_delay_s, delay_s)
             child.enter(ChildState.BACKING_OFF, now_s)
             return [Notice(f"{how_it_ended(event, child)}; restart in {child.back_off_s:g} s")]
-        reason = f"{how_it_ended(event, child)}, death {num_deaths} within a minute"
+        reason = f"{how_it_ended(event, child)}, death {num_deaths} within {window_s:g} s"
         if child.plan.on_death is OnDeath.CONTINUE:
             return [Notice(f"{reason}; the run continues without it")]
         return self._stop(RunEnd(FAILED, reason), now_s)

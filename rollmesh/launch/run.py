@@ -119,7 +119,9 @@ class LaunchedRun:
         """Run the mesh and show its progress."""
         config = self._order.config
         supervisor = Supervisor(mesh, config.launch, folder, self._clock, keys)
-        sampler = TelemetrySampler(supervisor, folder, self._clock)
+        sampler = TelemetrySampler(
+            supervisor, folder, self._clock, config.launch.telemetry_interval_s
+        )
         progress = RunProgress(config.trainer.num_steps)
         data = ScreenData(config.run.name, progress, sampler, supervisor)
         with screen_for(data, self._order.is_live) as screen:
@@ -269,7 +271,9 @@ class ServingMesh:
 
     async def _run(self) -> RunEnd:
         """Run the mesh with telemetry, and record its end in the folder."""
-        sampler = TelemetrySampler(self._supervisor, self.folder, SystemClock())
+        sampler = TelemetrySampler(
+            self._supervisor, self.folder, SystemClock(), self._config.launch.telemetry_interval_s
+        )
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(sampler.follow(), name="sampler")
             end = await self._supervisor.run()

@@ -1,4 +1,4 @@
-"""Telemetry once a second: memory and CPU of a run's processes, and the router's status.
+"""Telemetry at regular intervals: memory and CPU of a run's processes, and the router's status.
 
 - A process that is gone or a router that does not answer leaves a gap, never an error.
 - A sample takes bounded time.
@@ -20,7 +20,6 @@ from rollmesh.launch.child import reap_orphans
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.supervisor import Supervisor
 
-SAMPLE_S = 1.0
 ANSWER_S = 0.8
 MIB = 2**20
 
@@ -47,7 +46,9 @@ class Telemetry(msgspec.Struct, frozen=True):
 class TelemetrySampler:
     """Samples the processes of a supervisor; holds the last sample and the peaks."""
 
-    def __init__(self, supervisor: Supervisor, folder: RunFolder, clock: Clock) -> None:
+    def __init__(
+        self, supervisor: Supervisor, folder: RunFolder, clock: Clock, interval_s: float
+    ) -> None:
         self.last = Telemetry(0.0, [], None)
         self.before = self.last
         """The sample before the last, for rates."""
@@ -55,6 +56,7 @@ class TelemetrySampler:
         self._supervisor = supervisor
         self._folder = folder
         self._clock = clock
+        self._interval_s = interval_s
         self._processes: dict[int, psutil.Process] = {}
 
     async def follow(self) -> None:
@@ -62,7 +64,7 @@ class TelemetrySampler:
         async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
             while True:
                 await self._sample(session)
-                await asyncio.sleep(SAMPLE_S)
+                await asyncio.sleep(self._interval_s)
 
     async def _sample(self, session: ClientSession) -> None:
         pids = self._supervisor.pids()
@@ -107,14 +109,15 @@ class TelemetryThread:
     `with TelemetryThread(...):` samples while the block runs.
     """
 
-    def __init__(self, url: str, role: str, folder: RunFolder, clock: Clock) -> None:
-        """`url` is the router's HTTP address, '' for none; ConfigError for an unusable token
-        file.
-        """
+    def __init__(
+        self, url: str, role: str, folder: RunFolder, clock: Clock, interval_s: float
+    ) -> None:
+        """`url` is the router's HTTP address, '' for none; ConfigError for a bad token file."""
         self._url = url
         self._role = role
         self._folder = folder
         self._clock = clock
+        self._interval_s = interval_s
         self._process = psutil.Process(os.getpid())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
@@ -131,7 +134,7 @@ class TelemetryThread:
 
     def _follow(self) -> None:
         with httpx.Client(headers=self._headers, timeout=ANSWER_S, trust_env=False) as client:
-            while not self._ended.wait(SAMPLE_S):
+            while not self._ended.wait(self._interval_s):
                 line = Telemetry(
                     time_s=round(self._clock.unix_s(), 3),
                     processes=[self._measure()],

@@ -24,7 +24,7 @@ async def main(config: Config, plans: list[ChildPlan]) -> None:
     run_folder, clock = RunFolder(config), SystemClock()
     setup("launch", run_folder.path, on_console=False)
     supervisor = Supervisor(open_mesh(plans), config.launch, run_folder, clock)
-    sampler = TelemetrySampler(supervisor, run_folder, clock)
+    sampler = TelemetrySampler(supervisor, run_folder, clock, 1.0)
     sampling = asyncio.create_task(sampler.follow())
     end = await supervisor.run()
     sampling.cancel()

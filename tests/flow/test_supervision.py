@@ -196,7 +196,7 @@ async def test_a_crash_in_each_load_is_told_with_its_cause_and_ends_the_run(
         assert dropped.reason == f"env_failed: worker-0 ended before it served {env}: {cause}"
         out, _ = await asyncio.to_thread(mesh.process.communicate, None, WITHIN_S)
         how = "worker-0 was killed by signal 11 while loading env = poisoned:Poisoned"
-        reason = f"{how}, death 4 within a minute"
+        reason = f"{how}, death 4 within 60 s"
         assert msgspec.json.decode(out)["end"] == {"code": 1, "reason": reason}
     finally:
         mesh.close()

@@ -34,14 +34,11 @@ from rollmesh.serve.interception.capture import DurableCapture
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.capture import RelayCapture
 from rollmesh.serve.interception.relay.routes import RelayDeps, RelayRoutes
-from rollmesh.serve.interception.relay.upstreams import COOL_DOWN_S, UpstreamPool
+from rollmesh.serve.interception.relay.upstreams import UpstreamPool
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
 from rollmesh.serve.interception.sessions import SessionRegistry
 from rollmesh.serve.interception.token_capture import TokenCapture
-
-DRAIN_S = 30.0
-"""Time that running calls get when the gateway stops."""
 
 
 class AgentFrontend(Protocol):
@@ -105,7 +102,11 @@ class TokenBackend:
     def serve(self, control: ControlHandler) -> AgentFrontend:
         model_name = Path(self._config.model.path).resolve().name
         self._server = AgentServer(
-            self._runtime, self._config.interception, model_name, control, drain_s=DRAIN_S
+            self._runtime,
+            self._config.interception,
+            model_name,
+            control,
+            drain_s=self._config.interception.drain_timeout_s,
         )
         return self._server
 
@@ -156,7 +157,9 @@ class RelayBackend:
         self._config = config
         self._clock = SystemClock()
         self._client = HttpClient(shortage_wait_s=config.interception.engine_wait_s)
-        self._upstreams = UpstreamPool(urls, key, self._client, self._clock)
+        self._upstreams = UpstreamPool(
+            urls, key, self._client, self._clock, config.interception.upstream_cool_down_s
+        )
         self.capture = RelayCapture(self._upstreams, self._clock, config.interception, journal)
         self._relay = RelayRoutes(RelayDeps(self.capture, self._upstreams, config.interception))
         self._bodies = BodyBudget(config.interception.max_inflight_bytes)
@@ -170,13 +173,15 @@ class RelayBackend:
             if not await control(request, path):
                 await relay.handle(request, path)
 
-        self._server = HttpServer(handle, DRAIN_S, bodies=self._bodies)
+        self._server = HttpServer(
+            handle, self._config.interception.drain_timeout_s, bodies=self._bodies
+        )
         return self._server
 
     def engines(self) -> list[dict[str, Any]]:
         """Return the endpoints; a relay does not probe, so an endpoint is ready until a call
         fails."""
-        last_s = self._clock.now_s() - COOL_DOWN_S
+        last_s = self._clock.now_s() - self._config.interception.upstream_cool_down_s
         return [
             {
                 "url": each.url,

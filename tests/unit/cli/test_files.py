@@ -136,7 +136,7 @@ def test_every_setting_is_written_below_its_meaning() -> None:
 
 def test_comments_are_the_docstrings_of_the_source() -> None:
     docs = docstrings()
-    assert docs["RunConfig.folder"] == "# Where run folders stand.\n"
+    assert docs["RunConfig.folder"] == "# The folder of run folders (default: runs).\n"
     assert docs["ModelConfig.renderer"].count("\n# ") == 1
 
 

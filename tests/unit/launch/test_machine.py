@@ -8,8 +8,6 @@ import pytest
 from rollmesh.core.config import LaunchConfig
 from rollmesh.core.process import INTERRUPTED, RECYCLED
 from rollmesh.launch.machine import (
-    LOOP_WINDOW_S,
-    MIN_RECYCLE_S,
     OUT_OF_MEMORY,
     STOP_RESERVE_S,
     Action,
@@ -181,7 +179,7 @@ def test_what_a_worker_complains_of_when_it_is_started_again_is_a_death_like_oth
     assert note.line.endswith("stale file handle; restart in 1 s")
     running.step(TimePassed(), after_s=1.0)
     running.step(ChildExited("worker", 2, complaint))
-    reason = f"worker exited with code 2: {complaint}, death 3 within a minute"
+    reason = f"worker exited with code 2: {complaint}, death 3 within 60 s"
     assert running.machine.end == RunEnd(1, reason)
 
 
@@ -250,7 +248,7 @@ def test_a_crash_loop_ends_the_run_with_the_reason(running: MachineDriver, role:
         running.step(ChildExited(role, 1, "boom"))
         running.step(TimePassed(), after_s=5.0)
     running.step(ChildExited(role, 1, "boom"))
-    reason = f"{role} exited with code 1: boom, death 3 within a minute"
+    reason = f"{role} exited with code 1: boom, death 3 within 60 s"
     assert running.machine.end == RunEnd(1, reason)
 
 
@@ -380,7 +378,7 @@ def test_a_worker_that_was_stopped_by_a_signal_of_another_has_a_successor(
 
 def test_a_worker_that_recycled_itself_has_a_successor_at_once(crew: MachineDriver) -> None:
     for _ in range(2 * SETTINGS.max_restarts):
-        crew.step(TimePassed(), after_s=MIN_RECYCLE_S)
+        crew.step(TimePassed(), after_s=SETTINGS.min_recycle_s)
         actions = crew.step(ChildExited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
         assert actions[1:] == [Notice("w0 recycled itself: 600 MB"), StartChild("w0")]
         crew.step(ChildReady("w0"))
@@ -392,13 +390,15 @@ def test_a_worker_that_does_nothing_but_recycle_itself_ends_the_run(crew: Machin
         crew.step(ChildExited("w0", RECYCLED, "600 MB", 41, "exit code 75"))
         crew.step(TimePassed(), after_s=5.0)
     assert crew.machine.end
-    assert crew.machine.end.reason.endswith("600 MB, death 3 within a minute")
+    assert crew.machine.end.reason.endswith("600 MB, death 3 within 60 s")
 
 
 def test_deaths_far_apart_are_no_crash_loop(running: MachineDriver) -> None:
     for _ in range(10):
         running.step(ChildExited("worker", 1))
-        assert running.step(TimePassed(), after_s=LOOP_WINDOW_S) == [StartChild("worker")]
+        assert running.step(TimePassed(), after_s=SETTINGS.restart_window_s) == [
+            StartChild("worker")
+        ]
         running.step(ChildReady("worker"))
     assert running.machine.end is None
 

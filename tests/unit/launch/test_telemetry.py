@@ -17,7 +17,6 @@ import pytest
 from rollmesh.core.clock import SystemClock
 from rollmesh.core.config import Config, LaunchConfig, RunConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.launch import telemetry
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.supervisor import MeshPlan, Supervisor
 from rollmesh.launch.telemetry import Telemetry, TelemetrySampler, TelemetryThread
@@ -44,12 +43,11 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @pytest.mark.usefixtures("young_heap")
 async def test_a_process_that_is_gone_is_no_longer_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
+    tmp_path: Path, children: list[subprocess.Popen[bytes]]
 ) -> None:
-    monkeypatch.setattr(telemetry, "SAMPLE_S", 0.0)
     folder = RunFolder(Config(run=RunConfig(name="demo", folder=str(tmp_path))))
     supervisor = FakeSupervisor(MeshPlan([], {}, "launch.1"), LaunchConfig(), folder, FakeClock())
-    pulse = TelemetrySampler(supervisor, folder, FakeClock())
+    pulse = TelemetrySampler(supervisor, folder, FakeClock(), 0.0)
     supervisor.running = {f"worker-{at}": child.pid for at, child in enumerate(children)}
     following = asyncio.create_task(pulse.follow())
     async with asyncio.timeout(60.0):
@@ -95,7 +93,7 @@ def test_a_line_each_second_holds_the_routers_status(
         serving = threading.Thread(target=router.serve_forever)
         serving.start()
         url = f"http://127.0.0.1:{router.server_address[1]}"
-        with TelemetryThread(url, "trainer", folder, SystemClock()):
+        with TelemetryThread(url, "trainer", folder, SystemClock(), 1.0):
             assert Router.answered.wait(30.0)
         router.shutdown()
         serving.join()
@@ -114,4 +112,4 @@ def test_an_unusable_token_is_reported_before_anything_runs(
     monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN_FILE", str(tmp_path / "absent"))
     folder = RunFolder(Config(run=RunConfig(name="mesh", folder=str(tmp_path))))
     with pytest.raises(ConfigError, match="absent"):
-        TelemetryThread("http://127.0.0.1:1", "trainer", folder, SystemClock())
+        TelemetryThread("http://127.0.0.1:1", "trainer", folder, SystemClock(), 1.0)

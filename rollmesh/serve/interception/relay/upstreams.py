@@ -18,8 +18,6 @@ from rollmesh.engine.connection import Headers, HttpCall, Piece, Target
 from rollmesh.engine.http import HttpClient, target
 from rollmesh.serve.interception.relay.call import RelayCall
 
-COOL_DOWN_S = 2.0
-"""An endpoint that failed is avoided for this long where there is another."""
 MAX_REDIRECTS = 3
 """Redirects that one attempt follows."""
 
@@ -60,18 +58,27 @@ class UpstreamEndpoint:
 class UpstreamPool:
     """All endpoints, which are interchangeable."""
 
-    def __init__(self, urls: Iterable[str], key: str, client: HttpClient, clock: Clock) -> None:
-        """`key` is the provider's; '' if it needs none."""
+    def __init__(
+        self,
+        urls: Iterable[str],
+        key: str,
+        client: HttpClient,
+        clock: Clock,
+        cool_down_s: float,
+    ) -> None:
+        """`key` is the provider's, '' if it needs none. If there are others, a failed endpoint is
+        avoided for `cool_down_s`."""
         self.all = [UpstreamEndpoint(url) for url in urls]
         self.key = key.encode()
         self._client = client
         self._clock = clock
+        self._cool_down_s = cool_down_s
 
     def choose(
         self, home: UpstreamEndpoint | None, avoid: Sequence[UpstreamEndpoint] = ()
     ) -> UpstreamEndpoint | None:
         """`home` while it is healthy, else the least loaded one; None if all are in `avoid`."""
-        last_s = self._clock.now_s() - COOL_DOWN_S
+        last_s = self._clock.now_s() - self._cool_down_s
         if home is not None and home.failed_s < last_s and not avoid:
             return home
         allowed = [each for each in self.all if each not in avoid]

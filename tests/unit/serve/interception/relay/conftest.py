@@ -92,7 +92,7 @@ async def make_relay() -> AsyncIterator[MakeRelay]:
             http = await stack.enter_async_context(HttpClient())
             urls = [each if isinstance(each, str) else each.url for each in providers]
             clock = clock or SystemClock()
-            upstreams = UpstreamPool(urls, key, http, clock)
+            upstreams = UpstreamPool(urls, key, http, clock, cool_down_s=2.0)
             capture = RelayCapture(upstreams, clock, settings, archive)
             routes = RelayRoutes(RelayDeps(capture, upstreams, settings))
 
