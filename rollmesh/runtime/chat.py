@@ -390,7 +390,7 @@ class AnswerOptions(msgspec.Struct, frozen=True):
     """Fields of a Turn that are needed to encode its answer."""
 
     model: str
-    """As named by the agent; returned in the answer, without other effect."""
+    """Named by the agent; returned in the answer, without other effect."""
     include_usage: bool
     logprobs: bool
     num_top_logprobs: int

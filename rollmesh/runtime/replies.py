@@ -111,7 +111,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
 
 
 class ReplySource(msgspec.Struct, frozen=True):
-    """What a reply was sampled after, and what parsing it needs."""
+    """The context that a reply was sampled after, and the data that parsing it needs."""
 
     context: MessageNode
     """The history that it answers."""
@@ -122,7 +122,7 @@ class ReplySource(msgspec.Struct, frozen=True):
     tools: bytes = b""
     """The offered tools; a JSON array in chat shape."""
     is_raw: bool = False
-    """It answers a raw prompt: all of it is text."""
+    """The reply answers a raw prompt: all of it is text."""
     prompt_text: str | None = None
     """That prompt, if it was sent as text."""
     digest: int = 0

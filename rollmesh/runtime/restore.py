@@ -165,7 +165,7 @@ class SessionReplay:
         return Reply(head, source, None, restored.held.graph)
 
     def _prompt(self, event: CallBegan, tools: bytes) -> tuple[Prompt, str | None]:
-        """What was stored for a call, and its raw prompt, if that was sent as text."""
+        """The stored prompt of a call, and its raw prompt, if that was sent as text."""
         token_ids = array("i")
         token_ids.frombytes(event.token_ids)
         place = event.place

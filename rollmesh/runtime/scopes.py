@@ -185,7 +185,7 @@ class Scope:
     ) -> None:
         self.rollout_id = rollout_id
         self.is_grouped = is_grouped
-        """It ends with its group, not with its agent."""
+        """The scope ends with its group, not with its agent."""
         self.state = ScopeState.OVER
         self.session: Session | None = None
         """The session of the newest run."""

@@ -444,7 +444,7 @@ class Session:
         )
         replies = tuple([self._sample(turn, source, p, n) for n, p in enumerate(plan.choices)])
         self._replies.put(turn.digest, replies)
-        self.recorder.begun(turn, prompt, replies, changes)
+        self.recorder.call_began(turn, prompt, replies, changes)
         if (num_bytes := self.held_bytes) > self._deps.max_session_bytes:
             self.end_early(self._deps.over_limit(num_bytes))
         return replies

@@ -285,7 +285,7 @@ class NullRecorder:
     def before_prompt(self, held: Conversation) -> PromptChanges | None:
         """The state before a prompt is stored."""
 
-    def begun(
+    def call_began(
         self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], changes: PromptChanges | None
     ) -> None:
         """A call has begun; `changes` is the state before."""
@@ -323,7 +323,7 @@ class EventRecorder(NullRecorder):
     def before_prompt(self, held: Conversation) -> PromptChanges:
         return PromptChanges(self._event_writer, held)
 
-    def begun(
+    def call_began(
         self, turn: Turn, prompt: Prompt, replies: tuple[Reply, ...], changes: PromptChanges | None
     ) -> None:
         assert changes is not None

@@ -180,9 +180,9 @@ class MessageHistory:
     @property
     def num_bytes(self) -> int:
         """Bytes of the stored messages, except blobs."""
-        begun = self._begun[0].num_bytes if self._begun else 0
+        num_begun_bytes = self._begun[0].num_bytes if self._begun else 0
         texts = self._num_short_bytes + self._num_late_bytes
-        return texts + begun + MESSAGE_NODE_BYTES * self._num_nodes
+        return texts + num_begun_bytes + MESSAGE_NODE_BYTES * self._num_nodes
 
     def begin(self, line: PrefixMessages, node: int) -> MessageNode:
         """Store a shared prefix, before anything else; `node` ends with the last of its

@@ -60,7 +60,7 @@ class PlaceholderRenderer:
         *,
         tools: list[Any] | None,
     ) -> Any:
-        """As the library's method."""
+        """See the library's method of this name."""
         return self._renderer.bridge_to_next_turn(
             previous_prompt_ids,
             previous_completion_ids,

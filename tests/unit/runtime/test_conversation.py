@@ -277,7 +277,7 @@ async def test_a_fork_row_shows_the_calls_of_the_message_that_differs(
 async def test_calls_that_come_back_as_text_are_a_fork_with_a_cause_of_its_own(
     prompts: Prompts, say: Say
 ) -> None:
-    """As smolagents 1.26 sends them: the calls as a Python list, their results as a user's
+    """The requests of smolagents 1.26: calls as a Python list, their results as a user's
     message."""
     markup = 'I call<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     session = open_session(ScriptedSampler(lambda _: say(markup)), prompts)

@@ -219,7 +219,7 @@ class Reader:
         self.num_long = 0
 
     def __call__(self, raw: bytes, position: int) -> list[ChatMessage]:
-        """As the dialect's."""
+        """Parse a unit, like a dialect's parser."""
         self.num_long += len(raw) >= MIN_UNIT_BYTES
         return read_chat(raw, position)
 

@@ -146,7 +146,7 @@ async def test_nothing_of_an_ended_group_waits_for_the_collector(prompts: Prompt
 
 
 async def test_a_session_that_is_kept_holds_nothing_once_it_has_forgotten(prompts: Prompts) -> None:
-    """As a gateway keeps finished sessions."""
+    """Gateways keep finished sessions this way."""
     sampler = ScriptedSampler(lambda _: [1, 2])
     sampler.keeps = False
     runtime = Runtime(sampler, prompts, 4096)

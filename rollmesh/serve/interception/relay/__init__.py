@@ -1,5 +1,5 @@
-"""Relay: calls forwarded as they are to an endpoint that speaks the agent's own dialect.
+"""Relay: calls forwarded unchanged to an endpoint of the agent's own dialect.
 
-What the engine returns of tokens and log-probs is kept beside the text, and each record says what
-it lacks. Driven by the stand-alone gateway with `--capture relay`.
+Tokens and log-probs that the engine returns are stored with the text, and each record lists the
+data that it lacks. Used by the stand-alone gateway with `--capture relay`.
 """

@@ -49,16 +49,16 @@ class BodyPrefix:
         self, text: bytes, spans: Sequence[tuple[int, int]], nodes: Sequence["HistoryNode"]
     ) -> None:
         """Append `text` up to the end of its last message; `spans` and `nodes` are its messages."""
-        begun = 0
+        num_done = 0
         for (start, stop), node in zip(spans, nodes, strict=True):
             if len(node.pieces) > 1 or not isinstance(node.pieces[0], bytes):
-                self._add(text[begun:start])
+                self._add(text[num_done:start])
                 for piece in node.pieces:
                     self._add(piece)
-                begun = stop
+                num_done = stop
             self.nodes.append(node)
-            self._stops.append(self.num_bytes + stop - begun)
-        self._add(text[begun : spans[-1][1]])
+            self._stops.append(self.num_bytes + stop - num_done)
+        self._add(text[num_done : spans[-1][1]])
 
     def ends_before(self, stop: int) -> int:
         """Number of messages that end at or before this byte."""

@@ -160,7 +160,7 @@ class UpstreamAnswer(msgspec.Struct):
     unread: str = ""
     """The part that could not be parsed, and why; '' if everything was."""
     is_cut: bool = False
-    """It is a stream that ended before its end event."""
+    """The stream ended before its end event."""
 
 
 def read_answer(dialect: Dialect, lines: bytes, body: bytes) -> UpstreamAnswer:

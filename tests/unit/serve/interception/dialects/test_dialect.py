@@ -299,7 +299,7 @@ def as_messages(call_id: str) -> list[dict[str, Any]]:
 
 
 def as_items(call_id: str) -> list[dict[str, Any]]:
-    """The same chat with one more turn, as the items of a response."""
+    """The chat of `as_messages` with one more turn, as the items of a response."""
     go, four = ([{"type": "output_text", "text": text}] for text in ("go", "four"))
     return [
         {"type": "message", "role": "developer", "content": SYSTEM},
