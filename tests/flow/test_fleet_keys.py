@@ -129,7 +129,7 @@ def test_who_has_other_keys_or_none_is_told_so(
     other = fleet.folder / "other"
     new_keys(other)
     monkeypatch.setenv(KEYS_VARIABLE, str(other))
-    with pytest.raises(AddressError, match=f"{fleet.address}: nobody answers .* our keys right"):
+    with pytest.raises(AddressError, match=f"{fleet.address}: no answer .* our keys are right"):
         ask_scheduler(fleet.address, AdmitPipeline("k", "nobody"), patience_s=REFUSED_S)
     with closing(PipelineHooks(fleet.address, "math")) as hooks:
         assert not hooks.request_gpus("actor_train", GpuPriority.ACTOR_TRAINING).wait(
@@ -158,5 +158,5 @@ def test_keys_that_were_replaced_are_those_of_the_next_life(
     assert after.scheduler != before.scheduler
     assert (after.nodes, after.num_free) == (before.nodes, before.num_free)
     monkeypatch.setenv(KEYS_VARIABLE, str(old))
-    with pytest.raises(AddressError, match=r"nobody answers .* our keys right"):
+    with pytest.raises(AddressError, match=r"no answer .* our keys are right"):
         fleet.seen(REFUSED_S)
