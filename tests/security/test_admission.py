@@ -111,7 +111,7 @@ def test_a_stranger_that_reaches_the_socket_is_still_another_user(
     path.parent.chmod(0o755)
     path.chmod(0o666)
     told = run_as_stranger(IMPORTS, KILL_ANY, str(path), str(victim.pid))
-    assert f"user {STRANGER} may not ask admission" in told
+    assert f"user {STRANGER} may not use admission" in told
     assert victim.poll() is None
 
 
