@@ -85,22 +85,6 @@ class OwnerHandshake:
         return frame(Welcome(PROTOCOL, nonce, _proof(self._secret, _OWNER, self._nonces)))
 
 
-def accept_consumer(framed: FramedSocket, keys: Keys | None, admitted: Admitted) -> KeyProof:
-    """Run the owner's half over a socket; return the consumer's proof. Raises WireError or OSError
-    if it is not admitted; it has received the reason."""
-    framed.allow(HANDSHAKE_S)
-    admission, proof = OwnerHandshake(keys, admitted), None
-    while proof is None:
-        try:
-            answer, proof = admission.take(framed.receive(MAX_GREETING_BYTES))
-        except HandshakeRefused as declined:
-            framed.send(declined.answer)
-            raise
-        framed.send(answer)
-    framed.allow(math.inf)
-    return proof
-
-
 def greet_owner(framed: FramedSocket, owner: str, keys: Keys | None, relay: str = "") -> Admitted:
     """Run the consumer's half; `relay` is where the consumer lends what it fetches, or ''.
 

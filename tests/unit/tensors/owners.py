@@ -6,6 +6,7 @@ end follows a function. Driven by test_connection.py, test_guest.py, test_peer.p
 
 import contextlib
 import gc
+import math
 import os
 import socket
 import threading
@@ -18,13 +19,18 @@ import numpy as np
 from rollmesh.core.clock import SystemClock
 from rollmesh.tensors.arena import Arena
 from rollmesh.tensors.framed_socket import FramedSocket
-from rollmesh.tensors.frames import Admitted
+from rollmesh.tensors.frames import Admitted, KeyProof
 from rollmesh.tensors.handles import Content, RTensor
-from rollmesh.tensors.handshake import accept_consumer
+from rollmesh.tensors.handshake import (
+    MAX_GREETING_BYTES,
+    HandshakeRefused,
+    OwnerHandshake,
+)
 from rollmesh.tensors.segment import SHARED_MEMORY
 from rollmesh.tensors.server import TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.wire.keys import Keys
+from rollmesh.wire.sockets import HANDSHAKE_S
 
 PATIENCE_S = 60.0
 
@@ -134,3 +140,19 @@ def soon(is_so: Callable[[], bool]) -> None:
     while not is_so():
         assert time.monotonic() < deadline_s, "it never was"
         threading.Event().wait(0.005)
+
+
+def accept_consumer(framed: FramedSocket, keys: Keys | None, admitted: Admitted) -> KeyProof:
+    """Run the owner's half over a socket; return the consumer's proof. Raises WireError or OSError
+    if it is not admitted; it has received the reason."""
+    framed.allow(HANDSHAKE_S)
+    admission, proof = OwnerHandshake(keys, admitted), None
+    while proof is None:
+        try:
+            answer, proof = admission.take(framed.receive(MAX_GREETING_BYTES))
+        except HandshakeRefused as declined:
+            framed.send(declined.answer)
+            raise
+        framed.send(answer)
+    framed.allow(math.inf)
+    return proof

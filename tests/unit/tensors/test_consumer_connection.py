@@ -33,13 +33,13 @@ from rollmesh.tensors.frames import (
     unpack_numbers,
 )
 from rollmesh.tensors.handles import RTensor, pack
-from rollmesh.tensors.handshake import accept_consumer, greet_owner
+from rollmesh.tensors.handshake import greet_owner
 from rollmesh.tensors.relay import PeerIndex
 from rollmesh.tensors.segment import AttachedSegment
 from rollmesh.tensors.server import ConsumerConnection, ServerContext, TensorServer
 from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.testing.clock import FakeClock
-from tests.unit.tensors.owners import PATIENCE_S, Owned, content_of, owned, soon
+from tests.unit.tensors.owners import PATIENCE_S, Owned, accept_consumer, content_of, owned, soon
 
 SIZES = [64, 0, 5000]
 

@@ -21,8 +21,9 @@ from rollmesh.tensors.frames import (
     decode_answer,
     frame,
 )
-from rollmesh.tensors.handshake import accept_consumer, greet_owner, memory_id
+from rollmesh.tensors.handshake import greet_owner, memory_id
 from rollmesh.wire.keys import KEYS_VARIABLE, Keys, new_keys
+from tests.unit.tensors.owners import accept_consumer
 
 OWNER = "tcp://127.0.0.1:7000"
 ADMITTED = Admitted("memory", "/dev/shm")
