@@ -1,16 +1,22 @@
-"""A scripted engine on a real loopback socket: SGLang's native protocol without a model.
+"""The scripted engine: SGLang's native protocol on a loopback socket without a model.
 
     async with ScriptedEngine() as engine:
         engine.hold()                  # no tokens until allow(n) or release()
         engine.faults.append(Fault.CUT)  # of the next /generate
 
-The token after a context is a function of the weights and the context alone, so a recorded turn
-proves itself. Invariant: nothing waits by sleeping; what is held is held by a gate that the test
-opens. Driven by tests and benchmarks.
+    agent = ScriptedAgent(tokenizer, steps(AgentReply("I look.", uses=(ToolUse("ls", "{}"),))))
+    async with ScriptedEngine(agent.next_token) as engine: ...
+
+- The token after a context depends only on weights and context, so a recorded turn proves itself.
+- Nothing waits by sleeping: held tokens wait for a gate that the test opens.
+- A ScriptedAgent answers ChatML prompts in Qwen3's format; texts are cut into tokens unlike any
+  tokenizer, so that a component that tokenises samples again is detected.
 """
 
 import asyncio
 import enum
+import itertools
+import random
 import types
 import zlib
 from collections import deque
@@ -22,6 +28,7 @@ import orjson
 from aiohttp import web
 
 from rollmesh.engine.backend import policy_version_of
+from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.testing.faults import Fault, refusal
 
 VOCAB_SIZE = 500
@@ -47,7 +54,7 @@ def logprob_of(policy_version: int, token_id: int) -> float:
     return -(1 + policy_version % 8) / 8 - token_id / 512
 
 
-class Tenure(enum.Enum):
+class FakeMemoryState(enum.Enum):
     """Whether the engine has its memory, as in the embedded one: BARE is without weights."""
 
     HELD = "held"
@@ -106,7 +113,7 @@ class ScriptedEngine:
         self.num_deaf_aborts = 0
         """So many aborts do nothing, as one does that comes before its request."""
         self.is_paused = False
-        self.tenure = Tenure.HELD
+        self.tenure = FakeMemoryState.HELD
         self.num_sampled = 0
         self.lives = 0
         self._start_version = weight_version
@@ -189,7 +196,7 @@ class ScriptedEngine:
             self._start_version = weight_version
         self.weight_version = self._weights = self._start_version
         self.model_path, self.is_paused = "scripted", False
-        self.tenure = Tenure.HELD
+        self.tenure = FakeMemoryState.HELD
         await self._serve()
 
     async def _serve(self) -> None:
@@ -245,7 +252,9 @@ class ScriptedEngine:
             case "/release_memory_occupation":
                 return self._release()
             case "/resume_memory_occupation":
-                self.tenure = Tenure.BARE if self.tenure is Tenure.RELEASED else self.tenure
+                self.tenure = (
+                    FakeMemoryState.BARE if self.tenure is FakeMemoryState.RELEASED else self.tenure
+                )
             case "/update_weights_from_disk":
                 return self._update(body)
             case _:
@@ -274,14 +283,18 @@ class ScriptedEngine:
     def _release(self) -> web.Response:
         if self._live:
             return _json({"error": {"message": "requests run; SGLang would fall over them"}}, 400)
-        self.tenure = Tenure.RELEASED
+        self.tenure = FakeMemoryState.RELEASED
         return web.Response()
 
     def _update(self, body: dict[str, Any]) -> web.Response:
-        error = "its memory is released" if self.tenure is Tenure.RELEASED else self.update_error
+        error = (
+            "its memory is released"
+            if self.tenure is FakeMemoryState.RELEASED
+            else self.update_error
+        )
         if error:
             return _json({"success": False, "message": error}, 400)
-        self.tenure = Tenure.HELD
+        self.tenure = FakeMemoryState.HELD
         self.weight_version, self.model_path = body["weight_version"], body["model_path"]
         if not self.update_is_idle:
             self._weights = self.weight_version
@@ -338,7 +351,7 @@ class ScriptedEngine:
         return response
 
     def _may_sample(self) -> bool:
-        return not self.is_paused and self.tenure is Tenure.HELD and self._allowed != 0
+        return not self.is_paused and self.tenure is FakeMemoryState.HELD and self._allowed != 0
 
     def _sample(self, request: _Request) -> None:
         if request.is_aborted:
@@ -405,3 +418,141 @@ def _top(token: int, logprob: float, num_top: int) -> list[list[float | int | No
 
 def _json(answer: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")
+
+
+_MAX_PIECE = 5
+"""Characters; longer than most tokens, shorter than most words."""
+_MAX_KEPT = 512
+"""Answers that are remembered: each is asked for once per token."""
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """A tool call, as the model writes it."""
+
+    name: str
+    arguments: str
+    """JSON text; its spacing is the model's own."""
+
+
+class AgentReply(msgspec.Struct, frozen=True):
+    """One turn of the model."""
+
+    text: str = ""
+    reasoning: str = ""
+    uses: tuple[ToolUse, ...] = ()
+
+
+class AgentContext(msgspec.Struct, frozen=True):
+    """What the model has before it."""
+
+    turns: tuple[tuple[str, str], ...]
+    """Role and text of each; marks are text here."""
+
+    @property
+    def num_called(self) -> int:
+        """Turns of the model's in which it called tools."""
+        return sum(role == "assistant" and "<tool_call>" in text for role, text in self.turns)
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the first turn lists tools, in Qwen3's way or that of a plain template."""
+        role, text = self.turns[0] if self.turns else ("", "")
+        return role == "tools" or "<tools>" in text
+
+
+AgentScript = Callable[[AgentContext], AgentReply]
+
+
+def steps(*answers: AgentReply, aside: AgentReply | None = None) -> AgentScript:
+    """A tool task: one answer after each round of tool results, the last one for ever.
+
+    A scene without tools gets `aside`, where there is one: agents ask for titles on the side.
+    """
+
+    def say(scene: AgentContext) -> AgentReply:
+        if aside is not None and not scene.offers_tools:
+            return aside
+        return answers[min(scene.num_called, len(answers) - 1)]
+
+    return say
+
+
+class ScriptedAgent:
+    """See the module; `next_token` is what a ScriptedEngine samples with."""
+
+    def __init__(self, tokenizer: Tokenizer, script: AgentScript) -> None:
+        self._tokenizer = tokenizer
+        self._script = script
+        self._start: int = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        self._end: int = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self._opening = [self._start, *tokenizer.encode("assistant\n")]
+        self._kept: dict[tuple[int, ...], list[int]] = {}
+
+    def next_token(self, policy_version: int, context: Sequence[int]) -> int:
+        """The token after `context`, the same for every policy version; without a chat, an end."""
+        del policy_version
+        backwards = range(len(context) - 1, -1, -1)
+        opened = next((n for n in backwards if context[n] == self._start), None)
+        if opened is None:
+            return self._end
+        answer = self._answer(tuple(context[:opened]))
+        said = list(context[opened + len(self._opening) :])
+        return answer[_place_behind(said, answer)]
+
+    def _answer(self, before: tuple[int, ...]) -> list[int]:
+        """All tokens of the turn after `before`, to its end."""
+        answer = self._kept.get(before)
+        if answer is None:
+            answer = [*self._tokens(self._script(self._scene(before))), self._end]
+            if len(self._kept) >= _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[before] = answer
+        return answer
+
+    def _scene(self, ids: tuple[int, ...]) -> AgentContext:
+        starts = [n for n, token_id in enumerate(ids) if token_id == self._start]
+        turns = []
+        for start, stop in itertools.pairwise([*starts, len(ids)]):
+            text = self._tokenizer.decode(ids[start + 1 : stop])
+            role, _, said = text.partition("\n")
+            turns.append((role, said.removesuffix("\n").removesuffix("<|im_end|>")))
+        return AgentContext(tuple(turns))
+
+    def _tokens(self, say: AgentReply) -> list[int]:
+        ids: list[int] = []
+        if say.reasoning:
+            ids += self._framed("think", say.reasoning) + self._cut("\n\n")
+        ids += self._cut(say.text)
+        for use in say.uses:
+            ids += self._cut("\n") if ids else []
+            text = f'{{"name": "{use.name}", "arguments": {use.arguments}}}'
+            ids += self._framed("tool_call", text)
+        return ids
+
+    def _framed(self, mark: str, text: str) -> list[int]:
+        opens, closes = self._tokenizer.convert_tokens_to_ids([f"<{mark}>", f"</{mark}>"])
+        return [opens, *self._cut(f"\n{text}\n"), closes]
+
+    def _cut(self, text: str) -> list[int]:
+        """Tokens of `text` by pieces of chance lengths; the same text is always cut the same."""
+        dice = random.Random(zlib.crc32(text.encode()))
+        ids: list[int] = []
+        at = 0
+        while at < len(text):
+            size = dice.randint(1, _MAX_PIECE)
+            ids += self._tokenizer.encode(text[at : at + size])
+            at += size
+        return ids
+
+
+def _place_behind(said: list[int], answer: list[int]) -> int:
+    """Where `answer` goes on after `said`.
+
+    A gateway that forces a call puts its opening into the model's mouth: then `said` begins in
+    mid-answer. Where it fits nowhere, the model has lost its thread and ends the turn.
+    """
+    num_said = len(said)
+    for at in range(len(answer) - num_said):
+        if answer[at : at + num_said] == said:
+            return at + num_said
+    return len(answer) - 1

@@ -7,8 +7,7 @@ everything that it answered; nothing here trusts what the gateway wrote down.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from rollmesh.testing.agent_engine import ScriptedAgent
-from rollmesh.testing.engine import ScriptedEngine, logprob_of
+from rollmesh.testing.engine import ScriptedAgent, ScriptedEngine, logprob_of
 
 
 class Call(NamedTuple):

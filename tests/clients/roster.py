@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from rollmesh.testing.agent_engine import Say, Use
+from rollmesh.testing.engine import AgentReply, ToolUse
 from tests.clients import harnesses
 from tests.clients.harnesses import Command, Visit
 from tests.clients.script import ANSWER, WriteUse, bash
@@ -30,7 +30,7 @@ class Client(NamedTuple):
     modes: tuple[str, ...] = (PLAIN, STREAM)
     use: WriteUse = bash
     """How the model calls this client's shell tool."""
-    ending: Say | None = None
+    ending: AgentReply | None = None
     """The model's last turn, where it is no text."""
     reports: bool = True
     """It is a driver of ours, which tells what it saw."""
@@ -57,16 +57,16 @@ def _driver(home: str, script: str) -> Callable[[Visit], Command]:
     return lambda visit: harnesses.driver(visit, home, script)
 
 
-def _described(command: str) -> Use:
-    return Use("bash", json.dumps({"command": command, "description": "Look"}))
+def _described(command: str) -> ToolUse:
+    return ToolUse("bash", json.dumps({"command": command, "description": "Look"}))
 
 
-def _exec(command: str) -> Use:
-    return Use("exec_command", json.dumps({"cmd": command}))
+def _exec(command: str) -> ToolUse:
+    return ToolUse("exec_command", json.dumps({"cmd": command}))
 
 
-_SUBMIT = Say(
-    ANSWER, uses=(Use("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}'),)
+_SUBMIT = AgentReply(
+    ANSWER, uses=(ToolUse("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}'),)
 )
 _OPENAI = (CHAT, RESPONSES, LINKED)
 _ALL = (CHAT, RESPONSES, MESSAGES)

@@ -8,14 +8,14 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from rollmesh.testing.agent_engine import Say, Script, Use, steps
+from rollmesh.testing.engine import AgentReply, AgentScript, ToolUse, steps
 
 COMMANDS = ("ls", "cat notes.txt", "cat 'caf\u00e9.txt'")
 ANSWER = "The notes hide the word zebra \U0001f993."
 REASONINGS = ("The folder first:  what is in it?", "Both files, then.", "")
 TITLE = "Hidden words"
 
-WriteUse = Callable[[str], Use]
+WriteUse = Callable[[str], ToolUse]
 """A shell command as a call of the client's own tool."""
 
 
@@ -26,17 +26,17 @@ def write_files(folder: Path) -> None:
     (folder / "caf\u00e9.txt").write_text("closed \u2615\n")
 
 
-def bash(command: str) -> Use:
+def bash(command: str) -> ToolUse:
     """The drivers' tool; most harnesses write its arguments back in another spacing."""
-    return Use("bash", f'{{"command":   {json.dumps(command)}, "timeout": 5.0}}')
+    return ToolUse("bash", f'{{"command":   {json.dumps(command)}, "timeout": 5.0}}')
 
 
-def task(use: WriteUse = bash, answer: Say | None = None) -> Script:
+def task(use: WriteUse = bash, answer: AgentReply | None = None) -> AgentScript:
     """The three turns; `answer` for clients that end in another way than by a text."""
     look, *read = map(use, COMMANDS)
     return steps(
-        Say("Let me look\u2026", reasoning=REASONINGS[0], uses=(look,)),
-        Say("", reasoning=REASONINGS[1], uses=tuple(read)),
-        answer or Say(f" {ANSWER}\n"),
-        aside=Say(TITLE),
+        AgentReply("Let me look\u2026", reasoning=REASONINGS[0], uses=(look,)),
+        AgentReply("", reasoning=REASONINGS[1], uses=tuple(read)),
+        answer or AgentReply(f" {ANSWER}\n"),
+        aside=AgentReply(TITLE),
     )

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmesh.runtime.tokens.tokenizer import load_tokenizer
-from rollmesh.testing.agent_engine import Script, ScriptedAgent
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import AgentScript, ScriptedAgent, ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from tests.clients.exactness import calls_of, faults, num_extending
 from tests.clients.gateway import Gateway, Opened
@@ -55,7 +54,7 @@ def model_folder(folder: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def open_stage(folder: Path, script: Script, *options: str) -> AsyncIterator[Stage]:
+async def open_stage(folder: Path, script: AgentScript, *options: str) -> AsyncIterator[Stage]:
     """A stage whose model follows `script`; `options` go to the gateway."""
     model = model_folder(folder)
     agent = ScriptedAgent(load_tokenizer(model), script)

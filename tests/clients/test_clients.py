@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rollmesh.testing.agent_engine import ScriptedAgent
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import ScriptedAgent, ScriptedEngine
 from tests.clients.exactness import Call, calls_of, faults
 from tests.clients.harnesses import VENVS, Visit, codex
 from tests.clients.matrix import Ran

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.testing.agent_engine import ScriptedAgent
-from rollmesh.testing.engine import logprob_of
+from rollmesh.testing.engine import ScriptedAgent, logprob_of
 from tests.clients.exactness import Call, faults, num_extending
 from tests.clients.script import task
 from tests.clients.tasks import model_folder

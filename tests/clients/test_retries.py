@@ -26,8 +26,7 @@ from rollmesh.runtime.tokens.families import choose_family
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.interception.agent_server import AgentServer
-from rollmesh.testing.agent_engine import Say, steps
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import AgentReply, ScriptedEngine, steps
 from rollmesh.testing.faults import Fault
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from tests.clients.exactness import calls_of, faults
@@ -67,7 +66,7 @@ each_sdk = pytest.mark.parametrize("ask", [chat, messages], ids=["openai", "anth
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    async with open_stage(tmp_path_factory.mktemp("stage"), steps(Say(SAID))) as stage:
+    async with open_stage(tmp_path_factory.mktemp("stage"), steps(AgentReply(SAID))) as stage:
         yield stage
 
 
@@ -133,7 +132,7 @@ async def test_a_client_that_times_out_and_retries_gets_the_one_turn(
 
 async def test_clients_that_find_no_engine_come_back_when_told(tmp_path: Path) -> None:
     options = ("--set", f"interception.engine_wait_s={IMPATIENT_S}")
-    async with open_stage(tmp_path, steps(Say(SAID)), *options) as stage:
+    async with open_stage(tmp_path, steps(AgentReply(SAID)), *options) as stage:
         sessions = [(ask, await stage.gateway.open()) for ask in (chat, messages)]
         await stage.engine.die()
         refused = [ask(opened, max_retries=0) for ask, opened in sessions]

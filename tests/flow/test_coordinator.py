@@ -18,7 +18,7 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.engine.members import adapter_name
 from rollmesh.engine.sglang import SglangBackend
 from rollmesh.runtime.generation.generation import Generation
-from rollmesh.testing.engine import ScriptedEngine, Tenure, endless_token
+from rollmesh.testing.engine import FakeMemoryState, ScriptedEngine, endless_token
 from rollmesh.wire.fleet import EnginePhase
 from rollmesh.wire.scheduling import WorkerPhase
 from tests.flow.sleeping_mesh import SleepingMesh
@@ -49,7 +49,7 @@ async def scripted() -> AsyncIterator[list[ScriptedEngine]]:
             for _ in range(2)
         ]
         for engine in engines:
-            engine.tenure = Tenure.RELEASED
+            engine.tenure = FakeMemoryState.RELEASED
             engine.hold()
         yield engines
 
@@ -109,12 +109,12 @@ async def test_turns_begun_while_all_sleep_go_on_over_every_sleep_with_exact_tok
     assert await scheduler.phases() == [ASLEEP, ASLEEP]
     turns = [worker.start(f"t{n}", stream=n == 0, num_tokens=12) for n in range(2)]
     await scheduler.resize(True, 0)
-    assert second.tenure is Tenure.RELEASED
+    assert second.tenure is FakeMemoryState.RELEASED
     await first.allow(6)
     await first.until(lambda: first.num_sampled == 6)
     await scheduler.resize(True, 1)
     await scheduler.resize(False, 0)
-    assert first.tenure is Tenure.RELEASED
+    assert first.tenure is FakeMemoryState.RELEASED
     await second.allow(6)
     await second.until(lambda: second.num_sampled == 6)
     await scheduler.resize(False, 1)

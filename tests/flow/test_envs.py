@@ -29,8 +29,7 @@ from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.client.evaluation_files import RESULTS, Row
 from rollmesh.serve.interception.agent_server import AgentServer
-from rollmesh.testing.agent_engine import Say, Script, ScriptedAgent
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import AgentReply, AgentScript, ScriptedAgent, ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.testing.openenv_server import OpenEnvServer
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
@@ -47,7 +46,7 @@ class Example(NamedTuple):
     """An example and what its model says."""
 
     name: str
-    script: Script
+    script: AgentScript
     overrides: tuple[str, ...] = ()
     num_calls: int = 0
     """Of its first task; 0: as many as it takes."""
@@ -93,7 +92,7 @@ class Desk:
 
 @contextlib.asynccontextmanager
 async def open_desk(
-    folder: Path, script: Script, max_context_tokens: int = MAX_CONTEXT_TOKENS
+    folder: Path, script: AgentScript, max_context_tokens: int = MAX_CONTEXT_TOKENS
 ) -> AsyncIterator[Desk]:
     """A desk whose model follows the script."""
     tokenizer = load_tokenizer(write_model_folder(folder))
@@ -161,7 +160,7 @@ async def test_a_conversation_past_the_context_is_truncated_and_scored(tmp_path:
     make = {"is_slippery": False, "render_mode": "ansi"}
     env = load_env("gym", {"env_id": "FrozenLake-v1", "make": make, "max_tokens": 8})
     task = next(env.tasks("eval", 0))
-    async with open_desk(tmp_path, lambda _: Say("0"), 300) as desk:
+    async with open_desk(tmp_path, lambda _: AgentReply("0"), 300) as desk:
         agent, finish = desk.open()
         transcript = await env.run(task, agent)
         record = finish()

@@ -11,7 +11,7 @@ import pytest
 from rollmesh.core.process import listen
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
 from rollmesh.testing.faults import Fault
-from rollmesh.testing.provider import ScriptedProvider, Told
+from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider
 from tests.flow.gateway_process import (
     CONTEXT_TOKENS,
     PATIENCE_S,
@@ -106,7 +106,7 @@ async def test_a_lone_engine_that_fails_at_every_try_is_told_at_once(
 
 
 async def test_the_first_sigterm_lets_running_calls_end(tmp_path: Path) -> None:
-    async with ScriptedProvider([Told((b'{"id":1}',))]) as provider:
+    async with ScriptedProvider([ProviderResponse((b'{"id":1}',))]) as provider:
         provider.holds = provider.holds_first = True
         async with serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway:
             opened = await gateway.open()
@@ -120,7 +120,7 @@ async def test_the_first_sigterm_lets_running_calls_end(tmp_path: Path) -> None:
 
 
 async def test_the_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
-    async with ScriptedProvider([Told()]) as provider:
+    async with ScriptedProvider([ProviderResponse()]) as provider:
         provider.holds = provider.holds_first = True
         async with serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway:
             opened = await gateway.open()

@@ -13,7 +13,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
+from rollmesh.testing.upstreams import ProviderRequest, ProviderResponse, ScriptedProvider, events
 from tests.flow.gateway_process import PATIENCE_S, argv_of, finish, next_token
 from tests.flow.lasting_gateway import LastingGateway, lasting, sampling_words
 from tests.unit.serve.interception.relay.test_account import ask, tell
@@ -213,7 +213,7 @@ async def test_a_torn_record_is_told_and_what_stands_before_it_is_there(
     assert account["num_calls"] == (0 if is_torn else 1)
 
 
-def relay_told(seen: SeenRequest) -> Told:
+def relay_told(seen: ProviderRequest) -> ProviderResponse:
     """An answer that tells of its question alone, with tokens."""
     texts = [each["content"] for each in orjson.loads(seen.body)["messages"]]
     prompt = [1 + n for n in range(2 * len(texts) - 1)]

@@ -16,11 +16,10 @@ import orjson
 import pytest
 
 from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.testing.agent_engine import Say, ScriptedAgent, Use, steps
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import AgentReply, ScriptedAgent, ScriptedEngine, ToolUse, steps
 from rollmesh.testing.faults import Fault
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
-from rollmesh.testing.provider import ScriptedProvider, Told
+from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider
 from tests.clients.exactness import calls_of, faults
 from tests.disks import lose_files
 from tests.flow.gateway_process import PATIENCE_S, Gateway, finish, serving
@@ -33,10 +32,10 @@ ELSEWHERE = "https://example.com/map.png"
 CLICK = {"type": "object", "properties": {"at": {"type": "integer"}}}
 SCRIPT = steps(
     *(
-        Say(f"Step {n}.", reasoning="I look.", uses=(Use("click", f'{{"at":  {n}}}'),))
+        AgentReply(f"Step {n}.", reasoning="I look.", uses=(ToolUse("click", f'{{"at":  {n}}}'),))
         for n in (1, 2, 3)
     ),
-    Say("Done."),
+    AgentReply("Done."),
 )
 
 
@@ -357,7 +356,7 @@ async def test_a_relay_passes_images_on_and_keeps_each_once(
     agent = kind()
     agent.ask(agent.text("look"), agent.image(shot(1)), agent.image(ELSEWHERE))
     async with (
-        ScriptedProvider([Told(), Told()]) as provider,
+        ScriptedProvider([ProviderResponse(), ProviderResponse()]) as provider,
         serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         opened = await gateway.open()

@@ -7,7 +7,7 @@ from pathlib import Path
 from rollmesh.core.config import JournalConfig
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Finished, RolloutClient
-from rollmesh.testing.engine import ScriptedEngine, Tenure
+from rollmesh.testing.engine import FakeMemoryState, ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
 from tests.flow.sleeping_mesh import SleepingMesh
 from tests.flow.worker_mesh import ENV_HEAD, ask, byte_token, look_until, running, take
@@ -44,7 +44,7 @@ async def test_a_turn_whose_agent_asks_again_while_all_engines_sleep_is_made_onc
         return tries.exists() and len(tries.read_text()) >= NUM_TRIES
 
     async with ScriptedEngine(byte_token, weight_version="released-0") as engine:
-        engine.tenure = Tenure.RELEASED
+        engine.tenure = FakeMemoryState.RELEASED
         with ExitStack() as stack:
             mesh = await asyncio.to_thread(begin, stack, engine.url, tmp_path)
             client = RolloutClient(mesh.router, JournalConfig(), tmp_path / "client")

@@ -19,7 +19,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.secret_files import ADMIN_TOKEN_VARIABLE
 from rollmesh.core.types import Outcome
 from rollmesh.serve.client.client import Finished
-from rollmesh.testing.provider import ScriptedProvider, Told
+from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider
 from tests.flow.gateway_process import Gateway, serving
 from tests.flow.worker_mesh import (
     PATIENCE_S,
@@ -281,7 +281,7 @@ async def test_a_gateway_counts_what_it_holds_within_a_quarter_of_what_is_reside
     rng = random.Random(7)
     words = ["--capture", "relay", "--set", "interception.keepalive_s=60"]
     async with (
-        ScriptedProvider([Told() for _ in range(2 * NUM_SESSIONS + 2)]) as provider,
+        ScriptedProvider([ProviderResponse() for _ in range(2 * NUM_SESSIONS + 2)]) as provider,
         serving(tmp_path, *words, "--engine", provider.url) as gateway,
     ):
         resident = psutil.Process(gateway.process.pid).memory_info

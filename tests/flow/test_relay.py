@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.testing.provider import ScriptedProvider, Told
+from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider
 from tests.flow.gateway_process import (
     PATIENCE_S,
     Gateway,
@@ -144,7 +144,7 @@ async def test_a_long_history_costs_a_relay_its_new_messages_and_its_account_not
 ) -> None:
     """Of 20 MB that are sent again and then told, no second copy is ever in memory."""
     async with (
-        ScriptedProvider(lambda _: Told((ANSWER,))) as provider,
+        ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider,
         serving(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         opened = await gateway.open()
@@ -199,7 +199,7 @@ async def test_finished_sessions_that_nobody_deletes_cost_disk_and_not_memory(
     words = ["--capture", "relay", "--set", "interception.max_blob_bytes=1000000"]
     words += ["--set", f"interception.spill_folder={tmp_path}"]
     async with (
-        ScriptedProvider(lambda _: Told((ANSWER,))) as provider,
+        ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider,
         serving(tmp_path, *words, "--engine", provider.url) as gateway,
     ):
         process = psutil.Process(gateway.process.pid)

@@ -36,7 +36,7 @@ from rollmesh.serve.interception.sessions import SessionRegistry
 from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_large_folder, write_model_folder
-from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
+from rollmesh.testing.upstreams import ProviderRequest, ProviderResponse, ScriptedProvider, events
 from tests.flow.gateway_process import PATIENCE_S, next_token, sampling
 
 SAID = [{"role": "user", "content": "hi"}]
@@ -122,12 +122,14 @@ async def captured_in_tokens(
 async def captured_by_relay(
     folder: Path,
 ) -> AsyncIterator[tuple[GatewayBackend, Callable[[], None]]]:
-    def tell(seen: SeenRequest) -> Told:
+    def tell(seen: ProviderRequest) -> ProviderResponse:
         try:
             asked = orjson.loads(seen.body)
         except orjson.JSONDecodeError:
-            return Told(status=400)
-        return events(b'{"n":1}', b"[DONE]") if asked["stream"] else Told((b'{"id":"r"}',))
+            return ProviderResponse(status=400)
+        return (
+            events(b'{"n":1}', b"[DONE]") if asked["stream"] else ProviderResponse((b'{"id":"r"}',))
+        )
 
     async with ScriptedProvider(tell) as provider:
         settings = [f"run.folder={folder}"]

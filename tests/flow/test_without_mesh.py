@@ -10,9 +10,9 @@ import pytest
 
 from rollmesh.serve.client.evaluation_files import RESULTS, Row
 from rollmesh.serve.client.trajectories import TRAJECTORIES
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.model_folder import write_model_folder
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint, ChatRequestSeen
 from tests.flow.gateway_process import next_token
 
 WITHIN_S = 60.0
@@ -36,14 +36,14 @@ async def rollmesh(folder: Path, *words: str, **variables: str) -> tuple[int, st
     return process.returncode, out.decode(), err.decode()
 
 
-def binary_search(seen: SeenRequest) -> Answer:
+def binary_search(seen: ChatRequestSeen) -> ChatAnswer:
     """The player that always wins."""
     low, high = 1, 7
     messages = seen.body["messages"]
     for said, hint in zip(messages[1::2], messages[2::2], strict=True):
         guess = int(said["content"])
         low, high = (guess + 1, high) if hint["content"] == "higher" else (low, guess - 1)
-    return Answer(str((low + high) // 2))
+    return ChatAnswer(str((low + high) // 2))
 
 
 async def test_any_endpoint_is_evaluated(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ async def test_an_endpoint_that_fails_is_no_reward_of_zero_and_resume_repeats_it
 ) -> None:
     is_down = True
 
-    def script(seen: SeenRequest) -> Answer:
-        return Answer(status=401, body=b"{}") if is_down else binary_search(seen)
+    def script(seen: ChatRequestSeen) -> ChatAnswer:
+        return ChatAnswer(status=401, body=b"{}") if is_down else binary_search(seen)
 
     async with ChatEndpoint(script) as served:
         words = ["--base-url", served.endpoint.base_url, "--model", "theirs"]

@@ -21,7 +21,7 @@ from rollmesh.envs.program import Command, run_program
 from rollmesh.envs.scratch import new_scratch
 from rollmesh.envs.spawning import ENDED
 from rollmesh.serve.client.arrivals import Finished
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys, read_keys
 from tests.flow.test_without_mesh import rollmesh
 from tests.flow.worker_mesh import ask, leaves, open_mesh, take
@@ -398,7 +398,7 @@ async def test_programs_of_a_verb_without_workers_are_isolated(
     (tmp_path / "secret").write_text("a secret")
     code = READER.format(secret=tmp_path / "secret")
     (tmp_path / "reading.py").write_text(READER_ENV.format(code=code, python=SYSTEM_PYTHON))
-    async with ChatEndpoint(lambda _: Answer("four")) as served:
+    async with ChatEndpoint(lambda _: ChatAnswer("four")) as served:
         env = ["reading:TheEnv"] if verb == "play" else ["--env", "reading:TheEnv"]
         words = [*env, "--base-url", served.endpoint.base_url, "--set", f"worker.isolation={mode}"]
         exit_code, out, err = await rollmesh(tmp_path, verb, *words, PYTHONPATH=str(tmp_path))

@@ -5,7 +5,7 @@ import pytest
 from rollmesh.core.errors import AgentFailed, ContextFull, InfraError
 from rollmesh.envs.chat import FULL, ChatClient, ChatReply, ChatSettings, ToolCall
 from rollmesh.envs.env import Endpoint
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint
 
 AT_ONCE = ChatSettings(num_attempts=3, backoff_s=0.0, max_wait_s=0.0)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -20,7 +20,7 @@ async def call(server: ChatEndpoint, settings: ChatSettings = AT_ONCE) -> ChatRe
 
 
 async def test_call_carries_model_messages_fields_and_key() -> None:
-    async with ChatEndpoint([Answer("hi", finish_reason="length")]) as server:
+    async with ChatEndpoint([ChatAnswer("hi", finish_reason="length")]) as server:
         reply = await call(server)
     assert (reply.text, reply.finish_reason, reply.calls) == ("hi", "length", ())
     (seen,) = server.requests
@@ -31,9 +31,9 @@ async def test_call_carries_model_messages_fields_and_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [Answer("busy", 429), Answer("no engine", 503), Answer(hang_up=True)]
+    "fault", [ChatAnswer("busy", 429), ChatAnswer("no engine", 503), ChatAnswer(hang_up=True)]
 )
-async def test_passing_fault_is_tried_again_with_a_retry_mark(fault: Answer) -> None:
+async def test_passing_fault_is_tried_again_with_a_retry_mark(fault: ChatAnswer) -> None:
     async with ChatEndpoint([fault, fault, "at last"]) as server:
         assert (await call(server)).text == "at last"
     marks = [seen.headers.get("x-stainless-retry-count") for seen in server.requests]
@@ -41,7 +41,7 @@ async def test_passing_fault_is_tried_again_with_a_retry_mark(fault: Answer) -> 
 
 
 async def test_lasting_fault_is_an_infra_error_that_says_what_was_answered() -> None:
-    async with ChatEndpoint([Answer("no engine", 503)] * 3) as server:
+    async with ChatEndpoint([ChatAnswer("no engine", 503)] * 3) as server:
         with pytest.raises(InfraError, match=r"after 3 attempts: HTTP 503: no engine"):
             await call(server)
     assert len(server.requests) == 3
@@ -57,7 +57,7 @@ async def test_nobody_listening_is_an_infra_error() -> None:
 
 
 async def test_refusal_is_the_agents_fault_and_not_tried_again() -> None:
-    async with ChatEndpoint([Answer("context too long", 400)]) as server:
+    async with ChatEndpoint([ChatAnswer("context too long", 400)]) as server:
         with pytest.raises(AgentFailed, match="HTTP 400: context too long"):
             await call(server)
     assert len(server.requests) == 1
@@ -65,22 +65,22 @@ async def test_refusal_is_the_agents_fault_and_not_tried_again() -> None:
 
 @pytest.mark.parametrize("body", [b"not json", b'{"choices": []}', b'{"choices": "none"}'])
 async def test_answer_that_is_no_completion_is_an_infra_error(body: bytes) -> None:
-    async with ChatEndpoint([Answer(body=body)]) as server:
+    async with ChatEndpoint([ChatAnswer(body=body)]) as server:
         with pytest.raises(InfraError, match="no chat completion"):
             await call(server)
 
 
 async def test_error_without_json_is_quoted() -> None:
-    async with ChatEndpoint([Answer(status=404, body=b"<html>nowhere")]) as server:
+    async with ChatEndpoint([ChatAnswer(status=404, body=b"<html>nowhere")]) as server:
         with pytest.raises(AgentFailed, match="HTTP 404: <html>nowhere"):
             await call(server)
 
 
 async def test_retry_after_is_honoured_up_to_the_bound() -> None:
-    async with ChatEndpoint([Answer("busy", 429, {"Retry-After": "3600"}), "done"]) as server:
+    async with ChatEndpoint([ChatAnswer("busy", 429, {"Retry-After": "3600"}), "done"]) as server:
         bounded = ChatSettings(num_attempts=2, backoff_s=0.0, max_wait_s=0.001)
         assert (await call(server, bounded)).text == "done"
-    async with ChatEndpoint([Answer("busy", 429, {"Retry-After": "soon"}), "done"]) as server:
+    async with ChatEndpoint([ChatAnswer("busy", 429, {"Retry-After": "soon"}), "done"]) as server:
         assert (await call(server)).text == "done"
 
 
@@ -97,14 +97,14 @@ async def test_one_session_serves_many_endpoints_and_reopens_after_close() -> No
 
 async def test_answer_without_text_reads_as_empty() -> None:
     body = b'{"choices": [{"message": {"role": "assistant", "content": null}}]}'
-    async with ChatEndpoint([Answer(body=body)]) as server:
+    async with ChatEndpoint([ChatAnswer(body=body)]) as server:
         reply = await call(server)
     assert (reply.text, reply.finish_reason) == ("", "stop")
 
 
 async def test_calls_and_reasoning_are_read_and_the_message_can_be_sent_back_as_it_came() -> None:
     calls = (ToolCall("c1", "bash", '{"command":  "ls"}'), ToolCall("c2", "bash", "{"))
-    async with ChatEndpoint([Answer("look", calls=calls, reasoning="hm")]) as server:
+    async with ChatEndpoint([ChatAnswer("look", calls=calls, reasoning="hm")]) as server:
         reply = await call(server)
     assert reply.calls == calls
     assert reply.message["reasoning_content"] == "hm"
@@ -114,7 +114,7 @@ async def test_calls_and_reasoning_are_read_and_the_message_can_be_sent_back_as_
 @pytest.mark.parametrize("code", FULL)
 async def test_conversation_past_a_limit_has_an_error_of_its_own(code: str) -> None:
     body = b'{"error": {"message": "too long", "code": "%b"}}' % code.encode()
-    async with ChatEndpoint([Answer(status=400, body=body)]) as server:
+    async with ChatEndpoint([ChatAnswer(status=400, body=body)]) as server:
         with pytest.raises(ContextFull, match="too long"):
             await call(server)
 
@@ -122,6 +122,6 @@ async def test_conversation_past_a_limit_has_an_error_of_its_own(code: str) -> N
 @pytest.mark.parametrize("content", [b"[]", b"7"])
 async def test_content_that_is_no_text_is_an_infra_error(content: bytes) -> None:
     body = b'{"choices": [{"message": {"content": %s}}]}' % content
-    async with ChatEndpoint([Answer(body=body)]) as server:
+    async with ChatEndpoint([ChatAnswer(body=body)]) as server:
         with pytest.raises(InfraError, match="no chat completion"):
             await call(server)

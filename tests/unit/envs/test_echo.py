@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from rollmesh.envs.echo import EchoEnv
-from rollmesh.testing.chat_endpoint import ChatEndpoint
+from rollmesh.testing.upstreams import ChatEndpoint
 
 
 async def test_conversation_has_the_set_turns_and_sizes() -> None:

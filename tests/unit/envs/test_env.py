@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript, close_pool
-from rollmesh.testing.chat_endpoint import ChatEndpoint
+from rollmesh.testing.upstreams import ChatEndpoint
 
 
 class Smallest(Env):

@@ -10,10 +10,10 @@ from rollmesh.core.errors import InfraError
 from rollmesh.core.types import Task
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint, ChatRequestSeen
 
 
-async def play(secret: int, *answers: str) -> tuple[Transcript, list[SeenRequest]]:
+async def play(secret: int, *answers: str) -> tuple[Transcript, list[ChatRequestSeen]]:
     env = GuessEnv()
     async with ChatEndpoint(answers) as server:
         transcript = await env.run(Task(f"guess-{secret}", {"secret": secret}), server.endpoint)
@@ -47,7 +47,7 @@ async def test_unreadable_answer_counts_as_a_guess_and_gets_its_own_hint() -> No
 
 async def test_endpoint_that_fails_is_no_lost_game() -> None:
     env = GuessEnv()
-    async with ChatEndpoint([Answer(body=b"gibberish")]) as server:
+    async with ChatEndpoint([ChatAnswer(body=b"gibberish")]) as server:
         with pytest.raises(InfraError):
             await env.run(Task("guess-5", {"secret": 5}), server.endpoint)
         await env.close()

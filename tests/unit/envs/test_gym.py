@@ -15,7 +15,7 @@ from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.gym import GymEnv
 from rollmesh.envs.loading import load_env
-from rollmesh.testing.chat_endpoint import ChatEndpoint
+from rollmesh.testing.upstreams import ChatEndpoint
 
 TASK = Task("t", {"seed": 3})
 CLOSED: list[int] = []

@@ -11,10 +11,10 @@ from rollmesh.core.types import Score, Task
 from rollmesh.envs.chat import ChatReply, Message
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint, ChatRequestSeen
 
 TASK = Task("t", {"question": "What?"})
-TOO_LONG = Answer(status=400, body=b'{"error": {"code": "context_length_exceeded"}}')
+TOO_LONG = ChatAnswer(status=400, body=b'{"error": {"code": "context_length_exceeded"}}')
 
 
 class Asks(MultiTurnEnv):
@@ -39,7 +39,9 @@ class Asks(MultiTurnEnv):
         return Score(1.0)
 
 
-async def converse(env: MultiTurnEnv, *answers: str | Answer) -> tuple[Transcript, ChatEndpoint]:
+async def converse(
+    env: MultiTurnEnv, *answers: str | ChatAnswer
+) -> tuple[Transcript, ChatEndpoint]:
     async with ChatEndpoint(answers) as server:
         try:
             return await env.run(TASK, server.endpoint), server
@@ -47,7 +49,7 @@ async def converse(env: MultiTurnEnv, *answers: str | Answer) -> tuple[Transcrip
             await env.close()
 
 
-def roles(request: SeenRequest) -> list[tuple[str, str]]:
+def roles(request: ChatRequestSeen) -> list[tuple[str, str]]:
     return [(each["role"], each["content"]) for each in request.body["messages"]]
 
 
@@ -66,7 +68,7 @@ async def test_every_request_holds_the_whole_conversation() -> None:
 
 
 async def test_the_models_message_goes_back_as_it_came() -> None:
-    thinking = Answer("a", reasoning="hm")
+    thinking = ChatAnswer("a", reasoning="hm")
     _, server = await converse(Asks(), thinking, "enough")
     message = server.requests[1].body["messages"][1]
     assert message == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
@@ -86,16 +88,16 @@ async def test_full_context_truncates() -> None:
 
 
 async def test_last_answer_cut_at_its_end_truncates() -> None:
-    transcript, _ = await converse(Asks(), Answer("enough", finish_reason="length"))
+    transcript, _ = await converse(Asks(), ChatAnswer("enough", finish_reason="length"))
     assert transcript.truncated
-    transcript, _ = await converse(Asks(), Answer("a", finish_reason="length"), "enough")
+    transcript, _ = await converse(Asks(), ChatAnswer("a", finish_reason="length"), "enough")
     assert not transcript.truncated
 
 
 async def test_what_was_begun_is_finished_when_the_endpoint_fails() -> None:
     env = Asks()
     with pytest.raises(InfraError):
-        await converse(env, "a", Answer(body=b"gibberish"))
+        await converse(env, "a", ChatAnswer(body=b"gibberish"))
     assert len(env.finished) == 1
 
 

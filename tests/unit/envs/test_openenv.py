@@ -13,8 +13,8 @@ from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Endpoint, Transcript
 from rollmesh.envs.loading import load_env
 from rollmesh.envs.openenv import RETRY_S, OpenEnvEnv
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint, SeenRequest
 from rollmesh.testing.openenv_server import Observation, OpenEnvServer
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint, ChatRequestSeen
 
 TASK = Task("t", {"seed": 7})
 TEXT = {"action_field": "word", "observation_field": "feedback", "timeout_s": 5.0}
@@ -101,9 +101,9 @@ async def test_a_server_that_hangs_up_is_the_infrastructures_fault() -> None:
         env = OpenEnvEnv(url=server.url, game=TEXT)
         closing: list[asyncio.Task[bool]] = []
 
-        def answer(_: SeenRequest) -> Answer:
+        def answer(_: ChatRequestSeen) -> ChatAnswer:
             closing.extend(asyncio.ensure_future(each.close()) for each in server.sockets)
-            return Answer("a")
+            return ChatAnswer("a")
 
         async with ChatEndpoint(answer) as chat:
             with pytest.raises(InfraError, match="OpenEnv server"):

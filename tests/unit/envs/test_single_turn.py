@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.multi_turn import SingleTurnEnv
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint
 
 TASK = Task("t", {"question": "2 + 2?"})
 
@@ -24,7 +24,7 @@ class Telling(Plain):
         return Score(0.5, {"num_chars": float(len(answer))})
 
 
-async def answer(env: SingleTurnEnv, said: str | Answer) -> tuple[Score, bool, int]:
+async def answer(env: SingleTurnEnv, said: str | ChatAnswer) -> tuple[Score, bool, int]:
     async with ChatEndpoint([said, said]) as server:
         transcript = await env.run(TASK, server.endpoint)
         await env.close()
@@ -44,5 +44,5 @@ async def test_a_grade_may_tell_more_and_may_wait() -> None:
 async def test_an_answer_that_was_cut_is_graded_and_truncated(
     reason: str, is_truncated: bool
 ) -> None:
-    found = await answer(Plain(), Answer("4", finish_reason=reason))
+    found = await answer(Plain(), ChatAnswer("4", finish_reason=reason))
     assert found == (Score(1.0), is_truncated, 1)

@@ -10,7 +10,7 @@ from rollmesh.envs.chat import ToolCall
 from rollmesh.envs.env import Transcript
 from rollmesh.envs.multi_turn import Talk, Words
 from rollmesh.envs.tools import Function, ToolEnv
-from rollmesh.testing.chat_endpoint import Answer, ChatEndpoint
+from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint
 
 TASK = Task("t", {"question": "How much?"})
 
@@ -46,11 +46,11 @@ class Notes(Doubles):
         talk.data["notes"] = talk.held
 
 
-def calling(*calls: tuple[str, str, str]) -> Answer:
-    return Answer(finish_reason="tool_calls", calls=tuple(ToolCall(*each) for each in calls))
+def calling(*calls: tuple[str, str, str]) -> ChatAnswer:
+    return ChatAnswer(finish_reason="tool_calls", calls=tuple(ToolCall(*each) for each in calls))
 
 
-async def work(env: ToolEnv, *answers: str | Answer) -> tuple[Transcript, ChatEndpoint]:
+async def work(env: ToolEnv, *answers: str | ChatAnswer) -> tuple[Transcript, ChatEndpoint]:
     async with ChatEndpoint(answers) as server:
         transcript = await env.run(TASK, server.endpoint)
         await env.close()

@@ -7,13 +7,14 @@ import orjson
 import pytest
 
 from rollmesh.runtime.tokens.tokenizer import Tokenizer, load_tokenizer
-from rollmesh.testing.agent_engine import Say, ScriptedAgent, Use, steps
-from rollmesh.testing.engine import ScriptedEngine
+from rollmesh.testing.engine import AgentReply, ScriptedAgent, ScriptedEngine, ToolUse, steps
 from rollmesh.testing.model_folder import write_model_folder
 
-LOOK = Say("I look\u2026", reasoning="What is there?", uses=(Use("bash", '{"command":  "ls"}'),))
-DONE = Say("All done, all fine.")
-TITLE = Say("A title")
+LOOK = AgentReply(
+    "I look\u2026", reasoning="What is there?", uses=(ToolUse("bash", '{"command":  "ls"}'),)
+)
+DONE = AgentReply("All done, all fine.")
+TITLE = AgentReply("A title")
 TOOLS = "<|im_start|>system\n<tools>bash</tools><|im_end|>\n"
 OPENING = "<|im_start|>user\nlook<|im_end|>\n<|im_start|>assistant\n"
 LOOKED = (

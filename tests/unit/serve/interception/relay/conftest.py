@@ -24,7 +24,7 @@ from rollmesh.serve.interception.relay.upstreams import UpstreamPool
 from rollmesh.serve.interception.report import SessionRewards
 from rollmesh.serve.interception.request import HttpRequest
 from rollmesh.serve.interception.server import HttpServer
-from rollmesh.testing.provider import ScriptedProvider
+from rollmesh.testing.upstreams import ScriptedProvider
 
 PROVIDER_KEY = "pk-of-the-provider"
 

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.serve.interception.dialects.registry import DIALECTS
 from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.report import SessionRewards
-from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told
+from rollmesh.testing.upstreams import ProviderRequest, ProviderResponse, ScriptedProvider
 from tests.unit.serve.interception.relay.conftest import MakeRelay, Relay
 
 
@@ -19,7 +19,7 @@ def ask(*texts: str, **settings: Any) -> dict[str, Any]:
     return {"model": "m", "messages": messages, **settings}
 
 
-def tell(text: str, prompt: list[int], ids: list[int], **more: Any) -> Told:
+def tell(text: str, prompt: list[int], ids: list[int], **more: Any) -> ProviderResponse:
     """An answer as vLLM and SGLang send it; the log-prob of a token is minus its id over 8."""
     choice = {
         "message": {"role": "assistant", "content": text},
@@ -28,7 +28,7 @@ def tell(text: str, prompt: list[int], ids: list[int], **more: Any) -> Told:
         "logprobs": {"content": [{"logprob": -each / 8} for each in ids]},
     }
     answer = {"choices": [choice], "prompt_token_ids": prompt, **more}
-    return Told((orjson.dumps(answer),))
+    return ProviderResponse((orjson.dumps(answer),))
 
 
 async def test_a_conversation_is_one_sample_in_which_each_token_trains_once(
@@ -73,8 +73,8 @@ async def test_what_an_engine_does_not_tell_is_named_and_the_text_is_kept(
         "/v1/messages": {"type": "message", "content": [{"type": "text", "text": "4"}]},
     }
 
-    def script(seen: SeenRequest) -> Told:
-        return Told((orjson.dumps(answers[seen.path]),))
+    def script(seen: ProviderRequest) -> ProviderResponse:
+        return ProviderResponse((orjson.dumps(answers[seen.path]),))
 
     async with ScriptedProvider(script) as provider:
         relay = await make_relay(provider)
@@ -92,7 +92,11 @@ async def test_what_an_engine_does_not_tell_is_named_and_the_text_is_kept(
 
 
 async def test_calls_that_failed_are_told_and_train_nowhere(make_relay: MakeRelay) -> None:
-    told = [tell("b", [1], [2]), Told((b"{}",), 429), Told((b"{",), is_cut=True)]
+    told = [
+        tell("b", [1], [2]),
+        ProviderResponse((b"{}",), 429),
+        ProviderResponse((b"{",), is_cut=True),
+    ]
     async with ScriptedProvider(told) as provider:
         relay: Relay = await make_relay(provider)
         for text in "abc":
@@ -166,7 +170,7 @@ async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
     """Answers have exact tokens, as a proxy before vLLM adds them; here they are those of chat."""
     seen: list[int] = []
 
-    def script(asked: SeenRequest) -> Told:
+    def script(asked: ProviderRequest) -> ProviderResponse:
         body = orjson.loads(asked.body)
         texts = [str(message["content"]) for message in body["messages"]]
         prompt = [hash(text) % 1000 for text in (str(body.get("system", ""))[-20:], *texts)]

@@ -15,7 +15,7 @@ from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.events import RelayReplay, decode
 from rollmesh.serve.interception.relay.upstreams import MAX_REDIRECTS, ForwardedRequest, redirected
 from rollmesh.testing.clock import FakeClock
-from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
+from rollmesh.testing.upstreams import ProviderRequest, ProviderResponse, ScriptedProvider, events
 from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay, Relay
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "guess"}]}
@@ -68,9 +68,9 @@ WHOLE = {
 ROUTES = [*BEGUN]
 
 
-def raw(data: bytes) -> Told:
+def raw(data: bytes) -> ProviderResponse:
     """A stream of these bytes."""
-    return Told((data,), headers=(("Content-Type", "text/event-stream"),))
+    return ProviderResponse((data,), headers=(("Content-Type", "text/event-stream"),))
 
 
 def outcome_of(relay: Relay) -> Outcome:
@@ -80,7 +80,7 @@ def outcome_of(relay: Relay) -> Outcome:
 
 
 async def answered(
-    make_relay: MakeRelay, told: Told, route: str = "/chat/completions"
+    make_relay: MakeRelay, told: ProviderResponse, route: str = "/chat/completions"
 ) -> tuple[Relay, bytes]:
     """A relay whose only call got this answer, and the bytes that the agent got."""
     async with ScriptedProvider([told]) as provider:
@@ -198,7 +198,7 @@ FAILED_BODIES = {
 async def test_an_error_object_with_status_200_is_no_answer(
     make_relay: MakeRelay, route: str
 ) -> None:
-    async with ScriptedProvider(lambda _: Told((FAILED_BODIES[route],))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((FAILED_BODIES[route],))) as provider:
         relay = await make_relay(provider)
         assert await relay.read(ASK, f"/v1{route}") == (200, FAILED_BODIES[route])
         await relay.read(ASK, f"/v1{route}", **RETRY)
@@ -212,11 +212,17 @@ async def test_an_error_object_with_status_200_is_no_answer(
 
 JSON = (("Content-Type", "application/json"),)
 UNREAD = {
-    "html": (Told((b"<html>busy</html>",), headers=(("Content-Type", "text/html"),)), "text/html"),
-    "cut json": (Told((b'{"choices": [{"mess',), headers=JSON), "not JSON"),
-    "no body": (Told((b"",), headers=JSON), "the body is empty"),
-    "a list": (Told((b"[]",), headers=JSON), "not an object"),
-    "no answer": (Told((b'{"detail": "?"}',), headers=JSON), "not an answer of /chat/completions"),
+    "html": (
+        ProviderResponse((b"<html>busy</html>",), headers=(("Content-Type", "text/html"),)),
+        "text/html",
+    ),
+    "cut json": (ProviderResponse((b'{"choices": [{"mess',), headers=JSON), "not JSON"),
+    "no body": (ProviderResponse((b"",), headers=JSON), "the body is empty"),
+    "a list": (ProviderResponse((b"[]",), headers=JSON), "not an object"),
+    "no answer": (
+        ProviderResponse((b'{"detail": "?"}',), headers=JSON),
+        "not an answer of /chat/completions",
+    ),
     "empty stream": (raw(b""), "the stream is empty"),
     "comments": (raw(b": hi\n\n: hi\n\n"), "the stream is empty"),
     "no chunks": (raw(b"data: ?\n\ndata: [DONE]\n\n"), "1 of 2 data lines"),
@@ -266,7 +272,9 @@ async def test_one_unreadable_line_does_not_lose_the_answer(
 async def test_a_last_call_that_the_provider_could_not_serve_is_an_infra_error(
     make_relay: MakeRelay, status: int
 ) -> None:
-    async with ScriptedProvider([Told((b'{"error":{"message":"no"}}',), status)]) as provider:
+    async with ScriptedProvider(
+        [ProviderResponse((b'{"error":{"message":"no"}}',), status)]
+    ) as provider:
         relay = await make_relay(provider)
         assert (await relay.read(ASK))[0] == status
     assert relay.session.fault == f"the upstream answered {status}"
@@ -286,7 +294,7 @@ async def test_a_last_call_that_the_provider_could_not_serve_is_an_infra_error(
 async def test_a_404_blames_the_agent_only_if_the_api_itself_answered_it(
     make_relay: MakeRelay, body: bytes, outcome: Outcome
 ) -> None:
-    async with ScriptedProvider([Told((body,), 404)]) as provider:
+    async with ScriptedProvider([ProviderResponse((body,), 404)]) as provider:
         relay = await make_relay(provider)
         assert await relay.read(ASK) == (404, body)
     assert outcome_of(relay) is outcome
@@ -297,7 +305,9 @@ async def test_a_refused_request_leaves_the_outcome_to_the_finisher(
     make_relay: MakeRelay, status: int
 ) -> None:
     """An agent that filled the model's context has ended by itself."""
-    async with ScriptedProvider([Told((b'{"error":{"message":"no"}}',), status)]) as provider:
+    async with ScriptedProvider(
+        [ProviderResponse((b'{"error":{"message":"no"}}',), status)]
+    ) as provider:
         relay = await make_relay(provider)
         await relay.read(ASK)
     assert outcome_of(relay) is Outcome.COMPLETED
@@ -306,16 +316,20 @@ async def test_a_refused_request_leaves_the_outcome_to_the_finisher(
 GOOD = orjson.dumps({"choices": [{"message": {"role": "assistant", "content": "4"}}]})
 
 
-def moved(place: str, status: int = 307) -> Told:
-    return Told((b"moved",), status, (("Location", place),))
+def moved(place: str, status: int = 307) -> ProviderResponse:
+    return ProviderResponse((b"moved",), status, (("Location", place),))
 
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 async def test_a_redirect_to_the_same_origin_is_followed_with_method_body_and_key(
     make_relay: MakeRelay, status: int
 ) -> None:
-    def script(seen: SeenRequest) -> Told:
-        return Told((GOOD,)) if seen.path.startswith("/v2") else moved("/v2/chat?a=b", status)
+    def script(seen: ProviderRequest) -> ProviderResponse:
+        return (
+            ProviderResponse((GOOD,))
+            if seen.path.startswith("/v2")
+            else moved("/v2/chat?a=b", status)
+        )
 
     async with ScriptedProvider(script) as provider:
         relay = await make_relay(provider)
@@ -347,7 +361,7 @@ async def test_a_redirect_to_another_origin_is_refused_and_gets_neither_key_nor_
 @pytest.mark.parametrize(
     "told", [moved("https://other.example/v1"), moved("ftp://h/"), moved(""), moved("/x", 303)]
 )
-async def test_other_redirects_are_refused(make_relay: MakeRelay, told: Told) -> None:
+async def test_other_redirects_are_refused(make_relay: MakeRelay, told: ProviderResponse) -> None:
     async with ScriptedProvider(lambda _: told) as provider:
         relay = await make_relay(provider)
         status, body = await relay.read(ASK)
@@ -400,7 +414,7 @@ async def test_a_redirect_that_is_refused_is_tried_at_another_upstream(
 ) -> None:
     async with (
         ScriptedProvider([moved("https://other.example/v1")]) as one,
-        ScriptedProvider([Told((GOOD,))]) as two,
+        ScriptedProvider([ProviderResponse((GOOD,))]) as two,
     ):
         relay = await make_relay(one, two)
         assert await relay.read(ASK) == (200, GOOD)
@@ -420,7 +434,7 @@ async def test_an_upstream_that_sends_nothing_until_the_agent_gives_up_is_an_inf
     make_relay: MakeRelay, silence_s: float
 ) -> None:
     clock = FakeClock()
-    async with ScriptedProvider(lambda _: Told((GOOD,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((GOOD,))) as provider:
         provider.holds = provider.holds_first = True
         relay = await make_relay(provider, clock=clock)
         asking = asyncio.ensure_future(relay.read(ASK))
@@ -450,9 +464,11 @@ async def test_an_agent_that_leaves_a_stream_is_an_infra_error_only_if_it_had_st
     assert outcome_of(relay) is outcome
 
 
-@pytest.mark.parametrize("told", [Told((b"<html>",)), raw(b'data: {"error":"boom"}\n\n')])
+@pytest.mark.parametrize(
+    "told", [ProviderResponse((b"<html>",)), raw(b'data: {"error":"boom"}\n\n')]
+)
 async def test_a_failed_answer_is_one_after_a_restart_of_the_gateway_too(
-    make_relay: MakeRelay, tmp_path: Path, told: Told
+    make_relay: MakeRelay, tmp_path: Path, told: ProviderResponse
 ) -> None:
     archive = GatewayJournal(tmp_path / "journal", JournalConfig())
     async with ScriptedProvider(lambda _: told) as provider:

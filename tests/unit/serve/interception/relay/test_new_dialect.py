@@ -20,7 +20,7 @@ from rollmesh.serve.interception.dialects.dialect import (
 )
 from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DIALECTS, register
 from rollmesh.serve.interception.reply_view import ReplyView
-from rollmesh.testing.provider import ScriptedProvider, Told
+from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider
 from tests.unit.serve.interception.conftest import StartAgent
 from tests.unit.serve.interception.relay.conftest import MakeRelay
 
@@ -132,7 +132,7 @@ async def test_the_openapi_document_has_it(start_agent: StartAgent) -> None:
 
 async def test_the_relay_forwards_and_records_it(make_relay: MakeRelay) -> None:
     ask = {"lines": ["guess"], "temperature": 0.5}
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider)
         assert await relay.read(ask, "/v1/toy") == (200, ANSWER)
         assert await relay.read({"lines": ["guess", "4", "again"]}, "/v1/toy") == (200, ANSWER)
@@ -147,7 +147,7 @@ async def test_the_relay_forwards_and_records_it(make_relay: MakeRelay) -> None:
 
 async def test_the_relay_finds_the_end_of_its_streams(make_relay: MakeRelay) -> None:
     kind = (("Content-Type", "text/event-stream"),)
-    async with ScriptedProvider(lambda _: Told(EVENTS, headers=kind)) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse(EVENTS, headers=kind)) as provider:
         relay = await make_relay(provider)
         assert await relay.read({"lines": ["guess"]}, "/v1/toy") == (200, b"".join(EVENTS))
         account = relay.account()
@@ -156,7 +156,7 @@ async def test_the_relay_finds_the_end_of_its_streams(make_relay: MakeRelay) -> 
 
 
 async def test_the_relay_reports_its_own_errors_in_it(make_relay: MakeRelay) -> None:
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider)
         relay.session.seal("the test is over")
         status, body = await relay.read({"lines": ["guess"]}, "/v1/toy")

@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.core.config import InterceptionConfig
 from rollmesh.core.process import listen
-from rollmesh.testing.provider import ScriptedProvider, SeenRequest, Told, events
+from rollmesh.testing.upstreams import ProviderRequest, ProviderResponse, ScriptedProvider, events
 from tests.unit.serve.interception.relay.conftest import PROVIDER_KEY, MakeRelay
 
 ASK: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "guess"}]}
@@ -30,7 +30,9 @@ ROUTES = [*LAST]
 async def test_an_answer_passes_byte_for_byte_with_its_status_and_headers(
     make_relay: MakeRelay,
 ) -> None:
-    told = Told((ANSWER,), 200, (("Content-Type", "application/json"), ("X-Request-Id", "q7")))
+    told = ProviderResponse(
+        (ANSWER,), 200, (("Content-Type", "application/json"), ("X-Request-Id", "q7"))
+    )
     async with ScriptedProvider([told]) as provider:
         relay = await make_relay(provider)
         body = msgspec.json.format(msgspec.json.encode(ASK), indent=3)
@@ -47,14 +49,14 @@ async def test_an_answer_passes_byte_for_byte_with_its_status_and_headers(
     assert ("x-own", "1") in seen.headers
 
 
-def secrets_in(seen: SeenRequest, *secrets: str) -> list[str]:
+def secrets_in(seen: ProviderRequest, *secrets: str) -> list[str]:
     told = repr((seen.path, seen.headers, seen.body))
     return [secret for secret in secrets if secret in told]
 
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_the_providers_key_takes_the_place_of_ours(make_relay: MakeRelay, route: str) -> None:
-    async with ScriptedProvider(lambda _: Told()) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse()) as provider:
         relay = await make_relay(provider)
         key, path = relay.opened.api_key, relay.opened.path_secret
         await relay.read(ASK, f"/v1{route}")
@@ -69,7 +71,7 @@ async def test_the_providers_key_takes_the_place_of_ours(make_relay: MakeRelay, 
 
 
 async def test_without_a_providers_key_none_is_sent(make_relay: MakeRelay) -> None:
-    async with ScriptedProvider(lambda _: Told()) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse()) as provider:
         relay = await make_relay(provider.url + "/v1", key="")
         await relay.read(ASK)
     [seen] = provider.seen
@@ -124,9 +126,9 @@ async def test_an_agent_that_hangs_up_leaves_the_upstream_at_once(
 
 
 @pytest.mark.parametrize("mark", [{"x_stainless_retry_count": "1"}, {"Idempotency_Key": "k"}])
-@pytest.mark.parametrize("told", [Told((ANSWER,)), events(CHUNK, b"[DONE]")])
+@pytest.mark.parametrize("told", [ProviderResponse((ANSWER,)), events(CHUNK, b"[DONE]")])
 async def test_a_marked_retry_is_answered_again_byte_for_byte(
-    make_relay: MakeRelay, mark: dict[str, str], told: Told
+    make_relay: MakeRelay, mark: dict[str, str], told: ProviderResponse
 ) -> None:
     async with ScriptedProvider(lambda _: told) as provider:
         relay = await make_relay(provider)
@@ -144,7 +146,7 @@ async def test_a_marked_retry_is_answered_again_byte_for_byte(
 async def test_an_upstreams_errors_pass_with_their_true_status(
     make_relay: MakeRelay, status: int
 ) -> None:
-    told = Told((b'{"error":{"message":"no"}}',), status, (("Retry-After", "7"),))
+    told = ProviderResponse((b'{"error":{"message":"no"}}',), status, (("Retry-After", "7"),))
     async with ScriptedProvider([told]) as provider:
         relay = await make_relay(provider)
         async with relay.post(ASK) as response:
@@ -175,7 +177,7 @@ async def test_another_upstream_takes_over_what_was_not_begun_to_answer(
 ) -> None:
     with listen("127.0.0.1:0") as unused:
         dead = f"http://127.0.0.1:{unused.getsockname()[1]}"
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(dead, provider)
         assert await relay.read(ASK) == (200, ANSWER)
         assert await relay.read({**ASK, "seed": 1}) == (200, ANSWER)
@@ -237,7 +239,7 @@ async def test_a_gzipped_request_is_forwarded_plain_and_not_said_to_be_gzipped(
     make_relay: MakeRelay,
 ) -> None:
     plain = msgspec.json.encode(ASK)
-    async with ScriptedProvider([Told()]) as provider:
+    async with ScriptedProvider([ProviderResponse()]) as provider:
         relay = await make_relay(provider)
         told = await relay.read(gzip.compress(plain), Content_Encoding="gzip")
         assert told == (200, b"{}")
@@ -246,7 +248,7 @@ async def test_a_gzipped_request_is_forwarded_plain_and_not_said_to_be_gzipped(
 
 
 async def test_what_asks_for_no_sampling_passes_by_and_is_not_kept(make_relay: MakeRelay) -> None:
-    async with ScriptedProvider(lambda _: Told((b'{"input_tokens":3}',))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((b'{"input_tokens":3}',))) as provider:
         relay = await make_relay(provider)
         counted = await relay.read(ASK, "/v1/messages/count_tokens?beta=true")
         key = {"x-api-key": relay.opened.api_key}
@@ -275,7 +277,7 @@ async def test_nothing_else_is_forwarded(make_relay: MakeRelay) -> None:
 
 
 async def test_what_is_no_json_passes_too_and_is_kept_whole(make_relay: MakeRelay) -> None:
-    async with ScriptedProvider([Told((b"what?",), 400)]) as provider:
+    async with ScriptedProvider([ProviderResponse((b"what?",), 400)]) as provider:
         relay = await make_relay(provider)
         assert await relay.read(b"{nonsense") == (400, b"what?")
     assert provider.seen[0].body == b"{nonsense"
@@ -283,7 +285,7 @@ async def test_what_is_no_json_passes_too_and_is_kept_whole(make_relay: MakeRela
 
 
 async def test_an_answer_without_end_is_cut(make_relay: MakeRelay) -> None:
-    async with ScriptedProvider([Told((b"x" * 900, b"x" * 900))]) as provider:
+    async with ScriptedProvider([ProviderResponse((b"x" * 900, b"x" * 900))]) as provider:
         relay = await make_relay(provider, config=InterceptionConfig(max_body_bytes=1000))
         status, told = await relay.read(ASK)
     assert status == 502
@@ -293,7 +295,7 @@ async def test_an_answer_without_end_is_cut(make_relay: MakeRelay) -> None:
 async def test_a_compressed_answer_passes_as_it_is_and_is_read_later(make_relay: MakeRelay) -> None:
     packed = zlib.compress(ANSWER, wbits=31)
     headers = (("Content-Type", "application/json"), ("Content-Encoding", "gzip"))
-    async with ScriptedProvider([Told((packed,), headers=headers)]) as provider:
+    async with ScriptedProvider([ProviderResponse((packed,), headers=headers)]) as provider:
         relay = await make_relay(provider)
         assert await relay.read(ASK, Accept_Encoding="gzip") == (200, packed)
         assert "accept-encoding" not in dict(provider.seen[0].headers)
@@ -304,7 +306,7 @@ async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: 
     """Raw bytes, broken off, wrong lengths, wrong encodings: a canary session is answered
     throughout."""
     chance = random.Random(3)
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider)
         host, _, port = relay.base.removeprefix("http://").rpartition(":")
         key = relay.opened.api_key.encode()
@@ -340,8 +342,12 @@ async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: 
     assert ("unknown", "failed") not in relay.routes.num_exchanges
 
 
-@pytest.mark.parametrize("told", [Told((ANSWER,)), events(b"1", b'{"type":"message_stop"}')])
-async def test_an_agent_of_http_1_0_gets_the_same_bytes(make_relay: MakeRelay, told: Told) -> None:
+@pytest.mark.parametrize(
+    "told", [ProviderResponse((ANSWER,)), events(b"1", b'{"type":"message_stop"}')]
+)
+async def test_an_agent_of_http_1_0_gets_the_same_bytes(
+    make_relay: MakeRelay, told: ProviderResponse
+) -> None:
     async with ScriptedProvider([told]) as provider:
         relay = await make_relay(provider)
         host, _, port = relay.base.removeprefix("http://").rpartition(":")

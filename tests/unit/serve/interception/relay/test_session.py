@@ -12,7 +12,7 @@ from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
 from rollmesh.serve.interception.relay.events import CallEnded, decode
-from rollmesh.testing.provider import ScriptedProvider, Told, events
+from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider, events
 from tests.disks import lose_files, no_room_in_memory, small_disk
 from tests.unit.serve.interception.relay.conftest import MakeRelay
 from tests.unit.serve.interception.relay.test_routes import ANSWER, ASK, CHUNK
@@ -24,7 +24,9 @@ USER = {"role": "user", "content": "guess"}
 async def test_a_marked_retry_of_a_failed_call_is_sent_again(
     make_relay: MakeRelay, status: int
 ) -> None:
-    async with ScriptedProvider([Told((b"{}",), status), Told((ANSWER,))]) as provider:
+    async with ScriptedProvider(
+        [ProviderResponse((b"{}",), status), ProviderResponse((ANSWER,))]
+    ) as provider:
         relay = await make_relay(provider)
         assert (await relay.read(ASK))[0] == status
         for n in ("1", "2"):
@@ -33,7 +35,7 @@ async def test_a_marked_retry_of_a_failed_call_is_sent_again(
 
 
 async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRelay) -> None:
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         provider.holds = provider.holds_first = True
         relay = await make_relay(provider)
         async with asyncio.TaskGroup() as group:
@@ -104,7 +106,7 @@ async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(
     make_relay: MakeRelay,
 ) -> None:
     config = InterceptionConfig(max_session_bytes=50_000)
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider, config=config)
         long = {"model": "m", "messages": [{"role": "user", "content": "x" * 60_000}]}
         assert (await relay.read(ASK))[0] == 200
@@ -121,7 +123,7 @@ async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(
 async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
     make_relay: MakeRelay, tmp_path: Path
 ) -> None:
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider)
         long = {"role": "user", "content": "x" * 500_000}
         with no_room_in_memory(tmp_path):
@@ -137,9 +139,9 @@ async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
         assert relay.upstreams.all[0].fault == ""
 
 
-@pytest.mark.parametrize("told", [Told((ANSWER,)), events(CHUNK, CHUNK, b"[DONE]")])
+@pytest.mark.parametrize("told", [ProviderResponse((ANSWER,)), events(CHUNK, CHUNK, b"[DONE]")])
 async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_written(
-    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: ProviderResponse
 ) -> None:
     archive = GatewayJournal(tmp_path / "journal", JournalConfig())
     async with ScriptedProvider(lambda _: told) as provider:
@@ -172,7 +174,7 @@ async def test_an_answer_that_was_never_written_is_told_as_such(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = GatewayJournal(tmp_path / "journal", JournalConfig())
-    async with ScriptedProvider(lambda _: Told((ANSWER,))) as provider:
+    async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider, archive=archive)
         with small_disk(monkeypatch, archive.folder, archive.journal.size_bytes):
             assert (await relay.read(ASK))[0] == 507
