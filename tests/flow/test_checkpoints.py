@@ -186,5 +186,5 @@ def test_checkpoint_of_another_model_is_one_line_with_the_remedy(
     shape = TinyShape(width=32)
     write_tiny_model(tmp_path / "small", texts_of(GuessEnv()), shape, seed=0)
     saved = save(tmp_path, Policy(str(tmp_path / "small"), SETTINGS))
-    with pytest.raises(CheckpointError, match=r"written by another model: .* set model\.path"):
+    with pytest.raises(CheckpointError, match=r"written by another model: .* restore model\.path"):
         CheckpointStore(tmp_path).restore(saved, three)
