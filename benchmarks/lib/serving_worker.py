@@ -170,7 +170,7 @@ async def serve(settings: WorkerSettings, answers: list[Sampled], ready_fd: int)
     runtime, sampler = new_runtime(config, worker.view, worker.report)
     beat_settings = HeartbeatSettings(settings.worker_id, settings.router, config.router.beat_s)
     beats = HeartbeatThread(
-        beat_settings, None, worker.vitals, lambda packet: worker.hear(ROUTER, packet)
+        beat_settings, None, worker.report_status, lambda packet: worker.receive(ROUTER, packet)
     )
     env = ToldEnv(runtime, answers)
     url, clock = "http://nowhere/v1", SystemClock()

@@ -68,8 +68,8 @@ def intake(bench: Bench) -> None:
 def _compare(bench: Bench, name: str, groups: Sequence[Finished], store: OwnerStore) -> None:
     room = StoreAllocator(store)
     arms: dict[str, tuple[Lay, Callable[[list[Sample]], list[Sample]]]] = {
-        "room": (room.lay, lambda samples: samples),
-        "plain": (lay_plainly, lambda samples: copy_samples(samples, room.lay)),
+        "room": (room.allocate, lambda samples: samples),
+        "plain": (lay_plainly, lambda samples: copy_samples(samples, room.allocate)),
     }
     laps: dict[str, list[Costs]] = {arm: [] for arm in arms}
     for step in range(3 if bench.is_quick else 9):

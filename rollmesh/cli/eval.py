@@ -44,7 +44,14 @@ from rollmesh.launch.folder import move_aside
 from rollmesh.launch.keys import keys_of
 from rollmesh.launch.machine import RunEnd
 from rollmesh.launch.run import ServingMesh
-from rollmesh.serve.client.evaluation_files import Plan, Row, pose, read_plan, rows_in, write_plan
+from rollmesh.serve.client.evaluation_files import (
+    EvaluationPlan,
+    Row,
+    pose,
+    read_plan,
+    rows_in,
+    write_plan,
+)
 from rollmesh.serve.client.scores import Report, report_of
 from rollmesh.wire.keys import Keys, Role, find_keys
 from rollmesh.wire.sockets import check_admitted
@@ -58,7 +65,7 @@ NUM_SAMPLES, NUM_TASKS, SPLIT = 1, 100, "eval"
 class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What to evaluate, where, and how to report it."""
 
-    plan: Plan
+    plan: EvaluationPlan
     config: Config
     folder: Path
     router: str
@@ -150,7 +157,7 @@ def options_of(options: argparse.Namespace) -> EvalOptions:
         options.overrides.append(f"engine.urls=[{urls}]")
     set_model(options)
     config = config_of(options, SETTINGS | model_defaults(options))
-    plan = Plan(
+    plan = EvaluationPlan(
         env=config.env,
         env_settings=config.env_settings,
         model=_model_of(options, config, upstream),
@@ -174,12 +181,12 @@ def options_of(options: argparse.Namespace) -> EvalOptions:
     )
 
 
-def check_plan(plan: Plan, stored: Plan | None, folder: Path) -> None:
+def check_plan(plan: EvaluationPlan, stored: EvaluationPlan | None, folder: Path) -> None:
     """Raise UserError if the plan is empty, or differs from the one in the folder."""
     for name, number in (("-n", plan.num_samples), ("--num-tasks", plan.num_tasks)):
         if number < 1:
             raise UserError(f"{name} {number}: must be at least 1")
-    for field in Plan.__struct_fields__ if stored else ():
+    for field in EvaluationPlan.__struct_fields__ if stored else ():
         new, old = getattr(plan, field), getattr(stored, field)
         if new != old:
             raise UserError(

@@ -18,7 +18,7 @@ from rich.text import Text
 from rollmesh.core.errors import UserError
 from rollmesh.core.run_state import EVAL_MESH
 from rollmesh.launch.screen import NONE, Terminal, ignore_closed_output
-from rollmesh.serve.client.evaluation_files import Plan
+from rollmesh.serve.client.evaluation_files import EvaluationPlan
 from rollmesh.serve.client.scores import CONFIDENCE, SUCCESS, Estimate, Report
 
 SUMMARY = "summary.json"
@@ -27,7 +27,7 @@ QUIET_S = 30.0
 
 
 @contextmanager
-def progress(plan: Plan, num_tasks: int, status: str) -> Iterator["EvalProgress"]:
+def progress(plan: EvaluationPlan, num_tasks: int, status: str) -> Iterator["EvalProgress"]:
     """Show a progress bar; call its `on_rows` with the number of rows so far.
 
     If nothing moves, a line says so, with the router's reason, and names `status` for more.
@@ -98,7 +98,7 @@ class EvalProgress:
         self._bar.console.print(Text(line), highlight=False, soft_wrap=True)
 
 
-def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
+def show(plan: EvaluationPlan, report: Report, folder: Path, *, as_json: bool) -> None:
     """Print the report, and write it to the folder."""
     text = msgspec.json.format(msgspec.json.encode(report))
     try:
@@ -116,7 +116,7 @@ def show(plan: Plan, report: Report, folder: Path, *, as_json: bool) -> None:
         console.print(Text(f"files: {folder}"))
 
 
-def table_of(plan: Plan, report: Report) -> Table:
+def table_of(plan: EvaluationPlan, report: Report) -> Table:
     """Return the table of figures."""
     title = f"{plan.env}: {report.num_rollouts:,} rollouts of {report.num_tasks:,} tasks"
     table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 2, 0, 0))

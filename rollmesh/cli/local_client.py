@@ -35,7 +35,7 @@ from rollmesh.envs.calls import EnvCalls, OvertimeError, TimeLimit
 from rollmesh.envs.env import Endpoint, Env, Sibling, Transcript
 from rollmesh.launch.plan import ROLLMESH
 from rollmesh.serve.client.gateway import Gateway, GatewaySession
-from rollmesh.serve.server.rollouts import Fault, check_score, fault_of, give_score, score_limit
+from rollmesh.serve.server.rollouts import EnvFault, check_score, fault_of, give_score, score_limit
 
 if TYPE_CHECKING:
     from rollmesh.serve.client.arrivals import Arrival
@@ -229,7 +229,9 @@ class LocalRollouts:
         try:
             return await self._in_session(task, index, seed)
         except AddressError as error:  # a failed gateway call ends one rollout at most
-            return _failed(index, Outcome.INFRA_ERROR, Fault(str(error), None), is_worth_retry=True)
+            return _failed(
+                index, Outcome.INFRA_ERROR, EnvFault(str(error), None), is_worth_retry=True
+            )
 
     async def _in_session(self, task: Task, index: int, seed: int) -> LocalRollout:
         session = await self._open(task, seed)
@@ -342,7 +344,7 @@ class LocalClient:
         return without_tokens(group_id, record)
 
 
-def _failed(index: int, outcome: Outcome, fault: Fault, is_worth_retry: bool) -> LocalRollout:
+def _failed(index: int, outcome: Outcome, fault: EnvFault, is_worth_retry: bool) -> LocalRollout:
     record = RolloutRecord(index=index, outcome=outcome, error=fault.text, place=fault.place)
     return LocalRollout(record, is_worth_retry=is_worth_retry)
 

@@ -46,7 +46,7 @@ from rollmesh.envs.env import Env, close_pool
 from rollmesh.envs.isolation import isolate_programs
 from rollmesh.envs.loading import load_env
 from rollmesh.envs.program import forward_to
-from rollmesh.serve.client.evaluation_files import Plan, pose
+from rollmesh.serve.client.evaluation_files import EvaluationPlan, pose
 from rollmesh.serve.client.gateway import Gateway
 
 if TYPE_CHECKING:
@@ -99,11 +99,11 @@ def arguments() -> argparse.ArgumentParser:
     return found
 
 
-def plan_of(config: Config, options: argparse.Namespace) -> Plan:
+def plan_of(config: Config, options: argparse.Namespace) -> EvaluationPlan:
     """Return the tasks to play; UserError if there are none."""
     if options.num_tasks < 1:
         raise UserError(f"-n {options.num_tasks}: must be at least 1")
-    return Plan(
+    return EvaluationPlan(
         env=config.env,
         env_settings=config.env_settings,
         model="",

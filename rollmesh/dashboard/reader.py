@@ -28,7 +28,7 @@ from rollmesh.dashboard.rows import (
 )
 from rollmesh.dashboard.trajectories import TokenText, TrajectoryIndex
 from rollmesh.dashboard.view import RunView
-from rollmesh.serve.client.evaluation_files import PLAN, RESULTS, Plan, Row
+from rollmesh.serve.client.evaluation_files import PLAN, RESULTS, EvaluationPlan, Row
 from rollmesh.serve.client.scores import report_of
 
 MAX_FAILED_ROLLOUTS = 20
@@ -48,7 +48,7 @@ class EvalView:
         self._file = RowFile(folder / RESULTS, Row)
         self._rows: list[Row] = []
         self._num_restarts = 0
-        self._plan: Plan | None = None
+        self._plan: EvaluationPlan | None = None
 
     @property
     def num_bad_lines(self) -> int:
@@ -86,9 +86,9 @@ class EvalView:
         }
 
 
-def _plan_in(folder: Path) -> Plan | None:
+def _plan_in(folder: Path) -> EvaluationPlan | None:
     try:
-        return msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
+        return msgspec.json.decode((folder / PLAN).read_bytes(), type=EvaluationPlan)
     except (OSError, msgspec.MsgspecError):
         return None
 

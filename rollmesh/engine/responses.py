@@ -93,7 +93,7 @@ class _Refusal(msgspec.Struct):
     error_message: str | None = None
 
 
-class _Load(msgspec.Struct):
+class _LoadReply(msgspec.Struct):
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     num_used_tokens: int = 0
@@ -101,7 +101,7 @@ class _Load(msgspec.Struct):
 
 
 class _Loads(msgspec.Struct):
-    loads: list[_Load] = []
+    loads: list[_LoadReply] = []
 
 
 class _Card(msgspec.Struct):

@@ -11,9 +11,9 @@ from rollmesh.core.clock import Clock
 from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation.events import (
     AbortAttempt,
-    AttemptFailed,
     AttemptSampled,
     ChooseEngine,
+    EngineAttemptFailed,
     EngineChosen,
     GenerationRequest,
     StartAttempt,
@@ -70,7 +70,7 @@ class ScriptedGeneration(Generation):
         """The attempt's stream breaks."""
         assert self.attempt is not None, "no attempt is open"
         number, self.attempt = self.attempt.attempt, None
-        self.drive(AttemptFailed(number, detail, "refused" if is_refused else "fault"))
+        self.drive(EngineAttemptFailed(number, detail, "refused" if is_refused else "fault"))
 
     def drive(self, event: Event) -> None:
         """Feed one event to the machine and carry out what it asks for."""

@@ -25,13 +25,13 @@ from rollmesh.trainer.weights.publisher import (
     Action,
     Doubted,
     Event,
-    FleetState,
     PhaseResult,
     PublishEnded,
     Publisher,
     PublisherSettings,
     PublishReport,
     PublishRequested,
+    PublishState,
     RunPhase,
     Superseded,
     UpdatePhase,
@@ -86,7 +86,7 @@ class PublishShell:
         """The newest call in progress, by engine."""
         self._ends: dict[int, asyncio.Future[PublishReport]] = {}
         self._incarnation = ""
-        self.fleet = FleetState()
+        self.fleet = PublishState()
 
     async def publish(
         self,

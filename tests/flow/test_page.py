@@ -25,7 +25,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from rollmesh.core.process import Ready
 from rollmesh.core.run_state import RunRecord, RunState
 from rollmesh.core.types import EVAL_SAMPLING, ErrorPlace
-from rollmesh.serve.client.evaluation_files import Plan, Row, write_plan
+from rollmesh.serve.client.evaluation_files import EvaluationPlan, Row, write_plan
 from rollmesh.serve.client.scores import report_of
 from rollmesh.testing.run_folder import FakeRun
 from tests.flow.demo import start
@@ -104,7 +104,7 @@ def keep(browser: webdriver.Chrome, name: str) -> None:
 def write_evaluation(folder: Path, rewards: tuple[float, ...]) -> Path:
     """An evaluation of one task that has ended, its last rollout failed."""
     run = FakeRun(folder)
-    plan = Plan(
+    plan = EvaluationPlan(
         env="guess",
         env_settings={},
         model="",

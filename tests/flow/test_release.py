@@ -43,7 +43,7 @@ from rollmesh.runtime.session import Session, SessionRecord
 from rollmesh.serve.interception.agent_server import AgentServer, count_agent_server
 from rollmesh.serve.interception.exchange import Exchange
 from rollmesh.serve.interception.request import HttpRequest
-from rollmesh.serve.server.groups import Payload
+from rollmesh.serve.server.groups import GroupPayload
 from rollmesh.serve.server.outbox import PendingResult
 from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext
 from rollmesh.serve.server.worker import Worker, WorkerSettings
@@ -90,7 +90,7 @@ OF_A_ROLLOUT = (
         Turn,
     ),
     *(Exchange, HttpRequest, Blob, EngineRequest, SessionRecord, RolloutRecord, GroupRecord),
-    *(RolloutResult, Payload, PendingResult, Transcript, Sibling, Endpoint, Tool),
+    *(RolloutResult, GroupPayload, PendingResult, Transcript, Sibling, Endpoint, Tool),
 )
 NEVER_SEEN = {Turn, SessionRecord, GroupRecord, EngineRequest}  # made and read without a pause
 PASSING = (Generation, HttpRequest)

@@ -28,7 +28,7 @@ from rollmesh.engine.embedded.runner import ModelRunner
 from rollmesh.engine.embedded.scheduler import Memory, Scheduler
 
 
-class RunState(enum.Enum):
+class EngineRunState(enum.Enum):
     """Whether steps run."""
 
     RUNNING = "running"
@@ -86,7 +86,7 @@ class Engine:
         self.memory = Memory(model.architecture, model.dtype, limits.num_slots, limits.max_running)
         self.scheduler = Scheduler(self.memory, limits.max_step_tokens)
         self.runner = ModelRunner(model, self.memory)
-        self.run_state = RunState.RUNNING
+        self.run_state = EngineRunState.RUNNING
         self.occupation = MemoryOccupation.HELD
         self._update: WeightUpdate | None = None
         self._held: list[Request] = []
@@ -96,7 +96,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would compute something."""
-        may_step = self.run_state is RunState.RUNNING and self.occupation is MemoryOccupation.HELD
+        may_step = (
+            self.run_state is EngineRunState.RUNNING and self.occupation is MemoryOccupation.HELD
+        )
         return may_step and not self.scheduler.is_idle
 
     def step(self) -> list[Progress]:
@@ -130,7 +132,7 @@ class Engine:
 
     def pause(self, mode: PauseMode) -> None:
         """Stop stepping; `mode` decides about requests in progress."""
-        self.run_state = RunState.PAUSED
+        self.run_state = EngineRunState.PAUSED
         if mode is PauseMode.ABORT:
             self.abort(None)
         elif mode is PauseMode.RETRACT:
@@ -139,7 +141,7 @@ class Engine:
 
     def resume(self) -> None:
         """Continue after a pause; no effect without one."""
-        self.run_state = RunState.RUNNING
+        self.run_state = EngineRunState.RUNNING
 
     def flush(self) -> bool:
         """Drop all cached prefixes; return False, without effect, while requests run or are about

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from rollmesh.engine.embedded.request import Progress, Request, Top
 from rollmesh.engine.embedded.request_parser import PromptRequest
-from rollmesh.engine.embedded.text import Detokenizer
+from rollmesh.engine.embedded.text import IncrementalDecoder
 
 ResponseJson = dict[str, Any]
 
@@ -26,7 +26,9 @@ class ResponseBuilder:
         """With `is_incremental` each piece holds new tokens only, else all so far."""
         self._prompt = prompt
         self._is_incremental = is_incremental
-        self._tail = Detokenizer(tokenizer, prompt.skip_special) if tokenizer is not None else None
+        self._tail = (
+            IncrementalDecoder(tokenizer, prompt.skip_special) if tokenizer is not None else None
+        )
         self._num_sent = 0
         self._text_sent = ""
         self._started_s = time.monotonic()
@@ -46,7 +48,7 @@ class ResponseBuilder:
         answer["meta_info"] = self._meta_info(progress, first, stop)
         return answer
 
-    def _text(self, tail: Detokenizer, progress: Progress, start: int, stop: int) -> str:
+    def _text(self, tail: IncrementalDecoder, progress: Progress, start: int, stop: int) -> str:
         """Return the text so far, by default without what stopped it."""
         matched = progress.finish.matched if progress.finish is not None else None
         trims = self._prompt.trims_stop

@@ -22,7 +22,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer.from_file(str(path)) if path.exists() else None
 
 
-class Detokenizer:
+class IncrementalDecoder:
     """Decodes a growing list of ids piece by piece.
 
     Each piece is the difference of two decodings of the last few ids, since tokenizers may join or
@@ -72,7 +72,7 @@ class StopSearch:
 
     def __init__(self, rule: StopRule) -> None:
         self._rule = rule
-        self._tail = Detokenizer(rule.tokenizer, skip_special=False)
+        self._tail = IncrementalDecoder(rule.tokenizer, skip_special=False)
 
     def feed(self, token: int) -> str | None:
         """Return the stop string, or the pattern's own text, that `token` completes."""

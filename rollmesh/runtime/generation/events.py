@@ -266,7 +266,7 @@ class AttemptHeld(msgspec.Struct, frozen=True):
     attempt: int
 
 
-class AttemptFailed(msgspec.Struct, frozen=True):
+class EngineAttemptFailed(msgspec.Struct, frozen=True):
     """The attempt's stream ended without a finish."""
 
     attempt: int

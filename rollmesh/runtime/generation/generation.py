@@ -30,7 +30,6 @@ from rollmesh.core.types import VersionRun
 from rollmesh.engine.backend import UNVERSIONED, TopLogprobs
 from rollmesh.runtime.generation.events import (
     AbortAttempt,
-    AttemptFailed,
     AttemptHeld,
     AttemptPhase,
     AttemptSampled,
@@ -38,6 +37,7 @@ from rollmesh.runtime.generation.events import (
     ChooseEngine,
     DropAttempt,
     EngineAttempt,
+    EngineAttemptFailed,
     EngineChosen,
     EngineFull,
     EngineLost,
@@ -89,7 +89,7 @@ Event = (
     | EngineFull
     | AttemptSampled
     | AttemptHeld
-    | AttemptFailed
+    | EngineAttemptFailed
     | Ticked
 )
 Action = (
@@ -177,7 +177,7 @@ class GenerationMachine:
                 return self._on_joined()
             case ReaderLeft():
                 return self._on_left()
-            case AttemptFailed() | AttemptHeld():
+            case EngineAttemptFailed() | AttemptHeld():
                 return self._on_failed(event)
             case UpdateBegun() | EngineLost():
                 return self._on_engine(event)
@@ -301,7 +301,7 @@ class GenerationMachine:
         self._patience.on_older_weights(attempt.url, policy_version, attempt.policy_version)
         return [*stop, leave, *self._on_cut(False)]
 
-    def _on_failed(self, failed: AttemptFailed | AttemptHeld) -> list[Action]:
+    def _on_failed(self, failed: EngineAttemptFailed | AttemptHeld) -> list[Action]:
         attempt = self._attempt
         if attempt is None or failed.attempt != attempt.number:
             return []

@@ -34,12 +34,12 @@ from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation.events import (
     KIND_OF_ERROR,
     AbortAttempt,
-    AttemptFailed,
     AttemptHeld,
     AttemptSampled,
     AvoidEngine,
     ChooseEngine,
     DropAttempt,
+    EngineAttemptFailed,
     EngineChosen,
     EngineFull,
     EngineLost,
@@ -301,7 +301,9 @@ class Sampler:
 
     # events
 
-    def on_answer(self, attempt: _AttemptReceiver, event: AttemptSampled | AttemptFailed) -> None:
+    def on_answer(
+        self, attempt: _AttemptReceiver, event: AttemptSampled | EngineAttemptFailed
+    ) -> None:
         """Handle an engine's answer to an attempt."""
         try:
             self._drive(attempt.generation, event)
@@ -310,7 +312,7 @@ class Sampler:
             self.drop(attempt)
             self._drive(
                 attempt.generation,
-                AttemptFailed(attempt.number, f"{type(error).__name__}: {error}"),
+                EngineAttemptFailed(attempt.number, f"{type(error).__name__}: {error}"),
             )
 
     def drop(self, attempt: _AttemptReceiver) -> None:
@@ -528,5 +530,5 @@ class Sampler:
         return client
 
 
-def _failed(number: int, error: EngineError) -> AttemptFailed:
-    return AttemptFailed(number, str(error), KIND_OF_ERROR.get(type(error), "fault"))
+def _failed(number: int, error: EngineError) -> EngineAttemptFailed:
+    return EngineAttemptFailed(number, str(error), KIND_OF_ERROR.get(type(error), "fault"))

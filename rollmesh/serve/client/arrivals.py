@@ -217,7 +217,7 @@ NOT_ASKED = "its group is not an open ask of this client"
 NO_TICKET = "it does not carry the ticket of its group"
 
 
-class Kept(msgspec.Struct, frozen=True):
+class ResultKept(msgspec.Struct, frozen=True):
     """Event: the result that `Keep` named is safe."""
 
     keep: "Keep"
@@ -250,7 +250,7 @@ class RecordDrop(msgspec.Struct, frozen=True):
     retry_after_s: float = 0.0
 
 
-Event = Received | Kept | Malformed | AskEnded
+Event = Received | ResultKept | Malformed | AskEnded
 Action = Send | Keep | RecordDrop
 
 
@@ -278,7 +278,7 @@ class ResultSink:
                 return self._arrived(route, message, body)
             case Received():
                 return []
-            case Kept(keep):
+            case ResultKept(keep):
                 ended = self.ended[keep.message.group_id.run_id]
                 is_first = ended.add(keep.message.group_id.seq)
                 return [_ack(keep.route, keep.message, duplicate=not is_first)]

@@ -25,7 +25,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import RolloutRecord, Task
 from rollmesh.serve.client.arrivals import Arrival, Dropped, Finished
 from rollmesh.serve.client.async_client import AsyncRolloutClient, CallOptions, code_of
-from rollmesh.serve.client.evaluation_files import Plan, Results, Row
+from rollmesh.serve.client.evaluation_files import EvaluationPlan, Results, Row
 from rollmesh.serve.client.trajectories import Trajectories
 from rollmesh.wire.keys import Keys
 
@@ -44,7 +44,7 @@ class Site(msgspec.Struct, frozen=True):
 
 
 async def evaluate(
-    plan: Plan,
+    plan: EvaluationPlan,
     tasks: list[Task],
     site: Site,
     on_rows: Callable[[int], None],
@@ -74,7 +74,11 @@ async def evaluate(
 
 
 async def evaluate_locally(
-    client: "Client", plan: Plan, tasks: list[Task], folder: Path, on_rows: Callable[[int], None]
+    client: "Client",
+    plan: EvaluationPlan,
+    tasks: list[Task],
+    folder: Path,
+    on_rows: Callable[[int], None],
 ) -> None:
     """Run what is missing in `folder` with a client that needs no mesh."""
     with Results(folder) as results, Trajectories(folder) as trajectories:
@@ -101,7 +105,7 @@ class Evaluation:
     def __init__(
         self,
         client: Client,
-        plan: Plan,
+        plan: EvaluationPlan,
         tasks: list[Task],
         files: tuple[Results, Trajectories],
         on_rows: Callable[[int], None],

@@ -23,7 +23,7 @@ from rollmesh.envs.env import Env
 PLAN = "eval.json"
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Plan of an evaluation."""
 
     env: str
@@ -38,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingPolicy
 
 
-def write_plan(plan: Plan, folder: Path) -> None:
+def write_plan(plan: EvaluationPlan, folder: Path) -> None:
     """Write it into the evaluation's folder; UserError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,17 +47,17 @@ def write_plan(plan: Plan, folder: Path) -> None:
         raise UserError(f"{folder}: {error.strerror}; name another --out") from None
 
 
-def read_plan(folder: Path) -> Plan:
+def read_plan(folder: Path) -> EvaluationPlan:
     """Read the plan of an evaluation's folder; UserError if there is none."""
     try:
-        return msgspec.json.decode((folder / PLAN).read_bytes(), type=Plan)
+        return msgspec.json.decode((folder / PLAN).read_bytes(), type=EvaluationPlan)
     except FileNotFoundError:
         raise UserError(f"{folder}: no evaluation to resume; leave out --resume") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise UserError(f"{folder / PLAN}: {error}; start again without --resume") from None
 
 
-def pose(env: Env, plan: Plan) -> list[Task]:
+def pose(env: Env, plan: EvaluationPlan) -> list[Task]:
     """Return the tasks of `plan` in order; a one-line EnvError if the environment fails."""
     where = f'env = "{plan.env}": tasks("{plan.split}")'
     tasks: list[Task] = []

@@ -26,10 +26,10 @@ from rollmesh.serve.client.arrivals import Action as SinkAction
 from rollmesh.serve.client.arrivals import (
     Dropped,
     Keep,
-    Kept,
     Malformed,
     RawResult,
     RecordDrop,
+    ResultKept,
     ResultSink,
     StoredResult,
     Unopened,
@@ -408,7 +408,7 @@ class IntakeThread:
         if self._is_disk_ill:
             self._is_disk_ill = False
             log.warning("journal.writes_again")
-        for action in self._sink.step(Kept(keep), time.monotonic()):
+        for action in self._sink.step(ResultKept(keep), time.monotonic()):
             self._do_sink(action)
         self._do_asks(self._asks.step(Arrived(keep.message.group_id), time.monotonic()))
         self._hand_out(result)

@@ -52,7 +52,7 @@ class JournalPosition(msgspec.Struct, frozen=True):
 E = TypeVar("E")
 
 
-class Kept(JournalPosition, frozen=True):
+class KeptResult(JournalPosition, frozen=True):
     """A complete result."""
 
     attempt: int
@@ -63,7 +63,7 @@ class Kept(JournalPosition, frozen=True):
         return StoredResult(group_id, self.attempt, self.worker_id, self.position, self.num_bytes)
 
 
-class Told(msgspec.Struct, Generic[E], frozen=True):
+class ReportedEntry(msgspec.Struct, Generic[E], frozen=True):
     """An entry that is needed as it is."""
 
     position: int
@@ -129,18 +129,18 @@ class JournalState:
         """Groups that were asked for and do not train."""
         self.open: dict[GroupId, JournalPosition] = {}
         self.tries: dict[GroupId, GroupTried] = {}
-        self.kept: dict[GroupId, Kept] = {}
+        self.kept: dict[GroupId, KeptResult] = {}
         """Groups that are in steps."""
         self._left: set[GroupId] = set()
         """Groups of `kept` that the program is done with."""
-        self.parted: dict[GroupId, Told[GroupParted]] = {}
+        self.parted: dict[GroupId, ReportedEntry[GroupParted]] = {}
         """Groups of `kept` that the program has dropped."""
-        self.again: dict[GroupId, Told[GroupAsked]] = {}
+        self.again: dict[GroupId, ReportedEntry[GroupAsked]] = {}
         """Requests for tasks of earlier groups, while anything of these is needed."""
-        self.drops: dict[GroupId, Told[GroupBooked]] = {}
-        self.steps: dict[int, Told[StepTaken]] = {}
+        self.drops: dict[GroupId, ReportedEntry[GroupBooked]] = {}
+        self.steps: dict[int, ReportedEntry[StepTaken]] = {}
         self.deaths = StepDeaths()
-        self.published: dict[int, Told[Published]] = {}
+        self.published: dict[int, ReportedEntry[Published]] = {}
         self.saved = StateSaved()
 
     def replay(self, entry: AnyEntry, place: JournalPosition) -> None:
@@ -169,7 +169,7 @@ class JournalState:
             case GroupKept(group_id, attempt, worker_id):
                 self.end(group_id)
                 self._count(group_id)
-                kept = Kept(place.position, place.num_bytes, attempt, worker_id)
+                kept = KeptResult(place.position, place.num_bytes, attempt, worker_id)
                 self.kept[group_id] = kept
             case _:
                 self._apply_alone(entry, place.position)
@@ -278,17 +278,17 @@ class JournalState:
                 self.end(group_id)
                 self._count(group_id)
                 if self.is_redone:
-                    self.drops[group_id] = Told(position, entry)
+                    self.drops[group_id] = ReportedEntry(position, entry)
             case GroupParted(group_id) if self.is_redone and group_id in self.kept:
-                self.parted[group_id] = Told(position, entry)
+                self.parted[group_id] = ReportedEntry(position, entry)
             case GroupsTaken(group_ids):
                 self.forget(group_ids)
             case StepTaken(step) if self.is_redone:
-                self.steps[step] = Told(position, entry)
+                self.steps[step] = ReportedEntry(position, entry)
             case StepBegun() | StepEnded() if self.is_redone:
                 self.deaths.apply(entry)
             case Published(policy_version) if self.is_redone:
-                self.published[policy_version] = Told(position, entry)
+                self.published[policy_version] = ReportedEntry(position, entry)
             case StateSaved():
                 self.cover(entry)
             case EndedSoFar():
@@ -316,7 +316,7 @@ class JournalState:
             self.evals.setdefault(asked.group_id.run_id, IntervalSet()).add(asked.group_id.seq)
         if asked.again and self.is_redone:
             self.again.pop(asked.group_id, None)
-            self.again[asked.group_id] = Told(position, asked)
+            self.again[asked.group_id] = ReportedEntry(position, asked)
 
     def _count(self, group_id: GroupId) -> None:
         known = self.num_asked.get(group_id.run_id, 0)

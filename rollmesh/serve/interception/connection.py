@@ -39,7 +39,7 @@ class HttpFault(msgspec.Struct, frozen=True):
     why: str
 
 
-class RequestParser(HTTPProtocol):
+class HttpRequestParser(HTTPProtocol):
     """Parses the requests of one connection; reads nothing after a fault."""
 
     # llhttp does not call callbacks that are None.
@@ -230,7 +230,7 @@ class AgentConnection(asyncio.Protocol):
         self._owner = owner
         self._loop = loop
         self._transport: asyncio.Transport | None = None
-        self._parser = RequestParser(self)
+        self._parser = HttpRequestParser(self)
         self._task: asyncio.Task[None] | None = None
         self._progress_s = self._opened_s = loop.time()
         """Times of the last progress and of the start."""

@@ -32,7 +32,7 @@ FROM_OUTSIDE = frozenset({"killed by signal 9", "killed by signal 15"})
 """Ends that were requested."""
 
 
-class _Load(msgspec.Struct, frozen=True):
+class _EnvLoad(msgspec.Struct, frozen=True):
     """A worker that loads an environment."""
 
     hello: WorkerHello
@@ -46,7 +46,7 @@ class EnvLoads:
         self._workers = workers
         self._errors: dict[str, str] = {}
         """By environment."""
-        self._env_loads: OrderedDict[str, _Load] = OrderedDict()
+        self._env_loads: OrderedDict[str, _EnvLoad] = OrderedDict()
         """By worker id, oldest first."""
 
     def now(self) -> list[WorkerHello]:
@@ -59,7 +59,7 @@ class EnvLoads:
         if known and known.hello == hello:
             return
         until_s = now_s + min(hello.loads_for_s, MAX_LOAD_S) + LATE_S
-        self._env_loads[hello.worker_id] = _Load(hello, until_s)
+        self._env_loads[hello.worker_id] = _EnvLoad(hello, until_s)
         if len(self._env_loads) > MAX_LOADS:
             self._env_loads.popitem(last=False)
 

@@ -29,7 +29,7 @@ from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Env, Sibling
 from rollmesh.serve.server.rollouts import (
     NO_FAULT,
-    Fault,
+    EnvFault,
     RolloutResult,
     WorkerContext,
     check_score,
@@ -93,7 +93,7 @@ log = get_logger()
 
 async def score_together(
     context: WorkerContext, group_id: GroupId, task: Task, played: Sequence[RolloutResult]
-) -> Fault:
+) -> EnvFault:
     """Let the environment score the siblings that have a score; return NO_FAULT if that worked."""
     env = type(context.env)
     has_children = env.score_siblings is not Env.score_siblings
@@ -163,7 +163,7 @@ def _siblings(
 FAILURES = (Outcome.AGENT_ERROR, Outcome.INFRA_ERROR)
 
 
-class Payload(msgspec.Struct, frozen=True):
+class GroupPayload(msgspec.Struct, frozen=True):
     """The result that a GroupFinished carries."""
 
     complete: bool
@@ -176,7 +176,9 @@ class Payload(msgspec.Struct, frozen=True):
         return len(self.body) + sum(len(buffer) for buffer in self.buffers)
 
 
-async def run_group(context: WorkerContext, slots: Slots, begin: Begin, ask: GroupAsk) -> Payload:
+async def run_group(
+    context: WorkerContext, slots: Slots, begin: Begin, ask: GroupAsk
+) -> GroupPayload:
     """Run all siblings to their outcomes; raises nothing but CancelledError."""
     group = _Group(context, slots, begin, ask)
     try:
@@ -186,10 +188,10 @@ async def run_group(context: WorkerContext, slots: Slots, begin: Begin, ask: Gro
         context.runtime.cleanup_group(begin.group_id)
 
 
-def empty_payload(reason: str) -> Payload:
+def empty_payload(reason: str) -> GroupPayload:
     """Return the result of a group that could not be run."""
     record = GroupRecord(task=Task(id=""), reason=reason)
-    return Payload(complete=False, body=encode_record(record), buffers=(b"", b""))
+    return GroupPayload(complete=False, body=encode_record(record), buffers=(b"", b""))
 
 
 class _Group:
@@ -203,7 +205,7 @@ class _Group:
         self._is_strict = context.settings.failed_sibling == "drop"
         self._tasks: list[asyncio.Task[RolloutResult]] = []
 
-    async def run(self) -> Fault:
+    async def run(self) -> EnvFault:
         """Play and score; return why the group is incomplete, or NO_FAULT."""
         deadline_s = self._begin.deadline_s
         try:
@@ -212,7 +214,7 @@ class _Group:
                 missing = self._missing()
                 return missing if missing.text else await self._score()
         except TimeoutError:
-            return Fault(f"deadline: the ask's {deadline_s:.3g} s are over", None)
+            return EnvFault(f"deadline: the ask's {deadline_s:.3g} s are over", None)
 
     async def _play_all(self) -> None:
         """Wait until every sibling has an outcome, or is cut short because one has failed."""
@@ -227,22 +229,22 @@ class _Group:
             for index, task in enumerate(self._tasks)
         ]
 
-    def _missing(self) -> Fault:
+    def _missing(self) -> EnvFault:
         """Return why the group is incomplete; NO_FAULT if it is not."""
         played = self.played()
         failed = [each.record for each in played if each.record.outcome is Outcome.INFRA_ERROR]
         if not failed or (len(failed) < len(played) and not self._is_strict):
             return NO_FAULT
         num_failed = f"{len(failed)} of {len(played)} rollouts"
-        return Fault(f"infra_error: {num_failed}: {failed[0].error}", failed[0].place)
+        return EnvFault(f"infra_error: {num_failed}: {failed[0].error}", failed[0].place)
 
-    async def _score(self) -> Fault:
+    async def _score(self) -> EnvFault:
         """Let the environment score the siblings together; return NO_FAULT if that worked."""
         return await score_together(
             self._context, self._begin.group_id, self._ask.task, self.played()
         )
 
-    def pack(self, fault: Fault) -> Payload:
+    def pack(self, fault: EnvFault) -> GroupPayload:
         """Return the record and the buffers of all siblings."""
         ask, played = self._ask, self.played()
         token_ids: list[Buffer] = []
@@ -263,7 +265,7 @@ class _Group:
             is_eval=ask.is_eval,
             place=fault.place,
         )
-        return Payload(
+        return GroupPayload(
             complete=not fault.text,
             body=encode_record(record),
             buffers=(b"".join(token_ids), b"".join(logprobs)),

@@ -56,7 +56,7 @@ class WorkerContext(msgspec.Struct, frozen=True):
     """A sum that grows while no engine can serve; time limits of rollouts do not count it."""
 
 
-class Fault(NamedTuple):
+class EnvFault(NamedTuple):
     """An exception of environment code, as it is reported."""
 
     text: str
@@ -64,7 +64,7 @@ class Fault(NamedTuple):
     place: ErrorPlace | None
 
 
-NO_FAULT = Fault("", None)
+NO_FAULT = EnvFault("", None)
 
 
 class RolloutResult(msgspec.Struct):
@@ -145,14 +145,14 @@ def fill(record: RolloutRecord, session: SessionRecord) -> None:
     record.healed = session.healed
 
 
-def fault_of(error: BaseException, method: object) -> Fault:
+def fault_of(error: BaseException, method: object) -> EnvFault:
     """Describe `error`, which `method` of the environment raised, with its place."""
     error = cause_of(error)
     place, text = place_of(error, method), one_line(error)
     if place is None:
-        return Fault(text, None)
+        return EnvFault(text, None)
     place = msgspec.structs.replace(place, file=printable(place.file))
-    return Fault(f"{text} ({place})", place)
+    return EnvFault(f"{text} ({place})", place)
 
 
 def one_line(error: BaseException) -> str:
@@ -228,7 +228,7 @@ async def _play_once(context: WorkerContext, opened: OpenSession, ask: GroupAsk)
     return await _score(context, opened, ask, transcript)
 
 
-def _blame(opened: OpenSession, fault: Fault, *, is_agents: bool = True) -> _Verdict:
+def _blame(opened: OpenSession, fault: EnvFault, *, is_agents: bool = True) -> _Verdict:
     """Judge a failed run: a limit of rollmesh ended it, its last call got no answer, or the
     environment or its agent is at fault.
     """
@@ -237,11 +237,11 @@ def _blame(opened: OpenSession, fault: Fault, *, is_agents: bool = True) -> _Ver
     if not is_agents:
         return _infra_error(fault)
     if engine_fault := opened.session.engine_fault:
-        return _infra_error(Fault(engine_fault[:MAX_ERROR_CHARS], None))
+        return _infra_error(EnvFault(engine_fault[:MAX_ERROR_CHARS], None))
     return _Verdict(Outcome.AGENT_ERROR, fault.text, place=fault.place)
 
 
-def _infra_error(fault: Fault, *, is_worth_retry: bool = True) -> _Verdict:
+def _infra_error(fault: EnvFault, *, is_worth_retry: bool = True) -> _Verdict:
     return _Verdict(
         Outcome.INFRA_ERROR, fault.text, place=fault.place, is_worth_retry=is_worth_retry
     )

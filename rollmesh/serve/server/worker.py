@@ -30,7 +30,7 @@ from rollmesh.engine.view import FleetView
 from rollmesh.envs.calls import num_left_behind
 from rollmesh.envs.isolation import current_isolation
 from rollmesh.envs.spawning import ENDED, process_spawner
-from rollmesh.serve.server.groups import Payload, Slots, empty_payload, run_group
+from rollmesh.serve.server.groups import GroupPayload, Slots, empty_payload, run_group
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.rollouts import WorkerContext, one_line
 from rollmesh.serve.server.transport import STARTED_S, WorkerTransport, identity
@@ -38,9 +38,9 @@ from rollmesh.serve.server.worker_machine import (
     Abort,
     Action,
     Begin,
-    Ended,
     EnginesSeen,
     Event,
+    GroupRunEnded,
     Leaving,
     Left,
     StopAsked,
@@ -141,7 +141,7 @@ class Worker:
         self._post = WorkerTransport(
             settings.router, identity(worker_id), settings.keys, self.receive
         )
-        self._payloads: dict[GroupId, Payload] = {}
+        self._payloads: dict[GroupId, GroupPayload] = {}
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._num_left_behind = 0
         """Values of the last tick: they may be counted on the loop's thread only."""
@@ -308,7 +308,7 @@ class Worker:
     def _caches(self) -> dict[str, int]:
         return {"delivered_groups": self._machine.num_remembered, "sinks": self._post.num_sinks}
 
-    def _payload_of(self, message: AnyMessage) -> Payload | None:
+    def _payload_of(self, message: AnyMessage) -> GroupPayload | None:
         return self._payloads[message.group_id] if isinstance(message, GroupFinished) else None
 
     def _ended(self, group_id: GroupId, task: asyncio.Task[None]) -> None:
@@ -320,14 +320,14 @@ class Worker:
             log.error("group.fell", group_id=str(group_id))
             return
         payload = self._payloads.setdefault(group_id, empty_payload("cancelled"))
-        self._step(Ended(group_id, payload.complete, payload.num_bytes))
+        self._step(GroupRunEnded(group_id, payload.complete, payload.num_bytes))
 
     async def _run(self, context: WorkerContext, begin: Begin) -> None:
         # Do not keep the task's result: a task that was cut by a deadline waits for the collector,
         # since its TaskGroup is in a cycle with the cancellation that it has caught.
         self._payloads[begin.group_id] = await self._payload(context, begin)
 
-    async def _payload(self, context: WorkerContext, begin: Begin) -> Payload:
+    async def _payload(self, context: WorkerContext, begin: Begin) -> GroupPayload:
         try:
             return await run_group(context, self._slots, begin, decode_ask(begin.body))
         except WireError as error:

@@ -151,7 +151,7 @@ class WorkerMachineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-class Ended(msgspec.Struct, frozen=True):
+class GroupRunEnded(msgspec.Struct, frozen=True):
     """Event: a group has ended, aborted or not; the shell has its payload of `num_bytes`."""
 
     group_id: GroupId
@@ -209,7 +209,7 @@ class Left(msgspec.Struct, frozen=True):
     """Results whose sinks were away."""
 
 
-Event = Ended | StopAsked | Stopping | EnginesSeen | WornOut | Received | Ticked
+Event = GroupRunEnded | StopAsked | Stopping | EnginesSeen | WornOut | Received | Ticked
 Action = Send | Begin | Abort | Forget | Left
 
 
@@ -294,7 +294,7 @@ class WorkerMachine:
         """Return the actions for `event`; total and deterministic."""
         actions: list[Action] = []
         match event:
-            case Ended():
+            case GroupRunEnded():
                 actions += self._ended(event, now_s)
             case WornOut():
                 self._wear_out(event)
@@ -380,7 +380,7 @@ class WorkerMachine:
         self.running[group_id] = Running(attempt, ask.num_samples, ask.sink, ask.ticket)
         return [started, Begin(group_id, ask.num_samples, body, ask.deadline_s)]
 
-    def _ended(self, ended: Ended, now_s: float) -> list[Action]:
+    def _ended(self, ended: GroupRunEnded, now_s: float) -> list[Action]:
         group = self.running.pop(ended.group_id, None)
         if group is None:
             self.aborting.discard(ended.group_id)

@@ -13,7 +13,7 @@ import msgspec
 from rollmesh.core.errors import DECODE_ERRORS, JournalError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import SamplingPolicy
-from rollmesh.serve.client.arrivals import Keep, Kept, StoredResult
+from rollmesh.serve.client.arrivals import Keep, ResultKept, StoredResult
 from rollmesh.serve.client.asks import Arrived, Asked, AskMachine, AskSettings
 from rollmesh.serve.client.journal import ClientJournal, History
 from rollmesh.serve.client.journal_entries import (
@@ -192,7 +192,7 @@ class SimClient(RequestingClient):
         except JournalError:
             return  # not acked: its worker sends it again
         turns = msgspec.msgpack.decode(keep.body, type=SimGroupTurns)
-        for action in self.sink.step(Kept(keep), self._kernel.now_s(self)):
+        for action in self.sink.step(ResultKept(keep), self._kernel.now_s(self)):
             self._do_sink(action)
         self._tell(Arrived(message.group_id))
         self.arrivals.append(

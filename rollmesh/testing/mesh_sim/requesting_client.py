@@ -7,7 +7,7 @@
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.client.arrivals import Action as SinkAction
-from rollmesh.serve.client.arrivals import Keep, Kept, Malformed, RecordDrop, ResultSink
+from rollmesh.serve.client.arrivals import Keep, Malformed, RecordDrop, ResultKept, ResultSink
 from rollmesh.serve.client.asks import Action, Arrived, AskEnded, AskMachine, Event, ResultFailed
 from rollmesh.serve.client.journal_entries import GroupTried
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
@@ -136,7 +136,7 @@ class RequestingClient(Node):
         return "malformed result" if body == MALFORMED else ""
 
     def _keep(self, keep: Keep) -> None:
-        for action in self.sink.step(Kept(keep), self._kernel.now_s(self)):
+        for action in self.sink.step(ResultKept(keep), self._kernel.now_s(self)):
             self._do_sink(action)
         self._tell(Arrived(keep.message.group_id))
         self._kept(keep)

@@ -18,9 +18,9 @@ from rollmesh.engine.backend import Finish
 from rollmesh.engine.view import FleetView, is_leased, is_lost
 from rollmesh.runtime.generation.events import (
     AbortAttempt,
-    AttemptFailed,
     AttemptSampled,
     ChooseEngine,
+    EngineAttemptFailed,
     EngineChosen,
     EngineLost,
     FleetMoved,
@@ -36,7 +36,7 @@ from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.worker_machine import (
     Abort,
     Begin,
-    Ended,
+    GroupRunEnded,
     Left,
     StopAsked,
     Stopping,
@@ -305,7 +305,7 @@ class SimWorker(Node):
     def _tell_ended(self, group_id: GroupId, *, complete: bool, payload: bytes = b"done") -> None:
         payload = MALFORMED if self._network.spoils_a_result() else payload
         self.payloads[group_id] = payload
-        ended = Ended(group_id, complete, len(payload))
+        ended = GroupRunEnded(group_id, complete, len(payload))
         self._do(self.duties.step(ended, self._kernel.now_s(self)))
 
     def _body(self, send: Send) -> Buffer:
@@ -376,7 +376,9 @@ class SimWorker(Node):
             self._tell(rollout, machine, sampled)
 
         def hang_up() -> None:
-            self._tell(rollout, machine, AttemptFailed(attempt.attempt, "the connection broke"))
+            self._tell(
+                rollout, machine, EngineAttemptFailed(attempt.attempt, "the connection broke")
+            )
 
         is_bound = not is_resumable(machine.request.params)
         request = (machine.context(), attempt.max_new_tokens, is_bound, rollout.is_slow)
@@ -386,7 +388,7 @@ class SimWorker(Node):
         self,
         rollout: SimRollout,
         machine: GenerationMachine,
-        event: EngineChosen | AttemptSampled | AttemptFailed,
+        event: EngineChosen | AttemptSampled | EngineAttemptFailed,
     ) -> None:
         if rollout.machine is machine:
             rollout.step(event)

@@ -25,7 +25,7 @@ from rollmesh.core.errors import EngineError, PublishError
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.weights.publisher import FleetState, PublishReport
+from rollmesh.trainer.weights.publisher import PublishReport, PublishState
 from rollmesh.trainer.weights.verdicts import Probe
 
 log = get_logger()
@@ -92,14 +92,14 @@ class WeightVersions:
         folder: Path,
         background: BackgroundLoop,
         is_loading: Callable[[Path], bool] = lambda _: False,
-        fleet: FleetState | None = None,
+        fleet: PublishState | None = None,
     ) -> None:
         """`is_loading` returns whether an engine is reading a version's folder; `fleet` is updated
         by the publisher."""
         self._folder = folder
         self._background = background
         self._is_loading = is_loading
-        self.fleet = fleet or FleetState()
+        self.fleet = fleet or PublishState()
         self._running: _Publication | None = None
         self.refusal: Refusal | None = None
         """The last publication if no engine has accepted it, else None."""

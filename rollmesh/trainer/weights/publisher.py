@@ -71,7 +71,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.failed) and not self.updated
 
 
-class FleetState(msgspec.Struct):
+class PublishState(msgspec.Struct):
     """The publisher's last view of the engines; written on its thread, readable from any."""
 
     accepted_version: int = UNVERSIONED

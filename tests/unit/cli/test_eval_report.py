@@ -10,10 +10,10 @@ from rich.progress import Progress
 
 from rollmesh.cli.eval_report import SUMMARY, EvalProgress, show
 from rollmesh.core.types import EVAL_SAMPLING
-from rollmesh.serve.client.evaluation_files import Plan, Row
+from rollmesh.serve.client.evaluation_files import EvaluationPlan, Row
 from rollmesh.serve.client.scores import Report, report_of
 
-PLAN = Plan(
+PLAN = EvaluationPlan(
     env="games:One",
     env_settings={},
     model="m",

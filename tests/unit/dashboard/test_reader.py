@@ -10,7 +10,7 @@ from rollmesh.core.run_state import STATE_FILE
 from rollmesh.core.types import EVAL_SAMPLING
 from rollmesh.dashboard.reader import EvalView, PageEvent, RunReader
 from rollmesh.dashboard.rows import DroppedRollout, RowFile
-from rollmesh.serve.client.evaluation_files import Plan, Row, write_plan
+from rollmesh.serve.client.evaluation_files import EvaluationPlan, Row, write_plan
 from rollmesh.testing.run_folder import START_S, FakeRun
 
 
@@ -161,7 +161,7 @@ def test_failed_rollouts_are_reported_with_error_and_place(run: FakeRun) -> None
 
 def test_an_evaluations_report_is_shown_and_follows_its_rows(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "eval-7")
-    plan = Plan(
+    plan = EvaluationPlan(
         env="guess",
         env_settings={},
         model="",

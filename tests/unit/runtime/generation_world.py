@@ -10,10 +10,10 @@ from rollmesh.core.types import SamplingParams
 from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation.events import (
     AbortAttempt,
-    AttemptFailed,
     AttemptSampled,
     ChooseEngine,
     DropAttempt,
+    EngineAttemptFailed,
     EngineChosen,
     EngineFull,
     FleetMoved,
@@ -106,7 +106,7 @@ class World:
         elif act == 4 and self.attempts:
             attempt = self.rng.choice(list(self.attempts))
             del self.attempts[attempt]
-            self.step(AttemptFailed(attempt, "cut"))
+            self.step(EngineAttemptFailed(attempt, "cut"))
         elif act == 5:
             self.step(FleetMoved(self.rng.random() < 0.3))
         else:

@@ -9,11 +9,11 @@ from rollmesh.core.types import OutputGrammar, VersionRun
 from rollmesh.engine.backend import Finish
 from rollmesh.runtime.generation.events import (
     AbortAttempt,
-    AttemptFailed,
     AttemptSampled,
     AvoidEngine,
     ChooseEngine,
     DropAttempt,
+    EngineAttemptFailed,
     EngineChosen,
     EngineFull,
     EngineLost,
@@ -182,14 +182,14 @@ def test_seal_leaves_a_committed_turn_alone() -> None:
 def test_failed_leg_is_reported_and_resumed_elsewhere() -> None:
     bench = running()
     bench.sample(0, 1)
-    bench.step(AttemptFailed(0, "connection reset"))
+    bench.step(EngineAttemptFailed(0, "connection reset"))
     assert bench.said(ReportFault) == [ReportFault(ENGINE.url, "i1", "connection reset")]
     assert bench.said(ChooseEngine)
 
 
 def test_refused_leg_ends_the_turn_with_the_engines_words() -> None:
     bench = running()
-    bench.step(AttemptFailed(0, "prompt too long", kind="refused"))
+    bench.step(EngineAttemptFailed(0, "prompt too long", kind="refused"))
     assert bench.machine.state is GenerationState.VOID
     assert isinstance(bench.machine.error, EngineRefused)
     assert bench.said(WakeReaders)
@@ -199,7 +199,7 @@ def test_an_engine_that_breaks_after_a_token_or_without_images_is_at_fault() -> 
     seeing, plain = running(images=("https://here/a.png",)), running()
     seeing.sample(0, 1)
     for bench in (seeing, plain):
-        bench.step(AttemptFailed(0, "cut", "broke"))
+        bench.step(EngineAttemptFailed(0, "cut", "broke"))
         assert bench.said(ReportFault)
         assert bench.machine.state is GenerationState.RUNNING
 
@@ -399,7 +399,7 @@ def test_streamed_turn_that_cannot_resume_is_sampled_anew_for_a_retry_who_saw_no
 
 def test_full_queue_is_avoided_and_tried_again_but_is_no_fault() -> None:
     bench = running()
-    bench.step(AttemptFailed(0, "queue full", "overloaded"))
+    bench.step(EngineAttemptFailed(0, "queue full", "overloaded"))
     assert bench.actions == [AvoidEngine(ENGINE.url), ChooseEngine(0)]
     bench.step(EngineChosen("http://b", "i1", 0))
     bench.sample(1, 1, finish=Finish("stop"))

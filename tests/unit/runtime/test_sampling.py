@@ -6,8 +6,8 @@ from rollmesh.core.errors import EngineError, EngineOverloaded, EngineUnavailabl
 from rollmesh.core.types import EVAL_SAMPLING, SamplingParams, SamplingPolicy
 from rollmesh.runtime.chat import RequestedSampling
 from rollmesh.runtime.generation.events import (
-    AttemptFailed,
     AvoidEngine,
+    EngineAttemptFailed,
     EngineChosen,
     ReaderLeft,
     ReportFault,
@@ -161,7 +161,7 @@ def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
     bench = running()
     for attempt in range(3):
         assert bench.machine.error is None
-        bench.step(AttemptFailed(attempt, "http://a: HTTP 500: oops", "broke"))
+        bench.step(EngineAttemptFailed(attempt, "http://a: HTTP 500: oops", "broke"))
         assert bench.said(ReportFault)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
@@ -171,25 +171,25 @@ def test_a_lone_engine_that_fails_on_is_told_in_its_own_words() -> None:
 
 def test_an_engine_that_is_parked_with_or_restarted_is_not_given_up() -> None:
     bench = running()
-    bench.step(AttemptFailed(0, "cut"))
+    bench.step(EngineAttemptFailed(0, "cut"))
     bench.step(EngineChosen(ENGINE.url, "i2", 0), after_s=60.0)
-    bench.step(AttemptFailed(1, "cut"))
+    bench.step(EngineAttemptFailed(1, "cut"))
     assert bench.machine.error is None
     bench.step(Ticked(), after_s=60.0)
     bench.step(ENGINE)
     bench.step(ReaderLeft())
-    bench.step(AttemptFailed(2, "cut"))
+    bench.step(EngineAttemptFailed(2, "cut"))
     assert bench.machine.state is GenerationState.PARKED
 
 
 def test_a_request_whose_images_break_engines_ends_without_fencing_them() -> None:
     bench = running(images=("https://nowhere/a.png",))
     for attempt in range(2):
-        bench.step(AttemptFailed(attempt, "HTTP 500: oops", "broke"))
+        bench.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
         assert bench.said(AvoidEngine)
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
-    bench.step(AttemptFailed(2, "HTTP 500: oops", "broke"))
+    bench.step(EngineAttemptFailed(2, "HTTP 500: oops", "broke"))
     assert bench.said(ReportFault) == []
     assert bench.machine.state is GenerationState.VOID
     assert "HTTP 500: oops" in str(bench.machine.error)
@@ -202,7 +202,7 @@ def test_a_resumed_leg_that_breaks_at_its_images_fences_nobody_either() -> None:
     for attempt in range(1, 4):
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
-        bench.step(AttemptFailed(attempt, "HTTP 500: oops", "broke"))
+        bench.step(EngineAttemptFailed(attempt, "HTTP 500: oops", "broke"))
         assert bench.said(ReportFault) == []
     assert "HTTP 500: oops" in str(bench.machine.error)
 
@@ -211,7 +211,7 @@ def test_queues_that_stay_full_end_the_turn_as_overload_within_bounds() -> None:
     bench = running()
     for attempt in range(9):
         assert bench.machine.error is None
-        bench.step(AttemptFailed(attempt, "http://a: the queue is full", "overloaded"))
+        bench.step(EngineAttemptFailed(attempt, "http://a: the queue is full", "overloaded"))
         bench.step(Ticked(), after_s=1.0)
         bench.step(ENGINE)
     assert isinstance(bench.machine.error, EngineOverloaded)

@@ -48,7 +48,7 @@ def report() -> dict[str, Any]:
 def status() -> RouterStatus:
     story = ScriptedRouter()
     story.worker("w0")
-    story.says("w0", WorkerBeat(**report()))
+    story.receive("w0", WorkerBeat(**report()))
     return status_of("i0", story.group_scheduler, FleetChanged(1, ()), {})
 
 

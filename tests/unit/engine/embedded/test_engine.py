@@ -9,10 +9,10 @@ import torch
 
 from rollmesh.engine.embedded.engine import (
     Engine,
+    EngineRunState,
     MemoryOccupation,
     PauseMode,
     ProgressReader,
-    RunState,
     StepLoop,
     WeightUpdate,
 )
@@ -120,7 +120,7 @@ def test_a_paused_request_waits_and_then_ends_as_if_nothing_had_been(
     for _ in range(4):
         engine.step()
     engine.pause(mode)
-    assert engine.run_state is RunState.PAUSED
+    assert engine.run_state is EngineRunState.PAUSED
     assert engine.step() == []
     assert request.num_output_tokens == 4
     assert engine.flush() is (mode is PauseMode.RETRACT), "memory in use is not flushed"

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.request import FinishReason
-from rollmesh.engine.embedded.text import Detokenizer, StopRule, load_tokenizer
+from rollmesh.engine.embedded.text import IncrementalDecoder, StopRule, load_tokenizer
 from tests.unit.engine.embedded.driving import ask, finish_all, make_engine, output, random_prompt
 
 
@@ -27,7 +27,7 @@ def test_half_a_character_waits_for_its_rest(tokenizer: Tokenizer) -> None:
     text = "a\N{EURO SIGN}b\N{SNOWMAN}"
     ids = tokenizer.encode(text).ids
     assert len(ids) == 8
-    tail = Detokenizer(tokenizer, skip_special=True)
+    tail = IncrementalDecoder(tokenizer, skip_special=True)
     pieces = [tail.feed([token], is_last=False) for token in ids]
     assert pieces == ["a", "", "", "\N{EURO SIGN}", "b", "", "", "\N{SNOWMAN}"]
     assert tail.text == text
@@ -35,14 +35,14 @@ def test_half_a_character_waits_for_its_rest(tokenizer: Tokenizer) -> None:
 
 def test_the_last_piece_holds_nothing_back(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("\N{EURO SIGN}").ids[:2]
-    tail = Detokenizer(tokenizer, skip_special=True)
+    tail = IncrementalDecoder(tokenizer, skip_special=True)
     assert tail.feed(ids, is_last=True) == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_special_tokens_are_skipped_or_shown(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a<end>b").ids
-    assert Detokenizer(tokenizer, skip_special=True).feed(ids, is_last=True) == "ab"
-    assert Detokenizer(tokenizer, skip_special=False).feed(ids, is_last=True) == "a<end>b"
+    assert IncrementalDecoder(tokenizer, skip_special=True).feed(ids, is_last=True) == "ab"
+    assert IncrementalDecoder(tokenizer, skip_special=False).feed(ids, is_last=True) == "a<end>b"
 
 
 def test_a_folder_without_tokenizer_has_no_text(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -14,12 +14,12 @@ from rollmesh.core.errors import EnvError, UserError
 from rollmesh.core.types import EVAL_SAMPLING, Task
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.evaluation import Site, evaluate, rows_of
-from rollmesh.serve.client.evaluation_files import RESULTS, Plan, Results, rows_in
+from rollmesh.serve.client.evaluation_files import RESULTS, EvaluationPlan, Results, rows_in
 from rollmesh.wire.frames import decode_ask
 from rollmesh.wire.messages import AskGroup, CancelGroup, GroupFailed
 from tests.unit.serve.client.fake_router import FakeRouter, deliver
 
-PLAN = Plan(
+PLAN = EvaluationPlan(
     env="guess",
     env_settings={},
     model="m",

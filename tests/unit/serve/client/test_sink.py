@@ -6,9 +6,9 @@ from rollmesh.serve.client.arrivals import (
     NOT_ASKED,
     Action,
     Keep,
-    Kept,
     Malformed,
     RecordDrop,
+    ResultKept,
     ResultSink,
 )
 from rollmesh.serve.client.asks import Asked, AskEnded
@@ -46,7 +46,7 @@ def test_result_is_acked_only_after_it_was_kept() -> None:
     assert isinstance(keep, Keep)
     assert keep.body == b"record"
     assert not sink.has_ended(ONE)
-    assert sink.step(Kept(keep), 0.0) == [Send(b"w1", GroupAcked(ONE, 1, duplicate=False))]
+    assert sink.step(ResultKept(keep), 0.0) == [Send(b"w1", GroupAcked(ONE, 1, duplicate=False))]
     assert sink.has_ended(ONE)
 
 
@@ -61,7 +61,7 @@ def test_later_attempt_is_acked_as_a_duplicate_and_not_kept() -> None:
     sink = new_sink()
     [keep] = arrive(sink)
     assert isinstance(keep, Keep)
-    sink.step(Kept(keep), 0.0)
+    sink.step(ResultKept(keep), 0.0)
     ack = Send(b"w2", GroupAcked(ONE, 2, duplicate=True))
     assert arrive(sink, attempt=2, route=b"w2") == [ack]
     assert sink.num_duplicates == 1
@@ -111,7 +111,7 @@ def test_drop_of_a_kept_group_is_not_booked() -> None:
     sink = new_sink()
     [keep] = arrive(sink)
     assert isinstance(keep, Keep)
-    sink.step(Kept(keep), 0.0)
+    sink.step(ResultKept(keep), 0.0)
     assert sink.step(AskEnded(ONE, "stale"), 0.0) == []
 
 

@@ -5,7 +5,11 @@ import gc
 
 import pytest
 
-from rollmesh.serve.interception.connection import AgentConnection, ConnectionLimits, RequestParser
+from rollmesh.serve.interception.connection import (
+    AgentConnection,
+    ConnectionLimits,
+    HttpRequestParser,
+)
 from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.http_client import (
     GET,
@@ -187,7 +191,7 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(
                 kept.send(GET + sized(b"abc")[:-1])
                 assert (await kept.answer())[0] == 200
                 kept.reset()
-                parts = (AgentConnection, RequestParser)
+                parts = (AgentConnection, HttpRequestParser)
                 while any(type(each) in parts for each in gc.get_objects()):  # noqa: ASYNC110 - nothing signals when the last object is freed
                     await asyncio.sleep(0)
             finally:

@@ -12,7 +12,7 @@ from rollmesh.core.errors import InfraError
 from rollmesh.core.ids import GroupId
 from rollmesh.core.types import ErrorPlace, GroupRecord, Outcome, Score, Task
 from rollmesh.envs.env import Endpoint, Env, Transcript
-from rollmesh.serve.server.groups import Payload, Slots, empty_payload, run_group
+from rollmesh.serve.server.groups import GroupPayload, Slots, empty_payload, run_group
 from rollmesh.serve.server.worker_machine import Begin
 from rollmesh.wire.frames import decode_record
 from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_stage
@@ -69,7 +69,7 @@ async def run(
     slots: Slots | None = None,
     deadline_s: float = 0.0,
     **settings: float | str,
-) -> tuple[Payload, GroupRecord]:
+) -> tuple[GroupPayload, GroupRecord]:
     context = new_stage(folder, env, None, **settings)
     begin = Begin(GROUP, 3, b"", deadline_s)
     payload = await run_group(context, slots or Slots(2), begin, ASK)

@@ -14,7 +14,7 @@ from rollmesh.core.types import GroupRecord, Score, Task
 from rollmesh.envs.chat import ChatClient, ChatReply, Message
 from rollmesh.envs.env import Endpoint, Sibling, Transcript
 from rollmesh.serve.client.samples import Cut, cut
-from rollmesh.serve.server.groups import Payload, Slots, run_group
+from rollmesh.serve.server.groups import GroupPayload, Slots, run_group
 from rollmesh.serve.server.worker_machine import Begin
 from rollmesh.wire.frames import decode_record
 from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_stage, served, speaking
@@ -56,7 +56,7 @@ async def go_on(env: Asking, sibling: Sibling) -> ChatReply:
 
 async def run(
     folder: Path, env: Asking, begin: Begin = BEGIN, **settings: float
-) -> tuple[Payload, GroupRecord]:
+) -> tuple[GroupPayload, GroupRecord]:
     context = new_stage(folder, env, speaking(folder, "4"), **settings)
     async with served(context) as (context, server):
         payload = await run_group(context, Slots(2), begin, ASK)
@@ -65,7 +65,7 @@ async def run(
     return payload, decode_record(payload.body)
 
 
-def samples(payload: Payload, record: GroupRecord) -> Cut:
+def samples(payload: GroupPayload, record: GroupRecord) -> Cut:
     token_ids = np.frombuffer(payload.buffers[0], np.int32)
     logprobs = np.frombuffer(payload.buffers[1], np.float32)
     return cut(BEGIN.group_id, record, token_ids, logprobs, frozenset({"main"}))

@@ -5,8 +5,8 @@ from rollmesh.serve.server.outbox import Forget
 from rollmesh.serve.server.worker_machine import (
     Abort,
     Action,
-    Ended,
     EnginesSeen,
+    GroupRunEnded,
     Left,
     WorkerMachine,
     WorkerMachineSettings,
@@ -51,7 +51,7 @@ def test_what_runs_is_given_back_once_no_engine_has_served_for_long() -> None:
     assert see(machine, 100.0 + STRANDED_S - 0.1) == []
     assert see(machine, 100.0 + STRANDED_S) == [Abort(ONE, WHY)]
     assert see(machine, 101.0 + STRANDED_S) == [], "it is told once"
-    gone = machine.step(Ended(ONE, False, 0), 102.0 + STRANDED_S)
+    gone = machine.step(GroupRunEnded(ONE, False, 0), 102.0 + STRANDED_S)
     assert gone == [Forget(ONE), Send(ROUTER, WorkerLeft("w1", "drained: shrink")), Left()]
 
 

@@ -4,7 +4,7 @@ it."""
 import random
 
 from rollmesh.core.ids import GroupId, IntervalSet
-from rollmesh.serve.client.arrivals import Keep, Kept, ResultSink
+from rollmesh.serve.client.arrivals import Keep, ResultKept, ResultSink
 from rollmesh.serve.client.asks import Asked
 from rollmesh.serve.server.outbox import Forget, OutboxSettings
 from rollmesh.serve.server.worker_machine import (
@@ -15,7 +15,7 @@ from rollmesh.serve.server.worker_machine import (
     Begin,
     Budget,
     BudgetState,
-    Ended,
+    GroupRunEnded,
     Left,
     StopAsked,
     Stopping,
@@ -103,7 +103,7 @@ def run(machine: WorkerMachine, group_id: GroupId, attempt: int = 1) -> list[Act
 
 
 def end(machine: WorkerMachine, group_id: GroupId) -> list[Action]:
-    return machine.step(Ended(group_id, True, 500), 0.0)
+    return machine.step(GroupRunEnded(group_id, True, 500), 0.0)
 
 
 def ack(machine: WorkerMachine, group_id: GroupId) -> list[Action]:
@@ -437,7 +437,7 @@ def _carry(
         replies = [reaction]
         if isinstance(reaction, Keep):
             kept.append(reaction.message.group_id)
-            replies = sink.step(Kept(reaction), 0.0)
+            replies = sink.step(ResultKept(reaction), 0.0)
         for reply in replies:
             assert isinstance(reply, Send)
             answers += machine.step(Received(action.route, reply.message), 0.0)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.config import InterceptionConfig
-from rollmesh.runtime.generation.events import AttemptFailed
+from rollmesh.runtime.generation.events import EngineAttemptFailed
 from rollmesh.runtime.generation.generation import GenerationState
 from rollmesh.serve.interception.exchange import ExchangeState
 from rollmesh.wire.machine import Ticked
@@ -220,7 +220,7 @@ async def test_engines_that_stay_full_are_a_429(
         generation = agent.sampler.generations[0]
         while generation.attempt is not None:
             number, generation.attempt = generation.attempt.attempt, None
-            generation.drive(AttemptFailed(number, "the queue is full", "overloaded"))
+            generation.drive(EngineAttemptFailed(number, "the queue is full", "overloaded"))
             agent.clock.advance(1.0)
             generation.drive(Ticked())
         response = await opening
