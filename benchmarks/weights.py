@@ -28,8 +28,8 @@ import torch
 from benchmarks.lib.report import Goal, parser, report
 from benchmarks.lib.servers import Child, cores
 from rollmesh.core.config import PublishMode, TrainerConfig
+from rollmesh.engine.backend import EngineBackend, backend_factory
 from rollmesh.engine.http import HttpClient
-from rollmesh.engine.sglang import SglangBackend
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
@@ -74,7 +74,7 @@ class Stepped(Policy):
 class Bench:
     """A policy and an engine, and versions on their way from one to the other."""
 
-    def __init__(self, policy: Stepped, engine: Child, client: SglangBackend, folder: Path) -> None:
+    def __init__(self, policy: Stepped, engine: Child, client: EngineBackend, folder: Path) -> None:
         self._policy = policy
         self._engine = engine
         self._client = client
@@ -138,7 +138,7 @@ async def measured(case: str, folder: Path, num_rounds: int) -> dict[str, float]
     policy = Stepped(str(folder / "model"), TrainerConfig())
     try:
         async with HttpClient() as http:
-            client = SglangBackend(engine.ready.address, http)
+            client = backend_factory()(engine.ready.address, http)
             bench = Bench(policy, engine, client, folder)
             for number in range(num_rounds + 1):
                 await bench.round()
@@ -165,8 +165,8 @@ def main() -> None:
     figures: dict[str, float] = {}
     for case in cases:
         with tempfile.TemporaryDirectory() as name:
-            told = asyncio.run(measured(case, Path(name), 3 if options.quick else 15))
-        figures |= {f"{case}.{figure}": value for figure, value in told.items()}
+            measurements = asyncio.run(measured(case, Path(name), 3 if options.quick else 15))
+        figures |= {f"{case}.{figure}": value for figure, value in measurements.items()}
     report(options, figures, [goal for goal in GOALS if goal.figure.split(".")[0] in cases])
 
 

@@ -1,4 +1,4 @@
-"""Public fakes for tests and benchmarks: what stands at the other end of a socket, scripted.
+"""Public fakes for tests and benchmarks: scripted services behind real sockets, and simulators.
 
-No shipped room imports this one.
+No shipped package imports this one.
 """

@@ -1,7 +1,6 @@
-"""A client without a mesh: the test says what ends, and how.
+"""A rollout client without a mesh: the test decides which groups end, and how.
 
-Invariant: like a RolloutClient it mints ids at once and hands every ending out once. Driven by
-tests of what stands on a client.
+- Like a RolloutClient, it mints ids at once and returns each ended group exactly once.
 """
 
 from collections.abc import Iterable
@@ -27,19 +26,19 @@ ANSWER = (1, 2)
 
 
 class ScriptedClient:
-    """`asked` is what was asked for and has not ended."""
+    """`asked` holds the requested groups that have not ended."""
 
     def __init__(self) -> None:
         self.run_id = "run"
         self.asked: dict[GroupId, tuple[Task, int]] = {}
         self.again: dict[GroupId, Again] = {}
-        """Of `asked`, and of what has ended, what asks for a task again."""
+        """Requests of `asked`, and of ended groups, that repeat a task."""
         self.min_policy_versions: list[int] = []
-        """Of each ask, in order."""
+        """Minimum policy version of each request, in order."""
         self.parted: list[GroupParted] = []
-        """What its program has dropped."""
+        """Groups that the client's user has dropped."""
         self.filed: dict[int, Arrival] = {}
-        """Results that an earlier client left, by their positions."""
+        """Results that an earlier client left, by position."""
         self._num_asked = 0
         self._arrivals: list[Arrival] = []
 
@@ -57,7 +56,7 @@ class ScriptedClient:
         again: Again | None = None,
         min_policy_version: int = -1,
     ) -> GroupId:
-        """Mint an id."""
+        """Mint an id and record the request."""
         del env, sampling, seed, is_eval, asked_step, num_drawn
         group_id = GroupId(self.run_id, self._num_asked)
         self.min_policy_versions.append(min_policy_version)
@@ -68,29 +67,29 @@ class ScriptedClient:
         return group_id
 
     def take(self, timeout_s: float) -> list[Arrival]:
-        """What was ended since the last call; never waits."""
+        """Return the groups that ended since the last call; never wait."""
         del timeout_s
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
-        """End it, if it has not ended."""
+        """End the group unless it has ended."""
         if group_id in self.asked:
             self.drop(group_id, f"cancelled: {reason}")
 
     def done_with(
         self, group_ids: Iterable[GroupId], reason: str = "", step: int = 0, times: int = 0
     ) -> None:
-        """Remember it, as a journal does."""
+        """Record that the groups are no longer needed, as the journal does."""
         self.parted += [GroupParted(each, reason, step, times) for each in group_ids]
 
     def open(self, arrival: Unopened) -> Arrival:
-        """Of an earlier life's: what stands at its place on the disk, which is `filed`."""
+        """Return an earlier client's result, from `filed` instead of the disk."""
         assert isinstance(arrival, StoredResult)
         return self.filed[arrival.position]
 
     def hand_out(self, position: int) -> None:
-        """What an earlier client left there arrives."""
+        """Deliver the result that an earlier client left at `position`."""
         self._arrivals.append(self.filed[position])
 
     def finish(
@@ -102,8 +101,8 @@ class ScriptedClient:
     ) -> None:
         """End the group: siblings complete unless `outcomes` says otherwise.
 
-        A sibling's answer is sampled by `policy_versions`, one token each, the last for the rest;
-        that of some by others, as `of_rollout` says.
+        The tokens of each answer are sampled by `policy_versions`, one token each, the last version
+        for the rest; `of_rollout` overrides the versions of single rollouts.
         """
         special = of_rollout or {}
         task, num_samples = self.asked.pop(group_id)
@@ -135,7 +134,7 @@ class ScriptedClient:
 
 
 def rollout(index: int, outcome: Outcome, policy_versions: tuple[int, ...]) -> RolloutRecord:
-    """One turn of two tokens."""
+    """A rollout of one turn with two sampled tokens."""
     versions = (policy_versions * 2)[: len(ANSWER)]
     answer = NodeRow(
         parent=0,

@@ -1,12 +1,10 @@
-"""The clock that stands still until told; for tests and for the simulator.
-
-Invariant: time moves only by `advance_to` and `advance`, and never back. Driven by the test, or by
-the simulator's kernel.
+"""A clock for tests and simulators that moves only by `advance_to` and `advance`, and never
+back.
 """
 
 
 class FakeClock:
-    """A Clock whose two faces, monotonic and unix, move together."""
+    """A Clock whose monotonic and unix times move together."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -18,7 +16,7 @@ class FakeClock:
         return 1_000_000_000.0 + self._now_s
 
     def advance_to(self, now_s: float) -> None:
-        """Move to `now_s`; ValueError if that lies in the past."""
+        """Move to `now_s`; raise ValueError if that is in the past."""
         if now_s < self._now_s:
             raise ValueError(f"time does not run back from {self._now_s} to {now_s}")
         self._now_s = now_s

@@ -1,7 +1,7 @@
 """The scripted engine: SGLang's native protocol on a loopback socket without a model.
 
     async with ScriptedEngine() as engine:
-        engine.hold()                  # no tokens until allow(n) or release()
+        engine.hold()                    # no tokens until allow(n) or release()
         engine.faults.append(Fault.CUT)  # of the next /generate
 
     agent = ScriptedAgent(tokenizer, steps(AgentReply("I look.", uses=(ToolUse("ls", "{}"),))))
@@ -45,17 +45,17 @@ def chain_token(policy_version: int, context: Sequence[int]) -> int:
 
 
 def endless_token(policy_version: int, context: Sequence[int]) -> int:
-    """As `chain_token`, but never a stop: turns end by their length."""
+    """Return ids like `chain_token`, but never a stop token: turns end by their length."""
     return 1 + zlib.crc32(repr((policy_version, list(context))).encode()) % (VOCAB_SIZE - 1)
 
 
 def logprob_of(policy_version: int, token_id: int) -> float:
-    """What the scripted engine says of a token, exact in float32."""
+    """Log-prob that the scripted engine reports for a token, exact in float32."""
     return -(1 + policy_version % 8) / 8 - token_id / 512
 
 
 class FakeMemoryState(enum.Enum):
-    """Whether the engine has its memory, as in the embedded one: BARE is without weights."""
+    """Memory state, as in the embedded engine; BARE is memory without weights."""
 
     HELD = "held"
     RELEASED = "released"
@@ -63,14 +63,14 @@ class FakeMemoryState(enum.Enum):
 
 
 class SeenRequest(msgspec.Struct, frozen=True):
-    """A request that came in."""
+    """A request that the engine received."""
 
     path: str
     body: dict[str, Any]
 
 
-class _Request:
-    """A live `/generate`."""
+class _LiveRequest:
+    """A `/generate` request that is being sampled."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.rid: str = body.get("rid", "")
@@ -84,7 +84,7 @@ class _Request:
 
 
 class ScriptedEngine:
-    """See the module. `url` stays the same over `die` and `restart`."""
+    """A scripted SGLang server; `url` stays the same across `die` and `restart`."""
 
     def __init__(
         self,
@@ -99,27 +99,27 @@ class ScriptedEngine:
         self.url = ""
         self.model_path = "scripted"
         self.info_version: str | None = None
-        """The version in /model_info instead of `weight_version`; '' leaves the field out."""
+        """Version in /model_info instead of `weight_version`; '' leaves the field out."""
         self.seen: list[SeenRequest] = []
         self.faults: deque[Fault] = deque()
         self.update_error = ""
-        """Weight updates fail with this message."""
+        """Message with which weight updates fail."""
         self.update_is_idle = False
-        """Weight updates claim success and change nothing but the label."""
+        """Whether weight updates claim success and change only the version label."""
         self.max_running = 0
-        """The limit of running requests that it reports and does not keep; 0 for none."""
+        """The limit of running requests that it reports but does not enforce; 0 for none."""
         self.api_key = ""
-        """If set, requests without it are refused with 401, and are not in `seen`."""
-        self.num_deaf_aborts = 0
-        """So many aborts do nothing, as one does that comes before its request."""
+        """If set, requests without it are refused with 401 and are not in `seen`."""
+        self.num_ignored_aborts = 0
+        """Number of aborts to ignore, as if they had arrived before their request."""
         self.is_paused = False
-        self.tenure = FakeMemoryState.HELD
+        self.memory_state = FakeMemoryState.HELD
         self.num_sampled = 0
-        self.lives = 0
+        self.num_starts = 0
         self._start_version = weight_version
         self._weights = weight_version
         self._allowed: int | None = None
-        self._live: dict[str, _Request] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._handling: dict[asyncio.Transport, asyncio.Task[Any]] = {}
         self._moved = asyncio.Condition()
         self._runner: web.ServerRunner | None = None
@@ -137,14 +137,14 @@ class ScriptedEngine:
     ) -> None:
         await self.die()
 
-    # what tests do
+    # controls for tests
 
     def hold(self) -> None:
-        """Sample nothing until told."""
+        """Sample nothing until `allow` or `release`."""
         self._allowed = 0
 
     async def allow(self, num_tokens: int) -> None:
-        """Let so many more tokens be sampled, whosever they are."""
+        """Allow `num_tokens` more tokens, shared by all requests."""
         self._allowed = (self._allowed or 0) + num_tokens
         await self._notify()
 
@@ -154,21 +154,23 @@ class ScriptedEngine:
         await self._notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, looking again whenever something happens here."""
+        """Wait until `condition` holds; it is checked after every event of the engine."""
         async with self._moved:
             await self._moved.wait_for(condition)
 
     def num_seen(self, path: str) -> int:
-        """Requests for `path` so far."""
+        """Number of requests for `path` so far."""
         return sum(request.path == path for request in self.seen)
 
     @property
     def num_live(self) -> int:
-        """Requests that are being sampled."""
+        """Number of requests that are being sampled."""
         return len(self._live)
 
     async def update(self, policy_version: int | str) -> None:
-        """What a publisher does: pause, let the running requests end, change weights, continue."""
+        """Update weights as a publisher does: pause, let running requests end, change weights,
+        continue.
+        """
         self.is_paused = True
         self._abort(list(self._live))
         await self._notify()
@@ -178,29 +180,31 @@ class ScriptedEngine:
         await self._notify()
 
     async def die(self) -> None:
-        """Vanish: the port is closed and every connection cut."""
+        """Close the port and cut every connection."""
         runner, self._runner = self._runner, None
         for connection, handling in list(self._handling.items()):
             connection.abort()
             handling.cancel()
         if runner and (server := runner.server):
             await runner.cleanup()
-            for _ in range(4):  # turns of the loop from an accepted socket to its protocol
+            for _ in range(4):  # let the loop hand accepted sockets to their protocols
                 await asyncio.sleep(0)
             await server.shutdown(0.0)
 
     async def restart(self, weight_version: str | None = None) -> None:
-        """Come back at the same address without memory, with the first weights or these."""
+        """Serve again at the same address with empty memory and the first weights, or
+        `weight_version`.
+        """
         await self.die()
         if weight_version is not None:
             self._start_version = weight_version
         self.weight_version = self._weights = self._start_version
         self.model_path, self.is_paused = "scripted", False
-        self.tenure = FakeMemoryState.HELD
+        self.memory_state = FakeMemoryState.HELD
         await self._serve()
 
     async def _serve(self) -> None:
-        self.lives += 1
+        self.num_starts += 1
         server = web.Server(self._track, handler_cancellation=True)
         self._runner = web.ServerRunner(server, shutdown_timeout=0.0)
         await self._runner.setup()
@@ -252,16 +256,18 @@ class ScriptedEngine:
             case "/release_memory_occupation":
                 return self._release()
             case "/resume_memory_occupation":
-                self.tenure = (
-                    FakeMemoryState.BARE if self.tenure is FakeMemoryState.RELEASED else self.tenure
+                self.memory_state = (
+                    FakeMemoryState.BARE
+                    if self.memory_state is FakeMemoryState.RELEASED
+                    else self.memory_state
                 )
             case "/update_weights_from_disk":
                 return self._update(body)
             case _:
-                return self._tell(path, body)
+                return self._report(path, body)
         return web.Response()
 
-    def _tell(self, path: str, body: dict[str, Any]) -> web.Response:
+    def _report(self, path: str, body: dict[str, Any]) -> web.Response:
         match path:
             case "/update_weight_version":
                 self.weight_version = body["new_version"]
@@ -271,8 +277,8 @@ class ScriptedEngine:
                 numbered = {"weight_version": named} if named else {}
                 return _json({"model_path": self.model_path, **numbered})
             case "/server_info":
-                told = {"random_seed": self.lives, "is_paused": self.is_paused}
-                return _json({**told, "incremental_streaming_output": self.is_incremental})
+                info = {"random_seed": self.num_starts, "is_paused": self.is_paused}
+                return _json({**info, "incremental_streaming_output": self.is_incremental})
             case "/v1/loads":
                 tokens = sum(len(live.prompt) + len(live.output) for live in self._live.values())
                 load = {"num_running_reqs": len(self._live), "num_used_tokens": tokens}
@@ -282,27 +288,27 @@ class ScriptedEngine:
 
     def _release(self) -> web.Response:
         if self._live:
-            return _json({"error": {"message": "requests run; SGLang would fall over them"}}, 400)
-        self.tenure = FakeMemoryState.RELEASED
+            return _json({"error": {"message": "requests are running; SGLang would crash"}}, 400)
+        self.memory_state = FakeMemoryState.RELEASED
         return web.Response()
 
     def _update(self, body: dict[str, Any]) -> web.Response:
         error = (
             "its memory is released"
-            if self.tenure is FakeMemoryState.RELEASED
+            if self.memory_state is FakeMemoryState.RELEASED
             else self.update_error
         )
         if error:
             return _json({"success": False, "message": error}, 400)
-        self.tenure = FakeMemoryState.HELD
+        self.memory_state = FakeMemoryState.HELD
         self.weight_version, self.model_path = body["weight_version"], body["model_path"]
         if not self.update_is_idle:
             self._weights = self.weight_version
         return _json({"success": True, "message": "Succeeded to update model weights."})
 
     def _on_abort(self, rid: str) -> None:
-        if self.num_deaf_aborts:
-            self.num_deaf_aborts -= 1
+        if self.num_ignored_aborts:
+            self.num_ignored_aborts -= 1
         else:
             self._abort([rid])
 
@@ -313,13 +319,13 @@ class ScriptedEngine:
 
     async def _on_generate(self, http: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
         fault = self.faults.popleft() if self.faults else None
-        if fault and (told := refusal(fault, bool(body.get("stream")))):
-            return told
+        if fault and (answer := refusal(fault, bool(body.get("stream")))):
+            return answer
         if body["sampling_params"]["max_new_tokens"] == 0:
             return _json(self._score(body["input_ids"]))
         if fault is Fault.HANG:
             await asyncio.get_running_loop().create_future()
-        request = _Request(body)
+        request = _LiveRequest(body)
         if request.rid in self._live:
             return _json({"error": {"message": "Duplicate request ID detected"}}, 400)
         self._live[request.rid] = request
@@ -330,7 +336,7 @@ class ScriptedEngine:
             await self._notify()
 
     async def _run(
-        self, http: web.BaseRequest, request: _Request, stream: bool, fault: Fault | None
+        self, http: web.BaseRequest, request: _LiveRequest, stream: bool, fault: Fault | None
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         if stream:
@@ -351,9 +357,11 @@ class ScriptedEngine:
         return response
 
     def _may_sample(self) -> bool:
-        return not self.is_paused and self.tenure is FakeMemoryState.HELD and self._allowed != 0
+        return (
+            not self.is_paused and self.memory_state is FakeMemoryState.HELD and self._allowed != 0
+        )
 
-    def _sample(self, request: _Request) -> None:
+    def _sample(self, request: _LiveRequest) -> None:
         if request.is_aborted:
             request.finish = {"type": "abort", "message": "Aborted"}
             return
@@ -370,8 +378,8 @@ class ScriptedEngine:
         elif len(request.output) >= request.sampling["max_new_tokens"]:
             request.finish = {"type": "length", "length": len(request.output)}
 
-    def _answer(self, request: _Request, is_whole: bool = False) -> bytes:
-        """All tokens so far, or only the newest where the stream is incremental."""
+    def _answer(self, request: _LiveRequest, is_whole: bool = False) -> bytes:
+        """All tokens so far, or only the newest if the stream is incremental."""
         new = request.output
         if self.is_incremental and not is_whole:
             new = [] if request.is_aborted else request.output[-1:]
@@ -412,7 +420,7 @@ def _spans(versions: list[int]) -> list[dict[str, Any]]:
 
 
 def _top(token: int, logprob: float, num_top: int) -> list[list[float | int | None]]:
-    """The sampled token, as if it were the likeliest, and others that are less so."""
+    """The sampled token as the likeliest one, followed by less likely ones."""
     return [[logprob - at, (token + at) % VOCAB_SIZE, None] for at in range(num_top)]
 
 
@@ -421,9 +429,9 @@ def _json(answer: dict[str, Any], status: int = 200) -> web.Response:
 
 
 _MAX_PIECE = 5
-"""Characters; longer than most tokens, shorter than most words."""
+"""In characters; longer than most tokens, shorter than most words."""
 _MAX_KEPT = 512
-"""Answers that are remembered: each is asked for once per token."""
+"""Answers to keep: each is looked up once per token."""
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -431,7 +439,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
     name: str
     arguments: str
-    """JSON text; its spacing is the model's own."""
+    """JSON text, with the model's own spacing."""
 
 
 class AgentReply(msgspec.Struct, frozen=True):
@@ -443,19 +451,19 @@ class AgentReply(msgspec.Struct, frozen=True):
 
 
 class AgentContext(msgspec.Struct, frozen=True):
-    """What the model has before it."""
+    """The conversation that the model continues."""
 
     turns: tuple[tuple[str, str], ...]
-    """Role and text of each; marks are text here."""
+    """Role and text of each turn; special tokens are text here."""
 
     @property
     def num_called(self) -> int:
-        """Turns of the model's in which it called tools."""
+        """Number of assistant turns that called tools."""
         return sum(role == "assistant" and "<tool_call>" in text for role, text in self.turns)
 
     @property
     def offers_tools(self) -> bool:
-        """Whether the first turn lists tools, in Qwen3's way or that of a plain template."""
+        """Whether the first turn lists tools, in Qwen3's format or that of a plain template."""
         role, text = self.turns[0] if self.turns else ("", "")
         return role == "tools" or "<tools>" in text
 
@@ -464,21 +472,21 @@ AgentScript = Callable[[AgentContext], AgentReply]
 
 
 def steps(*answers: AgentReply, aside: AgentReply | None = None) -> AgentScript:
-    """A tool task: one answer after each round of tool results, the last one for ever.
+    """Script a tool task: one answer after each round of tool results; the last one repeats.
 
-    A scene without tools gets `aside`, where there is one: agents ask for titles on the side.
+    A conversation without tools gets `aside`, if set: agents ask for titles in separate calls.
     """
 
-    def say(scene: AgentContext) -> AgentReply:
-        if aside is not None and not scene.offers_tools:
+    def reply(context: AgentContext) -> AgentReply:
+        if aside is not None and not context.offers_tools:
             return aside
-        return answers[min(scene.num_called, len(answers) - 1)]
+        return answers[min(context.num_called, len(answers) - 1)]
 
-    return say
+    return reply
 
 
 class ScriptedAgent:
-    """See the module; `next_token` is what a ScriptedEngine samples with."""
+    """A scripted model; pass `next_token` to a ScriptedEngine."""
 
     def __init__(self, tokenizer: Tokenizer, script: AgentScript) -> None:
         self._tokenizer = tokenizer
@@ -489,41 +497,43 @@ class ScriptedAgent:
         self._kept: dict[tuple[int, ...], list[int]] = {}
 
     def next_token(self, policy_version: int, context: Sequence[int]) -> int:
-        """The token after `context`, the same for every policy version; without a chat, an end."""
+        """Return the token after `context`, the same for every policy version; the end token if
+        `context` has no open assistant turn.
+        """
         del policy_version
         backwards = range(len(context) - 1, -1, -1)
         opened = next((n for n in backwards if context[n] == self._start), None)
         if opened is None:
             return self._end
         answer = self._answer(tuple(context[:opened]))
-        said = list(context[opened + len(self._opening) :])
-        return answer[_place_behind(said, answer)]
+        prefix = list(context[opened + len(self._opening) :])
+        return answer[_index_after(prefix, answer)]
 
     def _answer(self, before: tuple[int, ...]) -> list[int]:
         """All tokens of the turn after `before`, to its end."""
         answer = self._kept.get(before)
         if answer is None:
-            answer = [*self._tokens(self._script(self._scene(before))), self._end]
+            answer = [*self._tokens(self._script(self._context(before))), self._end]
             if len(self._kept) >= _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[before] = answer
         return answer
 
-    def _scene(self, ids: tuple[int, ...]) -> AgentContext:
+    def _context(self, ids: tuple[int, ...]) -> AgentContext:
         starts = [n for n, token_id in enumerate(ids) if token_id == self._start]
         turns = []
         for start, stop in itertools.pairwise([*starts, len(ids)]):
             text = self._tokenizer.decode(ids[start + 1 : stop])
-            role, _, said = text.partition("\n")
-            turns.append((role, said.removesuffix("\n").removesuffix("<|im_end|>")))
+            role, _, content = text.partition("\n")
+            turns.append((role, content.removesuffix("\n").removesuffix("<|im_end|>")))
         return AgentContext(tuple(turns))
 
-    def _tokens(self, say: AgentReply) -> list[int]:
+    def _tokens(self, reply: AgentReply) -> list[int]:
         ids: list[int] = []
-        if say.reasoning:
-            ids += self._framed("think", say.reasoning) + self._cut("\n\n")
-        ids += self._cut(say.text)
-        for use in say.uses:
+        if reply.reasoning:
+            ids += self._framed("think", reply.reasoning) + self._cut("\n\n")
+        ids += self._cut(reply.text)
+        for use in reply.uses:
             ids += self._cut("\n") if ids else []
             text = f'{{"name": "{use.name}", "arguments": {use.arguments}}}'
             ids += self._framed("tool_call", text)
@@ -534,7 +544,9 @@ class ScriptedAgent:
         return [opens, *self._cut(f"\n{text}\n"), closes]
 
     def _cut(self, text: str) -> list[int]:
-        """Tokens of `text` by pieces of chance lengths; the same text is always cut the same."""
+        """Tokenise `text` in pieces of pseudo-random lengths; the same text is always cut the same
+        way.
+        """
         dice = random.Random(zlib.crc32(text.encode()))
         ids: list[int] = []
         at = 0
@@ -545,14 +557,14 @@ class ScriptedAgent:
         return ids
 
 
-def _place_behind(said: list[int], answer: list[int]) -> int:
-    """Where `answer` goes on after `said`.
+def _index_after(prefix: list[int], answer: list[int]) -> int:
+    """Index in `answer` of the token that follows `prefix`.
 
-    A gateway that forces a call puts its opening into the model's mouth: then `said` begins in
-    mid-answer. Where it fits nowhere, the model has lost its thread and ends the turn.
+    A gateway that forces a tool call prefills its beginning, so `prefix` may start inside the
+    answer. If it matches nowhere, the turn ends.
     """
-    num_said = len(said)
-    for at in range(len(answer) - num_said):
-        if answer[at : at + num_said] == said:
-            return at + num_said
+    num_tokens = len(prefix)
+    for at in range(len(answer) - num_tokens):
+        if answer[at : at + num_tokens] == prefix:
+            return at + num_tokens
     return len(answer) - 1

@@ -1,7 +1,7 @@
-"""What can go wrong with a scripted engine's `/generate`, and what SGLang answers then.
+"""Faults of a scripted engine's `/generate`, and SGLang's answers to them.
 
-Invariant: a fault that is told by an answer is told here, in the form that SGLang gives it to a
-plain call or to a stream; the others happen on the connection. Driven by engine.py.
+- A fault with an answer is formatted here as SGLang does, for a plain call or a stream; the other
+  faults happen on the connection, in engine.py.
 """
 
 import enum
@@ -12,7 +12,7 @@ from aiohttp import web
 
 
 class Fault(enum.Enum):
-    """One fault of one call."""
+    """A fault of one call."""
 
     BAD_REQUEST = "answers 400"
     BAD_EVENT = "answers a stream by an error event, as SGLang does where a plain call gets 400"
@@ -28,22 +28,22 @@ _FULL = {"type": "abort", "message": "The request queue is full.", "status_code"
 
 
 def refusal(fault: Fault, stream: bool) -> web.Response | None:
-    """The answer that tells of `fault`; None for one that no answer tells of."""
+    """The HTTP answer for `fault`; None if the fault has no answer."""
     if fault is Fault.FULL:
         if stream:
             return _event({"output_ids": [], "meta_info": {"finish_reason": _FULL}})
         return _json({"detail": _FULL["message"]}, 503)
     if fault not in _STATUS:
         return None
-    told = {"error": {"message": fault.value}}
+    answer = {"error": {"message": fault.value}}
     if fault is Fault.BAD_EVENT and stream:
-        return _event(told)
-    return _json(told, _STATUS[fault])
+        return _event(answer)
+    return _json(answer, _STATUS[fault])
 
 
-def _event(told: dict[str, Any]) -> web.Response:
-    return web.Response(body=b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(told))
+def _event(answer: dict[str, Any]) -> web.Response:
+    return web.Response(body=b"data: %b\n\ndata: [DONE]\n\n" % orjson.dumps(answer))
 
 
-def _json(told: dict[str, Any], status: int) -> web.Response:
-    return web.Response(body=orjson.dumps(told), status=status, content_type="application/json")
+def _json(answer: dict[str, Any], status: int) -> web.Response:
+    return web.Response(body=orjson.dumps(answer), status=status, content_type="application/json")

@@ -1,8 +1,8 @@
-"""A model folder without weights: tokenizer, chat template and config, enough to serve chats from.
+"""A model folder without weights: tokenizer, chat template and config, enough to serve chats.
 
-Invariant: nothing is downloaded and no torch is needed; the vocabulary has every byte, the marks of
-Qwen3's chat format, and whatever words the test wants to be single tokens. Driven by tests and
-benchmarks.
+- Nothing is downloaded and torch is not needed.
+- The vocabulary has every byte, the special tokens of Qwen3's chat format, and the words that the
+  test wants to be single tokens.
 """
 
 import functools
@@ -28,7 +28,7 @@ QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen's tokenizers split text before BPE."""
+"""Pattern by which Qwen's tokenizers split text before BPE."""
 MARKS = (
     "<tool_call>",
     "</tool_call>",
@@ -56,7 +56,7 @@ def write_model_folder(
     model_type: str = "qwen3",
     chat_template: str = CHAT_TEMPLATE,
 ) -> Path:
-    """Fill `folder`; returns it."""
+    """Write a model folder to `folder` and return it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     _train(tokenizer, texts, 512)
@@ -64,9 +64,9 @@ def write_model_folder(
 
 
 def write_large_folder(folder: Path, model_type: str = "qwen3") -> Path:
-    """A folder whose tokenizer is built as Qwen's are: their pattern, NFC, 16384 tokens of code.
+    """Write a folder whose tokenizer is built like Qwen's: its pattern, NFC, 16384 tokens of code.
 
-    Trained on this Python's standard library, so ids differ between Python versions.
+    It is trained on this Python's standard library, so ids differ between Python versions.
     """
     return _write_folder(folder, Tokenizer.from_str(_large()), model_type, CHAT_TEMPLATE)
 

@@ -1,10 +1,12 @@
-"""A small server that speaks OpenEnv's protocol, for the adapter's tests and the example.
+"""A small server for OpenEnv's protocol, for the adapter's tests and the example.
 
     async with OpenEnvServer(MyGame, max_sessions=4) as server: ... server.url ...
 
-What the real one does (meta-pytorch/OpenEnv, src/openenv/core/env_server/http_server.py), as far as
-an adapter sees it: `/ws` with reset, step, state and close; a session each; its error codes;
-`/health`. Invariant: a game lives exactly as long as its connection. Driven by tests and examples.
+It implements what an adapter sees of the real one (meta-pytorch/OpenEnv,
+src/openenv/core/env_server/http_server.py): `/ws` with reset, step, state and close, one session
+per connection, its error codes, and `/health`.
+
+- A game ends with its connection.
 """
 
 import types
@@ -18,19 +20,19 @@ Observation = dict[str, Any]
 
 
 class Game(Protocol):
-    """What is played; ValueError stands for an action that does not keep to its schema."""
+    """A game; ValueError means that an action does not match its schema."""
 
     def reset(self, seed: int) -> Observation:
-        """A new game."""
+        """Start a new game."""
         ...
 
     def step(self, action: Mapping[str, Any]) -> tuple[Observation, float, bool]:
-        """What one sees then, its reward, and whether the game is over."""
+        """Return the next observation, its reward, and whether the game is over."""
         ...
 
 
 class OpenEnvServer:
-    """See the module; `port` 0 picks a free one."""
+    """Serve games on loopback; `port` 0 picks a free one."""
 
     def __init__(self, new_game: Callable[[], Game], max_sessions: int = 8, port: int = 0) -> None:
         self._new_game = new_game
@@ -41,9 +43,9 @@ class OpenEnvServer:
         app.router.add_get("/health", self._health)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         self.sockets: set[web.WebSocketResponse] = set()
-        """One per game that is being played."""
+        """One per running game."""
         self.num_refused = 0
-        """Connections that found the server full."""
+        """Connections refused because the server was full."""
         self.url = ""
 
     async def __aenter__(self) -> Self:

@@ -1,11 +1,11 @@
-"""A pipeline as a process of its own, without torch: hooks, router, coordinator, scripted engines.
+"""A pipeline in its own process, without torch: hooks, router, coordinator and scripted engines.
 
     python -m rollmesh.testing.pipeline --scheduler tcp://127.0.0.1:9000 --pipeline p0 --steps 5
 
-Each step signals its demand, samples rollouts on whatever engine is awake, trains (a pause) on its
-cluster, and gives that up. A line of JSON tells of each step, and one of the end. Invariants: what
-was sampled is exact whatever slept meanwhile, or the process fails; it is registered by somebody
-else, and waits for that. Driven by tests/flow/test_fleet_sharing.py, and by hand.
+- Each step signals its demand, samples rollouts on the awake engines, trains (a pause) on its
+  cluster, and releases it. Each step prints a line of JSON, and the end prints another.
+- The process fails unless every sampled token is exact, whichever engines slept meanwhile.
+- Another process registers the pipeline; this one waits for that.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from rollmesh.wire.sockets import Dialer
 TRAIN = "actor_train"
 LOOK_S = 0.05
 AGAIN_S = 0.5
-"""What is refused since admission has not come yet is asked again after so long."""
+"""Delay before a request that was refused because the pipeline is not yet admitted is repeated."""
 SIGMA = 0.8
 PROMPT = [5, 6, 7, 8]
 TO_THE_END = 2**31
@@ -49,26 +49,26 @@ STOP_S = 20.0
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the pipeline does; each field is an option of the command."""
+    """The pipeline's work; each field is an option of the command."""
 
     scheduler: str
     """Address of the scheduler."""
     pipeline: str
-    """Its name there."""
+    """Name of the pipeline at the scheduler."""
     pipeline_token: str = ""
-    """The file with its token; '': where core/share.py finds it."""
+    """File with the pipeline's token; '': as found by core/share.py."""
     engines: int = 4
     steps: int = 5
     rollouts: int = 8
     tokens: int = 60
-    """Of the middle rollout; a few are much longer."""
+    """Median tokens of a rollout; a few rollouts are much longer."""
     train_s: float = 0.1
     hang_at: int = -1
-    """From this step on engine 0 answers nothing any more."""
+    """Step from which engine 0 no longer answers."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step"):
-    """A line of the process's output."""
+    """Output line of a finished step."""
 
     pipeline: str
     step: int
@@ -76,16 +76,16 @@ class StepDone(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """Its last one."""
+    """Output line of the end of the process."""
 
     pipeline: str
     num_steps: int
-    num_legs: int
-    """More than rollouts where some were cut and went on elsewhere."""
+    num_requests: int
+    """Engine requests; more than rollouts if some were cut and continued on another engine."""
 
 
 class HangingEngine(ScriptedEngine):
-    """One that may stop to answer."""
+    """A scripted engine that can stop answering."""
 
     is_hung = False
 
@@ -97,10 +97,11 @@ class HangingEngine(ScriptedEngine):
 
 @contextmanager
 def running(*words: str) -> Iterator[Ready]:
-    """`rollmesh WORDS` as a child, once it is ready, until the block ends."""
+    """Run `rollmesh WORDS` as a child, from its readiness to the end of the block."""
     reading, writing = os.pipe()
     argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--ready-fd", str(writing)]
-    env = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}  # it ends with us, however we end
+    # the child ends with this process, however that ends
+    env = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}
     child = subprocess.Popen(argv, pass_fds=[writing], env=env)
     os.close(writing)
     try:
@@ -116,10 +117,10 @@ def running(*words: str) -> Iterator[Ready]:
 
 
 class Rollouts:
-    """Samples turns on whatever engine the router's table has."""
+    """Samples turns on the engines of the router's table."""
 
     def __init__(self, router: str, plan: Plan) -> None:
-        self.num_legs = 0
+        self.num_requests = 0
         self._plan = plan
         self._view = FleetView()
         self._dialer = Dialer(router, f"rollouts-{plan.pipeline}", read_keys(role=Role.PUBLISHER))
@@ -129,7 +130,7 @@ class Rollouts:
         self._dice = random.Random(plan.pipeline)
 
     async def read_table(self) -> None:
-        """For as long as there is anything to sample."""
+        """Poll the router's table until cancelled."""
         for ask_id in range(1, TO_THE_END):
             self._dialer.send(Packet(ReadFleet(ask_id)))
             for packet in self._dialer.receive():
@@ -139,7 +140,7 @@ class Rollouts:
             await asyncio.sleep(LOOK_S)
 
     async def sample(self, step: int, number: int) -> int:
-        """One rollout; how many tokens it has."""
+        """Sample one rollout; return its number of tokens."""
         length = max(4, round(self._plan.tokens * self._dice.lognormvariate(0.0, SIGMA)))
         prompt = [*PROMPT, step, number]
         generation = self._sampler.start(
@@ -153,7 +154,7 @@ class Rollouts:
         generation.join()
         await generation.wait(TO_THE_END)
         assert generation.state is GenerationState.COMMITTED, generation.error
-        self.num_legs += len(generation.engines)
+        self.num_requests += len(generation.engines)
         expected: list[int] = []
         for _ in range(length):
             expected.append(endless_token(0, prompt + expected))
@@ -166,7 +167,7 @@ class Rollouts:
 
 
 class Pipeline:
-    """See the module."""
+    """The steps of a pipeline: generate, train, release."""
 
     def __init__(self, plan: Plan, hooks: PipelineHooks, engines: list[HangingEngine]) -> None:
         self._plan = plan
@@ -174,7 +175,7 @@ class Pipeline:
         self._engines = engines
 
     async def run(self, rollouts: Rollouts) -> None:
-        """All steps, and the end."""
+        """Run all steps, then release the GPUs."""
         plan, hooks = self._plan, self._hooks
         for step in range(plan.steps):
             if step == plan.hang_at:
@@ -193,9 +194,9 @@ class Pipeline:
             )
             await asyncio.sleep(plan.train_s)
             await self._granted(lambda step=step: hooks.notify_release_gpus(TRAIN, step))
-            tell(StepDone(plan.pipeline, step, num_tokens))
+            print_line(StepDone(plan.pipeline, step, num_tokens))
         await self._granted(lambda: hooks.notify_release_gpus(GENERATION_CLUSTER))
-        tell(Ended(plan.pipeline, plan.steps, rollouts.num_legs))
+        print_line(Ended(plan.pipeline, plan.steps, rollouts.num_requests))
 
     async def _rollout(self, rollouts: Rollouts, step: int, number: int) -> int:
         num_tokens = await rollouts.sample(step, number)
@@ -207,26 +208,26 @@ class Pipeline:
             ticket: GpuTicket = ask()
             try:
                 await asyncio.to_thread(ticket.wait)
-            except UserError:  # nobody has registered us yet
+            except UserError:  # the pipeline is not registered yet
                 await asyncio.sleep(AGAIN_S)
             else:
                 return
 
 
-def tell(line: StepDone | Ended) -> None:
-    """To whoever started the process."""
+def print_line(line: StepDone | Ended) -> None:
+    """Print a line for the parent process."""
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 
 
 async def run(plan: Plan, folder: Path) -> None:
-    """The whole pipeline, its children included."""
+    """Run the pipeline, including its children."""
     async with AsyncExitStack() as stack:
         engines = [
             await stack.enter_async_context(HangingEngine(endless_token))
             for _ in range(plan.engines)
         ]
-        urls = [word for engine in engines for word in ("--engine", engine.url)]
+        urls = [arg for engine in engines for arg in ("--engine", engine.url)]
         settings = ["--set", f"run.folder={folder}", "--set", "router.bind=tcp://127.0.0.1:0"]
         router = stack.enter_context(
             running("router", *settings, *urls, "--fixed-weights", "--asleep")
@@ -247,7 +248,7 @@ async def run(plan: Plan, folder: Path) -> None:
 
 
 def main() -> int:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="A scripted pipeline on a shared fleet.")
     for field in msgspec.structs.fields(Plan):
         is_needed = field.default is msgspec.NODEFAULT

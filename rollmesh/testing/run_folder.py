@@ -1,7 +1,7 @@
-"""A run folder as a run of the demo would leave it, made up line by line.
+"""A run folder as a demo run would leave it, with made-up lines.
 
-Owns a folder and a seeded story: rewards rise, memory stays flat, samples have ages 0 to 2. Every
-method appends what the run's processes would append. Driven by tests of readers.
+- The figures are seeded: rewards rise, memory stays flat, samples have ages 0 to 2.
+- Every method appends what the processes of the run would append.
 """
 
 import random
@@ -27,12 +27,12 @@ DONE = RunRecord(state=RunState.DONE)
 
 
 class FakeRun:
-    """Writes a plausible run, as much of it as a test asks for."""
+    """Writes a plausible run, as much of it as a test requests."""
 
     def __init__(
         self, folder: Path, num_steps: int = 200, seed: int = 0, is_dense: bool = False
     ) -> None:
-        """`is_dense`: rewards are a tenth of what they would be, and success is not known."""
+        """`is_dense`: rewards are a tenth of the normal ones, and success is unknown."""
         self.is_dense = is_dense
         self.folder = folder
         self.num_steps = num_steps
@@ -52,16 +52,16 @@ class FakeRun:
         write_config(config, folder / "config.json")
 
     def add_baseline(self, reward: float = 0.66) -> None:
-        """The trainer's measurement before the first step."""
+        """Append the trainer's evaluation before the first step."""
         row = {"time_s": self.now_s, "step": -1, "reward_untrained": reward}
         self.append("metrics.jsonl", row | self._if_known(success_untrained=reward))
 
     def _if_known(self, **figures: float) -> dict[str, float]:
-        """Figures of success; none where rewards are not 0 or 1."""
+        """Success figures; empty if rewards are not 0 or 1."""
         return {} if self.is_dense else figures
 
     def add_steps(self, count: int) -> None:
-        """Train steps, one telemetry line and a few rollouts each."""
+        """Append train steps, one telemetry line and a few rollouts each."""
         for _ in range(count):
             self.now_s += 1.0
             self.append("metrics.jsonl", self._metrics())
@@ -75,8 +75,10 @@ class FakeRun:
         messages: list[dict[str, Any]] | None = None,
         **fields: Any,
     ) -> str:
-        """A game; its id. It may be given other `messages`, and other fields of its row."""
-        told, sample, won = self._game()
+        """Append a game and return its id, optionally with other `messages` and other fields of its
+        row.
+        """
+        played, sample, won = self._game()
         rollout_id = f"r0/{self.num_rollouts // 16}/{self.num_rollouts % 16}"
         self.num_rollouts += 1
         row = {
@@ -87,10 +89,10 @@ class FakeRun:
             "reward": won * self._most(),
             **self._if_known(success=float(won)),
             "metrics": {"num_guesses": 2.0},
-            "num_calls": sum(message["role"] == "assistant" for message in told),
+            "num_calls": sum(message["role"] == "assistant" for message in played),
             "step": step,
             "worker_id": f"worker-{self.num_rollouts % 2}",
-            "messages": told if messages is None else messages,
+            "messages": played if messages is None else messages,
             "samples": [sample],
             "env": "guess",
             "length": sum(sample["loss_mask"]),
@@ -100,7 +102,7 @@ class FakeRun:
         return rollout_id
 
     def add_failure(self, error: str, place: dict[str, Any] | None) -> str:
-        """A rollout whose environment raised `error` at `place`; its id."""
+        """Append a rollout whose environment raised `error` at `place`; return its id."""
         row = {
             "time_s": self.now_s,
             "group_id": f"failed/{self.num_rollouts}",
@@ -116,7 +118,7 @@ class FakeRun:
         return f"{row['group_id']}/0"
 
     def add_drop(self, task_id: str, length: int, age: int) -> None:
-        """A group of one rollout that was too old to train."""
+        """Append a group of one rollout that was too old to train."""
         row = {
             "time_s": self.now_s,
             "group_id": f"dropped/{task_id}",
@@ -142,12 +144,12 @@ class FakeRun:
         (self.folder / STATE_FILE).write_bytes(msgspec.json.encode(record))
 
     def append(self, name: str, row: Any) -> None:
-        """One line to one of the folder's files."""
+        """Append one line to a file of the folder."""
         with (self.folder / name).open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
 
     def _most(self) -> float:
-        """The reward of a game that was won."""
+        """Reward of a won game."""
         return 0.1 if self.is_dense else 1.0
 
     def _success(self) -> float:
@@ -212,8 +214,8 @@ class FakeRun:
         return worker
 
     def _game(self) -> tuple[list[dict[str, Any]], dict[str, Any], bool]:
-        """Messages, the one sample that they make, and whether the game was won."""
-        told: list[dict[str, Any]] = [{"role": "user", "content": OPENING}]
+        """Return the messages, their one sample, and whether the game was won."""
+        messages: list[dict[str, Any]] = [{"role": "user", "content": OPENING}]
         sample: dict[str, Any] = {
             "token_ids": [],
             "logprobs": [],
@@ -222,15 +224,17 @@ class FakeRun:
         }
         num_turns = self._random.randint(1, 3)
         for turn in range(num_turns):
-            self._extend(sample, f"<|im_start|>user\n{told[-1]['content']}<|im_end|>\n")
+            self._extend(sample, f"<|im_start|>user\n{messages[-1]['content']}<|im_end|>\n")
             self._extend(sample, "<|im_start|>assistant\n")
             guess = str(self._random.randint(1, 7))
             self._extend(sample, f"{guess}<|im_end|>", policy_version=self._step + turn // 2)
             self._extend(sample, "\n")
-            told.append({"role": "assistant", "content": guess})
+            messages.append({"role": "assistant", "content": guess})
             if turn < num_turns - 1:
-                told.append({"role": "user", "content": self._random.choice(["higher", "lower"])})
-        return told, sample, self._random.random() < self._success()
+                messages.append(
+                    {"role": "user", "content": self._random.choice(["higher", "lower"])}
+                )
+        return messages, sample, self._random.random() < self._success()
 
     def _extend(self, sample: dict[str, Any], text: str, policy_version: int | None = None) -> None:
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids

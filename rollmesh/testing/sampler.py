@@ -1,7 +1,8 @@
-"""A sampler without engines: generations say what the script says, when the test lets them.
+"""A sampler without engines: generations return the script's tokens, when the test allows it.
 
-States and wake-ups are those of the real generation machine; only the engine attempts are scripted.
-Nothing sleeps: a held generation shows tokens on `show` and ends on `end` or `fail`.
+- States and wake-ups are those of the real generation machine; only the engine requests are
+  scripted.
+- Nothing sleeps: a held generation streams tokens on `show` and ends on `end` or `fail`.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.machine import Ticked
 
 LOGPROB = -0.5
-"""Of every scripted token, minus its index in the generation over 64: exact in float32."""
+"""Log-prob of every scripted token, minus its index in the generation over 64: exact in float32."""
 
 Script = Callable[[GenerationRequest], Sequence[int]]
 
@@ -47,12 +48,12 @@ class ScriptedGeneration(Generation):
     def __init__(self, machine: GenerationMachine, sampler: "ScriptedSampler") -> None:
         super().__init__(machine, _drive, asyncio.get_running_loop())
         self.attempt: StartAttempt | None = None
-        """The open attempt."""
+        """The open engine request."""
         self.num_aborts = 0
         self._sampler = sampler
 
     def show(self, *token_ids: int, finish: Finish | None = None) -> None:
-        """The engine streams these tokens; with `finish` the attempt's stream ends."""
+        """Stream these tokens from the engine; with `finish`, end the request's stream."""
         assert self.attempt is not None, "no attempt is open"
         start = len(self.token_ids)
         logprobs = [logprob_at(start + n) for n in range(len(token_ids))]
@@ -62,18 +63,18 @@ class ScriptedGeneration(Generation):
         self.drive(event)
 
     def end(self, *token_ids: int, reason: str = "stop") -> None:
-        """The engine streams these last tokens and finishes."""
+        """Stream these last tokens and finish."""
         kind = "length" if reason == "length" else "stop"
         self.show(*token_ids, finish=Finish(kind))  # type: ignore[arg-type]
 
     def fail(self, detail: str, is_refused: bool = False) -> None:
-        """The attempt's stream breaks."""
+        """Break the stream of the engine request."""
         assert self.attempt is not None, "no attempt is open"
         number, self.attempt = self.attempt.attempt, None
         self.drive(EngineAttemptFailed(number, detail, "refused" if is_refused else "fault"))
 
     def drive(self, event: Event) -> None:
-        """Feed one event to the machine and carry out what it asks for."""
+        """Feed one event to the machine and execute its effects."""
         for action in self.machine.step(event, self._sampler.clock.now_s()):
             self._carry_out(action)
         self._sampler.moved.set()
@@ -82,8 +83,8 @@ class ScriptedGeneration(Generation):
         match action:
             case ChooseEngine():
                 sampler = self._sampler
-                told = sampler.policy_version, "", sampler.has_publisher
-                self.drive(EngineChosen(sampler.engine, "i0", *told))
+                choice = sampler.policy_version, "", sampler.has_publisher
+                self.drive(EngineChosen(sampler.engine, "i0", *choice))
             case StartAttempt():
                 self.attempt = action
             case AbortAttempt():
@@ -100,9 +101,9 @@ def _drive(generation: Generation, event: Event) -> None:
 
 
 class ScriptedSampler:
-    """Satisfies session.AnySampler.
+    """A scripted implementation of session.AnySampler.
 
-    With a script every generation ends at once with the script's tokens; without one it is held
+    With a script, every generation ends at once with the script's tokens; without one it is held
     until the test moves it.
     """
 
@@ -117,14 +118,14 @@ class ScriptedSampler:
         self.generations: list[ScriptedGeneration] = []
         self.policy_version = 1
         self.engine = "http://scripted"
-        """Where the next attempt runs."""
+        """Engine of the next request."""
         self.has_publisher = True
-        """Whether older weights than a session has seen are refused."""
+        """Whether weights older than a session has seen are refused."""
         self.clock = clock or FakeClock()
         self.moved = asyncio.Event()
         """Set after every event of every generation."""
         self.keeps = True
-        """Whether requests and generations are kept for the test to look at."""
+        """Whether to keep requests and generations for inspection by the test."""
         self._settings = settings or GenerationSettings()
         self._new_matcher = new_matcher
         if script is None or callable(script):
@@ -134,7 +135,7 @@ class ScriptedSampler:
             self._script = lambda _: next(answers)
 
     def start(self, request: GenerationRequest) -> ScriptedGeneration:
-        """Begin; see the class."""
+        """Start a generation."""
         make, stops = self._new_matcher, request.params.stop
         machine = GenerationMachine(
             request,
@@ -153,7 +154,7 @@ class ScriptedSampler:
         return generation
 
     def waiting(self) -> None:
-        """No call of it waits for an engine."""
+        """Do nothing: no call of this sampler waits for an engine."""
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait for generations to move until `is_so()`."""
@@ -162,7 +163,7 @@ class ScriptedSampler:
             await self.moved.wait()
 
     def tick(self) -> None:
-        """Let every kept generation look at the clock."""
+        """Make every kept generation check the clock."""
         for generation in self.generations:
             if generation.state in (GenerationState.RUNNING, GenerationState.PARKED):
                 generation.drive(Ticked())

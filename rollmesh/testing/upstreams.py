@@ -20,19 +20,19 @@ class ProviderResponse(msgspec.Struct, frozen=True):
     """One scripted answer."""
 
     pieces: tuple[bytes, ...] = (b"{}",)
-    """Written one by one; all but the first wait for `release`, if the provider holds."""
+    """Written one by one; all but the first wait for `release` if the provider holds."""
     status: int = 200
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "application/json"),)
     is_cut: bool = False
-    """The connection is cut after the last piece."""
+    """Whether the connection is cut after the last piece."""
 
 
 class ProviderRequest(msgspec.Struct, frozen=True):
-    """What came in."""
+    """A request that the provider received."""
 
     method: str
     path: str
-    """With the query."""
+    """Includes the query."""
     headers: tuple[tuple[str, str], ...]
     body: bytes
 
@@ -41,7 +41,7 @@ ProviderScript = Callable[[ProviderRequest], ProviderResponse]
 
 
 def events(*data: bytes) -> ProviderResponse:
-    """A stream of server-sent events, each a piece."""
+    """A reply that streams server-sent events, one piece each."""
     pieces = tuple(b"data: %b\n\n" % each for each in data)
     return ProviderResponse(pieces, headers=(("Content-Type", "text/event-stream"),))
 
@@ -55,10 +55,12 @@ class ScriptedProvider:
         self.seen: list[ProviderRequest] = []
         self.url = ""
         self.holds = False
-        """Pieces after the first wait for `release`; a first one too if `holds_first`."""
+        """Whether pieces after the first wait for `release`; with `holds_first`, also the first
+        one.
+        """
         self.holds_first = False
         self.num_left = 0
-        """Connections that the relay closed before their answer was whole."""
+        """Connections that the relay closed before their answer was complete."""
         self._released = 0
         self._moved = asyncio.Condition()
         server = web.Server(self._handle, handler_cancellation=True, access_log=None)
@@ -79,12 +81,12 @@ class ScriptedProvider:
         await self._runner.cleanup()
 
     async def release(self, num_pieces: int = 1) -> None:
-        """Let so many more pieces go."""
+        """Allow `num_pieces` more pieces."""
         self._released += num_pieces
         await self._notify()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, looking again whenever something happens here."""
+        """Wait until `condition` holds; it is checked after every event of the provider."""
         async with asyncio.timeout(10), self._moved:
             await self._moved.wait_for(condition)
 
@@ -96,26 +98,28 @@ class ScriptedProvider:
         body = await request.content.read()  # of any length
         headers = tuple((name.lower(), value) for name, value in request.headers.items())
         self.seen.append(ProviderRequest(request.method, request.raw_path, headers, body))
-        told = self._script(self.seen[-1])
+        reply = self._script(self.seen[-1])
         await self._notify()
         try:
-            return await self._answer(request, told)
+            return await self._answer(request, reply)
         except asyncio.CancelledError:
             self.num_left += 1
             await asyncio.shield(self._notify())
             raise
 
-    async def _answer(self, request: web.BaseRequest, told: ProviderResponse) -> web.StreamResponse:
-        response = web.StreamResponse(status=told.status)
-        response.headers.extend(told.headers)
-        for number, piece in enumerate(told.pieces):
+    async def _answer(
+        self, request: web.BaseRequest, reply: ProviderResponse
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(status=reply.status)
+        response.headers.extend(reply.headers)
+        for number, piece in enumerate(reply.pieces):
             if self.holds and (number or self.holds_first):
                 await self.until(lambda: self._released > 0)
                 self._released -= 1
             if not response.prepared:
                 await response.prepare(request)
             await response.write(piece)
-        if told.is_cut and request.transport is not None:
+        if reply.is_cut and request.transport is not None:
             request.transport.abort()
             raise ConnectionResetError
         await response.write_eof()
@@ -132,13 +136,13 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     body: bytes | None = None
-    """Sent as it stands instead of a well-formed body."""
+    """Sent verbatim instead of a well-formed body."""
     hang_up: bool = False
     """Close the connection without an answer."""
 
 
 class ChatRequestSeen(msgspec.Struct, frozen=True):
-    """What came in."""
+    """A request that the endpoint received."""
 
     path: str
     headers: Mapping[str, str]
@@ -149,7 +153,7 @@ ChatScript = Callable[[ChatRequestSeen], ChatAnswer]
 
 
 def say(*answers: str | ChatAnswer) -> ChatScript:
-    """A script that gives `answers` one after the other."""
+    """Return a script that gives `answers` one after the other."""
     pending = [ChatAnswer(a) if isinstance(a, str) else a for a in answers]
     return lambda _: (
         pending.pop(0) if pending else ChatAnswer(status=500, body=b"the script is dry")

@@ -49,7 +49,7 @@ async def scripted() -> AsyncIterator[list[ScriptedEngine]]:
             for _ in range(2)
         ]
         for engine in engines:
-            engine.tenure = FakeMemoryState.RELEASED
+            engine.memory_state = FakeMemoryState.RELEASED
             engine.hold()
         yield engines
 
@@ -109,12 +109,12 @@ async def test_turns_begun_while_all_sleep_go_on_over_every_sleep_with_exact_tok
     assert await scheduler.phases() == [ASLEEP, ASLEEP]
     turns = [worker.start(f"t{n}", stream=n == 0, num_tokens=12) for n in range(2)]
     await scheduler.resize(True, 0)
-    assert second.tenure is FakeMemoryState.RELEASED
+    assert second.memory_state is FakeMemoryState.RELEASED
     await first.allow(6)
     await first.until(lambda: first.num_sampled == 6)
     await scheduler.resize(True, 1)
     await scheduler.resize(False, 0)
-    assert first.tenure is FakeMemoryState.RELEASED
+    assert first.memory_state is FakeMemoryState.RELEASED
     await second.allow(6)
     await second.until(lambda: second.num_sampled == 6)
     await scheduler.resize(False, 1)

@@ -1,4 +1,4 @@
-"""Garbage at a client's sink and from a router: it is passed over, and the work goes on."""
+"""Garbage at a client's sink and from a router: it is ignored, and the work continues."""
 
 import asyncio
 import errno
@@ -38,66 +38,70 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-def bombard(address: str) -> None:
-    vandal: zmq.Socket[bytes]
-    with closing(zmq.Context.instance().socket(zmq.DEALER)) as vandal:
-        vandal.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
-        vandal.connect(address)
+def send_garbage_to(address: str) -> None:
+    socket: zmq.Socket[bytes]
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as socket:
+        socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+        socket.connect(address)
         for frames in nonsense(seed=1, number=NUM_MESSAGES):
-            vandal.send_multipart(frames)
+            socket.send_multipart(frames)
 
 
 async def test_garbage_at_a_sink_costs_no_result(mesh: Mesh) -> None:
     await asyncio.to_thread(mesh.worker, "worker-0")
     client = mesh.client()
     asked = {ask(client) for _ in range(10)}
-    await asyncio.to_thread(bombard, client.address)
+    await asyncio.to_thread(send_garbage_to, client.address)
     asked |= {ask(client) for _ in range(10)}
     arrivals = await take(client, len(asked))
     assert {arrival.group_id for arrival in arrivals} == asked
     assert all(isinstance(arrival, Finished) for arrival in arrivals)
 
 
-class VandalRouter:
-    """A hub that talks nonsense to whoever dials it, on both of a worker's sockets."""
+class GarbageRouter:
+    """A hub that sends garbage to its peers, on both of a worker's sockets."""
 
     def __init__(self) -> None:
         self.hub = Hub("tcp://127.0.0.1:0")
-        self.heard: dict[bytes, list[AnyMessage]] = {}
+        self.received: dict[bytes, list[AnyMessage]] = {}
 
     def until(self, *kinds: type) -> None:
-        """Listen until each of these has come."""
+        """Receive until a message of each kind has arrived."""
         wanted = set(kinds)
         for _ in range(int(PATIENCE_S / 0.05)):
             wait([self.hub], None, 0.05)
-            self.hear()
-            if wanted <= {type(message) for each in self.heard.values() for message in each}:
+            self.receive()
+            if wanted <= {type(message) for each in self.received.values() for message in each}:
                 return
-        raise AssertionError(f"not all of {wanted} came")
+        raise AssertionError(f"not all of {wanted} arrived")
 
-    def hear(self) -> None:
-        """What has come so far."""
+    def receive(self) -> None:
+        """Receive the messages that have arrived so far."""
         for route, packet in self.hub.receive():
-            self.heard.setdefault(route, []).append(packet.message)
+            self.received.setdefault(route, []).append(packet.message)
 
     def first(self, kind: type[Any]) -> Any:
-        """The first of its kind that has come."""
-        heard = [message for each in self.heard.values() for message in each]
-        return next(message for message in heard if isinstance(message, kind))
+        """Return the first message of this kind."""
+        received = [message for each in self.received.values() for message in each]
+        return next(message for message in received if isinstance(message, kind))
 
     def worker(self) -> bytes:
-        """Where the worker's loop is heard."""
-        beats = [route for route, heard in self.heard.items() if isinstance(heard[0], WorkerBeat)]
+        """Return the route of the worker's loop."""
+        beats = [
+            route
+            for route, messages in self.received.items()
+            if isinstance(messages[0], WorkerBeat)
+        ]
         return beats[0].removesuffix(b".beat")
 
-    def vandalise(self) -> None:
+    def send_garbage(self) -> None:
         self.hub.socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
         for route in (self.worker(), self.worker() + b".beat"):
             for frames in nonsense(seed=2, number=NUM_MESSAGES):
                 self._send(route, frames)
 
     def _send(self, route: bytes, frames: list[bytes]) -> None:
-        # The loop's socket is dialled a moment after the beats'.
+        # The loop's socket connects a moment after the heartbeats'.
         for _ in range(int(PATIENCE_S / 0.05)):
             try:
                 self.hub.socket.send_multipart([route, *frames])
@@ -106,8 +110,8 @@ class VandalRouter:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
             wait([self.hub], None, 0.05)
-            self.hear()
-        raise AssertionError(f"{route!r} did not come back")
+            self.receive()
+        raise AssertionError(f"{route!r} did not reconnect")
 
     def close(self) -> None:
         self.hub.close()
@@ -120,11 +124,11 @@ def test_garbage_from_a_router_does_not_stop_a_worker(tmp_path: Path) -> None:
     settings = {"env": "plain:TheEnv", "run": {"folder": "."}, "model": model}
     (tmp_path / "mesh.json").write_bytes(msgspec.json.encode(settings))
     body = encode_ask(GroupAsk(task=Task(id="t"), sampling=SamplingPolicy(), seed=0))
-    with closing(VandalRouter()) as router:
+    with closing(GarbageRouter()) as router:
         words = ["worker", "--config", "mesh.json", "--router", router.hub.address]
         with running(tmp_path, *words, "--worker-id", "w0"):
             router.until(WorkerHello, WorkerBeat)
-            router.vandalise()
+            router.send_garbage()
             router.hub.send(router.worker(), Packet(RouterHello(0.1), "i1"))
             run = RunGroup(GroupId("r1", 1), 1, 2, router.hub.address)
             router.hub.send(router.worker(), Packet(run, "i1", body))

@@ -44,7 +44,7 @@ async def test_a_turn_whose_agent_asks_again_while_all_engines_sleep_is_made_onc
         return tries.exists() and len(tries.read_text()) >= NUM_TRIES
 
     async with ScriptedEngine(byte_token, weight_version="released-0") as engine:
-        engine.tenure = FakeMemoryState.RELEASED
+        engine.memory_state = FakeMemoryState.RELEASED
         with ExitStack() as stack:
             mesh = await asyncio.to_thread(begin, stack, engine.url, tmp_path)
             client = RolloutClient(mesh.router, JournalConfig(), tmp_path / "client")

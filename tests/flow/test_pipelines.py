@@ -20,7 +20,7 @@ from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.flow.demo import follow, read
 from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, handed_over
 from tests.flow.test_update import Process
-from tests.flow.trained_mesh import Story
+from tests.flow.trained_mesh import RunHistory
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.flow.worker_mesh import look_until
 
@@ -52,7 +52,7 @@ def check_trained(fleet: SharedFleet, name: str, num_steps: int = NUM_STEPS) -> 
     summary = read(run / "summary.json")
     assert (summary["num_steps"], summary["num_lost"]) == (num_steps, 0)
     assert summary["success_untrained"] is not None
-    assert Story(run).num_steps_taken == dict.fromkeys(range(num_steps), 1)
+    assert RunHistory(run).num_steps_taken == dict.fromkeys(range(num_steps), 1)
     assert [row for row in read_pids(run) if psutil.pid_exists(row.pid)] == []
 
 

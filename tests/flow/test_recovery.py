@@ -14,7 +14,7 @@ import pytest
 
 from rollmesh.core.process import OK
 from rollmesh.envs.guess import GuessEnv
-from tests.flow.trained_mesh import Story, TrainedMesh
+from tests.flow.trained_mesh import RunHistory, TrainedMesh
 from tests.flow.trained_mesh import model as model  # the fixture
 
 NUM_KILLS = 5
@@ -108,25 +108,25 @@ def num_told(mesh: TrainedMesh) -> int:
 
 def check(mesh: TrainedMesh, seen: list[dict[str, Any]]) -> None:
     """The run is whole, whatever happened; `seen` are rows that earlier lives had written."""
-    story, summary = Story(mesh.run), mesh.summary()
+    history, summary = RunHistory(mesh.run), mesh.summary()
     num_steps, samples = mesh.config.trainer.num_steps, mesh.config.trainer.samples_per_group
     # Each step stands in the history once, and each group in one step.
-    assert story.num_steps_taken == dict.fromkeys(range(num_steps), 1)
-    trained = story.trained()
+    assert history.num_steps_taken == dict.fromkeys(range(num_steps), 1)
+    trained = history.trained()
     assert len(set(trained)) == len(trained)
-    assert sorted(set(story.policy_versions)) == story.policy_versions
+    assert sorted(set(history.policy_versions)) == history.policy_versions
     rows, rollouts = check_rows(mesh)
-    steps = {str(group_id): step for step, ids in story.steps.items() for group_id in ids}
+    steps = {str(group_id): step for step, ids in history.steps.items() for group_id in ids}
     for row in rollouts:
         assert row["step"] == steps.get(row["rollout_id"].rpartition("/")[0])
-    assert summary["num_asked"] == len(story.asked) * samples
+    assert summary["num_asked"] == len(history.asked) * samples
     # The curve goes on: what was done again came out as it was.
     final = curve(rows)
     for step, figures in curve(seen).items():
         assert final[step] == figures
     # And so do the tasks: none was passed over, and none came twice.
     env, seed = GuessEnv(), mesh.config.run.seed
-    assert story.tasks == list(itertools.islice(env.tasks("train", seed), len(story.tasks)))
+    assert history.tasks == list(itertools.islice(env.tasks("train", seed), len(history.tasks)))
 
 
 def check_rows(mesh: TrainedMesh) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

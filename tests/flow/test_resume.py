@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.launch.folder import read_pids
 from tests.flow.demo import follow, read, start
-from tests.flow.trained_mesh import Story
+from tests.flow.trained_mesh import RunHistory
 from tests.flow.worker_mesh import look_until
 
 SETTINGS = {"trainer.num_steps": 10_000, "trainer.checkpoint_steps": 3, "publish.lease_s": 3.0}
@@ -54,7 +54,7 @@ def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path
         os.kill(pids(run)["launch"], signal.SIGKILL)
         ended(process)
     assert psutil.wait_procs(processes, timeout=60.0)[1] == []
-    num_steps = max(Story(run).num_steps_taken) + NUM_MORE
+    num_steps = max(RunHistory(run).num_steps_taken) + NUM_MORE
     settings = SETTINGS | {"trainer.num_steps": num_steps}
     with start(tmp_path, "--resume", **settings) as process:
         code, out = ended(process)
@@ -66,9 +66,9 @@ def test_a_run_goes_on_when_its_trainer_is_killed_and_when_all_of_it_is(tmp_path
 
 
 def check_whole(run: Path, num_steps: int) -> None:
-    story, summary = Story(run), read(run / "summary.json")
-    assert story.num_steps_taken == dict.fromkeys(range(num_steps), 1)
-    assert len(set(story.trained())) == len(story.trained())
+    history, summary = RunHistory(run), read(run / "summary.json")
+    assert history.num_steps_taken == dict.fromkeys(range(num_steps), 1)
+    assert len(set(history.trained())) == len(history.trained())
     assert (summary["num_steps"], summary["num_lives"], summary["num_lost"]) == (num_steps, 3, 0)
     assert summary["ended"] == "done"
     assert summary["success_untrained"] is not None

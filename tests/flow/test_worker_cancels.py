@@ -52,7 +52,7 @@ async def pause(engine: ScriptedEngine) -> None:
 
 async def hear_nothing(engine: ScriptedEngine) -> None:
     """The first abort of each does nothing, as one that comes before its request."""
-    engine.num_deaf_aborts = NUM_SAMPLES
+    engine.num_ignored_aborts = NUM_SAMPLES
 
 
 @pytest.mark.parametrize("moment", [nothing_yet, stream, pause, hear_nothing])

@@ -158,15 +158,15 @@ class TrainedMesh:
         return self._zygote.stdout.readline()
 
 
-class Story:
-    """What the journal of a run tells, from its first record to its last."""
+class RunHistory:
+    """The client journal of a run, from its first record to its last."""
 
     def __init__(self, run: Path) -> None:
         self.steps: dict[int, tuple[GroupId, ...]] = {}
         self.policy_versions: list[int] = []
         self.asked: list[GroupId] = []
         self.tasks: list[Task] = []
-        """That were trained on, or would have been, in the order in which they were drawn."""
+        """Requested tasks, in the order in which they were drawn."""
         self.num_steps_taken = collections.Counter[int]()
         decode = msgspec.msgpack.Decoder(AnyEntry).decode
         journal = Journal(run / "journal", segment_bytes=2**25)

@@ -25,7 +25,7 @@ from rollmesh.launch.folder import read_pids
 from rollmesh.trainer.controller.processes import MODULE
 from tests.flow.demo import Running, follow, read
 from tests.flow.test_run import kept, logprob_gaps
-from tests.flow.trained_mesh import Story
+from tests.flow.trained_mesh import RunHistory
 from tests.flow.trained_mesh import model as model  # the fixture
 from tests.security.test_isolation import mode as mode  # the fixture
 from tests.security.test_isolation import processes_named
@@ -114,16 +114,16 @@ class Run:
         self.process.kill()
         self.process.communicate(timeout=ENDS_WITHIN_S)
         assert psutil.wait_procs(processes, timeout=ENDS_WITHIN_S)[1] == []
-        num_steps = max(Story(self.run).num_steps_taken) + NUM_MORE
+        num_steps = max(RunHistory(self.run).num_steps_taken) + NUM_MORE
         self.process = self._start("--resume", "--set", f"trainer.num_steps={num_steps}")
         return num_steps
 
 
 def check_whole(run: Path, num_steps: int) -> None:
     """Each step and group is trained once, and no rollout is lost."""
-    story, summary = Story(run), read(run / "summary.json")
-    assert story.num_steps_taken == dict.fromkeys(range(num_steps), 1)
-    assert len(set(story.trained())) == len(story.trained())
+    history, summary = RunHistory(run), read(run / "summary.json")
+    assert history.num_steps_taken == dict.fromkeys(range(num_steps), 1)
+    assert len(set(history.trained())) == len(history.trained())
     assert (summary["num_steps"], summary["num_lost"]) == (num_steps, 0)
     assert summary["ended"] == "done"
     lines = (run / "trajectories.jsonl").read_bytes().splitlines()

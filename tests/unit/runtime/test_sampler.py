@@ -218,12 +218,12 @@ async def test_stop_string_ends_the_turn_and_names_itself(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("num_deaf_aborts", [0, 1])
+@pytest.mark.parametrize("num_ignored_aborts", [0, 1])
 async def test_leg_is_over_at_the_engine_once_its_last_reader_has_left(
-    engine: ScriptedEngine, bench: Bench, stream: bool, num_deaf_aborts: int
+    engine: ScriptedEngine, bench: Bench, stream: bool, num_ignored_aborts: int
 ) -> None:
     engine.hold()
-    engine.num_deaf_aborts = num_deaf_aborts
+    engine.num_ignored_aborts = num_ignored_aborts
     generation = bench.start(stream=stream)
     generation.join()
     await engine.until(lambda: engine.num_live == 1)

@@ -1,7 +1,6 @@
-"""A coordinator's machine between a real fleet table and toy engines, on a clock of its own.
+"""A coordinator's machine between a real fleet table and simulated engines, on a simulated clock.
 
-Invariant: what the machine asks for is carried out at once, unless the test holds it. Driven by
-test_machine.py, test_table.py and test_worker.py.
+- The machine's actions are carried out at once, unless the test holds them.
 """
 
 import math
@@ -40,8 +39,8 @@ TICK_S = 0.05
 ME = b"coordinator-1"
 
 
-class Toy:
-    """An engine that does what it is told, at once."""
+class SimulatedEngine:
+    """An engine that carries out each operation at once."""
 
     def __init__(self) -> None:
         self.is_released = True
@@ -51,15 +50,15 @@ class Toy:
         self.is_hung = False
         self.fails: dict[EngineOp, str] = {}
         self.done: list[EngineOp] = []
-        self.life = 1
+        self.incarnation = 1
 
-    def start_anew(self) -> None:
-        """Its process has died, and another begins asleep."""
-        self.life += 1
+    def restart_process(self) -> None:
+        """Replace the process by a new one that begins asleep."""
+        self.incarnation += 1
         self.is_released, self.num_requests = True, 0
 
-    def obey(self, op: EngineOp, newest: int) -> str:
-        """'' or why not."""
+    def execute(self, op: EngineOp, newest: int) -> str:
+        """Carry out `op`; return '' or the error."""
         if why := self.fails.get(op):
             return why
         self.done.append(op)
@@ -76,7 +75,7 @@ class Toy:
 
 
 class SimulatedEngines:
-    """See the module."""
+    """A coordinator, a fleet table and simulated engines."""
 
     def __init__(
         self,
@@ -88,22 +87,22 @@ class SimulatedEngines:
     ) -> None:
         self.urls = tuple(f"http://e:{rank}" for rank in range(num_engines))
         self.settings = CoordinatorSettings(pipeline_id="p", urls=self.urls, started_s=started_s)
-        self.toys = {url: Toy() for url in self.urls}
+        self.engines = {url: SimulatedEngine() for url in self.urls}
         self.newest = 0
         self.now_s = 100.0
-        self.heard: list[AnyMessage] = []
-        """By the scheduler."""
-        self.asked: list[AnyMessage] = []
-        """By the router."""
+        self.to_scheduler: list[AnyMessage] = []
+        """Messages that the scheduler received."""
+        self.to_router: list[AnyMessage] = []
+        """Messages that the router received."""
         self.router = "r1"
-        self.is_router_deaf = False
+        self.router_ignores = False
         self._resizes = 0
         self._pending: list[RunEngineOp] = []
         self.start_router(is_asleep=is_asleep)
         self.coordinator = kind(self.settings)
 
     def start_router(self, *, is_asleep: bool = True) -> None:
-        """A new one, whose engines begin asleep."""
+        """Start a new router, whose engines begin asleep."""
         self.router = f"{self.router}+"
         self.fleet = Fleet(FleetSettings(allow_hosts=("e",)))
         for url in self.urls:
@@ -111,7 +110,7 @@ class SimulatedEngines:
                 self._step_fleet(Received(b"", SleepEngine(0, url, 0.0)))
 
     def restart(self) -> None:
-        """The coordinator is killed and comes back."""
+        """Kill the coordinator and start it again."""
         self._pending.clear()
         self.coordinator = Coordinator(self.settings)
 
@@ -136,7 +135,7 @@ class SimulatedEngines:
         deadline_s: float = 20.0,
         turn_s: float = math.inf,
     ) -> ResizeWorkers:
-        """The scheduler asks; the epoch is that of the ask where none is told."""
+        """Send a resize from the scheduler; `epoch` 0 is the number of the resize."""
         self._resizes += 1
         epoch = epoch or self._resizes
         changes = tuple(WorkerChange(rank, wakes, epoch) for rank in ranks)
@@ -144,17 +143,17 @@ class SimulatedEngines:
         self.step(Received(SCHEDULER, ask))
         return ask
 
-    def hear(self, message: AnyMessage) -> None:
-        """The scheduler says something."""
+    def deliver(self, message: AnyMessage) -> None:
+        """Deliver a message from the scheduler."""
         self.step(Received(SCHEDULER, message))
 
-    # what came of it
+    # results
 
     def row(self, rank: int) -> EngineRow:
         return next(row for row in self.fleet.table().engines if row.url == self.urls[rank])
 
-    def toy(self, rank: int) -> Toy:
-        return self.toys[self.urls[rank]]
+    def engine(self, rank: int) -> SimulatedEngine:
+        return self.engines[self.urls[rank]]
 
     def truth(self, rank: int) -> WorkerTruth:
         return self.coordinator.truths()[rank]
@@ -163,10 +162,10 @@ class SimulatedEngines:
         return [truth.phase for truth in self.coordinator.truths()]
 
     def answers(self) -> list[WorkersResized]:
-        return [message for message in self.heard if isinstance(message, WorkersResized)]
+        return [message for message in self.to_scheduler if isinstance(message, WorkersResized)]
 
     def hellos(self) -> list[CoordinatorHello]:
-        return [message for message in self.heard if isinstance(message, CoordinatorHello)]
+        return [message for message in self.to_scheduler if isinstance(message, CoordinatorHello)]
 
     # the shell
 
@@ -175,26 +174,26 @@ class SimulatedEngines:
             self._pending = [each for each in self._pending if each.url != action.url]
             self._pending.append(action)
         elif action.route == SCHEDULER:
-            self.heard.append(action.message)
+            self.to_scheduler.append(action.message)
         else:
             assert action.route == ROUTER
-            self.asked.append(action.message)
-            if not self.is_router_deaf:
+            self.to_router.append(action.message)
+            if not self.router_ignores:
                 self._step_fleet(Received(ME, action.message))
 
     def _answer_calls(self) -> None:
         calls, self._pending = self._pending, []
         for call in calls:
-            toy = self.toys[call.url]
-            if toy.is_hung:
+            engine = self.engines[call.url]
+            if engine.is_hung:
                 self._pending.append(call)
                 continue
-            why = toy.obey(call.op, self.newest)
+            why = engine.execute(call.op, self.newest)
             seen = EngineSnapshot(
-                is_released=toy.is_released,
-                policy_version=toy.policy_version,
-                num_requests=toy.num_requests,
-                kv_tokens=toy.kv_tokens,
+                is_released=engine.is_released,
+                policy_version=engine.policy_version,
+                num_requests=engine.num_requests,
+                kv_tokens=engine.kv_tokens,
             )
             self.step(
                 EngineOpDone(
@@ -203,7 +202,7 @@ class SimulatedEngines:
                     ok=not why,
                     detail=why,
                     seen=seen if call.op is EngineOp.LOOK else None,
-                    policy_version=toy.policy_version,
+                    policy_version=engine.policy_version,
                 )
             )
 
@@ -218,13 +217,13 @@ class SimulatedEngines:
                     pass
 
     def _probed(self, url: str, serial: int) -> EngineProbed:
-        toy = self.toys[url]
-        if toy.is_hung:
+        engine = self.engines[url]
+        if engine.is_hung:
             return EngineProbed(url=url, serial=serial, ok=False, detail="no answer")
         return EngineProbed(
             url=url,
             serial=serial,
             ok=True,
-            incarnation=f"life-{toy.life}",
-            policy_version=-1 if toy.is_released else toy.policy_version,
+            incarnation=f"incarnation-{engine.incarnation}",
+            policy_version=-1 if engine.is_released else engine.policy_version,
         )

@@ -49,7 +49,7 @@ async def hands(tmp_path: Path) -> AsyncIterator[Hands]:
 
 async def test_an_engine_says_by_its_weights_name_that_it_sleeps(hands: Hands) -> None:
     await hands.sleep()
-    assert hands.engine.tenure is FakeMemoryState.RELEASED
+    assert hands.engine.memory_state is FakeMemoryState.RELEASED
     assert hands.engine.weight_version == "released-0"
     seen = (await hands.do(EngineOp.LOOK)).seen
     assert seen is not None
@@ -70,7 +70,7 @@ async def test_before_the_first_publication_it_wakes_with_what_it_was_started_wi
     loaded = await hands.do(EngineOp.LOAD)
     assert (loaded.ok, loaded.policy_version) == (True, 0)
     assert hands.engine.weight_version == "0"
-    assert hands.engine.tenure is FakeMemoryState.HELD
+    assert hands.engine.memory_state is FakeMemoryState.HELD
     assert not hands.engine.is_paused
 
 
@@ -95,7 +95,7 @@ async def test_requests_that_were_cut_have_a_moment_to_end_before_memory_goes(
         await hands.engine.until(lambda: hands.engine.num_live == 1)
         await hands.sleep()
         await running
-    assert hands.engine.tenure is FakeMemoryState.RELEASED
+    assert hands.engine.memory_state is FakeMemoryState.RELEASED
     paths = [each.path for each in hands.engine.seen]
     assert paths.index("/flush_cache") < paths.index("/release_memory_occupation")
 
@@ -230,7 +230,7 @@ class Office:
 async def office() -> AsyncIterator[Office]:
     """An engine that sleeps."""
     async with ScriptedEngine(endless_token, weight_version="released-0") as engine:
-        engine.tenure = FakeMemoryState.RELEASED
+        engine.memory_state = FakeMemoryState.RELEASED
         road = Road(engine)
         server = await road.serve()
         yield Office(engine, road)
@@ -264,9 +264,9 @@ async def test_an_order_that_is_broken_off_on_the_road_arrives_after_the_next(
         errands = BreaksOff(http, tmp_path, office.hear)
         await held_up(office, errands)
         assert (await office.of_last()).ok
-        assert office.engine.tenure is FakeMemoryState.RELEASED
+        assert office.engine.memory_state is FakeMemoryState.RELEASED
         office.road.clear()
-        await office.engine.until(lambda: office.engine.tenure is FakeMemoryState.BARE)
+        await office.engine.until(lambda: office.engine.memory_state is FakeMemoryState.BARE)
         assert office.engine.weight_version == "released-0", "it has its memory, and says no"
         await errands.close()
 
@@ -282,7 +282,7 @@ async def test_no_order_is_sent_before_the_last_ones_outcome_is_known(
         assert done.ok
         assert [each.serial for each in office.told] == [3]
         assert (office.engine.num_seen(RESUME), office.engine.num_seen(RELEASE)) == (1, 1)
-        assert office.engine.tenure is FakeMemoryState.RELEASED
+        assert office.engine.memory_state is FakeMemoryState.RELEASED
         await errands.close()
 
 
@@ -308,7 +308,7 @@ async def test_a_look_is_broken_off_for_what_is_newer(office: Office, tmp_path: 
         office.send(errands, EngineOp.RESUME)
         assert (await office.of_last()).ok
         assert [each.serial for each in office.told] == [2]
-        assert office.engine.tenure is FakeMemoryState.BARE
+        assert office.engine.memory_state is FakeMemoryState.BARE
         await errands.close()
 
 
