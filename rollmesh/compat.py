@@ -17,15 +17,8 @@ from typing import Protocol
 import msgspec
 
 from rollmesh.tensors.handles import RTensor, collect
+from rollmesh.tensors.handles import collect_shards as collect_shards
 from rollmesh.tensors.plane import current
-
-
-def collect_shards(nested: object) -> dict[str, list[int]]:
-    """Return the ids of all shards that `nested` has handles of, by owner, each once."""
-    by_owner: dict[str, dict[int, None]] = {}
-    for handle in collect(nested, RTensor):
-        by_owner.setdefault(handle.owner, {})[handle.shard_id] = None
-    return {owner: list(ids) for owner, ids in by_owner.items()}
 
 
 def flatten_shard_ids(nested: object) -> list[int]:

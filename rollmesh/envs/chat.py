@@ -50,7 +50,7 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str
     name: str
     arguments: str
-    """As the model wrote them; JSON if they are valid."""
+    """Text that the model wrote; JSON if it is valid."""
 
 
 class ChatReply(msgspec.Struct, frozen=True):

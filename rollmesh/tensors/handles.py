@@ -150,6 +150,14 @@ def collect(nested: object, kind: type[_Leaf]) -> list[_Leaf]:
     return list(_Traversal(nested, kind).leaves.values())
 
 
+def collect_shards(nested: object) -> dict[str, list[int]]:
+    """Return the ids of all shards that `nested` has handles of, by owner, each once."""
+    by_owner: dict[str, dict[int, None]] = {}
+    for handle in collect(nested, RTensor):
+        by_owner.setdefault(handle.owner, {})[handle.shard_id] = None
+    return {owner: list(ids) for owner, ids in by_owner.items()}
+
+
 def transform(
     nested: Any, kind: type[_Leaf], change: Callable[[list[_Leaf]], Sequence[object]]
 ) -> Any:

@@ -50,7 +50,7 @@ class Peer:
     """The link to one owner."""
 
     def __init__(self, owner: str, dial: _Dial, loan_queue: _LoanQueue) -> None:
-        """It puts itself on `loan_queue` when it needs a call of `report_ended`."""
+        """Start a link that puts itself on `loan_queue` when `report_ended` has to be called."""
         self._owner = owner
         self._dial = dial
         self._loan_queue = loan_queue

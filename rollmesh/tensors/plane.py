@@ -198,7 +198,7 @@ class Plane:
 
     def _backend_for(self, owner: str) -> TensorBackend:
         if not owner:
-            raise TensorError("its owner serves nobody: start its TensorServer before it remotizes")
+            raise TensorError("its owner has no server: start its TensorServer before remotizing")
         if self.backend is None:
             raise TensorError(f"this process has no way to {owner}: give its plane a backend")
         return self.backend

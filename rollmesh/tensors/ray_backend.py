@@ -224,7 +224,7 @@ def _find(owner: str) -> Any:
     try:
         return ray.get_actor(owner.removeprefix(SCHEME), namespace=NAMESPACE)
     except ValueError:
-        raise OwnerGone(owner, "Ray knows nobody of that name") from None
+        raise OwnerGone(owner, "Ray knows no actor of that name") from None
     except AssertionError as error:
         # If its program has just ended, Ray still has the actor's name, but no longer its class.
         raise OwnerGone(owner, f"its program has ended: {_line_of(error)}") from None

@@ -63,7 +63,7 @@ _Item = TypeVar("_Item")
 
 
 class ServerContext(msgspec.Struct, frozen=True):
-    """What all connections of a server share."""
+    """State that all connections of a server share."""
 
     store: OwnerStore
     relay: TensorRelay | None

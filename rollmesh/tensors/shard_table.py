@@ -73,7 +73,7 @@ class ShardTable:
         self._check_open(step)
         ids = range(self._next, self._next + len(sizes))
         if ids.stop > self._first + (1 << NUMBER_BITS):
-            raise TensorError(f"this owner gave out its {1 << NUMBER_BITS} ids; start it anew")
+            raise TensorError(f"this owner gave out its {1 << NUMBER_BITS} ids; restart it")
         self._next = ids.stop
         for shard_id, num_bytes in zip(ids, sizes, strict=True):
             self._shards[shard_id] = _Shard(num_bytes, step, now_s)

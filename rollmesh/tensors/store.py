@@ -314,7 +314,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StorageStats(msgspec.Struct, frozen=True):
-    """What a store holds."""
+    """Counts and sizes of the tensors in a store."""
 
     num_tensors: int
     total_bytes: int

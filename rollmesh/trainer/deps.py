@@ -59,7 +59,7 @@ class TrainablePolicy(Checkpointable, Offloadable, Protocol):
 
 
 class TrainerDeps(msgspec.Struct):
-    """What the train loop uses."""
+    """Components of the train loop."""
 
     client: RolloutClient
     pacer: Pacer

@@ -52,7 +52,7 @@ Stream = Literal["train", "eval"]
 
 
 class GpuLease(Protocol):
-    """What a train loop needs of its GPUs."""
+    """Right of a train loop to use its GPUs."""
 
     def acquire(self) -> bool:
         """Give back GPUs of an earlier process, and wait for the trainer's GPUs; return False if

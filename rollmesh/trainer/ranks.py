@@ -26,7 +26,7 @@ from rollmesh.core.errors import NotFinite
 
 
 class Ranks(Protocol):
-    """What a policy needs of its ranks."""
+    """Collective operations that a policy uses."""
 
     is_first: bool
     """Whether this rank writes files."""

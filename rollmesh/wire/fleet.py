@@ -139,7 +139,7 @@ class FleetAnswered(Message, frozen=True, tag="fleet_answered"):
     engines: tuple[EngineRow, ...]
     superseded_by: int = -1
     """Version that another running publisher has published, if that is why the request was refused;
-    -1 if that publisher may have been killed, so that a later request is decided anew."""
+    -1 if that publisher may have been killed, so that a later request is decided again."""
 
 
 FleetAsk = (

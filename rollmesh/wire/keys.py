@@ -252,7 +252,7 @@ def check_dial(address: str, keys: Keys | None) -> None:
     """AddressError if `address` is on another machine, which needs keys, and there are none."""
     if not keys and address.startswith("tcp://") and not _is_local(address):
         raise AddressError(
-            f"{address}: another machine lets in nobody without keys; "
+            f"{address}: connections to another machine need keys; "
             f"set {KEYS_VARIABLE} to the mesh's key file"
         )
 
@@ -267,7 +267,7 @@ def check_dialable(address: str) -> None:
     """AddressError if peers could not dial `address`, which is bound and then sent to them."""
     if address.startswith(("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")):
         raise AddressError(
-            f"{address}: peers are told it and cannot dial it; "
+            f"{address}: peers receive this address and cannot dial it; "
             "name this machine's own address, or an interface, such as tcp://eth0:5556"
         )
 

@@ -199,7 +199,7 @@ MISTAKES = [
     ),
     (
         ["--env", "echo", "--model-dir", "model", "--router", "tcp://10.1.2.3:5555"],
-        "tcp://10.1.2.3:5555: another machine lets in nobody without keys; set ROLLMESH_KEYS",
+        "tcp://10.1.2.3:5555: connections to another machine need keys; set ROLLMESH_KEYS",
     ),
 ]
 

@@ -6,7 +6,7 @@ it.
 
 - Engine has no threads or sockets; StepLoop owns it, and all access runs on its thread.
 - Commands run between steps, so each token is sampled by exactly one policy version. An update
-  never cuts a request that was not told to end or to wait.
+  never cuts a request that was not asked to end or to wait.
 - A pause in mode `abort` ends all requests, `retract` returns them to the queue without memory,
   `in_place` keeps them; new requests wait. Modes and rules are SGLang's (/pause_generation).
 - Progress is delivered in batches: one wake-up of the event loop per step.

@@ -88,7 +88,7 @@ class PrefixTree:
         """Undo one `pin`."""
         step: PrefixNode | None = node
         while step is not None:
-            assert step.num_pins > 0, "let go of a node that nobody holds"
+            assert step.num_pins > 0, "unpinned a node that has no pins"
             step.num_pins -= 1
             if step.num_pins == 0:
                 self.num_evictable += len(step.slots)

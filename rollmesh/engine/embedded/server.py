@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str = "default"
     """Name of the weights at the start; the default is SGLang's."""
     is_asleep: bool = False
-    """Start without memory, because the GPUs are in use elsewhere, until told to allocate it."""
+    """Start without memory, because the GPUs are in use elsewhere; a request allocates it."""
     dtype: str = "float32"
     is_incremental: bool = False
     skips_tokenizer: bool = False

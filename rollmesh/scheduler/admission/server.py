@@ -73,7 +73,7 @@ _Body = TypeVar("_Body")
 
 
 class NodeSnapshot(msgspec.Struct, frozen=True):
-    """What placement needs of a node."""
+    """State of a node, as placement reads it."""
 
     name: str
     gpus: tuple[int, ...]
@@ -82,7 +82,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
 
 
 class PipelineSnapshot(msgspec.Struct, frozen=True):
-    """What placement needs of a pipeline."""
+    """State of a pipeline, as placement reads it."""
 
     spec: PipelineSpec
     phase: PipelinePhase

@@ -110,7 +110,7 @@ class _PlanValidator:
         self._state = state
         self._owners: dict[int, Owner | None] = {}
         self._takers: dict[int, str] = {}
-        """What takes each GPU: the key of a request, or the name of a worker."""
+        """By GPU, its new owner: the key of a request, or the name of a worker."""
         self._shrunk: dict[Target, Shrink] = {}
         self._expanded: set[Target] = set()
         self._granted: set[tuple[str, str]] = set()

@@ -143,7 +143,7 @@ class PlanBuilder:
         self._moved: dict[tuple[str, int], bool] = {}
         """Workers moved by an operation; True if waking."""
         self._num_awake: dict[str, int] = {}
-        """Of pipelines that were looked up or moved."""
+        """Awake workers by pipeline, for those that were looked up or moved."""
         self.reserved: dict[int, list[GpuReservation]] = {}
         """By GPU; all reservations must allow what starts there."""
         self.up: set[int] = set()

@@ -32,7 +32,7 @@ NUM_PATHS = 200
 NUM_FILLS = 20_000
 """Upper bound on visits of a claim to a pool."""
 NUM_COARSE_FILLS, NUM_ROUNDS = 2_000, 3
-"""The same bound with more than FEW_POOLS, or NUM_ROUNDS rounds where that is more."""
+"""NUM_FILLS with more than FEW_POOLS pools; or NUM_ROUNDS rounds, where that is more."""
 
 
 Step = tuple[int, int]

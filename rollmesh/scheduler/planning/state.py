@@ -255,7 +255,7 @@ class FleetState(msgspec.Struct, kw_only=True):
         self.nodes[name].phase = NodePhase.DRAINING
 
     def lose_node(self, name: str) -> None:
-        """Mark a node DOWN: it is dead or unreachable, which cannot be told apart."""
+        """Mark a node DOWN: it is dead or unreachable; the scheduler cannot distinguish these."""
         node = self.nodes[name]
         node.phase = NodePhase.DOWN
         there = frozenset(node.gpus)

@@ -198,7 +198,7 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
     lately: tuple[str, ...] = ()
     """Results of its newest operations, newest first."""
     lines: tuple[str, ...] = ()
-    """The same as text."""
+    """This explanation as text."""
 
 
 class FleetExplanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -378,7 +378,7 @@ class _PipelineExplainer:
         )
 
     def _unheld(self) -> str:
-        """What a pipeline that gets no GPUs waits for."""
+        """Return the condition that a pipeline without GPUs waits for."""
         reasons = {
             PipelinePhase.REGISTERED: "it is admitted: rollmesh scheduler admit",
             PipelinePhase.QUARANTINED: "its coordinator reports all workers again",

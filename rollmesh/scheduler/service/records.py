@@ -98,7 +98,7 @@ class TicketRecord(msgspec.Struct, kw_only=True, rename={"is_expired": "is_forsa
     pipeline_id: str
     cluster: str
     gives_up: bool = False
-    """It is a release and waits for its completion; otherwise a request."""
+    """Whether this is a release, which waits for its completion, rather than a request."""
     state: TicketState = TicketState.QUEUED
     reason: str = ""
     """Why it was refused."""
@@ -106,7 +106,7 @@ class TicketRecord(msgspec.Struct, kw_only=True, rename={"is_expired": "is_forsa
     closed_s: float = 0.0
     """When it reached its final state."""
     is_expired: bool = False
-    """It was withdrawn because it was not renewed; a later renewal restores its place."""
+    """Whether it was withdrawn because it was not renewed; a later renewal restores its place."""
     offer: int = 0
     """Number of the newest offer, if any."""
 
@@ -145,7 +145,7 @@ class Intent(msgspec.Struct, kw_only=True):
     for_: str = ""
     """Shrink.for_ of a SLEEP."""
     request: ClusterRequest | None = None
-    """Of a GRANT: restored to the queue if the promise cannot be kept."""
+    """Request behind a GRANT; it returns to the queue if the grant cannot be carried out."""
     phase: IntentPhase = IntentPhase.PLANNED
     planned_s: float
     epoch: int = 0

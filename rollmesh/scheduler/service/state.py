@@ -55,7 +55,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     resize_deadline_s: Second = 120.0
     """Time for engines to wake, which includes loading weights; then the resize has failed."""
     sleep_deadline_s: Second = 45.0
-    """The same for a sleep, if less."""
+    """Time for engines to go to sleep; no more than resize_deadline_s."""
     slack_s: Span = 5.0
     """Extra time for the answer of a resize to arrive."""
     turn_s: Second = 10.0

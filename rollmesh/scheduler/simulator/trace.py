@@ -198,7 +198,7 @@ class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     train_share: tuple[float, float] = (0.2, 0.5)
     """Seconds of log-probs and training, relative to the rollouts on a full block."""
     scoring_share: tuple[float, float] = (0.1, 0.2)
-    """The same for phases without GPUs."""
+    """Seconds of phases without GPUs, relative to the rollouts on a full block."""
     arrival_s: tuple[float, float] = (0.0, 1800.0)
     num_steps: tuple[int, int] = (6, 18)
     costs: SwitchCosts = SwitchCosts()

@@ -11,7 +11,7 @@ rollouts.
         hooks.notify_release_gpus("actor_train").wait()
 
 - Every method may be called from any thread. Only `wait` and `signal_rollout_demand` block, until
-  they are told to stop.
+  they are asked to stop.
 - An unreachable scheduler is a warning in the log, never an error; waiting continues until it is
   back. Only refusals are raised, as a UserError.
 - Rollouts are counted, never groups.

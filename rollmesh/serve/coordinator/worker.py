@@ -72,11 +72,11 @@ class EngineOpDone(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     """Why it failed, in one line."""
     seen: EngineSnapshot | None = None
-    """Of LOOK."""
+    """State of the engine; set by LOOK."""
     policy_version: int = UNVERSIONED
-    """Of LOAD: version of its weights now."""
+    """Version of its weights now; set by LOAD."""
     adapter: str = ""
-    """Of LOAD: adapter over them."""
+    """Adapter over these weights; set by LOAD."""
 
 
 class RunEngineOp(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class RunEngineOp(msgspec.Struct, frozen=True):
     serial: int
     op: EngineOp
     policy_version: int = UNVERSIONED
-    """Of PROBE."""
+    """Version whose weights PROBE checks."""
     after_s: float = 0.0
 
 
@@ -105,7 +105,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     read_s: float = 0.5
     """Interval of reading the fleet table."""
     hasty_s: float = 0.1
-    """The same while a change of it is awaited."""
+    """Interval of reading the fleet table while a change of it is awaited."""
     repeat_s: float = 0.5
     """A request to the router that does not show in the table is repeated after this time."""
     look_s: float = 0.05
@@ -165,7 +165,7 @@ class EngineWorker:
         self.rank = rank
         self.url = url
         self.phase = WorkerPhase.ABSENT
-        """As reported to the scheduler."""
+        """Phase that is reported to the scheduler."""
         self.epoch = 0
         self.detail = NOT_CHECKED
         self.step = WorkerStep.RESTING

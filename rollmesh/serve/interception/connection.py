@@ -199,7 +199,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
 
 
 class ConnectionOwner(Protocol):
-    """What a connection needs of its server."""
+    """Server of a connection: its limits, and callbacks for its events."""
 
     limits: ConnectionLimits
     bodies: BodyBudget

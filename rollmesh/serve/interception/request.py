@@ -103,7 +103,7 @@ class HttpRequest:
     ) -> None:
         self.method = method
         self.path = path
-        """As sent, with the query."""
+        """Path and query, unchanged."""
         self.raw_headers = raw_headers
         self.headers = {name.lower(): value for name, value in reversed(raw_headers)}
         """By lower-case name; of repeated headers the first."""

@@ -48,7 +48,7 @@ def cache_entries(group_scheduler: GroupScheduler, num_engines: int) -> Mapping[
 
 
 MAX_CLIENTS = 100
-"""More are not told one by one."""
+"""Limit on clients that are listed one by one."""
 
 
 class ClientStatus(msgspec.Struct, frozen=True):
@@ -87,9 +87,9 @@ class RouterStatus(msgspec.Struct, frozen=True):
     """The first MAX_CLIENTS of them."""
     engines: list[EngineStatus]
     counts: dict[str, int]
-    """What happened since the start: asks, refusals, requeues, claims, returns, workers_lost..."""
+    """Events since the start: asks, refusals, requeues, claims, returns, workers_lost..."""
     causes: list[str] = []
-    """Why groups wait, and will go on waiting unless somebody does something."""
+    """Why groups wait, for causes that only an operator can remove."""
     address: str = ""
     """tcp://, which workers and clients dial."""
     status_url: str = ""
@@ -179,7 +179,7 @@ def _loading_status(hello: WorkerHello) -> WorkerStatus:
 
 
 def figures_of(status: RouterStatus) -> Iterator[Figure]:
-    """The same for Prometheus."""
+    """Convert a status to Prometheus figures."""
     for state, number in status.queue.items():
         yield Figure("router_groups", number, "Groups that have not ended.", {"state": state})
     ended = {

@@ -146,7 +146,7 @@ class SimMesh:
             self._run_for(0.5)
         look_at_ends(self.visitors, self.workers, self.launch)
         look_at_journal(self.client)
-        self.client.look_at_ledger()
+        self.client.check_left()
 
     def _run_for(self, seconds: float) -> None:
         until_s = self.kernel.now_s() + seconds

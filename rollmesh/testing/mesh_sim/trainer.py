@@ -104,7 +104,7 @@ class SimTrainer(SimClient):
         self.publisher: SimPublisher | None = None
         self.zombies: list[SimPublisher] = []
         """Publishers whose trainer is dead."""
-        self.group_scheduler: list[GroupLeft] = []
+        self.left: list[GroupLeft] = []
         """How groups have left; a restart continues from what its checkpoint covers of it."""
         self._engines = engines
         self._num_to_ask = num_groups
@@ -137,7 +137,7 @@ class SimTrainer(SimClient):
         save = self._newest_save()
         history = self.open_book()
         plan = self._network.machines.plan(save.state if save else None, history)
-        del self.group_scheduler[save.num_left if save else 0 :]
+        del self.left[save.num_left if save else 0 :]
         self._forget_all(plan, list(save.weights) if save else [])
         self.witness.recovered(history, plan)
         self._do(self.course.resume(plan))
@@ -184,9 +184,9 @@ class SimTrainer(SimClient):
             if each.alive:
                 each.crash()
 
-    def look_at_ledger(self) -> None:
+    def check_left(self) -> None:
         """Check the record of groups, at rest."""
-        self.witness.look_at_ledger(self.group_scheduler, self.waiting)
+        self.witness.check_left(self.left, self.waiting)
 
     def _newest_save(self) -> SimCheckpoint | None:
         if self._shelf and self._network.strikes("save_broke"):
@@ -305,7 +305,7 @@ class SimTrainer(SimClient):
             f"{leave.group_id}: {leave.why}"
         )
         self._network.num[f"left_{leave.outcome}"] += 1
-        self.group_scheduler.append(leave)
+        self.left.append(leave)
         if leave.group_id in self.waiting:
             self.waiting.discard(leave.group_id)
             if leave.outcome is not GroupOutcome.TRAINED:
@@ -374,7 +374,7 @@ class SimTrainer(SimClient):
             ended=self.course.gone,
             waiting=self.course.to_ask_again,
         )
-        save = SimCheckpoint(state, tuple(self._weights), len(self.group_scheduler))
+        save = SimCheckpoint(state, tuple(self._weights), len(self.left))
         delay_s = self._kernel.rng.uniform(*SAVE_S)
         self._kernel.after(delay_s, lambda: self._end_save(save), self)
 

@@ -148,25 +148,25 @@ class TrainingHistory:
         history = {step: ids for step, ids in self.steps.items() if step <= newest}
         assert made_of == {step: history[step] for step in history.keys() - self._lost_steps}
 
-    def look_at_ledger(self, group_scheduler: list[GroupLeft], waiting: set[GroupId]) -> None:
+    def check_left(self, left: list[GroupLeft], waiting: set[GroupId]) -> None:
         """Check, at rest, that each requested group has left once in a way that fits its result, or
         waits.
         """
-        fates = {each.group_id: each.outcome for each in group_scheduler}
-        assert len(fates) == len(group_scheduler), "a group left twice"
-        assert not waiting & fates.keys(), "what has left waits for a step"
-        missing = self.asked.keys() - fates.keys() - waiting - self._unwritten
+        outcomes = {each.group_id: each.outcome for each in left}
+        assert len(outcomes) == len(left), "a group left twice"
+        assert not waiting & outcomes.keys(), "what has left waits for a step"
+        missing = self.asked.keys() - outcomes.keys() - waiting - self._unwritten
         assert not missing, f"unknown end of {missing}"
-        assert fates.keys() <= self.asked.keys(), "a group left whose ask the disk never took"
-        for group_id, fate in fates.items():
-            fates_of = self._fates_of(group_id)
-            assert fate in fates_of, f"{group_id} left as {fate}"
+        assert outcomes.keys() <= self.asked.keys(), "a group left whose ask the disk never took"
+        for group_id, outcome in outcomes.items():
+            allowed = self._allowed_outcomes(group_id)
+            assert outcome in allowed, f"{group_id} left as {outcome}"
         to_ask = {group_id for group_id, times in self._parted.items() if times}
         assert self._again <= to_ask, "what was asked for again had not been dropped for that"
         missing = to_ask - self._again - self._unwritten
         assert not missing, f"the tasks of {missing} were to be asked for again"
 
-    def _fates_of(self, group_id: GroupId) -> set[GroupOutcome]:
+    def _allowed_outcomes(self, group_id: GroupId) -> set[GroupOutcome]:
         has_result = not self.endings.reasons[group_id]
         if group_id in self._evals:
             return {GroupOutcome.MEASURED if has_result else GroupOutcome.UNMEASURED}

@@ -34,7 +34,7 @@ launch to detect a crash loop."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """What a trainer found at its start."""
+    """State from which a trainer resumes, as read at its start."""
 
     saved: SavedCheckpoint | None
     """The newest complete checkpoint."""

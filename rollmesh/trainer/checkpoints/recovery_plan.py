@@ -79,7 +79,7 @@ class RecoveryPlan(msgspec.Struct, frozen=True, kw_only=True):
     saved: StateSaved
     """For the client's `start`."""
     lines: tuple[str, ...]
-    """What was lost, and why; usually empty."""
+    """Lost groups and samples, each with its reason; usually empty."""
 
     def is_eval(self, group_id: GroupId) -> bool:
         """Return whether the group was requested for evaluation."""

@@ -20,7 +20,7 @@ from rollmesh.core.clock import SystemClock
 from rollmesh.core.errors import AddressError, TensorError
 from rollmesh.core.logs import get_logger
 from rollmesh.tensors.fetch_buffer import FetchBuffer
-from rollmesh.tensors.handles import UNTAGGED, RTensor, collect
+from rollmesh.tensors.handles import UNTAGGED, collect_shards
 from rollmesh.tensors.peers import Peers
 from rollmesh.tensors.plane import Plane
 from rollmesh.tensors.relay import TensorRelay
@@ -183,7 +183,7 @@ class RankQueries(Protocol):
 
 def clear_everywhere(plane: Plane, hub: RankQueries, targets: Any) -> int:
     """Free the shards of `targets`, and return how many their owners held."""
-    by_owner = _shard_ids_by_owner(targets)
+    by_owner = collect_shards(targets)
     if not by_owner:
         return 0
     shard_ids = [each for ids in by_owner.values() for each in ids]
@@ -201,14 +201,6 @@ def clear_everywhere(plane: Plane, hub: RankQueries, targets: Any) -> int:
     for rank, why in unconfirmed:
         log.warning("tensors.not_cleared", rank=rank, num=len(shard_ids), why=why)
     return num_cleared
-
-
-def _shard_ids_by_owner(nested: object) -> dict[str, list[int]]:
-    """The ids of all shards that `nested` has handles of, each once."""
-    by_owner: dict[str, dict[int, None]] = {}
-    for handle in collect(nested, RTensor):
-        by_owner.setdefault(handle.owner, {})[handle.shard_id] = None
-    return {owner: list(ids) for owner, ids in by_owner.items()}
 
 
 def _ask(hub: RankQueries, shard_ids: list[int]) -> TensorReport:

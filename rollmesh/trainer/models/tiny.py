@@ -70,7 +70,7 @@ class TinyShape(msgspec.Struct, frozen=True, kw_only=True):
     """Largest vocabulary; the tokenizer may need less, and the model has the tokenizer's size."""
     max_positions: int = 1024
     init_std: float = 0.2
-    """Of the random weights; Qwen3's 0.02 is for wide models and learns slowly here."""
+    """Deviation of the random weights; Qwen3's 0.02 suits wide models, but learns slowly here."""
 
 
 def write_tiny_model(

@@ -47,7 +47,7 @@ Gaps = list[RunGap]
 
 
 class Origin(NamedTuple):
-    """What produced a token."""
+    """Source of a token."""
 
     policy_version: int
     engine: str
@@ -104,7 +104,7 @@ class GapFindings(msgspec.Struct, frozen=True):
     masked: list[int]
     """Indices of masked samples."""
     only: dict[str, str]
-    """What all masked samples, and no other, have in common: engine, dialect or fork_cause."""
+    """Values that all masked samples, and no others, share: engine, dialect or fork_cause."""
 
     @property
     def max_gap(self) -> float:

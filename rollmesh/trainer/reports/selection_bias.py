@@ -1,4 +1,4 @@
-"""What a run selects against: untrained rollouts by length, difficulty and environment.
+"""Selection bias of a run: untrained rollouts by length, difficulty and environment.
 
     fate        trained, masked (some or all of its tokens), requeued, or the code of its drop
     length      sampled tokens
@@ -145,7 +145,7 @@ class SelectionBias(msgspec.Struct, frozen=True):
     unseen: dict[str, int]
     """Rollouts that never arrived, by the code of their drop."""
     mean_age: dict[str, float]
-    """Of dropped rollouts, by fate."""
+    """Mean age of dropped rollouts, by fate."""
     by_length: list[SelectionSlice]
     by_difficulty: list[SelectionSlice]
     by_env: list[SelectionSlice]

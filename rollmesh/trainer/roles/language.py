@@ -41,9 +41,9 @@ class LanguageTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kl_estimate: Estimate = "k2"
     """Estimate of that divergence: `k2` (default) or `k3`; see losses.divergence."""
     beta: float = 0.1
-    """Of DPO: strength of the reference (default: 0.1)."""
+    """Strength of the reference in DPO (default: 0.1)."""
     label_smoothing: float = 0.0
-    """Of DPO: assumed share of swapped pairs (default: 0)."""
+    """Assumed share of swapped pairs in DPO (default: 0)."""
 
     def __post_init__(self) -> None:
         if self.kl_estimate == "k1":

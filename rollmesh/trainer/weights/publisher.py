@@ -169,8 +169,8 @@ class PublisherSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Identity and timing of a publisher."""
 
     name: str = ""
-    """The same for every incarnation of a run, so that a new one need not wait for old leases to
-    end."""
+    """Name shared by all incarnations of a run, so that a new one need not wait for old leases
+    to end."""
     lease_s: float = 30.0
     probe_tolerance: float = 0.1
     """Mean difference of log-probs up to which scores count as equal."""
@@ -229,11 +229,11 @@ class Publisher:
         self._doubted: set[str] = set()
         """Engines reported as seeming to ignore updates."""
         self._is_accepted = False
-        """It was reported that an engine serves the target."""
+        """Whether it was reported that an engine serves the target."""
         self._yielded_for: PublishRequested | None = None
         """The target for which it was reported that another publisher is newer."""
         self._is_open = False
-        """The target's end has not been reported yet."""
+        """Whether the target's end is still to be reported."""
         self._asked_s = 0.0
         self._gap_s = 0.0
         self._table: tuple[EngineRow, ...] | None = None

@@ -24,7 +24,7 @@ class Probe(msgspec.Struct, frozen=True):
     logprobs: tuple[float, ...]
     """Log-probs of all tokens but the first."""
     coarse: tuple[float, ...] = ()
-    """The same with every weight rounded to bfloat16, as most engines hold them; () if unknown."""
+    """`logprobs` with all weights rounded to bfloat16, as most engines hold them; () if unknown."""
 
 
 WAKING_READS = 3

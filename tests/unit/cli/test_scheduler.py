@@ -95,7 +95,7 @@ def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> N
     [
         (["--scheduler", "tcp://127.0.0.1:1", "--gpus", "0"], "--gpus 0: a node has at least one"),
         (["--scheduler", "nowhere", "--gpus", "1"], "write it as tcp://host:port"),
-        (["--scheduler", "tcp://10.0.0.1:1", "--gpus", "1"], "lets in nobody without keys"),
+        (["--scheduler", "tcp://10.0.0.1:1", "--gpus", "1"], "need keys"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -314,7 +314,7 @@ def test_a_batch_beyond_the_budget_is_stored_not_at_all(mesh: Mesh) -> None:
 
 def test_a_process_without_a_way_says_so(mesh: Mesh) -> None:
     handle = mesh.process(7001).remotize(torch.ones(2))
-    for owner, why in ((handle.owner, handle.owner), ("", "serves nobody")):
+    for owner, why in ((handle.owner, handle.owner), ("", "no server")):
         with pytest.raises(TensorError, match=why):
             Plane().localize(msgspec.structs.replace(handle, owner=owner))
 

@@ -152,7 +152,7 @@ def test_an_owner_that_gave_out_all_its_ids_says_so(table: ShardTable) -> None:
         def __len__(self) -> int:
             return 2**32 + 1
 
-    with pytest.raises(TensorError, match="start it anew"):
+    with pytest.raises(TensorError, match="restart it"):
         table.put(Endless(), UNTAGGED, 0)
 
 

@@ -292,7 +292,7 @@ class _Allocation:
         return 3, level
 
     def _find_keepers(self) -> set[str]:
-        """As many pipelines as have a slice now: those that would first owe a slice without one."""
+        """Return the first pipelines in the order of turns, as many as have a slice now."""
         parted = [each for each in self._claims if self._turn(each).upper > self._turn(each).lower]
         num = sum(self._num_awake(each) > self._turn(each).lower for each in parted)
         parted.sort(key=lambda each: self._turn(each).order(self._slice_s))

@@ -1,6 +1,6 @@
 """The events of a relayed session: how they are encoded, written, and replayed.
 
-    CallAnswered          a call ended: its request and its answer
+    CallCompleted         a call ended: its request and its answer
     DeliveryChanged    a reader of a whole answer left before its last byte (True), or not (False)
     LimitReached       a limit ended the session
 
@@ -47,7 +47,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, array_like=True):
     fork: str
 
 
-class CallAnswered(SessionEvent, frozen=True, tag="called"):
+class CallCompleted(SessionEvent, frozen=True, tag="called"):
     """A call ended."""
 
     number: int
@@ -70,7 +70,7 @@ class LimitReached(SessionEvent, frozen=True, tag="spent"):
     because: str
 
 
-RelayEvent = CallAnswered | DeliveryChanged | LimitReached
+RelayEvent = CallCompleted | DeliveryChanged | LimitReached
 
 decode = msgspec.msgpack.Decoder(list[RelayEvent]).decode
 
@@ -85,11 +85,11 @@ class RelayEventEncoder:
         self.num_nodes = 0
         """Number of nodes in the events so far."""
 
-    def call_ended(self, call: RelayCall) -> CallAnswered:
+    def call_ended(self, call: RelayCall) -> CallCompleted:
         """The event of a call that has ended."""
         request, failure = call.request, call.failure
         is_whole = call.state in ANSWERED
-        return CallAnswered(
+        return CallCompleted(
             request.number,
             request.route,
             request.key,
@@ -137,7 +137,7 @@ class RelayReplay:
     def take(self, event: RelayEvent) -> None:
         """Apply one event."""
         match event:
-            case CallAnswered():
+            case CallCompleted():
                 self._call(event)
             case DeliveryChanged(number, is_undelivered):
                 self.calls[number].is_delivered = not is_undelivered
@@ -145,7 +145,7 @@ class RelayReplay:
             case LimitReached(because):
                 self.spent_because = because
 
-    def _call(self, event: CallAnswered) -> None:
+    def _call(self, event: CallCompleted) -> None:
         stored = self._request(event.request) if event.request else None
         body: list[Piece] = [piece for text in event.body for piece in cut(self._text(text))]
         request = CallRequest(event.number, event.route, stored, body, event.key, event.asked_s)

@@ -30,7 +30,7 @@ from rollmesh.trainer.weights.transports.sender import ShareParts, WeightSender
 from rollmesh.trainer.weights.transports.sglang import update_session
 
 SGLANG_PROGRAMS = {"sglang", "sglang.launch_server"}
-"""What python runs: a command or a module."""
+"""Commands and modules that start SGLang."""
 SGLANG_TITLE = "sglang::"
 """Prefix of the process titles that SGLang's server sets."""
 

@@ -154,7 +154,7 @@ def test_two_clients_do_not_share_a_journal(router: FakeRouter, tmp_path: Path) 
 
 def test_a_sink_that_workers_could_not_dial_is_refused(tmp_path: Path) -> None:
     for bind in ("tcp://0.0.0.0:0", "tcp://*:5556", "tcp://[::]:5556"):
-        with pytest.raises(AddressError, match="peers are told it and cannot dial it"):
+        with pytest.raises(AddressError, match="peers receive this address and cannot dial it"):
             RolloutClient("tcp://127.0.0.1:1", CONFIG, tmp_path, bind=bind)
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ from rollmesh.runtime import blobs
 from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
-from rollmesh.serve.interception.relay.events import CallAnswered, decode
+from rollmesh.serve.interception.relay.events import CallCompleted, decode
 from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider, events
 from tests.disks import lose_files, no_room_in_memory, small_disk
 from tests.unit.serve.interception.relay.conftest import MakeRelay
@@ -162,7 +162,7 @@ async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_writt
     # Another process would know one call, which was delivered in the end.
     records = [frames for _, frames in archive.journal.replay()]
     events = [event for frames in records if len(frames) > 1 for event in decode(frames[1])]
-    assert isinstance(events[0], CallAnswered)
+    assert isinstance(events[0], CallCompleted)
     assert events[1:] == [
         DeliveryChanged(0, is_undelivered=True),
         DeliveryChanged(0, is_undelivered=False),
