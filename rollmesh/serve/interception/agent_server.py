@@ -29,7 +29,7 @@ from rollmesh.runtime.generation.sampler import Sampler
 from rollmesh.runtime.images import images
 from rollmesh.runtime.registry import Runtime
 from rollmesh.serve.interception.body_limits import BodyBudget, DecodeGate, count_bodies
-from rollmesh.serve.interception.dialects.dialect import Dialect
+from rollmesh.serve.interception.dialects.dialect import Dialect, ViewContext
 from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DEFAULT_DIALECT, DIALECTS
 from rollmesh.serve.interception.exchange import (
     Exchange,
@@ -39,7 +39,6 @@ from rollmesh.serve.interception.exchange import (
     refuse,
 )
 from rollmesh.serve.interception.openapi import openapi_document
-from rollmesh.serve.interception.reply_view import ViewContext
 from rollmesh.serve.interception.request import JSON, HttpRequest, find_secret
 from rollmesh.serve.interception.server import HttpServer
 

@@ -33,9 +33,10 @@ from rollmesh.serve.interception.dialects.dialect import (
     AnswerStream,
     DecodedRequest,
     Dialect,
+    ReplyView,
     RequestBody,
+    ViewContext,
 )
-from rollmesh.serve.interception.reply_view import ReplyView, ViewContext
 from rollmesh.serve.interception.request import JSON, HttpRequest, find_secret, read_retry_mark
 
 log = get_logger()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollmesh.runtime.chat import Delta, DeltaReader, ParsedReply, ParseOptions, ToolCall
 from rollmesh.runtime.tokens.families import Family, Parser
+from rollmesh.runtime.tokens.parsers import Marks, StreamingParser
 from rollmesh.runtime.tokens.prompts import Prompts
-from rollmesh.runtime.tokens.streaming_parser import Marks, StreamingParser
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
 from rollmesh.runtime.tokens.tool_calls import CallStyle
 

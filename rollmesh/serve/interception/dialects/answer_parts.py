@@ -15,8 +15,7 @@ import orjson
 
 from rollmesh.core.errors import SessionError
 from rollmesh.runtime.chat import CallDelta, Delta, ToolCall
-from rollmesh.serve.interception.dialects.dialect import object_schema
-from rollmesh.serve.interception.reply_view import ReplyView
+from rollmesh.serve.interception.dialects.dialect import ReplyView, object_schema
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 

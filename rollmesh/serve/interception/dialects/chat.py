@@ -43,6 +43,7 @@ from rollmesh.serve.interception.dialects.dialect import (
     ApiSchema,
     DecodedRequest,
     Json,
+    ReplyView,
     RequestBody,
     UpstreamChoice,
     object_schema,
@@ -61,7 +62,6 @@ from rollmesh.serve.interception.dialects.request_parts import (
     read_body,
     read_tool_choice,
 )
-from rollmesh.serve.interception.reply_view import ReplyView
 
 
 class ChatBody(OpenAISamplingBody, kw_only=True):

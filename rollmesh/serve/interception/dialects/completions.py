@@ -30,6 +30,7 @@ from rollmesh.serve.interception.dialects.dialect import (
     ApiSchema,
     DecodedRequest,
     Json,
+    ReplyView,
     RequestBody,
     UpstreamChoice,
 )
@@ -42,7 +43,6 @@ from rollmesh.serve.interception.dialects.request_parts import (
     bad_request,
     read_body,
 )
-from rollmesh.serve.interception.reply_view import ReplyView
 
 MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16

@@ -45,6 +45,7 @@ from rollmesh.serve.interception.dialects.dialect import (
     ApiSchema,
     DecodedRequest,
     Json,
+    ReplyView,
     RequestBody,
     UpstreamChoice,
     object_schema,
@@ -68,7 +69,6 @@ from rollmesh.serve.interception.dialects.request_parts import (
     schema_text,
     tools_of_messages,
 )
-from rollmesh.serve.interception.reply_view import ReplyView
 
 
 class OutputFormat(msgspec.Struct):

@@ -25,8 +25,12 @@ from rollmesh.serve.interception.dialects.answer_parts import (
     named_sse_event,
     parts_of,
 )
-from rollmesh.serve.interception.dialects.dialect import AnswerStream, Json, UpstreamChoice
-from rollmesh.serve.interception.reply_view import ReplyView
+from rollmesh.serve.interception.dialects.dialect import (
+    AnswerStream,
+    Json,
+    ReplyView,
+    UpstreamChoice,
+)
 
 ID_PREFIX = "resp_"
 Item = dict[str, Any]

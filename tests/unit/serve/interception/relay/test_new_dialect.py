@@ -14,12 +14,12 @@ from rollmesh.serve.interception.dialects.dialect import (
     ApiSchema,
     DecodedRequest,
     Json,
+    ReplyView,
     RequestBody,
     UpstreamChoice,
     object_schema,
 )
 from rollmesh.serve.interception.dialects.registry import COUNT_DIALECTS, DIALECTS, register
-from rollmesh.serve.interception.reply_view import ReplyView
 from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider
 from tests.unit.serve.interception.conftest import StartAgent
 from tests.unit.serve.interception.relay.conftest import MakeRelay
