@@ -48,14 +48,14 @@ def test_slim_room_never_loads_torch(room: str) -> None:
     assert heavy_imports(names) == {}
 
 
-def test_who_owns_tensors_and_makes_none_never_loads_torch() -> None:
+def test_owners_that_make_no_tensors_never_load_torch() -> None:
     heavier = ("torch_bridge", "plane", "compat", "ray_backend")
     names = [name for name in modules_of("tensors") if name.rpartition(".")[2] not in heavier]
     assert "rollmesh.tensors.store" in names
     assert heavy_imports(names, ["torch", "transformers", "ray"]) == {}
 
 
-def test_who_asks_for_rollouts_never_loads_torch() -> None:
+def test_rollout_clients_never_load_torch() -> None:
     names = modules_of("serve/client")
     assert "rollmesh.serve.client.samples" in names
     assert heavy_imports(names, ["torch", "transformers", "ray"]) == {}
@@ -73,7 +73,7 @@ def test_router_never_loads_rich() -> None:
     assert heavy_imports(names, [*HEAVY, "rich", "renderers"]) == {}
 
 
-def test_the_probe_sees_a_heavy_library_and_who_loaded_it() -> None:
+def test_the_probe_reports_a_heavy_library_and_the_module_that_loaded_it() -> None:
     assert heavy_imports(["json", "numpy.linalg"]) == {"numpy": "numpy.linalg"}
 
 

@@ -1,7 +1,4 @@
-"""Machines that break one rule each, for the simulator to find.
-
-Invariant: each is the real one but for that rule. Driven by test_mesh.py.
-"""
+"""Machines that each break one rule of the real one, for the simulator to find."""
 
 import math
 from collections.abc import Callable
@@ -69,24 +66,24 @@ class SinkThatNeedsNoTicket(ResultSink):
         return super()._arrived(route, msgspec.structs.replace(message, ticket=ticket), body)
 
 
-class LegThatForgetsAToken(GenerationMachine):
+class GenerationThatForgetsAToken(GenerationMachine):
     def context(self) -> list[int]:
         return [*self.request.prompt_ids, *self.sampled.token_ids[1:]]
 
 
-class LedgerWithoutATick(GroupScheduler):
+class SchedulerWithoutATick(GroupScheduler):
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
         return [] if isinstance(event, Ticked) else super().step(event, now_s)
 
 
-class LedgerThatForgivesKillers(GroupScheduler):
+class SchedulerThatForgivesKillers(GroupScheduler):
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
         for group in self.table.groups.values():
             group.deaths = ()
         return super().step(event, now_s)
 
 
-class LedgerThatExcusesAll(GroupScheduler):
+class SchedulerThatExcusesAll(GroupScheduler):
     def step(self, event: Received | Ticked, now_s: float) -> list[Send]:
         for group in self.table.groups.values():
             group.excused = group.attempt
@@ -109,20 +106,20 @@ class FleetThatFencesTheLastEngine(Fleet):
         return error
 
 
-class LegThatTakesOlderWeights(GenerationMachine):
+class GenerationThatTakesOlderWeights(GenerationMachine):
     def step(self, event: GenerationEvent, now_s: float) -> list[GenerationAction]:
         self.min_policy_version = -1
         return super().step(event, now_s)
 
 
-class BookThatForgetsWhatStepsTook(ClientJournal):
+class JournalThatForgetsTakenGroups(ClientJournal):
     def note(self, entry: StepEntry | GroupTried) -> None:
         super().note(entry)
         if isinstance(entry, StepTaken):
             super().note(GroupsTaken(entry.group_ids))  # type: ignore[arg-type]
 
 
-class BookThatWritesAfterTheAct(ClientJournal):
+class JournalThatWritesOneEntryLate(ClientJournal):
     def __init__(self, journal: Records, max_bytes: int) -> None:
         super().__init__(journal, max_bytes)
         self._late: StepEntry | GroupTried | None = None
@@ -133,12 +130,12 @@ class BookThatWritesAfterTheAct(ClientJournal):
             super().note(late)
 
 
-class BookThatAsksUnwritten(ClientJournal):
+class JournalThatWritesNoRequest(ClientJournal):
     def ask(self, asked: Asked) -> None:
         pass
 
 
-class BookThatAcksUnwritten(ClientJournal):
+class JournalThatWritesNoResult(ClientJournal):
     def keep(
         self, message: GroupFinished, packet: Packet, record: GroupRecord | None = None
     ) -> RawResult:
@@ -146,71 +143,71 @@ class BookThatAcksUnwritten(ClientJournal):
         return RawResult(message.group_id, 1, "", True, packet.body, (), 0)
 
 
-class BookThatLetsGoOfAll(ClientJournal):
+class JournalThatDropsEverything(ClientJournal):
     def cover(self, saved: StateSaved) -> None:
         super().cover(saved)
         self._journal.drop_before(self._journal.end)
 
 
-class BookThatLetsGoOfNothing(ClientJournal):
+class JournalThatDropsNothing(ClientJournal):
     def cover(self, saved: StateSaved) -> None:
         self.note(saved)  # type: ignore[arg-type]
 
 
-class BookThatForgetsWhatWasPublished(ClientJournal):
-    """As soon as a checkpoint covers it."""
+class JournalThatForgetsPublishedVersions(ClientJournal):
+    """Forget them as soon as a checkpoint covers them."""
 
     def cover(self, saved: StateSaved) -> None:
         super().cover(msgspec.structs.replace(saved, step_of_version={}))
 
 
-class BookThatIsNeverFull(ClientJournal):
+class JournalThatIsNeverFull(ClientJournal):
     is_full = False
 
 
-class StalenessThatJudgesNobody(StalenessManager):
+class StalenessThatDropsNothing(StalenessManager):
     def _drop_stale(self, _step: int, _oldest_allowed: int) -> list[StalenessAction]:
         return []
 
 
-class CourseThatMasksNothing(GroupLifecycle):
+class LifecycleThatMasksNothing(GroupLifecycle):
     def _train(self, taken: StepTaken) -> TrainGroups:
         return TrainGroups(super()._train(taken).taken)
 
 
-class CourseThatMasksAll(GroupLifecycle):
-    """Of groups that have anything old, what is not."""
+class LifecycleThatMasksAll(GroupLifecycle):
+    """Mask all rollouts of a group that has any stale one."""
 
     def _train(self, taken: StepTaken) -> TrainGroups:
         train = super()._train(taken)
         return TrainGroups(taken, frozenset(self.versions.steps) if train.stale else train.stale)
 
 
-class CourseThatForgetsWhoLeft(GroupLifecycle):
-    """But for those that were trained."""
+class LifecycleThatForgetsUntrainedGroups(GroupLifecycle):
+    """Except for groups that were trained."""
 
-    def _leave(self, group_id: GroupId, outcome: GroupOutcome, *told: Any) -> GroupLeft:
+    def _leave(self, group_id: GroupId, outcome: GroupOutcome, *details: Any) -> GroupLeft:
         return (super()._leave if outcome is GroupOutcome.TRAINED else GroupLeft)(
-            group_id, outcome, *told
+            group_id, outcome, *details
         )
 
 
-class CourseThatForgetsWhatItTrained(GroupLifecycle):
-    def _leave(self, group_id: GroupId, outcome: GroupOutcome, *told: Any) -> GroupLeft:
+class LifecycleThatForgetsTrainedGroups(GroupLifecycle):
+    def _leave(self, group_id: GroupId, outcome: GroupOutcome, *details: Any) -> GroupLeft:
         return (GroupLeft if outcome is GroupOutcome.TRAINED else super()._leave)(
-            group_id, outcome, *told
+            group_id, outcome, *details
         )
 
 
-class CourseThatAsksNothingAgain(GroupLifecycle):
+class LifecycleThatAsksNothingAgain(GroupLifecycle):
     to_ask_again = ()
 
     def next_again(self) -> None:
-        """Whatever came too late."""
+        """Request no group again whose result came too late."""
 
 
-class CourseThatTrainsWhatFailed(GroupLifecycle):
-    """As if what no rollout of it gives were something."""
+class LifecycleThatTrainsFailedGroups(GroupLifecycle):
+    """Treat a group without any result as if its rollouts had one."""
 
     def _arrive(self, came: ResultArrived, request: GroupRequest) -> CourseKeep | GroupLeft:
         every = frozenset(self.versions.steps)
@@ -219,15 +216,15 @@ class CourseThatTrainsWhatFailed(GroupLifecycle):
         )
 
 
-class CourseThatCountsEvaluations(GroupLifecycle):
-    """As if they were to train."""
+class LifecycleThatCountsEvaluations(GroupLifecycle):
+    """Treat evaluations as if they were to train."""
 
     def _ask(self, asked: CourseAsked) -> None:
         super()._ask(CourseAsked(asked.group_id, GroupRequest(asked.request.task)))
 
 
-class CourseThatCountsWhatFailed(GroupLifecycle):
-    """For ever, among those that run."""
+class LifecycleThatCountsFailedGroups(GroupLifecycle):
+    """Count them as running forever."""
 
     def step(self, event: CourseEvent) -> list[CourseAction]:
         if isinstance(event, ResultMissing):
@@ -236,15 +233,15 @@ class CourseThatCountsWhatFailed(GroupLifecycle):
         return super().step(event)
 
 
-class DueWhenItsTimeComes(CheckpointSchedule):
-    """And not for a full journal."""
+class ScheduleThatIgnoresAFullJournal(CheckpointSchedule):
+    """Never save because the journal is full."""
 
-    def is_now(self, num_gone: int, now_s: float, **_told: bool) -> bool:
+    def is_now(self, num_gone: int, now_s: float, **_state: bool) -> bool:
         return super().is_now(num_gone, now_s, is_full=False)
 
 
 def plan_that(**otherwise: Callable[[RecoveryPlan], Any]) -> StepMachines:
-    """One whose plan is wrong in one thing."""
+    """A machine whose recovery plan has the given fields wrong."""
 
     def plan(saved: LoopState | None, history: History) -> RecoveryPlan:
         right = plan_recovery(saved, history)
@@ -261,31 +258,31 @@ def ready_and_taken(plan: RecoveryPlan) -> tuple[StoredResult, ...]:
 BROKEN = [
     StepMachines(sink=SinkThatTakesEverything),
     StepMachines(sink=SinkThatNeedsNoTicket),
-    StepMachines(generation=LegThatForgetsAToken),
-    StepMachines(group_scheduler=LedgerWithoutATick),
-    StepMachines(group_scheduler=LedgerThatForgivesKillers),
-    StepMachines(group_scheduler=LedgerThatExcusesAll),
+    StepMachines(generation=GenerationThatForgetsAToken),
+    StepMachines(group_scheduler=SchedulerWithoutATick),
+    StepMachines(group_scheduler=SchedulerThatForgivesKillers),
+    StepMachines(group_scheduler=SchedulerThatExcusesAll),
     StepMachines(fleet=FleetWhoseLeasesLast),
     StepMachines(fleet=FleetThatFencesTheLastEngine),
-    StepMachines(generation=LegThatTakesOlderWeights),
-    StepMachines(book=BookThatForgetsWhatStepsTook),
-    StepMachines(book=BookThatWritesAfterTheAct),
-    StepMachines(book=BookThatAsksUnwritten),
-    StepMachines(book=BookThatAcksUnwritten),
-    StepMachines(book=BookThatLetsGoOfAll),
-    StepMachines(book=BookThatLetsGoOfNothing),
-    StepMachines(book=BookThatForgetsWhatWasPublished),
-    StepMachines(book=BookThatIsNeverFull),
-    StepMachines(staleness=StalenessThatJudgesNobody),
-    StepMachines(course=CourseThatMasksNothing),
-    StepMachines(course=CourseThatMasksAll),
-    StepMachines(course=CourseThatForgetsWhoLeft),
-    StepMachines(course=CourseThatForgetsWhatItTrained),
-    StepMachines(course=CourseThatAsksNothingAgain),
-    StepMachines(course=CourseThatTrainsWhatFailed),
-    StepMachines(course=CourseThatCountsEvaluations),
-    StepMachines(course=CourseThatCountsWhatFailed),
-    StepMachines(due=DueWhenItsTimeComes),
+    StepMachines(generation=GenerationThatTakesOlderWeights),
+    StepMachines(book=JournalThatForgetsTakenGroups),
+    StepMachines(book=JournalThatWritesOneEntryLate),
+    StepMachines(book=JournalThatWritesNoRequest),
+    StepMachines(book=JournalThatWritesNoResult),
+    StepMachines(book=JournalThatDropsEverything),
+    StepMachines(book=JournalThatDropsNothing),
+    StepMachines(book=JournalThatForgetsPublishedVersions),
+    StepMachines(book=JournalThatIsNeverFull),
+    StepMachines(staleness=StalenessThatDropsNothing),
+    StepMachines(course=LifecycleThatMasksNothing),
+    StepMachines(course=LifecycleThatMasksAll),
+    StepMachines(course=LifecycleThatForgetsUntrainedGroups),
+    StepMachines(course=LifecycleThatForgetsTrainedGroups),
+    StepMachines(course=LifecycleThatAsksNothingAgain),
+    StepMachines(course=LifecycleThatTrainsFailedGroups),
+    StepMachines(course=LifecycleThatCountsEvaluations),
+    StepMachines(course=LifecycleThatCountsFailedGroups),
+    StepMachines(due=ScheduleThatIgnoresAFullJournal),
     plan_that(redo=lambda _: ()),
     plan_that(redo=lambda plan: plan.redo[::-1]),
     plan_that(ready=ready_and_taken),

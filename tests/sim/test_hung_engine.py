@@ -44,7 +44,7 @@ def longest_waits_s(seed: int, parts: SchedulerParts) -> tuple[float, float]:
     return first, max(others)
 
 
-def test_who_needs_another_engine_of_that_pipeline_waits_for_a_turn_at_most() -> None:
+def test_a_request_for_another_engine_of_that_pipeline_waits_one_turn_at_most() -> None:
     for seed in range(NUM_SEEDS):
         first, others = longest_waits_s(seed, SchedulerParts())
         assert others <= BOUND_S, f"seed {seed}"

@@ -225,7 +225,7 @@ def test_a_perfect_network_loses_and_ages_nothing() -> None:
     assert report.num_trained >= report.num_groups - 1
 
 
-def test_no_update_cuts_a_turn_that_cannot_resume_where_all_hear_of_it() -> None:
+def test_no_update_cuts_a_turn_that_cannot_resume_where_all_are_notified() -> None:
     reports = [simulate(seed, faults=FaultChances()) for seed in range(40)]
     assert sum(report.faults["turn_cut"] for report in reports) == 0
     assert sum(report.transitions["publisher: draining > pausing"] for report in reports) > 40

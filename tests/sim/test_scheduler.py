@@ -218,7 +218,9 @@ def test_a_broken_scheduler_is_found(broken: type[FleetScheduler]) -> None:
     ("broken", "is_found"),
     [(GrantsTheDead, True), (WaitsForTheDead, True), (FleetScheduler, False)],
 )
-def test_who_died_as_he_waited_holds_nothing(broken: type[FleetScheduler], is_found: bool) -> None:
+def test_a_trainer_that_died_while_waiting_holds_nothing(
+    broken: type[FleetScheduler], is_found: bool
+) -> None:
     """Not later than `patience_s` after he was last heard, and a moment: fleet.py looks at that."""
     shape = boundary(5, Boundary.CLEARS, num_steps=3, trains_s=6.0)
     seeds = (37, 43, 55, *range(12))  # the first three show the first of them
@@ -227,7 +229,7 @@ def test_who_died_as_he_waited_holds_nothing(broken: type[FleetScheduler], is_fo
 
 
 @pytest.mark.parametrize(("broken", "is_found"), [(BelievesOffers, True), (Claims, False)])
-def test_who_computes_on_what_was_but_offered_is_where_another_is(
+def test_a_trainer_that_computes_on_offered_gpus_overlaps_another(
     broken: type[Claims], is_found: bool
 ) -> None:
     """He who was not heard for long, and he who was told and says no more."""
@@ -241,7 +243,7 @@ def test_who_computes_on_what_was_but_offered_is_where_another_is(
     [(SchedulerParts(coordinator=KeepsItsClock), True), (SchedulerParts(), False)],
     ids=["keeps its clock", "hears of others"],
 )
-def test_a_clock_that_went_back_silences_nobody(parts: SchedulerParts, is_found: bool) -> None:
+def test_a_clock_that_went_back_silences_no_process(parts: SchedulerParts, is_found: bool) -> None:
     """A next life by an earlier clock: its truth is the newest all the same."""
     assert any(is_stuck(seed, parts) for seed in range(6)) is is_found
 
@@ -271,7 +273,7 @@ def breaks(seed: int, kind: type[FleetScheduler]) -> bool:
     return False
 
 
-def test_nobody_waits_for_longer_than_the_bound_on_a_perfect_network() -> None:
+def test_no_request_waits_longer_than_the_bound_on_a_perfect_network() -> None:
     """Until it is reserved; then at most two turns of all others, with a switch before each."""
     reserve_s = quick("fair").reserve_after_s
     for seed in range(20):
@@ -282,7 +284,7 @@ def test_nobody_waits_for_longer_than_the_bound_on_a_perfect_network() -> None:
         assert max(report.waits_s.values()) <= bound_s, f"seed {seed}: {report.waits_s}"
 
 
-def test_perfect_network_refuses_nobody_and_restarts_nothing() -> None:
+def test_perfect_network_refuses_no_request_and_restarts_nothing() -> None:
     for seed in range(10):
         report = simulate(seed, faults=FleetFaults())
         assert report.num_incarnations == 1

@@ -76,7 +76,7 @@ def test_the_bound_holds_with_floors_and_quotas() -> None:
         assert max(sharing.most_lag_s.values()) <= BOUND_S + 1e-6, f"seed {seed}"
 
 
-def test_nobody_goes_without_where_engines_are_of_several_sizes() -> None:
+def test_every_pipeline_gets_gpus_with_engines_of_several_sizes() -> None:
     for seed in range(30):
         assert least_part(seed) >= LEAST, f"seed {seed}"
 

@@ -57,7 +57,7 @@ def stray(stage: Stage, gpu: int) -> None:
 # strays
 
 
-def test_a_stray_where_somebody_is_promised_to_be_must_go_first() -> None:
+def test_a_stray_on_a_promised_gpu_must_go_first() -> None:
     stage = waiting_for_a()
     stray(stage, 1)
     assert stage.of("c").phase is QUARANTINED
@@ -69,7 +69,7 @@ def test_a_stray_where_somebody_is_promised_to_be_must_go_first() -> None:
     assert stage.awake("c") == []
 
 
-def test_a_stray_that_is_promised_its_gpu_is_not_taken_for_one_that_was_told() -> None:
+def test_a_stray_that_is_promised_its_gpu_is_not_mistaken_for_a_woken_engine() -> None:
     stage = Stage(1)
     stage.pipeline("a", train=(), generation=(0,))
     coordinator = stage.pipeline("c", train=(), generation=(0,))
@@ -125,7 +125,7 @@ def test_of_two_promises_the_one_that_cannot_be_kept_is_broken() -> None:
     assert list(stage.scheduler.state.fleet.requests) == ["t"]
 
 
-def test_who_was_only_promised_a_gpu_loses_none_when_its_pipeline_fails() -> None:
+def test_an_engine_with_only_a_promised_gpu_loses_none_when_its_pipeline_fails() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(), generation=(0, 1))
     coordinator = stage.pipeline("b", train=(), generation=(0, 1))
@@ -167,7 +167,7 @@ def test_what_waits_behind_a_resize_that_fails_is_called_off_with_it() -> None:
     assert stage.train("t1", "t1") is GRANTED
 
 
-def test_what_was_asked_before_its_pipeline_left_is_refused_when_it_is_said_again() -> None:
+def test_a_request_from_before_its_pipeline_left_is_refused_when_resent() -> None:
     stage = Stage(1)
     stage.pipeline("a", generation=())
     stage.pipeline("b", generation=())
@@ -194,7 +194,7 @@ def test_a_withdrawal_gives_back_what_was_granted_long_ago() -> None:
 # quarantine
 
 
-def test_nobody_is_let_in_before_what_it_was_told_is_done() -> None:
+def test_no_engine_is_let_in_before_its_last_resize_is_done() -> None:
     stage = Stage(1)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
     stage.pipeline("b", generation=())
@@ -258,7 +258,7 @@ def test_what_a_sleep_would_lose_is_what_the_coordinator_says() -> None:
 # ends
 
 
-def test_who_is_killed_before_its_wake_leaves_no_promise() -> None:
+def test_a_pipeline_killed_before_its_wake_leaves_no_promise() -> None:
     stage = Stage(1)
     stage.pipeline("a", generation=())
     stage.train("a", "t")

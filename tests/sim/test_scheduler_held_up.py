@@ -42,7 +42,7 @@ def crawl(stage: Stage, seconds: float, *, beats: bool = False) -> None:
         stage.run(TURN_S)
 
 
-def test_a_loop_that_is_always_slow_fences_who_is_silent_and_nobody_else() -> None:
+def test_a_loop_that_is_always_slow_fences_only_silent_processes() -> None:
     stage = two()
     stage.coordinators["a"].is_silent = True
     crawl(stage, 2 * stage.settings.coordinator_grace_s, beats=True)
@@ -67,7 +67,7 @@ def test_a_loop_that_is_always_slow_ends_a_resize_that_is_late() -> None:
     assert stage.of("b").phase is QUARANTINED
 
 
-def test_an_ask_that_nobody_says_any_more_is_withdrawn_by_a_slow_loop_too() -> None:
+def test_a_request_that_is_not_renewed_is_withdrawn_by_a_slow_loop_too() -> None:
     stage = two()
     stage.pipeline("c", train=(1,), generation=())
     stage.pipeline("d", train=(1,), generation=())
@@ -79,7 +79,7 @@ def test_an_ask_that_nobody_says_any_more_is_withdrawn_by_a_slow_loop_too() -> N
     assert "t" not in stage.scheduler.state.fleet.requests
 
 
-def test_one_that_forgives_at_each_turn_fences_nobody() -> None:
+def test_a_loop_that_forgives_at_each_turn_fences_no_process() -> None:
     stage = two(ForgivesAlways)
     stage.coordinators["a"].is_silent = True
     crawl(stage, 120.0)
@@ -87,7 +87,7 @@ def test_one_that_forgives_at_each_turn_fences_nobody() -> None:
     assert stage.scheduler.state.fleet.nodes["n1"].phase is NodePhase.UP
 
 
-def test_what_was_held_up_once_for_long_fences_nobody() -> None:
+def test_one_long_delay_fences_no_process() -> None:
     stage = two()
     for _ in range(20):
         stage.send(NodeBeat("n1"))

@@ -40,7 +40,7 @@ def generating(num_gpus: int = 1) -> Stage:
 # news of a coordinator
 
 
-def test_a_hello_is_answered_with_whose_life_it_is() -> None:
+def test_a_hello_is_answered_with_its_incarnation() -> None:
     stage = Stage(1)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
     hello = coordinator.hello()
@@ -70,7 +70,7 @@ class GivesPlacesAway(FleetScheduler):
 
 
 @pytest.mark.parametrize(("kind", "is_safe"), [(FleetScheduler, True), (GivesPlacesAway, False)])
-def test_who_is_heard_keeps_its_place_before_one_of_an_earlier_clock(
+def test_an_active_coordinator_keeps_its_place_before_one_of_an_earlier_clock(
     kind: type[FleetScheduler], is_safe: bool
 ) -> None:
     """Only when it is silent that one may be its next life."""
@@ -119,7 +119,7 @@ def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
     assert stage.of("a").workers[0].phase is WorkerPhase.WAKING
 
 
-def test_who_is_told_to_sleep_that_its_truth_be_known_is_told_once() -> None:
+def test_a_sleep_that_establishes_the_state_is_sent_once() -> None:
     """A newer epoch each second would overtake the one before, and none would ever be done."""
     stage = generating(2)
     coordinator = stage.coordinators["a"]
@@ -174,7 +174,7 @@ def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time()
 # before, and after
 
 
-def test_nothing_is_told_before_its_truth_is_known() -> None:
+def test_nothing_is_sent_before_the_coordinators_state_is_known() -> None:
     """Its coordinator may know newer epochs, of a registration before, and would refuse all."""
     stage = Stage(1)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
@@ -189,7 +189,7 @@ def test_nothing_is_told_before_its_truth_is_known() -> None:
     assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
-def test_who_leaves_is_still_leaving_when_an_engine_of_it_fails() -> None:
+def test_a_leaving_pipeline_is_still_leaving_when_an_engine_of_it_fails() -> None:
     stage = generating()
     coordinator = stage.coordinators["a"]
     stage.send(UnregisterPipeline("leave", "a"))

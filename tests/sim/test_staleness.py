@@ -66,7 +66,7 @@ def test_no_sample_is_older_than_the_bound_and_all_that_is_asked_for_ends(
 
 @settings(max_examples=50, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
-def test_who_waits_drops_nothing_and_prefers_no_length(shape: FleetShape, seed: int) -> None:
+def test_waiting_drops_nothing_and_prefers_no_length(shape: FleetShape, seed: int) -> None:
     arm = Managed("wait", "wait", shape, shape.max_staleness)
     outcome = World(shape, arm, seed).run(20)
     assert (outcome.num_dropped, outcome.num_requeued, outcome.tokens_masked) == (0, 0, 0)

@@ -23,7 +23,7 @@ REST = ("--pipeline", "p", "--weights", "weights")
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_line(
+def test_a_mistake_is_reported_in_one_line(
     words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["coordinator", *words]) == 2

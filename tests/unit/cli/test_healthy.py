@@ -62,7 +62,7 @@ def test_a_closed_port_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
         assert "refused" in capsys.readouterr().out
 
 
-def test_a_hub_is_healthy_and_hears_nothing_of_it() -> None:
+def test_a_health_check_of_a_hub_delivers_no_message() -> None:
     with closing(Hub("tcp://127.0.0.1:0")) as hub:
         assert main(["healthy", hub.address]) == 0
         assert list(hub.receive()) == []

@@ -61,7 +61,7 @@ def test_a_run_goes_on_with_the_settings_that_it_began_with(begun: Path) -> None
     assert (config.trainer.num_steps, config.run.seed) == (30, 5)
 
 
-def test_a_setting_of_the_command_line_lies_over_the_runs(begun: Path) -> None:
+def test_a_setting_of_the_command_line_overrides_the_runs(begun: Path) -> None:
     config = settings(begun, "--resume", "--set", "trainer.num_steps=60")
     assert (config.trainer.num_steps, config.run.seed) == (60, 5)
 
@@ -73,7 +73,7 @@ def test_a_folder_that_was_moved_is_gone_on_with_where_it_is(begun: Path, tmp_pa
     assert config.run.seed == 5
 
 
-def test_who_goes_on_by_himself_begins_where_no_run_is_or_one_has_ended(
+def test_an_automatic_resume_starts_a_run_where_none_is_or_one_has_ended(
     begun: Path, tmp_path: Path
 ) -> None:
     assert settings(begun, "--go-on").trainer.num_steps == 30

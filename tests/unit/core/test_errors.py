@@ -28,7 +28,7 @@ def test_a_missing_shard_says_which_and_why(reason: MissReason) -> None:
     assert "\n" not in str(error)
 
 
-def test_reasons_are_told_in_words_of_their_own() -> None:
+def test_each_reason_has_its_own_message() -> None:
     said = {str(ShardMissing(1, "", each)).rpartition(": ")[2] for each in get_args(MissReason)}
     assert len(said) == 4
 

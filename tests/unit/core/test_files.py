@@ -40,7 +40,7 @@ def test_a_missing_file_is_an_empty_one_until_it_comes(tmp_path: Path) -> None:
     assert tail.num_restarts == 0
 
 
-def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text("old one\nold two\n")
     tail = FileTail(path)
@@ -51,7 +51,7 @@ def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
     assert tail.num_restarts == 1
 
 
-def test_a_cut_file_is_read_anew(tmp_path: Path) -> None:
+def test_a_truncated_file_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text("a long first line\n")
     tail = FileTail(path)

@@ -50,7 +50,7 @@ def test_heap_is_off_where_another_allocator_was_preloaded() -> None:
     assert not heap.settle()
 
 
-def test_layout_that_the_library_refuses_is_told() -> None:
+def test_layout_that_the_library_refuses_is_reported() -> None:
     assert not Heap(OldLibrary).settle()
 
 

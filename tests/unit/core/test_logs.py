@@ -62,7 +62,7 @@ def test_a_library_speaks_in_the_same_shape(tmp_path: Path) -> None:
     assert (line["role"], line["level"]) == ("worker-0", "error")
 
 
-def test_a_traceback_stands_in_the_line_of_its_event(tmp_path: Path) -> None:
+def test_a_traceback_is_in_the_line_of_its_event(tmp_path: Path) -> None:
     logs.setup("router", tmp_path)
     try:
         raise ValueError("broken")

@@ -68,7 +68,7 @@ def test_a_mark_that_only_begins_alike_is_anothers() -> None:
         assert kill_marked(f"{mark}1") == 1
 
 
-def test_a_mark_stands_below_the_mark_of_who_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_is_nested_below_the_mark_of_its_creator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK_VARIABLE, "outer.1")
     assert new_mark("worker").startswith("outer.1/worker.")
     assert new_mark("worker") != new_mark("worker")
@@ -104,7 +104,7 @@ def test_an_orphan_reaper_does_not_wait_for_a_process_that_is_already_gone() -> 
     assert subprocess.run(argv, env={}, timeout=ENDS_WITHIN_S, check=False).returncode == 0
 
 
-def test_who_ends_by_itself_just_before_it_is_ended_saves_nobody_else(
+def test_a_process_that_ends_just_before_it_is_killed_saves_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mark = new_mark("test")

@@ -71,7 +71,7 @@ def test_a_file_that_is_no_good_secret_is_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_a_place_where_none_can_be_made_is_told(tmp_path: Path) -> None:
+def test_a_place_where_no_secret_can_be_created_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot make it: no such file or directory"):
         read_or_make_secret(tmp_path / "nowhere" / "token")
     with pytest.raises(ConfigError, match="no such file or directory"):
@@ -80,7 +80,7 @@ def test_a_place_where_none_can_be_made_is_told(tmp_path: Path) -> None:
         read_or_make_secret(tmp_path)
 
 
-def test_the_admin_token_stands_in_the_environment_or_in_the_file_that_it_names(
+def test_the_admin_token_is_in_the_environment_or_in_the_file_that_it_names(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "token"

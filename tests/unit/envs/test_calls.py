@@ -42,7 +42,7 @@ async def test_plain_method_may_give_an_awaitable() -> None:
     assert seen == [threading.get_ident()]
 
 
-async def test_time_in_which_nobody_could_get_on_is_not_counted() -> None:
+async def test_time_in_which_no_call_could_continue_is_not_counted() -> None:
     calls, told = EnvCalls(), iter([0.0, 0.02, 0.04, 0.04])
     limit = TimeLimit("run_timeout_s", 0.01, paused_s=lambda: next(told))
     with pytest.raises(OvertimeError):
@@ -94,7 +94,7 @@ async def test_coroutine_that_swallows_its_cancellation_is_left_behind_and_count
     assert calls.num_left == 0
 
 
-async def test_thread_that_never_ends_is_left_behind_and_holds_up_nobody() -> None:
+async def test_thread_that_never_ends_is_left_behind_and_delays_no_other() -> None:
     calls, gate = EnvCalls(), threading.Event()
     for _ in range(50):
         with pytest.raises(OvertimeError):
@@ -143,7 +143,7 @@ async def test_stray_cancellation_or_exit_does_not_end_the_caller(stray: BaseExc
         await EnvCalls().call(SOON, leave_soon)
 
 
-async def test_what_a_library_panics_with_is_told() -> None:
+async def test_a_librarys_panic_is_reported() -> None:
     async def panic() -> None:
         raise PanicError("index out of bounds")
 

@@ -47,7 +47,7 @@ async def test_lasting_fault_is_an_infra_error_that_says_what_was_answered() -> 
     assert len(server.requests) == 3
 
 
-async def test_nobody_listening_is_an_infra_error() -> None:
+async def test_a_refused_connection_is_an_infra_error() -> None:
     async with ChatEndpoint([]) as server:
         endpoint = server.endpoint
     client = ChatClient(AT_ONCE)

@@ -112,7 +112,7 @@ async def test_actions_without_names_are_numbers_and_other_observations_their_te
     assert score.metrics["num_unreadable"] == 2.0
 
 
-async def test_observations_that_are_no_text_are_told_as_json() -> None:
+async def test_observations_that_are_no_text_are_shown_as_json() -> None:
     _, score, told = await play(GymEnv(env_id="Blackjack-v1", actions=["stick", "hit"]), "stick")
     assert re.fullmatch(r"\[\d+,\d+,[01]\]", told[0])
     assert score.reward in (-1.0, 0.0, 1.0)

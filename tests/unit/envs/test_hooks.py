@@ -62,7 +62,7 @@ async def test_cancellation_waits_for_the_plain_method_that_still_runs() -> None
     assert ended
 
 
-async def test_a_plain_method_that_nobody_can_end_is_counted_until_it_ends() -> None:
+async def test_a_plain_method_that_cannot_be_ended_is_counted_until_it_ends() -> None:
     began, may_end = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     num_before = num_left_behind()

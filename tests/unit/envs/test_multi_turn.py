@@ -130,7 +130,7 @@ async def test_opening_that_raises_is_finished_too() -> None:
     assert [talk.held for talk in env.finished] == [None]
 
 
-async def test_whole_messages_may_be_said() -> None:
+async def test_an_env_may_add_whole_messages() -> None:
     class Shows(Asks):
         def begin(self, task: Task, talk: Talk) -> list[Message]:
             return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

@@ -135,7 +135,7 @@ async def test_a_server_that_stays_full_is_asked_by_one_at_a_time_and_given_up()
     assert server.num_refused <= 20 + 3
 
 
-async def test_nobody_there_is_the_infrastructures_fault() -> None:
+async def test_an_unreachable_server_is_the_infrastructures_fault() -> None:
     env = OpenEnvEnv(url="http://127.0.0.1:1", game=TEXT)
     with pytest.raises(InfraError, match=r"127\.0\.0\.1:1"):
         await env.run(TASK, NOBODY)

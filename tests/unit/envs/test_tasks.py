@@ -26,7 +26,7 @@ def test_training_goes_round_for_ever_and_each_round_has_each_task_once() -> Non
     assert found != ids("train", 2, 50)
 
 
-def test_another_split_has_each_task_once_as_it_stands() -> None:
+def test_another_split_has_each_task_once_in_order() -> None:
     assert ids("eval", 7, 99) == list("01234")
 
 

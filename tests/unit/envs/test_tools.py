@@ -191,7 +191,7 @@ async def test_methods_share_the_state_of_their_object() -> None:
         ("", "missing required field `words`"),
     ],
 )
-async def test_wrong_arguments_are_told_to_the_model(arguments: str, why: str) -> None:
+async def test_wrong_arguments_are_returned_to_the_model(arguments: str, why: str) -> None:
     result = await call([search], "search", arguments)
     assert result.failed
     assert result.text.startswith("error: wrong arguments for search: ")
@@ -218,7 +218,7 @@ def test_whatever_a_model_writes_becomes_text(arguments: str) -> None:
     assert result.failed == result.text.startswith("error: wrong arguments for search: ")
 
 
-async def test_unknown_tool_is_told_with_those_there_are() -> None:
+async def test_unknown_tool_is_answered_with_the_available_ones() -> None:
     result = await call([search], "find", "{}")
     assert result == ToolResult("error: there is no tool find; there are: search", failed=True)
 
@@ -231,7 +231,7 @@ async def test_unknown_tool_is_told_with_those_there_are() -> None:
         (TimeoutError("theirs"), "error: TimeoutError: theirs"),
     ],
 )
-async def test_what_a_tool_raises_is_told_to_the_model(error: BaseException, text: str) -> None:
+async def test_an_error_of_a_tool_is_returned_to_the_model(error: BaseException, text: str) -> None:
     def broken() -> None:
         raise error
 

@@ -183,14 +183,14 @@ def test_what_a_worker_complains_of_when_it_is_started_again_is_a_death_like_oth
     assert running.machine.end == RunEnd(1, reason)
 
 
-def test_what_a_trainer_complains_of_late_is_still_its_users_to_mend(
+def test_a_late_user_error_of_a_trainer_is_still_a_user_error(
     running: MachineDriver,
 ) -> None:
     running.step(ChildExited("trainer", 2, "rollmesh: journal.max_bytes = 1: too little"))
     assert running.machine.end == RunEnd(2, "journal.max_bytes = 1: too little")
 
 
-def test_a_worker_started_again_that_does_not_report_is_killed_and_ends_nobody_else(
+def test_a_restarted_worker_that_does_not_report_is_killed_alone(
     running: MachineDriver,
 ) -> None:
     running.step(ChildExited("worker", -9))

@@ -114,7 +114,7 @@ def test_memory_under_what_is_freed_is_used_again(either: Arena) -> None:
     assert either.backed_bytes == backed
 
 
-def test_who_writes_to_a_slot_waits_for_no_page(tmp_path: Path) -> None:
+def test_a_writer_to_a_slot_waits_for_no_page(tmp_path: Path) -> None:
     for folder in (SHARED_MEMORY, tmp_path / "absent"):
         arena = Arena(2**24, folder)
         (slot,) = arena.allocate([2**23])
@@ -226,7 +226,7 @@ def test_steps_of_shifting_sizes_lie_in_little_more_memory_than_they_need() -> N
     assert arena.backed_bytes < 1.2 * most_held
 
 
-def test_who_attaches_sees_a_slot_also_where_memory_was_given_back_before(arena: Arena) -> None:
+def test_an_attached_process_sees_a_slot_in_memory_that_was_given_back_before(arena: Arena) -> None:
     assert arena.path is not None
     attached = AttachedSegment(arena.path)
     slots = [filled(arena, number, PAGE_BYTES) for number in range(64)]

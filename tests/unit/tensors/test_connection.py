@@ -104,7 +104,7 @@ def lender(tmp_path: Path) -> Lender:
     return Lender(tmp_path)
 
 
-def test_what_is_sent_lies_in_arrays_of_its_own_that_nobody_writes_to() -> None:
+def test_sent_bytes_are_in_their_own_read_only_arrays() -> None:
     with connected(sender(*SIZES)) as (owner, connection):
         contents = connection.fetch(handles_of(owner, SIZES))
         assert connection.state is ConnectionState.READY
@@ -131,7 +131,7 @@ def test_what_is_lent_is_looked_at_where_it_lies(lender: Lender) -> None:
         assert bytes(contents[0].data[:3]) == b"new"
 
 
-def test_loans_that_ended_are_told_with_the_next_call(lender: Lender) -> None:
+def test_ended_loans_are_returned_with_the_next_call(lender: Lender) -> None:
     def script(line: FramedSocket) -> None:
         for _ in range(3):
             lender.lend(line, [0, 0], [8, 8])
@@ -226,7 +226,7 @@ def test_a_missing_shard_is_named_and_the_connection_stays(reason: MissReason) -
         assert len(connection.fetch(handles_of(owner, [8]))) == 1
 
 
-def test_a_refusal_is_told_and_the_connection_stays() -> None:
+def test_a_refusal_is_returned_and_the_connection_stays() -> None:
     def script(line: FramedSocket) -> None:
         heard(line)
         line.send(frame(Refused("not today")))
@@ -278,7 +278,7 @@ def test_an_owner_that_claims_more_than_there_is_memory_is_not_believed() -> Non
         Lent(["{folder}/segment"], pack_numbers([0]), pack_numbers([0, 0]), pack_numbers([8])),
     ],
 )
-def test_what_nobody_can_have_lent_is_a_wire_error(lender: Lender, answer: Answer) -> None:
+def test_an_impossible_loan_is_a_wire_error(lender: Lender, answer: Answer) -> None:
     if isinstance(answer, Lent):
         paths = [path.format(folder=lender.path.parent) for path in answer.paths]
         answer = Lent(paths, answer.segments, answer.offsets, answer.sizes)
@@ -328,7 +328,7 @@ def test_another_machine_is_not_dialled_without_keys() -> None:
         connect("tcp://10.0.0.1:5", None, ReceiveBuffer(), "", ignore)
 
 
-def test_who_is_no_owner_is_told_from_one_and_costs_no_descriptor() -> None:
+def test_a_peer_that_is_no_owner_is_recognised_and_costs_no_descriptor() -> None:
     def script(line: FramedSocket) -> None:
         assert not line.wait_for_frame()
 

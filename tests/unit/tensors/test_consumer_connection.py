@@ -151,7 +151,7 @@ def test_a_step_that_is_none_is_nonsense(owner: Owned, ask: TakeShards | EndStep
         assert consumer.is_left()
 
 
-def test_who_takes_a_batch_lives_so_that_leases_begin_anew() -> None:
+def test_a_client_that_takes_a_batch_is_live_so_its_leases_restart() -> None:
     clock = FakeClock()
     store = OwnerStore(StoreSettings(max_bytes=2**20, lease_s=60), clock)
     owner = Owned(store, TensorServer(store, "tcp://127.0.0.1:0"))
@@ -166,7 +166,7 @@ def test_who_takes_a_batch_lives_so_that_leases_begin_anew() -> None:
     owner.server.stop()
 
 
-def test_who_hangs_up_holds_nothing_any_more(owner: Owned) -> None:
+def test_a_disconnected_consumer_holds_nothing(owner: Owned) -> None:
     with seated(owner) as consumer:
         lent(owner, consumer, SIZES)
         assert owner.store.stats().retained_bytes == sum(SIZES)
@@ -174,9 +174,7 @@ def test_who_hangs_up_holds_nothing_any_more(owner: Owned) -> None:
 
 
 @pytest.mark.parametrize("said", [b"\xff" * 8, frame(KeyProof(b"")), frame(Hello(1, bytes(32)))])
-def test_who_talks_nonsense_is_heard_no_more_and_keeps_what_it_looks_at(
-    owner: Owned, said: bytes
-) -> None:
+def test_a_malformed_consumer_is_ignored_and_keeps_its_loans(owner: Owned, said: bytes) -> None:
     with seated(owner) as consumer:
         lent(owner, consumer, SIZES)
         consumer.line.send(said)
@@ -201,14 +199,14 @@ TOO_MANY = pack_numbers([1]) * (MAX_IDS + 1)
         frame(Returned(TOO_MANY)),
     ],
 )
-def test_who_talks_nonsense_and_holds_nothing_is_hung_up_on(owner: Owned, said: bytes) -> None:
+def test_a_malformed_consumer_without_loans_is_disconnected(owner: Owned, said: bytes) -> None:
     with seated(owner) as consumer:
         consumer.line.send(said)
         assert consumer.is_left()
         assert not consumer.line.wait_for_frame()
 
 
-def test_who_does_not_read_is_hung_up_on(owner: Owned) -> None:
+def test_a_consumer_that_does_not_read_is_disconnected(owner: Owned) -> None:
     with seated(owner, patience_s=0.05) as consumer:
         ids = ids_of(owner.put([2**24]))
         consumer.line.send(frame(Fetch(pack_numbers(ids * 4), False)))
@@ -255,7 +253,7 @@ def test_what_cannot_be_lent_is_refused() -> None:
         assert isinstance(consumer.ask(Fetch(pack_numbers(ids), False)), Sent)
 
 
-def test_who_fetches_for_nobody_says_so(owner: Owned) -> None:
+def test_a_process_that_relays_for_no_other_refuses(owner: Owned) -> None:
     with seated(owner) as consumer:
         answer = consumer.ask(FetchForPeer(pack(owner.put([5]))))
         assert answer == Refused("nothing is fetched for others here")

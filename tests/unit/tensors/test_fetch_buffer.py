@@ -69,7 +69,7 @@ def test_what_was_not_used_for_longest_goes_first(world: World) -> None:
     assert world.owners.asked == [[1, 3]]
 
 
-def test_what_is_larger_than_the_budget_is_returned_and_moves_nobody_out(world: World) -> None:
+def test_a_shard_larger_than_the_budget_is_returned_and_evicts_nothing(world: World) -> None:
     world.ask(*handles(1, 2))
     world.ask(handle(3, num_bytes=BUDGET + 1))
     assert world.kept() == (2, 2 * SHARD_BYTES)
@@ -166,7 +166,7 @@ def test_the_end_of_a_step_drops_its_shards_and_the_untagged(world: World) -> No
     assert len(world.owners.asked) == 5
 
 
-def test_a_step_that_has_ended_drops_nothing_when_said_again(world: World) -> None:
+def test_a_repeated_end_of_a_step_drops_nothing(world: World) -> None:
     world.buffer.end_step(4)
     world.ask(handle(1))
     assert (world.buffer.end_step(4), world.buffer.end_step(3)) == (0, 0)
@@ -214,7 +214,7 @@ def test_what_was_cleared_while_it_came_is_returned_and_not_kept(world: World, c
     assert world.buffer.stats().num_tensors == num_kept
 
 
-def test_who_asks_after_the_clear_asks_the_owner(world: World) -> None:
+def test_a_fetch_after_the_clear_asks_the_owner(world: World) -> None:
     def fetch(wanted: list[RTensor]) -> list[Content]:
         world.buffer.clear(ids(1))
         world.ask(handle(1))
@@ -279,7 +279,7 @@ def test_what_another_fetches_is_waited_for(world: World) -> None:
     assert world.owners.asked == [[1], [2]]
 
 
-def test_who_waits_gets_what_was_cleared_meanwhile(world: World) -> None:
+def test_a_waiter_gets_a_shard_that_was_cleared_meanwhile(world: World) -> None:
     pair = Pair(world)
     world.buffer.clear(None)
     for fetch in pair.fetches:
@@ -290,7 +290,7 @@ def test_who_waits_gets_what_was_cleared_meanwhile(world: World) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_an_error_reaches_all_who_wait_and_nothing_is_kept(world: World, error: Exception) -> None:
+def test_an_error_reaches_all_waiters_and_nothing_is_kept(world: World, error: Exception) -> None:
     pair = Pair(world)
     pair.fetches[0].fail(error)
     with pytest.raises(type(error)) as first:
@@ -306,7 +306,7 @@ def test_an_error_reaches_all_who_wait_and_nothing_is_kept(world: World, error: 
     world.ask(handle(1))
 
 
-def test_each_who_waits_gets_an_error_of_its_own(world: World) -> None:
+def test_each_waiter_gets_its_own_error(world: World) -> None:
     pair = Pair(world)
     third_fetch = HeldFetch(world.owners)
     third = Asking(partial(world.ask, *handles(1, 3), fetch=third_fetch))
@@ -323,7 +323,7 @@ def test_each_who_waits_gets_an_error_of_its_own(world: World) -> None:
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
-def test_who_waits_for_an_interrupted_thread_fetches_itself(
+def test_a_waiter_on_an_interrupted_thread_fetches_itself(
     world: World, interruption: type[BaseException]
 ) -> None:
     pair = Pair(world)
@@ -337,7 +337,7 @@ def test_who_waits_for_an_interrupted_thread_fetches_itself(
     assert world.owners.asked == [[1], [2], [1]]
 
 
-def test_control_c_in_a_fetch_wakes_who_waits(world: World) -> None:
+def test_control_c_in_a_fetch_wakes_waiters(world: World) -> None:
     held = HeldFetch(world.owners)
     waiting: list[Asking[list[Content]]] = []
 

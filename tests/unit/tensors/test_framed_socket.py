@@ -92,7 +92,7 @@ def test_no_memory_is_taken_for_a_length_that_is_merely_claimed(
 
 
 @pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0", b"\x05\0\0\0half"])
-def test_who_hangs_up_within_a_frame_is_told_from_who_is_done(
+def test_a_disconnect_within_a_frame_differs_from_a_clean_end(
     ends: tuple[FramedSocket, FramedSocket], said: bytes
 ) -> None:
     near, far = ends
@@ -104,7 +104,7 @@ def test_who_hangs_up_within_a_frame_is_told_from_who_is_done(
 
 
 @pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0half"])
-def test_who_stops_within_a_frame_is_given_up(
+def test_a_peer_that_stops_within_a_frame_is_given_up(
     ends: tuple[FramedSocket, FramedSocket], said: bytes
 ) -> None:
     near, far = ends
@@ -113,7 +113,9 @@ def test_who_stops_within_a_frame_is_given_up(
         near.receive()
 
 
-def test_who_drips_is_given_up_at_the_set_moment(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_a_peer_that_drips_is_given_up_at_its_deadline(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
     near, far = ends
     far.allow(0.1)
     stop = threading.Event()
@@ -131,7 +133,7 @@ def test_who_drips_is_given_up_at_the_set_moment(ends: tuple[FramedSocket, Frame
     thread.join()
 
 
-def test_who_does_not_read_is_given_up(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_a_peer_that_does_not_read_is_given_up(ends: tuple[FramedSocket, FramedSocket]) -> None:
     near, _ = ends
     with pytest.raises(TimeoutError):
         near.send(HELLO, [memoryview(bytes(2**20))] * 64)
@@ -171,7 +173,7 @@ def test_a_machine_that_lost_power_is_noticed_and_a_process_that_was_stopped_is_
         assert (option(), gives_up()) == (0, 0)
 
 
-def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[FramedSocket, FramedSocket]) -> None:
+def test_a_cut_wakes_waiters_at_both_ends(ends: tuple[FramedSocket, FramedSocket]) -> None:
     near, far = ends
     heard: list[bool] = []
     threads = [
@@ -187,7 +189,7 @@ def test_a_cut_wakes_who_waits_at_either_end(ends: tuple[FramedSocket, FramedSoc
     near.cut()
 
 
-def test_the_end_is_waited_for_past_what_is_still_said(
+def test_the_end_is_awaited_past_remaining_messages(
     ends: tuple[FramedSocket, FramedSocket],
 ) -> None:
     near, far = ends

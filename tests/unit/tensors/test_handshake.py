@@ -87,7 +87,7 @@ def test_with_the_same_keys_both_are_content(
     assert door.said() == ""
 
 
-def test_a_consumer_without_keys_is_told_to_set_them(
+def test_a_consumer_without_keys_gets_an_error_that_asks_for_them(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys
 ) -> None:
     door = Door(ends[1], keys)
@@ -160,7 +160,7 @@ def test_an_owner_that_talks_nonsense_is_no_owner(ends: tuple[FramedSocket, Fram
         greet_owner(ends[0], OWNER, None)
 
 
-def test_who_says_nothing_is_given_up(
+def test_a_silent_peer_is_given_up(
     ends: tuple[FramedSocket, FramedSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.05)
@@ -187,7 +187,7 @@ def test_no_two_handshakes_are_alike(ends: tuple[FramedSocket, FramedSocket], ke
     assert one.proof != other.proof
 
 
-def test_a_folder_is_the_same_memory_for_all_who_see_it(tmp_path: Path) -> None:
+def test_a_folder_is_the_same_memory_for_all_processes_that_see_it(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     other.mkdir()

@@ -45,7 +45,7 @@ def test_a_loan_ends_with_the_last_view_of_its_array() -> None:
     assert loans.take_ended(9) == []
 
 
-def test_a_shard_that_was_lent_twice_is_told_twice() -> None:
+def test_a_shard_that_was_lent_twice_is_returned_twice() -> None:
     loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
     first, second = array(), array()
     loans.lend([7, 7], [first, second])
@@ -55,13 +55,13 @@ def test_a_shard_that_was_lent_twice_is_told_twice() -> None:
     assert loans.take_ended(9) == [7]
 
 
-def test_no_more_is_told_at_a_time_than_a_message_holds() -> None:
+def test_no_more_is_returned_at_a_time_than_a_message_holds() -> None:
     loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
     loans.give_back(range(10))
     assert [loans.take_ended(4) for _ in range(4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], []]
 
 
-def test_loans_that_end_in_many_threads_are_all_told_once() -> None:
+def test_loans_that_end_in_many_threads_are_all_returned_once() -> None:
     loans: ArrayLoans[int] = ArrayLoans(Bell().ring)
     rng = random.Random(3)
     shards: list[list[NDArray[np.uint8]]] = [[] for _ in range(8)]

@@ -52,7 +52,7 @@ def test_a_shard_is_shown(owner: Owned, form: type[str], size: int) -> None:
     ("token", "scheme"),
     [(None, ""), ("", "Bearer "), ("other", "Bearer "), (TOKEN[:-1], "Bearer "), (TOKEN, "Basic ")],
 )
-def test_who_does_not_show_the_token_is_shown_nothing(
+def test_a_request_without_the_token_is_shown_nothing(
     owner: Owned, token: str | None, scheme: str
 ) -> None:
     (handle,) = owner.put([5])
@@ -62,7 +62,7 @@ def test_who_does_not_show_the_token_is_shown_nothing(
         assert ADMIN_TOKEN_VARIABLE.encode() in body
 
 
-def test_where_no_token_is_set_nobody_is_shown_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ADMIN_TOKEN_VARIABLE, raising=False)
     with owned() as owner:
         (handle,) = owner.put([5])
@@ -78,7 +78,7 @@ def test_what_is_no_shard_is_not_found(owner: Owned, path: str) -> None:
     assert get(owner, path)[0] == 404
 
 
-def test_a_cleared_shard_is_said_to_be(owner: Owned) -> None:
+def test_a_cleared_shard_is_reported_as_cleared(owner: Owned) -> None:
     (handle,) = owner.put([5])
     owner.store.clear([handle.shard_id])
     status, body, _ = get(owner, f"/tensors/{handle.shard_id}")
@@ -86,7 +86,9 @@ def test_a_cleared_shard_is_said_to_be(owner: Owned) -> None:
     assert b"cleared" in body
 
 
-def test_who_drips_a_request_is_hung_up_on(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_drips_its_request_is_disconnected(
+    owner: Owned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.1)
     host, _, port = urlsplit(owner.address).netloc.partition(":")
     with socket.create_connection((host, int(port)), PATIENCE_S) as dripping:

@@ -13,7 +13,7 @@ def test_the_smallest_address_fetches_for_the_others() -> None:
     assert [neighbours.preferred("here", each) for each in "abc"] == ["", "a", "a"]
 
 
-def test_one_that_lends_nothing_is_sent_to_who_does() -> None:
+def test_a_peer_that_lends_nothing_is_sent_to_one_that_does() -> None:
     neighbours = PeerIndex()
     assert neighbours.preferred("here", "") == ""
     neighbours.add("here", "b")
@@ -26,7 +26,7 @@ def test_another_machine_is_another_matter() -> None:
     assert neighbours.preferred("here", "b") == ""
 
 
-def test_who_has_left_is_nobodys_neighbour() -> None:
+def test_a_peer_that_has_left_is_no_neighbour() -> None:
     neighbours = PeerIndex()
     neighbours.add("here", "a")
     neighbours.add("here", "a")  # connected anew before the old end was noticed
@@ -37,7 +37,7 @@ def test_who_has_left_is_nobodys_neighbour() -> None:
 
 
 @hypothesis.given(st.lists(st.tuples(st.sampled_from("ab"), st.text("xyz", min_size=1))))
-def test_whoever_comes_and_goes_nobody_is_sent_to_one_who_may_wait_for_him(
+def test_no_peer_is_sent_to_one_that_may_wait_for_it(
     turns: list[tuple[str, str]],
 ) -> None:
     neighbours, addresses = PeerIndex(), set[tuple[str, str]]()

@@ -112,7 +112,7 @@ def test_what_is_looked_at_stays_when_its_owner_clears_it(peers: Peers) -> None:
         soon(lambda: owner.store.stats().retained_bytes == 0)
 
 
-def test_the_ends_of_loans_are_told_without_a_further_call(peers: Peers) -> None:
+def test_ended_loans_are_returned_without_a_further_call(peers: Peers) -> None:
     with owned() as owner:
         for _ in range(3):
             contents = peers.fetch(owner.address, handles := owner.put([64] * 100))
@@ -167,7 +167,7 @@ def test_one_connection_serves_all_calls_and_threads(owner: Owned, peers: Peers)
     assert owner.num_guests() == 1
 
 
-def test_an_owner_that_is_started_anew_is_found_and_has_lost_what_it_held(peers: Peers) -> None:
+def test_a_restarted_owner_is_found_and_has_lost_its_shards(peers: Peers) -> None:
     with owned() as first:
         handles = first.put(SIZES)
         peers.fetch(first.address, handles)
@@ -235,7 +235,7 @@ def test_an_owner_that_fails_in_mid_fetch_is_gone_and_found_again(
     assert num_dialled == 2
 
 
-def test_a_connection_that_ended_while_idle_is_made_anew_unseen(peers: Peers) -> None:
+def test_a_connection_that_ended_while_idle_is_replaced_silently(peers: Peers) -> None:
     num_dialled = 0
 
     def answer_one(line: FramedSocket) -> None:
@@ -283,7 +283,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(peers: Peers) -> None:
         peers.fetch(address, handles_of(address, [4]))
 
 
-def test_loans_of_one_that_is_busy_are_told_when_it_is_not(peers: Peers) -> None:
+def test_ended_loans_of_a_busy_peer_are_returned_when_it_is_idle(peers: Peers) -> None:
     """And the loans of others meanwhile."""
     started, go_on = threading.Event(), threading.Event()
 

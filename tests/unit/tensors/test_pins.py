@@ -78,7 +78,7 @@ def test_each_pin_is_taken_back_by_itself(store: OwnerStore) -> None:
     assert store.stats().retained_bytes == 0
 
 
-def test_one_that_nobody_looks_at_any_more_is_freed_once(store: OwnerStore) -> None:
+def test_an_unpinned_shard_is_freed_once(store: OwnerStore) -> None:
     shard_id = put(store, 1, PAGE_BYTES)
     seen = store.read(shard_id)
     store.pins.places([shard_id], "guest")

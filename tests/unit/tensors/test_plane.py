@@ -263,7 +263,7 @@ def test_an_owner_clears_at_itself_without_a_way(mesh: Mesh) -> None:
     assert mesh.neighbours.cleared == []
 
 
-def test_a_handle_of_an_earlier_life_is_missed_at_once(mesh: Mesh) -> None:
+def test_a_handle_of_an_earlier_incarnation_is_missing_at_once(mesh: Mesh) -> None:
     old = mesh.process(7001).remotize(torch.ones(2))
     owner, consumer = mesh.process(7001), mesh.consumer()
     for plane in (owner, consumer):

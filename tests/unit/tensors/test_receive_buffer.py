@@ -29,7 +29,7 @@ def places(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 @pytest.mark.parametrize("max_bytes", [0, 100, MAX_BYTES])
-def test_arrays_have_their_sizes_and_bytes_and_nobody_writes_there(max_bytes: int) -> None:
+def test_arrays_have_their_sizes_and_bytes_and_are_read_only(max_bytes: int) -> None:
     arrays = ReceiveBuffer(max_bytes).receive(SIZES, filling(7))
     assert [array.nbytes for array in arrays] == SIZES
     assert all((array == 7).all() for array in arrays)
@@ -50,7 +50,7 @@ def test_bytes_are_received_in_order() -> None:
     assert np.array_equal(np.concatenate(landing.receive(SIZES, fill)), told)
 
 
-def test_memory_is_used_again_once_nobody_looks() -> None:
+def test_memory_is_reused_once_no_view_is_left() -> None:
     landing = ReceiveBuffer(MAX_BYTES)
     first = landing.receive(SIZES, filling(1))
     used = places(first)
@@ -71,7 +71,7 @@ def test_shards_that_lie_side_by_side_are_received_as_one() -> None:
     assert seen == [1]
 
 
-def test_what_does_not_fit_lies_elsewhere() -> None:
+def test_arrays_that_do_not_fit_are_allocated_elsewhere() -> None:
     landing = ReceiveBuffer(MAX_BYTES)
     kept = [landing.receive([MAX_BYTES // 4], filling(number))[0] for number in range(8)]
     assert [int(array[0]) for array in kept] == list(range(8))

@@ -105,7 +105,7 @@ def test_what_all_want_at_once_comes_to_the_machine_once(owner: Owned, ranks: li
     assert received == [True, False, False, False]
 
 
-def test_nobody_is_sent_to_one_that_lends_nothing(owner: Owned, ranks: list[Rank]) -> None:
+def test_no_consumer_is_sent_to_a_peer_that_lends_nothing(owner: Owned, ranks: list[Rank]) -> None:
     with closing(Peers()) as lone:
         lone.fetch(owner.address, owner.put([1]))
         handles = owner.put(SIZES)
@@ -232,7 +232,7 @@ def test_nothing_is_left_open(owner: Owned) -> None:
     soon(lambda: is_closed_since(before))  # the owner, which lives on, has to hear of it
 
 
-def test_who_is_asked_to_fetch_where_no_owner_can_be_refuses(ranks: list[Rank]) -> None:
+def test_a_relay_refuses_to_fetch_from_an_impossible_owner(ranks: list[Rank]) -> None:
     connection = connect(ranks[0].address, None, ReceiveBuffer(), "", lambda: None)
     for address, said in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "without keys")):
         with pytest.raises(TensorError, match=f"refused: {address}: .*{said}"):

@@ -68,7 +68,7 @@ def test_nothing_is_copied_on_the_way_to_be_a_shard(store: OwnerStore) -> None:
     assert [store.read(each.shard_id).data.ctypes.data for each in handles] == written
 
 
-def test_what_is_being_written_is_held_and_is_nobodys_shard(
+def test_memory_being_written_is_held_and_belongs_to_no_shard(
     store: OwnerStore, arena: Arena
 ) -> None:
     with store.reserve(kinds(PAGE_BYTES)) as reserved:
@@ -83,7 +83,7 @@ def write_and_fail(store: OwnerStore) -> None:
         raise KeyboardInterrupt
 
 
-def test_who_fails_while_he_writes_leaves_nothing(store: OwnerStore, arena: Arena) -> None:
+def test_a_failed_write_leaves_nothing(store: OwnerStore, arena: Arena) -> None:
     with pytest.raises(KeyboardInterrupt):
         write_and_fail(store)
     assert is_empty(store, arena)

@@ -21,14 +21,14 @@ def segment(tmp_path: Path) -> Segment:
     return segment
 
 
-def test_who_attaches_sees_what_is_written_also_later(segment: Segment) -> None:
+def test_an_attached_segment_shows_later_writes(segment: Segment) -> None:
     seen = AttachedSegment(segment.path).view(100, 5)
     assert seen.tobytes() == b"hello"
     segment.memory[101:102] = b"a"
     assert seen.tobytes() == b"hallo"
 
 
-def test_who_attaches_may_only_look(segment: Segment) -> None:
+def test_an_attached_segment_is_read_only(segment: Segment) -> None:
     seen = AttachedSegment(str(segment.path)).view(100, 5)
     assert not seen.flags.writeable
     with pytest.raises(ValueError, match="cannot set WRITEABLE flag"):
@@ -47,7 +47,7 @@ def test_a_place_beyond_its_end_is_refused(segment: Segment) -> None:
     assert attached.view(NUM_BYTES, 0).nbytes == 0
 
 
-def test_who_looks_goes_on_when_it_is_closed(segment: Segment) -> None:
+def test_views_stay_valid_when_the_segment_is_closed(segment: Segment) -> None:
     seen = AttachedSegment(segment.path).view(100, 5)
     segment.close()
     segment.close()
@@ -70,7 +70,7 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         Segment(tmp_path / "absent", NUM_BYTES)
 
 
-def test_a_sweep_takes_what_nobody_holds_and_only_ours(segment: Segment, tmp_path: Path) -> None:
+def test_a_sweep_removes_only_our_unused_segments(segment: Segment, tmp_path: Path) -> None:
     orphan = tmp_path / f"{MINE}1"
     others = [tmp_path / f"rollmesh-{os.getuid() + 1}-1", tmp_path / "rollmesh.toml"]
     for path in (orphan, *others):

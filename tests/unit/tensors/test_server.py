@@ -64,7 +64,7 @@ def test_no_other_machine_is_let_in_without_keys(bind: str) -> None:
         pytest.fail("it serves")
 
 
-def test_an_address_that_nobody_can_dial_is_not_told(keys: Keys) -> None:
+def test_an_address_that_cannot_be_dialled_is_not_announced(keys: Keys) -> None:
     with pytest.raises(AddressError, match="cannot dial it"), owned("tcp://0.0.0.0:0", keys):
         pytest.fail("it serves")
 
@@ -74,7 +74,7 @@ def test_an_address_that_is_taken_is_named(owner: Owned) -> None:
         pytest.fail("it serves")
 
 
-def test_those_of_the_mesh_are_served_and_nobody_else(keys: Keys, tmp_path: Path) -> None:
+def test_only_members_of_the_mesh_are_served(keys: Keys, tmp_path: Path) -> None:
     others = new_keys(tmp_path / "others.json")
     with owned(keys=keys) as owner:
         for wrong in (None, others):
@@ -83,13 +83,13 @@ def test_those_of_the_mesh_are_served_and_nobody_else(keys: Keys, tmp_path: Path
         assert_serves(owner, keys)
 
 
-def test_who_has_keys_fetches_from_nobody_without(owner: Owned, keys: Keys) -> None:
+def test_a_consumer_with_keys_fetches_only_from_owners_with_keys(owner: Owned, keys: Keys) -> None:
     with pytest.raises(AddressError, match="does not have the keys"):
         assert_serves(owner, keys)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_vandals_cost_nobody_else_anything(owner: Owned, seed: int) -> None:
+def test_malformed_clients_cost_no_other_client_anything(owner: Owned, seed: int) -> None:
     rng = random.Random(seed)
     beginnings = [b"", b"\xff\xff\xff\xff", b"\0\0\0\x80", b"\x10\0\0\0", b"GET / HTTP/1.1\r\n"]
     with closing(Peers()) as peers:
@@ -101,7 +101,7 @@ def test_vandals_cost_nobody_else_anything(owner: Owned, seed: int) -> None:
         soon(lambda: owner.num_guests() == 1)
 
 
-def test_who_says_nothing_holds_up_nobody(owner: Owned) -> None:
+def test_a_silent_client_delays_no_other(owner: Owned) -> None:
     with dial(owner), dial(owner):
         assert_serves(owner)
         assert owner.num_guests() <= 1, "they have no threads"

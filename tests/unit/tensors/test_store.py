@@ -140,9 +140,7 @@ def test_what_is_renewed_does_not_expire(store: OwnerStore, clock: FakeClock) ->
     assert store.expire() == 1
 
 
-def test_what_is_freed_while_it_is_looked_at_stays_until_nobody_looks(
-    store: OwnerStore, arena: Arena
-) -> None:
+def test_a_freed_shard_stays_until_no_view_is_left(store: OwnerStore, arena: Arena) -> None:
     shard_id = put(store, 1, 40 * PAGE_BYTES)
     part = store.read(shard_id).data[7:9].view(np.int8)
     assert store.clear([shard_id]) == 1

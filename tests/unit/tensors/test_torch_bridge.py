@@ -269,7 +269,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("write", IN_PLACE.values(), ids=IN_PLACE)
-def test_nobody_writes_to_what_others_read(write: Callable[[Any], object]) -> None:
+def test_shared_tensors_are_read_only(write: Callable[[Any], object]) -> None:
     content = stored(torch.arange(12, dtype=torch.float32).view(3, 4))
     before = content.data.tobytes()
     with pytest.raises((TensorError, ValueError), match="read-only"):
@@ -356,7 +356,7 @@ def test_results_keep_their_form() -> None:
     assert repr(x[0]) == "ReadOnlyTensor([0., 1., 2., 3.])"
 
 
-def test_making_one_warns_nobody() -> None:
+def test_making_one_logs_no_warning() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         local(torch.ones(2)).numpy()

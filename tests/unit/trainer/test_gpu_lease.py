@@ -114,7 +114,7 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
     assert any(isinstance(m, ClearProgress) for m in told)
 
 
-def test_a_step_whose_batch_is_there_stands_in_line_anew_and_wakes_no_engine(
+def test_a_step_whose_batch_is_ready_queues_again_and_wakes_no_engine(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(*ALL) as told:
@@ -160,7 +160,7 @@ def test_nothing_is_asked_of_engines_before_one_is_awake(
 
 @pytest.mark.parametrize("state", [TicketState.WITHDRAWN, TicketState.RELEASED])
 @pytest.mark.parametrize("cluster", ALL)
-def test_what_has_ended_without_a_grant_is_asked_for_anew(
+def test_a_demand_that_ended_without_a_grant_is_requested_again(
     cluster: str,
     state: TicketState,
     scheduler: FakeScheduler,
@@ -222,7 +222,7 @@ class ReportsGroups(ScheduledGpus):
 
 
 @pytest.mark.parametrize(("kind", "num_told"), [(ScheduledGpus, 6), (ReportsGroups, 3)])
-def test_what_is_left_of_a_demand_is_told_in_its_own_unit(
+def test_the_rest_of_a_demand_is_reported_in_its_own_unit(
     kind: type[ScheduledGpus], num_told: int, scheduler: FakeScheduler, stop: threading.Event
 ) -> None:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
@@ -270,7 +270,7 @@ def test_turns_that_another_engine_ended_with_the_same_weights_are_reported(
     assert [each.url for each in told if isinstance(each, ReportPreempt)] == ["e0"]
 
 
-def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(
+def test_a_stopping_trainer_waits_neither_for_engines_nor_for_gpus(
     scheduler: FakeScheduler, gpus: ScheduledGpus, stop: threading.Event
 ) -> None:
     stop.set()
@@ -281,7 +281,7 @@ def test_who_is_told_to_stop_waits_neither_for_engines_nor_for_gpus(
     assert scheduler.expect(WithdrawRequest).key in asked
 
 
-def test_who_leaves_in_mid_step_leaves_nothing(
+def test_a_trainer_that_exits_in_mid_step_leaves_nothing(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     with scheduler.granting(GENERATION_CLUSTER) as told:
@@ -294,7 +294,7 @@ def test_who_leaves_in_mid_step_leaves_nothing(
     assert released == [TRAIN_CLUSTER, GENERATION_CLUSTER]
 
 
-def test_a_refusal_that_came_while_nobody_waited_is_the_users_mistake_too(
+def test_a_refusal_without_a_waiter_is_a_user_error_too(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
     assert not gpus.may_train(0)
@@ -367,7 +367,7 @@ def test_a_loop_that_is_stopped_waits_for_no_gpus(scheduler: FakeScheduler, begi
     assert not life.tally.num_steps
 
 
-def test_a_run_that_shares_nothing_asks_nobody(stop: threading.Event) -> None:
+def test_a_run_that_shares_nothing_sends_no_request(stop: threading.Event) -> None:
     gpu_lease = gpu_lease_of(None, stop)
     assert isinstance(gpu_lease, ExclusiveGpus)
     assert gpu_lease.acquire()

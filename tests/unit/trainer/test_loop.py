@@ -288,7 +288,7 @@ def test_an_evaluation_goes_on_after_a_checkpoint_in_the_middle_of_it(begin: Liv
 
 
 @pytest.mark.parametrize("eval_rollouts", [2, 0])
-def test_an_evaluation_that_ended_before_a_step_is_told_though_no_checkpoint_knows_it(
+def test_an_evaluation_that_ended_before_a_step_is_reported_without_a_checkpoint(
     begin: Lives, eval_rollouts: int
 ) -> None:
     life = begin(ROOMY, "trainer.eval_rollouts=2")
@@ -383,7 +383,7 @@ def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
     assert not part.exists()
 
 
-def test_a_run_stands_still_while_its_weights_find_no_room(
+def test_a_run_pauses_while_its_weights_find_no_room(
     begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     life = begin(ROOMY, "run.name=run")

@@ -158,7 +158,7 @@ def test_tokens_of_the_very_weights_need_no_forward_to_tell_what_is_proximal(
 @pytest.mark.parametrize(
     ("proximal", "clipped"), [("recompute", 0.0), ("loglinear", 0.0), ("recorded", 0.6)]
 )
-def test_being_stale_clips_no_token_unless_its_recording_stands_in(
+def test_being_stale_clips_no_token_unless_its_recording_replaces_it(
     proximal: ProximalRule, clipped: float, tiny_folder: Path
 ) -> None:
     settings = msgspec.structs.replace(
@@ -293,7 +293,7 @@ def test_a_ranks_samples_weigh_what_they_are_of_all(
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_weights_that_the_disk_refuses_are_told_in_one_line(
+def test_weights_that_the_disk_refuses_are_reported_in_one_line(
     lora_rank: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "weights").touch()  # where a folder belongs

@@ -44,7 +44,7 @@ def test_it_says_that_it_is_there_before_it_proves_what_it_goes_on_from(config: 
     open_client(config, NOWHERE).close()  # it has let go of what it had opened
 
 
-def test_a_publisher_that_is_late_keeps_nobody_from_leaving(
+def test_a_late_publisher_does_not_delay_the_exit(
     config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(process, "CLOSE_S", 0.01)

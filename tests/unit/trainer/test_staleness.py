@@ -79,7 +79,7 @@ def test_a_group_that_arrives_again_is_what_it_was() -> None:
     assert (m.ready, m.training, m.histogram) == (0, 2 * GROUP, {1: 2 * GROUP})
 
 
-def test_one_that_an_earlier_life_asked_for_is_as_old_as_it_was_then() -> None:
+def test_a_group_of_an_earlier_incarnation_is_as_old_as_it_was_then() -> None:
     m = StalenessManager(manager(batch=GROUP, max_staleness=2).settings, published_step=268)
     m.step(GroupAdmitted(group(0), GROUP, asked_step=266))
     ask(m, 1)
@@ -183,7 +183,7 @@ def test_step_waits_for_a_straggler_that_the_next_step_could_not_take() -> None:
     assert taken(m.step(TakeBatch(1))) == [0]
 
 
-def test_nobody_waits_for_one_that_is_too_old_already() -> None:
+def test_no_group_waits_for_a_rollout_that_is_too_old_already() -> None:
     m = manager(batch=GROUP)
     ask(m, 0)
     m.step(StepPublished(2))
@@ -193,7 +193,7 @@ def test_nobody_waits_for_one_that_is_too_old_already() -> None:
 
 
 @pytest.mark.parametrize("policy", ["mask", "drop", "requeue"])
-def test_other_policies_wait_for_nobody(policy: StalePolicy) -> None:
+def test_other_policies_wait_for_no_rollout(policy: StalePolicy) -> None:
     m = manager(batch=GROUP, policy=policy)
     ask(m, 0)
     m.step(StepPublished(1))

@@ -20,7 +20,7 @@ def moved(group_id: GroupId, state: GroupState) -> GroupMoved:
     return GroupMoved(group_id, state, 1, "w0")
 
 
-def test_each_peer_is_told_once_of_all_its_groups_and_of_each_the_newest() -> None:
+def test_each_peer_receives_the_newest_state_of_all_its_groups_once() -> None:
     news = GroupNewsBatcher()
     news.add(b"a", moved(ONE, GroupState.ASSIGNED), 5.0)
     news.add(b"a", moved(TWO, GroupState.ASSIGNED), 5.001)

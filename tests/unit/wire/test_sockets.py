@@ -48,7 +48,7 @@ def packets(hub: Hub, number: int) -> list[tuple[bytes, Packet]]:
     return found
 
 
-def test_the_hub_sees_who_speaks_and_can_answer(hub: Hub, dialer: Dialer) -> None:
+def test_the_hub_sees_the_sender_and_can_answer(hub: Hub, dialer: Dialer) -> None:
     assert dialer.send(Packet(ClientHello("c"), "i0", b"body", (b"buffer",)))
     [(route, packet)] = packets(hub, 1)
     assert route == b"d1"
@@ -58,7 +58,7 @@ def test_the_hub_sees_who_speaks_and_can_answer(hub: Hub, dialer: Dialer) -> Non
     assert list(dialer.receive()) == [Packet(RouterHello(0.5), "i1")]
 
 
-def test_a_send_to_nobody_says_so_and_is_counted(hub: Hub) -> None:
+def test_a_send_to_an_unknown_peer_fails_and_is_counted(hub: Hub) -> None:
     assert not hub.send(b"nobody", Packet(RouterHello(0.5)))
     assert hub.num_unsent == 1
 

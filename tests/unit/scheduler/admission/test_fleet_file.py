@@ -175,7 +175,7 @@ def test_a_file_that_is_not_there_says_where_one_comes_from(tmp_path: Path) -> N
         read_fleet(tmp_path / "scheduler.toml")
 
 
-def test_seconds_are_settings_of_those_who_have_them() -> None:
+def test_times_are_read_into_their_settings() -> None:
     assert convert_settings({"hold_s": 2.0}, FairSettings, "[fair]") == FairSettings(hold_s=2.0)
     with pytest.raises(ConfigError, match=r"\[fair\]: unknown key 'holds_s'; known keys: quan"):
         convert_settings({"holds_s": 2.0}, FairSettings, "[fair]")

@@ -91,7 +91,7 @@ def test_a_pipeline_that_is_there_keeps_its_place() -> None:
         (PipelineTable(workers=1, labels=("b200",)), "b200"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_scheduler_hears_of_it(
+def test_requests_that_do_not_fit_are_refused_before_the_scheduler_sees_them(
     table: PipelineTable, told: str
 ) -> None:
     fleet = Fleet()
@@ -169,7 +169,7 @@ def test_processes_that_may_not_be_ended_keep_their_gpus(tmp_path: Path) -> None
     assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
 
 
-def test_without_a_claimed_run_only_a_user_who_knows_that_all_have_ended_frees_the_gpus() -> None:
+def test_without_a_claimed_run_only_a_users_confirmation_frees_the_gpus() -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
     with pytest.raises(UserError, match=r"no run has the name math, .* then pass --dead"):
@@ -187,7 +187,7 @@ def test_the_desk_reads_what_the_service_says_of_itself() -> None:
     assert state.pipelines["math"].spec == fleet.state.pipelines["math"].spec
 
 
-def test_who_leaves_slowly_is_said_to_leave_and_who_does_not_is_a_fault() -> None:
+def test_a_slow_leave_is_reported_and_a_failed_one_is_an_error() -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
 

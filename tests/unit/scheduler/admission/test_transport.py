@@ -13,7 +13,7 @@ from rollmesh.wire.sockets import Hub, wait
 PROMPT_S = 30.0
 
 
-def test_it_is_said_again_with_its_key_until_there_is_an_answer_to_it() -> None:
+def test_a_request_is_resent_with_its_key_until_it_is_answered() -> None:
     hub, asked = Hub("tcp://127.0.0.1:0"), list[ReadScheduler]()
 
     def answer_the_third() -> None:
@@ -34,7 +34,7 @@ def test_it_is_said_again_with_its_key_until_there_is_an_answer_to_it() -> None:
     assert set(asked) == {ReadScheduler("k")}
 
 
-def test_nobody_there_is_one_line_that_names_where() -> None:
+def test_an_unreachable_scheduler_is_one_line_with_its_address() -> None:
     hub = Hub("tcp://127.0.0.1:0")
     hub.close()
     with pytest.raises(AddressError, match=rf"{hub.address}: no answer within 0.2 s"):

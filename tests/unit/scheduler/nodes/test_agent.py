@@ -37,7 +37,7 @@ def joined(agent: NodeMachine, now_s: float, *, ok: bool = True, error: str = ""
     return send.message
 
 
-def test_a_join_is_said_again_with_its_key_until_it_is_answered() -> None:
+def test_a_join_is_resent_with_its_key_until_it_is_answered() -> None:
     agent = NodeMachine("a", 4, ("h200",))
     text = [send.message for at in range(5) for send in agent.step(Ticked(), at * BEAT_S / 2)]
     assert len(text) == 3
@@ -47,7 +47,7 @@ def test_a_join_is_said_again_with_its_key_until_it_is_answered() -> None:
     assert (join.name, join.num_gpus, join.labels, join.beats) == ("a", 4, ("h200",), True)
 
 
-def test_who_has_joined_beats_each_second() -> None:
+def test_a_joined_agent_beats_each_second() -> None:
     agent = NodeMachine("a", 4)
     joined(agent, 0.0)
     assert agent.phase is AgentPhase.JOINED
@@ -56,21 +56,21 @@ def test_who_has_joined_beats_each_second() -> None:
     assert text == [(float(at), NodeBeat("a")) for at in range(1, int(REJOIN_S))]
 
 
-def test_a_scheduler_that_lost_its_journal_hears_of_the_node_again() -> None:
+def test_a_scheduler_that_lost_its_journal_receives_the_node_again() -> None:
     agent = NodeMachine("a", 4)
     join = joined(agent, 0.0)
     text = [send.message for send in agent.step(Ticked(), REJOIN_S)]
     assert text == [NodeBeat("a"), join]
 
 
-def test_an_answer_to_somebody_else_is_not_ours() -> None:
+def test_an_answer_to_another_agent_is_ignored() -> None:
     agent = NodeMachine("a", 4)
     agent.step(Ticked(), 0.0)
     agent.step(Received(SCHEDULER, SchedulerAnswered("other", False, "no")), 0.1)
     assert agent.phase is AgentPhase.JOINING
 
 
-def test_who_is_refused_says_nothing_more() -> None:
+def test_a_refused_agent_sends_nothing_more() -> None:
     agent = NodeMachine("a", 4)
     joined(agent, 0.0, ok=False, error="a has 8 GPUs")
     assert (agent.phase, agent.why) == (AgentPhase.REFUSED, "a has 8 GPUs")
@@ -87,7 +87,7 @@ def live(scheduler: FleetScheduler, agent: NodeMachine, from_s: float, to_s: flo
         scheduler.step(Ticked(), now_s)
 
 
-def test_a_drained_node_stays_drained_until_its_agent_is_started_anew() -> None:
+def test_a_drained_node_stays_drained_until_its_agent_restarts() -> None:
     settings = SchedulerSettings(memory_s=30.0)
     scheduler = FleetScheduler(settings, make_policy("fair"))
     agent = NodeMachine("a", 4)
@@ -114,7 +114,7 @@ def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> No
     assert scheduler.state.fleet.nodes["a"].gpus == (0, 1, 2, 3)
 
 
-def test_a_silent_scheduler_is_told_of_once_until_it_is_heard_again(
+def test_a_silent_scheduler_is_logged_once_until_it_answers_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     silence = SilenceWarning("tcp://there:1")
@@ -185,13 +185,13 @@ def test_gpus_are_those_that_cuda_may_see() -> None:
     assert num_gpus({}, lambda: listed) == 2
 
 
-def test_what_stands_behind_a_number_of_no_gpu_is_hidden() -> None:
+def test_gpus_after_an_invalid_number_are_hidden() -> None:
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "2,-1,3"}) == 1
 
 
 @pytest.mark.parametrize(
     "environment", [{"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "-1"}, {}]
 )
-def test_a_machine_without_gpus_is_told_to_say_how_many(environment: dict[str, str]) -> None:
+def test_a_machine_without_gpus_is_asked_for_their_number(environment: dict[str, str]) -> None:
     with pytest.raises(UserError, match="--gpus N"):
         num_gpus(environment, lambda: "")

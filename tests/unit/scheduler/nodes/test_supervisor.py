@@ -108,7 +108,7 @@ def test_a_fault_of_what_is_tended_is_one_warning_and_ends_nothing(
     ]
 
 
-def test_who_does_not_come_to_serve_says_why_and_is_tried_again(tmp_path: Path) -> None:
+def test_a_service_that_fails_to_start_reports_why_and_is_restarted(tmp_path: Path) -> None:
     tended = Tended()
     with kept(ENDS + SERVES, tmp_path, tended) as supervisor:
         assert supervisor.serves.wait(PROMPT_S)

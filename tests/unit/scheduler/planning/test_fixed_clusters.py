@@ -110,7 +110,7 @@ def test_a_pipeline_in_quarantine_is_left_alone_and_gets_nothing() -> None:
 
 
 @pytest.mark.parametrize("phase", [NodePhase.DRAINING, NodePhase.DOWN])
-def test_a_request_waits_for_its_node_and_is_in_nobodys_way(phase: NodePhase) -> None:
+def test_a_request_waits_for_its_node_and_blocks_no_other(phase: NodePhase) -> None:
     state = fleet(1, 1)
     add(state, "p", train=(0, 1))
     add(state, "q", train=(1,))

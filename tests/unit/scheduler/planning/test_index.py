@@ -102,7 +102,7 @@ class ForgetsNothing(FleetIndex):
 
 
 @pytest.mark.parametrize("index_type", [FleetIndex, ForgetsNothing])
-def test_what_is_held_is_nobodys_to_generate_on_whatever_was_kept(
+def test_held_gpus_are_not_for_generation_whatever_was_kept(
     index_type: type[FleetIndex],
 ) -> None:
     state = FleetState(index=index_type())

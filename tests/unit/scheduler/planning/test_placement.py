@@ -76,7 +76,7 @@ def test_what_fits_no_node_is_spread_over_the_emptiest() -> None:
     )
 
 
-def test_a_worker_never_stands_on_two_nodes() -> None:
+def test_a_worker_is_never_placed_on_two_nodes() -> None:
     state = fleet(3, 3)
     spec = spec_of(PlacementRequest(pipeline_id="p", generation=2, tp=2), state)
     assert spec.generation == (0, 1, 3, 4)

@@ -139,7 +139,7 @@ def test_a_worker_moves_once_in_a_plan() -> None:
 @pytest.mark.parametrize(
     "phase", sorted(set(WorkerPhase) - {WorkerPhase.AWAKE, WorkerPhase.ASLEEP})
 )
-def test_a_worker_that_is_on_its_way_or_lost_stands_still(phase: WorkerPhase) -> None:
+def test_a_worker_that_is_moving_or_lost_is_neither_shrunk_nor_expanded(phase: WorkerPhase) -> None:
     state = stage()
     state.move_worker("p", 0, phase)
     worker = state.pipelines["p"].workers[0]

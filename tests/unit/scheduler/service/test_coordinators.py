@@ -32,7 +32,7 @@ def generating(num_gpus: int = 2) -> Stage:
     return stage
 
 
-def test_a_resize_that_was_lost_on_the_way_is_said_again_with_the_same_epoch() -> None:
+def test_a_lost_resize_is_resent_with_the_same_epoch() -> None:
     stage = Stage(2)
     coordinator = stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g")
@@ -139,7 +139,7 @@ def test_each_fault_doubles_the_time_until_it_is_let_in_again() -> None:
     assert stage.scheduler.state.pipeline_records["a"].num_faults == 0
 
 
-def test_who_is_lost_keeps_its_gpus_and_who_was_promised_them_waits_in_his_old_place() -> None:
+def test_a_lost_worker_keeps_its_gpus_and_a_request_for_them_returns_to_its_place() -> None:
     stage = generating()
     stage.pipeline("b", train=(0, 1), generation=())
     stage.pipeline("c", train=(0,), generation=())
@@ -187,7 +187,7 @@ def test_a_silent_coordinator_is_fenced_and_the_others_go_on() -> None:
     stage.wait_for("b1", TicketState.GRANTED)
 
 
-def test_a_pipeline_whose_coordinator_was_never_heard_evicts_nobody() -> None:
+def test_a_pipeline_whose_coordinator_never_reported_evicts_no_other() -> None:
     stage = generating()
     stage.pipeline("b", generation=(0, 1)).is_silent = True
     stage.scheduler.state.links["b"].is_known = False
@@ -228,7 +228,7 @@ def test_a_coordinator_that_was_started_again_is_believed_and_its_past_is_not() 
     assert stage.awake("a") == [0, 1]
 
 
-def test_who_starts_again_in_the_middle_of_a_resize_is_told_again_and_then_must_know_it() -> None:
+def test_a_coordinator_that_restarts_during_a_resize_receives_it_again() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g")
@@ -242,7 +242,7 @@ def test_who_starts_again_in_the_middle_of_a_resize_is_told_again_and_then_must_
     assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.AWAKE}
 
 
-def test_one_that_has_forgotten_what_it_was_told_is_put_to_sleep_before_it_is_let_in() -> None:
+def test_an_engine_that_lost_its_resize_sleeps_before_it_is_let_in() -> None:
     stage = generating()
     again = Coordinator("a", 2)  # no clock of its own: nobody can tell it from its past
     again.move(0, WorkerPhase.AWAKE)
@@ -253,7 +253,7 @@ def test_one_that_has_forgotten_what_it_was_told_is_put_to_sleep_before_it_is_le
     assert {truth.epoch > 1 for truth in again.truths} == {True}
 
 
-def test_nobody_is_promised_what_an_engine_may_stand_on_that_should_sleep() -> None:
+def test_gpus_of_an_engine_that_should_sleep_are_not_promised() -> None:
     stage = Stage(2)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
     stage.generate("a", "g")
@@ -272,7 +272,7 @@ def test_nobody_is_promised_what_an_engine_may_stand_on_that_should_sleep() -> N
     assert stage.awake("a") == []
 
 
-def test_a_coordinator_that_outlives_its_registration_is_told_newer_epochs_than_it_knows() -> None:
+def test_a_coordinator_that_outlives_its_registration_receives_newer_epochs() -> None:
     stage = Stage(1)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
     for step in range(3):
@@ -294,7 +294,7 @@ def test_a_coordinator_that_outlives_its_registration_is_told_newer_epochs_than_
     assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
-def test_an_engine_that_is_awake_from_the_start_stays_so_where_nobody_else_is() -> None:
+def test_an_engine_that_is_awake_from_the_start_stays_awake_on_its_own_gpus() -> None:
     stage = Stage(2)
     coordinator = stage.pipeline("a", generation=(0, 1))
     coordinator.move(0, WorkerPhase.AWAKE)

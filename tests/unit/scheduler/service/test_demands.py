@@ -103,7 +103,7 @@ def test_a_second_ask_of_the_same_rollout_leaves_its_progress() -> None:
     assert demand(stage) is None
 
 
-def test_a_demand_outlives_its_asker() -> None:
+def test_a_demand_outlives_its_requester() -> None:
     stage = Stage()
     stage.pipeline("a").is_hung = True
     stage.generate("a", "g")
@@ -167,7 +167,7 @@ def test_reports_within_a_bucket_make_no_plan_and_many_make_few() -> None:
     assert num["plans"] == num_plans + 2
 
 
-def test_a_rollout_that_stands_still_is_told_of_once_and_who_holds_its_gpus() -> None:
+def test_a_stalled_rollout_is_logged_once_with_the_holders_of_its_gpus() -> None:
     stage = wanting()
     stage.pipeline("b", train=(0,))
     stage.send(ReportProgress("a", "train", 1, 100, 3))
@@ -217,7 +217,7 @@ def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None
     assert stage.of("a").demand_history == learned
 
 
-def test_of_a_run_that_is_dead_nobody_foresees_anything() -> None:
+def test_of_a_dead_run_nothing_is_forecast() -> None:
     stage = wanting()
     stage.send(ClearProgress("a", "train", 1))
     assert stage.of("a").demand_history.marks
@@ -225,7 +225,7 @@ def test_of_a_run_that_is_dead_nobody_foresees_anything() -> None:
     assert not stage.of("a").demand_history.marks
 
 
-def test_who_gives_generation_up_is_not_expected_to_ask_again() -> None:
+def test_a_pipeline_that_gives_generation_up_is_not_expected_to_ask_again() -> None:
     stage = wanting()
     stage.send(ClearProgress("a", "train", 1))
     assert stage.of("a").demand_history.marks
@@ -235,7 +235,7 @@ def test_who_gives_generation_up_is_not_expected_to_ask_again() -> None:
     assert not stage.awake("a")
 
 
-def test_who_is_wired_hears_of_the_newest_batch_of_any_life() -> None:
+def test_a_connected_hook_reports_the_newest_batch_of_any_incarnation() -> None:
     stage = wanting()
     stage.send(ReportProgress("a", "train", 5000, 100, 30))
     assert stage.scheduler.demands.newest_batch("a") == 5000

@@ -79,7 +79,7 @@ def result(state: FleetState, name: str, known: ExplainContext | None = None) ->
     return only
 
 
-def test_each_missing_gpu_names_who_has_it_since_when(state: FleetState) -> None:
+def test_each_missing_gpu_names_its_holder_and_since_when(state: FleetState) -> None:
     wake(state, "code", 0)
     state.now_s = 104.0
     ask(state, "math", 1)
@@ -103,7 +103,7 @@ def test_a_fixed_holder_is_named_by_its_cluster(state: FleetState) -> None:
     assert "has critic on GPUs 1 2, 9.0 s" in result(state, "third").lines
 
 
-def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: FleetState) -> None:
+def test_earlier_requests_are_named_only_where_they_want_the_same_gpus(state: FleetState) -> None:
     spec = PipelineSpec(pipeline_id="third", clusters={"critic": (1, 2)}, generation=())
     state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
     ask(state, "third", 1, "critic")
@@ -114,7 +114,7 @@ def test_who_comes_before_is_named_only_where_it_wants_the_same_gpus(state: Flee
     assert "code" not in until
 
 
-def test_the_line_is_told_as_the_planner_has_it(state: FleetState) -> None:
+def test_the_queue_is_shown_as_the_planner_has_it(state: FleetState) -> None:
     spec = PipelineSpec(pipeline_id="third", clusters={"reference": (0, 1)}, generation=())
     state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
     ask(state, "third", 1, "reference", GpuPriority.REF_LOG_PROBS)
@@ -126,7 +126,7 @@ def test_the_line_is_told_as_the_planner_has_it(state: FleetState) -> None:
     assert "third reference first" in result(state, "math", short).waits[0].until
 
 
-def test_a_promise_waits_for_those_who_go_to_sleep_there(state: FleetState) -> None:
+def test_a_promise_waits_for_engines_that_go_to_sleep_there(state: FleetState) -> None:
     wake(state, "code", 0, 2)
     key = ask(state, "math", 1)
     apply(state, Shrink("code", 0, key))
@@ -153,7 +153,7 @@ def test_a_promise_waits_for_those_who_go_to_sleep_there(state: FleetState) -> N
     assert any(line.startswith("has actor_train") for line in result(state, "math").lines)
 
 
-def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(
+def test_generation_that_waits_shows_its_share_and_its_next_turn(
     state: FleetState,
 ) -> None:
     wake(state, "code", 0, 1, 2, 3)
@@ -177,7 +177,7 @@ def test_generation_that_waits_is_told_its_share_and_when_it_is_looked_at(
         (PipelinePhase.LEAVING, "never: the pipeline is leaving"),
     ],
 )
-def test_a_pipeline_that_gets_nothing_is_told_why(
+def test_a_pipeline_that_gets_nothing_is_explained(
     state: FleetState, phase: PipelinePhase, until: str
 ) -> None:
     ask(state, "math", 1)
@@ -187,7 +187,7 @@ def test_a_pipeline_that_gets_nothing_is_told_why(
     assert seen.lines[0] == f"math: {phase}: no answer to a resize for 60 s"
 
 
-def test_gpus_that_nobody_may_have_say_why(state: FleetState) -> None:
+def test_unavailable_gpus_show_the_reason(state: FleetState) -> None:
     wake(state, "code", 0)
     state.pipelines["code"].workers[0].phase = WorkerPhase.LOST
     state.nodes["a"].phase = NodePhase.DRAINING
@@ -197,7 +197,7 @@ def test_gpus_that_nobody_may_have_say_why(state: FleetState) -> None:
     assert missing[1] == "its node a is draining"
 
 
-def test_the_fleet_is_told_whole_and_an_unknown_name_is_refused(state: FleetState) -> None:
+def test_the_whole_fleet_is_explained_and_an_unknown_name_is_refused(state: FleetState) -> None:
     wake(state, "code", 3)
     seen = explain_fleet(
         state, ExplainContext(policy="fair", scheduler="i1", problems=("a plan failed",))
@@ -236,7 +236,7 @@ def test_a_pipeline_that_is_there_and_wants_nothing() -> None:
     assert lines(stage, "a")[1] == "no run uses it: its coordinator is not connected"
 
 
-def test_engines_of_which_nobody_has_told_yet() -> None:
+def test_engines_that_have_not_reported_yet() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1)).is_silent = True
     stage.begin()
@@ -254,7 +254,7 @@ def test_engines_of_which_nobody_has_told_yet() -> None:
     )
 
 
-def test_a_wake_that_waits_for_those_who_sleep_there() -> None:
+def test_a_wake_waits_for_engines_that_go_to_sleep_there() -> None:
     stage = Stage(2)
     stage.pipeline("b", generation=(0, 1))
     stage.generate("b", "g")
@@ -327,7 +327,7 @@ def test_a_pipeline_that_is_registered_or_leaves_says_until_what() -> None:
     assert lines(stage, "b")[-1] == ("gets no GPU until it is admitted: rollmesh scheduler admit")
 
 
-def test_generation_that_is_given_up_is_told_until_all_sleep() -> None:
+def test_generation_that_is_given_up_is_shown_until_all_sleep() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1))
     stage.generate("a", "g")
@@ -340,7 +340,7 @@ def test_generation_that_is_given_up_is_told_until_all_sleep() -> None:
     assert lines(stage, "a")[1] == "wants no generation; 0 of 2 workers awake"
 
 
-def test_when_it_is_expected_to_ask_is_told_of_one_whose_habits_are_known() -> None:
+def test_the_next_expected_request_is_shown_for_a_known_demand_history() -> None:
     stage = Stage(2)
     stage.pipeline("a", generation=(0, 1))
     for step, when in ((0, ""), (1, ", and is expected to in 60.0 s")):

@@ -72,7 +72,7 @@ def test_a_broken_promise_gives_back_the_place_and_its_age() -> None:
     assert [kind for _, kind, _, _ in phases(stage)] == [IntentKind.SLEEP], "of what is not lost"
 
 
-def test_the_past_tells_who_stood_where_and_when() -> None:
+def test_the_history_shows_which_engine_was_where_and_when() -> None:
     stage = handing_over()
     stage.run(1)
     stage.coordinators["a"].is_hung = False

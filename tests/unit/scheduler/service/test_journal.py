@@ -93,7 +93,7 @@ def test_what_is_no_journal_is_named(tmp_path: Path) -> None:
         SqliteJournal(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="name another folder"):
         SqliteJournal(tmp_path / "file")
@@ -119,7 +119,7 @@ def test_a_folder_where_its_file_should_be_is_named(tmp_path: Path) -> None:
     SqliteJournal(tmp_path).close()  # nobody has its lock
 
 
-def test_a_full_disk_is_told_from_a_damaged_journal(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_damaged_journal_are_different_errors(tmp_path: Path) -> None:
     with full_disk(1024), pytest.raises(JournalError, match="cannot be written") as caught:
         SqliteJournal(tmp_path)
     assert not isinstance(caught.value, JournalDamaged)

@@ -95,7 +95,7 @@ def granted(life: Life, key: str) -> TicketMoved:
     return moved
 
 
-def test_what_was_granted_is_held_over_lives(tmp_path: Path) -> None:
+def test_grants_are_held_over_restarts(tmp_path: Path) -> None:
     with closing(begin(tmp_path)) as life:
         for message in (RegisterPipeline("r", SPEC), AdmitPipeline("ad", "a")):
             answer = life.ask(message, SchedulerAnswered)
@@ -126,7 +126,7 @@ def test_it_does_not_spin_while_it_may_not_plan_yet(tmp_path: Path) -> None:
         assert life.loop.idle_s() > 0.0
 
 
-def test_its_time_does_not_run_back_over_lives(tmp_path: Path) -> None:
+def test_its_time_does_not_run_back_over_restarts(tmp_path: Path) -> None:
     with closing(begin(tmp_path, now_s=1000.0)) as life:
         life.loop.turn()
         before_s = life.loop.scheduler.state.now_s

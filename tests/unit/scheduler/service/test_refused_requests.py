@@ -36,7 +36,7 @@ def test_what_can_never_be_is_refused_in_one_line(cluster: str, priority: int, t
     assert "\n" not in stage.moved["k"].reason
 
 
-def test_who_has_no_engines_is_refused_generation() -> None:
+def test_a_pipeline_without_engines_is_refused_generation() -> None:
     stage = Stage()
     stage.pipeline("a", generation=())
     assert stage.generate("a", "k") is REFUSED
@@ -45,7 +45,7 @@ def test_who_has_no_engines_is_refused_generation() -> None:
 
 
 @pytest.mark.parametrize("key", ["", *ShrinkReason])
-def test_a_key_that_a_plan_would_take_for_a_reason_stops_nobody(key: str) -> None:
+def test_a_key_that_looks_like_a_plans_reason_stops_no_pipeline(key: str) -> None:
     stage = Stage()
     stage.pipeline("a", train=(0, 1))
     stage.generate("a", "g")
@@ -57,7 +57,7 @@ def test_a_key_that_a_plan_would_take_for_a_reason_stops_nobody(key: str) -> Non
     assert not stage.scheduler.state.problems
 
 
-def test_who_is_unknown_or_not_admitted_is_refused() -> None:
+def test_an_unknown_or_unadmitted_pipeline_is_refused() -> None:
     stage = Stage()
     assert stage.train("x", "k1") is REFUSED
     assert "register" in stage.moved["k1"].reason

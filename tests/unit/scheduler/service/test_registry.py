@@ -34,7 +34,7 @@ def spec(name: str = "a", **fields: object) -> PipelineSpec:
 # W15
 
 
-def test_a_registration_said_again_changes_nothing() -> None:
+def test_a_repeated_registration_changes_nothing() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.train("a", "t")
@@ -101,7 +101,7 @@ def test_a_spec_that_cannot_be_is_refused_in_one_line(wrong: PipelineSpec, text:
     assert not stage.scheduler.state.pipeline_records
 
 
-def test_an_ask_is_done_once_and_answered_as_often_as_it_is_said() -> None:
+def test_a_repeated_request_is_done_once_and_answered_each_time() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.send(KillPipeline("k", "a"))
@@ -125,7 +125,7 @@ def test_what_is_asked_of_an_unknown_pipeline_is_refused(ask: type) -> None:
 # leaving
 
 
-def test_who_leaves_sleeps_first_and_then_nothing_is_left_of_it() -> None:
+def test_a_leaving_pipeline_sleeps_first_and_then_nothing_is_left_of_it() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0,))
     stage.train("a", "t")
@@ -173,7 +173,7 @@ def left_while_training(kind: type[FleetScheduler]) -> Stage:
     return stage
 
 
-def test_who_trains_as_its_pipeline_leaves_keeps_its_gpus_until_it_gives_them_up() -> None:
+def test_a_trainer_whose_pipeline_leaves_keeps_its_gpus_until_it_releases_them() -> None:
     stage = left_while_training(FleetScheduler)
     stage.run(1)
     stage.begin()  # also in the scheduler's next life
@@ -184,7 +184,7 @@ def test_who_trains_as_its_pipeline_leaves_keeps_its_gpus_until_it_gives_them_up
     assert list(stage.scheduler.state.fleet.pipelines) == ["b"]
 
 
-def test_who_leaves_with_an_offer_that_nobody_has_taken_has_nothing() -> None:
+def test_a_pipeline_that_leaves_with_an_untaken_offer_has_nothing() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(0, 1), generation=())
     stage.send(RequestGpus("ta", "a", TRAIN, GpuPriority.ACTOR_TRAINING))
@@ -203,14 +203,14 @@ def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
     assert stage.state("tb") is TicketState.GRANTED, "and nobody has told a's trainer"
 
 
-def test_who_leaves_and_is_killed_is_forgotten_whatever_it_held() -> None:
+def test_a_leaving_pipeline_that_is_killed_is_forgotten_whatever_it_held() -> None:
     stage = left_while_training(FleetScheduler)
     stage.send(KillPipeline("k", "a"))
     assert stage.answers["u"].ok
     assert stage.state("tb") is TicketState.GRANTED
 
 
-def test_who_leaves_while_others_are_about_to_get_its_gpus_leaves_all_idle() -> None:
+def test_a_pipeline_that_leaves_its_promised_gpus_leaves_all_idle() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.pipeline("b", train=(0, 1), generation=())
@@ -228,7 +228,7 @@ def test_who_leaves_while_others_are_about_to_get_its_gpus_leaves_all_idle() -> 
     assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
 
 
-def test_a_wake_that_was_only_promised_is_not_sent_for_who_has_left() -> None:
+def test_a_promised_wake_is_not_sent_for_a_pipeline_that_has_left() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(0, 1), generation=(0, 1))
     coordinator = stage.pipeline("b", generation=(0, 1))
@@ -246,7 +246,7 @@ def test_a_wake_that_was_only_promised_is_not_sent_for_who_has_left() -> None:
     assert stage.awake("a") == [0, 1]
 
 
-def test_who_was_killed_has_nothing_whatever_its_coordinator_said_last() -> None:
+def test_a_killed_pipeline_has_nothing_whatever_its_coordinator_sent_last() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.generate("a", "g")
@@ -263,7 +263,7 @@ def test_who_was_killed_has_nothing_whatever_its_coordinator_said_last() -> None
     assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
 
 
-def test_unregister_said_again_after_a_restart_is_answered() -> None:
+def test_a_repeated_unregister_after_a_restart_is_answered() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.generate("a", "g")

@@ -162,7 +162,7 @@ def test_nothing_is_planned_before_all_coordinators_are_heard_or_time_is_up() ->
     assert stage.of("a").workers[2].phase is WorkerPhase.AWAKE
 
 
-def test_a_wake_that_was_done_while_nobody_listened_counts() -> None:
+def test_a_wake_that_completed_while_the_scheduler_was_down_counts() -> None:
     stage = two_pipelines()
     stage.coordinators["b"].is_silent = True
     coordinator = stage.coordinators["a"]
@@ -177,7 +177,7 @@ def test_a_wake_that_was_done_while_nobody_listened_counts() -> None:
     assert coordinator.num_received == num_received
 
 
-def test_a_wake_that_nobody_heard_of_is_sent_again_with_its_epoch() -> None:
+def test_an_unconfirmed_wake_is_resent_with_its_epoch() -> None:
     stage = two_pipelines()
     coordinator = stage.coordinators["a"]
     stage.cut_steps = frozenset({stage.num_steps + 1})

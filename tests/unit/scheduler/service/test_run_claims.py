@@ -141,7 +141,7 @@ def test_a_run_that_ends_after_another_has_its_name_takes_nothing_from_it() -> N
     assert list(stage.of("a").holds) == [TRAIN]
 
 
-def test_nobody_claims_what_is_driven_without_a_claim_or_may_not_ask() -> None:
+def test_an_active_or_unadmitted_pipeline_cannot_be_claimed() -> None:
     stage = Stage()
     stage.pipeline("a")
     assert claim(stage, run_of("one")) == "another run has that name and is active"
@@ -149,7 +149,7 @@ def test_nobody_claims_what_is_driven_without_a_claim_or_may_not_ask() -> None:
     assert claim(stage, run_of("one")) == "a is registered, and not admitted"
 
 
-def test_a_pipeline_that_was_killed_is_nobodys() -> None:
+def test_a_killed_pipeline_is_unclaimed() -> None:
     stage = unclaimed()
     claim(stage, run_of("one"))
     stage.send(KillPipeline("k", "a"))

@@ -66,7 +66,7 @@ class FourAtATime(FleetScheduler):
         return super().step(event, now_s, is_last)
 
 
-def test_with_four_doors_for_those_who_wait_a_release_never_comes_in() -> None:
+def test_with_four_places_for_waiters_a_release_is_never_served() -> None:
     stage = contested(FourAtATime, 6)
     assert stage.release("p0", "r0") is QUEUED
     stage.run(stage.settings.patience_s / 2)
@@ -95,7 +95,7 @@ class EndsWithItsFirstError(FleetScheduler):
         return not self.state.problems and super()._may_plan()
 
 
-def test_a_plan_that_fails_is_told_and_the_next_event_plans_again() -> None:
+def test_a_plan_that_fails_is_logged_and_the_next_event_plans_again() -> None:
     stage = Stage(policy=FailsOnce(QUICK))
     stage.pipeline("a")
     stage.run(1)
@@ -118,7 +118,7 @@ def test_where_the_policy_fails_for_ever_fixed_clusters_go_on() -> None:
     assert len(stage.scheduler.state.problems) == 1, "told once, not with each plan"
 
 
-def test_a_loop_that_ends_with_its_first_error_answers_nobody_any_more() -> None:
+def test_a_loop_that_ends_with_its_first_error_answers_no_further_request() -> None:
     stage = Stage(policy=FailsOnce(QUICK), kind=EndsWithItsFirstError)
     stage.pipeline("a")
     stage.generate("a", "g")
@@ -324,7 +324,7 @@ def test_after_training_took_all_engines_both_generate_again(order: str, gap_s: 
             stage.wait_for(f"{name}-g{rollout}", GRANTED)
 
 
-def test_who_ends_early_wedges_nobody() -> None:
+def test_a_pipeline_that_ends_early_blocks_no_other() -> None:
     stage = Stage(4)
     stage.pipeline("a", train=(0, 1))
     stage.pipeline("b", train=(2, 3))
@@ -376,7 +376,7 @@ def test_time_does_not_run_back() -> None:
     assert stage.scheduler.state.tickets["t"].asked_s == at_s
 
 
-def test_a_scheduler_that_was_held_up_blames_nobody() -> None:
+def test_a_scheduler_that_was_delayed_fences_no_process() -> None:
     stage = Stage(2)
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.generate("a", "g")

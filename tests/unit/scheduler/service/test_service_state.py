@@ -96,7 +96,7 @@ def test_two_never_stand_on_one_gpu(state: SchedulerState) -> None:
     assert result == [HELD, FREE]
 
 
-def test_what_has_no_route_is_told_nobody(state: SchedulerState) -> None:
+def test_messages_without_a_route_are_dropped(state: SchedulerState) -> None:
     state.send(b"", SchedulerHello("s1"))
     assert state.take_actions() == []
 
@@ -113,7 +113,7 @@ WAKE = Intent(
 )
 
 
-def test_what_has_come_of_a_resize_is_told_to_who_asks_also_after_a_death() -> None:
+def test_the_result_of_a_resize_is_returned_also_after_a_death() -> None:
     stage = Stage(2)
     coordinator = stage.pipeline("a", generation=(0, 1))
     coordinator.error = "it is out of memory"

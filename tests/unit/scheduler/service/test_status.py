@@ -39,7 +39,7 @@ def test_a_snapshot_tells_phases_waits_and_faults() -> None:
     assert figures["scheduler_waiting_seconds", "b"] > 0
 
 
-def test_a_scheduler_that_nobody_has_asked_tells_no_waits() -> None:
+def test_a_scheduler_without_requests_shows_no_waits() -> None:
     status = status_of(Stage(2).scheduler, {})
     assert status.wait_s == {}
     assert status.fleet.num_free == 2

@@ -25,7 +25,7 @@ def test_a_free_cluster_is_granted_at_once_with_its_gpus() -> None:
     assert stage.moved["k"].gpus == (0, 1)
 
 
-def test_an_ask_said_again_is_answered_again_and_done_once() -> None:
+def test_a_resent_request_is_answered_again_and_done_once() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.train("a", "k")
@@ -58,7 +58,7 @@ def test_a_second_key_for_what_is_queued_shares_its_place() -> None:
     assert (stage.state("b2"), stage.state("c1")) == (GRANTED, QUEUED)
 
 
-def test_generation_is_granted_when_a_worker_is_awake_to_all_who_wait() -> None:
+def test_generation_is_granted_to_all_waiters_when_a_worker_is_awake() -> None:
     stage = Stage()
     stage.pipeline("a")
     assert stage.generate("a", "k1") is stage.generate("a", "k2") is QUEUED
@@ -68,7 +68,7 @@ def test_generation_is_granted_when_a_worker_is_awake_to_all_who_wait() -> None:
     assert stage.generate("a", "k3") is GRANTED
 
 
-def test_who_waits_is_told_who_holds_it() -> None:
+def test_a_waiting_request_shows_the_holder() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0, 1))
     stage.pipeline("b", train=(1, 2))
@@ -89,7 +89,7 @@ def test_grants_of_a_demand_that_never_closes_are_forgotten_one_by_one() -> None
     assert stage.of("a").demand is not None
 
 
-def test_a_queued_ask_that_nobody_renews_leaves_nothing() -> None:
+def test_a_queued_request_that_is_not_renewed_leaves_nothing() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0, 1))
     stage.pipeline("b", train=(1, 2))
@@ -106,7 +106,7 @@ def test_a_queued_ask_that_nobody_renews_leaves_nothing() -> None:
     assert set(stage.kept.tables["tickets"]) == {"a1"} == set(state.tickets)
 
 
-def test_who_was_held_up_for_long_waits_again_and_is_never_told_that_it_ended() -> None:
+def test_a_trainer_delayed_for_long_waits_again_and_its_grant_does_not_end() -> None:
     """Who waits for a grant takes its end for one, and would train where another does."""
     stage = Stage()
     stage.pipeline("a", train=(0, 1))
@@ -136,7 +136,7 @@ def test_what_is_withdrawn_after_it_was_expiren_is_not_taken_up() -> None:
     assert stage.ask(held_up) is WITHDRAWN
 
 
-def test_who_withdraws_takes_nothing_from_another_that_has_joined_it() -> None:
+def test_a_withdrawal_takes_nothing_from_another_request_that_has_joined_it() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.train("a", "k1")
@@ -149,7 +149,7 @@ def test_who_withdraws_takes_nothing_from_another_that_has_joined_it() -> None:
     assert not stage.of("a").holds
 
 
-def test_a_promise_that_nobody_waits_for_any_more_is_taken_back() -> None:
+def test_a_promise_without_a_waiter_is_withdrawn() -> None:
     stage = Stage()
     stage.pipeline("a", train=(0,), generation=(0,)).is_hung = True
     stage.generate("a", "g")
@@ -195,7 +195,7 @@ def test_a_late_copy_of_a_release_releases_nothing() -> None:
     assert stage.scheduler.state.fleet.owners[0].cluster == TRAIN
 
 
-def test_what_nobody_holds_is_released_at_once() -> None:
+def test_unheld_gpus_are_released_at_once() -> None:
     stage = Stage()
     stage.pipeline("a")
     assert stage.release("a", "k1") is RELEASED
@@ -271,7 +271,7 @@ def test_release_then_request_leaves_no_gap_for_others() -> None:
     assert stage.state("b1") is GRANTED
 
 
-def test_a_release_is_carried_out_though_nobody_waits_for_it() -> None:
+def test_a_release_is_carried_out_without_a_waiter() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.generate("a", "g")
@@ -296,7 +296,7 @@ def queue_of_two(num_gpus: int = 4) -> Stage:
     return stage
 
 
-def test_what_is_offered_to_the_dead_is_free_once_nobody_has_patience() -> None:
+def test_gpus_offered_to_a_dead_trainer_are_free_after_its_patience() -> None:
     stage = queue_of_two()
     stage.open.clear()
     stage.release("a", "a2")
@@ -308,7 +308,7 @@ def test_what_is_offered_to_the_dead_is_free_once_nobody_has_patience() -> None:
     assert stage.state("b1") is OFFERED, "who says nothing is told nothing"
 
 
-def test_who_was_held_up_past_his_offer_waits_again_and_an_old_word_takes_nothing() -> None:
+def test_a_trainer_delayed_past_its_offer_waits_again_and_an_old_reply_takes_nothing() -> None:
     stage = queue_of_two()
     held_up = stage.open.pop("b1")
     stage.release("a", "a2")
@@ -338,7 +338,7 @@ def test_what_was_taken_never_lapses() -> None:
     assert TRAIN in stage.of("a").holds
 
 
-def test_an_offer_outlives_the_scheduler_and_not_its_asker() -> None:
+def test_an_offer_outlives_the_scheduler_and_not_its_requester() -> None:
     stage = queue_of_two()
     del stage.open["b1"]
     stage.release("a", "a2")
@@ -371,7 +371,7 @@ def test_what_is_withdrawn_while_it_is_offered_is_given_back() -> None:
     assert "nobody" not in stage.moved
 
 
-def test_an_offer_that_lapses_takes_nothing_from_who_has_taken_it() -> None:
+def test_a_lapsed_offer_takes_nothing_from_a_request_that_took_it() -> None:
     stage = Stage()
     stage.pipeline("a")
     stage.train("a", "k1")

@@ -99,7 +99,7 @@ class Fleet:
 
 @pytest.mark.parametrize("token", ["", "of b"])
 @pytest.mark.parametrize("message", CHANGES, ids=lambda each: type(each).__name__)
-def test_without_its_token_nothing_of_a_pipeline_changes_and_the_sender_is_told(
+def test_a_request_without_the_pipelines_token_is_refused_and_changes_nothing(
     message: AnyMessage, token: str
 ) -> None:
     fleet = Fleet()

@@ -45,7 +45,7 @@ def hanging(stage: Stage) -> Stage:
     return stage
 
 
-def test_who_is_busy_is_promised_nothing_more() -> None:
+def test_a_busy_engine_is_promised_nothing_more() -> None:
     stage = shared()
     stage.generate("ill", "g")
     stage.release("well", "r", GENERATION_CLUSTER)
@@ -57,7 +57,7 @@ def test_who_is_busy_is_promised_nothing_more() -> None:
     assert stage.awake("ill") == [0, 1, 2], "it is busy no more"
 
 
-def test_an_engine_that_hangs_holds_up_who_needs_another_for_its_turn_and_no_longer() -> None:
+def test_a_hung_engine_delays_requests_for_others_for_its_turn_only() -> None:
     stage = hanging(Stage(3))
     stage.train("second", "t2")
     stage.wait_for("t2", TicketState.GRANTED, SETTINGS.turn_s + SWITCH_S)
@@ -121,7 +121,7 @@ def test_the_deadline_is_that_of_the_deed(wakes: bool, deadline_s: float) -> Non
     assert stage.scheduler.state.counts["pipeline.quarantined"] == 1
 
 
-def test_all_that_is_under_way_is_said_again_to_who_has_not_heard_it() -> None:
+def test_resizes_under_way_are_resent_to_coordinators_that_missed_them() -> None:
     stage = hanging(Stage(3))
     stage.train("second", "t2")
     ill = stage.coordinators["ill"]

@@ -31,7 +31,7 @@ from rollmesh.scheduler.simulator.command import simulate
 from rollmesh.scheduler.simulator.trace import WorkloadShape, generate_trace
 
 
-def test_who_does_something_else_has_a_span_for_each() -> None:
+def test_each_activity_has_its_own_span() -> None:
     spans = SpanRecorder()
     spans.enter((0, 1), "a", "engine 0", GpuUse.WAKE, 1.0)
     spans.turn((0, 1), GpuUse.SERVE, 4.0)
@@ -64,7 +64,7 @@ def test_a_pipeline_has_the_same_number_in_all_charts_of_a_page() -> None:
     assert pipeline_names([_chart("b", "a"), _chart("c", "b")]) == ["a", "b", "c"]
 
 
-def test_uses_of_a_pipeline_and_pipelines_are_told_apart() -> None:
+def test_uses_of_a_pipeline_and_pipelines_are_distinguished() -> None:
     uses = (GpuUse.SERVE, GpuUse.FIXED, GpuUse.WAKE, GpuUse.LOST)
     seen = {colour(number, use) for number, use in itertools.product(range(len(COLOURS)), uses)}
     assert len(seen) == len(COLOURS) * len(uses)
@@ -78,7 +78,7 @@ def _data(html: str) -> dict[str, object]:
     return output
 
 
-def test_the_page_holds_the_spans_and_asks_nobody_for_more() -> None:
+def test_the_page_holds_the_spans_and_loads_nothing_else() -> None:
     spans = [
         Span(4, "b", "engine 1", GpuUse.SERVE, 12.0, 15.5),
         Span(7, "a", "actor_train", GpuUse.FIXED, 11.0, 20.0),

@@ -41,7 +41,7 @@ def test_a_trace_is_compared_under_all_policies_and_drawn(
     )
 
 
-def test_figures_are_said_as_json_of_the_policies_asked_for(
+def test_figures_are_printed_as_json_for_the_requested_policies(
     trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate([str(trace), "--policy", "fair", "--json"]) == 0

@@ -101,7 +101,7 @@ def test_a_pipeline_alone_under_static_is_a_dedicated_fleet() -> None:
     assert result.jain == 1.0
 
 
-def test_static_is_a_partition_in_which_nobody_is_evicted_for_another() -> None:
+def test_static_is_a_partition_in_which_no_worker_is_evicted_for_another() -> None:
     comparison = Comparison(generate_trace(TINY, 3, 0))
     spans = comparison.run(BASELINE_POLICY).spans
     assert {each.pipeline_id for each in spans} == {"p0", "p1", "p2"}

@@ -101,7 +101,7 @@ def test_what_is_to_sleep_serves_until_the_resize_before_has_had_its_turn() -> N
     assert stage.resizes.busy == set()
 
 
-def test_a_worker_wakes_where_nobody_stands_and_pipelines_do_not_wait_for_each_other() -> None:
+def test_a_worker_wakes_on_free_gpus_and_pipelines_do_not_wait_for_each_other() -> None:
     stage = Stage()
     stage.promise("a", 0, SLEEPING)
     stage.promise("b", 0, WAKING)
@@ -214,7 +214,7 @@ def test_the_planner_sees_what_a_sleep_would_lose_and_its_own_credits() -> None:
     assert sees.credits[4] == (before_s + 1.0, before_s)
 
 
-def test_who_has_left_is_forgotten_once_its_engines_are_asleep() -> None:
+def test_a_pipeline_that_has_left_is_forgotten_once_its_engines_are_asleep() -> None:
     sees = Sees()
     short = TracePipeline(
         pipeline_id="b", clusters={}, generation=(0,), rollouts_s=((1.0,),), arrival_s=9000.0
@@ -223,7 +223,7 @@ def test_who_has_left_is_forgotten_once_its_engines_are_asleep() -> None:
     assert sees.num_pipelines == 1
 
 
-def test_who_has_a_resize_under_way_is_shown_as_busy_for_its_turn() -> None:
+def test_an_engine_with_a_resize_under_way_is_busy_for_its_turn() -> None:
     sees = Sees(again_s=(7.0, 9.5))
     simulate_trace(_trace(ROLLS), sees)
     assert sees.asked_s[:5] == [0.0, 7.0, 9.5, TURN_S, 15.0]

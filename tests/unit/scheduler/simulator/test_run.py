@@ -238,7 +238,7 @@ def test_a_run_is_a_function_of_trace_and_policy() -> None:
     assert one != simulate_trace(msgspec.structs.replace(trace, seed=2), make_policy("fair"))
 
 
-def test_who_never_gets_an_engine_is_told_as_starved_and_does_not_hang_the_run() -> None:
+def test_a_pipeline_that_never_gets_an_engine_is_reported_as_starved() -> None:
     first = msgspec.structs.replace(_alone(), phases=())
     second = msgspec.structs.replace(first, pipeline_id="b", arrival_s=1.0)
 

@@ -58,7 +58,7 @@ def test_gaps_come_run_by_run_in_the_order_of_the_samples(
         assert told == [pytest.approx(each, abs=1e-4) for each in expected]
 
 
-def test_drift_of_older_weights_is_told_and_masks_nothing(tiny_folder: Path) -> None:
+def test_drift_of_older_weights_is_reported_and_masks_nothing(tiny_folder: Path) -> None:
     policy = Policy(str(tiny_folder), SETTINGS)
     far = [
         msgspec.structs.replace(sample, logprobs=sample.logprobs - np.float32(0.3))
@@ -70,7 +70,7 @@ def test_drift_of_older_weights_is_told_and_masks_nothing(tiny_folder: Path) -> 
     assert largest == pytest.approx([0.3, 0.3], abs=1e-4)
 
 
-def test_stale_tokens_are_told_by_age_with_what_their_weight_is(tiny_folder: Path) -> None:
+def test_stale_tokens_are_reported_by_age_with_their_weight(tiny_folder: Path) -> None:
     settings = msgspec.structs.replace(SETTINGS, max_importance_weight=1.2)
     policy = Policy(str(tiny_folder), settings)
     policy.save(tiny_folder.with_name("v7"), policy_version=7)
@@ -136,7 +136,7 @@ def metered(*batches: tuple[list[int], list[float], list[bool]]) -> ImportanceMe
     return meter
 
 
-def test_weights_are_told_of_all_and_by_age_over_batches() -> None:
+def test_weights_are_reported_in_total_and_by_age_over_batches() -> None:
     meter = metered(([2, 0, 2], [4.0, 1.0, 2.0], [True, False, False]), ([0], [1.0], [False]))
     whole, by_age = meter.totals(SingleRank())
     assert whole == ImportanceStats(4, 2.0, 0.25, round(64 / (4 * 22), 5))
@@ -186,6 +186,6 @@ def test_age_is_counted_in_train_steps_of_the_weights_that_sampled() -> None:
     assert moment.ages(versions[:0]).tolist() == []
 
 
-def test_no_age_is_below_0_or_past_the_last_that_is_told() -> None:
+def test_no_age_is_below_0_or_past_the_last_that_is_reported() -> None:
     moment = TokenAges(step=1000, step_of_version={1: 0, 2: 1002})
     assert moment.ages(torch.tensor([1, 2])).tolist() == [MAX_AGE, 0]

@@ -133,7 +133,7 @@ def test_ranks_may_answer_with_nothing() -> None:
     assert merge_answers([None, None], SHARES, Reduce()) is None
 
 
-def test_what_is_answered_of_padding_is_left_out_wherever_it_stands() -> None:
+def test_answers_for_padding_are_left_out_at_any_position() -> None:
     answer = {"a": [1, 2, 3], "b": ([4, 5, 6], 7), "c": None}
     assert without_padding(answer, 3, 2) == {"a": [1, 2], "b": ([4, 5], 7), "c": None}
 
@@ -183,7 +183,7 @@ def test_a_struct_arrives_as_the_dict_of_its_fields() -> None:
     )
 
 
-def test_a_handle_that_stands_at_many_places_travels_once() -> None:
+def test_a_handle_used_in_many_places_travels_once() -> None:
     once, often = encode_values([HANDLES[0]]), encode_values([HANDLES[0]] * 100)
     assert len(often) < len(once) + 100 * 8
     assert decode_values(often) == [HANDLES[0]] * 100

@@ -141,7 +141,7 @@ def test_an_uneven_number_is_refused_unless_padding_is_chosen() -> None:
         split_call(Arguments((rows_of(1, 2, 3),)), 2, DispatchRule())
 
 
-def test_padding_is_told_to_the_heads_as_rows_that_weigh_nothing() -> None:
+def test_padding_is_sent_to_the_heads_as_rows_of_weight_0() -> None:
     dispatch = split_call(Arguments((rows_of(3, 2, 1),)), 2, DispatchRule(uneven="pad"))
     assert at_heads(dispatch, "row_weights") == [[1.0, 0.0], [1.0, 1.0]]
     assert [len(part.args[0]) for part in dispatch.parts] == [2, 2]
@@ -173,7 +173,7 @@ def test_a_row_may_lack_a_tensor() -> None:
     ("name", "rule"),
     [("lengths", DispatchRule(lengths=[1])), ("groups", DispatchRule(groups="ab"))],
 )
-def test_what_is_said_of_rows_is_said_of_each(name: str, rule: DispatchRule) -> None:
+def test_values_given_for_rows_apply_to_each_row(name: str, rule: DispatchRule) -> None:
     with pytest.raises(DispatchError, match=f"{name}: . are given for 3 rows"):
         split_call(Arguments((rows_of(1, 2, 3),)), 1, rule)
 
@@ -231,7 +231,7 @@ def test_every_row_is_at_exactly_one_head(dealable: tuple[list[int], list[int], 
 
 
 @given(_dealable())
-def test_a_group_stands_together_in_its_order(dealable: tuple[list[int], list[int], int]) -> None:
+def test_a_group_stays_together_in_order(dealable: tuple[list[int], list[int], int]) -> None:
     lengths, groups, num_heads = dealable
     for share in deal_rows(lengths, groups, num_heads, "pad"):
         real = share.rows[: share.num_real]
@@ -329,7 +329,7 @@ def test_padding_of_one_part_counts_when_the_next_is_dealt() -> None:
     assert max(loads) - min(loads) <= 50 - 1
 
 
-def test_the_longest_goes_to_whom_has_least() -> None:
+def test_the_longest_row_goes_to_the_head_with_least() -> None:
     shares = deal_rows([8, 7, 6, 5, 4, 3], range(6), 2, "refuse")
     assert shares == (HeadShare((0, 3, 4), 3), HeadShare((1, 2, 5), 3))
 

@@ -21,7 +21,7 @@ def nowhere(address: str) -> Sequence[RankSpec]:
     return [spec]
 
 
-def test_a_thread_that_fails_fails_whoever_waits_and_whoever_comes_later() -> None:
+def test_a_failed_thread_fails_current_and_later_callers() -> None:
     hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(), nowhere)
     early = hub.call("actor", "train", NO_STEP, (b"",))
     hub.start()
@@ -50,7 +50,7 @@ def test_what_is_asked_of_a_hub_that_is_closed_ends_at_once() -> None:
         hub.start()
 
 
-def test_a_hub_that_is_closed_rings_no_descriptor_of_somebody_else() -> None:
+def test_a_closed_hub_writes_to_no_reused_descriptor() -> None:
     hub = RankHub("tcp://127.0.0.1:0", None, RankGroupSettings(), nowhere)
     hub.close("done")
     others = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(64)]

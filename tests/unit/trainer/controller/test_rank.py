@@ -106,7 +106,7 @@ def test_whatever_is_heard_frees_what_has_ended_before_it_is_passed_on(
         assert ear.next() == ("hear", (message, b"body"))
 
 
-def test_what_cannot_be_done_about_a_message_ends_the_rank_and_is_said() -> None:
+def test_an_unhandled_message_ends_the_rank_and_is_reported() -> None:
     with posted() as (hub, _, ear):
         ear.fails_at = 3
         for step in range(4):
@@ -151,7 +151,7 @@ def test_a_controller_that_is_silent_is_lost() -> None:
         assert why.startswith("the controller is silent for ")
 
 
-def test_what_was_said_last_is_heard_before_the_end() -> None:
+def test_the_last_message_is_received_before_the_end() -> None:
     with posted() as (hub, post, _):
         for pid in range(1000, 1100):
             post.send(RankHello(0, pid))

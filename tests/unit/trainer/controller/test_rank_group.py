@@ -90,7 +90,7 @@ def error_of(actions: Sequence[Action]) -> RankGone:
     return broken.error
 
 
-def test_ranks_are_told_to_meet_once_all_have_said_hello() -> None:
+def test_ranks_meet_once_all_have_sent_hello() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
     assert said(group, RankHello(1, 101)) == []
     formed = said(group, RankHello(0, 100))
@@ -179,7 +179,7 @@ def test_a_message_that_was_lost_is_noticed_at_the_next_beat() -> None:
     assert error_of(said(group, RankBeat(1, -1, 5))).cause == "2 of its messages were lost"
 
 
-def test_beats_carry_the_ended_step_and_what_was_said_before() -> None:
+def test_heartbeats_carry_the_ended_step_and_earlier_messages() -> None:
     group = ready_crew()
     group.step(TensorsQueried(1, 7), 0.0)
     beats = told(group.step(Ticked(), 1.0), ControllerBeat)
@@ -188,7 +188,7 @@ def test_beats_carry_the_ended_step_and_what_was_said_before() -> None:
     assert len(told(group.step(Ticked(), 2.0), ControllerBeat)) == 2
 
 
-def test_all_ranks_are_asked_of_tensors_and_told_what_has_ended() -> None:
+def test_all_ranks_report_tensors_and_receive_ended_steps() -> None:
     group = ready_crew()
     actions = group.step(TensorsQueried(5, 7, b"ids"), 0.0)
     assert [each.body for each in actions if isinstance(each, SendToRank)] == [b"ids", b"ids"]
@@ -228,7 +228,7 @@ def test_ranks_end_in_reverse_and_the_first_when_the_others_have() -> None:
     ]
 
 
-def test_an_end_before_all_are_ready_waits_for_nobody() -> None:
+def test_an_end_before_all_are_ready_waits_for_no_rank() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
     said(group, RankHello(0, 100))
     cause = "not ready yet, and the user has gone"
@@ -316,7 +316,7 @@ def failures(actions: Iterable[CallAction]) -> list[tuple[int, str]]:
     return [(each.call_id, str(each.error)) for each in actions if isinstance(each, CallRaised)]
 
 
-def test_each_rank_is_told_of_a_call_with_its_own_arguments() -> None:
+def test_each_rank_receives_a_call_with_its_own_arguments() -> None:
     calls = RankCalls(2, SETTLE_S)
     told = list(calls.make(made(1), 3))
     assert told == [SendToAll(StageCall(3, 1, "actor", "train", 4), (b"0", b"1"))]
@@ -351,7 +351,7 @@ def test_a_later_call_that_is_staged_first_runs_second() -> None:
     assert stage(calls, 1, "", "") == [SendToAll(RunCall(3, 1)), SendToAll(RunCall(3, 2))]
 
 
-def test_a_call_that_is_dropped_holds_nobody_up() -> None:
+def test_a_dropped_call_delays_no_rank() -> None:
     calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     list(calls.make(made(2), 3))
@@ -384,7 +384,7 @@ def test_a_call_that_takes_long_is_not_stuck() -> None:
     assert calls.stuck(1e9) is None
 
 
-def test_what_is_said_of_unknown_calls_changes_nothing() -> None:
+def test_messages_about_unknown_calls_change_nothing() -> None:
     calls = started()
     assert stage(calls, 9, "", "") == []
     assert stage(calls, 1, "late", "late") == []

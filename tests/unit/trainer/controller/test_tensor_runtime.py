@@ -101,7 +101,7 @@ def test_ids_go_to_all_ranks_alike_and_each_once() -> None:
     assert ranks.asked == [[5, 6]]
 
 
-def test_without_targets_nobody_is_asked() -> None:
+def test_without_targets_no_owner_is_asked() -> None:
     ranks = Ranks()
     nothing: list[tuple[object, ...]] = [(), ([],), ({"loss": 1.0},)]
     assert [clear_everywhere(Plane(), ranks, targets) for targets in nothing] == [0, 0, 0]
@@ -109,7 +109,7 @@ def test_without_targets_nobody_is_asked() -> None:
 
 
 @pytest.mark.parametrize("failing", [SILENT, FAILED])
-def test_who_did_not_confirm_is_asked_again(
+def test_an_owner_that_did_not_confirm_is_asked_again(
     failing: TensorReport, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = Ranks(failing, failing, BOTH)
@@ -121,7 +121,7 @@ def test_who_did_not_confirm_is_asked_again(
 @pytest.mark.parametrize(
     ("failing", "why"), [(SILENT, "it did not answer"), (FAILED, "its store is broken")]
 )
-def test_who_never_confirms_is_named_and_nothing_is_raised(
+def test_an_owner_that_never_confirms_is_named_and_nothing_is_raised(
     failing: TensorReport, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     ranks = Ranks(*[failing] * CLEAR_TRIES)
@@ -193,7 +193,7 @@ def test_what_no_step_took_is_none() -> None:
     assert list(find_leaks([RankTensors(0, of_steps(s_=8), NOTHING)], 4, 0)) == []
 
 
-def test_what_is_looked_at_or_copied_while_nobody_works_is_one() -> None:
+def test_arrays_viewed_or_copied_outside_a_call_are_leaks() -> None:
     held = [RankTensors(1, HeldTensors(0, 0, 64), of_steps(s_=8, s4=16, s5=32))]
     assert list(find_leaks(held, 4, 0)) == [
         Leak(1, "retained", 64),
@@ -203,7 +203,7 @@ def test_what_is_looked_at_or_copied_while_nobody_works_is_one() -> None:
     ]
 
 
-def test_who_is_at_work_may_look_and_copy_and_may_not_keep_what_has_ended() -> None:
+def test_a_running_call_may_view_and_copy_but_not_keep_ended_steps() -> None:
     held = [RankTensors(1, of_steps(s4=8), of_steps(s4=8))]
     assert list(find_leaks(held, 4, num_open=1)) == [Leak(1, "step 4", 8)]
 

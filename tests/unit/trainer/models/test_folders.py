@@ -67,7 +67,7 @@ def test_weights_that_are_handed_over_are_the_ones_that_are_written(
         assert value.equal(state[name])
 
 
-def test_a_face_names_the_class_for_engines_whatever_the_source_said(
+def test_a_face_names_the_class_for_engines_whatever_the_source_names(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
     model = load_model(tiny_folder)

@@ -70,7 +70,7 @@ def failed(index: int, *policy_versions: int) -> RolloutRecord:
     return record
 
 
-def test_a_step_books_who_trained_and_who_of_the_group_did_not(reports: Books) -> None:
+def test_a_step_records_which_rollouts_of_a_group_trained(reports: Books) -> None:
     trained = [sampled_by(3, 4), sampled_by(4, 4)]
     reports.accounting.trained(group([trained, []], whole(0, 3, 4), failed(1, 2)), step=5)
     tally = reports.tally

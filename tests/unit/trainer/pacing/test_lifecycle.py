@@ -111,7 +111,7 @@ def test_a_group_waits_is_trained_and_is_gone_when_its_step_is_in_the_weights() 
     assert run.lifecycle.step(StepTrained()) == []
 
 
-def test_who_ends_without_a_result_is_gone_and_makes_room() -> None:
+def test_a_rollout_that_ends_without_a_result_is_dropped_and_makes_room() -> None:
     run = Run()
     run.ask(0)
     assert run.fail(0) == GroupLeft(
@@ -160,7 +160,7 @@ def test_tokens_of_another_runs_weights_train_nothing_of_their_group() -> None:
     assert run.lifecycle.num_untrainable == 0
 
 
-def test_what_nobody_here_has_asked_for_is_strange_and_not_gone() -> None:
+def test_an_unrequested_group_is_unknown_and_not_dropped() -> None:
     run = Run()
     assert run.come(5, {0}) == GroupLeft(group(5), GroupOutcome.NOT_REQUESTED)
     assert run.gone() == []
@@ -285,7 +285,7 @@ def earlier(**more: tuple[int, ...]) -> RecoveryPlan:
     return plan_recovery(saved, told)
 
 
-def test_a_life_goes_on_with_what_earlier_ones_left() -> None:
+def test_a_restart_continues_with_what_earlier_incarnations_left() -> None:
     run = Run()
     left = run.lifecycle.resume(earlier(ready=(8, 9)))
     assert [(each.group_id, each.outcome, each.why) for each in left] == [
@@ -332,7 +332,7 @@ def test_a_step_is_taken_again_without_what_cannot_be_read() -> None:
     assert run.lifecycle.step(RetakeStep(plan.redo[1])) == [], "nothing of it is here"
 
 
-def test_no_step_is_taken_before_all_that_earlier_lives_left_is_here() -> None:
+def test_no_step_is_taken_before_all_that_earlier_incarnations_left_is_here() -> None:
     run = Run("drop")
     run.lifecycle.resume(msgspec.structs.replace(earlier(ready=(8, 9)), redo=()))
     run.lifecycle.step(VersionPublished(2))
@@ -349,7 +349,7 @@ def test_no_step_is_taken_before_all_that_earlier_lives_left_is_here() -> None:
     assert taken(run.lifecycle.step(TakeStep(3)))
 
 
-def test_of_results_that_earlier_lives_left_the_record_knows_the_task() -> None:
+def test_the_record_knows_the_task_of_results_that_earlier_incarnations_left() -> None:
     run = Run("requeue")
     run.lifecycle.resume(msgspec.structs.replace(earlier(ready=(8,)), redo=()))
     run.come(8, {0})
@@ -387,7 +387,9 @@ def test_a_step_that_an_earlier_release_took_masks_what_the_settings_say(
     assert train == TrainGroups(StepTaken(2, (group(5), group(4)), oldest_step), stale)
 
 
-def test_what_earlier_lives_dropped_stays_so_and_is_asked_for_again_if_it_was_to_be() -> None:
+def test_groups_dropped_by_earlier_incarnations_stay_dropped_and_are_requested_again_if_due() -> (
+    None
+):
     run = Run("drop")  # whatever the settings are now
     plan = earlier(ready=())
     run.lifecycle.resume(msgspec.structs.replace(plan, evals={"r": [(23, 24)]}))

@@ -153,7 +153,7 @@ def test_the_newest_that_waits_makes_way(world: World) -> None:
     assert [*world.queue.waiting()] == [first, second]
 
 
-def test_a_batch_that_lies_there_stays_where_it_is(world: World) -> None:
+def test_a_waiting_batch_keeps_its_memory(world: World) -> None:
     groups = world.arrive(2)
     addresses = [s.token_ids.ctypes.data for group in groups for s in group.all_samples()]
     taken = world.queue.take(ids(*groups))
@@ -359,7 +359,7 @@ def assert_alike(samples: Sequence[Sample], others: Sequence[Sample]) -> None:
             assert np.array_equal(mine, theirs), name
 
 
-def test_samples_are_in_the_store_as_they_were_and_nobody_changes_them(store: OwnerStore) -> None:
+def test_samples_in_the_store_are_unchanged_and_read_only(store: OwnerStore) -> None:
     allocator = StoreAllocator(store)
     samples = copy_samples(samples_of_lengths(4, 9, 2), allocator.allocate)
     assert_alike(samples, samples_of_lengths(4, 9, 2))
@@ -369,7 +369,7 @@ def test_samples_are_in_the_store_as_they_were_and_nobody_changes_them(store: Ow
     assert store.stats().total_bytes == BYTES_PER_TOKEN * 15
 
 
-def test_who_attaches_by_the_handle_sees_the_very_bytes(store: OwnerStore) -> None:
+def test_attaching_by_handle_shows_the_same_memory(store: OwnerStore) -> None:
     (sample,) = copy_samples(samples_of_lengths(7), StoreAllocator(store).allocate)
     assert sample.handle is not None
     (place,) = store.pins.places([sample.handle.shard_id], "rank")
@@ -378,7 +378,9 @@ def test_who_attaches_by_the_handle_sees_the_very_bytes(store: OwnerStore) -> No
     assert len(seen) == BYTES_PER_TOKEN * 7 == sample.handle.num_bytes
 
 
-def test_what_is_cleared_is_gone_when_nobody_holds_it(store: OwnerStore, arena: Arena) -> None:
+def test_cleared_samples_are_freed_when_no_reference_is_left(
+    store: OwnerStore, arena: Arena
+) -> None:
     allocator = StoreAllocator(store)
     samples = copy_samples(samples_of_lengths(4, 9), allocator.allocate)
     allocator.clear([*samples, *samples_of_lengths(3)])

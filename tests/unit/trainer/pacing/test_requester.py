@@ -84,7 +84,7 @@ def test_tasks_come_as_the_environment_poses_them() -> None:
         (({"id": "x"},), "failed after 1 tasks: TypeError: yielded dict in place of a Task"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(posed: tuple[Any, ...], told: str) -> None:
+def test_a_mistake_is_reported_in_one_line(posed: tuple[Any, ...], told: str) -> None:
     tasks = endless_tasks(Posing(TASK, *posed), "my:Env", 0)
     assert next(tasks) == TASK
     with pytest.raises(EnvError) as error:

@@ -43,7 +43,7 @@ def test_past_the_bound_are_all_that_fewer_steps_had_made(versions: VersionSteps
     assert before[5] == {0, 1, 2, 5}
 
 
-def test_a_version_that_nobody_published_is_of_another_run(versions: VersionSteps) -> None:
+def test_an_unpublished_version_is_of_another_run(versions: VersionSteps) -> None:
     assert versions.foreign({0, 2, 5}) == set()
     assert versions.foreign({2, 3, 9}) == {3, 9}
 

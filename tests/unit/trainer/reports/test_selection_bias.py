@@ -104,7 +104,7 @@ def test_difficulty_is_the_mean_reward_of_the_tasks_other_rollouts(left: Left) -
     assert [(part.name, part.num) for part in parts] == [("0", 1), ("0.5", 2)]
 
 
-def test_masked_ones_are_told_apart(left: Left) -> None:
+def test_masked_samples_are_reported_separately(left: Left) -> None:
     left.group("t0", [5, 6], [1.0, 0.0])
     left.group("t1", [50, 60], [1.0, 0.0], num_masked=7)
     left.group("t2", [70], [1.0], "masked: no token of it is within the age bound")
@@ -123,7 +123,7 @@ def test_evaluations_and_other_runs_are_left_out(left: Left) -> None:
     assert (bias.num_ended, bias.unseen) == (0, {"cancelled": 4})
 
 
-def test_environments_are_told_apart(left: Left) -> None:
+def test_environments_are_reported_separately(left: Left) -> None:
     left.group("t0", [5, 5], [1.0, 1.0], env="a")
     left.group("t0", [5, 5], [0.0, 0.0], "agent_error: broke", env="b")
     bias = selection_bias(left.folder)
