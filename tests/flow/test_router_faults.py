@@ -31,7 +31,6 @@ from rollmesh.wire.messages import (
     GroupState,
     RunGroup,
     WorkerBeat,
-    WorkerExited,
     WorkerHello,
 )
 from tests.flow.router_process import (
@@ -89,25 +88,6 @@ def test_a_killed_remote_worker_is_noticed_by_its_missed_beats(
     until(lambda: runner.of(RunGroup), runner, asker)
     assert [run.attempt for run in runner.of(RunGroup)] == [2]
     assert router.worker("doomed")["state"] == "lost"
-
-
-def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(
-    router: RouterProcess, town: Town
-) -> None:
-    address = router.ready.address
-    launch, asker = town.peer(address, "launch"), town.client(address)
-    asker.says(ask(1))
-    for name, cause in (("w0", "killed by signal 11"), ("w1", "out of memory")):
-        process = town.process(address, name)
-        has_started(process)
-        process.kill()
-        process.wait()
-        launch.says(WorkerExited(name, process.pid, cause))
-    until(lambda: asker.of(GroupFailed), asker)
-    [failed] = asker.of(GroupFailed)
-    assert failed.reason.startswith("quarantined: 2 workers ended under it")
-    assert "w0: killed by signal 11" in failed.reason
-    assert "w1: out of memory" in failed.reason
 
 
 # workers stall
