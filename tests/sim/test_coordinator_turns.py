@@ -49,7 +49,7 @@ def test_an_engine_that_has_never_been_seen_is_absent_and_not_lost() -> None:
     assert engines.phases() == [WorkerPhase.AWAKE, WorkerPhase.ABSENT]
 
 
-def test_an_engine_that_is_slow_comes_up_though_another_of_its_resize_must_sleep() -> None:
+def test_a_slow_engine_comes_up_although_another_of_its_resize_must_sleep() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     engines.engine(0).fails[EngineOp.LOAD] = "slow"
