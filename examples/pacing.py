@@ -1,10 +1,11 @@
-"""Paces a train loop in two ways: by the names that AReaL's users know, and by a StalenessManager.
+"""Pace a train loop in two ways: with AReaL's interface, and with a StalenessManager.
 
     python -m examples.pacing
 
-No model: rollouts are durations, most of them short, one as long as twenty steps, and one in eight
-is rejected; after half of the steps the trainer begins anew while its rollouts go on. Invariant:
-both loops are given the same rollouts. Driven by people who have a loop of their own to pace.
+- There is no model: rollouts are durations, most of them short, one as long as twenty steps, and
+  one in eight is rejected. After half of the steps the trainer restarts while its rollouts
+  continue.
+- Both loops get the same rollouts.
 """
 
 import random
@@ -26,11 +27,11 @@ from rollmesh.trainer.staleness import (
 
 BATCH, MAX_STALENESS, MAX_RUNNING, STEPS = 4, 2, 64, 40
 LONG = 5
-"""Which rollout is the long one."""
+"""Number of the long rollout."""
 
 
 class Rollout(msgspec.Struct):
-    """One that runs elsewhere."""
+    """A rollout that runs elsewhere."""
 
     number: int
     asked_step: int
@@ -43,7 +44,7 @@ class Rollout(msgspec.Struct):
 
 
 class Elsewhere:
-    """Engines and environments, in turns."""
+    """Simulated engines and environments that advance in turns."""
 
     def __init__(self) -> None:
         self.running: list[Rollout] = []
@@ -51,15 +52,15 @@ class Elsewhere:
         self._num_asked = 0
 
     def ask(self, step: int) -> Rollout:
-        """Begin another."""
+        """Start a rollout."""
         num, chance = self._num_asked, self._chance
         left = 30 if num == LONG else chance.randint(1, 5)
         self.running.append(Rollout(num, step, left, num == LONG or chance.random() > 1 / 8))
         self._num_asked += 1
         return self.running[-1]
 
-    def go_on(self) -> list[Rollout]:
-        """A turn later; those that have ended."""
+    def advance(self) -> list[Rollout]:
+        """Advance by one turn; return the rollouts that have ended."""
         for each in self.running:
             each.left -= 1
         ended = [each for each in self.running if not each.left]
@@ -68,24 +69,24 @@ class Elsewhere:
 
 
 class Trained:
-    """Steps done, as both ways of pacing want to be told."""
+    """Trained steps and the ages of their rollouts."""
 
     def __init__(self) -> None:
         self.ages: list[int] = []
         self.step = 0
 
     def get_version(self) -> int:
-        """As ArealStalenessManager asks for it."""
+        """Number of steps; called by ArealStalenessManager."""
         return self.step
 
     def train(self, batch: list[Rollout]) -> None:
-        """One step."""
+        """Train one step."""
         self.ages += [self.step - each.asked_step for each in batch]
         self.step += 1
 
 
 def known() -> Trained:
-    """A loop as it may stand in your code."""
+    """Run a loop written for AReaL's interface."""
     trained, elsewhere, ready = Trained(), Elsewhere(), list[Rollout]()
     staleness = ArealStalenessManager(trained, MAX_RUNNING, BATCH, MAX_STALENESS)
     while trained.step < STEPS:
@@ -93,7 +94,7 @@ def known() -> Trained:
             staleness.on_rollout_enqueued()
             staleness.on_rollout_submitted()
             elsewhere.ask(trained.step)
-        for each in elsewhere.go_on():
+        for each in elsewhere.advance():
             if each.is_good:
                 staleness.on_rollout_accepted()
                 ready.append(each)
@@ -114,7 +115,7 @@ def known() -> Trained:
 
 
 def ours() -> Trained:
-    """The same loop, told to a StalenessManager."""
+    """Run the same loop with a StalenessManager."""
     trained, elsewhere, ready = Trained(), Elsewhere(), dict[GroupId, Rollout]()
     settings = StalenessSettings(
         batch=BATCH, max_staleness=MAX_STALENESS, max_concurrent=MAX_RUNNING
@@ -123,14 +124,14 @@ def ours() -> Trained:
     while trained.step < STEPS:
         for _ in range(staleness.capacity):
             staleness.step(GroupAdmitted(elsewhere.ask(trained.step).group_id, num_rollouts=1))
-        for each in elsewhere.go_on():
+        for each in elsewhere.advance():
             if each.is_good:
                 staleness.step(GroupArrived(each.group_id, 1, each.asked_step))
                 ready[each.group_id] = each
             else:
                 staleness.step(GroupEnded(each.group_id))
         for action in staleness.step(TakeBatch(trained.step)):
-            assert isinstance(action, BatchTaken), "who waits loses nothing"
+            assert isinstance(action, BatchTaken), "stale_policy `wait` drops nothing"
             trained.train([ready.pop(group_id) for group_id in action.group_ids])
             staleness.step(StepPublished(trained.step))
             if trained.step == STEPS // 2:
@@ -147,12 +148,12 @@ def ours() -> Trained:
 
 
 def main() -> None:
-    """Both, and how old what they trained was."""
+    """Run both loops and print the ages of their trained rollouts."""
     by_known, by_ours = known(), ours()
     for name, trained in (("known names", by_known), ("StalenessManager", by_ours)):
         print(
             f"{name}: {len(trained.ages)} rollouts in {trained.step} steps, at most "
-            f"{max(trained.ages)} steps old; {MAX_STALENESS} were meant"
+            f"{max(trained.ages)} steps old; {MAX_STALENESS} allowed"
         )
 
 

@@ -3,9 +3,10 @@
     python -m examples.ray_batch                     a cluster of its own, on this machine
     python -m examples.ray_batch --cluster HOST:6379
 
-What travels to the actor is a pack of handles; it fetches the tensors itself, through Ray's object
-store, and looks at them in place. Invariant: after each step neither process holds a byte of it.
-Needs `pip install '.[train,ray]'`. Driven by people who run their trainer on Ray.
+- The actor receives a pack of handles; it fetches the tensors through Ray's object store and reads
+  them in place.
+- After each step neither process holds a byte of the batch.
+- Needs `pip install '.[train,ray]'`.
 """
 
 import argparse
@@ -28,13 +29,13 @@ MAX_BYTES = 2**28
 
 
 class Rank:
-    """Looks at batches, in a process of its own."""
+    """A consumer of batches in its own process."""
 
     def __init__(self) -> None:
         self._plane = Plane(buffer=FetchBuffer(MAX_BYTES), backend=RayPeers())
 
     def train(self, packed: bytes, step: int) -> tuple[float, int]:
-        """The mean over all samples, and bytes that are left when the step has ended."""
+        """Return the mean over all samples, and the bytes left after the end of the step."""
         tensors = self._plane.localize(unpack(packed))
         mean = float(torch.cat(tensors).mean())
         del tensors
@@ -45,7 +46,7 @@ class Rank:
 
 
 def main(cluster: str | None) -> None:
-    """Three steps."""
+    """Run NUM_STEPS steps."""
     ray.init(cluster, num_cpus=None if cluster else 1, log_to_driver=False)
     store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), SystemClock())
     server = RayServer(store, f"ray://{new_id('example')}")
@@ -69,5 +70,5 @@ def main(cluster: str | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m examples.ray_batch")
-    parser.add_argument("--cluster", help="HOST:PORT of a cluster that runs")
+    parser.add_argument("--cluster", help="HOST:PORT of a running cluster")
     main(parser.parse_args().cluster)

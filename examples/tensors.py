@@ -1,10 +1,11 @@
-"""Hands a batch from one process to another, for a trainer that has processes of its own.
+"""Hand a batch from one process to another, for a trainer with its own processes.
 
     python -m examples.tensors
 
-One process stores a batch and sends its handles, a few bytes each; the other fetches what it needs,
-once, and frees the batch. Invariant: nothing of it is left in either. Driven by people who want the
-data plane without our controller.
+- One process stores a batch and sends its handles, a few bytes each; the other fetches what it
+  needs, once, and frees the batch.
+- Afterwards neither process holds any of it.
+- This is the data plane without rollmesh's trainer controller.
 """
 
 import subprocess
@@ -34,7 +35,7 @@ NUM_ROLLOUTS = 64
 
 
 def batch() -> list[dict[str, Any]]:
-    """Rollouts of many lengths."""
+    """Return rollouts of many lengths."""
     return [
         {
             "input_ids": torch.arange(length, dtype=torch.int32),
@@ -46,7 +47,7 @@ def batch() -> list[dict[str, Any]]:
 
 
 def own() -> None:
-    """Store a batch, and let another process have it."""
+    """Store a batch and hand it to another process."""
     store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), SystemClock())
     server = TensorServer(store, "tcp://127.0.0.1:0")
     server.start()
@@ -62,7 +63,7 @@ def own() -> None:
 
 
 def fetch() -> None:
-    """Read handles from standard input, look at their tensors, and free them."""
+    """Read handles from standard input, read their tensors, and free them."""
     peers = Peers()
     plane = Plane(buffer=FetchBuffer(MAX_BYTES), backend=peers)
     use(plane)

@@ -1,7 +1,7 @@
-"""A bank's clerk: tools that work on accounts of the rollout's own.
+"""A bank clerk: tools that work on the rollout's own accounts.
 
-Invariant: the reward is 1 where the accounts end as they should, whatever the model says about
-them, else 0; a refused transfer changes nothing. Driven by a worker.
+- The reward is 1 if the accounts end as they should, whatever the model says about them, else 0.
+- A refused transfer changes nothing.
 """
 
 import random
@@ -48,7 +48,7 @@ class Bank:
 
 
 class BankEnv(ToolEnv):
-    """Give everything to one owner: the model must ask for what each has, and move it."""
+    """Move all money to one owner: the model must query each account and transfer its balance."""
 
     def __init__(self, *, num_accounts: int = 3, max_turns: int = 12) -> None:
         if not 2 <= num_accounts <= len(NAMES):
@@ -57,7 +57,7 @@ class BankEnv(ToolEnv):
         self._num_accounts = num_accounts
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """Endless: other owners, other sums."""
+        """Yield tasks without end, with random owners and balances."""
         rng = random.Random(f"{split}/{seed}")
         while True:
             owners = rng.sample(NAMES, self._num_accounts)
@@ -68,22 +68,22 @@ class BankEnv(ToolEnv):
             yield Task(id="-".join(owners), data=data)
 
     async def begin(self, task: Task, talk: Talk) -> Words:
-        """A bank of the rollout's own."""
+        """Create a bank for the rollout."""
         talk.held = Bank(task.data["accounts"])
         return str(task.data["question"])
 
     def tools(self, talk: Talk) -> Sequence[Function]:
-        """Those of its bank."""
+        """Return the tools of the rollout's bank."""
         return [talk.held.balance, talk.held.transfer]
 
     async def finish(self, task: Task, talk: Talk) -> None:
-        """Keep how the accounts ended, for the score."""
+        """Keep the final accounts for the score."""
         del task
         if talk.held is not None:
             talk.data["accounts"] = talk.held.accounts
 
     async def score(self, task: Task, transcript: Transcript) -> Score:
-        """1 where the heir has it all."""
+        """Return 1 if the heir has all the money."""
         accounts = transcript.data["accounts"]
         has_all = accounts[task.data["heir"]] == sum(task.data["accounts"].values())
         names = ("num_turns", "num_tool_calls", "num_tool_errors")

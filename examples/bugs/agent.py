@@ -1,8 +1,8 @@
-"""The smallest command-line agent: one tool, bash, in a loop; nothing but the standard library.
+"""The smallest command-line agent: one tool, bash, in a loop; only the standard library.
 
     agent.py QUESTION        OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL name its model
 
-Invariant: it ends when the model answers without a call, or after MAX_TURNS. Driven by env.py.
+- It ends when the model answers without a call, or after MAX_TURNS.
 """
 
 import json
@@ -30,7 +30,7 @@ BASH = {
 
 
 def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The model's next message."""
+    """Return the model's next message."""
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [BASH]}
     request = urllib.request.Request(
         f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
@@ -46,7 +46,7 @@ def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def bash(arguments: str) -> str:
-    """What a command printed, and how it ended."""
+    """Run a command; return its output and exit code."""
     try:
         command = json.loads(arguments)["command"]
         done = subprocess.run(

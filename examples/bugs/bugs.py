@@ -1,7 +1,6 @@
 """Generated bugs: a correct function with one operator or one number changed.
 
-Invariant: every bug is noticed by its function's checks, and mended by the original source. Driven
-by env.py.
+- Every bug fails the checks of its function, and the original source passes them.
 """
 
 import ast
@@ -26,7 +25,7 @@ SWAPS: dict[type[ast.AST] | None, type[ast.AST]] = {
 
 
 class Bug(msgspec.Struct, frozen=True):
-    """A function that breaks its promise."""
+    """A function with a bug."""
 
     id: str
     function: Function
@@ -49,7 +48,7 @@ def _bugs(function: Function) -> Iterator[Bug]:
 
 
 def _places(tree: ast.Module) -> list[ast.AST]:
-    """The nodes in which one change may make a bug."""
+    """Nodes in which one change may make a bug."""
     return [node for node in ast.walk(tree) if _is_number(node) or _operator(node) in SWAPS]
 
 
@@ -58,7 +57,7 @@ def _is_number(node: ast.AST) -> TypeGuard[ast.Constant]:
 
 
 def _operator(node: ast.AST) -> type[ast.AST] | None:
-    """The kind of operator that a node holds."""
+    """Kind of operator that a node holds."""
     match node:
         case ast.BinOp() | ast.BoolOp() | ast.AugAssign():
             return type(node.op)
@@ -83,7 +82,7 @@ def _break(place: ast.AST) -> None:
 
 
 def _holds(source: str, checks: str) -> bool:
-    """Whether the checks pass; the source is ours, so it may run here."""
+    """Whether the checks pass; the source is from this repository, so it may run here."""
     try:
         exec(source + checks, {})
     except Exception:  # noqa: BLE001 - door: a broken function may raise anything

@@ -1,9 +1,9 @@
-"""Mend a bug: a command-line agent gets a folder with a broken function, hidden checks decide.
+"""Fix a bug: a command-line agent gets a folder with a broken function; hidden checks score it.
 
     files -> the agent works in the folder -> the file is taken out -> checks run on it elsewhere
 
-Invariants: the checks are never where the agent is; the reward is 1 only where they ran to their
-end and all held. Driven by a worker.
+- The checks are never in the folder of the agent.
+- The reward is 1 only if the checks ran to their end and all passed.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from rollmesh.envs.program import Command, run_program
 from rollmesh.envs.scratch import new_scratch
 from rollmesh.envs.tasks import rounds
 
-QUESTION = """The function in {name}.py does not keep the promise of its docstring: it has one \
-bug. Find it and mend it in place; its name and its parameters stay as they are."""
+QUESTION = """The function in {name}.py does not do what its docstring says: it has one \
+bug. Find it and fix it in place; its name and its parameters stay as they are."""
 
-# mini-swe-agent's model, over litellm; JSON is YAML.
+# mini-swe-agent's model, through litellm; JSON is YAML.
 MINI_CONFIG = """{"model": {"model_name": "openai/{model}", "cost_tracking": "ignore_errors", \
 "model_kwargs": {"api_base": "{base_url}", "api_key": "{api_key}"}}}"""
 MINI_ARGV = (
@@ -37,21 +37,23 @@ MINI_ENV = {"MSWEA_CONFIGURED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 SMALL_ARGV = (sys.executable, str(Path(__file__).with_name("agent.py")), "{question}")
 
-# What the agent wrote is imported, and may call sys.exit(0): the word at the end says that the
-# checks held. Code that goes looking for the word finds it; against that only a sandbox helps.
+# The agent's code is imported and may call sys.exit(0), so a secret printed at the end proves that
+# the checks passed. Code that searches for the secret finds it; only a sandbox prevents that.
 CHECKER = """import sys
-word = sys.argv.pop()
+secret = sys.argv.pop()
 sys.path.insert(0, {folder!r})
 from {name} import {name}
 {checks}
-print(word)
+print(secret)
 """
 CHECK_S = 10.0
 MAX_SOURCE_BYTES = 64 * 1024
 
 
 class BugsEnv(HarnessEnv):
-    """`agent` is `mini` (mini-swe-agent, by the path `mini`) or `small` (agent.py beside this)."""
+    """`agent` is `mini` (mini-swe-agent, at the path `mini`) or `small` (agent.py in this
+    folder).
+    """
 
     def __init__(
         self, *, agent: str = "mini", mini: str = "mini", timeout_s: float = 300.0
@@ -68,7 +70,7 @@ class BugsEnv(HarnessEnv):
         self._bugs = {bug.id: bug for bug in all_bugs()}
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """Every bug: one function each."""
+        """Return one task per bug."""
         tasks = []
         for bug in self._bugs.values():
             name = bug.function.name
@@ -77,18 +79,18 @@ class BugsEnv(HarnessEnv):
         return rounds(tasks, split, seed)
 
     def collect(self, task: Task, work: Path) -> dict[str, Json]:
-        """The file as the agent left it."""
+        """Return the file as the agent left it."""
         name = f"{self._bugs[task.id].function.name}.py"
         try:
             source = read_text(work, name, MAX_SOURCE_BYTES)
-        except OSError:  # there is none, or a link, or one that is too long
+        except OSError:  # missing, a link, or too long
             source = ""
         return {"source": source}
 
     async def score(self, task: Task, transcript: Transcript) -> Score:
-        """1 where all checks hold."""
+        """Return 1 if all checks pass."""
         function = self._bugs[task.id].function
-        word = secrets.token_hex(8)
+        secret = secrets.token_hex(8)
         async with new_scratch() as scratch:
             checker = CHECKER.format(
                 folder=str(scratch.work), name=function.name, checks=function.checks
@@ -97,10 +99,10 @@ class BugsEnv(HarnessEnv):
                 (scratch.work / f"{function.name}.py").write_text, transcript.data["source"]
             )
             command = Command(
-                argv=(sys.executable, "-I", "-c", checker, word),
+                argv=(sys.executable, "-I", "-c", checker, secret),
                 folder=scratch.work,
                 env={"PATH": os.environ.get("PATH", "")},
             )
             ended = await run_program(command, CHECK_S, 4096)
-        holds = ended.exit_code == 0 and ended.output.split()[-1:] == [word]
+        holds = ended.exit_code == 0 and ended.output.split()[-1:] == [secret]
         return Score(float(holds), {"exit_code": float(transcript.data["exit_code"])})

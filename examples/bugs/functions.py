@@ -1,7 +1,7 @@
-"""Small correct functions, each with what must hold for it; bugs.py breaks them.
+"""Small correct functions, each with assertions about it; bugs.py breaks them.
 
-Invariant: the checks hold for each, and no loop can become endless by one changed operator or
-number. Driven by bugs.py.
+- The checks pass for each function.
+- No loop becomes endless by one changed operator or number.
 """
 
 import msgspec

@@ -1,6 +1,6 @@
-"""Questions from a file, each with the words that count as its answer: the smallest environment.
+"""Questions from a file, each with its accepted answers: the smallest environment.
 
-The reward is 1 if the answer's last word is one of them, in upper or lower case, else 0.
+The reward is 1 if the last word of the model's answer is an accepted one, ignoring case, else 0.
 """
 
 import re
@@ -17,10 +17,10 @@ class QuizEnv(SingleTurnEnv):
         self._tasks = read_tasks(path)
 
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
-        """The questions of the file."""
+        """Return the questions of the file."""
         return rounds(self._tasks, split, seed)
 
     async def grade(self, task: Task, answer: str) -> float:
-        """1 for a right last word."""
+        """Return 1 if the last word is correct."""
         words = re.findall(r"\w+", answer.lower())
         return float(bool(words) and words[-1] in task.data["answers"])

@@ -1,7 +1,7 @@
-"""Batches drawn ahead of the step that trains them, and never older than they may be.
+"""Batches drawn ahead of the step that trains them, within a bound on their staleness.
 
-Each stands for a group of rollouts that engines would sample. A StalenessManager says how many may
-be under way: see rollmesh/trainer/staleness.py. Driven by train.py.
+Each batch stands for a group of rollouts that engines would sample. A StalenessManager
+(rollmesh/trainer/staleness.py) decides how many may be in progress.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ _Batch = TypeVar("_Batch")
 
 
 class Ahead(Generic[_Batch]):
-    """Of what `draw` gives for 0, 1, 2..."""
+    """Batches from `draw(0)`, `draw(1)`, ..."""
 
     def __init__(self, draw: Callable[[int], _Batch], max_staleness: int) -> None:
-        """A step may train what weights of up to `max_staleness` steps before have sampled."""
+        """Allow a step to train samples of weights that are up to `max_staleness` steps old."""
         self.staleness = StalenessManager(
             StalenessSettings(batch=1, max_staleness=max_staleness, max_concurrent=8)
         )
@@ -34,7 +34,7 @@ class Ahead(Generic[_Batch]):
         self._drawn: dict[GroupId, _Batch] = {}
 
     def next(self, step: int) -> _Batch:
-        """What `step` trains."""
+        """Return the batch of `step`."""
         while self.staleness.capacity:
             group_id = GroupId("ahead", self._num_drawn)
             self.staleness.step(GroupAdmitted(group_id, 1))
@@ -44,8 +44,8 @@ class Ahead(Generic[_Batch]):
         for action in self.staleness.step(TakeBatch(step)):
             if isinstance(action, BatchTaken):
                 return self._drawn.pop(action.group_ids[0])
-        raise AssertionError("what is drawn at once is never too old")
+        raise AssertionError("a batch trained at once is never too old")
 
     def trained(self, step: int) -> None:
-        """Weights after `step` sample from now on."""
+        """Record that weights after `step` now sample."""
         self.staleness.step(StepPublished(step + 1))

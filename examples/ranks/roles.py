@@ -1,8 +1,9 @@
-"""A role that learns to continue sequences, on as many ranks as there are.
+"""A role that learns to continue sequences, on any number of ranks.
 
-Every rank holds the same weights and sees its own rows. The loss is divided by the tokens of all
-ranks, and gradients are summed over them, so that the number of ranks changes nothing but the time
-that a step takes. Made in each rank's process by `rollmesh.trainer.controller`.
+- Every rank holds the same weights and gets its own rows.
+- The loss is divided by the tokens of all ranks and gradients are summed over them, so the number
+  of ranks changes only the duration of a step.
+- `rollmesh.trainer.controller` creates the role in each rank's process.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,7 @@ from rollmesh.trainer.controller.rendezvous import RankContext
 
 
 class Writer:
-    """A small recurrent language model, and its optimiser."""
+    """A small recurrent language model and its optimiser."""
 
     def __init__(
         self, context: RankContext, vocab_size: int, learning_rate: float, seed: int
@@ -30,7 +31,9 @@ class Writer:
     def train(
         self, token_ids: Sequence[Tensor], row_weights: Sequence[float] = ()
     ) -> dict[str, float]:
-        """One step on whole sequences; this rank's part of the mean loss, and its tokens."""
+        """Train one step on whole sequences; return this rank's part of the mean loss, and its
+        tokens.
+        """
         weights = list(row_weights) or [1.0] * len(token_ids)
         own = sum((len(ids) - 1) * w for ids, w in zip(token_ids, weights, strict=True))
         num_tokens = torch.tensor(float(own))
@@ -47,7 +50,7 @@ class Writer:
 
     @torch.no_grad()
     def score(self, token_ids: Sequence[Tensor], row_weights: Sequence[float] = ()) -> list[Tensor]:
-        """How little each token was expected, in nats: [T - 1] for each row, padding's too."""
+        """Surprise of each token, in nats: [T - 1] for each row, including padding."""
         del row_weights
         return [self._surprises(ids.long()) for ids in token_ids]
 

@@ -1,10 +1,10 @@
-"""Trains on several ranks: the controller moves handles, ranks fetch what is theirs.
+"""Train on several ranks: the controller sends handles, and ranks fetch their own tensors.
 
     python -m examples.ranks.train --ranks 2
     torchrun --nproc-per-node 2 -m examples.ranks.train     the same without a controller
 
-The loop is one, and so is the curve, for any number of ranks and either way; after each step
-nothing of its batch is left in any process.
+- The loop and its loss curve are the same for any number of ranks, with and without a controller.
+- After each step no process holds any tensor of its batch.
 """
 
 import argparse
@@ -36,11 +36,11 @@ TRAIN = RoleCall(
 )
 SCORE = RoleCall("writer.score", rule=DispatchRule(uneven="pad"))
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 0))
-"""What torchrun says; 0 of 0 where a controller leads."""
+"""Set by torchrun; 0 of 0 under a controller."""
 
 
 def batch(number: int) -> list[Tensor]:
-    """Sequences of many lengths in which each number, most of the time, follows from the last."""
+    """Sequences of many lengths in which each number mostly follows from the previous one."""
     chance = random.Random(number)
     rows = []
     for _ in range(ROWS):
@@ -53,7 +53,7 @@ def batch(number: int) -> list[Tensor]:
 
 @contextlib.contextmanager
 def trainer(num_ranks: int, staleness: Staleness) -> Iterator[TrainController | PlainRank]:
-    """A controller of `num_ranks` processes, or, under torchrun, this one of them."""
+    """A controller of `num_ranks` processes or, under torchrun, this process's rank."""
     settings = {"vocab_size": VOCAB, "learning_rate": 0.01, "seed": 0}
     writer = RoleSpec(make="examples.ranks.roles:Writer", settings=settings)
     plan = RankPlan(topology=Topology(WORLD_SIZE or num_ranks), roles={"writer": writer})
@@ -77,35 +77,37 @@ def train(num_ranks: int, num_steps: int) -> None:
         for step in range(num_steps):
             rows = controller.take(current().remotize(ahead.next(step)), step)
             report = controller.call(TRAIN, rows)
-            told(step, report, controller.end_step(step), controller.staleness)
+            print_step(step, report, controller.end_step(step), controller.staleness)
             ahead.trained(step)
         unseen = current().remotize(batch(num_steps))
         surprises = controller.call(SCORE, unseen)
         worst = max(float(each.max()) for each in current().localize(surprises))
         held = controller.clear_batches(unseen, surprises)
-    say(f"{held.num_cleared} shards of an unseen batch are freed; worst surprise {worst:.2f}")
+    print_once(
+        f"{held.num_cleared} shards of an unseen batch are freed; worst surprise {worst:.2f}"
+    )
 
 
-def told(
+def print_step(
     step: int, report: dict[str, float], held: TensorUsage, staleness: Staleness | None
 ) -> None:
-    """A line of a step."""
+    """Print the line of a step."""
     left = sum(each.stored.total_bytes + each.buffered.total_bytes for each in held.processes)
     num_ready = staleness.ready if staleness else 0
-    say(
+    print_once(
         f"step {step:2d}  loss {report['loss']:.4f}  {report['num_tokens']:.0f} tokens  "
         f"{left} bytes left in {len(held.processes)} processes  {num_ready} batches drawn ahead"
     )
 
 
-def say(line: str) -> None:
-    """Once, however many run this."""
+def print_once(line: str) -> None:
+    """Print on rank 0 only."""
     if RANK == 0:
         print(line)
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="train on several ranks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)

@@ -1,7 +1,7 @@
-"""A made-up language for recipes: answers that count on from their prompt, and answers that do not.
+"""An artificial language for recipes: good answers count on from their prompt, bad ones do not.
 
-Rows have the form that roles expect (rollmesh/trainer/roles/learner.py). Rows come in pairs, the
-better one first; the pairs of one prompt are one group.
+- Rows have the form that roles expect (rollmesh/trainer/roles/learner.py).
+- Rows come in pairs, the better one first; the pairs of one prompt are one group.
 """
 
 import random
@@ -12,14 +12,14 @@ import torch
 from rollmesh.trainer.roles.recipes import Rows
 
 NUM_WORDS = 11
-"""Token ids below this are the language's."""
+"""Token ids below this belong to the language."""
 NUM_PROMPTS, NUM_PAIRS = 4, 2
-"""Of a batch, and of a prompt."""
+"""Prompts per batch, and pairs per prompt."""
 NUM_PROMPT_TOKENS = 2
 
 
 def batch(seed: int, is_upside_down: bool = False) -> Rows:
-    """Four prompts with two pairs each; `is_upside_down`: the worse answers are the better ones."""
+    """Four prompts with two pairs each; `is_upside_down` swaps better and worse answers."""
     chance = random.Random(seed)
     rows: list[dict[str, Any]] = []
     for prompt in range(NUM_PROMPTS):

@@ -1,10 +1,11 @@
-"""Trains a tiny model, made on the spot, by one of the field's recipes, on several ranks.
+"""Train a tiny, newly created model by one of the standard recipes, on several ranks.
 
     python -m examples.recipes.train --recipe ppo|grpo|dpo|sft|reward --ranks 2 [--run FOLDER]
 
-Before and after: how many unseen pairs the model rates the right way round, by its log-probs or, as
-a reward model, by its rewards. After each step nothing of its batch is left in any process. With
---run it leaves checkpoints there, and goes on from the newest.
+- Before and after, it measures the share of unseen pairs that the model ranks correctly, by its
+  log-probs or, for a reward model, by its rewards.
+- After each step no process holds any tensor of its batch.
+- With --run it writes checkpoints there, and resumes from the newest.
 """
 
 import argparse
@@ -29,11 +30,11 @@ LOSSES = {"actor": {"kl_coef": 0.005}, "critic": {"kl_coef": 0.005}}
 FROZEN = "reference"
 SETTLE_S = 60.0
 UNSEEN = 1_000_000
-"""A seed that no step has."""
+"""A seed that no step uses."""
 
 
 def train(recipe: str, num_ranks: int, num_steps: int, folder: Path, run: Path | None) -> None:
-    """Print a line of each step, and what it was good for."""
+    """Print a line for each step, and the share of correctly ranked pairs before and after."""
     write_tiny_model(folder, ["a"], TinyShape(), seed=0)
     roles = role_specs(RECIPES[recipe].roles, str(folder), TRAINER, LOSSES)
     plan = RankPlan(topology=Topology(num_ranks), roles=roles)
@@ -47,27 +48,27 @@ def train(recipe: str, num_ranks: int, num_steps: int, folder: Path, run: Path |
         newest = checkpoints.newest() if checkpoints else None
         if checkpoints and newest:
             checkpoints.restore(newest, subject)
-        before = share_right(controller, home.plane, recipe)
+        before = share_correct(controller, home.plane, recipe)
         for step in range(newest.state.num_steps if newest else 0, num_steps):
             rows = controller.take(home.plane.remotize(rows_for(recipe, step)), step)
             report = RECIPES[recipe].step(controller, rows, step)
-            tell(step, report, controller.end_step(step))
+            print_step(step, report, controller.end_step(step))
         if checkpoints and checkpoints.begin(LoopState(num_steps=num_steps), subject):
             checkpoints.settled(SETTLE_S)
-        after = share_right(controller, home.plane, recipe)
-    print(f"unseen pairs that it rates the right way round: {before:.0%} before, {after:.0%} now")
+        after = share_correct(controller, home.plane, recipe)
+    print(f"unseen pairs ranked correctly: {before:.0%} before, {after:.0%} now")
 
 
 def rows_for(recipe: str, step: int, is_upside_down: bool = False) -> Rows:
-    """A batch; texts to imitate are the better ones alone."""
+    """Return a batch; for `sft` only the better text of each pair."""
     rows = batch(step, is_upside_down)
     return rows[::2] if recipe == "sft" else rows
 
 
-def share_right(
+def share_correct(
     controller: TrainController, plane: Plane, recipe: str, is_upside_down: bool = False
 ) -> float:
-    """Of unseen pairs, how many are rated the right way round."""
+    """Share of unseen pairs that are ranked correctly."""
     rows = plane.remotize(batch(UNSEEN, is_upside_down))
     rule = DispatchRule(uneven="pad")
     ratings: list[float]
@@ -82,20 +83,22 @@ def share_right(
     return sum(better > worse for better, worse in pairs) / len(pairs)
 
 
-def tell(step: int, report: Report, held: TensorUsage) -> None:
-    """A line of a step."""
+def print_step(step: int, report: Report, held: TensorUsage) -> None:
+    """Print the line of a step."""
     left = sum(each.stored.total_bytes + each.buffered.total_bytes for each in held.processes)
-    said = "  ".join(f"{name} {value:.4g}" for name, value in report.items())
-    print(f"step {step:2d}  {said}  {left} bytes left in {len(held.processes)} processes")
+    figures = "  ".join(f"{name} {value:.4g}" for name, value in report.items())
+    print(f"step {step:2d}  {figures}  {left} bytes left in {len(held.processes)} processes")
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description="train a tiny model by a recipe")
     parser.add_argument("--recipe", choices=RECIPES, default="ppo")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--run", type=Path, help="a folder for checkpoints, to go on from")
+    parser.add_argument(
+        "--run", type=Path, help="folder of checkpoints, from which training resumes"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         train(options.recipe, options.ranks, options.steps, Path(folder), options.run)

@@ -1,9 +1,9 @@
-"""A word game behind OpenEnv's protocol: guess the word; each letter is told to be right.
+"""A word game behind OpenEnv's protocol: guess the word, with feedback for each letter.
 
     python -m examples.words.server --port 8765
 
-Stands in for an OpenEnv server of your own; only `url` in mesh.toml knows the difference.
-Invariant: a game depends on its seed alone. Driven by people and by the example's test.
+- It replaces an OpenEnv server of your own; only `url` in mesh.toml changes.
+- A game depends on its seed alone.
 """
 
 import argparse
@@ -26,16 +26,18 @@ class WordGame:
         self._num_left = NUM_GUESSES
 
     def reset(self, seed: int) -> Observation:
-        """A new word."""
+        """Choose a new word."""
         self._word = random.Random(seed).choice(WORDS)
         self._num_left = NUM_GUESSES
         return {"feedback": f"A word of five letters; {self._num_left} guesses. Your first?"}
 
     def step(self, action: Mapping[str, Any]) -> tuple[Observation, float, bool]:
-        """1 for the word; ValueError for what is no word of five letters."""
+        """Return reward 1 for the word; raise ValueError unless the guess is a word of five
+        letters.
+        """
         guess = str(action.get("word", "")).lower()
         if len(guess) != 5 or not guess.isalpha():
-            raise ValueError("word: five letters, please")
+            raise ValueError("word: must have five letters")
         self._num_left -= 1
         is_right = guess == self._word
         feedback = f"{marks(guess, self._word)}  {self._num_left} left"
@@ -43,7 +45,7 @@ class WordGame:
 
 
 def marks(guess: str, word: str) -> str:
-    """For each letter: + in its place, ? elsewhere in the word, - not in it."""
+    """Feedback per letter: + in its place, ? elsewhere in the word, - not in it."""
     pairs = zip(guess, word, strict=True)
     return "".join("+" if a == b else "?" if a in word else "-" for a, b in pairs)
 

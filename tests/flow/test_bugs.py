@@ -1,4 +1,4 @@
-"""Generated bugs: each is noticed, and only a mended function earns something."""
+"""Generated bugs: the checks detect each, and only a fixed function gets a reward."""
 
 import itertools
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_every_function_has_bugs_and_every_bug_another_source() -> None:
     assert [*BUGS] == [bug.id for bug in all_bugs()]
 
 
-async def test_the_bug_fails_and_the_mended_function_passes(env: BugsEnv) -> None:
+async def test_the_bug_fails_and_the_fixed_function_passes(env: BugsEnv) -> None:
     for function in FUNCTIONS:
         bug = next(bug for bug in BUGS.values() if bug.function is function)
         assert await reward(env, bug.id, bug.source) == 0.0

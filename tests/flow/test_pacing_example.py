@@ -6,11 +6,11 @@ import sys
 
 
 def test_a_loop_paced_either_way_trains_and_one_of_them_keeps_the_bound() -> None:
-    told = subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-m", "examples.pacing"], capture_output=True, text=True, timeout=60
     )
-    assert told.returncode == 0, told.stderr
-    known, ours = re.findall(r"(\d+) rollouts in 40 steps, at most (\d+) steps old", told.stdout)
+    assert run.returncode == 0, run.stderr
+    known, ours = re.findall(r"(\d+) rollouts in 40 steps, at most (\d+) steps old", run.stdout)
     assert int(known[0]) == 160
     assert int(known[1]) > 10, "a count is bounded, and no age"
     assert int(ours[0]) >= 160

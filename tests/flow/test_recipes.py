@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from examples.recipes.train import LOSSES, rows_for, share_right
+from examples.recipes.train import LOSSES, rows_for, share_correct
 from rollmesh.core.config import TrainerConfig
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TensorUsage, TrainController
 from rollmesh.trainer.controller.dispatch import DispatchRule
@@ -50,12 +50,12 @@ def courses(folder: Path, num_ranks: int) -> dict[str, Course]:
     with household() as home, TrainController(plan, home) as controller:
         for at, name in enumerate(ORDER):
             reports, held, turned = [], [], at % 2 == 1
-            before = share_right(controller, home.plane, name, turned)
+            before = share_correct(controller, home.plane, name, turned)
             for step in range(at * NUM_STEPS, (at + 1) * NUM_STEPS):
                 rows = controller.take(home.plane.remotize(rows_for(name, step, turned)), step)
                 reports.append(RECIPES[name].step(controller, rows, step))
                 held.append(controller.end_step(step))
-            after = share_right(controller, home.plane, name, turned)
+            after = share_correct(controller, home.plane, name, turned)
             told[name] = Course(reports, held, before, after)
     return told
 
@@ -141,4 +141,4 @@ def test_the_example_says_what_training_was_good_for() -> None:
     assert [re.sub(r"loss \S+.*  0 ", "loss ..  0 ", line) for line in steps] == [
         f"step  {at}  loss ..  0 bytes left in 2 processes" for at in range(2)
     ]
-    assert last.startswith("unseen pairs that it rates the right way round: 0% before, ")
+    assert last.startswith("unseen pairs ranked correctly: 0% before, ")
