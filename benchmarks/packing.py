@@ -134,7 +134,7 @@ GROUPS, SIBLINGS = 16, 16
 NUM_SEQUENCES = 16
 SHORTEST, LONGEST, EQUAL = 64, 2048, 512
 SAMPLED_SHARE = 0.25
-"""Of a random sequence."""
+"""Share of sampled tokens in a random sequence."""
 SETTINGS = TrainerConfig(
     learning_rate=1e-3, max_logprob_gap=math.inf, max_token_gap=math.inf, loss_weight="rollout"
 )

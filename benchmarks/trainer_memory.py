@@ -31,10 +31,10 @@ GOALS = [
 ]
 
 
-def tell(*argv: str) -> list[dict[str, Any]]:
-    """The lines that a process of ours prints."""
-    words = [sys.executable, "-m", *argv]
-    done = subprocess.run(words, check=True, stdout=subprocess.PIPE, env=os.environ)
+def run_child(*argv: str) -> list[dict[str, Any]]:
+    """Run a module of this repository; return the JSON lines that it prints."""
+    argv_all = [sys.executable, "-m", *argv]
+    done = subprocess.run(argv_all, check=True, stdout=subprocess.PIPE, env=os.environ)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -42,7 +42,7 @@ def steps(folder: Path, is_quick: bool) -> dict[str, float]:
     """A trainer that waits: before the first step, after a few, after many."""
     many, longest = (QUICK_STEPS, QUICK_LONGEST) if is_quick else (MANY_STEPS, LONGEST)
     rests = [str(each) for each in (0, FEW_STEPS, many)]
-    idle, few, last = tell("benchmarks.lib.trainer_run", str(folder), str(longest), *rests)
+    idle, few, last = run_child("benchmarks.lib.trainer_run", str(folder), str(longest), *rests)
     return {
         "steps.number": float(last["num_steps"]),
         "steps.idle_mb": idle["rss_bytes"] / MB,
@@ -57,16 +57,16 @@ def steps(folder: Path, is_quick: bool) -> dict[str, float]:
 def save(folder: Path, is_quick: bool) -> dict[str, float]:
     """A checkpoint: how often the model is in memory while it is written."""
     size_mb = QUICK_MODEL_MB if is_quick else MODEL_MB
-    [told] = tell("benchmarks.lib.trainer_cases", "save", str(folder), str(size_mb))
-    return {f"save.{name}": value for name, value in told.items()}
+    [figures] = run_child("benchmarks.lib.trainer_cases", "save", str(folder), str(size_mb))
+    return {f"save.{name}": value for name, value in figures.items()}
 
 
 def resume(folder: Path, is_quick: bool) -> dict[str, float]:
-    """A client on the journal of one that is gone."""
+    """Memory of a client that resumes from the journal of another."""
     size_mb = QUICK_JOURNAL_MB if is_quick else JOURNAL_MB
-    tell("benchmarks.lib.trainer_cases", "journal", str(folder), str(size_mb))
-    [told] = tell("benchmarks.lib.trainer_cases", "resume", str(folder), str(size_mb))
-    return {f"resume.{name}": value for name, value in told.items()}
+    run_child("benchmarks.lib.trainer_cases", "journal", str(folder), str(size_mb))
+    [figures] = run_child("benchmarks.lib.trainer_cases", "resume", str(folder), str(size_mb))
+    return {f"resume.{name}": value for name, value in figures.items()}
 
 
 def main() -> None:

@@ -34,12 +34,12 @@ STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 RID = b"@rid@"
-"""Stands where the caller's rid goes."""
+"""Placeholder of the caller's rid."""
 DONE = b"data: [DONE]\n\n"
 MARGIN = 512
-"""Flags and rid stand so near to a body's begin or end; ids are between."""
+"""Flags and rid are this near to the begin or end of a body; ids are between."""
 MAX_HEAD_BYTES = 256 * 1024
-"""Bytes kept of the begin and the end of a longer body: there are images between."""
+"""Bytes kept of the begin and the end of a longer body; images are between."""
 INFO = {
     b"/model_info": b'{"model_path":"canned","weight_version":"1"}',
     b"/server_info": b'{"incremental_streaming_output":true,"random_seed":1,"version":"canned"}',
@@ -49,27 +49,29 @@ INFO = {
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """How streams come; the body of POST /canned."""
+    """Pace and form of streams; the body of POST /canned."""
 
     is_incremental: bool = True
-    """Each event has its own token alone; else all so far, as SGLang has it by default."""
+    """Whether each event has only its own token; else all so far, SGLang's default."""
     num_events: int = 200
     events_per_s: float = 0.0
-    """Events per second of one stream; 0 is as fast as the reader takes them."""
+    """Events per second of one stream; 0: as fast as the reader takes them."""
 
 
 class Framed(asyncio.Protocol):
-    """HTTP/1.1 requests off a kept connection, one at a time: `answer(line, body)` for each."""
+    """HTTP/1.1 requests of a kept-alive connection, one at a time: `answer(line, body)` for
+    each.
+    """
 
     def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self._parts: list[bytes] = []
         self._missing = 0
         self._num_head_parts = 0
-        """The begin of a long body in `_parts`, behind which only the last parts are kept."""
+        """Begin of a long body in `_parts`; behind it only the last parts are kept."""
         self.transport: asyncio.Transport
         self.is_full = False
-        """The peer does not read; writing waits."""
+        """The peer does not read, so writing waits."""
         self.resumed: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -107,7 +109,7 @@ class Framed(asyncio.Protocol):
 
 
 class Engine:
-    """Answers; one for all connections."""
+    """Answers of the engine, shared by all connections."""
 
     def __init__(self, canned: Canned) -> None:
         self.pace = Pace()
@@ -141,11 +143,11 @@ class Engine:
         return _write(to, INFO.get(path, b"{}"))
 
     def flags(self, body: bytes) -> bytes:
-        """The part of a body in which its flags stand."""
+        """The part of a body that holds its flags."""
         return body if len(body) < 2 * MARGIN else body[:MARGIN] + body[-MARGIN:]
 
     def stream_chat(self, to: Framed) -> None:
-        """A chat in events; this engine has none, so that it comes whole."""
+        """A chat as one event, since this engine does not stream chats."""
         _write(to, next(self._chats))
 
     def _stream(self, to: Framed, rid: bytes) -> None:
@@ -153,11 +155,13 @@ class Engine:
         chunks = [chunk(b"data: %b%b%b\n\n" % (before, rid, after)) for before, after in events]
         chunks.append(chunk(DONE) + b"0\r\n\r\n")
         to.transport.write(STREAM_HEAD)
-        Stream(to, chunks, self.pace.events_per_s).go_on()
+        Stream(to, chunks, self.pace.events_per_s).send_next()
 
 
 class Stream:
-    """One stream on its way: an event each time its turn comes, none while the peer is full."""
+    """A stream in progress: an event each time its turn comes, none while the peer's buffer is
+    full.
+    """
 
     def __init__(self, to: Framed, chunks: list[bytes], events_per_s: float) -> None:
         self._to = to
@@ -166,10 +170,10 @@ class Stream:
         self._next_s = self._loop.time()
         self._pause_s = 1 / events_per_s if events_per_s else 0.0
 
-    def go_on(self) -> None:
-        """Send an event and arm the next; the last arms none."""
+    def send_next(self) -> None:
+        """Send an event and schedule the next, if any."""
         if self._to.is_full:
-            self._to.resumed = self.go_on
+            self._to.resumed = self.send_next
             return
         chunk = next(self._chunks, None)
         if chunk is None or self._to.transport.is_closing():
@@ -177,10 +181,10 @@ class Stream:
         self._to.transport.write(chunk)
         if self._pause_s:
             self._next_s += self._pause_s
-            self._loop.call_at(self._next_s, self.go_on)
+            self._loop.call_at(self._next_s, self.send_next)
         else:
-            # One event a loop turn and stream, so that each is a write of its own.
-            self._loop.call_soon(self.go_on)
+            # One event per loop turn and stream, so that each is a separate write.
+            self._loop.call_soon(self.send_next)
 
 
 def _write(to: Framed, body: bytes) -> None:
@@ -188,7 +192,7 @@ def _write(to: Framed, body: bytes) -> None:
 
 
 def chunk(data: bytes) -> bytes:
-    """A piece of a stream's body, framed."""
+    """A chunk of a stream's body, with its frame."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
@@ -230,7 +234,7 @@ def _meta(answer: Answer, start: int, stop: int) -> dict[str, object]:
 
 
 def _generated(answer: Answer) -> tuple[bytes, bytes]:
-    """A plain answer, before and behind its rid."""
+    """A plain answer, split at its rid."""
     return _cut({
         "text": answer.text,
         "output_ids": answer.token_ids,
@@ -239,7 +243,7 @@ def _generated(answer: Answer) -> tuple[bytes, bytes]:
 
 
 def _events(answer: Answer, is_incremental: bool) -> list[tuple[bytes, bytes]]:
-    """A stream's events; an event's text is as long as its tokens' would be."""
+    """Events of a stream; the text of an event is as long as that of its tokens would be."""
     events = []
     num_chars = len(answer.text) / len(answer.token_ids)
     for stop in range(1, len(answer.token_ids) + 1):

@@ -1,4 +1,4 @@
-"""Resources of processes, read from outside each PERIOD_S: RSS, PSS, open files, threads, gauges.
+"""Resources of processes, read from outside every PERIOD_S: RSS, PSS, open files, threads, gauges.
 
 - All times are time.monotonic.
 - Reading costs a watched process nothing but the kernel's walk of its pages. Memory is read
@@ -23,7 +23,7 @@ HELD = "rollmesh_held_bytes"
 
 
 class Series(msgspec.Struct):
-    """One process's memory over time; in bytes."""
+    """Memory of one process over time, in bytes."""
 
     pid: int
     at_s: list[float] = []
@@ -31,7 +31,7 @@ class Series(msgspec.Struct):
     pss_bytes: list[int] = []
 
     def between(self, begin_s: float, end_s: float) -> list[int]:
-        """RSS in that time."""
+        """Return the RSS values within a time range."""
         pairs = zip(self.at_s, self.rss_bytes, strict=True)
         return [rss for at_s, rss in pairs if begin_s <= at_s <= end_s]
 
@@ -42,25 +42,25 @@ class Held(msgspec.Struct, frozen=True):
     num_files: int
     num_threads: int
     gauges: dict[str, float]
-    """By name and labels, as Prometheus' text has them; {} where it tells none."""
+    """By name and labels, as in Prometheus' text; {} if the process serves none."""
 
 
 class Metrics(msgspec.Struct, frozen=True):
-    """Where a process tells its gauges."""
+    """Address at which a process serves its gauges."""
 
     url: str
     token: str = ""
 
 
 class Scrape(msgspec.Struct, frozen=True):
-    """Bytes that a process says it holds, by what."""
+    """Bytes that a process reports to hold, by kind."""
 
     at_s: float
     held: dict[str, float]
 
 
 class Watch:
-    """Looks at processes by name until closed, and says where one is past `max_rss_bytes`."""
+    """Samples processes by name until closed, and reports one that exceeds `max_rss_bytes`."""
 
     def __init__(
         self, pids: Mapping[str, int], metrics: Mapping[str, Metrics], max_rss_bytes: int
@@ -68,7 +68,7 @@ class Watch:
         self.series = {name: Series(pid) for name, pid in pids.items()}
         self.scrapes: dict[str, list[Scrape]] = {name: [] for name in metrics}
         self.is_over = threading.Event()
-        """One was past the limit."""
+        """Whether a process exceeded the limit."""
         self._metrics = metrics
         self._max_rss_bytes = max_rss_bytes
         self._stop = threading.Event()
@@ -76,7 +76,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop sampling."""
         self._stop.set()
         self._thread.join()
 
@@ -112,7 +112,7 @@ def memory_of(pid: int) -> tuple[int, int]:
 
 
 def private_bytes(pid: int) -> int:
-    """Resident bytes that no other process has mapped."""
+    """Resident bytes that no other process maps."""
     figures = _rollup(pid)
     return figures["Private_Clean"] + figures["Private_Dirty"]
 
@@ -127,12 +127,12 @@ def _rollup(pid: int) -> dict[str, int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs; a child that has ended and is not waited for does not."""
+    """Whether the process runs; a child that has ended and was not waited for does not."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def peak_bytes(pid: int) -> int:
-    """The most that was ever resident, as the kernel has it."""
+    """Peak resident memory, as counted by the kernel."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -142,7 +142,7 @@ def held_by(pid: int, metrics: Metrics | None) -> Held:
     status = Path(f"/proc/{pid}/status").read_text()
     num_threads = int(status.partition("Threads:")[2].split()[0])
     num_files = len(os.listdir(f"/proc/{pid}/fd"))
-    # Behind the files, of which the asking is one.
+    # Counted before the gauges, whose request opens a file.
     return Held(num_files, num_threads, read_gauges(metrics) if metrics else {})
 
 

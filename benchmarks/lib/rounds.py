@@ -1,7 +1,7 @@
 """Shapes of calls, and rounds of them through several servers, one after the other.
 
-- A history grows by what the server really answered. Each text is used once, unless the shape says
-  otherwise, so that a cache of prompts helps only where siblings share one.
+- A history grows by the server's actual answers. Each text is used once, unless the shape says
+  otherwise, so that a prompt cache helps only where siblings share a prompt.
 - Sessions are opened and closed outside of the measured time. A ratio is between neighbours in
   time, a figure the median over the rounds; the first round warms up and is not counted.
 """
@@ -37,7 +37,7 @@ SYSTEM = (
 FIRST_CHARS = 640
 """With the system text and JSON's escapes a body of about 1 KB."""
 GROWING_CHARS = 960
-"""A turn's new text; 40 of them and their answers are 60 KB."""
+"""New text of a turn; 40 turns and their answers are 60 KB."""
 SHORT_CHARS = 120
 """Characters of a turn in a session of hundreds."""
 
@@ -58,7 +58,7 @@ _completions = msgspec.json.Decoder(_Completion)
 
 
 def chat(door: Door, messages: bytes, flags: bytes = b"") -> bytes:
-    """The HTTP request of one call; `flags` are body fields with a comma behind each."""
+    """The HTTP request of one call; `flags` are body fields, each followed by a comma."""
     body = b'{"model":"policy",%b"max_tokens":%d,"messages":[%b]}'
     return post(door, body % (flags, ANSWER_TOKENS, messages))
 
@@ -78,12 +78,12 @@ def message(role: str, content: str) -> bytes:
 
 
 def first(texts: Texts, num_chars: int = FIRST_CHARS) -> bytes:
-    """A fresh conversation's messages."""
+    """Messages of a new conversation."""
     return message("system", SYSTEM) + b"," + message("user", texts.piece(num_chars))
 
 
 def repeated(request: bytes, num_calls: int) -> Talk:
-    """The very same call again and again."""
+    """Repeat the same call."""
     for _ in range(num_calls):
         yield request
 
@@ -94,7 +94,7 @@ def once(request: bytes) -> Talk:
 
 
 class Conversation:
-    """A history that grows; `turns` may be called again and goes on."""
+    """A growing history; further calls of `turns` continue it."""
 
     def __init__(self, door: Door, texts: Texts) -> None:
         self._door = door
@@ -102,7 +102,7 @@ class Conversation:
         self._messages = message("system", SYSTEM)
 
     def turns(self, num_turns: int, num_chars: int) -> Talk:
-        """So many turns, each with a new text of so many characters."""
+        """Run `num_turns` turns, each with `num_chars` characters of new text."""
         for _ in range(num_turns):
             self._messages += b"," + message("user", self._texts.piece(num_chars))
             reply: Reply = yield chat(self._door, self._messages)
@@ -147,18 +147,18 @@ class Bench:
         self.relay = self.new_gateway("relay")
 
     def new_gateway(self, capture: str, *, journal: str = "") -> Arm:
-        """A gateway that has served nothing yet; its sessions outlive it in a journal, if named."""
+        """A new gateway; its sessions survive it in a journal, if named."""
         folder = self.journal(journal) if journal else None
         arm = start_gateway(capture, self.engine, self.model, self._folder, folder)
         self._kept(arm.child)
         return arm
 
     def journal(self, name: str) -> Path:
-        """Where the journal of this name stands."""
+        """Path of the journal `name`."""
         return self._folder / f"{name}.journal"
 
     def new_peers(self) -> list[Arm]:
-        """The peers that are installed."""
+        """Start the peers that are installed."""
         peers = []
         for peer in start_peers(self.engine, self._folder):
             self._kept(peer.child)
@@ -166,16 +166,16 @@ class Bench:
         return peers
 
     def sized(self, number: int) -> int:
-        """So many in a full run."""
+        """Scale `number` down in a quick run."""
         return number // 4 if self.is_quick else number
 
     async def pace(self, pace: Pace) -> None:
-        """How the engine's streams come from now on."""
+        """Set the pace of the engine's streams."""
         request = post(Door(b"/canned", b"none"), msgspec.json.encode(pace))
         await carry(self.engine.port, [once(request)], 1)
 
     async def rounds(self, arms: Sequence[Arm], num_sessions: int, talks: Talks) -> list[list[Run]]:
-        """The runs of each server."""
+        """Run all rounds; return the runs of each server."""
         runs: list[list[Run]] = [[] for _ in arms]
         for _ in range(1 + (3 if self.is_quick else 7)):
             for arm, done in zip(arms, runs, strict=True):
@@ -185,7 +185,7 @@ class Bench:
     async def compare(
         self, case: str, arms: Sequence[Arm], num_sessions: int, talks: Talks
     ) -> dict[str, list[Run]]:
-        """Rounds of plain calls; notes rates, CPU, tails and the ratios to bare."""
+        """Run rounds of plain calls; note rates, CPU, tails and the ratios to bare."""
         done = await self.rounds(arms, num_sessions, talks)
         runs = {arm.name: each for arm, each in zip(arms, done, strict=True)}
         for name, mine in runs.items():
@@ -204,7 +204,7 @@ class Bench:
         return runs
 
     def note(self, what: str, figures: dict[str, float]) -> None:
-        """Put down figures below a name; one named '' is the thing itself."""
+        """Record figures under a prefix; the name '' is the prefix itself."""
         for name, value in figures.items():
             self.figures[f"{what}.{name}" if name else what] = value
 
@@ -214,7 +214,7 @@ class Bench:
 
 
 async def run(arm: Arm, num_sessions: int, talks: Talks, stagger_s: float = 0.0) -> Run:
-    """One round of one server."""
+    """Run one round of one server."""
     doors = await arm.open(num_sessions)
     made = list(talks(doors))
     gc.collect()

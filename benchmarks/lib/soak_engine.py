@@ -73,7 +73,7 @@ class SoakEngine(Engine):
 
     def stream_chat(self, to: Framed) -> None:
         to.transport.write(STREAM_HEAD)
-        Stream(to, list(next(self._chat_streams)), self.pace.events_per_s).go_on()
+        Stream(to, list(next(self._chat_streams)), self.pace.events_per_s).send_next()
 
 
 def _chat(answer: Answer) -> bytes:

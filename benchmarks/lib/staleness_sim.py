@@ -59,7 +59,7 @@ class FleetShape(msgspec.Struct, frozen=True, kw_only=True):
     """Share of tasks that are very long."""
     rare_factor: float = 12.0
     tokens_per_s: float = 50.0
-    """Of each running rollout."""
+    """Tokens per second of each running rollout."""
     trained_tokens_per_s: float = 8000.0
     step_s: float = 1.0
     """Fixed part of a step's duration."""

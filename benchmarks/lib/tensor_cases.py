@@ -28,7 +28,7 @@ NUM_HANDLES = 2_048
 
 
 def big(bench: Bench) -> None:
-    """294 MiB; also what it takes of the consumer's memory, and to read it."""
+    """294 MiB: times, the consumer's memory, and the time to read the batch."""
     for name, laps in _compare(bench, "big").items():
         bench.note(f"big.{name}", {
             "first_read_ms": 1e3 * laps[0].fetched.read_s,
@@ -54,7 +54,7 @@ def tiny(bench: Bench) -> None:
 
 
 def _compare(bench: Bench, case: str) -> dict[str, list[Lap]]:
-    """A batch by every arm, beside the floors; all laps, the first that warms up among them."""
+    """Run a batch through every arm and the baselines; return all laps, including the warm-up."""
     all_laps = bench.rounds(case)
     laps = {name: mine[1:] for name, mine in all_laps.items()}
     for name, mine in laps.items():
@@ -78,13 +78,15 @@ def _compare(bench: Bench, case: str) -> dict[str, list[Lap]]:
 
 
 def _ratio(slow: Sequence[Lap], fast: Sequence[Lap], of: Callable[[Lap], float]) -> float:
-    """How many times as fast, by neighbours; the pioneer has fewer laps."""
+    """Note speed-ups of neighbouring laps; the pioneer has fewer laps."""
     return median(of(a) / of(b) for a, b in zip(slow, fast, strict=False))
 
 
 def fanout(bench: Bench) -> None:
-    """Eight that want the same, beside the owner and elsewhere: what goes over sockets, and what
-    memory each takes that the others do not see."""
+    """Let eight consumers fetch the same batch, beside the owner and on another host.
+
+    Notes socket traffic and the private memory of each consumer.
+    """
     for arm in ("shm", "remote"):
         owner = bench.party("owner", arm)
         consumers = [bench.party("consumer", arm) for _ in range(NUM_CONSUMERS)]
@@ -119,19 +121,19 @@ def _fan_out(bench: Bench, owner: Party, consumers: list[Party]) -> tuple[float,
 
 
 def _private_bytes(parties: Sequence[Party]) -> int:
-    """Memory that each has for itself, all together."""
+    """Total private memory of the consumers."""
     return sum(private_bytes(each.pid) for each in parties)
 
 
 def _received_bytes() -> int:
-    """By the loopback device, so far; proc_pid_net(5)."""
+    """Bytes through the loopback device so far; proc_pid_net(5)."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     [line] = [each for each in lines if each.lstrip().startswith("lo:")]
     return int(line.partition(":")[2].split()[0])
 
 
 def handles(bench: Bench) -> None:
-    """A batch's handles as one message, the best of many rounds."""
+    """Pack and unpack a batch's handles as one message; the fastest of many rounds."""
     incarnation, owner = 7, "tcp://127.0.0.1:41234"
     made = [
         RTensor(
@@ -149,7 +151,7 @@ def handles(bench: Bench) -> None:
 
 
 def _best_s(run: Callable[[], object]) -> float:
-    """CPU of a call, to which other work on the machine can only add."""
+    """CPU time of a call; the least, since other work on the machine can only add to it."""
     best_s = float("inf")
     for _ in range(200):
         began_s = time.thread_time()

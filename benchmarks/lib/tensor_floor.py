@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.lib.tensor_protocol import BLOCK_BYTES, Bytes, Held, Piece, Stored, sum_of
 
 RUN = struct.Struct("<II")
-"""The first array, and how many."""
+"""Number of the first array, and the number of arrays."""
 
 
 class Item(NamedTuple):
@@ -30,7 +30,7 @@ class Item(NamedTuple):
 
 
 class RawOwner:
-    """A block and a socket."""
+    """A warm block of memory and a socket."""
 
     def __init__(self) -> None:
         self._pieces: Sequence[Piece] = ()
@@ -40,7 +40,7 @@ class RawOwner:
         threading.Thread(target=self._accept, name="floor", daemon=True).start()
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
-        """The block is large enough, and warm."""
+        """Allocate and touch a block that is large enough."""
         self._pieces = pieces
         self._ends = [0, *itertools.accumulate(each.data.nbytes for each in pieces)]
         if self._block.nbytes < self._ends[-1]:
@@ -48,22 +48,22 @@ class RawOwner:
             self._block[:] = 1
 
     def publish(self) -> None:
-        """The memcpy."""
+        """Copy the arrays into the block."""
         block = self._block
         for piece, start, end in zip(self._pieces, self._ends, self._ends[1:], strict=False):
             np.copyto(block[start:end], piece.data)
 
     def take(self, step: int) -> Stored:
-        """The sizes are the handles."""
+        """Return the array sizes as handles."""
         del step
         sizes = msgspec.json.encode([each.data.nbytes for each in self._pieces])
         return Stored(str(self._listening.getsockname()[1]), sizes)
 
     def end_step(self, step: int) -> None:
-        """Nothing is freed."""
+        """Free nothing."""
 
     def held(self) -> Held:
-        """Nothing is counted."""
+        """Count nothing."""
         return Held()
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class RawConsumer:
         self._peer: socket.socket | None = None
 
     def prepare(self, stored: Stored) -> list[Item]:
-        """Dial once."""
+        """Connect on the first call."""
         if self._peer is None:
             self._peer = socket.create_connection(("127.0.0.1", int(stored.address)))
             self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -98,7 +98,7 @@ class RawConsumer:
         return [Item(number, size) for number, size in enumerate(sizes)]
 
     def fetch(self, items: list[Item]) -> list[Bytes]:
-        """A run of arrays."""
+        """Fetch a run of consecutive arrays."""
         assert self._peer is not None
         ends = [0, *itertools.accumulate(each.num_bytes for each in items)]
         block = self._room(ends[-1])
@@ -111,18 +111,18 @@ class RawConsumer:
         return [block[start:end] for start, end in itertools.pairwise(ends)]
 
     def sum_of(self, array: Bytes) -> int:
-        """Of its 64-bit words."""
+        """Sum of the 64-bit words."""
         return sum_of(array)
 
     def end_step(self, step: int) -> None:
-        """Nothing is kept."""
+        """Free nothing."""
 
     def held(self) -> Held:
-        """Nothing is counted."""
+        """Count nothing."""
         return Held()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._peer is not None:
             self._peer.close()
 
@@ -131,7 +131,9 @@ class RawConsumer:
 
 
 class RawWarmConsumer(RawConsumer):
-    """The same memory in each step; what came in the one before is lost."""
+    """A consumer that reuses the same memory in each step and overwrites the previous step's
+    arrays.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class RawWarmConsumer(RawConsumer):
         self._used = 0
 
     def end_step(self, step: int) -> None:
-        """From the beginning again."""
+        """Start at the beginning of the block again."""
         self._used = 0
 
     def _room(self, num_bytes: int) -> Bytes:

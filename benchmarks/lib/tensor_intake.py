@@ -37,15 +37,15 @@ from rollmesh.tensors.store import OwnerStore, StoreSettings
 from rollmesh.trainer.pacing.ready_queue import StoreAllocator, copy_samples, cut_group
 
 SIZES = {"small": (512, 5_120), "big": (1_024, 23_600)}
-"""Samples, and tokens of each."""
+"""Number of samples, and tokens of each."""
 GROUP_SIZE = 16
 BRANCHES: tuple[Branch, ...] = ("main",)
 NUM_TURNS = 8
-"""Of a rollout: half of its tokens are context, half sampled."""
+"""Turns of a rollout: half of its tokens are context, half are sampled."""
 
 
 class Costs(NamedTuple):
-    """Of one batch."""
+    """Costs of one batch."""
 
     cut_s: float
     cut_cpu_s: float
@@ -54,7 +54,7 @@ class Costs(NamedTuple):
 
 
 def intake(bench: Bench) -> None:
-    """Both batches."""
+    """Measure both batches."""
     for name, (num_samples, num_tokens) in SIZES.items():
         groups = [_group(seq, num_tokens) for seq in range(num_samples // GROUP_SIZE)]
         num_bytes = BYTES_PER_TOKEN * num_samples * num_tokens
@@ -76,7 +76,7 @@ def _compare(bench: Bench, name: str, groups: Sequence[Finished], store: OwnerSt
         for turn, (arm, (lay, bring)) in enumerate(arms.items()):
             laps[arm].append(_lap(groups, store, lay, bring, step * len(arms) + turn))
     for arm, costs in laps.items():
-        _, *warm = costs  # the first gets its pages of the system
+        _, *warm = costs  # the first lap allocates pages
         bench.note(f"intake.{name}.{arm}", {
             "cut_ms": 1e3 * median(each.cut_s for each in warm),
             "cut_cpu_ms": 1e3 * min(each.cut_cpu_s for each in warm),
@@ -109,12 +109,12 @@ def _lap(
 
 
 def _now() -> NDArray[np.float64]:
-    """By the clock, and of this thread's CPU."""
+    """Wall-clock time, and CPU time of this thread."""
     return np.array([time.perf_counter(), time.thread_time()])
 
 
 def _check(groups: Sequence[Finished], handles: Sequence[RTensor], store: OwnerStore) -> None:
-    """The token ids of each shard are those that came."""
+    """Check that each shard holds the token ids of its sample."""
     came = np.concatenate([each.token_ids.reshape(GROUP_SIZE, -1) for each in groups])
     for handle, token_ids in zip(handles, came, strict=True):
         lies = store.read(handle.shard_id).data[: token_ids.nbytes]
@@ -123,7 +123,7 @@ def _check(groups: Sequence[Finished], handles: Sequence[RTensor], store: OwnerS
 
 
 def _group(seq: int, num_tokens: int) -> Finished:
-    """As a worker sends it: siblings of several turns."""
+    """A group as a worker sends it: siblings of several turns."""
     rng = np.random.default_rng(seq)
     part = num_tokens // (2 * NUM_TURNS)
     rest: dict[str, Any] = {"params": SamplingParams(max_tokens=part), "finish_reason": "stop"}

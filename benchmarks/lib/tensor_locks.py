@@ -31,7 +31,7 @@ _Empty = Callable[[_Room, list[int]], int]
 
 
 class TimedLock:
-    """A lock that knows its longest hold."""
+    """A lock that records its longest hold."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -48,7 +48,7 @@ class TimedLock:
 
 
 def locks(bench: Bench) -> None:
-    """Both rooms, emptied both ways."""
+    """Measure a store and a buffer, each emptied in both ways."""
     ways: dict[str, _Empty] = {
         "clear": lambda room, ids: room.clear(ids),
         "end_step": lambda room, _: room.end_step(STEP),
@@ -72,7 +72,7 @@ def _longest_hold_s(make: Callable[[], _Room], empty: _Empty) -> float:
     ids = _filled(room)
     for lock in made:
         lock.longest_s = 0.0
-    gc.disable()  # its passes stop everybody, whoever has a lock
+    gc.disable()  # garbage collection stops all threads, whatever lock is held
     num_freed = empty(room, ids)
     gc.enable()
     assert num_freed == NUM_SHARDS, num_freed
@@ -83,7 +83,7 @@ def _longest_hold_s(make: Callable[[], _Room], empty: _Empty) -> float:
 
 @contextmanager
 def _timed_locks() -> Iterator[list[TimedLock]]:
-    """Those of what is made meanwhile."""
+    """Replace the lock type; yields the locks created meanwhile."""
     made: list[TimedLock] = []
 
     def make() -> TimedLock:
@@ -98,7 +98,7 @@ def _timed_locks() -> Iterator[list[TimedLock]]:
 
 
 def _filled(room: _Room) -> list[int]:
-    """It has so many shards from now on; their ids."""
+    """Fill `room` with NUM_SHARDS shards and return their ids."""
     if isinstance(room, OwnerStore):
         return [each.shard_id for each in room.put(_contents(), STEP)]
     owner, shape = "tcp://127.0.0.1:41234", (SHARD_BYTES,)
@@ -109,7 +109,7 @@ def _filled(room: _Room) -> list[int]:
 
 
 def _contents() -> list[Content]:
-    """Each by an array of its own."""
+    """Contents with an array each."""
     block = np.zeros(NUM_SHARDS * SHARD_BYTES, np.uint8).data.toreadonly()
     return [
         Content("uint8", (SHARD_BYTES,), np.frombuffer(block, np.uint8, SHARD_BYTES, offset))

@@ -32,18 +32,18 @@ from benchmarks.lib.tensor_protocol import (
 
 T = TypeVar("T")
 COMPARED = ("raw", "shm", "raw_warm", "tcp", "pioneer")
-"""One consumer each, in the order of their laps: ratios are of neighbours."""
+"""Arms with one consumer each, in the order of their laps: ratios are between neighbours."""
 SETTLE_S = 10.0
-"""The longest that an owner may hold what everybody has let go."""
+"""For at most this long an owner may hold what all consumers have released."""
 POLL_S = 0.002
 
 
 class PartyError(Exception):
-    """What came is not what was sent, or did not come; the run is worth nothing."""
+    """Wrong or missing data, which makes the run invalid."""
 
 
 class Party:
-    """A process that is half an arm."""
+    """The process of an owner or a consumer."""
 
     def __init__(self, role: str, arm: str) -> None:
         self.name = f"{arm} {role}"
@@ -62,42 +62,42 @@ class Party:
         self.pid = self._process.pid
 
     def send(self, ask: Ask) -> None:
-        """Ask, and do not wait."""
+        """Send a request without waiting."""
         self._stream.write(msgspec.json.encode(ask) + b"\n")
         self._stream.flush()
 
     def receive(self, kind: type[T]) -> T:
-        """What it answers to the oldest ask."""
+        """Receive the answer to the oldest request."""
         line = self._stream.readline()
         if not line:
             raise PartyError(f"the {self.name} ended with code {self._process.wait()}")
         return msgspec.json.decode(line, type=kind)
 
     def ask(self, ask: Ask, kind: type[T]) -> T:
-        """Both."""
+        """Send a request and wait for its answer."""
         self.send(ask)
         return self.receive(kind)
 
     def look(self) -> Held:
-        """What it has."""
+        """Return what the process holds."""
         return self.ask(Look(), Held)
 
     def reset_peak(self) -> None:
-        """The peak is what is resident now."""
+        """Set the peak to the current resident memory."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def peak_bytes(self) -> int:
-        """The most that was resident since then."""
+        """Peak resident memory since the last reset."""
         return peak_bytes(self.pid)
 
     def segments(self) -> set[Path]:
-        """Shared memory of ours that it has mapped."""
+        """Shared-memory segments of rollmesh that the process has mapped."""
         maps = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
         files = {line.split(maxsplit=5)[-1] for line in maps if "/rollmesh-" in line}
         return {Path(file) for file in files if not file.endswith("(deleted)")}
 
     def end(self) -> None:
-        """Let it end by itself, as it does when nobody asks any more."""
+        """Close the connection and wait for the process to exit; kill it if it does not."""
         self._stream.close()
         try:
             self._process.wait(SETTLE_S)
@@ -114,9 +114,9 @@ class Lap(NamedTuple):
     publish_cpu_s: float
     fetched: Fetched
     cpu_s: float
-    """Of owner and consumer, for the fetch."""
+    """CPU time of owner and consumer during the fetch."""
     peak_bytes: int
-    """Of the consumer, over what it had before it fetched anything."""
+    """Peak memory of the consumer, minus its memory before the first fetch."""
 
     @property
     def fetch_s(self) -> float:
@@ -124,17 +124,17 @@ class Lap(NamedTuple):
 
 
 class Arm:
-    """An owner, and one consumer of its."""
+    """An owner and its consumer."""
 
     def __init__(self, owner: Party, consumer: Party, steps: "itertools.count[int]") -> None:
         self.owner = owner
         self._consumer = consumer
         self._steps = steps
-        consumer.look()  # when it answers, it has loaded what it needs
+        consumer.look()  # it answers once its imports are loaded
         self._idle_bytes = memory_of(consumer.pid)[0]
 
     def lap(self, batch: str, *, one_by_one: bool = False) -> Lap:
-        """Bring a batch over, and be rid of it; PartyError where something else arrives."""
+        """Transfer and free a batch; raise PartyError if other data arrives."""
         step = next(self._steps)
         published = self.owner.ask(Publish(batch, step, step), Published)
         self._consumer.reset_peak()
@@ -156,18 +156,18 @@ class Arm:
 
 
 def fetch_of(published: Published, *, one_by_one: bool = False) -> Fetch:
-    """The ask for it."""
+    """Return the request that fetches a published batch."""
     return Fetch(published.address, published.handles, one_by_one)
 
 
 def check(fetched: Fetched, published: Published, consumer: Party) -> None:
-    """PartyError unless every word arrived, in order."""
+    """Raise PartyError unless every word arrived, in order."""
     if fetched.digest != published.digest:
         raise PartyError(f"the {consumer.name} has other bytes than were published")
 
 
 def settle(owner: Party) -> None:
-    """Wait until nothing is left at an owner; PartyError if something stays."""
+    """Wait until the owner holds nothing; raise PartyError if something remains."""
     late_s = time.monotonic() + SETTLE_S
     while not (held := owner.look()).is_empty:
         if time.monotonic() > late_s:
@@ -176,7 +176,7 @@ def settle(owner: Party) -> None:
 
 
 class Bench:
-    """What the cases share, and the figures so far."""
+    """State shared by the cases, and the figures so far."""
 
     def __init__(self, options: Namespace, stack: ExitStack) -> None:
         self.is_quick: bool = options.quick
@@ -187,14 +187,14 @@ class Bench:
         self._arms: dict[str, Arm] = {}
 
     def party(self, role: str, arm: str) -> Party:
-        """One that ends with the run."""
+        """Start a process that ends with the run."""
         party = Party(role, arm)
         self._stack.callback(party.end)
         return party
 
     @property
     def arms(self) -> Mapping[str, Arm]:
-        """Those that are compared."""
+        """The compared arms."""
         if not self._arms:
             for name in COMPARED:
                 is_warm = name == "raw_warm"
@@ -203,16 +203,17 @@ class Bench:
         return self._arms
 
     def rounds(self, batch: str, *, one_by_one: bool = False) -> dict[str, list[Lap]]:
-        """Each arm's laps, one arm after the other. The first warms up and is not to count."""
+        """Run laps, one arm after the other; the first lap of each is a warm-up."""
         num_rounds = 3 if self.is_quick else 7
         laps: dict[str, list[Lap]] = {name: [] for name in self.arms}
         for number in range(1 + num_rounds):
             for name, arm in self.arms.items():
-                # Seconds a lap, and in no ratio that a neighbour would make truer.
+                # A lap of the pioneer takes seconds, and its ratios do not depend on neighbouring
+                # laps.
                 if name != "pioneer" or number <= num_rounds // 3:
                     laps[name].append(arm.lap(batch, one_by_one=one_by_one))
         return laps
 
     def note(self, what: str, figures: Mapping[str, float]) -> None:
-        """Put down figures below a name."""
+        """Record figures under a prefix."""
         self.figures |= {f"{what}.{name}": value for name, value in figures.items()}

@@ -22,7 +22,7 @@ from benchmarks.lib.tensor_protocol import Bytes, Held, Piece, Stored, sum_of
 from rollmesh.core.process import http_address, listen
 
 MAX_SHARDS = 32
-"""Of one request."""
+"""Per request."""
 
 
 class PioneerOwner:
@@ -35,25 +35,25 @@ class PioneerOwner:
         threading.Thread(target=self._serve, name="pioneer", daemon=True).start()
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
-        """They are as they are."""
+        """Keep the arrays unchanged."""
         self._pieces = pieces
 
     def publish(self) -> None:
-        """No copy: a tensor of the CPU is stored as it is."""
+        """Store without a copy: a CPU tensor is stored unchanged."""
         self._shards = {str(number): piece for number, piece in enumerate(self._pieces)}
 
     def take(self, step: int) -> Stored:
-        """The ids."""
+        """Return the shard ids as handles."""
         del step
         return Stored(http_address(self._listening), orjson.dumps(list(self._shards)))
 
     def end_step(self, step: int) -> None:
-        """Forget all."""
+        """Drop all shards."""
         del step
         self._shards, self._pieces = {}, ()
 
     def held(self) -> Held:
-        """What is stored."""
+        """Count the stored shards."""
         return Held(len(self._shards), sum(each.data.nbytes for each in self._shards.values()))
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class PioneerOwner:
 
     async def _answer(self, request: web.Request) -> web.Response:
         asked = orjson.loads(await request.read())
-        told = [
+        shards = [
             {
                 "type": "tensor",
                 "data": base64.b64encode(piece.data.tobytes()).decode(),
@@ -82,7 +82,7 @@ class PioneerOwner:
             }
             for piece in (self._shards[each] for each in asked["shard_ids"])
         ]
-        return web.Response(body=orjson.dumps(told), content_type="application/octet-stream")
+        return web.Response(body=orjson.dumps(shards), content_type="application/octet-stream")
 
 
 class PioneerConsumer:
@@ -92,13 +92,13 @@ class PioneerConsumer:
         self._address = ""
 
     def prepare(self, stored: Stored) -> list[str]:
-        """The ids."""
+        """Return the shard ids."""
         self._address = stored.address
         ids: list[str] = orjson.loads(stored.handles)
         return ids
 
     def fetch(self, items: list[str]) -> list[Bytes]:
-        """32 by 32."""
+        """Fetch all shards, 32 per request."""
         return asyncio.run(self._fetch(items))
 
     async def _fetch(self, items: list[str]) -> list[Bytes]:
@@ -113,19 +113,19 @@ class PioneerConsumer:
         return arrays
 
     def sum_of(self, array: Bytes) -> int:
-        """Of its 64-bit words."""
+        """Sum of the 64-bit words."""
         return sum_of(array)
 
     def end_step(self, step: int) -> None:
-        """Nothing is kept."""
+        """Free nothing."""
 
     def held(self) -> Held:
-        """Nothing is counted."""
+        """Count nothing."""
         return Held()
 
     def close(self) -> None:
-        """Nothing is open between calls."""
+        """Do nothing: no connection is open between calls."""
 
 
-def _decode(told: dict[str, Any]) -> Bytes:
-    return np.frombuffer(base64.b64decode(told["data"]), np.uint8).copy()
+def _decode(shard: dict[str, Any]) -> Bytes:
+    return np.frombuffer(base64.b64decode(shard["data"]), np.uint8).copy()

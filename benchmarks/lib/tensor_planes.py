@@ -1,8 +1,9 @@
-"""Our arms of the tensor benchmark: planes that own, and planes that fetch.
+"""rollmesh's arms of the tensor benchmark: planes that own, and planes that fetch.
 
-The owner of `shm` has shared memory. That of `tcp` has none, so its consumer receives as one on
-another host would; the consumers of `remote` are several on one host that lend each other what they
-fetched. All calls go through the plane.
+- The owner of `shm` has shared memory. That of `tcp` has none, so its consumer receives like one on
+  another host.
+- The consumers of `remote` share a host and lend each other what they have fetched.
+- All calls go through the plane.
 """
 
 from collections.abc import Sequence
@@ -43,44 +44,44 @@ class ShmOwner:
         self._handles: list[RTensor] = []
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Tensors on the CPU."""
+        """Create CPU tensors."""
         self._tensors = [
             torch.from_numpy(each.data).view(getattr(torch, each.dtype)).view(each.shape)
             for each in pieces
         ]
 
     def publish(self) -> None:
-        """One copy, into the arena."""
+        """Copy the tensors once, into the arena."""
         self._handles = self._plane.remotize(self._tensors)
 
     def take(self, step: int) -> Stored:
-        """As a controller does."""
+        """Take the shards for a step, as a controller does."""
         self._store.take(flatten_shard_ids(self._handles), step)
         return Stored(self._store.owner, pack([each.tagged(step) for each in self._handles]))
 
     def end_step(self, step: int) -> None:
-        """What is tagged up to it goes."""
+        """Free shards tagged up to `step`."""
         self._plane.end_step(step)
 
     def held(self) -> Held:
-        """By the store's own count."""
+        """Counts of the store."""
         retained_bytes = self._store.stats().retained_bytes
         return Held(retained_bytes=retained_bytes, **storage_stats())
 
     def close(self) -> None:
-        """The segment goes with the store."""
+        """Stop the server and free the segment with the store."""
         self._server.stop()
         self._store.close()
 
 
 class TcpOwner(ShmOwner):
-    """One whose memory nobody else sees."""
+    """An owner whose memory no other process can map."""
 
     folder = None
 
 
 class ShmConsumer:
-    """A buffer, and a connection to each owner."""
+    """A fetch buffer, and a connection to each owner."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -89,30 +90,30 @@ class ShmConsumer:
         use(self._plane)
 
     def prepare(self, stored: Stored) -> list[RTensor]:
-        """Handles."""
+        """Unpack the handles."""
         return unpack(stored.handles)
 
     def fetch(self, items: list[RTensor]) -> list[torch.Tensor]:
-        """Tensors in hand."""
+        """Fetch the tensors."""
         if len(items) == 1:
             return [items[0].to_local()]
         tensors: list[torch.Tensor] = self._plane.localize(items)
         return tensors
 
     def sum_of(self, array: torch.Tensor) -> int:
-        """Of its 64-bit words."""
+        """Sum of the 64-bit words."""
         return int(array.reshape(-1).view(torch.int64).sum())
 
     def end_step(self, step: int) -> None:
-        """What the buffer has of it goes."""
+        """Free the step's shards in the buffer."""
         self._plane.end_step(step)
 
     def held(self) -> Held:
-        """By the buffer's own count."""
+        """Counts of the buffer."""
         return Held(**fetch_buffer_stats())
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         self._peers.close()
 
     def _dial(self) -> Peers:
@@ -120,7 +121,9 @@ class ShmConsumer:
 
 
 class RemoteConsumer(ShmConsumer):
-    """One of several on a machine that is not the owner's: what one fetched, the others look at."""
+    """One of several consumers on another host than the owner's, which map what one of them
+    fetched.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class RemoteConsumer(ShmConsumer):
         self._peers.lend_at(self._server.start())
 
     def close(self) -> None:
-        """Lend no more, and hang up."""
+        """Stop lending and close the connections."""
         self._server.stop()
         super().close()
         self._store.close()

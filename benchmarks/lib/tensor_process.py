@@ -38,19 +38,19 @@ from rollmesh.core.process import die_with_parent
 
 
 class OwnerParty:
-    """Answers for an owner."""
+    """Answers requests for an owner."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
 
     def answer(self, ask: Ask) -> msgspec.Struct:
-        """Do it, and tell."""
+        """Carry out a request and return its answer."""
         match ask:
             case Publish():
                 return self._publish(ask)
             case EndStep(step):
                 self._owner.end_step(step)
-        return told(self._owner.held())
+        return with_cpu_time(self._owner.held())
 
     def _publish(self, ask: Publish) -> Published:
         pieces = make(ask.batch, ask.seed)
@@ -64,21 +64,21 @@ class OwnerParty:
 
 
 class ConsumerParty:
-    """Answers for a consumer."""
+    """Answers requests for a consumer."""
 
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
         self._arrays: list[Any] = []
 
     def answer(self, ask: Ask) -> msgspec.Struct:
-        """Do it, and tell."""
+        """Carry out a request and return its answer."""
         match ask:
             case Fetch():
                 return self._fetch(ask)
             case EndStep(step):
                 self._arrays = []
                 self._consumer.end_step(step)
-        return told(self._consumer.held())
+        return with_cpu_time(self._consumer.held())
 
     def _fetch(self, ask: Fetch) -> Fetched:
         items = self._consumer.prepare(Stored(ask.address, ask.handles))
@@ -100,19 +100,22 @@ class ConsumerParty:
         return found, time.perf_counter() - began_s
 
 
-def told(held: Held) -> Held:
-    """With the CPU time of this moment."""
+def with_cpu_time(held: Held) -> Held:
+    """Add the current CPU time."""
     return msgspec.structs.replace(held, cpu_s=time.process_time())
 
 
 def half(role: str, arm: str) -> Any:
-    """`consumer` and `raw_warm` give a RawWarmConsumer; only its own module is imported."""
+    """Make an arm's owner or consumer; only its own module is imported.
+
+    For example, `consumer` and `raw_warm` give a RawWarmConsumer.
+    """
     module, _, name = ARMS[arm].partition(":")
     return getattr(importlib.import_module(f"benchmarks.lib.{module}"), name + role.capitalize())()
 
 
 def main() -> None:
-    """Answer until nobody asks."""
+    """Answer requests until the connection closes."""
     arguments = argparse.ArgumentParser(prog="python -m benchmarks.lib.tensor_process")
     arguments.add_argument("role", choices=["owner", "consumer"])
     arguments.add_argument("arm", choices=ARMS)
@@ -120,7 +123,7 @@ def main() -> None:
     options = arguments.parse_args()
     die_with_parent()
     mine = half(options.role, options.arm)
-    # As our processes do, since passes over what torch loads would be a tail of their own.
+    # As rollmesh's processes do: without it, collections of what torch loads would add to the tail.
     gc.collect()
     gc.freeze()
     is_owner = options.role == "owner"
@@ -128,8 +131,8 @@ def main() -> None:
     end = socket.socket(fileno=options.fd)
     with closing(mine), end, end.makefile("rwb") as stream:
         for line in stream:
-            told_back = party.answer(msgspec.json.decode(line, type=Ask))
-            stream.write(msgspec.json.encode(told_back) + b"\n")
+            answer = party.answer(msgspec.json.decode(line, type=Ask))
+            stream.write(msgspec.json.encode(answer) + b"\n")
             stream.flush()
 
 

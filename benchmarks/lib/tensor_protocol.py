@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Piece(NamedTuple):
-    """One array: what it is, and its bytes."""
+    """One array: its type, and its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,22 +43,22 @@ class Piece(NamedTuple):
 
 
 def make(name: str, seed: int) -> list[Piece]:
-    """The batch of that name; another seed takes other bytes, and for `shifting` other shapes."""
+    """Make the named batch; another seed gives other bytes and, for `shifting`, other shapes."""
     return BATCHES[name](random.Random(f"{name} {seed}"))
 
 
 def digest(sums: Iterable[int]) -> int:
-    """Of the arrays' sums by 64-bit words, in order: two that changed places do not pass."""
+    """Combine the arrays' sums, in order, so that swapped arrays are detected."""
     return sum(place * each for place, each in enumerate(sums, 1)) % 2**63
 
 
 def sum_of(data: Bytes) -> int:
-    """By 64-bit words, whatever overflows."""
+    """Sum of the 64-bit words, with overflow."""
     return int(np.add.reduce(data.view(np.int64)))
 
 
 def digest_of(pieces: Sequence[Piece]) -> int:
-    """As a consumer should find it."""
+    """Digest that a consumer should compute."""
     return digest(sum_of(each.data) for each in pieces)
 
 
@@ -112,11 +112,11 @@ ARMS = {
     "remote": "tensor_planes:Remote",
     "pioneer": "tensor_pioneer:Pioneer",
 }
-"""Where the `...Owner` and `...Consumer` of each stand; raw_warm has the owner of raw."""
+"""Locations of the `...Owner` and `...Consumer` of each arm; raw_warm uses raw's owner."""
 
 
 class Publish(msgspec.Struct, tag=True):
-    """To an owner: store that batch, which `step` takes."""
+    """Request to an owner: store a batch for `step`."""
 
     batch: str
     seed: int
@@ -124,7 +124,7 @@ class Publish(msgspec.Struct, tag=True):
 
 
 class Published(msgspec.Struct):
-    """It is there."""
+    """Answer: the batch is stored."""
 
     address: str
     handles: bytes
@@ -135,7 +135,7 @@ class Published(msgspec.Struct):
 
 
 class Fetch(msgspec.Struct, tag=True):
-    """To a consumer: bring that here, in one call or in one for each."""
+    """Request to a consumer: fetch a batch, in one call or one call per array."""
 
     address: str
     handles: bytes
@@ -143,36 +143,36 @@ class Fetch(msgspec.Struct, tag=True):
 
 
 class Fetched(msgspec.Struct):
-    """It is here."""
+    """Answer: the batch is fetched."""
 
     took_s: list[float]
-    """By call."""
+    """Per call."""
     cpu_s: float
-    """Of all its threads, without reading."""
+    """CPU time of all threads, without reading."""
     digest: int
     read_s: float
-    """A reading of all of it, which maps pages that are not yet mapped."""
+    """Time to read all arrays, which maps pages that are not yet mapped."""
 
 
 class EndStep(msgspec.Struct, tag=True):
-    """To both: `step` is over."""
+    """Request to both: end `step`."""
 
     step: int
 
 
 class Look(msgspec.Struct, tag=True):
-    """To both."""
+    """Request to both: report what is held."""
 
 
 class Held(msgspec.Struct, omit_defaults=True):
-    """What a process has."""
+    """Answer: tensors and bytes that the process holds."""
 
     num_tensors: int = 0
     total_bytes: int = 0
     retained_bytes: int = 0
-    """Freed, and still looked at by somebody."""
+    """Freed, but still referenced."""
     cpu_s: float = 0.0
-    """Since it began."""
+    """Since the process began."""
 
     @property
     def is_empty(self) -> bool:
@@ -183,51 +183,51 @@ Ask = Publish | Fetch | EndStep | Look
 
 
 class Stored(NamedTuple):
-    """What a consumer needs to fetch it."""
+    """Address and handles with which a consumer fetches a batch."""
 
     address: str
     handles: bytes
 
 
 class Owner(Protocol):
-    """One half of an arm."""
+    """Owner side of an arm."""
 
     def prepare(self, pieces: Sequence[Piece]) -> None:
-        """Make of them what a program would have; not timed."""
+        """Make the arrays of a program; not timed."""
 
     def publish(self) -> None:
-        """Store what was prepared; timed."""
+        """Store the prepared arrays; timed."""
 
     def take(self, step: int) -> Stored:
-        """A batch has it; not timed."""
+        """Assign the stored arrays to a step; not timed."""
 
     def end_step(self, step: int) -> None:
-        """Free it."""
+        """Free the arrays of a step."""
 
     def held(self) -> Held:
-        """What is stored."""
+        """Count what is stored."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free everything."""
 
 
 class Consumer(Protocol):
-    """The other half."""
+    """Consumer side of an arm."""
 
     def prepare(self, stored: Stored) -> list[Any]:
-        """One item for each array; not timed."""
+        """Return one item per array; not timed."""
 
     def fetch(self, items: list[Any]) -> list[Any]:
-        """The arrays; timed."""
+        """Fetch the arrays; timed."""
 
     def sum_of(self, array: Any) -> int:
-        """Of its 64-bit words."""
+        """Sum of the 64-bit words."""
 
     def end_step(self, step: int) -> None:
-        """Free what is kept of it."""
+        """Free what is kept of a step."""
 
     def held(self) -> Held:
-        """What is kept."""
+        """Count what is kept."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free everything."""

@@ -17,45 +17,45 @@ from benchmarks.lib.tensor_mesh import Bench, Party, check, fetch_of, settle
 from benchmarks.lib.tensor_protocol import EndStep, Fetched, Held, Publish, Published
 
 MIN_STEPS = 5
-"""For a line at all."""
+"""Fewest steps for which a slope is computed."""
 JUDGED_STEPS = 100
-"""Over fewer its slope says nothing."""
+"""Fewest steps for which the slope is significant."""
 GIB = 2**30
 
 
 class Rest(NamedTuple):
-    """One step, when it is over."""
+    """Measurements after one step."""
 
     num_bytes: int
-    """That each owner stored."""
+    """Stored by each owner."""
     left_bytes: int
-    """That somebody says it still holds, of the worst."""
+    """Bytes still held, by the process that holds most."""
     left_tensors: int
     rss_bytes: dict[str, int]
 
 
 class Pair:
-    """An owner and a consumer that live through all of the steps."""
+    """An owner and a consumer that run through all steps."""
 
     def __init__(self, bench: Bench, arm: str) -> None:
         self.owner, self.consumer = bench.party("owner", arm), bench.party("consumer", arm)
 
 
 class Steps:
-    """Both pairs."""
+    """The pairs of shared memory and of TCP."""
 
     def __init__(self, bench: Bench) -> None:
         self._pairs = {arm: Pair(bench, arm) for arm in ("shm", "tcp")}
 
     @property
     def parties(self) -> Mapping[str, Party]:
-        """By arm and role."""
+        """All processes, by arm and role."""
         pairs = self._pairs.items()
         owners = {f"{arm}_owner": pair.owner for arm, pair in pairs}
         return owners | {f"{arm}_consumer": pair.consumer for arm, pair in pairs}
 
     def run(self, step: int) -> Rest:
-        """One of them; PartyError where other bytes arrive, or something is not let go."""
+        """Run one step; raise PartyError if other bytes arrive or something is not freed."""
         pairs = self._pairs.values()
         for pair in pairs:
             pair.owner.send(Publish("shifting", step, step))
@@ -64,7 +64,7 @@ class Steps:
             pair.consumer.send(fetch_of(each))
         for pair, each in zip(pairs, published, strict=True):
             check(pair.consumer.receive(Fetched), each, pair.consumer)
-        # The consumers first, who look at what the owners free.
+        # Consumers first: they map memory that the owners free.
         ending = [pair.consumer for pair in pairs] + [pair.owner for pair in pairs]
         held = [party.ask(EndStep(step), Held) for party in ending]
         for pair in pairs:
@@ -78,7 +78,7 @@ class Steps:
 
 
 def steps(bench: Bench) -> None:
-    """All of them, and what is left of shared memory when the owners are gone."""
+    """Run all steps; check the shared memory left after the owners end."""
     mesh, began_s = Steps(bench), time.monotonic()
     rests = [mesh.run(step) for step in range(1, bench.num_steps + 1)]
     wall_s = time.monotonic() - began_s

@@ -56,27 +56,27 @@ from rollmesh.trainer.weights.verdicts import Probe
 
 SHORTEST = 64
 GROUPS, SAMPLES = 2, 4
-"""Of a step, and of a group."""
+"""Groups per step, and samples per group."""
 SAMPLED_SHARE = 0.25
-"""Of a sequence."""
+"""Share of sampled tokens in a sequence."""
 MESSAGE_BYTES_PER_TOKEN = 4
 TEXTS = ("a tokenizer of few words",)
 REST_S = 4.0
-"""Long enough for what is done while nothing is to be done."""
+"""Long enough for the work that an idle trainer does."""
 
 
 class Rest(msgspec.Struct):
-    """A trainer that waits for its next batch."""
+    """Memory of a trainer that waits for its next batch."""
 
     num_steps: int
-    """Done."""
+    """Number of finished steps."""
     rss_bytes: int
     num_objects: int
-    """That Python's collector knows."""
+    """Objects tracked by Python's garbage collector."""
 
 
 class Lengths:
-    """A client whose groups end as soon as they are asked for, one take later."""
+    """A client whose groups end as soon as they are requested, one take later."""
 
     def __init__(self, seed: int, longest: int, vocab_size: int, rests: list[int]) -> None:
         self.run_id = "run"
@@ -114,7 +114,7 @@ class Lengths:
         return group_id
 
     def take(self, timeout_s: float) -> list[Arrival]:
-        """All that was asked for; the loop calls this when it has nothing to train."""
+        """Return all requested groups; the loop calls this when it has nothing to train."""
         if self._rests and self._num_steps >= self._rests[0]:
             now_s = time.monotonic()
             self._rest_ends_s = self._rest_ends_s or now_s + REST_S
@@ -123,36 +123,36 @@ class Lengths:
                 return []
             self._rest_ends_s = 0.0
             del self._rests[0]
-            tell_rest(self._num_steps)
+            print_rest(self._num_steps)
         asked, self._asked = self._asked, []
         return [self._finish(group_id) for group_id in asked]
 
     def note_step(
         self, step: int, group_ids: list[GroupId], oldest_step: int = 0, again: object = None
     ) -> None:
-        """A step begins."""
+        """Count a step."""
         del group_ids, oldest_step, again
         self._num_steps = step + 1
 
     def note_published(self, policy_version: int, step: int, again: object = None) -> None:
-        """What is sampled from now on is of this version."""
+        """Set the version that samples from now on."""
         del step, again
         self._policy_version = policy_version
 
     def cancel(self, group_id: GroupId, reason: str) -> None:
-        """Nothing is ever open for long."""
+        """Do nothing: groups end at once."""
 
     def open(self, arrival: Unopened) -> Arrival:
-        """Nothing is ever left on a disk."""
+        """Fail: no result is ever stored on disk."""
         raise AssertionError(arrival)
 
     def done_with(
         self, group_ids: Iterable[GroupId], reason: str = "", step: int = 0, times: int = 0
     ) -> None:
-        """There is no journal."""
+        """Do nothing: there is no journal."""
 
     def note_saved(self, saved: StateSaved) -> None:
-        """There is no journal."""
+        """Do nothing: there is no journal."""
 
     is_journal_full = False
 
@@ -193,8 +193,8 @@ class Lengths:
         )
 
 
-def tell_rest(num_steps: int) -> None:
-    """What is resident now."""
+def print_rest(num_steps: int) -> None:
+    """Print the resident memory."""
     memory = psutil.Process().memory_info()
     rest = Rest(num_steps, memory.rss, len(gc.get_objects()))
     print(msgspec.json.encode(rest).decode(), flush=True)
@@ -203,7 +203,7 @@ def tell_rest(num_steps: int) -> None:
 async def bring(
     policy_version: int, folder: Path, probe: Probe, parts: tuple[SharedSegment, ...]
 ) -> PublishReport:
-    """To no engine at all."""
+    """Publish to no engine."""
     del folder, probe, parts
     return PublishReport(
         policy_version=policy_version, updated=(), failed=(), wall_s=0.0, gap_s=0.0
@@ -211,7 +211,7 @@ async def bring(
 
 
 def config_of(folder: Path, num_steps: int) -> Config:
-    """Eight sequences a step, asked for one step ahead."""
+    """Eight sequences per step, requested one step ahead."""
     settings = {
         "model.path": folder / "model",
         "trainer.num_steps": num_steps,
@@ -225,21 +225,21 @@ def config_of(folder: Path, num_steps: int) -> Config:
 
 
 def fence(asked: FenceRequested) -> None:
-    """There is no engine."""
+    """Do nothing: there is no engine."""
 
 
 def main() -> None:
-    """Train and say what is resident."""
+    """Train and print the resident memory."""
     folder, longest, *rests = Path(sys.argv[1]), *map(int, sys.argv[2:])
     model = write_tiny_model(folder / "model", TEXTS, TinyShape(max_positions=longest), seed=0)
-    # Two steps more, since the loop may have the next batch when it has done the last.
+    # Two more steps, since the loop may have taken the next batch when it ends the last step.
     config = config_of(folder, rests[-1] + 2)
     client = Lengths(0, longest, int(model.config.vocab_size), rests)
     del model
-    books = RunRecords(folder, SystemClock()), Tally()
+    reports = RunRecords(folder, SystemClock()), Tally()
     tasks = (Task(id=str(number)) for number in itertools.count())
     asking = request_settings(config)
-    pacer = Pacer(client, restored_staleness(config), tasks, asking, books)
+    pacer = Pacer(client, restored_staleness(config), tasks, asking, reports)
     weights = WeightVersions(folder / "weights", BackgroundLoop("publisher"))
     policy = Policy(config.model.path, config.trainer)
     parts = TrainerDeps(
@@ -248,8 +248,8 @@ def main() -> None:
         policy=policy,
         weights=weights,
         bring=bring,
-        records=books[0],
-        tally=books[1],
+        records=reports[0],
+        tally=reports[1],
         checkpoints=CheckpointStore(folder),
         fence=fence,
     )
