@@ -21,9 +21,9 @@ KINDS = {"entries": AnyEntry, "tokens": AnyEvent, "relay": RelayEvent}
 
 
 def shapes() -> dict[str, Any]:
-    """As they are now."""
-    told = {name: _but_words(msgspec.json.schema(kind)) for name, kind in KINDS.items()}
-    shape: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **told}))
+    """The schemas as they are now."""
+    schemas = {name: _but_words(msgspec.json.schema(kind)) for name, kind in KINDS.items()}
+    shape: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **schemas}))
     return shape
 
 

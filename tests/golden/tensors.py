@@ -1,10 +1,9 @@
-"""One sample of every message between an owner of tensors and its consumer, and their frozen bytes.
+"""One sample of every message between a tensor owner and its consumer, and their frozen bytes.
 
-    python -m tests.golden.tensors     writes tensors.txt anew; only with a new PROTOCOL in
+    python -m tests.golden.tensors     writes tensors.txt; only with a new PROTOCOL in
                                        tensors/frames.py, or a new field that has a default
 
-Invariant: samples differ from every default, so that a field that moves, or is lost, shows. Driven
-by test_tensors.py.
+Samples differ from every default, so that a moved or lost field shows.
 """
 
 import typing

@@ -1,4 +1,4 @@
-"""A gateway's journal is written as other releases read it, or says that it is not."""
+"""A gateway's journal keeps the format that other releases read, or says that it is another."""
 
 import msgspec
 

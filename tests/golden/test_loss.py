@@ -1,4 +1,4 @@
-"""The loss and its gradient: frozen numbers, and a float64 reference written apart from it."""
+"""The loss and its gradient match frozen numbers and an independent float64 reference."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from rollmesh.trainer.algorithms.loss import (
 
 CASES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("loss.json").read_text())
 EXTREMES = [30.0, -30.0, 400.0, -400.0, math.inf, -math.inf, math.nan]
-"""What some recordings are off by."""
+"""Errors of some recordings."""
 
 
 def inputs(case: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -44,8 +44,9 @@ def inputs(case: dict[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def between(age: int, at: int, num_minibatches: int) -> float:
-    """How much of the way from the recording to now was gone as the step began, in versions: one
-    for each minibatch."""
+    """How far the policy had moved from the recording when the step began, in versions: one for
+    each minibatch.
+    """
     behaviour, proximal = -age * num_minibatches, 0
     current = proximal + at
     return 1.0 if current == proximal else (proximal - behaviour) / (current - behaviour)
@@ -70,7 +71,7 @@ def factors(case: dict[str, Any], given: dict[str, Any], n: int) -> tuple[float,
 
 
 def reference(case: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Loss, its gradient in the logits, and what is told beside it: token by token, by hand."""
+    """The loss, its gradient in the logits and the reported values: token by token, by hand."""
     settings = TrainerConfig(**case["settings"])
     loss, grad, weighed = 0.0, np.zeros(given["logits"].shape), []
     for n, target in enumerate(given["targets"]):
@@ -149,16 +150,16 @@ def test_loss_and_gradient_equal_the_reference_and_the_frozen_numbers(
     case: dict[str, Any],
 ) -> None:
     given = inputs(case)
-    expected, told = reference(case, given), ours(case, given)
-    assert told["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    expected, actual = reference(case, given), ours(case, given)
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     largest = max(1.0, np.abs(expected["grad"]).max())
-    assert np.abs(told["grad"] - expected["grad"]).max() < 1e-6 * largest
-    assert told["importance_sum"] == pytest.approx(expected["importance_sum"], rel=1e-5)
-    assert told["num_truncated"] == expected["num_truncated"] == case["num_truncated"]
+    assert np.abs(actual["grad"] - expected["grad"]).max() < 1e-6 * largest
+    assert actual["importance_sum"] == pytest.approx(expected["importance_sum"], rel=1e-5)
+    assert actual["num_truncated"] == expected["num_truncated"] == case["num_truncated"]
     assert expected["loss"] == pytest.approx(case["loss"], rel=1e-9)
     assert np.abs(expected["grad"]).sum() == pytest.approx(case["grad_sum"], rel=1e-9)
     assert expected["importance_sum"] == pytest.approx(case["importance_sum"], rel=1e-9)
-    assert told["num_clipped"] == case["num_clipped"]
+    assert actual["num_clipped"] == case["num_clipped"]
 
 
 def test_the_frozen_numbers_know_every_rule_and_every_age() -> None:

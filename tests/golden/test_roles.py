@@ -65,21 +65,21 @@ def test_a_value_is_drawn_to_its_return_and_held_near_where_the_step_found_it() 
         slopes.append(0.0 if is_held else value - target)
         num_held += is_held
     old_N, returns_N = torch.from_numpy(olds), torch.from_numpy(returns)
-    told = value_loss(torch.from_numpy(values), old_N, returns_N, 0.5)
+    result = value_loss(torch.from_numpy(values), old_N, returns_N, 0.5)
     ours = losses_and_slopes(
         values,
         lambda values_N: value_loss(values_N, old_N, returns_N, 0.5).losses_N,
     )
     assert_equal(ours, (losses, slopes), "value")
-    assert int(told.is_clipped_N.sum()) == num_held
+    assert int(result.is_clipped_N.sum()) == num_held
     assert 0 < num_held < NUM
 
 
 def test_a_value_without_a_clip_has_the_plain_squared_error() -> None:
     values, olds, returns = map(torch.from_numpy, drawn(1, 1.0, 1.0, 2.0))
-    told = value_loss(values, olds, returns, math.inf)
-    assert torch.equal(told.losses_N, (values - returns).square() / 2)
-    assert not told.is_clipped_N.any()
+    result = value_loss(values, olds, returns, math.inf)
+    assert torch.equal(result.losses_N, (values - returns).square() / 2)
+    assert not result.is_clipped_N.any()
 
 
 @pytest.mark.parametrize("which", ["k1", "k2", "k3"])
@@ -188,12 +188,12 @@ def test_advantages_are_sums_of_discounted_surprises(discount: float, trace: flo
 
 def test_with_a_whole_trace_a_token_is_owed_all_that_comes_after_it() -> None:
     rewards, values = torch.tensor([0.0, 0.0, 2.0]), torch.tensor([0.5, -1.0, 1.5])
-    told = gae(rewards, values, 1.0, 1.0)
-    assert told.returns_N.tolist() == [2.0, 2.0, 2.0]
-    assert told.advantages_N.tolist() == [1.5, 3.0, 0.5]
+    result = gae(rewards, values, 1.0, 1.0)
+    assert result.returns_N.tolist() == [2.0, 2.0, 2.0]
+    assert result.advantages_N.tolist() == [1.5, 3.0, 0.5]
 
 
 def test_a_rollout_without_trained_tokens_has_no_returns() -> None:
     none = torch.zeros(0)
-    told = gae(token_rewards(1.0, none, 0.1), none, 1.0, 0.95)
-    assert (len(told.advantages_N), len(told.returns_N)) == (0, 0)
+    result = gae(token_rewards(1.0, none, 0.1), none, 1.0, 0.95)
+    assert (len(result.advantages_N), len(result.returns_N)) == (0, 0)

@@ -1,4 +1,4 @@
-"""The bytes between owners of tensors and their consumers are those that other processes speak."""
+"""Messages between tensor owners and their consumers keep their bytes."""
 
 import msgspec
 import pytest

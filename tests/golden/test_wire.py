@@ -1,4 +1,4 @@
-"""The bytes of every message are those that other processes, and old journals, hold."""
+"""Every message keeps the bytes that other processes and old journals hold."""
 
 import msgspec
 import pytest

@@ -1,10 +1,9 @@
 """One sample of every message, and the file that freezes their bytes.
 
-    python -m tests.golden.wire     writes wire.txt anew; only together with a new PROTOCOL, or
+    python -m tests.golden.wire     writes wire.txt; only together with a new PROTOCOL, or
                                     when a field with a default was appended
 
-Invariant: samples differ from every default, so that a field that moves, or is lost, shows. Driven
-by test_wire.py.
+Samples differ from every default, so that a moved or lost field shows.
 """
 
 import types

@@ -1,7 +1,6 @@
-"""The names of all settings, read off the config structs.
+"""Read the names of all settings from the config structs, nested ones as dotted keys.
 
-Owns how a nested struct becomes dotted keys. tests/house/config_keys.txt holds the frozen list;
-CONTRIBUTING.md says how a key is added.
+tests/house/config_keys.txt holds the frozen list; CONTRIBUTING.md says how a key is added.
 """
 
 from collections.abc import Iterator

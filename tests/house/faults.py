@@ -1,8 +1,8 @@
-"""The error law: where a fault may be caught, what must never be loaded, and who may collect.
+"""Rules on errors: where a broad `except` is allowed, what must never be loaded, and where a full
+garbage collection may run.
 
-Owns what a door looks like: a broad `except` whose line, or the one above, carries `door: why`.
-Invariant: nothing else catches Exception, and nothing anywhere unpickles. The checks are pure,
-from a Module to its Faults.
+- A broad `except` is allowed where its line, or the one above, carries `door: why`.
+- Nothing else catches Exception, and nothing unpickles.
 """
 
 import ast
@@ -19,7 +19,7 @@ PICKLE_CALLS = {"torch.load", "torch.save", "pandas.read_pickle"}
 
 
 def doors(module: Module) -> Iterator[Fault]:
-    """A broad except stands at a door and says which, or hands the error on."""
+    """A broad except is marked with its reason, or hands the error on."""
     lines = ["", *module.text.splitlines(), ""]
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.ExceptHandler) or not _is_broad(node.type):
@@ -51,14 +51,14 @@ def pickles(module: Module) -> Iterator[Fault]:
 
 
 def collections(module: Module) -> Iterator[Fault]:
-    """A full collection stops a process that serves; at its start, one stands before the freeze."""
+    """A full collection stops a process that serves; at its start, one is before the freeze."""
     if not module.is_in("rollmesh"):
         return
     followers: dict[int, str] = {}
     for node in ast.walk(module.tree):
         for block in ("body", "orelse", "finalbody"):
-            said = getattr(node, block, None)
-            for one, then in itertools.pairwise(said if isinstance(said, list) else []):
+            statements = getattr(node, block, None)
+            for one, then in itertools.pairwise(statements if isinstance(statements, list) else []):
                 followers[one.lineno] = _called(then)
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Call) or dotted(node.func) != "gc.collect":

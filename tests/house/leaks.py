@@ -1,7 +1,7 @@
-"""Processes that tests leave behind, found by a mark in their environment.
+"""Find processes that tests leave behind, by a mark in their environment.
 
-Owns the mark, which children inherit through any number of forks, so that an orphan whose parent
-is gone is found as well. tests/conftest.py sets it at the start and asks at the end of the run.
+Children inherit the mark through any number of forks, so that an orphan is found as well.
+tests/conftest.py sets it at the start and checks at the end of the run.
 """
 
 import os
@@ -25,7 +25,7 @@ def mark_this_run() -> str:
 def end_leftovers(mark: str, grace_s: float = GRACE_S) -> list[str]:
     """Kill every other live process that carries `mark`; one line for each.
 
-    What is ending by itself gets `grace_s` and is not named.
+    A process that is ending by itself gets `grace_s` and is not named.
     """
     _, alive = psutil.wait_procs(_carriers(mark), timeout=grace_s)
     lines = []

@@ -1,9 +1,8 @@
-"""The test law: a test asserts, waits for events instead of sleeping, and mocks nothing of ours.
+"""Rules on tests: a test asserts, waits for events instead of sleeping, and mocks nothing of ours.
 
-Owns what counts as asserting: `assert`, pytest's raises, warns and fail, a child process that is
-checked, or a call of a function that itself asserts (one of the same file, or one named assert_...
-or check_...). The checks are pure, from a test Module to its Faults; a unit test's folder names the
-package that it tests.
+- Assertions are `assert`, pytest's raises, warns and fail, a checked child process, or a call of a
+  function that itself asserts (one of the same file, or one named assert_... or check_...).
+- A unit test's folder names the package that it tests.
 """
 
 import ast
@@ -30,7 +29,7 @@ def asserts(module: Module) -> Iterator[Fault]:
 
 
 def sleeps(module: Module) -> Iterator[Fault]:
-    """Tests wait for what they want to see; `asyncio.sleep(0)` only gives way."""
+    """Tests wait for events; only `asyncio.sleep(0)` is allowed."""
     if not module.is_in("tests"):
         return
     for node in ast.walk(module.tree):

@@ -1,9 +1,10 @@
-"""Modules that nothing leads to: dead files, found by following imports from the entry points.
+"""Find modules that nothing leads to, by following imports from the entry points.
 
-Owns what an entry point is (pyproject's scripts, every __main__.py, the examples; for
-rollmesh/testing also tests and benchmarks) and what leads on: imports anywhere in a file, and
-strings that name a module of ours, as lazy dispatch and argv lists write them. A package is reached
-with its children.
+- Entry points are pyproject's scripts, every __main__.py and the examples; for rollmesh/testing
+  also tests and benchmarks.
+- Imports anywhere in a file lead on, and so do strings that name a module of ours, as in lazy
+  dispatch and argv lists.
+- A package is reached with its children.
 """
 
 import ast

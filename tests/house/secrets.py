@@ -1,7 +1,6 @@
-"""What must not stand in the repository: secrets, and traces of the machine it was written on.
+"""Find secrets, and traces of the machine that a file was written on.
 
-Owns the patterns. A letter of each stands in brackets, so that this file does not match itself.
-The check is pure, from a file's text to its Faults.
+Each pattern has a letter in brackets, so that this file does not match itself.
 """
 
 import re

@@ -33,13 +33,13 @@ class AllowedSkip:
 
 
 def read_skips(path: Path) -> list[AllowedSkip]:
-    """The entries of `path`; TypeError or KeyError where one is not of the form."""
+    """Read the entries of `path`; TypeError or KeyError if one is malformed."""
     tables = tomllib.loads(path.read_text(encoding="ascii"))["skip"]
     return [AllowedSkip(**table) for table in tables]
 
 
 def refusal(allowed: Sequence[AllowedSkip], node_id: str, reason: str) -> str | None:
-    """Why the skip of `node_id` fails the run; None where an entry allows it."""
+    """Return why the skip of `node_id` fails the run; None if an entry allows it."""
     if any(entry.allows(node_id, reason) for entry in allowed):
         return None
     return (

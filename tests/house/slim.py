@@ -1,7 +1,6 @@
-"""Imports modules one by one in a fresh interpreter and reports which heavy library came in.
+"""Import modules one by one in a fresh interpreter and report which heavy library was loaded.
 
-Owns the probe that runs in the child and its answer: {library: the module whose import loaded it}.
-Run by tests/house/test_slim.py; a worker, the router and `--help` must stay free of torch.
+The probe runs in the child and returns {library: the module whose import loaded it}.
 """
 
 import json
@@ -23,7 +22,7 @@ print(json.dumps(loaded))
 
 
 def heavy_imports(names: Sequence[str], heavy: Sequence[str] = HEAVY) -> dict[str, str]:
-    """Which of `heavy` the imports of `names` load, and by which of them; the fewer the better."""
+    """Return which of `heavy` the imports of `names` load, and by which of them."""
     argv = [sys.executable, "-c", PROBE, json.dumps(list(heavy)), json.dumps(list(names))]
     answer = subprocess.run(argv, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

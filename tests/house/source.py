@@ -1,8 +1,9 @@
-"""The repository as the house checks see it: its files, and its Python modules parsed once.
+"""Files of the repository, and its Python modules parsed once, for the house checks.
 
-Owns which files count (everything that .gitignore does not name) and the two words that all
-checks speak: a Module goes in, Faults come out. Invariant: paths are relative to the repository
-and written with slashes, so that a fault reads the same on every machine.
+- Every file counts that .gitignore does not name.
+- A check takes a Module and yields Faults.
+- Paths are relative to the repository with slashes, so that a fault reads the same on every
+  machine.
 """
 
 import ast
@@ -36,7 +37,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Module:
-    """A Python file: where it stands, its text and its tree."""
+    """A Python file: its path, text and tree."""
 
     path: str
     text: str
@@ -54,7 +55,7 @@ class Module:
         return self.path.rpartition("/")[2]
 
     def is_in(self, *folders: str) -> bool:
-        """Whether it stands below one of `folders`."""
+        """Whether it is below one of `folders`."""
         return self.path.startswith(tuple(f"{folder}/" for folder in folders))
 
     def fault(self, at: ast.AST | int, message: str) -> Fault:
@@ -82,7 +83,7 @@ class Module:
 
 
 def parse(path: str, text: str) -> Module:
-    """A module of `text`, as if it stood at `path`."""
+    """A module of `text`, as if it were at `path`."""
     return Module(path, text, ast.parse(text, path))
 
 

@@ -1,4 +1,4 @@
-"""The arrows between rooms hold, and every contract in pyproject.toml can break."""
+"""Imports between packages follow their order, and every contract in pyproject.toml can break."""
 
 import os
 import subprocess

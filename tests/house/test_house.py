@@ -36,7 +36,7 @@ RULES: list[Callable[[Module], Iterator[Fault]]] = [
 
 
 def none_of(found: Iterable[Fault]) -> None:
-    """Fails with one line for each fault."""
+    """Fail with one line for each fault."""
     lines = [str(fault) for fault in found]
     if lines:
         pytest.fail("\n".join(lines), pytrace=False)

@@ -24,14 +24,14 @@ GAUGES = {"held_bytes": HELD_BYTES, "entries": ENTRIES, "cache_entries": CACHE_E
 """Bounds by the metric whose label names them."""
 
 
-async def nobody(request: HttpRequest, path: str) -> bool:
+async def refuse(request: HttpRequest, path: str) -> bool:
     return False
 
 
 def of_gateway(backend: GatewayBackend) -> Iterable[Figure]:
     inventory = Inventory()
     count_blobs(inventory)
-    backend.serve(nobody)
+    backend.serve(refuse)
     backend.count_in(inventory, SessionRegistry(backend.capture, SystemClock(), 1.0))
     return inventory.figures()
 
@@ -41,7 +41,7 @@ def of_router() -> Iterable[Figure]:
 
 
 async def all_figures(folder: Path) -> dict[str, list[Figure]]:
-    """What each process shows that has done nothing yet."""
+    """Metrics of each process that has done nothing yet."""
     model = ModelConfig(path=str(write_model_folder(folder / "model")))
     config = msgspec.structs.replace(Config(), model=model)
     worker = Worker(WorkerSettings("worker-0", "tcp://127.0.0.1:9", config, None))

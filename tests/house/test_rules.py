@@ -1,4 +1,4 @@
-"""Every rule of the house can fail, and leaves alone what it should."""
+"""Every house rule can fail, and accepts valid code."""
 
 from collections.abc import Callable, Iterator
 

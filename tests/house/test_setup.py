@@ -1,4 +1,4 @@
-"""Setting up: the interpreter is chosen, and what is missing is said in one line."""
+"""Setup chooses the interpreter, and reports what is missing in one line."""
 
 import shutil
 import subprocess

@@ -1,6 +1,6 @@
-"""Slim processes stay slim: worker, router, gateway, page and `rollmesh --help` load no torch.
+"""Worker, router, gateway, page and `rollmesh --help` load no torch.
 
-Rich is loaded by the library renderers, which workers need; so rich is asked of the router and of
+Rich is loaded by the library renderers, which workers need; so rich is checked for the router and
 `--help` only, and import-linter keeps our own workers from importing it.
 """
 
@@ -94,7 +94,7 @@ def test_help_answers_at_once() -> None:
 
 
 def cpu_s(argv: list[str]) -> float:
-    """CPU seconds of a child: what it takes on an idle machine, whatever else runs on this one."""
+    """CPU seconds of a child process, which other load on the machine does not change."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(argv, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""What counts as a user of public code, and what leads to a module."""
+"""Uses of public code are found, and so are modules that no entry point reaches."""
 
 import msgspec
 import pytest

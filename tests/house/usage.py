@@ -1,11 +1,11 @@
-"""Public code that nobody uses: functions, classes and methods of rollmesh/ without a caller.
+"""Find public functions, classes and methods of rollmesh/ without a caller.
 
-Owns what counts as a use: the name is read anywhere in rollmesh/, benchmarks/ or examples/,
-outside its own body, or stands in a string as `module:Name` or as a role's `role.method`, in
-getattr, in a quoted annotation or in pyproject's scripts. Tests are no users, except of
-rollmesh/testing, which is theirs.
-Names are matched without types, so a fault is certain and a miss is possible. Not judged:
-what is registered by a decorator, and methods that an outside base class calls by name.
+- A use is a read of the name in rollmesh/, benchmarks/ or examples/, outside its own body, or a
+  string such as `module:Name` or a role's `role.method`, in getattr, in a quoted annotation or in
+  pyproject's scripts. Tests are users of rollmesh/testing only.
+- Names are matched without types, so a fault is certain and a miss is possible.
+- Code registered by a decorator, and methods that an outside base class calls by name, are not
+  judged.
 """
 
 import ast
@@ -49,7 +49,7 @@ class Definition:
 
 
 def unused(modules: Iterable[Module], pyproject: str, allowed: set[str]) -> Iterator[Fault]:
-    """A fault for each definition without a user, and for each allowance that has become idle."""
+    """Yield a fault for each definition without a user, and for each allowance without need."""
     modules = list(modules)
     shipped = [each for each in modules if each.is_in("rollmesh", "benchmarks", "examples")]
     product = [each for each in shipped if not each.is_in("rollmesh/testing")]

@@ -1,10 +1,9 @@
-"""Looks for a seed that breaks the simulated fleet, over many more than the tests have time for.
+"""Search for a seed that breaks the simulated fleet, among many more than the tests have time for.
 
     python -m tests.sim.scheduler_search [--first N] [--seeds N] [--seconds N]
 
-Prints each seed that fails, with what it found, and at the end how often each fault struck; exit
-code 1 if one failed. Such a seed belongs into KEPT_SEEDS of test_scheduler_wild.py before it is
-mended. Driven by people.
+Prints each failing seed with what it found, and at the end how often each fault was injected; exits
+with 1 if one failed. Add such a seed to KEPT_SEEDS of test_scheduler_wild.py before it is fixed.
 """
 
 import argparse
@@ -24,13 +23,13 @@ SEEDS_PER_PARCEL = 5
 
 
 def tell(line: str) -> None:
-    """At once, so that a search that is ended has said what it found."""
+    """Print at once, so that an interrupted search has printed what it found."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def look_at(seed: int) -> tuple[int, FleetReport | None, str]:
-    """What it came to; nothing is raised."""
+    """Run one seed and return its result; nothing is raised."""
     try:
         return seed, simulate(seed, faults=WILD), ""
     except Exception:  # noqa: BLE001 - door: a seed's failure is a finding
@@ -38,7 +37,7 @@ def look_at(seed: int) -> tuple[int, FleetReport | None, str]:
 
 
 def main() -> int:
-    """The whole search."""
+    """Run the whole search."""
     parser = argparse.ArgumentParser(description="Look for seeds that break the shared fleet.")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=10_000)

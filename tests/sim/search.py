@@ -1,10 +1,10 @@
-"""Looks for a seed that breaks the simulated mesh, over many more than the tests have time for.
+"""Search for a seed that breaks the simulated mesh, among many more than the tests have time for
+(`make chaos`).
 
     python -m tests.sim.search [--first N] [--seeds N] [--seconds N]
 
-Prints each seed that fails, with what it found, and at the end seeds, faults and seeds per second;
-exit code 1 if one failed. Such a seed belongs into KEPT_SEEDS of test_mesh.py before it is mended.
-Driven by `make chaos`.
+Prints each failing seed with what it found, and at the end seeds, faults and seeds per second;
+exits with 1 if one failed. Add such a seed to KEPT_SEEDS of test_mesh.py before it is fixed.
 """
 
 import argparse
@@ -20,13 +20,13 @@ EACH_S = 30.0
 
 
 def tell(line: str) -> None:
-    """At once, so that a search that is ended has said what it found."""
+    """Print at once, so that an interrupted search has printed what it found."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def main() -> int:
-    """The whole search."""
+    """Run the whole search."""
     parser = argparse.ArgumentParser(description="Look for seeds that break the mesh.")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=100_000)

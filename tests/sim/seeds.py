@@ -1,8 +1,7 @@
-"""Many seeds of the simulator, on all cores.
+"""Run many seeds of the simulator on all cores.
 
-Owns the processes. Invariant: what a seed comes to depends on the seed alone, so neither the number
-of processes nor their order changes what is found; it is told in the order of the seeds. Driven by
-test_mesh.py and search.py.
+A result depends on the seed alone: neither the number of processes nor their order changes it.
+Results are returned in the order of the seeds.
 """
 
 import gc
@@ -20,28 +19,28 @@ SEEDS_PER_PARCEL = 5
 
 
 class Ended(NamedTuple):
-    """What a seed came to."""
+    """Result of one seed."""
 
     seed: int
     report: SimReport | None
     fault: str
-    """Where it broke, as Python says it; '' if it came to rest."""
+    """The traceback if the run broke; '' if it completed."""
 
 
 class Cores:
-    """One process for each."""
+    """The number of processes."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
 
     def run(self, seeds: Iterable[int]) -> Iterator[Ended]:
-        """Each of them, as soon as those before it have ended."""
+        """Yield each result as soon as those before it are there."""
         return self._pool.map(run_seed, seeds, chunksize=SEEDS_PER_PARCEL)
 
 
 @contextmanager
 def open_cores() -> Iterator[Cores]:
-    """Their processes end with the block; seeds that have not begun by then never do."""
+    """The processes end with the block; seeds that have not begun by then never do."""
     # A forked child would inherit whatever threads and sockets its parent has.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _make_ready)
@@ -58,7 +57,7 @@ def _make_ready() -> None:
 
 
 def run_seed(seed: int) -> Ended:
-    """Run it; nothing is raised."""
+    """Run one seed; nothing is raised."""
     try:
         return Ended(seed, simulate(seed), "")
     except Exception:  # noqa: BLE001 - door: a seed's failure is a finding

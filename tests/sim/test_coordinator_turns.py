@@ -1,4 +1,4 @@
-"""Engines that hang, are slow or not there yet, and the resizes of those that are well."""
+"""Engines that hang, are slow or not up yet, and the resizes of healthy ones."""
 
 from rollmesh.serve.coordinator.worker import EngineOp
 from rollmesh.wire.scheduling import WorkerPhase

@@ -1,7 +1,7 @@
-"""An engine that hangs for a minute, on a fleet whose network is well: who waits for it?
+"""An engine that hangs for a minute delays few pipelines, on a fleet with a healthy network.
 
-Pipeline `ill` has an engine on each GPU of a node; `first` trains on that whose engine hangs, three
-others train on the others.
+Pipeline `ill` has an engine on each GPU of a node; `first` trains on the GPU of the hung engine,
+three others train on the others.
 """
 
 import msgspec
@@ -14,16 +14,16 @@ from rollmesh.wire.scheduling import GpuPriority, PipelineSpec
 
 HANGS_AT_S, THAWS_AT_S = 15.0, 75.0
 SWITCH_S = 2.5
-"""A sleep and a wake take so long here, at the most."""
+"""Upper bound on a sleep and a wake here."""
 BOUND_S = SETTINGS.turn_s + SWITCH_S
 NUM_SEEDS = 4
 NUM_STEPS = 12
 UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
-"""The fault: the next resize waits for the one before to its end (W4)."""
+"""The fault: the next resize waits until the one before has ended (W4)."""
 
 
 def trainer(gpu: int) -> PipelinePlan:
-    """It trains again and again, and generates on a GPU of its own."""
+    """A pipeline that trains repeatedly, and generates on a GPU of its own."""
     phases = (("actor_train", GpuPriority.ACTOR_TRAINING, 0.3),)
     name = "first" if gpu == 0 else f"other-{gpu}"
     spec = PipelineSpec(pipeline_id=name, clusters={"actor_train": (gpu,)}, generation=(4 + gpu,))
@@ -31,7 +31,7 @@ def trainer(gpu: int) -> PipelinePlan:
 
 
 def longest_waits_s(seed: int, parts: SchedulerParts) -> tuple[float, float]:
-    """Of `first`, and of the others, for their clusters."""
+    """The waits for their clusters: of `first`, and of the others."""
     spec = PipelineSpec(pipeline_id="ill", clusters={}, generation=(0, 1, 2, 3))
     ill = PipelinePlan(spec=spec, num_steps=8, num_rollouts=64, boundary=Boundary.SIGNALS)
     shape = FleetDraw(policy="fair", num_nodes=2, plans=(ill, *map(trainer, range(4))))

@@ -1,4 +1,4 @@
-"""The whole mesh under a faulty network: whatever happens, every ask ends once and exactly.
+"""Under a faulty network, every requested group ends exactly once.
 
 A seed that ever failed is added to KEPT_SEEDS with what it found.
 """
@@ -21,7 +21,7 @@ from tests.sim.seeds import Cores, open_cores
 NUM_SEEDS = 2000
 SEEDS_PER_TEST = 100
 NUM_QUICK_SEEDS = 400
-"""The first of them; the others are slow together."""
+"""The first seeds; the others are slow together."""
 FIRST_SEEDS = [
     pytest.param(first, marks=pytest.mark.slow if first >= NUM_QUICK_SEEDS else ())
     for first in range(0, NUM_SEEDS, SEEDS_PER_TEST)
@@ -43,8 +43,9 @@ TELLING_SEEDS = (
     1345,
     1765,
 )
-"""Some of each kind, more of those whose chaos is long and whose attempts are bounded, and some in
-which a checkpoint breaks by which alone a full journal was freed."""
+"""Some runs of each kind, more of those with long chaos and bounded attempts, and some in which a
+checkpoint breaks that alone would free a full journal.
+"""
 NUM_PRINTED = 24
 PRINTS_A_RUN = f"""
 from rollmesh.testing.mesh_sim.mesh import simulate
@@ -52,7 +53,7 @@ for seed in range(1000, 1000 + {NUM_PRINTED}):
     print(simulate(seed))
 """
 KEPT_SEEDS = {
-    1965: "an end that is heard before its goodbye: the attempt is excused late",
+    1965: "an end that arrives before its goodbye: the attempt is excused late",
     200672: "a suspect was given to the worker that had just left",
     217273: "a doubled RunGroup reached two processes of one worker: one attempt killed both",
     4823: "a late hello of an ended process replaced the one that had followed it",
@@ -68,10 +69,10 @@ KEPT_SEEDS = {
     13585: "the router and all engines restarted while the publisher was frozen: `wait` dropped",
     16305: "a checkpoint could not be read, and the one before it hid the newer policy versions",
     41355: "a disk took a checkpoint's entry and not what followed: asks were held without end",
-    32835: "routers of two lives gave two attempts one number, and one of them never began",
+    32835: "routers of two incarnations gave two attempts one number, and one of them never began",
     44045: "the same, with a group of two rollouts",
 }
-"""What a seed of an earlier simulator found, a unit test of the machine holds too."""
+"""Findings of earlier simulators' seeds are also covered by unit tests of the machine."""
 FAULTS = {
     "drop",
     "duplicate",
@@ -191,7 +192,7 @@ TRANSITIONS = {
 
 @pytest.fixture(scope="module")
 def seen() -> SimReport:
-    """What all seeds together saw; filled by the tests before the last one."""
+    """Totals over all seeds; filled by the tests before the last one."""
     return SimReport(
         seed=-1,
         num_events=0,
@@ -281,7 +282,7 @@ def test_drains_end_while_a_client_is_away_and_cost_it_nothing() -> None:
 
 
 def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None:
-    """A kill at one in six of its writes, and nothing else: what the witness sees, holds."""
+    """With a kill at one in six of its writes and no other fault, the witness's checks hold."""
     num_lives = num_redone = 0
     for seed in range(40):
         report = simulate(

@@ -1,4 +1,4 @@
-"""Many pipelines on one fleet under faults: every one of them does its steps, and nothing is left.
+"""Under faults, every pipeline on a shared fleet does its steps, and nothing is left.
 
 A seed that ever failed is added to KEPT_SEEDS with what it found.
 """
@@ -35,16 +35,16 @@ NUM_SEEDS = 100
 SEEDS_PER_TEST = 25
 KEPT_SEEDS = {
     216: "two that are not preemptible kept engines for which they had no demand, and both waited",
-    456: "what a coordinator had said before its pipeline was killed came late, and was believed",
+    456: "a late report of a coordinator whose pipeline was killed was believed",
 }
 DELAYS = FleetFaults(slow=0.5)
 """Any message may take long, and overtake or be overtaken."""
 DEATHS = FleetFaults(slow=0.1, drop=0.05, lost=0.03, cut=0.02, killed_after_write=0.005)
-"""Trainers die and stay dead, or are not heard for longer than anybody has patience."""
+"""Trainers die and stay dead, or are silent for longer than the patience."""
 
 
 SWITCH_S = 2.5
-"""A sleep and a wake take so long here, at the most."""
+"""Upper bound on a sleep and a wake here."""
 FAULTS = {
     "drop",
     "duplicate",
@@ -83,7 +83,7 @@ TRANSITIONS = {
 
 
 class ForgetsAll(FleetScheduler):
-    """Each of its lives is the first (W13)."""
+    """The fault: each of its incarnations is the first (W13)."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ForgetsAll(FleetScheduler):
 
 
 class DemandsOfNow(DemandTracker):
-    """Who has lost all its engines has to ask again: the wedge that started it all (B-13)."""
+    """The fault: a pipeline that has lost all its engines has to request again (B-13)."""
 
     def on_report(self, report: ReportProgress) -> None:
         super().on_report(report)
@@ -110,7 +110,7 @@ class SnapshotDemand(FleetScheduler):
 
 
 class NobodyStands(Intents):
-    """What is planned is done at once, whoever is still there."""
+    """The fault: planned moves are carried out at once, whatever is still running."""
 
     def drive(self) -> None:
         standing, self._state.occupants = self._state.occupants, {}
@@ -123,14 +123,14 @@ class Hasty(FleetScheduler):
 
 
 class TakenByNobody(TicketQueue):
-    """What is clear is the asker's at once, dead or alive."""
+    """The fault: clear GPUs go to the requester at once, dead or alive."""
 
     def _offer(self, ticket: TicketRecord) -> None:
         self._grant(ticket)
 
 
 class OfferedForEver(TicketQueue):
-    """Who was offered GPUs may be dead: they are kept for him."""
+    """The fault: GPUs offered to a dead requester are kept for it."""
 
     def _expire(self, ticket: TicketRecord) -> None:
         if ticket.state is not TicketState.OFFERED:
@@ -146,7 +146,7 @@ class WaitsForTheDead(FleetScheduler):
 
 
 class BelievesOffers(Claims):
-    """It computes on what it was but offered."""
+    """The fault: it computes on GPUs that are only offered."""
 
     def _on_moved(self, waiting: Any, moved: TicketMoved) -> list[ClaimAction]:
         if moved.state is TicketState.OFFERED:
@@ -173,7 +173,7 @@ def boundary(num: int, how: Boundary, *, num_steps: int = 5, trains_s: float = 1
 
 
 class KeepsItsClock(Coordinator):
-    """It is a process of before, if its clock says so."""
+    """The fault: an earlier clock marks an earlier process."""
 
     def _on_scheduler(self, hello: SchedulerHello) -> None:
         super()._on_scheduler(msgspec.structs.replace(hello, newest_s=0.0))
@@ -221,35 +221,35 @@ def test_a_broken_scheduler_is_found(broken: type[FleetScheduler]) -> None:
 def test_a_trainer_that_died_while_waiting_holds_nothing(
     broken: type[FleetScheduler], is_found: bool
 ) -> None:
-    """Not later than `patience_s` after he was last heard, and a moment: fleet.py looks at that."""
+    """Not later than `patience_s` after its last message, and a moment: fleet.py checks that."""
     shape = boundary(5, Boundary.CLEARS, num_steps=3, trains_s=6.0)
     seeds = (37, 43, 55, *range(12))  # the first three show the first of them
-    told = (outcome(seed, SchedulerParts(scheduler=broken), shape) for seed in seeds)
-    assert any("is dead" in each for each in told) is is_found
+    outcomes = (outcome(seed, SchedulerParts(scheduler=broken), shape) for seed in seeds)
+    assert any("is dead" in each for each in outcomes) is is_found
 
 
 @pytest.mark.parametrize(("broken", "is_found"), [(BelievesOffers, True), (Claims, False)])
 def test_a_trainer_that_computes_on_offered_gpus_overlaps_another(
     broken: type[Claims], is_found: bool
 ) -> None:
-    """He who was not heard for long, and he who was told and says no more."""
+    """A process that was silent for long, and one that received its grant and sends no more."""
     shape = boundary(2, Boundary.CLEARS, num_steps=2, trains_s=2 * SETTINGS.patience_s)
-    told = [outcome(seed, SchedulerParts(claims=broken), shape) for seed in range(4)]
-    assert any("is used by" in each for each in told) is is_found, told
+    outcomes = [outcome(seed, SchedulerParts(claims=broken), shape) for seed in range(4)]
+    assert any("is used by" in each for each in outcomes) is is_found, outcomes
 
 
 @pytest.mark.parametrize(
     ("parts", "is_found"),
     [(SchedulerParts(coordinator=KeepsItsClock), True), (SchedulerParts(), False)],
-    ids=["keeps its clock", "hears of others"],
+    ids=["keeps its clock", "receives others"],
 )
 def test_a_clock_that_went_back_silences_no_process(parts: SchedulerParts, is_found: bool) -> None:
-    """A next life by an earlier clock: its truth is the newest all the same."""
+    """A next incarnation by an earlier clock: its state is the newest all the same."""
     assert any(is_stuck(seed, parts) for seed in range(6)) is is_found
 
 
 def is_stuck(seed: int, parts: SchedulerParts) -> bool:
-    """Whether somebody does not come to his end."""
+    """Whether any pipeline does not finish."""
     faults = FleetFaults(crash=0.05, set_back=0.5)
     return "is at work" in outcome(seed, parts, boundary(2, Boundary.CLEARS, num_steps=20), faults)
 
@@ -257,7 +257,7 @@ def is_stuck(seed: int, parts: SchedulerParts) -> bool:
 def outcome(
     seed: int, parts: SchedulerParts, shape: FleetDraw, faults: FleetFaults = DEATHS
 ) -> str:
-    """What the simulation finds, if anything."""
+    """The fault that the simulation finds, if any."""
     try:
         simulate(seed, faults, parts, shape)
     except AssertionError as error:

@@ -1,7 +1,7 @@
-"""How long `fair` lets anybody lack its share, on fleets that a seed draws.
+"""How long `fair` lets a pipeline lack its share, on fleets drawn from a seed.
 
-With floors and quotas the bound of its docstring holds as it is. With engines of several sizes it
-does not, and what holds is that nobody goes without.
+With floors and quotas the bound of its docstring holds. With engines of several sizes it does not;
+then every pipeline gets something.
 """
 
 import random
@@ -22,11 +22,11 @@ MANY = 10**6
 WEIGHTS = (1.0, 1.0, 2.0, 3.0, 8.0)
 FOR_S = 150.0
 LEAST = 0.5
-"""Of its share, what everybody had in the end where engines are of several sizes."""
+"""Fraction of its share that every pipeline had in the end with engines of several sizes."""
 
 
 def run(state: FleetState) -> tuple[GeneratingFleet, dict[str, float]]:
-    """All want to generate for ever; what happened, and the ideal of each, in GPUs."""
+    """Every pipeline generates forever; return the events, and the ideal of each in GPUs."""
     for name in state.pipelines:
         demand(state, name, MANY)
     claims = read_claims(PlanBuilder(state))
@@ -65,7 +65,7 @@ def several_sizes(seed: int) -> FleetState:
 
 
 def least_part(seed: int) -> float:
-    """Of its ideal, what the worst off had."""
+    """Fraction of its ideal that the worst pipeline had."""
     sharing, ideal = run(several_sizes(seed))
     return min(sharing.had_gpu_s[name] / (gpus * FOR_S) for name, gpus in ideal.items())
 
@@ -84,7 +84,7 @@ def test_every_pipeline_gets_gpus_with_engines_of_several_sizes() -> None:
 def test_were_what_is_certain_never_ceded_the_larger_would_go_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fault: of each of the others it lacks a part of a bundle, and so gets none."""
+    """The fault: it lacks a part of a bundle of each of the others, and so gets none."""
     taking = f"{Fair.__module__}._Allocation._takes_certain"
     monkeypatch.setattr(taking, lambda *_: False)
     assert min(map(least_part, range(30))) == 0.0

@@ -1,6 +1,6 @@
-"""Whose a GPU is while something fails: promises that are broken, and those that must not be.
+"""Ownership of GPUs while something fails: promises that are broken, and those that must not be.
 
-Each of these was found by a mutation of the service that no other test of it noticed.
+Each test was added for a mutation of the service that no other test noticed.
 """
 
 import msgspec
@@ -35,7 +35,7 @@ def kinds(stage: Stage, name: str) -> list[tuple[IntentKind, int]]:
 
 
 def waiting_for_a() -> Stage:
-    """Pipeline a is on GPU 0, and hangs as it is told to leave it for b's training on 0 and 1."""
+    """Pipeline a is on GPU 0, and hangs when it must leave it for b's training on 0 and 1."""
     stage = Stage(3)
     stage.pipeline("a", train=(), generation=(0,))
     stage.pipeline("b", train=(0, 1), generation=(2,))
@@ -47,7 +47,7 @@ def waiting_for_a() -> Stage:
 
 
 def stray(stage: Stage, gpu: int) -> None:
-    """An engine of pipeline c is awake on that GPU, though nobody told it to."""
+    """An engine of pipeline c is awake on that GPU without an order to wake."""
     coordinator = stage.pipeline("c", train=(), generation=(gpu,))
     coordinator.is_hung = True
     coordinator.move(0, AWAKE)
@@ -120,7 +120,7 @@ def test_of_two_promises_the_one_that_cannot_be_kept_is_broken() -> None:
     kept = next(each for each in stage.scheduler.intents.of("b") if each.rank == 0)
     stage.coordinators["a"].move(0, LOST)
     stage.beat()
-    assert stage.scheduler.intents.of("b") == [kept], "it was told to wake, and does"
+    assert stage.scheduler.intents.of("b") == [kept], "it received a wake, and wakes"
     assert stage.scheduler.state.fleet.owners[0] == Owner("a", GENERATION_CLUSTER, 0)
     assert list(stage.scheduler.state.fleet.requests) == ["t"]
 
@@ -174,7 +174,7 @@ def test_a_request_from_before_its_pipeline_left_is_refused_when_resent() -> Non
     stage.train("a", "ta")
     stage.train("b", "tb")
     text = stage.open.pop("tb")
-    stage.run(stage.settings.patience_s + 2)  # nobody says it any more
+    stage.run(stage.settings.patience_s + 2)  # it is not resent any more
     stage.send(UnregisterPipeline("u", "b"))
     assert stage.ask(text) is TicketState.REFUSED
 
@@ -203,7 +203,7 @@ def test_no_engine_is_let_in_before_its_last_resize_is_done() -> None:
     coordinator.is_hung = True
     stage.train("b", "t")
     stage.run(stage.settings.resize_deadline_s)
-    coordinator.is_silent = True  # so that it is heard when it may be let in again
+    coordinator.is_silent = True  # so that its hello arrives when it may be let in again
     stage.run(stage.settings.slack_s + stage.settings.retry_s + 2)
     assert stage.of("a").phase is QUARANTINED
     stage.beat()
@@ -287,7 +287,7 @@ def test_a_node_that_dies_takes_nothing_with_it_that_is_elsewhere() -> None:
     stage.coordinators["c"].is_hung = True
     assert stage.train("b", "t") is QUEUED
     stage.coordinators["b"].is_hung = True
-    stage.coordinators["a"].is_silent = True  # what it said would mend all of it in a second
+    stage.coordinators["a"].is_silent = True  # its report would repair all of it in a second
     while not any(note.event == "node.lost" for note in stage.notes):
         stage.run(0.25)
     assert phases(stage, "a")[0] is AWAKE

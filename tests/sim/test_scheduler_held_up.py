@@ -1,4 +1,4 @@
-"""Whose silence it is where the service itself was slow: its own once, theirs in the end."""
+"""After a slow turn of the service, silent processes get another chance, but only once."""
 
 from rollmesh.scheduler.planning.state import NodePhase, PipelinePhase
 from rollmesh.scheduler.service.scheduler import FleetScheduler
@@ -7,12 +7,12 @@ from tests.unit.scheduler.service.stage import Stage
 
 QUARANTINED, ADMITTED = PipelinePhase.QUARANTINED, PipelinePhase.ADMITTED
 SLOW_S = 1.5
-"""Between two turns: more than four ticks."""
+"""Seconds between two turns: more than four ticks."""
 TURN_S = 0.01
 
 
 class ForgivesAlways(FleetScheduler):
-    """The fault: each turn that was slow is nobody's silence."""
+    """The fault: silence during a slow turn never counts."""
 
     def _was_held_up(self, before_s: float) -> bool:
         return self.state.now_s - before_s > 1.0
@@ -32,7 +32,7 @@ def two(kind: type[FleetScheduler] = FleetScheduler) -> Stage:
 
 
 def crawl(stage: Stage, seconds: float, *, beats: bool = False) -> None:
-    """Turns that are all slow; at each all is heard that was said meanwhile."""
+    """Turns that are all slow; each receives all messages sent meanwhile."""
     end_s = stage.now_s + seconds
     while stage.now_s < end_s:
         stage.now_s += SLOW_S

@@ -1,6 +1,6 @@
-"""What comes late, twice or out of order, and what happens between two things that belong together.
+"""Messages that are late, repeated or out of order, and events between two that belong together.
 
-Each of these was found by a mutation of the service that no other test of it noticed.
+Each test was added for a mutation of the service that no other test noticed.
 """
 
 import msgspec
@@ -49,14 +49,16 @@ def test_a_hello_is_answered_with_its_incarnation() -> None:
 
 
 def answer(stage: Stage, hello: CoordinatorHello) -> AnyMessage:
-    """What that is answered with."""
+    """Answers to that hello."""
     actions = stage.scheduler.step(Received(b"c", hello), stage.now_s)
     [text] = [each.message for each in actions if isinstance(each, Send) and each.route == b"c"]
     return text
 
 
 class TellsWhoeverAsks(CoordinatorTracker):
-    """The fault: a process of before that lives yet goes above the newest one, and silences it."""
+    """The fault: an earlier process that is still alive replaces the newest one, and silences
+    it.
+    """
 
     def on_hello(self, route: bytes, hello: CoordinatorHello) -> None:
         link = self._state.links[hello.pipeline_id]
@@ -73,7 +75,7 @@ class GivesPlacesAway(FleetScheduler):
 def test_an_active_coordinator_keeps_its_place_before_one_of_an_earlier_clock(
     kind: type[FleetScheduler], is_safe: bool
 ) -> None:
-    """Only when it is silent that one may be its next life."""
+    """Only when the current process is silent may another be its next incarnation."""
     stage = Stage(1, kind)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
     coordinator.started_s = 5000.0
@@ -86,8 +88,9 @@ def test_an_active_coordinator_keeps_its_place_before_one_of_an_earlier_clock(
 
 
 def test_a_hello_of_a_time_before_does_not_end_a_sleep() -> None:
-    """An engine that slept once is awake now, and is told to sleep for another: what was said
-    when it slept must not free its GPU."""
+    """An engine that slept once is awake now and must sleep for another pipeline: its earlier
+    report of sleep must not free its GPU.
+    """
     stage = Stage(1)
     coordinator = stage.pipeline("a", train=(), generation=(0,))
     stage.pipeline("b", generation=())
@@ -120,7 +123,7 @@ def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
 
 
 def test_a_sleep_that_establishes_the_state_is_sent_once() -> None:
-    """A newer epoch each second would overtake the one before, and none would ever be done."""
+    """A newer epoch each second would overtake the one before, and none would ever complete."""
     stage = generating(2)
     coordinator = stage.coordinators["a"]
     coordinator.move(0, WorkerPhase.LOST)

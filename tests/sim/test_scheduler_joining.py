@@ -1,4 +1,4 @@
-"""Engines that have not come up yet: no fault for a long time, and nobody waits for them."""
+"""Engines that have not come up yet: no fault for a long time, and no pipeline waits for them."""
 
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.explain import explain_fleet

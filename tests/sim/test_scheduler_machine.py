@@ -1,8 +1,11 @@
 """The scheduler's machine under any history: requests, releases, progress, failures, restarts.
 
-Hypothesis writes the histories. After each step GPUs have one user, owners are those that holds and
-workers name, and nobody is evicted for nothing; at the end of each, everybody who waits is granted
-within the bound, and nothing is left.
+Hypothesis writes the histories. After each step:
+- Each GPU has one user.
+- Owners are those that holds and workers name.
+- No worker is evicted without need.
+
+At the end every waiting request is granted within the bound, and nothing is left.
 """
 
 import math
@@ -48,15 +51,15 @@ SPECS = (
 )
 PRIORITIES = {"actor_train": GpuPriority.ACTOR_TRAINING, "critic": GpuPriority.CRITIC_TRAINING}
 MAX_COMPLETED = 50
-"""More than were asked for."""
+"""More rollouts than were requested."""
 CYCLES_A_REQUEST = 4
-"""A release, a wake that comes to rest, a sleep, and the grant."""
+"""Upper bound on a release, a wake in progress, a sleep, and the grant."""
 
 names = st.sampled_from([spec.pipeline_id for spec in SPECS])
 
 
 class SchedulerHistories(RuleBasedStateMachine):
-    """See the module."""
+    """Random histories of the scheduler's machine."""
 
     policy = "fair"
 
@@ -116,9 +119,9 @@ class SchedulerHistories(RuleBasedStateMachine):
 
     @rule(name=names, fails=st.sampled_from([False, False, False, True]))
     def carries_out_a_resize(self, name: str, fails: bool) -> None:
-        told = self._cast(name).pending_resizes
-        if told:
-            self.stage.carry_out(name, min(told), fails=fails)
+        resizes = self._cast(name).pending_resizes
+        if resizes:
+            self.stage.carry_out(name, min(resizes), fails=fails)
 
     @rule(name=names)
     def forgets_its_resizes(self, name: str) -> None:
@@ -174,7 +177,9 @@ class SchedulerHistories(RuleBasedStateMachine):
         self.stage.ask(name, RequestGpus(key, name, cluster, priority, self.step, target))
 
     def _bring_to_rest(self) -> None:
-        """From now on everybody does as told, and who was granted gives up a cycle later."""
+        """From now on every coordinator obeys, and each granted request is released a cycle
+        later.
+        """
         stage = self.stage
         policy = policies.make_policy(self.policy)
         # Quarantine is grown out of first; then what waits is counted.
@@ -195,7 +200,7 @@ class SchedulerHistories(RuleBasedStateMachine):
         self._leave()
 
     def _give_up_all(self) -> None:
-        """Whatever was granted, so that the next may have it."""
+        """Release all grants, so that the next may have the GPUs."""
         for name, each in self.stage.cast.items():
             waits = {ask.cluster for ask in each.open.values()}
             clusters = [*each.held, *[GENERATION_CLUSTER] * each.is_generating]

@@ -1,7 +1,8 @@
-"""Messages that are well formed and make no sense end nothing: each is refused or ignored.
+"""Well-formed messages that make no sense end nothing: each is refused or ignored.
 
-Any of the scheduler's messages with any values, among true ones. After each step the machine
-stands, what it says can be sent, and no plan has failed; a life that rises from its rows stands.
+Any of the scheduler's messages with any values is sent among valid ones. After each step the
+machine still runs, its messages can be encoded, and no plan has failed; a scheduler restored from
+its rows runs too.
 """
 
 import enum
@@ -54,7 +55,7 @@ SPECS = [
 
 
 def any_value(kind: typing.Any, rng: random.Random) -> typing.Any:
-    """Of that type, whatever it may be."""
+    """A message of that type with any values."""
     if plain := PLAIN.get(kind):
         return plain(rng)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
@@ -71,7 +72,7 @@ def any_value(kind: typing.Any, rng: random.Random) -> typing.Any:
 
 
 def true_message(rng: random.Random) -> AnyMessage:
-    """What a fleet of four GPUs and two pipelines says."""
+    """Valid messages of a fleet of four GPUs and two pipelines."""
     name, key = rng.choice("ab"), str(rng.random())
     asleep = tuple(WorkerTruth(rank, WorkerPhase.ASLEEP, 0) for rank in range(4))
     messages: list[AnyMessage] = [

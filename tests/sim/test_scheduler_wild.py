@@ -1,7 +1,7 @@
-"""Pipelines on one fleet, with what people do to it as well: and a full disk, and clocks that jump.
+"""Pipelines on one fleet, with operators' actions as well, a full disk, and clocks that jump.
 
-People unregister who works, withdraw what they wait for, drain a node and think better of it, and
-say a verb anew that was killed. A seed that ever failed is kept.
+Operators unregister working pipelines, withdraw requests, drain a node and undo it, and repeat a
+command that was killed. A seed that ever failed is kept.
 """
 
 import collections
@@ -41,7 +41,7 @@ def test_a_scheduler_that_does_not_undo_what_people_do_is_found() -> None:
 
 
 def outcome(seed: int, kind: type[FleetScheduler]) -> str:
-    """What the simulation finds, if anything."""
+    """The fault that the simulation finds, if any."""
     try:
         simulate(seed, WILD, SchedulerParts(scheduler=kind))
     except AssertionError as error:

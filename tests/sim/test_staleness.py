@@ -1,4 +1,4 @@
-"""Whatever the lengths and the speeds, no policy trains a sample that is too old, and all end."""
+"""Whatever the lengths and speeds, no policy trains a sample that is too old, and all end."""
 
 import random
 
@@ -92,14 +92,14 @@ def run(name: str, num_steps: int = 60) -> Outcome:
 
 
 def test_every_arm_is_asked_the_same_and_a_seed_tells_the_same_twice() -> None:
-    told = [msgspec.to_builtins(run("drop", 20).figures()) for _ in range(2)]
-    assert told[0] == told[1]
+    results = [msgspec.to_builtins(run("drop", 20).figures()) for _ in range(2)]
+    assert results[0] == results[1]
     bounds = [arm.bound for arm in arms(FleetShape())]
     assert bounds.count(FAR) == 2
 
 
 class Crashing(Managed):
-    """Killed between any two events, and made again from what a journal has."""
+    """Killed between any two events, and restored from a journal."""
 
     def __init__(self, policy: StalePolicy, shape: FleetShape, seed: int) -> None:
         super().__init__(policy, policy, shape, shape.max_staleness)
@@ -142,8 +142,8 @@ class Crashing(Managed):
             return
         self.num_lives += 1
         was = self._manager
-        told = StalenessState(consumed=was.consumed)
-        self._manager = StalenessManager(was.settings, self._published, restored=told)
+        results = StalenessState(consumed=was.consumed)
+        self._manager = StalenessManager(was.settings, self._published, restored=results)
         for group in self._asked.values():
             event = GroupAdmitted(group.group_id, len(group.lengths), group.asked_step)
             self._manager.step(event)

@@ -1,4 +1,4 @@
-"""Engines and publishers that are killed as weights are brought: the two machines on one clock."""
+"""Engines and publishers that are killed during weight updates: the two machines on one clock."""
 
 import pytest
 

@@ -9,7 +9,7 @@ REST = ("--pipeline", "p", "--weights", "weights")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ((*ADDRESSES, *REST), "--engine URL: name the engine of each generation worker"),
         ((*ADDRESSES, *REST, "--engine", "nowhere"), "--engine nowhere"),
@@ -24,9 +24,9 @@ REST = ("--pipeline", "p", "--weights", "weights")
     ],
 )
 def test_a_mistake_is_reported_in_one_line(
-    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["coordinator", *words]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.count("\n") == 1

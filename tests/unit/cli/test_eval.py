@@ -27,7 +27,7 @@ def out(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["-n", "0"], "-n 0: must be at least 1"),
         (["--num-tasks", "-3"], "--num-tasks -3: must be at least 1"),
@@ -43,10 +43,10 @@ def out(tmp_path: Path) -> str:
     ],
 )
 def test_mistake_is_one_line(
-    words: list[str], told: str, out: str, monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "ANSWER_S", 0.2)
-    assert told in refused(["--out", out, *words])
+    assert message in refused(["--out", out, *words])
 
 
 def test_environment_without_tasks_is_one_line(tmp_path: Path, out: str) -> None:
@@ -56,8 +56,8 @@ def test_environment_without_tasks_is_one_line(tmp_path: Path, out: str) -> None
     module.write_text(source)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path)
-        told = refused(["--out", out, "--env", "empty_eval_env:Empty", "--model-dir", "m"])
-    assert told.endswith('tasks("eval") gave no task; name another --split')
+        message = refused(["--out", out, "--env", "empty_eval_env:Empty", "--model-dir", "m"])
+    assert message.endswith('tasks("eval") gave no task; name another --split')
     assert not Path(out).exists()
 
 
@@ -81,8 +81,8 @@ def test_resuming_needs_no_more_than_the_folder(out: str) -> None:
 def test_resuming_with_something_else_is_one_line(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3"]
     open_folder(options_of(arguments().parse_args(words)))
-    told = refused(["--out", out, "--resume", "-n", "4"])
-    assert "evaluates with num_samples = 3, not 4" in told
+    message = refused(["--out", out, "--resume", "-n", "4"])
+    assert "evaluates with num_samples = 3, not 4" in message
 
 
 def test_mistake_moves_no_older_evaluation_aside(out: str) -> None:
@@ -122,7 +122,7 @@ def test_an_evaluation_whose_rollouts_all_failed_ends_with_code_1_and_a_line(
         with (Path(out) / RESULTS).open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
     assert conclude(order, RunEnd(OK, "done")) == code
-    told = capsys.readouterr().err
-    assert told.count("\n") == (code != OK)
+    message = capsys.readouterr().err
+    assert message.count("\n") == (code != OK)
     if outcomes and code == FAILED:
-        assert f"every rollout failed (2), most with {outcomes[0]}: {error}" in told
+        assert f"every rollout failed (2), most with {outcomes[0]}: {error}" in message

@@ -68,14 +68,14 @@ def test_without_a_model_init_and_up_name_what_is_missing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert init([]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("wrote mesh.toml; before `rollmesh up mesh.toml`, edit it:\n")
-    assert "  model.path: a model folder" in told
-    assert "  env: " in told
+    output = capsys.readouterr().out
+    assert output.startswith("wrote mesh.toml; before `rollmesh up mesh.toml`, edit it:\n")
+    assert "  model.path: a model folder" in output
+    assert "  env: " in output
     assert rollmesh(["up", "mesh.toml"]) == 2
     refused = capsys.readouterr().err
     assert refused.startswith("rollmesh: model.path is not set; name a model folder")
-    assert all("`rollmesh make-model tiny-model`" in each for each in (told, refused))
+    assert all("`rollmesh make-model tiny-model`" in each for each in (output, refused))
 
 
 @pytest.mark.usefixtures("project")
@@ -85,7 +85,7 @@ def test_settings_that_the_environment_needs_are_named(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["--model", "modell"], "--model modell: no such folder"),
         (["--model", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B"),
@@ -94,12 +94,12 @@ def test_settings_that_the_environment_needs_are_named(capsys: pytest.CaptureFix
     ],
 )
 def test_a_wrong_argument_is_refused_and_nothing_is_written(
-    project: Path, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+    project: Path, words: list[str], output: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(project / "cache"))
     with pytest.raises(UserError) as error:
         init(words)
-    assert told in str(error.value)
+    assert output in str(error.value)
     assert not (project / "mesh.toml").exists()
 
 
@@ -205,9 +205,9 @@ def test_many_that_start_at_once_share_one_pair_of_keys_and_one_token(tmp_path: 
         for round_ in range(50):
             folder = tmp_path / str(round_)
             folder.mkdir()
-            told = list(pool.map(start, [folder] * num))
-            assert {code for code, *_ in told} == {0}
-            assert len(set(told)) == 1
+            output = list(pool.map(start, [folder] * num))
+            assert {code for code, *_ in output} == {0}
+            assert len(set(output)) == 1
             assert {each.name for each in folder.iterdir()} == {"keys.json", "token"}
 
 
@@ -257,8 +257,8 @@ def test_folder_that_cannot_be_created_is_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["make-model", str(tmp_path / "file" / "model")]) == USAGE
-    told = f"rollmesh: {tmp_path}/file/model: Not a directory; name another folder\n"
-    assert capsys.readouterr().err == told
+    output = f"rollmesh: {tmp_path}/file/model: Not a directory; name another folder\n"
+    assert capsys.readouterr().err == output
 
 
 def test_an_existing_model_is_not_overwritten_silently(
@@ -266,9 +266,9 @@ def test_an_existing_model_is_not_overwritten_silently(
 ) -> None:
     (tmp_path / "config.json").write_text("mine")
     assert main(["make-model", str(tmp_path)]) == USAGE
-    told = capsys.readouterr().err
-    assert told.startswith(f"rollmesh: {tmp_path}: a model exists; ")
-    assert "--force" in told
+    output = capsys.readouterr().err
+    assert output.startswith(f"rollmesh: {tmp_path}: a model exists; ")
+    assert "--force" in output
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [
         ("config.json", "mine")
     ]

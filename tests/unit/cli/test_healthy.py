@@ -14,7 +14,7 @@ from rollmesh.wire.sockets import Hub
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[int]:
-    """The port of a server that says `answer` to its one caller, and hangs up."""
+    """The port of a server that sends `answer` to its one caller, and disconnects."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -35,7 +35,7 @@ def test_a_process_that_answers_2xx_is_healthy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "expected"),
     [
         (b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n", "returned status 503"),
         (b"nonsense\r\n", "nonsense"),
@@ -43,15 +43,15 @@ def test_a_process_that_answers_2xx_is_healthy() -> None:
     ],
 )
 def test_any_other_answer_is_reported(
-    answer: bytes, told: str, capsys: pytest.CaptureFixture[str]
+    answer: bytes, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answering(answer) as port:
         address = f"http://127.0.0.1:{port}/healthz"
         assert main(["healthy", address]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith(f"{address}: ")
-    assert told in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().out
+    assert output.startswith(f"{address}: ")
+    assert expected in output
+    assert output.count("\n") == 1
 
 
 def test_a_closed_port_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,14 +50,14 @@ def test_a_verb_whose_extra_is_not_installed_names_it(
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "rollmesh.trainer.models.tiny", raising=False)
     assert main(["make-model", str(tmp_path / "M")]) == 2
-    told = capsys.readouterr().err
-    assert told == "rollmesh: make-model needs torch: pip install '.[train]' in a checkout\n"
+    printed = capsys.readouterr().err
+    assert printed == "rollmesh: make-model needs torch: pip install '.[train]' in a checkout\n"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--help"], ["eval", "--help"]])
 def test_a_reader_that_has_seen_enough_is_no_fault(words: list[str], unbuffered: str) -> None:
-    """As in `rollmesh --help | true`."""
+    """Write into a closed pipe, as in `rollmesh --help | true`."""
     reading, writing = os.pipe()
     os.close(reading)
     ended = subprocess.run(

@@ -43,7 +43,9 @@ def look(run: FakeRun, after_s: float = 1.0) -> MeshReport:
 
 
 def write_pids(run: FakeRun, host: str = "", **pids: int) -> None:
-    """As launch does: the processes of `pids` by role; ours has really begun when it says."""
+    """Write the processes of `pids` by role, as launch does; ours is recorded with its real
+    start.
+    """
     began_s = psutil.Process().create_time()
     rows = [Pid(role, pid, began_s, host or socket.gethostname()) for role, pid in pids.items()]
     (run.folder / "pids.json").write_bytes(msgspec.json.encode(rows))
@@ -196,7 +198,7 @@ def test_an_address_without_a_router_is_one_line(url: str, why: str) -> None:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """Asks for a token, and has nothing to say to who has it."""
+    """Require a token, and answer nothing to a request with it."""
 
     def do_GET(self) -> None:
         knows = self.headers.get("Authorization") == "Bearer sesame"
@@ -206,7 +208,7 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(b"[]" if is_here else b"{}")
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -232,7 +234,7 @@ def test_a_router_that_asks_for_a_token_gets_ours(
 
 
 def make_model(folder: Path) -> Path:
-    """Its file of settings bears the name of a run's."""
+    """A folder whose settings file has the name of a run's."""
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     return folder
@@ -270,6 +272,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="contains no runs"):
         newest(tmp_path)
     for folder in (tmp_path, model, tmp_path / "none"):
-        with pytest.raises(UserError) as told:
+        with pytest.raises(UserError) as caught:
             run_folder(folder)
-        assert str(told.value) == f"{folder}: not a run folder; runs are in runs/NAME"
+        assert str(caught.value) == f"{folder}: not a run folder; runs are in runs/NAME"

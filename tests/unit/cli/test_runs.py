@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {"env": "echo", "trainer": {"num_steps": 7}}
 
 
 def settings(folder: Path, *words: str) -> Config:
-    """Of a verb that was called with these words, beside `--set run.folder`."""
+    """The settings of a verb called with these arguments, beside `--set run.folder`."""
     arguments = parser("demo", "")
     arguments.set_defaults(config=None)
     add_resume(arguments)
@@ -45,7 +45,7 @@ def settings(folder: Path, *words: str) -> Config:
 
 @pytest.fixture
 def begun(tmp_path: Path) -> Path:
-    """Where a run of 30 steps stands."""
+    """A folder with a run of 30 steps."""
     overrides = [f"run.folder={tmp_path}", "trainer.num_steps=30", "run.seed=5"]
     config = load_config(None, overrides, DEFAULTS)
     write_config(config, config.run_folder() / "config.json")
@@ -96,9 +96,9 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_run_keeps_is_not_changed(begun: Path, override: str, line: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         settings(begun, "--resume", "--set", override)
-    assert str(told.value).startswith(line)
+    assert str(raised.value).startswith(line)
     assert settings(begun, "--set", override) != settings(begun)  # a new run may have it
 
 

@@ -50,7 +50,7 @@ def complaint(verb: str, path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("verb", "text", "told"),
+    ("verb", "text", "error"),
     [
         ("serve", "polcy = 'fair'", "unknown key 'polcy'"),
         ("admission", "polcy = 'fair'", "unknown key 'polcy'"),
@@ -59,25 +59,27 @@ def complaint(verb: str, path: Path) -> str:
         ("admission", "admission = 'tcp://h:1'", "admission: 'tcp://h:1' is not a path"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line(verb: str, text: str, told: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_one_line(
+    verb: str, text: str, error: str, tmp_path: Path
+) -> None:
     path = tmp_path / "scheduler.toml"
     path.write_text(f'http_bind = "127.0.0.1:0"\njournal = "{tmp_path / "journal"}"\n{text}')
-    assert told in complaint(verb, path)
+    assert error in complaint(verb, path)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         ("[fair]\nquantum = 3", "[fair]: unknown key 'quantum'; known keys: quantum_s, "),
         ("[service]\nstall_s = -3", "[service].stall_s: -3 is not a valid time"),
     ],
 )
 def test_seconds_are_checked_before_the_service_serves(
-    text: str, told: str, tmp_path: Path
+    text: str, error: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "scheduler.toml"
     path.write_text(text)
-    assert f"{path}: {told}" in complaint("serve", path)
+    assert f"{path}: {error}" in complaint("serve", path)
 
 
 def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
@@ -85,13 +87,13 @@ def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> N
     path.write_text(f'bind = "tcp://127.0.0.1:0"\nhttp_bind = "127.0.0.1:0"\njournal = "{journal}"')
     journal.mkdir()
     (journal / FILE_NAME).write_bytes(b"no journal " * 1000)
-    told = complaint("serve", path)
-    assert f"{journal / FILE_NAME} is not a scheduler's journal: " in told
-    assert f"; restore a copy, or move {journal} away to start with an empty" in told
+    error = complaint("serve", path)
+    assert f"{journal / FILE_NAME} is not a scheduler's journal: " in error
+    assert f"; restore a copy, or move {journal} away to start with an empty" in error
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "error"),
     [
         (["--scheduler", "tcp://127.0.0.1:1", "--gpus", "0"], "--gpus 0: a node has at least one"),
         (["--scheduler", "nowhere", "--gpus", "1"], "write it as tcp://host:port"),
@@ -99,10 +101,10 @@ def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> N
     ],
 )
 def test_a_mistake_is_one_line(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scheduler", "agent", *words]) == 2
-    assert told in capsys.readouterr().err.splitlines()[-1]
+    assert error in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_ray_that_is_not_installed_is_named(

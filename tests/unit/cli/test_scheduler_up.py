@@ -1,4 +1,4 @@
-"""Both processes are started, all pipelines let in, and each is kept alive apart from the other."""
+"""Both processes are started, all pipelines admitted, and each process is restarted alone."""
 
 import contextlib
 import os
@@ -93,11 +93,11 @@ class Running:
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def token(self, pipeline_id: str) -> str:
-        """What its runs show."""
+        """The status of its runs."""
         return (self.admission.parent / "tokens" / pipeline_id).read_text().strip()
 
     def pid_of(self, verb: str) -> int:
-        """Of the child that has that verb, 0 if there is none now."""
+        """The pid of the child with that verb, 0 if there is none now."""
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
                 if verb in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
@@ -139,7 +139,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 
 class Tenant:
-    """The hooks and the coordinator of one pipeline whose engines do at once what they are told."""
+    """The hooks and the coordinator of one pipeline whose engines obey at once."""
 
     def __init__(self, running: Running, pipeline_id: str) -> None:
         self._pipeline_id = pipeline_id
@@ -151,7 +151,7 @@ class Tenant:
         self._dialer.send(Packet(signed(message, self._token)))
 
     def until(self, state: TicketState, question: HookAsk) -> tuple[int, ...]:
-        """Say it until its ticket is so; the GPUs."""
+        """Send it until its ticket has that state; return the GPUs."""
         give_up_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < give_up_s:
             self.say(HooksWired(self._pipeline_id))
@@ -180,7 +180,7 @@ class Tenant:
 
 
 def test_without_admission_every_run_time_operation_still_answers(running: Running) -> None:
-    """And it is back, by itself, with all that it did."""
+    """The restarted process is back with its whole state."""
     os.kill(running.pid_of("admission"), signal.SIGSTOP)
     with pytest.raises(AddressError, match="no answer of an admission process"):
         ask_admission(running.admission, AdmitPipeline("k", "math"), patience_s=1.0)

@@ -1,4 +1,4 @@
-"""The verbs that ask: they show what the service says, and tell a refusal in one line."""
+"""The verbs that query: they print the service's answer, and a refusal in one line."""
 
 import json
 import threading
@@ -78,14 +78,14 @@ class Town(Fleet):
                 question = packet.message
                 assert isinstance(question, DrainNode | UndrainNode | ReadScheduler)
                 answer = self.ask(question)
-                told = SchedulerAnswered(question.key, answer.ok, answer.error)
-                self.hub.send(route, Packet(told, body=answer.body))
+                output = SchedulerAnswered(question.key, answer.ok, answer.error)
+                self.hub.send(route, Packet(output, body=answer.body))
             serve_waiting(self._door, self._desk)
 
 
 @pytest.fixture
 def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
-    """Its fleet's file stands in the folder where we are."""
+    """The fleet's file is in the working directory."""
     monkeypatch.chdir(tmp_path)
     town = Town()
     Path("scheduler.toml").write_text(FILE.format(address=town.hub.address))
@@ -97,8 +97,8 @@ def test_pipelines_are_placed_by_the_file_and_let_in(
     town: Town, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scheduler", "register", "math"]) == 0
-    told = capsys.readouterr().out
-    assert told == "math: actor_train on 0 1; generation on 0-3\n"
+    output = capsys.readouterr().out
+    assert output == "math: actor_train on 0 1; generation on 0-3\n"
     assert town.phase("math") is PipelinePhase.REGISTERED
     assert main(["scheduler", "admit", "math"]) == 0
     assert town.phase("math") is PipelinePhase.ADMITTED
@@ -118,7 +118,7 @@ def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["register", "maths"], "the fleet's file has no pipeline 'maths'; it has math, big"),
         (["admit", "maths"], "no pipeline 'maths'"),
@@ -130,11 +130,11 @@ def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
     ],
 )
 def test_a_mistake_is_one_line(
-    words: list[str], told: str, town: Town, capsys: pytest.CaptureFixture[str]
+    words: list[str], output: str, town: Town, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scheduler", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert output in line
     assert not town.state.pipelines
 
 

@@ -132,9 +132,9 @@ def test_a_narrow_terminal_folds_names_and_keeps_numbers() -> None:
 def test_json_holds_all_of_it(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert status([str(run.folder), "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
-    told: dict[str, Any] = msgspec.json.decode(line)
-    assert told["run"]["name"] == "demo"
-    assert [row["worker_id"] for row in told["router"]["workers"]] == ["worker-0", "worker-1"]
+    document: dict[str, Any] = msgspec.json.decode(line)
+    assert document["run"]["name"] == "demo"
+    assert [row["worker_id"] for row in document["router"]["workers"]] == ["worker-0", "worker-1"]
 
 
 def test_a_watch_ends_by_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:

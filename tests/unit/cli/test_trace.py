@@ -38,8 +38,8 @@ def test_it_reports_shares_and_conclusions(
 
 def test_programs_get_one_line_of_json(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bias", "--json", str(run.folder)]) == 0
-    told = msgspec.json.decode(capsys.readouterr().out)
-    assert told["fates"] == {"trained": 160, "stale": 10}
+    report = msgspec.json.decode(capsys.readouterr().out)
+    assert report["fates"] == {"trained": 160, "stale": 10}
 
 
 def test_a_run_that_lost_nothing_has_no_bias(

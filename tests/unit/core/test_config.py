@@ -9,15 +9,15 @@ from rollmesh.core.errors import ConfigError
 
 
 def refused(tmp_path: Path, text: str) -> str:
-    """What a user is told of this mesh.toml."""
+    """The error that a user sees for this mesh.toml."""
     file = tmp_path / "mesh.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(file)
-    told = str(caught.value)
-    assert told.startswith(f"{file}: ")
-    assert "\n" not in told
-    return told.removeprefix(f"{file}: ")
+    error = str(caught.value)
+    assert error.startswith(f"{file}: ")
+    assert "\n" not in error
+    return error.removeprefix(f"{file}: ")
 
 
 def test_defaults_are_whole() -> None:
@@ -31,7 +31,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         (
             "foo = 1",
@@ -49,12 +49,12 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         ("[publish]\nevery_steps = 5", "publish.every_steps = 5 lets no sample be within"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, told: str) -> None:
-    assert refused(tmp_path, text).startswith(told)
+def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, error: str) -> None:
+    assert refused(tmp_path, text).startswith(error)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         ("[trainer]\nnum_step = 3", "'trainer.num_step'; did you mean 'trainer.num_steps'"),
         ("[trainer]\nlr = 3", "'trainer.lr'; [trainer] has bind, num_steps, "),
@@ -64,9 +64,9 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path: Path, text: str, tol
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(
-    tmp_path: Path, text: str, told: str
+    tmp_path: Path, text: str, error: str
 ) -> None:
-    assert told in refused(tmp_path, text)
+    assert error in refused(tmp_path, text)
 
 
 def test_a_wrong_word_is_answered_with_the_choices(tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_later_settings_win_table_by_table(tmp_path: Path) -> None:
 
 
 def test_a_hang_timeout_that_a_busy_machine_exceeds_is_refused(tmp_path: Path) -> None:
-    told = refused(tmp_path, "[launch]\nhang_timeout_s = 3")
-    assert "launch: hang_timeout_s = 3 would kill processes of a busy machine" in told
+    error = refused(tmp_path, "[launch]\nhang_timeout_s = 3")
+    assert "launch: hang_timeout_s = 3 would kill processes of a busy machine" in error
     for accepted in (0.0, 10.0):
         config = load_config(None, [f"launch.hang_timeout_s={accepted}"])
         assert config.launch.hang_timeout_s == accepted
@@ -116,7 +116,7 @@ def test_a_bare_word_is_a_string_and_the_rest_is_toml() -> None:
 
 
 def test_defaults_have_room_for_a_worker_full_of_browsers() -> None:
-    """Of 45 screenshots of 0.5 MB each; what has no room in memory goes to disk."""
+    """The memory of 45 screenshots of 0.5 MB each; images without room in memory go to disk."""
     interception, worker = Config().interception, Config().worker
     in_memory = (
         interception.max_blob_bytes

@@ -1,4 +1,4 @@
-"""What an error says: one line, with what it is about and what to do."""
+"""An error is one line with its subject and its remedy."""
 
 import copy
 from typing import get_args
@@ -29,8 +29,8 @@ def test_a_missing_shard_says_which_and_why(reason: MissReason) -> None:
 
 
 def test_each_reason_has_its_own_message() -> None:
-    said = {str(ShardMissing(1, "", each)).rpartition(": ")[2] for each in get_args(MissReason)}
-    assert len(said) == 4
+    messages = {str(ShardMissing(1, "", each)).rpartition(": ")[2] for each in get_args(MissReason)}
+    assert len(messages) == 4
 
 
 def test_an_owner_that_is_gone_is_named() -> None:

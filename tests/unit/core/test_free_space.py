@@ -1,4 +1,4 @@
-"""What is free is given once, joins again, and is found however many runs there are."""
+"""Free space is given out once, joins again, and is found however many gaps there are."""
 
 import random
 from itertools import accumulate
@@ -16,7 +16,7 @@ def space() -> FreeSpace:
 
 
 def taken(space: FreeSpace, sizes: list[int]) -> list[Run]:
-    """Where each of `sizes` lies."""
+    """The offset of each of `sizes`."""
     marks = list(accumulate(sizes))
     pieces = space.take(marks)
     assert pieces is not None

@@ -1,4 +1,4 @@
-"""The heap: freed memory goes back to the system, and where that is not possible all goes on."""
+"""Freed memory goes back to the system; where that is not possible, everything else works."""
 
 import ctypes
 import subprocess

@@ -1,4 +1,4 @@
-"""Ids read as they are written, and consumed groups are remembered cheaply."""
+"""Ids are parsed as they are written, and consumed groups are remembered cheaply."""
 
 import random
 

@@ -114,9 +114,9 @@ def test_no_secret_reaches_a_traceback(tmp_path: Path) -> None:
 def test_without_a_folder_people_read_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup("router", None)
     log.warning("worker.lost", worker_id="worker-1")
-    said = capsys.readouterr().err
-    assert "worker.lost" in said
-    assert "worker_id=worker-1" in said
+    printed = capsys.readouterr().err
+    assert "worker.lost" in printed
+    assert "worker_id=worker-1" in printed
 
 
 def test_with_a_folder_and_no_terminal_stderr_is_silent(
@@ -164,7 +164,7 @@ except ValueError:
 
 
 def test_a_program_of_others_reads_us_where_it_reads_all_libraries() -> None:
-    """Nothing on its stdout, and nothing raised where that is full."""
+    """Print nothing on stdout, and raise nothing where it is full."""
     with open("/dev/full", "wb") as full:
         argv = [sys.executable, "-c", PROGRAM]
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, check=True)
@@ -192,9 +192,9 @@ def test_a_full_disk_costs_events_and_one_line(
         for _ in range(3):
             log.info("router.turned", why="x" * 200)
     log.info("router.stopped")
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"{tmp_path}/logs/router.log: File too large" in said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    assert f"{tmp_path}/logs/router.log: File too large" in printed
     assert [each["event"] for each in lines(tmp_path, "router")][-1] == "router.stopped"
 
 

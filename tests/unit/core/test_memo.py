@@ -1,4 +1,4 @@
-"""A memo gives what its function made, makes it once, and keeps a budget of bytes."""
+"""A memo returns what its function made, makes it once, and keeps a budget of bytes."""
 
 import random
 
@@ -78,8 +78,11 @@ def test_short_texts_are_bounded_too() -> None:
 def test_tools_of_ended_rollouts_are_kept_within_bounds(memo: Memo[[bytes], object]) -> None:
     rng = random.Random(1)
     for _ in range(20):
-        told = rng.randbytes(200_000).hex().encode()
-        memo(b'[{"type":"function","name":"f","function":{"name":"f","description":"%b"}}]' % told)
+        description = rng.randbytes(200_000).hex().encode()
+        memo(
+            b'[{"type":"function","name":"f","function":{"name":"f","description":"%b"}}]'
+            % description
+        )
         assert memo.num_bytes <= MAX_BYTES
 
 

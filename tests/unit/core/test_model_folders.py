@@ -115,6 +115,6 @@ def test_a_probe_is_found_again_and_what_is_none_proves_nothing(tmp_path: Path) 
 def test_scores_within_the_tolerance_are_of_the_same_weights(
     logprobs: list[float], why: str
 ) -> None:
-    told = PROBE.why_not(logprobs)
-    assert why in told
-    assert bool(told) == bool(why)
+    reason = PROBE.why_not(logprobs)
+    assert why in reason
+    assert bool(reason) == bool(why)

@@ -1,4 +1,4 @@
-"""What carries a mark is found and ended wherever it went; what does not is left alone."""
+"""Every process with a mark is found and killed; others are left alone."""
 
 import os
 import resource
@@ -135,14 +135,14 @@ signal.pause()
 
 
 def two_of(taken: list[int]) -> tuple[int, int]:
-    """The range of two descriptors that stand side by side, which are ours no more."""
+    """The range of two adjacent descriptors, which are ours no more."""
     last = taken.pop()
     return taken.pop(), last + 1
 
 
 @pytest.mark.parametrize("num_left", [3, 0])
 def test_a_process_with_few_descriptors_ends_many(num_left: int) -> None:
-    """With none at all it waits for somebody to give one back."""
+    """With no descriptor at all it waits until one is given back."""
     mark = new_mark("test")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with running(FORKS, mark) as process:

@@ -49,7 +49,7 @@ def test_a_file_that_cannot_be_finished_is_not_there_at_all(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("raw", "mode", "told"),
+    ("raw", "mode", "error"),
     [
         (b"secret\n", 0o640, "others can read it; chmod 600"),
         (b"secret\n", 0o604, "others can read it; chmod 600"),
@@ -60,12 +60,12 @@ def test_a_file_that_cannot_be_finished_is_not_there_at_all(tmp_path: Path) -> N
     ],
 )
 def test_a_file_that_is_no_good_secret_is_refused_in_one_line(
-    tmp_path: Path, raw: bytes, mode: int, told: str
+    tmp_path: Path, raw: bytes, mode: int, error: str
 ) -> None:
     path = tmp_path / "token"
     path.write_bytes(raw)
     path.chmod(mode)
-    with pytest.raises(ConfigError, match=told) as raised:
+    with pytest.raises(ConfigError, match=error) as raised:
         read_or_make_secret(path)
     assert str(raised.value).startswith(f"{path}: ")
     assert "\n" not in str(raised.value)

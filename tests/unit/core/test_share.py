@@ -1,4 +1,4 @@
-"""The token of a pipeline is found where a run was told, and else where admission keeps it."""
+"""A pipeline's token is read from the configured file, and otherwise from admission's folder."""
 
 from pathlib import Path
 

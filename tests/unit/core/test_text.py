@@ -1,4 +1,4 @@
-"""A mistyped name is answered with what it may have meant."""
+"""A mistyped name is answered with similar names."""
 
 from rollmesh.core.text import close_names, instead_of
 

@@ -1,4 +1,4 @@
-"""Values on the wire: what was written before a field was there is still read."""
+"""Values written before a field existed can still be read."""
 
 import msgspec
 

@@ -43,11 +43,11 @@ async def test_plain_method_may_give_an_awaitable() -> None:
 
 
 async def test_time_in_which_no_call_could_continue_is_not_counted() -> None:
-    calls, told = EnvCalls(), iter([0.0, 0.02, 0.04, 0.04])
-    limit = TimeLimit("run_timeout_s", 0.01, paused_s=lambda: next(told))
+    calls, pauses = EnvCalls(), iter([0.0, 0.02, 0.04, 0.04])
+    limit = TimeLimit("run_timeout_s", 0.01, paused_s=lambda: next(pauses))
     with pytest.raises(OvertimeError):
         await calls.call(limit, never)
-    assert not list(told), "it waited on for as long as the pauses took"
+    assert not list(pauses), "it waited on for as long as the pauses took"
 
 
 async def test_call_that_takes_too_long_is_over_and_its_code_has_ended() -> None:
@@ -116,7 +116,7 @@ def leave_by(stray: BaseException) -> Callable[[], None]:
 
 
 class PanicError(BaseException):
-    """As a Rust library's panic, or pytest's `fail`."""
+    """Raise as a Rust library's panic, or pytest's `fail`, does."""
 
 
 STRAYS = [

@@ -1,4 +1,4 @@
-"""The thin agent client: what it sends, when it tries again, and how a failure ends."""
+"""The simple agent client: its requests, its retries, and how a failure ends."""
 
 import pytest
 

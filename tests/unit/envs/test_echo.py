@@ -1,4 +1,4 @@
-"""The echo environment: load of a set shape."""
+"""The echo environment produces load of a set shape."""
 
 import itertools
 

@@ -33,15 +33,15 @@ async def test_three_methods_make_an_environment_whose_group_scores_stay_as_give
 async def test_openai_clients_of_many_rollouts_share_their_connections() -> None:
     async with ChatEndpoint(["one", "two"]) as served:
         agents = [Endpoint(served.endpoint.base_url, f"sk-{n}", "policy") for n in range(2)]
-        said = []
+        replies = []
         for agent in agents:
             async with agent.openai(max_retries=0) as client:  # closing one leaves the others
                 reply = await client.chat.completions.create(
                     model=agent.model, messages=[{"role": "user", "content": "?"}]
                 )
-            said.append(reply.choices[0].message.content)
+            replies.append(reply.choices[0].message.content)
         await close_pool()
-    assert said == ["one", "two"]
+    assert replies == ["one", "two"]
     sent = [request.headers["Authorization"] for request in served.requests]
     assert sent == ["Bearer sk-0", "Bearer sk-1"]
 

@@ -1,4 +1,4 @@
-"""Reading what a program left: regular files below the folder, and nothing else."""
+"""Only regular files below a program's folder are read."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Gymnasium's environments as conversations: what is told, what is an action, what it pays."""
+"""Gymnasium's environments as conversations: observations as text, actions, and rewards."""
 
 import itertools
 import re
@@ -22,7 +22,7 @@ CLOSED: list[int] = []
 
 
 class Parrot(gymnasium.Env[str, str]):
-    """Say the secret that it tells; each word costs."""
+    """Repeat the secret from the observation; each word costs."""
 
     observation_space = Text(100, charset=string.printable)
     action_space = Text(10, charset="abc")
@@ -61,18 +61,18 @@ def registered() -> Iterator[None]:
 
 
 async def play(env: GymEnv, *answers: str) -> tuple[Transcript, Score, Sequence[str]]:
-    """The transcript, the score, and what the model was told."""
+    """The transcript, the score, and the messages that the model received."""
     async with ChatEndpoint(answers) as server:
         transcript = await env.run(TASK, server.endpoint)
         await env.close()
-    told = [each["content"] for each in transcript.data["messages"] if each["role"] == "user"]
-    return transcript, await env.score(TASK, transcript), told
+    prompts = [each["content"] for each in transcript.data["messages"] if each["role"] == "user"]
+    return transcript, await env.score(TASK, transcript), prompts
 
 
 async def test_texts_go_as_they_are_and_rewards_add_up() -> None:
     env = GymEnv(env_id="Parrot-v0", make={"secret": "cab"})
-    transcript, score, told = await play(env, "abc", "Hello!", " cab\n")
-    assert told == ["say cab 3", "not abc", "say 1 to 10 of the allowed characters"]
+    transcript, score, prompts = await play(env, "abc", "Hello!", " cab\n")
+    assert prompts == ["say cab 3", "not abc", "say 1 to 10 of the allowed characters"]
     assert score.reward == 0.75
     assert score.metrics == {"num_steps": 2.0, "num_unreadable": 1.0, "num_turns": 3.0}
     assert not transcript.truncated
@@ -97,24 +97,24 @@ async def test_a_lake_in_letters_is_walked_by_names() -> None:
     names = ["left", "down", "right", "up"]
     env = GymEnv(env_id="FrozenLake-v1", make=make, actions=names)
     path = ["Down.", "jump", "down", "RIGHT", "right", "down", "right"]
-    transcript, score, told = await play(env, *path)
-    assert told[0] == "[S]FFF\nFHFH\nFFFH\nHFFG"
-    assert told[1].endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
-    assert told[2] == "say one of: left, down, right, up"
+    transcript, score, prompts = await play(env, *path)
+    assert prompts[0] == "[S]FFF\nFHFH\nFFFH\nHFFG"
+    assert prompts[1].endswith("SFFF\n[F]HFH\nFFFH\nHFFG")
+    assert prompts[2] == "say one of: left, down, right, up"
     assert score.reward == 1.0
     assert not transcript.truncated
 
 
 async def test_actions_without_names_are_numbers_and_other_observations_their_text() -> None:
     env = GymEnv(env_id="FrozenLake-v1", make={"is_slippery": False}, max_turns=3)
-    _, score, told = await play(env, "1", "4", "-1")
-    assert told == ["0", "4", "say 0 to 3"]
+    _, score, prompts = await play(env, "1", "4", "-1")
+    assert prompts == ["0", "4", "say 0 to 3"]
     assert score.metrics["num_unreadable"] == 2.0
 
 
 async def test_observations_that_are_no_text_are_shown_as_json() -> None:
-    _, score, told = await play(GymEnv(env_id="Blackjack-v1", actions=["stick", "hit"]), "stick")
-    assert re.fullmatch(r"\[\d+,\d+,[01]\]", told[0])
+    _, score, prompts = await play(GymEnv(env_id="Blackjack-v1", actions=["stick", "hit"]), "stick")
+    assert re.fullmatch(r"\[\d+,\d+,[01]\]", prompts[0])
     assert score.reward in (-1.0, 0.0, 1.0)
 
 
@@ -144,8 +144,8 @@ def test_what_is_no_text_game_is_known_at_once(settings: dict[str, Any], why: st
 async def test_numbers_of_a_space_begin_where_it_begins() -> None:
     gymnasium.register("Late-v0", lambda **make: Late(**make))
     try:
-        _, score, told = await play(GymEnv(env_id="Late-v0", make={"secret": 6}), "4", "6")
+        _, score, prompts = await play(GymEnv(env_id="Late-v0", make={"secret": 6}), "4", "6")
     finally:
         del gymnasium.registry["Late-v0"]
-    assert told == ["say 6 3", "say 5 to 7"]
+    assert prompts == ["say 6 3", "say 5 to 7"]
     assert score.reward == 1.0

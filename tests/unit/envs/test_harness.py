@@ -1,4 +1,4 @@
-"""Command-line agents: what they find, what is taken from them, and how their ends count."""
+"""Command-line agents: their settings, what is withheld from them, and how their ends count."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ TASK = Task("t-1", {"question": "Why {model}?", "files": {"a/notes.txt": "zebra"
 
 
 class Runs(HarnessEnv):
-    """Runs a piece of Python."""
+    """Run a piece of Python."""
 
     def __init__(self, code: str, *words: str, **settings: Any) -> None:
         super().__init__(argv=[sys.executable, "-c", code, *words], **settings)
@@ -56,19 +56,19 @@ async def test_the_program_finds_its_model_its_home_and_its_task() -> None:
         env={"EXTRA": "{model} in {work}", "TERM": "xterm"},
     )
     transcript = await env.run(TASK, AGENT)
-    told = json.loads(transcript.data["output"])
-    assert told["argv"] == ["Why {model}?", "t-1", "{api_key", "{other}"]
-    assert told["config"] == '{"url": "http://127.0.0.1:9/v1", "root": "http://127.0.0.1:9"}'
-    assert told["notes"] == "zebra"
-    seen = told["env"]
+    report = json.loads(transcript.data["output"])
+    assert report["argv"] == ["Why {model}?", "t-1", "{api_key", "{other}"]
+    assert report["config"] == '{"url": "http://127.0.0.1:9/v1", "root": "http://127.0.0.1:9"}'
+    assert report["notes"] == "zebra"
+    seen = report["env"]
     assert seen["OPENAI_BASE_URL"] == seen["OPENAI_API_BASE"] == AGENT.base_url
     assert seen["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9"
     assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"] == "[key]"
     assert seen["OPENAI_MODEL"] == seen["ANTHROPIC_MODEL"] == "policy"
-    assert (seen["EXTRA"], seen["TERM"]) == (f"policy in {told['cwd']}", "xterm")
+    assert (seen["EXTRA"], seen["TERM"]) == (f"policy in {report['cwd']}", "xterm")
     home = Path(seen["HOME"])
     assert home != Path.home()
-    assert home.parent == Path(told["cwd"]).parent
+    assert home.parent == Path(report["cwd"]).parent
     assert transcript.data["exit_code"] == 0
     assert transcript.data["left"] == ["a", "a/notes.txt", "answer.txt"]
     assert not transcript.truncated

@@ -1,4 +1,4 @@
-"""Users' methods: a coroutine on the loop, a plain one in a thread, which is waited for."""
+"""Users' methods: a coroutine runs on the loop, a plain one in a thread, which is awaited."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Slots: how a mode is chosen, what a program finds in one, and that nothing of it is left."""
+"""Slots: the choice of the mode, what a program finds in one, and that nothing of it is left."""
 
 import asyncio
 import os

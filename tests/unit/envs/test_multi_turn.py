@@ -1,4 +1,4 @@
-"""Conversations: whose words go where, what ends them, and that what was begun is finished."""
+"""Conversations: the role of each message, what ends them, and that a begun turn is finished."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ TOO_LONG = ChatAnswer(status=400, body=b'{"error": {"code": "context_length_exce
 
 
 class Asks(MultiTurnEnv):
-    """Says "more" until the model says "enough"; plain methods, which run in threads."""
+    """Answer "more" until the model says "enough"; plain methods, which run in threads."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""OpenEnv servers: an episode over their protocol, and what is whose fault."""
+"""OpenEnv servers: an episode over their protocol, and the cause of each failure."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ NOBODY = Endpoint("http://127.0.0.1:1/v1", "k", "m")
 
 
 class Counts:
-    """Pays 1, 2, 3... for each word, and ends with "stop"; "crash" breaks the server's side."""
+    """Pay 1, 2, 3... for each word, and end with "stop"; "crash" breaks the server's side."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -42,22 +42,24 @@ class Counts:
 async def play(
     server: OpenEnvServer, env: OpenEnvEnv, *answers: str
 ) -> tuple[Transcript, Score, list[str]]:
-    """The transcript, the score, and what the model was told; the rollout leaves no session."""
+    """The transcript, the score, and the messages that the model received; the rollout leaves no
+    session.
+    """
     async with ChatEndpoint(answers) as chat:
         try:
             transcript = await env.run(TASK, chat.endpoint)
         finally:
             assert not server.sockets
             await env.close()
-    told = [each["content"] for each in transcript.data["messages"] if each["role"] == "user"]
-    return transcript, await env.score(TASK, transcript), told
+    prompts = [each["content"] for each in transcript.data["messages"] if each["role"] == "user"]
+    return transcript, await env.score(TASK, transcript), prompts
 
 
 async def test_an_episode_is_played_to_its_end_and_its_session_closed() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url, game=TEXT)
-        transcript, score, told = await play(server, env, "a", " b\n", "stop")
-    assert told == ["seed 7", "go on", "go on"]
+        transcript, score, prompts = await play(server, env, "a", " b\n", "stop")
+    assert prompts == ["seed 7", "go on", "go on"]
     assert score == Score(6.0, {"num_steps": 3.0, "num_refused": 0.0, "num_turns": 3.0})
     assert not transcript.truncated
 
@@ -72,12 +74,12 @@ async def test_the_last_reward_may_count_alone() -> None:
 async def test_without_fields_observations_and_actions_are_json() -> None:
     async with OpenEnvServer(Counts) as server:
         env = OpenEnvEnv(url=server.url)
-        _, score, told = await play(
+        _, score, prompts = await play(
             server, env, '{"word": "a"}', "word", '{"words": 1}', '{"word":"stop"}'
         )
-    assert told[:2] == ['{"feedback":"seed 7","other":[1]}', '{"feedback":"go on","other":[]}']
-    assert told[2].startswith("error: ")
-    assert told[3] == "error: Invalid message; word: Field required"
+    assert prompts[:2] == ['{"feedback":"seed 7","other":[1]}', '{"feedback":"go on","other":[]}']
+    assert prompts[2].startswith("error: ")
+    assert prompts[3] == "error: Invalid message; word: Field required"
     assert score.metrics["num_refused"] == 2.0
 
 

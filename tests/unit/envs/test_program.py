@@ -1,4 +1,4 @@
-"""An agent's program: what it printed, how it ended, and that nothing it started is left."""
+"""An agent's program: its output, its exit, and that no process of it is left."""
 
 import asyncio
 import os
@@ -42,8 +42,9 @@ async def run(
 
 
 async def overtime(folder: Path, code: str) -> ProgramExit:
-    """How it ends when its time is over, which must be enough for it to begin: then it prints, or
-    has written `pid`."""
+    """How it ends at its timeout, which must be enough for it to begin: then it prints, or has
+    written `pid`.
+    """
     for limit_s in LIMITS_S:
         ended = await run(folder, code, limit_s)
         if ended.output or (folder / "pid").exists():

@@ -1,4 +1,4 @@
-"""Scratch folders: apart, our own, and gone."""
+"""Scratch folders are separate, private and removed."""
 
 import asyncio
 import errno

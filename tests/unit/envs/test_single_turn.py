@@ -1,4 +1,4 @@
-"""One question, one answer: what is asked, and what an answer is worth."""
+"""One question and one answer: the prompt, and the reward of an answer."""
 
 from collections.abc import Iterator
 
@@ -24,8 +24,8 @@ class Telling(Plain):
         return Score(0.5, {"num_chars": float(len(answer))})
 
 
-async def answer(env: SingleTurnEnv, said: str | ChatAnswer) -> tuple[Score, bool, int]:
-    async with ChatEndpoint([said, said]) as server:
+async def answer(env: SingleTurnEnv, reply: str | ChatAnswer) -> tuple[Score, bool, int]:
+    async with ChatEndpoint([reply, reply]) as server:
         transcript = await env.run(TASK, server.endpoint)
         await env.close()
     return await env.score(TASK, transcript), transcript.truncated, len(server.requests)

@@ -52,7 +52,7 @@ class Program:
         return os.read(self._output, 100) == b"begun\n"
 
     def output(self) -> str:
-        """The rest of what it wrote, at its end."""
+        """The rest of its output, at its end."""
         with os.fdopen(self._output, "rb") as file:
             return file.read().decode()
 

@@ -66,7 +66,7 @@ def test_a_csv_file_is_read_with_its_header(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", '{"id": 1}\n{"id"', "a.jsonl:2: not a JSON object: Input data was truncated"),
         ("a.json", '[{"id": 1},\n 5]', "a.json:2: not a JSON object, but int"),
@@ -78,12 +78,12 @@ def test_a_csv_file_is_read_with_its_header(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_file_is_one_line_with_its_place(
-    tmp_path: Path, name: str, text: str, told: str
+    tmp_path: Path, name: str, text: str, message: str
 ) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(EnvError) as error:
         read_tasks(tmp_path / name)
-    assert str(error.value).startswith(f"{tmp_path}/{told}")
+    assert str(error.value).startswith(f"{tmp_path}/{message}")
     assert "\n" not in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Tasks with tools: every call gets its result, and the talk ends with an answer without one."""
+"""Tasks with tools: every call gets its result, and an answer without one ends the conversation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -62,8 +62,8 @@ async def test_each_call_of_an_answer_gets_its_result_in_order() -> None:
     transcript, server = await work(Doubles(tools=[double]), calls, "8")
     first, second = server.requests
     assert [each["function"]["name"] for each in first.body["tools"]] == ["double"]
-    question, said, *results = second.body["messages"]
-    assert (question["content"], len(said["tool_calls"])) == ("How much?", 3)
+    question, call, *results = second.body["messages"]
+    assert (question["content"], len(call["tool_calls"])) == ("How much?", 3)
     assert [(each["role"], each["tool_call_id"]) for each in results] == [
         ("tool", "c1"),
         ("tool", "c2"),

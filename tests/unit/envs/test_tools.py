@@ -1,4 +1,4 @@
-"""Tools: the schema of a function, and that whatever a model or a tool does becomes text."""
+"""Tools: the schema of a function; calls, results and errors become text for the model."""
 
 import asyncio
 import functools
@@ -85,12 +85,12 @@ def test_schema_says_types_defaults_bounds_and_what_the_docstring_tells() -> Non
     assert schema["type"] == "object"
     assert schema["required"] == ["words"]
     assert schema["additionalProperties"] is False
-    told = schema["properties"]
-    assert told["words"] == {"type": "string", "description": "what to look for"}
-    assert told["order"] == {"enum": ["new", "old"], "default": "new"}
-    assert told["limit"]["description"] == "how many titles, at most"
-    assert (told["limit"]["minimum"], told["limit"]["maximum"]) == (1, 50)
-    assert told["places"]["anyOf"][0]["items"] == {"$ref": "#/$defs/Place"}
+    properties = schema["properties"]
+    assert properties["words"] == {"type": "string", "description": "what to look for"}
+    assert properties["order"] == {"enum": ["new", "old"], "default": "new"}
+    assert properties["limit"]["description"] == "how many titles, at most"
+    assert (properties["limit"]["minimum"], properties["limit"]["maximum"]) == (1, 50)
+    assert properties["places"]["anyOf"][0]["items"] == {"$ref": "#/$defs/Place"}
     assert schema["$defs"]["Place"]["required"] == ["x"]
 
 
@@ -116,7 +116,7 @@ def test_function_without_a_schema_is_refused_in_one_line(
 
 def test_what_a_tool_encloses_goes_with_it_and_its_schema_is_made_once() -> None:
     class Browser:
-        """A rollout's."""
+        """A counter of one rollout."""
 
     def tools_of(browser: Browser) -> Toolbox:
         def click(at: int, times: list[int] = []) -> str:  # noqa: B006 - users write such
@@ -285,7 +285,7 @@ async def test_long_result_loses_its_middle() -> None:
 
 async def test_result_that_is_no_utf8_can_be_sent_all_the_same() -> None:
     def name() -> str:
-        """As os.listdir tells a file's."""
+        """An error as os.listdir raises it for a file."""
         return b"caf\xe9".decode("utf-8", "surrogateescape")
 
     assert (await call([name], "name", "{}")).text == "caf?"

@@ -208,7 +208,7 @@ def test_a_folder_has_one_launch_at_a_time(config: Config) -> None:
 def test_a_running_evaluation_is_not_moved_aside_by_another_that_names_its_folder(
     config: Config, tmp_path: Path, inside: str
 ) -> None:
-    """Which has no lock of its own: the mesh in it has one, and the journal."""
+    """An evaluation has no lock of its own: the mesh in it has one, and the journal."""
     held = config.run_folder() / inside
     held.mkdir(parents=True)
     lock = locked(held)

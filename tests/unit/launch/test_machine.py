@@ -491,7 +491,7 @@ def test_events_of_an_unknown_child_change_nothing(running: MachineDriver) -> No
 
 @pytest.mark.parametrize("seed", range(50))
 def test_every_sequence_of_events_ends_with_every_child_gone(seed: int) -> None:
-    """Random deaths, reports and pauses, then a stop: processes started are processes ended."""
+    """Random deaths, reports and pauses, then a stop: every started process ends."""
     gated = [plan("model", OnDeath.NEXT), plan("tool", OnDeath.RESTART, "page", gate=("model",))]
     gated.append(worker_plan("replaced"))
     chance, driver = random.Random(seed), MachineDriver([*PLANS, *gated])
@@ -513,7 +513,7 @@ def test_every_sequence_of_events_ends_with_every_child_gone(seed: int) -> None:
 
 
 def some_event(chance: random.Random, alive: set[str], is_late: bool) -> Event:
-    """What may happen next to the processes in `alive`, which loses those that end."""
+    """Possible next events of the processes in `alive`, which loses those that end."""
     dice = chance.random()
     if is_late and dice < 0.1:
         return StopRequested()

@@ -1,4 +1,4 @@
-"""What the terminal says of a run."""
+"""The terminal's screen of a run."""
 
 import io
 from pathlib import Path

@@ -1,9 +1,7 @@
-"""Threads that ask, wait, fail and clear in every order, against a buffer written naively.
+"""Threads that fetch, wait, fail and clear in every order, compared with a naive buffer.
 
-Owns the naive buffer: what is kept in the order of use, and who fetches what. Invariant: the next
-step is taken when the last has had its effect, which is seen from outside: a thread that waits for
-others also asks for a shard of its own, so that its fetch says how far it has come. Driven by
-test_buffer.py.
+The next step is taken only when the last has had its effect, which is observed from outside: a
+thread that waits for others also fetches a shard of its own, so that this fetch shows its progress.
 """
 
 import time
@@ -37,12 +35,12 @@ MAX_BYTES = 12
 LARGE = 7
 """This shard is larger than the budget; the others have as many bytes as their number."""
 FIRST_OWN = 100
-"""From here on, shards that one thread alone asks for."""
+"""From here on, shards that only one thread fetches."""
 
 numbers = st.lists(st.integers(0, LARGE), max_size=5)
 places = st.integers(0, 9)
 ahead = st.integers(-1, 2)
-"""Of the newest step that has ended: those long past, and the far future, are as the nearest."""
+"""The newest ended step: steps long past and far in the future behave as the nearest."""
 
 
 class Call:
@@ -67,7 +65,9 @@ class Call:
         self.asking = Asking(partial(buffer.get_many, self.wanted, self.fetch))
 
     def check_end(self) -> None:
-        """It ends with what it asked for, or with the error of who fetched some of it."""
+        """End with the requested shards, or with the error of a thread that fetched some of
+        them.
+        """
         is_failure = self.has_failed or any(each.has_failed for each in self.awaited)
         try:
             contents = self.asking.ended()
@@ -79,7 +79,7 @@ class Call:
 
 
 class BufferSchedule(RuleBasedStateMachine):
-    """See the module."""
+    """Random steps of several threads on both buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class BufferSchedule(RuleBasedStateMachine):
         assert (stats.num_tensors, stats.total_bytes) == (0, 0)
 
     def _withdrawn(self, call: Call) -> list[RTensor]:
-        """Its own shards that it was still to bring, which it is not any more."""
+        """Its own shards that it no longer has to fetch."""
         mine = [each for each in call.own if self.coming.get(each) is call]
         for each in mine:
             del self.coming[each]
@@ -207,7 +207,7 @@ class BufferSchedule(RuleBasedStateMachine):
 
 
 def check_schedules(num_schedules: int, num_steps: int) -> None:
-    """So many of them, each of so many steps; AssertionError where the two buffers differ."""
+    """Run that many schedules of that many steps; AssertionError where the two buffers differ."""
     run_state_machine_as_test(
         BufferSchedule,
         settings=settings(max_examples=num_schedules, stateful_step_count=num_steps, deadline=None),

@@ -1,7 +1,7 @@
-"""Fetches under a test's control: what is asked of owners is written down, and waits to be let go.
+"""Fetches under a test's control: requests to owners are recorded and wait until the test releases
+them.
 
-Owns how a test's shards look. Invariant: a shard's bytes follow from its id, so that whoever has
-the wrong ones is found out. Driven by the tests beside it.
+A shard's bytes follow from its id, so that wrong bytes are noticed.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from rollmesh.tensors.handles import UNTAGGED, Content, RTensor
 OWNER = "tcp://127.0.0.1:7"
 SHARD_BYTES = 100
 BUDGET = 10 * SHARD_BYTES
-"""Of a World."""
+"""Shards of a World."""
 WAIT_S = 60.0
 
 T = TypeVar("T")
 
 
 def handle(number: int, step: int = UNTAGGED, num_bytes: int = SHARD_BYTES) -> RTensor:
-    """Of a shard of one dimension."""
+    """A handle of a shard of one dimension."""
     return RTensor(1 << 32 | number, OWNER, step, "uint8", (num_bytes,), num_bytes)
 
 
@@ -40,12 +40,12 @@ def ids(*numbers: int) -> list[int]:
 
 
 def bytes_of(shard: RTensor) -> bytes:
-    """What a shard of this id holds."""
+    """The content of the shard with this id."""
     return np.random.default_rng(shard.shard_id).bytes(shard.num_bytes)
 
 
 def content(shard: RTensor) -> Content:
-    """Its content, in memory of its own."""
+    """Its content in its own memory."""
     data = np.frombuffer(bytes_of(shard), np.uint8).copy()
     data.flags.writeable = False
     return Content(shard.dtype, shard.shape, data)
@@ -61,7 +61,7 @@ def in_one_block(shards: Sequence[RTensor]) -> list[Content]:
 
 
 def assert_are(contents: Sequence[Content], shards: Sequence[RTensor]) -> None:
-    """These are the contents of those."""
+    """Assert that these are the contents of those handles."""
     assert [each.data.tobytes() for each in contents] == [bytes_of(each) for each in shards]
 
 
@@ -72,11 +72,11 @@ ERRORS = [
     ConnectionResetError(104, "reset"),
     RuntimeError("a fault of ours"),
 ]
-"""What a fetch may end in."""
+"""Possible results of a fetch."""
 
 
 class Owners:
-    """All shards there are; a fetch that answers at once."""
+    """All existing shards, with a fetch that answers at once."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -88,7 +88,7 @@ class Owners:
 
 
 class HeldFetch:
-    """A fetch that answers when the test says so, or fails as it says."""
+    """A fetch that answers or fails when the test says so."""
 
     def __init__(self, owners: Owners) -> None:
         self._owners = owners
@@ -106,15 +106,15 @@ class HeldFetch:
         return answer
 
     def wait_begun(self) -> None:
-        """Until it was called once more."""
+        """Wait until it was called once more."""
         assert self._began.acquire(timeout=WAIT_S)
 
     def land(self) -> None:
-        """Let the one call go that waits."""
+        """Release the one waiting call."""
         self._may_end.release()
 
     def fail(self, error: BaseException) -> None:
-        """Let it end so."""
+        """Release that call with this result."""
         self._error = error
         self._may_end.release()
 
@@ -137,7 +137,7 @@ class Asking(threading.Thread, Generic[T]):
             self._error = error
 
     def ended(self) -> T:
-        """What it gave, or raised, once it is over."""
+        """Its return value, or its error raised, once it is over."""
         self.join(WAIT_S)
         assert not self.is_alive()
         if self._error is not None:
@@ -146,7 +146,7 @@ class Asking(threading.Thread, Generic[T]):
 
 
 class World:
-    """A buffer, and the owners that it asks."""
+    """A buffer, and the owners that it fetches from."""
 
     def __init__(self, max_bytes: int = BUDGET) -> None:
         self.buffer = FetchBuffer(max_bytes)
@@ -176,7 +176,7 @@ class Pair:
 
 @contextlib.contextmanager
 def heeding_control_c() -> Iterator[None]:
-    """Also where the tests run in the background of a shell, which has them ignore it."""
+    """Raise KeyboardInterrupt also where a background shell has the tests ignore the signal."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

@@ -1,8 +1,4 @@
-"""Owners for the tests of the transport: a whole one, and one that says what the test tells it to.
-
-Owns the whole owner, a store and its server, and the scripted one, a listening socket whose other
-end follows a function. Driven by test_connection.py, test_guest.py, test_peer.py, test_server.py.
-"""
+"""Tensor owners for the tests of the transport: a complete one, and one that follows a script."""
 
 import contextlib
 import gc
@@ -42,7 +38,7 @@ def content_of(seed: int, num_bytes: int) -> Content:
 
 
 def handles_of(owner: str, sizes: Sequence[int]) -> list[RTensor]:
-    """Handles of shards that nobody holds."""
+    """Handles of shards that no owner holds."""
     return [
         RTensor(7 << 32 | number, owner, 1, "uint8", (num_bytes,), num_bytes)
         for number, num_bytes in enumerate(sizes)
@@ -53,8 +49,9 @@ def handles_of(owner: str, sizes: Sequence[int]) -> list[RTensor]:
 def scripted(
     script: Callable[[FramedSocket], None], admitted: Admitted | None = None
 ) -> Iterator[str]:
-    """The address of an owner that admits one consumer after the other and follows `script` with
-    each, and hangs up. An error of the script fails the test."""
+    """The address of an owner that admits one consumer after the other, follows `script` with each,
+    and disconnects. An error of the script fails the test.
+    """
     errors: list[BaseException] = []
     admitted = admitted or Admitted("", "")
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -97,7 +94,7 @@ class Owned:
         return self.store.put([content_of(seed, size) for seed, size in enumerate(sizes)])
 
     def num_guests(self) -> int:
-        """How many consumers its threads serve."""
+        """The number of consumers that its threads serve."""
         prefix = f"{self.address} consumer"
         return sum(thread.name.startswith(prefix) for thread in threading.enumerate())
 
@@ -123,13 +120,13 @@ def owned(
 
 
 def opened() -> tuple[int, int]:
-    """How many descriptors and threads this process has."""
+    """The numbers of descriptors and threads of this process."""
     gc.collect()  # mappings go with the arrays that look at them
     return len(os.listdir("/proc/self/fd")), threading.active_count()
 
 
 def is_closed_since(before: tuple[int, int]) -> bool:
-    """Whether all is closed that was opened since; an earlier test's last may have ended too."""
+    """Whether everything opened since is closed; an earlier test's last may have ended too."""
     now = opened()
     return now[0] <= before[0] and now[1] <= before[1]
 

@@ -1,7 +1,6 @@
-"""A mesh of owners in one process: real stores, and the shortest way between them.
+"""A mesh of owners in one process: real stores, connected without sockets.
 
-Owns a way to other owners' stores without a socket. Invariant: it keeps to the door of backend.py,
-and writes down what it was asked. Driven by the tests beside it.
+The connection is a Backend that records what was requested.
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ class Neighbours:
     def __init__(self) -> None:
         self.stores: dict[str, OwnerStore] = {}
         self.fetches: list[tuple[str, int]] = []
-        """Each fetch: of whom, how many shards."""
+        """Each fetch: the owner, and the number of shards."""
         self.cleared: list[str] = []
 
     def fetch(self, owner: str, handles: list[RTensor]) -> list[Content]:
@@ -47,12 +46,12 @@ class Neighbours:
 
     def _store(self, owner: str) -> OwnerStore:
         if owner not in self.stores:
-            raise OwnerGone(owner, "nobody listens there")
+            raise OwnerGone(owner, "nothing listens there")
         return self.stores[owner]
 
 
 class Mesh:
-    """Processes, each with a plane of its own."""
+    """Processes, each with its own plane."""
 
     def __init__(self, folder: Path) -> None:
         self.neighbours = Neighbours()
@@ -60,7 +59,7 @@ class Mesh:
         self._arenas: list[Arena] = []
 
     def process(self, port: int, *, buffer: bool = True) -> Plane:
-        """One that owns shards at this port, and fetches those of others."""
+        """A process that owns shards at this port, and fetches those of others."""
         arena = Arena(MAX_BYTES, self._folder)
         self._arenas.append(arena)
         store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES, lease_s=600), FakeClock(), arena)
@@ -69,11 +68,11 @@ class Mesh:
         return Plane(store, FetchBuffer(MAX_BYTES) if buffer else None, self.neighbours)
 
     def consumer(self) -> Plane:
-        """One that owns nothing."""
+        """A process that owns nothing."""
         return Plane(None, FetchBuffer(MAX_BYTES), self.neighbours)
 
     def close(self) -> None:
-        """Every owner ends."""
+        """End every owner."""
         self.neighbours.close()
         for arena in self._arenas:
             arena.close()
@@ -81,7 +80,7 @@ class Mesh:
 
 @contextmanager
 def process_of(plane: Plane) -> Iterator[None]:
-    """The plane is the process's own, meanwhile."""
+    """Meanwhile the plane is the process's own."""
     before = use(plane)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Slots are nobody else's, the budget holds, and what fits into it finds room."""
+"""Slots do not overlap, the budget holds, and an array that fits into it finds room."""
 
 import errno
 import mmap
@@ -22,7 +22,7 @@ MIB = 2**20
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    """Of 64 pages."""
+    """An arena of 64 pages."""
     arena = Arena(64 * PAGE_BYTES)
     yield arena
     arena.close()
@@ -30,7 +30,7 @@ def arena() -> Iterator[Arena]:
 
 @pytest.fixture(params=["shared", "private"])
 def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
-    """The same, also where no file can be made."""
+    """An arena of 64 pages, also where no file can be created."""
     is_shared = request.param == "shared"
     arena = Arena(64 * PAGE_BYTES, SHARED_MEMORY if is_shared else tmp_path / "absent")
     assert (arena.path is not None) == is_shared
@@ -39,7 +39,7 @@ def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Arena]:
 
 
 class SmallFolder:
-    """What `os.posix_fallocate` does where the file may take so many pages and no more."""
+    """Behave as `os.posix_fallocate` where the file may take that many pages and no more."""
 
     def __init__(self, arena: Arena, num_pages: int) -> None:
         self._arena, self._num_pages = arena, num_pages
@@ -82,8 +82,8 @@ def test_slots_without_a_gap_between_them_are_one_view(either: Arena) -> None:
     number = iter(range(sum(sizes)))
     for view in views:
         view[:] = bytes(next(number) % 256 for _ in range(view.nbytes))
-    told = b"".join(bytes(either.read_only(slot)) for slot in slots)
-    assert told == bytes(each % 256 for each in range(sum(sizes)))
+    content = b"".join(bytes(either.read_only(slot)) for slot in slots)
+    assert content == bytes(each % 256 for each in range(sum(sizes)))
     readable = either.readable(reversed(slots))
     assert b"".join(readable) == b"".join(bytes(either.read_only(each)) for each in slots[::-1])
     assert all(view.readonly for view in readable)
@@ -270,9 +270,9 @@ def test_where_the_folder_ends_before_the_budget_scattered_space_is_found_too(
 def test_without_a_folder_it_says_what_that_costs(tmp_path: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         Arena(MIB, tmp_path / "absent")
-    (said,) = logs
-    assert said["event"] == "arena.private"
-    assert "absent: no such file" in said["why"]
+    (entry,) = logs
+    assert entry["event"] == "arena.private"
+    assert "absent: no such file" in entry["why"]
 
 
 def test_a_budget_beyond_all_addresses_is_refused_in_one_line(tmp_path: Path) -> None:

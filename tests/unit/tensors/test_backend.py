@@ -1,4 +1,4 @@
-"""What a backend gave is what was asked for, or it is said what differs."""
+"""A backend's answer matches the request, or the error names the difference."""
 
 import numpy as np
 import pytest

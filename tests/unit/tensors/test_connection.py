@@ -1,4 +1,4 @@
-"""A connection: what is sent or lent arrives in place; what no owner can have meant is typed."""
+"""Sent or lent shards arrive in place; an answer that no owner can have meant is a typed error."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ SEGMENT = bytes(range(256)) * 8
 
 
 def ignore() -> None:
-    """Nobody waits for the ends of loans."""
+    """No thread waits for the ends of loans."""
 
 
 def heard(line: FramedSocket) -> Fetch | Clear | Returned:
@@ -67,7 +67,7 @@ def connected(
 
 
 def sender(*sizes: int) -> Callable[[FramedSocket], None]:
-    """Answers a fetch by content_of(0), content_of(1)... of `sizes`."""
+    """Answer a fetch by content_of(0), content_of(1)... of `sizes`."""
 
     def script(line: FramedSocket) -> None:
         ask = heard(line)
@@ -86,13 +86,13 @@ class Lender:
         self.path = folder / "segment"
         self.path.write_bytes(SEGMENT)
         self.admitted = Admitted(memory_id(str(folder)), str(folder))
-        self.told: list[int] = []
+        self.returned_ids: list[int] = []
 
     def lend(self, line: FramedSocket, offsets: list[int], sizes: list[int]) -> None:
         """Answer one fetch."""
         ask = heard(line)
         assert isinstance(ask, Fetch)
-        self.told += unpack_numbers(ask.returned)
+        self.returned_ids += unpack_numbers(ask.returned)
         segments = pack_numbers([0] * len(sizes))
         line.send(
             frame(Lent([str(self.path)], segments, pack_numbers(offsets), pack_numbers(sizes)))
@@ -137,27 +137,27 @@ def test_ended_loans_are_returned_with_the_next_call(lender: Lender) -> None:
             lender.lend(line, [0, 0], [8, 8])
         returned = heard(line)
         assert isinstance(returned, Returned)
-        lender.told += unpack_numbers(returned.ids)
+        lender.returned_ids += unpack_numbers(returned.ids)
         cleared = heard(line)
         assert isinstance(cleared, Clear)
-        lender.told += unpack_numbers(cleared.returned)
+        lender.returned_ids += unpack_numbers(cleared.returned)
         line.send(frame(Cleared(2)))
 
     with connected(script, lender.admitted) as (owner, connection):
         one, other = handles_of(owner, [8, 8])
         first = connection.fetch([one, other])
         second = connection.fetch([one, one])
-        assert lender.told == []
+        assert lender.returned_ids == []
         del first
         third = connection.fetch([one, other])
-        assert sorted(lender.told) == [one.shard_id, other.shard_id]
+        assert sorted(lender.returned_ids) == [one.shard_id, other.shard_id]
         del second
         connection.report_ended()
         connection.report_ended()
         del third
         assert connection.clear([one.shard_id, other.shard_id]) == 2
-    told = [one.shard_id] * 4 + [other.shard_id] * 2
-    assert sorted(lender.told) == told
+    returned_ids = [one.shard_id] * 4 + [other.shard_id] * 2
+    assert sorted(lender.returned_ids) == returned_ids
 
 
 def test_what_was_lent_outlives_the_last_call_and_keeps_the_connection_open(
@@ -193,7 +193,7 @@ def test_memory_that_cannot_be_seen_after_all_is_sent_instead(lender: Lender) ->
         sent = heard(line)
         assert isinstance(sent, Fetch)
         assert not sent.is_by_memory
-        lender.told += unpack_numbers(sent.returned)
+        lender.returned_ids += unpack_numbers(sent.returned)
         line.send(frame(Sent(pack_numbers([8]))), [memoryview(b"streamed")])
         sender(8)(line)
 
@@ -201,7 +201,7 @@ def test_memory_that_cannot_be_seen_after_all_is_sent_instead(lender: Lender) ->
     with connected(script, lender.admitted) as (owner, connection):
         handles = handles_of(owner, [8])
         assert bytes(connection.fetch(handles)[0].data) == b"streamed"
-        assert lender.told == [handles[0].shard_id]
+        assert lender.returned_ids == [handles[0].shard_id]
         assert len(connection.fetch(handles)) == 1  # it is not tried again
 
 

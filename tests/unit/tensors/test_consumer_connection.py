@@ -1,4 +1,4 @@
-"""A guest: answered while it speaks sense; what it was lent stays until it has hung up."""
+"""A consumer is answered while its messages are valid; its loans stay until it disconnects."""
 
 import socket
 import threading
@@ -51,14 +51,14 @@ def owner() -> Iterator[Owned]:
 
 
 class Consumer:
-    """The other end of a guest, which says what the test wants."""
+    """The consumer's end, whose messages the test chooses."""
 
     def __init__(self, line: FramedSocket, thread: threading.Thread) -> None:
         self.line = line
         self._thread = thread
 
     def ask(self, ask: Request) -> Answer:
-        """What it is answered."""
+        """Its next answer."""
         self.line.send(frame(ask))
         return decode_answer(self.line.receive())
 
@@ -74,7 +74,9 @@ class Consumer:
 
 @contextmanager
 def seated(owner: Owned, patience_s: float = PATIENCE_S) -> Iterator[Consumer]:
-    """A guest of `owner` in a thread; at the end the consumer hangs up, and the guest leaves."""
+    """A consumer connection of `owner` in a thread; at the end the consumer disconnects, and the
+    thread ends.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         near = FramedSocket(socket.create_connection(listening.getsockname()), PATIENCE_S)
         far = FramedSocket(listening.accept()[0], patience_s)
@@ -173,11 +175,15 @@ def test_a_disconnected_consumer_holds_nothing(owner: Owned) -> None:
     assert owner.store.stats().retained_bytes == 0
 
 
-@pytest.mark.parametrize("said", [b"\xff" * 8, frame(KeyProof(b"")), frame(Hello(1, bytes(32)))])
-def test_a_malformed_consumer_is_ignored_and_keeps_its_loans(owner: Owned, said: bytes) -> None:
+@pytest.mark.parametrize(
+    "malformed", [b"\xff" * 8, frame(KeyProof(b"")), frame(Hello(1, bytes(32)))]
+)
+def test_a_malformed_consumer_is_ignored_and_keeps_its_loans(
+    owner: Owned, malformed: bytes
+) -> None:
     with seated(owner) as consumer:
         lent(owner, consumer, SIZES)
-        consumer.line.send(said)
+        consumer.line.send(malformed)
         assert not consumer.line.wait_for_frame()
         assert owner.store.stats().retained_bytes == sum(SIZES)
         assert consumer.is_served()
@@ -188,7 +194,7 @@ TOO_MANY = pack_numbers([1]) * (MAX_IDS + 1)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "malformed",
     [
         b"\xff" * 8,
         frame(KeyProof(b"")),
@@ -199,9 +205,9 @@ TOO_MANY = pack_numbers([1]) * (MAX_IDS + 1)
         frame(Returned(TOO_MANY)),
     ],
 )
-def test_a_malformed_consumer_without_loans_is_disconnected(owner: Owned, said: bytes) -> None:
+def test_a_malformed_consumer_without_loans_is_disconnected(owner: Owned, malformed: bytes) -> None:
     with seated(owner) as consumer:
-        consumer.line.send(said)
+        consumer.line.send(malformed)
         assert consumer.is_left()
         assert not consumer.line.wait_for_frame()
 

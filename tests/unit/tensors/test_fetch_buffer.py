@@ -1,4 +1,4 @@
-"""What is fetched is fetched once, kept within its budget, and does not come back once cleared."""
+"""Each shard is fetched once, kept within the budget, and never returns after its clear."""
 
 import gc
 import signal

@@ -1,4 +1,6 @@
-"""A line: all of it arrives in place, however the kernel cuts it; who stalls or lies is cut off."""
+"""Frames arrive whole and in place, however the kernel cuts them; stalled or lying peers are cut
+off.
+"""
 
 import random
 import socket
@@ -91,24 +93,24 @@ def test_no_memory_is_taken_for_a_length_that_is_merely_claimed(
     assert peak_bytes < 2**20
 
 
-@pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0", b"\x05\0\0\0half"])
+@pytest.mark.parametrize("content", [b"", b"\x05", b"\x05\0\0\0", b"\x05\0\0\0half"])
 def test_a_disconnect_within_a_frame_differs_from_a_clean_end(
-    ends: tuple[FramedSocket, FramedSocket], said: bytes
+    ends: tuple[FramedSocket, FramedSocket], content: bytes
 ) -> None:
     near, far = ends
-    raw(near).sendall(said)
+    raw(near).sendall(content)
     near.cut()
-    assert far.wait_for_frame() is bool(said)
+    assert far.wait_for_frame() is bool(content)
     with pytest.raises(ConnectionResetError, match="hung up"):
         far.receive()
 
 
-@pytest.mark.parametrize("said", [b"", b"\x05", b"\x05\0\0\0half"])
+@pytest.mark.parametrize("content", [b"", b"\x05", b"\x05\0\0\0half"])
 def test_a_peer_that_stops_within_a_frame_is_given_up(
-    ends: tuple[FramedSocket, FramedSocket], said: bytes
+    ends: tuple[FramedSocket, FramedSocket], content: bytes
 ) -> None:
     near, far = ends
-    raw(far).sendall(said)
+    raw(far).sendall(content)
     with pytest.raises(TimeoutError):
         near.receive()
 
@@ -144,11 +146,11 @@ def test_a_request_is_heard_to_its_end_however_it_comes(
     ends: tuple[FramedSocket, FramedSocket], piece: int
 ) -> None:
     near, far = ends
-    said = b"GET / HTTP/1.1" + b"x" * 50 + b"\r\n\r\n"
-    for at in range(0, len(said), piece):
-        raw(near).sendall(said[at : at + piece])
+    content = b"GET / HTTP/1.1" + b"x" * 50 + b"\r\n\r\n"
+    for at in range(0, len(content), piece):
+        raw(near).sendall(content[at : at + piece])
     raw(near).sendall(b"and more")
-    assert far.receive_until(b"\r\n\r\n", len(said)) == said
+    assert far.receive_until(b"\r\n\r\n", len(content)) == content
 
 
 @pytest.mark.parametrize("num_bytes", [100, 101, 1000])

@@ -1,4 +1,4 @@
-"""Frames between owner and consumer: what was said arrives; anything else is a WireError."""
+"""Frames between owner and consumer decode to what was encoded; anything else is a WireError."""
 
 import msgspec
 import pytest

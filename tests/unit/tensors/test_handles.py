@@ -1,4 +1,4 @@
-"""Handles travel as columns, and whatever is no pack of them is said to be none."""
+"""Handles travel as columns, and a malformed pack is refused."""
 
 import random
 import time

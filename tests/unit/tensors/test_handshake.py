@@ -1,4 +1,4 @@
-"""The handshake: ends of one mesh trust each other; a stranger is told why he is not trusted."""
+"""The two ends of one mesh authenticate each other; a refused consumer receives the reason."""
 
 import socket
 import threading
@@ -67,8 +67,8 @@ class Door:
             self.error = error
             line.cut()
 
-    def said(self) -> str:
-        """What it sent the consumer away for; '' if it did not."""
+    def refusal(self) -> str:
+        """The reason with which it refused the consumer; '' if it did not."""
         self._thread.join()
         return str(self.error or "")
 
@@ -76,7 +76,7 @@ class Door:
 def test_without_keys_both_are_content(ends: tuple[FramedSocket, FramedSocket]) -> None:
     door = Door(ends[1], None)
     assert greet_owner(ends[0], OWNER, None) == ADMITTED
-    assert door.said() == ""
+    assert door.refusal() == ""
 
 
 def test_with_the_same_keys_both_are_content(
@@ -84,7 +84,7 @@ def test_with_the_same_keys_both_are_content(
 ) -> None:
     door = Door(ends[1], keys)
     assert greet_owner(ends[0], OWNER, keys) == ADMITTED
-    assert door.said() == ""
+    assert door.refusal() == ""
 
 
 def test_a_consumer_without_keys_gets_an_error_that_asks_for_them(
@@ -93,7 +93,7 @@ def test_a_consumer_without_keys_gets_an_error_that_asks_for_them(
     door = Door(ends[1], keys)
     with pytest.raises(AddressError, match=f"{OWNER}: it needs the keys.*{KEYS_VARIABLE}"):
         greet_owner(ends[0], OWNER, None)
-    assert "needs the keys" in door.said()
+    assert "needs the keys" in door.refusal()
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
@@ -104,13 +104,13 @@ def test_an_owner_without_keys_or_with_others_is_not_believed(
     with pytest.raises(AddressError, match=f"{OWNER}: it does not have the keys"):
         greet_owner(ends[0], OWNER, keys)
     ends[0].cut()
-    assert door.said() == "hung up"
+    assert door.refusal() == "hung up"
 
 
 def test_a_consumer_with_other_keys_is_sent_away(
     ends: tuple[FramedSocket, FramedSocket], keys: Keys, other_keys: Keys
 ) -> None:
-    """One that does not care who the owner is."""
+    """A consumer that does not check the owner's identity."""
     door = Door(ends[1], keys)
     near = ends[0]
     near.send(frame(Hello(PROTOCOL, NONCE)))
@@ -119,7 +119,7 @@ def test_a_consumer_with_other_keys_is_sent_away(
     near.send(frame(KeyProof(welcome.proof)))  # the owner's own, thrown back at it
     answer = decode_answer(near.receive())
     assert isinstance(answer, Refused)
-    assert "needs the keys" in door.said()
+    assert "needs the keys" in door.refusal()
 
 
 @pytest.mark.parametrize("keyed", [False, True])
@@ -130,11 +130,11 @@ def test_another_protocol_is_named(
     ends[0].send(frame(Hello(PROTOCOL + 1, NONCE)))
     answer = decode_answer(ends[0].receive())
     assert answer == Refused(f"the consumer speaks protocol {PROTOCOL + 1}, its owner {PROTOCOL}")
-    assert door.said() == answer.why
+    assert door.refusal() == answer.why
 
 
 @pytest.mark.parametrize(
-    "said",
+    "refusal",
     [
         frame(KeyProof(b"")),
         frame(Hello(PROTOCOL, NONCE)) * 2,
@@ -146,12 +146,12 @@ def test_another_protocol_is_named(
     ],
 )
 def test_nonsense_is_sent_away(
-    ends: tuple[FramedSocket, FramedSocket], keys: Keys, said: bytes
+    ends: tuple[FramedSocket, FramedSocket], keys: Keys, refusal: bytes
 ) -> None:
     door = Door(ends[1], keys)
-    ends[0].send(said)
+    ends[0].send(refusal)
     ends[0].stop_sending()
-    assert door.said() != ""
+    assert door.refusal() != ""
 
 
 def test_an_owner_that_talks_nonsense_is_no_owner(ends: tuple[FramedSocket, FramedSocket]) -> None:
@@ -171,7 +171,7 @@ def test_a_silent_peer_is_given_up(
 
 
 def test_no_two_handshakes_are_alike(ends: tuple[FramedSocket, FramedSocket], keys: Keys) -> None:
-    """So a proof that somebody overheard opens nothing later."""
+    """So an overheard proof opens nothing later."""
     near, far = ends
     welcomes = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Loans: each ends with the last view of its array, and is told once."""
+"""Each loan ends with the last view of its array, and is returned once."""
 
 import gc
 import random
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rollmesh.tensors.receive_buffer import ArrayLoans
 
 MEMORY = np.arange(1024, dtype=np.uint8).tobytes()
-"""What an owner's segment would be: no array, so that views are of the lent array."""
+"""Stands for an owner's segment: no array, so that views are of the lent array."""
 
 
 def array(offset: int = 0, num_bytes: int = 64) -> NDArray[np.uint8]:
@@ -18,7 +18,7 @@ def array(offset: int = 0, num_bytes: int = 64) -> NDArray[np.uint8]:
 
 
 class Bell:
-    """Counts how often it is rung."""
+    """Count how often it is rung."""
 
     def __init__(self) -> None:
         self.num_rings = 0
@@ -71,21 +71,21 @@ def test_loans_that_end_in_many_threads_are_all_returned_once() -> None:
         rng.choice(shards).append(lent)
     del lent
     together = threading.Barrier(len(shards))
-    told: list[int] = []
+    ended: list[int] = []
 
     def forget(some: list[NDArray[np.uint8]]) -> None:
         together.wait()
         while some:
             some.pop()
-            told.extend(loans.take_ended(3))
+            ended.extend(loans.take_ended(3))
 
     threads = [threading.Thread(target=forget, args=(some,)) for some in shards]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    told += loans.take_ended(4000)
-    assert sorted(told) == list(range(4000))
+    ended += loans.take_ended(4000)
+    assert sorted(ended) == list(range(4000))
     assert len(loans) == 0
 
 

@@ -1,4 +1,4 @@
-"""What is kept is counted as the memory that it holds, and the longest unused is known."""
+"""Entries count as the memory that they hold, and the least recently used one is known."""
 
 import gc
 import random
@@ -17,13 +17,13 @@ def shelf() -> LruCache:
 
 
 def put(shelf: LruCache, *numbers: int, step: int = UNTAGGED) -> None:
-    """Each in memory of its own."""
+    """Arrays with their own memory."""
     for shard in handles(*numbers, step=step):
         shelf.put(shard, content(shard))
 
 
 def put_block(shelf: LruCache, *numbers: int) -> None:
-    """All in the same memory."""
+    """Arrays in the same memory."""
     shards = handles(*numbers)
     for shard, each in zip(shards, in_one_block(shards), strict=True):
         shelf.put(shard, each)

@@ -1,4 +1,4 @@
-"""Containers keep their types, what is one thing stays one, and nothing is changed in place."""
+"""Containers keep their types, shared objects stay shared, and nothing is changed in place."""
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict
@@ -15,7 +15,7 @@ from rollmesh.tensors.handles import RTensor, collect, transform
 
 
 class Leaf:
-    """What is looked for."""
+    """The leaf that the walk looks for."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -43,7 +43,7 @@ class Record:
 
 
 class Fresh(Mapping[str, Any]):
-    """Makes its values as it is asked."""
+    """Make its values on access."""
 
     def __getitem__(self, key: str) -> Any:
         return [Leaf(key)]
@@ -56,7 +56,7 @@ class Fresh(Mapping[str, Any]):
 
 
 class Tagged(list[object]):
-    """A list with something of its own."""
+    """A list with an attribute."""
 
     tag = ""
 
@@ -190,7 +190,7 @@ NESTS = st.recursive(
 
 
 def in_leaves(value: Any) -> Any:
-    """The same nest with each text in a Leaf: made by hand, for each kind."""
+    """Replace each text in a nest by a Leaf: written out by hand, for each kind."""
     match value:
         case str():
             return Leaf(value)

@@ -1,4 +1,4 @@
-"""The debugging page: a shard's bytes for who shows the admin token; for others, nothing."""
+"""The debugging page shows a shard's bytes only with the admin token."""
 
 import http.client
 import socket

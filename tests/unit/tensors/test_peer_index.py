@@ -1,4 +1,4 @@
-"""Neighbours: those of one machine are sent to one of them, and nobody waits in a circle."""
+"""Consumers of one machine are sent to one of them, and never wait in a circle."""
 
 import hypothesis
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Peers: shards of other owners, over one connection each, and typed errors for those that went."""
+"""Shards of other owners come over one connection each; lost ones are typed errors."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ def peers() -> Iterator[Peers]:
 
 @pytest.fixture(params=["memory", "stream"])
 def owner(request: pytest.FixtureRequest) -> Iterator[Owned]:
-    """One that lends, and one that has nothing to lend."""
+    """An owner that lends, and one that has nothing to lend."""
     with owned(is_shared=request.param == "memory") as owner:
         yield owner
 
@@ -193,7 +193,7 @@ def test_an_owner_that_went_is_gone(owner: Owned, peers: Peers) -> None:
 
 
 def vanish(line: FramedSocket) -> None:
-    """In the midst of an answer."""
+    """Disconnect during an answer."""
     line.receive()
     line.send(frame(Sent(pack_numbers([8])))[:-1])
 
@@ -204,17 +204,17 @@ def mumble(line: FramedSocket) -> None:
 
 
 def hold_back(line: FramedSocket) -> None:
-    """Most of the bytes."""
+    """Send most of the bytes."""
     ask = decode_request(line.receive())
     assert isinstance(ask, Fetch)
     line.send(frame(Sent(pack_numbers([2**20]))), [memoryview(bytes(100))])
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [(vanish, "hung up"), (mumble, "a header of"), (hold_back, "hung up")]
+    ("script", "message"), [(vanish, "hung up"), (mumble, "a header of"), (hold_back, "hung up")]
 )
 def test_an_owner_that_fails_in_mid_fetch_is_gone_and_found_again(
-    peers: Peers, script: Callable[[FramedSocket], None], said: str
+    peers: Peers, script: Callable[[FramedSocket], None], message: str
 ) -> None:
     num_dialled = 0
 
@@ -229,7 +229,7 @@ def test_an_owner_that_fails_in_mid_fetch_is_gone_and_found_again(
 
     with scripted(fail_then_answer) as address:
         handles = handles_of(address, [2**20])
-        with pytest.raises(OwnerGone, match=said):
+        with pytest.raises(OwnerGone, match=message):
             peers.fetch(address, handles)
         assert data_of(peers.fetch(address, handles)) == [bytes(2**20)]
     assert num_dialled == 2
@@ -251,7 +251,7 @@ def test_a_connection_that_ended_while_idle_is_replaced_silently(peers: Peers) -
 
 
 def test_an_interrupted_call_leaves_nothing_to_the_next(peers: Peers) -> None:
-    """As by Ctrl-C, in the midst of an answer."""
+    """Interrupt as Ctrl-C does, during an answer."""
     started, go_on = threading.Event(), threading.Event()
 
     def stall(line: FramedSocket) -> None:
@@ -284,7 +284,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(peers: Peers) -> None:
 
 
 def test_ended_loans_of_a_busy_peer_are_returned_when_it_is_idle(peers: Peers) -> None:
-    """And the loans of others meanwhile."""
+    """And return the loans of others meanwhile."""
     started, go_on = threading.Event(), threading.Event()
 
     def stall(line: FramedSocket) -> None:
@@ -332,7 +332,7 @@ def test_nothing_is_left_open() -> None:
 def test_consumers_that_crowd_an_owner_see_whole_shards_and_leave_nothing(
     is_shared: bool, seeds: list[int]
 ) -> None:
-    """While what they look at is cleared, and its memory wanted for more."""
+    """While the shards that they view are cleared, and the memory is wanted for more."""
     shelf: list[tuple[int, RTensor]] = []
     wrong: list[object] = []
     with owned(is_shared=is_shared, max_bytes=2**22) as owner:
@@ -386,7 +386,7 @@ def test_a_forked_child_has_no_part_in_a_connection(peers: Peers) -> None:
 
 
 def _leave(owner: Owned, peers: Peers, handles: list[RTensor]) -> NoReturn:
-    """With code 0 where a fetch is refused, and what is ended is ended here alone."""
+    """Exit with 0 if a fetch is refused, and only this process's connection has ended."""
     code = 1
     try:
         peers.fetch(owner.address, handles)

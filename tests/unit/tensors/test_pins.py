@@ -1,4 +1,4 @@
-"""What a peer was lent stays where it was told until he has let go, and his pins are his alone."""
+"""Memory lent to a peer stays in place until the peer releases it, and its pins are its own."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tensors are stored where they are made, fetched once by who needs them, and gone when told."""
+"""Tensors are stored where they are made, fetched once per consumer, and freed when cleared."""
 
 import contextlib
 import random
@@ -47,7 +47,7 @@ def rollouts() -> list[Any]:
 
 
 def assert_same(got: Any, wanted: Any) -> None:
-    """Equal tensors in equal places."""
+    """Compare two nests: equal tensors in equal places."""
     tensors, others = collect(got, torch.Tensor), collect(wanted, torch.Tensor)
     assert len(tensors) == len(others) > 0
     assert all(torch.equal(one, other) for one, other in zip(tensors, others, strict=True))

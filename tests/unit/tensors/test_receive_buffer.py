@@ -1,4 +1,4 @@
-"""A landing: bytes arrive in memory that was used before, where nobody looks at it any more."""
+"""Bytes arrive in reused memory only after its last view is gone."""
 
 import random
 import threading
@@ -15,7 +15,7 @@ MAX_BYTES = 2**16
 
 
 def filling(number: int) -> Callable[[Sequence[memoryview]], None]:
-    """Fills with a number."""
+    """Fill with a number."""
 
     def fill(views: Sequence[memoryview]) -> None:
         for view in views:
@@ -38,16 +38,16 @@ def test_arrays_have_their_sizes_and_bytes_and_are_read_only(max_bytes: int) -> 
 
 def test_bytes_are_received_in_order() -> None:
     landing = ReceiveBuffer(MAX_BYTES)
-    told = np.random.default_rng(0).integers(0, 256, sum(SIZES), np.uint8)
+    content = np.random.default_rng(0).integers(0, 256, sum(SIZES), np.uint8)
 
     def fill(views: Sequence[memoryview]) -> None:
         at = 0
         for view in views:
-            view[:] = told[at : at + view.nbytes].data
+            view[:] = content[at : at + view.nbytes].data
             at += view.nbytes
         assert at == sum(SIZES)
 
-    assert np.array_equal(np.concatenate(landing.receive(SIZES, fill)), told)
+    assert np.array_equal(np.concatenate(landing.receive(SIZES, fill)), content)
 
 
 def test_memory_is_reused_once_no_view_is_left() -> None:
@@ -91,9 +91,9 @@ def test_where_the_system_has_no_addresses_for_it_it_says_so_once_and_goes_witho
                 {number},
                 {number},
             ]
-    (said,) = logs
-    assert said["event"] == "receive_buffer.none"
-    assert "ulimit -v" in said["why"]
+    (entry,) = logs
+    assert entry["event"] == "receive_buffer.none"
+    assert "ulimit -v" in entry["why"]
 
 
 def test_a_failed_fetch_takes_no_room() -> None:

@@ -1,4 +1,4 @@
-"""A relay: of the consumers on one machine, one fetches, and all look at what he fetched."""
+"""One of the consumers on a machine fetches, and all view what it fetched."""
 
 import threading
 import weakref
@@ -47,7 +47,7 @@ class Rank:
         self.peers.lend_at(self.address)
 
     def fetch(self, handles: list[RTensor]) -> list[Content]:
-        """As a plane does."""
+        """Fetch as a plane does."""
         owner = handles[0].owner
         return self.buffer.get_many(handles, lambda some: self.peers.fetch(owner, some))
 
@@ -63,14 +63,14 @@ class Rank:
 
 @pytest.fixture
 def owner() -> Iterator[Owned]:
-    """As on another machine: nobody here sees its memory."""
+    """A process on another machine: no process here sees its memory."""
     with owned(is_shared=False) as owner:
         yield owner
 
 
 @pytest.fixture
 def ranks(owner: Owned) -> Iterator[list[Rank]]:
-    """All known to the owner; the first fetches for the others."""
+    """Consumers that the owner knows; the first fetches for the others."""
     with ExitStack() as stack:
         ranks = [Rank() for _ in range(4)]
         for rank in ranks:
@@ -234,8 +234,8 @@ def test_nothing_is_left_open(owner: Owned) -> None:
 
 def test_a_relay_refuses_to_fetch_from_an_impossible_owner(ranks: list[Rank]) -> None:
     connection = connect(ranks[0].address, None, ReceiveBuffer(), "", lambda: None)
-    for address, said in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "without keys")):
-        with pytest.raises(TensorError, match=f"refused: {address}: .*{said}"):
+    for address, message in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "without keys")):
+        with pytest.raises(TensorError, match=f"refused: {address}: .*{message}"):
             connection.fetch_carried(handles_of(address, [5]))
     assert connection.state is ConnectionState.READY
     connection.retire()

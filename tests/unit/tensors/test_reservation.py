@@ -1,4 +1,6 @@
-"""What is made in a store's memory is shards once it is whole; else nothing is left of it."""
+"""Reserved memory of a store becomes shards once it is complete; otherwise nothing is left of
+it.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -114,7 +116,7 @@ def test_of_a_step_that_has_ended_nothing_is_committed(store: OwnerStore, arena:
 
 
 class Interrupted(list[ShardSpec]):
-    """Kinds of which the second stretch comes when something has happened."""
+    """Kinds whose second part comes after another event."""
 
     def __init__(self, kinds: list[ShardSpec], happen: Callable[[], object]) -> None:
         super().__init__(kinds)

@@ -1,4 +1,4 @@
-"""A segment is seen by who attaches to it, for as long as he looks, and leaves no file behind."""
+"""A segment stays visible to processes that attached it, and leaves no file behind."""
 
 import os
 import stat

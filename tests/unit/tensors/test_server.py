@@ -1,4 +1,4 @@
-"""The server: it is reached by who may, survives whoever comes, and leaves nothing behind."""
+"""The server admits members of its mesh, survives malformed clients, and leaves nothing behind."""
 
 import random
 import socket
@@ -118,7 +118,7 @@ def test_one_too_many_is_hung_up_on(owner: Owned, monkeypatch: pytest.MonkeyPatc
 
 
 def test_consumers_are_served_side_by_side(owner: Owned) -> None:
-    """All of them look at one copy."""
+    """All of them view one copy."""
     handles = owner.put([100_000] * 4)
     together = threading.Barrier(8)
     seen: list[bool] = []

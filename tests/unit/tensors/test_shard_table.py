@@ -1,4 +1,4 @@
-"""The table knows what is there, says why the rest is not, and frees each shard once."""
+"""The table knows the stored shards, gives the reason for missing ones, and frees each once."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from rollmesh.tensors.shard_table import ShardTable
 
 MINE, LEASE_S = 7, 100.0
 STRANGE = [(MINE + 1) << 32, MINE - 1, 3]
-"""Ids of other lives."""
+"""Ids of other incarnations."""
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def table() -> ShardTable:
 
 
 def drained(parts: Iterator[list[int]]) -> list[int]:
-    """All that comes until nothing comes."""
+    """Return all events until none is left."""
     freed: list[int] = []
     while part := next(parts):
         freed += part
@@ -129,9 +129,9 @@ def test_runs_that_expired_are_remembered_within_bounds(table: ShardTable) -> No
     ids = table.put([1] * 3000, UNTAGGED, 0)
     table.clear(ids[1::2])
     assert expired(table, LEASE_S) == list(ids[::2])
-    told = [table.missing_reason(each) for each in ids[::2]]
+    found = [table.missing_reason(each) for each in ids[::2]]
     num_forgotten = 1500 - module.MAX_EXPIRED
-    assert told == ["cleared"] * num_forgotten + ["expired"] * module.MAX_EXPIRED
+    assert found == ["cleared"] * num_forgotten + ["expired"] * module.MAX_EXPIRED
     together = table.put([1] * 3000, UNTAGGED, 200)
     expired(table, 300)
     assert {table.missing_reason(each) for each in together} == {"expired"}
@@ -157,7 +157,7 @@ def test_an_owner_that_gave_out_all_its_ids_says_so(table: ShardTable) -> None:
 
 
 class Naive(RuleBasedStateMachine):
-    """A table, and beside it three dictionaries that are looked through whole each time."""
+    """A table, and beside it three dictionaries that are searched whole each time."""
 
     @initialize(lease_s=st.sampled_from([5.0, 50.0]))
     def begin(self, lease_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A store gives back what was put, frees what it should, and waits for whoever still looks."""
+"""A store returns what was put, frees it when due, and waits for the last view."""
 
 import random
 import statistics
@@ -45,7 +45,7 @@ def store(arena: Arena, clock: FakeClock) -> OwnerStore:
 
 
 def content(number: int, num_bytes: int = 100) -> Content:
-    """Full of `number`."""
+    """An array full of `number`."""
     return Content("uint8", (num_bytes,), np.full(num_bytes, number % 256, np.uint8))
 
 
@@ -56,7 +56,7 @@ def put(store: OwnerStore, number: int, num_bytes: int = 100, step: int = UNTAGG
 
 
 def reason(store: OwnerStore, shard_id: int) -> str:
-    """Why it is not there."""
+    """The reason why it is missing."""
     with pytest.raises(ShardMissing) as raised:
         store.read(shard_id)
     assert (raised.value.shard_id, raised.value.owner) == (shard_id, store.owner)
@@ -126,8 +126,8 @@ def test_each_absence_has_its_reason(store: OwnerStore, clock: FakeClock) -> Non
     store.clear([cleared])
     clock.advance(100)
     assert store.expire() == 1
-    told = [reason(store, each) for each in (cleared, leased, leased + 1, 3)]
-    assert told == ["cleared", "expired", "never_seen", "owner_restarted"]
+    reasons = [reason(store, each) for each in (cleared, leased, leased + 1, 3)]
+    assert reasons == ["cleared", "expired", "never_seen", "owner_restarted"]
 
 
 def test_what_is_renewed_does_not_expire(store: OwnerStore, clock: FakeClock) -> None:
@@ -177,7 +177,7 @@ def test_while_many_are_cleared_others_get_in_between(store: OwnerStore) -> None
     seen: list[int] = []
 
     class Watched(list[int]):
-        """Whoever cuts a stretch off it does not have the lock."""
+        """A thread that cuts a part off does not hold the lock."""
 
         def __getitem__(self, part: Any) -> Any:
             seen.append(store.stats().num_tensors)
@@ -202,13 +202,13 @@ def test_a_stretch_of_many_costs_less_than_a_millisecond() -> None:
 
 
 class Crowd:
-    """Threads that do with one store what they like, and look at what they see."""
+    """Threads that use one store at random, and check what they view."""
 
     def __init__(self, store: OwnerStore) -> None:
         self.store = store
         self.faults: list[str] = []
         self.known: list[tuple[int, int]] = [(1, 0)]
-        """Ids, and what their shards are full of."""
+        """Ids, and the number that fills each shard."""
 
     def live(self, seed: int) -> None:
         chance, seen = random.Random(seed), list[tuple[Content, int]]()

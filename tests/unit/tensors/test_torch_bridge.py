@@ -1,4 +1,4 @@
-"""Any tensor goes through bit by bit, and what a consumer gets cannot be written to."""
+"""Any tensor is copied bit by bit, and a consumer's tensor is read-only."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ DTYPES = [
 
 
 def of_random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Any bits: NaNs with payloads, denormals, negative zeros."""
+    """Random bits: NaNs with payloads, denormals, negative zeros."""
     generator = torch.Generator().manual_seed(7)
     num_bytes = math.prod(shape) * dtype.itemsize
     top = 2 if dtype is torch.bool else 256
@@ -46,7 +46,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def stored(tensor: torch.Tensor) -> Content:
-    """As a store gives it: the same bytes in memory that is its own."""
+    """Return it as a store does: the same bytes in memory of its own."""
     content = to_content(tensor)
     data = content.data.copy()
     data.flags.writeable = False
@@ -104,7 +104,7 @@ def test_a_view_is_stored_without_the_rest_of_its_memory(
 
 @st.composite
 def views(draw: st.DrawFn) -> torch.Tensor:
-    """Of any strides: cut, turned and spread."""
+    """A tensor with random strides: cut, transposed and spread."""
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     dtype = draw(st.sampled_from([torch.int8, torch.bfloat16, torch.float64, torch.complex64]))
     tensor = of_random_bits(torch.int8, *shape).to(dtype)
@@ -194,7 +194,7 @@ def test_a_tensor_and_its_views_keep_the_array_itself_alive() -> None:
 
 
 FOREIGN: Any = torch.ops.rollmesh_tests
-"""Operators as other libraries have them: their names do not say what they write to."""
+"""Operators as other libraries have them: their names do not show what they write to."""
 
 
 @torch.library.custom_op("rollmesh_tests::grow", mutates_args={"total"})
@@ -329,7 +329,7 @@ def test_what_has_no_memory_to_compare_is_a_plain_tensor(convert: Callable[[Any]
 
 
 class Foreign(torch.Tensor):
-    """Another library's."""
+    """An operator of another library."""
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:

@@ -13,7 +13,7 @@ from rollmesh.envs.guess import GuessEnv
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
-from tests.unit.trainer.trainer_lives import Lives
+from tests.unit.trainer.trainer_incarnations import TrainerIncarnations
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def context() -> Iterator[RankContext]:
-    """What is shared with all ranks is shared with nobody."""
+    """Values shared with all ranks, here of one rank."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -38,15 +38,15 @@ def context() -> Iterator[RankContext]:
 
 @pytest.fixture
 def scheduler() -> Iterator[FakeScheduler]:
-    """One that says what a test has it say."""
+    """A rank whose messages the test chooses."""
     scheduler = FakeScheduler()
     yield scheduler
     scheduler.hub.close()
 
 
 @pytest.fixture
-def begin(tiny_folder: Path, tmp_path: Path) -> Iterator[Lives]:
-    """A new life of one run's trainer, after the one before is over."""
-    lives = Lives(tiny_folder, tmp_path)
+def begin(tiny_folder: Path, tmp_path: Path) -> Iterator[TrainerIncarnations]:
+    """A new incarnation of one run's trainer, after the one before has ended."""
+    lives = TrainerIncarnations(tiny_folder, tmp_path)
     yield lives
     lives.close()

@@ -1,4 +1,4 @@
-"""Samples of a tiny model with the log-probs that transformers has for them, and its forwards."""
+"""Samples of a tiny model with log-probs computed by transformers, and its forwards."""
 
 import contextlib
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def pair(folder: Path, temperature: float = 1.0, policy_version: int = 0) -> lis
 
 
 def two_groups(folder: Path, policy_version: int = 0) -> list[Sample]:
-    """A minibatch for each."""
+    """A minibatch for each group."""
     return [
         msgspec.structs.replace(sample, rollout_id=RolloutId(GroupId("r", seq), index))
         for seq in range(2)
@@ -59,7 +59,7 @@ def two_groups(folder: Path, policy_version: int = 0) -> list[Sample]:
 
 @contextlib.contextmanager
 def forwards() -> Iterator[list[int]]:
-    """At how many positions each forward of the model is read."""
+    """The number of positions at which each forward of the model is read."""
     kept: list[int] = []
 
     def note(module: torch.nn.Module, _: object, output: CausalLMOutputWithPast) -> None:

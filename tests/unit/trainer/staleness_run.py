@@ -1,7 +1,4 @@
-"""A trainer, its publisher and its rollouts, in whatever order chance has it, on one manager.
-
-Driven by test_staleness.py.
-"""
+"""A trainer, its publisher and its rollouts, in random order, on one staleness manager."""
 
 import random
 from typing import NamedTuple
@@ -35,7 +32,7 @@ class Sizes(NamedTuple):
 
 @st.composite
 def sizes(draw: st.DrawFn) -> Sizes:
-    """Of groups that need not fill a batch, and weights that need not be published each step."""
+    """Sizes in which groups need not fill a batch, and weights need not be published each step."""
     bound = draw(st.integers(0, 3))
     return Sizes(
         batch=draw(st.integers(1, 9)),
@@ -69,7 +66,7 @@ def group(seq: int) -> GroupId:
 
 
 class Run:
-    """A trainer, its publisher and its rollouts, in whatever order chance has it."""
+    """A trainer, its publisher and its rollouts, in random order."""
 
     def __init__(
         self,
@@ -127,7 +124,7 @@ class Run:
             self.m.step(StepPublished(self.to_publish.pop(0)))
 
     def go_on(self) -> None:
-        """One thing happens."""
+        """Let one event happen."""
         self.ask()
         what = self.rng.random()
         if what < 0.6 and self.running:

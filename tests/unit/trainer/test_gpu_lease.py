@@ -1,4 +1,5 @@
-"""A run on a shared fleet asks before it computes, hands over what it had, and leaves nothing.
+"""A run on a shared fleet requests GPUs before it computes, releases what it had, and leaves
+nothing.
 
 Nothing of a run is on the trainer's GPUs while it does not hold them.
 """
@@ -42,7 +43,12 @@ from rollmesh.wire.scheduling import (
     WithdrawRequest,
 )
 from tests.unit.serve.coordinator.fake_scheduler import FakeScheduler
-from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Life, Lives
+from tests.unit.trainer.trainer_incarnations import (
+    PATIENCE_S,
+    SAMPLES,
+    TrainerIncarnation,
+    TrainerIncarnations,
+)
 
 ALL = (TRAIN_CLUSTER, GENERATION_CLUSTER)
 
@@ -59,20 +65,20 @@ def gpus(scheduler: FakeScheduler, stop: threading.Event) -> Iterator[ScheduledG
 
 
 def release_all(gpus: ScheduledGpus) -> None:
-    """Once that is answered all that was said before was heard."""
+    """Once this is answered, all earlier messages were received."""
     gpus.release_all()
     gpus.close(PATIENCE_S)
 
 
-def asks(told: list[AnyMessage]) -> list[tuple[str, int]]:
-    """(cluster, rollouts to come) of what was asked for, in order."""
+def asks(received: list[AnyMessage]) -> list[tuple[str, int]]:
+    """(cluster, rollouts to come) of each request, in order."""
     kinds = RequestGpus | NotifyReleaseThenRequestGpus
-    return [(m.cluster, m.step_target_estimate) for m in told if isinstance(m, kinds)]
+    return [(m.cluster, m.step_target_estimate) for m in received if isinstance(m, kinds)]
 
 
-def targets(told: list[AnyMessage]) -> list[tuple[str, int, int]]:
+def targets(received: list[AnyMessage]) -> list[tuple[str, int, int]]:
     """(stream, target, completed) of progress, in order, as often as it changed."""
-    reports = [m for m in told if isinstance(m, ReportProgress)]
+    reports = [m for m in received if isinstance(m, ReportProgress)]
     return [(each.stream, each.target, each.completed) for each in reports]
 
 
@@ -89,7 +95,7 @@ def ask(gpus: ScheduledGpus, step: int, num_to_come: int = 8) -> None:
 def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
-    with scheduler.granting(*ALL) as told:
+    with scheduler.granting(*ALL) as received:
         assert gpus.acquire()
         gpus.release_until_step()
         for step in range(2):
@@ -97,27 +103,27 @@ def test_steps_ask_for_engines_then_for_gpus_and_hand_both_over_in_one_ask(
             ask(gpus, step)
             train(gpus, step)
         release_all(gpus)
-    assert asks(told) == [
+    assert asks(received) == [
         (TRAIN_CLUSTER, 0),
         (GENERATION_CLUSTER, 8),
         (TRAIN_CLUSTER, 0),
         (GENERATION_CLUSTER, 8),
         (TRAIN_CLUSTER, 0),
     ]
-    first, handed = (m for m in told if isinstance(m, NotifyReleaseThenRequestGpus))
-    assert first is told[0], "what an earlier life held is given up before all else"
+    first, handed = (m for m in received if isinstance(m, NotifyReleaseThenRequestGpus))
+    assert first is received[0], "what an earlier incarnation held is given up before all else"
     assert (first.release_cluster, first.priority) == (TRAIN_CLUSTER, GpuPriority.INITIALIZATION)
     assert (handed.release_cluster, handed.priority) == (TRAIN_CLUSTER, GpuPriority.GENERATION)
     assert (handed.release_global_step, handed.global_step) == (0, 1)
-    released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
+    released = [m.cluster for m in received if isinstance(m, NotifyReleaseGpus)]
     assert released == [TRAIN_CLUSTER, TRAIN_CLUSTER, GENERATION_CLUSTER]
-    assert any(isinstance(m, ClearProgress) for m in told)
+    assert any(isinstance(m, ClearProgress) for m in received)
 
 
 def test_a_step_whose_batch_is_ready_queues_again_and_wakes_no_engine(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
-    with scheduler.granting(*ALL) as told:
+    with scheduler.granting(*ALL) as received:
         ask(gpus, 0)
         train(gpus, 0)
         gpus.finish_step(1, 8, is_next_there=True)
@@ -126,8 +132,8 @@ def test_a_step_whose_batch_is_ready_queues_again_and_wakes_no_engine(
         gpus.finish_step(2, 4, is_next_there=False)
         release_all(gpus)
     demands = [(GENERATION_CLUSTER, 8), (GENERATION_CLUSTER, 4)]
-    assert [each for each in asks(told) if each[1]] == demands, "that of before stays open"
-    again, handed = (m for m in told if isinstance(m, NotifyReleaseThenRequestGpus))
+    assert [each for each in asks(received) if each[1]] == demands, "that of before stays open"
+    again, handed = (m for m in received if isinstance(m, NotifyReleaseThenRequestGpus))
     assert (again.release_cluster, again.cluster) == (TRAIN_CLUSTER, TRAIN_CLUSTER)
     assert (again.priority, again.global_step) == (GpuPriority.ACTOR_TRAINING, 1)
     assert (handed.release_cluster, handed.cluster) == (TRAIN_CLUSTER, GENERATION_CLUSTER)
@@ -136,12 +142,12 @@ def test_a_step_whose_batch_is_ready_queues_again_and_wakes_no_engine(
 def test_what_was_not_trained_on_is_not_handed_over(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
-    with scheduler.granting(GENERATION_CLUSTER) as told:
+    with scheduler.granting(GENERATION_CLUSTER) as received:
         ask(gpus, 0)
         assert not gpus.may_train(0)
         gpus.finish_step(0, 8, is_next_there=False)
         release_all(gpus)
-    assert not [m for m in told if isinstance(m, NotifyReleaseThenRequestGpus)]
+    assert not [m for m in received if isinstance(m, NotifyReleaseThenRequestGpus)]
 
 
 def test_nothing_is_asked_of_engines_before_one_is_awake(
@@ -167,7 +173,7 @@ def test_a_demand_that_ended_without_a_grant_is_requested_again(
     stop: threading.Event,
     gpus: ScheduledGpus,
 ) -> None:
-    """Somebody has given the cluster up meanwhile; the step needs it still."""
+    """The cluster was released meanwhile; the step still needs it."""
 
     def wait() -> None:
         may_go_on = gpus.may_train if cluster == TRAIN_CLUSTER else has_engines
@@ -197,12 +203,12 @@ def test_a_demand_that_ended_without_a_grant_is_requested_again(
 def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
-    with scheduler.granting(*ALL) as told:
+    with scheduler.granting(*ALL) as received:
         for num_to_come in (8, 8, 5, 9, 0):
             ask(gpus, 0, num_to_come)
         ask(gpus, 1, 4)
         release_all(gpus)
-    assert targets(told) == [
+    assert targets(received) == [
         ("train", 8, 0),
         ("train", 8, 3),
         ("train", 12, 3),
@@ -212,7 +218,7 @@ def test_progress_is_what_is_left_and_grows_where_there_is_room_for_more(
 
 
 class ReportsGroups(ScheduledGpus):
-    """Fault W16: what is to come is asked for in rollouts, and how far it is told in groups."""
+    """Fault W16: the target is reported in rollouts, and the progress in groups."""
 
     def _begin(self, stream: Stream, step: int, num_to_come: int) -> None:
         super()._begin(stream, step, num_to_come // SAMPLES)
@@ -227,12 +233,12 @@ def test_the_rest_of_a_demand_is_reported_in_its_own_unit(
 ) -> None:
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
         gpus = kind(hooks, stop)
-        with scheduler.granting(*ALL) as told:
+        with scheduler.granting(*ALL) as received:
             ask(gpus, 0, 8)
             ask(gpus, 0, 8 - SAMPLES)
             release_all(gpus)
-    assert asks(told) == [(GENERATION_CLUSTER, 8)]
-    *_, (_, target, completed) = targets(told)
+    assert asks(received) == [(GENERATION_CLUSTER, 8)]
+    *_, (_, target, completed) = targets(received)
     assert target - completed == num_told
     assert (num_told == 8 - SAMPLES) is (kind is ScheduledGpus)
 
@@ -240,12 +246,14 @@ def test_the_rest_of_a_demand_is_reported_in_its_own_unit(
 def test_an_evaluation_is_a_stream_of_its_own_and_ends_when_the_next_has_begun(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
-    with scheduler.granting(*ALL) as told:
+    with scheduler.granting(*ALL) as received:
         assert gpus.may_request(-1, 100, "eval")
         assert gpus.may_request(-1, 0, "eval")
         ask(gpus, 0)
         release_all(gpus)
-    streams = [(type(m), m.stream) for m in told if isinstance(m, ReportProgress | ClearProgress)]
+    streams = [
+        (type(m), m.stream) for m in received if isinstance(m, ReportProgress | ClearProgress)
+    ]
     assert streams == [
         (ReportProgress, "eval"),
         (ReportProgress, "eval"),
@@ -264,10 +272,10 @@ def test_turns_that_another_engine_ended_with_the_same_weights_are_reported(
 
     nodes = [turn((1, 0), (1, 1)), turn((1, 1), (2, 0)), turn((1, -1), (1, 0))]
     moved = RolloutRecord(index=0, outcome=Outcome.COMPLETED, nodes=nodes, engines=["e0", "e1"])
-    with scheduler.granting(*ALL) as told:
+    with scheduler.granting(*ALL) as received:
         gpus.report_moved(GroupRecord(task=Task(id="t"), rollouts=[moved]))
         release_all(gpus)
-    assert [each.url for each in told if isinstance(each, ReportPreempt)] == ["e0"]
+    assert [each.url for each in received if isinstance(each, ReportPreempt)] == ["e0"]
 
 
 def test_a_stopping_trainer_waits_neither_for_engines_nor_for_gpus(
@@ -284,13 +292,13 @@ def test_a_stopping_trainer_waits_neither_for_engines_nor_for_gpus(
 def test_a_trainer_that_exits_in_mid_step_leaves_nothing(
     scheduler: FakeScheduler, gpus: ScheduledGpus
 ) -> None:
-    with scheduler.granting(GENERATION_CLUSTER) as told:
+    with scheduler.granting(GENERATION_CLUSTER) as received:
         ask(gpus, 0)
         assert not gpus.may_train(0)
         release_all(gpus)
-    [train] = [m for m in told if isinstance(m, RequestGpus) and m.cluster == TRAIN_CLUSTER]
-    assert WithdrawRequest(train.key) in told
-    released = [m.cluster for m in told if isinstance(m, NotifyReleaseGpus)]
+    [train] = [m for m in received if isinstance(m, RequestGpus) and m.cluster == TRAIN_CLUSTER]
+    assert WithdrawRequest(train.key) in received
+    released = [m.cluster for m in received if isinstance(m, NotifyReleaseGpus)]
     assert released == [TRAIN_CLUSTER, GENERATION_CLUSTER]
 
 
@@ -300,9 +308,11 @@ def test_a_refusal_without_a_waiter_is_a_user_error_too(
     assert not gpus.may_train(0)
     key = scheduler.expect(RequestGpus).key
     scheduler.send(TicketMoved(key, TicketState.REFUSED, (), "no such pipeline"))
-    with scheduler.granting() as told, pytest.raises(UserError, match="no such pipeline"):
+    with scheduler.granting() as received, pytest.raises(UserError, match="no such pipeline"):
         train(gpus, 0)
-    assert not [m for m in told if isinstance(m, RequestGpus) and m.key != key], "nor asked anew"
+    assert not [m for m in received if isinstance(m, RequestGpus) and m.key != key], (
+        "nor requested again"
+    )
 
 
 def test_a_pipeline_that_is_unknown_is_the_users_mistake(
@@ -321,50 +331,52 @@ def refuse(scheduler: FakeScheduler) -> None:
 
 
 @contextmanager
-def running(life: Life, scheduler: FakeScheduler) -> Iterator[None]:
-    """Its loop, as a tenant, until it is told to stop."""
+def running(incarnation: TrainerIncarnation, scheduler: FakeScheduler) -> Iterator[None]:
+    """Run its loop on leased GPUs until it is stopped."""
     with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
-        life.parts.gpu_lease = ScheduledGpus(hooks, life.stop)
-        loop = threading.Thread(target=life.loop.run, args=[life.recovery])
+        incarnation.parts.gpu_lease = ScheduledGpus(hooks, incarnation.stop)
+        loop = threading.Thread(target=incarnation.loop.run, args=[incarnation.recovery])
         loop.start()
         try:
             yield
         finally:
-            life.stop.set()
+            incarnation.stop.set()
             loop.join()
 
 
 def test_a_loop_asks_for_engines_first_and_trains_on_gpus_that_it_was_given(
-    scheduler: FakeScheduler, begin: Lives
+    scheduler: FakeScheduler, begin: TrainerIncarnations
 ) -> None:
-    life = begin(JournalConfig())
-    with running(life, scheduler):
+    incarnation = begin(JournalConfig())
+    with running(incarnation, scheduler):
         demand = scheduler.expect(RequestGpus)
         assert (demand.cluster, demand.global_step) == (GENERATION_CLUSTER, 0)
         assert demand.step_target_estimate == 5 * SAMPLES, "of max_staleness + 1 steps"
-        assert not life.pacer.lifecycle.open_ids
+        assert not incarnation.pacer.lifecycle.open_ids
         scheduler.send_granted(demand.key, (2,))
-        group_id, task = life.hear_ask()
-        life.finish(group_id, task.id)
+        group_id, task = incarnation.hear_ask()
+        incarnation.finish(group_id, task.id)
         step = scheduler.expect(RequestGpus)
         assert (step.cluster, step.priority) == (TRAIN_CLUSTER, GpuPriority.ACTOR_TRAINING)
-        assert not life.tally.num_steps
+        assert not incarnation.tally.num_steps
         scheduler.send_granted(step.key, (0, 1))
         handed = scheduler.expect(NotifyReleaseThenRequestGpus)
         assert handed.cluster == GENERATION_CLUSTER
         assert (handed.release_global_step, handed.global_step) == (0, 1)
-    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0]
+    assert [row["step"] for row in incarnation.rows("metrics.jsonl")] == [0]
 
 
-def test_a_loop_that_is_stopped_waits_for_no_gpus(scheduler: FakeScheduler, begin: Lives) -> None:
-    life = begin(JournalConfig())
-    with running(life, scheduler):
+def test_a_loop_that_is_stopped_waits_for_no_gpus(
+    scheduler: FakeScheduler, begin: TrainerIncarnations
+) -> None:
+    incarnation = begin(JournalConfig())
+    with running(incarnation, scheduler):
         with scheduler.granting(GENERATION_CLUSTER):
-            group_id, task = life.hear_ask()
-            life.finish(group_id, task.id)
+            group_id, task = incarnation.hear_ask()
+            incarnation.finish(group_id, task.id)
         asked = scheduler.expect(RequestGpus)
         assert asked.cluster == TRAIN_CLUSTER
-    assert not life.tally.num_steps
+    assert not incarnation.tally.num_steps
 
 
 def test_a_run_that_shares_nothing_sends_no_request(stop: threading.Event) -> None:
@@ -384,24 +396,24 @@ def test_a_run_with_a_share_is_a_tenant(scheduler: FakeScheduler, stop: threadin
 
 
 class NotedHooks(PipelineHooks):
-    """What is said of the trainer's GPUs stands in `told`, as it is said."""
+    """Records messages about the trainer's GPUs in `received`, in order."""
 
     def __init__(self, scheduler: str, pipeline_id: str) -> None:
-        self.told: list[object] = []
+        self.received: list[object] = []
         super().__init__(scheduler, pipeline_id)
 
     def send(self, words: ProgramMessage) -> None:
         clusters = (getattr(words, "cluster", ""), getattr(words, "release_cluster", ""))
         if TRAIN_CLUSTER in clusters:
-            self.told.append(words)
+            self.received.append(words)
         super().send(words)
 
 
 class Guest:
-    """What computes on the trainer's GPUs: it notes where it is, and when."""
+    """State on the trainer's GPUs: it records where it is, and when."""
 
-    def __init__(self, told: list[object]) -> None:
-        self._told = told
+    def __init__(self, received: list[object]) -> None:
+        self._told = received
 
     def offload(self) -> None:
         self._told.append("vacated")
@@ -417,10 +429,10 @@ class StaysOnGpus(ScheduledGpus):
         del offloadable
 
 
-def was_alone(told: list[object]) -> bool:
+def was_alone(received: list[object]) -> bool:
     """Whether nothing of it was on GPUs that were not granted, or not any more."""
     is_granted = is_on = False
-    for each in told:
+    for each in received:
         match each:
             case "granted":
                 is_granted = True
@@ -440,30 +452,30 @@ def was_alone(told: list[object]) -> bool:
 def test_nothing_of_a_run_is_on_gpus_that_it_does_not_hold(
     kind: type[ScheduledGpus], is_next_there: bool, scheduler: FakeScheduler
 ) -> None:
-    """What was said is noted as it is said, between what is done on the GPUs."""
+    """Messages are recorded in order, between the events on the GPUs."""
     with closing(NotedHooks(scheduler.hub.address, "p")) as hooks, scheduler.granting(*ALL):
-        told = hooks.told
+        received = hooks.received
         gpus = kind(hooks, threading.Event())
         assert gpus.acquire()
-        told += ["granted", "built"]
-        gpus.attach(Guest(told))
+        received += ["granted", "built"]
+        gpus.attach(Guest(received))
         gpus.release_until_step()
         for step in range(2):
             while not gpus.may_request(step, 8):
                 pass
             while not gpus.may_train(step):
                 pass
-            if told[-1] == "occupied":
-                told.insert(-1, "granted")
+            if received[-1] == "occupied":
+                received.insert(-1, "granted")
             gpus.finish_step(step + 1, 8, is_next_there=is_next_there)
         gpus.release_all()
         gpus.close(PATIENCE_S)
-    assert was_alone(told) is (kind is ScheduledGpus)
-    assert ("occupied" in told) is (kind is ScheduledGpus)
+    assert was_alone(received) is (kind is ScheduledGpus)
+    assert ("occupied" in received) is (kind is ScheduledGpus)
 
 
 def nowhere(tmp_path: Path) -> Config:
-    """A run whose model cannot be loaded, so that whoever tries is found out."""
+    """A run whose model cannot be loaded, so that any attempt is noticed."""
     return Config(model=ModelConfig(path=str(tmp_path / "none")))
 
 

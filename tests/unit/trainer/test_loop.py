@@ -1,5 +1,5 @@
-"""After a batch was trained nothing of it is reachable, nor of what did not train; a journal or a
-disk that is full holds a run up and does not end it.
+"""A trained batch, and rollouts that did not train, are freed; a full journal or disk pauses a run
+and does not end it.
 
 A real train loop with a real client, whose worker and router are the test.
 """
@@ -52,7 +52,14 @@ from rollmesh.wire.sockets import Dialer
 from tests.disks import no_more_bytes, no_new_folders, small_disk
 from tests.leftovers import MARK, assert_none_left
 from tests.unit.serve.client.fake_router import FakeRouter, finished, next_ack, next_answer
-from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Killed, Life, Lives, bring
+from tests.unit.trainer.trainer_incarnations import (
+    PATIENCE_S,
+    SAMPLES,
+    Killed,
+    TrainerIncarnation,
+    TrainerIncarnations,
+    bring,
+)
 
 ROOMY = JournalConfig()
 SMALL = JournalConfig(segment_bytes=512, max_bytes=2048)
@@ -74,13 +81,15 @@ ROUGH = (
     "good",
     "good",
 )
-"""How groups end, one after the other."""
+"""Outcomes of groups, one after the other."""
 NUM_STEPS = 5
-"""That the good ones make."""
+"""Steps made of the good ones."""
 
 
 class WatchedRecords(RunRecords):
-    """Remembers, weakly, the arrays that it wrote down: the collector does not know those."""
+    """A journal that keeps weak references to the arrays written: the collector does not know
+    those.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SystemClock())
@@ -94,7 +103,7 @@ class WatchedRecords(RunRecords):
 
 
 class WatchedPolicy(Policy):
-    """Notes, as a step ends, how many arrays of all that were written down somebody still holds."""
+    """Records after each step how many of all written arrays are still referenced."""
 
     def __init__(self, config: Config, records: WatchedRecords) -> None:
         super().__init__(config.model.path, config.trainer)
@@ -111,7 +120,7 @@ class WatchedPolicy(Policy):
 
 
 class Site:
-    """A trainer in a thread, and its mesh by hand."""
+    """A trainer in a thread, and a fake mesh."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         self.folder = folder
@@ -159,7 +168,7 @@ class Site:
         return route, ask
 
     def end_next(self, how: str) -> None:
-        """End the next group that is asked for, as `how` says."""
+        """End the next requested group, as `how` says."""
         route, ask = self.next_ask()
         group_id, num_samples = ask.group_id, ask.num_samples
         if how == "failed":
@@ -238,45 +247,47 @@ def test_of_what_was_trained_or_dropped_nothing_is_reachable(site: Site) -> None
 
 
 @contextmanager
-def running(life: Life) -> Iterator[None]:
-    """Its loop, until it is told to stop."""
-    thread = threading.Thread(target=life.loop.run, args=[life.recovery])
+def running(incarnation: TrainerIncarnation) -> Iterator[None]:
+    """Run its loop until it is stopped."""
+    thread = threading.Thread(target=incarnation.loop.run, args=[incarnation.recovery])
     thread.start()
     try:
         yield
     finally:
-        life.stop.set()
+        incarnation.stop.set()
         thread.join()
 
 
 def test_an_evaluation_ends_though_the_journal_is_full_of_it(
-    begin: Lives, monkeypatch: pytest.MonkeyPatch
+    begin: TrainerIncarnations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pacer, "EVAL_WINDOW", 4)
     num_rollouts = 16
-    life = begin(SMALL, f"trainer.eval_rollouts={num_rollouts}")
-    with running(life):
+    incarnation = begin(SMALL, f"trainer.eval_rollouts={num_rollouts}")
+    with running(incarnation):
         for _ in range(num_rollouts):
-            group_id, task = life.hear_ask()
-            life.finish(group_id, task.id, (Outcome.COMPLETED,))
-        life.hear_ask()  # the first that trains
-    assert life.tally.reward_untrained == 0.0
+            group_id, task = incarnation.hear_ask()
+            incarnation.finish(group_id, task.id, (Outcome.COMPLETED,))
+        incarnation.hear_ask()  # the first that trains
+    assert incarnation.tally.reward_untrained == 0.0
     again = begin(SMALL, "trainer.eval_rollouts=3")
     assert (again.tally.num_evals, again.pacer.lifecycle.num_measuring) == (num_rollouts, 0)
     assert again.tally.reward_untrained == 0.0
     assert len(again.rows("trajectories.jsonl")) == num_rollouts
 
 
-def test_an_evaluation_goes_on_after_a_checkpoint_in_the_middle_of_it(begin: Lives) -> None:
-    life = begin(ROOMY, "trainer.eval_rollouts=4")
-    assert not life.pacer.measure(4)
-    asked = [life.hear_ask() for _ in range(4)]
+def test_an_evaluation_goes_on_after_a_checkpoint_in_the_middle_of_it(
+    begin: TrainerIncarnations,
+) -> None:
+    incarnation = begin(ROOMY, "trainer.eval_rollouts=4")
+    assert not incarnation.pacer.measure(4)
+    asked = [incarnation.hear_ask() for _ in range(4)]
     for group_id, task in asked[:2]:
-        life.finish(group_id, task.id, (Outcome.COMPLETED,))
-        life.pacer.collect(PATIENCE_S)
-    life.saver.save(0)
-    life.finish(asked[2][0], asked[2][1].id, (Outcome.COMPLETED,))
-    life.pacer.collect(PATIENCE_S)
+        incarnation.finish(group_id, task.id, (Outcome.COMPLETED,))
+        incarnation.pacer.collect(PATIENCE_S)
+    incarnation.saver.save(0)
+    incarnation.finish(asked[2][0], asked[2][1].id, (Outcome.COMPLETED,))
+    incarnation.pacer.collect(PATIENCE_S)
     again = begin(ROOMY, "trainer.eval_rollouts=4")
     assert again.tally.measured == [0.0] * 3
     assert not again.pacer.measure(4)
@@ -289,14 +300,14 @@ def test_an_evaluation_goes_on_after_a_checkpoint_in_the_middle_of_it(begin: Liv
 
 @pytest.mark.parametrize("eval_rollouts", [2, 0])
 def test_an_evaluation_that_ended_before_a_step_is_reported_without_a_checkpoint(
-    begin: Lives, eval_rollouts: int
+    begin: TrainerIncarnations, eval_rollouts: int
 ) -> None:
-    life = begin(ROOMY, "trainer.eval_rollouts=2")
-    assert not life.pacer.measure(2)
-    for group_id, task in [life.hear_ask() for _ in range(2)]:
-        life.finish(group_id, task.id, (Outcome.COMPLETED,))
-        life.pacer.collect(PATIENCE_S)
-    life.take_step(0)
+    incarnation = begin(ROOMY, "trainer.eval_rollouts=2")
+    assert not incarnation.pacer.measure(2)
+    for group_id, task in [incarnation.hear_ask() for _ in range(2)]:
+        incarnation.finish(group_id, task.id, (Outcome.COMPLETED,))
+        incarnation.pacer.collect(PATIENCE_S)
+    incarnation.take_step(0)
     again = begin(ROOMY, f"trainer.eval_rollouts={eval_rollouts}")
     with running(again):
         again.hear_ask()
@@ -305,9 +316,11 @@ def test_an_evaluation_that_ended_before_a_step_is_reported_without_a_checkpoint
     assert steps == [(-1, 0.0), (0, None)]
 
 
-def test_a_run_that_began_without_an_evaluation_goes_on_without_one(begin: Lives) -> None:
-    life = begin(ROOMY)
-    life.take_step(0)
+def test_a_run_that_began_without_an_evaluation_goes_on_without_one(
+    begin: TrainerIncarnations,
+) -> None:
+    incarnation = begin(ROOMY)
+    incarnation.take_step(0)
     again = begin(ROOMY, "trainer.eval_rollouts=2")
     with running(again):
         again.hear_ask()
@@ -316,7 +329,7 @@ def test_a_run_that_began_without_an_evaluation_goes_on_without_one(begin: Lives
 
 
 class FillingRoom(LocalAllocator):
-    """Has something done as the batch of the second step is taken from it."""
+    """Call a function when the batch of the second step is taken."""
 
     def __init__(self, fill: Callable[[], object]) -> None:
         self.is_full = threading.Event()
@@ -332,33 +345,35 @@ class FillingRoom(LocalAllocator):
 
 
 def test_a_checkpoint_is_settled_while_a_full_disk_refuses_a_note(
-    begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begin: TrainerIncarnations, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with ExitStack() as full:
         disk = small_disk(monkeypatch, tmp_path / "run" / "journal", 0)
         allocator = FillingRoom(lambda: full.enter_context(disk))
-        life = begin(ROOMY, "run.name=run", "trainer.checkpoint_steps=1", allocator=allocator)
-        life.policy.may_be_written = allocator.is_full.is_set
-        with running(life):
+        incarnation = begin(
+            ROOMY, "run.name=run", "trainer.checkpoint_steps=1", allocator=allocator
+        )
+        incarnation.policy.may_be_written = allocator.is_full.is_set
+        with running(incarnation):
             for _ in range(2):
-                group_id, task = life.hear_ask()
-                life.finish(group_id, task.id)
-            assert life.checkpoints.are_durable.wait(PATIENCE_S)
-            life.checkpoints.are_durable.clear()
+                group_id, task = incarnation.hear_ask()
+                incarnation.finish(group_id, task.id)
+            assert incarnation.checkpoints.are_durable.wait(PATIENCE_S)
+            incarnation.checkpoints.are_durable.clear()
             full.close()
-            assert life.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
+            assert incarnation.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
 
 
 def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
-    begin: Lives, tmp_path: Path
+    begin: TrainerIncarnations, tmp_path: Path
 ) -> None:
     rows = tmp_path / "run" / "metrics.jsonl"
     with ExitStack() as full, capture_logs() as told:
         allocator = FillingRoom(lambda: full.enter_context(no_more_bytes(rows)))
         # Nothing is published between the two steps, which would look after checkpoints as well.
         settings = ("run.name=run", "trainer.checkpoint_steps=1", "publish.every_steps=5")
-        life = begin(ROOMY, *settings, allocator=allocator)
-        part = life.checkpoints.folder / "000001-step-1.part"
+        incarnation = begin(ROOMY, *settings, allocator=allocator)
+        part = incarnation.checkpoints.folder / "000001-step-1.part"
 
         has_failed = threading.Event()  # what it leaves is removed behind the loop, in its own time
 
@@ -369,78 +384,80 @@ def test_a_checkpoint_that_fails_is_removed_while_a_full_disk_refuses_rows(
                 raise CheckpointError(f"{part}: No space left on device")
             return allocator.is_full.is_set()
 
-        life.policy.may_be_written = finds_no_room
-        with running(life):
+        incarnation.policy.may_be_written = finds_no_room
+        with running(incarnation):
             for _ in range(2):
-                group_id, task = life.hear_ask()
-                life.finish(group_id, task.id)
-            assert life.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
+                group_id, task = incarnation.hear_ask()
+                incarnation.finish(group_id, task.id)
+            assert incarnation.checkpoints.are_durable.wait(PATIENCE_S), "it went on"
     assert [each["event"] for each in told if each["log_level"] == "error"] == [
         "records.wait",
         "checkpoint.failed",
     ]
-    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0, 1]
+    assert [row["step"] for row in incarnation.rows("metrics.jsonl")] == [0, 1]
     assert not part.exists()
 
 
 def test_a_run_pauses_while_its_weights_find_no_room(
-    begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begin: TrainerIncarnations, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    life = begin(ROOMY, "run.name=run")
+    incarnation = begin(ROOMY, "run.name=run")
     folder = tmp_path / "run" / "weights"
     with ExitStack() as full, capture_logs() as told:
         has_refused = full.enter_context(no_new_folders(monkeypatch, folder))
-        with running(life):
+        with running(incarnation):
             assert has_refused.wait(PATIENCE_S)
             has_refused.clear()
             assert has_refused.wait(PATIENCE_S), "it is tried again"
             full.close()
-            life.hear_ask()
+            incarnation.hear_ask()
     assert [each["event"] for each in told].count("weights.wait") == 1
     assert [path.name for path in folder.iterdir()] == ["v000001.part"]
 
 
 def test_a_stop_is_heard_while_weights_find_no_room(
-    begin: Lives, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begin: TrainerIncarnations, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    life = begin(ROOMY, "run.name=run")
+    incarnation = begin(ROOMY, "run.name=run")
     folder = tmp_path / "run" / "weights"
-    with no_new_folders(monkeypatch, folder) as has_refused, running(life):
+    with no_new_folders(monkeypatch, folder) as has_refused, running(incarnation):
         assert has_refused.wait(PATIENCE_S)
     assert not folder.exists()
 
 
-def test_a_trainer_that_is_killed_after_a_step_leaves_its_counts(begin: Lives) -> None:
-    life = begin(ROOMY, "run.name=run")
-    life.policy.dies_in_step = 0
+def test_a_trainer_that_is_killed_after_a_step_leaves_its_counts(
+    begin: TrainerIncarnations,
+) -> None:
+    incarnation = begin(ROOMY, "run.name=run")
+    incarnation.policy.dies_in_step = 0
     ends: list[BaseException] = []
 
     def train() -> None:
         try:
-            life.loop.run(life.recovery)
+            incarnation.loop.run(incarnation.recovery)
         except Killed as error:
             ends.append(error)
 
     thread = threading.Thread(target=train)
     thread.start()
-    group_id, task = life.hear_ask()
-    life.finish(group_id, task.id)
+    group_id, task = incarnation.hear_ask()
+    incarnation.finish(group_id, task.id)
     thread.join(PATIENCE_S)
     assert ends
-    summary = msgspec.json.decode((life.folder / "summary.json").read_bytes())
+    summary = msgspec.json.decode((incarnation.folder / "summary.json").read_bytes())
     assert (summary["num_steps"], summary["num_trained"], summary["num_lost"]) == (1, SAMPLES, 0)
 
 
-def test_a_stopped_trainer_leaves_its_counts_before_it_saves(begin: Lives) -> None:
-    life = begin(ROOMY, "run.name=run")
+def test_a_stopped_trainer_leaves_its_counts_before_it_saves(begin: TrainerIncarnations) -> None:
+    incarnation = begin(ROOMY, "run.name=run")
     found: list[bool] = []
 
     def note() -> bool:
-        found.append((life.folder / "summary.json").exists())
+        found.append((incarnation.folder / "summary.json").exists())
         return True
 
-    life.policy.may_be_written = note
-    with running(life):
-        life.hear_ask()
+    incarnation.policy.may_be_written = note
+    with running(incarnation):
+        incarnation.hear_ask()
     assert found
     assert all(found)

@@ -21,7 +21,7 @@ from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.roles.language import LanguageModel
 from tests.unit.trainer.exact import SETTINGS, pair, two_groups
 from tests.unit.trainer.roles.rows import drawn
-from tests.unit.trainer.trainer_lives import Life, Lives
+from tests.unit.trainer.trainer_incarnations import TrainerIncarnation, TrainerIncarnations
 
 HUGE = 6e38
 """A reward whose advantage float32 holds, and whose gradient it does not."""
@@ -89,39 +89,39 @@ def test_weights_that_are_not_finite_are_neither_published_nor_saved(
     policy.close()
 
 
-def train(life: Life, num_groups: int) -> list[BaseException]:
+def train(incarnation: TrainerIncarnation, num_groups: int) -> list[BaseException]:
     """Run the loop on groups whose gradient is not finite, to its end; what ended it."""
     ends: list[BaseException] = []
 
     def run() -> None:
         try:
-            life.loop.run(life.recovery)
+            incarnation.loop.run(incarnation.recovery)
         except NotFinite as error:
             ends.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     for _ in range(num_groups):
-        group_id, task = life.hear_ask()
+        group_id, task = incarnation.hear_ask()
         rollouts = [rollout(at, Outcome.COMPLETED, (1,)) for at in range(2)]
         rollouts[0].reward, rollouts[1].reward = -1e30, 1e30
         record = GroupRecord(task=Task(id=task.id), rollouts=rollouts)
-        life.deliver(group_id, record, logprobs=(-60.0, -60.0))
+        incarnation.deliver(group_id, record, logprobs=(-60.0, -60.0))
     thread.join()
     return ends
 
 
-def test_five_skipped_steps_in_a_row_end_the_run_in_one_line(begin: Lives) -> None:
+def test_five_skipped_steps_in_a_row_end_the_run_in_one_line(begin: TrainerIncarnations) -> None:
     settings = {"advantage": "mean", "num_steps": 9, "max_staleness": 20}
     # A weight of e^20, times such a reward, is more than float32 holds.
     settings |= {"max_importance_weight": 1e9, "max_token_gap": 1e9}
     named = [f"trainer.{name}={value}" for name, value in settings.items()]
-    life = begin(JournalConfig(), "run.name=run", *named)
-    [end] = train(life, MAX_SKIPPED)
+    incarnation = begin(JournalConfig(), "run.name=run", *named)
+    [end] = train(incarnation, MAX_SKIPPED)
     assert MAX_SKIPPED == 5
     assert str(end).startswith("step 4: the loss or the gradient of the last 5 optimiser steps")
-    assert [row["num_skipped"] for row in life.rows("metrics.jsonl")] == [1] * 5
-    assert life.tally.summary()["num_skipped_steps"] == 5
+    assert [row["num_skipped"] for row in incarnation.rows("metrics.jsonl")] == [1] * 5
+    assert incarnation.tally.summary()["num_skipped_steps"] == 5
 
 
 @pytest.mark.parametrize("method", ["train_text", "train_policy", "train_preference"])

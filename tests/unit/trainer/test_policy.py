@@ -1,4 +1,4 @@
-"""The policy in training: exact log-probs, honest reports, and steps in the right direction."""
+"""The policy in training: exact log-probs, correct reports, and steps in the right direction."""
 
 import itertools
 import math
@@ -144,15 +144,17 @@ def test_tokens_of_the_very_weights_need_no_forward_to_tell_what_is_proximal(
     proximal: ProximalRule, tiny_folder: Path
 ) -> None:
     """Their recording is that; the step is the one that recomputes, a forward cheaper."""
-    told, samples = [], two_groups(tiny_folder)
+    reports, samples = [], two_groups(tiny_folder)
     for rule, num_forwards in (("recompute", 4), (proximal, 2)):
         policy = Policy(str(tiny_folder), msgspec.structs.replace(FAST, proximal=rule))
         with forwards() as kept:
             report = policy.step(samples, 0)
         assert len(kept) == num_forwards
         assert report.clip_fraction > 0.0
-        told.append((report.clip_fraction, report.grad_norm, report.loss, *policy.probe().logprobs))
-    assert told[1] == pytest.approx(told[0], abs=1e-4)
+        reports.append(
+            (report.clip_fraction, report.grad_norm, report.loss, *policy.probe().logprobs)
+        )
+    assert reports[1] == pytest.approx(reports[0], abs=1e-4)
 
 
 @pytest.mark.parametrize(

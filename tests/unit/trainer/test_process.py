@@ -1,4 +1,6 @@
-"""A trainer's process: it is there before it reads checkpoints, and leaves whatever is late."""
+"""A trainer's process reports itself before it reads checkpoints, and exits despite late
+threads.
+"""
 
 import errno
 import os
@@ -18,7 +20,7 @@ from rollmesh.trainer.process import close_publisher, write_results
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.folder import BackgroundLoop
 from tests.disks import small_disk
-from tests.unit.trainer.trainer_lives import Lives
+from tests.unit.trainer.trainer_incarnations import TrainerIncarnations
 
 NOWHERE = "tcp://127.0.0.1:1"
 
@@ -83,10 +85,10 @@ def test_a_journal_that_takes_nothing_is_one_line_with_the_remedy_for_its_cause(
 
 
 def test_books_that_the_disk_refuses_are_a_line_and_hide_no_error_of_before(
-    begin: Lives, caplog: pytest.LogCaptureFixture
+    begin: TrainerIncarnations, caplog: pytest.LogCaptureFixture
 ) -> None:
-    life = begin(JournalConfig())
-    (life.folder / "summary.json.part").symlink_to("/dev/full")
-    write_results(life.folder, life.tally, life.pacer)
+    incarnation = begin(JournalConfig())
+    (incarnation.folder / "summary.json.part").symlink_to("/dev/full")
+    write_results(incarnation.folder, incarnation.tally, incarnation.pacer)
     assert "results.not_written" in caplog.text
     assert "No space left on device" in caplog.text

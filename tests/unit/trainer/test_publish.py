@@ -176,14 +176,14 @@ async def test_close_lets_a_publication_end_that_can(tmp_path: Path) -> None:
 
 
 class StuckTransport:
-    """A transport that comes to no end, and would then have to give the file."""
+    """A transport that never ends, and would then have to store the file."""
 
     name = "stuck"
 
     def __init__(self, engines: Iterable[ScriptedEngine]) -> None:
         self.engines = {engine.url: engine for engine in engines}
         self.was_paused: list[bool] = []
-        """Of each engine, when its load was given up."""
+        """Per engine, when its load was given up."""
         self.gate = asyncio.Event()
 
     async def begin(

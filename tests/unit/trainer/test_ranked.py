@@ -1,4 +1,4 @@
-"""A rank whose disk is full tells the others, and leaves none of them waiting for it."""
+"""A rank whose disk is full reports it to the others, and leaves none of them waiting for it."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_weights_that_one_rank_has_no_room_for_are_reported_by_all(
 ) -> None:
     role, folder = PolicyRole(context, str(tiny_folder), msgspec.to_builtins(SETTINGS)), "v000001"
     with no_new_folders(monkeypatch, tmp_path):
-        told = msgspec.json.decode(role.export(str(tmp_path / folder), 1))
-    assert "v000001: cannot be written: no space left" in told["refused"]
-    told = msgspec.json.decode(role.export(str(tmp_path / folder), 1))
-    assert (told["refused"], len(told["parts"])) == ("", 1)
+        answer = msgspec.json.decode(role.export(str(tmp_path / folder), 1))
+    assert "v000001: cannot be written: no space left" in answer["refused"]
+    answer = msgspec.json.decode(role.export(str(tmp_path / folder), 1))
+    assert (answer["refused"], len(answer["parts"])) == ("", 1)

@@ -1,4 +1,4 @@
-"""Ranks that hold one policy: any model's layers are shards of their own, and it is whole again."""
+"""Ranks that hold one policy: the layers of any model are sharded, and gathered whole again."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def team(context: RankContext) -> ShardedRanks:
 
 
 def new_gpt2() -> PreTrainedModel:
-    """Its layers are not at model.model.layers."""
+    """A model whose layers are not at model.model.layers."""
     ends = {"bos_token_id": 0, "eos_token_id": 1}
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=3, n_head=2, **ends))
 

@@ -8,7 +8,7 @@ from rollmesh.trainer.policy import rounded_weights
 
 
 class Broken(nn.Linear):
-    """Its forward fails."""
+    """A model whose forward fails."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(f"cannot take {input.shape}")
@@ -23,11 +23,11 @@ def test_forward_computes_with_the_rounded_weights_and_restores_them() -> None:
     model = nn.Sequential(nn.Embedding(4, 8), nn.Linear(8, 3))
     before, ids = weights_of(model), torch.tensor([0, 3])
     with torch.no_grad(), rounded_weights(model, torch.bfloat16):
-        told = model(ids)
+        output = model(ids)
     assert all(torch.equal(a, b) for a, b in zip(before, weights_of(model), strict=True))
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()
-    assert torch.equal(told, model(ids))
+    assert torch.equal(output, model(ids))
 
 
 def test_weights_that_are_used_twice_are_restored() -> None:

@@ -6,13 +6,21 @@ from rollmesh.core.config import JournalConfig
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.client.journal_entries import StepTaken
 from rollmesh.wire.messages import AskGroup
-from tests.unit.trainer.trainer_lives import PATIENCE_S, PERIOD_STEPS, Killed, Life, Lives
+from tests.unit.trainer.trainer_incarnations import (
+    PATIENCE_S,
+    PERIOD_STEPS,
+    Killed,
+    TrainerIncarnation,
+    TrainerIncarnations,
+)
 
 FULL = JournalConfig(max_bytes=1)
-"""Over budget as soon as it has anything that a checkpoint would free."""
+"""A journal over its budget as soon as it has anything that a checkpoint would free."""
 
 
-def test_full_journal_is_freed_of_groups_that_failed_before_a_death(begin: Lives) -> None:
+def test_full_journal_is_freed_of_groups_that_failed_before_a_death(
+    begin: TrainerIncarnations,
+) -> None:
     first = begin(FULL)
     first.saver.poll(0)
     assert not first.checkpoints.is_writing
@@ -27,14 +35,16 @@ def test_full_journal_is_freed_of_groups_that_failed_before_a_death(begin: Lives
     second.router.expect(AskGroup)
 
 
-def assert_none_is_made(life: Life) -> None:
+def assert_none_is_made(incarnation: TrainerIncarnation) -> None:
     """The journal is full of a step that is not trained yet."""
-    assert life.client.is_journal_full
-    life.saver.poll(0)
-    assert not life.checkpoints.is_writing
+    assert incarnation.client.is_journal_full
+    incarnation.saver.poll(0)
+    assert not incarnation.checkpoints.is_writing
 
 
-def test_groups_in_the_newest_checkpoint_are_no_reason_for_another(begin: Lives) -> None:
+def test_groups_in_the_newest_checkpoint_are_no_reason_for_another(
+    begin: TrainerIncarnations,
+) -> None:
     first = begin(FULL)
     first.fail_a_group()
     first.saver.save(0)
@@ -43,23 +53,27 @@ def test_groups_in_the_newest_checkpoint_are_no_reason_for_another(begin: Lives)
     assert_none_is_made(begin(FULL))
 
 
-def checkpoints_of(life: Life) -> list[str]:
-    """Names, the oldest first."""
-    return sorted(path.name for path in life.checkpoints.folder.iterdir())
+def checkpoints_of(incarnation: TrainerIncarnation) -> list[str]:
+    """Names of the checkpoints, the oldest first."""
+    return sorted(path.name for path in incarnation.checkpoints.folder.iterdir())
 
 
-def test_a_run_that_ends_as_a_checkpoint_is_made_is_not_written_twice(begin: Lives) -> None:
-    life = begin(JournalConfig())
+def test_a_run_that_ends_as_a_checkpoint_is_made_is_not_written_twice(
+    begin: TrainerIncarnations,
+) -> None:
+    incarnation = begin(JournalConfig())
     for step in range(PERIOD_STEPS):
-        life.train(step)
-    life.saver.after_step(PERIOD_STEPS)
-    life.saver.finish(PERIOD_STEPS)
-    assert checkpoints_of(life) == ["000001-step-2"]
-    life.saver.finish(PERIOD_STEPS)
-    assert checkpoints_of(life) == ["000001-step-2"]
+        incarnation.train(step)
+    incarnation.saver.after_step(PERIOD_STEPS)
+    incarnation.saver.finish(PERIOD_STEPS)
+    assert checkpoints_of(incarnation) == ["000001-step-2"]
+    incarnation.saver.finish(PERIOD_STEPS)
+    assert checkpoints_of(incarnation) == ["000001-step-2"]
 
 
-def test_groups_that_left_since_the_newest_checkpoint_are_in_the_last(begin: Lives) -> None:
+def test_groups_that_left_since_the_newest_checkpoint_are_in_the_last(
+    begin: TrainerIncarnations,
+) -> None:
     first = begin(JournalConfig())
     first.train(0)
     first.saver.save(1)
@@ -70,7 +84,7 @@ def test_groups_that_left_since_the_newest_checkpoint_are_in_the_last(begin: Liv
 
 
 def test_trainer_that_dies_while_redoing_leaves_less_to_redo(
-    begin: Lives,
+    begin: TrainerIncarnations,
 ) -> None:
     roomy = JournalConfig()
     first = begin(roomy)

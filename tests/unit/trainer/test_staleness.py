@@ -1,4 +1,4 @@
-"""The age bound holds whatever the order of things, and pacing neither starves nor bursts."""
+"""The age bound holds in any order of events, and pacing neither starves nor bursts."""
 
 import sys
 import threading
@@ -56,7 +56,7 @@ def test_what_a_journal_brings_back_as_ready_counts_at_once() -> None:
     arrive(m, 0, 266)
     ask(m, 1)
     assert (m.ready, m.running, m.capacity) == (4, 4, 16)
-    assert m.oldest_version == 300, "of steps before the recovery nobody told the name"
+    assert m.oldest_version == 300, "names of steps before the recovery are unknown"
 
 
 def test_a_group_that_is_asked_for_again_is_counted_once() -> None:
@@ -262,16 +262,16 @@ def test_counts_go_on_from_a_checkpoint() -> None:
 def test_the_oldest_version_is_that_of_the_oldest_token_under_way() -> None:
     m = manager(max_staleness=9)
     m.step(StepPublished(0, policy_version=3))
-    told = [m.oldest_version]
+    oldest = [m.oldest_version]
     ask(m, 0)
     m.step(StepPublished(4, policy_version=8))
     m.step(StepPublished(6, policy_version=9))
     ask(m, 1)
-    told.append(m.oldest_version)
+    oldest.append(m.oldest_version)
     arrive(m, 0, 5)  # of the step before the newest that is published: 8 was the newest till then
-    told.append(m.oldest_version)
+    oldest.append(m.oldest_version)
     m.step(GroupEnded(group(0)))
-    assert [*told, m.oldest_version] == [None, 3, 8, 9]
+    assert [*oldest, m.oldest_version] == [None, 3, 8, 9]
 
 
 @pytest.mark.parametrize("event", [GroupArrived(group(9), 4, 0), GroupEnded(group(9))])
@@ -283,7 +283,7 @@ def test_unknown_groups_change_nothing(event: GroupArrived | GroupEnded) -> None
 
 @pytest.fixture
 def hasty_threads() -> Iterator[None]:
-    """They take turns as often as can be."""
+    """Groups and steps take turns as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -340,7 +340,7 @@ def test_age_bound_holds_and_training_never_starves(
 def test_rejects_and_small_steps_let_nothing_drift_but_the_known_formula(
     formula: StalenessFormula, capacity: int
 ) -> None:
-    """Fifty steps that train what was accepted of four groups, half of it."""
+    """Fifty steps that train the accepted half of four groups."""
     m = manager(batch=16, max_staleness=2, max_concurrent=10_000, formula=formula)
     for step in range(50):
         ask(m, *range(4 * step, 4 * step + 4))

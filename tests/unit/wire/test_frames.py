@@ -64,7 +64,7 @@ def test_a_count_of_frames_that_is_not_theirs_is_refused(num_parts: list[int]) -
 
 
 @pytest.mark.parametrize(
-    ("frames", "said"),
+    ("frames", "error"),
     [
         ([], "0 frames"),
         ([b""], "1 frames"),
@@ -82,8 +82,8 @@ def test_a_count_of_frames_that_is_not_theirs_is_refused(num_parts: list[int]) -
         ),
     ],
 )
-def test_what_is_no_packet_is_refused_in_one_line(frames: list[bytes], said: str) -> None:
-    with pytest.raises(WireError, match=said) as caught:
+def test_what_is_no_packet_is_refused_in_one_line(frames: list[bytes], error: str) -> None:
+    with pytest.raises(WireError, match=error) as caught:
         decode(frames)
     assert "\n" not in str(caught.value)
 

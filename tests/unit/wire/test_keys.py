@@ -41,7 +41,7 @@ def hub(keys: Keys) -> Iterator[Hub]:
         yield guarded
 
 
-def heard(hub: Hub, timeout_s: float) -> list[str]:
+def clients(hub: Hub, timeout_s: float) -> list[str]:
     wait([hub], None, timeout_s)
     return [p.message.client_id for _, p in hub.receive() if isinstance(p.message, ClientHello)]
 
@@ -49,7 +49,7 @@ def heard(hub: Hub, timeout_s: float) -> list[str]:
 def test_peers_with_the_mesh_keys_are_let_in(hub: Hub, keys: Keys) -> None:
     with closing(Dialer(hub.address, "friend", keys)) as friend:
         friend.send(Packet(ClientHello("friend")))
-        assert heard(hub, 10.0) == ["friend"]
+        assert clients(hub, 10.0) == ["friend"]
 
 
 def test_peers_with_other_keys_or_none_are_not_heard(hub: Hub, keys: Keys, tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_peers_with_other_keys_or_none_are_not_heard(hub: Hub, keys: Keys, tmp_p
             dialer.send(Packet(ClientHello(name)))
         # They dialled before the friend did, so they would be heard before it.
         friend.send(Packet(ClientHello("friend")))
-        assert heard(hub, 10.0) == ["friend"]
-        assert heard(hub, 0.1) == []
+        assert clients(hub, 10.0) == ["friend"]
+        assert clients(hub, 0.1) == []
 
 
 def test_key_files_are_their_owners_alone_and_never_overwritten(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""News of groups: together and a moment later, and nobody sees a difference."""
+"""Group updates are sent together a moment later, without a visible difference."""
 
 from rollmesh.core.ids import GroupId
 from rollmesh.wire.frames import Packet

@@ -179,7 +179,7 @@ def test_a_key_that_is_added_is_let_in_at_once(ring: Ring) -> None:
 
 
 def test_a_member_cannot_bind_as_the_hub(ring: Ring) -> None:
-    """Its socket has its own key, and peers look for the hub's."""
+    """Its socket has its own key, and peers check the hub's."""
     impostor = ring.bind(ring.keys("worker"), Access(ring.keys("worker"), ROUTER))
     assert "hub's key" in refusal(impostor.address, ring.keys("client"))
     dialer = Dialer(impostor.address, "client", ring.keys("client"))

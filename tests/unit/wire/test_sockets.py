@@ -38,7 +38,7 @@ def dialer(hub: Hub) -> Iterator[Dialer]:
 
 
 def packets(hub: Hub, number: int) -> list[tuple[bytes, Packet]]:
-    """The next `number` packets; what is not one wakes the waiter too."""
+    """The next `number` packets; malformed messages wake the waiter too."""
     found: list[tuple[bytes, Packet]] = []
     end_s = time.monotonic() + PATIENCE_S
     while len(found) < number:
@@ -77,12 +77,12 @@ def test_a_dialer_skips_what_is_malformed_too(hub: Hub, dialer: Dialer) -> None:
     packets(hub, 1)
     hub.socket.send_multipart([b"d1", b"rubbish"])
     hub.send(b"d1", Packet(RouterHello(0.5)))
-    end_s, heard = time.monotonic() + PATIENCE_S, list(dialer.receive())
-    while not heard:  # what is malformed wakes the waiter too
+    end_s, received = time.monotonic() + PATIENCE_S, list(dialer.receive())
+    while not received:  # what is malformed wakes the waiter too
         assert time.monotonic() < end_s, "nothing came"
         wait([dialer], None, PATIENCE_S)
-        heard = list(dialer.receive())
-    assert [packet.message for packet in heard] == [RouterHello(0.5)]
+        received = list(dialer.receive())
+    assert [packet.message for packet in received] == [RouterHello(0.5)]
     assert dialer.num_malformed == 1
 
 
@@ -192,13 +192,13 @@ def test_a_dialer_survives_whatever_its_hub_sends(hub: Hub, dialer: Dialer) -> N
     for frames in nonsense(seed=2, number=1000):
         hub.socket.send_multipart([route, *frames])
     assert hub.send(route, Packet(RouterHello(0.5)))
-    heard: list[Packet] = []
+    received: list[Packet] = []
     end_s = time.monotonic() + PATIENCE_S
-    while not heard:
+    while not received:
         assert time.monotonic() < end_s, "nothing came"
         wait([dialer], None, PATIENCE_S)
-        heard += dialer.receive()
-    assert [packet.message for packet in heard] == [RouterHello(0.5)]
+        received += dialer.receive()
+    assert [packet.message for packet in received] == [RouterHello(0.5)]
     assert dialer.num_malformed == 1000
 
 
@@ -213,14 +213,14 @@ def test_a_frame_past_the_bound_ends_its_connection_and_no_other() -> None:
         [(route, _)] = packets(hub, 1)
         assert route == b"small"
         # It dials again by itself; what it says before that has happened is lost with the rest.
-        heard: list[bytes] = []
+        received: list[bytes] = []
         end_s = time.monotonic() + PATIENCE_S
-        while not heard:
+        while not received:
             assert time.monotonic() < end_s, "nothing came"
             large.send(Packet(ClientHello("large"), body=bytes(900)))
             wait([hub], None, 0.05)
-            heard += [route for route, _ in hub.receive()]
-        assert set(heard) == {b"large"}
+            received += [route for route, _ in hub.receive()]
+        assert set(received) == {b"large"}
 
 
 def test_what_is_sent_again_and_waits_is_in_memory_once() -> None:
@@ -232,17 +232,17 @@ def test_what_is_sent_again_and_waits_is_in_memory_once() -> None:
         assert psutil.Process().memory_info().rss - before < 64 * len(long)
 
 
-@pytest.mark.parametrize("said", [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f\x03"])
+@pytest.mark.parametrize("greeting", [b"", b"\xff", b"\xff" + bytes(8) + b"\x7f\x03"])
 def test_a_connection_that_does_not_get_on_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch, said: bytes
+    monkeypatch: pytest.MonkeyPatch, greeting: bytes
 ) -> None:
     monkeypatch.setattr(sockets, "HANDSHAKE_S", 0.2)
     with closing(Hub("tcp://127.0.0.1:0")) as hub:
         port = int(hub.address.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as stranger:
-            stranger.sendall(said)
-            heard = b"".join(iter(lambda: stranger.recv(100), b""))  # until the end
-            assert heard == b"" or heard.startswith(b"\xff")  # its half of the greeting
+            stranger.sendall(greeting)
+            received = b"".join(iter(lambda: stranger.recv(100), b""))  # until the end
+            assert received == b"" or received.startswith(b"\xff")  # its half of the greeting
 
 
 KEEPALIVE, ESTABLISHED = "02", "01"
@@ -252,7 +252,7 @@ KEEPALIVE, ESTABLISHED = "02", "01"
 def test_a_peer_that_vanished_without_goodbye_is_found_out(
     hub: Hub, dialer: Dialer, side: str
 ) -> None:
-    """The kernel asks after a silent peer at both ends (proc(5), net/tcp: the timer's kind)."""
+    """The kernel probes a silent peer at both ends (proc(5), net/tcp: the timer's kind)."""
     dialer.send(Packet(ClientHello("c")))
     packets(hub, 1)
     port = f"{int(hub.address.rpartition(':')[2]):04X}"

@@ -1,6 +1,6 @@
 """A claimed run of real processes: a launch that waits, and processes with its mark.
 
-Everything that was started is ended, whatever happened.
+Every process that was started is ended, whatever happened.
 """
 
 import os
@@ -38,7 +38,7 @@ class ClaimedRun:
 
     @property
     def claim(self) -> RunClaim:
-        """What its launch has claimed the name with."""
+        """The claim of the name by its launch."""
         claimed, host = self.claimed, socket.gethostname()
         return RunClaim(
             claimed.run_id, host, claimed.pid, claimed.place, claimed.life, True, str(self.record)
@@ -46,7 +46,7 @@ class ClaimedRun:
 
     @property
     def marked(self) -> list[subprocess.Popen[bytes]]:
-        """All that was started but the launch."""
+        """All started processes except the launch."""
         return self._started[1:]
 
     def start(self, mark: str) -> subprocess.Popen[bytes]:
@@ -57,7 +57,7 @@ class ClaimedRun:
         return process
 
     def close(self) -> None:
-        """End all that was started."""
+        """End all started processes."""
         for each in self._started:
             each.kill()
             each.wait()
@@ -65,7 +65,7 @@ class ClaimedRun:
 
 @contextmanager
 def claimed_run(runs: Path, pipeline_id: str = "math") -> Iterator[ClaimedRun]:
-    """Yield one."""
+    """Yield a claimed run."""
     run = ClaimedRun(runs, pipeline_id)
     try:
         yield run

@@ -1,7 +1,6 @@
-"""A fleet that answers an admission desk as the service does, by the service's own words.
+"""A fake fleet that answers the admission server as the service does.
 
-Invariant: what it says of itself is explain's view, as JSON; it keeps what was registered, by key.
-Driven by the tests of the desk and of its process.
+It reports itself as explain's view in JSON, and keeps registrations by key.
 """
 
 import msgspec
@@ -28,7 +27,7 @@ class Fleet:
         self.state.add_node(GpuNode(name="b", gpus=(4, 5, 6, 7), labels=("l40",)))
         self.asked: list[SchedulerQuestion] = []
         self.runs: dict[str, RunClaim] = {}
-        """By pipeline, the run that has its name."""
+        """By pipeline, the run that claimed its name."""
 
     def ask(self, question: SchedulerQuestion, patience_s: float = 1.0) -> AdmissionAnswer:
         self.asked.append(question)

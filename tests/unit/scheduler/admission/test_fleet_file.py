@@ -53,7 +53,7 @@ RANGES = {
     "tick_s": (0.01, 10),
     "quantum_s": (0.1, 1e6),
 }
-"""Of those that may not be 0: what is heard each second is not given up before two."""
+"""Times that may not be 0: a heartbeat of each second must not be missed before two."""
 
 
 def fleet(text: str) -> FleetTables:
@@ -82,7 +82,7 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("gpus = 4", "unknown key 'gpus'; there are bind, http_bind"),
         ("policy = 'fairest'", "policy: 'fairest' is not one of fair, gap-"),
@@ -163,10 +163,10 @@ def test_an_empty_file_is_a_fleet_that_agents_join() -> None:
         ("[pipelines.math]\nclusters.actor_infer = 1", "pipelines.math.clusters.actor_infer: use"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_the_key(text: str, told: str) -> None:
+def test_a_mistake_is_one_line_that_names_the_key(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fleet(text)
-    assert str(caught.value).startswith(f"scheduler.toml: {told}")
+    assert str(caught.value).startswith(f"scheduler.toml: {message}")
     assert "\n" not in str(caught.value)
 
 
@@ -199,8 +199,8 @@ def test_a_time_that_is_none_is_refused_by_its_key_and_range(
     for bad in (least_s - 1e-6, -1, most_s + 1, math.inf, math.nan, *nonsense):
         with pytest.raises(ConfigError) as caught:
             convert_settings({key: bad}, kind, "[x]")
-        told = f"[x].{key}: {bad!r} is not a valid time; use {least_s:g} to {most_s:.0f} seconds"
-        assert str(caught.value) == told
+        message = f"[x].{key}: {bad!r} is not a valid time; use {least_s:g} to {most_s:.0f} seconds"
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(("name", "num"), [("eight", 8), ("two", 2)])

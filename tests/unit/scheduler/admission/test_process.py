@@ -1,4 +1,4 @@
-"""The admission process answers each question at its socket, and loses nothing by dying."""
+"""The admission process answers each request at its socket, and loses nothing by a crash."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ PROMPT_S = 30.0
 
 
 class Serving:
-    """A desk at a socket, in a thread."""
+    """An admission server at a socket, in a thread."""
 
     def __init__(self, fleet: Fleet, path: Path) -> None:
         self.fleet = fleet
@@ -59,7 +59,7 @@ class Serving:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Deeper than a socket's address can be."""
+    """A folder deeper than a socket's address can be."""
     return tmp_path / ("deep" * 20) / "admission.sock"
 
 

@@ -39,7 +39,7 @@ US = os.getuid()
 
 @pytest.fixture(autouse=True)
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the scheduler's journal, in which we are."""
+    """The folder of the scheduler's journal, which is the working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -83,7 +83,7 @@ def test_a_pipeline_that_is_there_keeps_its_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "message"),
     [
         (PipelineTable(clusters={"actor_train": (0, 9)}), "9"),
         (PipelineTable(generation=(3, 4), tp=2), "math"),
@@ -92,10 +92,10 @@ def test_a_pipeline_that_is_there_keeps_its_place() -> None:
     ],
 )
 def test_requests_that_do_not_fit_are_refused_before_the_scheduler_sees_them(
-    table: PipelineTable, told: str
+    table: PipelineTable, message: str
 ) -> None:
     fleet = Fleet()
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         register(fleet, "math", table)
     assert "\n" not in str(caught.value)
     assert not any(isinstance(each, RegisterPipeline) for each in fleet.asked)
@@ -243,8 +243,8 @@ def run(tmp_path: Path) -> Iterator[ClaimedRun]:
 
 
 def rewrite(run: ClaimedRun, **fields: object) -> None:
-    told = msgspec.json.decode(run.record.read_bytes()) | fields
-    run.record.write_bytes(msgspec.json.encode(told))
+    message = msgspec.json.decode(run.record.read_bytes()) | fields
+    run.record.write_bytes(msgspec.json.encode(message))
 
 
 def test_the_launch_and_all_that_carries_its_mark_end_and_nothing_else(run: ClaimedRun) -> None:

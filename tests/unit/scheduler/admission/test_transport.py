@@ -1,4 +1,4 @@
-"""A question is asked until it is answered, with one key, and not for ever."""
+"""A request is resent with one key until it is answered, but not forever."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""An agent joins until it is heard, beats each second, and tells why it was refused."""
+"""An agent joins until it is answered, beats each second, and reports a refusal."""
 
 import threading
 
@@ -29,7 +29,7 @@ PROMPT_S = 30.0
 
 
 def joined(agent: NodeMachine, now_s: float, *, ok: bool = True, error: str = "") -> JoinNode:
-    """What it said first, answered."""
+    """Answer its first message."""
     (send,) = agent.step(Ticked(), now_s)
     assert isinstance(send.message, JoinNode)
     answer = SchedulerAnswered(send.message.key, ok, error)
@@ -78,7 +78,7 @@ def test_a_refused_agent_sends_nothing_more() -> None:
 
 
 def live(scheduler: FleetScheduler, agent: NodeMachine, from_s: float, to_s: float) -> None:
-    """Both for so long, with nothing between them."""
+    """Both for that long, with no messages between them."""
     for now_s in (from_s + step * BEAT_S for step in range(int((to_s - from_s) / BEAT_S))):
         for send in agent.step(Ticked(), now_s):
             for action in scheduler.step(Received(b"node", send.message), now_s):
@@ -129,7 +129,7 @@ def test_a_silent_scheduler_is_logged_once_until_it_answers_again(
 
 
 class Answering(threading.Thread):
-    """A scheduler that answers one join as it is told to."""
+    """A scheduler that answers one join as the test says."""
 
     def __init__(self, answer: str) -> None:
         super().__init__(daemon=True)

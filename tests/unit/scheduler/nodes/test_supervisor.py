@@ -1,4 +1,4 @@
-"""The service's process is started whenever it has ended, whatever goes wrong around it."""
+"""The service's process is restarted whenever it has ended, whatever fails around it."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ with os.fdopen(int(sys.argv[-1]), "w") as pipe:
     print(json.dumps(told), file=pipe)
 signal.pause()
 """
-"""Its address is where it runs, for a test to see."""
+"""Its address is its working directory, for a test to see."""
 ENDS = """
 import pathlib, sys
 tries = pathlib.Path("tries")
@@ -31,7 +31,7 @@ if len(tries.read_text()) < 3:
 
 
 class Tended:
-    """What is tended, and its faults."""
+    """The supervised process, and its faults."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
@@ -48,7 +48,7 @@ class Tended:
             raise self.fault
 
     def wait(self) -> None:
-        """Until it is tended anew."""
+        """Wait until it is supervised again."""
         self.turned.clear()
         assert self.turned.wait(PROMPT_S)
 

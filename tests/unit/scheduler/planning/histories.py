@@ -101,7 +101,7 @@ class History:
         return self.rng.choice(chosen) if chosen else None
 
     def workers(self, *phases: WorkerPhase) -> list[tuple[str, GenerationWorker]]:
-        """Those in one of the phases."""
+        """The workers in one of the phases."""
         return [
             (pipeline_id, worker)
             for pipeline_id, pipeline in self.state.pipelines.items()

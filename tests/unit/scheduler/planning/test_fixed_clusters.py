@@ -171,7 +171,7 @@ def test_a_plan_reports_when_age_will_change_the_order() -> None:
 
 
 class KeepsShrinks(PlanBuilder):
-    """The fault: what was shrunk for a request that cannot be granted stays shrunk."""
+    """The fault: workers shrunk for a request that cannot be granted stay shrunk."""
 
     def rollback(self, mark: int) -> None:
         pass
@@ -221,14 +221,15 @@ def test_an_eviction_without_a_grant_is_refused_by_the_proof() -> None:
 
 
 class NeverReserves(Idle):
-    """The fault: no request is ever old enough for its GPUs to be kept for it."""
+    """The fault: no request is ever old enough for GPUs to be reserved for it."""
 
     reserve_after_s = math.inf
 
 
 def hand_offs(policy: Idle, num: int) -> int | None:
-    """After how many hand-offs of GPUs 0 and 1 between small ones a big one has both; a second
-    each, and never are both free at once."""
+    """Return after how many hand-offs of GPUs 0 and 1 between small requests a big one has both; a
+    second each, and never are both free at once.
+    """
     state = fleet(2)
     add(state, "big", train=(0, 1))
     for gpu, name in ((0, "a"), (1, "b"), (0, "c"), (1, "d")):
@@ -273,7 +274,7 @@ def test_until_it_is_old_a_request_may_be_passed_by() -> None:
 
 
 def test_what_big_ones_wait_for_may_go_on_until_it_is_done() -> None:
-    """Else they would wait for each other: big for r, r for s, and s for a GPU of big."""
+    """Otherwise they would wait for each other: big for r, r for s, and s for a GPU of big."""
     state = fleet(4)
     add(state, "r", train=(0,)).spec.clusters["critic"] = (3,)
     add(state, "s", train=(3,)).spec.clusters["critic"] = (1,)
@@ -291,7 +292,7 @@ def test_what_big_ones_wait_for_may_go_on_until_it_is_done() -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "quarantine", "node"])
 def test_a_request_that_may_wait_forever_blocks_no_other(fault: str) -> None:
-    """A fault of f stops big, which waits for it, or for r, which does; and not small."""
+    """A fault of f blocks big, which waits for it or for r, which does; small is not blocked."""
     state = fleet(3, 1)
     add(state, "big", train=(0, 1))
     add(state, "small", train=(1,))
@@ -315,7 +316,7 @@ def test_a_request_that_may_wait_forever_blocks_no_other(fault: str) -> None:
 
 
 def test_a_request_that_waits_for_its_own_pipeline_blocks_no_other() -> None:
-    """p asks for more while it holds: what it holds itself, or what q has that waits for p."""
+    """p requests more while it holds: GPUs that it holds itself, or GPUs of q that waits for p."""
     state = fleet(4)
     asker = add(state, "p", train=(0,))
     asker.spec.clusters["critic"] = (0, 1)
@@ -389,7 +390,7 @@ def test_every_feasible_request_is_granted_within_the_bound(seed: int, churns: b
 
 
 class MakesNoException(PlanBuilder):
-    """The fault: those that a reserved request waits for are kept waiting as well."""
+    """The fault: holders that a reserved request waits for are kept waiting as well."""
 
     def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
         return super().may_start("", gpu, gives_way)

@@ -19,7 +19,7 @@ NUM_NODES, NODE_GPUS = 70, 2
 
 
 def with_new_index(state: FleetState) -> FleetState:
-    """The same, with an index that knows nothing but who is registered."""
+    """Return the state with an index that knows only the registered pipelines."""
     other = copy.deepcopy(state)
     other.index = FleetIndex()
     for name, pipeline in other.pipelines.items():
@@ -40,7 +40,7 @@ def check_index(state: FleetState) -> None:
 
 
 class WideHistory(History):
-    """So many nodes that shares continue from those of the last plan."""
+    """Enough nodes that shares continue from those of the last plan."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -94,7 +94,7 @@ def test_in_a_large_fleet_the_same_state_gives_the_same_plan_whatever_is_kept(se
 
 
 class ForgetsNothing(FleetIndex):
-    """Keeps what it found, though the ground is another now."""
+    """The fault: keep the results although the state has changed."""
 
     def update_availability(self, closed: set[int], kept: dict[int, str]) -> Availability:
         self.availability.closed, self.availability.exclusive = closed, kept

@@ -16,8 +16,9 @@ ASKED = "p-actor_train-1"
 
 
 def stage() -> FleetState:
-    """p generates on 0 and 1, could on 2 and 3, and asks for 0 and 1 to train; q generates on 4 and
-    could on 5; r trains on 6."""
+    """p generates on 0 and 1, could on 2 and 3, and requests 0 and 1 to train; q generates on 4 and
+    could on 5; r trains on 6.
+    """
     state = fleet(8)
     add(state, "p", generation=(0, 1, 2, 3), train=(0, 1))
     add(state, "q", generation=(4, 5))
@@ -225,7 +226,7 @@ def test_a_cluster_may_be_handed_over_to_itself() -> None:
 
 
 def test_what_the_planner_makes_is_proved() -> None:
-    """A policy that does what it may not is refused, whatever it is."""
+    """A policy that returns an invalid plan is refused, whatever it is."""
 
     class TakesWhatIsTaken(Greedy):
         def generate(self, builder):  # type: ignore[no-untyped-def]

@@ -180,7 +180,7 @@ def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
 
 
 def step(demand_history: DemandHistory, begun_s: float, phases: tuple[float, ...]) -> None:
-    """It ends its demand, has a grant after each of these times, and asks 100 s after its end."""
+    """The demand ends, is granted after each of these times, and returns 100 s after its end."""
     demand_history.note_ended(begun_s)
     for number, after_s in enumerate(phases):
         demand_history.note_granted(f"c{number}", 1, begun_s + after_s)

@@ -32,7 +32,7 @@ class Program:
         return not self._asks and self._now is None
 
     def poll(self, stage: Stage) -> None:
-        """Ask for the next thing, once the last was had for long enough."""
+        """Request the next cluster once the last was held for long enough."""
         if self._now is not None:
             state = stage.state(self._now.key)
             if state in (TicketState.QUEUED, TicketState.OFFERED):
@@ -78,7 +78,7 @@ def _asks(name: str, num_rollouts: int) -> list[Asked]:
 
 
 def run_all(stage: Stage, programs: list[Program], limit_s: float = 600.0) -> None:
-    """Until all are done; it fails the test where they are not in time."""
+    """Run until all are done; fail the test if they are late."""
     end_s = stage.now_s + limit_s
     while not all(each.is_done for each in programs):
         for each in programs:

@@ -45,7 +45,7 @@ Asked = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
 
 
 class Coordinator:
-    """It does what it is told at the next `act`, unless it hangs, or fails."""
+    """Carry out resizes at the next `act`, unless it hangs, or fails."""
 
     def __init__(self, name: str, num_workers: int, started_s: float = 1.0) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class Coordinator:
         """Ranks of engines that do not answer."""
         self.is_silent = False
         self.error = ""
-        """What the next resizes end with, if anything."""
+        """The error of the next resizes, if any."""
 
     @property
     def route(self) -> bytes:
@@ -79,7 +79,7 @@ class Coordinator:
             self.pending_resizes.append(resize)
 
     def take(self) -> list[ResizeWorkers]:
-        """What it does now."""
+        """The state that it reports now."""
         result = [each for each in self.pending_resizes if not self._hangs(each)]
         self.pending_resizes = [each for each in self.pending_resizes if self._hangs(each)]
         return result
@@ -113,22 +113,22 @@ class Stage:
         self.open: dict[str, Asked] = {}
         self.moved: dict[str, TicketMoved] = {}
         self.ended: dict[str, TicketState] = {}
-        """By key, the first answer that was for good."""
+        """The first final answer by key."""
         self.answers: dict[str, SchedulerAnswered] = {}
         self._held: dict[str, Asked] = {}
         self.notes: list[LogLine] = []
         self.lost_steps: frozenset[int] = frozenset()
         """Before the rows of these are kept, the scheduler is killed."""
         self.cut_steps: frozenset[int] = frozenset()
-        """After the rows of these are kept, and nothing is sent."""
+        """After the rows of these are kept, the scheduler is killed and nothing is sent."""
         self.checks_rows_each = 0
-        """After so many steps, if any."""
+        """Number of steps until it is killed, if any."""
         self.begin()
         if num_gpus:
             self.send(JoinNode("node", "n0", num_gpus, (), False))
 
     def begin(self) -> None:
-        """A life of the scheduler, from what was kept."""
+        """Start the scheduler from the kept rows."""
         self.num_incarnations += 1
         revived = JournalTables({table: dict(rows) for table, rows in self.kept.tables.items()})
         is_first = not revived.tables
@@ -142,7 +142,7 @@ class Stage:
         self._step(Received(route, message))
 
     def ask(self, message: Asked) -> TicketState:
-        """Said again each second until it is answered for good; how it stands now."""
+        """Send it each second until its final answer; return its state now."""
         if isinstance(message, NotifyReleaseGpus):
             self._give_up(message.pipeline_id, message.cluster)
         elif isinstance(message, NotifyReleaseThenRequestGpus):
@@ -169,7 +169,7 @@ class Stage:
         generation: Sequence[int] = (0, 1, 2, 3),
         **fields: object,
     ) -> Coordinator:
-        """Registered, admitted, wired, its coordinator known."""
+        """Register and admit a pipeline, with its hooks connected and its coordinator known."""
         clusters = {TRAIN: tuple(train)} if train else {}
         spec = PipelineSpec(
             pipeline_id=name,
@@ -189,7 +189,7 @@ class Stage:
     # time
 
     def run(self, seconds: float) -> None:
-        """Resizes are done, asks said again, hellos and ticks come, as the time has it."""
+        """Let time pass: resizes complete, requests are resent, hellos and ticks arrive."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 0.25)
@@ -199,13 +199,13 @@ class Stage:
                 self.beat()
 
     def act(self) -> None:
-        """Coordinators do what they were told."""
+        """Coordinators carry out their resizes."""
         for coordinator in self.coordinators.values():
             for resize in coordinator.take():
                 self._resize(coordinator, resize)
 
     def beat(self) -> None:
-        """Whoever says things each second does."""
+        """Send everything that is sent each second."""
         for coordinator in self.coordinators.values():
             if not coordinator.is_silent:
                 self.send(coordinator.hello(), coordinator.route)
@@ -233,19 +233,19 @@ class Stage:
         return self.scheduler.state.fleet.pipelines[name]
 
     def awake(self, name: str) -> list[int]:
-        """Ranks that serve in truth."""
+        """Ranks that really serve."""
         truths = self.coordinators[name].truths
         return [truth.rank for truth in truths if truth.phase is WorkerPhase.AWAKE]
 
     def wait_for(self, key: str, state: TicketState, seconds: float = 60.0) -> None:
-        """Until the ticket is there; it fails the test where it is not in time."""
+        """Wait until the ticket has that state; fail the test if it is late."""
         end_s = self.now_s + seconds
         while self.state(key) is not state and self.now_s < end_s:
             self.run(0.25)
         assert self.state(key) is state, f"{key} is {self.moved.get(key)} at {self.now_s}"
 
     def _check_gpus(self) -> None:
-        """Nobody is where another is."""
+        """Assert that no GPU has two users."""
         state, users = self.scheduler.state, dict[int, str]()
         for name, coordinator in self.coordinators.items():
             if name not in state.fleet.pipelines:
@@ -311,7 +311,7 @@ class Stage:
         self._check_gpus()
 
     def _check_rows(self) -> None:
-        """What was kept tells all that the machine knows."""
+        """Assert that the kept rows contain the machine's whole state."""
         state = self.scheduler.state
         tables = {table: dict(rows) for table, rows in self.kept.tables.items()}
         again = self.kind(self.settings, self.policy, JournalTables(tables), "again").state

@@ -17,7 +17,7 @@ from tests.unit.scheduler.service.stage import Stage
 
 
 def wanting(kind: type[FleetScheduler] = FleetScheduler) -> Stage:
-    """A pipeline that generates, of which nobody has reported anything."""
+    """A pipeline that generates and has reported nothing yet."""
     stage = Stage(kind=kind)
     stage.pipeline("a")
     stage.generate("a", "g0", target=128, step=0)
@@ -130,7 +130,7 @@ def test_a_demand_without_an_estimate_gets_a_worker() -> None:
 
 
 class PlansOfNothing(DemandTracker):
-    """The fault: whoever has said no number yet is overlooked (W11)."""
+    """The fault: a demand without a number is ignored (W11)."""
 
     def open(self, pipeline: PipelineState, key: str, estimate: int, step: int) -> None:
         if estimate > 0:

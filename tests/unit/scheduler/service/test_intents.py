@@ -13,7 +13,7 @@ def phases(stage: Stage) -> list[tuple[str, IntentKind, int, IntentPhase]]:
 
 
 def handing_over() -> Stage:
-    """Pipeline a is told to sleep for b's training, and hangs."""
+    """Pipeline a must sleep for b's training, and hangs."""
     stage = Stage(2)
     stage.pipeline("a", train=(), generation=(0, 1))
     stage.pipeline("b", train=(0,), generation=())

@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None
 
 
 def test_a_page_that_was_scribbled_over_is_found_when_it_is_opened(tmp_path: Path) -> None:
-    """Else nothing could be written later, and nothing would be done for ever."""
+    """Otherwise nothing could be written later, and no request would ever complete."""
     rows = [HistoryRow(float(at), 0, "a", "c", 0, "awake") for at in range(2000)]
     with closing(SqliteJournal(tmp_path)) as journal:
         journal.keep(rows)

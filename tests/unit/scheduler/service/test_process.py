@@ -1,4 +1,4 @@
-"""The loop of the process: what is kept before what is sent, over real sockets and a real disk."""
+"""The process's loop keeps rows before it sends messages, over real sockets and a real disk."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -38,7 +38,7 @@ SPEC = PipelineSpec(pipeline_id="a", clusters={"actor_train": (0,)}, generation=
 
 
 class FullDisk(SqliteJournal):
-    """It refuses what is written, as long as it is full."""
+    """A journal that refuses rows while it is full."""
 
     is_full = False
 
@@ -49,7 +49,7 @@ class FullDisk(SqliteJournal):
 
 
 class Life:
-    """A scheduler's process, but for its process."""
+    """A scheduler as in its process, in a thread."""
 
     def __init__(self, folder: Path, clock: FakeClock) -> None:
         ask = ServiceOptions(
@@ -62,7 +62,7 @@ class Life:
         self.dialer = Dialer(self.hub.address, "test")
 
     def ask(self, message: AnyMessage, kind: type[AnyMessage]) -> AnyMessage:
-        """Say it; the next answer of that kind."""
+        """Send a message; return the next answer of that kind."""
         self.dialer.send(Packet(message))
         return next(each for each in self.heard() if isinstance(each, kind))
 
@@ -111,7 +111,7 @@ def test_grants_are_held_over_restarts(tmp_path: Path) -> None:
 
 
 def test_it_does_not_spin_while_it_may_not_plan_yet(tmp_path: Path) -> None:
-    """Progress asks for a plan at once, and there is none before the coordinator is heard."""
+    """Progress triggers a plan at once, and there is none before the coordinator reports."""
     spec = msgspec.structs.replace(SPEC, generation=(0,))
     with closing(begin(tmp_path)) as life:
         for message in (RegisterPipeline("r", spec), AdmitPipeline("ad", "a")):

@@ -93,5 +93,5 @@ def test_of_a_hand_over_the_first_half_counts_though_its_pipeline_is_leaving() -
     priority = GpuPriority.GENERATION
     ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, GENERATION_CLUSTER, priority)
     assert stage.ask(ask) is REFUSED
-    assert stage.answers["u"].ok, "else it is waited for until somebody kills it"
+    assert stage.answers["u"].ok, "else it is waited for until it is killed"
     assert not stage.scheduler.state.fleet.owners

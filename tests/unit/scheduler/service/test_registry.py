@@ -58,7 +58,7 @@ def test_another_spec_under_the_same_name_is_refused_in_one_line() -> None:
 
 
 class BeginsAnew(PipelineRegistry):
-    """The fault: who registers again is not admitted any more."""
+    """The fault: a repeated registration removes the admission."""
 
     def on_ask(self, route: bytes, ask: object) -> None:
         if (
@@ -148,7 +148,7 @@ def test_a_leaving_pipeline_sleeps_first_and_then_nothing_is_left_of_it() -> Non
 
 
 class Hurried(RunClaims):
-    """The fault: who leaves has nothing from then on, whoever stands there."""
+    """The fault: a leaving pipeline has nothing from then on, even where an engine is awake."""
 
     def release_all(self, pipeline: PipelineState, why: str, *, with_trainer: bool = True) -> None:
         super().release_all(pipeline, why, with_trainer=True)
@@ -163,7 +163,7 @@ class LeavesAtOnce(FleetScheduler):
 
 
 def left_while_training(kind: type[FleetScheduler]) -> Stage:
-    """Pipeline a trains as somebody unregisters it; b waits for a GPU of it."""
+    """Pipeline a trains while it is unregistered; b waits for a GPU of it."""
     stage = Stage(2, kind=kind)
     stage.pipeline("a", train=(0, 1), generation=())
     stage.pipeline("b", train=(1,), generation=())
@@ -200,7 +200,7 @@ def test_a_pipeline_that_leaves_with_an_untaken_offer_has_nothing() -> None:
 
 def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
     stage = left_while_training(LeavesAtOnce)
-    assert stage.state("tb") is TicketState.GRANTED, "and nobody has told a's trainer"
+    assert stage.state("tb") is TicketState.GRANTED, "and a's trainer has received nothing"
 
 
 def test_a_leaving_pipeline_that_is_killed_is_forgotten_whatever_it_held() -> None:

@@ -21,7 +21,7 @@ def two_pipelines(kind: type[FleetScheduler] = FleetScheduler) -> Stage:
 
 
 def story(stage: Stage) -> dict[str, TicketState]:
-    """Both do two rollouts; how each ask has ended."""
+    """Both do two rollouts; return how each request has ended."""
     run_all(stage, [Program("a", 2), Program("b", 2, generates_s=3.0)])
     stage.run(5)
     state = stage.scheduler.state
@@ -128,7 +128,7 @@ def _strike(stage: Stage, fault: str, name: str, is_on: bool) -> None:
 
 
 class Amnesiac(FleetScheduler):
-    """The fault: a life begins from nothing."""
+    """The fault: a restart begins without the kept rows."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         kept = [each for each in arguments if not isinstance(each, JournalTables)]

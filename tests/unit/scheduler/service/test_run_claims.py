@@ -1,4 +1,4 @@
-"""A pipeline's name is one run's at a time, and the next one finds nothing of a dead one."""
+"""Only one run at a time has a pipeline's name, and the next finds nothing of a dead one."""
 
 import msgspec
 
@@ -21,7 +21,7 @@ from tests.unit.scheduler.service.stage import SETTINGS, TRAIN, Coordinator, Sta
 
 
 def unclaimed(**fields: object) -> Stage:
-    """Pipeline `a`, which no run drives."""
+    """Pipeline `a`, which no run uses."""
     stage = Stage(**fields)  # type: ignore[arg-type]  # of the stage
     stage.pipeline("a", train=(0,), generation=(0, 1)).is_silent = True
     stage.run(LIVE_S)
@@ -40,7 +40,7 @@ def run_of(run_id: str, **fields: object) -> RunClaim:
 
 
 def claim(stage: Stage, run: RunClaim | None, after: str = "") -> str:
-    """Why it is refused, or ''."""
+    """The reason of the refusal, or ''."""
     key = f"claim-{len(stage.answers)}"
     stage.send(ClaimPipeline(key, "a", run, after))
     return stage.answers[key].error
@@ -76,7 +76,7 @@ def test_of_two_that_follow_a_dead_run_one_is_refused() -> None:
 
 
 class LastWins(RunClaims):
-    """The fault: whoever claims a name has it."""
+    """The fault: any run may claim a name."""
 
     def on_claim(self, ask: ClaimPipeline) -> str:
         run = self._state.pipeline_records[ask.pipeline_id].run
@@ -126,7 +126,7 @@ def test_engines_that_are_not_a_runs_own_outlive_it_and_stay_fenced() -> None:
     assert claim(stage, None, after="dead") == ""
     pipeline = stage.of("a")
     assert (pipeline.holds, pipeline.demand) == ({}, None)
-    assert stage.awake("a") == [0, 1], "nobody has put them to sleep"
+    assert stage.awake("a") == [0, 1], "no resize has put them to sleep"
 
 
 def test_a_run_that_ends_after_another_has_its_name_takes_nothing_from_it() -> None:

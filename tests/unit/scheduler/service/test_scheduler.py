@@ -1,4 +1,4 @@
-"""The machine as a whole: what one pipeline does to the others, and what must never wedge."""
+"""The whole machine: effects of one pipeline on the others, and that nothing ever blocks."""
 
 import math
 
@@ -37,7 +37,7 @@ MANY = 100
 
 
 def contested(kind: type[FleetScheduler], num_pipelines: int = MANY) -> Stage:
-    """One holds what all the others wait for."""
+    """One pipeline holds the GPUs that all the others wait for."""
     stage = Stage(1, kind=kind)
     for number in range(num_pipelines):
         stage.pipeline(f"p{number}", train=(0,), generation=())
@@ -53,7 +53,7 @@ def test_a_hundred_that_wait_do_not_keep_one_from_releasing() -> None:
 
 
 class FourAtATime(FleetScheduler):
-    """The fault: who waits has one of four doors until it is answered."""
+    """The fault: each waiting request occupies one of four places until it is answered."""
 
     def step(self, event: Event, now_s: float, is_last: bool = True) -> list[Action]:
         waiting = sum(each.state is QUEUED for each in self.state.tickets.values())
@@ -77,7 +77,7 @@ def test_with_four_places_for_waiters_a_release_is_never_served() -> None:
 
 
 class FailsOnce(Fair):
-    """A policy that is wrong now and then."""
+    """A policy that fails now and then."""
 
     num_left = 1
 
@@ -89,7 +89,7 @@ class FailsOnce(Fair):
 
 
 class EndsWithItsFirstError(FleetScheduler):
-    """The fault: the loop ends with a cycle's error, and the rest goes on as if it turned."""
+    """The fault: the loop ends with a cycle's error, and the rest runs on."""
 
     def _may_plan(self) -> bool:
         return not self.state.problems and super()._may_plan()
@@ -115,7 +115,7 @@ def test_where_the_policy_fails_for_ever_fixed_clusters_go_on() -> None:
     stage.policy.num_left = -1  # type: ignore[attr-defined]  # of this policy
     stage.pipeline("a", train=(0, 1))
     assert stage.train("a", "a1") is GRANTED
-    assert len(stage.scheduler.state.problems) == 1, "told once, not with each plan"
+    assert len(stage.scheduler.state.problems) == 1, "logged once, not with each plan"
 
 
 def test_a_loop_that_ends_with_its_first_error_answers_no_further_request() -> None:
@@ -142,7 +142,7 @@ class Unfenced(FleetScheduler):
 
 
 def faulty(kind: type[FleetScheduler]) -> Stage:
-    """Pipeline a cannot put its engines to sleep; c trains; b waits for what c has, then a."""
+    """Pipeline a cannot put its engines to sleep; c trains; b waits for GPUs of c, then of a."""
     stage = Stage(4, kind=kind)
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.pipeline("b", train=(2, 3), generation=(2, 3))
@@ -186,8 +186,9 @@ class WaitsForAll(FleetScheduler):
 
 
 def hung(kind: type[FleetScheduler]) -> Stage:
-    """Pipeline a hangs with all it has; b and c want to go on, d waits for what a was told to
-    give up."""
+    """Pipeline a hangs with all it has; b and c want to continue, d waits for GPUs that a must
+    release.
+    """
     stage = Stage(4, kind=kind)
     stage.pipeline("a", train=(0,), generation=(0, 1))
     stage.pipeline("b", train=(2,), generation=(2, 3))
@@ -218,7 +219,7 @@ def test_without_a_deadline_one_engine_would_hold_up_everybody() -> None:
 
 
 class AcksAtOnce(TicketQueue):
-    """The fault: whatever waits for a release is told that it is done with the next resize."""
+    """The fault: every waiting release is answered with the next resize."""
 
     def settle_releases(self) -> None:
         for pipeline_id, tenant in self._state.pipeline_records.items():

@@ -1,4 +1,4 @@
-"""Asks with a key: what is granted, what joins what, what leaves nothing."""
+"""Requests with a key: which are granted, which join another, which leave nothing."""
 
 from rollmesh.scheduler.service.records import IntentPhase
 from rollmesh.wire.scheduling import (
@@ -107,7 +107,9 @@ def test_a_queued_request_that_is_not_renewed_leaves_nothing() -> None:
 
 
 def test_a_trainer_delayed_for_long_waits_again_and_its_grant_does_not_end() -> None:
-    """Who waits for a grant takes its end for one, and would train where another does."""
+    """A waiting trainer would take the end of its request for a grant, and train on another's
+    GPUs.
+    """
     stage = Stage()
     stage.pipeline("a", train=(0, 1))
     stage.pipeline("b", train=(1, 2))
@@ -305,7 +307,7 @@ def test_gpus_offered_to_a_dead_trainer_are_free_after_its_patience() -> None:
     stage.run(stage.settings.patience_s + 1)
     assert stage.state("a3") is GRANTED
     assert not stage.of("b").holds
-    assert stage.state("b1") is OFFERED, "who says nothing is told nothing"
+    assert stage.state("b1") is OFFERED, "a silent client gets no answer"
 
 
 def test_a_trainer_delayed_past_its_offer_waits_again_and_an_old_reply_takes_nothing() -> None:

@@ -65,7 +65,7 @@ CHANGES: tuple[AnyMessage, ...] = (
 
 
 class Fleet:
-    """A scheduler that has an operator, and pipeline `a` with a token, which asks for GPUs."""
+    """A scheduler with an operator, and pipeline `a` with a token, which requests GPUs."""
 
     def __init__(self) -> None:
         self.disk = JournalTables()
@@ -92,7 +92,7 @@ class Fleet:
         return [each.message for each in actions if isinstance(each, Send)]
 
     def rows(self) -> dict[str, dict[str, bytes]]:
-        """What is kept of pipelines, beside the time of the last write."""
+        """Kept rows of pipelines, without the time of the last write."""
         tables = self.disk.tables
         return {name: dict(tables[name]) for name in tables if name not in ("numbers", "answers")}
 

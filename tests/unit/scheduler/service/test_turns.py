@@ -9,9 +9,9 @@ from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhas
 from tests.unit.scheduler.service.stage import SETTINGS, Stage
 
 SWITCH_S = 2.0
-"""Of an engine that does not hang, with what has to be said about it."""
+"""The turn of an engine that does not hang, including its messages."""
 UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
-"""The fault: the next resize waits for the one before to its end."""
+"""The fault: the next resize waits until the one before has ended."""
 
 
 def phases(stage: Stage, pipeline_id: str) -> list[IntentPhase]:

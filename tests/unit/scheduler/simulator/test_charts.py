@@ -138,7 +138,7 @@ def test_a_row_holds_until_the_next_of_its_gpu() -> None:
 
 
 def _journal(folder: Path, rows: list[OccupancyRow]) -> Path:
-    """As the service writes it."""
+    """Write it as the service does."""
     journal = SqliteJournal(folder)
     journal.keep([HistoryRow(*row) for row in rows])
     journal.close()

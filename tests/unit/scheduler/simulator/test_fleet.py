@@ -40,7 +40,7 @@ WAKING, SLEEPING = WorkerPhase.WAKING, WorkerPhase.SLEEPING
 
 
 class Stage:
-    """Of workers on one GPU each; what happens is told with its time."""
+    """A fleet with one GPU per worker; events are recorded with their times."""
 
     def __init__(self) -> None:
         self.events = EventQueue()
@@ -126,7 +126,7 @@ ROLLS = TracePipeline(
 
 
 class Sees:
-    """Wakes all, and takes down what it was shown."""
+    """Wake all workers, and record the given states."""
 
     name = "sees"
     reserve_after_s = 60.0
@@ -178,13 +178,13 @@ def test_an_older_wish_to_plan_again_is_forgotten() -> None:
 
     class Nobody:
         def woke(self, rank: int) -> None:
-            """It has no rollouts."""
+            """A program without rollouts."""
 
         def sleeps(self, rank: int) -> int:
             return 0
 
         def granted(self) -> None:
-            """It asks for nothing."""
+            """A policy that requests nothing."""
 
         def kv_tokens(self, rank: int) -> int:
             return 0

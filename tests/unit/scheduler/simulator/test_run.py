@@ -107,7 +107,7 @@ TINY = WorkloadShape(
 
 
 class TakesWhatIsOpen:
-    """Wakes whatever may wake, and nobody gives way to another's engines."""
+    """Wake every worker that may wake; no engine gives way to another."""
 
     name = "open"
     reserve_after_s = 600.0
@@ -243,7 +243,7 @@ def test_a_pipeline_that_never_gets_an_engine_is_reported_as_starved() -> None:
     second = msgspec.structs.replace(first, pipeline_id="b", arrival_s=1.0)
 
     class Hoards(TakesWhatIsOpen):
-        """Whoever is first keeps all, by forgetting the others."""
+        """The first pipeline keeps everything, because the others are forgotten."""
 
         def generate(self, builder: PlanBuilder) -> PolicyResult:
             if "b" in builder.state.pipelines:

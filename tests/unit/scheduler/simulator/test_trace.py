@@ -80,7 +80,7 @@ def test_the_example_is_a_trace() -> None:
 
 
 FIXED = {"mixed": "e6633407f88d4075", "even": "d5908009458bdb92", "scarce": "214ddf5265438660"}
-"""Of the traces that policies were tuned on; a change of one is a change of the results."""
+"""Hashes of the traces that policies were tuned on; a change of one changes the results."""
 
 
 def _digest(shape: str) -> str:

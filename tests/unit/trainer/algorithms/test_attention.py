@@ -43,7 +43,7 @@ WINDOW = 5
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Two that wait for each other over little work cost more than they do."""
+    """Two ranks that wait for each other over little work cost more CPU than the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,7 +51,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def new_qwen(num_kv_heads: int = 2, window: int | None = None) -> PreTrainedModel:
-    """Double precision, weights large enough that all looks at all."""
+    """Double precision, with weights large enough that every position attends to all."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **SMALL,
@@ -66,7 +66,7 @@ def new_qwen(num_kv_heads: int = 2, window: int | None = None) -> PreTrainedMode
 
 @functools.cache
 def qwen_twins(num_kv_heads: int, window: int | None) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same weights, with transformers' own attention and with ours."""
+    """Models with the same weights, with transformers' own attention and with ours."""
     ours = new_qwen(num_kv_heads, window)
     ours.set_attn_implementation(PACKED)
     return new_qwen(num_kv_heads, window), ours
@@ -87,7 +87,7 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
 
 
 def loss_of(logits_KV: Tensor, scale_K: Tensor) -> Tensor:
-    """One that weighs every position differently."""
+    """An attention that weighs every position differently."""
     return (torch.log_softmax(logits_KV, -1)[:, 3] * scale_K).sum()
 
 
@@ -114,7 +114,7 @@ def test_sequences_packed_say_and_learn_what_they_do_alone(
 
 
 def new_granite() -> PreTrainedModel:
-    """It scales its scores otherwise than by the width of a head."""
+    """An attention that scales its scores otherwise than by the width of a head."""
     config = GraniteConfig(
         **SMALL, num_key_value_heads=2, attention_multiplier=0.9, initializer_range=0.3
     )
@@ -142,7 +142,7 @@ def test_no_mask_is_built_for_packed_sequences() -> None:
 
 
 class Frank(Qwen3ForCausalLM):  # type: ignore[misc]  # transformers is untyped
-    """Tells the logits of all positions, whether they are wanted or not."""
+    """A model that computes the logits of all positions, whether they are wanted or not."""
 
     def forward(self, input_ids: Tensor, **kwargs: Any) -> CausalLMOutputWithPast:
         told: CausalLMOutputWithPast = super().forward(input_ids, **kwargs)
@@ -160,23 +160,23 @@ def test_model_that_cannot_keep_some_logits_is_read_at_those() -> None:
 
 
 def new_mamba() -> PreTrainedModel:
-    """Its state runs along the row."""
+    """A model whose state runs along the row."""
     return MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2))
 
 
 def new_bloom() -> PreTrainedModel:
-    """Its attention is its own, and its places come from the mask."""
+    """A model with its own attention, which derives positions from the mask."""
     return BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2))
 
 
 def new_gemma() -> PreTrainedModel:
-    """Its attention has a soft cap."""
+    """A model whose attention has a soft cap."""
     config = Gemma2Config(**SMALL, num_key_value_heads=2, sliding_window=WINDOW)
     return Gemma2ForCausalLM(config)
 
 
 def new_llama4() -> PreTrainedModel:
-    """Its chunks are in the mask alone; a sequence feels them that is longer than one."""
+    """A model whose chunks are in the mask alone; only a sequence that is longer is affected."""
     config = Llama4TextConfig(
         **SMALL,
         num_key_value_heads=2,
@@ -191,7 +191,7 @@ def new_llama4() -> PreTrainedModel:
 
 
 def new_stretched() -> PreTrainedModel:
-    """Past 64 tokens, places are nearer to each other the longer the longest sequence is."""
+    """A model whose positions past 64 tokens depend on the longest sequence."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     config = Qwen3Config(
         **SMALL, num_key_value_heads=2, rope_parameters=rope, max_position_embeddings=64

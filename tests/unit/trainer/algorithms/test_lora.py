@@ -23,7 +23,7 @@ from tests.unit.trainer.samples import new_sample
 RANK = 4
 SETTINGS = TrainerConfig(lora_rank=RANK, learning_rate=0.02, max_logprob_gap=1e9, max_token_gap=1e9)
 LAYERS = 7
-"""That are adapted in each of the model's two: q, k, v, o, gate, up, down."""
+"""Number of adapted modules in each of the model's two layers: q, k, v, o, gate, up, down."""
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 
@@ -43,7 +43,7 @@ def trained(folder: Path, num_steps: int = 3, **more: Any) -> Policy:
 
 
 def probed(folder: Path, token_ids: tuple[int, ...]) -> list[float]:
-    """By transformers alone."""
+    """Load it by transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         logits = model(torch.tensor([token_ids])).logits[0, :-1]

@@ -155,7 +155,7 @@ def test_ranks_of_any_number_read_their_rows(
 
 
 @pytest.mark.parametrize(
-    ("here", "told"),
+    ("here", "error"),
     [
         ({"a": torch.zeros(2, 3)}, r"a is F32 \[2, 2\] there and F32 \[2, 3\] here"),
         ({"a": torch.zeros(2, 2).half()}, r"a is F32 \[2, 2\] there and F16 \[2, 2\] here"),
@@ -164,11 +164,11 @@ def test_ranks_of_any_number_read_their_rows(
     ],
 )
 def test_another_model_is_refused_before_anything_changes(
-    tmp_path: Path, here: dict[str, Tensor], told: str
+    tmp_path: Path, here: dict[str, Tensor], error: str
 ) -> None:
     save_file({"a": torch.ones(2, 2)}, tmp_path / "it.safetensors")
     slots: list[TensorRows] = rows_of_rank(here.items(), SingleRank())
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=error):
         read_rows(tmp_path, slots)
     assert not any(each.any() for each in here.values())
 

@@ -85,8 +85,8 @@ def test_any_file_that_is_cut_or_grows_is_found(
 def test_a_file_that_is_gone_is_named(whole: Path, tmp_path: Path, name: str) -> None:
     shutil.copytree(whole, tmp_path / "it")
     (tmp_path / "it" / name).unlink()
-    told = "incomplete: it has no manifest" if name == MANIFEST else f"{name}: missing"
-    with pytest.raises(CheckpointError, match=told):
+    reason = "incomplete: it has no manifest" if name == MANIFEST else f"{name}: missing"
+    with pytest.raises(CheckpointError, match=reason):
         verify(tmp_path / "it")
 
 

@@ -15,7 +15,14 @@ from rollmesh.serve.client.journal_entries import (
 )
 from rollmesh.serve.client.journal_state import JournalPosition, JournalState
 from rollmesh.trainer.checkpoints.recovery_plan import MAX_ERRORS, MAX_KILLS, poison_reason
-from tests.unit.trainer.trainer_lives import PATIENCE_S, SAMPLES, Killed, KilledHard, Life, Lives
+from tests.unit.trainer.trainer_incarnations import (
+    PATIENCE_S,
+    SAMPLES,
+    Killed,
+    KilledHard,
+    TrainerIncarnation,
+    TrainerIncarnations,
+)
 
 ROOMY = JournalConfig()
 SETTINGS = ("run.name=run", "trainer.num_steps=3", "trainer.checkpoint_steps=9")
@@ -25,103 +32,111 @@ def overflow() -> OverflowError:
     return OverflowError("int too large to convert to float")
 
 
-def run(life: Life, num_groups: int) -> list[BaseException]:
+def run(incarnation: TrainerIncarnation, num_groups: int) -> list[BaseException]:
     """Run the train loop and deliver so many groups; return what ended it, if anything."""
     ends: list[BaseException] = []
 
     def train() -> None:
         try:
-            life.loop.run(life.recovery)
+            incarnation.loop.run(incarnation.recovery)
         except (OverflowError, ZeroDivisionError, UserError, Killed, KilledHard) as error:
             ends.append(error)
 
     thread = threading.Thread(target=train)
     thread.start()
     for _ in range(num_groups):
-        group_id, task = life.hear_ask()
-        life.finish(group_id, task.id)
+        group_id, task = incarnation.hear_ask()
+        incarnation.finish(group_id, task.id)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     return ends
 
 
-def test_step_that_raises_twice_in_the_same_way_is_skipped_at_the_next_start(begin: Lives) -> None:
-    life = begin(ROOMY, *SETTINGS)
-    life.policy.raises_in_steps = {1: overflow()}
-    assert run(life, 2)
-    life = begin(ROOMY, *SETTINGS)
-    assert [each.step for each in life.recovery.redo] == [0, 1], "once may be an accident"
-    life.policy.raises_in_steps = {1: overflow()}
-    assert run(life, 0)
+def test_step_that_raises_twice_in_the_same_way_is_skipped_at_the_next_start(
+    begin: TrainerIncarnations,
+) -> None:
+    incarnation = begin(ROOMY, *SETTINGS)
+    incarnation.policy.raises_in_steps = {1: overflow()}
+    assert run(incarnation, 2)
+    incarnation = begin(ROOMY, *SETTINGS)
+    assert [each.step for each in incarnation.recovery.redo] == [0, 1], "once may be an accident"
+    incarnation.policy.raises_in_steps = {1: overflow()}
+    assert run(incarnation, 0)
 
-    life = begin(ROOMY, *SETTINGS)
-    assert [each.step for each in life.recovery.redo] == [0]
-    assert life.recovery.next_step == 2
-    [line] = life.recovery.lines
+    incarnation = begin(ROOMY, *SETTINGS)
+    assert [each.step for each in incarnation.recovery.redo] == [0]
+    assert incarnation.recovery.next_step == 2
+    [line] = incarnation.recovery.lines
     assert line.startswith("step 1 ended the trainer 2 times: OverflowError at")
     assert line.endswith("it is skipped and its groups are dropped")
-    life.policy.raises_in_steps = {1: overflow()}
-    assert run(life, 1) == []
-    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0, 2]
-    drops = life.rows("drops.jsonl")
+    incarnation.policy.raises_in_steps = {1: overflow()}
+    assert run(incarnation, 1) == []
+    assert [row["step"] for row in incarnation.rows("metrics.jsonl")] == [0, 2]
+    drops = incarnation.rows("drops.jsonl")
     assert [row["reason"].partition(":")[0] for row in drops] == ["poisoned_step"] * SAMPLES
-    assert life.tally.num_dropped == SAMPLES
-    life.tally.num_open = life.pacer.num_open()
-    assert life.tally.summary()["num_lost"] == 0
+    assert incarnation.tally.num_dropped == SAMPLES
+    incarnation.tally.num_open = incarnation.pacer.num_open()
+    assert incarnation.tally.summary()["num_lost"] == 0
 
 
-def test_a_skipped_step_stays_skipped(begin: Lives) -> None:
+def test_a_skipped_step_stays_skipped(begin: TrainerIncarnations) -> None:
     for _ in range(2):
-        life = begin(ROOMY, *SETTINGS)
-        life.policy.raises_in_steps = {0: overflow()}
-        assert run(life, 0 if life.recovery.redo else 1)
+        incarnation = begin(ROOMY, *SETTINGS)
+        incarnation.policy.raises_in_steps = {0: overflow()}
+        assert run(incarnation, 0 if incarnation.recovery.redo else 1)
     for _ in range(2):
-        life = begin(ROOMY, *SETTINGS)
-        assert life.recovery.redo == ()
-        assert [each.step for each in life.recovery.parted] == [0]
-    assert run(life, 2) == []
+        incarnation = begin(ROOMY, *SETTINGS)
+        assert incarnation.recovery.redo == ()
+        assert [each.step for each in incarnation.recovery.parted] == [0]
+    assert run(incarnation, 2) == []
     assert begin(ROOMY, *SETTINGS).recovery.parted == (), "the checkpoint at the end knows it"
 
 
-def test_step_that_raises_differently_the_second_time_is_redone(begin: Lives) -> None:
-    life = begin(ROOMY, *SETTINGS)
-    life.policy.raises_in_steps = {0: overflow()}
-    assert run(life, 1)
-    life = begin(ROOMY, *SETTINGS)
-    life.policy.raises_in_steps = {0: ZeroDivisionError()}
-    assert run(life, 0)
-    life = begin(ROOMY, *SETTINGS)
-    assert [each.step for each in life.recovery.redo] == [0]
-    assert run(life, 2) == []
-    assert [row["step"] for row in life.rows("metrics.jsonl")] == [0, 1, 2]
+def test_step_that_raises_differently_the_second_time_is_redone(begin: TrainerIncarnations) -> None:
+    incarnation = begin(ROOMY, *SETTINGS)
+    incarnation.policy.raises_in_steps = {0: overflow()}
+    assert run(incarnation, 1)
+    incarnation = begin(ROOMY, *SETTINGS)
+    incarnation.policy.raises_in_steps = {0: ZeroDivisionError()}
+    assert run(incarnation, 0)
+    incarnation = begin(ROOMY, *SETTINGS)
+    assert [each.step for each in incarnation.recovery.redo] == [0]
+    assert run(incarnation, 2) == []
+    assert [row["step"] for row in incarnation.rows("metrics.jsonl")] == [0, 1, 2]
 
 
-def test_a_step_in_which_the_trainer_is_killed_each_time_is_skipped(begin: Lives) -> None:
+def test_a_step_in_which_the_trainer_is_killed_each_time_is_skipped(
+    begin: TrainerIncarnations,
+) -> None:
     """The first kill is in the step as it was taken, the others in the redone step."""
     for number in range(1 + MAX_KILLS):
-        life = begin(ROOMY, *SETTINGS)
-        assert [each.step for each in life.recovery.redo] == ([0] if number else [])
-        life.policy.raises_in_steps = {0: KilledHard()}
-        assert run(life, 0 if number else 1)
-    life = begin(ROOMY, *SETTINGS)
-    assert life.recovery.redo == ()
-    assert life.recovery.parted[0].reason.startswith("poisoned_step: step 0 ended the trainer")
+        incarnation = begin(ROOMY, *SETTINGS)
+        assert [each.step for each in incarnation.recovery.redo] == ([0] if number else [])
+        incarnation.policy.raises_in_steps = {0: KilledHard()}
+        assert run(incarnation, 0 if number else 1)
+    incarnation = begin(ROOMY, *SETTINGS)
+    assert incarnation.recovery.redo == ()
+    assert incarnation.recovery.parted[0].reason.startswith(
+        "poisoned_step: step 0 ended the trainer"
+    )
 
 
-def test_an_error_that_the_user_can_fix_is_no_fault_of_the_step(begin: Lives) -> None:
+def test_an_error_that_the_user_can_fix_is_no_fault_of_the_step(begin: TrainerIncarnations) -> None:
     for number in range(2 + MAX_KILLS):
-        life = begin(ROOMY, *SETTINGS)
-        assert [each.step for each in life.recovery.redo] == ([0] if number else [])
-        life.policy.raises_in_steps = {0: UserError("the disk is full; make room")}
-        assert run(life, 0 if number else 1)
+        incarnation = begin(ROOMY, *SETTINGS)
+        assert [each.step for each in incarnation.recovery.redo] == ([0] if number else [])
+        incarnation.policy.raises_in_steps = {0: UserError("the disk is full; make room")}
+        assert run(incarnation, 0 if number else 1)
 
 
-def test_being_killed_after_a_redone_step_is_no_fault_of_the_step(begin: Lives) -> None:
+def test_being_killed_after_a_redone_step_is_no_fault_of_the_step(
+    begin: TrainerIncarnations,
+) -> None:
     for number in range(2 + MAX_KILLS):
-        life = begin(ROOMY, *SETTINGS)
-        assert [each.step for each in life.recovery.redo] == ([0] if number else [])
-        life.policy.dies_in_step = 0
-        assert run(life, 0 if number else 1)
+        incarnation = begin(ROOMY, *SETTINGS)
+        assert [each.step for each in incarnation.recovery.redo] == ([0] if number else [])
+        incarnation.policy.dies_in_step = 0
+        assert run(incarnation, 0 if number else 1)
 
 
 def deaths_after(*entries: AnyEntry) -> dict[int, tuple[str, ...]]:

@@ -23,7 +23,11 @@ from rollmesh.trainer.pacing.lifecycle import (
     VersionPublished,
 )
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
-from tests.unit.trainer.trainer_lives import PATIENCE_S, Life, Lives
+from tests.unit.trainer.trainer_incarnations import (
+    PATIENCE_S,
+    TrainerIncarnation,
+    TrainerIncarnations,
+)
 
 NUM_ROLLOUTS = 4
 ROOMY = JournalConfig()
@@ -170,56 +174,56 @@ def test_evaluations_that_are_open_do_not_count() -> None:
     assert manager.running == NUM_ROLLOUTS
 
 
-def live_through_all_kinds_of_ends(life: Life) -> None:
+def live_through_all_kinds_of_ends(incarnation: TrainerIncarnation) -> None:
     """Run to a step that takes two groups, each with a failed rollout."""
-    life.pacer.publishing(1, 1)
-    life.client.note_published(1, 1)
-    life.pacer.published(1)
-    life.client.cancel(life.next_ask(), "of no use")
-    life.pacer.collect(PATIENCE_S)
+    incarnation.pacer.publishing(1, 1)
+    incarnation.client.note_published(1, 1)
+    incarnation.pacer.published(1)
+    incarnation.client.cancel(incarnation.next_ask(), "of no use")
+    incarnation.pacer.collect(PATIENCE_S)
     ends = (
         {"reason": "infra_error: its worker is gone", "policy_versions": (0, 1)},
         {"outcomes": (Outcome.AGENT_ERROR,) * 2},
         {"policy_versions": (7,)},
     )
     for how in ends:
-        life.pacer.ask(num_needed=1)
-        group_id, task = life.hear_ask()
-        life.finish(group_id, task.id, **how)
-        life.pacer.collect(PATIENCE_S)
-    life.pacer.ask(num_needed=3)
+        incarnation.pacer.ask(num_needed=1)
+        group_id, task = incarnation.hear_ask()
+        incarnation.finish(group_id, task.id, **how)
+        incarnation.pacer.collect(PATIENCE_S)
+    incarnation.pacer.ask(num_needed=3)
     for policy_version in (0, 1, 1):
-        group_id, task = life.hear_ask()
+        group_id, task = incarnation.hear_ask()
         outcomes = (Outcome.COMPLETED, Outcome.AGENT_ERROR)
-        life.finish(group_id, task.id, outcomes, policy_versions=(policy_version,))
-        life.pacer.collect(PATIENCE_S)
-    batch = life.pacer.take(5)  # for which one group is too old
+        incarnation.finish(group_id, task.id, outcomes, policy_versions=(policy_version,))
+        incarnation.pacer.collect(PATIENCE_S)
+    batch = incarnation.pacer.take(5)  # for which one group is too old
     assert batch is not None
-    life.client.note_step(5, batch.group_ids(), batch.oldest_step)
-    life.pacer.trained(batch)
+    incarnation.client.note_step(5, batch.group_ids(), batch.oldest_step)
+    incarnation.pacer.trained(batch)
 
 
-def drops_of(life: Life) -> dict[tuple[str, int | None], dict[str, object]]:
-    rows = life.rows("drops.jsonl")
+def drops_of(incarnation: TrainerIncarnation) -> dict[tuple[str, int | None], dict[str, object]]:
+    rows = incarnation.rows("drops.jsonl")
     by_rollout = {(row["group_id"], row.get("index")): row for row in rows}
     assert len(by_rollout) == len(rows), "a rollout is in two rows"
     return by_rollout
 
 
-def redo(life: Life) -> None:
-    for step in life.recovery.redo:
-        batch = life.pacer.retake(step, life.recovery.results)
+def redo(incarnation: TrainerIncarnation) -> None:
+    for step in incarnation.recovery.redo:
+        batch = incarnation.pacer.retake(step, incarnation.recovery.results)
         assert batch is not None
-        life.pacer.trained(batch)
+        incarnation.pacer.trained(batch)
 
 
 @pytest.mark.parametrize("later", ["requeue", "drop", "mask"])
 def test_drops_of_a_trainer_that_was_killed_are_those_of_one_that_was_not(
-    begin: Lives, later: str
+    begin: TrainerIncarnations, later: str
 ) -> None:
-    life = begin(ROOMY, "trainer.stale_policy=requeue")
-    live_through_all_kinds_of_ends(life)
-    drops, tally = drops_of(life), life.tally
+    incarnation = begin(ROOMY, "trainer.stale_policy=requeue")
+    live_through_all_kinds_of_ends(incarnation)
+    drops, tally = drops_of(incarnation), incarnation.tally
     reasons = collections.Counter(str(row["reason"]).partition(":")[0] for row in drops.values())
     assert reasons == {
         "cancelled": 1,
@@ -238,41 +242,41 @@ def test_drops_of_a_trainer_that_was_killed_are_those_of_one_that_was_not(
 
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_stale_task_is_requested_again_once_whichever_process_dies(
-    begin: Lives, is_saved: bool
+    begin: TrainerIncarnations, is_saved: bool
 ) -> None:
     requeue = "trainer.stale_policy=requeue"
-    life = begin(ROOMY, requeue)
-    live_through_all_kinds_of_ends(life)
-    [waiting] = life.pacer.lifecycle.to_ask_again
+    incarnation = begin(ROOMY, requeue)
+    live_through_all_kinds_of_ends(incarnation)
+    [waiting] = incarnation.pacer.lifecycle.to_ask_again
     if is_saved:
-        life.saver.save(6)
-    life = begin(ROOMY, requeue)
-    assert life.pacer.lifecycle.to_ask_again == (waiting,)
-    redo(life)
-    life.pacer.publishing(2, 6)
-    life.pacer.published(6)
-    life.pacer.ask(num_needed=1)
-    group_id, task = life.hear_ask()
+        incarnation.saver.save(6)
+    incarnation = begin(ROOMY, requeue)
+    assert incarnation.pacer.lifecycle.to_ask_again == (waiting,)
+    redo(incarnation)
+    incarnation.pacer.publishing(2, 6)
+    incarnation.pacer.published(6)
+    incarnation.pacer.ask(num_needed=1)
+    group_id, task = incarnation.hear_ask()
     assert task == waiting.task
-    life = begin(ROOMY, requeue)
-    assert life.pacer.lifecycle.request(group_id) == GroupRequest(task, waiting.again)
-    assert life.pacer.lifecycle.next_again() is None
+    incarnation = begin(ROOMY, requeue)
+    assert incarnation.pacer.lifecycle.request(group_id) == GroupRequest(task, waiting.again)
+    assert incarnation.pacer.lifecycle.next_again() is None
 
 
-def test_nothing_is_lost_if_the_newest_checkpoint_is_damaged(begin: Lives) -> None:
+def test_nothing_is_lost_if_the_newest_checkpoint_is_damaged(begin: TrainerIncarnations) -> None:
     journal = JournalConfig(segment_bytes=256)
-    life = begin(journal)
+    incarnation = begin(journal)
     for step in range(4):
-        life.train(step)
-        life.saver.save(step + 1)
-    *_, older, newest = sorted((life.folder / "savepoints").iterdir())
+        incarnation.train(step)
+        incarnation.saver.save(step + 1)
+    *_, older, newest = sorted((incarnation.folder / "savepoints").iterdir())
     (newest / "manifest.json").unlink()
-    life = begin(journal)
-    assert life.recovery.num_steps == 3
-    assert [each.step for each in life.recovery.redo] == [3]
-    assert life.recovery.lines == ()
+    incarnation = begin(journal)
+    assert incarnation.recovery.num_steps == 3
+    assert [each.step for each in incarnation.recovery.redo] == [3]
+    assert incarnation.recovery.lines == ()
     # It is freed all the same, by the checkpoint before that.
-    assert life.recovery.saved.num_steps == 3
+    assert incarnation.recovery.saved.num_steps == 3
     (older / "manifest.json").unlink()
     with pytest.raises(UserError, match="no checkpoint is intact"):
         begin(journal)

@@ -46,7 +46,7 @@ def names(folder: Path) -> list[str]:
     return sorted(each.name for each in (folder / "savepoints").iterdir())
 
 
-def told(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
+def events_of(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
     return [each.message for each in caplog.records if event in each.message]
 
 
@@ -155,7 +155,7 @@ def test_damaged_checkpoint_is_named_and_left_and_the_one_before_is_found(
     found = again.newest()
     assert found is not None
     assert found.state == at(1)
-    assert len(told(caplog, word)) == 1 if word else True
+    assert len(events_of(caplog, word)) == 1 if word else True
     assert names(tmp_path) == before
     # A name is not reused, and a damaged checkpoint is no reason to remove an intact one.
     broken = [newest.folder.name] * newest.folder.exists()
@@ -174,7 +174,7 @@ def test_disk_error_is_one_line_and_the_next_checkpoint_is_tried(
         assert store.begin(at(2), one)
         assert store.settled(30.0) is None
     assert not store.is_writing
-    [line] = told(caplog, "checkpoint.failed")
+    [line] = events_of(caplog, "checkpoint.failed")
     assert "File too large" in line
     while names(tmp_path) != ["000001-step-1"]:
         pass  # the failed one is removed in the background
@@ -192,7 +192,7 @@ def test_folder_that_cannot_be_created_is_one_line(
     store = CheckpointStore(tmp_path)
     assert store.begin(at(1), Trained())
     assert not store.is_writing
-    assert len(told(caplog, "checkpoint.failed")) == 1
+    assert len(events_of(caplog, "checkpoint.failed")) == 1
     with pytest.raises(CheckpointError, match="savepoints: Not a directory"):
         store.newest()
 

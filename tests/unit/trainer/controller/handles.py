@@ -9,7 +9,7 @@ _numbers = itertools.count(1)
 
 
 def handle(*shape: int, dtype: str = "int32") -> RTensor:
-    """A new one; four bytes an element."""
+    """A new handle; four bytes per element."""
     shard_id = 7 << 32 | next(_numbers)
     return RTensor(
         shard_id, "tcp://127.0.0.1:9", UNTAGGED, dtype, tuple(shape), 4 * math.prod(shape)

@@ -56,7 +56,7 @@ class SimRank:
         self.is_ended = False
         self.ended_step = -1
         self.staged: list[int] = []
-        """In the order in which they came."""
+        """Received messages in order."""
         self.ran: list[int] = []
         self._chance = chance
         self._trouble = trouble
@@ -64,7 +64,7 @@ class SimRank:
         self._num_said = 0
 
     def turn(self) -> None:
-        """Do one thing that it was told."""
+        """Handle one message."""
         if self.is_frozen or self.is_ended or not self.inbox:
             return
         message = self.inbox.popleft()
@@ -75,16 +75,16 @@ class SimRank:
         self._do(message)
 
     def beat(self) -> None:
-        """Say that it lives."""
+        """Send a heartbeat."""
         if not self.is_frozen and not self.is_ended:
             self.say(RankBeat(self.number, self.ended_step, self._num_said))
 
     def say(self, message: RankMessage) -> None:
-        """It counts, whether it arrives or not."""
+        """Count the message, whether it arrives or not."""
         self.outbox.append(message)
 
     def take_said(self) -> RankMessage:
-        """The next to be carried, its number of predecessors being counted only now."""
+        """The next message to be delivered; its number of predecessors is counted only now."""
         message = self.outbox.popleft()
         if isinstance(message, RankBeat):
             message = RankBeat(self.number, message.ended_step, self._num_said)
@@ -121,14 +121,14 @@ class SimRank:
 
 
 class Sim:
-    """A crew, its ranks, and a network that loses `loss` of what is said."""
+    """A rank group, its ranks, and a network that loses the fraction `loss` of the messages."""
 
     def __init__(self, seed: int, num_ranks: int, trouble: float, loss: float) -> None:
         self.now_s = 0.0
         routes = [b"%d" % number for number in range(num_ranks)]
         self.group = RankGroup(routes, SETTINGS, 0.0)
         self.ends: Counter[int] = Counter()
-        """How often each call or ask has ended."""
+        """How often each call or query has ended."""
         self.broken: list[RanksLost] = []
         self.num_lost = 0
         self._chance = random.Random(seed)
@@ -136,7 +136,7 @@ class Sim:
         self.ranks = [SimRank(n, self._chance, trouble) for n in range(num_ranks)]
 
     def run(self, num_calls: int) -> None:
-        """Make calls and asks here and there, until all have ended or nothing ever will."""
+        """Make calls and queries at random, until all have ended or nothing ever will."""
         waiting: list[Event] = [
             CallRequested(n, "a", "b", n, (b"x",) * len(self.ranks)) for n in range(num_calls)
         ]

@@ -14,7 +14,7 @@ WAIT_S = 60.0
 
 
 def nowhere(address: str) -> Sequence[RankSpec]:
-    """A rank whose output has no place."""
+    """A rank whose output has no destination."""
     spec = RankSpec(
         controller=address, rank=0, topology=Topology(1), roles={}, folder="/proc/nowhere"
     )
@@ -32,7 +32,7 @@ def test_a_failed_thread_fails_current_and_later_callers() -> None:
     with pytest.raises(RankError, match="own thread failed"):
         hub.call("actor", "train", NO_STEP, (b"",)).result(WAIT_S)
     assert hub.query_tensors(NO_STEP, b"").result(WAIT_S).missing == (0,), (
-        "which is told, and not raised"
+        "which is reported, and not raised"
     )
     hub.close("done")
 

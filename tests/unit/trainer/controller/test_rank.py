@@ -30,7 +30,7 @@ ROUTE = b"rank-0"
 
 
 class Ear:
-    """Writes down what it is told."""
+    """Record the received messages."""
 
     def __init__(self) -> None:
         self.fails_at = -1
@@ -54,7 +54,7 @@ class Ear:
 
 @contextmanager
 def posted(silence_s: float = 60.0) -> Iterator[tuple[Hub, RankChannel, Ear]]:
-    """A post that has said hello, and its controller's hub, which has heard that."""
+    """A channel that has sent hello, and its controller's hub, which has received it."""
     ear = Ear()
     with closing(Hub("tcp://127.0.0.1:0")) as hub:
         spec = RankSpec(
@@ -73,7 +73,7 @@ def posted(silence_s: float = 60.0) -> Iterator[tuple[Hub, RankChannel, Ear]]:
 
 
 def heard(hub: Hub) -> Iterator[AnyMessage]:
-    """What the rank says, as it comes."""
+    """Messages of the rank, as they arrive."""
     while True:
         wait([hub], None, WAIT_S)
         for _, packet in hub.receive():

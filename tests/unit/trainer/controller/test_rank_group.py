@@ -56,7 +56,7 @@ CALL = CallRequested(1, "actor", "train", 4, (b"x", b"y"))
 HELD = HeldTensors()
 
 
-def said(
+def received(
     group: RankGroup, message: RankMessage, now_s: float = 0.0, body: bytes = b""
 ) -> list[Action]:
     rank = getattr(message, "rank", 0)
@@ -70,14 +70,14 @@ def routes(num_ranks: int) -> list[bytes]:
 def ready_crew(num_ranks: int = 2) -> RankGroup:
     group = RankGroup(routes(num_ranks), SETTINGS, 0.0)
     for rank in range(num_ranks):
-        said(group, RankHello(rank, 100 + rank))
+        received(group, RankHello(rank, 100 + rank))
     for rank in range(num_ranks):
-        said(group, RankReady(rank, "tcp://h:1"))
+        received(group, RankReady(rank, "tcp://h:1"))
     assert group.state is RankGroupState.READY
     return group
 
 
-def told(actions: Sequence[Action], kind: type) -> list[tuple[bytes, RankMessage]]:
+def sent(actions: Sequence[Action], kind: type) -> list[tuple[bytes, RankMessage]]:
     return [
         (action.route, action.message)
         for action in actions
@@ -92,19 +92,19 @@ def error_of(actions: Sequence[Action]) -> RankGone:
 
 def test_ranks_meet_once_all_have_sent_hello() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
-    assert said(group, RankHello(1, 101)) == []
-    formed = said(group, RankHello(0, 100))
+    assert received(group, RankHello(1, 101)) == []
+    formed = received(group, RankHello(0, 100))
     message = FormGroup(-1)
-    assert told(formed, FormGroup) == [(b"rank-0", message), (b"rank-1", message)]
+    assert sent(formed, FormGroup) == [(b"rank-0", message), (b"rank-1", message)]
 
 
 def test_the_crew_is_ready_when_all_are_and_then_begins_what_was_asked_before() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
     assert group.step(CALL, 0.0) == []
     for rank in range(2):
-        said(group, RankHello(rank, 100))
-    assert said(group, RankReady(1, "")) == []
-    formed, *staged = said(group, RankReady(0, ""))
+        received(group, RankHello(rank, 100))
+    assert received(group, RankReady(1, "")) == []
+    formed, *staged = received(group, RankReady(0, ""))
     assert formed == RanksFormed()
     assert [each.body for each in staged if isinstance(each, SendToRank)] == [b"x", b"y"]
 
@@ -112,10 +112,10 @@ def test_the_crew_is_ready_when_all_are_and_then_begins_what_was_asked_before() 
 def test_a_call_goes_to_all_ranks_and_comes_back() -> None:
     group = ready_crew()
     group.step(CALL, 0.0)
-    said(group, CallStaged(0, 1))
-    said(group, CallStaged(1, 1))
-    said(group, CallEnded(0, 1), body=b"p")
-    assert said(group, CallEnded(1, 1), body=b"q") == [CallAnswered(1, (b"p", b"q"))]
+    received(group, CallStaged(0, 1))
+    received(group, CallStaged(1, 1))
+    received(group, CallEnded(0, 1), body=b"p")
+    assert received(group, CallEnded(1, 1), body=b"q") == [CallAnswered(1, (b"p", b"q"))]
 
 
 @pytest.mark.parametrize("state", ["staging", "running"])
@@ -123,8 +123,8 @@ def test_a_rank_that_ends_ends_what_is_open_with_its_name(state: str) -> None:
     group = ready_crew()
     group.step(CALL, 0.0)
     if state == "running":
-        said(group, CallStaged(0, 1))
-        said(group, CallStaged(1, 1))
+        received(group, CallStaged(0, 1))
+        received(group, CallStaged(1, 1))
     failed, broken = group.step(RankExited(1, "killed by signal 9"), 0.0)
     assert isinstance(failed, CallRaised)
     assert str(failed.error) == "rank 1 is gone: killed by signal 9; all ranks have to start anew"
@@ -142,12 +142,12 @@ def test_what_is_asked_of_a_broken_crew_fails_at_once() -> None:
 
 
 def test_a_rank_that_leaves_says_why() -> None:
-    assert error_of(said(ready_crew(), RankLeft(0, "sigterm"))).cause == "sigterm"
+    assert error_of(received(ready_crew(), RankLeft(0, "sigterm"))).cause == "sigterm"
 
 
 def test_a_silent_rank_is_gone() -> None:
     group = ready_crew()
-    said(group, RankBeat(0, -1, 2), now_s=9.0)
+    received(group, RankBeat(0, -1, 2), now_s=9.0)
     assert group.state is RankGroupState.READY
     group.step(Ticked(), 9.9)
     assert group.state is RankGroupState.READY
@@ -157,16 +157,16 @@ def test_a_silent_rank_is_gone() -> None:
 
 def test_a_rank_that_never_comes_is_gone_by_the_time_all_should_be_ready() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
-    said(group, RankHello(0, 100))
+    received(group, RankHello(0, 100))
     assert error_of(group.step(Ticked(), 60.0)).cause == "not ready 60 s after its start"
 
 
 def test_a_rank_that_stays_in_a_failed_call_breaks_the_crew() -> None:
     group = ready_crew()
     group.step(CALL, 0.0)
-    said(group, CallStaged(0, 1))
-    said(group, CallStaged(1, 1))
-    said(group, CallEnded(0, 1, "ValueError: x"), now_s=1.0)
+    received(group, CallStaged(0, 1))
+    received(group, CallStaged(1, 1))
+    received(group, CallEnded(0, 1, "ValueError: x"), now_s=1.0)
     assert group.state is RankGroupState.READY
     lost = error_of(group.step(Ticked(), 6.0))
     assert lost.rank == 1
@@ -175,62 +175,62 @@ def test_a_rank_that_stays_in_a_failed_call_breaks_the_crew() -> None:
 
 def test_a_message_that_was_lost_is_noticed_at_the_next_beat() -> None:
     group = ready_crew()
-    assert said(group, RankBeat(1, -1, 2)) == []
-    assert error_of(said(group, RankBeat(1, -1, 5))).cause == "2 of its messages were lost"
+    assert received(group, RankBeat(1, -1, 2)) == []
+    assert error_of(received(group, RankBeat(1, -1, 5))).cause == "2 of its messages were lost"
 
 
 def test_heartbeats_carry_the_ended_step_and_earlier_messages() -> None:
     group = ready_crew()
     group.step(TensorsQueried(1, 7), 0.0)
-    beats = told(group.step(Ticked(), 1.0), ControllerBeat)
+    beats = sent(group.step(Ticked(), 1.0), ControllerBeat)
     assert beats == [(b"rank-0", ControllerBeat(7, 2)), (b"rank-1", ControllerBeat(7, 2))]
-    assert told(group.step(Ticked(), 1.5), ControllerBeat) == []
-    assert len(told(group.step(Ticked(), 2.0), ControllerBeat)) == 2
+    assert sent(group.step(Ticked(), 1.5), ControllerBeat) == []
+    assert len(sent(group.step(Ticked(), 2.0), ControllerBeat)) == 2
 
 
 def test_all_ranks_report_tensors_and_receive_ended_steps() -> None:
     group = ready_crew()
     actions = group.step(TensorsQueried(5, 7, b"ids"), 0.0)
     assert [each.body for each in actions if isinstance(each, SendToRank)] == [b"ids", b"ids"]
-    assert told(actions, ReadTensors) == [
+    assert sent(actions, ReadTensors) == [
         (b"rank-0", ReadTensors(7, 5)),
         (b"rank-1", ReadTensors(7, 5)),
     ]
     answers = [TensorsTold(rank, 5, 7, 0, HELD, HELD) for rank in (1, 0)]
-    assert said(group, answers[0]) == []
-    assert said(group, answers[1]) == [TensorReport(5, (answers[1], answers[0]), ())]
+    assert received(group, answers[0]) == []
+    assert received(group, answers[1]) == [TensorReport(5, (answers[1], answers[0]), ())]
 
 
 def test_an_ended_step_is_never_taken_back() -> None:
     group = ready_crew()
     group.step(TensorsQueried(1, 7), 0.0)
     actions = group.step(TensorsQueried(2, -1), 0.0)
-    assert told(actions, ReadTensors)[0][1] == ReadTensors(7, 2)
+    assert sent(actions, ReadTensors)[0][1] == ReadTensors(7, 2)
 
 
 def test_a_rank_that_says_nothing_of_tensors_is_missing_and_breaks_nothing() -> None:
     group = ready_crew()
     group.step(TensorsQueried(5, 7), 0.0)
     answer = TensorsTold(0, 5, 7, 0, HELD, HELD)
-    said(group, answer)
+    received(group, answer)
     assert TensorReport(5, (answer,), (1,)) in group.step(Ticked(), 3.0)
     assert group.state is RankGroupState.READY
-    assert said(group, TensorsTold(1, 5, 7, 0, HELD, HELD), now_s=3.1) == []
+    assert received(group, TensorsTold(1, 5, 7, 0, HELD, HELD), now_s=3.1) == []
 
 
 def test_ranks_end_in_reverse_and_the_first_when_the_others_have() -> None:
     group = ready_crew(3)
-    ends = told(group.step(EndRequested("done"), 0.0), EndRank)
+    ends = sent(group.step(EndRequested("done"), 0.0), EndRank)
     assert [route for route, _ in ends] == [b"rank-2", b"rank-1"]
     assert group.step(RankExited(1, "exit code 0"), 0.0) == []
-    assert [route for route, _ in told(group.step(RankExited(2, "exit code 0"), 0.0), EndRank)] == [
+    assert [route for route, _ in sent(group.step(RankExited(2, "exit code 0"), 0.0), EndRank)] == [
         b"rank-0"
     ]
 
 
 def test_an_end_before_all_are_ready_waits_for_no_rank() -> None:
     group = RankGroup(routes(2), SETTINGS, 0.0)
-    said(group, RankHello(0, 100))
+    received(group, RankHello(0, 100))
     cause = "not ready yet, and the user has gone"
     assert error_of(group.step(EndRequested("the user has gone"), 0.0)).cause == cause
 
@@ -248,9 +248,9 @@ def test_an_end_fails_what_is_open() -> None:
 
 def test_strangers_and_the_dead_are_not_listened_to() -> None:
     group = ready_crew()
-    assert said(group, RankLeft(7, "who?")) == []
+    assert received(group, RankLeft(7, "who?")) == []
     group.step(RankExited(1, "killed"), 0.0)
-    assert said(group, RankBeat(1, -1, 99)) == []
+    assert received(group, RankBeat(1, -1, 99)) == []
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(0, 5))
@@ -290,7 +290,7 @@ def made(call_id: int, num_ranks: int = 2) -> CallRequested:
 
 
 def stage(calls: RankCalls, call_id: int, *errors: str) -> list[CallAction]:
-    """Every rank says that it is staged, or why not."""
+    """Every rank reports that it is staged, or why not."""
     return [
         action
         for rank, error in enumerate(errors)
@@ -305,7 +305,7 @@ def end(
 
 
 def started() -> RankCalls:
-    """With call 1 of two ranks running."""
+    """A group with call 1 of two ranks running."""
     calls = RankCalls(2, SETTLE_S)
     list(calls.make(made(1), 3))
     stage(calls, 1, "", "")
@@ -318,8 +318,8 @@ def failures(actions: Iterable[CallAction]) -> list[tuple[int, str]]:
 
 def test_each_rank_receives_a_call_with_its_own_arguments() -> None:
     calls = RankCalls(2, SETTLE_S)
-    told = list(calls.make(made(1), 3))
-    assert told == [SendToAll(StageCall(3, 1, "actor", "train", 4), (b"0", b"1"))]
+    sent = list(calls.make(made(1), 3))
+    assert sent == [SendToAll(StageCall(3, 1, "actor", "train", 4), (b"0", b"1"))]
 
 
 def test_nothing_runs_before_all_have_their_arguments() -> None:

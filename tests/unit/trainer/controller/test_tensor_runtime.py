@@ -42,7 +42,7 @@ def told_by(rank: int, num_cleared: int = 0, error: str = "") -> TensorsTold:
 
 
 class Ranks:
-    """Two of them, that answer as they were told to, each time."""
+    """Two ranks that give the test's answers, one after the other."""
 
     def __init__(self, *answers: TensorReport) -> None:
         self.asked: list[list[int]] = []
@@ -61,7 +61,7 @@ class Ranks:
 
 
 class Way:
-    """A backend to owners elsewhere, that fails as often as it was told to."""
+    """A backend to owners elsewhere, that fails as often as the test says."""
 
     def __init__(self, *errors: Exception) -> None:
         self.cleared: list[tuple[str, list[int]]] = []
@@ -176,7 +176,7 @@ def copied(step: int, num_bytes: int) -> RTensor:
 
 
 def fetch(handles: list[RTensor]) -> list[Content]:
-    """From there."""
+    """Handles from there."""
     arrays = [np.frombuffer(bytes(each.num_bytes), np.uint8) for each in handles]
     return [Content("uint8", each.shape, each) for each in arrays]
 

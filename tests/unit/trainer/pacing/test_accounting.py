@@ -28,7 +28,7 @@ GROUP = GroupId("r", 3)
 
 
 class Books:
-    """Exits of a run whose weights after each of nine steps are called by that step."""
+    """Exits of a run whose weights after each of nine steps are named by that step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,7 +43,7 @@ class Books:
         return [msgspec.json.decode(line, type=dict[str, Any]) for line in lines]
 
     def drops(self) -> list[tuple[Any, ...]]:
-        """Who, why, and how old."""
+        """The group, the reason and the age."""
         rows = self.rows("drops.jsonl")
         return [(row.get("index"), row["reason"], row.get("age")) for row in rows]
 

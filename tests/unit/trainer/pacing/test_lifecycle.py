@@ -43,7 +43,7 @@ SIZE = 2
 
 
 class Run:
-    """A course with a batch of two groups, a bound of one step, and room for many."""
+    """A group lifecycle with a batch of two groups, a bound of one step, and room for many."""
 
     def __init__(self, policy: StalePolicy = "wait") -> None:
         settings = StalenessSettings(
@@ -67,7 +67,7 @@ class Run:
         return action
 
     def publish(self, *steps: int) -> None:
-        """Weights of so many steps, which are called by them."""
+        """Weights of that many steps, which are named by them."""
         for step in steps:
             self.lifecycle.step(VersionCreated(step, step))
             self.lifecycle.step(VersionPublished(step))
@@ -102,7 +102,7 @@ def test_a_group_waits_is_trained_and_is_gone_when_its_step_is_in_the_weights() 
     ]
     batch = StepTaken(0, (group(0), group(1)), 0)
     assert taken(run.lifecycle.step(TakeStep(0))) == [batch]
-    assert run.gone() == [], "whoever dies now has it again"
+    assert run.gone() == [], "a crash now requests it again"
     left = run.lifecycle.step(StepTrained())
     assert left == [
         GroupLeft(group(seq), GroupOutcome.TRAINED, GroupRequest(task(seq))) for seq in (0, 1)

@@ -167,7 +167,7 @@ def test_results_of_an_earlier_run_do_not_train(stage: Stage) -> None:
 
 
 class ClientThatFinishes(ScriptedClient):
-    """Every group of one ends as soon as somebody looks."""
+    """Every group of one ends when it is first polled."""
 
     def take(self, timeout_s: float) -> list[Arrival]:
         for group_id in [g for g, (_, num_samples) in self.asked.items() if num_samples == 1]:

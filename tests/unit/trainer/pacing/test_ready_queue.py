@@ -51,14 +51,14 @@ from tests.unit.trainer.samples import new_sample
 
 NUM_SAMPLES = 4
 LINE_BYTES = 128
-"""What a sample of ScriptedClient's takes of the arena."""
+"""Arena bytes of a sample of ScriptedClient's."""
 GROUP_BYTES = NUM_SAMPLES * LINE_BYTES
 BRANCHES: tuple[Branch, ...] = ("main",)
 SEQUENCE = [*PROMPT, *ANSWER]
 
 
 class World:
-    """A stock whose room holds so many groups."""
+    """A ready queue whose allocator holds that many groups."""
 
     def __init__(self, num_groups: int) -> None:
         max_bytes = num_groups * GROUP_BYTES
@@ -187,7 +187,7 @@ def test_of_what_is_cleared_nothing_stays(world: World) -> None:
 
 
 class EvaluatingClient(ScriptedClient):
-    """Groups of one end as soon as somebody looks."""
+    """Groups of one end when they are first polled."""
 
     def take(self, timeout_s: float) -> list[Arrival]:
         for group_id in [g for g, (_, num_samples) in self.asked.items() if num_samples == 1]:
@@ -198,8 +198,8 @@ class EvaluatingClient(ScriptedClient):
 class Life(RuleBasedStateMachine):
     """A run of a trainer whose policy is on ranks: the pacer, the store, and every way to end.
 
-    What a policy on ranks does with a step is done here: the store takes it, and ends it once
-    nobody holds its batch.
+    The test does what a policy on ranks does with a step: the store takes it, and ends it once no
+    reference to its batch is left.
     """
 
     @initialize(num_groups=st.integers(0, 6))
@@ -336,7 +336,7 @@ def store(arena: Arena) -> OwnerStore:
 
 
 def samples_of_lengths(*lengths: int) -> list[Sample]:
-    """Samples of these lengths, of which no two say the same."""
+    """Samples of these lengths, all different."""
     return [
         new_sample(
             [100 * number + at for at in range(length)],

@@ -55,7 +55,7 @@ def test_an_ask_names_the_policy_version_that_its_pacing_counts_on(tmp_path: Pat
 
 
 class Posing(GuessEnv):
-    """Poses what a test says, and raises it where it is an error."""
+    """An environment that yields the test's tasks, and raises those that are errors."""
 
     def __init__(self, *posed: Any) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def test_a_sample_is_masked_for_exact_gaps_alone() -> None:
 
 
 def told(*gaps: float) -> bool:
-    """Return whether a sample whose tokens are off by so much is masked."""
+    """Return whether a sample whose tokens are off by that much is masked."""
     one = sample(*[run(A) for _ in gaps])
     return find_gaps([one], [[run_gap(1, gap, gap) for gap in gaps]], HELD, BOUND).masked == [0]
 

@@ -25,7 +25,7 @@ def run(
 
 
 def found(*told: Told, held: int = HELD) -> GapFindings:
-    """Findings of samples with one token each, which is off by so much."""
+    """Findings of samples with one token each, which is off by that much."""
     samples = [new_sample([1, 1], [0, 1], runs=(each,)) for each, _ in told]
     return find_gaps(
         samples, [[RunGap(1, gap, gap, bounded=gap, num_past=0)] for _, gap in told], held, BOUND

@@ -1,4 +1,4 @@
-"""The learning curve is drawn from whatever the run left."""
+"""The learning curve is drawn from the files that a run left, complete or not."""
 
 from pathlib import Path
 

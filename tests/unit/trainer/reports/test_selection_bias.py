@@ -150,7 +150,7 @@ VALUES = st.lists(st.integers(0, 5).map(float), min_size=1, max_size=20)
 
 
 def pairs_won(first: Sequence[float], second: Sequence[float]) -> float:
-    """By the definition."""
+    """The statistic by its definition."""
     won = sum((a > b) + (a == b) / 2 for a, b in itertools.product(first, second))
     return won / (len(first) * len(second))
 
@@ -168,7 +168,7 @@ def test_the_share_of_pairs_is_counted_with_ties_as_halves(
 
 
 def test_the_probability_is_that_of_shuffled_groups() -> None:
-    """Against a permutation test, which assumes nothing."""
+    """Compare with a permutation test, which assumes nothing."""
     chance = random.Random(0)
     first = [float(chance.randint(2, 12)) for _ in range(20)]
     second = [float(chance.randint(0, 10)) for _ in range(25)]

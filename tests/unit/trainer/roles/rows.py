@@ -7,7 +7,7 @@ import torch
 
 
 def row(token_ids: list[int], num_prompt: int = 1, **columns: Any) -> dict[str, Any]:
-    """All but the prompt trains."""
+    """A row of which all but the prompt trains."""
     ids = torch.tensor(token_ids, dtype=torch.int32)
     return {"token_ids": ids, "loss_mask": torch.arange(len(ids)) >= num_prompt, **columns}
 

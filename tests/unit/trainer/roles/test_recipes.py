@@ -138,7 +138,7 @@ def new(context: RankContext, folder: Path) -> Here:
 
 
 def train(roles: Here, *steps: int) -> list[Any]:
-    """What both learners report of each step."""
+    """Metrics of each step that both learners report."""
     learn = {"actor": "train_text", "scorer": "train_rewards"}
     rows = [drawn(step, 5, 12, 9, 4) for step in steps]
     return [

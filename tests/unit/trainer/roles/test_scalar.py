@@ -33,7 +33,7 @@ def scorer_folder(
 
 
 def head_one_by_one(folder: Path, rows: list[dict[str, Any]]) -> list[Tensor]:
-    """[T] of each row, as stock transformers has it."""
+    """[T] of each row, by stock transformers."""
     model = AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         return [model(each["token_ids"].long()[None]).logits[0, :, 0] for each in rows]

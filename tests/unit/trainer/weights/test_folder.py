@@ -187,8 +187,8 @@ def test_each_refusal_is_logged_and_recorded_once_and_so_is_its_end(records: Run
         (7, REFUSAL.reason),
         (7, ""),
     ]
-    [told] = logs
-    assert (told["log_level"], told["error"]) == ("error", f"no engine serves: {REFUSAL.reason}")
+    [entry] = logs
+    assert (entry["log_level"], entry["error"]) == ("error", f"no engine serves: {REFUSAL.reason}")
 
 
 def test_run_ends_where_no_engine_accepts_for_too_long(records: RunRecords) -> None:

@@ -62,7 +62,7 @@ def test_engines_that_arrived_for_a_version_are_expected_at_the_next() -> None:
         expected.add(first, policy_version)
         assert not expected.is_complete
         expected.add(second, policy_version)
-        assert expected.is_complete is (policy_version > 0), "at the first nobody knows"
+        assert expected.is_complete is (policy_version > 0), "at the first the engines are unknown"
 
 
 def test_missing_engine_is_expected_once_and_one_that_refused_not_at_all() -> None:

@@ -26,8 +26,8 @@ async def test_library_output_is_not_a_reply(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("print('NCCL INFO Bootstrap: using lo')\n1 / 0\n")
     path = ":".join([str(tmp_path), *filter(None, sys.path)])
     process = await started("-m", PROGRAM, PYTHONPATH=path)
-    told, _ = await process.communicate()
-    assert told == b""
+    output, _ = await process.communicate()
+    assert output == b""
 
 
 @pytest.mark.parametrize("line", [b"NCCL INFO\n", b'{"type":"JoinGroup"}\n', b"[" * 200])

@@ -56,8 +56,8 @@ class Sglang:
 
 
 def _told(failure: str = "") -> web.Response:
-    said: dict[str, Any] = {"success": not failure, "error_message": failure, "message": failure}
-    return web.json_response(said, status=400 if failure else 200)
+    answer: dict[str, Any] = {"success": not failure, "error_message": failure, "message": failure}
+    return web.json_response(answer, status=400 if failure else 200)
 
 
 @pytest.fixture(params=[1, 2, 8])

@@ -81,7 +81,7 @@ def test_port_forwarder_does_not_share_memory(tmp_path: Path) -> None:
 
 
 async def test_sglang_without_our_memory_is_never_offered_it() -> None:
-    """It would exit."""
+    """Fail the test: the real one would exit."""
     async with ScriptedEngine() as engine, HttpClient() as http:
         transport = TensorTransport(can_share=lambda _: False)
         with pytest.raises(EngineRefused, match="access to our memory"):

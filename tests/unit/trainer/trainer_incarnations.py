@@ -1,7 +1,6 @@
-"""Lives of one run's trainer, with its client, journal, policy and checkpoints, on a mesh by hand.
+"""Incarnations of one run's trainer, with client, journal, policy and checkpoints, on a fake mesh.
 
-Invariant: what a life knows it has from the run's folder. Driven by the tests of what one life
-leaves to the next; conftest.py has `begin`.
+An incarnation knows only what is in the run's folder; conftest.py has `begin`.
 """
 
 import itertools
@@ -47,22 +46,22 @@ from tests.unit.serve.client.fake_router import FakeRouter, finished, next_ack
 
 PATIENCE_S = 60.0
 LOGPROBS = (-5.5, -5.25)
-"""Of the answer in each rollout."""
+"""Log-probs of the answer in each rollout."""
 SAMPLES = 2
 PERIOD_STEPS = 2
 COMPLETED = (Outcome.COMPLETED,) * SAMPLES
 
 
 class Killed(Exception):
-    """What ends a life here."""
+    """Raised to end an incarnation."""
 
 
 class KilledHard(BaseException):
-    """Ends a process here as a signal does: nothing is written down of it."""
+    """End a process as a signal does: nothing is written."""
 
 
 class MortalPolicy(Policy):
-    """Its trainer may die in a step or after it, and its checkpoints may take long."""
+    """A policy that may die in a step or after it, and whose checkpoints may take long."""
 
     dies_in_step = -1
     raises_in_steps: Mapping[int, BaseException] = {}
@@ -89,7 +88,7 @@ class MortalPolicy(Policy):
 
 
 class ToldCheckpoints(CheckpointStore):
-    """Tells whoever waits for it that one is durable."""
+    """Checkpoints that notify the test when one is durable."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -102,8 +101,8 @@ class ToldCheckpoints(CheckpointStore):
         return saved
 
 
-class Life:
-    """A trainer without its mesh, which goes on from what the folder holds."""
+class TrainerIncarnation:
+    """A trainer without its mesh, which continues from the contents of the folder."""
 
     def __init__(
         self,
@@ -151,13 +150,13 @@ class Life:
         self.saver.resume_from(self.recovery.saved)
 
     def end(self) -> None:
-        """As by kill -9: nothing more is saved."""
+        """End it as kill -9 does: nothing more is saved."""
         self.client.close()
         self.records.close()
         self._background.close()
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Of a record file, but for when they were written."""
+        """Rows of a record file, without the times at which they were written."""
         self.records.flush()
         lines = (self.folder / name).read_bytes().splitlines()
         return [msgspec.json.decode(line, type=dict[str, Any]) | {"time_s": 0} for line in lines]
@@ -167,7 +166,7 @@ class Life:
         return self.hear_ask()[0]
 
     def hear_ask(self) -> tuple[GroupId, Task]:
-        """What the mesh is asked for next."""
+        """The next request to the mesh."""
         _, ask, packet = self.router.expect(AskGroup)
         return ask.group_id, decode_ask(packet.body).task
 
@@ -183,14 +182,14 @@ class Life:
         policy_versions: tuple[int, ...] = (0,),
         reason: str = "",
     ) -> None:
-        """Bring a result; an incomplete one where there is a reason for that."""
+        """Deliver a result; an incomplete one if there is a reason for it."""
         rollouts = [rollout(at, outcome, policy_versions) for at, outcome in enumerate(outcomes)]
         self.deliver(group_id, GroupRecord(task=Task(id=task_id), rollouts=rollouts, reason=reason))
 
     def deliver(
         self, group_id: GroupId, record: GroupRecord, logprobs: tuple[float, ...] = LOGPROBS
     ) -> None:
-        """Bring it as a worker does, with these log-probs in each of its rollouts."""
+        """Deliver it as a worker does, with these log-probs in each of its rollouts."""
         num, worker = len(record.rollouts), Dialer(self.client.address, "w1")
         token_ids = np.array((PROMPT + ANSWER) * num, np.int32).tobytes()
         recorded = np.array(logprobs * num, np.float32).tobytes()
@@ -200,11 +199,11 @@ class Life:
         worker.close()
 
     def train(self, step: int) -> None:
-        """All of it, but for the weights."""
+        """The whole state, without the weights."""
         self.pacer.trained(self.take_step(step))
 
     def take_step(self, step: int) -> Batch:
-        """Ask for its batch, have it, and write down that it is trained."""
+        """Request its batch, receive it, and record that it is trained."""
         self.finish(self.next_ask())
         self.pacer.collect(PATIENCE_S)
         batch = self.pacer.take(step)
@@ -213,8 +212,8 @@ class Life:
         return batch
 
 
-class Lives:
-    """Called for a new one, after the one before is over; `config` is the run's."""
+class TrainerIncarnations:
+    """Return a new incarnation, after the one before is over; `config` is the run's."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._settings = [
@@ -229,17 +228,17 @@ class Lives:
             "trainer.max_token_gap=100",
         ]
         self._router = FakeRouter()
-        self._life: Life | None = None
+        self._life: TrainerIncarnation | None = None
 
     def __call__(
         self, journal: JournalConfig, *settings: str, allocator: LocalAllocator | None = None
-    ) -> Life:
-        """With these settings over the run's."""
+    ) -> TrainerIncarnation:
+        """The run's settings with these over them."""
         if self._life:
             self._life.end()
             self._life = None
         config = load_config(None, [*self._settings, *settings])
-        self._life = Life(config, journal, self._router, allocator)
+        self._life = TrainerIncarnation(config, journal, self._router, allocator)
         return self._life
 
     def close(self) -> None:
