@@ -137,8 +137,8 @@ def main() -> None:
             shape = LARGE if case == "large" else TinyShape()
             vocab = write_tiny_model(model, texts_of(GuessEnv()), shape, seed=0).vocab_size
             samples = made_up(LENGTHS, vocab) if case == "large" else demo_batch(model)
-            told = measure(model, samples, folder / case, num_rounds)
-            figures |= {f"{case}.{figure}": value for figure, value in told.items()}
+            measured = measure(model, samples, folder / case, num_rounds)
+            figures |= {f"{case}.{figure}": value for figure, value in measured.items()}
     report(options, figures, [goal for goal in GOALS if goal.figure in figures])
 
 

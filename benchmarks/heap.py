@@ -3,11 +3,11 @@
     python -m benchmarks.heap            every layout, each in a process of its own
     python -m benchmarks.heap --preload /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
 
-Four rollouts of 45 turns (15 for --quick), side by side in threads. At each turn a new screenshot
-of 0.5 MB is kept, and a body with all of them comes in reads of 256 KiB, is joined, looked at
-without a copy, and let go; 200 small objects stay. Told are peak and resting memory over the
-start's, CPU time, and the longest trim. Invariant: pure Python and malloc, nothing of a worker's.
-Owned by docs/explanation/memory.md.
+- Four rollouts of 45 turns (15 for --quick), side by side in threads. At each turn a new screenshot
+  of 0.5 MB is kept, and a body with all of them arrives in reads of 256 KiB, is joined, read
+  without a copy, and freed; 200 small objects stay.
+- Figures are peak and resting memory minus the start's, CPU time, and the longest trim.
+- Only Python and malloc run, no code of the worker. docs/explanation/memory.md has the results.
 """
 
 import ctypes
@@ -124,8 +124,8 @@ def main() -> None:
         argv = [sys.executable, "-m", "benchmarks.heap", "--layout", layout]
         argv += ["--quick"] if options.quick else []
         environ = {**os.environ, **preloaded}
-        told = subprocess.run(argv, env=environ, check=True, capture_output=True, text=True)
-        found = json.loads(told.stdout).items()
+        child = subprocess.run(argv, env=environ, check=True, capture_output=True, text=True)
+        found = json.loads(child.stdout).items()
         figures |= {f"{options.preload or layout}: {name}": value for name, value in found}
     report(options, figures, [])
 

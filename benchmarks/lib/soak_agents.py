@@ -159,7 +159,7 @@ class Browser:
         return " ".join(f"{chance.choice(WORDS)} {chance.randrange(999)}" for _ in range(NUM_WORDS))
 
 
-class Said(msgspec.Struct):
+class ModelReply(msgspec.Struct):
     """A model's answer, folded from a plain or a streamed reply."""
 
     message: bytes
@@ -173,14 +173,14 @@ class _Named(msgspec.Struct):
     function: dict[str, Any] = {}
 
 
-class _Heard(msgspec.Struct):
+class _ReplyMessage(msgspec.Struct):
     content: str | None = None
     tool_calls: list[_Named] | None = None
 
 
 class _Choice(msgspec.Struct):
     message: msgspec.Raw = msgspec.Raw()
-    delta: _Heard = msgspec.field(default_factory=_Heard)
+    delta: _ReplyMessage = msgspec.field(default_factory=_ReplyMessage)
 
 
 class _Reply(msgspec.Struct):
@@ -188,16 +188,16 @@ class _Reply(msgspec.Struct):
 
 
 _replies = msgspec.json.Decoder(_Reply)
-_heard = msgspec.json.Decoder(_Heard)
+_messages = msgspec.json.Decoder(_ReplyMessage)
 
 
-def read_reply(body: bytes) -> Said:
+def read_reply(body: bytes) -> ModelReply:
     """Fold a plain answer."""
     raw = bytes(_replies.decode(body).choices[0].message)
-    return Said(raw, [call.id for call in _heard.decode(raw).tool_calls or ()])
+    return ModelReply(raw, [call.id for call in _messages.decode(raw).tool_calls or ()])
 
 
-def read_events(events: list[bytes]) -> Said:
+def read_events(events: list[bytes]) -> ModelReply:
     """Fold a stream's `data:` lines."""
     content: list[str] = []
     calls: dict[int, dict[str, Any]] = {}
@@ -210,14 +210,14 @@ def read_events(events: list[bytes]) -> Said:
                 )
                 call["name"] += part.function.get("name") or ""
                 call["arguments"] += part.function.get("arguments") or ""
-    told = [
+    tool_calls = [
         {"id": c["id"], "type": c["type"], "function": {k: c[k] for k in ("name", "arguments")}}
         for c in calls.values()
     ]
     message: dict[str, Any] = {"role": "assistant", "content": "".join(content)}
-    if told:
-        message["tool_calls"] = told
-    return Said(msgspec.json.encode(message), [str(call["id"]) for call in told])
+    if tool_calls:
+        message["tool_calls"] = tool_calls
+    return ModelReply(msgspec.json.encode(message), [str(call["id"]) for call in tool_calls])
 
 
 def num_bytes(pieces: Pieces) -> int:
@@ -343,7 +343,7 @@ class Load(msgspec.Struct):
     body_bytes: int = 0
 
 
-class Told(msgspec.Struct, frozen=True):
+class LoadSample(msgspec.Struct, frozen=True):
     """A line of the log."""
 
     at_s: float
@@ -499,8 +499,8 @@ async def _seat(agents: Agents, reader: asyncio.StreamReader, writer: asyncio.St
 async def _tell(agents: Agents, log: IO[bytes]) -> None:
     while True:
         turns_s, agents.turns_s = agents.turns_s, []
-        told = Told(time.monotonic(), agents.held, dict(agents.counts), turns_s)
-        log.write(msgspec.json.encode(told) + b"\n")
+        sample = LoadSample(time.monotonic(), agents.held, dict(agents.counts), turns_s)
+        log.write(msgspec.json.encode(sample) + b"\n")
         log.flush()
         await asyncio.sleep(TICK_S)
 

@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.lib.http_load import percentile
 from benchmarks.lib.process_watch import MB, Held, Scrape, Series, Watch, peak_bytes
-from benchmarks.lib.soak_agents import Told
+from benchmarks.lib.soak_agents import LoadSample
 from benchmarks.lib.soak_mesh import Arm, Soaked, SoakMesh, SoakRelay
 from benchmarks.lib.soak_worker import read_beats, read_lags
 from rollmesh.runtime.heap_trimmer import LOOK_S, MIN_INTERVAL_S
@@ -46,7 +46,7 @@ a whole rollout of three screenshots takes hardly longer.
 """
 MAX_RSS_BYTES = 8 * 2**30
 
-_tolds = msgspec.json.Decoder(Told)
+_load_samples = msgspec.json.Decoder(LoadSample)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class Seen(msgspec.Struct, kw_only=True):
     after: dict[str, Held] = {}
     num_missed: int = 0
     """Times that a worker did not beat for so long that one is missing, or was given up."""
-    load: list[Told] = []
+    load: list[LoadSample] = []
     lags: dict[str, tuple["array[float]", "array[float]"]] = {}
     began_s: float = 0.0
     ended_s: float = 0.0
@@ -151,7 +151,7 @@ def _soak(arm: Arm, plan: Plan, soaked: Soaked, watch: Watch) -> Seen:
     seen.resting = _resting(soaked, watch)
     seen.after, seen.num_missed = soaked.held(), soaked.num_lost() + _num_missed(soaked)
     seen.peaks = {name: peak_bytes(soaked.pids[name]) for name in soaked.judged}
-    seen.load = [_tolds.decode(line) for line in soaked.load_log.read_bytes().splitlines()]
+    seen.load = [_load_samples.decode(line) for line in soaked.load_log.read_bytes().splitlines()]
     seen.lags = {name: read_lags(path) for name, path in soaked.lags.items()}
     return seen
 
@@ -260,9 +260,9 @@ def load_of(seen: Seen, name: str) -> list[tuple[float, int]]:
     """
     port = seen.ports[name]
     return [
-        (told.at_s, told.held[port].live_bytes + told.held[port].body_bytes)
-        for told in seen.load
-        if port in told.held
+        (sample.at_s, sample.held[port].live_bytes + sample.held[port].body_bytes)
+        for sample in seen.load
+        if port in sample.held
     ]
 
 
@@ -290,8 +290,8 @@ def figures_of(seen: Seen) -> dict[str, float]:
     peaks = [peak_of(seen, name) for name in seen.judged]
     highest = max(peaks, key=lambda peak: peak.rss_bytes)
     idle, resting = max(seen.idle.values()), max(seen.resting.values())
-    load = [told for told in seen.load if told.at_s >= seen.began_s]
-    turns_s = [turn_s for told in load[1:] for turn_s in told.turns_s]
+    load = [sample for sample in seen.load if sample.at_s >= seen.began_s]
+    turns_s = [turn_s for sample in load[1:] for turn_s in sample.turns_s]
     counts = Counter(load[-1].counts)
     counts.subtract(load[0].counts)
     wall_s = sum(end_s - begin_s for begin_s, end_s in seen.waves)
