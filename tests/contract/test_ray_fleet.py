@@ -141,7 +141,7 @@ def test_a_cluster_that_is_not_there_is_one_line() -> None:
 def test_a_second_scheduler_is_refused(fleet: Fleet) -> None:
     from rollmesh.scheduler.nodes.ray import up  # noqa: PLC0415 - as above
 
-    with pytest.raises(AddressError, match="runs there already"):
+    with pytest.raises(AddressError, match="already runs there"):
         up(fleet.cluster.address, fleet.file, SLOT)
 
 

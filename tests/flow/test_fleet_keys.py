@@ -137,9 +137,9 @@ def test_who_has_other_keys_or_none_is_told_so(
         )
     monkeypatch.delenv(KEYS_VARIABLE)
     if fleet.host != "127.0.0.1":
-        with pytest.raises(AddressError, match=f"nobody without keys; set {KEYS_VARIABLE}"):
+        with pytest.raises(AddressError, match=f"need keys; set {KEYS_VARIABLE}"):
             fleet.seen()
-        with pytest.raises(AddressError, match=f"nobody without keys; set {KEYS_VARIABLE}"):
+        with pytest.raises(AddressError, match=f"need keys; set {KEYS_VARIABLE}"):
             PipelineHooks(fleet.address, "math")
     monkeypatch.setenv(KEYS_VARIABLE, str(fleet.keys))
     assert fleet.seen().pipelines[0].waits == before.pipelines[0].waits == ()

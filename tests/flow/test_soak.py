@@ -49,7 +49,7 @@ ASKS: dict[str, dict[str, Any]] = {
     "/v1/messages": {"messages": SAID, "max_tokens": 8},
 }
 ROUGH = ["good", "good", "good", "garbled", "foreign", "cut head", "cut body", "cut answer", "gone"]
-PASSING = {f"{Generation.__module__}.Generation", f"{AgentConnection.__module__}.Inbound"}
+PASSING = {f"{Generation.__module__}.Generation", f"{AgentConnection.__module__}.AgentConnection"}
 """What goes soon after a call, and takes the rest along: aborts are repeated for a moment, and lost
 clients are noticed by the server alone."""
 

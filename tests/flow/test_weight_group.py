@@ -205,7 +205,7 @@ async def test_a_load_that_is_given_up_ends_the_crossing_for_all(
         await asyncio.wait([stuck, other], timeout=GATHER_S + 0.5)
         stuck.cancel()
         async with asyncio.timeout(PATIENCE_S):
-            with pytest.raises(EngineUnavailable, match=f"{clients[0].url}: its load was given up"):
+            with pytest.raises(EngineUnavailable, match="its load was cancelled"):
                 await other
     finally:
         os.kill(engines[0].pid, signal.SIGCONT)

@@ -125,7 +125,7 @@ async def test_without_a_model_the_tiny_one_is_made_and_played(tmp_path: Path) -
     ("words", "told"),
     [
         (["play", "guess", "--base-url", "http://127.0.0.1:9"], "does not answer"),
-        (["play", "guess", "--engine", "http://h:1"], "name its model by --model-dir"),
+        (["play", "guess", "--engine", "http://h:1"], "--engine: needs --model-dir"),
         (["play", "gues"], "did you mean 'guess'?"),
         (["eval", "--base-url", "http://h:1", "--engine", "http://h:2"], "leave them out"),
         (["eval", "--base-url", "http://127.0.0.1:9", "--env", "guess"], "does not answer"),

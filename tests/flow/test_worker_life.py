@@ -189,8 +189,8 @@ async def test_worker_joins_without_a_settings_file_under_a_name_of_its_own(mesh
 
 
 MISTAKES = [
-    (["--env", "echo"], "--model-dir DIR is needed"),
-    (["--model-dir", "model"], "--env ENV: name the environment"),
+    (["--env", "echo"], "--model-dir DIR is missing"),
+    (["--model-dir", "model"], "--env ENV is missing: name the environment"),
     (["--env", "echo", "--model-dir", "nowhere"], "model.path = nowhere: no such folder"),
     (["--env", "none:Env", "--model-dir", "model"], 'env = "none:Env": module none'),
     (

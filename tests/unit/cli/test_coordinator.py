@@ -15,7 +15,7 @@ REST = ("--pipeline", "p", "--weights", "weights")
         ((*ADDRESSES, *REST, "--engine", "nowhere"), "--engine nowhere"),
         (
             (*ADDRESSES, *REST, "--engine", "http://e:1", "--engine", "http://e:1"),
-            "one engine is named twice",
+            "an engine is listed twice",
         ),
         (
             ("--scheduler", "here", *ADDRESSES[2:], *REST, "--engine", "http://e:1"),
