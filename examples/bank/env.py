@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.env import Transcript
-from rollmesh.envs.multi_turn import Talk, Words
+from rollmesh.envs.multi_turn import Prompt, Talk
 from rollmesh.envs.tools import Function, ToolEnv
 
 NAMES = ("ada", "bela", "carl", "dora", "emil")
@@ -67,7 +67,7 @@ class BankEnv(ToolEnv):
             data = {"question": question, "accounts": accounts, "heir": owners[0]}
             yield Task(id="-".join(owners), data=data)
 
-    async def begin(self, task: Task, talk: Talk) -> Words:
+    async def begin(self, task: Task, talk: Talk) -> Prompt:
         """Create a bank for the rollout."""
         talk.held = Bank(task.data["accounts"])
         return str(task.data["question"])

@@ -331,8 +331,8 @@ class Fleet:
     def _on_fence(self, engine: FleetMember, ask: FenceEngine, now_s: float) -> str:
         row = engine.row
         if row.phase is not EnginePhase.READY or row.policy_version != ask.policy_version:
-            is_kept_out = row.phase in (EnginePhase.FENCED, EnginePhase.JOINING)
-            is_repeated = is_kept_out and engine.trusted is Trust.BROKEN
+            is_excluded = row.phase in (EnginePhase.FENCED, EnginePhase.JOINING)
+            is_repeated = is_excluded and engine.trusted is Trust.BROKEN
             has = f"{row.phase.value} with policy version {row.policy_version}"
             return "" if is_repeated else f"{ask.url} is {has}"
         others = (each for each in self._engines.values() if each is not engine)

@@ -230,11 +230,11 @@ class HttpClient:
     def _sweep(self) -> None:
         oldest_s = self._loop.time() - IDLE_S
         for origin, idle in list(self._idle.items()):
-            kept = [each for each in idle if each.idle_since_s > oldest_s and _is_open(each)]
-            for connection in set(idle).difference(kept):
+            remaining = [each for each in idle if each.idle_since_s > oldest_s and _is_open(each)]
+            for connection in set(idle).difference(remaining):
                 connection.hang_up()
-            self._idle[origin] = kept
-            if not kept:
+            self._idle[origin] = remaining
+            if not remaining:
                 del self._idle[origin]
         self._sweeper = None
         if self._idle:

@@ -161,12 +161,12 @@ def _parse(payload: bytes) -> ChatReply:
     """Return the first choice; InfraError if the answer is no chat completion."""
     try:
         choice = _decoder.decode(payload).choices[0]
-        said = msgspec.convert(choice.message, _ReplyMessage)
+        parsed = msgspec.convert(choice.message, _ReplyMessage)
     except (msgspec.MsgspecError, IndexError) as error:
         raise InfraError(f"the endpoint's answer is no chat completion: {error}") from None
-    calls = (ToolCall(c.id, c.function.name, c.function.arguments) for c in said.tool_calls or ())
+    calls = (ToolCall(c.id, c.function.name, c.function.arguments) for c in parsed.tool_calls or ())
     message = {"role": "assistant", **choice.message}
-    return ChatReply(said.content or "", choice.finish_reason or "stop", message, tuple(calls))
+    return ChatReply(parsed.content or "", choice.finish_reason or "stop", message, tuple(calls))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from rollmesh.core.errors import EnvError
 from rollmesh.core.types import Json, Score, Task
 from rollmesh.envs.chat import ChatReply
 from rollmesh.envs.env import Transcript
-from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
+from rollmesh.envs.multi_turn import MultiTurnEnv, Prompt, Talk
 from rollmesh.envs.tools import as_text
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ class GymEnv(MultiTurnEnv):
             game_seed = rng.randrange(self._num_seeds or 2**31)
             yield Task(id=f"{self._env_id}-{game_seed}", data={"seed": game_seed})
 
-    def begin(self, task: Task, talk: Talk) -> Words:
+    def begin(self, task: Task, talk: Talk) -> Prompt:
         """Start a game and return its first observation."""
         talk.data.update(reward=0.0, num_steps=0, num_unreadable=0)
         talk.held = self._new_game()
         seen, _ = talk.held.reset(seed=task.data["seed"])
         return _observation_text(talk.held, seen)
 
-    def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
+    def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Prompt | None:
         """Do one step; None if the game is over."""
         del task
         action = self._reader.read(reply.text)
@@ -131,11 +131,11 @@ class _DiscreteReader:
 
     def __init__(self, space: "gymnasium.spaces.Discrete[Any]", names: Sequence[str]) -> None:
         first, last = int(space.start), int(space.start + space.n - 1)
-        words = [name.lower() for name in names] or [str(n) for n in range(first, last + 1)]
-        if len(words) != last - first + 1:
-            raise EnvError(f"{len(words)} names for {last - first + 1} actions; name each")
-        self._actions = dict(zip(words, range(first, last + 1), strict=True))
-        self.hint = f"say one of: {', '.join(words)}" if names else f"say {first} to {last}"
+        labels = [name.lower() for name in names] or [str(n) for n in range(first, last + 1)]
+        if len(labels) != last - first + 1:
+            raise EnvError(f"{len(labels)} names for {last - first + 1} actions; name each")
+        self._actions = dict(zip(labels, range(first, last + 1), strict=True))
+        self.hint = f"say one of: {', '.join(labels)}" if names else f"say {first} to {last}"
 
     def read(self, text: str) -> int | None:
         """Return the action; None if the text is invalid, and the model gets `hint`."""

@@ -98,11 +98,11 @@ class HarnessEnv(Env):
     async def run(self, task: Task, agent: Endpoint) -> Transcript:
         """Run the program once; AgentFailed after an exit code that is not allowed."""
         async with new_scratch() as scratch:
-            words = self._words(task, agent, scratch)
-            files = {path: _filled(text, words) for path, text in self._files.items()}
+            placeholders = self._placeholders(task, agent, scratch)
+            files = {path: _filled(text, placeholders) for path, text in self._files.items()}
             await asyncio.to_thread(_write_files, scratch.home, files)
             await call_hook(self.prepare, task, scratch.work)
-            command = self._command(words, agent, scratch)
+            command = self._command(placeholders, agent, scratch)
             ended = await run_program(command, self._timeout_s, self._max_output_bytes)
             output = ended.output.replace(agent.api_key, "[key]")
             self._check(ended, output)
@@ -110,7 +110,7 @@ class HarnessEnv(Env):
         data = {"exit_code": ended.exit_code, "output": output, **collected}
         return Transcript(data=data, truncated=ended.is_overtime)
 
-    def _words(self, task: Task, agent: Endpoint, scratch: ScratchFolders) -> dict[str, str]:
+    def _placeholders(self, task: Task, agent: Endpoint, scratch: ScratchFolders) -> dict[str, str]:
         return {
             "task_id": task.id,
             "question": self.question(task),
@@ -123,14 +123,14 @@ class HarnessEnv(Env):
         }
 
     def _command(
-        self, words: Mapping[str, str], agent: Endpoint, scratch: ScratchFolders
+        self, placeholders: Mapping[str, str], agent: Endpoint, scratch: ScratchFolders
     ) -> Command:
-        kept = {name: os.environ[name] for name in self._keep_env if name in os.environ}
-        own = {name: _filled(text, words) for name, text in self._env.items()}
+        inherited = {name: os.environ[name] for name in self._keep_env if name in os.environ}
+        own = {name: _filled(text, placeholders) for name, text in self._env.items()}
         return Command(
-            argv=tuple(_filled(word, words) for word in self._argv),
+            argv=tuple(_filled(word, placeholders) for word in self._argv),
             folder=scratch.work,
-            env={**kept, **_home_variables(scratch.home), **_model_variables(agent), **own},
+            env={**inherited, **_home_variables(scratch.home), **_model_variables(agent), **own},
             writable=(scratch.home,),
             read_only=self._read_only,
             base_url=agent.base_url,
@@ -181,9 +181,9 @@ def _home_variables(home: Path) -> dict[str, str]:
     }
 
 
-def _filled(text: str, words: Mapping[str, str]) -> str:
+def _filled(text: str, placeholders: Mapping[str, str]) -> str:
     """Replace placeholders once; inserted text is not searched again."""
-    return PLACEHOLDER.sub(lambda found: words[found[1]], text)
+    return PLACEHOLDER.sub(lambda found: placeholders[found[1]], text)
 
 
 def _write_files(folder: Path, files: Mapping[str, str]) -> None:

@@ -343,18 +343,18 @@ class _StarterExchange:
         has_group = self._group is not None
         is_spawned = self._uid and process_spawner() is not None
         uid, control = (0, CONTROL) if is_spawned else (self._uid, self._theirs.fileno())
-        words = (
+        starter_argv = (
             *(INTERPRETER, "-I", "-S", STARTER, str(control)),
             *(host, str((url.port or 80) if host else 0), str(uid)),
             *(("0", "0") if has_group else (str(num_processes), str(limits.memory_bytes))),
             *command.argv,
         )
         if not is_bwrap:
-            return words
+            return starter_argv
         seen = (*command.read_only, *visible_paths(command.argv, command.env), Path(STARTER))
         return tuple(
             bwrap_argv(
-                words,
+                starter_argv,
                 network=command.network,
                 read_only=seen,
                 writable=_writable(command),

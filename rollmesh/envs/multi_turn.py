@@ -22,7 +22,7 @@ from rollmesh.envs.calls import call_hook
 from rollmesh.envs.chat import ChatClient, ChatReply, Message
 from rollmesh.envs.env import Endpoint, Env, Transcript
 
-Words = str | Sequence[Message]
+Prompt = str | Sequence[Message]
 """Text of a user's message, or whole messages."""
 
 
@@ -58,7 +58,7 @@ class MultiTurnEnv(Env):
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._chat = ChatClient()
 
-    def begin(self, task: Task, talk: Talk) -> Words | Awaitable[Words]:
+    def begin(self, task: Task, talk: Talk) -> Prompt | Awaitable[Prompt]:
         """Return the opening message. Default: the task's `question`."""
         del talk
         return str(task.data["question"])
@@ -66,7 +66,7 @@ class MultiTurnEnv(Env):
     @abc.abstractmethod
     def respond(
         self, task: Task, talk: Talk, reply: ChatReply
-    ) -> Words | Awaitable[Words | None] | None:
+    ) -> Prompt | Awaitable[Prompt | None] | None:
         """Return the answer to the model's message; None ends the conversation."""
 
     def finish(self, task: Task, talk: Talk) -> Awaitable[None] | None:
@@ -87,17 +87,17 @@ class MultiTurnEnv(Env):
             await self._converse(task, talk, agent)
         finally:
             await call_hook(self.finish, task, talk)
-        said = {"messages": talk.messages, "num_turns": talk.num_turns, "answer": talk.answer}
-        return Transcript(data={**said, **talk.data}, truncated=talk.truncated)
+        own = {"messages": talk.messages, "num_turns": talk.num_turns, "answer": talk.answer}
+        return Transcript(data={**own, **talk.data}, truncated=talk.truncated)
 
     async def _converse(self, task: Task, talk: Talk, agent: Endpoint) -> None:
         talk.messages = [*self._system]
-        words: Words | None = await call_hook(self.begin, task, talk)
-        while words is not None:
+        prompt: Prompt | None = await call_hook(self.begin, task, talk)
+        while prompt is not None:
             if talk.num_turns == self.max_turns:
                 talk.truncated = True
                 return
-            talk.messages += as_messages(words)
+            talk.messages += as_messages(prompt)
             try:
                 reply = await self._chat.complete(agent, talk.messages, **self.fields(talk))
             except ContextFull:
@@ -106,8 +106,8 @@ class MultiTurnEnv(Env):
             talk.messages.append(reply.message)
             talk.num_turns += 1
             talk.answer = reply.text
-            words = await call_hook(self.respond, task, talk, reply)
-            if words is None and reply.finish_reason == "length":
+            prompt = await call_hook(self.respond, task, talk, reply)
+            if prompt is None and reply.finish_reason == "length":
                 talk.truncated = True
 
     async def close(self) -> None:
@@ -115,9 +115,9 @@ class MultiTurnEnv(Env):
         await self._chat.close()
 
 
-def as_messages(words: Words) -> list[Message]:
+def as_messages(prompt: Prompt) -> list[Message]:
     """Return text as a user's message, and messages unchanged."""
-    return [{"role": "user", "content": words}] if isinstance(words, str) else [*words]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
 
 
 class SingleTurnEnv(MultiTurnEnv):

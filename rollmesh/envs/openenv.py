@@ -26,7 +26,7 @@ from rollmesh.core.errors import EnvError, InfraError
 from rollmesh.core.types import Json, Score, Task
 from rollmesh.envs.chat import ChatReply
 from rollmesh.envs.env import Transcript
-from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
+from rollmesh.envs.multi_turn import MultiTurnEnv, Prompt, Talk
 from rollmesh.envs.tools import as_text
 
 MAX_MESSAGE_BYTES = 100 * 2**20
@@ -239,14 +239,14 @@ class OpenEnvEnv(MultiTurnEnv):
             episode = rng.getrandbits(31)
             yield Task(id=f"seed-{episode}", data={"seed": episode})
 
-    async def begin(self, task: Task, talk: Talk) -> Words:
+    async def begin(self, task: Task, talk: Talk) -> Prompt:
         """Create an environment and return its first observation."""
         talk.data.update(reward=0.0, num_steps=0, num_refused=0)
         reset = {**self._game.reset, "seed": task.data["seed"]}
         talk.held, seen = await self._door.enter(reset)
-        return self._told(seen)
+        return self._observation_text(seen)
 
-    async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
+    async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Prompt | None:
         """Do one step; None if the episode is done."""
         del task
         session: OpenEnvSession = talk.held
@@ -259,7 +259,7 @@ class OpenEnvEnv(MultiTurnEnv):
         before = talk.data["reward"] if self._game.reward == "sum" else 0.0
         talk.data["reward"] = before + reward
         talk.data["num_steps"] += 1
-        return None if seen.done else self._told(seen)
+        return None if seen.done else self._observation_text(seen)
 
     async def finish(self, task: Task, talk: Talk) -> None:
         """Close the connection."""
@@ -284,6 +284,6 @@ class OpenEnvEnv(MultiTurnEnv):
             return {self._game.action_field: text.strip()}
         return msgspec.json.decode(text, type=dict[str, Json])
 
-    def _told(self, seen: Observation) -> str:
+    def _observation_text(self, seen: Observation) -> str:
         field = self._game.observation_field
         return as_text(seen.observation.get(field, "") if field else seen.observation)

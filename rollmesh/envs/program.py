@@ -103,8 +103,8 @@ async def _run(
             await slot.end()
             async with asyncio.timeout(KILL_S):
                 await listening
-            told = excerpt.text().strip().splitlines()
-            raise InfraError(f"{error}: {told[-1]}" if told else str(error)) from None
+            lines = excerpt.text().strip().splitlines()
+            raise InfraError(f"{error}: {lines[-1]}" if lines else str(error)) from None
         try:
             async with limit:
                 await process.wait()

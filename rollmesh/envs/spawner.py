@@ -40,10 +40,10 @@ CONTROL = 3
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     """Serve requests until the worker has ended; then end all processes in the slots."""
-    worker = socket.socket(fileno=int(words[0]))
-    worker_uid, first, num = map(int, words[1:4])
+    worker = socket.socket(fileno=int(argv[0]))
+    worker_uid, first, num = map(int, argv[1:4])
     uids = range(first, first + num)
     if any(uid in range(first, first + 2 * num) for uid in (0, os.getuid(), worker_uid)):
         raise SystemExit(f"user ids from {first} on include one that is not a slot's")
@@ -145,8 +145,10 @@ def _become(uid: int, real_uid: int) -> None:
 
 def _run(request: dict[str, Any], output: int, control: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
-    kept = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, CONTROL + 1) for each in (output, control)]
-    for number, descriptor in enumerate((nothing, kept[0], kept[0], kept[1])):
+    duplicates = [
+        fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, CONTROL + 1) for each in (output, control)
+    ]
+    for number, descriptor in enumerate((nothing, duplicates[0], duplicates[0], duplicates[1])):
         os.dup2(descriptor, number, inheritable=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)

@@ -135,8 +135,8 @@ class Spawner:
         control: int,
     ) -> int:
         """Start a program as `uid`; return the pipe of its exit code."""
-        words = {"argv": list(argv), "folder": str(folder), "env": dict(env)}
-        return self._ask("run", uid, words, output, control)
+        fields = {"argv": list(argv), "folder": str(folder), "env": dict(env)}
+        return self._ask("run", uid, fields, output, control)
 
     def end(self, uid: int) -> None:
         """Kill all processes of `uid`; InfraError if some are left."""
@@ -156,12 +156,12 @@ class Spawner:
         """Let the worker's group read and remove files of `uid` in the folders."""
         exit_code(self._ask("share", uid, {"folders": list(map(str, folders))}))
 
-    def _ask(self, action: str, uid: int, words: Mapping[str, object], *more: int) -> int:
+    def _ask(self, action: str, uid: int, fields: Mapping[str, object], *more: int) -> int:
         request = os.memfd_create("rollmesh-request")
         reading, writing = os.pipe()
         try:
             with os.fdopen(os.dup(request), "wb") as file:
-                file.write(json.dumps({"do": action, "uid": uid, **words}).encode())
+                file.write(json.dumps({"do": action, "uid": uid, **fields}).encode())
             os.lseek(request, 0, os.SEEK_SET)
             socket.send_fds(self._connection, [b"."], [request, writing, *more])
         except OSError as error:

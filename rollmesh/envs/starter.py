@@ -21,12 +21,12 @@ PR_SET_NO_NEW_PRIVS = 38
 NOT_STARTED = 127
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     """Prepare the slot, report to the worker, and execute the program."""
-    control = _socket.socket(fileno=int(words[0]))
-    os.set_inheritable(int(words[0]), False)
+    control = _socket.socket(fileno=int(argv[0]))
+    os.set_inheritable(int(argv[0]), False)
     try:
-        host, port, uid, num_processes, num_bytes = words[1], *map(int, words[2:6])
+        host, port, uid, num_processes, num_bytes = argv[1], *map(int, argv[2:6])
         control.sendmsg([b"."], _rights(_listening(host, port)) if port else [])
         if not control.recv(1):  # the worker has given up
             os._exit(NOT_STARTED)
@@ -42,9 +42,9 @@ def main(words: list[str]) -> None:
             _become(uid)
         os.closerange(3, control.fileno())
         os.closerange(control.fileno() + 1, 1024)
-        os.execvp(words[6], words[6:])
+        os.execvp(argv[6], argv[6:])
     except OSError as error:
-        control.send(f"{error.filename or words[6]}: {error.strerror}".encode())
+        control.send(f"{error.filename or argv[6]}: {error.strerror}".encode())
         os._exit(NOT_STARTED)
 
 

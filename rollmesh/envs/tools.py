@@ -25,7 +25,7 @@ from rollmesh.core.logs import readable
 from rollmesh.core.types import Json, Task
 from rollmesh.envs.calls import EnvCalls, OvertimeError, TimeLimit
 from rollmesh.envs.chat import ChatReply, Message, ToolCall
-from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
+from rollmesh.envs.multi_turn import MultiTurnEnv, Prompt, Talk
 
 Function = Callable[..., Any]
 
@@ -139,7 +139,7 @@ def _shape(function: Function) -> _Shape:
     """Return the schema of a function."""
     asked = _FunctionKey(function)
     try:
-        return _kept_shape(asked)
+        return _cached_shape(asked)
     except TypeError:  # not hashable
         return _made_shape(function)
     finally:
@@ -147,7 +147,7 @@ def _shape(function: Function) -> _Shape:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kept_shape(asked: _FunctionKey) -> _Shape:
+def _cached_shape(asked: _FunctionKey) -> _Shape:
     assert asked.function is not None
     return _made_shape(asked.function)
 
@@ -157,19 +157,19 @@ def _made_shape(function: Function) -> _Shape:
     if not name.isidentifier():
         raise EnvError(f"a tool must be a function with a name, and not {function!r}")
     doc = docstring_parser.parse(inspect.getdoc(function) or "")
-    told = {each.arg_name: each.description or "" for each in doc.params}
+    descriptions = {each.arg_name: each.description or "" for each in doc.params}
     try:
-        fields = _fields(function, told)
+        fields = _fields(function, descriptions)
         arguments = msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
         parameters = _inlined_schema(arguments)
     except (TypeError, NameError) as error:
         why = str(error).splitlines()[-1]  # msgspec's lines before it explain schemas by hand
         raise EnvError(f"tool {name}: no JSON schema: {why}") from None
-    told_of = {"name": name, "description": doc.description or "", "parameters": parameters}
-    return _Shape(arguments, {"type": "function", "function": told_of})
+    function_schema = {"name": name, "description": doc.description or "", "parameters": parameters}
+    return _Shape(arguments, {"type": "function", "function": function_schema})
 
 
-def _fields(function: Function, told: dict[str, str]) -> list[Any]:
+def _fields(function: Function, descriptions: dict[str, str]) -> list[Any]:
     """Return the parameters in the form of msgspec.defstruct."""
     hints = typing.get_type_hints(function, include_extras=True)
     fields: list[Any] = []
@@ -181,8 +181,8 @@ def _fields(function: Function, told: dict[str, str]) -> list[Any]:
         if name not in hints:
             raise TypeError(f"{name} has no type hint")
         hint = hints[name]
-        if told.get(name):
-            hint = Annotated[hint, msgspec.Meta(description=told[name])]
+        if descriptions.get(name):
+            hint = Annotated[hint, msgspec.Meta(description=descriptions[name])]
         fields.append((name, hint, *_default(parameter.default)))
     return fields
 
@@ -246,7 +246,7 @@ class ToolEnv(MultiTurnEnv):
         specs = Toolbox(self.tools(talk)).specs
         return {**super().fields(talk), "tools": specs} if specs else super().fields(talk)
 
-    async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
+    async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Prompt | None:
         """Return the results of the calls; None, the end, without calls."""
         del task
         if not reply.calls:

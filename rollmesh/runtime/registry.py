@@ -79,7 +79,7 @@ class Runtime:
         seed: int,
         *,
         is_grouped: bool = True,
-        kept: StoredSession | None = None,
+        stored: StoredSession | None = None,
         min_policy_version: int = -1,
     ) -> OpenSession:
         """Open a session for a rollout's agent; a rollout that is run again gets another one.
@@ -96,7 +96,7 @@ class Runtime:
             scope.on_end(partial(self._forget, rollout_id))
             if is_grouped:
                 self._groups.setdefault(rollout_id.group_id, []).append(scope)
-        return scope.begin(sampling, seed, kept, min_policy_version)
+        return scope.begin(sampling, seed, stored, min_policy_version)
 
     def resolve_trajectory(self, rollout_id: RolloutId) -> Session:
         """The session of the rollout's newest run; TrajectoryEnded once its scope has ended."""

@@ -204,7 +204,7 @@ class Scope:
         self,
         sampling: SamplingPolicy,
         seed: int,
-        kept: StoredSession | None = None,
+        stored: StoredSession | None = None,
         min_policy_version: int = -1,
     ) -> OpenSession:
         """Begin a run of the rollout in a new session; loans of the previous run are recalled.
@@ -219,10 +219,10 @@ class Scope:
             self.session.forget()
         self.state = ScopeState.OPEN
         self._sampling, self._seed = sampling, seed
-        self.session = self._new_session(sampling, seed, kept, min_policy_version)
-        if kept is not None and kept.locks is not None:
-            self._session_keys.reopen(kept.locks, self.session)
-            self._locks.append(kept.locks)
+        self.session = self._new_session(sampling, seed, stored, min_policy_version)
+        if stored is not None and stored.locks is not None:
+            self._session_keys.reopen(stored.locks, self.session)
+            self._locks.append(stored.locks)
             return OpenSession(self.session, "", "")
         session_keys = self._session_keys.make(self.session)
         self._locks.append(session_keys.locks)
@@ -303,18 +303,18 @@ class Scope:
         self,
         sampling: SamplingPolicy,
         seed: int,
-        kept: StoredSession | None = None,
+        stored: StoredSession | None = None,
         min_policy_version: int = -1,
     ) -> Session:
         options = SessionOptions(
-            kept.session_id if kept else new_id("s", 6),
+            stored.session_id if stored else new_id("s", 6),
             self.rollout_id,
             sampling,
             seed,
-            kept.event_writer if kept else None,
+            stored.event_writer if stored else None,
             min_policy_version,
         )
-        return Session(options, self._deps, kept.restored if kept else None)
+        return Session(options, self._deps, stored.restored if stored else None)
 
     def _session_of_borrower(self) -> Session:
         """A session of a borrower, which is sampled as the borrower requests, since it is not

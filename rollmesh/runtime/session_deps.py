@@ -52,9 +52,9 @@ class SessionKeys(Generic[S]):
         """Number of known secrets."""
         return len(self._sessions)
 
-    def is_secret(self, word: str) -> bool:
+    def is_secret(self, text: str) -> bool:
         """Whether the word is a secret of a session here, open or over."""
-        return _digest(word) in self._sessions
+        return _digest(text) in self._sessions
 
     def make(self, session: S) -> NewSessionKeys:
         """Two new secrets for `session`."""

@@ -81,15 +81,15 @@ class FramedSocket:
     def receive_until(self, end: bytes, max_bytes: int) -> bytes:
         """Receive up to `end` from a client that does not send frames; later bytes are lost.
         WireError if it is longer than `max_bytes`."""
-        heard = bytearray(self.peek())
-        while (at := heard.find(end)) < 0:
-            if len(heard) >= max_bytes:
+        received = bytearray(self.peek())
+        while (at := received.find(end)) < 0:
+            if len(received) >= max_bytes:
                 raise WireError(f"no end within {max_bytes} bytes")
             self._socket.settimeout(self._wait_s())
-            some = self._socket.recv(max_bytes - len(heard))
+            some = self._socket.recv(max_bytes - len(received))
             self._counted(len(some))
-            heard += some
-        return bytes(heard[: at + len(end)])
+            received += some
+        return bytes(received[: at + len(end)])
 
     def fill(self, buffers: Sequence[memoryview]) -> None:
         """Receive as many bytes as the buffers hold, in order."""

@@ -150,8 +150,8 @@ class RayPeers:
         parts = [*_parts(handles)]
         answers = self._call(owner, "fetch", [(pack(part),) for part in parts])
         contents: list[Content] = []
-        for part, (said, block) in zip(parts, answers, strict=True):
-            _check(owner, said)
+        for part, (reply, block) in zip(parts, answers, strict=True):
+            _check(owner, reply)
             contents += _contents(owner, part, block)
         return contents
 
@@ -174,8 +174,8 @@ class RayPeers:
             self._actors.clear()
 
     def _call_once(self, owner: str, method: str, *arguments: Any) -> Any:
-        ((said, result),) = self._call(owner, method, [arguments])
-        _check(owner, said)
+        ((reply, result),) = self._call(owner, method, [arguments])
+        _check(owner, reply)
         return result
 
     def _call(self, owner: str, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:

@@ -320,18 +320,20 @@ def rounded_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
       memory needed is a copy of the largest module.
     - After the context the weights are unchanged, also if a forward failed.
     """
-    kept: dict[nn.Module, list[Tensor]] = {}
+    originals: dict[nn.Module, list[Tensor]] = {}
 
     @torch.no_grad()
     def round_weights(module: nn.Module, *_: Any) -> None:
         weights = [*module.parameters(recurse=False)]
-        kept[module] = [weight.detach().clone() for weight in weights]
+        originals[module] = [weight.detach().clone() for weight in weights]
         for weight in weights:
             weight.copy_(weight.to(dtype))
 
     @torch.no_grad()
     def restore(module: nn.Module, *_: Any) -> None:
-        for weight, was in zip(module.parameters(recurse=False), kept.pop(module), strict=True):
+        for weight, was in zip(
+            module.parameters(recurse=False), originals.pop(module), strict=True
+        ):
             weight.copy_(was)
 
     with ExitStack() as hooks:

@@ -292,8 +292,8 @@ def wait(sockets: Sequence[Hub | Dialer], doorbell: WakeSignal | None, timeout_s
         zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))
         return
     bell = doorbell.fileno()
-    heard = zmq.zmq_poll([*asked, (bell, _POLLIN)], math.ceil(timeout_s * 1000))
-    if any(each is bell for each, _ in heard):
+    readable = zmq.zmq_poll([*asked, (bell, _POLLIN)], math.ceil(timeout_s * 1000))
+    if any(each is bell for each, _ in readable):
         doorbell.hush()
 
 

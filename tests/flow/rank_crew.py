@@ -22,14 +22,20 @@ SMALL = PlaneSpec(store_bytes=2**24, buffer_bytes=2**24)
 ROLE = "tests.flow.rank_roles:Arithmetic"
 
 
-def plan(num_ranks: int, width: int = 1, make: str = ROLE, told_s: float = 10.0) -> RankPlan:
+def plan(
+    num_ranks: int, width: int = 1, make: str = ROLE, report_timeout_s: float = 10.0
+) -> RankPlan:
     """Ranks that have one role, `sums`, made with one setting."""
     return RankPlan(
         topology=Topology(num_ranks, width),
         roles={"sums": RoleSpec(make=make, settings={"colour": "blue"} if make == ROLE else {})},
         plane=SMALL,
         settings=RankGroupSettings(
-            start_s=60.0, beat_s=0.1, silence_s=20.0, settle_s=1.0, told_s=told_s
+            start_s=60.0,
+            beat_s=0.1,
+            silence_s=20.0,
+            settle_s=1.0,
+            report_timeout_s=report_timeout_s,
         ),
     )
 

@@ -155,7 +155,7 @@ def test_an_answer_is_of_the_newest_step_of_its_arguments_unless_that_is_said(
 def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_word(
     home: TensorRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with TrainController(plan(2, told_s=0.5), home) as controller:
+    with TrainController(plan(2, report_timeout_s=0.5), home) as controller:
         rows = controller.take(home.plane.remotize([torch.ones(4), torch.ones(4)]), step=30)
         controller.call("sums.echo", rows)
         late = psutil.Process(controller.pids()[1])

@@ -81,15 +81,15 @@ class GrammarCompiler:
         self.compile = lru_cache(_NUM_KEPT)(self._compile)
         """(kind, text) -> CompiledGrammar; GrammarRefused in the library's words if it is
         invalid."""
-        self._words: LLTokenizer | None = None
+        self._ll_tokenizer: LLTokenizer | None = None
 
     def _compile(self, kind: GrammarKind, text: str) -> CompiledGrammar:
-        if self._words is None:  # created on first use: it takes seconds for a wide vocabulary
-            self._words = LLTokenizer(
+        if self._ll_tokenizer is None:  # on first use: it takes seconds for a wide vocabulary
+            self._ll_tokenizer = LLTokenizer(
                 as_text(self._tokenizer.to_str()), n_vocab=self._vocab_size, eos_token=self._ends
             )
         try:
-            matcher = LLMatcher(self._words, grammar_from(kind, text), log_level=0)
+            matcher = LLMatcher(self._ll_tokenizer, grammar_from(kind, text), log_level=0)
         except ValueError as error:
             raise refusal(kind, str(error)) from None
         if matcher.is_error():
@@ -105,14 +105,14 @@ def as_text(tokenizer_json: str) -> str:
     Those beyond ASCII are left; their bytes have other letters in a vocabulary.
     """
     tree = orjson.loads(tokenizer_json)
-    kept = []
+    remaining = []
     for added in tree["added_tokens"]:
         text = added["content"]
         if added["special"] or not (text.isascii() and text.isprintable() and " " not in text):
-            kept.append(added)
+            remaining.append(added)
         else:
             tree["model"]["vocab"][text] = added["id"]
-    tree["added_tokens"] = kept
+    tree["added_tokens"] = remaining
     return orjson.dumps(tree).decode()
 
 

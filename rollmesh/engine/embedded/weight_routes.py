@@ -315,10 +315,10 @@ class RenameBody(msgspec.Struct):
 class AdapterRoutes:
     """Loading and unloading of adapters, and renaming of weights."""
 
-    def __init__(self, steps: StepLoop, engine: Engine, shelf: AdapterRegistry) -> None:
+    def __init__(self, steps: StepLoop, engine: Engine, adapters: AdapterRegistry) -> None:
         self._steps = steps
         self._engine = engine
-        self._shelf = shelf
+        self._adapters = adapters
 
     def handlers(self) -> dict[str, dict[str, Handler]]:
         """Return the handlers by path and method."""
@@ -332,7 +332,7 @@ class AdapterRoutes:
         """Return the entries of /v1/models for the adapters of model `parent`."""
         return [
             {"id": name, "object": "model", "owned_by": "rollmesh", "root": root, "parent": parent}
-            for name, root in self._shelf.folders().items()
+            for name, root in self._adapters.folders().items()
         ]
 
     async def _load(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -342,7 +342,7 @@ class AdapterRoutes:
         model = self._engine.runner.model
         read = partial(read_adapter, body.lora_name, Path(body.lora_path), model)
         try:
-            self._shelf.put(await asyncio.get_running_loop().run_in_executor(None, read))
+            self._adapters.put(await asyncio.get_running_loop().run_in_executor(None, read))
         except (EngineRefused, ModelError) as error:
             return self._result(str(error))
         return self._result()
@@ -350,14 +350,16 @@ class AdapterRoutes:
     async def _unload(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), UnloadBody)
         try:
-            self._shelf.forget(body.lora_name)
+            self._adapters.forget(body.lora_name)
         except EngineRefused as error:
             return self._result(str(error))
         return self._result()
 
     def _result(self, failure: str = "") -> web.Response:
         result = {"success": not failure, "error_message": failure or None}
-        return reply({**result, "loaded_adapters": self._shelf.folders()}, 400 if failure else 200)
+        return reply(
+            {**result, "loaded_adapters": self._adapters.folders()}, 400 if failure else 200
+        )
 
     async def _rename(self, request: web.BaseRequest) -> web.StreamResponse:
         body = read_body(await request.read(), RenameBody)

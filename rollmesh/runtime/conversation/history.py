@@ -296,7 +296,7 @@ class MessageHistory:
         message_nodes = [self.roots.setdefault(line.tools_key, MessageNode(None, b""))]
         for raw in line.raws[:-1]:
             message_nodes.append(self._new_node(message_nodes[-1], raw, []))
-        end.follow(message_nodes[-1], self._kept(line.raws[-1]))
+        end.follow(message_nodes[-1], self._to_stored(line.raws[-1]))
         message_nodes.append(self._counted(end))
         for link in line.links:
             message_nodes[link.start].adopt(message_nodes[link.end], (link.key,))
@@ -347,7 +347,7 @@ class MessageHistory:
             self.images[image.digest] = image
             self.blob_bytes += image.num_bytes
 
-    def _kept(self, raw: bytes) -> bytes | Blob:
+    def _to_stored(self, raw: bytes) -> bytes | Blob:
         """A message in the form that its node stores."""
         if len(raw) < LONG_BYTES:
             return raw
@@ -358,7 +358,7 @@ class MessageHistory:
         return blob
 
     def _new_node(self, parent: MessageNode, raw: bytes, keys: list[int]) -> MessageNode:
-        message_node = MessageNode(parent, self._kept(raw))
+        message_node = MessageNode(parent, self._to_stored(raw))
         parent.adopt(message_node, keys)
         return self._counted(message_node)
 

@@ -226,8 +226,11 @@ class PrefixIndex:
         at = known.num_bytes if known and len(segments) < _MAX_SEGMENTS else 0
         segment = (stop, hash(memoryview(array)[at:stop]))
         segments = (*segments, segment) if at else (segment,)
-        kept = [each for each in self._newest_last if each is not known]
-        self._newest_last = (*kept[1 - MAX_PREFIX_HASHES :], PrefixHash(start, end, segments, num))
+        others = [each for each in self._newest_last if each is not known]
+        self._newest_last = (
+            *others[1 - MAX_PREFIX_HASHES :],
+            PrefixHash(start, end, segments, num),
+        )
 
 
 def split_array(array: bytes) -> Iterator[bytes]:

@@ -94,17 +94,17 @@ class SharedPrefixes:
     def find(self, turn: Turn) -> SharedPrefix | None:
         """The state of a new session after `turn`, if an earlier session has stored it."""
         key = _key(turn)
-        kept = self._newest_last.get(key)
-        if kept is None:
+        entry = self._newest_last.get(key)
+        if entry is None:
             return None
         self._newest_last.move_to_end(key)
-        if not kept.digests:
-            return kept.shared_prefix
-        images = dict(kept.images)
-        if len(images) < len(kept.digests):
+        if not entry.digests:
+            return entry.shared_prefix
+        images = dict(entry.images)
+        if len(images) < len(entry.digests):
             self._drop(key)
             return None
-        return _with_images(kept.shared_prefix, {each: images[each] for each in kept.digests})
+        return _with_images(entry.shared_prefix, {each: images[each] for each in entry.digests})
 
     def keep(self, turn: Turn, shared_prefix: SharedPrefix) -> None:
         """Store the state after `turn`, unless it is large."""
@@ -122,9 +122,9 @@ class SharedPrefixes:
             self._drop(next(iter(self._newest_last)))
 
     def _drop(self, key: Hashable) -> None:
-        kept = self._newest_last.pop(key, None)
-        if kept is not None:
-            self.num_bytes -= kept.num_bytes
+        entry = self._newest_last.pop(key, None)
+        if entry is not None:
+            self.num_bytes -= entry.num_bytes
 
 
 def _with_images(shared_prefix: SharedPrefix, images: dict[str, ImageRef]) -> SharedPrefix:

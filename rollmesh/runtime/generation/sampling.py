@@ -151,7 +151,7 @@ class RetryState:
 
     __slots__ = (
         "_faulted",
-        "_last_said",
+        "_last_failure",
         "_missing",
         "_num_broken",
         "_num_fruitless",
@@ -172,7 +172,7 @@ class RetryState:
         """Engine incarnations that failed since the last token."""
         self._sick_since_s = 0.0
         self._missing = _NOT_READY
-        self._last_said = ""
+        self._last_failure = ""
 
     def on_tokens(self) -> None:
         """The engine produced tokens."""
@@ -199,7 +199,7 @@ class RetryState:
     def on_fault(self, life: EngineIncarnation, detail: str, now_s: float) -> EngineError | None:
         """The engine failed without a token, and the request is not known to be the cause."""
         self._num_full_queues = 0
-        self._last_said = detail[:MAX_QUOTED_CHARS]
+        self._last_failure = detail[:MAX_QUOTED_CHARS]
         if not self._faulted:
             self._sick_since_s = now_s
         is_again = life in self._faulted
@@ -226,17 +226,17 @@ class RetryState:
         """An attempt's tokens were refused: of older weights than the session's or the fleet
         table's."""
         named = "unnumbered weights" if served == UNVERSIONED else f"policy version {served}"
-        self._last_said = f"{url}: samples with {named}, the fleet table has {announced}"
+        self._last_failure = f"{url}: samples with {named}, the fleet table has {announced}"
 
     def on_missing(self, why: str, *, is_behind: bool = False) -> None:
         """No engine is available, for the reason `why`; READY engines are behind the session."""
         self._missing = _BEHIND if is_behind else _NOT_READY
-        self._last_said = why[:MAX_QUOTED_CHARS] or self._last_said
+        self._last_failure = why[:MAX_QUOTED_CHARS] or self._last_failure
 
     def without_engine(self) -> EngineError:
         """The error if no engine was available for as long as a call waits."""
         return self._unavailable(self._missing)
 
     def _unavailable(self, why: str) -> EngineUnavailable:
-        last = f" (last: {self._last_said})" if self._last_said else ""
+        last = f" (last: {self._last_failure})" if self._last_failure else ""
         return EngineUnavailable(f"{why}{last}; {REMEDY}")

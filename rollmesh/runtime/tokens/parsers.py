@@ -205,7 +205,7 @@ class StreamingParser:
             return
         if self._stop:
             text = self._waiting + text
-            cuts = [at for word in self._stop if (at := text.find(word)) >= 0]
+            cuts = [at for stop_string in self._stop if (at := text.find(stop_string)) >= 0]
             if cuts:
                 self._waiting = text[: min(cuts)]
                 self._switch(ParserState.OVER)
@@ -354,7 +354,7 @@ class PlainTextParser:
         if self._is_over:
             return ""
         text = self._waiting + text
-        cuts = [at for word in self._stop if (at := text.find(word)) >= 0]
+        cuts = [at for stop_string in self._stop if (at := text.find(stop_string)) >= 0]
         size = min(cuts) if cuts else len(text) - partial_match(text, self._stop)
         self._is_over = bool(cuts)
         text, self._waiting = text[:size], text[size:]

@@ -238,7 +238,7 @@ class Tokenizer:
         self.is_fast = fast is not None
         """Whether text is encoded by tiktoken; else by the `tokenizers` library."""
         self._encode_fast = fast.encode if fast else self._encode_slow
-        self._encode_short = functools.lru_cache(maxsize=1024)(self._encode_anew)
+        self._encode_short = functools.lru_cache(maxsize=1024)(self._encode_uncached)
         self._token_to_id = functools.lru_cache(maxsize=256)(backend.token_to_id)
 
     def encode(self, text: str, *, add_special_tokens: bool = False, **_: Any) -> list[int]:
@@ -246,7 +246,7 @@ class Tokenizer:
         assert not add_special_tokens, "a chat template writes its special tokens itself"
         if len(text) <= _SHORT_CHARS:
             return list(self._encode_short(text))
-        return self._encode_anew(text)
+        return self._encode_uncached(text)
 
     def decode(self, token_ids: int | Sequence[int], **_: Any) -> str:
         """The text of `token_ids`, including special tokens; invalid UTF-8 becomes U+FFFD."""
@@ -271,7 +271,7 @@ class Tokenizer:
         """An incremental decoder of one generation's ids."""
         return Detokenizer(self._backend, self._pieces)
 
-    def _encode_anew(self, text: str) -> list[int]:
+    def _encode_uncached(self, text: str) -> list[int]:
         return self._encode_fast(text) if len(text) <= MAX_CHARS else self._encode_slow(text)
 
     def _encode_slow(self, text: str) -> list[int]:

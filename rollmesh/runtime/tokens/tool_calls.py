@@ -59,12 +59,12 @@ class StopStrings:
         return None
 
 
-def partial_match(text: str, words: tuple[str, ...]) -> int:
-    """Length of the longest proper end of `text` with which one of `words` begins."""
+def partial_match(text: str, marks: tuple[str, ...]) -> int:
+    """Length of the longest proper end of `text` with which one of `marks` begins."""
     longest = 0
-    for word in words:
-        for size in range(min(len(word) - 1, len(text)), longest, -1):
-            if text.endswith(word[:size]):
+    for mark in marks:
+        for size in range(min(len(mark) - 1, len(text)), longest, -1):
+            if text.endswith(mark[:size]):
                 longest = size
                 break
     return longest

@@ -30,7 +30,7 @@ ADMISSION_SOCKET = "admission.sock"
 EVERY_KEY = "docs/howto/share-a-fleet.md explains the keys"
 WRITES_ONE = "`rollmesh scheduler init` writes one"
 
-A_WORD = "a name is one word, without spaces and slashes"
+NAME_RULE = "a name is one word, without spaces and slashes"
 MAX_PORT = 2**16 - 1
 MANY = 10**9
 """More than any fleet has."""
@@ -148,8 +148,8 @@ def convert_fleet(tree: dict[str, Any], source: str) -> FleetTables:
 def convert_pipeline(name: str, tree: Any, source: str) -> PipelineTable:
     """Convert one [pipelines.NAME] table."""
     where = f"pipelines.{name}"
-    if not is_word(name):
-        raise ConfigError(f"{source}: {where}: {A_WORD}")
+    if not is_valid_name(name):
+        raise ConfigError(f"{source}: {where}: {NAME_RULE}")
     clusters = tree.get("clusters") if isinstance(tree, dict) else None
     if isinstance(clusters, dict):
         for key, devices in clusters.items():
@@ -223,15 +223,15 @@ def _address_faults(fleet: FleetTables) -> Iterator[str]:
 def _node_faults(nodes: Sequence[NodeTable]) -> Iterator[str]:
     names = [node.name for node in nodes]
     for index, node in enumerate(nodes):
-        if not is_word(node.name):
-            yield f"nodes[{index}].name: {A_WORD}"
+        if not is_valid_name(node.name):
+            yield f"nodes[{index}].name: {NAME_RULE}"
         if names.count(node.name) > 1:
             yield f"nodes: {node.name!r} is listed twice; name each once"
-        if not all(map(is_word, node.labels)):
-            yield f"nodes[{index}].labels: {A_WORD}"
+        if not all(map(is_valid_name, node.labels)):
+            yield f"nodes[{index}].labels: {NAME_RULE}"
 
 
-def is_word(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
     """Whether this is a valid name of a node, pipeline or label."""
     return bool(name) and name.isprintable() and not {" ", "/"} & set(name)
 
@@ -239,10 +239,10 @@ def is_word(name: str) -> bool:
 def _misnamed(table: PipelineTable) -> str:
     """Fault in names or GPU lists, with its key; '' if none."""
     for name in table.clusters:
-        if not is_word(name):
-            return f"clusters.{name}: {A_WORD}"
-    if not all(map(is_word, table.labels)):
-        return f"labels: {A_WORD}"
+        if not is_valid_name(name):
+            return f"clusters.{name}: {NAME_RULE}"
+    if not all(map(is_valid_name, table.labels)):
+        return f"labels: {NAME_RULE}"
     maps = {f"clusters.{name}": devices for name, devices in table.clusters.items()}
     for key, gpus in {**maps, "generation": table.generation}.items():
         if not isinstance(gpus, int) and len(set(gpus)) < len(gpus):

@@ -33,7 +33,7 @@ from rollmesh.core.process import Ready, Stop, announce
 from rollmesh.core.secret_files import hash_token, read_or_make_secret
 from rollmesh.core.share import TOKENS, StoredClaim, is_same_machine, read_claim, uid_of
 from rollmesh.core.share import place as this_machine
-from rollmesh.scheduler.admission.fleet_file import A_WORD, PipelineTable, is_word
+from rollmesh.scheduler.admission.fleet_file import NAME_RULE, PipelineTable, is_valid_name
 from rollmesh.scheduler.admission.transport import (
     AdmissionAnswer,
     AdmissionConnection,
@@ -158,8 +158,8 @@ class AdmissionServer:
         """Register the spec, or the table in the body; the answer's body is a Registered."""
         state = self._seen().state()
         spec = message.spec
-        if not is_word(spec.pipeline_id):
-            raise ConfigError(f"pipeline {spec.pipeline_id!r}: {A_WORD}")
+        if not is_valid_name(spec.pipeline_id):
+            raise ConfigError(f"pipeline {spec.pipeline_id!r}: {NAME_RULE}")
         before = state.pipelines.pop(spec.pipeline_id, None)
         if body:
             table = _decoded(body, PipelineTable)

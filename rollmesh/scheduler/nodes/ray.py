@@ -83,12 +83,12 @@ class NodeActor:
 class ServiceActor:
     """Actor that runs the service's process and starts the agents."""
 
-    def __init__(self, words: list[str], folder: str, resource: str) -> None:
-        """`words` are the arguments of `rollmesh` that serve, run in `folder`; `resource` counts
-        GPUs."""
+    def __init__(self, arguments: list[str], folder: str, resource: str) -> None:
+        """`rollmesh` with `arguments` serves in `folder`; `resource` is the name under which Ray
+        counts GPUs."""
         self._resource = resource
         self._agents: dict[str, Any] = {}
-        argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
+        argv = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
         self._supervisor = ServiceSupervisor(argv, Path(folder), self._update_agents)
         self._thread = threading.Thread(
             target=self._supervisor.run, args=(threading.Event(),), name="supervisor", daemon=True
@@ -158,11 +158,11 @@ def up(cluster: str, fleet_file: Path, resource: str) -> str:
     UserError if it already runs there or fails to start.
     """
     _join(cluster)
-    words = ["scheduler", "serve", str(fleet_file.absolute())]
+    arguments = ["scheduler", "serve", str(fleet_file.absolute())]
     here = ray.get_runtime_context().get_node_id()
     service = ray.remote(ServiceActor).options(**_options(SERVICE, here))
     try:
-        actor = service.remote(words, str(Path.cwd()), resource)
+        actor = service.remote(arguments, str(Path.cwd()), resource)
     except ValueError:
         raise AddressError(f"{cluster}: {SERVICE} already runs there; --down stops it") from None
     try:

@@ -86,13 +86,11 @@ def plan(state: FleetState, policy: SchedulingPolicy) -> GpuPlan:
     builder = PlanBuilder(state)
     _clear(builder)
     reserve_s = serve_requests(builder, policy.reserve_after_s)
-    outlook = policy.generate(builder)
+    result = policy.generate(builder)
     ops = tuple(sorted(builder.ops, key=lambda op: _ORDER[type(op)]))
     validate(state, ops)
-    again_s = min(reserve_s, outlook.again_s)
-    return GpuPlan(
-        ops=ops, credits=outlook.credits, again_s=again_s, fair_shares=outlook.fair_shares
-    )
+    again_s = min(reserve_s, result.again_s)
+    return GpuPlan(ops=ops, credits=result.credits, again_s=again_s, fair_shares=result.fair_shares)
 
 
 def _clear(builder: PlanBuilder) -> None:

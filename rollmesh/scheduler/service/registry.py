@@ -222,7 +222,7 @@ class PipelineRegistry:
             return f"{name} is registered with another spec ({fields}); unregister it first"
         if len(state.pipeline_records) >= MAX_PIPELINES:
             return f"the limit of {MAX_PIPELINES} registered pipelines is reached"
-        if not _is_word(name) or GENERATION_CLUSTER in spec.clusters:
+        if not _is_valid_name(name) or GENERATION_CLUSTER in spec.clusters:
             return f"{name!r}: a name is one word, and {GENERATION_CLUSTER} is reserved"
         try:
             check(spec, state.fleet)
@@ -318,7 +318,7 @@ class PipelineRegistry:
     def _on_join(self, ask: JoinNode) -> str:
         state = self._state
         known = state.node_records.get(ask.name)
-        if not _is_word(ask.name) or not all(map(_is_word, ask.labels)):
+        if not _is_valid_name(ask.name) or not all(map(_is_valid_name, ask.labels)):
             return (
                 f"node {ask.name[:MAX_NAME]!r}: names and labels are one word of at most "
                 f"{MAX_NAME} characters, without spaces and slashes"
@@ -406,5 +406,5 @@ class PipelineRegistry:
         state.wants_plan = True
 
 
-def _is_word(name: str) -> bool:
+def _is_valid_name(name: str) -> bool:
     return 0 < len(name) <= MAX_NAME and name.isprintable() and not {" ", "/"} & set(name)

@@ -170,7 +170,7 @@ class FleetScheduler:
         self.intents = self.INTENTS(self.state)
         self.tickets = self.TICKETS(self.state, self.demands, self.intents)
         self.coordinators = self.COORDINATORS(self.state, self.intents)
-        self.tenants = self.REGISTRY(self.state, self.tickets, self.demands, self.intents)
+        self.registry = self.REGISTRY(self.state, self.tickets, self.demands, self.intents)
         self._tokens = TokenCheck(self.state, operator_hash)
         self._has_begun = False
         self._began_s, self._forgiven_s = 0.0, -math.inf
@@ -178,7 +178,7 @@ class FleetScheduler:
         self._has_moved = True
         """Whether anything changed since the last attempt to plan or settle."""
         self._handlers: dict[type, Callable[[bytes, Any], object]] = {
-            HooksWired: self.tenants.on_wired,
+            HooksWired: self.registry.on_wired,
             RequestGpus: self.tickets.on_ask,
             NotifyReleaseGpus: self.tickets.on_ask,
             NotifyReleaseThenRequestGpus: self.tickets.on_ask,
@@ -189,15 +189,15 @@ class FleetScheduler:
             ReportPreempt: self._on_preempt,
             CoordinatorHello: self.coordinators.on_hello,
             WorkersResized: self._on_resized,
-            RegisterPipeline: self.tenants.on_ask,
-            AdmitPipeline: self.tenants.on_ask,
-            CheckKill: self.tenants.on_ask,
-            KillPipeline: self.tenants.on_ask,
-            UnregisterPipeline: self.tenants.on_ask,
-            ClaimPipeline: self.tenants.on_ask,
-            JoinNode: self.tenants.on_ask,
-            DrainNode: self.tenants.on_ask,
-            UndrainNode: self.tenants.on_ask,
+            RegisterPipeline: self.registry.on_ask,
+            AdmitPipeline: self.registry.on_ask,
+            CheckKill: self.registry.on_ask,
+            KillPipeline: self.registry.on_ask,
+            UnregisterPipeline: self.registry.on_ask,
+            ClaimPipeline: self.registry.on_ask,
+            JoinNode: self.registry.on_ask,
+            DrainNode: self.registry.on_ask,
+            UndrainNode: self.registry.on_ask,
             NodeBeat: self._on_beat,
             ReadScheduler: self._on_read,
         }
@@ -309,7 +309,7 @@ class FleetScheduler:
             self.intents.drive()
             self.tickets.settle_grants()
             self.tickets.settle_releases()
-            self.tenants.settle_leavers()
+            self.registry.settle_leavers()
             if not state.wants_plan:
                 break
 
@@ -380,7 +380,7 @@ class FleetScheduler:
         self.coordinators.on_resized(resized)
 
     def _on_beat(self, _: bytes, beat: NodeBeat) -> None:
-        self.tenants.on_beat(beat)
+        self.registry.on_beat(beat)
 
     def _on_read(self, route: bytes, ask: ReadScheduler) -> None:
         seen = explain_fleet(self.state.fleet, self.explain_context(), ask.pipeline_id)
@@ -389,7 +389,7 @@ class FleetScheduler:
 
     def _on_tick(self) -> None:
         self.tickets.on_tick()
-        self.tenants.on_tick()
+        self.registry.on_tick()
         self.coordinators.on_tick()
         self.state.wants_plan |= note_turns(self.state)
         for pipeline in self.state.fleet.pipelines.values():

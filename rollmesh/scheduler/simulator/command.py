@@ -135,5 +135,5 @@ def _write(folder: Path, charts: list[Chart], trace: Trace | None) -> None:
     _print(f"wrote {', '.join(files)} into {folder}")
 
 
-def _print(words: str) -> None:
-    sys.stdout.write(words + "\n")
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")

@@ -53,8 +53,8 @@ def partition_trace(trace: Trace) -> Trace:
 def _next(trace: Trace, pipeline: TracePipeline, taken: set[int]) -> Bundle:
     own = {gpu for gpus in pipeline.clusters.values() for gpu in gpus}
     others = {gpu for each in trace.pipelines for gpus in each.clusters.values() for gpu in gpus}
-    kept_off = taken | (others - own)
-    free = [each for each in _bundles(pipeline) if kept_off.isdisjoint(each)]
+    excluded = taken | (others - own)
+    free = [each for each in _bundles(pipeline) if excluded.isdisjoint(each)]
     home = min(own, default=0)
     return min(
         free,

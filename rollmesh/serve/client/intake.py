@@ -112,8 +112,8 @@ class IntakeThread:
         self._asks = AskMachine(settings)
         self._sink = ResultSink(client_journal.ended, self._asks.find)
         self._heap, self._trims = Heap(), TrimPlan()
-        self._refused_said_s = -math.inf
-        self._num_refused_said = 0
+        self._refused_logged_s = -math.inf
+        self._num_refused_logged = 0
         self._bell = WakeSignal()
         self._commands: deque[Command] = deque()
         self._held_asks: deque[Asked] = deque()
@@ -378,10 +378,10 @@ class IntakeThread:
     def _log_refused(self, message: GroupFinished, reason: str) -> None:
         """Log refused results, at most one line in LOG_REFUSED_S: a stranger may send many."""
         now_s = time.monotonic()
-        if now_s < self._refused_said_s + LOG_REFUSED_S:
+        if now_s < self._refused_logged_s + LOG_REFUSED_S:
             return
-        num_refused = self._sink.num_refused - self._num_refused_said
-        self._refused_said_s, self._num_refused_said = now_s, self._sink.num_refused
+        num_refused = self._sink.num_refused - self._num_refused_logged
+        self._refused_logged_s, self._num_refused_logged = now_s, self._sink.num_refused
         log.warning("result.refused", num_refused=num_refused, reason=reason, **_named(message))
 
     def _refuse_malformed(self, keep: Keep, why: str) -> None:

@@ -242,8 +242,8 @@ class ClientJournal:
             record=record,
         )
         if message.complete:
-            kept = GroupKept(message.group_id, message.attempt, message.worker_id)
-            position = self._write(kept, packet.body, *packet.buffers)
+            event = GroupKept(message.group_id, message.attempt, message.worker_id)
+            position = self._write(event, packet.body, *packet.buffers)
         else:
             dropped = open_result(result)
             assert isinstance(dropped, Dropped)

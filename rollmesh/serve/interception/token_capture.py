@@ -194,11 +194,11 @@ class TokenCapture:
     def open(self, options: CaptureOptions) -> OpenedSession:
         seed = secrets.randbits(SEED_BITS) if options.seed is None else options.seed
         sampling = options.sampling or self._sampling
-        kept = None
+        stored = None
         if self._journal is not None:
             session_id = new_id("s", 6)
-            kept = StoredSession(session_id, SessionEventWriter(self._journal, session_id))
-        opened = self._register(sampling, seed, kept)
+            stored = StoredSession(session_id, SessionEventWriter(self._journal, session_id))
+        opened = self._register(sampling, seed, stored)
         captured = TokenSession(opened.session)
         return OpenedSession(captured, opened.api_key, opened.path_secret, sampling, seed)
 
@@ -215,8 +215,8 @@ class TokenCapture:
         restored: RestoredState | None,
     ) -> TokenSession:
         """Register a session of an earlier process with its restored state."""
-        kept = StoredSession(journaled.session_id, writer, journaled.locks, restored)
-        opened = self._register(journaled.sampling or self._sampling, journaled.seed, kept)
+        stored = StoredSession(journaled.session_id, writer, journaled.locks, restored)
+        opened = self._register(journaled.sampling or self._sampling, journaled.seed, stored)
         return TokenSession(opened.session)
 
     def close(self, captured: CapturedSession) -> None:
@@ -224,12 +224,12 @@ class TokenCapture:
         self._runtime.cleanup_rollout(captured.session.rollout_id)
 
     def _register(
-        self, sampling: SamplingPolicy, seed: int, kept: StoredSession | None
+        self, sampling: SamplingPolicy, seed: int, stored: StoredSession | None
     ) -> OpenSession:
         rollout_id = RolloutId(GroupId(self._name, self._num_opened), 0)
         self._num_opened += 1
         return self._runtime.register_trajectory(
-            rollout_id, sampling, seed, is_grouped=False, kept=kept
+            rollout_id, sampling, seed, is_grouped=False, stored=stored
         )
 
 

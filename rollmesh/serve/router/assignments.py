@@ -100,9 +100,9 @@ CONFIRM_BEATS = 20
 """Interval at which RunGroup is repeated while a group runs, in case its GroupDelivered was
 lost.
 """
-TELL_UNBEGUN = 3
+REPORT_UNBEGUN = 3
 """Assignments without a start after which the client of a group is informed."""
-TELL_UNBEGUN_BEATS = 60
+REPORT_UNBEGUN_BEATS = 60
 """Interval at which a client is informed, whatever the number of its groups."""
 
 
@@ -228,7 +228,7 @@ class Assignments:
         if worker and cancel_reason:
             self._table.send(worker.route, CancelRun(group.group_id, cancel_reason))
         if worker and group.worker_id:
-            worker.vacate(group)
+            worker.unassign(group)
             unwatch_suspect(worker, self._table.now_s)
             self.mark_changed(worker)
         group.worker_id, group.repeat_s = "", math.inf
@@ -270,12 +270,12 @@ class Assignments:
         yet.
         """
         client, now_s = self._table.clients.get(group.client_id), self._table.now_s
-        is_news = group.is_unbegun and group.num_unbegun >= TELL_UNBEGUN
+        is_news = group.is_unbegun and group.num_unbegun >= REPORT_UNBEGUN
         if not is_news or client is None:
             return ""
-        if now_s < client.unbegun_said_s + TELL_UNBEGUN_BEATS * self._beat_s:
+        if now_s < client.unbegun_sent_s + REPORT_UNBEGUN_BEATS * self._beat_s:
             return ""
-        client.unbegun_said_s = now_s
+        client.unbegun_sent_s = now_s
         times = f"{group.num_unbegun} times"
         return f"{group.group_id} was given to workers {times} and never began; {why}"
 

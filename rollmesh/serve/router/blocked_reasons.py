@@ -111,7 +111,7 @@ class EnvLoads:
 
 STANDING_BEATS = 20
 """Time without a worker after which an environment is reported."""
-TELL_BEATS = 60
+NOTIFY_BEATS = 60
 """Interval at which waiting clients are informed."""
 MAX_NAMES = 5
 
@@ -134,7 +134,7 @@ class BlockedReasons:
         self._workers = workers
         self._env_loads = env_loads
         self._standing_s = STANDING_BEATS * beat_s
-        self._notify_s = TELL_BEATS * beat_s
+        self._notify_s = NOTIFY_BEATS * beat_s
         self._waits: dict[str, _Waiting] = {}
         self._why_no_engine = ""
         self._no_engine: _Waiting | None = None

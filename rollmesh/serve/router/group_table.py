@@ -199,24 +199,24 @@ class Takeover:
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._fates: dict[GroupId, TakeoverOutcome] = {}
+        self._outcomes: dict[GroupId, TakeoverOutcome] = {}
         self._found_s = 0.0
 
     def __contains__(self, group_id: object) -> bool:
-        return group_id in self._fates
+        return group_id in self._outcomes
 
-    def note(self, group_id: GroupId, fate: TakeoverOutcome, now_s: float) -> None:
+    def note(self, group_id: GroupId, outcome: TakeoverOutcome, now_s: float) -> None:
         """Record the outcome of a group of an earlier router."""
-        self._fates[group_id] = fate
+        self._outcomes[group_id] = outcome
         self._found_s = now_s
 
-    def tell(self, now_s: float) -> dict[str, int] | None:
+    def take_counts(self, now_s: float) -> dict[str, int] | None:
         """Return groups by outcome when a line is due; each is returned once."""
-        if not self._fates or now_s < self._found_s + self._wait_s:
+        if not self._outcomes or now_s < self._found_s + self._wait_s:
             return None
-        num = Counter(self._fates.values())
-        self._fates.clear()
-        return {f"num_{fate}": num[fate] for fate in TakeoverOutcome}
+        num = Counter(self._outcomes.values())
+        self._outcomes.clear()
+        return {f"num_{outcome}": num[outcome] for outcome in TakeoverOutcome}
 
 
 CLIENT_LEFT = "client_left"

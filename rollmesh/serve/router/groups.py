@@ -185,7 +185,7 @@ class GroupClient(msgspec.Struct):
     last_message_s: float
     weight: int = 1
     keep: bool = False
-    unbegun_said_s: float = -math.inf
+    unbegun_sent_s: float = -math.inf
     """When it was last sent the reason why a group of it does not begin."""
 
 

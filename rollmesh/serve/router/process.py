@@ -398,7 +398,7 @@ class RouterLoop:
 
     def _log_takeover(self, now_s: float) -> None:
         """Log where work was found that an earlier router had assigned."""
-        if found := self._group_scheduler.table.takeover.tell(now_s):
+        if found := self._group_scheduler.table.takeover.take_counts(now_s):
             log.info("router.recovered", **found)
 
     def _log_losses(self) -> None:

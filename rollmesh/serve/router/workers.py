@@ -125,7 +125,7 @@ class WorkerEntry:
         self._num_assigned += group.num_samples
         self._fresh[0] += group.num_samples
 
-    def vacate(self, group: Group) -> None:
+    def unassign(self, group: Group) -> None:
         """`group` is no longer here."""
         if self.groups.pop(group.group_id, None):
             self._num_assigned -= group.num_samples

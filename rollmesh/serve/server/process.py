@@ -155,11 +155,11 @@ def _report(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: f
     """Repeat it until the router answers or the time is over."""
     dialer = Dialer(settings.router, f"{identity(settings.worker_id)}.load", settings.keys)
     until_s = time.monotonic() + for_s
-    is_heard = False
-    while not is_heard and time.monotonic() < until_s:
+    is_answered = False
+    while not is_answered and time.monotonic() < until_s:
         dialer.send(Packet(message))
         wait([dialer], None, REPEAT_S)
-        is_heard = any(isinstance(each.message, RouterHello) for each in dialer.receive())
+        is_answered = any(isinstance(each.message, RouterHello) for each in dialer.receive())
     dialer.close()
 
 

@@ -153,12 +153,12 @@ def rng_state() -> bytes:
     """Return the states of torch's generators (CPU and used GPUs), numpy's and Python's, as
     safetensors."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    form, words, python_gauss = random.getstate()
+    form, mt_state, python_gauss = random.getstate()
     small = _RngScalars(int(position), int(has_gauss), float(gauss), form, python_gauss)
     arrays: dict[str, npt.NDArray[Any]] = {
         _TORCH: torch.get_rng_state().numpy(),
         _NUMPY: np.asarray(keys, np.uint32),
-        _PYTHON: np.array(words, np.uint32),
+        _PYTHON: np.array(mt_state, np.uint32),
         _SCALARS: np.frombuffer(msgspec.json.encode(small), np.uint8),
     }
     for number in range(_num_gpus()):
@@ -175,8 +175,8 @@ def restore_rng_state(data: bytes) -> None:
         torch.set_rng_state(torch.from_numpy(arrays[_TORCH].copy()))
         gauss = (small.numpy_position, small.numpy_has_gauss, small.numpy_gauss)
         np.random.set_state(("MT19937", arrays[_NUMPY], *gauss))
-        words = tuple(arrays[_PYTHON].tolist())
-        random.setstate((small.python_form, words, small.python_gauss))
+        mt_state = tuple(arrays[_PYTHON].tolist())
+        random.setstate((small.python_form, mt_state, small.python_gauss))
         for number in range(_num_gpus()):
             if (state := arrays.get(f"{_CUDA}{number}")) is not None:
                 torch.cuda.set_rng_state(torch.from_numpy(state.copy()), number)

@@ -190,7 +190,7 @@ class RankGroupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that is silent for this time is lost."""
     settle_s: float = 10.0
     """Time for ranks to return from a call that failed at another rank."""
-    told_s: float = 10.0
+    report_timeout_s: float = 10.0
     """Time for ranks to report what they hold."""
 
 
@@ -422,7 +422,7 @@ class RankGroup:
 
     def _ask(self, ask: TensorsQueried, now_s: float) -> Iterator[Action]:
         self.ended_step = max(self.ended_step, ask.ended_step)
-        self._queries[ask.ask_id] = _TensorQuery(now_s + self._settings.told_s)
+        self._queries[ask.ask_id] = _TensorQuery(now_s + self._settings.report_timeout_s)
         if self.state is RankGroupState.READY:
             yield from self._send_all(ReadTensors(self.ended_step, ask.ask_id), ask.shard_ids)
         else:

@@ -100,8 +100,8 @@ def judge(
     gap = mean_gap(scores, probe.logprobs)
     # Written so that a gap of NaN fails.
     if not gap <= tolerance:
-        told = f"its log-probs differ from the trainer's by {gap:.3g} on average"
-        return ProbeVerdict(wrong=f"{told}, more than {tolerance:.3g}")
+        finding = f"its log-probs differ from the trainer's by {gap:.3g} on average"
+        return ProbeVerdict(wrong=f"{finding}, more than {tolerance:.3g}")
     noise = max(LEAST_NOISE, _least_gap(scores, probe))
     if proof is None or proof.probe.token_ids != probe.token_ids:
         return ProbeVerdict(WeightProof(policy_version, probe, scores, noise))
@@ -110,9 +110,11 @@ def judge(
         return ProbeVerdict(proof)
     moved = mean_gap(scores, proof.scores)
     if moved < drift / 2:
-        told = f"the trainer's log-probs moved by {drift:.3g} since version {proof.policy_version}"
+        finding = (
+            f"the trainer's log-probs moved by {drift:.3g} since version {proof.policy_version}"
+        )
         return ProbeVerdict(
-            proof, stuck=f"{told}, its own by {moved:.3g}: it seems to ignore updates"
+            proof, stuck=f"{finding}, its own by {moved:.3g}: it seems to ignore updates"
         )
     if gap > mean_gap(scores, proof.probe.logprobs):
         return ProbeVerdict(proof)  # it moved, but not to these weights: more drift will decide

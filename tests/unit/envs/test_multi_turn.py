@@ -10,7 +10,7 @@ from rollmesh.core.errors import EnvError, InfraError
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.chat import ChatReply, Message
 from rollmesh.envs.env import Endpoint, Transcript
-from rollmesh.envs.multi_turn import MultiTurnEnv, Talk, Words
+from rollmesh.envs.multi_turn import MultiTurnEnv, Prompt, Talk
 from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint, ChatRequestSeen
 
 TASK = Task("t", {"question": "What?"})
@@ -27,7 +27,7 @@ class Asks(MultiTurnEnv):
     def tasks(self, split: str, seed: int) -> Iterator[Task]:
         yield TASK
 
-    def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:
+    def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Prompt | None:
         talk.data["said"] = [*talk.data.get("said", []), reply.text]
         return None if "enough" in reply.text else "more"
 
@@ -107,7 +107,7 @@ async def test_what_was_begun_is_finished_when_the_rollout_is_cancelled() -> Non
     loop = asyncio.get_running_loop()
 
     class Waits(Asks):
-        async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Words | None:  # type: ignore[override]
+        async def respond(self, task: Task, talk: Talk, reply: ChatReply) -> Prompt | None:  # type: ignore[override]
             loop.call_soon(asked.set)
             await asyncio.Event().wait()
             return None

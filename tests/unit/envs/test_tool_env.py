@@ -8,7 +8,7 @@ from rollmesh.core.errors import EnvError
 from rollmesh.core.types import Score, Task
 from rollmesh.envs.chat import ToolCall
 from rollmesh.envs.env import Transcript
-from rollmesh.envs.multi_turn import Talk, Words
+from rollmesh.envs.multi_turn import Prompt, Talk
 from rollmesh.envs.tools import Function, ToolEnv
 from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint
 
@@ -31,7 +31,7 @@ class Doubles(ToolEnv):
 class Notes(Doubles):
     """A notebook for each rollout."""
 
-    async def begin(self, task: Task, talk: Talk) -> Words:
+    async def begin(self, task: Task, talk: Talk) -> Prompt:
         talk.held = []
         return "Write."
 

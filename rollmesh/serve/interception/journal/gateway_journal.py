@@ -292,12 +292,12 @@ class GatewayJournal:
             content = self._unwritten[number]
             raw = content if isinstance(content, bytes) else content.read()
             [start] = self._write([encode(ContentStored(number)), raw])
-            kept = self._contents[number]
-            kept.num_bytes = self.journal.end - start
-            kept.segments = self._segment_refs.acquire(kept.segments)
-            self.add_live_bytes(kept.num_bytes)
+            stored = self._contents[number]
+            stored.num_bytes = self.journal.end - start
+            stored.segments = self._segment_refs.acquire(stored.segments)
+            self.add_live_bytes(stored.num_bytes)
             del self._unwritten[number]
-            self._compact(COMPACTED_PER_BYTE * kept.num_bytes)
+            self._compact(COMPACTED_PER_BYTE * stored.num_bytes)
 
     def _write_failed(self, error: JournalError) -> SessionError:
         if not self._is_failing:
@@ -378,8 +378,8 @@ class GatewayJournal:
             case JournalHeader():
                 self._note_header(encode(entry))
             case ContentStored(number):
-                kept = self._contents[number]
-                kept.segments = self._segment_refs.acquire(kept.segments)
+                stored = self._contents[number]
+                stored.segments = self._segment_refs.acquire(stored.segments)
             case SessionEntry(session_id):
                 usage = self.usage[session_id]
                 usage.segments = self._segment_refs.acquire(usage.segments)

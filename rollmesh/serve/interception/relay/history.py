@@ -146,7 +146,7 @@ class HistoryStore:
         self._prefixes: deque[BodyPrefix] = deque(maxlen=MAX_PREFIXES)
         self._messages: dict[int, tuple[Piece, ...]] = {}
         """By the hash of their bytes."""
-        self._kept: dict[bytes, bytes] = {}
+        self._shared: dict[bytes, bytes] = {}
         """Settings, tools and system texts."""
         self._blobs: set[Blob] = set()
         self._num_text_bytes = 0
@@ -204,7 +204,7 @@ class HistoryStore:
             node.parent = node.children = node.request = None
         self._prefixes.clear()
         self._messages.clear()
-        self._kept.clear()
+        self._shared.clear()
         self._kinds.clear()
         self._blobs.clear()
         self._num_text_bytes = self.num_blob_bytes = 0
@@ -297,11 +297,11 @@ class HistoryStore:
         return pieces
 
     def _keep(self, raw: bytes) -> Piece:
-        if (kept := self._kept.get(raw)) is not None:
-            return kept
+        if (known := self._shared.get(raw)) is not None:
+            return known
         piece = held(raw)
         if isinstance(piece, bytes):
-            self._kept[piece] = piece
+            self._shared[piece] = piece
         self._count(piece)
         return piece
 

@@ -42,7 +42,7 @@ class RelayDeps(msgspec.Struct, frozen=True):
     capture: RelayCapture
     upstreams: UpstreamPool
     config: InterceptionConfig
-    turnstile: DecodeGate = msgspec.field(default_factory=DecodeGate)
+    decode_gate: DecodeGate = msgspec.field(default_factory=DecodeGate)
 
 
 class RelayRoutes:
@@ -106,7 +106,7 @@ class _RelayExchange:
             body = session.follow(request.num_bytes if request.is_whole else sys.maxsize)
             with session.reading():
                 await request.read_into(body, *limits)
-                await self._deps.turnstile.pass_through(request.num_bytes, session.session_id)
+                await self._deps.decode_gate.pass_through(request.num_bytes, session.session_id)
                 call = session.call(dialect, forwarded, body, read_retry_mark(headers))
             # The session holds the rest of the body now, and counts it.
             del body

@@ -111,10 +111,10 @@ class StreamEndDetector:
     - A compressed stream is not searched: its HTTP answer ends it.
     """
 
-    __slots__ = ("_num_tail_bytes", "_pattern", "_tail", "_words")
+    __slots__ = ("_event_names", "_num_tail_bytes", "_pattern", "_tail")
 
     def __init__(self, dialect: Dialect) -> None:
-        self._words, self._pattern, self._num_tail_bytes = _end_pattern(dialect.end_events)
+        self._event_names, self._pattern, self._num_tail_bytes = _end_pattern(dialect.end_events)
         self._tail = b"\n"
 
     def is_in(self, piece: bytes) -> bool:
@@ -122,8 +122,8 @@ class StreamEndDetector:
         text = self._tail + piece
         self._tail = text[-self._num_tail_bytes :]
         # Most pieces have none of the words, and this search is faster than that for a line.
-        for word in self._words:
-            if word in text:
+        for event_name in self._event_names:
+            if event_name in text:
                 return self._pattern.search(text) is not None
         return False
 
@@ -134,10 +134,10 @@ def _end_pattern(end_events: frozenset[str]) -> tuple[tuple[bytes, ...], re.Patt
     at most."""
     if not end_events:
         return (_DONE,), re.compile(rb"[\r\n]data: ?\[DONE\]"), 48
-    words = tuple(name.encode() for name in sorted(end_events))
-    names = b"|".join(map(re.escape, words))
+    event_names = tuple(name.encode() for name in sorted(end_events))
+    names = b"|".join(map(re.escape, event_names))
     line = re.compile(rb'[\r\n](?:event: ?|data: ?{"type": ?")(?:%b)' % names)
-    return words, line, max(map(len, words)) + 24
+    return event_names, line, max(map(len, event_names)) + 24
 
 
 T = TypeVar("T")

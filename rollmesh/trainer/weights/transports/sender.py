@@ -81,10 +81,10 @@ class WeightSender:
     @classmethod
     async def started(cls) -> "WeightSender":
         """Start a process and wait until it has loaded torch."""
-        words = [sys.executable, "-m", PROGRAM]
+        argv = [sys.executable, "-m", PROGRAM]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *words, limit=MAX_LINE, **spawn_options(stdin=pipe, stdout=pipe)
+            *argv, limit=MAX_LINE, **spawn_options(stdin=pipe, stdout=pipe)
         )
         sender = cls(process)
         try:

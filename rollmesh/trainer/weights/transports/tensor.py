@@ -145,8 +145,8 @@ def is_sglang(pid: int) -> bool:
     A port forwarder (ssh, kubectl, docker's proxy) has our folders too, but its engine is
     elsewhere.
     """
-    title, *words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    program = next((word for word in words if not word.startswith("-")), "")
+    title, *argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    program = next((each for each in argv if not each.startswith("-")), "")
     is_server = Path(program).name in SGLANG_PROGRAMS and Path(title).name.startswith("python")
     return is_server or title.startswith(SGLANG_TITLE)
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.assignments import GIVE_UP_BEATS, SUSPECT_WAIT_BEATS, TELL_UNBEGUN
+from rollmesh.serve.router.assignments import GIVE_UP_BEATS, REPORT_UNBEGUN, SUSPECT_WAIT_BEATS
 from rollmesh.serve.router.groups import MAX_CUTS, MAX_UNBEGUN
 from rollmesh.serve.router.workers import SPARE_RANKS
 from rollmesh.wire.header import Message
@@ -313,7 +313,7 @@ def test_a_group_that_never_begins_is_reported_to_its_client_and_ends_in_the_end
     reasons = [moved.reason for each in sends for moved in only(each, GroupMoved) if moved.reason]
     why = f"w0 its loop was held for {STALL_S:.0f} s"
     assert reasons[0] == f"{group(1)} was given to workers 3 times and never began; {why}"
-    assert len(reasons) == MAX_UNBEGUN - TELL_UNBEGUN + 1
+    assert len(reasons) == MAX_UNBEGUN - REPORT_UNBEGUN + 1
     [failed] = only(stall(router), GroupFailed)
     times = MAX_UNBEGUN + 1
     given = f"given to workers {times} times without beginning"

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollmesh.serve.router.blocked_reasons import STANDING_BEATS, TELL_BEATS
+from rollmesh.serve.router.blocked_reasons import NOTIFY_BEATS, STANDING_BEATS
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     CancelGroup,
@@ -14,7 +14,7 @@ from rollmesh.wire.messages import (
 )
 from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, group, hello, only
 
-STANDING_S, TELL_S = float(STANDING_BEATS), float(TELL_BEATS)  # a heartbeat is a second here
+STANDING_S, TELL_S = float(STANDING_BEATS), float(NOTIFY_BEATS)  # a heartbeat is a second here
 
 
 def reasons(sends: list[Send]) -> list[str]:

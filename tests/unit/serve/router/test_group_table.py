@@ -286,13 +286,13 @@ def test_eighty_thousand_rollouts_through_one_scheduler_leave_nothing() -> None:
     assert left[1] - left[0] <= BLOCKS_PER_END * (num_ends[1] - num_ends[0]) + SPARE_BLOCKS
 
 
-NONE = {f"num_{fate}": 0 for fate in TakeoverOutcome}
+NONE = {f"num_{outcome}": 0 for outcome in TakeoverOutcome}
 LONG_S = 9.0
 """Until everything is found and reported."""
 
 
 def sends(router: ScriptedRouter) -> dict[str, int] | None:
-    return router.group_scheduler.table.takeover.tell(router.now_s)
+    return router.group_scheduler.table.takeover.take_counts(router.now_s)
 
 
 def test_a_line_is_due_when_nothing_more_was_found_for_a_while() -> None:
@@ -300,11 +300,11 @@ def test_a_line_is_due_when_nothing_more_was_found_for_a_while() -> None:
     takeover.note(group(1), TakeoverOutcome.KEPT, 1.0)
     takeover.note(group(2), TakeoverOutcome.AGAIN, 1.0)
     takeover.note(group(2), TakeoverOutcome.KEPT, 2.0)
-    assert takeover.tell(4.9) is None
-    assert takeover.tell(5.0) == {**NONE, "num_kept": 2}
-    assert takeover.tell(9.0) is None
+    assert takeover.take_counts(4.9) is None
+    assert takeover.take_counts(5.0) == {**NONE, "num_kept": 2}
+    assert takeover.take_counts(9.0) is None
     takeover.note(group(3), TakeoverOutcome.AGAIN, 9.0)
-    assert takeover.tell(12.0) == {**NONE, "num_run_again": 1}
+    assert takeover.take_counts(12.0) == {**NONE, "num_run_again": 1}
 
 
 def test_a_router_that_found_nothing_logs_nothing(router: ScriptedRouter) -> None:

@@ -53,8 +53,8 @@ def test_the_load_is_never_more_than_what_was_given(worker: WorkerEntry) -> None
 def test_a_group_that_left_weighs_nothing(worker: WorkerEntry) -> None:
     group = seated(1, 5)
     worker.occupy(group)
-    worker.vacate(group)
-    worker.vacate(group)
+    worker.unassign(group)
+    worker.unassign(group)
     assert worker.load == 0
 
 

@@ -41,7 +41,9 @@ from rollmesh.wire.ranks import (
 )
 
 BEAT_S = 1.0
-SETTINGS = RankGroupSettings(start_s=60.0, beat_s=BEAT_S, silence_s=10.0, settle_s=5.0, told_s=5.0)
+SETTINGS = RankGroupSettings(
+    start_s=60.0, beat_s=BEAT_S, silence_s=10.0, settle_s=5.0, report_timeout_s=5.0
+)
 GIVE_UP_S = 300.0
 
 

@@ -51,7 +51,9 @@ from rollmesh.wire.ranks import (
 )
 from tests.unit.trainer.controller.rank_group_sim import GIVE_UP_S, Sim
 
-SETTINGS = RankGroupSettings(start_s=60.0, beat_s=1.0, silence_s=10.0, settle_s=5.0, told_s=3.0)
+SETTINGS = RankGroupSettings(
+    start_s=60.0, beat_s=1.0, silence_s=10.0, settle_s=5.0, report_timeout_s=3.0
+)
 CALL = CallRequested(1, "actor", "train", 4, (b"x", b"y"))
 HELD = HeldTensors()
 
