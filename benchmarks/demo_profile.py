@@ -1,11 +1,10 @@
-"""Where the demo's time goes: start to first rollout, a worker's idle memory, CPU per model call.
+"""Profile of the demo: start to first rollout, a worker's idle memory, CPU per model call.
 
     python -m benchmarks.demo_profile [--quick] [--json] [--check]
 
-It runs `rollmesh demo` in a folder of its own and reads what that leaves, as anyone could.
-Invariant: figures come from the run's own files and from psutil. A role's busy share is its
-CPU seconds over the wall seconds in which rollouts finished: the role whose share is nearest to a
-whole core is the bottleneck.
+- It runs `rollmesh demo` in a folder of its own; all figures come from the run's files and psutil.
+- A role's busy share is its CPU seconds over the wall seconds in which rollouts finished. The role
+  whose share is nearest to a whole core is the bottleneck.
 """
 
 import os
@@ -57,7 +56,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def first_rollout_s(run: Path, began_s: float) -> float:
-    """From the start of the first process to the first finished rollout in the trainer's books."""
+    """Seconds from the start of the first process to the first finished rollout in the records."""
     with open(run / "trajectories.jsonl", "rb") as file:
         return float(msgspec.json.decode(file.readline())["time_s"]) - began_s
 
