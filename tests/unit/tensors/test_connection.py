@@ -324,7 +324,7 @@ def test_what_is_no_address_is_named(address: str) -> None:
 
 
 def test_another_machine_is_not_dialled_without_keys() -> None:
-    with pytest.raises(AddressError, match="without keys"):
+    with pytest.raises(AddressError, match="need keys"):
         connect("tcp://10.0.0.1:5", None, ReceiveBuffer(), "", ignore)
 
 

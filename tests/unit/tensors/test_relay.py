@@ -234,7 +234,7 @@ def test_nothing_is_left_open(owner: Owned) -> None:
 
 def test_a_relay_refuses_to_fetch_from_an_impossible_owner(ranks: list[Rank]) -> None:
     connection = connect(ranks[0].address, None, ReceiveBuffer(), "", lambda: None)
-    for address, message in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "without keys")):
+    for address, message in (("nowhere", "tcp://host:port"), ("tcp://10.1.2.3:4", "need keys")):
         with pytest.raises(TensorError, match=f"refused: {address}: .*{message}"):
             connection.fetch_carried(handles_of(address, [5]))
     assert connection.state is ConnectionState.READY
