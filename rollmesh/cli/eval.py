@@ -63,7 +63,7 @@ NUM_SAMPLES, NUM_TASKS, SPLIT = 1, 100, "eval"
 
 
 class EvalOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to evaluate, where, and how to report it."""
+    """Tasks, mesh and report of an evaluation."""
 
     plan: EvaluationPlan
     config: Config

@@ -118,11 +118,10 @@ def train(argv: list[str]) -> int:
     share, config = share_of(options), settings_of(options)
     if options.ready_fd is not None:
         return run(config, options.router, options.ready_fd, share)
-    interval_s = config.launch.telemetry_interval_s
     command = resume_command("train", argv)
     folder = RunFolder(config, resume=options.resume, resume_command=command)
     try:
-        with TelemetryThread(options.status, "trainer", folder, SystemClock(), interval_s):
+        with TelemetryThread(options.status, "trainer", folder, SystemClock(), config.launch):
             code = run(config, options.router, None, share)
     except BaseException as error:
         folder.end(RunState.FAILED, str(error) or type(error).__name__)

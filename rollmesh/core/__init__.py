@@ -1,4 +1,4 @@
-"""What every room uses: ids, types, config, errors, clock, logs, metrics, journal.
+"""Shared basics of all rooms: ids, types, config, errors, clock, logs, metrics, journal.
 
-It imports no other room and knows neither sockets nor tensors.
+Core imports no other room and knows neither sockets nor tensors.
 """

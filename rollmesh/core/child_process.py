@@ -2,8 +2,9 @@
 
 - A child leads its own session, so that the terminal's Ctrl-C reaches its parent alone.
 - It gets argv and the descriptors that are passed to it, and no others.
-- A child that is told its launcher dies with the thread that started it (PR_SET_PDEATHSIG, which
-  core/process.py requests in the child); so do ranks and weight senders, which request it alone.
+- A child that receives the pid of its launcher dies with the thread that started it
+  (PR_SET_PDEATHSIG, which core/process.py requests in the child); so do ranks and weight senders,
+  which request only that.
 - `stop` sends SIGTERM, and SIGKILL after a timeout. Nothing is restarted here.
 """
 

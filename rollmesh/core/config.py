@@ -99,8 +99,16 @@ class EngineConfig(Section, frozen=True):
     num_threads: Positive = 1
     """Embedded engine: torch threads."""
     answer_timeout_s: PositiveSeconds = 90.0
-    """A leg with no sign of life for this long is given up and resumed elsewhere; longer than
-    somebody else's trainer pauses an engine."""
+    """Seconds after which a request without an answer is abandoned and resumed at another engine.
+    Longer than another program's trainer pauses an engine (default: 90)."""
+    abort_timeout_s: PositiveSeconds = 5.0
+    """Seconds in which an engine must end a request that it is asked to abort; later, the request
+    is dropped with the tokens that were not received yet (default: 5)."""
+    avoid_s: NonNegativeSeconds = 1.0
+    """Seconds for which an engine that failed a request is chosen only if there is no other
+    (default: 1)."""
+    probe_timeout_s: PositiveSeconds = 2.0
+    """Seconds in which an engine must answer a check of its health and weights (default: 2)."""
     max_inflight: NonNegative = 0
     """Requests that a worker or gateway has at one engine at a time; the others wait there, and
     sessions take turns for each free place (default: 0, an eighth more than the engine reports to
@@ -135,6 +143,21 @@ class RouterConfig(Section, frozen=True):
     """Attempts of a group whose workers die (default: 3)."""
     client_grace_s: PositiveSeconds = 30.0
     """Seconds after which the groups of a lost client are cancelled (default: 30)."""
+    kept_client_s: PositiveSeconds = 3600.0
+    """Seconds for which the groups of a lost client that asked to keep them, such as a trainer that
+    restarts, are kept; results that no client fetches would fill the workers (default: 3600)."""
+    load_grace_s: NonNegativeSeconds = 30.0
+    """Seconds, after worker.load_timeout_s, in which a worker that loads its environment must serve
+    or report why it cannot (default: 30)."""
+    successor_wait_s: NonNegativeSeconds = 60.0
+    """Seconds for which the last worker of an environment waits for the successor of a recycled one
+    before it is recycled too (default: 60)."""
+    suspect_wait_beats: NonNegative = 60
+    """Heartbeat intervals for which a group whose worker died waits for a worker without another
+    such group; then it runs on any (default: 60)."""
+    suspect_watch_beats: NonNegative = 60
+    """Heartbeat intervals for which such a group runs, at most, before the next one may run on the
+    same worker (default: 60)."""
 
 
 class WorkerConfig(Section, frozen=True):
@@ -156,6 +179,17 @@ class WorkerConfig(Section, frozen=True):
     600)."""
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 1.5
     """Seconds that a worker which is asked to stop has to finish its rollouts (default: 1.5)."""
+    farewell_timeout_s: NonNegativeSeconds = 2.0
+    """Seconds that a stopped worker then has to deliver the results of finished groups
+    (default: 2)."""
+    close_timeout_s: PositiveSeconds = 1.0
+    """Seconds that an environment has for its `close` (default: 1)."""
+    exit_timeout_s: NonNegativeSeconds = 1.0
+    """Seconds that a worker which is done waits for tasks and threads of environment code before
+    it exits without them (default: 1)."""
+    report_timeout_s: NonNegativeSeconds = 5.0
+    """Seconds for which a worker whose environment does not load tries to report the reason to the
+    router (default: 5)."""
     failed_sibling: FailedSibling = "drop"
     """When a rollout fails for good: `drop` its group, or `score_rest` of the siblings."""
     num_infra_retries: NonNegative = 2
@@ -189,7 +223,7 @@ class WorkerConfig(Section, frozen=True):
 
 
 class SamplingConfig(Section, frozen=True):
-    """What training forces on every call; evaluation lets agents choose."""
+    """Sampling that training forces on every call; evaluation lets agents choose."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     """Sampling temperature."""
@@ -264,68 +298,69 @@ class TrainerConfig(Section, frozen=True):
     """Group-relative policy optimisation on the finished groups."""
 
     bind: str = ""
-    """ZMQ address where finished groups arrive, told to workers, so one that they can dial: a
-    host's or an interface's (tcp://eth0:5556). Empty: a free port that faces the router."""
+    """ZMQ address where finished groups arrive. Workers connect to it: use an address of this host
+    or a network interface (tcp://eth0:5556). Empty: a free port that faces the router."""
     num_steps: NonNegative = 200
     """Train steps of the run."""
     num_ranks: Positive = 1
-    """Processes that train together, each with a shard of the model and rows of its own."""
+    """Processes that train together, each with a shard of the model and own rows (default: 1)."""
     groups_per_step: Positive = 16
-    """Groups that one step takes."""
+    """Groups in one train step (default: 16)."""
     samples_per_group: Positive = 16
-    """Rollouts of each task."""
+    """Rollouts of each task (default: 16)."""
     max_staleness: NonNegative = 2
-    """No sample is trained whose oldest token is more train steps old than this."""
+    """Samples whose oldest token is more train steps old than this are not used (default: 2)."""
     stale_policy: StalePolicy = "wait"
-    """For stragglers: steps `wait` for them, so that none gets too old; or these are trained with
-    older tokens `mask`ed, `drop`ped, or their tasks `requeue`d."""
+    """For stragglers: `wait` (default) delays steps so that none gets too old; otherwise they are
+    trained with older tokens `mask`ed, `drop`ped, or their tasks `requeue`d."""
     staleness_formula: StalenessFormula = "under_way"
     """Formula that limits requested rollouts: `under_way` counts unfinished ones; `known` is the
     formula of AReaL, which counts all that were ever accepted (docs/explanation/staleness.md)."""
     max_running_groups: Positive = 32
-    """Groups asked for and not finished, at most."""
+    """Limit on groups that are requested and not finished (default: 32)."""
     learning_rate: Annotated[float, msgspec.Meta(gt=0)] = 1e-5
     """AdamW's learning rate, constant after warm-up (default: 1e-5, which suits a pretrained model
     of which all weights train; LoRA takes about ten times as much)."""
     warmup_steps: NonNegative = 0
     """Steps over which the learning rate rises from zero."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """AdamW's."""
+    """Weight decay of AdamW (default: 0)."""
     lora_rank: NonNegative = 0
     """Rank of the low-rank adapters that are trained, published and saved (docs/howto/lora.md); the
     model's own weights are frozen. 0: all weights train."""
     num_minibatches: Positive = 1
     """Optimiser steps per train step."""
     microbatch_tokens: Positive = 4096
-    """One forward takes so many tokens at most; gradients add up until a minibatch is through."""
+    """Limit on the tokens of one forward pass; gradients accumulate over a minibatch
+    (default: 4096)."""
     loss_weight: LossWeight = "token"
-    """Whose mean the loss is: each trained `token` weighs the same, or each `rollout`."""
+    """Weighting of the loss: each trained `token` weighs the same (default), or each `rollout`."""
     loss: str = "ppo"
     """`ppo` (default), `gspo` (sequence-level ratios), or `package.module:function` of your own
     (docs/howto/losses.md)."""
     advantage: str = "grpo"
-    """A reward against those of its group: `grpo` (less mean, over std), `mean` (less mean),
+    """Advantage of a reward within its group: `grpo` (less mean, over std), `mean` (less mean),
     `leave_one_out`, or `package.module:function` of your own (docs/howto/losses.md)."""
     clip_low: Share = 0.2
-    """Policy ratio is clipped below 1 - clip_low."""
+    """The policy ratio is clipped below 1 - clip_low (default: 0.2)."""
     clip_high: Annotated[float, msgspec.Meta(gt=0)] = 0.28
-    """Policy ratio is clipped above 1 + clip_high."""
+    """The policy ratio is clipped above 1 + clip_high (default: 0.28)."""
     max_importance_weight: Annotated[float, msgspec.Meta(gt=0)] = 4.0
-    """Truncates the weight of stale tokens."""
+    """Limit on the importance weight of stale tokens (default: 4)."""
     proximal: ProximalRule = "recompute"
     """Log-probs as the step began, which clipping refers to: `recompute`, a forward more where
     num_minibatches > 1; `loglinear`, interpolated; `recorded`, as sampled (plain PPO)."""
     entropy_coef: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    """Gradients are clipped to this norm."""
+    """Gradients are clipped to this norm (default: 1)."""
     device: str = "auto"
     """Where torch trains: cpu, cuda, cuda:1; `auto` (default) is cuda where torch sees a GPU for
     each rank, else cpu."""
     num_threads: Positive = 1
-    """torch threads."""
+    """Number of torch threads (default: 1)."""
     eval_rollouts: NonNegative = 0
-    """Rollouts that measure the policy before the first step."""
+    """Rollouts that measure the policy before the first step (default: 0)."""
     max_logprob_gap: Annotated[float, msgspec.Meta(gt=0)] = 0.05
     """Samples of the current weights whose log-probs are off by more than this on average, in nats,
     are masked (default: 0.05)."""
@@ -334,7 +369,13 @@ class TrainerConfig(Section, frozen=True):
     masked (default: 1.0); in a sample's average a token counts as this at most, so a larger
     max_logprob_gap masks no sample."""
     checkpoint_steps: Positive = 100
-    """A checkpoint is written this often, and at the end."""
+    """Train steps between checkpoints; one is also written at the end (default: 100)."""
+    stop_wait_s: NonNegativeSeconds = 10.0
+    """Seconds that a stopped trainer waits for engines, at most, and at most a quarter of
+    launch.stop_timeout_s; the rest is for its checkpoint (default: 10)."""
+    sleep_timeout_s: NonNegativeSeconds = 30.0
+    """On a shared fleet: seconds that a finished run waits for its engines to sleep
+    (default: 30)."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")
     """Which branches of a rollout's token graph train: main, subagent, side."""
 
@@ -343,17 +384,26 @@ class PublishConfig(Section, frozen=True):
     """How new weights reach the engines."""
 
     every_steps: Positive = 1
-    """Train steps per published policy version."""
+    """Train steps per published policy version (default: 1)."""
     mode: PublishMode = "disk"
     """`disk`: engines read the folder. `tensor`: those of this host read the trainer's memory.
-    `distributed`: a broadcast to all. In each the folder is written, for who comes later."""
+    `distributed`: a broadcast to all. The folder is written in each mode, for engines that join
+    later."""
     lease_s: PositiveSeconds = 30.0
-    """An update that its publisher does not finish in this time is undone by the router."""
+    """Seconds in which a publisher must finish an update, or the router undoes it
+    (default: 30)."""
     probe_tolerance: Annotated[float, msgspec.Meta(gt=0)] = 0.1
-    """How far an engine's log-probs of the probe sequence may be from the trainer's."""
+    """Largest difference, in nats, between log-probs of the probe sequence from an engine and from
+    the trainer (default: 0.1)."""
     accept_timeout_s: PositiveSeconds = 600.0
-    """Seconds after which the run ends where no engine accepts the new weights. Engines that sleep
-    on a shared fleet do not count."""
+    """Seconds after which the run ends if no engine accepts the new weights; engines that sleep
+    on a shared fleet do not count (default: 600)."""
+    shortage_wait_s: NonNegativeSeconds = 1.0
+    """Seconds for which a connection to an engine that fails for lack of ports or file descriptors
+    on this machine is retried; then the update of this engine starts again (default: 1)."""
+    close_timeout_s: NonNegativeSeconds = 2.0
+    """Seconds in which the publisher must release the engines when the trainer ends; later, its
+    leases expire (default: 2)."""
 
 
 class JournalConfig(Section, frozen=True):
@@ -374,6 +424,8 @@ class DashboardConfig(Section, frozen=True):
     """Start it with the run."""
     bind: str = "127.0.0.1:0"
     """host:port of the dashboard; loopback only (default: 127.0.0.1:0, a free port)."""
+    poll_s: PositiveSeconds = 0.5
+    """Interval of reading the run's files, in seconds (default: 0.5)."""
 
 
 class LaunchConfig(Section, frozen=True):
@@ -405,12 +457,25 @@ class LaunchConfig(Section, frozen=True):
     telemetry_interval_s: PositiveSeconds = 1.0
     """Seconds between two lines of telemetry.jsonl, which the dashboard and `status` show
     (default: 1)."""
+    telemetry_timeout_s: PositiveSeconds = 0.8
+    """Seconds in which the router must answer to be in a line of telemetry.jsonl (default: 0.8)."""
+    suspended_s: PositiveSeconds = 10.0
+    """Launch acts ten times a second; after a gap of this many seconds it considers its machine
+    suspended, and counts no heartbeat of that time as missing (default: 10)."""
     engine_check_timeout_s: PositiveSeconds = 5.0
     """Seconds in which each server of engine.urls must answer before the run starts
     (default: 5)."""
     scheduler_wait_s: NonNegativeSeconds = 30.0
     """With --scheduler: seconds to wait until the scheduler answers and admits the pipeline
     (default: 30)."""
+    scheduler_timeout_s: PositiveSeconds = 10.0
+    """With --scheduler: seconds in which the scheduler must answer one request (default: 10)."""
+    release_timeout_s: PositiveSeconds = 10.0
+    """With --scheduler: seconds that a run which has ended waits for the scheduler to confirm it
+    (default: 10, about one restart of the scheduler)."""
+    driver_gone_s: NonNegativeSeconds = 10.0
+    """With --scheduler: seconds for which a pipeline may still appear driven after its coordinator
+    was killed; later, it counts as running elsewhere (default: 10)."""
 
     def __post_init__(self) -> None:
         if 0 < self.hang_timeout_s < LEAST_HANG_S:

@@ -58,7 +58,7 @@ from rollmesh.core.ids import GroupId
 from rollmesh.core.types import GroupRecord
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for malformed bytes."""
+"""Errors that msgspec raises for malformed bytes."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk that is full, and may have room again."""
 
@@ -76,8 +76,8 @@ MissReason = Literal["cleared", "expired", "owner_restarted", "never_seen"]
 
 _MISSES: dict[MissReason, str] = {
     "cleared": "it was cleared, or the step that took it has ended",
-    "expired": "its lease ran out before a batch took it, or anybody renewed it",
-    "owner_restarted": "its owner was started anew, and what it held before is gone",
+    "expired": "its lease expired before a batch took it or a process renewed it",
+    "owner_restarted": "its owner was restarted, and its earlier shards are lost",
     "never_seen": "its owner never gave out this id",
 }
 
@@ -300,7 +300,7 @@ class RankGone(RankError):
     """A rank ended or is silent; collectives cannot continue, so all ranks end."""
 
     def __init__(self, rank: int, cause: str) -> None:
-        super().__init__(f"rank {rank} is gone: {cause}; all ranks have to start anew")
+        super().__init__(f"rank {rank} is gone: {cause}; all ranks have to restart")
         self.rank = rank
         self.cause = cause
 

@@ -40,7 +40,7 @@ class _Place(ctypes.Structure):
 
 
 def this_process() -> Any:
-    """Return the libraries of this process; OSError if the system cannot tell."""
+    """Return the libraries of this process; OSError if the system does not list them."""
     return its_own(ctypes.CDLL(None))
 
 
@@ -49,7 +49,7 @@ def its_own(libraries: Any) -> Any:
     otherwise.
     """
     if _base_of(libraries, "malloc") != _base_of(libraries, "malloc_trim"):
-        raise OSError("malloc is another library's")
+        raise OSError("malloc belongs to another library")
     return libraries
 
 

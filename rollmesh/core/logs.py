@@ -192,7 +192,7 @@ class _LogFile(logging.handlers.RotatingFileHandler):
 def _say_lost(path: Path, error: OSError) -> None:
     with suppress(OSError):
         sys.stderr.write(
-            f"rollmesh: {path}: {error.strerror}; events are lost until it is mended\n"
+            f"rollmesh: {path}: {error.strerror}; events are lost until it can be written\n"
         )
 
 

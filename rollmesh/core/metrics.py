@@ -190,7 +190,7 @@ CACHE_ENTRIES = {
     "loading_workers": Bound(ROUTER, "4,096"),
     "agenda": Bound(ROUTER, "three times the open groups"),
 }
-"""What is kept while nothing is in progress."""
+"""Limits on the objects that are kept while nothing is in progress."""
 
 
 class Inventory:

@@ -24,7 +24,7 @@ EVAL_MESH = "mesh"
 """The run folder of an evaluation's own mesh, in the evaluation's folder."""
 SILENT_AFTER_S = 10.0
 """A run whose launch cannot be checked counts as silent after this time without telemetry."""
-KILLED_CAUSE = "launch ended without a word: it was killed, or its machine went down"
+KILLED_CAUSE = "launch ended without a report: it was killed, or its machine went down"
 
 
 class RunState(enum.StrEnum):

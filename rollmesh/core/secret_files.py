@@ -41,10 +41,10 @@ def admin_token(environment: Mapping[str, str] = os.environ) -> str:
 
     ConfigError if the file is missing, or others can read it.
     """
-    told = environment.get(ADMIN_TOKEN_VARIABLE, "")
-    register_secret(told)
+    token = environment.get(ADMIN_TOKEN_VARIABLE, "")
+    register_secret(token)
     file = environment.get(ADMIN_TOKEN_FILE_VARIABLE)
-    return told or (read_secret(Path(file)) if file else "")
+    return token or (read_secret(Path(file)) if file else "")
 
 
 def engine_key(environment: Mapping[str, str] = os.environ) -> str:

@@ -2,7 +2,8 @@
 
 - The scheduler alone decides how many GPUs the share has at a time.
 - A claim's record is a file, 0600 in a folder 0700, on the host of the run's launch. It holds the
-  mark of the run's processes, which never crosses a socket: who knows it could have them killed.
+  mark of the run's processes, which never crosses a socket: a process that knows it could have
+  them killed.
 - A record is trusted only if it is a regular file that its owner alone can access, and if it names
   the expected run and pipeline.
 - Processes are killed only if they carry the mark, started after the launch, and run as the file's
@@ -180,8 +181,8 @@ def token_file(
     It is `named`, else ROLLMESH_PIPELINE_TOKEN_FILE, else the one in the journal of this folder's
     scheduler.toml.
     """
-    if told := named or environment.get(TOKEN_FILE_VARIABLE, ""):
-        return Path(told)
+    if given := named or environment.get(TOKEN_FILE_VARIABLE, ""):
+        return Path(given)
     journal = _journal()
     path = journal / TOKENS / pipeline_id if journal else None
     return path if path and "/" not in pipeline_id and path.is_file() else None

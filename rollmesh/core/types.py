@@ -77,7 +77,7 @@ class ErrorPlace(msgspec.Struct, frozen=True):
 
 
 class FieldPolicy(enum.StrEnum):
-    """What happens to a sampling field that the agent sends."""
+    """Treatment of a sampling field that the agent sends."""
 
     FORCE = "force"
     DEFAULT = "default"
@@ -193,7 +193,7 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     superseded: bool = False
     """A retry of the same request replaced this sampled node."""
     images: tuple[str, ...] = ()
-    """Digests (blobs.py) of the images for whose placeholders its tokens stand, in order."""
+    """Digests (blobs.py) of the images whose placeholders are among its tokens, in order."""
     dialect: DialectName = ""
     """The API by which a sampled node was requested."""
 

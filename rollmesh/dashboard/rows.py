@@ -50,7 +50,7 @@ class RouterRow(msgspec.Struct, frozen=True):
     """tcp:// address for workers and clients."""
     status_url: str = ""
     causes: list[str] = []
-    """Why groups wait, for causes that need somebody to act."""
+    """Why groups wait, for causes that need the user to act."""
 
 
 class TelemetryRow(msgspec.Struct, frozen=True):

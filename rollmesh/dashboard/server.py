@@ -26,6 +26,7 @@ from aiohttp.typedefs import Handler
 
 from rollmesh.core.addresses import names_loopback
 from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.config import DashboardConfig
 from rollmesh.core.errors import AddressError
 from rollmesh.core.process import Ready, announce, http_address, listen, stop_event
 from rollmesh.dashboard.reader import LISTED_TRAJECTORIES, PageEvent, RunReader
@@ -220,7 +221,6 @@ async def with_headers(request: web.Request, handler: Handler) -> web.StreamResp
     return response
 
 
-POLL_S = 0.5
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -231,6 +231,7 @@ class DashboardOptions(argparse.Namespace):
     """None lists the runs; `run` needs one."""
     host: str
     port: int
+    poll_s: float
     listen_fd: int | None
     ready_fd: int | None
 
@@ -251,6 +252,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8265,
         help="port to listen on; 0 picks a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--poll-s",
+        type=float,
+        default=DashboardConfig().poll_s,
+        metavar="SECONDS",
+        help="interval of reading the run's files, in seconds (default: %(default)s)",
     )
     parser.add_argument(
         "--listen-fd", type=int, help="serve on this inherited socket (used by launch)"
@@ -283,7 +291,7 @@ async def serve(options: DashboardOptions, folder: Path, report: Callable[[str],
     listening = listen(f"{options.host}:{options.port}", options.listen_fd)
     await web.SockSite(runner, listening).start()
     async with asyncio.TaskGroup() as tasks:
-        following = tasks.create_task(app.follow(POLL_S), name="follow")
+        following = tasks.create_task(app.follow(options.poll_s), name="follow")
         address = http_address(listening)
         announce(options.ready_fd, Ready("dashboard", os.getpid(), address))
         report(f"{address} shows {folder}; press Ctrl-C to stop")

@@ -30,11 +30,11 @@ from rollmesh.engine.view import FleetView
 from rollmesh.wire.fleet import EngineFaulted, EnginePhase, EngineRow, JoinEngine
 from rollmesh.wire.machine import Received, Ticked
 
+ANSWER_MARGIN_S = 1.0
+"""A probe ends this long before the fleet counts it as failed, so that a failure has its reason."""
 PROBE_SHORTAGE_WAIT_S = 0.0
 """A probe's dial that fails for a local shortage is not repeated: the fleet asks again, and must
 learn in time that the engine is not at fault."""
-PROBE_TIMEOUT_S = 2.0
-"""Shorter than the fleet's own timeout, so that a failure has its reason."""
 
 _IDENTITY_KEYS = ("incarnation", "random_seed", "pid", "start_time")
 """Parts of /server_info that differ between two incarnations of a server; SGLang draws a
@@ -42,13 +42,16 @@ random_seed."""
 
 
 async def probe_engine(
-    ask: ProbeEngine | ContinueEngine, http: HttpClient, connect: BackendFactory | None = None
+    ask: ProbeEngine | ContinueEngine,
+    http: HttpClient,
+    timeout_s: float,
+    connect: BackendFactory | None = None,
 ) -> EngineProbed:
     """Resume the engine first if `ask` is a ContinueEngine; then read its weights, incarnation and
     load."""
     try:
         client = (connect or backend_factory())(ask.url, http)
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             if isinstance(ask, ContinueEngine):
                 await client.resume()
             model, server = await client.model_info(), await client.server_info()
@@ -60,7 +63,7 @@ async def probe_engine(
             url=ask.url, serial=ask.serial, ok=False, is_local=True, detail=str(error)
         )
     except (AddressError, EngineError, TimeoutError) as error:
-        detail = str(error) or f"no answer within {PROBE_TIMEOUT_S:g} s"
+        detail = str(error) or f"no answer within {timeout_s:g} s"
         return EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=detail)
     return EngineProbed(
         url=ask.url,
@@ -95,14 +98,18 @@ class FleetLoop:
         self,
         urls: Iterable[str],
         view: FleetView,
+        probe_timeout_s: float,
         clock: Clock | None = None,
         backend: str = DEFAULT_BACKEND,
     ) -> None:
         """ConfigError if `backend` is unknown."""
         self._connect = backend_factory(backend)
         self._view = view
+        self._probe_timeout_s = probe_timeout_s
         self._clock = clock or SystemClock()
-        self._fleet = Fleet(FleetSettings(believes_engines=True))
+        self._fleet = Fleet(
+            FleetSettings(believes_engines=True, answer_s=probe_timeout_s + ANSWER_MARGIN_S)
+        )
         self._probes_due: list[ProbeEngine | ContinueEngine] = []
         self._phases: dict[str, EnginePhase] = {}
         self._silent: set[str] = set()
@@ -131,7 +138,7 @@ class FleetLoop:
 
     async def _probe(self, ask: ProbeEngine | ContinueEngine, http: HttpClient) -> None:
         try:
-            answer = await probe_engine(ask, http, self._connect)
+            answer = await probe_engine(ask, http, self._probe_timeout_s, self._connect)
         except Exception as error:  # noqa: BLE001 - door: an engine's response must not end the loop
             answer = EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=repr(error))
         if answer.ok:

@@ -34,7 +34,7 @@ async def check(
     if share:
         check_may_share(config)
         num_engines = len(config.engine.urls) or config.engine.num_embedded
-        check_share(share, num_engines, config.launch.scheduler_wait_s, report)
+        check_share(share, num_engines, config.launch, report)
     if config.engine.urls:
         timeout_s = config.launch.engine_check_timeout_s
         async with ClientSession(timeout=ClientTimeout(total=timeout_s)) as session:

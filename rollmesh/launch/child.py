@@ -317,6 +317,6 @@ def last_line(path: Path) -> str:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - LAST_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
-    except OSError:  # the run folder may be removed while the run goes on
+    except OSError:  # the run folder may be removed during the run
         return ""
     return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "")

@@ -5,7 +5,7 @@ of the summary.
 - A lock admits one launch per folder.
 - Files that other processes read are replaced atomically.
 - Once the run has begun, a failed write is kept as `fault` and does not end the run.
-- If the folder is moved while the run goes on, launch writes to the new place.
+- If the folder is moved during the run, launch writes to the new place.
 - The folder has the permissions of run.mode, also if an earlier version made it world-readable.
 """
 

@@ -36,8 +36,6 @@ STOP_RESERVE_S = 1.0
 
 WARN_FRACTION = 1 / 3
 """The fraction of hang_timeout_s after which missing heartbeats are shown."""
-SUSPENDED_S = 10.0
-"""Launch steps ten times a second; after a gap of this length, its machine was suspended."""
 OUT_OF_MEMORY = "out of memory"
 HUNG = "no heartbeat for "
 """Prefix of the cause for a child that was killed because it hung."""
@@ -252,7 +250,7 @@ class SupervisionMachine:
         """
         suspended_s = 0.0 if self._stepped_s is None else now_s - self._stepped_s
         self._stepped_s = now_s
-        if suspended_s < SUSPENDED_S:
+        if suspended_s < self._settings.suspended_s:
             return
         for child in self.children.values():
             if child.last_heartbeat_s is not None:

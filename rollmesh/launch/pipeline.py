@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import AddressError, ConfigError, UserError
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
@@ -36,10 +37,7 @@ from rollmesh.wire.scheduling import (
 )
 from rollmesh.wire.sockets import Dialer, wait
 
-ANSWER_S = 10.0
 RESEND_S = 1.0
-DRIVER_GONE_S = 10.0
-"""A pipeline may appear driven for this time after its coordinator was killed."""
 NOT_ADMITTED = "registered"
 STILL_RUNNING = (
     "another run has that name and is running; end it first, or register this one under another "
@@ -63,18 +61,21 @@ class _View(msgspec.Struct):
 
 
 def check_share(
-    share: Share, num_engines: int, wait_s: float = 0.0, report: Callable[[str], object] = str
+    share: Share,
+    num_engines: int,
+    settings: LaunchConfig,
+    report: Callable[[str], object] = str,
 ) -> None:
     """Raise UserError if this run cannot begin on the fleet.
 
-    That is the case if the scheduler does not answer or does not admit the pipeline within `wait_s`
-    (`report` gets one line about the wait), if it counts other engines than the run has, or if
-    another process drives the pipeline.
+    That is the case if the scheduler does not answer or does not admit the pipeline within
+    `scheduler_wait_s` (`report` gets one line about the wait), if it counts other engines than the
+    run has, or if another process drives the pipeline.
     """
     name = f"--pipeline {share.pipeline_id}"
-    wait_for_admission(share, wait_s, report)
-    end_s = time.monotonic() + DRIVER_GONE_S
-    while (pipeline := read_pipeline(share)).is_driven and pipeline.run is None:
+    wait_for_admission(share, settings, report)
+    end_s = time.monotonic() + settings.driver_gone_s
+    while (pipeline := read_pipeline(share, settings)).is_driven and pipeline.run is None:
         if time.monotonic() >= end_s:  # a driver that has just died still counts for a moment
             raise ConfigError(f"{name}: {STILL_RUNNING}")
         time.sleep(RESEND_S)
@@ -86,13 +87,15 @@ def check_share(
         )
 
 
-def wait_for_admission(share: Share, wait_s: float, report: Callable[[str], object]) -> None:
-    """Return once the pipeline is admitted; raise UserError if it is not within `wait_s`."""
+def wait_for_admission(
+    share: Share, settings: LaunchConfig, report: Callable[[str], object]
+) -> None:
+    """Return once the pipeline is admitted; raise UserError if it is not in time."""
     check_dial(share.scheduler, read_scheduler_keys(role=Role.CLIENT))
-    end_s, has_said = time.monotonic() + wait_s, False
+    end_s, has_said = time.monotonic() + settings.scheduler_wait_s, False
     while True:
         try:
-            return _check_admitted(share)
+            return _check_admitted(share, settings)
         except UserError as error:
             left_s = end_s - time.monotonic()
             if left_s <= 0:
@@ -103,20 +106,21 @@ def wait_for_admission(share: Share, wait_s: float, report: Callable[[str], obje
         time.sleep(RESEND_S)
 
 
-def _check_admitted(share: Share) -> None:
-    if read_pipeline(share).phase == NOT_ADMITTED:
+def _check_admitted(share: Share, settings: LaunchConfig) -> None:
+    if read_pipeline(share, settings).phase == NOT_ADMITTED:
         fix = f"`rollmesh scheduler admit {share.pipeline_id}`"
         raise ConfigError(
             f"--pipeline {share.pipeline_id}: registered but not admitted; run {fix} first"
         )
 
 
-def read_pipeline(share: Share) -> PipelineStatus:
+def read_pipeline(share: Share, settings: LaunchConfig) -> PipelineStatus:
     """Return the pipeline's status at the scheduler."""
-    reply = send_request(share, ReadScheduler(new_id("read-"), share.pipeline_id), ANSWER_S)
+    timeout_s = settings.scheduler_timeout_s
+    reply = send_request(share, ReadScheduler(new_id("read-"), share.pipeline_id), timeout_s)
     if not reply:
         raise AddressError(
-            f"--scheduler {share.scheduler}: no answer within {ANSWER_S:g} s; "
+            f"--scheduler {share.scheduler}: no answer within {timeout_s:g} s; "
             "`rollmesh scheduler up` starts one"
         )
     answer, body = reply
@@ -153,8 +157,6 @@ def _answer(
 
 log = get_logger()
 
-RELEASE_TIMEOUT_S = 10.0
-"""The time for which a run that has ended waits for the scheduler: about one restart of it."""
 RUN_ID_BYTES = 8
 
 
@@ -175,15 +177,15 @@ def new_claim(share: Share, mark: str, runs: Path, *, owns_engines: bool) -> Run
     return RunClaim(run_id, socket.gethostname(), pid, here, ticks, owns_engines, record)
 
 
-def claim_name(share: Share, run: RunClaim) -> None:
+def claim_name(share: Share, run: RunClaim, settings: LaunchConfig) -> None:
     """Claim the name; UserError if another run has it, or the scheduler does not answer."""
     try:
-        earlier = read_pipeline(share).run
+        earlier = read_pipeline(share, settings).run
         if earlier:
             end_dead_run(earlier, share)
         after = earlier.run_id if earlier else ""
         claim = ClaimPipeline(new_id("claim-"), share.pipeline_id, run, after, share.token)
-        reply = send_request(share, claim, ANSWER_S)
+        reply = send_request(share, claim, settings.scheduler_timeout_s)
         if reply is None:
             raise AddressError(f"--scheduler {share.scheduler}: the scheduler no longer answers")
         answer, _ = reply
@@ -196,13 +198,13 @@ def claim_name(share: Share, run: RunClaim) -> None:
         _remove(earlier)
 
 
-def release_name(share: Share, run: RunClaim) -> str:
+def release_name(share: Share, run: RunClaim, settings: LaunchConfig) -> str:
     """Report that all processes of `run` have ended, so that its name and GPUs are free.
 
     Return what to do if the scheduler did not answer, or ''.
     """
     ended = ClaimPipeline(new_id("dead-"), share.pipeline_id, None, run.run_id, share.token)
-    reply = send_request(share, ended, RELEASE_TIMEOUT_S)
+    reply = send_request(share, ended, settings.release_timeout_s)
     if reply and reply[0].ok:
         _remove(run)
         return ""

@@ -56,11 +56,11 @@ class OnDeath(enum.Enum):
     END = "end"
     """The run ends."""
     RESTART = "restart"
-    """It is restarted with back-off; in a crash loop the run ends."""
+    """Restart with back-off; in a crash loop the run ends."""
     REPLACE = "replace"
     """Like RESTART, but after exit code 0 it is not restarted, and after RECYCLED it is at once."""
     CONTINUE = "give_up"
-    """It is restarted with back-off; in a crash loop the run continues without it."""
+    """Restart with back-off; in a crash loop the run continues without it."""
     FINISH = "finish"
     """After exit code 0 the run is done; else it is restarted with back-off and resumes from its
     files. In a crash loop the run ends.
@@ -87,7 +87,7 @@ class ChildPlan(msgspec.Struct, frozen=True, kw_only=True):
     bind_key: str = ""
     """The config key of `bind`, for error messages."""
     loads: str = ""
-    """What it loads before it is ready, for the message about a crash during the load."""
+    """Name of its load before it is ready, for the message about a crash during the load."""
     key: str = ""
     """Role of the key that it gets; '' for none."""
     is_worker: bool = False
@@ -282,7 +282,13 @@ def plan_dashboard(config: Config) -> ChildPlan:
     """Return the dashboard; a run continues without it."""
     return ChildPlan(
         role="dashboard",
-        argv=(*ROLLMESH, "dashboard", str(config.run_folder())),
+        argv=(
+            *ROLLMESH,
+            "dashboard",
+            str(config.run_folder()),
+            "--poll-s",
+            str(config.dashboard.poll_s),
+        ),
         on_death=OnDeath.CONTINUE,
         bind=config.dashboard.bind,
         bind_key="dashboard.bind",

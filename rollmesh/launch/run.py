@@ -53,7 +53,7 @@ PIPE_WIDTH = 200
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, and how to show it."""
+    """Config of a run, and how to show it."""
 
     config: Config
     make_model: tuple[str, ...] = ()
@@ -119,9 +119,7 @@ class LaunchedRun:
         """Run the mesh and show its progress."""
         config = self._order.config
         supervisor = Supervisor(mesh, config.launch, folder, self._clock, keys)
-        sampler = TelemetrySampler(
-            supervisor, folder, self._clock, config.launch.telemetry_interval_s
-        )
+        sampler = TelemetrySampler(supervisor, folder, self._clock, config.launch)
         progress = RunProgress(config.trainer.num_steps)
         data = ScreenData(config.run.name, progress, sampler, supervisor)
         with screen_for(data, self._order.is_live) as screen:
@@ -148,11 +146,11 @@ class LaunchedRun:
         config = self._order.config
         runs, owns_engines = config.run_folder().parent, not config.engine.urls
         run = new_claim(share, mark, runs, owns_engines=owns_engines)
-        claim_name(share, run)
+        claim_name(share, run, config.launch)
         try:
             yield
         finally:
-            if fault := release_name(share, run):
+            if fault := release_name(share, run, config.launch):
                 with ignore_closed_output():
                     self._console.print(fault, markup=False)
 
@@ -272,7 +270,7 @@ class ServingMesh:
     async def _run(self) -> RunEnd:
         """Run the mesh with telemetry, and record its end in the folder."""
         sampler = TelemetrySampler(
-            self._supervisor, self.folder, SystemClock(), self._config.launch.telemetry_interval_s
+            self._supervisor, self.folder, SystemClock(), self._config.launch
         )
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(sampler.follow(), name="sampler")

@@ -15,12 +15,12 @@ import psutil
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from rollmesh.core.clock import Clock
+from rollmesh.core.config import LaunchConfig
 from rollmesh.core.secret_files import admin_token
 from rollmesh.launch.child import reap_orphans
 from rollmesh.launch.folder import RunFolder
 from rollmesh.launch.supervisor import Supervisor
 
-ANSWER_S = 0.8
 MIB = 2**20
 
 
@@ -47,7 +47,7 @@ class TelemetrySampler:
     """Samples the processes of a supervisor; holds the last sample and the peaks."""
 
     def __init__(
-        self, supervisor: Supervisor, folder: RunFolder, clock: Clock, interval_s: float
+        self, supervisor: Supervisor, folder: RunFolder, clock: Clock, settings: LaunchConfig
     ) -> None:
         self.last = Telemetry(0.0, [], None)
         self.before = self.last
@@ -56,12 +56,13 @@ class TelemetrySampler:
         self._supervisor = supervisor
         self._folder = folder
         self._clock = clock
-        self._interval_s = interval_s
+        self._interval_s = settings.telemetry_interval_s
+        self._timeout_s = settings.telemetry_timeout_s
         self._processes: dict[int, psutil.Process] = {}
 
     async def follow(self) -> None:
         """Sample until cancelled."""
-        async with ClientSession(timeout=ClientTimeout(total=ANSWER_S)) as session:
+        async with ClientSession(timeout=ClientTimeout(total=self._timeout_s)) as session:
             while True:
                 await self._sample(session)
                 await asyncio.sleep(self._interval_s)
@@ -110,14 +111,15 @@ class TelemetryThread:
     """
 
     def __init__(
-        self, url: str, role: str, folder: RunFolder, clock: Clock, interval_s: float
+        self, url: str, role: str, folder: RunFolder, clock: Clock, settings: LaunchConfig
     ) -> None:
         """`url` is the router's HTTP address, '' for none; ConfigError for a bad token file."""
         self._url = url
         self._role = role
         self._folder = folder
         self._clock = clock
-        self._interval_s = interval_s
+        self._interval_s = settings.telemetry_interval_s
+        self._timeout_s = settings.telemetry_timeout_s
         self._process = psutil.Process(os.getpid())
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
@@ -133,7 +135,9 @@ class TelemetryThread:
         self._thread.join()
 
     def _follow(self) -> None:
-        with httpx.Client(headers=self._headers, timeout=ANSWER_S, trust_env=False) as client:
+        with httpx.Client(
+            headers=self._headers, timeout=self._timeout_s, trust_env=False
+        ) as client:
             while not self._ended.wait(self._interval_s):
                 line = Telemetry(
                     time_s=round(self._clock.unix_s(), 3),

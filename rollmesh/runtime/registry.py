@@ -215,6 +215,8 @@ def new_runtime(
         retry_window_s=config.interception.retry_window_s,
         engine_wait_s=config.interception.engine_wait_s,
         answer_timeout_s=config.engine.answer_timeout_s,
+        abort_timeout_s=config.engine.abort_timeout_s,
+        avoid_s=config.engine.avoid_s,
     )
     sampler = Sampler(parts, generation)
     images.allow_hosts(config.interception.image_hosts)

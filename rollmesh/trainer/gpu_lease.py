@@ -43,8 +43,6 @@ TRAIN_CLUSTER = "actor_train"
 """Name of the cluster that a train step needs as a whole."""
 GRANT_WAIT_S = 0.25
 """Longest wait of `may_train` for a grant."""
-SLEEP_S = 30.0
-"""Longest wait of a finished run for its engines to sleep, since their processes end next."""
 STOP_SHARE = 0.25
 """Share of the stop timeout that a stopped run may wait."""
 

@@ -34,7 +34,7 @@ from rollmesh.trainer.checkpoints.recovery import (
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.deps import TrainablePolicy, TrainerDeps
-from rollmesh.trainer.gpu_lease import SLEEP_S, STOP_SHARE, GpuLease, gpu_lease_of
+from rollmesh.trainer.gpu_lease import STOP_SHARE, GpuLease, gpu_lease_of
 from rollmesh.trainer.loop import TrainLoop
 from rollmesh.trainer.models.device import SettingsWarning, resolve_device, settings_warnings
 from rollmesh.trainer.models.folders import num_parameters_in
@@ -51,11 +51,6 @@ from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.keys import Role, read_keys
 
 log = get_logger()
-
-MAX_STOP_WAIT_S = 10.0
-"""Longest wait of a stopped trainer for engines; the rest of the time is for its checkpoint."""
-CLOSE_S = 2.0
-"""Time for the publisher to release the engines."""
 
 
 def run(config: Config, router: str, ready_fd: int | None, share: Share | None = None) -> int:
@@ -78,7 +73,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     client, checkpoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = restored_staleness(config, revival)
-    stop_wait_s = min(STOP_SHARE * config.launch.stop_timeout_s, MAX_STOP_WAIT_S)
+    stop_wait_s = min(STOP_SHARE * config.launch.stop_timeout_s, config.trainer.stop_wait_s)
     policy = build(config, staleness, gpu_lease)
     if policy is None:
         leave_unbuilt(client, gpu_lease, stop_wait_s)
@@ -116,8 +111,25 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     )
     gc.freeze()  # torch alone is 400,000 objects, which no collection needs to visit
     loop = TrainLoop(config, parts, stop)
-    is_done = train(loop, recovery, parts, (background, shell), stop_wait_s)
+    is_done = train(
+        loop,
+        recovery,
+        parts,
+        (background, shell),
+        CloseTimeouts(stop_wait_s, config.trainer.sleep_timeout_s, config.publish.close_timeout_s),
+    )
     return OK if is_done else INTERRUPTED
+
+
+class CloseTimeouts(msgspec.Struct, frozen=True):
+    """Limits on the time that a trainer takes to leave, in seconds."""
+
+    stop_wait_s: float
+    """Wait of a stopped trainer for engines and for a publication in progress."""
+    sleep_s: float
+    """Wait of a finished trainer for its engines to sleep."""
+    publisher_s: float
+    """Time for the publisher to release the engines."""
 
 
 def train(
@@ -125,14 +137,16 @@ def train(
     recovery: RecoveryPlan,
     parts: TrainerDeps,
     publisher: tuple[BackgroundLoop, PublishShell],
-    stop_wait_s: float,
+    timeouts: CloseTimeouts,
 ) -> bool:
     """Run the loop, then close every part, even if one is late or fails; return whether all steps
     are done."""
     is_done = False
     folder = parts.checkpoints.folder.parent
     with journal_errors_as_user_errors(), ExitStack() as leaving:
-        leaving.callback(lambda: parts.gpu_lease.close(SLEEP_S if is_done else stop_wait_s))
+        leaving.callback(
+            lambda: parts.gpu_lease.close(timeouts.sleep_s if is_done else timeouts.stop_wait_s)
+        )
         leaving.callback(parts.policy.close)
         leaving.callback(parts.pacer.close)
         leaving.callback(write_results, folder, parts.tally, parts.pacer)
@@ -140,7 +154,7 @@ def train(
         # When the run is not done, its groups keep running for the next trainer.
         leaving.callback(lambda: parts.client.close(for_good=is_done))
         leaving.callback(parts.gpu_lease.release_all)
-        leaving.callback(close_publisher, *publisher, stop_wait_s)
+        leaving.callback(close_publisher, *publisher, timeouts)
         is_done = loop.run(recovery)
     return is_done
 
@@ -234,12 +248,14 @@ def write_results(folder: Path, tally: Tally, pacer: Pacer) -> None:
         log.warning("results.not_written", folder=str(folder), error=error.strerror)
 
 
-def close_publisher(background: BackgroundLoop, shell: PublishShell, finish_s: float) -> None:
-    """Release the engines, after a publication in progress if it ends within `finish_s`; what takes
+def close_publisher(
+    background: BackgroundLoop, shell: PublishShell, timeouts: CloseTimeouts
+) -> None:
+    """Release the engines, after a publication in progress if it ends in time; what takes
     longer ends with the process."""
-    wait_s = CLOSE_S + finish_s
+    wait_s = timeouts.stop_wait_s + timeouts.publisher_s
     try:
-        background.call(shell.close(finish_s), wait_s)
+        background.call(shell.close(timeouts.stop_wait_s), wait_s)
     except TimeoutError:
         log.warning("publisher.late", waited_s=wait_s, fix="none: its leases lapse")
     else:

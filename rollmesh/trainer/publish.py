@@ -48,9 +48,6 @@ from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.sockets import Dialer
 
 TICK_S = 0.1
-SHORTAGE_WAIT_S = 1.0
-"""A dial that fails for a shortage here is repeated for this long, then by the publisher, whose
-lease is longer."""
 
 log = get_logger()
 
@@ -71,6 +68,7 @@ class PublishShell:
         self._connect = backend_factory(backend)
         self._keys = keys
         self._tolerance = settings.probe_tolerance
+        self._shortage_wait_s = settings.shortage_wait_s
         self._publisher = Publisher(
             PublisherSettings(
                 name=name, lease_s=settings.lease_s, probe_tolerance=settings.probe_tolerance
@@ -167,7 +165,7 @@ class PublishShell:
         if self._dialer:
             return
         loop = asyncio.get_running_loop()
-        self._http = HttpClient(shortage_wait_s=SHORTAGE_WAIT_S)
+        self._http = HttpClient(shortage_wait_s=self._shortage_wait_s)
         self._dialer = Dialer(self._router, new_id("publisher-"), self._keys)
         self._dialer.attach(loop, self._on_packet)
         self._timer = loop.call_later(TICK_S, self._tick)

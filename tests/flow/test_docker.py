@@ -21,7 +21,6 @@ from rollmesh.core.config import load_config
 from rollmesh.core.errors import AddressError
 from rollmesh.core.process import INTERRUPTED
 from rollmesh.envs.guess import GuessEnv
-from rollmesh.serve.server.worker import FAREWELL_S
 from rollmesh.testing.model_folder import write_model_folder
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.wire.keys import check_bind
@@ -183,7 +182,7 @@ def test_a_volume_is_written_by_its_maker_alone(compose: Compose) -> None:
 
 def test_who_is_stopped_has_the_time_to_end_in_order(compose: Compose) -> None:
     services = ours(compose)
-    takes_s = SETTINGS.worker.drain_timeout_s + FAREWELL_S
+    takes_s = SETTINGS.worker.drain_timeout_s + SETTINGS.worker.farewell_timeout_s
     assert services["worker"].grace_s() >= 2 * takes_s
     gpu, plain = (read_compose(name, MODEL).services["trainer"] for name in reversed(FILES))
     assert gpu.grace_s() > plain.grace_s() >= services["router"].grace_s()

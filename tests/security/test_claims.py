@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.orphans import new_mark
 from rollmesh.core.share import CLAIMS_FOLDER, Share
@@ -32,7 +33,9 @@ def next_run(claim: RunClaim, runs: Path) -> None:
     """`rollmesh up` takes the name `math`, which the scheduler reports as claimed by `claim`."""
     with fleet(run=claim) as address:
         share = Share(address, "math")
-        claim_name(share, new_claim(share, new_mark("test"), runs, owns_engines=True))
+        claim_name(
+            share, new_claim(share, new_mark("test"), runs, owns_engines=True), LaunchConfig()
+        )
 
 
 def is_running(run: ClaimedRun) -> bool:
@@ -75,7 +78,9 @@ def test_the_mark_of_a_run_is_in_a_file_of_its_owner_and_in_no_message(tmp_path:
     received: list[AnyMessage] = []
     with fleet(received=received) as address:
         share, mark = Share(address, "math"), new_mark("test")
-        claim_name(share, run := new_claim(share, mark, tmp_path, owns_engines=True))
+        claim_name(
+            share, run := new_claim(share, mark, tmp_path, owns_engines=True), LaunchConfig()
+        )
     assert mark not in repr(received)
     assert mark in Path(run.record).read_text()
     assert Path(run.record).stat().st_mode & 0o777 == 0o600

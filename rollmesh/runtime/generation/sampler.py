@@ -133,8 +133,6 @@ class EngineQueues:
 
 
 TICK_S = 0.1
-AVOID_S = 1.0
-"""For this long, an engine that failed an attempt is chosen only if there is no other."""
 FELL_BACK_LOG_S = 60.0
 """Fall-backs between the same two versions are logged once in this time."""
 WAIT_LOG_AFTER_S = 5.0
@@ -454,7 +452,7 @@ class Sampler:
         """Avoid an engine for a moment; logged once, whatever the number of its attempts."""
         now_s, url = self._clock.now_s(), action.url
         is_news = self._avoid_until_s.get(url, now_s) <= now_s
-        self._avoid_until_s[url] = now_s + AVOID_S
+        self._avoid_until_s[url] = now_s + self._settings.avoid_s
         if isinstance(action, ReportFault):
             self._parts.report(EngineFaulted(url, action.incarnation, action.detail))
             if is_news:

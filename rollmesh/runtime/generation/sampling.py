@@ -130,6 +130,8 @@ class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
     abort_timeout_s: float = 5.0
     """An attempt that does not end within this time is dropped with the tokens that it has not
     sent."""
+    avoid_s: float = 1.0
+    """For this long, an engine that failed an attempt is chosen only if there is no other."""
     max_fruitless_attempts: int = 16
     """Number of consecutive attempts without a token after which the generation fails."""
     max_full_queues: int = 8

@@ -94,7 +94,9 @@ class TokenBackend:
         """Create the backend; ModelError or ConfigError if the model folder is invalid."""
         self._config = config
         self._view = FleetView()
-        self._fleet = FleetLoop(urls, self._view, backend=config.engine.backend)
+        self._fleet = FleetLoop(
+            urls, self._view, config.engine.probe_timeout_s, backend=config.engine.backend
+        )
         self._runtime, self._sampler = new_runtime(config, self._view, self._fleet.report)
         self.capture = TokenCapture(self._runtime, config.sampling.policy(), journal)
         self._server: AgentServer | None = None

@@ -9,22 +9,19 @@
   sometimes while the group runs, but not to a worker that cannot receive it.
 - Any group of a worker that ended may have killed it, so each is a suspect. A suspect runs where no
   other suspect is watched, which lasts as long as it had run when its worker ended. It waits at
-  most SUSPECT_WAIT_BEATS for such a worker. Silence makes a suspect, but only ended workers count.
+  most suspect_wait_beats for such a worker. Silence makes a suspect, but only ended workers count.
 """
 
 import math
 from operator import attrgetter
 
+from rollmesh.core.config import RouterConfig
 from rollmesh.serve.router.group_table import GroupTable, TimerHeap, left_s, moved
 from rollmesh.serve.router.groups import MAX_UNBEGUN, Death, Group, Incarnation
 from rollmesh.serve.router.workers import WorkerEntry, WorkerTable
 from rollmesh.wire.messages import CancelRun, GroupFailed, GroupState, HeldGroup, RunGroup
 
 MAX_DEATHS = 2
-MAX_WATCH_BEATS = 60
-"""Limit on the time for which a suspect is watched."""
-SUSPECT_WAIT_BEATS = 60
-"""Time after which a suspect that found no free worker runs beside another one."""
 
 
 def record_death(
@@ -71,12 +68,12 @@ def may_be_quarantined(group: Group) -> bool:
     return len(group.deaths) >= MAX_DEATHS
 
 
-def watch_suspect(group: Group, worker: WorkerEntry, now_s: float, beat_s: float) -> None:
+def watch_suspect(group: Group, worker: WorkerEntry, now_s: float, max_watch_s: float) -> None:
     """Record that `worker` runs `group`; if that is a suspect, no other one is placed there for a
     while.
     """
     if group.deaths:
-        until_s = now_s + min(group.ran_s, MAX_WATCH_BEATS * beat_s)
+        until_s = now_s + min(group.ran_s, max_watch_s)
         worker.watch_until_s = max(worker.watch_until_s, until_s)
 
 
@@ -109,13 +106,13 @@ REPORT_UNBEGUN_BEATS = 60
 class Assignments:
     """Assigns groups to workers and follows each attempt to its end."""
 
-    def __init__(
-        self, table: GroupTable, workers: WorkerTable, beat_s: float, max_attempts: int
-    ) -> None:
+    def __init__(self, table: GroupTable, workers: WorkerTable, settings: RouterConfig) -> None:
         self._table = table
         self._workers = workers
-        self._beat_s = beat_s
-        self._max_attempts = max_attempts
+        self._beat_s = settings.beat_s
+        self._max_watch_s = settings.suspect_watch_beats * settings.beat_s
+        self._suspect_wait_s = settings.suspect_wait_beats * settings.beat_s
+        self._max_attempts = settings.max_attempts
         self._timers = TimerHeap(attrgetter("repeat_s"))
         self._changed_envs: dict[str, None] = {}
         """Environments whose queues `dispatch` looks at."""
@@ -334,7 +331,7 @@ class Assignments:
         """Place suspects, before all other groups. Only ticks and new suspects look at all
         workers.
         """
-        latest_s = self._table.now_s - SUSPECT_WAIT_BEATS * self._beat_s
+        latest_s = self._table.now_s - self._suspect_wait_s
         ready = [
             group
             for group in self._table.suspects.values()
@@ -382,7 +379,7 @@ class Assignments:
         group.is_unbegun = False
         group.assigned_s = self._table.now_s
         worker.occupy(group)
-        watch_suspect(group, worker, self._table.now_s, self._beat_s)
+        watch_suspect(group, worker, self._table.now_s, self._max_watch_s)
         self._workers.rank(worker)
 
     def _send_run(self, group: Group, worker: WorkerEntry, again_beats: int) -> None:

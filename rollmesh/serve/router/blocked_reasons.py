@@ -24,8 +24,6 @@ from rollmesh.wire.messages import WorkerHello
 MAX_LOADS = 4096
 MAX_ERRORS = 256
 """Limit on environments whose failure is remembered."""
-LATE_S = 30.0
-"""Time after the load in which a worker must be ready to serve."""
 MAX_LOAD_S = 86_400.0
 """Limit on the time for which a load is waited for, whatever the worker announces."""
 FROM_OUTSIDE = frozenset({"killed by signal 9", "killed by signal 15"})
@@ -42,8 +40,9 @@ class _EnvLoad(msgspec.Struct, frozen=True):
 class EnvLoads:
     """Loads of environments by workers."""
 
-    def __init__(self, workers: WorkerTable) -> None:
+    def __init__(self, workers: WorkerTable, load_grace_s: float) -> None:
         self._workers = workers
+        self._load_grace_s = load_grace_s
         self._errors: dict[str, str] = {}
         """By environment."""
         self._env_loads: OrderedDict[str, _EnvLoad] = OrderedDict()
@@ -58,7 +57,7 @@ class EnvLoads:
         known = self._env_loads.get(hello.worker_id)
         if known and known.hello == hello:
             return
-        until_s = now_s + min(hello.loads_for_s, MAX_LOAD_S) + LATE_S
+        until_s = now_s + min(hello.loads_for_s, MAX_LOAD_S) + self._load_grace_s
         self._env_loads[hello.worker_id] = _EnvLoad(hello, until_s)
         if len(self._env_loads) > MAX_LOADS:
             self._env_loads.popitem(last=False)
@@ -101,7 +100,7 @@ class EnvLoads:
         """Return the environments of workers whose load has timed out."""
         late = [load.hello for load in self._env_loads.values() if now_s >= load.until_s]
         for hello in late:
-            limit_s = hello.loads_for_s + LATE_S
+            limit_s = hello.loads_for_s + self._load_grace_s
             error = (
                 f"{hello.worker_id} has not served {hello.env} within {limit_s:g} s, nor said why"
             )

@@ -92,8 +92,8 @@ class GroupScheduler:
         self._ticked_s = started_s
         self.table = GroupTable(self._patience_s, started_s)
         workers = WorkerTable(slow_lag_s=2 * settings.beat_s)
-        self.env_loads = EnvLoads(workers)
-        self.assignments = Assignments(self.table, workers, settings.beat_s, settings.max_attempts)
+        self.env_loads = EnvLoads(workers, settings.load_grace_s)
+        self.assignments = Assignments(self.table, workers, settings)
         self.membership = WorkerMembership(self.table, workers, self.assignments, settings)
         self.clients = ClientMembership(self.table, self.assignments, settings)
         self.blocked_reasons = BlockedReasons(self.table, workers, self.env_loads, settings.beat_s)

@@ -2,7 +2,7 @@
 
     client:  PRESENT --missed beats--> AWAY --any message--> PRESENT
              PRESENT, AWAY --ClientLeft--> removed
-             AWAY --client_grace_s, KEPT_S if it keeps groups--> removed
+             AWAY --client_grace_s, kept_client_s if it keeps groups--> removed
 
 - A worker that is silent or stalled may return and keeps what no other worker began. One whose
   process has ended does not return, whatever of its messages arrives later. Its groups become
@@ -45,14 +45,13 @@ WORN = "worn"
 """State that such a worker reports in its heartbeats (serve/server/worker_machine.py)."""
 MAX_SHARE = 0.25
 """Share of an environment's workers that may leave at the same time, at least one."""
-SUCCESSOR_S = 60.0
-"""Time for which the successor of a worn worker is waited for."""
 
 
 class RollingRecycle:
     """Lets worn workers leave one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, successor_wait_s: float) -> None:
+        self._successor_wait_s = successor_wait_s
         self._worn: dict[str, WorkerEntry] = {}
         """By worker id, in order of request."""
         self._awaited: dict[str, float] = {}
@@ -68,7 +67,7 @@ class RollingRecycle:
         self._worn.pop(worker.worker_id, None)
         self._awaited = {env: until_s for env, until_s in self._awaited.items() if until_s > now_s}
         if worker.drain_reason == RELIEVED:
-            self._awaited[worker.hello.env] = now_s + SUCCESSOR_S
+            self._awaited[worker.hello.env] = now_s + self._successor_wait_s
 
     def note_came(self, worker: WorkerEntry) -> None:
         """A new worker has joined."""
@@ -123,7 +122,7 @@ class WorkerMembership:
         self._patience_s = settings.beat_s * settings.missed_beats
         self._max_lag_s = settings.max_lag_s
         self._ends = EndedIncarnations(EXIT_PATIENCES * self._patience_s)
-        self._rolling_recycle = RollingRecycle()
+        self._rolling_recycle = RollingRecycle(settings.successor_wait_s)
 
     @property
     def num_ends(self) -> int:
@@ -334,10 +333,6 @@ class WorkerMembership:
 
 MAX_WEIGHT = 1000
 """Limit on turns in a row of a client."""
-KEPT_S = 3600.0
-"""Time in which a dead trainer has been restarted if it is at all; results for one that is not
-restarted would fill the workers forever.
-"""
 
 
 class Forgotten(msgspec.Struct, frozen=True):
@@ -356,6 +351,7 @@ class ClientMembership:
         self._assignments = assignments
         self._patience_s = settings.beat_s * settings.missed_beats
         self._grace_s = self._patience_s + settings.client_grace_s
+        self._kept_s = max(settings.kept_client_s, self._grace_s)
         self._forgotten: list[Forgotten] = []
 
     def introduce(self, hello: ClientHello) -> None:
@@ -393,7 +389,7 @@ class ClientMembership:
             silent_s = table.now_s - client.last_message_s
             table.queue.away.add(client.client_id)
             keeps = client.keep and client.client_id in table.of_client
-            if silent_s > (max(KEPT_S, self._grace_s) if keeps else self._grace_s):
+            if silent_s > (self._kept_s if keeps else self._grace_s):
                 reason = f"{CLIENT_LEFT}: silent for {silent_s:.0f} s"
                 if num_groups := self._forget(client, reason):
                     self._forgotten.append(Forgotten(client.client_id, num_groups, reason))

@@ -37,7 +37,7 @@ from rollmesh.engine.fleet import (
     PublishTable,
 )
 from rollmesh.engine.fleet import Event as FleetEvent
-from rollmesh.engine.fleet_loop import PROBE_SHORTAGE_WAIT_S, probe_engine
+from rollmesh.engine.fleet_loop import ANSWER_MARGIN_S, PROBE_SHORTAGE_WAIT_S, probe_engine
 from rollmesh.engine.http import HttpClient
 from rollmesh.runtime.heap_trimmer import HeapTrimmer
 from rollmesh.serve.router.group_scheduler import GroupScheduler
@@ -130,6 +130,7 @@ class SideThread:
         listening: socket.socket,
         board: SnapshotCell[RouterStatus],
         bell: WakeSignal,
+        probe_timeout_s: float,
         figures: Source | None = None,
         connect: BackendFactory | None = None,
     ) -> None:
@@ -143,6 +144,7 @@ class SideThread:
         self._face = StatusApp(listening, board, exposition, setting=setting, until=self._probe)
         self._bell = bell
         self._connect = connect
+        self._probe_timeout_s = probe_timeout_s
         self._answers: collections.deque[EngineProbed] = collections.deque()
         self._asks: asyncio.Queue[ProbeEngine | ContinueEngine | None] = asyncio.Queue()
 
@@ -171,7 +173,7 @@ class SideThread:
 
     async def _answer(self, ask: ProbeEngine | ContinueEngine, http: HttpClient) -> None:
         try:
-            answer = await probe_engine(ask, http, self._connect)
+            answer = await probe_engine(ask, http, self._probe_timeout_s, self._connect)
         except Exception as error:  # door: an engine's answer must not end the thread
             log.exception("probe.failed", engine=ask.url)
             answer = EngineProbed(url=ask.url, serial=ask.serial, ok=False, detail=repr(error))
@@ -214,11 +216,14 @@ def run(config: Config, engines: Engines, listen_fd: int | None, ready_fd: int |
     listening = listen(config.router.http_bind, listen_fd)
     board = SnapshotCell("router", clock, figures_of)
     keeper = HeapTrimmer(clock)
-    side = SideThread(listening, board, bell, keeper.figures, connect)
+    side = SideThread(
+        listening, board, bell, config.engine.probe_timeout_s, keeper.figures, connect
+    )
     hub = open_hub(config.router.bind)
     fleet = Fleet(
         FleetSettings(
             believes_engines=engines.have_fixed_weights,
+            answer_s=config.engine.probe_timeout_s + ANSWER_MARGIN_S,
             least_version=engines.least_version,
             allow_hosts=config.engine.allow_hosts,
         )

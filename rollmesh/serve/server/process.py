@@ -96,8 +96,6 @@ class FleetPauses:
         self._since_s = self._clock.now_s() if is_paused else None
 
 
-REPORT_S = 5.0
-"""Time in which a worker that cannot begin tries to reach its router."""
 REPEAT_S = 0.2
 ANNOUNCE_S = 0.3
 """Time for which a load waits until its router knows of it."""
@@ -148,7 +146,7 @@ def report(settings: WorkerSettings, error: str) -> None:
     failed = EnvFailed(
         settings.worker_id, settings.config.env, printable(error), os.getpid(), STARTED_S
     )
-    _report(settings, failed, REPORT_S)
+    _report(settings, failed, settings.config.worker.report_timeout_s)
 
 
 def _report(settings: WorkerSettings, message: WorkerHello | EnvFailed, for_s: float) -> None:
@@ -216,10 +214,6 @@ log = get_logger()
 
 OWN_THREADS = 4
 """Threads for prompts, beside one for each rollout, since environments use asyncio.to_thread."""
-CLOSE_S = 1.0
-"""Time that an environment has for its `close`."""
-EXIT_S = 1.0
-"""Time for tasks and threads that environment code has left running once all is served."""
 
 
 def run(
@@ -254,7 +248,7 @@ def run(
             code = USAGE
             raise
         finally:
-            _end_in_time(code)
+            _end_in_time(code, config.worker.exit_timeout_s)
     return code
 
 
@@ -283,7 +277,7 @@ def _run_to_end(loop: asyncio.AbstractEventLoop, serving: asyncio.Task[Leaving])
             log.error("env.escaped", error="environment code stopped the event loop")
 
 
-def _end_in_time(code: int) -> None:
+def _end_in_time(code: int, timeout_s: float) -> None:
     """Keep threads that environment code left running from delaying the exit."""
 
     def leave() -> None:
@@ -292,7 +286,7 @@ def _end_in_time(code: int) -> None:
         sys.stdout.flush()
         os._exit(code)
 
-    watch = threading.Timer(EXIT_S, leave)
+    watch = threading.Timer(timeout_s, leave)
     watch.daemon = True
     watch.start()
 
@@ -307,7 +301,7 @@ async def _serve(
     loop.set_default_executor(ThreadPoolExecutor(num_threads, "pool"))
     calls = EnvCalls()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_close, env)
+        stack.push_async_callback(_close, env, config.worker.close_timeout_s)
         worker = Worker(settings)
         runtime, sampler = new_runtime(config, worker.view, worker.report)
         stack.push_async_callback(sampler.close)
@@ -355,10 +349,10 @@ async def _serve(
     return leaving
 
 
-async def _close(env: Env) -> None:
+async def _close(env: Env, timeout_s: float) -> None:
     try:
-        calls = EnvCalls(grace_s=CLOSE_S / 2)
-        await calls.call(TimeLimit("the time to close", CLOSE_S), env.close)
+        calls = EnvCalls(grace_s=timeout_s / 2)
+        await calls.call(TimeLimit("the time to close", timeout_s), env.close)
     except Exception as error:  # noqa: BLE001 - door: env code may raise anything
         log.warning("env.not_closed", error=one_line(error))
     await close_pool()

@@ -101,8 +101,6 @@ def is_urgent(settings: WorkerConfig, wear: Wear) -> bool:
 log = get_logger()
 
 STOPPED = "the worker was stopped"
-FAREWELL_S = 2.0
-"""Time in which a stopped worker still tries to deliver what is finished."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -122,6 +120,7 @@ class Worker:
         self.view = FleetView()
         self._worker_id = worker_id
         self._tick_s = config.router.beat_s / 2
+        self._farewell_timeout_s = config.worker.farewell_timeout_s
         self._machine = WorkerMachine(
             WorkerMachineSettings(
                 worker_id=worker_id,
@@ -254,7 +253,7 @@ class Worker:
     async def _farewell(self) -> None:
         self._step(Stopping(STOPPED))
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(self._farewell_timeout_s):
                 await self._left.wait()
         except TimeoutError:
             num_held = len(self._machine.holds())

@@ -1,5 +1,6 @@
 """Verbs that write files: mesh.toml is valid, keys are private, nothing is overwritten unasked."""
 
+import re
 import stat
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from rollmesh.cli.files import BASIC_KEYS, commented_toml, docstrings, init
 from rollmesh.cli.main import main
 from rollmesh.cli.main import main as rollmesh
-from rollmesh.core.config import Config, load_config
+from rollmesh.core.config import Config, Section, load_config
 from rollmesh.core.errors import UserError
 from rollmesh.core.model_folders import why_no_model
 from rollmesh.core.process import USAGE
@@ -107,6 +108,17 @@ def test_all_settings_read_back_as_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mesh.toml"
     assert init(["--all", str(path)]) == 0
     assert load_config(path) == Config()
+    text = path.read_text()
+    sections = {"": Config} | {
+        name: type(section)
+        for name in Config.__struct_fields__
+        if isinstance(section := getattr(Config(), name), Section)
+    }
+    for name, section in sections.items():
+        written = text.partition(f"[{name}]\n")[2] if name else text
+        written = written.partition("\n[")[0] if name else written
+        for key in set(section.__struct_fields__) - sections.keys() - {"env_settings"}:
+            assert re.search(rf"(?m)^(# )?{key} (=|is not set)", written), f"{name}.{key}"
 
 
 def test_the_basic_settings_are_there_and_are_the_defaults(tmp_path: Path) -> None:

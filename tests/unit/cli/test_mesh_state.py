@@ -85,7 +85,7 @@ def test_a_run_whose_launch_died_without_a_word_was_killed_and_can_be_resumed(ru
     standing = look(run)
     assert standing.run
     assert (standing.run.phase, standing.processes) == ("killed", [])
-    assert standing.run.cause.startswith("launch ended without a word")
+    assert standing.run.cause.startswith("launch ended without a report")
     assert standing.run.resume == "rollmesh up --resume"
     assert standing.router  # as it was last seen
 

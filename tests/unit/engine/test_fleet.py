@@ -4,13 +4,13 @@ import random
 
 import pytest
 
+from rollmesh.core.config import EngineConfig
 from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.engine.fleet import (
     ContinueEngine,
     FleetSettings,
     ProbeEngine,
 )
-from rollmesh.engine.fleet_loop import PROBE_TIMEOUT_S
 from rollmesh.wire.fleet import (
     BeginUpdate,
     EngineFaulted,
@@ -28,6 +28,8 @@ from rollmesh.wire.fleet import (
 )
 from rollmesh.wire.machine import Received
 from tests.unit.engine.fleet_bench import PUBLISHER, A, B, Bench, ready
+
+PROBE_TIMEOUT_S = EngineConfig().probe_timeout_s
 
 
 def test_engine_is_ready_after_its_first_good_probe() -> None:

@@ -15,10 +15,12 @@ from rollmesh.wire.fleet import EngineFaulted, EnginePhase
 from tests.shortage import no_descriptor_left
 from tests.watch import Watch
 
+PROBE_TIMEOUT_S = 2.0
+
 
 async def probe(ask: ProbeEngine | ContinueEngine) -> EngineProbed:
     async with HttpClient() as http:
-        return await probe_engine(ask, http)
+        return await probe_engine(ask, http, PROBE_TIMEOUT_S)
 
 
 async def test_probe_reads_version_and_load() -> None:
@@ -66,16 +68,16 @@ def test_incarnation_follows_the_seed_that_a_server_draws_at_its_start() -> None
 async def test_a_probe_without_a_descriptor_here_is_not_the_engines_failure() -> None:
     async with ScriptedEngine() as engine, HttpClient(shortage_wait_s=0.0) as http:
         with no_descriptor_left():
-            probed = await probe_engine(ProbeEngine(engine.url, 1), http)
+            probed = await probe_engine(ProbeEngine(engine.url, 1), http, PROBE_TIMEOUT_S)
         assert (probed.ok, probed.is_local) == (False, True)
         assert "ulimit -n" in probed.detail
-        assert (await probe_engine(ProbeEngine(engine.url, 2), http)).ok
+        assert (await probe_engine(ProbeEngine(engine.url, 2), http, PROBE_TIMEOUT_S)).ok
 
 
 @asynccontextmanager
 async def kept(*engines: ScriptedEngine) -> AsyncIterator[tuple[FleetLoop, Watch]]:
     watch = Watch(FleetView())
-    keeper = FleetLoop([engine.url for engine in engines], watch.view)
+    keeper = FleetLoop([engine.url for engine in engines], watch.view, PROBE_TIMEOUT_S)
     running = asyncio.create_task(keeper.run())
     yield keeper, watch
     running.cancel()
@@ -122,7 +124,7 @@ async def test_who_waits_for_an_engine_reads_why_once(caplog: pytest.LogCaptureF
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        keeper = FleetLoop([f"http://{host}:{port}"], FleetView())
+        keeper = FleetLoop([f"http://{host}:{port}"], FleetView(), PROBE_TIMEOUT_S)
         running = asyncio.create_task(keeper.run())
         async with asyncio.timeout(60):
             await is_enough.wait()

@@ -11,6 +11,7 @@ import msgspec
 import psutil
 import pytest
 
+from rollmesh.core.config import LaunchConfig
 from rollmesh.core.errors import AddressError, ConfigError
 from rollmesh.core.orphans import MARK_VARIABLE, new_mark
 from rollmesh.core.process import start_ticks
@@ -23,12 +24,16 @@ from rollmesh.wire.scheduling import ClaimPipeline, ReadScheduler, RunClaim
 from tests.ports import free_ports
 from tests.unit.launch.claimed_fleet import fleet
 
+SETTINGS = LaunchConfig(scheduler_wait_s=0.0)
+WAITING = LaunchConfig(scheduler_wait_s=60.0, scheduler_timeout_s=0.5)
+HASTY = LaunchConfig(scheduler_wait_s=0.0, scheduler_timeout_s=0.1, release_timeout_s=0.1)
+
 
 def test_a_pipeline_with_as_many_engines_as_workers_may_begin_and_no_other() -> None:
     with fleet() as address:
-        check_share(Share(address, "math"), num_engines=2)
+        check_share(Share(address, "math"), 2, SETTINGS)
         with pytest.raises(ConfigError, match="3 engines where the scheduler has 2 generation"):
-            check_share(Share(address, "math"), num_engines=3)
+            check_share(Share(address, "math"), 3, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +48,7 @@ def test_a_share_that_cannot_work_is_refused_in_one_line(
     pipeline: str, num_engines: int, phase: PipelinePhase, line: str
 ) -> None:
     with fleet(phase) as address, pytest.raises(ConfigError, match=line):
-        check_share(Share(address, pipeline), num_engines)
+        check_share(Share(address, pipeline), num_engines, SETTINGS)
 
 
 def test_a_pipeline_that_is_admitted_a_little_later_is_waited_for_with_one_line(
@@ -52,7 +57,7 @@ def test_a_pipeline_that_is_admitted_a_little_later_is_waited_for_with_one_line(
     monkeypatch.setattr(pipeline, "RESEND_S", 0.05)
     reported: list[str] = []
     with fleet(num_registered=3) as address:
-        check_share(Share(address, "math"), num_engines=2, wait_s=60.0, report=reported.append)
+        check_share(Share(address, "math"), 2, WAITING, report=reported.append)
     [line] = reported
     assert "--pipeline math: registered but not admitted" in line
     assert "waiting up to 60 s" in line
@@ -61,7 +66,6 @@ def test_a_pipeline_that_is_admitted_a_little_later_is_waited_for_with_one_line(
 def test_a_scheduler_that_comes_up_a_little_later_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pipeline, "ANSWER_S", 0.1)
     monkeypatch.setattr(pipeline, "RESEND_S", 0.05)
     [port] = free_ports(1)
     reported: list[str] = []
@@ -71,38 +75,36 @@ def test_a_scheduler_that_comes_up_a_little_later_is_waited_for(
             reported.append(line)
             stack.enter_context(fleet(bind=f"tcp://127.0.0.1:{port}"))
 
-        check_share(Share(f"tcp://127.0.0.1:{port}", "math"), 2, wait_s=60.0, report=start)
+        check_share(Share(f"tcp://127.0.0.1:{port}", "math"), 2, WAITING, report=start)
     [line] = reported
     assert "no answer within" in line
 
 
 def test_a_silent_scheduler_is_an_address_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "ANSWER_S", 0.1)
     monkeypatch.setattr(pipeline, "RESEND_S", 0.1)
     with pytest.raises(AddressError, match="no answer within"):
-        check_share(Share("tcp://127.0.0.1:1", "math"), 1)
+        check_share(Share("tcp://127.0.0.1:1", "math"), 1, HASTY)
 
 
 def test_a_pipeline_that_is_driven_without_a_claim_is_not_started_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two coordinators of one name would have engines of both on the same GPUs."""
-    monkeypatch.setattr(pipeline, "DRIVER_GONE_S", 0.3)
     monkeypatch.setattr(pipeline, "RESEND_S", 0.1)
     line = "--pipeline math: another run has that name and is running"
     with fleet(num_driven=1000) as address, pytest.raises(ConfigError, match=line):
-        check_share(Share(address, "math"), num_engines=2)
+        check_share(Share(address, "math"), 2, msgspec.structs.replace(SETTINGS, driver_gone_s=0.3))
 
 
 def test_a_pipeline_whose_driver_has_just_died_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "RESEND_S", 0.1)
     with fleet(num_driven=3) as address:
-        check_share(Share(address, "math"), num_engines=2)
+        check_share(Share(address, "math"), 2, SETTINGS)
 
 
 def test_a_claimed_pipeline_is_left_to_the_claim_to_check() -> None:
     with fleet(num_driven=1000, run=RunClaim("dead", "h", 7)) as address:
-        check_share(Share(address, "math"), num_engines=2)
+        check_share(Share(address, "math"), 2, SETTINGS)
 
 
 PATIENCE_S = 60.0
@@ -146,10 +148,10 @@ def test_a_free_name_is_claimed_and_released_and_no_record_is_left(
 ) -> None:
     received: list[AnyMessage] = []
     with fleet(received=received) as address:
-        claim_name(Share(address, "math"), ours)
+        claim_name(Share(address, "math"), ours, SETTINGS)
         assert Path(ours.record).stat().st_mode & 0o777 == 0o600
         assert Path(ours.record).parent.stat().st_mode & 0o777 == 0o700
-        assert release_name(Share(address, "math"), ours) == ""
+        assert release_name(Share(address, "math"), ours, SETTINGS) == ""
     assert claimed(received) == [(ours.run_id, ""), ("", ours.run_id)]
     assert list((tmp_path / ".claims").iterdir()) == []
 
@@ -158,8 +160,8 @@ def test_a_mark_is_in_no_message(ours: RunClaim) -> None:
     mark = msgspec.json.decode(Path(ours.record).read_bytes())["mark"]
     received: list[AnyMessage] = []
     with fleet(received=received) as address:
-        claim_name(Share(address, "math"), ours)
-        release_name(Share(address, "math"), ours)
+        claim_name(Share(address, "math"), ours, SETTINGS)
+        release_name(Share(address, "math"), ours, SETTINGS)
     assert mark not in repr(received)
 
 
@@ -170,7 +172,7 @@ def test_processes_of_a_dead_run_are_ended_before_its_name_is_claimed(
     with process(f"{mark}/engine-0.1") as left, process() as launch:
         dead = dead_run(tmp_path, mark, launch.pid)
         with fleet(received=received, run=dead) as address:
-            claim_name(Share(address, "math"), ours)
+            claim_name(Share(address, "math"), ours, SETTINGS)
         assert psutil.wait_procs([left], PATIENCE_S)[0] == [left]
         assert launch.is_running(), "its pid is another process's by now"
     assert claimed(received) == [(ours.run_id, dead.run_id)]
@@ -185,7 +187,7 @@ def test_a_process_that_began_before_the_launch_is_not_the_runs(
         later = str(int(start_ticks(other.pid)) + 1)
         dead = dead_run(tmp_path, mark, FREE_PID, later)
         with fleet(run=dead) as address:
-            claim_name(Share(address, "math"), ours)
+            claim_name(Share(address, "math"), ours, SETTINGS)
         assert other.is_running()
 
 
@@ -212,7 +214,7 @@ def test_a_record_that_cannot_be_trusted_ends_nothing_and_the_remedy_is_named(
     line = r"--pipeline math: .*did not end cleanly, and its record .*kill math --dead` frees"
     with process(mark) as left, fleet(run=dead) as address:
         with pytest.raises(ConfigError, match=line):
-            claim_name(Share(address, "math"), ours)
+            claim_name(Share(address, "math"), ours, SETTINGS)
         assert left.is_running()
 
 
@@ -233,7 +235,7 @@ def test_the_name_of_a_run_that_is_alive_is_refused_in_one_line_and_nothing_is_e
     other = new_claim(SHARE, mark, tmp_path, owns_engines=True)
     with process(mark) as left, fleet(received=received, run=other) as address:
         with pytest.raises(ConfigError, match=rf"math \(pid {os.getpid()} on .*is running; end it"):
-            claim_name(Share(address, "math"), ours)
+            claim_name(Share(address, "math"), ours, SETTINGS)
         assert left.is_running()
     assert [type(each) for each in received] == [ReadScheduler]
     assert not Path(ours.record).exists()
@@ -248,7 +250,7 @@ def test_a_claim_that_names_another_pid_than_its_record_does_not_hide_a_run_that
     forged = msgspec.structs.replace(other, pid=FREE_PID, life="1")
     with process(mark) as left, fleet(run=forged) as address:
         with pytest.raises(ConfigError, match=rf"math \(pid {os.getpid()}\): .*is running"):
-            claim_name(Share(address, "math"), ours)
+            claim_name(Share(address, "math"), ours, SETTINGS)
         assert left.is_running()
 
 
@@ -256,28 +258,26 @@ def test_a_run_on_another_machine_is_not_considered_dead(ours: RunClaim) -> None
     elsewhere = msgspec.structs.replace(ours, host="gpu-07", place="elsewhere", life="")
     line = r"pid \d+ on gpu-07.*cannot be checked.*`rollmesh scheduler kill math --dead`"
     with fleet(run=elsewhere) as address, pytest.raises(ConfigError, match=line):
-        claim_name(Share(address, "math"), ours)
+        claim_name(Share(address, "math"), ours, SETTINGS)
 
 
 def test_of_two_claims_the_second_is_refused_with_the_schedulers_error(ours: RunClaim) -> None:
     line = "--pipeline math: another run has that name"
     refused = fleet(error="another run has that name")
     with refused as address, pytest.raises(ConfigError, match=line):
-        claim_name(Share(address, "math"), ours)
+        claim_name(Share(address, "math"), ours, SETTINGS)
 
 
 def test_a_scheduler_that_does_not_answer_at_the_end_is_no_fault_and_the_remedy_is_named(
-    ours: RunClaim, monkeypatch: pytest.MonkeyPatch
+    ours: RunClaim,
 ) -> None:
-    monkeypatch.setattr(pipeline, "RELEASE_TIMEOUT_S", 0.1)
-    line = release_name(SHARE, ours)
+    line = release_name(SHARE, ours, HASTY)
     assert "(no answer); its GPUs are freed by its next run from here, or by `rollmesh" in line
     assert Path(ours.record).exists(), "the next run needs it"
 
 
 def test_a_scheduler_that_has_gone_meanwhile_is_reported(
-    ours: RunClaim, monkeypatch: pytest.MonkeyPatch
+    ours: RunClaim,
 ) -> None:
-    monkeypatch.setattr(pipeline, "ANSWER_S", 0.1)
     with pytest.raises(AddressError, match="no answer within"):
-        claim_name(SHARE, ours)
+        claim_name(SHARE, ours, HASTY)

@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> ScreenData:
     supervisor = Supervisor(MeshPlan(plans, {}, "launch.1"), LaunchConfig(), folder, FakeClock())
     supervisor.machine.step(TimePassed(), 0.0)
     supervisor.ready["dashboard"] = Ready("dashboard", 9, "http://127.0.0.1:5")
-    sampler = TelemetrySampler(supervisor, folder, FakeClock(), 1.0)
+    sampler = TelemetrySampler(supervisor, folder, FakeClock(), LaunchConfig())
     sampler.before, sampler.last = telemetry(10.0, 0, 1.0), telemetry(12.0, 1200, 1.5)
     progress = RunProgress(num_steps=200)
     row = {"step": 0, "reward": 0.155, "age_histogram": {"0": 1, "1": 3}}

@@ -47,7 +47,9 @@ async def test_a_process_that_is_gone_is_no_longer_measured(
 ) -> None:
     folder = RunFolder(Config(run=RunConfig(name="demo", folder=str(tmp_path))))
     supervisor = FakeSupervisor(MeshPlan([], {}, "launch.1"), LaunchConfig(), folder, FakeClock())
-    pulse = TelemetrySampler(supervisor, folder, FakeClock(), 0.0)
+    pulse = TelemetrySampler(
+        supervisor, folder, FakeClock(), LaunchConfig(telemetry_interval_s=0.01)
+    )
     supervisor.running = {f"worker-{at}": child.pid for at, child in enumerate(children)}
     following = asyncio.create_task(pulse.follow())
     async with asyncio.timeout(60.0):
@@ -93,7 +95,7 @@ def test_a_line_each_second_holds_the_routers_status(
         serving = threading.Thread(target=router.serve_forever)
         serving.start()
         url = f"http://127.0.0.1:{router.server_address[1]}"
-        with TelemetryThread(url, "trainer", folder, SystemClock(), 1.0):
+        with TelemetryThread(url, "trainer", folder, SystemClock(), LaunchConfig()):
             assert Router.answered.wait(30.0)
         router.shutdown()
         serving.join()
@@ -112,4 +114,4 @@ def test_an_unusable_token_is_reported_before_anything_runs(
     monkeypatch.setenv("ROLLMESH_ADMIN_TOKEN_FILE", str(tmp_path / "absent"))
     folder = RunFolder(Config(run=RunConfig(name="mesh", folder=str(tmp_path))))
     with pytest.raises(ConfigError, match="absent"):
-        TelemetryThread("http://127.0.0.1:1", "trainer", folder, SystemClock(), 1.0)
+        TelemetryThread("http://127.0.0.1:1", "trainer", folder, SystemClock(), LaunchConfig())

@@ -16,7 +16,7 @@ from rollmesh.core.process import Ready
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer import process
 from rollmesh.trainer.checkpoints.recovery import open_client
-from rollmesh.trainer.process import close_publisher, write_results
+from rollmesh.trainer.process import CloseTimeouts, close_publisher, write_results
 from rollmesh.trainer.publish import PublishShell
 from rollmesh.trainer.weights.folder import BackgroundLoop
 from tests.disks import small_disk
@@ -47,9 +47,8 @@ def test_it_says_that_it_is_there_before_it_proves_what_it_goes_on_from(config: 
 
 
 def test_a_late_publisher_does_not_delay_the_exit(
-    config: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    config: Config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "CLOSE_S", 0.01)
     background, is_over = BackgroundLoop("publisher"), threading.Event()
     shell = PublishShell(NOWHERE, config.publish)
 
@@ -57,7 +56,7 @@ def test_a_late_publisher_does_not_delay_the_exit(
         is_over.wait(30.0)
 
     background.post(be_late)
-    close_publisher(background, shell, finish_s=0.0)
+    close_publisher(background, shell, CloseTimeouts(0.0, 0.0, publisher_s=0.01))
     assert "publisher.late" in caplog.text
     is_over.set()
     background.call(shell.close(), 30.0)  # behind the first, which goes on

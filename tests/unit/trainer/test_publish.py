@@ -57,7 +57,7 @@ class FleetHub:
 
     async def probe(self, ask: ProbeEngine | ContinueEngine) -> None:
         async with HttpClient() as http:
-            self.answers.append(await probe_engine(ask, http))
+            self.answers.append(await probe_engine(ask, http, 2.0))
         self.bell.ring()
 
     def run(self) -> None:

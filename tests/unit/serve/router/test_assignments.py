@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.assignments import GIVE_UP_BEATS, REPORT_UNBEGUN, SUSPECT_WAIT_BEATS
+from rollmesh.serve.router.assignments import GIVE_UP_BEATS, REPORT_UNBEGUN
 from rollmesh.serve.router.groups import MAX_CUTS, MAX_UNBEGUN
 from rollmesh.serve.router.workers import SPARE_RANKS
 from rollmesh.wire.header import Message
@@ -291,7 +291,9 @@ def test_attempts_that_workers_lose_before_they_begin_do_not_count(router: Scrip
         assert run.attempt == number
         router.receive(f"w{number}", beat(f"w{number}", lag_s=STALL_S))
         assert router.group_scheduler.table.groups[group(1)].tries == 0
-        router.now_s += SUSPECT_WAIT_BEATS  # the time for which it waits for a worker of its own
+        router.now_s += (
+            SETTINGS.suspect_wait_beats
+        )  # the time for which it waits for a worker of its own
 
 
 def test_an_attempt_that_had_begun_after_all_counts_again(router: ScriptedRouter) -> None:

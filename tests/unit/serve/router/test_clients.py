@@ -3,7 +3,7 @@
 import msgspec
 
 from rollmesh.serve.client.asks import AskMachine, AskSettings, Closed
-from rollmesh.serve.router.membership import KEPT_S, Forgotten
+from rollmesh.serve.router.membership import Forgotten
 from rollmesh.wire.machine import Send
 from rollmesh.wire.messages import (
     CancelRun,
@@ -120,7 +120,7 @@ def test_a_kept_client_that_is_silent_for_an_hour_is_forgotten_in_one_line(
     running(router)
     router.asks(ask(2))
     router.receive("w0", GroupStarted(group(2), 1))
-    router.advance(KEPT_S, "w0")
+    router.advance(SETTINGS.kept_client_s, "w0")
     assert router.state(1) is GroupState.RUNNING
     sends = router.advance(1, "w0")
     assert [run.group_id for run in only(sends, CancelRun, "w0")] == [group(1), group(2)]
@@ -136,7 +136,7 @@ def test_a_forgotten_client_that_comes_back_loses_the_work_and_no_group(
 ) -> None:
     kept(router)
     running(router)
-    sends = router.advance(KEPT_S + 1, "w0")
+    sends = router.advance(SETTINGS.kept_client_s + 1, "w0")
     assert not only(sends, GroupFailed), "it may be frozen, and hear of it later"
     kept(router)
     [run] = only(router.asks(ask(1, attempts=1)), RunGroup, "w0")
@@ -149,7 +149,7 @@ def test_a_kept_client_that_speaks_once_an_hour_is_kept(router: ScriptedRouter) 
     kept(router)
     running(router)
     for _ in range(3):
-        router.advance(KEPT_S - 1, "w0")
+        router.advance(SETTINGS.kept_client_s - 1, "w0")
         router.receive("c", ClientBeat("c", 1))
     assert router.state(1) is not None
 

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from rollmesh.serve.router.membership import SUCCESSOR_S
 from rollmesh.serve.router.workers import WorkerHealth
 from rollmesh.wire.machine import Send, Ticked
 from rollmesh.wire.messages import (
@@ -28,6 +27,7 @@ from rollmesh.wire.messages import (
     WorkerLeft,
 )
 from tests.unit.serve.router.scripted_router import (
+    SETTINGS,
     ScriptedRouter,
     ask,
     beat,
@@ -458,7 +458,7 @@ def test_of_two_the_second_waits_for_the_successor_of_the_first(router: Scripted
     fleet = Fleet(router, 2)
     assert fleet.pass_by(10) == ["w0"]
     fleet.leaves("w0")
-    assert fleet.pass_by(SUCCESSOR_S / 2) == []
+    assert fleet.pass_by(SETTINGS.successor_wait_s / 2) == []
     router.worker("w0", pid=2)
     fleet.states["w0"] = "serving"
     assert fleet.pass_by(1) == ["w1"]
@@ -468,7 +468,7 @@ def test_the_second_leaves_too_where_no_successor_comes(router: ScriptedRouter) 
     fleet = Fleet(router, 2)
     fleet.pass_by(1)
     fleet.leaves("w0")
-    assert fleet.pass_by(SUCCESSOR_S - 2) == []
+    assert fleet.pass_by(SETTINGS.successor_wait_s - 2) == []
     assert fleet.pass_by(4) == ["w1"]
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.assignments import (
-    SUSPECT_WAIT_BEATS,
     confirm_death,
     quarantine_reason,
     record_death,
@@ -121,7 +120,7 @@ def test_a_quarantined_task_that_is_asked_for_again_stays_so(router: ScriptedRou
 
 def test_silence_alone_quarantines_nothing(router: ScriptedRouter) -> None:
     silence_of_two(router)
-    waits = SUSPECT_WAIT_BEATS * SETTINGS.beat_s
+    waits = SETTINGS.suspect_wait_beats * SETTINGS.beat_s
     assert starts(router, router.advance(waits + 1, "c", "w2"))
     [failed] = only(router.advance(4, "c"), GroupFailed)
     assert failed.reason.startswith("attempts_exhausted: 3 have begun; w2 was silent")
@@ -152,7 +151,9 @@ def test_after_two_silences_a_sign_of_life_lets_the_group_go_on(router: Scripted
 
 def test_an_end_that_is_known_late_stops_the_task_where_it_runs(router: ScriptedRouter) -> None:
     silence_of_two(router)
-    assert starts(router, router.advance(SUSPECT_WAIT_BEATS * SETTINGS.beat_s + 1, "c", "w2"))
+    assert starts(
+        router, router.advance(SETTINGS.suspect_wait_beats * SETTINGS.beat_s + 1, "c", "w2")
+    )
     assert router.holder(1) == "w2"
     exits(router, "w0", 1)
     assert router.state(1) is GroupState.RUNNING
@@ -225,7 +226,7 @@ def test_a_suspect_that_waited_long_runs_beside_another(router: ScriptedRouter) 
     router.advance(400, "w0", "c")
     exits(router, "w0", 1)
     starts(router, router.worker("w0", pid=2))
-    waits = SUSPECT_WAIT_BEATS * SETTINGS.beat_s
+    waits = SETTINGS.suspect_wait_beats * SETTINGS.beat_s
     router.advance(waits - 1, "w0", "c")
     assert router.state(2) is GroupState.QUEUED
     router.advance(2, "w0", "c")

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.ids import GroupId
-from rollmesh.serve.router.blocked_reasons import LATE_S, MAX_LOAD_S
+from rollmesh.serve.router.blocked_reasons import MAX_LOAD_S
 from rollmesh.serve.router.groups import MAX_ENDS, EndedIncarnations, Group, Incarnation
 from rollmesh.serve.router.status import status_of
 from rollmesh.serve.router.workers import WorkerEntry, WorkerHealth, WorkerTable
@@ -19,7 +19,7 @@ from rollmesh.wire.messages import (
     WorkerExited,
     WorkerHello,
 )
-from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, hello, only
+from tests.unit.serve.router.scripted_router import SETTINGS, ScriptedRouter, ask, beat, hello, only
 
 
 def seated(seq: int, num_samples: int) -> Group:
@@ -219,7 +219,7 @@ def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(
     router.receive("w0", loading("w0"))
     router.advance(50, "c")
     router.receive("w0", loading("w0"))  # sent again, which extends nothing
-    assert not only(router.advance(49 + LATE_S, "c"), GroupFailed)
+    assert not only(router.advance(49 + SETTINGS.load_grace_s, "c"), GroupFailed)
     [failed] = only(router.advance(2, "c"), GroupFailed)
     assert failed.reason.startswith("env_failed: w0 has not served guess within 130 s")
 
@@ -227,7 +227,9 @@ def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(
 def test_a_load_without_end_ends(router: ScriptedRouter) -> None:
     router.receive("w0", msgspec.structs.replace(loading("w0"), loads_for_s=math.inf))
     assert router.group_scheduler.env_loads.take_overdue(MAX_LOAD_S) == []
-    assert router.group_scheduler.env_loads.take_overdue(MAX_LOAD_S + LATE_S) == ["guess"]
+    assert router.group_scheduler.env_loads.take_overdue(MAX_LOAD_S + SETTINGS.load_grace_s) == [
+        "guess"
+    ]
     assert router.group_scheduler.env_loads.now() == []
 
 

@@ -129,7 +129,7 @@ def test_a_rank_that_ends_ends_what_is_open_with_its_name(state: str) -> None:
         received(group, CallStaged(1, 1))
     failed, broken = group.step(RankExited(1, "killed by signal 9"), 0.0)
     assert isinstance(failed, CallRaised)
-    assert str(failed.error) == "rank 1 is gone: killed by signal 9; all ranks have to start anew"
+    assert str(failed.error) == "rank 1 is gone: killed by signal 9; all ranks have to restart"
     assert error_of([broken]) is failed.error
 
 
