@@ -73,10 +73,10 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     client, checkpoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = restored_staleness(config, revival)
-    stop_wait_s = min(STOP_SHARE * config.launch.stop_timeout_s, config.trainer.stop_wait_s)
+    timeouts = close_timeouts(config)
     policy = build(config, staleness, gpu_lease)
     if policy is None:
-        leave_unbuilt(client, gpu_lease, stop_wait_s)
+        leave_unbuilt(client, gpu_lease, timeouts.stop_wait_s)
         return INTERRUPTED
     if revival.saved:
         checkpoints.restore(revival.saved, policy)
@@ -111,13 +111,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     )
     gc.freeze()  # torch alone is 400,000 objects, which no collection needs to visit
     loop = TrainLoop(config, parts, stop)
-    is_done = train(
-        loop,
-        recovery,
-        parts,
-        (background, shell),
-        CloseTimeouts(stop_wait_s, config.trainer.sleep_timeout_s, config.publish.close_timeout_s),
-    )
+    is_done = train(loop, recovery, parts, (background, shell), timeouts)
     return OK if is_done else INTERRUPTED
 
 
@@ -130,6 +124,15 @@ class CloseTimeouts(msgspec.Struct, frozen=True):
     """Wait of a finished trainer for its engines to sleep."""
     publisher_s: float
     """Time for the publisher to release the engines."""
+
+
+def close_timeouts(config: Config) -> CloseTimeouts:
+    """Return the limits of the settings."""
+    return CloseTimeouts(
+        stop_wait_s=min(STOP_SHARE * config.launch.stop_timeout_s, config.trainer.stop_wait_s),
+        sleep_s=config.trainer.sleep_timeout_s,
+        publisher_s=config.publish.close_timeout_s,
+    )
 
 
 def train(
