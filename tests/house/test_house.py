@@ -22,6 +22,7 @@ RULES: list[Callable[[Module], Iterator[Fault]]] = [
     sizes.function_sizes,
     words.module_docstrings,
     words.names,
+    words.plain_words,
     words.bare_versions,
     words.ascii_only,
     words.noqa_reasons,
@@ -50,6 +51,19 @@ def test_every_module_keeps_the_rule(rule: Callable[[Module], Iterator[Fault]]) 
 def test_most_functions_are_short() -> None:
     shipped = [module for module in all_modules() if module.is_in("rollmesh")]
     assert 0 < sizes.p95_function(shipped) <= sizes.MAX_P95_LINES
+
+
+def test_a_class_name_is_defined_once() -> None:
+    none_of(words.class_names(all_modules()))
+
+
+def test_pages_are_in_plain_words() -> None:
+    pages = [path for path in all_files() if path.endswith(".md") and path != "CHANGELOG.md"]
+    none_of(
+        fault
+        for path in pages
+        for fault in words.plain_text(path, (ROOT / path).read_text("utf-8"))
+    )
 
 
 def test_unit_tests_mirror_the_source() -> None:

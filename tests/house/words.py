@@ -13,8 +13,8 @@ from tests.house.source import Fault, Module
 SHIPPED = ("rollmesh", "benchmarks", "examples")
 EMPTY_FILE_NAMES = re.compile(r"(utils?|helpers?|misc|commons?)\.py")
 EMPTY_CLASS_NAMES = re.compile(r"_?Base[A-Z]\w*|\w*(Helper|Util)s?")
-SHARED_CLASS_NAMES = {"Config", "Settings", "State"}
-"""Names that mean the same in every room that has one."""
+SHARED_CLASS_NAMES = {"Config", "Settings", "ToolCall"}
+"""One idea in several rooms, which do not import each other."""
 UNPLAIN = re.compile(
     r"\b(whoever|whomever|somebody|nobody|anybody|everybody|anew|mend(s|ed|ing)?|lets? go of"
     r"|for ever|in (its|their|the) midst|told|at the latest|he|his|him|deeds?|comes? to nothing"
