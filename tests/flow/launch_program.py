@@ -1,8 +1,7 @@
 """A supervisor over the children that a test describes; run as a process of its own.
 
-Owns nothing: argv names a run folder, a JSON file of plans and one of settings. Invariant: what it
-prints last is the run's end as JSON. Driven by test_launch.py and launched_mesh.py, since a
-supervisor ends every process below it.
+argv names a run folder, a JSON file of plans and one of settings. The last line that it prints is
+the run's end as JSON. It is a process because a supervisor ends every process below it.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ async def main(config: Config, plans: list[ChildPlan]) -> None:
     run_folder, clock = RunFolder(config), SystemClock()
     setup("launch", run_folder.path, on_console=False)
     supervisor = Supervisor(open_mesh(plans), config.launch, run_folder, clock)
-    sampler = TelemetrySampler(supervisor, run_folder, clock, 1.0)
+    sampler = TelemetrySampler(supervisor, run_folder, clock, config.launch)
     sampling = asyncio.create_task(sampler.follow())
     end = await supervisor.run()
     sampling.cancel()
