@@ -160,7 +160,7 @@ class EventWriter(Protocol):
     def put(self, event: AnyEvent) -> None:
         """Queue an event for the next write."""
 
-    def be_due(self) -> None:
+    def schedule_flush(self) -> None:
         """Request a write soon, without waiting for it."""
 
     async def written(self) -> None:
@@ -338,7 +338,7 @@ class EventRecorder(NullRecorder):
 
     def faults_changed(self, engine_fault: str, spent_because: str) -> None:
         self._event_writer.put(FaultsChanged(engine_fault, spent_because))
-        self._event_writer.be_due()
+        self._event_writer.schedule_flush()
 
     def left(self, reply: Reply) -> None:
         if reply.state is ReplyState.COMMITTED and not reply.is_undelivered:
@@ -351,7 +351,7 @@ class EventRecorder(NullRecorder):
     def _mark(self, reply: Reply, *, is_undelivered: bool) -> None:
         reply.is_undelivered = is_undelivered
         self._event_writer.put(DeliveryChanged(number_of(reply), is_undelivered))
-        self._event_writer.be_due()
+        self._event_writer.schedule_flush()
 
     async def written(self) -> None:
         await self._event_writer.written()

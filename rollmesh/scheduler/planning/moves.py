@@ -1,7 +1,7 @@
 """Moves: ways in which a pipeline gets one more worker.
 
     open      its GPUs are free
-    take      the workers there give way now, says the policy: the cheapest such bundle
+    take      the policy lets the workers there give way now: the cheapest such bundle
     trade     the worker there first wakes another elsewhere, on open or taken GPUs
 
 - Of open bundles the first is used, or (`spares_others`) the one that the fewest others could use.

@@ -6,7 +6,7 @@
         report = controller.call(RoleCall("actor.train", reduce=REPORT), batch, scores)
         controller.end_step(step)
 
-- Arguments are handles and plain values. Lists of handles are dealt over the data-parallel heads
+- Arguments are handles and plain values. Lists of handles are split over the data-parallel heads
   (dispatch.py); everything else goes to every head, and the other ranks of its group get a copy
   (rendezvous.py). Answers are merged (answers.py). No tensor passes through this process.
 - An ended step is freed at every rank and here. Tensors that are left are logged with rank, tag and
@@ -69,7 +69,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleCall(msgspec.Struct, frozen=True):
-    """A method, and how its rows are dealt and its answers merged."""
+    """A method, and how its rows are split and its answers merged."""
 
     method: str
     """`role.method`"""

@@ -1,10 +1,10 @@
-"""Arguments of a call for each data-parallel head: lists of handles are dealt, all else is copied.
+"""Arguments of a call for each data-parallel head: lists of handles are split, others copied.
 
-    list that holds an RTensor    its items are the call's rows, dealt over heads
+    list that holds an RTensor    its items are the call's rows, split over heads
     dict, tuple, struct           searched for such lists
     anything else                 goes to every head unchanged, also a single tensor
 
-All lists of rows of one call have the same length and are dealt alike: they are columns. The length
+All lists of rows of one call have the same length and are split alike: they are columns. The length
 of a row is known from the shapes of its handles, so no tensor is read.
 
     groups, the longest first, in rounds of one per head: in each the longest goes to the head with
@@ -122,10 +122,10 @@ Column = list[Any]
 
 
 class DispatchRule(msgspec.Struct, frozen=True, kw_only=True):
-    """How the rows of a call are dealt."""
+    """How the rows of a call are split."""
 
     group_size: int = 1
-    """This many consecutive rows stay at one head: 2 for pairs."""
+    """Number of consecutive rows that stay at one head: 2 for pairs."""
     groups: Sequence[Hashable] | None = None
     """Or: the group of each row."""
     parts: Sequence[Hashable] | None = None
@@ -153,7 +153,7 @@ class Dispatch(msgspec.Struct, frozen=True):
 
 
 def split_call(arguments: Arguments, num_heads: int, rule: DispatchRule) -> Dispatch:
-    """Return the arguments for each head; raise DispatchError if the rows cannot be dealt."""
+    """Return the arguments for each head; raise DispatchError if the rows cannot be split."""
     columns = _columns(arguments, RTensor)
     if not columns:
         return Dispatch((arguments,) * num_heads, None)

@@ -43,7 +43,7 @@ class ListEventWriter:
     def put(self, event: AnyEvent) -> None:
         self._owed.append(event)
 
-    def be_due(self) -> None:
+    def schedule_flush(self) -> None:
         if not self.is_full:
             self._write()
 

@@ -80,7 +80,7 @@ async def test_random_talks_go_on_as_if_nothing_had_happened(
         await calm.step()
         await shaken.step()
         if number % 7 == seed % 7 and not shaken.session.sampling:
-            event_writer.be_due()
+            event_writer.schedule_flush()
             before = shaken.session
             event_writer = event_writer.next_process()
             shaken.session = restored_session(before, event_writer)

@@ -96,7 +96,7 @@ class SessionEventWriter(WriteBuffer):
     async def written(self) -> None:
         if not self.has_pending:
             return
-        self.be_due()
+        self.schedule_flush()
         waiter: asyncio.Future[SessionError | None] = self._flush_queue.loop.create_future()
         self._waiters += (waiter,)
         failure = await waiter

@@ -1,7 +1,7 @@
 """Session events that are not yet in the gateway's journal, and the queue that flushes them.
 
-    put --> pending --be_due--> written with all that is due in the same turn of the event loop
-                     \\--the disk refuses it--> pending, until it is due again
+    put --> pending --schedule_flush--> written with all that is due in the same turn of the loop
+                     +--the disk refuses it--> pending, until it is scheduled again
 
 - Due events are written before the event loop has turned again, in one write for all sessions.
 - Each session is notified of the result exactly once. A session fails alone if only its own record
@@ -45,7 +45,7 @@ class WriteBuffer:
         """Add an event to the pending ones."""
         self._pending.append(event)
 
-    def be_due(self) -> None:
+    def schedule_flush(self) -> None:
         """Schedule a flush before the event loop has turned again."""
         if self._pending:
             self._flush_queue.add(self)

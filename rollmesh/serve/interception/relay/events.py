@@ -209,7 +209,7 @@ class RelayEventWriter(WriteBuffer):
     def write_event(self, event: RelayEvent) -> None:
         """Queue an event to be written."""
         self.put(event)
-        self.be_due()
+        self.schedule_flush()
 
     def write(self) -> None:
         """Write the queued events now."""

@@ -305,7 +305,7 @@ class RelaySession:
         self._unwritten.clear()
         self.own_fault = ""
         if self._writer is not None:
-            self._writer.be_due()
+            self._writer.schedule_flush()
 
     def _count(self, call: RelayCall) -> None:
         """Add an ended call to the held bytes, and record its fault."""

@@ -50,7 +50,7 @@ class Crowd:
         page = WriteBuffer(name, self.journal.flush_queue)
         for call in range(self.rng.randrange(1, 12)):
             page.put(DeliveryChanged(call, is_undelivered=True))
-        page.be_due()
+        page.schedule_flush()
         self.journal.flush_queue.flush()
 
     def _reward(self, name: str) -> None:

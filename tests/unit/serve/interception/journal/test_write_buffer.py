@@ -61,13 +61,13 @@ async def test_what_is_due_in_one_turn_is_one_write() -> None:
     for page in (one, other, one, quiet):
         page.put(DeliveryChanged(0, is_undelivered=True))
     for page in (one, other, one):
-        page.be_due()
+        page.schedule_flush()
     assert disk.batches == []
     await asyncio.sleep(0)
     assert disk.batches == [{"a": 2, "b": 1}]
     assert [page.heard for page in disk.pages] == [[None], [None], []]
     assert [page.has_pending for page in disk.pages] == [False, False, True]
-    one.be_due()
+    one.schedule_flush()
     await asyncio.sleep(0)
     assert len(disk.batches) == 1, "nothing is owed twice"
 
@@ -78,7 +78,7 @@ async def test_what_was_refused_is_owed_until_it_is_due_again(one_by_one: bool) 
     disk.refused = {"b"}
     for page in disk.pages:
         page.put(DeliveryChanged(0, is_undelivered=True))
-        page.be_due()
+        page.schedule_flush()
     await asyncio.sleep(0)
     # Written alone, each fails alone.
     assert disk.batches == ([{"a": 1}, {"c": 1}] if one_by_one else [])
@@ -87,7 +87,7 @@ async def test_what_was_refused_is_owed_until_it_is_due_again(one_by_one: bool) 
     disk.refused, disk.batches = set(), []
     other = disk.pages[1]
     other.put(DeliveryChanged(0, is_undelivered=False))
-    other.be_due()
+    other.schedule_flush()
     await asyncio.sleep(0)
     assert disk.batches == [{"b": 2}]
     assert not other.has_pending
@@ -99,7 +99,7 @@ async def test_what_cannot_be_encoded_is_left_out_and_the_others_are_written() -
     one.put(FaultsChanged("half of a pair: \ud800", ""))
     other.put(DeliveryChanged(0, is_undelivered=True))
     for page in (one, other):
-        page.be_due()
+        page.schedule_flush()
     await asyncio.sleep(0)
     assert disk.batches == [{"b": 1}]
     assert other.heard == [None]
@@ -116,7 +116,7 @@ async def test_each_session_is_notified_whatever_fails() -> None:
     disk.pages[0].is_deaf = True
     for page in disk.pages:
         page.put(DeliveryChanged(0, is_undelivered=True))
-        page.be_due()
+        page.schedule_flush()
     await asyncio.sleep(0)
     for page in disk.pages:
         assert [(each.code, str(each)) for each in page.heard if each is not None] == [
@@ -125,7 +125,7 @@ async def test_each_session_is_notified_whatever_fails() -> None:
         assert page.has_pending
     disk.broken = None
     for page in disk.pages:
-        page.be_due()
+        page.schedule_flush()
     await asyncio.sleep(0)
     assert disk.batches == [{"a": 1, "b": 1, "c": 1}]
     assert [page.heard[1:] for page in disk.pages] == [[None]] * 3
