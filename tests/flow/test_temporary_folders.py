@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    "module", ["trainer.process", "trainer.models.warmstart", "trainer.ranked"]
+    "module", ["trainer.process", "trainer.models.tiny", "trainer.ranked"]
 )
 def test_importing_the_trainer_leaves_nothing_in_tmpdir(module: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
