@@ -78,7 +78,7 @@ async def test_an_endpoint_that_fails_is_no_reward_of_zero_and_resume_repeats_it
         words += ["--env", "guess", "--num-tasks", "3", "--set", "worker.num_infra_retries=0"]
         code, _, err = await rollmesh(tmp_path, "eval", *words)
         assert code == 1
-        assert "every rollout failed (3), most by infra_error" in err
+        assert "every rollout failed (3), most with infra_error" in err
         is_down = False
         again = await rollmesh(tmp_path, "eval", *words, "--resume")
     assert again[0] == 0, again[2]

@@ -134,19 +134,19 @@ for question in (
     ClaimPipeline("c", "math", RunClaim("r", "h", 7)),
 ):
     try:
-        print(ask(sys.argv[1], question, patience_s=2.0))
+        print(ask_scheduler(sys.argv[1], question, patience_s=2.0))
     except AddressError as error:
         print(error)
 """
 MESSAGES = """
 from rollmesh.core.errors import AddressError
-from rollmesh.scheduler.admission.transport import ask
+from rollmesh.scheduler.admission.transport import ask_scheduler
 from rollmesh.wire.scheduling import *
 """
 
 READ = """
 try:
-    print(ask(sys.argv[1], ReadScheduler("r"), patience_s=2.0))
+    print(ask_scheduler(sys.argv[1], ReadScheduler("r"), patience_s=2.0))
 except AddressError as error:
     print(error)
 """

@@ -127,9 +127,9 @@ from rollmesh.envs import isolation
 from rollmesh.envs.isolation import Command, Isolation, IsolationSettings
 from rollmesh.envs.program import run_program
 from rollmesh.envs.scratch import new_scratch
-from rollmesh.envs.spawning import account_of, process_spawner, split
+from rollmesh.envs.spawning import account_of, process_spawner, start_spawner_and_drop_rights
 
-split(account_of("{NOBODY}"), {FIRST_UID}, {NUM_UIDS})
+start_spawner_and_drop_rights(account_of("{NOBODY}"), {FIRST_UID}, {NUM_UIDS})
 assert process_spawner() is not None and "ROLLMESH_SPAWNER_FD" not in os.environ
 settings = IsolationSettings("uid", first_uid={FIRST_UID}, num_uids={NUM_UIDS})
 isolation.settle(Isolation(settings))
