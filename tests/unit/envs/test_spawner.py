@@ -132,7 +132,7 @@ from rollmesh.envs.spawning import account_of, process_spawner, start_spawner_an
 start_spawner_and_drop_rights(account_of("{NOBODY}"), {FIRST_UID}, {NUM_UIDS})
 assert process_spawner() is not None and "ROLLMESH_SPAWNER_FD" not in os.environ
 settings = IsolationSettings("uid", first_uid={FIRST_UID}, num_uids={NUM_UIDS})
-isolation.settle(Isolation(settings))
+isolation.use_isolation(Isolation(settings))
 
 async def main():
     async with new_scratch() as scratch:
