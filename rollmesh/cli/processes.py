@@ -25,7 +25,7 @@ from rollmesh.cli.options import (
 )
 from rollmesh.core.addresses import why_no_engine_url
 from rollmesh.core.clock import SystemClock
-from rollmesh.core.config import Config
+from rollmesh.core.config import Config, load_config
 from rollmesh.core.descriptors import PEERS, PER_ROLLOUT, allow_descriptors
 from rollmesh.core.errors import AddressError, ConfigError, ModelError
 from rollmesh.core.ids import new_id
@@ -210,7 +210,7 @@ def _leave_root(argv: list[str]) -> None:
         return
     account = account_of(options.user)
     with acting_as(account):
-        worker = config_of(options, model_defaults(options)).worker
+        worker = load_config(options.config, options.overrides, model_defaults(options)).worker
     start_spawner_and_drop_rights(
         account, worker.isolation_first_uid, worker.isolation_num_uids, read_root_files
     )

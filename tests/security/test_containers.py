@@ -22,7 +22,7 @@ from tests.flow.compose import read_compose
 from tests.flow.worker_mesh import Mesh, ask, open_mesh, take
 from tests.ports import free_ports
 from tests.security.podman import PYTHON, ServiceContainer, make_image, why_no_containers
-from tests.security.test_isolation import ATTACK, ENV
+from tests.security.test_isolation import ATTACK, ENGINE_KEY, ENV
 
 WORKER = read_compose("compose.yaml").services["worker"]
 USER = 10001
@@ -48,17 +48,22 @@ def worker_keys(
     folder.mkdir()
     words = ["keys", "--export", f"worker={folder}/worker.json", str(tmp_path / "keys")]
     assert main(words) == OK
-    os.chown(folder / "worker.json", request.param, request.param)
+    (folder / "engine-key").touch(mode=0o600)
+    (folder / "engine-key").write_text(ENGINE_KEY)
+    for path in folder.iterdir():
+        os.chown(path, request.param, request.param)
+    monkeypatch.setenv("ROLLMESH_ENGINE_KEY", ENGINE_KEY)
     monkeypatch.setenv(KEYS_VARIABLE, str(tmp_path / "keys"))
     return folder
 
 
 @pytest.fixture
 def started() -> Iterator[list[ServiceContainer]]:
-    """Containers that are removed after the test."""
+    """Containers that are removed after the test; pytest shows their logs if it fails."""
     containers: list[ServiceContainer] = []
     yield containers
     for each in containers:
+        print(each.logs())
         each.remove()
 
 
@@ -97,10 +102,12 @@ def attacked_worker(mesh: Mesh, worker_keys: Path) -> tuple[ServiceContainer, st
     router = mesh.router.ready.address
     words = [word.replace("tcp://router:5555", router) for word in WORKER.command]
     words = [word.replace("mesh.toml", "mesh.json") for word in words]
-    health = {"ROLLMESH_HEALTH": f"http://{address}/healthz"}
-    service = msgspec.structs.replace(
-        WORKER, mem_limit="8g", environment={**WORKER.environment, **health}
-    )
+    environment = {
+        **WORKER.environment,
+        "ROLLMESH_HEALTH": f"http://{address}/healthz",
+        "ROLLMESH_ENGINE_KEY_FILE": "/worker-keys/engine-key",
+    }
+    service = msgspec.structs.replace(WORKER, mem_limit="8g", environment=environment)
     mounts = {
         worker_keys: "/worker-keys",
         folder / "model": "/models/policy",
@@ -117,6 +124,7 @@ async def test_a_worker_s_container_keeps_no_rights_and_its_agents_reach_nothing
     tmp_path: Path, worker_keys: Path, started: list[ServiceContainer]
 ) -> None:
     async with open_mesh(tmp_path) as mesh:
+        mesh.engine.api_key = ENGINE_KEY
         container, env = attacked_worker(mesh, worker_keys)
         started.append(container)
         container.start()
@@ -127,9 +135,8 @@ async def test_a_worker_s_container_keeps_no_rights_and_its_agents_reach_nothing
         for rollout in arrival.record.rollouts:
             assert (rollout.outcome, rollout.error) == (Outcome.COMPLETED, "")
             assert rollout.metrics.pop("uid") >= WorkerConfig().isolation_first_uid
-            # Programs share the worker's network: its engine, and its metrics, which need no token.
+            # Programs share the worker's network: the router, and metrics, which need no token.
             expected = {"calls": 200, "answer": 0, "router": 1.0, "metrics": 1.0}
-            expected |= {"engine": 1.0, "weights": 1.0}
             assert (rollout.reward, rollout.metrics) == (0.0, expected)
         container.run("rollmesh", "healthy")
         with pytest.raises(AssertionError, match="Read-only file system"):
