@@ -48,9 +48,9 @@ VERBS = {
     "unregister": Verb("rollmesh.cli.scheduler_verbs:unregister", "let a pipeline leave"),
     "drain": Verb("rollmesh.cli.scheduler_verbs:drain", "start nothing new on a node"),
     "simulate": Verb(
-        "rollmesh.scheduler.simulator.command:simulate", "compare policies on a trace"
+        "rollmesh.scheduler.simulator.comparison:simulate", "compare policies on a trace"
     ),
-    "gantt": Verb("rollmesh.scheduler.simulator.command:gantt", "draw the history of a journal"),
+    "gantt": Verb("rollmesh.scheduler.simulator.comparison:gantt", "draw the history of a journal"),
 }
 
 EXAMPLE = """\

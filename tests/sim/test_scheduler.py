@@ -12,9 +12,8 @@ import pytest
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.service.demands import DemandTracker
 from rollmesh.scheduler.service.intents import Intents
-from rollmesh.scheduler.service.records import TicketRecord
 from rollmesh.scheduler.service.scheduler import FleetScheduler
-from rollmesh.scheduler.service.state import SchedulerSettings
+from rollmesh.scheduler.service.state import SchedulerSettings, TicketRecord
 from rollmesh.scheduler.service.tickets import TicketQueue
 from rollmesh.serve.coordinator.claims import ClaimAction, Claims
 from rollmesh.serve.coordinator.machine import Coordinator

@@ -6,7 +6,7 @@ Each test was added for a mutation of the service that no other test noticed.
 import msgspec
 
 from rollmesh.scheduler.planning.state import FIXED, Owner, PipelinePhase
-from rollmesh.scheduler.service.records import IntentKind
+from rollmesh.scheduler.service.state import IntentKind
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     JoinNode,

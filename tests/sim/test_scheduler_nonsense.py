@@ -15,9 +15,8 @@ import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.policies import make_policy
-from rollmesh.scheduler.service.records import JournalTables, WriteRows
 from rollmesh.scheduler.service.scheduler import FleetScheduler
-from rollmesh.scheduler.service.state import SchedulerSettings
+from rollmesh.scheduler.service.state import JournalTables, SchedulerSettings, WriteRows
 from rollmesh.wire.frames import Packet, encode
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage

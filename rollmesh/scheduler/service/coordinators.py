@@ -19,8 +19,7 @@ from rollmesh.scheduler.planning.state import (
     PipelineState,
 )
 from rollmesh.scheduler.service.intents import Intents, has_turn, is_down
-from rollmesh.scheduler.service.records import IntentKind, IntentPhase
-from rollmesh.scheduler.service.state import SchedulerState
+from rollmesh.scheduler.service.state import IntentKind, IntentPhase, SchedulerState
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     CoordinatorHello,

@@ -13,8 +13,7 @@
 import math
 
 from rollmesh.scheduler.planning.state import Demand, PipelineState, StreamProgress
-from rollmesh.scheduler.service.records import DemandRecord
-from rollmesh.scheduler.service.state import SchedulerState
+from rollmesh.scheduler.service.state import DemandRecord, SchedulerState
 from rollmesh.wire.scheduling import ClearProgress, ReportProgress
 
 NUM_BUCKETS = 50

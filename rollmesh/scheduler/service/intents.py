@@ -31,8 +31,15 @@ from rollmesh.scheduler.planning.state import (
     Owner,
     PipelineState,
 )
-from rollmesh.scheduler.service.records import Intent, IntentKind, IntentPhase
-from rollmesh.scheduler.service.state import HELD, SchedulerSettings, SchedulerState, record_ended
+from rollmesh.scheduler.service.state import (
+    HELD,
+    Intent,
+    IntentKind,
+    IntentPhase,
+    SchedulerSettings,
+    SchedulerState,
+    record_ended,
+)
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, ResizeWorkers, WorkerChange, WorkerPhase
 
 

@@ -1,6 +1,6 @@
 """Journal of the scheduler: an SQLite file with a write-ahead log, and the state restored from it.
 
-    <table>   one for each of records.TABLES: key, raw (the record, msgpack)
+    <table>   one for each of state.TABLES: key, raw (the record, msgpack)
     history   at_s, gpu, pipeline_id, cluster, rank, phase: use of the GPUs, newest rows only
 
 - `keep` is one transaction, on disk when it returns (synchronous = FULL: it survives a power loss).
@@ -27,9 +27,10 @@ from rollmesh.scheduler.planning.state import (
     Owner,
     PipelineState,
 )
-from rollmesh.scheduler.service.records import (
+from rollmesh.scheduler.service.state import (
     TABLES,
     AnswerRecord,
+    CoordinatorLink,
     CounterRecord,
     CreditRecord,
     DemandRecord,
@@ -44,11 +45,12 @@ from rollmesh.scheduler.service.records import (
     PipelineRecord,
     ProgressRecord,
     PutRow,
+    ReplyTarget,
     Row,
+    SchedulerState,
     TicketRecord,
     WorkerRecord,
 )
-from rollmesh.scheduler.service.state import CoordinatorLink, ReplyTarget, SchedulerState
 from rollmesh.wire.scheduling import GENERATION_CLUSTER
 
 FILE_NAME = "scheduler.sqlite"

@@ -32,8 +32,14 @@ from rollmesh.scheduler.planning.state import (
 from rollmesh.scheduler.service.coordinators import has_live_coordinator
 from rollmesh.scheduler.service.demands import DemandTracker
 from rollmesh.scheduler.service.intents import Intents
-from rollmesh.scheduler.service.records import AnswerRecord, NodeRecord, PipelineRecord
-from rollmesh.scheduler.service.state import CoordinatorLink, ReplyTarget, SchedulerState
+from rollmesh.scheduler.service.state import (
+    AnswerRecord,
+    CoordinatorLink,
+    NodeRecord,
+    PipelineRecord,
+    ReplyTarget,
+    SchedulerState,
+)
 from rollmesh.scheduler.service.tickets import TicketQueue
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,

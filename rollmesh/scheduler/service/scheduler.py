@@ -27,9 +27,16 @@ from rollmesh.scheduler.service.demands import DemandTracker
 from rollmesh.scheduler.service.explain import ExplainContext, OpInProgress, explain_fleet
 from rollmesh.scheduler.service.intents import Intents, limit_s, note_turns
 from rollmesh.scheduler.service.journal import restore_state
-from rollmesh.scheduler.service.records import Action, Event, Intent, JournalTables
 from rollmesh.scheduler.service.registry import PipelineRegistry
-from rollmesh.scheduler.service.state import SchedulerSettings, SchedulerState, describe_recent
+from rollmesh.scheduler.service.state import (
+    Action,
+    Event,
+    Intent,
+    JournalTables,
+    SchedulerSettings,
+    SchedulerState,
+    describe_recent,
+)
 from rollmesh.scheduler.service.tickets import TicketQueue, holders
 from rollmesh.wire.machine import Ticked
 from rollmesh.wire.messages import AnyMessage

@@ -32,8 +32,7 @@ from rollmesh.scheduler.planning.state import (
 )
 from rollmesh.scheduler.service.demands import DemandTracker
 from rollmesh.scheduler.service.intents import Intents, is_at_rest
-from rollmesh.scheduler.service.records import TicketRecord
-from rollmesh.scheduler.service.state import ReplyTarget, SchedulerState
+from rollmesh.scheduler.service.state import ReplyTarget, SchedulerState, TicketRecord
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,

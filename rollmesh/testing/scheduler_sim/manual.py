@@ -9,9 +9,8 @@
 import msgspec
 
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
-from rollmesh.scheduler.service.records import LogLine, WriteRows
 from rollmesh.scheduler.service.scheduler import FleetScheduler
-from rollmesh.scheduler.service.state import SchedulerSettings
+from rollmesh.scheduler.service.state import LogLine, SchedulerSettings, WriteRows
 from rollmesh.testing.scheduler_sim import checks
 from rollmesh.testing.scheduler_sim.engine import GpuOccupancy
 from rollmesh.testing.scheduler_sim.scheduler import SimDatabase

@@ -15,9 +15,15 @@ from rollmesh.scheduler.planning import policies
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
 from rollmesh.scheduler.planning.state import FleetState, PipelineState
-from rollmesh.scheduler.service.records import Action, HistoryRow, JournalTables, LogLine, WriteRows
 from rollmesh.scheduler.service.scheduler import FleetScheduler
-from rollmesh.scheduler.service.state import SchedulerSettings
+from rollmesh.scheduler.service.state import (
+    Action,
+    HistoryRow,
+    JournalTables,
+    LogLine,
+    SchedulerSettings,
+    WriteRows,
+)
 from rollmesh.serve.coordinator.claims import Claims
 from rollmesh.serve.coordinator.machine import Coordinator
 from rollmesh.testing.mesh_sim.kernel import Kernel, Killed, Node

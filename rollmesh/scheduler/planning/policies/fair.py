@@ -27,11 +27,12 @@ import msgspec
 
 from rollmesh.scheduler.planning.claims import (
     Claim,
+    Victim,
+    WorkerMoves,
     read_claims,
     read_gpu_pools,
     read_indexed_pools,
 )
-from rollmesh.scheduler.planning.moves import Victim, WorkerMoves
 from rollmesh.scheduler.planning.plan import PlanBuilder
 from rollmesh.scheduler.planning.planner import PolicyResult
 from rollmesh.scheduler.planning.policies import register_policy

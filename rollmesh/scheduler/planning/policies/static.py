@@ -9,8 +9,7 @@
 
 from collections.abc import Sequence
 
-from rollmesh.scheduler.planning.claims import Claim, read_claims
-from rollmesh.scheduler.planning.moves import Victim, WorkerMoves
+from rollmesh.scheduler.planning.claims import Claim, Victim, WorkerMoves, read_claims
 from rollmesh.scheduler.planning.plan import PlanBuilder
 from rollmesh.scheduler.planning.planner import PolicyResult
 from rollmesh.scheduler.planning.policies import register_policy

@@ -6,11 +6,16 @@ import random
 import pytest
 
 from rollmesh.scheduler.planning.claims import read_claims, read_gpu_pools
-from rollmesh.scheduler.planning.index import Availability, FleetIndex
 from rollmesh.scheduler.planning.plan import Grant, PlanBuilder, apply
 from rollmesh.scheduler.planning.planner import plan
 from rollmesh.scheduler.planning.policies import make_policy
-from rollmesh.scheduler.planning.state import AWAKE_PHASES, FleetState, GpuNode
+from rollmesh.scheduler.planning.state import (
+    AWAKE_PHASES,
+    Availability,
+    FleetIndex,
+    FleetState,
+    GpuNode,
+)
 from rollmesh.wire.scheduling import WorkerPhase
 from tests.unit.scheduler.planning.fleets import add, ask, demand
 from tests.unit.scheduler.planning.histories import History

@@ -11,9 +11,15 @@ import msgspec
 from rollmesh.scheduler.planning.planner import SchedulingPolicy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
 from rollmesh.scheduler.planning.state import PipelineState
-from rollmesh.scheduler.service.records import Action, JournalTables, LogLine, Row, WriteRows
 from rollmesh.scheduler.service.scheduler import FleetScheduler
-from rollmesh.scheduler.service.state import SchedulerSettings
+from rollmesh.scheduler.service.state import (
+    Action,
+    JournalTables,
+    LogLine,
+    Row,
+    SchedulerSettings,
+    WriteRows,
+)
 from rollmesh.wire.machine import Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (

@@ -2,7 +2,7 @@
 
 from rollmesh.scheduler.planning.plan import Expand, Grant
 from rollmesh.scheduler.planning.state import FIXED, ClusterRequest, Owner
-from rollmesh.scheduler.service.records import HistoryRow, IntentKind, IntentPhase
+from rollmesh.scheduler.service.state import HistoryRow, IntentKind, IntentPhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhase
 from tests.unit.scheduler.service.stage import TRAIN, Stage
 

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.core.errors import ConfigError, JournalDamaged, JournalError
 from rollmesh.scheduler.service.journal import FILE_NAME, SqliteJournal
-from rollmesh.scheduler.service.records import (
+from rollmesh.scheduler.service.state import (
     CounterRecord,
     DropRow,
     HistoryRow,

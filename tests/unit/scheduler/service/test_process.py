@@ -10,9 +10,8 @@ import pytest
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.service.journal import SqliteJournal
-from rollmesh.scheduler.service.process import ServiceLoop, ServiceOptions, open_hub
-from rollmesh.scheduler.service.records import Row
-from rollmesh.scheduler.service.status import snapshots_of
+from rollmesh.scheduler.service.process import ServiceLoop, ServiceOptions, open_hub, snapshots_of
+from rollmesh.scheduler.service.state import Row
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.records import JournalTables
 from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import JournalTables
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, ReportProgress, TicketState, WorkerPhase
 from tests.unit.scheduler.service.programs import Program, run_all
 from tests.unit.scheduler.service.stage import Stage

@@ -9,8 +9,8 @@ from rollmesh.scheduler.planning.planner import PolicyResult
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.coordinators import CoordinatorTracker
-from rollmesh.scheduler.service.records import Action, Event
 from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import Action, Event
 from rollmesh.scheduler.service.tickets import TicketQueue, TicketRequest
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.scheduling import (

@@ -5,7 +5,12 @@ import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.state import Owner
-from rollmesh.scheduler.service.records import (
+from rollmesh.scheduler.service.state import (
+    FREE,
+    HELD,
+    MAX_ENDED,
+    MAX_PROBLEMS,
+    MAX_RECENT_LINES,
     AnswerRecord,
     CounterRecord,
     DropRow,
@@ -15,16 +20,9 @@ from rollmesh.scheduler.service.records import (
     IntentPhase,
     LogLine,
     PutRow,
-    WriteRows,
-)
-from rollmesh.scheduler.service.state import (
-    FREE,
-    HELD,
-    MAX_ENDED,
-    MAX_PROBLEMS,
-    MAX_RECENT_LINES,
     SchedulerSettings,
     SchedulerState,
+    WriteRows,
     describe_recent,
     record_ended,
 )

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.process import http_address, listen
 from rollmesh.scheduler.service.explain import FleetExplanation, explain_fleet
-from rollmesh.scheduler.service.status import figures_of, snapshots_of, status_app_of, status_of
+from rollmesh.scheduler.service.process import figures_of, snapshots_of, status_app_of, status_of
 from rollmesh.testing.clock import FakeClock
 from tests.unit.scheduler.service.stage import Stage
 

@@ -1,6 +1,6 @@
 """Requests with a key: which are granted, which join another, which leave nothing."""
 
-from rollmesh.scheduler.service.records import IntentPhase
+from rollmesh.scheduler.service.state import IntentPhase
 from rollmesh.wire.scheduling import (
     GENERATION_CLUSTER,
     GpuPriority,

@@ -6,9 +6,8 @@ import pytest
 from rollmesh.core.secret_files import hash_token
 from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.records import JournalTables, WriteRows
 from rollmesh.scheduler.service.scheduler import FleetScheduler
-from rollmesh.scheduler.service.state import SchedulerSettings
+from rollmesh.scheduler.service.state import JournalTables, SchedulerSettings, WriteRows
 from rollmesh.wire.machine import Received, Send
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from rollmesh.scheduler.planning.state import PipelinePhase
-from rollmesh.scheduler.service.records import IntentPhase
+from rollmesh.scheduler.service.state import IntentPhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhase
 from tests.unit.scheduler.service.stage import SETTINGS, Stage
 

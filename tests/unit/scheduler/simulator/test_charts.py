@@ -11,7 +11,7 @@ import pytest
 
 from rollmesh.core.errors import UserError
 from rollmesh.scheduler.service.journal import FILE_NAME, SqliteJournal
-from rollmesh.scheduler.service.records import HistoryRow
+from rollmesh.scheduler.service.state import HistoryRow
 from rollmesh.scheduler.simulator.charts import (
     COLOURS,
     Chart,
@@ -27,7 +27,7 @@ from rollmesh.scheduler.simulator.charts import (
     pipeline_names,
     png_picture,
 )
-from rollmesh.scheduler.simulator.command import simulate
+from rollmesh.scheduler.simulator.comparison import simulate
 from rollmesh.scheduler.simulator.trace import WorkloadShape, generate_trace
 
 

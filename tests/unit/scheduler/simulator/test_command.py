@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rollmesh.core.errors import UserError
-from rollmesh.scheduler.simulator.command import gantt, simulate
+from rollmesh.scheduler.simulator.comparison import gantt, simulate
 from rollmesh.scheduler.simulator.trace import Trace, WorkloadShape, generate_trace, read_trace
 
 TINY = WorkloadShape(
