@@ -63,7 +63,7 @@ def started() -> Iterator[list[ServiceContainer]]:
     containers: list[ServiceContainer] = []
     yield containers
     for each in containers:
-        print(each.logs())
+        print(each.logs())  # noqa: T201 - pytest shows it if the test fails
         each.remove()
 
 
