@@ -68,7 +68,7 @@ def test_evaluation_lets_agents_choose_their_sampling(out: str) -> None:
     assert order.config.worker.failed_sibling == "score_rest"
 
 
-def test_resuming_needs_no_more_than_the_folder(out: str) -> None:
+def test_resuming_needs_only_the_folder(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3", "--num-tasks", "7"]
     first = options_of(arguments().parse_args(words))
     open_folder(first)
@@ -78,7 +78,7 @@ def test_resuming_needs_no_more_than_the_folder(out: str) -> None:
     assert again.resume
 
 
-def test_resuming_with_something_else_is_one_line(out: str) -> None:
+def test_resuming_with_another_plan_is_refused_in_one_line(out: str) -> None:
     words = ["--out", out, "--env", "echo", "--model-dir", "m", "-n", "3"]
     open_folder(options_of(arguments().parse_args(words)))
     message = refused(["--out", out, "--resume", "-n", "4"])

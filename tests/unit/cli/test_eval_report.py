@@ -50,7 +50,7 @@ REPORT = report_of(
 )
 
 
-def test_table_has_the_figures_and_what_failed(
+def test_table_has_the_figures_and_the_failures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(PLAN, REPORT, tmp_path, as_json=False)
@@ -74,7 +74,7 @@ def test_json_alone_goes_to_stdout_and_to_the_folder(
     assert (tmp_path / SUMMARY).read_text() == out
 
 
-def test_nothing_that_counts_is_shown_as_no_figure(
+def test_an_evaluation_without_counted_rollouts_shows_no_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(PLAN, report_of([]), tmp_path, as_json=False)
@@ -101,7 +101,7 @@ def one_task(*rewards: float) -> Report:
     return report_of([row("a", at, "completed", reward) for at, reward in enumerate(rewards)])
 
 
-def test_what_a_single_task_cannot_tell_is_not_shown(
+def test_one_task_has_a_mean_reward_and_no_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(PLAN, one_task(0.25, 0.75), tmp_path, as_json=False)
@@ -109,14 +109,14 @@ def test_what_a_single_task_cannot_tell_is_not_shown(
     assert "reward 0.500 -" in lines
 
 
-async def test_where_no_bar_can_be_painted_lines_say_how_far_it_is() -> None:
+async def test_progress_is_printed_as_lines_where_no_bar_can_be_drawn() -> None:
     console = Console(file=io.StringIO())
     with console.capture() as capture, Progress(console=console, disable=True) as bar:
-        teller = EvalProgress(bar, "guess", num_wanted=4, status="its status")
+        progress = EvalProgress(bar, "guess", num_wanted=4, status="its status")
         for num_rows in (0, 0, 2, 2, 4):
-            teller.on_rows(num_rows)
-            teller.update()
-            teller.close()
+            progress.on_rows(num_rows)
+            progress.update()
+            progress.close()
     assert capture.get().splitlines() == [
         "no rollout has ended for 30 s; does a worker serve guess?; its status shows more",
         "guess: 2 of 4 rollouts",
@@ -138,13 +138,13 @@ def test_a_failure_is_shown_with_its_place_a_task_and_the_logs(
     assert f"the workers' logs: {tmp_path / 'mesh' / 'logs'}\n" in out
 
 
-async def test_where_the_router_knows_that_no_engine_serves_workers_are_not_asked_about() -> None:
+async def test_a_known_wait_reason_replaces_the_question_about_workers() -> None:
     console = Console(file=io.StringIO())
     with console.capture() as capture, Progress(console=console, disable=True) as bar:
-        teller = EvalProgress(bar, "guess", num_wanted=4, status="its status")
-        teller.set_wait_reason(lambda: "no engine serves: http://e is fenced: refused (for 20 s)")
-        teller.update()
-        teller.close()
+        progress = EvalProgress(bar, "guess", num_wanted=4, status="its status")
+        progress.set_wait_reason(lambda: "no engine serves: http://e is fenced: refused (for 20 s)")
+        progress.update()
+        progress.close()
     [line] = capture.get().splitlines()
     assert line == (
         "no rollout has ended for 30 s; no engine serves: http://e is fenced: refused (for 20 s); "

@@ -194,7 +194,7 @@ def test_a_second_start_keeps_the_keys_and_the_token(tmp_path: Path) -> None:
     assert admin_token(environment) == made[1].decode().strip()
 
 
-def test_what_is_no_key_file_is_not_kept_silently(
+def test_a_file_that_holds_no_keys_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "keys.json"
@@ -203,7 +203,7 @@ def test_what_is_no_key_file_is_not_kept_silently(
     assert "not a key file" in capsys.readouterr().err
 
 
-def test_many_that_start_at_once_share_one_pair_of_keys_and_one_token(tmp_path: Path) -> None:
+def test_processes_that_start_at_once_share_one_pair_of_keys_and_one_token(tmp_path: Path) -> None:
     num = 4
     barrier = Barrier(num)
 

@@ -77,7 +77,7 @@ def test_an_open_port_alone_is_not_healthy(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:80", "http://127.0.0.1/", "ftp://here:21"])
-def test_what_cannot_be_asked_is_the_callers_mistake(
+def test_an_address_that_is_no_health_url_is_a_user_error(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["healthy", address]) == 2

@@ -56,7 +56,7 @@ def test_a_verb_whose_extra_is_not_installed_names_it(
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--help"], ["eval", "--help"]])
-def test_a_reader_that_has_seen_enough_is_no_fault(words: list[str], unbuffered: str) -> None:
+def test_a_closed_output_pipe_is_no_error(words: list[str], unbuffered: str) -> None:
     """Write into a closed pipe, as in `rollmesh --help | true`."""
     reading, writing = os.pipe()
     os.close(reading)

@@ -43,9 +43,7 @@ def look(run: FakeRun, after_s: float = 1.0) -> MeshReport:
 
 
 def write_pids(run: FakeRun, host: str = "", **pids: int) -> None:
-    """Write the processes of `pids` by role, as launch does; ours is recorded with its real
-    start.
-    """
+    """Write pids.json as launch does; each process is recorded with our own start time."""
     began_s = psutil.Process().create_time()
     rows = [Pid(role, pid, began_s, host or socket.gethostname()) for role, pid in pids.items()]
     (run.folder / "pids.json").write_bytes(msgspec.json.encode(rows))
@@ -78,7 +76,9 @@ def test_a_run_whose_pid_belongs_to_another_process_now_was_killed(run: FakeRun)
     assert standing.run.phase == "killed"
 
 
-def test_a_run_whose_launch_died_without_a_word_was_killed_and_can_be_resumed(run: FakeRun) -> None:
+def test_a_run_whose_launch_died_without_a_report_was_killed_and_can_be_resumed(
+    run: FakeRun,
+) -> None:
     write_pids(run, launch=GONE_PID)
     ours = running_record("rollmesh up --resume")
     run.write_record(msgspec.structs.replace(ours, pid=GONE_PID))
@@ -87,11 +87,11 @@ def test_a_run_whose_launch_died_without_a_word_was_killed_and_can_be_resumed(ru
     assert (standing.run.phase, standing.processes) == ("killed", [])
     assert standing.run.cause.startswith("launch ended without a report")
     assert standing.run.resume == "rollmesh up --resume"
-    assert standing.router  # as it was last seen
+    assert standing.router  # its last known state
 
 
 def test_a_living_launch_that_cannot_write_telemetry_is_running(run: FakeRun) -> None:
-    # On a full disk telemetry ends, and so it may after a change of the clock.
+    # Telemetry ends on a full disk, and may end when the clock changes.
     run.write_record(running_record("rollmesh up --resume"))
     standing = look(run, after_s=3600.0)
     assert standing.run
@@ -107,7 +107,7 @@ def test_a_living_launch_that_cannot_write_telemetry_is_running(run: FakeRun) ->
         ({"ended": "router exited with code 1"}, "failed", "router exited with code 1"),
     ],
 )
-def test_a_run_from_before_there_was_a_state_file_is_read_by_its_summary(
+def test_a_run_without_a_state_file_is_read_from_its_summary(
     run: FakeRun, summary: dict[str, str], phase: str, cause: str
 ) -> None:
     (run.folder / "summary.json").write_bytes(msgspec.json.encode(summary))
@@ -234,7 +234,7 @@ def test_a_router_that_asks_for_a_token_gets_ours(
 
 
 def make_model(folder: Path) -> Path:
-    """A folder whose settings file has the name of a run's."""
+    """Make a model folder: its config.json has the name of a run's settings file."""
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     return folder
@@ -248,13 +248,13 @@ def test_the_newest_run_is_taken(tmp_path: Path) -> None:
     assert newest(tmp_path) == tmp_path / "b"
 
 
-def test_of_an_evaluation_its_mesh_is_meant(tmp_path: Path) -> None:
+def test_the_run_folder_of_an_evaluation_is_that_of_its_mesh(tmp_path: Path) -> None:
     mesh = FakeRun(tmp_path / "eval" / "mesh")
     (tmp_path / "eval" / "eval.json").write_text("{}")
     assert run_folder(tmp_path / "eval") == mesh.folder
 
 
-def test_the_page_of_an_evaluation_is_its_own(tmp_path: Path) -> None:
+def test_the_page_folder_of_an_evaluation_is_its_own(tmp_path: Path) -> None:
     mesh = FakeRun(tmp_path / "eval" / "mesh")
     (tmp_path / "eval" / "eval.json").write_text("{}")
     assert page_folder(tmp_path / "eval") == tmp_path / "eval"

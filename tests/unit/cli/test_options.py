@@ -17,7 +17,7 @@ from rollmesh.core.errors import ConfigError
 from rollmesh.core.share import Share
 
 
-def test_overrides_lie_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
     path = tmp_path / "mesh.toml"
     path.write_text('[run]\nname = "filed"\nseed = 3\n')
     arguments = parser("router", "")
@@ -27,7 +27,7 @@ def test_overrides_lie_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
     assert (config.run.name, config.run.seed, config.run.folder) == ("filed", 4, "elsewhere")
 
 
-def test_set_may_be_given_again() -> None:
+def test_set_may_be_given_several_times() -> None:
     arguments = parser("up", "")
     add_set(arguments)
     options = arguments.parse_args(["--set", "run.seed=4", "--set", "run.name=x"])
@@ -56,7 +56,7 @@ def test_a_wrong_override_is_named(override: str, line: str) -> None:
         config_of(arguments.parse_args(["--set", override]))
 
 
-def test_a_share_is_a_scheduler_and_a_name_there() -> None:
+def test_a_share_is_the_address_of_a_scheduler_and_a_pipeline_id() -> None:
     arguments = parser("up", "")
     add_share(arguments)
     words = ["--scheduler", "tcp://h:7070", "--pipeline", "math"]

@@ -20,12 +20,12 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_newest_weights_take_the_place_of_the_untrained(weights: Path) -> None:
+def test_an_engine_starts_with_the_newest_published_weights(weights: Path) -> None:
     words = with_newest([*UNTRAINED, "--newest-of", str(weights), "--num-threads", "1"])
     newest = ["--model-dir", str(weights / "v000008"), "--weight-version", "8"]
     assert words == [*UNTRAINED, "--num-threads", "1", *newest]
 
 
-def test_where_nothing_was_published_it_begins_untrained(tmp_path: Path) -> None:
+def test_an_engine_starts_untrained_where_nothing_was_published(tmp_path: Path) -> None:
     assert with_newest([*UNTRAINED, "--newest-of", str(tmp_path / "weights")]) == UNTRAINED
     assert with_newest(UNTRAINED) == UNTRAINED

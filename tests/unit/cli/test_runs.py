@@ -19,7 +19,7 @@ from rollmesh.core.config import Config, load_config, write_config
 from rollmesh.core.errors import ConfigError
 
 
-def test_the_demo_keeps_to_the_settings_that_exist() -> None:
+def test_the_settings_of_the_demo_are_valid() -> None:
     config = load_config(None, [], SETTINGS)
     assert (config.env, config.run.name) == ("guess", "demo")
 
@@ -52,11 +52,11 @@ def begun(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_without_it_the_verbs_own_defaults_count(begun: Path) -> None:
+def test_without_resume_the_verbs_own_defaults_apply(begun: Path) -> None:
     assert settings(begun).trainer.num_steps == 7
 
 
-def test_a_run_goes_on_with_the_settings_that_it_began_with(begun: Path) -> None:
+def test_a_resumed_run_keeps_the_settings_that_it_began_with(begun: Path) -> None:
     config = settings(begun, "--resume")
     assert (config.trainer.num_steps, config.run.seed) == (30, 5)
 
@@ -66,7 +66,7 @@ def test_a_setting_of_the_command_line_overrides_the_runs(begun: Path) -> None:
     assert (config.trainer.num_steps, config.run.seed) == (60, 5)
 
 
-def test_a_folder_that_was_moved_is_gone_on_with_where_it_is(begun: Path, tmp_path: Path) -> None:
+def test_a_moved_run_is_resumed_in_its_new_folder(begun: Path, tmp_path: Path) -> None:
     (begun / "mesh").rename(tmp_path / "later")
     config = settings(begun, "--resume", "--set", "run.name=later")
     assert config.run_folder() == tmp_path / "later"
@@ -95,15 +95,15 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ("env=guess", 'env = "guess": the run began with "echo"'),
     ],
 )
-def test_what_a_run_keeps_is_not_changed(begun: Path, override: str, line: str) -> None:
+def test_a_fixed_setting_cannot_change_on_resume(begun: Path, override: str, line: str) -> None:
     with pytest.raises(ConfigError) as raised:
         settings(begun, "--resume", "--set", override)
     assert str(raised.value).startswith(line)
-    assert settings(begun, "--set", override) != settings(begun)  # a new run may have it
+    assert settings(begun, "--set", override) != settings(begun)  # a new run may change it
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_what_a_run_keeps_are_settings(name: str) -> None:
+def test_each_fixed_name_is_a_setting(name: str) -> None:
     assert setting(Config(), name) is not None
 
 

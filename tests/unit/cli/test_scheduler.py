@@ -19,7 +19,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_every_verb_is_where_the_table_says(name: str) -> None:
+def test_every_verb_can_be_loaded(name: str) -> None:
     assert callable(load(VERBS[name]))
 
 
@@ -28,7 +28,7 @@ def test_an_unknown_verb_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("rollmesh: no verb 'dance' of the scheduler; did you")
 
 
-def test_init_writes_a_fleet_and_never_over_one(
+def test_init_writes_a_fleet_and_never_overwrites_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "scheduler.toml"
@@ -40,8 +40,8 @@ def test_init_writes_a_fleet_and_never_over_one(
     assert path.read_text() == ""
 
 
-def complaint(verb: str, path: Path) -> str:
-    """The line that `rollmesh scheduler VERB PATH` ends with, as a process of its own."""
+def error_line(verb: str, path: Path) -> str:
+    """Run `rollmesh scheduler VERB PATH` in a process; return its error line."""
     words = [sys.executable, "-m", "rollmesh.cli.main", "scheduler", verb, str(path)]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 2
@@ -64,7 +64,7 @@ def test_a_mistake_in_the_file_is_one_line(
 ) -> None:
     path = tmp_path / "scheduler.toml"
     path.write_text(f'http_bind = "127.0.0.1:0"\njournal = "{tmp_path / "journal"}"\n{text}')
-    assert error in complaint(verb, path)
+    assert error in error_line(verb, path)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,15 @@ def test_seconds_are_checked_before_the_service_serves(
 ) -> None:
     path = tmp_path / "scheduler.toml"
     path.write_text(text)
-    assert f"{path}: {error}" in complaint("serve", path)
+    assert f"{path}: {error}" in error_line("serve", path)
 
 
-def test_a_damaged_journal_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     path, journal = tmp_path / "scheduler.toml", tmp_path / "journal"
     path.write_text(f'bind = "tcp://127.0.0.1:0"\nhttp_bind = "127.0.0.1:0"\njournal = "{journal}"')
     journal.mkdir()
     (journal / FILE_NAME).write_bytes(b"no journal " * 1000)
-    error = complaint("serve", path)
+    error = error_line("serve", path)
     assert f"{journal / FILE_NAME} is not a scheduler's journal: " in error
     assert f"; restore a copy, or move {journal} away to start with an empty" in error
 
@@ -118,7 +118,7 @@ def test_ray_that_is_not_installed_is_named(
     assert "scheduler ray needs Ray: pip install '.[ray]'" in capsys.readouterr().err
 
 
-def test_a_fleet_without_a_port_is_no_fleet_for_ray(
+def test_a_fleet_for_ray_needs_a_fixed_port(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "scheduler.toml"

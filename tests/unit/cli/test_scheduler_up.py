@@ -80,7 +80,7 @@ generation = [0, 1, 2, 3]
 
 
 class Running:
-    """`rollmesh scheduler up`."""
+    """A process of `rollmesh scheduler up`, and questions to it."""
 
     def __init__(self, folder: Path) -> None:
         service, http = free_ports(2)
@@ -93,11 +93,11 @@ class Running:
         self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def token(self, pipeline_id: str) -> str:
-        """The status of its runs."""
+        """The pipeline's token, from admission's folder."""
         return (self.admission.parent / "tokens" / pipeline_id).read_text().strip()
 
     def pid_of(self, verb: str) -> int:
-        """The pid of the child with that verb, 0 if there is none now."""
+        """The pid of the running child with that verb; 0 if there is none."""
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
                 if verb in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
@@ -139,7 +139,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 
 class Tenant:
-    """The hooks and the coordinator of one pipeline whose engines obey at once."""
+    """The hooks and the coordinator of one pipeline; each resize is done at once."""
 
     def __init__(self, running: Running, pipeline_id: str) -> None:
         self._pipeline_id = pipeline_id
@@ -147,23 +147,23 @@ class Tenant:
         self._dialer = Dialer(running.address, new_id("tenant"))
         self._truth = {rank: WorkerTruth(rank, WorkerPhase.ASLEEP, 0) for rank in range(4)}
 
-    def say(self, message: AnyMessage) -> None:
+    def send(self, message: AnyMessage) -> None:
         self._dialer.send(Packet(signed(message, self._token)))
 
     def until(self, state: TicketState, question: HookAsk) -> tuple[int, ...]:
-        """Send it until its ticket has that state; return the GPUs."""
+        """Send `question` until its ticket has `state`; return the ticket's GPUs."""
         give_up_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < give_up_s:
-            self.say(HooksWired(self._pipeline_id))
-            self.say(CoordinatorHello(self._pipeline_id, tuple(self._truth.values())))
-            self.say(question)
+            self.send(HooksWired(self._pipeline_id))
+            self.send(CoordinatorHello(self._pipeline_id, tuple(self._truth.values())))
+            self.send(question)
             wait([self._dialer], None, LOOK_S)
             for packet in self._dialer.receive():
                 match packet.message:
                     case TicketMoved(question.key, its_state, gpus) if its_state is state:
                         return gpus
                     case TicketMoved(key, TicketState.OFFERED) as moved:
-                        self.say(TakeGpus(key, moved.offer))
+                        self.send(TakeGpus(key, moved.offer))
                     case ResizeWorkers() as resize:
                         self._do(resize)
         raise AssertionError(f"{question} never became {state}")
@@ -176,7 +176,7 @@ class Tenant:
             phase = WorkerPhase.AWAKE if change.wakes else WorkerPhase.ASLEEP
             self._truth[change.rank] = WorkerTruth(change.rank, phase, change.epoch)
         truth = tuple(self._truth.values())
-        self.say(WorkersResized(self._pipeline_id, resize.resize_id, truth))
+        self.send(WorkersResized(self._pipeline_id, resize.resize_id, truth))
 
 
 def test_without_admission_every_run_time_operation_still_answers(running: Running) -> None:
@@ -192,9 +192,9 @@ def test_without_admission_every_run_time_operation_still_answers(running: Runni
         "2", "math", "actor_train", GENERATION_CLUSTER, generate, step_target_estimate=8
     )
     assert tenant.until(granted, hand_over)
-    tenant.say(ReportProgress("math", "train", 1, 8, 3))
+    tenant.send(ReportProgress("math", "train", 1, 8, 3))
     running.until(lambda: running.of("math").remaining == 5)
-    tenant.say(ClearProgress("math", "train", 1))
+    tenant.send(ClearProgress("math", "train", 1))
     running.until(lambda: not running.of("math").has_demand)
     assert tenant.until(granted, RequestGpus("3", "math", GENERATION_CLUSTER, generate))
     tenant.until(released, NotifyReleaseGpus("4", "math", GENERATION_CLUSTER))
@@ -207,7 +207,7 @@ def test_without_admission_every_run_time_operation_still_answers(running: Runni
     assert ask_admission(running.admission, question, patience_s=PATIENCE_S).ok
 
 
-def test_a_killed_pipeline_holds_nothing_and_is_let_in_again(
+def test_a_killed_pipeline_holds_no_gpus_and_may_be_admitted_again(
     running: Running, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--admission", str(running.admission)]
@@ -228,7 +228,7 @@ def test_a_killed_pipeline_holds_nothing_and_is_let_in_again(
     assert running.phases()["math"] is PipelinePhase.ADMITTED
 
 
-def test_a_service_that_was_killed_rises_with_all_that_it_knew(running: Running) -> None:
+def test_a_killed_service_restarts_with_its_whole_state(running: Running) -> None:
     before, killed = running.seen(), running.pid_of("serve")
     os.kill(killed, signal.SIGKILL)
     running.until(lambda: running.pid_of("serve") not in (0, killed))
@@ -239,7 +239,7 @@ def test_a_service_that_was_killed_rises_with_all_that_it_knew(running: Running)
     assert GENERATION_CLUSTER not in after.pipelines[0].spec.clusters
 
 
-def test_a_service_that_cannot_start_again_at_once_is_started_until_it_does(
+def test_a_service_that_fails_to_restart_is_started_until_it_runs(
     running: Running,
 ) -> None:
     before, killed = running.seen(), running.pid_of("serve")
@@ -279,7 +279,7 @@ def test_a_node_joins_by_its_agent_is_drained_and_is_down_without_it(running: Ru
     assert "rollmesh: node 'b' had 2 GPUs and comes back with 3" in refused.stderr
 
 
-def test_both_end_with_it(running: Running) -> None:
+def test_both_children_end_with_the_supervisor(running: Running) -> None:
     children = psutil.Process(running.process.pid).children()
     assert len(children) == 2
     running.process.kill()

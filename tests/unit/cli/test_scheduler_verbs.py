@@ -41,13 +41,13 @@ workers = 99
 """
 
 
-class Town(Fleet):
-    """A scheduler and its admission."""
+class AdmissionFleet(Fleet):
+    """A scheduler that answers on its admission socket and on its hub."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.hub, self._door = Hub("tcp://127.0.0.1:0"), AdmissionSocket(Path("admission.sock"))
-        self._desk = AdmissionServer(self.ask, TokenFiles(Path()))
+        self.hub, self._socket = Hub("tcp://127.0.0.1:0"), AdmissionSocket(Path("admission.sock"))
+        self._server = AdmissionServer(self.ask, TokenFiles(Path()))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -69,7 +69,7 @@ class Town(Fleet):
         self._stop.set()
         self._thread.join(30)
         self.hub.close()
-        self._door.close()
+        self._socket.close()
 
     def _serve(self) -> None:
         while not self._stop.is_set():
@@ -80,41 +80,41 @@ class Town(Fleet):
                 answer = self.ask(question)
                 output = SchedulerAnswered(question.key, answer.ok, answer.error)
                 self.hub.send(route, Packet(output, body=answer.body))
-            serve_waiting(self._door, self._desk)
+            serve_waiting(self._socket, self._server)
 
 
 @pytest.fixture
-def town(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Town]:
-    """The fleet's file is in the working directory."""
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdmissionFleet]:
+    """Write the fleet's file into a new working directory and serve it."""
     monkeypatch.chdir(tmp_path)
-    town = Town()
-    Path("scheduler.toml").write_text(FILE.format(address=town.hub.address))
-    yield town
-    town.close()
+    fleet = AdmissionFleet()
+    Path("scheduler.toml").write_text(FILE.format(address=fleet.hub.address))
+    yield fleet
+    fleet.close()
 
 
-def test_pipelines_are_placed_by_the_file_and_let_in(
-    town: Town, capsys: pytest.CaptureFixture[str]
+def test_pipelines_are_placed_by_the_file_and_admitted(
+    fleet: AdmissionFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scheduler", "register", "math"]) == 0
     output = capsys.readouterr().out
     assert output == "math: actor_train on 0 1; generation on 0-3\n"
-    assert town.phase("math") is PipelinePhase.REGISTERED
+    assert fleet.phase("math") is PipelinePhase.REGISTERED
     assert main(["scheduler", "admit", "math"]) == 0
-    assert town.phase("math") is PipelinePhase.ADMITTED
+    assert fleet.phase("math") is PipelinePhase.ADMITTED
     assert main(["scheduler", "unregister", "math"]) == 0
-    assert not town.state.pipelines
+    assert not fleet.state.pipelines
 
 
-def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
-    town: Town, capsys: pytest.CaptureFixture[str]
+def test_pipelines_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
+    fleet: AdmissionFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scheduler", "register", "--admit"]) == 2
     captured = capsys.readouterr()
     assert captured.out.endswith("generation on 0-3, admitted\n")
     assert "big" in captured.err
     assert len(captured.err.splitlines()) == 1
-    assert list(town.state.pipelines) == ["math"]
+    assert list(fleet.state.pipelines) == ["math"]
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,17 @@ def test_all_of_the_file_are_registered_up_to_the_first_that_does_not_fit(
     ],
 )
 def test_a_mistake_is_one_line(
-    words: list[str], output: str, town: Town, capsys: pytest.CaptureFixture[str]
+    words: list[str], output: str, fleet: AdmissionFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scheduler", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert output in line
-    assert not town.state.pipelines
+    assert not fleet.state.pipelines
 
 
-def test_status_shows_nodes_and_pipelines(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_nodes_and_pipelines(
+    fleet: AdmissionFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["scheduler", "register", "math"])
     capsys.readouterr()
     assert main(["scheduler", "status"]) == 0
@@ -151,15 +153,17 @@ def test_status_shows_nodes_and_pipelines(town: Town, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["num_free"] == 8
 
 
-def test_explain_says_why_a_pipeline_waits(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_why_a_pipeline_waits(
+    fleet: AdmissionFleet, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["scheduler", "register", "math"])
-    town.state.requests["k"] = ClusterRequest(
+    fleet.state.requests["k"] = ClusterRequest(
         key="k",
         pipeline_id="math",
         cluster="actor_train",
         priority=GpuPriority.ACTOR_TRAINING,
         seq=1,
-        asked_s=town.state.now_s,
+        asked_s=fleet.state.now_s,
     )
     capsys.readouterr()
     assert main(["scheduler", "explain", "math"]) == 0
@@ -171,9 +175,9 @@ def test_explain_says_why_a_pipeline_waits(town: Town, capsys: pytest.CaptureFix
 
 
 def test_a_killed_pipeline_has_no_processes_left(
-    town: Town, capsys: pytest.CaptureFixture[str]
+    fleet: AdmissionFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["scheduler", "register", "math"])
     assert main(["scheduler", "kill", "math", "--dead"]) == 0
     assert "math: 0 processes killed, and its GPUs are free;" in capsys.readouterr().out
-    assert not town.state.pipelines
+    assert not fleet.state.pipelines

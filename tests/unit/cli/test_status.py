@@ -50,7 +50,7 @@ def test_a_run_is_described_from_its_folder(
     assert engine[1:5] == ["READY", "12", "61", "3"]
 
 
-def test_an_ended_run_is_shown_by_its_summary(
+def test_an_ended_run_is_shown_from_its_summary(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.finish()
@@ -61,7 +61,7 @@ def test_an_ended_run_is_shown_by_its_summary(
     assert not any("worker-0" in line or "pid" in line for line in lines)
 
 
-def test_success_is_not_shown_where_it_is_not_known(
+def test_success_is_not_shown_for_dense_rewards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(tmp_path / "dense", num_steps=60, is_dense=True)
@@ -129,7 +129,9 @@ def test_a_narrow_terminal_folds_names_and_keeps_numbers() -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
-def test_json_holds_all_of_it(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_run_and_the_state_of_the_router(
+    run: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert status([str(run.folder), "--json"]) == 0
     [line] = capsys.readouterr().out.splitlines()
     document: dict[str, Any] = msgspec.json.decode(line)

@@ -20,7 +20,7 @@ def run(tmp_path: Path) -> FakeRun:
     return run
 
 
-def test_it_reports_shares_and_conclusions(
+def test_the_report_has_shares_and_conclusions(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bias", str(run.folder)]) == 0
@@ -36,7 +36,7 @@ def test_it_reports_shares_and_conclusions(
     assert "Mann-Whitney U" in lines[-1]
 
 
-def test_programs_get_one_line_of_json(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_one_line(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bias", "--json", str(run.folder)]) == 0
     report = msgspec.json.decode(capsys.readouterr().out)
     assert report["fates"] == {"trained": 160, "stale": 10}
@@ -51,7 +51,7 @@ def test_a_run_that_lost_nothing_has_no_bias(
     assert capsys.readouterr().out.splitlines()[-1].endswith("no selection bias")
 
 
-def test_a_run_that_has_not_begun_is_one_line(
+def test_a_run_without_rollouts_is_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(tmp_path / "demo")
@@ -59,7 +59,7 @@ def test_a_run_that_has_not_begun_is_one_line(
     assert capsys.readouterr().out == "0 rollouts ended\n"
 
 
-def test_a_folder_of_something_else_is_a_line(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         main(["bias", str(tmp_path)])
 
@@ -77,6 +77,6 @@ def test_a_difference_is_reported_only_if_significant(share: float, p: float, te
     assert f"stale (10 groups): {text}" in sentence(verdict, None)
 
 
-def test_too_few_are_not_compared() -> None:
+def test_too_few_groups_are_not_compared() -> None:
     verdict = FateComparison("stale", "difficulty", 3, 20, 0.5, 0.4, None)
     assert sentence(verdict, 2.0) == "stale (3 groups): too few to compare by difficulty"

@@ -22,7 +22,7 @@ def test_scheme_host_and_port_are_a_url(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["", "h:1", "http://", "http://h/x", "http://h?", "http://h#", "http://@h", "http://h:x"]
 )
-def test_anything_else_is_not(url: str) -> None:
+def test_other_text_is_no_engine_url(url: str) -> None:
     assert why_no_engine_url(url)
     with pytest.raises(ConfigError, match="urls"):
         load_config(None, [f'engine.urls=["{url}"]'])
@@ -73,5 +73,5 @@ def test_loopback_addresses_and_localhost_are_loopback(host: str) -> None:
         "",
     ],
 )
-def test_names_that_begin_like_loopback_are_not(host: str) -> None:
+def test_names_that_begin_like_loopback_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)

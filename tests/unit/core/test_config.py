@@ -20,11 +20,11 @@ def refused(tmp_path: Path, text: str) -> str:
     return error.removeprefix(f"{file}: ")
 
 
-def test_defaults_are_whole() -> None:
+def test_an_empty_configuration_is_valid() -> None:
     assert load_config(None) == Config()
 
 
-def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+def test_a_written_configuration_is_read_back(tmp_path: Path) -> None:
     config = load_config(None, ["trainer.num_steps=7", 'engine.urls=["http://a:1"]', "env=m:E"])
     write_config(config, tmp_path / "run" / "config.json")
     assert load_config(tmp_path / "run" / "config.json") == config
@@ -75,7 +75,7 @@ def test_a_wrong_word_is_answered_with_the_choices(tmp_path: Path) -> None:
     )
 
 
-def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_the_command_that_makes_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no-such\.toml: .*`rollmesh init` writes one"):
         load_config(tmp_path / "no-such.toml")
 

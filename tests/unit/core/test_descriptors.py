@@ -47,6 +47,6 @@ except OSError:
 """
 
 
-def test_a_process_that_has_used_up_its_files_can_still_say_so() -> None:
+def test_figures_can_be_read_when_every_descriptor_is_in_use() -> None:
     done = subprocess.run([sys.executable, "-c", TAKE_ALL], capture_output=True, check=True)
     assert done.stdout.decode().splitlines() == ["True True", "1.0 True"]

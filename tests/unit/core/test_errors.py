@@ -21,7 +21,7 @@ OWNER = "tcp://10.0.0.1:7000"
 
 
 @pytest.mark.parametrize("reason", get_args(MissReason))
-def test_a_missing_shard_says_which_and_why(reason: MissReason) -> None:
+def test_a_missing_shard_is_reported_with_its_id_and_reason(reason: MissReason) -> None:
     error = ShardMissing(0x7_0000_0001, OWNER, reason)
     assert str(error).startswith(f"shard 0x700000001 of {OWNER} is not there ({reason}): ")
     assert (error.shard_id, error.owner, error.reason) == (0x7_0000_0001, OWNER, reason)
@@ -39,7 +39,7 @@ def test_an_owner_that_is_gone_is_named() -> None:
     assert (error.owner, error.why) == (OWNER, "it hung up")
 
 
-def test_a_full_store_says_how_full_and_what_to_do() -> None:
+def test_a_full_store_is_reported_with_its_size_and_the_remedy() -> None:
     error = StoreFull(300, 900, 1000, "/dev/shm has room for 20")
     assert str(error).startswith(
         "300 bytes do not fit: 900 of 1000 are held, /dev/shm has room for 20; "
@@ -61,6 +61,6 @@ def test_a_full_store_says_how_full_and_what_to_do() -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_that_is_made_again_elsewhere_is_the_same(error: RollmeshError) -> None:
-    again = copy.copy(error)  # by the same way as pools of processes and Ray
+def test_a_copied_error_equals_the_original(error: RollmeshError) -> None:
+    again = copy.copy(error)  # through __reduce__, as process pools and Ray do
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

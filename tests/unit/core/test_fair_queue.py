@@ -1,4 +1,4 @@
-"""Owners take turns, whatever one of them has in the queue."""
+"""Owners take turns, however many items one of them has in the queue."""
 
 from rollmesh.core.fair_queue import FairQueue
 

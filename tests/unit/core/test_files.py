@@ -1,4 +1,4 @@
-"""The tail hands out whole lines once, whatever the writer does to the file."""
+"""The tail returns each whole line once, whatever the writer does to the file."""
 
 import os
 from itertools import chain
@@ -32,7 +32,7 @@ def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
     assert read_text(tail) == ["two"]
 
 
-def test_a_missing_file_is_an_empty_one_until_it_comes(tmp_path: Path) -> None:
+def test_a_missing_file_reads_as_empty_until_it_exists(tmp_path: Path) -> None:
     tail = FileTail(tmp_path / "rows")
     assert read_text(tail) == []
     (tmp_path / "rows").write_text("one\n")
@@ -69,7 +69,7 @@ def test_one_read_is_bounded_and_loses_nothing(tmp_path: Path) -> None:
     assert list(chain(*reads)) == [f"line {number}" for number in range(10)]
 
 
-def test_a_line_longer_than_a_read_is_passed_over(tmp_path: Path) -> None:
+def test_a_line_longer_than_a_read_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     path.write_text("a" * 55 + "\nnext\n")
     tail = FileTail(path, max_read_bytes=20)

@@ -1,4 +1,4 @@
-"""Free space is given out once, joins again, and is found however many gaps there are."""
+"""Free space is taken once, merged when freed, and found among any number of gaps."""
 
 import random
 from itertools import accumulate
@@ -34,13 +34,13 @@ def give(space: FreeSpace, runs: list[Run]) -> None:
         space.give(*run)
 
 
-def test_parts_asked_for_together_lie_side_by_side(space: FreeSpace) -> None:
+def test_parts_taken_together_are_adjacent(space: FreeSpace) -> None:
     assert taken(space, [10, 0, 30]) == [(0, 10), (10, 10), (10, 40)]
     assert taken(space, [5]) == [(40, 45)]
     assert space.end == 45
 
 
-def test_what_is_given_back_joins_its_neighbours(space: FreeSpace) -> None:
+def test_a_freed_run_joins_its_neighbours(space: FreeSpace) -> None:
     a, b, c, last = taken(space, [10, 20, 30, 1])
     give(space, [a, c, b])
     assert taken(space, [60]) == [(0, 60)]
@@ -56,7 +56,7 @@ def test_the_run_that_fits_is_taken_before_a_longer_one(space: FreeSpace) -> Non
     assert taken(space, [96]) == [(102, 198)]
 
 
-def test_parts_fill_the_gaps_before_new_ground_is_broken(space: FreeSpace) -> None:
+def test_parts_fill_the_gaps_before_the_end_moves(space: FreeSpace) -> None:
     runs = taken(space, [100, 1] * 4)
     give(space, runs[::2])
     parts = taken(space, [30] * 14)
@@ -64,7 +64,7 @@ def test_parts_fill_the_gaps_before_new_ground_is_broken(space: FreeSpace) -> No
     assert space.end == runs[-1][1] + 60
 
 
-def test_what_finds_no_room_takes_nothing() -> None:
+def test_a_request_that_does_not_fit_takes_nothing() -> None:
     space = FreeSpace(100)
     first, _ = taken(space, [40, 10])
     give(space, [first])
@@ -72,7 +72,7 @@ def test_what_finds_no_room_takes_nothing() -> None:
     assert taken(space, [40, 50]) == [(0, 40), (50, 100)]
 
 
-def test_the_longest_run_is_among_those_within_an_eighth(space: FreeSpace) -> None:
+def test_take_longest_returns_a_run_within_an_eighth_of_the_longest(space: FreeSpace) -> None:
     runs = taken(space, [size for n in range(1, 200) for size in (64 * n, 1)])
     give(space, runs[::2])
     found = space.take_longest()
@@ -80,7 +80,7 @@ def test_the_longest_run_is_among_those_within_an_eighth(space: FreeSpace) -> No
     assert found[1] - found[0] >= 64 * 199 * 7 / 8
 
 
-def test_ground_behind_the_end_can_be_taken_up_to_a_place(space: FreeSpace) -> None:
+def test_space_behind_the_end_can_be_taken_up_to_an_offset(space: FreeSpace) -> None:
     taken(space, [10])
     assert space.take_to(10) is None
     assert space.take_to(64) == (10, 64)
@@ -88,7 +88,7 @@ def test_ground_behind_the_end_can_be_taken_up_to_a_place(space: FreeSpace) -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_as_a_line_of_bytes_each_with_its_owner(seed: int) -> None:
+def test_random_use_agrees_with_a_byte_map(seed: int) -> None:
     chance, line, held = random.Random(seed), bytearray(4096), list[Run]()
     space = FreeSpace(len(line))
     for _ in range(1500):
@@ -115,7 +115,7 @@ def test_it_is_as_a_line_of_bytes_each_with_its_owner(seed: int) -> None:
     assert (space.end, space.take_longest()) == (0, None)
 
 
-def test_as_many_runs_as_there_are_shards_are_as_good_as_a_few(space: FreeSpace) -> None:
+def test_many_free_runs_are_all_reused(space: FreeSpace) -> None:
     runs = taken(space, [64] * 2 * MANY)
     give(space, runs[::2])
     again = [taken(space, [64])[0] for _ in range(MANY)]

@@ -18,7 +18,7 @@ class Musl:
 
 
 class OldLibrary:
-    """One whose mallopt knows none of what it is asked."""
+    """A C library whose mallopt refuses every option."""
 
     def mallopt(self, name: int, value: int) -> int:
         return 0
@@ -29,7 +29,7 @@ def nothing_to_load() -> Any:
 
 
 @pytest.mark.parametrize("load", [Musl, nothing_to_load])
-def test_heap_without_the_symbols_is_off_and_says_so(load: Any) -> None:
+def test_heap_without_the_symbols_cannot_trim_or_settle(load: Any) -> None:
     heap = Heap(load)
     assert not heap.can_trim
     assert not heap.settle()
@@ -95,7 +95,7 @@ if sys.argv[1] == "settled":
     assert heap.settle()
 before = rss_bytes()
 small, large = [], []
-for _ in range(300):  # small things that stay, between large ones that go
+for _ in range(300):  # small blocks that stay between large ones that are freed
     large.append(b"x" * 500_000)
     small.append(b"x" * 5_000)
     b"x" * (2_000_000 + 40_000 * len(large))
@@ -116,10 +116,10 @@ def test_memory_freed_between_small_blocks_returns_to_the_system() -> None:
         return peak, rest
 
     peak, rest = run("settled")
-    _, rest_without = run("as it is")
+    _, rest_without = run("default")
     assert peak > 140e6
     assert rest < 0.1 * peak
-    assert rest_without > 10 * rest, "the load does not show what it is about"
+    assert rest_without > 10 * rest, "this load does not fragment the heap"
 
 
 def test_freed_bytes_are_counted() -> None:

@@ -36,7 +36,7 @@ def only_segment(folder: Path) -> Path:
     return path
 
 
-def test_of_records_that_are_written_at_once_a_full_disk_leaves_all_or_none(
+def test_a_batch_of_records_is_written_whole_or_not_at_all_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path / "journal", BIG)
@@ -55,7 +55,7 @@ def test_of_records_that_are_written_at_once_a_full_disk_leaves_all_or_none(
     journal.close()
 
 
-def test_of_records_that_are_written_at_once_a_kill_leaves_the_first(tmp_path: Path) -> None:
+def test_a_kill_during_a_batch_leaves_its_first_records(tmp_path: Path) -> None:
     journal = Journal(tmp_path, BIG)
     records = [[b"a" * 20], [b"b" * 30], [b"c" * 40]]
     ends = [*journal.append_all(records)[1:], journal.end]
@@ -88,7 +88,7 @@ def test_more_frames_than_one_write_takes_are_stored_whole(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("fsync", [False, True])
-def test_writing_goes_on_where_it_ended(tmp_path: Path, fsync: bool) -> None:
+def test_writing_continues_where_it_ended(tmp_path: Path, fsync: bool) -> None:
     for text in (b"one", b"two"):
         journal = Journal(tmp_path, BIG, fsync=fsync)
         journal.append([text])
@@ -97,7 +97,7 @@ def test_writing_goes_on_where_it_ended(tmp_path: Path, fsync: bool) -> None:
 
 
 @pytest.mark.parametrize("fsync", [False, True])
-def test_records_that_are_to_survive_the_machine_are_synced_before_they_are_there(
+def test_fsync_syncs_each_record_before_append_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
 ) -> None:
     synced: list[int] = []
@@ -138,7 +138,7 @@ def test_dropping_frees_whole_segments_and_keeps_what_is_needed(tmp_path: Path) 
     journal.close()
 
 
-def test_positions_go_on_after_everything_else_was_dropped(tmp_path: Path) -> None:
+def test_positions_continue_after_everything_else_was_dropped(tmp_path: Path) -> None:
     positions = fill(tmp_path, *([bytes(60)] for _ in range(4)), segment_bytes=100)
     journal = Journal(tmp_path, 100)
     journal.drop_before(2**62)
@@ -160,7 +160,7 @@ def test_torn_end_is_cut_off_at_open(tmp_path_factory: pytest.TempPathFactory, c
 
 
 @pytest.mark.parametrize("length", range(len(MAGIC)))
-def test_segment_that_was_just_begun_is_begun_again(tmp_path: Path, length: int) -> None:
+def test_segment_with_a_torn_header_is_begun_again(tmp_path: Path, length: int) -> None:
     fill(tmp_path)
     (tmp_path / f"{0:020d}.journal").write_bytes(MAGIC[:length])
     fill(tmp_path, [b"one"])
@@ -174,7 +174,7 @@ def test_zeros_after_a_crash_of_the_machine_are_cut_off(tmp_path: Path) -> None:
     assert read(tmp_path) == [[b"one"]]
 
 
-def test_last_record_whose_pages_never_came_is_cut_off(tmp_path: Path) -> None:
+def test_last_record_whose_pages_were_lost_is_cut_off(tmp_path: Path) -> None:
     _, second = fill(tmp_path, [b"one"], [b"x" * 100])
     flip(only_segment(tmp_path), second + 60)
     assert read(tmp_path) == [[b"one"]]
@@ -225,7 +225,7 @@ def test_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         Journal(tmp_path / "file" / "journal", BIG)
 
 
-def test_record_that_the_disk_does_not_take_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_record_that_does_not_fit_on_the_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     journal = Journal(tmp_path, BIG)
     journal.append([b"one"])
     with full_disk(200), pytest.raises(JournalError):
@@ -240,7 +240,7 @@ def num_descriptors() -> int:
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_segment_that_the_disk_did_not_take_begins_when_there_is_room(
+def test_segment_that_did_not_fit_on_the_disk_begins_when_there_is_room(
     tmp_path: Path, size: int
 ) -> None:
     journal = Journal(tmp_path, 30)
@@ -257,11 +257,11 @@ def test_segment_that_the_disk_did_not_take_begins_when_there_is_room(
     assert read(tmp_path) == [[b"one" * 20], [b"two"]]
 
 
-def test_half_a_record_that_could_not_be_cut_off_at_once_is_before_the_next(
+def test_half_a_record_is_cut_off_before_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(file: int, length: int) -> None:
-        raise OSError(errno.EIO, "the disk is ill", file, length)
+        raise OSError(errno.EIO, "the disk fails", file, length)
 
     journal = Journal(tmp_path, BIG)
     journal.append([b"one"])
@@ -275,7 +275,7 @@ def test_half_a_record_that_could_not_be_cut_off_at_once_is_before_the_next(
     assert read(tmp_path) == [[b"one"], [b"two"]]
 
 
-def test_segment_that_cannot_be_read_is_an_error_and_gives_the_journal_back(tmp_path: Path) -> None:
+def test_segment_that_cannot_be_read_is_an_error_and_releases_the_journal(tmp_path: Path) -> None:
     segment = tmp_path / f"{0:020d}.journal"
     segment.mkdir()
     before = num_descriptors()
@@ -301,7 +301,7 @@ def test_segment_that_cannot_be_dropped_is_an_error_and_stays(tmp_path: Path) ->
     journal.close()
 
 
-def test_file_that_is_none_of_its_own_is_named(tmp_path: Path) -> None:
+def test_foreign_file_in_the_folder_is_named(tmp_path: Path) -> None:
     fill(tmp_path, [b"one"])
     (tmp_path / "copy.journal").write_bytes(b"")
     with pytest.raises(JournalError, match=r"copy\.journal: .*take it away"):
@@ -323,7 +323,7 @@ def test_a_record_is_read_back_by_its_position(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_of_a_long_segment_one_record_at_a_time_is_in_memory(tmp_path: Path) -> None:
+def test_replay_of_a_long_segment_holds_one_record_at_a_time(tmp_path: Path) -> None:
     record_bytes, num_records = 2**20, 24
     fill(tmp_path, *([bytes(record_bytes)] for _ in range(num_records)), segment_bytes=2**30)
     tracemalloc.start()
@@ -335,11 +335,11 @@ def test_of_a_long_segment_one_record_at_a_time_is_in_memory(tmp_path: Path) -> 
     finally:
         tracemalloc.stop()
     assert num_found == num_records
-    # The one that is read, and the one before it that its reader still names.
+    # The record being read, and the previous one, which the loop still holds.
     assert peak_bytes < 3 * record_bytes
 
 
-def test_journal_that_is_closed_twice_leaves_files_opened_since_alone(tmp_path: Path) -> None:
+def test_closing_a_journal_twice_closes_no_descriptor_opened_since(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal", BIG)
     journal.append([b"a record"])
     journal.close()

@@ -33,7 +33,7 @@ def lines(folder: Path, role: str) -> list[dict[str, Any]]:
     return [msgspec.json.decode(line) for line in text.splitlines()]
 
 
-def test_what_is_no_utf8_is_written_all_the_same(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_logged(tmp_path: Path) -> None:
     logs.setup("worker", tmp_path, on_console=False)
     log.warning("env.failed", why="no file \udcff", group=GroupId("r", 1))
     [line] = lines(tmp_path, "worker")
@@ -54,7 +54,7 @@ def test_an_event_is_a_json_line_with_role_level_time_and_its_keys(tmp_path: Pat
     }
 
 
-def test_a_library_speaks_in_the_same_shape(tmp_path: Path) -> None:
+def test_events_of_a_library_have_the_same_shape(tmp_path: Path) -> None:
     logs.setup("worker-0", tmp_path)
     logging.getLogger("aiohttp.server").error("Error handling %s", "request")
     [line] = lines(tmp_path, "worker-0")
@@ -111,7 +111,7 @@ def test_no_secret_reaches_a_traceback(tmp_path: Path) -> None:
     assert SECRET not in text
 
 
-def test_without_a_folder_people_read_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_folder_events_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup("router", None)
     log.warning("worker.lost", worker_id="worker-1")
     printed = capsys.readouterr().err
@@ -163,8 +163,8 @@ except ValueError:
 """
 
 
-def test_a_program_of_others_reads_us_where_it_reads_all_libraries() -> None:
-    """Print nothing on stdout, and raise nothing where it is full."""
+def test_a_program_without_our_setup_gets_our_events_on_stderr() -> None:
+    """Logging writes nothing to stdout, so a full stdout raises nothing."""
     with open("/dev/full", "wb") as full:
         argv = [sys.executable, "-c", PROGRAM]
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, check=True)
@@ -174,7 +174,7 @@ def test_a_program_of_others_reads_us_where_it_reads_all_libraries() -> None:
     assert traceback[-1] == "ValueError: x-api-key: [hidden]"
 
 
-def test_a_program_of_others_may_have_set_up_structlog_itself() -> None:
+def test_a_program_may_configure_structlog_itself() -> None:
     code = f"""
 import structlog
 structlog.configure(processors=[structlog.processors.JSONRenderer()])
@@ -216,13 +216,13 @@ def test_equal_events_are_logged_in_powers_of_two() -> None:
     assert occasional.number("another") == 1
 
 
-def test_keys_without_end_are_counted_together() -> None:
+def test_keys_beyond_the_limit_are_counted_together() -> None:
     occasional = logs.Occasional()
     logged = [n for n in range(100_000) if occasional.number(n)]
     assert len(logged) < logs.MAX_KEYS + 20
 
 
-async def test_bytes_that_are_no_http_write_no_line(tmp_path: Path) -> None:
+async def test_bytes_that_are_not_http_log_nothing(tmp_path: Path) -> None:
     async def answer(_: web.BaseRequest) -> web.Response:
         return web.Response()
 

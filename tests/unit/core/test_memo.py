@@ -22,7 +22,7 @@ OF_TOOLS = [
 ]
 
 
-def test_what_was_made_is_not_made_again() -> None:
+def test_a_result_is_computed_once() -> None:
     made: list[str] = []
 
     @Memo
@@ -50,7 +50,7 @@ def test_an_error_is_not_kept() -> None:
     assert len(tried) == 2
 
 
-def test_the_oldest_go_and_what_is_too_long_is_never_kept() -> None:
+def test_the_oldest_results_are_dropped_and_long_texts_never_kept() -> None:
     made: list[int] = []
 
     @Memo

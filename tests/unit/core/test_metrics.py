@@ -26,7 +26,7 @@ def read(exposition: Exposition) -> dict[tuple[str, str], float]:
     }
 
 
-def test_a_figure_is_read_at_the_scrape_and_not_before() -> None:
+def test_figures_are_read_at_each_scrape() -> None:
     counts, exposition = Counts(), Exposition("router")
     exposition.add(counts.figures)
     assert read(exposition)["rollmesh_router_asks_total", ""] == 0

@@ -20,7 +20,7 @@ from rollmesh.core.model_folders import (
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cached snapshot of Qwen/Qwen3-0.6B, whole."""
+    """A complete cached snapshot of Qwen/Qwen3-0.6B."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     repository = tmp_path / "cache/models--Qwen--Qwen3-0.6B"
@@ -67,7 +67,7 @@ def test_a_snapshot_without_weights_names_the_download(snapshot: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere", "/no/where", "./a/b", "a/b/c"])
-def test_a_path_is_no_hub_id(path: str) -> None:
+def test_a_path_is_not_a_hub_id(path: str) -> None:
     assert resolve_model(path) == path
     assert why_no_folder(path).startswith("no such folder; name one in Hugging Face layout")
 
@@ -82,7 +82,7 @@ def write(folder: Path, *names: str) -> Path:
     return folder
 
 
-def test_the_newest_whole_model_counts(tmp_path: Path) -> None:
+def test_the_newest_complete_model_is_found(tmp_path: Path) -> None:
     assert newest_published(tmp_path / "nothing") is None
     whole = ("config.json", "tokenizer.json", "model.safetensors")
     write(tmp_path / "v000002", *whole)
@@ -94,7 +94,7 @@ def test_the_newest_whole_model_counts(tmp_path: Path) -> None:
     assert newest_adapter(tmp_path) == PublishedWeights(adapter, 10)
 
 
-def test_a_probe_is_found_again_and_what_is_none_proves_nothing(tmp_path: Path) -> None:
+def test_a_written_probe_is_read_back_and_a_damaged_one_is_ignored(tmp_path: Path) -> None:
     assert find_probe(tmp_path) is None
     leave_probe(tmp_path, PROBE)
     assert find_probe(tmp_path) == PROBE

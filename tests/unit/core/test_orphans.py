@@ -17,7 +17,7 @@ from rollmesh.core.orphans import MARK_VARIABLE, kill_marked, new_mark
 
 ENDS_WITHIN_S = 60.0
 SLEEPS = "import signal; print(flush=True); signal.pause()"
-# Leaves its group, its session and its parent, as a tmux server does; says its pid.
+# Leaves its group, session and parent, as a tmux server does, and prints its pid.
 DAEMON = """
 import os, signal
 if os.fork():
@@ -58,7 +58,7 @@ def test_a_daemon_is_ended_with_the_process_that_started_it() -> None:
         assert process.wait(ENDS_WITHIN_S) == -9
 
 
-def test_a_mark_that_only_begins_alike_is_anothers() -> None:
+def test_a_longer_mark_with_the_same_prefix_is_another_mark() -> None:
     mark = new_mark("test")
     with running(SLEEPS, f"{mark}1") as process:
         assert process.stdout
@@ -88,7 +88,7 @@ signal.pause()
 """
 
 
-def test_kill_9_of_a_guarded_process_leaves_nothing_of_it() -> None:
+def test_kill_9_of_a_guarded_process_ends_its_descendants_and_its_reaper() -> None:
     mark = new_mark("test")
     argv = [sys.executable, "-c", GUARDED, mark]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
@@ -104,7 +104,7 @@ def test_an_orphan_reaper_does_not_wait_for_a_process_that_is_already_gone() -> 
     assert subprocess.run(argv, env={}, timeout=ENDS_WITHIN_S, check=False).returncode == 0
 
 
-def test_a_process_that_ends_just_before_it_is_killed_saves_no_other(
+def test_a_process_that_ends_before_its_kill_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mark = new_mark("test")
@@ -135,21 +135,21 @@ signal.pause()
 
 
 def two_of(taken: list[int]) -> tuple[int, int]:
-    """The range of two adjacent descriptors, which are ours no more."""
+    """Remove two adjacent descriptors from the list; return their range."""
     last = taken.pop()
     return taken.pop(), last + 1
 
 
 @pytest.mark.parametrize("num_left", [3, 0])
-def test_a_process_with_few_descriptors_ends_many(num_left: int) -> None:
-    """With no descriptor at all it waits until one is given back."""
+def test_a_process_with_few_free_descriptors_kills_many(num_left: int) -> None:
+    """Without a free descriptor, kill_marked waits until one is closed."""
     mark = new_mark("test")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with running(FORKS, mark) as process:
         assert process.stdout
         process.stdout.readline()
         highest = max(map(int, os.listdir("/proc/self/fd")))
-        # Two stay to be given back, whichever number the listing itself had.
+        # At least two are taken, whichever number the listing itself had.
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, limits[1]))
         taken = []
         try:
@@ -158,10 +158,10 @@ def test_a_process_with_few_descriptors_ends_many(num_left: int) -> None:
                     taken.append(os.dup(0))
             for _ in range(num_left):
                 os.close(taken.pop())
-            giver = threading.Timer(0.3, lambda: os.closerange(*two_of(taken)))
-            giver.start()
+            closer = threading.Timer(0.3, lambda: os.closerange(*two_of(taken)))
+            closer.start()
             assert kill_marked(mark) == 301
-            giver.join()
+            closer.join()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             for each in taken:

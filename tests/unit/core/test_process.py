@@ -45,7 +45,7 @@ from rollmesh.core.process import stop_event
 async def main():
     stop_event(asyncio.get_running_loop())
     print("serves", flush=True)
-    while True:  # nobody else has a turn
+    while True:  # no other task runs
         pass
 
 run = uvloop.run if sys.argv[1] == "uvloop" else asyncio.run
@@ -67,17 +67,17 @@ def test_the_second_signal_ends_a_process_whose_loop_is_held(loop: str) -> None:
             process.kill()
 
 
-SAYS_SPACE = "from rollmesh.core.process import pid_space; print(pid_space())"
-SAY_SPACE = [sys.executable, "-c", SAYS_SPACE]
+PRINTS_SPACE = "from rollmesh.core.process import pid_space; print(pid_space())"
+PRINT_SPACE = [sys.executable, "-c", PRINTS_SPACE]
 
 
-def test_processes_that_see_each_others_pids_say_the_same_space() -> None:
-    done = subprocess.run(SAY_SPACE, capture_output=True, text=True, check=True)
+def test_processes_that_see_each_others_pids_report_the_same_space() -> None:
+    done = subprocess.run(PRINT_SPACE, capture_output=True, text=True, check=True)
     assert done.stdout == f"{pid_space()}\n" != "\n"
 
 
-def test_a_container_has_a_space_of_its_own() -> None:
-    argv = ["unshare", "--user", "--pid", "--fork", *SAY_SPACE]
+def test_a_container_has_its_own_pid_space() -> None:
+    argv = ["unshare", "--user", "--pid", "--fork", *PRINT_SPACE]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no namespace of our own: {done.stderr.strip()}")
@@ -97,25 +97,25 @@ def is_over(other):
     except TimeoutError:
         return False
 
-def told_by_peer_while_a_child_lives(is_kept_from_it):
+def is_over_while_a_child_runs(is_registered):
     ours, other = socket.socketpair()
-    if is_kept_from_it:
+    if is_registered:
         close_in_children(ours)
-    waiting, letting_go = os.pipe()
+    waiting, release = os.pipe()
     if os.fork() == 0:
-        os.close(letting_go)
+        os.close(release)
         os.read(waiting, 1)
         os._exit(0)
     ours.close()
     over = is_over(other)
-    os.close(letting_go)
+    os.close(release)
     os.wait()
     return over
 
 TIMEOUT_S = 10
-print(told_by_peer_while_a_child_lives(True))
+print(is_over_while_a_child_runs(True))
 TIMEOUT_S = 0.05
-print(told_by_peer_while_a_child_lives(False))
+print(is_over_while_a_child_runs(False))
 dropped = socket.socket()
 close_in_children(dropped)
 seen = weakref.ref(dropped)
@@ -125,7 +125,7 @@ print(seen())
 """
 
 
-def test_a_child_closes_what_it_has_no_part_in_and_no_more() -> None:
+def test_a_forked_child_closes_only_the_registered_sockets() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )

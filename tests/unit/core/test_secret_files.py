@@ -33,7 +33,7 @@ def test_a_missing_file_is_made_random_and_for_its_owner_alone(tmp_path: Path) -
     assert read_or_make_secret(two) != secret
 
 
-def test_a_file_that_cannot_be_finished_is_not_there_at_all(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_finished_does_not_exist(tmp_path: Path) -> None:
     path = tmp_path / "token"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_finished_is_not_there_at_all(tmp_path: Path) -> N
         (b"\xff\xfe", 0o600, "not a text file"),
     ],
 )
-def test_a_file_that_is_no_good_secret_is_refused_in_one_line(
+def test_an_unfit_secret_file_is_refused_in_one_line(
     tmp_path: Path, raw: bytes, mode: int, error: str
 ) -> None:
     path = tmp_path / "token"
@@ -88,7 +88,7 @@ def test_the_admin_token_is_in_the_environment_or_in_the_file_that_it_names(
     in_file = {"ROLLMESH_ADMIN_TOKEN_FILE": str(path)}
     assert admin_token({}) == ""
     assert admin_token(in_file) == secret
-    assert admin_token({"ROLLMESH_ADMIN_TOKEN": "said", **in_file}) == "said"
+    assert admin_token({"ROLLMESH_ADMIN_TOKEN": "sesame", **in_file}) == "sesame"
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="others can read it"):
         admin_token(in_file)
@@ -142,7 +142,7 @@ print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0), resource.getrlimit(resource.RLIMIT
 """
 
 
-def test_a_process_started_by_hand_begins_again_without_secrets_in_its_environment(
+def test_a_process_started_by_hand_restarts_without_secrets_in_its_environment(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     program = tmp_path / "by_hand.py"

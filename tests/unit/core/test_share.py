@@ -21,7 +21,7 @@ def keep(path: Path, token: str = "secret", mode: int = 0o600) -> Path:
     return path
 
 
-def test_the_first_that_is_named_counts(folder: Path) -> None:
+def test_the_token_file_is_the_first_that_is_named(folder: Path) -> None:
     kept = keep(folder / "fleet" / "tokens" / "math")
     (folder / "scheduler.toml").write_text('journal = "fleet"\n')
     environment = {TOKEN_FILE_VARIABLE: "b"}

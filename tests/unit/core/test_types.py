@@ -5,7 +5,7 @@ import msgspec
 from rollmesh.core.types import NodeRow, Outcome, RolloutRecord, VersionRun
 
 
-def test_an_old_record_is_read_as_of_unrecorded_engines() -> None:
+def test_an_old_record_is_read_with_its_engines_unrecorded() -> None:
     node = [-1, 2, True, [[3, 2]], "main", None, "stop", False, []]
     old = {"index": 0, "outcome": "completed", "nodes": [node]}
     record = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=RolloutRecord)
