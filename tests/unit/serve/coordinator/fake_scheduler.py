@@ -1,4 +1,4 @@
-"""A scheduler by hand, for tests of those who ask for GPUs."""
+"""A scheduler that tests of GPU requesters drive by hand."""
 
 import threading
 from collections.abc import Iterator
@@ -22,27 +22,29 @@ M = TypeVar("M")
 
 
 class FakeScheduler:
-    """A hub that says only what it is told to."""
+    """A scheduler's socket that sends only what a test sends through it, and answers greetings."""
 
     def __init__(self, bind: str = "tcp://127.0.0.1:0", incarnation: str = "s1") -> None:
         self.hub = Hub(bind)
         self.incarnation = incarnation
-        self.heard: list[AnyMessage] = []
+        self.received: list[AnyMessage] = []
         self.known: set[AnyMessage] = set()
         self.route = b""
 
     def expect(self, kind: type[M], *, is_again: bool = False) -> M:
-        """The next message of this kind that is news, or is none; hellos are answered."""
+        """Return the next message of this type that is new, or, with `is_again`, that is a
+        repetition.
+        """
         for _ in range(300):
-            while self.heard:
-                message = self.heard.pop(0)
+            while self.received:
+                message = self.received.pop(0)
                 if isinstance(message, kind) and (message in self.known) is is_again:
                     self.known.add(message)
                     return message
             wait([self.hub], None, 0.1)
             for route, packet in self.hub.receive():
                 self.route = route
-                self.heard.append(packet.message)
+                self.received.append(packet.message)
                 if isinstance(packet.message, HooksWired):
                     self.send(SchedulerHello(self.incarnation))
         raise AssertionError(f"no {kind.__name__}")
@@ -55,9 +57,10 @@ class FakeScheduler:
 
     @contextmanager
     def granting(self, *clusters: str) -> Iterator[list[AnyMessage]]:
-        """In a thread of its own, grant what is asked of these clusters and take back all that is
-        given up; what is heard, each once and progress only of new batches."""
-        told: list[AnyMessage] = []
+        """Grant requests for these clusters and confirm releases in a thread; yield the received
+        messages without repetitions.
+        """
+        messages: list[AnyMessage] = []
         is_over = threading.Event()
 
         def serve() -> None:
@@ -65,18 +68,18 @@ class FakeScheduler:
                 wait([self.hub], None, 0.05)
                 for route, packet in self.hub.receive():
                     self.route = route
-                    self._answer(packet.message, clusters, told)
+                    self._answer(packet.message, clusters, messages)
 
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            yield told
+            yield messages
         finally:
             is_over.set()
             thread.join()
 
     def _answer(
-        self, message: AnyMessage, clusters: tuple[str, ...], told: list[AnyMessage]
+        self, message: AnyMessage, clusters: tuple[str, ...], messages: list[AnyMessage]
     ) -> None:
         match message:
             case HooksWired():
@@ -86,5 +89,5 @@ class FakeScheduler:
                 self.send_granted(message.key, (0,))
             case NotifyReleaseGpus(key):
                 self.send(TicketMoved(key, TicketState.RELEASED))
-        if message not in told:
-            told.append(message)
+        if message not in messages:
+            messages.append(message)

@@ -1,4 +1,4 @@
-"""Engine operations: sleep and wake at an engine, and one order at a time per engine."""
+"""Engine operations: sleep and wake at an engine, and one operation at a time per engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,15 +10,15 @@ import pytest
 from rollmesh.core.model_folders import WeightsProbe, leave_probe
 from rollmesh.engine.connection import HttpCall
 from rollmesh.engine.http import HttpClient, target
-from rollmesh.serve.coordinator import engine_ops as errands_module
+from rollmesh.serve.coordinator import engine_ops as engine_ops_module
 from rollmesh.serve.coordinator.engine_ops import EngineOps, run_engine_op
 from rollmesh.serve.coordinator.worker import EngineOp, EngineOpDone, RunEngineOp
 from rollmesh.testing.engine import FakeMemoryState, ScriptedEngine, endless_token, logprob_of
 from tests.shortage import no_descriptor_left
 
 
-class Hands:
-    """An engine, and whoever does things to it."""
+class EngineDriver:
+    """A scripted engine, its weights folder, and the operations that a test sends to it."""
 
     def __init__(self, engine: ScriptedEngine, http: HttpClient, weights: Path) -> None:
         self.engine = engine
@@ -42,66 +42,68 @@ class Hands:
 
 
 @pytest.fixture
-async def hands(tmp_path: Path) -> AsyncIterator[Hands]:
+async def driver(tmp_path: Path) -> AsyncIterator[EngineDriver]:
     async with ScriptedEngine(endless_token) as engine, HttpClient() as http:
-        yield Hands(engine, http, tmp_path / "weights")
+        yield EngineDriver(engine, http, tmp_path / "weights")
 
 
-async def test_an_engine_says_by_its_weights_name_that_it_sleeps(hands: Hands) -> None:
-    await hands.sleep()
-    assert hands.engine.memory_state is FakeMemoryState.RELEASED
-    assert hands.engine.weight_version == "released-0"
-    seen = (await hands.do(EngineOp.LOOK)).seen
+async def test_the_weight_version_of_a_sleeping_engine_marks_it_as_released(
+    driver: EngineDriver,
+) -> None:
+    await driver.sleep()
+    assert driver.engine.memory_state is FakeMemoryState.RELEASED
+    assert driver.engine.weight_version == "released-0"
+    seen = (await driver.do(EngineOp.LOOK)).seen
     assert seen is not None
     assert (seen.is_released, seen.is_moving) == (True, False)
-    assert (await hands.do(EngineOp.RELEASE)).ok
-    assert hands.engine.num_seen("/release_memory_occupation") == 1
+    assert (await driver.do(EngineOp.RELEASE)).ok
+    assert driver.engine.num_seen("/release_memory_occupation") == 1
 
 
-async def test_before_the_first_publication_it_wakes_with_what_it_was_started_with(
-    hands: Hands,
+async def test_before_the_first_publication_an_engine_wakes_with_its_first_weights(
+    driver: EngineDriver,
 ) -> None:
-    await hands.sleep()
-    assert (await hands.do(EngineOp.RESUME)).ok
-    assert hands.engine.weight_version == "moving-0"
-    seen = (await hands.do(EngineOp.LOOK)).seen
+    await driver.sleep()
+    assert (await driver.do(EngineOp.RESUME)).ok
+    assert driver.engine.weight_version == "moving-0"
+    seen = (await driver.do(EngineOp.LOOK)).seen
     assert seen is not None
     assert (seen.is_released, seen.is_moving) == (False, True)
-    loaded = await hands.do(EngineOp.LOAD)
+    loaded = await driver.do(EngineOp.LOAD)
     assert (loaded.ok, loaded.policy_version) == (True, 0)
-    assert hands.engine.weight_version == "0"
-    assert hands.engine.memory_state is FakeMemoryState.HELD
-    assert not hands.engine.is_paused
+    assert driver.engine.weight_version == "0"
+    assert driver.engine.memory_state is FakeMemoryState.HELD
+    assert not driver.engine.is_paused
 
 
-async def test_it_wakes_with_the_newest_that_was_published(hands: Hands) -> None:
-    await hands.sleep()
-    hands.publish(8)
-    newest = hands.publish(9)
-    assert (await hands.do(EngineOp.RESUME)).ok
-    assert (await hands.do(EngineOp.LOAD)).policy_version == 9
-    [update] = [each for each in hands.engine.seen if "from_disk" in each.path]
+async def test_an_engine_wakes_with_the_newest_published_weights(driver: EngineDriver) -> None:
+    await driver.sleep()
+    driver.publish(8)
+    newest = driver.publish(9)
+    assert (await driver.do(EngineOp.RESUME)).ok
+    assert (await driver.do(EngineOp.LOAD)).policy_version == 9
+    [update] = [each for each in driver.engine.seen if "from_disk" in each.path]
     assert update.body["model_path"] == str(newest)
-    assert (await hands.do(EngineOp.PROBE, 9)).ok
-    assert "serves 9" in (await hands.do(EngineOp.PROBE, 8)).detail
+    assert (await driver.do(EngineOp.PROBE, 9)).ok
+    assert "serves 9" in (await driver.do(EngineOp.PROBE, 8)).detail
 
 
-async def test_requests_that_were_cut_have_a_moment_to_end_before_memory_goes(
-    hands: Hands,
+async def test_aborted_requests_may_end_before_memory_is_released(
+    driver: EngineDriver,
 ) -> None:
-    hands.engine.hold()
+    driver.engine.hold()
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(generate(hands.engine))
-        await hands.engine.until(lambda: hands.engine.num_live == 1)
-        await hands.sleep()
+        running = tasks.create_task(generate(driver.engine))
+        await driver.engine.until(lambda: driver.engine.num_live == 1)
+        await driver.sleep()
         await running
-    assert hands.engine.memory_state is FakeMemoryState.RELEASED
-    paths = [each.path for each in hands.engine.seen]
+    assert driver.engine.memory_state is FakeMemoryState.RELEASED
+    paths = [each.path for each in driver.engine.seen]
     assert paths.index("/flush_cache") < paths.index("/release_memory_occupation")
 
 
 async def generate(engine: ScriptedEngine) -> None:
-    """A request that nobody would end by itself."""
+    """Send a request that ends only when it is aborted."""
     body = b'{"input_ids":[1],"sampling_params":{"max_new_tokens":9},"rid":"r"}'
     async with HttpClient() as http:
         to = target("POST", f"{engine.url}/generate", (("Content-Type", "application/json"),))
@@ -109,32 +111,34 @@ async def generate(engine: ScriptedEngine) -> None:
         assert b"abort" in response.body
 
 
-async def test_a_probe_behind_the_weights_finds_out_other_ones(hands: Hands) -> None:
-    folder = hands.publish(7)
-    assert (await hands.do(EngineOp.LOAD)).policy_version == 7
+async def test_a_probe_with_the_weights_detects_other_weights(driver: EngineDriver) -> None:
+    folder = driver.publish(7)
+    assert (await driver.do(EngineOp.LOAD)).policy_version == 7
     logprobs = tuple(logprob_of(7, token) for token in (2, 3))
     good = WeightsProbe(token_ids=(1, 2, 3), logprobs=logprobs, tolerance=0.01)
     leave_probe(folder, good)
-    assert (await hands.do(EngineOp.PROBE, 7)).ok
+    assert (await driver.do(EngineOp.PROBE, 7)).ok
     bad = tuple(each + 1 for each in logprobs)
     leave_probe(folder, WeightsProbe(token_ids=(1, 2, 3), logprobs=bad, tolerance=0.01))
-    assert "log-probs differ" in (await hands.do(EngineOp.PROBE, 7)).detail
+    assert "log-probs differ" in (await driver.do(EngineOp.PROBE, 7)).detail
 
 
-async def test_an_engine_that_is_gone_is_an_answer_and_no_error(hands: Hands) -> None:
-    await hands.engine.die()
-    done = await hands.do(EngineOp.LOOK)
+async def test_an_unreachable_engine_is_a_failed_operation_and_no_exception(
+    driver: EngineDriver,
+) -> None:
+    await driver.engine.die()
+    done = await driver.do(EngineOp.LOOK)
     assert not done.ok
-    assert hands.engine.url in done.detail
+    assert driver.engine.url in done.detail
 
 
-async def test_whatever_goes_wrong_is_an_answer_so_that_it_is_tried_again(hands: Hands) -> None:
-    await hands.sleep()
-    assert (await hands.do(EngineOp.RESUME)).ok
-    unreadable = hands.publish(4) / "config.json"
+async def test_every_error_is_a_failed_operation_that_can_be_retried(driver: EngineDriver) -> None:
+    await driver.sleep()
+    assert (await driver.do(EngineOp.RESUME)).ok
+    unreadable = driver.publish(4) / "config.json"
     unreadable.unlink()
     unreadable.symlink_to("x" * 300)
-    done = await hands.do(EngineOp.LOAD)
+    done = await driver.do(EngineOp.LOAD)
     assert not done.ok
     assert "File name too long" in done.detail
 
@@ -142,13 +146,15 @@ async def test_whatever_goes_wrong_is_an_answer_so_that_it_is_tried_again(hands:
 RESUME, RELEASE = "/resume_memory_occupation", "/release_memory_occupation"
 
 
-class Road:
-    """Between a client and an engine. What it has taken arrives, whoever hangs up meanwhile."""
+class SlowNetwork:
+    """A proxy in front of an engine that holds matching requests; a request that it accepted
+    arrives, even if its client disconnects.
+    """
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self._port = int(engine.url.rpartition(":")[2])
         self._held = b""
-        """Requests with this in them wait."""
+        """Requests that contain this text are held."""
         self.holds = asyncio.Event()
         self._is_clear = asyncio.Event()
         self._pumps: set[asyncio.Task[None]] = set()
@@ -189,7 +195,7 @@ class Road:
     async def _pump(
         self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, ends: bool = False
     ) -> None:
-        """`ends`: the end of what is told is told, too."""
+        """Forward bytes; if `ends`, forward the end of the stream too."""
         with suppress(ConnectionError):
             while data := await source.read(65536):
                 if self._held and self._held in data:
@@ -201,45 +207,45 @@ class Road:
             target.close()
 
 
-class Office:
-    """Errands by that road, and what they told."""
+class OpSender:
+    """Sends engine operations through the network, and keeps their results."""
 
-    def __init__(self, engine: ScriptedEngine, road: Road) -> None:
-        self.engine, self.road = engine, road
-        self.told: list[EngineOpDone] = []
+    def __init__(self, engine: ScriptedEngine, network: SlowNetwork) -> None:
+        self.engine, self.network = engine, network
+        self.results: list[EngineOpDone] = []
         self._moved = asyncio.Event()
         self._serial = 0
 
-    def hear(self, done: EngineOpDone) -> None:
-        self.told.append(done)
+    def add(self, done: EngineOpDone) -> None:
+        self.results.append(done)
         self._moved.set()
 
-    def send(self, errands: EngineOps, op: EngineOp) -> None:
+    def send(self, engine_ops: EngineOps, op: EngineOp) -> None:
         self._serial += 1
-        errands.send(RunEngineOp(self.road.url, self._serial, op))
+        engine_ops.send(RunEngineOp(self.network.url, self._serial, op))
 
     async def of_last(self) -> EngineOpDone:
-        """What came of the newest, when it is known."""
-        while not self.told or self.told[-1].serial < self._serial:
+        """Return the result of the newest operation, once it has one."""
+        while not self.results or self.results[-1].serial < self._serial:
             self._moved.clear()
             await self._moved.wait()
-        return self.told[-1]
+        return self.results[-1]
 
 
 @pytest.fixture
-async def office() -> AsyncIterator[Office]:
-    """An engine that sleeps."""
+async def sender() -> AsyncIterator[OpSender]:
+    """The sender for an engine that sleeps."""
     async with ScriptedEngine(endless_token, weight_version="released-0") as engine:
         engine.memory_state = FakeMemoryState.RELEASED
-        road = Road(engine)
-        server = await road.serve()
-        yield Office(engine, road)
+        network = SlowNetwork(engine)
+        server = await network.serve()
+        yield OpSender(engine, network)
         server.close()
-        await road.close()
+        await network.close()
 
 
 class BreaksOff(EngineOps):
-    """The fault: whatever is under way is given up for what is newer."""
+    """The fault: a running operation is cancelled when a newer one arrives."""
 
     def send(self, call: RunEngineOp) -> None:
         before = self._newest.get(call.url)
@@ -248,72 +254,72 @@ class BreaksOff(EngineOps):
         super().send(call)
 
 
-async def held_up(office: Office, errands: EngineOps) -> None:
-    """It is told to wake, which the road holds, and to sleep again."""
-    office.road.hold(RESUME)
-    office.send(errands, EngineOp.RESUME)
-    await office.road.holds.wait()
-    office.send(errands, EngineOp.LOOK)
-    office.send(errands, EngineOp.RELEASE)
+async def held_up(sender: OpSender, engine_ops: EngineOps) -> None:
+    """Send a wake-up, which the network holds, and then a release."""
+    sender.network.hold(RESUME)
+    sender.send(engine_ops, EngineOp.RESUME)
+    await sender.network.holds.wait()
+    sender.send(engine_ops, EngineOp.LOOK)
+    sender.send(engine_ops, EngineOp.RELEASE)
 
 
-async def test_an_order_that_is_broken_off_on_the_road_arrives_after_the_next(
-    office: Office, tmp_path: Path
+async def test_a_cancelled_operation_that_is_still_in_the_network_arrives_after_the_next(
+    sender: OpSender, tmp_path: Path
 ) -> None:
     async with HttpClient() as http:
-        errands = BreaksOff(http, tmp_path, office.hear)
-        await held_up(office, errands)
-        assert (await office.of_last()).ok
-        assert office.engine.memory_state is FakeMemoryState.RELEASED
-        office.road.clear()
-        await office.engine.until(lambda: office.engine.memory_state is FakeMemoryState.BARE)
-        assert office.engine.weight_version == "released-0", "it has its memory, and says no"
-        await errands.close()
+        engine_ops = BreaksOff(http, tmp_path, sender.add)
+        await held_up(sender, engine_ops)
+        assert (await sender.of_last()).ok
+        assert sender.engine.memory_state is FakeMemoryState.RELEASED
+        sender.network.clear()
+        await sender.engine.until(lambda: sender.engine.memory_state is FakeMemoryState.BARE)
+        assert sender.engine.weight_version == "released-0", "it has its memory, and says no"
+        await engine_ops.close()
 
 
-async def test_no_order_is_sent_before_the_last_ones_outcome_is_known(
-    office: Office, tmp_path: Path
+async def test_no_operation_is_sent_before_the_result_of_the_last_one_is_known(
+    sender: OpSender, tmp_path: Path
 ) -> None:
     async with HttpClient() as http:
-        errands = EngineOps(http, tmp_path, office.hear)
-        await held_up(office, errands)
-        office.road.clear()
-        done = await office.of_last()
+        engine_ops = EngineOps(http, tmp_path, sender.add)
+        await held_up(sender, engine_ops)
+        sender.network.clear()
+        done = await sender.of_last()
         assert done.ok
-        assert [each.serial for each in office.told] == [3]
-        assert (office.engine.num_seen(RESUME), office.engine.num_seen(RELEASE)) == (1, 1)
-        assert office.engine.memory_state is FakeMemoryState.RELEASED
-        await errands.close()
+        assert [each.serial for each in sender.results] == [3]
+        assert (sender.engine.num_seen(RESUME), sender.engine.num_seen(RELEASE)) == (1, 1)
+        assert sender.engine.memory_state is FakeMemoryState.RELEASED
+        await engine_ops.close()
 
 
-async def test_an_order_ends_with_its_engine(office: Office, tmp_path: Path) -> None:
+async def test_an_operation_ends_with_its_engine(sender: OpSender, tmp_path: Path) -> None:
     async with HttpClient() as http:
-        errands = EngineOps(http, tmp_path, office.hear)
-        await held_up(office, errands)
-        assert not office.told
-        await office.engine.die()
-        done = await office.of_last()
-        assert (done.ok, [each.serial for each in office.told]) == (False, [3])
-        assert office.engine.num_seen(RESUME) == 0
-        await errands.close()
+        engine_ops = EngineOps(http, tmp_path, sender.add)
+        await held_up(sender, engine_ops)
+        assert not sender.results
+        await sender.engine.die()
+        done = await sender.of_last()
+        assert (done.ok, [each.serial for each in sender.results]) == (False, [3])
+        assert sender.engine.num_seen(RESUME) == 0
+        await engine_ops.close()
 
 
-async def test_a_look_is_broken_off_for_what_is_newer(office: Office, tmp_path: Path) -> None:
+async def test_a_look_is_cancelled_for_a_newer_operation(sender: OpSender, tmp_path: Path) -> None:
     async with HttpClient(keepalive=True) as http:
-        errands = EngineOps(http, tmp_path, office.hear)
-        office.road.hold("/model_info")
-        office.send(errands, EngineOp.LOOK)
-        await office.road.holds.wait()
-        office.road.hold("")
-        office.send(errands, EngineOp.RESUME)
-        assert (await office.of_last()).ok
-        assert [each.serial for each in office.told] == [2]
-        assert office.engine.memory_state is FakeMemoryState.BARE
-        await errands.close()
+        engine_ops = EngineOps(http, tmp_path, sender.add)
+        sender.network.hold("/model_info")
+        sender.send(engine_ops, EngineOp.LOOK)
+        await sender.network.holds.wait()
+        sender.network.hold("")
+        sender.send(engine_ops, EngineOp.RESUME)
+        assert (await sender.of_last()).ok
+        assert [each.serial for each in sender.results] == [2]
+        assert sender.engine.memory_state is FakeMemoryState.BARE
+        await engine_ops.close()
 
 
 class CountsDials(HttpClient):
-    """Counts the connections that it tried to open; gives up at the first shortage."""
+    """Count the connections that it tried to open; stop at the first shortage."""
 
     def __init__(self) -> None:
         super().__init__(shortage_wait_s=0.0)
@@ -324,17 +330,17 @@ class CountsDials(HttpClient):
         super().connect(call)
 
 
-async def test_an_order_that_cannot_be_sent_for_want_of_a_descriptor_is_repeated(
-    office: Office, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_operation_that_cannot_be_sent_for_lack_of_a_descriptor_is_repeated(
+    sender: OpSender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errands_module, "RESEND_S", 0.0)
+    monkeypatch.setattr(engine_ops_module, "RESEND_S", 0.0)
     async with CountsDials() as http:
-        errands = EngineOps(http, tmp_path, office.hear)
+        engine_ops = EngineOps(http, tmp_path, sender.add)
         with no_descriptor_left():
-            office.send(errands, EngineOp.RELEASE)
+            sender.send(engine_ops, EngineOp.RELEASE)
             while http.num_dials < 3:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0)
-            assert not office.told
-        assert (await office.of_last()).ok
-        assert [each.serial for each in office.told] == [1]
-        await errands.close()
+            assert not sender.results
+        assert (await sender.of_last()).ok
+        assert [each.serial for each in sender.results] == [1]
+        await engine_ops.close()

@@ -1,4 +1,4 @@
-"""Hooks on a real socket, whose scheduler is the test."""
+"""Pipeline hooks on a real socket, with a scheduler that the test drives."""
 
 import threading
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def hooks(scheduler: FakeScheduler) -> Iterator[PipelineHooks]:
 
 @contextmanager
 def waiting(hooks: PipelineHooks, stop: threading.Event | None = None) -> Iterator[list[bool]]:
-    """A thread in signal_rollout_demand; what it came back with, once it has."""
+    """Call signal_rollout_demand in a thread; yield the list that will hold its result."""
     ends: list[bool] = []
     thread = threading.Thread(
         target=lambda: ends.append(hooks.signal_rollout_demand(7, 64, stop)), daemon=True
@@ -69,7 +69,7 @@ def test_a_signal_returns_when_an_engine_is_awake(
     assert ends == [True]
 
 
-def test_who_is_told_to_stop_waits_no_longer_and_withdraws(
+def test_a_waiting_call_that_is_stopped_returns_and_withdraws(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     stop = threading.Event()
@@ -81,10 +81,10 @@ def test_who_is_told_to_stop_waits_no_longer_and_withdraws(
 
 
 @pytest.mark.parametrize("state", [TicketState.WITHDRAWN, TicketState.RELEASED])
-def test_what_has_ended_without_a_grant_is_none(
+def test_a_request_that_ended_without_a_grant_has_no_gpus(
     scheduler: FakeScheduler, hooks: PipelineHooks, state: TicketState
 ) -> None:
-    """Whoever took it for one would train where another does."""
+    """A caller that took it for a grant would train on GPUs of another pipeline."""
     ticket = hooks.request_gpus("actor_train", TRAIN)
     scheduler.send(TicketMoved(scheduler.expect(RequestGpus).key, state))
     while not ticket.is_void:
@@ -92,7 +92,7 @@ def test_what_has_ended_without_a_grant_is_none(
     assert ticket.wait() is None
 
 
-def test_gpus_that_are_offered_are_taken_and_had_once_they_are_granted(
+def test_offered_gpus_are_accepted_and_used_once_they_are_granted(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     ticket = hooks.request_gpus("actor_train", TRAIN)
@@ -104,7 +104,7 @@ def test_gpus_that_are_offered_are_taken_and_had_once_they_are_granted(
     assert ticket.wait() == (0, 1)
 
 
-def test_who_waits_as_the_hooks_are_closed_waits_no_longer(
+def test_closing_the_hooks_ends_a_waiting_call(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     with waiting(hooks) as ends:
@@ -114,7 +114,7 @@ def test_who_waits_as_the_hooks_are_closed_waits_no_longer(
     assert hooks.request_gpus("actor_train", TRAIN).wait(timeout_s=PATIENCE_S) is None
 
 
-def test_gpus_are_asked_for_handed_over_and_released(
+def test_gpus_are_requested_handed_over_and_released(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     asked = hooks.request_gpus("actor_train", TRAIN, 3)
@@ -132,7 +132,7 @@ def test_gpus_are_asked_for_handed_over_and_released(
     assert released.wait() == ()
 
 
-def test_no_two_asks_have_one_key_in_whatever_life(scheduler: FakeScheduler) -> None:
+def test_request_keys_are_unique_across_restarts(scheduler: FakeScheduler) -> None:
     keys = set()
     for _ in range(2):
         with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
@@ -142,7 +142,7 @@ def test_no_two_asks_have_one_key_in_whatever_life(scheduler: FakeScheduler) -> 
     assert len(keys) == 4
 
 
-def test_what_is_refused_is_the_users_mistake_in_one_line(
+def test_a_refusal_is_a_users_error_of_one_line(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     asked = hooks.request_gpus("actor_train", TRAIN)
@@ -152,7 +152,7 @@ def test_what_is_refused_is_the_users_mistake_in_one_line(
         asked.wait()
 
 
-def test_progress_is_told_in_rollouts_of_batches_that_grow(
+def test_progress_is_reported_in_rollouts_of_batches_with_growing_numbers(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
     hooks.begin_progress_batch(4)
@@ -171,19 +171,19 @@ def test_progress_is_told_in_rollouts_of_batches_that_grow(
     assert scheduler.expect(ClearProgress) == ClearProgress("p", "train", second.batch)
 
 
-def test_what_comes_after_a_batch_has_ended_is_told_to_nobody(
+def test_progress_after_the_end_of_a_batch_is_not_sent(
     scheduler: FakeScheduler, hooks: PipelineHooks
 ) -> None:
-    with scheduler.granting() as told:
+    with scheduler.granting() as messages:
         hooks.begin_progress_batch(4)
         hooks.end_progress_batch()
         hooks.bump_completed()
         hooks.end_progress_batch()
         hooks.notify_release_gpus("actor_train").wait()
-    assert [type(each) for each in told] == [ReportProgress, ClearProgress, NotifyReleaseGpus]
+    assert [type(each) for each in messages] == [ReportProgress, ClearProgress, NotifyReleaseGpus]
 
 
-def test_batches_grow_from_life_to_life(scheduler: FakeScheduler) -> None:
+def test_batch_numbers_grow_across_restarts(scheduler: FakeScheduler) -> None:
     batches = []
     for _ in range(2):
         with closing(PipelineHooks(scheduler.hub.address, "p")) as hooks:
@@ -197,27 +197,27 @@ def test_a_preemption_is_reported(scheduler: FakeScheduler, hooks: PipelineHooks
     assert scheduler.expect(ReportPreempt) == ReportPreempt("p", 1, "http://e1")
 
 
-def test_a_wait_goes_on_through_the_scheduler_s_next_life(
+def test_a_wait_continues_through_a_restart_of_the_scheduler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(claims, "SILENT_S", 0.5)
     first = FakeScheduler()
-    with closing(PipelineHooks(first.hub.address, "p")) as hooks, capture_logs() as told:
+    with closing(PipelineHooks(first.hub.address, "p")) as hooks, capture_logs() as logs:
         ticket = hooks.request_gpus("actor_train", TRAIN)
         key = first.expect(RequestGpus).key
         address = first.hub.address
         first.hub.close()
-        while not told:
+        while not logs:
             assert ticket.wait(timeout_s=0.1) is None
         second = FakeScheduler(address, "s2")
         assert second.expect(RequestGpus).key == key
         second.send_granted(key, (0,))
         assert ticket.wait(timeout_s=PATIENCE_S) == (0,)
     second.hub.close()
-    events = [each["event"] for each in told]
+    events = [each["event"] for each in logs]
     assert events[:2] == ["scheduler.unreachable", "scheduler.reachable"]
 
 
-def test_an_address_that_is_none_is_the_users_mistake() -> None:
+def test_an_invalid_address_is_a_users_error() -> None:
     with pytest.raises(AddressError, match="nowhere"):
         PipelineHooks("nowhere", "p")

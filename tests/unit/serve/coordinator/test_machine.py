@@ -1,4 +1,6 @@
-"""The coordinator's machine: resizes, in order and once; the truth, whatever happens."""
+"""The coordinator's state machine carries out resizes in order and once, and reports the true
+state of its engines.
+"""
 
 import pytest
 
@@ -50,7 +52,7 @@ def test_a_shrink_takes_the_engine_out_of_the_table_before_it_is_cut_and_release
     assert engines.row(1).phase is EnginePhase.READY
 
 
-def test_what_does_not_leave_is_cut_after_a_while() -> None:
+def test_requests_that_do_not_end_are_aborted_after_a_while() -> None:
     engines = awake(0, 1)
     engines.engine(0).num_requests = 3
     engines.resize(False, 0)
@@ -59,7 +61,7 @@ def test_what_does_not_leave_is_cut_after_a_while() -> None:
     assert engines.truth(0).phase is WorkerPhase.ASLEEP
 
 
-def test_a_woken_engine_has_the_newest_weights_before_anybody_is_sent_there() -> None:
+def test_a_woken_engine_has_the_newest_weights_before_it_receives_requests() -> None:
     engines = awake(0)
     engines.newest = 7
     engines.resize(True, 1)
@@ -86,8 +88,8 @@ def test_resizes_are_carried_out_one_after_another() -> None:
     assert results[-2:] == [first.resize_id, second.resize_id]
 
 
-def test_of_a_resize_that_is_late_only_who_is_late_is_lost() -> None:
-    """Not who is there, nor who is on its way in another one."""
+def test_a_late_resize_loses_only_its_late_engines() -> None:
+    """Engines that are ready, or that another resize is moving, are not lost."""
     engines = SimulatedEngines(3)
     engines.run(1.0)
     engines.engine(0).fails[EngineOp.LOAD] = "slow"
@@ -102,7 +104,7 @@ def test_of_a_resize_that_is_late_only_who_is_late_is_lost() -> None:
     assert (engines.answers()[-1].resize_id, engines.answers()[-1].error) == (other.resize_id, "")
 
 
-def test_a_resize_that_failed_is_not_begun_anew_by_being_said_again() -> None:
+def test_a_repeated_message_does_not_restart_a_failed_resize() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     engines.engine(0).fails[EngineOp.LOAD] = "slow"
@@ -117,8 +119,10 @@ def test_a_resize_that_failed_is_not_begun_anew_by_being_said_again() -> None:
     assert engines.truth(0).phase is WorkerPhase.ASLEEP
 
 
-def test_before_the_router_is_heard_no_engine_is_touched() -> None:
-    """Whether one is awake stands in its table: what serves would be put to sleep."""
+def test_no_engine_is_touched_before_the_router_answers() -> None:
+    """The router's table shows which engines are awake: without it a serving engine would be put
+    to sleep.
+    """
     engines = awake(0)
     engines.router_ignores = True
     engines.restart()
@@ -141,7 +145,7 @@ def test_an_older_epoch_is_refused_and_changes_nothing() -> None:
     assert engines.truth(0).phase is WorkerPhase.ASLEEP
 
 
-def test_a_resize_that_is_said_again_is_answered_again_and_not_done_again() -> None:
+def test_a_repeated_resize_is_answered_again_and_not_carried_out_again() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     ask = engines.resize(True, 0)
@@ -152,7 +156,7 @@ def test_a_resize_that_is_said_again_is_answered_again_and_not_done_again() -> N
     assert engines.engine(0).done.count(EngineOp.LOAD) == 1
 
 
-def test_a_number_said_anew_by_a_scheduler_that_lost_its_journal_is_another_resize() -> None:
+def test_a_reused_number_of_a_scheduler_that_lost_its_journal_is_another_resize() -> None:
     engines = awake(0)
     engines.deliver(ResizeWorkers("p", 1, (WorkerChange(0, False, 9),), 20.0))
     engines.run(2.0)
@@ -160,7 +164,7 @@ def test_a_number_said_anew_by_a_scheduler_that_lost_its_journal_is_another_resi
     assert not engines.answers()[-1].error
 
 
-def test_what_is_left_of_a_resize_is_that_resize_said_again() -> None:
+def test_the_rest_of_a_resize_counts_as_a_repetition_of_it() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     both = WorkerChange(0, True, 1), WorkerChange(1, True, 1)
@@ -185,7 +189,7 @@ def test_a_newer_resize_of_the_same_engine_overtakes() -> None:
     assert engines.truth(0).phase is WorkerPhase.ASLEEP
 
 
-def test_what_fails_is_tried_again_within_the_deadline() -> None:
+def test_a_failed_operation_is_retried_within_the_deadline() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     engines.engine(0).fails[EngineOp.LOAD] = "the folder was pruned"
@@ -213,7 +217,7 @@ def test_an_engine_that_cannot_wake_in_time_is_lost_and_put_to_sleep_again() -> 
     assert engines.row(0).phase is EnginePhase.ASLEEP
 
 
-def test_a_hung_engine_is_lost_alone_and_sleeps_when_it_is_back() -> None:
+def test_only_the_hung_engine_is_lost_and_it_sleeps_when_it_is_back() -> None:
     engines = awake(0, 1)
     engines.engine(0).is_hung = True
     engines.resize(False, 0, deadline_s=5.0)
@@ -230,32 +234,34 @@ def test_a_hung_engine_is_lost_alone_and_sleeps_when_it_is_back() -> None:
 
 
 class BelievesAnyAnswer(Coordinator):
-    """The fault: what the process before is answered late is taken for its own."""
+    """The fault: a late answer to the previous process is taken for an answer to this one."""
 
     def _on_scheduler(self, hello: SchedulerHello) -> None:
         super()._on_scheduler(hello)
         self._is_confirmed |= hello.newest_s < self._started_s
 
 
-@pytest.mark.parametrize(("kind", "is_heard"), [(Coordinator, True), (BelievesAnyAnswer, False)])
+@pytest.mark.parametrize(("kind", "is_raised"), [(Coordinator, True), (BelievesAnyAnswer, False)])
 @pytest.mark.parametrize("late_s", [0.0, 1000.0])
-def test_who_hears_a_late_answer_to_the_process_before_still_goes_above_it(
-    kind: type[Coordinator], is_heard: bool, late_s: float
+def test_a_coordinator_raises_its_start_time_above_a_late_answer_to_its_predecessor(
+    kind: type[Coordinator], is_raised: bool, late_s: float
 ) -> None:
-    """Its clock was set back; once it is believed itself, it goes above nobody."""
+    """The clock was set back. Once the scheduler has accepted its start time, a coordinator no
+    longer raises it.
+    """
     engines = SimulatedEngines(kind=kind, started_s=1400.5)
     engines.run(1.0)
     for newest_s in (late_s, 5000.0):
         engines.deliver(SchedulerHello("s1", newest_s=newest_s))
     mine_s = engines.hellos()[-1].started_s
-    assert (mine_s > 5000.0) is is_heard
+    assert (mine_s > 5000.0) is is_raised
     for newest_s in (mine_s, 9000.0):
         engines.deliver(SchedulerHello("s1", newest_s=newest_s))
     engines.run(2.0)
     assert engines.hellos()[-1].started_s == mine_s
 
 
-def test_the_truth_is_said_each_second_and_at_once_to_another_scheduler() -> None:
+def test_the_state_is_reported_each_second_and_at_once_to_another_scheduler() -> None:
     engines = awake(0)
     engines.deliver(SchedulerHello("s1"))
     engines.run(0.1)
@@ -282,7 +288,7 @@ def test_without_a_scheduler_nothing_changes_and_sleep_stays_leased() -> None:
     assert engines.row(1).detail == ASLEEP
 
 
-def test_a_coordinator_that_comes_back_finds_what_is_awake_and_touches_nothing() -> None:
+def test_a_restarted_coordinator_finds_the_awake_engines_and_changes_nothing() -> None:
     engines = awake(0)
     engines.engine(0).num_requests = 3
     engines.restart()
@@ -292,7 +298,7 @@ def test_a_coordinator_that_comes_back_finds_what_is_awake_and_touches_nothing()
     assert engines.hellos()[-1].workers == engines.coordinator.truths()
 
 
-def test_a_coordinator_that_comes_back_in_mid_resize_puts_what_is_half_awake_to_sleep() -> None:
+def test_a_coordinator_restarted_during_a_resize_puts_half_awake_engines_to_sleep() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     engines.engine(0).fails[EngineOp.LOAD] = "slow"
@@ -308,7 +314,7 @@ def test_a_coordinator_that_comes_back_in_mid_resize_puts_what_is_half_awake_to_
     assert first.workers[0].phase is not WorkerPhase.AWAKE
 
 
-def test_the_first_truth_waits_for_a_silent_engine_only_for_a_while() -> None:
+def test_the_first_report_waits_for_a_silent_engine_only_for_a_while() -> None:
     engines = awake(0)
     engines.engine(1).is_hung = True
     engines.restart()
@@ -324,7 +330,7 @@ def test_the_first_truth_waits_for_a_silent_engine_only_for_a_while() -> None:
     assert engines.hellos()[-1].workers[1].phase is WorkerPhase.ASLEEP
 
 
-def test_of_another_pipeline_or_worker_nothing_is_done() -> None:
+def test_messages_for_another_pipeline_or_worker_are_ignored() -> None:
     engines = SimulatedEngines()
     engines.run(1.0)
     engines.deliver(ResizeWorkers("q", 1, (WorkerChange(0, True, 1),), 5.0))
@@ -346,7 +352,7 @@ def test_an_awake_engine_that_was_restarted_asleep_is_brought_up_again() -> None
     assert {hello.workers[0].phase for hello in engines.hellos()[2:]} == {WorkerPhase.AWAKE}
 
 
-def test_one_that_does_not_come_up_again_is_lost_and_sleeps() -> None:
+def test_an_engine_that_does_not_come_up_again_is_lost_and_sleeps() -> None:
     engines = awake(0)
     engines.engine(0).restart_process()
     engines.engine(0).fails[EngineOp.LOAD] = "no such folder"
@@ -358,7 +364,7 @@ def test_one_that_does_not_come_up_again_is_lost_and_sleeps() -> None:
     assert WorkerPhase.LOST in {hello.workers[0].phase for hello in engines.hellos()}
 
 
-def test_a_sleeping_engine_that_was_restarted_with_its_memory_gives_it_up_again() -> None:
+def test_a_sleeping_engine_that_was_restarted_awake_releases_its_memory_again() -> None:
     engines = awake(0)
     engines.engine(1).restart_process()
     engines.engine(1).is_released = False
@@ -379,7 +385,7 @@ def test_a_restarted_router_learns_which_engines_are_awake() -> None:
     engines.start_router()
     engines.run(2.0)
     assert [engines.row(rank).phase for rank in (0, 1)] == [EnginePhase.READY, EnginePhase.ASLEEP]
-    engines.start_router(is_asleep=False)  # which knows none of them
+    engines.start_router(is_asleep=False)  # which knows none of the engines
     engines.run(2.0)
     assert [engines.row(rank).phase for rank in (0, 1)] == [EnginePhase.READY, EnginePhase.ASLEEP]
     engines.resize(True, 1)
@@ -387,7 +393,7 @@ def test_a_restarted_router_learns_which_engines_are_awake() -> None:
     assert engines.row(1).phase is EnginePhase.READY
 
 
-def test_asks_that_the_router_did_not_hear_are_said_again() -> None:
+def test_requests_that_the_router_did_not_receive_are_repeated() -> None:
     engines = awake(0)
     engines.router_ignores = True
     engines.resize(False, 0)

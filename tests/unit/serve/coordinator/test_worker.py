@@ -1,4 +1,4 @@
-"""Steps of one engine, and the leased requests that keep the fleet table true."""
+"""The steps of one engine, and the leased requests that keep the router's engine table true."""
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ def done(serial: int, ok: bool = True) -> EngineOpDone:
     return EngineOpDone(url=URL, serial=serial, ok=ok, detail="" if ok else "why", policy_version=3)
 
 
-def test_the_answer_to_a_call_that_was_overtaken_changes_nothing() -> None:
+def test_the_answer_to_an_outdated_call_changes_nothing() -> None:
     worker = EngineWorker(0, URL, SETTINGS)
     worker.want(True)
     call = worker.call(1, 0.0)
@@ -40,7 +40,7 @@ def test_the_answer_to_a_call_that_was_overtaken_changes_nothing() -> None:
     assert worker.step is WorkerStep.DRAINING
 
 
-def test_a_call_that_nobody_answers_is_made_again() -> None:
+def test_an_unanswered_call_is_repeated() -> None:
     worker = EngineWorker(0, URL, SETTINGS)
     worker.want(True)
     assert worker.call(1, 0.0) is not None
@@ -48,7 +48,7 @@ def test_a_call_that_nobody_answers_is_made_again() -> None:
     assert worker.call(3, SETTINGS.call_s) is not None
 
 
-def test_a_step_that_failed_is_the_one_that_is_tried_again() -> None:
+def test_a_failed_step_is_retried() -> None:
     worker = EngineWorker(0, URL, SETTINGS)
     worker.want(True)
     worker.call(1, 0.0)
@@ -64,7 +64,7 @@ def test_a_step_that_failed_is_the_one_that_is_tried_again() -> None:
 
 
 class TrustsTheTable(EngineWorker):
-    """The fault: what the table does not know to be asleep is awake."""
+    """The fault: an engine counts as awake unless the table lists it as asleep."""
 
     def on_done(self, done: EngineOpDone, row: EngineRow | None, now_s: float) -> None:
         seen = done.seen and msgspec.structs.replace(done.seen, is_moving=False)
@@ -73,11 +73,12 @@ class TrustsTheTable(EngineWorker):
 
 @pytest.mark.parametrize(("kind", "is_found"), [(EngineWorker, True), (TrustsTheTable, False)])
 @pytest.mark.parametrize("phase", [EnginePhase.JOINING, EnginePhase.READY])
-def test_what_is_found_without_weights_sleeps_though_a_new_router_knows_of_no_sleep(
+def test_an_engine_found_without_weights_sleeps_even_if_a_new_router_does_not_list_it(
     phase: EnginePhase, kind: type[EngineWorker], is_found: bool
 ) -> None:
-    """Its coordinator and its router died in the middle of a wake: it would stand on its GPUs and
-    serve nobody."""
+    """Coordinator and router died during a wake-up: the engine would hold its GPUs and serve no
+    requests.
+    """
     worker = kind(0, URL, SETTINGS)
     assert worker.call(1, 0.0) is not None
     seen = EngineSnapshot(is_released=False, is_moving=True)
@@ -91,7 +92,7 @@ def answer(ask_id: int, phase: EnginePhase) -> FleetAnswered:
     return FleetAnswered(ask_id, True, "", 1, (EngineRow(URL, "i", phase, 0),))
 
 
-def test_a_row_that_is_older_than_the_last_ask_about_it_is_none() -> None:
+def test_a_row_older_than_the_last_request_about_its_engine_is_ignored() -> None:
     table, worker = FleetTableView(SETTINGS), EngineWorker(0, URL, SETTINGS)
     table.update([worker], False, 0.0)
     assert not table.is_read
