@@ -5,7 +5,8 @@
 The router's own scheduler in this process receives the messages that real peers send, on a clock
 that is advanced by hand: CPU and memory are measured without sockets (see
 `python -m benchmarks.serving --only router`). docs/internals/scale.md draws the conclusions.
-`Life` also serves tests: clients ask, workers run, some vanish, and messages come late or twice.
+`SyntheticTraffic` also serves tests: clients send requests, workers run them, some vanish, and
+messages arrive late or twice.
 
 - A quick run has as many workers and as long a queue as a full one, but a fifth of the duration.
 - Every group that is asked for ends; after `rest` no peer and no group is left.
@@ -74,11 +75,11 @@ class WorkerPeer:
         """Attempts, by group."""
 
 
-class Life:
+class SyntheticTraffic:
     """`num_ended` of `num_asked` groups have ended for their clients."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.ledger = GroupScheduler(RouterConfig(), 0.0)
+        self.group_scheduler = GroupScheduler(RouterConfig(), 0.0)
         self.num_asked = self.num_ended = 0
         self._now_s = 10.0
         self._beat_s = RouterConfig().beat_s
@@ -111,7 +112,7 @@ class Life:
         end_s = self._now_s + SILENCE_S
         while self._now_s < end_s:
             self._now_s += self._beat_s
-            self.ledger.step(Ticked(), self._now_s)
+            self.group_scheduler.step(Ticked(), self._now_s)
         self._sends.clear()
 
     def _turn(self, until: int) -> None:
@@ -127,7 +128,7 @@ class Life:
         if self._num_turns % TURNS_PER_NEW_CLIENT == 0:
             self._change_client()
         self._now_s += self._beat_s / TURNS_PER_BEAT
-        self._sends += self.ledger.step(Ticked(), self._now_s)
+        self._sends += self.group_scheduler.step(Ticked(), self._now_s)
         self._deliver()
 
     def _ask(self) -> None:
@@ -209,7 +210,7 @@ class Life:
     def _new_client(self) -> str:
         self._num_names += 1
         client_id = f"client-{self._num_names}"
-        self.ledger.step(Received(client_id.encode(), ClientHello(client_id)), self._now_s)
+        self.group_scheduler.step(Received(client_id.encode(), ClientHello(client_id)), self._now_s)
         return client_id
 
     def _new_worker(self, name: str = "") -> None:
@@ -225,7 +226,7 @@ class Life:
         self._say(worker.name, hello)
 
     def _say(self, who: str, message: AnyMessage, body: bytes = b"") -> None:
-        self._sends += self.ledger.step(Received(who.encode(), message, body), self._now_s)
+        self._sends += self.group_scheduler.step(Received(who.encode(), message, body), self._now_s)
 
     def _deliver(self) -> None:
         """Deliver what the router sent; messages to peers that have left are lost."""
@@ -274,13 +275,13 @@ GOALS = [
 
 
 class Mesh:
-    """A ledger and its peers' frames; `now_s` is the hand-turned clock."""
+    """A group scheduler and its peers' frames; `now_s` is the hand-turned clock."""
 
     def __init__(self, num_workers: int) -> None:
         self.now_s = 100.0
         config = RouterConfig(max_queued_groups=10 * NUM_QUEUED)
         self.beat_s = config.beat_s
-        self.ledger = GroupScheduler(config, 0.0)
+        self.group_scheduler = GroupScheduler(config, 0.0)
         self.num_asked = 0
         self._names = [f"worker-{number}" for number in range(num_workers)]
         for number in range(NUM_CLIENTS):
@@ -330,8 +331,8 @@ class Mesh:
             for _ in range(TICKS_PER_BEAT):
                 self.now_s += self.beat_s / TICKS_PER_BEAT
                 began_s = time.process_time()
-                self.ledger.step(Ticked(), self.now_s)
-                status_of("i1", self.ledger, FleetChanged(0, ()), {})
+                self.group_scheduler.step(Ticked(), self.now_s)
+                status_of("i1", self.group_scheduler, FleetChanged(0, ()), {})
                 ticks_s += time.process_time() - began_s
         return ticks_s
 
@@ -344,7 +345,7 @@ class Mesh:
         """Step as the router's shell does, up to the socket."""
         packet = decode(frames)
         received = Received(route, packet.message, packet.body, packet.router)
-        sends = self.ledger.step(received, self.now_s)
+        sends = self.group_scheduler.step(received, self.now_s)
         for send in sends:
             encode(Packet(send.message, "i1", send.body))
         return sends
@@ -378,27 +379,27 @@ def cpu_us(work: Callable[[], object], number: int) -> float:
 
 
 def live(num_groups: int) -> dict[str, float]:
-    """A ledger through which so many groups went: what is left of them.
+    """Measure what remains in a scheduler after `num_groups` groups.
 
     The first fifth fills what is bounded: notes, agendas, workers that are not forgotten yet.
     """
-    life, own = Life(), psutil.Process()
+    traffic, own = SyntheticTraffic(), psutil.Process()
     points: list[tuple[int, int]] = []
     for _ in range(LIFE_LOOKS):
-        life.run(num_groups // LIFE_LOOKS)
+        traffic.run(num_groups // LIFE_LOOKS)
         gc.collect()
         Heap().trim()
-        points.append((life.num_asked, own.memory_info().rss))
-    assert life.num_ended == life.num_asked
+        points.append((traffic.num_asked, own.memory_info().rss))
+    assert traffic.num_ended == traffic.num_asked
     filled = points[LIFE_LOOKS // 5 :]
     slope = linear_regression(*zip(*filled, strict=True)).slope
-    life.rest()
+    traffic.rest()
     return {
-        "life.rollouts": float(SIM_GROUP * life.num_asked),
-        "life.workers_lost": float(life.ledger.table.num["workers_lost"]),
+        "life.rollouts": float(SIM_GROUP * traffic.num_asked),
+        "life.workers_lost": float(traffic.group_scheduler.table.num["workers_lost"]),
         "life.rss_mb": points[-1][1] / MB,
         "life.mb_per_100k_groups": slope * 100_000 / MB,
-        "life.entries_at_rest": float(sum(entries(life.ledger).values())),
+        "life.entries_at_rest": float(sum(entries(traffic.group_scheduler).values())),
     }
 
 
@@ -420,7 +421,7 @@ def measure(is_quick: bool) -> dict[str, float]:
     before = rss().rss
     figures["asks.us_if_queued"] = cpu_us(lambda: mesh.ask(NUM_QUEUED), NUM_QUEUED)
     queued_bytes = rss().rss - before
-    assert len(mesh.ledger.table.queue) == NUM_QUEUED
+    assert len(mesh.group_scheduler.table.queue) == NUM_QUEUED
     figures["queue.rollouts"] = float(NUM_QUEUED * GROUP)
     figures["queue.mb"] = queued_bytes / MB
     figures["queue.bytes_per_group_over_its_ask"] = queued_bytes / NUM_QUEUED - ASK_BYTES

@@ -50,7 +50,7 @@ class HostilePeer:
         room = one((8, 8, 8, 0, -5, HUGE))
         holds = tuple(self._held() for _ in range(one((0, 1, 2))))
         ask = AskGroup(group, client, "guess", count, "s", attempt, one((0, 1, -5)), time_s)
-        said: dict[Callable[[], AnyMessage], int] = {
+        weights: dict[Callable[[], AnyMessage], int] = {
             lambda: ask: 8,
             lambda: CancelGroup(group, "why not"): 2,
             lambda: ClientHello(client, count, one((True, False))): 2,
@@ -69,7 +69,7 @@ class HostilePeer:
             lambda: WorkerExited(worker, pid, "killed"): 1,
             lambda: AskDrain(1, worker, "go"): 1,
         }
-        return self.rng.choices(list(said), list(said.values()))[0]()
+        return self.rng.choices(list(weights), list(weights.values()))[0]()
 
     def _group(self) -> GroupId:
         return GroupId("r", self.rng.randrange(6))

@@ -107,7 +107,7 @@ class LossyNetwork:
 
     # network
 
-    def _say(self, route: str, message: AnyMessage) -> None:
+    def _send(self, route: str, message: AnyMessage) -> None:
         self._put("router", route, message)
 
     def _put(self, target: str, route: str, message: AnyMessage) -> None:
@@ -132,11 +132,11 @@ class LossyNetwork:
             elif target in ("launch", "cli"):
                 pass
             elif target == "c":
-                self._client_hears(message)
+                self._client_receives(message)
             elif self.frozen_until_s[target] > self.now_s:
                 self._put(target, "router", message)
             else:
-                self._worker_hears(target, message)
+                self._worker_receives(target, message)
 
     def _note_excuses(self, message: AnyMessage) -> None:
         if isinstance(message, GroupReturned):
@@ -163,16 +163,16 @@ class LossyNetwork:
         if not self.is_calm and self.num_asked < NUM_GROUPS and rng.random() < 0.5:
             self.open[GroupId("r1", self.num_asked)] = (0, 0)
             self.num_asked += 1
-        self._say("c", ClientBeat("c", len(self.open)))
+        self._send("c", ClientBeat("c", len(self.open)))
         for group_id, (attempts, excused) in list(self.open.items()):
             if not self.is_calm and rng.random() < 0.01:
                 self._end(group_id)
-                self._say("c", CancelGroup(group_id, "enough"))
+                self._send("c", CancelGroup(group_id, "enough"))
             elif rng.random() < 0.3:
                 deadline_s = 30.0 if group_id.seq % 4 == 0 else 0.0
                 sink = "tcp://sink"
                 ask = AskGroup(group_id, "c", "guess", 4, sink, attempts, 0, deadline_s, excused)
-                self._say("c", ask)
+                self._send("c", ask)
         for name in self.pids:
             self._worker_acts(name)
         if not self.is_calm and rng.random() < 0.01:
@@ -187,18 +187,18 @@ class LossyNetwork:
             self.frozen_until_s[name] = self.now_s + rng.uniform(1.0, 8.0)
         if not self.is_calm and rng.random() < 0.02:
             if rng.random() < 0.5:
-                self._say("launch", WorkerExited(name, self.pids[name], "killed by signal 9"))
+                self._send("launch", WorkerExited(name, self.pids[name], "killed by signal 9"))
             self._restart(name)
         if not self.is_calm and rng.random() < 0.01:
-            self._say("cli", AskDrain(1, name, "an update"))
+            self._send("cli", AskDrain(1, name, "an update"))
         lag_s = 99.0 if not self.is_calm and rng.random() < 0.02 else 0.0
-        self._say(name, WorkerBeat(name, 4 * len(runs), True, 0, lag_s, 0, 0, 0, 0))
+        self._send(name, WorkerBeat(name, 4 * len(runs), True, 0, lag_s, 0, 0, 0, 0))
         for group_id, attempt in list(runs.items()):
             if rng.random() < 0.2:
                 del runs[group_id]
                 self.delivered.add(group_id)
                 self._end(group_id)
-                self._say(name, GroupDelivered(group_id, attempt))
+                self._send(name, GroupDelivered(group_id, attempt))
 
     def _restart(self, name: str) -> None:
         self.pids[name] += 1
@@ -208,9 +208,9 @@ class LossyNetwork:
     def _hello(self, name: str) -> None:
         holds = tuple(HeldGroup(each, attempt, False) for each, attempt in self.runs[name].items())
         pid = self.pids[name]
-        self._say(name, WorkerHello(name, "guess", 8, pid, "here", holds, float(pid)))
+        self._send(name, WorkerHello(name, "guess", 8, pid, "here", holds, float(pid)))
 
-    def _worker_hears(self, name: str, message: AnyMessage) -> None:
+    def _worker_receives(self, name: str, message: AnyMessage) -> None:
         runs = self.runs[name]
         match message:
             case RouterHello():
@@ -218,25 +218,25 @@ class LossyNetwork:
                     self._hello(name)
             case RunGroup(group_id=group_id, attempt=attempt):
                 if group_id in self.delivered:
-                    self._say(name, GroupDelivered(group_id, attempt))
+                    self._send(name, GroupDelivered(group_id, attempt))
                 elif group_id not in runs and not self.is_calm and self.rng.random() < 0.1:
-                    self._say(name, GroupReturned(group_id, attempt, "not now"))
+                    self._send(name, GroupReturned(group_id, attempt, "not now"))
                 else:
                     runs[group_id] = max(attempt, runs.get(group_id, 0))
-                    self._say(name, GroupStarted(group_id, attempt))
+                    self._send(name, GroupStarted(group_id, attempt))
             case CancelRun(group_id=group_id):
                 runs.pop(group_id, None)
             case DrainWorker() if not runs:
-                self._say(name, WorkerLeft(name, "drained"))
+                self._send(name, WorkerLeft(name, "drained"))
                 self._restart(name)
 
-    def _client_hears(self, message: AnyMessage) -> None:
+    def _client_receives(self, message: AnyMessage) -> None:
         if isinstance(message, GroupFailed):
             self._end(message.group_id)
         elif isinstance(message, GroupMoved) and message.group_id in self.open:
             attempt, excused = self.open[message.group_id]
-            heard = (max(attempt, message.attempt), max(excused, message.excused))
-            self.open[message.group_id] = heard
+            known = (max(attempt, message.attempt), max(excused, message.excused))
+            self.open[message.group_id] = known
 
     def _end(self, group_id: GroupId) -> None:
         if self.open.pop(group_id, None) is not None:

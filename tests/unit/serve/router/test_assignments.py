@@ -113,7 +113,7 @@ def test_a_group_waits_for_a_worker_of_its_environment(router: ScriptedRouter) -
     assert router.holder(1) == "w1"
 
 
-def test_clients_take_turns(router: ScriptedRouter) -> None:
+def test_clients_alternate(router: ScriptedRouter) -> None:
     for seq in range(3):
         router.asks(ask(seq, n=8, client="greedy"))
     router.asks(ask(7, n=8, client="modest"))
@@ -131,7 +131,7 @@ def test_higher_priority_runs_first(router: ScriptedRouter) -> None:
     assert [run.group_id.seq for run in runs] == [2, 1]
 
 
-def test_nothing_is_repeated_to_the_deaf(router: ScriptedRouter) -> None:
+def test_a_stalled_worker_is_sent_no_repetitions(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(ask(1))
     for _ in range(6):
@@ -141,7 +141,7 @@ def test_nothing_is_repeated_to_the_deaf(router: ScriptedRouter) -> None:
     assert only(router.advance(2, "w0", "c"), RunGroup)
 
 
-def test_many_workers_share_evenly_and_the_order_keeps_nothing_of_the_past(
+def test_many_workers_share_evenly_and_their_order_retains_no_old_ranks(
     router: ScriptedRouter,
 ) -> None:
     names = [f"w{number}" for number in range(20)]
@@ -189,7 +189,7 @@ def test_a_lost_delivery_is_asked_for_again(router: ScriptedRouter) -> None:
     assert router.is_empty()
 
 
-def test_a_doubled_ask_runs_once(router: ScriptedRouter) -> None:
+def test_a_duplicated_request_runs_once(router: ScriptedRouter) -> None:
     router.worker("w0")
     assert only(router.asks(ask(1)), RunGroup)
     sends = router.asks(ask(1))
@@ -197,7 +197,7 @@ def test_a_doubled_ask_runs_once(router: ScriptedRouter) -> None:
     assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.ASSIGNED, 1, "w0")]
 
 
-def test_a_late_double_of_an_ask_that_ended_does_not_run_again(router: ScriptedRouter) -> None:
+def test_a_late_duplicate_of_an_ended_request_does_not_run_again(router: ScriptedRouter) -> None:
     running(router)
     router.receive("w0", GroupDelivered(group(1), 1))
     sends = router.asks(ask(1, attempts=0))
@@ -205,7 +205,7 @@ def test_a_late_double_of_an_ask_that_ended_does_not_run_again(router: ScriptedR
     assert router.is_empty()
 
 
-def test_a_client_that_knows_of_the_attempt_may_ask_for_another(router: ScriptedRouter) -> None:
+def test_a_client_that_knows_the_attempt_may_request_another(router: ScriptedRouter) -> None:
     running(router)
     router.advance(SETTLED_S, "w0", "c")
     router.receive("w0", GroupDelivered(group(1), 1))
@@ -213,7 +213,7 @@ def test_a_client_that_knows_of_the_attempt_may_ask_for_another(router: Scripted
     assert run.attempt == 2
 
 
-def test_a_cancel_that_overtakes_its_ask_wins(router: ScriptedRouter) -> None:
+def test_a_cancellation_that_overtakes_its_request_wins(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.receive("c", CancelGroup(group(1), "changed my mind"))
     [moved] = only(router.asks(ask(1)), GroupMoved)
@@ -240,7 +240,7 @@ def test_a_returned_group_runs_elsewhere_and_the_attempt_does_not_count(
     assert router.group_scheduler.table.groups[group(1)].tries == 1
 
 
-def test_a_returned_group_is_not_thrown_back_at_once(router: ScriptedRouter) -> None:
+def test_a_returned_group_is_not_sent_back_at_once(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(ask(1))
     assert not only(router.receive("w0", GroupReturned(group(1), 1, "full")), RunGroup)
@@ -258,7 +258,7 @@ def stall(router: ScriptedRouter) -> list[Send]:
     return [*sends, *router.receive("w0", beat("w0"))]
 
 
-def test_attempts_that_never_began_do_not_count_when_another_task_holds_the_loop(
+def test_attempts_that_never_began_do_not_count_when_another_task_blocks_the_loop(
     router: ScriptedRouter,
 ) -> None:
     """Heartbeats have a thread of their own, so the worker is not considered lost."""
@@ -273,7 +273,7 @@ def test_attempts_that_never_began_do_not_count_when_another_task_holds_the_loop
     assert router.group_scheduler.table.groups[group(1)].tries == 1
 
 
-def test_worker_whose_loop_turns_again_has_what_it_did_not_begin_as_before(
+def test_a_worker_that_recovers_from_a_stall_is_assigned_its_unstarted_group_again(
     router: ScriptedRouter,
 ) -> None:
     router.worker("w0")
@@ -293,10 +293,10 @@ def test_attempts_that_workers_lose_before_they_begin_do_not_count(router: Scrip
         assert router.group_scheduler.table.groups[group(1)].tries == 0
         router.now_s += (
             SETTINGS.suspect_wait_beats
-        )  # the time for which it waits for a worker of its own
+        )  # the time for which the group waits for a worker without other groups
 
 
-def test_an_attempt_that_had_begun_after_all_counts_again(router: ScriptedRouter) -> None:
+def test_an_attempt_that_turns_out_to_have_begun_counts_again(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(ask(1))
     router.receive("w0", beat("w0", lag_s=STALL_S))
@@ -306,7 +306,7 @@ def test_an_attempt_that_had_begun_after_all_counts_again(router: ScriptedRouter
     assert router.group_scheduler.table.groups[group(1)].tries == 1
 
 
-def test_a_group_that_never_begins_is_reported_to_its_client_and_ends_in_the_end(
+def test_a_group_that_never_begins_is_reported_to_its_client_and_fails_after_a_limit(
     router: ScriptedRouter,
 ) -> None:
     router.worker("w0")
@@ -323,7 +323,7 @@ def test_a_group_that_never_begins_is_reported_to_its_client_and_ends_in_the_end
     assert router.group_scheduler.table.num["unbegun"] == times
 
 
-def test_attempts_that_a_worker_in_peace_cut_short_do_not_count(router: ScriptedRouter) -> None:
+def test_attempts_interrupted_by_a_normal_worker_exit_do_not_count(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     for incarnation in range(1, 6):
         router.worker("w0", pid=incarnation)
@@ -338,7 +338,7 @@ def test_attempts_that_a_worker_in_peace_cut_short_do_not_count(router: Scripted
     assert run.attempt == 6, "sinks and workers tell attempts by their numbers, which only rise"
 
 
-def test_a_task_that_makes_its_workers_leave_in_peace_ends_all_the_same(
+def test_a_task_that_makes_its_workers_exit_normally_fails_after_a_limit(
     router: ScriptedRouter,
 ) -> None:
     router.asks(ask(1))
@@ -352,7 +352,7 @@ def test_a_task_that_makes_its_workers_leave_in_peace_ends_all_the_same(
     assert last.reason == "attempts_exhausted: 3 have begun; w0 left: stopped: by its task"
 
 
-def test_a_failed_group_stays_so_whatever_number_its_attempts_had(router: ScriptedRouter) -> None:
+def test_a_failed_group_stays_failed_whatever_its_attempt_number(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     for incarnation in range(1, 6):
         router.worker("w0", pid=incarnation)
@@ -377,7 +377,7 @@ def test_a_failed_group_stays_so_whatever_number_its_attempts_had(router: Script
         RunGroup(group(9), 1, 1, ""),
     ],
 )
-def test_a_message_about_nothing_known_changes_nothing(
+def test_a_message_about_an_unknown_peer_or_group_changes_nothing(
     router: ScriptedRouter, message: Message
 ) -> None:
     router.receive("stranger", message)

@@ -14,7 +14,10 @@ from rollmesh.wire.messages import (
 )
 from tests.unit.serve.router.scripted_router import ScriptedRouter, ask, beat, group, hello, only
 
-STANDING_S, TELL_S = float(STANDING_BEATS), float(NOTIFY_BEATS)  # a heartbeat is a second here
+STANDING_S, TELL_S = (
+    float(STANDING_BEATS),
+    float(NOTIFY_BEATS),
+)  # one heartbeat takes a second in this file
 
 
 def reasons(sends: list[Send]) -> list[str]:
@@ -49,7 +52,7 @@ def test_each_client_is_notified_of_one_group_of_many(router: ScriptedRouter) ->
     assert cause == "no worker has served env 'guess' for 20 s; there is no worker"
 
 
-def test_a_worker_that_comes_ends_the_cause(router: ScriptedRouter) -> None:
+def test_a_new_worker_ends_the_cause(router: ScriptedRouter) -> None:
     router.asks(ask(1, env="echo"))
     router.advance(STANDING_S + 1, "c")
     assert router.group_scheduler.blocked_reasons.standing()
@@ -58,7 +61,7 @@ def test_a_worker_that_comes_ends_the_cause(router: ScriptedRouter) -> None:
     assert router.group_scheduler.blocked_reasons.standing() == []
 
 
-def test_a_cause_ends_with_the_last_group_that_waits(router: ScriptedRouter) -> None:
+def test_a_cause_ends_with_the_last_waiting_group(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     router.advance(STANDING_S + 1, "c")
     router.receive("c", CancelGroup(group(1), "enough"))
@@ -69,7 +72,7 @@ def test_a_cause_ends_with_the_last_group_that_waits(router: ScriptedRouter) -> 
 WAITS_FOR = "held_bytes: 9 held, worker.max_held_bytes = 8"
 
 
-def is_full(router: ScriptedRouter, *workers: str) -> None:
+def send_full_beats(router: ScriptedRouter, *workers: str) -> None:
     for name in workers:
         sends = beat(name, accepting=False)
         router.receive(name, msgspec.structs.replace(sends, waits_for=WAITS_FOR))
@@ -80,12 +83,12 @@ def test_groups_whose_workers_are_all_full_wait_and_their_clients_are_notified(
 ) -> None:
     router.worker("w0")
     router.worker("w1")
-    is_full(router, "w0", "w1")
+    send_full_beats(router, "w0", "w1")
     router.asks(ask(1))
     assert router.state(1) is GroupState.QUEUED
     sends = []
     for _ in range(STANDING_BEATS + 1):
-        is_full(router, "w0", "w1")
+        send_full_beats(router, "w0", "w1")
         sends += router.advance(1, "c")
     cause = f"over_budget: for 20 s no worker of env 'guess' has room; w0 waits for {WAITS_FOR}"
     assert reasons(sends) == [cause]
@@ -96,21 +99,21 @@ def test_groups_whose_workers_are_all_full_wait_and_their_clients_are_notified(
     assert router.state(1) is GroupState.ASSIGNED
 
 
-def test_one_full_worker_beside_one_that_serves_is_no_cause(router: ScriptedRouter) -> None:
+def test_a_full_worker_is_no_cause_while_another_has_room(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.worker("w1")
     router.asks(ask(1, n=8))
     router.asks(ask(2, n=8))
     router.asks(ask(3, n=8))
     for _ in range(STANDING_BEATS + 1):
-        is_full(router, "w1")
+        send_full_beats(router, "w1")
         assert not reasons(router.advance(1, "c"))
         router.receive("w0", beat("w0", num_running=8))
     assert router.state(3) is GroupState.QUEUED
     assert router.group_scheduler.blocked_reasons.standing() == []
 
 
-def test_workers_that_are_replaced_are_no_cause(router: ScriptedRouter) -> None:
+def test_replacing_workers_is_no_cause(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(ask(1, n=8))
     router.asks(ask(2, n=8))
@@ -121,7 +124,7 @@ def test_workers_that_are_replaced_are_no_cause(router: ScriptedRouter) -> None:
         assert not reasons(router.advance(STANDING_S / 2, "w0", "c"))
 
 
-def test_what_a_worker_loads_is_no_cause(router: ScriptedRouter) -> None:
+def test_an_environment_that_a_worker_is_loading_is_no_cause(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     router.receive("w0", msgspec.structs.replace(hello("w0"), loads_for_s=120.0))
     assert not reasons(router.advance(STANDING_S + 1, "c"))
@@ -131,7 +134,7 @@ def test_what_a_worker_loads_is_no_cause(router: ScriptedRouter) -> None:
 DEAD = "http://e is fenced: does not answer: connection refused"
 
 
-def test_while_no_engine_serves_that_is_the_only_cause_and_workers_are_not_asked_about(
+def test_no_serving_engine_is_reported_as_the_only_cause(
     router: ScriptedRouter,
 ) -> None:
     router.asks(ask(1, env="typo"))
@@ -149,7 +152,7 @@ def test_while_no_engine_serves_that_is_the_only_cause_and_workers_are_not_asked
     assert reasons(sends)
 
 
-def test_the_client_of_a_group_that_runs_while_no_engine_serves_is_notified(
+def test_the_client_of_a_running_group_is_notified_when_no_engine_serves(
     router: ScriptedRouter,
 ) -> None:
     router.worker("w0")

@@ -34,7 +34,7 @@ AWAY_S = SETTINGS.beat_s * SETTINGS.missed_beats + 0.5
 MAX_UNACKED = 1000
 
 
-def test_a_client_that_leaves_takes_its_groups_along(router: ScriptedRouter) -> None:
+def test_a_clients_groups_end_when_it_leaves(router: ScriptedRouter) -> None:
     running(router)
     router.asks(ask(2, client="other"))
     assert only(router.receive("c", ClientLeft("c")), CancelRun, "w0")
@@ -42,7 +42,7 @@ def test_a_client_that_leaves_takes_its_groups_along(router: ScriptedRouter) -> 
     assert router.holder(2) == "w0"
 
 
-def test_a_vanished_client_has_a_grace_and_then_its_groups_end(router: ScriptedRouter) -> None:
+def test_a_vanished_clients_groups_end_after_a_grace_period(router: ScriptedRouter) -> None:
     running(router)
     router.advance(12, "w0")
     assert router.state(1) is GroupState.RUNNING
@@ -53,7 +53,7 @@ def test_a_vanished_client_has_a_grace_and_then_its_groups_end(router: ScriptedR
     assert router.group_scheduler.table.clients == {}
 
 
-def test_a_client_that_comes_back_in_time_loses_nothing(router: ScriptedRouter) -> None:
+def test_a_client_that_returns_in_time_loses_nothing(router: ScriptedRouter) -> None:
     running(router)
     router.advance(12, "w0")
     router.receive(b"new-route", ClientHello("c"))
@@ -62,7 +62,7 @@ def test_a_client_that_comes_back_in_time_loses_nothing(router: ScriptedRouter) 
     assert moved.state is GroupState.DONE
 
 
-def test_a_client_that_asked_for_it_is_waited_for(router: ScriptedRouter) -> None:
+def test_a_client_with_keep_is_waited_for(router: ScriptedRouter) -> None:
     kept(router)
     running(router)
     router.advance(60, "w0")
@@ -73,7 +73,7 @@ def test_a_client_that_asked_for_it_is_waited_for(router: ScriptedRouter) -> Non
     assert router.group_scheduler.table.clients == {}, "with nothing left to keep, it is forgotten"
 
 
-def test_a_kept_client_that_leaves_for_good_takes_its_groups_along(router: ScriptedRouter) -> None:
+def test_a_kept_clients_groups_end_when_it_leaves(router: ScriptedRouter) -> None:
     asks = AskMachine(AskSettings(client_id="c", sink="tcp://sink", keep=True))
     assert asks.step(Closed(), 0.0) == []
     [left] = asks.step(Closed(for_good=True), 0.0)
@@ -101,7 +101,7 @@ def test_a_kept_group_with_an_unclaimed_result_runs_again_when_its_client_reques
     assert [run.attempt for run in only(router.asks(ask(1, attempts=1)), RunGroup)] == [2]
 
 
-def test_a_result_that_was_given_up_is_made_again_while_its_client_is_connected(
+def test_a_result_that_was_given_up_is_computed_again_while_its_client_is_connected(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -113,7 +113,7 @@ def kept(router: ScriptedRouter, client: str = "c") -> None:
     router.receive(client, ClientHello(client, keep=True))
 
 
-def test_a_kept_client_that_is_silent_for_an_hour_is_forgotten_in_one_line(
+def test_a_kept_client_that_is_silent_for_an_hour_is_forgotten_with_one_log_line(
     router: ScriptedRouter,
 ) -> None:
     kept(router)
@@ -131,7 +131,7 @@ def test_a_kept_client_that_is_silent_for_an_hour_is_forgotten_in_one_line(
     assert router.group_scheduler.table.num_in[GroupState.CANCELLED] == 2
 
 
-def test_a_forgotten_client_that_comes_back_loses_the_work_and_no_group(
+def test_a_forgotten_client_that_returns_loses_work_but_no_group(
     router: ScriptedRouter,
 ) -> None:
     kept(router)
@@ -145,7 +145,7 @@ def test_a_forgotten_client_that_comes_back_loses_the_work_and_no_group(
     assert router.state(1) is not None
 
 
-def test_a_kept_client_that_speaks_once_an_hour_is_kept(router: ScriptedRouter) -> None:
+def test_a_kept_client_that_sends_once_an_hour_is_kept(router: ScriptedRouter) -> None:
     kept(router)
     running(router)
     for _ in range(3):
@@ -154,7 +154,7 @@ def test_a_kept_client_that_speaks_once_an_hour_is_kept(router: ScriptedRouter) 
     assert router.state(1) is not None
 
 
-def test_work_for_a_client_that_is_away_goes_behind_that_for_one_that_is_there(
+def test_groups_of_absent_clients_queue_behind_those_of_connected_ones(
     router: ScriptedRouter,
 ) -> None:
     kept(router, "away")
@@ -169,7 +169,7 @@ def test_work_for_a_client_that_is_away_goes_behind_that_for_one_that_is_there(
     assert [run.group_id.seq for run in runs] == [3, 4, 1, 2], "and it goes on, for all that"
 
 
-def test_a_client_that_is_back_has_its_turn_again(router: ScriptedRouter) -> None:
+def test_a_client_that_returned_has_its_turn_again(router: ScriptedRouter) -> None:
     kept(router, "away")
     router.asks(ask(1, n=8, client="away", prio=5))
     router.advance(AWAY_S, "c")
@@ -182,7 +182,7 @@ def holds_unacked(worker: str, unacked_bytes: int) -> WorkerBeat:
     return msgspec.structs.replace(beat(worker), unacked_bytes=unacked_bytes)
 
 
-def test_unclaimed_results_leave_half_a_worker_to_clients_that_take_theirs(
+def test_unclaimed_results_leave_half_of_a_worker_to_other_clients(
     router: ScriptedRouter,
 ) -> None:
     for name in ("w0", "w1"):

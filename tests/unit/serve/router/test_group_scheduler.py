@@ -39,7 +39,7 @@ from tests.unit.serve.router.scripted_router import (
 )
 
 
-def test_a_group_goes_whole_to_one_worker_with_its_body_unopened(router: ScriptedRouter) -> None:
+def test_a_group_goes_whole_to_one_worker_with_its_body_unchanged(router: ScriptedRouter) -> None:
     router.worker("w0")
     sends = router.asks(ask(1), body=b"\x00opaque")
     [run] = [s for s in sends if isinstance(s.message, RunGroup)]
@@ -47,7 +47,7 @@ def test_a_group_goes_whole_to_one_worker_with_its_body_unopened(router: Scripte
     assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.ASSIGNED, 1, "w0")]
 
 
-def test_the_ticket_of_an_ask_reaches_its_worker_and_no_client(router: ScriptedRouter) -> None:
+def test_the_ticket_of_a_request_reaches_its_worker_and_no_client(router: ScriptedRouter) -> None:
     router.worker("w0")
     sends = router.asks(msgspec.structs.replace(ask(1), ticket=b"ticket of group"))
     [run] = only(sends, RunGroup)
@@ -66,7 +66,7 @@ def test_a_group_is_ended_only_by_a_message_that_carries_its_ticket(router: Scri
     assert moved.state is GroupState.DONE
 
 
-def test_a_cancel_of_another_client_keeps_no_later_ask_from_running(router: ScriptedRouter) -> None:
+def test_a_cancellation_by_another_client_blocks_no_later_request(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.receive("c2", CancelGroup(group(1), "before it was asked", b"guess"))
     assert only(router.asks(msgspec.structs.replace(ask(1), ticket=b"ticket")), RunGroup)
@@ -101,7 +101,7 @@ def test_an_attempt_whose_result_was_malformed_is_followed_by_another(
     assert not only(router.receive("c", failed), RunGroup)  # sent twice, it counts once
 
 
-def test_malformed_results_end_a_group_only_when_its_attempts_are_over(
+def test_malformed_results_fail_a_group_only_after_its_last_attempt(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -117,7 +117,7 @@ def test_malformed_results_end_a_group_only_when_its_attempts_are_over(
     assert "w0: malformed result" in failed_group.reason
 
 
-def test_an_ask_waits_for_the_first_worker(router: ScriptedRouter) -> None:
+def test_a_request_waits_for_the_first_worker(router: ScriptedRouter) -> None:
     [moved] = only(router.asks(ask(1)), GroupMoved)
     assert moved == GroupMoved(group(1), GroupState.QUEUED, 0, "")
     assert only(router.worker("w0"), RunGroup)
@@ -132,7 +132,7 @@ def test_a_delivered_group_is_forgotten_and_its_slots_are_free(router: ScriptedR
     assert (worker.load, worker.groups) == (0, {})
 
 
-def test_notes_of_the_past_are_torn_after_the_patience(router: ScriptedRouter) -> None:
+def test_tombstones_are_removed_after_their_time(router: ScriptedRouter) -> None:
     running(router)
     router.receive("w0", GroupDelivered(group(1), 1))
     assert group(1) in router.group_scheduler.table.tombstones
@@ -149,7 +149,7 @@ def test_a_full_queue_refuses_with_a_retry_time(router: ScriptedRouter) -> None:
     assert router.state(8) is None
 
 
-def test_an_ask_for_no_samples_fails_at_once(router: ScriptedRouter) -> None:
+def test_a_request_for_no_samples_fails_at_once(router: ScriptedRouter) -> None:
     [failed] = only(router.asks(ask(1, n=0)), GroupFailed)
     assert "num_samples" in failed.reason
 
@@ -162,7 +162,7 @@ def test_a_request_without_a_client_fails_at_once(router: ScriptedRouter) -> Non
 
 @pytest.mark.parametrize("mistake", [{"client_id": ""}, {"num_samples": 2**40}])
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_mistaken_ask_takes_nothing_from_a_group_that_is_here(
+def test_an_invalid_request_does_not_affect_an_existing_group(
     router: ScriptedRouter, is_running: bool, mistake: dict[str, str | int]
 ) -> None:
     if is_running:
@@ -177,7 +177,7 @@ def test_a_mistaken_ask_takes_nothing_from_a_group_that_is_here(
     assert (group_here.client_id, group_here.num_samples) == ("c", 4)
 
 
-def test_an_env_that_cannot_load_fails_what_waits_and_what_comes(router: ScriptedRouter) -> None:
+def test_an_env_that_cannot_load_fails_waiting_and_later_requests(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     sends = router.receive("w0", EnvFailed("w0", "guess", "no module named x"))
     assert only(sends, GroupFailed) == [GroupFailed(group(1), "env_failed: no module named x")]
@@ -192,7 +192,7 @@ def test_a_worker_that_loads_the_env_clears_its_failure(router: ScriptedRouter) 
     assert only(router.asks(ask(1)), RunGroup)
 
 
-def test_one_failed_worker_fails_nothing_while_another_serves_the_env(
+def test_one_workers_load_failure_fails_nothing_while_another_serves_the_env(
     router: ScriptedRouter,
 ) -> None:
     router.worker("w1")
@@ -200,7 +200,7 @@ def test_one_failed_worker_fails_nothing_while_another_serves_the_env(
     assert only(router.asks(ask(1)), RunGroup)
 
 
-def test_cancel_stops_a_running_group(router: ScriptedRouter) -> None:
+def test_a_cancellation_stops_a_running_group(router: ScriptedRouter) -> None:
     running(router)
     sends = router.receive("c", CancelGroup(group(1), "stale"))
     assert only(sends, CancelRun, "w0") == [CancelRun(group(1), "stale")]
@@ -215,7 +215,7 @@ def test_an_unknown_peer_gets_a_hello_so_that_it_reports_everything_again(
     assert only(router.receive("peer", message), RouterHello, "peer") == [RouterHello(1.0)]
 
 
-def test_a_client_that_comes_back_elsewhere_is_delivered_there(router: ScriptedRouter) -> None:
+def test_results_go_to_the_new_address_of_a_client_that_moved(router: ScriptedRouter) -> None:
     running(router)
     moved = msgspec.structs.replace(ask(1, attempts=1), sink="tcp://new-sink")
     router.asks(moved)
@@ -223,7 +223,7 @@ def test_a_client_that_comes_back_elsewhere_is_delivered_there(router: ScriptedR
     assert (run.sink, run.attempt) == ("tcp://new-sink", 1)
 
 
-def test_turns_follow_a_clients_weight(router: ScriptedRouter) -> None:
+def test_turns_follow_client_weights(router: ScriptedRouter) -> None:
     router.receive("heavy", ClientHello("heavy", weight=2))
     for seq in range(6):
         router.asks(ask(seq, n=8, client="heavy" if seq < 4 else "light"))
@@ -262,17 +262,17 @@ def test_a_delivery_after_its_clients_goodbye_counts_as_done(
 # overload
 
 
-def test_a_client_that_floods_the_queue_keeps_no_other_out(router: ScriptedRouter) -> None:
+def test_a_client_that_floods_the_queue_does_not_block_others(router: ScriptedRouter) -> None:
     for seq in range(8):
         router.asks(ask(seq, client="flood"))
     router.receive("c", ClientHello("c"))
     for seq in range(8, 12):
-        assert only(router.asks(ask(seq)), GroupMoved)  # its share of 8, with two clients
+        assert only(router.asks(ask(seq)), GroupMoved)  # the share of 8 of one of two clients
     assert only(router.asks(ask(12)), AskRefused)
     assert only(router.asks(ask(13, client="flood")), AskRefused)
 
 
-def test_clients_that_come_one_after_the_other_never_queue_more_than_twice_the_limit(
+def test_successive_clients_never_queue_more_than_twice_the_limit(
     router: ScriptedRouter,
 ) -> None:
     for seq in range(64):
@@ -288,13 +288,13 @@ def test_waiting_bytes_are_bounded(router: ScriptedRouter) -> None:
     assert not only(router.asks(ask(2), body=b"x"), AskRefused)
 
 
-def test_an_ask_that_will_never_fit_fails_at_once(router: ScriptedRouter) -> None:
+def test_a_request_that_can_never_fit_fails_at_once(router: ScriptedRouter) -> None:
     [failed] = only(router.asks(ask(1), body=bytes(MAX_QUEUED_BYTES + 1)), GroupFailed)
     assert failed.reason.startswith("bad_ask: ")
 
 
 @pytest.mark.parametrize("num_samples", [-1, 0, MAX_SAMPLES + 1, 10**7])
-def test_an_ask_for_none_or_far_too_many_fails_at_once(
+def test_a_request_for_an_invalid_number_of_samples_fails_at_once(
     router: ScriptedRouter, num_samples: int
 ) -> None:
     router.worker("w0")
@@ -315,7 +315,7 @@ def test_a_claimed_group_is_not_run_twice_after_a_restart(router: ScriptedRouter
     assert router.holder(1) == "w0"
 
 
-def test_the_claim_may_come_before_the_ask(router: ScriptedRouter) -> None:
+def test_a_claim_may_arrive_before_its_request(router: ScriptedRouter) -> None:
     router.worker("w0", HeldGroup(group(1), 2, False))
     sends = router.asks(ask(1, n=4, attempts=1))
     assert only(sends, GroupMoved) == [GroupMoved(group(1), GroupState.RUNNING, 2, "w0")]
@@ -345,7 +345,7 @@ def test_a_group_without_attempts_left_fails_when_no_worker_claims_it(
     assert router.is_empty()
 
 
-def test_attempts_that_do_not_count_are_known_after_a_restart(router: ScriptedRouter) -> None:
+def test_excused_attempts_are_known_after_a_restart(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(msgspec.structs.replace(ask(1, attempts=5), excused=3))
     [run] = only(router.advance(SETTLED_S, "w0", "c"), RunGroup)
@@ -357,7 +357,9 @@ def test_attempts_that_do_not_count_are_known_after_a_restart(router: ScriptedRo
 
 
 @pytest.mark.parametrize("excused", [-(2**40), 2**40])
-def test_excuses_beyond_reason_are_none_or_all(router: ScriptedRouter, excused: int) -> None:
+def test_impossible_numbers_of_excused_attempts_are_clamped(
+    router: ScriptedRouter, excused: int
+) -> None:
     router.advance(SETTLED_S, "c")
     sends = router.asks(msgspec.structs.replace(ask(1, attempts=3), excused=excused))
     assert bool(only(sends, GroupFailed)) is (excused < 0)
@@ -370,25 +372,27 @@ def test_unclaimed_groups_are_queued_after_three_heartbeats(router: ScriptedRout
     assert run.attempt == 2
 
 
-def test_a_fresh_ask_does_not_wait_for_claims(router: ScriptedRouter) -> None:
+def test_a_new_request_does_not_wait_for_claims(router: ScriptedRouter) -> None:
     router.worker("w0")
     assert only(router.asks(ask(1, attempts=0)), RunGroup)
 
 
-def test_what_no_client_claims_is_cancelled(router: ScriptedRouter) -> None:
+def test_a_running_group_that_no_client_claims_is_cancelled(router: ScriptedRouter) -> None:
     router.worker("w0", HeldGroup(group(1), 1, False))
     [cancel] = only(router.advance(SETTLED_S, "w0"), CancelRun, "w0")
     assert cancel.group_id == group(1)
     assert router.is_empty()
 
 
-def test_a_finished_result_is_left_to_its_sink(router: ScriptedRouter) -> None:
+def test_a_finished_result_that_no_client_claims_is_left_to_its_sink(
+    router: ScriptedRouter,
+) -> None:
     router.worker("w0", HeldGroup(group(1), 1, True))
     assert not only(router.advance(SETTLED_S, "w0"), CancelRun)
     assert router.is_empty()
 
 
-def test_an_ask_claimed_after_the_settling_is_still_recognised(router: ScriptedRouter) -> None:
+def test_a_request_claimed_after_the_takeover_is_still_recognised(router: ScriptedRouter) -> None:
     router.advance(5)
     router.asks(ask(1, attempts=1))
     assert router.state(1) is GroupState.QUEUED
@@ -396,7 +400,7 @@ def test_an_ask_claimed_after_the_settling_is_still_recognised(router: ScriptedR
     assert router.state(1) is GroupState.RUNNING
 
 
-def test_a_start_from_a_worker_not_greeted_yet_asks_for_its_hello(router: ScriptedRouter) -> None:
+def test_a_start_from_an_unknown_worker_is_answered_with_a_hello(router: ScriptedRouter) -> None:
     assert only(router.receive("w0", GroupStarted(group(1), 1)), RouterHello, "w0")
 
 
@@ -404,8 +408,8 @@ class Body(bytearray):
     """A request body that can be weakly referenced."""
 
 
-def test_nothing_holds_the_ask_of_a_group_that_has_ended(router: ScriptedRouter) -> None:
-    """Also if it had a deadline of an hour, and a timer entry."""
+def test_nothing_retains_the_request_of_an_ended_group(router: ScriptedRouter) -> None:
+    """Not even the timer entry of its deadline in an hour."""
     router.worker("w0")
     bodies = []
     for seq, end in enumerate([GroupDelivered(group(0), 1), CancelGroup(group(1), "no"), None]):

@@ -11,7 +11,7 @@ from operator import attrgetter
 import msgspec
 import pytest
 
-from benchmarks.scale import Life
+from benchmarks.scale import SyntheticTraffic
 from rollmesh.core.ids import GroupId
 from rollmesh.serve.router.group_table import (
     FAILURE_NOTES,
@@ -49,56 +49,56 @@ from tests.unit.serve.router.scripted_router import (
 )
 
 SEEDS = range(40)
-VANDAL_SEEDS = range(150)
+HOSTILE_SEEDS = range(150)
 NUM_EVENTS = 300
 
 
 @functools.cache
-def lived(seed: int) -> LossyNetwork:
-    """Run a minute with faults, then two without."""
-    town = LossyNetwork(seed)
-    town.run(chaos_s=60.0, calm_s=120.0)
-    return town
+def run_network(seed: int) -> LossyNetwork:
+    """Run the network for a minute with faults, then for two minutes without."""
+    network = LossyNetwork(seed)
+    network.run(chaos_s=60.0, calm_s=120.0)
+    return network
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_ask_ends_once_whatever_is_lost_doubled_late_or_dead(seed: int) -> None:
-    town = lived(seed)
-    assert town.num_asked == NUM_GROUPS
-    assert town.open == {}
-    assert set(town.ends.values()) == {1}
-    assert town.group_scheduler.table.groups == {}
+def test_every_request_ends_once_though_messages_and_peers_are_lost(seed: int) -> None:
+    network = run_network(seed)
+    assert network.num_asked == NUM_GROUPS
+    assert network.open == {}
+    assert set(network.ends.values()) == {1}
+    assert network.group_scheduler.table.groups == {}
     assert not any(
-        GroupId("r1", seq) in town.group_scheduler.table.tombstones for seq in range(NUM_GROUPS)
+        GroupId("r1", seq) in network.group_scheduler.table.tombstones for seq in range(NUM_GROUPS)
     )
-    assert sum(worker.load for worker in town.group_scheduler.membership.workers) == 0
+    assert sum(worker.load for worker in network.group_scheduler.membership.workers) == 0
 
 
-def test_the_chaos_reaches_every_corner() -> None:
+def test_the_random_faults_reach_every_kind_of_event() -> None:
     num: Counter[str] = Counter()
     for seed in SEEDS:
-        town = lived(seed)
-        num.update(town.group_scheduler.table.num)
-        num["lives"] += town.num_restarts
-    corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "lives")
+        network = run_network(seed)
+        num.update(network.group_scheduler.table.num)
+        num["restarts"] += network.num_restarts
+    corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "restarts")
     assert not [corner for corner in corners if not num[corner]]
 
 
-def test_invariants_hold_whatever_a_peer_sends() -> None:
+def test_invariants_hold_for_any_message_of_a_peer() -> None:
     num: Counter[str] = Counter()
-    for seed in VANDAL_SEEDS:
-        vandal, town = HostilePeer(seed), LossyNetwork(seed)
+    for seed in HOSTILE_SEEDS:
+        peer, network = HostilePeer(seed), LossyNetwork(seed)
         for _ in range(NUM_EVENTS):
             event: Received | Ticked = Ticked()
-            if vandal.rng.random() < 0.25:
-                town.now_s += vandal.rng.choice((0.5, 0.5, 0.5, 1.0, 4.0, 30.0))
+            if peer.rng.random() < 0.25:
+                network.now_s += peer.rng.choice((0.5, 0.5, 0.5, 1.0, 4.0, 30.0))
             else:
-                route = vandal.rng.choice((*WORKERS, *CLIENTS, "other")).encode()
-                event = Received(route, vandal.message(), b"task")
-            for send in town.group_scheduler.step(event, town.now_s):
+                route = peer.rng.choice((*WORKERS, *CLIENTS, "other")).encode()
+                event = Received(route, peer.message(), b"task")
+            for send in network.group_scheduler.step(event, network.now_s):
                 encode(Packet(send.message, "i1", send.body))
-            town.check()
-        num.update(town.group_scheduler.table.num)
+            network.check()
+        num.update(network.group_scheduler.table.num)
     corners = ("workers_lost", "workers_revived", "requeues", "returns", "claims", "refusals")
     assert not [corner for corner in corners if not num[corner]]
 
@@ -107,7 +107,7 @@ def done(seq: int) -> GroupMoved:
     return GroupMoved(GroupId("r1", seq), GroupState.DONE, 1, "")
 
 
-def test_notes_of_the_past_are_bounded() -> None:
+def test_tombstones_are_bounded() -> None:
     tombstones = Tombstones(note_s=3.0)
     for seq in range(MAX_NOTES + 10):
         tombstones.add(done(seq), 1, 0.0)
@@ -117,7 +117,7 @@ def test_notes_of_the_past_are_bounded() -> None:
     assert not any(GroupId("r1", seq) in tombstones for seq in kept)
 
 
-def test_failures_are_remembered_for_longer() -> None:
+def test_failures_are_remembered_longer_than_other_ends() -> None:
     tombstones = Tombstones(note_s=3.0)
     tombstones.add(done(1), 1, 0.0)
     tombstones.add(GroupFailed(GroupId("r1", 2), "quarantined: it killed"), 3, 0.0)
@@ -131,7 +131,7 @@ def waiting(seq: int) -> Group:
     return Group(GroupId("r1", seq), "guess", 4, "tcp://sink", "c")
 
 
-def test_deadlines_come_due_in_their_order_and_once() -> None:
+def test_deadlines_are_due_in_order_and_once() -> None:
     groups = {each.group_id: each for each in map(waiting, range(3))}
     deadlines = Deadlines(groups)
     for each, deadline_s in zip(groups.values(), (3.0, 1.0, 9.0), strict=True):
@@ -150,7 +150,7 @@ def test_a_group_that_has_ended_is_not_overdue() -> None:
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, math.nan, math.inf])
-def test_what_is_no_time_sets_nothing(deadline_s: float) -> None:
+def test_an_invalid_deadline_sets_nothing(deadline_s: float) -> None:
     waits = waiting(1)
     Deadlines({waits.group_id: waits}).set(waits, deadline_s, now_s=0.0)
     assert left_s(waits, 0.0) == 0.0
@@ -180,14 +180,14 @@ def test_a_worker_receives_the_rest_of_the_deadline(router: ScriptedRouter) -> N
     assert run.deadline_s == pytest.approx(3.0)
 
 
-def test_a_late_double_of_an_ask_does_not_lengthen_its_deadline(router: ScriptedRouter) -> None:
+def test_a_late_duplicate_of_a_request_does_not_extend_its_deadline(router: ScriptedRouter) -> None:
     router.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
     router.advance(4, "c")
     router.asks(msgspec.structs.replace(ask(1), deadline_s=5.0))
     assert only(router.advance(1, "c"), GroupFailed)
 
 
-def test_an_ask_after_its_deadline_fails_at_once(router: ScriptedRouter) -> None:
+def test_a_request_after_its_deadline_fails_at_once(router: ScriptedRouter) -> None:
     [failed] = only(router.asks(msgspec.structs.replace(ask(1), deadline_s=-1.0)), GroupFailed)
     assert failed.reason.startswith("deadline: ")
 
@@ -207,7 +207,7 @@ def due(timers: TimerHeap, now_s: float) -> list[int]:
     return [group.group_id.seq for group in timers.take_due(now_s)]
 
 
-def test_groups_come_due_in_their_order_and_once(timers: TimerHeap) -> None:
+def test_groups_are_due_in_order_and_once(timers: TimerHeap) -> None:
     for seq, at_s in ((0, 3.0), (1, 1.0), (2, 9.0)):
         put(timers, seq, at_s)
     assert due(timers, 5.0) == [1, 0]
@@ -216,7 +216,7 @@ def test_groups_come_due_in_their_order_and_once(timers: TimerHeap) -> None:
 
 
 @pytest.mark.parametrize("newest_s", [1.0, 7.0])
-def test_a_group_is_due_at_its_newest_time_alone(timers: TimerHeap, newest_s: float) -> None:
+def test_a_group_is_due_only_at_its_newest_time(timers: TimerHeap, newest_s: float) -> None:
     group = put(timers, 0, 3.0)
     group.repeat_s = newest_s
     timers.put(group)
@@ -224,7 +224,7 @@ def test_a_group_is_due_at_its_newest_time_alone(timers: TimerHeap, newest_s: fl
     assert found == [min(now_s for now_s in (2.0, 4.0, 8.0) if now_s >= newest_s)]
 
 
-def test_one_that_is_put_off_while_it_is_looked_at_is_not_due_again(timers: TimerHeap) -> None:
+def test_a_group_postponed_while_it_is_due_is_not_due_again(timers: TimerHeap) -> None:
     put(timers, 0, 1.0)
     seen = []
     for entry in timers.take_due(5.0):
@@ -235,13 +235,13 @@ def test_one_that_is_put_off_while_it_is_looked_at_is_not_due_again(timers: Time
     assert due(timers, 6.0) == [0]
 
 
-def test_what_is_never_due_any_more_is_not_kept(timers: TimerHeap) -> None:
+def test_entries_that_are_never_due_are_removed(timers: TimerHeap) -> None:
     for seq in range(5 * SPARE_ENTRIES):
         put(timers, seq, 1e6).repeat_s = math.inf
     assert len(timers) <= SPARE_ENTRIES + 1
 
 
-def test_all_that_are_still_due_survive_the_tidying(timers: TimerHeap) -> None:
+def test_removal_keeps_all_entries_that_are_still_due(timers: TimerHeap) -> None:
     for seq in range(5 * SPARE_ENTRIES):
         entry = put(timers, seq, 1e6 + seq)
         if seq % 2:
@@ -250,10 +250,13 @@ def test_all_that_are_still_due_survive_the_tidying(timers: TimerHeap) -> None:
 
 
 NUM_AT_ONCE = 10_000
-"""Groups at once; `python -m benchmarks.scale` runs a million rollouts through one scheduler."""
+"""Number of concurrent groups; `python -m benchmarks.scale` runs a million rollouts through one
+scheduler.
+"""
 BLOCKS_PER_END, SPARE_BLOCKS = 11, 20
-"""Blocks of Python's allocator per tombstone of a worker, and a constant. A retained group or
-client name takes several."""
+"""Allocated Python blocks per tombstone of a worker, and a constant. A retained group or client
+name takes several.
+"""
 
 
 def num_blocks() -> int:
@@ -262,25 +265,27 @@ def num_blocks() -> int:
 
 
 @pytest.mark.usefixtures("young_heap")
-def test_eighty_thousand_rollouts_through_one_scheduler_leave_nothing() -> None:
-    life = Life()
+def test_eighty_thousand_rollouts_leave_nothing_in_a_scheduler() -> None:
+    traffic = SyntheticTraffic()
     left: list[int] = []
     num_ends: list[int] = []
     for _ in range(2):
-        life.run(NUM_AT_ONCE)
-        busy = cache_entries(life.ledger, 0)
+        traffic.run(NUM_AT_ONCE)
+        busy = cache_entries(traffic.group_scheduler, 0)
         assert busy["notes"] <= MAX_NOTES
         assert busy["agenda"] <= 2 * SPARE_ENTRIES
-        life.rest()
-        num_ends.append(life.ledger.membership.num_ends)
+        traffic.rest()
+        num_ends.append(traffic.group_scheduler.membership.num_ends)
         left.append(num_blocks())
-    assert life.num_ended == life.num_asked == 2 * NUM_AT_ONCE
-    counts = life.ledger.table.num
+    assert traffic.num_ended == traffic.num_asked == 2 * NUM_AT_ONCE
+    counts = traffic.group_scheduler.table.num
     assert counts["workers_lost"] > 5
     assert counts["requeues"] > 50
-    assert set(entries(life.ledger).values()) | set(held(life.ledger).values()) == {0}
-    assert not life.ledger.table.of_client
-    caches = cache_entries(life.ledger, 0)
+    assert set(entries(traffic.group_scheduler).values()) | set(
+        held(traffic.group_scheduler).values()
+    ) == {0}
+    assert not traffic.group_scheduler.table.of_client
+    caches = cache_entries(traffic.group_scheduler, 0)
     assert 0 < caches["ended_workers"] <= MAX_ENDS
     assert {name for name, number in caches.items() if number} == {"ended_workers"}
     assert left[1] - left[0] <= BLOCKS_PER_END * (num_ends[1] - num_ends[0]) + SPARE_BLOCKS
@@ -288,14 +293,14 @@ def test_eighty_thousand_rollouts_through_one_scheduler_leave_nothing() -> None:
 
 NONE = {f"num_{outcome}": 0 for outcome in TakeoverOutcome}
 LONG_S = 9.0
-"""Until everything is found and reported."""
+"""Run until everything is found and reported."""
 
 
 def sends(router: ScriptedRouter) -> dict[str, int] | None:
     return router.group_scheduler.table.takeover.take_counts(router.now_s)
 
 
-def test_a_line_is_due_when_nothing_more_was_found_for_a_while() -> None:
+def test_the_takeover_is_logged_when_nothing_more_was_found_for_a_while() -> None:
     takeover = Takeover(wait_s=3.0)
     takeover.note(group(1), TakeoverOutcome.KEPT, 1.0)
     takeover.note(group(2), TakeoverOutcome.AGAIN, 1.0)
@@ -314,7 +319,7 @@ def test_a_router_that_found_nothing_logs_nothing(router: ScriptedRouter) -> Non
     assert sends(router) is None
 
 
-def test_worker_that_was_lost_for_a_while_is_no_takeover(router: ScriptedRouter) -> None:
+def test_a_worker_that_was_lost_for_a_while_is_no_takeover(router: ScriptedRouter) -> None:
     running(router)
     router.advance(LONG_S, "c")
     assert router.state(1) is GroupState.QUEUED
@@ -324,7 +329,7 @@ def test_worker_that_was_lost_for_a_while_is_no_takeover(router: ScriptedRouter)
     assert sends(router) is None
 
 
-def test_claim_that_comes_late_is_kept_and_not_run_again(router: ScriptedRouter) -> None:
+def test_a_late_claim_is_kept_and_not_run_again(router: ScriptedRouter) -> None:
     router.asks(ask(1, attempts=1))
     router.advance(SETTLED_S, "c")
     router.worker("w0", HeldGroup(group(1), 1, False))
@@ -332,7 +337,7 @@ def test_claim_that_comes_late_is_kept_and_not_run_again(router: ScriptedRouter)
     assert sends(router) == {**NONE, "num_kept": 1}
 
 
-def test_what_each_group_came_to_is_counted_once(router: ScriptedRouter) -> None:
+def test_the_outcome_of_each_group_is_counted_once(router: ScriptedRouter) -> None:
     for seq, attempts in ((1, 1), (2, 1), (3, 3)):
         router.asks(ask(seq, attempts=attempts))
     held = (
@@ -342,7 +347,7 @@ def test_what_each_group_came_to_is_counted_once(router: ScriptedRouter) -> None
     router.worker("w1", HeldGroup(group(6), 1, False))
     router.asks(ask(6, attempts=1))
     router.advance(LONG_S, "w0", "w1", "c")
-    # 1 and 6 were found by both, 2 and 3 are not claimed, 4 is not requested; 5 goes to its sink.
+    # Both sides report 1 and 6; no worker claims 2 and 3; no client requests 4; 5 goes to its sink.
     assert sends(router) == {
         "num_kept": 2,
         "num_run_again": 1,

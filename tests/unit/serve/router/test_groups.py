@@ -21,21 +21,21 @@ def drained(queue: GroupQueue, env: str = "guess", **weights: int) -> list[int]:
     return order
 
 
-def test_a_client_is_served_in_its_order() -> None:
+def test_a_clients_groups_are_served_in_order() -> None:
     queue = GroupQueue()
     for seq in (3, 1, 2):
         queue.push(waiting(seq))
     assert drained(queue) == [3, 1, 2]
 
 
-def test_what_comes_back_goes_first() -> None:
+def test_a_returned_group_goes_first() -> None:
     queue = GroupQueue()
     queue.push(waiting(1))
     queue.push(waiting(2), first=True)
     assert drained(queue) == [2, 1]
 
 
-def test_a_client_with_little_waits_for_one_turn_of_each_other() -> None:
+def test_a_client_with_few_groups_waits_for_one_turn_of_each_other() -> None:
     queue = GroupQueue()
     for seq in range(4):
         queue.push(waiting(seq, "greedy"))
@@ -62,7 +62,7 @@ def test_a_higher_priority_goes_before_all_turns() -> None:
     assert drained(queue) == [2, 1, 3]
 
 
-def test_groups_of_ever_so_many_priorities_go_in_their_order() -> None:
+def test_groups_of_many_priorities_are_ordered_by_priority() -> None:
     queue, rng = GroupQueue(), random.Random(3)
     groups = [waiting(seq, priority=rng.randrange(-200, 200)) for seq in range(500)]
     for each in groups:
@@ -76,7 +76,7 @@ def test_groups_of_ever_so_many_priorities_go_in_their_order() -> None:
     assert queue.envs() == []
 
 
-def test_the_first_of_each_client_is_known() -> None:
+def test_the_first_group_of_each_client_is_known() -> None:
     queue = GroupQueue()
     for seq, client in enumerate(("a", "a", "b", "b")):
         queue.push(waiting(seq, client))
@@ -86,7 +86,7 @@ def test_the_first_of_each_client_is_known() -> None:
     assert set(queue.envs()) == {"guess", "echo"}
 
 
-def test_environments_do_not_wait_for_each_other() -> None:
+def test_groups_do_not_wait_for_other_environments() -> None:
     queue = GroupQueue()
     queue.push(waiting(1, env="echo"))
     queue.push(waiting(2))
@@ -94,7 +94,7 @@ def test_environments_do_not_wait_for_each_other() -> None:
     assert [g.group_id.seq for g in queue.of_env("echo")] == [1]
 
 
-def test_a_group_may_leave_from_the_middle() -> None:
+def test_a_group_can_be_removed_from_the_middle() -> None:
     queue = GroupQueue()
     groups = [waiting(seq) for seq in range(3)]
     for group in groups:
@@ -104,7 +104,7 @@ def test_a_group_may_leave_from_the_middle() -> None:
     assert drained(queue) == [0, 2]
 
 
-def test_the_length_follows_and_nothing_is_kept() -> None:
+def test_an_emptied_queue_has_no_length_and_retains_nothing() -> None:
     queue = GroupQueue()
     groups = [waiting(seq, f"c{seq}", f"env{seq}", seq) for seq in range(5)]
     for group in groups:
@@ -117,7 +117,7 @@ def test_the_length_follows_and_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("state", list(GroupState))
-def test_a_group_that_ended_stays_so_and_every_other_can_end(state: GroupState) -> None:
+def test_an_ended_group_stays_ended_and_every_other_can_end(state: GroupState) -> None:
     ends = {GroupState.DONE, GroupState.FAILED, GroupState.CANCELLED}
     following = set(TRANSITIONS[state])
     assert following == set() if state in ends else ends <= following

@@ -48,20 +48,20 @@ def test_group_runs_again_when_its_worker_dies(router: ScriptedRouter) -> None:
     assert router.group_scheduler.table.num["workers_lost"] == 1
 
 
-def test_nothing_is_given_to_a_silent_worker(router: ScriptedRouter) -> None:
+def test_a_silent_worker_is_assigned_nothing(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.advance(4, "c")
     assert not only(router.asks(ask(1)), RunGroup)
 
 
-def test_a_worker_that_beats_is_never_given_up(router: ScriptedRouter) -> None:
+def test_a_worker_that_sends_heartbeats_is_never_lost(router: ScriptedRouter) -> None:
     running(router)
     router.advance(60, "w0", "c")
     assert router.holder(1) == "w0"
     assert router.group_scheduler.table.groups[group(1)].attempt == 1
 
 
-def test_a_group_that_fails_again_and_again_ends_at_its_bound(router: ScriptedRouter) -> None:
+def test_a_group_that_fails_repeatedly_ends_at_its_attempt_limit(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.asks(ask(1))
     failed: list[GroupFailed] = []
@@ -73,13 +73,13 @@ def test_a_group_that_fails_again_and_again_ends_at_its_bound(router: ScriptedRo
     assert router.is_empty()
 
 
-def test_a_restarted_worker_process_lost_what_it_ran(router: ScriptedRouter) -> None:
+def test_a_restarted_worker_process_has_lost_its_groups(router: ScriptedRouter) -> None:
     running(router)
     [run] = only(router.worker("w0", pid=2), RunGroup)
     assert run.attempt == 2
 
 
-def test_a_worker_that_dials_again_keeps_what_it_runs(router: ScriptedRouter) -> None:
+def test_a_worker_that_reconnects_keeps_its_groups(router: ScriptedRouter) -> None:
     running(router)
     sends = router.receive(b"another-route", hello("w0", HeldGroup(group(1), 1, False)))
     assert not only(sends, RunGroup)
@@ -126,7 +126,7 @@ def test_a_resumed_worker_that_reports_its_groups_keeps_a_finished_result(
     assert not only(sends, CancelRun), "its sink takes the first that comes"
 
 
-def test_a_claim_stops_the_run_of_the_groups_last_worker(router: ScriptedRouter) -> None:
+def test_a_claim_cancels_the_run_on_the_groups_last_worker(router: ScriptedRouter) -> None:
     running(router)
     router.advance(4, "c")
     router.worker("w1")
@@ -137,7 +137,7 @@ def test_a_claim_stops_the_run_of_the_groups_last_worker(router: ScriptedRouter)
     assert only(sends, CancelRun, "w1") == [CancelRun(group(1), "w0 runs attempt 2")]
 
 
-def test_a_result_of_a_worker_given_up_ends_the_group_and_the_next_attempt(
+def test_a_result_of_a_lost_worker_ends_the_group_and_its_next_attempt(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -149,7 +149,7 @@ def test_a_result_of_a_worker_given_up_ends_the_group_and_the_next_attempt(
     assert router.is_empty()
 
 
-def test_a_router_that_slept_considers_no_worker_lost(router: ScriptedRouter) -> None:
+def test_a_router_that_was_suspended_considers_no_worker_lost(router: ScriptedRouter) -> None:
     running(router)
     router.now_s += 100.0
     router.group_scheduler.step(Ticked(), router.now_s)
@@ -158,7 +158,9 @@ def test_a_router_that_slept_considers_no_worker_lost(router: ScriptedRouter) ->
     assert router.state(1) is GroupState.QUEUED
 
 
-def test_a_router_that_slept_notices_silence_as_soon_as_before(router: ScriptedRouter) -> None:
+def test_a_router_that_was_suspended_detects_silence_as_soon_as_before(
+    router: ScriptedRouter,
+) -> None:
     running(router)
     router.now_s += 100.0
     router.receive("w0", beat("w0"))
@@ -167,7 +169,7 @@ def test_a_router_that_slept_notices_silence_as_soon_as_before(router: ScriptedR
     assert router.state(1) is GroupState.QUEUED
 
 
-def test_a_lost_worker_is_forgotten_in_the_end(router: ScriptedRouter) -> None:
+def test_a_lost_worker_is_eventually_forgotten(router: ScriptedRouter) -> None:
     router.worker("w0")
     router.advance(5)
     assert len(router.group_scheduler.membership.workers) == 1
@@ -178,7 +180,7 @@ def test_a_lost_worker_is_forgotten_in_the_end(router: ScriptedRouter) -> None:
 # exits, stalls, drains
 
 
-def test_a_worker_whose_process_ended_is_gone_at_once(router: ScriptedRouter) -> None:
+def test_a_worker_whose_process_ended_is_lost_at_once(router: ScriptedRouter) -> None:
     running(router)
     router.worker("w1")
     [run] = only(
@@ -189,7 +191,7 @@ def test_a_worker_whose_process_ended_is_gone_at_once(router: ScriptedRouter) ->
     assert router.group_scheduler.table.num["workers_lost"] == 1
 
 
-def test_what_an_ended_process_had_said_before_does_not_raise_it(router: ScriptedRouter) -> None:
+def test_late_messages_of_an_ended_process_do_not_revive_it(router: ScriptedRouter) -> None:
     running(router)
     router.receive("launch", WorkerExited("w0", 1, "killed by signal 9"))
     router.receive("w0", hello("w0"))
@@ -208,7 +210,7 @@ def test_a_late_hello_does_not_end_the_next_process(router: ScriptedRouter) -> N
     assert worker.hello.pid == 2
 
 
-def test_a_clock_that_was_set_back_keeps_no_process_out(router: ScriptedRouter) -> None:
+def test_a_clock_that_was_set_back_does_not_block_a_new_process(router: ScriptedRouter) -> None:
     router.worker("w0", pid=5)
     router.advance(4)
     sends = router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=2.0))
@@ -220,7 +222,7 @@ def test_a_clock_that_was_set_back_keeps_no_process_out(router: ScriptedRouter) 
     assert (worker.hello.pid, worker.state) == (6, WorkerHealth.LIVE)
 
 
-def test_a_beat_of_a_new_process_does_not_raise_the_old_one(router: ScriptedRouter) -> None:
+def test_a_heartbeat_of_a_new_process_does_not_revive_the_old_one(router: ScriptedRouter) -> None:
     running(router)
     router.advance(4, "c")
     sends = router.receive("w0", msgspec.structs.replace(beat("w0"), started_s=2.0))
@@ -233,7 +235,7 @@ def test_a_beat_of_a_new_process_does_not_raise_the_old_one(router: ScriptedRout
 
 
 def test_a_new_process_of_the_same_pid_is_another_one(router: ScriptedRouter) -> None:
-    # As in a container, where it is process 1 in every incarnation.
+    # In a container, for example, each incarnation is process 1.
     running(router)
     again = msgspec.structs.replace(hello("w0"), started_s=9.0)
     [run] = only(router.receive("w0", again), RunGroup)
@@ -269,7 +271,7 @@ def test_a_late_goodbye_does_not_end_the_next_process(router: ScriptedRouter) ->
     assert router.group_scheduler.membership.workers.get("w0") is not None
 
 
-def test_a_process_that_has_left_is_not_raised_by_what_it_had_said(router: ScriptedRouter) -> None:
+def test_late_messages_do_not_revive_a_process_that_has_left(router: ScriptedRouter) -> None:
     router.receive("w0", WorkerLeft("w0", "stopped", 1, 1.0))
     router.worker("w0")
     assert router.group_scheduler.membership.workers.get("w0") is None
@@ -318,8 +320,8 @@ def test_a_loading_process_shows_that_the_earlier_one_has_ended(
     assert (death.incarnation.pid, death.cause) == (1, "its process was replaced")
 
 
-def test_a_name_that_another_host_takes_accuses_no_group(router: ScriptedRouter) -> None:
-    # As a pod that was rescheduled: the earlier one may only be unreachable.
+def test_a_worker_id_reused_on_another_host_blames_no_group(router: ScriptedRouter) -> None:
+    # For example a pod that was rescheduled: the earlier one may only be unreachable.
     router.asks(ask(1))
     for pid in (1, 2, 3):
         at = msgspec.structs.replace(hello("w0", pid=pid), host=f"node-{pid}")
@@ -332,7 +334,7 @@ def test_a_name_that_another_host_takes_accuses_no_group(router: ScriptedRouter)
     assert failed.reason.endswith("(w0: killed by signal 9; w0: out of memory)")
 
 
-def test_a_stalled_worker_is_given_up_only_past_its_own_longer_limit(
+def test_a_stalled_worker_is_lost_only_after_a_longer_limit(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -346,7 +348,9 @@ def test_a_stalled_worker_is_given_up_only_past_its_own_longer_limit(
     assert worker.state is WorkerHealth.STALLED
 
 
-def test_a_stalled_worker_gets_nothing_until_its_loop_is_free(router: ScriptedRouter) -> None:
+def test_a_stalled_worker_is_assigned_nothing_until_its_loop_runs_again(
+    router: ScriptedRouter,
+) -> None:
     router.worker("w0")
     router.receive("w0", beat("w0", lag_s=61.0))
     assert not only(router.asks(ask(1)), RunGroup)
@@ -354,7 +358,7 @@ def test_a_stalled_worker_gets_nothing_until_its_loop_is_free(router: ScriptedRo
     assert only(router.receive("w0", beat("w0", lag_s=0.0)), RunGroup)
 
 
-def test_a_worker_whose_loop_is_free_again_keeps_what_no_other_began(
+def test_a_worker_that_recovers_from_a_stall_keeps_groups_that_no_other_began(
     router: ScriptedRouter,
 ) -> None:
     running(router)
@@ -366,7 +370,7 @@ def test_a_worker_whose_loop_is_free_again_keeps_what_no_other_began(
     assert router.group_scheduler.table.groups[group(1)].deaths == ()
 
 
-def test_a_stalled_worker_that_reports_a_group_is_live(router: ScriptedRouter) -> None:
+def test_a_stalled_worker_that_reports_a_group_is_live_again(router: ScriptedRouter) -> None:
     running(router)
     router.receive("w0", beat("w0", 4, lag_s=61.0))
     router.receive("w0", GroupStarted(group(1), 1))
@@ -376,7 +380,7 @@ def test_a_stalled_worker_that_reports_a_group_is_live(router: ScriptedRouter) -
     assert worker.state is WorkerHealth.LIVE
 
 
-def test_a_drained_worker_finishes_and_gets_nothing_new(router: ScriptedRouter) -> None:
+def test_a_draining_worker_finishes_its_groups_and_gets_no_new_ones(router: ScriptedRouter) -> None:
     running(router)
     sends = router.receive("cli", AskDrain(7, "w0", "to be moved"))
     assert only(sends, DrainWorker, "w0") == [DrainWorker("to be moved")]
@@ -397,7 +401,7 @@ def test_a_drain_is_repeated_until_a_heartbeat_shows_it(router: ScriptedRouter) 
 
 
 def silent(router: ScriptedRouter) -> list[Send]:
-    """Half a second in which the draining worker sends heartbeats."""
+    """Advance half a second, with a heartbeat that shows the drain; return the messages."""
     router.now_s += 0.5
     sends = router.receive("w0", msgspec.structs.replace(beat("w0"), state="draining"))
     return sends + router.group_scheduler.step(Ticked(), router.now_s)
@@ -423,7 +427,9 @@ def router() -> ScriptedRouter:
 
 
 class Fleet:
-    """Worn workers; one that is asked to drain does so, and stays until the test removes it."""
+    """Worn workers, which start to drain when the router requests it and stay until the test
+    removes them.
+    """
 
     def __init__(self, router: ScriptedRouter, number: int) -> None:
         self.router = router
@@ -431,8 +437,8 @@ class Fleet:
         for name in self.states:
             router.worker(name)
 
-    def pass_by(self, seconds: float) -> list[str]:
-        """Advance the clock; return the workers that are asked to drain meanwhile."""
+    def advance(self, seconds: float) -> list[str]:
+        """Advance the clock; return the workers that the router drained meanwhile."""
         all_drained: list[str] = []
         for _ in range(round(seconds / 0.5)):
             sends: list[Send] = []
@@ -450,36 +456,36 @@ class Fleet:
         self.router.receive(name, WorkerLeft(name, "recycled: 60 rollouts"))
 
 
-def test_one_that_is_alone_leaves_at_once(router: ScriptedRouter) -> None:
-    assert Fleet(router, 1).pass_by(1) == ["w0"]
+def test_a_single_worker_leaves_at_once(router: ScriptedRouter) -> None:
+    assert Fleet(router, 1).advance(1) == ["w0"]
 
 
-def test_of_two_the_second_waits_for_the_successor_of_the_first(router: ScriptedRouter) -> None:
+def test_the_second_worker_waits_for_the_successor_of_the_first(router: ScriptedRouter) -> None:
     fleet = Fleet(router, 2)
-    assert fleet.pass_by(10) == ["w0"]
+    assert fleet.advance(10) == ["w0"]
     fleet.leaves("w0")
-    assert fleet.pass_by(SETTINGS.successor_wait_s / 2) == []
+    assert fleet.advance(SETTINGS.successor_wait_s / 2) == []
     router.worker("w0", pid=2)
     fleet.states["w0"] = "serving"
-    assert fleet.pass_by(1) == ["w1"]
+    assert fleet.advance(1) == ["w1"]
 
 
-def test_the_second_leaves_too_where_no_successor_comes(router: ScriptedRouter) -> None:
+def test_the_second_worker_leaves_even_if_no_successor_starts(router: ScriptedRouter) -> None:
     fleet = Fleet(router, 2)
-    fleet.pass_by(1)
+    fleet.advance(1)
     fleet.leaves("w0")
-    assert fleet.pass_by(SETTINGS.successor_wait_s - 2) == []
-    assert fleet.pass_by(4) == ["w1"]
+    assert fleet.advance(SETTINGS.successor_wait_s - 2) == []
+    assert fleet.advance(4) == ["w1"]
 
 
-def test_of_many_a_quarter_leaves_at_a_time(router: ScriptedRouter) -> None:
-    assert len(Fleet(router, 12).pass_by(10)) == 3
+def test_a_quarter_of_many_workers_leaves_at_a_time(router: ScriptedRouter) -> None:
+    assert len(Fleet(router, 12).advance(10)) == 3
 
 
-def test_a_worker_of_another_environment_cannot_stand_in(router: ScriptedRouter) -> None:
+def test_a_worker_of_another_environment_is_no_substitute(router: ScriptedRouter) -> None:
     fleet = Fleet(router, 2)
     worker = fleet.router.group_scheduler.membership.workers.get("w1")
     assert worker
     other = msgspec.structs.replace(worker.hello, env="other")
     router.receive("w1", msgspec.structs.replace(other, pid=7, started_s=7.0))
-    assert fleet.pass_by(1) == ["w0", "w1"]
+    assert fleet.advance(1) == ["w0", "w1"]

@@ -29,7 +29,7 @@ def hello(pid: int, space: str = "here") -> WorkerHello:
     return WorkerHello("w0", "guess", 8, pid, "host", pid_space=space)
 
 
-def test_an_end_is_reported_once_and_one_check_late(
+def test_an_exit_is_reported_once_and_one_check_late(
     pids: LocalPids, child: "subprocess.Popen[bytes]"
 ) -> None:
     pids.watch(hello(child.pid))
@@ -41,10 +41,10 @@ def test_an_end_is_reported_once_and_one_check_late(
     assert sends == [[], [WorkerExited("w0", child.pid, CAUSE)], [], []]
 
 
-def test_a_zombie_has_ended(pids: LocalPids, child: "subprocess.Popen[bytes]") -> None:
+def test_a_zombie_process_has_ended(pids: LocalPids, child: "subprocess.Popen[bytes]") -> None:
     pids.watch(hello(child.pid))
     child.kill()
-    # Not waited for, so not reaped, as if its parent were stopped.
+    # The child is not waited for, so it stays a zombie.
     while not (ended := pids.take_ended()):
         pass
     assert ended == [WorkerExited("w0", child.pid, CAUSE)]
@@ -58,7 +58,7 @@ def test_a_pid_without_a_process_is_not_watched(pids: LocalPids, pid: int) -> No
 
 @pytest.mark.parametrize("space", ["there", ""])
 @pytest.mark.parametrize("ours", ["here", ""])
-def test_a_worker_of_another_container_is_not_watched_though_it_has_our_hosts_name(
+def test_a_worker_of_another_container_with_the_same_host_name_is_not_watched(
     child: "subprocess.Popen[bytes]", ours: str, space: str
 ) -> None:
     with closing(LocalPids(ours)) as pids:
@@ -69,7 +69,7 @@ def test_a_worker_of_another_container_is_not_watched_though_it_has_our_hosts_na
 
 
 @pytest.mark.parametrize("num_looks", [0, 1])
-def test_an_end_whose_cause_was_reported_is_not_reported_again(
+def test_an_exit_whose_cause_was_reported_is_not_reported_again(
     pids: LocalPids, child: "subprocess.Popen[bytes]", num_looks: int
 ) -> None:
     pids.watch(hello(child.pid))

@@ -36,7 +36,7 @@ def test_workers_and_engines_are_named() -> None:
     assert (engine.phase, engine.policy_version, engine.num_waiting) == ("ready", 12, 4)
 
 
-def test_a_snapshot_does_not_change_when_the_router_goes_on() -> None:
+def test_a_snapshot_does_not_change_with_the_router() -> None:
     router = ScriptedRouter()
     status = status_of("i9", router.group_scheduler, TABLE, {})
     router.asks(ask(1))
@@ -60,7 +60,7 @@ def test_a_full_worker_reports_its_held_bytes_and_budget() -> None:
     assert worker.waits_for == "held_bytes: 9 held"
 
 
-def test_bodies_of_asks_are_counted_until_their_groups_end() -> None:
+def test_request_bodies_are_counted_until_their_groups_end() -> None:
     router = ScriptedRouter()
     router.asks(ask(1), b"x" * 1000)
     router.asks(ask(1), b"x" * 1000)
@@ -69,7 +69,7 @@ def test_bodies_of_asks_are_counted_until_their_groups_end() -> None:
     assert status_of("i9", router.group_scheduler, TABLE, {}).held_bytes == {"asks": 0}
 
 
-def test_every_figure_can_be_scraped() -> None:
+def test_every_number_of_the_status_is_a_metric() -> None:
     exposition = Exposition("router")
     exposition.add(lambda: figures_of(a_status()))
     text = exposition.render().decode()

@@ -53,7 +53,7 @@ def exits(router: ScriptedRouter, name: str, pid: int, cause: str = KILLED) -> l
     return router.receive("launch", WorkerExited(name, pid, cause))
 
 
-def test_one_death_makes_a_suspect_and_two_a_culprit(suspect: Group) -> None:
+def test_a_task_is_suspected_after_one_death_and_quarantined_after_two(suspect: Group) -> None:
     for name, pid in (("w0", 1), ("w1", 5)):
         assert quarantine_reason(suspect) == ""
         record_death(
@@ -64,7 +64,7 @@ def test_one_death_makes_a_suspect_and_two_a_culprit(suspect: Group) -> None:
     )
 
 
-def test_one_end_counts_once_however_often_it_is_reported(suspect: Group) -> None:
+def test_a_worker_exit_counts_once_however_often_it_is_reported(suspect: Group) -> None:
     worker = WorkerEntry(hello("w0"), b"", 0.0)
     record_death(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
     record_death(suspect, worker, "its process was replaced", 4.0, is_certain=True)
@@ -73,7 +73,7 @@ def test_one_end_counts_once_however_often_it_is_reported(suspect: Group) -> Non
     assert (death.cause, death.is_certain) == ("out of memory", True)
 
 
-def test_a_worker_that_is_back_was_not_killed(suspect: Group) -> None:
+def test_a_worker_that_returns_was_not_killed(suspect: Group) -> None:
     worker = WorkerEntry(hello("w0"), b"", 0.0)
     record_death(suspect, worker, "was silent for 3.0 s", 3.0, is_certain=False)
     assert withdraw_death(suspect, worker.incarnation)
@@ -81,11 +81,11 @@ def test_a_worker_that_is_back_was_not_killed(suspect: Group) -> None:
     assert not withdraw_death(suspect, worker.incarnation)
 
 
-def test_a_suspect_is_not_given_to_the_worker_that_just_left(router: ScriptedRouter) -> None:
+def test_a_suspect_is_not_assigned_to_the_worker_that_just_left(router: ScriptedRouter) -> None:
     router.worker("w0")
     starts(router, router.asks(ask(1, n=8)))
     exits(router, "w0", 1)
-    # There is no capacity beside this claim until it ends, with the worker.
+    # The worker has no capacity beside this claim until it exits.
     router.worker("w1", HeldGroup(group(9), 1, False))
     router.receive("w1", WorkerLeft("w1", "stopped"))
     assert router.state(1) is GroupState.QUEUED
@@ -105,7 +105,9 @@ def test_a_task_that_kills_two_workers_is_quarantined_with_their_causes(
     assert router.is_empty()
 
 
-def test_a_quarantined_task_that_is_asked_for_again_stays_so(router: ScriptedRouter) -> None:
+def test_a_quarantined_task_that_is_requested_again_stays_quarantined(
+    router: ScriptedRouter,
+) -> None:
     for pid in (1, 2):
         router.worker("w0", pid=pid)
         starts(router, router.asks(ask(1)))
@@ -135,7 +137,9 @@ def silence_of_two(router: ScriptedRouter) -> None:
     assert not only(router.worker("w2"), RunGroup)
 
 
-def test_after_two_silences_word_of_the_workers_is_waited_for(router: ScriptedRouter) -> None:
+def test_after_two_silences_the_task_waits_for_the_state_of_the_workers(
+    router: ScriptedRouter,
+) -> None:
     silence_of_two(router)
     assert not only(router.advance(10, "c", "w2"), RunGroup)
     exits(router, "w0", 1)
@@ -143,13 +147,13 @@ def test_after_two_silences_word_of_the_workers_is_waited_for(router: ScriptedRo
     assert failed.reason.startswith("quarantined: ")
 
 
-def test_after_two_silences_a_sign_of_life_lets_the_group_go_on(router: ScriptedRouter) -> None:
+def test_after_two_silences_a_heartbeat_lets_the_group_continue(router: ScriptedRouter) -> None:
     silence_of_two(router)
     [moved] = only(router.receive("w1", beat("w1", 4)), GroupMoved)
     assert (moved.state, moved.worker_id) == (GroupState.RUNNING, "w1")
 
 
-def test_an_end_that_is_known_late_stops_the_task_where_it_runs(router: ScriptedRouter) -> None:
+def test_a_late_exit_report_stops_the_task_where_it_runs(router: ScriptedRouter) -> None:
     silence_of_two(router)
     assert starts(
         router, router.advance(SETTINGS.suspect_wait_beats * SETTINGS.beat_s + 1, "c", "w2")
@@ -161,7 +165,7 @@ def test_an_end_that_is_known_late_stops_the_task_where_it_runs(router: Scripted
     assert router.is_empty()
 
 
-def test_suspects_are_kept_apart_and_the_innocent_are_spared(router: ScriptedRouter) -> None:
+def test_suspects_run_apart_and_other_groups_are_spared(router: ScriptedRouter) -> None:
     # Four groups on one worker; the third kills any worker that runs it.
     poison = group(2)
     router.worker("w0")
@@ -196,7 +200,7 @@ def test_suspects_are_kept_apart_and_the_innocent_are_spared(router: ScriptedRou
     assert ended[poison].startswith("quarantined: ")
 
 
-def test_a_suspect_that_outlives_its_time_lets_the_next_join(router: ScriptedRouter) -> None:
+def test_a_suspect_that_runs_past_its_time_lets_the_next_join(router: ScriptedRouter) -> None:
     router.worker("w0")
     for seq in (1, 2):
         starts(router, router.asks(ask(seq)))
@@ -208,7 +212,7 @@ def test_a_suspect_that_outlives_its_time_lets_the_next_join(router: ScriptedRou
     assert joined.attempt == 2
 
 
-def test_an_innocent_ask_does_not_wait_for_suspects(router: ScriptedRouter) -> None:
+def test_other_requests_do_not_wait_for_suspects(router: ScriptedRouter) -> None:
     router.worker("w0")
     for seq in (1, 2):
         starts(router, router.asks(ask(seq, n=2)))
@@ -247,7 +251,7 @@ def test_a_suspect_gets_the_first_slot_that_is_free_before_any_other_group(
     assert {router.state(seq) for seq in (1, 2, 5)} == {GroupState.QUEUED}
     [run] = only(router.receive("w1", GroupDelivered(group(3), 1)), RunGroup)
     assert run.group_id == group(1)
-    # It is observed, so the next slot is not for the other suspect.
+    # The running suspect is observed, so the next slot is not for the other suspect.
     router.now_s += 0.5
     [run] = only(router.receive("w1", GroupDelivered(group(4), 1)), RunGroup)
     assert run.group_id == group(5)

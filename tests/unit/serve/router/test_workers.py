@@ -31,12 +31,12 @@ def worker() -> WorkerEntry:
     return WorkerEntry(hello("w0"), b"w0", 0.0)
 
 
-def test_before_the_first_beat_the_load_is_what_was_given(worker: WorkerEntry) -> None:
+def test_before_the_first_heartbeat_the_load_is_the_assigned_slots(worker: WorkerEntry) -> None:
     worker.occupy(seated(1, 5))
     assert worker.load == 5
 
 
-def test_the_load_is_what_runs_once_the_beats_show_it(worker: WorkerEntry) -> None:
+def test_the_load_is_what_heartbeats_report_as_running(worker: WorkerEntry) -> None:
     worker.occupy(seated(1, 6))
     worker.take_beat(beat("w0", num_running=0), 1.0)
     assert worker.load == 6, "this beat may have left before the group came"
@@ -44,13 +44,13 @@ def test_the_load_is_what_runs_once_the_beats_show_it(worker: WorkerEntry) -> No
     assert worker.load == 2
 
 
-def test_the_load_is_never_more_than_what_was_given(worker: WorkerEntry) -> None:
+def test_the_load_is_never_more_than_the_assigned_slots(worker: WorkerEntry) -> None:
     worker.occupy(seated(1, 2))
     worker.take_beat(beat("w0", num_running=50), 1.0)
     assert worker.load == 2
 
 
-def test_a_group_that_left_weighs_nothing(worker: WorkerEntry) -> None:
+def test_a_group_that_left_adds_no_load(worker: WorkerEntry) -> None:
     group = seated(1, 5)
     worker.occupy(group)
     worker.unassign(group)
@@ -69,7 +69,7 @@ def test_a_group_fits_into_free_slots_or_an_idle_worker(
     assert worker.can_take(num_samples) is fits
 
 
-def test_a_lost_worker_takes_nothing(worker: WorkerEntry) -> None:
+def test_a_lost_worker_has_no_room(worker: WorkerEntry) -> None:
     worker.state = WorkerHealth.LOST
     assert not worker.can_take(1)
 
@@ -93,7 +93,7 @@ def test_an_environment_is_served_by_live_workers_only(worker: WorkerEntry) -> N
     assert not workers.serve("guess")
 
 
-LIFE = Incarnation("w0", 7, 5.0, "here")
+INCARNATION = Incarnation("w0", 7, 5.0, "here")
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,16 @@ LIFE = Incarnation("w0", 7, 5.0, "here")
         (Incarnation("w0", 7, 5.0, "there"), False),
     ],
 )
-def test_two_processes_are_one_unless_a_known_value_differs(
+def test_two_incarnations_are_the_same_unless_a_known_value_differs(
     other: Incarnation, may_be: bool
 ) -> None:
-    assert LIFE.may_be(other) is may_be
-    assert other.may_be(LIFE) is may_be
+    assert INCARNATION.may_be(other) is may_be
+    assert other.may_be(INCARNATION) is may_be
 
 
-def test_an_end_is_found_by_what_others_know_of_it() -> None:
+def test_an_end_is_found_by_any_known_part_of_its_incarnation() -> None:
     ends = EndedIncarnations(remember_s=10.0)
-    ends.add(LIFE, (GroupId("r1", 1),), now_s=0.0)
+    ends.add(INCARNATION, (GroupId("r1", 1),), now_s=0.0)
     for incarnation, is_found in (
         (Incarnation("w0", 7), True),
         (Incarnation("w0", 7, 6.0), False),
@@ -130,8 +130,8 @@ def test_an_end_is_found_by_what_others_know_of_it() -> None:
 @pytest.mark.parametrize(
     ("incarnation", "now_s", "is_covered"),
     [
-        (LIFE, 9.0, True),
-        (LIFE, 10.0, False),
+        (INCARNATION, 9.0, True),
+        (INCARNATION, 10.0, False),
         (Incarnation("w0", 7, 4.0), 9.0, True),
         (Incarnation("w0", 7, 6.0), 9.0, False),
         (Incarnation("w0", 8, 5.0), 9.0, False),
@@ -141,14 +141,14 @@ def test_messages_sent_before_an_end_are_covered_by_it_for_a_while(
     incarnation: Incarnation, now_s: float, is_covered: bool
 ) -> None:
     ends = EndedIncarnations(remember_s=10.0)
-    ends.add(LIFE, (), now_s=0.0)
+    ends.add(INCARNATION, (), now_s=0.0)
     assert ends.cover(incarnation, now_s) is is_covered
 
 
 def test_an_end_with_unknown_start_covers_all_processes_of_its_pid() -> None:
     ends = EndedIncarnations(remember_s=10.0)
     ends.add(Incarnation("w0", 7), (), now_s=0.0)
-    assert ends.cover(LIFE, 1.0)
+    assert ends.cover(INCARNATION, 1.0)
 
 
 def test_the_oldest_ends_are_forgotten() -> None:
@@ -168,7 +168,7 @@ def loading(worker: str, pid: int = 1) -> WorkerHello:
     return msgspec.structs.replace(hello(worker, pid=pid), loads_for_s=100.0)
 
 
-def test_a_load_is_answered_and_gets_nothing_to_run(router: ScriptedRouter) -> None:
+def test_a_loading_worker_is_answered_and_assigned_nothing(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     sends = router.receive("w0", loading("w0"))
     assert only(sends, RouterHello, "w0")
@@ -176,7 +176,7 @@ def test_a_load_is_answered_and_gets_nothing_to_run(router: ScriptedRouter) -> N
     assert only(router.worker("w0"), RunGroup, "w0")
 
 
-def test_a_crash_in_a_load_fails_what_waits_and_what_comes(router: ScriptedRouter) -> None:
+def test_a_crash_in_a_load_fails_waiting_and_later_requests(router: ScriptedRouter) -> None:
     router.asks(ask(1))
     router.receive("w0", loading("w0"))
     sends = router.receive("launch", WorkerExited("w0", 1, "killed by signal 11"))
@@ -187,7 +187,7 @@ def test_a_crash_in_a_load_fails_what_waits_and_what_comes(router: ScriptedRoute
 
 
 @pytest.mark.parametrize("cause", ["killed by signal 9", "killed by signal 15"])
-def test_a_load_that_was_interrupted_is_no_failure_of_its_environment(
+def test_an_interrupted_load_is_no_failure_of_its_environment(
     router: ScriptedRouter, cause: str
 ) -> None:
     router.asks(ask(1))
@@ -212,7 +212,7 @@ def test_groups_wait_while_another_worker_still_loads(router: ScriptedRouter) ->
     assert [each.reason for each in only(sends, GroupFailed)] == ["env_failed: no module y"] * 2
 
 
-def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(
+def test_groups_do_not_wait_forever_for_a_worker_that_falls_silent_while_loading(
     router: ScriptedRouter,
 ) -> None:
     router.asks(ask(1))
@@ -224,7 +224,7 @@ def test_a_worker_that_falls_silent_in_its_load_is_not_waited_for_for_ever(
     assert failed.reason.startswith("env_failed: w0 has not served guess within 130 s")
 
 
-def test_a_load_without_end_ends(router: ScriptedRouter) -> None:
+def test_an_endless_load_times_out(router: ScriptedRouter) -> None:
     router.receive("w0", msgspec.structs.replace(loading("w0"), loads_for_s=math.inf))
     assert router.group_scheduler.env_loads.take_overdue(MAX_LOAD_S) == []
     assert router.group_scheduler.env_loads.take_overdue(MAX_LOAD_S + SETTINGS.load_grace_s) == [
@@ -233,7 +233,7 @@ def test_a_load_without_end_ends(router: ScriptedRouter) -> None:
     assert router.group_scheduler.env_loads.now() == []
 
 
-def test_a_worker_that_loads_is_shown(router: ScriptedRouter) -> None:
+def test_a_loading_worker_is_shown(router: ScriptedRouter) -> None:
     def states() -> list[str]:
         return [
             row.state

@@ -55,7 +55,7 @@ class ScriptedEnv(Env):
         return Score(self.reward, {"played": 1.0})
 
 
-def new_stage(
+def new_context(
     folder: Path, env: Env, sampler: ScriptedSampler | None = None, **settings: float | str
 ) -> WorkerContext:
     """Create the context of a worker; `settings` are those of WorkerConfig."""
@@ -68,8 +68,8 @@ def new_stage(
     )
 
 
-def speaking(folder: Path, text: str) -> ScriptedSampler:
-    """Return a sampler that always answers this, for the model in `folder`."""
+def sampler_answering(folder: Path, text: str) -> ScriptedSampler:
+    """Return a sampler that always answers `text`, for the model in `folder`."""
     token_ids = load_tokenizer(write_model_folder(folder)).encode(text + "<|im_end|>")
     return ScriptedSampler(lambda _: token_ids)
 

@@ -15,7 +15,7 @@ from rollmesh.envs.env import Endpoint, Env, Transcript
 from rollmesh.serve.server.groups import GroupPayload, Slots, empty_payload, run_group
 from rollmesh.serve.server.worker_machine import Begin
 from rollmesh.wire.frames import decode_record
-from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_stage
+from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_context
 
 
 async def hold(slots: Slots, gate: asyncio.Event, order: list[int], number: int) -> None:
@@ -38,7 +38,7 @@ async def test_no_more_than_the_slots_run_at_once_and_in_order() -> None:
     assert (slots.num_open, slots.num_finished) == (0, 5)
 
 
-async def test_cancelled_waiter_takes_no_slot_and_is_not_counted() -> None:
+async def test_a_cancelled_waiter_takes_no_slot_and_is_not_counted() -> None:
     slots, gate, order = Slots(1), asyncio.Event(), list[int]()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(hold(slots, gate, order, number)) for number in range(3)]
@@ -50,7 +50,7 @@ async def test_cancelled_waiter_takes_no_slot_and_is_not_counted() -> None:
     assert (slots.num_open, slots.num_finished) == (0, 2)
 
 
-async def test_failed_rollout_gives_its_slot_back() -> None:
+async def test_a_failed_rollout_releases_its_slot() -> None:
     slots = Slots(1)
     for _ in range(2):
         with pytest.raises(ValueError, match="bad"):
@@ -70,7 +70,7 @@ async def run(
     deadline_s: float = 0.0,
     **settings: float | str,
 ) -> tuple[GroupPayload, GroupRecord]:
-    context = new_stage(folder, env, None, **settings)
+    context = new_context(folder, env, None, **settings)
     begin = Begin(GROUP, 3, b"", deadline_s)
     payload = await run_group(context, slots or Slots(2), begin, ASK)
     return payload, decode_record(payload.body)
@@ -82,7 +82,7 @@ async def hang(agent: Endpoint) -> Transcript:
     return GOOD
 
 
-async def test_complete_group_has_every_sibling_in_order(tmp_path: Path) -> None:
+async def test_a_complete_group_has_every_sibling_in_order(tmp_path: Path) -> None:
     payload, record = await run(tmp_path, ScriptedEnv(GOOD))
     assert payload.complete
     assert record.reason == ""
@@ -92,8 +92,8 @@ async def test_complete_group_has_every_sibling_in_order(tmp_path: Path) -> None
     assert payload.num_bytes == len(payload.body)
 
 
-class SlotsThatTell(Slots):
-    """Slots with an event for the end of the first rollout."""
+class SlotsWithEvent(Slots):
+    """Slots that set an event when the first rollout has ended."""
 
     def __init__(self, max_rollouts: int) -> None:
         super().__init__(max_rollouts)
@@ -109,8 +109,8 @@ class SlotsThatTell(Slots):
         self.one_is_free.set()
 
 
-async def test_siblings_of_one_that_failed_for_good_are_cut_short(tmp_path: Path) -> None:
-    slots = SlotsThatTell(3)
+async def test_the_siblings_of_a_rollout_that_failed_for_good_are_cancelled(tmp_path: Path) -> None:
+    slots = SlotsWithEvent(3)
 
     async def fail_second(agent: Endpoint) -> Transcript:
         del agent
@@ -133,14 +133,16 @@ async def test_siblings_of_one_that_failed_for_good_are_cut_short(tmp_path: Path
     assert (slots.last_place, slots.last_task_id) == (record.place, ASK.task.id)
 
 
-async def test_sibling_that_waits_for_a_slot_is_not_begun_for_a_lost_group(tmp_path: Path) -> None:
+async def test_a_sibling_that_waits_for_a_slot_is_not_begun_for_a_lost_group(
+    tmp_path: Path,
+) -> None:
     env = ScriptedEnv(InfraError("engine gone"))
     _, record = await run(tmp_path, env, Slots(1), num_infra_retries=0)
     assert len(env.agents) == 1
     assert [r.outcome for r in record.rollouts[1:]] == [Outcome.CANCELLED] * 2
 
 
-async def test_the_rest_is_scored_if_the_policy_allows_it(tmp_path: Path) -> None:
+async def test_the_other_siblings_are_scored_if_the_policy_allows_it(tmp_path: Path) -> None:
     env = Ranking(GOOD, InfraError("engine gone"), GOOD)
     policy = "score_rest"
     payload, record = await run(tmp_path, env, num_infra_retries=0, failed_sibling=policy)
@@ -151,7 +153,7 @@ async def test_the_rest_is_scored_if_the_policy_allows_it(tmp_path: Path) -> Non
     assert env.num_scored == [2]
 
 
-async def test_group_of_which_nothing_is_left_is_incomplete_under_any_policy(
+async def test_a_group_without_a_surviving_sibling_is_incomplete_under_any_policy(
     tmp_path: Path,
 ) -> None:
     env = ScriptedEnv(InfraError("engine gone"))
@@ -161,7 +163,7 @@ async def test_group_of_which_nothing_is_left_is_incomplete_under_any_policy(
     assert record.reason.startswith("infra_error: 3 of 3 rollouts: ")
 
 
-async def test_group_past_its_deadline_ends_with_what_there_is(tmp_path: Path) -> None:
+async def test_a_group_past_its_deadline_ends_with_its_finished_rollouts(tmp_path: Path) -> None:
     slots = Slots(3)
     payload, record = await run(tmp_path, ScriptedEnv(GOOD, hang), slots, deadline_s=0.05)
     assert not payload.complete
@@ -171,7 +173,9 @@ async def test_group_past_its_deadline_ends_with_what_there_is(tmp_path: Path) -
     assert slots.num_open == 0
 
 
-async def test_group_whose_scoring_outlasts_its_deadline_ends_by_it(tmp_path: Path) -> None:
+async def test_a_group_whose_scoring_outlasts_its_deadline_ends_at_the_deadline(
+    tmp_path: Path,
+) -> None:
     gate = threading.Event()
     env = Ranking(GOOD)
     env.give = lambda scores: [score for score in scores if gate.wait(30)]
@@ -180,7 +184,7 @@ async def test_group_whose_scoring_outlasts_its_deadline_ends_by_it(tmp_path: Pa
     assert record.reason.startswith("deadline: ")
 
 
-async def test_score_that_blocks_is_over_in_its_time(tmp_path: Path) -> None:
+async def test_a_blocking_score_ends_at_its_time_limit(tmp_path: Path) -> None:
     gate = threading.Event()
     env = Ranking(GOOD)
     env.give = lambda scores: [score for score in scores if gate.wait(30)]
@@ -191,7 +195,7 @@ async def test_score_that_blocks_is_over_in_its_time(tmp_path: Path) -> None:
     )
 
 
-async def test_agents_error_leaves_the_group_complete(tmp_path: Path) -> None:
+async def test_an_agents_error_leaves_the_group_complete(tmp_path: Path) -> None:
     payload, record = await run(tmp_path, ScriptedEnv(ValueError("bug"), GOOD))
     assert payload.complete
     assert [r.reward for r in record.rollouts] == [None, 1.0, 1.0]
@@ -211,7 +215,7 @@ class Ranking(ScriptedEnv):
         return self.give([Score(float(place)) for place in range(len(scores))])
 
 
-async def test_siblings_that_have_a_score_are_scored_together(tmp_path: Path) -> None:
+async def test_scored_siblings_are_scored_together_again(tmp_path: Path) -> None:
     env = Ranking(ValueError("bug"), GOOD)
     payload, record = await run(tmp_path, env)
     assert payload.complete
@@ -219,7 +223,7 @@ async def test_siblings_that_have_a_score_are_scored_together(tmp_path: Path) ->
     assert env.num_scored == [2]
 
 
-async def test_incomplete_group_is_not_scored_together(tmp_path: Path) -> None:
+async def test_an_incomplete_group_is_not_scored_together(tmp_path: Path) -> None:
     env = Ranking(InfraError("gone"), GOOD)
     await run(tmp_path, env, num_infra_retries=0)
     assert env.num_scored == []
@@ -228,7 +232,7 @@ async def test_incomplete_group_is_not_scored_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "give", [lambda scores: scores[1:], lambda scores: [1, 2, 3], lambda scores: 1 / 0]
 )
-async def test_group_whose_scoring_breaks_is_incomplete(
+async def test_a_group_whose_scoring_fails_is_incomplete(
     tmp_path: Path, give: Callable[[list[Score]], list[Score]]
 ) -> None:
     env = Ranking(GOOD)

@@ -45,14 +45,14 @@ def ack(outbox: Outbox, seq: int, now_s: float = 0.0, sink: str = SINK) -> list[
     return outbox.step(Received(sink.encode(), GroupAcked(group(seq), 1, False)), now_s)
 
 
-def test_parcel_goes_to_its_sink_at_once() -> None:
+def test_a_result_is_sent_to_its_sink_at_once() -> None:
     outbox = new_outbox()
     assert pack(outbox, 1) == [Send(b"tcp://sink", finished(1))]
     assert outbox.results[group(1)].state is PendingState.SENT
     assert outbox.unacked_bytes == 100
 
 
-def test_acked_parcel_is_reported_and_forgotten() -> None:
+def test_an_acked_result_is_reported_and_forgotten() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     assert ack(outbox, 1) == [Send(ROUTER, GroupDelivered(group(1), 1)), Forget(group(1))]
@@ -61,7 +61,7 @@ def test_acked_parcel_is_reported_and_forgotten() -> None:
     assert ack(outbox, 1) == []
 
 
-def test_silent_sink_gets_the_parcel_again_at_growing_intervals() -> None:
+def test_a_silent_sink_is_sent_the_result_again_at_growing_intervals() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     times = [t / 10 for t in range(1, 120) if outbox.step(Ticked(), t / 10)]
@@ -74,7 +74,7 @@ def sent_in(outbox: Outbox, from_s: int, to_s: int) -> list[Send]:
     return [action for actions in ticks for action in actions if isinstance(action, Send)]
 
 
-def test_silent_sink_gets_one_parcel_at_a_time_again_and_not_all() -> None:
+def test_a_silent_sink_is_sent_one_result_at_a_time_again() -> None:
     # Unread messages stay in the socket's queue, where each copy takes memory.
     outbox = new_outbox()
     for seq in range(50):
@@ -86,7 +86,7 @@ def test_silent_sink_gets_one_parcel_at_a_time_again_and_not_all() -> None:
     assert again == [finished(seq) for seq in range(11)]
 
 
-def test_new_sink_gets_one_more_for_each_that_it_acks() -> None:
+def test_a_new_sink_is_sent_one_more_result_for_each_ack() -> None:
     outbox = new_outbox()
     for seq in range(50):
         pack(outbox, seq)
@@ -100,7 +100,7 @@ def test_new_sink_gets_one_more_for_each_that_it_acks() -> None:
     assert outbox.num_resent == 50
 
 
-def test_sink_that_is_merely_slow_gets_no_parcel_more_than_twice() -> None:
+def test_a_slow_sink_is_sent_no_result_more_than_twice() -> None:
     outbox = new_outbox()
     for seq in range(50):
         pack(outbox, seq)
@@ -112,7 +112,7 @@ def test_sink_that_is_merely_slow_gets_no_parcel_more_than_twice() -> None:
     assert outbox.num_resent <= 50
 
 
-def test_ack_of_a_later_parcel_brings_the_lost_earlier_ones_at_once() -> None:
+def test_the_ack_of_a_later_result_repeats_lost_earlier_ones_at_once() -> None:
     outbox = new_outbox()
     for seq in (1, 2, 3):
         pack(outbox, seq)
@@ -125,7 +125,7 @@ def test_ack_of_a_later_parcel_brings_the_lost_earlier_ones_at_once() -> None:
     assert outbox.results[group(4)].sent_as == 4
 
 
-def test_late_ack_of_a_parcel_on_its_second_way_ends_it() -> None:
+def test_a_late_ack_ends_a_result_that_was_sent_twice() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     outbox.step(Ticked(), 1.0)
@@ -133,7 +133,7 @@ def test_late_ack_of_a_parcel_on_its_second_way_ends_it() -> None:
     assert outbox.step(Ticked(), 9.0) == []
 
 
-def test_sink_that_owes_its_ack_for_long_is_away_and_one_that_acks_anything_is_not() -> None:
+def test_a_sink_is_away_when_it_acks_nothing_for_long() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     pack(outbox, 2)
@@ -144,7 +144,7 @@ def test_sink_that_owes_its_ack_for_long_is_away_and_one_that_acks_anything_is_n
     assert outbox.is_stuck(20.0)
 
 
-def test_sending_again_does_not_make_a_silent_sink_a_new_one() -> None:
+def test_a_repetition_does_not_make_a_silent_sink_a_new_one() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     assert outbox.step(Ticked(), 9.0)
@@ -156,7 +156,7 @@ def test_sending_again_does_not_make_a_silent_sink_a_new_one() -> None:
     assert outbox.is_stuck(20.0)
 
 
-def test_what_waits_for_one_sink_is_not_stuck_for_another_that_is_away() -> None:
+def test_results_do_not_wait_for_another_sink_that_is_away() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     pack(outbox, 2, now_s=5.0, sink="tcp://another")
@@ -166,7 +166,7 @@ def test_what_waits_for_one_sink_is_not_stuck_for_another_that_is_away() -> None
     assert (outbox.results, outbox.unacked_bytes) == ({}, 0)
 
 
-def test_unwanted_parcel_is_forgotten() -> None:
+def test_an_unwanted_result_is_forgotten() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     assert outbox.step(Unwanted(group(1)), 0.0) == [Forget(group(1))]
@@ -174,28 +174,28 @@ def test_unwanted_parcel_is_forgotten() -> None:
     assert outbox.unacked_bytes == 0
 
 
-def test_group_is_packed_once() -> None:
+def test_a_group_is_packed_once() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     assert pack(outbox, 1) == []
     assert outbox.unacked_bytes == 100
 
 
-def test_renumbered_parcel_is_delivered_under_its_new_attempt() -> None:
+def test_a_renumbered_result_is_delivered_under_its_new_attempt() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     outbox.readdress(group(1), 2, "tcp://sink", b"")
     assert outbox.step(Ticked(), 1.0) == [Send(b"tcp://sink", finished(1, attempt=2))]
 
 
-def test_parcel_goes_at_once_to_where_its_client_listens_now() -> None:
+def test_a_result_is_sent_at_once_to_its_clients_new_address() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     outbox.readdress(group(1), 1, "tcp://elsewhere", b"")
     assert outbox.step(Ticked(), 0.1) == [Send(b"tcp://elsewhere", finished(1))]
 
 
-def test_refused_parcel_is_dropped_and_its_attempt_reported_as_lost() -> None:
+def test_a_refused_result_is_dropped_and_its_attempt_reported_as_lost() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     refused = ResultRefused(group(1), 1, "malformed")
@@ -206,7 +206,7 @@ def test_refused_parcel_is_dropped_and_its_attempt_reported_as_lost() -> None:
     assert outbox.unacked_bytes == 0
 
 
-def test_readdressed_parcel_carries_the_ticket_that_its_group_has_now() -> None:
+def test_a_readdressed_result_carries_its_groups_new_ticket() -> None:
     outbox = new_outbox()
     pack(outbox, 1)
     outbox.readdress(group(1), 1, SINK, b"ticket")

@@ -14,7 +14,7 @@ from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
 from tests.unit.serve.interception.http_client import serving, status_of
 
 
-def test_only_time_in_which_all_engines_sleep_or_are_updated_is_a_pause() -> None:
+def test_time_is_a_pause_only_while_all_engines_sleep_or_are_updated() -> None:
     view, clock = FleetView(), FakeClock()
     pauses = FleetPauses(view, clock)
     epoch = 0
@@ -57,7 +57,7 @@ async def asked(face: MetricsEndpoint, line: bytes, *headers: bytes) -> bytes:
         return await place.ask(b"\r\n".join(head))
 
 
-def face_of(host: str) -> MetricsEndpoint:
+def metrics_endpoint(host: str) -> MetricsEndpoint:
     """Return the metrics endpoint of a server at `host`, without a listener."""
     with socket.socket() as bound:
         bound.bind((host, 0))
@@ -65,7 +65,7 @@ def face_of(host: str) -> MetricsEndpoint:
 
 
 @pytest.mark.parametrize(
-    ("host", "token", "said", "status"),
+    ("host", "token", "given", "status"),
     [
         (OPEN, "", b"", 200),
         (OPEN, "sesame", b"", 401),
@@ -77,18 +77,20 @@ def face_of(host: str) -> MetricsEndpoint:
         (ELSEWHERE, "sesame", b"bearer sesame", 200),
     ],
 )
-async def test_metrics_need_the_token_or_loopback_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, host: str, token: str, said: bytes, status: int
+async def test_metrics_need_the_token_or_without_one_a_loopback_address(
+    monkeypatch: pytest.MonkeyPatch, host: str, token: str, given: bytes, status: int
 ) -> None:
     monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, token)
-    answer = await asked(face_of(host), b"GET %b" % ROUTE.encode(), b"Authorization: %b" % said)
+    answer = await asked(
+        metrics_endpoint(host), b"GET %b" % ROUTE.encode(), b"Authorization: %b" % given
+    )
     assert status_of(answer) == status
     assert (b"rollmesh_" in answer) == (status == 200)
 
 
 @pytest.mark.parametrize("line", [b"POST /metrics", b"GET /", b"GET /v1/metrics"])
-async def test_whatever_else_is_asked_is_the_edges(
+async def test_other_paths_and_methods_are_not_handled(
     monkeypatch: pytest.MonkeyPatch, line: bytes
 ) -> None:
     monkeypatch.setenv(ADMIN_TOKEN_VARIABLE, "")
-    assert status_of(await asked(face_of(OPEN), line)) == NOT_OURS
+    assert status_of(await asked(metrics_endpoint(OPEN), line)) == NOT_OURS

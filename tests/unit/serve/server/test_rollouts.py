@@ -19,7 +19,7 @@ from rollmesh.runtime.generation.sampling import GenerationSettings
 from rollmesh.runtime.session import SessionState
 from rollmesh.serve.server.rollouts import RolloutResult, WorkerContext, check_score, one_line, play
 from rollmesh.testing.sampler import ScriptedSampler
-from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, Step, new_stage
+from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, Step, new_context
 
 ROLLOUT = RolloutId(GroupId("r1", 3), 2)
 GOOD = Transcript()
@@ -29,9 +29,9 @@ async def play_on(context: WorkerContext) -> RolloutResult:
     return await play(context, ROLLOUT, ASK)
 
 
-async def test_completed_rollout_has_its_score(tmp_path: Path) -> None:
+async def test_a_completed_rollout_has_its_score(tmp_path: Path) -> None:
     env = ScriptedEnv(GOOD, reward=3)
-    played = await play_on(new_stage(tmp_path, env))
+    played = await play_on(new_context(tmp_path, env))
     assert played.record.outcome is Outcome.COMPLETED
     assert (played.record.reward, played.record.metrics) == (3.0, {"played": 1.0})
     assert (played.record.index, played.record.error) == (2, "")
@@ -39,8 +39,8 @@ async def test_completed_rollout_has_its_score(tmp_path: Path) -> None:
     assert env.agents[0].model == "policy"
 
 
-async def test_rollout_cut_by_a_limit_is_truncated_and_keeps_its_score(tmp_path: Path) -> None:
-    played = await play_on(new_stage(tmp_path, ScriptedEnv(Transcript(truncated=True))))
+async def test_a_rollout_cut_by_a_limit_is_truncated_and_keeps_its_score(tmp_path: Path) -> None:
+    played = await play_on(new_context(tmp_path, ScriptedEnv(Transcript(truncated=True))))
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, 1.0)
 
 
@@ -50,17 +50,17 @@ async def hang(agent: Endpoint) -> Transcript:
     return GOOD
 
 
-async def shrug_off(agent: Endpoint) -> Transcript:
+async def swallow_cancellation(agent: Endpoint) -> Transcript:
     with contextlib.suppress(asyncio.CancelledError):
         await hang(agent)
     return GOOD
 
 
-@pytest.mark.parametrize("step", [hang, shrug_off])
-async def test_rollout_out_of_time_is_truncated_without_a_reward(
+@pytest.mark.parametrize("step", [hang, swallow_cancellation])
+async def test_a_rollout_out_of_time_is_truncated_without_a_reward(
     tmp_path: Path, step: Step
 ) -> None:
-    played = await play_on(new_stage(tmp_path, ScriptedEnv(step), run_timeout_s=0.01))
+    played = await play_on(new_context(tmp_path, ScriptedEnv(step), run_timeout_s=0.01))
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, None)
     assert played.record.error == "run_timeout_s = 0.01 is over"
 
@@ -68,30 +68,30 @@ async def test_rollout_out_of_time_is_truncated_without_a_reward(
 @pytest.mark.parametrize(
     "fault", [AgentFailed("gave up"), ValueError("bug"), TimeoutError("the agent's own")]
 )
-async def test_agents_fault_is_an_agent_error_and_not_run_again(
+async def test_an_agents_fault_is_an_agent_error_and_not_run_again(
     tmp_path: Path, fault: Exception
 ) -> None:
     env = ScriptedEnv(fault)
-    played = await play_on(new_stage(tmp_path, env))
+    played = await play_on(new_context(tmp_path, env))
     assert (played.record.outcome, played.record.reward) == (Outcome.AGENT_ERROR, None)
     assert str(fault) in played.record.error
     assert len(env.agents) == 1
 
 
 @pytest.mark.parametrize("stray", [asyncio.CancelledError(), SystemExit(3)])
-async def test_stray_cancellation_or_exit_of_an_agent_is_its_own_error(
+async def test_a_stray_cancellation_or_exit_of_an_agent_is_its_own_error(
     tmp_path: Path, stray: BaseException
 ) -> None:
     async def escape(agent: Endpoint) -> Transcript:
         del agent
         raise stray
 
-    played = await play_on(new_stage(tmp_path, ScriptedEnv(escape)))
+    played = await play_on(new_context(tmp_path, ScriptedEnv(escape)))
     assert (played.record.outcome, played.record.reward) == (Outcome.AGENT_ERROR, None)
     assert played.record.error.startswith("EscapedError: ")
 
 
-async def test_first_call_waits_for_the_policy_version_of_the_ask(tmp_path: Path) -> None:
+async def test_the_first_call_waits_for_the_requested_policy_version(tmp_path: Path) -> None:
     sampler = ScriptedSampler()
 
     async def begin(agent: Endpoint) -> Transcript:
@@ -99,30 +99,30 @@ async def test_first_call_waits_for_the_policy_version_of_the_ask(tmp_path: Path
         await session.attach(Turn(messages=[b'{"role":"user","content":"hi"}']))
         return GOOD
 
-    context = new_stage(tmp_path, ScriptedEnv(begin), sampler)
+    context = new_context(tmp_path, ScriptedEnv(begin), sampler)
     await play(context, ROLLOUT, msgspec.structs.replace(ASK, min_policy_version=3))
     assert [request.min_policy_version for request in sampler.requests] == [3]
 
 
-async def test_infrastructures_fault_is_run_again_in_a_fresh_session(tmp_path: Path) -> None:
+async def test_an_infrastructure_fault_is_run_again_in_a_new_session(tmp_path: Path) -> None:
     env = ScriptedEnv(InfraError("engine gone"), GOOD)
-    context = new_stage(tmp_path, env)
+    context = new_context(tmp_path, env)
     played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.COMPLETED, 1.0)
     first, second = env.agents
     assert first.api_key != second.api_key
 
 
-async def test_lasting_infrastructure_fault_is_never_a_reward(tmp_path: Path) -> None:
+async def test_a_lasting_infrastructure_fault_is_never_a_reward(tmp_path: Path) -> None:
     env = ScriptedEnv(InfraError("engine gone"))
-    played = await play_on(new_stage(tmp_path, env, num_infra_retries=2))
+    played = await play_on(new_context(tmp_path, env, num_infra_retries=2))
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert played.record.error.startswith("InfraError: engine gone (rollout_context.py:")
     assert len(env.agents) == 3
 
 
 @pytest.mark.parametrize("end", [GOOD, AgentFailed("no answer"), ValueError("no answer")])
-async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
+async def test_an_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
     tmp_path: Path, end: Transcript | Exception
 ) -> None:
     sampler = ScriptedSampler(settings=GenerationSettings(max_fruitless_attempts=0))
@@ -140,7 +140,7 @@ async def test_agent_that_swallows_a_failed_call_is_run_again_and_not_scored(
         return end
 
     env = ScriptedEnv(swallow)
-    context = new_stage(tmp_path, env, sampler, num_infra_retries=1)
+    context = new_context(tmp_path, env, sampler, num_infra_retries=1)
     played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert "no engine" in played.record.error
@@ -158,7 +158,7 @@ async def spend(context: WorkerContext, agent: Endpoint) -> SessionError:
 
 
 @pytest.mark.parametrize("crash", [SessionError, AgentFailed, ValueError, InfraError])
-async def test_agent_that_crashes_on_the_end_of_its_session_is_truncated(
+async def test_an_agent_that_crashes_after_the_end_of_its_session_is_truncated(
     tmp_path: Path, crash: type[Exception]
 ) -> None:
     async def run(agent: Endpoint) -> Transcript:
@@ -166,14 +166,14 @@ async def test_agent_that_crashes_on_the_end_of_its_session_is_truncated(
         raise refusal if crash is SessionError else crash("no more")
 
     env = ScriptedEnv(run)
-    context = new_stage(tmp_path, env, num_infra_retries=1)
+    context = new_context(tmp_path, env, num_infra_retries=1)
     played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, None)
     assert played.record.error == "max_session_bytes = 7 is reached"
     assert len(env.agents) == 1
 
 
-async def test_agent_that_ends_well_after_the_end_of_its_session_is_truncated_and_scored(
+async def test_an_agent_that_returns_after_the_end_of_its_session_is_truncated_and_scored(
     tmp_path: Path,
 ) -> None:
     async def run(agent: Endpoint) -> Transcript:
@@ -182,44 +182,44 @@ async def test_agent_that_ends_well_after_the_end_of_its_session_is_truncated_an
         return GOOD
 
     env = ScriptedEnv(run, reward=3)
-    context = new_stage(tmp_path, env)
+    context = new_context(tmp_path, env)
     played = await play_on(context)
     assert (played.record.outcome, played.record.reward) == (Outcome.TRUNCATED, 3.0)
     assert played.record.error == "max_session_bytes = 7 is reached"
 
 
-async def test_score_that_fails_for_infrastructure_reasons_is_tried_again(tmp_path: Path) -> None:
+async def test_a_score_that_fails_for_infrastructure_reasons_is_retried(tmp_path: Path) -> None:
     env = ScriptedEnv(GOOD)
     env.score_fault = InfraError("judge gone")
-    played = await play_on(new_stage(tmp_path, env, num_infra_retries=1))
+    played = await play_on(new_context(tmp_path, env, num_infra_retries=1))
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert len(env.agents) == 2
 
 
-async def test_score_that_breaks_is_no_reward_and_not_the_agents_fault(tmp_path: Path) -> None:
+async def test_a_score_that_raises_is_no_reward_and_not_the_agents_fault(tmp_path: Path) -> None:
     env = ScriptedEnv(GOOD)
     env.score_fault = KeyError("answer")
-    played = await play_on(new_stage(tmp_path, env))
+    played = await play_on(new_context(tmp_path, env))
     assert (played.record.outcome, played.record.reward) == (Outcome.INFRA_ERROR, None)
     assert played.record.error.startswith("score: KeyError")
     assert len(env.agents) == 1
 
 
 def compare(answer: str) -> float:
-    """A helper of the user, two frames below `score`."""
+    """A user's helper, two frames below `score`."""
     return float(json.loads(answer)["right"])
 
 
 class Faulty(ScriptedEnv):
-    """Its score calls a library through a helper of its own file."""
+    """An environment whose score calls a library through a helper of its own file."""
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         del task, transcript
         return Score(compare("not json"))
 
 
-async def test_an_error_in_score_names_the_line_of_the_users_own_file(tmp_path: Path) -> None:
-    played = await play_on(new_stage(tmp_path, Faulty(GOOD)))
+async def test_an_error_in_score_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    played = await play_on(new_context(tmp_path, Faulty(GOOD)))
     line = compare.__code__.co_firstlineno + 2
     assert played.record.place == ErrorPlace("JSONDecodeError", __file__, line, "compare")
     assert played.record.error.startswith("score: JSONDecodeError: Expecting value")
@@ -231,13 +231,13 @@ async def test_an_error_in_run_names_its_line(tmp_path: Path) -> None:
         del agent
         raise ValueError("no such tool\nand more")
 
-    played = await play_on(new_stage(tmp_path, ScriptedEnv(run)))
+    played = await play_on(new_context(tmp_path, ScriptedEnv(run)))
     line = run.__code__.co_firstlineno + 2
     assert played.record.error == f"ValueError: no such tool (test_rollouts.py:{line} in run)"
     assert played.record.place == ErrorPlace("ValueError", __file__, line, "run")
 
 
-async def test_an_error_in_a_task_group_is_the_one_that_caused_it(tmp_path: Path) -> None:
+async def test_an_error_in_a_task_group_is_reported_by_its_cause(tmp_path: Path) -> None:
     async def search() -> None:
         raise LookupError("nothing found")
 
@@ -247,24 +247,24 @@ async def test_an_error_in_a_task_group_is_the_one_that_caused_it(tmp_path: Path
             tasks.create_task(search())
         return GOOD
 
-    played = await play_on(new_stage(tmp_path, ScriptedEnv(run)))
+    played = await play_on(new_context(tmp_path, ScriptedEnv(run)))
     line = search.__code__.co_firstlineno + 1
     assert played.record.error == f"LookupError: nothing found (test_rollouts.py:{line} in search)"
 
 
-async def test_a_call_of_sys_exit_is_placed_too(tmp_path: Path) -> None:
+async def test_a_call_of_sys_exit_names_its_line(tmp_path: Path) -> None:
     async def run(agent: Endpoint) -> Transcript:
         del agent
         raise SystemExit(3)
 
-    played = await play_on(new_stage(tmp_path, ScriptedEnv(run)))
+    played = await play_on(new_context(tmp_path, ScriptedEnv(run)))
     assert played.record.error.endswith(
         f"(test_rollouts.py:{run.__code__.co_firstlineno + 2} in run)"
     )
 
 
 class Forgetful(ScriptedEnv):
-    """Its score returns no reward."""
+    """An environment whose score returns no reward."""
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         del task, transcript
@@ -272,7 +272,7 @@ class Forgetful(ScriptedEnv):
 
 
 async def test_a_reward_of_none_names_the_environment_and_its_method(tmp_path: Path) -> None:
-    played = await play_on(new_stage(tmp_path, Forgetful(GOOD)))
+    played = await play_on(new_context(tmp_path, Forgetful(GOOD)))
     line = Forgetful.score.__code__.co_firstlineno
     assert played.record.outcome is Outcome.INFRA_ERROR
     assert played.record.error == (
@@ -281,9 +281,9 @@ async def test_a_reward_of_none_names_the_environment_and_its_method(tmp_path: P
     assert played.record.place == ErrorPlace("EnvError", __file__, line, "score")
 
 
-async def test_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> None:
+async def test_a_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> None:
     env = ScriptedEnv(InfraError("gone"), GOOD)
-    context = new_stage(tmp_path, env)
+    context = new_context(tmp_path, env)
     await play_on(context)
     for agent in env.agents:
         with pytest.raises(SessionError) as caught:
@@ -296,10 +296,10 @@ async def test_session_is_sealed_when_its_rollout_has_ended(tmp_path: Path) -> N
     assert caught.value.status == 401
 
 
-async def test_cancelled_rollout_seals_its_session_before_its_code_has_ended(
+async def test_a_cancelled_rollout_seals_its_session_before_its_code_has_ended(
     tmp_path: Path,
 ) -> None:
-    started, told = asyncio.Event(), asyncio.Event()
+    started, cancelled = asyncio.Event(), asyncio.Event()
     seen: list[SessionState] = []
 
     async def linger(agent: Endpoint) -> Transcript:
@@ -308,22 +308,22 @@ async def test_cancelled_rollout_seals_its_session_before_its_code_has_ended(
             await hang(agent)
         finally:
             seen.append(context.runtime.find(agent.api_key).state)
-            told.set()
+            cancelled.set()
         return GOOD
 
     env = ScriptedEnv(linger)
-    context = new_stage(tmp_path, env)
+    context = new_context(tmp_path, env)
     task = asyncio.ensure_future(play_on(context))
     await started.wait()
     task.cancel()
-    await told.wait()
+    await cancelled.wait()
     assert seen == [SessionState.SEALED]
     with pytest.raises(asyncio.CancelledError):
         await task
     assert context.runtime.resolve_trajectory(ROLLOUT).record().nodes == []
 
 
-def test_errors_are_one_bounded_line() -> None:
+def test_errors_are_one_line_of_bounded_length() -> None:
     assert one_line(TypeError("first\nsecond")) == "TypeError: first"
     assert len(one_line(ValueError("x" * 9999))) == 500
     # File names may contain such text; heartbeats carry the last error and must be encodable.
@@ -337,7 +337,7 @@ class Number:
         return 0.5
 
 
-def test_score_of_any_numbers_is_one_of_floats() -> None:
+def test_a_score_of_other_number_types_becomes_floats() -> None:
     """Other types would be sent unchanged and fail to decode."""
     metrics: dict[Any, Any] = {"right": True, "num": 3, "share": Number(), 7: 1.5, "mean": math.nan}
     score = check_score(Score(True, metrics))
@@ -356,6 +356,6 @@ def test_score_of_any_numbers_is_one_of_floats() -> None:
         Score(1.0, {"word": "good"}),  # type: ignore[dict-item]
     ],
 )
-def test_what_is_no_score_is_refused(bad: object) -> None:
+def test_a_result_that_is_no_score_is_refused(bad: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         check_score(bad)

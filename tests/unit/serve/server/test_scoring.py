@@ -17,7 +17,13 @@ from rollmesh.serve.client.samples import Cut, cut
 from rollmesh.serve.server.groups import GroupPayload, Slots, run_group
 from rollmesh.serve.server.worker_machine import Begin
 from rollmesh.wire.frames import decode_record
-from tests.unit.serve.server.rollout_context import ASK, ScriptedEnv, new_stage, served, speaking
+from tests.unit.serve.server.rollout_context import (
+    ASK,
+    ScriptedEnv,
+    new_context,
+    sampler_answering,
+    served,
+)
 
 BEGIN = Begin(GroupId("r1", 3), 2, b"")
 GUESS: Message = {"role": "user", "content": "guess"}
@@ -25,10 +31,12 @@ WHY: Message = {"role": "user", "content": "why?"}
 NONE = {"scopes": 0, "groups": 0, "doors": 0, "loans": 0}
 
 
-class Asking(ScriptedEnv):
-    """Each rollout is one turn; the test decides what runs when the group is scored."""
+class OneTurn(ScriptedEnv):
+    """An environment whose rollouts are one turn each; the test decides what runs when the group
+    is scored.
+    """
 
-    def __init__(self, ask: Callable[["Asking", Sibling], Awaitable[object]]) -> None:
+    def __init__(self, ask: Callable[["OneTurn", Sibling], Awaitable[object]]) -> None:
         super().__init__(self._play)
         self.client = ChatClient()
         self.siblings: list[Sibling] = []
@@ -49,15 +57,15 @@ class Asking(ScriptedEnv):
         await self.client.close()
 
 
-async def go_on(env: Asking, sibling: Sibling) -> ChatReply:
+async def continue_sibling(env: OneTurn, sibling: Sibling) -> ChatReply:
     """Continue a sibling's history by one turn."""
     return await env.client.complete(sibling.line, [*sibling.transcript.data["messages"], WHY])
 
 
 async def run(
-    folder: Path, env: Asking, begin: Begin = BEGIN, **settings: float
+    folder: Path, env: OneTurn, begin: Begin = BEGIN, **settings: float
 ) -> tuple[GroupPayload, GroupRecord]:
-    context = new_stage(folder, env, speaking(folder, "4"), **settings)
+    context = new_context(folder, env, sampler_answering(folder, "4"), **settings)
     async with served(context) as (context, server):
         payload = await run_group(context, Slots(2), begin, ASK)
         assert context.runtime.entries() == NONE
@@ -71,10 +79,10 @@ def samples(payload: GroupPayload, record: GroupRecord) -> Cut:
     return cut(BEGIN.group_id, record, token_ids, logprobs, frozenset({"main"}))
 
 
-async def test_what_a_child_appends_is_a_turn_of_its_sibling_and_trains_with_it(
+async def test_a_turn_that_a_child_appends_trains_with_its_sibling(
     tmp_path: Path,
 ) -> None:
-    payload, record = await run(tmp_path, Asking(go_on))
+    payload, record = await run(tmp_path, OneTurn(continue_sibling))
     assert payload.complete, record.reason
     assert [rollout.reward for rollout in record.rollouts] == [1.0, 2.0]
     for rollout in record.rollouts:
@@ -94,25 +102,25 @@ async def test_what_a_child_appends_is_a_turn_of_its_sibling_and_trains_with_it(
     ]
 
 
-async def test_what_a_child_asks_of_the_model_alone_is_in_no_record(tmp_path: Path) -> None:
-    async def judge(env: Asking, sibling: Sibling) -> None:
+async def test_a_childs_own_calls_of_the_model_are_in_no_record(tmp_path: Path) -> None:
+    async def judge(env: OneTurn, sibling: Sibling) -> None:
         reply = await env.client.complete(sibling.model, [WHY], temperature=0)
         assert reply.text == "4"
 
-    payload, record = await run(tmp_path, Asking(judge))
+    payload, record = await run(tmp_path, OneTurn(judge))
     assert payload.complete, record.reason
     for rollout in record.rollouts:
         assert (rollout.num_calls, len(rollout.nodes), rollout.num_forks) == (1, 2, 0)
 
 
-async def test_siblings_are_seen_with_their_scores_and_those_without_one_are_not(
+async def test_only_siblings_with_a_score_are_passed_to_scoring(
     tmp_path: Path,
 ) -> None:
-    async def look(env: Asking, sibling: Sibling) -> None:
+    async def look(env: OneTurn, sibling: Sibling) -> None:
         del env
         assert sibling.score == Score(1.0, {"played": 1.0})
 
-    env = Asking(look)
+    env = OneTurn(look)
     env._steps = [ValueError("bug"), env._play]  # noqa: SLF001 - its own script
     payload, record = await run(tmp_path, env)
     assert payload.complete, record.reason
@@ -121,20 +129,20 @@ async def test_siblings_are_seen_with_their_scores_and_those_without_one_are_not
 
 
 @pytest.mark.parametrize("which", ["line", "model"])
-async def test_keys_of_children_are_over_when_the_group_is_scored(
+async def test_the_keys_of_children_expire_when_the_group_is_scored(
     tmp_path: Path, which: str
 ) -> None:
-    """While its first sibling is scored, the key of another group has expired."""
+    """The key of another group has expired while the first sibling of this one is scored."""
     early: list[Endpoint] = []
 
-    async def keep(env: Asking, sibling: Sibling) -> None:
+    async def keep(env: OneTurn, sibling: Sibling) -> None:
         if early:
             with pytest.raises(AgentFailed, match=r"HTTP 4(01|10)"):
                 await env.client.complete(early[0], [WHY])
         early.append(getattr(sibling, which))
 
-    env = Asking(keep)
-    context = new_stage(tmp_path, env, speaking(tmp_path, "4"))
+    env = OneTurn(keep)
+    context = new_context(tmp_path, env, sampler_answering(tmp_path, "4"))
     async with served(context) as (context, _):
         for seq in range(2):
             env.siblings = []
@@ -143,37 +151,37 @@ async def test_keys_of_children_are_over_when_the_group_is_scored(
     assert len(early) == 2
 
 
-async def test_a_child_that_outlasts_the_scoring_time_is_cut_off(tmp_path: Path) -> None:
-    """Also a child that is not awaited: its key is revoked, so it gets no answers."""
-    told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+async def test_a_child_that_outlasts_the_scoring_time_is_refused(tmp_path: Path) -> None:
+    """This includes a child that is not awaited: its key is revoked, so it gets no answers."""
+    error: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def stay(env: Asking, sibling: Sibling) -> None:
+    async def stay(env: OneTurn, sibling: Sibling) -> None:
         try:
             await asyncio.get_running_loop().create_future()
         finally:
             with pytest.raises(AgentFailed) as caught:
-                await go_on(env, sibling)
-            told.set_result(str(caught.value))
+                await continue_sibling(env, sibling)
+            error.set_result(str(caught.value))
 
-    _, record = await run(tmp_path, Asking(stay), score_timeout_s=0.05)
+    _, record = await run(tmp_path, OneTurn(stay), score_timeout_s=0.05)
     assert record.reason.startswith(
         "infra_error: score_siblings: OvertimeError: score_timeout_s = 0.05 is over ("
     )
-    assert "HTTP 410" in await told
+    assert "HTTP 410" in await error
 
 
-async def test_a_group_that_is_cancelled_while_it_is_scored_leaves_nothing(
+async def test_a_group_that_is_cancelled_during_scoring_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     asked = asyncio.Event()
 
-    async def stay(env: Asking, sibling: Sibling) -> None:
-        await go_on(env, sibling)
+    async def stay(env: OneTurn, sibling: Sibling) -> None:
+        await continue_sibling(env, sibling)
         asked.set()
         await asyncio.get_running_loop().create_future()
 
-    env = Asking(stay)
-    context = new_stage(tmp_path, env, speaking(tmp_path, "4"))
+    env = OneTurn(stay)
+    context = new_context(tmp_path, env, sampler_answering(tmp_path, "4"))
     async with served(context) as (context, server):
         task = asyncio.create_task(run_group(context, Slots(2), BEGIN, ASK))
         await asked.wait()
@@ -185,22 +193,20 @@ async def test_a_group_that_is_cancelled_while_it_is_scored_leaves_nothing(
 
 
 @pytest.mark.parametrize("num_given", [0, 1, 3])
-async def test_other_than_one_score_for_each_sibling_is_none_at_all(
-    tmp_path: Path, num_given: int
-) -> None:
-    class Odd(Asking):
+async def test_a_wrong_number_of_scores_scores_no_sibling(tmp_path: Path, num_given: int) -> None:
+    class Odd(OneTurn):
         async def score_siblings(self, task: Task, siblings: list[Sibling]) -> list[Score]:
             del task, siblings
             return [Score(5.0)] * num_given
 
-    payload, record = await run(tmp_path, Odd(go_on))
+    payload, record = await run(tmp_path, Odd(continue_sibling))
     assert not payload.complete
     why = f"infra_error: score_siblings: EnvError: Odd.score_siblings returned {num_given} scores"
     assert record.reason.startswith(why)
     assert [rollout.reward for rollout in record.rollouts] == [1.0, 1.0]
 
 
-async def test_siblings_of_an_environment_that_scores_by_numbers_are_scored_by_them(
+async def test_the_simple_scoring_hook_scores_siblings_by_numbers(
     tmp_path: Path,
 ) -> None:
     class Ranking(ScriptedEnv):
@@ -209,7 +215,7 @@ async def test_siblings_of_an_environment_that_scores_by_numbers_are_scored_by_t
             return [Score(score.reward + place) for place, score in enumerate(scores)]
 
     env: Any = Ranking(Transcript())
-    context = new_stage(tmp_path, env)
+    context = new_context(tmp_path, env)
     record = decode_record((await run_group(context, Slots(2), BEGIN, ASK)).body)
     assert [rollout.reward for rollout in record.rollouts] == [1.0, 2.0]
     # The default of the larger hook behaves the same.

@@ -1,4 +1,4 @@
-"""Locations: where a thread is, whose code called it, and where an error came from."""
+"""Locations: the code that a thread runs, its caller in user code, and the source of an error."""
 
 import sys
 import threading
@@ -6,13 +6,13 @@ import threading
 from rollmesh.serve.server.stack import describe, place_of, whereabouts
 
 
-def test_function_is_named_with_its_place() -> None:
+def test_a_function_is_named_with_its_file_and_line() -> None:
     assert describe(sys._getframe()).startswith(  # noqa: SLF001 - the only way to a frame
-        "test_function_is_named_with_its_place (test_stack.py:"
+        "test_a_function_is_named_with_its_file_and_line (test_stack.py:"
     )
 
 
-def test_a_librarys_function_is_named_with_its_caller() -> None:
+def test_a_library_function_is_named_with_its_caller() -> None:
     entered, gate = threading.Event(), threading.Event()
 
     def wait_for_the_gate() -> None:
@@ -32,7 +32,7 @@ def test_a_librarys_function_is_named_with_its_caller() -> None:
     assert "wait_for_the_gate (test_stack.py:" in found.partition(" for ")[2]
 
 
-def test_thread_that_has_ended_is_nowhere() -> None:
+def test_an_ended_thread_has_no_location() -> None:
     thread = threading.Thread(target=lambda: None)
     thread.start()
     thread.join()
@@ -40,7 +40,7 @@ def test_thread_that_has_ended_is_nowhere() -> None:
     assert whereabouts(thread.ident) == ""
 
 
-def test_an_error_without_a_frame_of_the_users_is_placed_at_the_method() -> None:
+def test_an_error_without_a_user_frame_is_located_at_the_method() -> None:
     class Env:
         def score(self) -> None:
             """Called by a library only."""
@@ -52,5 +52,5 @@ def test_an_error_without_a_frame_of_the_users_is_placed_at_the_method() -> None
     assert str(place) == f"test_stack.py:{line} in score"
 
 
-def test_a_method_that_is_no_python_function_has_no_place() -> None:
+def test_a_method_that_is_no_python_function_has_no_location() -> None:
     assert place_of(ValueError("no"), len) is None

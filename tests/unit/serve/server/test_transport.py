@@ -1,4 +1,4 @@
-"""Heartbeats continue while the loop is blocked, and sinks are dialled on demand and evicted."""
+"""Heartbeats continue while the loop is blocked; sinks are dialled on demand and evicted."""
 
 import asyncio
 from collections.abc import Iterator
@@ -48,9 +48,9 @@ def hub() -> Iterator[Hub]:
     hub.close()
 
 
-def new_beats(hub: Hub, heard: list[Packet]) -> HeartbeatThread:
+def new_beats(hub: Hub, received: list[Packet]) -> HeartbeatThread:
     settings = HeartbeatSettings("w1", hub.address, 0.02)
-    return HeartbeatThread(settings, None, lambda: REPORT, heard.append)
+    return HeartbeatThread(settings, None, lambda: REPORT, received.append)
 
 
 def next_beat(hub: Hub) -> tuple[bytes, WorkerBeat]:
@@ -62,7 +62,7 @@ def next_beat(hub: Hub) -> tuple[bytes, WorkerBeat]:
     raise AssertionError("no beat")
 
 
-async def test_beat_carries_the_report_and_the_memory(hub: Hub) -> None:
+async def test_a_heartbeat_carries_the_report_and_the_memory(hub: Hub) -> None:
     beats = new_beats(hub, [])
     beats.start(asyncio.get_running_loop())
     _, beat = await asyncio.to_thread(next_beat, hub)
@@ -74,7 +74,7 @@ async def test_beat_carries_the_report_and_the_memory(hub: Hub) -> None:
     assert beat.stalled_in == ""
 
 
-async def test_fault_of_one_beat_does_not_end_the_others(hub: Hub) -> None:
+async def test_an_error_in_one_heartbeat_does_not_end_the_others(hub: Hub) -> None:
     faults = iter([OSError("too many open files"), MemoryError()])
 
     def report() -> WorkerReport:
@@ -91,7 +91,7 @@ async def test_fault_of_one_beat_does_not_end_the_others(hub: Hub) -> None:
     assert beat.num_running == 3
 
 
-async def test_held_loop_does_not_stop_the_beats_and_is_named(hub: Hub) -> None:
+async def test_a_blocked_loop_does_not_stop_heartbeats_and_is_located(hub: Hub) -> None:
     beats = new_beats(hub, [])
     beats.start(asyncio.get_running_loop())
 
@@ -106,20 +106,20 @@ async def test_held_loop_does_not_stop_the_beats_and_is_named(hub: Hub) -> None:
     assert ".py:" in beat.stalled_in
 
 
-async def test_hello_that_comes_on_the_beats_socket_is_handed_to_the_loop(hub: Hub) -> None:
-    heard: list[Packet] = []
-    beats = new_beats(hub, heard)
+async def test_a_message_on_the_heartbeat_socket_is_passed_to_the_loop(hub: Hub) -> None:
+    received: list[Packet] = []
+    beats = new_beats(hub, received)
     beats.start(asyncio.get_running_loop())
     route, _ = await asyncio.to_thread(next_beat, hub)
     hub.send(route, Packet(RouterHello(0.1), "i2"))
     async with asyncio.timeout(60):
-        while not heard:
+        while not received:
             await asyncio.to_thread(next_beat, hub)
     beats.close()
-    assert heard[0].router == "i2"
+    assert received[0].router == "i2"
 
 
-def test_beats_closed_before_they_start_leave_no_peer(hub: Hub) -> None:
+def test_heartbeats_closed_before_they_start_leave_no_peer(hub: Hub) -> None:
     new_beats(hub, []).close()
     assert list(hub.receive()) == []
 
@@ -137,11 +137,11 @@ def next_route(hub: Hub) -> bytes:
 
 async def test_router_and_sink_exchange_messages_with_the_worker_by_route() -> None:
     router, sink = Hub("tcp://127.0.0.1:0"), Hub("tcp://127.0.0.1:0")
-    heard: list[tuple[bytes, Packet]] = []
+    packets: list[tuple[bytes, Packet]] = []
     news = asyncio.Event()
 
     def receive(route: bytes, packet: Packet) -> None:
-        heard.append((route, packet))
+        packets.append((route, packet))
         news.set()
 
     post = WorkerTransport(router.address, "w1", None, receive)
@@ -156,13 +156,13 @@ async def test_router_and_sink_exchange_messages_with_the_worker_by_route() -> N
         news.clear()
         sink.send(b"w1", Packet(GroupAcked(GroupId("r1", 1), 1, False)))
         await news.wait()
-    assert [route for route, _ in heard] == [ROUTER, sink.address.encode()]
+    assert [route for route, _ in packets] == [ROUTER, sink.address.encode()]
     post.close()
     router.close()
     sink.close()
 
 
-async def test_bad_sink_address_costs_only_itself() -> None:
+async def test_an_invalid_sink_address_affects_no_other_sink() -> None:
     router = Hub("tcp://127.0.0.1:0")
     post = WorkerTransport(router.address, "w1", None, lambda route, packet: None)
     post.start()
@@ -174,7 +174,7 @@ async def test_bad_sink_address_costs_only_itself() -> None:
     router.close()
 
 
-async def test_sink_that_was_quiet_longest_is_dialled_again(
+async def test_the_least_recently_used_sink_is_evicted_and_dialled_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "MAX_SINKS", 1)
@@ -191,17 +191,17 @@ async def test_sink_that_was_quiet_longest_is_dialled_again(
         hub.close()
 
 
-async def test_sinks_that_were_all_just_used_stay_connected_though_they_are_many() -> None:
+async def test_recently_used_sinks_stay_connected_even_if_they_are_many() -> None:
     """Their acks arrive after the last of them was dialled."""
     router, num_sinks = Hub("tcp://127.0.0.1:0"), 2 * transport.MAX_SINKS
     sinks = [Hub("tcp://127.0.0.1:0") for _ in range(num_sinks)]
-    heard: set[bytes] = set()
-    all_heard = asyncio.Event()
+    routes: set[bytes] = set()
+    is_complete = asyncio.Event()
 
     def receive(route: bytes, _: Packet) -> None:
-        heard.add(route)
-        if len(heard) == num_sinks:
-            all_heard.set()
+        routes.add(route)
+        if len(routes) == num_sinks:
+            is_complete.set()
 
     post = WorkerTransport(router.address, "w1", None, receive)
     for sink in sinks:
@@ -210,8 +210,8 @@ async def test_sinks_that_were_all_just_used_stay_connected_though_they_are_many
         route = await asyncio.to_thread(next_route, sink)
         sink.send(route, Packet(GroupAcked(GroupId("r1", 1), 1, False)))
     async with asyncio.timeout(60):
-        await all_heard.wait()
-    assert heard == {sink.address.encode() for sink in sinks}
+        await is_complete.wait()
+    assert routes == {sink.address.encode() for sink in sinks}
     post.close()
     for hub in (router, *sinks):
         hub.close()
@@ -238,24 +238,24 @@ async def test_a_silent_router_is_logged_once_and_again_when_it_is_back(
 
 
 def all_at(hub: Hub, number: int) -> list[AnyMessage]:
-    heard: list[AnyMessage] = []
+    messages: list[AnyMessage] = []
     for _ in range(100):
         wait([hub], None, 0.1)
-        heard += [packet.message for _, packet in hub.receive()]
-        if len(heard) >= number:
-            return heard
-    raise AssertionError(f"only {heard} came")
+        messages += [packet.message for _, packet in hub.receive()]
+        if len(messages) >= number:
+            return messages
+    raise AssertionError(f"only {messages} came")
 
 
-async def test_news_is_sent_by_itself_and_never_after_later_messages() -> None:
+async def test_the_newest_message_of_each_group_is_sent_before_later_messages() -> None:
     router = Hub("tcp://127.0.0.1:0")
     post = WorkerTransport(router.address, "w1", None, lambda route, packet: None)
     post.start()
     one, two = GroupId("r1", 1), GroupId("r1", 2)
     for message in (GroupStarted(one, 1), GroupStarted(two, 1), GroupDelivered(one, 1)):
         post.send(ROUTER, Packet(message))
-    told = await asyncio.to_thread(all_at, router, 2)
-    assert told == [GroupDelivered(one, 1), GroupStarted(two, 1)]
+    messages = await asyncio.to_thread(all_at, router, 2)
+    assert messages == [GroupDelivered(one, 1), GroupStarted(two, 1)]
     left = WorkerLeft("w1", "drained")
     post.send(ROUTER, Packet(GroupDelivered(two, 1)))
     post.send(ROUTER, Packet(left))

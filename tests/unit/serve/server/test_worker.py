@@ -10,16 +10,16 @@ LIMITED = WorkerConfig(max_rss_bytes=1000, recycle_rollouts=10)
 FRESH = Wear(rss_bytes=1000, num_rollouts=9, num_left_behind=MAX_LEFT_BEHIND - 1)
 
 
-def test_worker_within_its_limits_stays() -> None:
+def test_a_worker_within_its_limits_stays() -> None:
     assert worn_out(LIMITED, FRESH) == ""
 
 
-def test_worker_without_limits_stays_for_ever() -> None:
+def test_a_worker_without_limits_stays_forever() -> None:
     assert worn_out(WorkerConfig(), Wear(2**50, 2**50, 0)) == ""
 
 
 @pytest.mark.parametrize(
-    ("wear", "told"),
+    ("wear", "reason"),
     [
         (Wear(1001, 0, 0), "1001 bytes of memory, worker.max_rss_bytes = 1000"),
         (Wear(0, 10, 0), "10 rollouts, worker.recycle_rollouts = 10"),
@@ -28,8 +28,8 @@ def test_worker_without_limits_stays_for_ever() -> None:
         (Wear(0, 0, 0, has_lost_spawner=True), ENDED),
     ],
 )
-def test_reason_names_the_limit_that_was_passed(wear: Wear, told: str) -> None:
-    assert worn_out(LIMITED, wear) == told
+def test_the_reason_names_the_exceeded_limit(wear: Wear, reason: str) -> None:
+    assert worn_out(LIMITED, wear) == reason
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rollmesh.serve.server.worker_machine import (
     Begin,
     Budget,
     BudgetState,
+    EnginesSeen,
     GroupRunEnded,
     Left,
     StopAsked,
@@ -55,18 +56,18 @@ def states(*held: int, has_groups: bool = True) -> list[BudgetState]:
     return seen
 
 
-def test_full_at_the_limit_and_light_only_well_below_it() -> None:
+def test_the_budget_is_full_at_its_limit_and_light_only_well_below_it() -> None:
     light, full = BudgetState.LIGHT, BudgetState.FULL
     assert states(ROOM, LIMIT - 1, LIMIT, LIMIT - 1, ROOM, ROOM - 1, ROOM, LIMIT) == [
         light, light, full, full, full, light, light, full,
     ]  # fmt: skip
 
 
-def test_without_groups_it_is_never_full() -> None:
+def test_the_budget_is_never_full_without_groups() -> None:
     assert states(LIMIT, 10 * LIMIT, has_groups=False) == [BudgetState.LIGHT] * 2
 
 
-def test_it_reports_the_budget_that_it_waits_for() -> None:
+def test_the_exceeded_budget_is_named() -> None:
     budget = Budget(LIMIT)
     assert budget.waits_for == ""
     budget.weigh(LIMIT + 1, has_groups=True)
@@ -78,7 +79,7 @@ SINK = "tcp://sink"
 TICKET = bytes(range(16))
 
 
-def new_duties(max_unacked_bytes: int = 1000, max_held_bytes: int = 10**6) -> WorkerMachine:
+def new_machine(max_unacked_bytes: int = 1000, max_held_bytes: int = 10**6) -> WorkerMachine:
     machine = WorkerMachine(
         WorkerMachineSettings(
             worker_id="w1",
@@ -131,8 +132,8 @@ def test_a_worker_sends_hello_until_a_router_answers() -> None:
     assert messages_in(machine.step(Ticked(), 9.0)) == []
 
 
-def test_a_router_that_forgot_the_worker_is_sent_all_its_groups() -> None:
-    machine = new_duties()
+def test_a_router_that_does_not_know_the_worker_is_sent_all_its_groups() -> None:
+    machine = new_machine()
     run(machine, ONE)
     [hello] = messages_in(receive(machine, RouterHello(1.0)))
     assert isinstance(hello, WorkerHello)
@@ -140,30 +141,30 @@ def test_a_router_that_forgot_the_worker_is_sent_all_its_groups() -> None:
     assert receive(machine, RouterHello(1.0)) == []
 
 
-def test_group_is_begun_with_its_body_and_reported() -> None:
-    machine = new_duties()
+def test_a_group_is_started_with_its_body_and_reported() -> None:
+    machine = new_machine()
     assert run(machine, ONE) == [Send(ROUTER, GroupStarted(ONE, 1)), Begin(ONE, 4, b"ask")]
     assert machine.num_rollouts == 4
 
 
-def test_repeated_ask_does_not_run_twice() -> None:
-    machine = new_duties()
+def test_a_repeated_request_does_not_run_twice() -> None:
+    machine = new_machine()
     run(machine, ONE)
     assert run(machine, ONE) == [Send(ROUTER, GroupStarted(ONE, 1))]
     end(machine, ONE)
     assert run(machine, ONE) == [Send(ROUTER, GroupStarted(ONE, 1))]
 
 
-def test_later_attempt_of_a_running_group_takes_over_its_work() -> None:
-    machine = new_duties()
+def test_a_later_attempt_of_a_running_group_takes_over_its_work() -> None:
+    machine = new_machine()
     run(machine, ONE)
     assert run(machine, ONE, attempt=2) == [Send(ROUTER, GroupStarted(ONE, 2))]
     [send] = end(machine, ONE)
     assert send == Send(SINK.encode(), GroupFinished(ONE, 2, "w1", True, TICKET))
 
 
-def test_result_goes_to_where_its_client_listens_now() -> None:
-    machine = new_duties()
+def test_a_result_goes_to_its_clients_newest_address() -> None:
+    machine = new_machine()
     for group_id in (ONE, TWO):
         run(machine, group_id)
     end(machine, TWO)
@@ -174,16 +175,16 @@ def test_result_goes_to_where_its_client_listens_now() -> None:
     assert Send(elsewhere, GroupFinished(TWO, 1, "w1", True)) in machine.step(Ticked(), 0.0)
 
 
-def test_late_ask_for_a_delivered_group_is_answered_and_not_run() -> None:
-    machine = new_duties()
+def test_a_late_request_for_a_delivered_group_is_answered_and_not_run() -> None:
+    machine = new_machine()
     run(machine, ONE)
     end(machine, ONE)
     assert ack(machine, ONE) == [Send(ROUTER, GroupDelivered(ONE, 1, TICKET)), Forget(ONE)]
     assert run(machine, ONE, attempt=2) == [Send(ROUTER, GroupDelivered(ONE, 2, TICKET))]
 
 
-def test_memory_of_delivered_groups_is_bounded() -> None:
-    machine = new_duties()
+def test_the_number_of_remembered_groups_is_bounded() -> None:
+    machine = new_machine()
     for seq in range(0, 2 * MAX_REMEMBERED_GROUPS + 2, 2):  # the others go to another worker
         run(machine, GroupId("r1", seq))
         end(machine, GroupId("r1", seq))
@@ -194,7 +195,7 @@ def test_memory_of_delivered_groups_is_bounded() -> None:
 
 
 def test_a_new_router_is_sent_all_groups_before_anything_else() -> None:
-    machine = new_duties()
+    machine = new_machine()
     run(machine, ONE)
     run(machine, TWO)
     end(machine, TWO)
@@ -206,8 +207,8 @@ def test_a_new_router_is_sent_all_groups_before_anything_else() -> None:
     assert isinstance(started, GroupStarted)
 
 
-def test_cancelled_run_is_aborted_and_forgotten_when_it_has_ended() -> None:
-    machine = new_duties()
+def test_a_cancelled_run_is_aborted_and_forgotten_when_it_has_ended() -> None:
+    machine = new_machine()
     run(machine, ONE)
     assert receive(machine, CancelRun(ONE, "stale")) == [Abort(ONE, "stale")]
     [returned] = messages_in(run(machine, ONE, attempt=2))
@@ -216,16 +217,16 @@ def test_cancelled_run_is_aborted_and_forgotten_when_it_has_ended() -> None:
     assert Begin(ONE, 4, b"ask") in run(machine, ONE, attempt=3)
 
 
-def test_cancelled_parcel_is_forgotten() -> None:
-    machine = new_duties()
+def test_a_cancelled_result_is_forgotten() -> None:
+    machine = new_machine()
     run(machine, ONE)
     end(machine, ONE)
     assert receive(machine, CancelRun(ONE, "stale")) == [Forget(ONE)]
     assert not machine.holds()
 
 
-def test_worker_over_its_byte_budget_does_not_accept() -> None:
-    machine = new_duties(max_unacked_bytes=500)
+def test_a_worker_over_its_byte_budget_does_not_accept_groups() -> None:
+    machine = new_machine(max_unacked_bytes=500)
     accepting = [machine.accepting]
     run(machine, ONE)
     for act in (end, ack):
@@ -235,9 +236,9 @@ def test_worker_over_its_byte_budget_does_not_accept() -> None:
 
 
 def test_a_worker_reports_which_budget_it_waits_for() -> None:
-    machine = new_duties(max_unacked_bytes=500, max_held_bytes=1000)
+    machine = new_machine(max_unacked_bytes=500, max_held_bytes=1000)
     run(machine, ONE)
-    told = []
+    states = []
     for act in (
         lambda: machine.weigh(999),
         lambda: machine.weigh(1000),
@@ -246,8 +247,8 @@ def test_a_worker_reports_which_budget_it_waits_for() -> None:
         lambda: ack(machine, ONE),
     ):
         act()
-        told.append((machine.accepting, machine.waits_for))
-    assert told == [
+        states.append((machine.accepting, machine.waits_for))
+    assert states == [
         (True, ""),
         (False, "held_bytes: 1000 held, worker.max_held_bytes = 1000"),
         (True, ""),
@@ -256,8 +257,8 @@ def test_a_worker_reports_which_budget_it_waits_for() -> None:
     ]
 
 
-def test_worker_without_groups_takes_some_whatever_it_counts() -> None:
-    machine = new_duties(max_held_bytes=1000)
+def test_a_worker_without_groups_accepts_some_whatever_its_byte_count() -> None:
+    machine = new_machine(max_held_bytes=1000)
     accepting = []
     for act in (machine.holds, lambda: run(machine, ONE), lambda: ended_and_acked(machine, ONE)):
         act()
@@ -266,15 +267,15 @@ def test_worker_without_groups_takes_some_whatever_it_counts() -> None:
     assert accepting == [True, False, True], "nothing that it has would ever make it lighter"
 
 
-def test_full_worker_runs_what_was_on_its_way() -> None:
-    machine = new_duties(max_held_bytes=1000)
+def test_a_full_worker_runs_groups_that_were_already_sent() -> None:
+    machine = new_machine(max_held_bytes=1000)
     run(machine, ONE)
     machine.weigh(1000)
     assert Begin(TWO, 4, b"ask") in run(machine, TWO)
 
 
-def test_draining_worker_finishes_and_leaves() -> None:
-    machine = new_duties()
+def test_a_draining_worker_finishes_and_leaves() -> None:
+    machine = new_machine()
     run(machine, ONE)
     assert receive(machine, DrainWorker("shrink")) == []
     assert not machine.accepting
@@ -287,13 +288,13 @@ def test_draining_worker_finishes_and_leaves() -> None:
 
 
 def test_draining_worker_whose_sink_is_away_gives_back_what_it_cannot_deliver() -> None:
-    machine = new_duties()
+    machine = new_machine()
     run(machine, ONE)
     run(machine, TWO)
     end(machine, ONE)
     receive(machine, DrainWorker("shrink"))
     assert Left(1) not in machine.step(Ticked(), 59.0), "another group still runs"
-    machine = new_duties()
+    machine = new_machine()
     run(machine, ONE)
     end(machine, ONE)
     receive(machine, DrainWorker("shrink"))
@@ -312,7 +313,7 @@ def end_one_when_worn(machine: WorkerMachine) -> None:
 
 
 def test_a_worn_worker_waits_for_its_sink() -> None:
-    machine = new_duties()
+    machine = new_machine()
     end_one_when_worn(machine)
     receive(machine, DrainWorker(RELIEVED))
     machine.step(Ticked(), 59.0)
@@ -321,16 +322,16 @@ def test_a_worn_worker_waits_for_its_sink() -> None:
     assert (machine.state, str(machine.leaving)) == (WorkerState.LEFT, "stopped: SIGTERM")
 
 
-def test_worn_worker_that_somebody_drains_waits_for_no_sink_that_is_away() -> None:
-    machine = new_duties()
+def test_a_worn_worker_that_is_drained_does_not_wait_for_an_absent_sink() -> None:
+    machine = new_machine()
     end_one_when_worn(machine)
     receive(machine, DrainWorker("shrink"))
     machine.step(Ticked(), 59.0)
     assert (machine.state, str(machine.leaving)) == (WorkerState.LEFT, "drained: shrink")
 
 
-def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> None:
-    machine = new_duties()
+def test_a_worn_worker_finishes_its_groups_and_leaves_with_the_reason() -> None:
+    machine = new_machine()
     run(machine, ONE)
     assert machine.step(WornOut("9 rollouts"), 0.0) == []
     assert receive(machine, DrainWorker(RELIEVED)) == []
@@ -343,8 +344,8 @@ def test_worn_out_worker_finishes_what_it_has_and_leaves_with_the_reason() -> No
     ]
 
 
-def test_worn_worker_serves_on_until_it_may_leave_or_is_stopped() -> None:
-    machine = new_duties()
+def test_a_worn_worker_accepts_groups_until_it_may_leave_or_is_stopped() -> None:
+    machine = new_machine()
     machine.step(WornOut("9 rollouts"), 0.0)
     assert (machine.state, machine.accepting) == (WorkerState.WORN, True)
     assert Begin(ONE, 4, b"ask") in run(machine, ONE)
@@ -352,15 +353,15 @@ def test_worn_worker_serves_on_until_it_may_leave_or_is_stopped() -> None:
     assert str(machine.leaving) == "stopped: SIGTERM", "no other follows it"
 
 
-def test_worker_far_past_its_memory_does_not_wait_until_it_may_leave() -> None:
-    machine = new_duties()
+def test_a_worker_far_past_its_memory_limit_leaves_without_permission() -> None:
+    machine = new_machine()
     machine.step(WornOut("900 MB"), 0.0)
     actions = machine.step(WornOut("990 MB", is_urgent=True), 0.0)
     assert actions == [Send(ROUTER, WorkerLeft("w1", "recycled: 990 MB")), Left()]
 
 
-def test_a_result_that_its_sink_never_acks_is_given_up_and_reported() -> None:
-    machine = new_duties()
+def test_a_result_that_is_never_acked_is_given_up_and_reported() -> None:
+    machine = new_machine()
     run(machine, ONE)
     end(machine, ONE)
     actions = machine.step(Ticked(), 60.0)
@@ -370,13 +371,13 @@ def test_a_result_that_its_sink_never_acks_is_given_up_and_reported() -> None:
     assert Begin(ONE, 4, b"ask") in run(machine, ONE, attempt=2)
 
 
-def test_deadline_of_an_ask_goes_with_the_group() -> None:
-    [_, begin] = receive(new_duties(), RunGroup(ONE, 1, 4, SINK, deadline_s=7.5))
+def test_the_deadline_of_a_request_is_passed_to_its_run() -> None:
+    [_, begin] = receive(new_machine(), RunGroup(ONE, 1, 4, SINK, deadline_s=7.5))
     assert begin == Begin(ONE, 4, b"ask", 7.5)
 
 
-def test_stopping_worker_aborts_what_runs_and_delivers_what_is_finished() -> None:
-    machine = new_duties()
+def test_a_stopping_worker_aborts_running_groups_and_delivers_finished_ones() -> None:
+    machine = new_machine()
     run(machine, ONE)
     run(machine, TWO)
     end(machine, TWO)
@@ -385,8 +386,8 @@ def test_stopping_worker_aborts_what_runs_and_delivers_what_is_finished() -> Non
     assert Left() in ack(machine, TWO)
 
 
-def test_worker_that_is_asked_to_stop_finishes_what_it_runs_and_takes_nothing_new() -> None:
-    machine = new_duties()
+def test_a_worker_that_is_asked_to_stop_finishes_its_groups_and_accepts_none() -> None:
+    machine = new_machine()
     run(machine, ONE)
     assert machine.step(StopAsked("SIGTERM"), 0.0) == []
     [returned] = run(machine, TWO)
@@ -397,14 +398,14 @@ def test_worker_that_is_asked_to_stop_finishes_what_it_runs_and_takes_nothing_ne
     assert str(machine.leaving) == "stopped: SIGTERM"
 
 
-def test_idle_worker_that_is_stopped_leaves_at_once() -> None:
-    assert Left() in new_duties().step(Stopping("SIGTERM"), 0.0)
+def test_an_idle_worker_that_is_stopped_leaves_at_once() -> None:
+    assert Left() in new_machine().step(Stopping("SIGTERM"), 0.0)
 
 
-def test_every_group_is_kept_once_over_a_network_that_loses_and_repeats() -> None:
+def test_every_group_is_kept_once_though_messages_are_lost_and_repeated() -> None:
     for seed in range(50):
         rng = random.Random(seed)
-        machine, sink = new_duties(), ResultSink({"r1": IntervalSet()}, asked)
+        machine, sink = new_machine(), ResultSink({"r1": IntervalSet()}, asked)
         kept: list[GroupId] = []
         mail: list[Action] = []
         for seq in range(20):
@@ -421,7 +422,7 @@ def test_every_group_is_kept_once_over_a_network_that_loses_and_repeats() -> Non
 
 
 def asked(group_id: GroupId) -> Asked:
-    """The request behind `run`."""
+    """The client's request that led to `run`."""
     return Asked(group_id=group_id, env="guess", num_samples=4, ticket=TICKET)
 
 
@@ -442,3 +443,77 @@ def _carry(
             assert isinstance(reply, Send)
             answers += machine.step(Received(action.route, reply.message), 0.0)
     return answers
+
+
+STRANDED_GROUP = GroupId("r1", 1)
+STRANDED_S = 60.0
+STRANDED = "it drains, and no engine serves"
+
+
+class WaitsForever(WorkerMachine):
+    """The fault: a draining worker waits forever."""
+
+    def _see_engines(self, any_serves: bool, now_s: float) -> list[Action]:
+        del any_serves, now_s
+        return []
+
+
+def running_machine(
+    kind: type[WorkerMachine] = WorkerMachine, *, drains: bool = True
+) -> WorkerMachine:
+    """Return a machine that runs one group and, with `drains`, is draining."""
+    settings = WorkerMachineSettings(
+        worker_id="w1", env="guess", max_rollouts=8, stranded_s=STRANDED_S
+    )
+    machine = kind(settings)
+    for message in (
+        RouterHello(1.0),
+        RouterHello(1.0),
+        RunGroup(STRANDED_GROUP, 1, 4, "tcp://sink"),
+    ):
+        machine.step(Received(ROUTER, message, b"ask", "i1"), 0.0)
+    if drains:
+        machine.step(Received(ROUTER, DrainWorker("shrink"), b"", "i1"), 0.0)
+    return machine
+
+
+def see(machine: WorkerMachine, now_s: float, *, any_serves: bool = False) -> list[Action]:
+    return machine.step(EnginesSeen(any_serves), now_s)
+
+
+def test_a_draining_worker_returns_its_groups_when_no_engine_has_served_for_long() -> None:
+    machine = running_machine()
+    assert see(machine, 100.0) == []
+    assert see(machine, 100.0 + STRANDED_S - 0.1) == []
+    assert see(machine, 100.0 + STRANDED_S) == [Abort(STRANDED_GROUP, STRANDED)]
+    assert see(machine, 101.0 + STRANDED_S) == [], "it is told once"
+    gone = machine.step(GroupRunEnded(STRANDED_GROUP, False, 0), 102.0 + STRANDED_S)
+    assert gone == [
+        Forget(STRANDED_GROUP),
+        Send(ROUTER, WorkerLeft("w1", "drained: shrink")),
+        Left(),
+    ]
+
+
+def test_a_draining_worker_that_waited_forever_would_never_leave() -> None:
+    machine = running_machine(WaitsForever)
+    see(machine, 0.0)
+    assert see(machine, 1e6) == []
+    assert machine.state is WorkerState.DRAINING
+
+
+def test_a_draining_worker_finishes_its_groups_when_engines_return_in_time() -> None:
+    machine = running_machine()
+    see(machine, 0.0)
+    see(machine, STRANDED_S - 1.0, any_serves=True)
+    assert see(machine, STRANDED_S) == see(machine, 2 * STRANDED_S - 1.0) == []
+    assert machine.running
+
+
+def test_a_worker_that_does_not_drain_waits_for_engines_without_limit() -> None:
+    machine = running_machine(drains=False)
+    see(machine, 0.0)
+    assert see(machine, 1e6) == []
+    machine.step(Received(ROUTER, DrainWorker("shrink"), b"", "i1"), 1e6)
+    assert see(machine, 1e6) == [], "its time begins when it drains"
+    assert see(machine, 1e6 + STRANDED_S) == [Abort(STRANDED_GROUP, STRANDED)]
