@@ -19,7 +19,7 @@ from rollmesh.core.share import read_token
 
 def main(argv: list[str]) -> int:
     """Coordinate until stopped."""
-    from rollmesh.engine.backend import DEFAULT_BACKEND
+    from rollmesh.core.config import EngineConfig
     from rollmesh.serve.coordinator.process import CoordinatorOptions, run_coordinator
     from rollmesh.serve.coordinator.worker import CoordinatorSettings
 
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         router=options.router,
         weights=options.weights,
         run_folder=config.run_folder() if config and is_launched else None,
-        backend=config.engine.backend if config else DEFAULT_BACKEND,
+        engine=config.engine if config else EngineConfig(),
         ready_fd=options.ready_fd,
         token=read_token(options.pipeline, options.pipeline_token),
     )

@@ -107,6 +107,12 @@ class EngineConfig(Section, frozen=True):
     avoid_s: NonNegativeSeconds = 1.0
     """Seconds for which an engine that failed a request is chosen only if there is no other
     (default: 1)."""
+    connect_timeout_s: PositiveSeconds = 5.0
+    """Seconds in which a connection to an engine, or to an endpoint of a relay, must open
+    (default: 5)."""
+    control_timeout_s: PositiveSeconds = 30.0
+    """Seconds in which an engine must pause, continue, flush its cache, load an adapter or score
+    the probe; loading weights has publish.lease_s (default: 30)."""
     probe_timeout_s: PositiveSeconds = 2.0
     """Seconds in which an engine must answer a check of its health and weights (default: 2)."""
     max_inflight: NonNegative = 0
@@ -376,6 +382,13 @@ class TrainerConfig(Section, frozen=True):
     sleep_timeout_s: NonNegativeSeconds = 30.0
     """On a shared fleet: seconds that a finished run waits for its engines to sleep
     (default: 30)."""
+    withdraw_timeout_s: PositiveSeconds = 10.0
+    """On a shared fleet: seconds for which the withdrawal of a request for GPUs is repeated to a
+    scheduler that is reachable and does not confirm it (default: 10)."""
+    rank_start_timeout_s: PositiveSeconds = 120.0
+    """Seconds in which all ranks must meet and load the model (default: 120)."""
+    rank_exit_timeout_s: NonNegativeSeconds = 10.0
+    """Seconds that ranks have to end by themselves before they are killed (default: 10)."""
     train_branches: tuple[Branch, ...] = ("main", "subagent")
     """Which branches of a rollout's token graph train: main, subagent, side."""
 

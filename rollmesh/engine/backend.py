@@ -14,6 +14,7 @@ Such a name is no policy version, so no request is sent there.
 """
 
 import enum
+import functools
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,14 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from rollmesh.core.config import EngineConfig
 from rollmesh.core.errors import ConfigError, EngineError
 from rollmesh.core.types import SamplingParams, VersionRun
 from rollmesh.engine.connection import Piece, Unread
 from rollmesh.engine.http import HttpClient
 
-CONTROL_TIMEOUT_S = 30.0
-"""For pause, flush, update and continue; SGLang's pause alone polls each second."""
+CONTROL_TIMEOUT_S = EngineConfig().control_timeout_s
+"""For clients without settings. SGLang's pause alone polls each second."""
 UNBOUNDED_S = 86_400.0
 """For commands that take effect whenever they arrive and so must not be abandoned: the caller waits
 until the engine answers or its connection ends."""
@@ -181,13 +183,13 @@ class EngineBackend(Protocol):
         """Drop all cached prefixes; EngineRefused while requests run."""
 
     async def command(
-        self, path: str, body: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+        self, path: str, body: dict[str, Any], timeout_s: float | None = None
     ) -> None:
         """Send a step of a weight transfer, such as SGLang's /update_weights_from_tensor;
-        EngineRefused if it fails."""
+        EngineRefused if it fails. The limit is the factory's `control_timeout_s` if None."""
 
     async def update_from_disk(
-        self, path: Path, policy_version: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self, path: Path, policy_version: int, timeout_s: float | None = None
     ) -> None:
         """Load the weights in folder `path` as `policy_version`; cached prefixes are dropped."""
 
@@ -214,13 +216,20 @@ class BackendFactory(Protocol):
     """Makes clients of engines of one kind."""
 
     def __call__(
-        self, url: str, http: HttpClient, *, vocab_size: int = 2**31, key: str | None = None
+        self,
+        url: str,
+        http: HttpClient,
+        *,
+        vocab_size: int = 2**31,
+        key: str | None = None,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> EngineBackend:
         """Return a client of the engine at `url` that uses `http`.
 
         Token ids, sent or received, must be below `vocab_size`; by default any id is valid. `key`
-        is the engine's API key (default: the one given to this process, if any). AddressError if
-        `url` is more than scheme, host and port.
+        is the engine's API key (default: the one given to this process, if any).
+        `control_timeout_s` is `engine.control_timeout_s`. AddressError if `url` is more than
+        scheme, host and port.
         """
 
 
@@ -252,6 +261,12 @@ def backend_factory(name: str = DEFAULT_BACKEND) -> BackendFactory:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"engine.backend: cannot import {entry!r}: {error}") from None
     return factory
+
+
+def configured_backend(engine: EngineConfig) -> BackendFactory:
+    """Return the factory of `engine.backend`, which passes on the time limit of `engine`."""
+    factory = backend_factory(engine.backend)
+    return functools.partial(factory, control_timeout_s=engine.control_timeout_s)
 
 
 def policy_version_of(text: str) -> int:

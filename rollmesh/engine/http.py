@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from rollmesh.core.config import EngineConfig
 from rollmesh.core.descriptors import require_one, shortage_of
 from rollmesh.core.errors import AddressError, EngineUnavailable, LocalShortage
 from rollmesh.core.logs import get_logger
@@ -41,7 +42,8 @@ from rollmesh.engine.connection import (
 
 IDLE_S = 4.0
 """Idle connections are closed after this; SGLang's server closes its own after 5 s."""
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = EngineConfig().connect_timeout_s
+"""For clients without settings."""
 SHORTAGE_WAIT_S = 30.0
 """Time for which dials that fail for a local shortage are repeated."""
 FIRST_PAUSE_S = 0.05
@@ -106,6 +108,7 @@ class HttpClient:
         tls: ssl.SSLContext | None = None,
         *,
         keepalive: bool = False,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
         shortage_wait_s: float = SHORTAGE_WAIT_S,
     ) -> None:
         """`tls` is for https; by default the system's authorities are trusted. With `keepalive`, a
@@ -113,6 +116,7 @@ class HttpClient:
         that wait for an answer without a limit need it."""
         self._tls = tls
         self._keepalive = keepalive
+        self._connect_timeout_s = connect_timeout_s
         self._shortage_wait_s = shortage_wait_s
         self._shortage_logged_s = float("-inf")
         self.held: dict[HttpCall, str] = {}
@@ -287,7 +291,7 @@ class HttpClient:
             self._tls = ssl.create_default_context()
         connection = HttpConnection(self, target.origin)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(self._connect_timeout_s):
                 await asyncio.get_running_loop().create_connection(
                     lambda: connection,
                     target.host,

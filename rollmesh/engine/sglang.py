@@ -316,7 +316,12 @@ class SglangBackend:
     """A client of the engine at `url` over a shared `http`."""
 
     def __init__(
-        self, url: str, http: HttpClient, vocab_size: int = 2**31, key: str | None = None
+        self,
+        url: str,
+        http: HttpClient,
+        vocab_size: int = 2**31,
+        key: str | None = None,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         """Arguments and errors: see `BackendFactory`."""
         if why := why_no_engine_url(url):
@@ -324,6 +329,7 @@ class SglangBackend:
         self.url = url.rstrip("/")
         self._http = http
         self._vocab_size = vocab_size
+        self._control_timeout_s = control_timeout_s
         key = process_engine_key() if key is None else key
         bearer = (("Authorization", f"Bearer {key}"),) if key else ()
         self._headers = (*_JSON, *bearer)
@@ -343,30 +349,30 @@ class SglangBackend:
         self, token_ids: Sequence[int], extra_key: str, adapter: str = ""
     ) -> list[float]:
         body = encode_score(token_ids, extra_key, self._vocab_size, adapter)
-        raw = await self._call("POST", "/generate", body, CONTROL_TIMEOUT_S)
+        raw = await self._call("POST", "/generate", body, self._control_timeout_s)
         return responses.scores_of(responses.decode_response(raw))
 
     async def abort(self, rid: str) -> None:
         await self._post("/abort_request", {"rid": rid}, READ_TIMEOUT_S)
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        await self._post("/pause_generation", {"mode": mode}, CONTROL_TIMEOUT_S)
+        await self._post("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
+        await self._post("/continue_generation", {})
 
     async def flush(self) -> None:
-        await self._post("/flush_cache", {}, CONTROL_TIMEOUT_S)
+        await self._post("/flush_cache", {})
 
     async def command(
-        self, path: str, body: dict[str, Any], timeout_s: float = CONTROL_TIMEOUT_S
+        self, path: str, body: dict[str, Any], timeout_s: float | None = None
     ) -> None:
         why = responses.update_error(await self._post(path, body, timeout_s))
         if why:
             raise EngineRefused(f"{self.url}: {path}: {why}")
 
     async def update_from_disk(
-        self, path: Path, policy_version: int, timeout_s: float = CONTROL_TIMEOUT_S
+        self, path: Path, policy_version: int, timeout_s: float | None = None
     ) -> None:
         body = {
             "model_path": str(path),
@@ -379,12 +385,10 @@ class SglangBackend:
             raise EngineRefused(f"{self.url}: cannot load {path}: {why}")
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        await self._post(
-            "/load_lora_adapter", {"lora_name": name, "lora_path": str(path)}, CONTROL_TIMEOUT_S
-        )
+        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
 
     async def unload_adapter(self, name: str) -> None:
-        await self._post("/unload_lora_adapter", {"lora_name": name}, CONTROL_TIMEOUT_S)
+        await self._post("/unload_lora_adapter", {"lora_name": name})
 
     async def adapters(self) -> list[str]:
         try:
@@ -408,7 +412,8 @@ class SglangBackend:
             remedy = "start the engine with --incremental-streaming-output"
             log.warning("engine.streams_cumulatively", url=self.url, remedy=remedy)
 
-    async def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> bytes:
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> bytes:
+        timeout_s = self._control_timeout_s if timeout_s is None else timeout_s
         return await self._call("POST", path, [msgspec.json.encode(body)], timeout_s)
 
     async def _get(self, path: str) -> bytes:

@@ -214,6 +214,7 @@ def new_runtime(
     generation = GenerationSettings(
         retry_window_s=config.interception.retry_window_s,
         engine_wait_s=config.interception.engine_wait_s,
+        connect_timeout_s=config.engine.connect_timeout_s,
         answer_timeout_s=config.engine.answer_timeout_s,
         abort_timeout_s=config.engine.abort_timeout_s,
         avoid_s=config.engine.avoid_s,

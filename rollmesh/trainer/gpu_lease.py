@@ -23,6 +23,7 @@ from rollmesh.core.errors import UserError
 from rollmesh.core.logs import get_logger
 from rollmesh.core.share import Share
 from rollmesh.core.types import GroupRecord
+from rollmesh.serve.coordinator.claims import WITHDRAW_TIMEOUT_S
 from rollmesh.serve.coordinator.hooks import GpuTicket, PipelineHooks
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, GpuPriority
 
@@ -279,9 +280,16 @@ def engines_left_in_mid_turn(record: GroupRecord) -> Iterator[str]:
                     yield rollout.engines[before.engine]
 
 
-def gpu_lease_of(share: Share | None, stop: threading.Event) -> GpuLease:
+def gpu_lease_of(
+    share: Share | None, stop: threading.Event, withdraw_timeout_s: float = WITHDRAW_TIMEOUT_S
+) -> GpuLease:
     """Return the GPUs of the run; raise AddressError for a bad scheduler address."""
     if share is None:
         return ExclusiveGpus()
-    hooks = PipelineHooks(share.scheduler, share.pipeline_id, token_file=share.token_file)
+    hooks = PipelineHooks(
+        share.scheduler,
+        share.pipeline_id,
+        token_file=share.token_file,
+        withdraw_timeout_s=withdraw_timeout_s,
+    )
     return ScheduledGpus(hooks, stop)

@@ -69,7 +69,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
         log.warning(event, why=why, fix=fix)
     stop = stop_by_signal()
     env = load_env(config.env, config.env_settings)
-    gpu_lease = gpu_lease_of(share, stop)
+    gpu_lease = gpu_lease_of(share, stop, config.trainer.withdraw_timeout_s)
     client, checkpoints, revival = begin(config, router, ready_fd)
     recovery = revival.recovery
     staleness = restored_staleness(config, revival)
@@ -90,7 +90,7 @@ def run(config: Config, router: str, ready_fd: int | None, share: Share | None =
     pacer.resume(recovery)
     background = BackgroundLoop("publisher")
     keys = read_keys(role=Role.PUBLISHER)
-    shell = PublishShell(router, config.publish, keys, client.client_id, config.engine.backend)
+    shell = PublishShell(router, config.publish, keys, client.client_id, config.engine)
     weights = WeightVersions(folder / "weights", background, shell.is_loading, shell.fleet)
     weights.policy_version = recovery.policy_version - 1
 

@@ -10,12 +10,12 @@ import contextlib
 import time
 from pathlib import Path
 
-from rollmesh.core.config import PublishConfig, PublishMode
+from rollmesh.core.config import EngineConfig, PublishConfig, PublishMode
 from rollmesh.core.errors import AddressError, EngineError, EngineUnavailable, LocalShortage
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger
 from rollmesh.core.model_folders import WeightsProbe, leave_probe
-from rollmesh.engine.backend import DEFAULT_BACKEND, UNVERSIONED, EngineBackend, backend_factory
+from rollmesh.engine.backend import UNVERSIONED, EngineBackend, configured_backend
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.trainer.reports.fencing import FenceRequested, FenceResult, Fencing
@@ -61,11 +61,13 @@ class PublishShell:
         settings: PublishConfig,
         keys: Keys | None = None,
         name: str = "",
-        backend: str = DEFAULT_BACKEND,
+        engine: EngineConfig | None = None,
     ) -> None:
         """`name` is the name of the run, of which one process publishes at a time."""
         self._router = router
-        self._connect = backend_factory(backend)
+        engine = engine or EngineConfig()
+        self._connect = configured_backend(engine)
+        self._connect_timeout_s = engine.connect_timeout_s
         self._keys = keys
         self._tolerance = settings.probe_tolerance
         self._shortage_wait_s = settings.shortage_wait_s
@@ -165,7 +167,9 @@ class PublishShell:
         if self._dialer:
             return
         loop = asyncio.get_running_loop()
-        self._http = HttpClient(shortage_wait_s=self._shortage_wait_s)
+        self._http = HttpClient(
+            connect_timeout_s=self._connect_timeout_s, shortage_wait_s=self._shortage_wait_s
+        )
         self._dialer = Dialer(self._router, new_id("publisher-"), self._keys)
         self._dialer.attach(loop, self._on_packet)
         self._timer = loop.call_later(TICK_S, self._tick)

@@ -29,6 +29,7 @@ from rollmesh.trainer.algorithms.batches import assign_minibatches
 from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TrainController
 from rollmesh.trainer.controller.dispatch import DispatchRule
+from rollmesh.trainer.controller.rank_group import RankGroupSettings
 from rollmesh.trainer.controller.rendezvous import RankContext, gather
 from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec, Topology
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
@@ -92,6 +93,9 @@ class RankedPolicy:
             roles={ROLE: actor},
             device=device,
             num_threads=settings.num_threads,
+            settings=RankGroupSettings(
+                start_s=settings.rank_start_timeout_s, exit_s=settings.rank_exit_timeout_s
+            ),
             folder=str(folder),
         )
         self._num_minibatches = settings.num_minibatches

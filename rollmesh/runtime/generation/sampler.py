@@ -219,7 +219,10 @@ class Sampler:
         self._tasks: set[asyncio.Task[None]] = set()
         self.clients: dict[str, EngineBackend] = {}
         """Clients of engines that are in the table, or still run attempts."""
-        self._http = HttpClient(shortage_wait_s=self._settings.engine_wait_s)
+        self._http = HttpClient(
+            connect_timeout_s=self._settings.connect_timeout_s,
+            shortage_wait_s=self._settings.engine_wait_s,
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._avoid_until_s: dict[str, float] = {}
         self._fell_back_s: dict[tuple[str, int, int], float] = {}

@@ -14,6 +14,7 @@ import sys
 
 import msgspec
 
+from rollmesh.core.config import EngineConfig, InterceptionConfig
 from rollmesh.core.errors import EngineBroke, EngineError, EngineOverloaded, EngineUnavailable
 from rollmesh.core.types import FieldPolicy, SamplingParams, SamplingPolicy, SamplingRule
 from rollmesh.engine.backend import UNVERSIONED
@@ -119,19 +120,21 @@ EngineIncarnation = tuple[str, str]
 """(url, incarnation)"""
 
 
-class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Retry limits of a generation; all times exclude pauses by updates."""
+_ENGINE, _INTERCEPTION = EngineConfig(), InterceptionConfig()
 
-    retry_window_s: float = 30.0
-    engine_wait_s: float = 120.0
-    answer_timeout_s: float = 90.0
+
+class GenerationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Retry limits of a generation; all times exclude pauses by updates. core/config.py describes
+    those that are settings."""
+
+    retry_window_s: float = _INTERCEPTION.retry_window_s
+    engine_wait_s: float = _INTERCEPTION.engine_wait_s
+    connect_timeout_s: float = _ENGINE.connect_timeout_s
+    answer_timeout_s: float = _ENGINE.answer_timeout_s
+    abort_timeout_s: float = _ENGINE.abort_timeout_s
+    avoid_s: float = _ENGINE.avoid_s
     abort_repeat_s: float = 0.04
     """Wait after a first abort; grows from there."""
-    abort_timeout_s: float = 5.0
-    """An attempt that does not end within this time is dropped with the tokens that it has not
-    sent."""
-    avoid_s: float = 1.0
-    """For this long, an engine that failed an attempt is chosen only if there is no other."""
     max_fruitless_attempts: int = 16
     """Number of consecutive attempts without a token after which the generation fails."""
     max_full_queues: int = 8

@@ -3,8 +3,8 @@ progress.
 
     claim      OPEN -> GRANTED | RELEASED | REFUSED | WITHDRAWN   (then it is forgotten here)
                OPEN <-> OFFERED, answered by TakeGpus, repeated each second -> any of these
-               OPEN, OFFERED -> WITHDRAWING -> any but GRANTED, or no answer for PATIENCE_S from a
-                                      scheduler that is reachable
+               OPEN, OFFERED -> WITHDRAWING -> any but GRANTED, or no answer for
+                                      withdraw_timeout_s from a scheduler that is reachable
     stream     REPORTED -> RETIRED -> forgotten, when generation is requested again
     scheduler  REACHABLE <-> SILENT   (nothing came from it for SILENT_S)
 
@@ -21,6 +21,7 @@ import math
 
 import msgspec
 
+from rollmesh.core.config import TrainerConfig
 from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
@@ -43,7 +44,7 @@ RENEW_S = 1.0
 SILENT_S = 5.0
 WARN_S = 30.0
 """Interval of warnings about a waiting claim."""
-PATIENCE_S = 10.0
+WITHDRAW_TIMEOUT_S = TrainerConfig().withdraw_timeout_s
 """A withdrawal is repeated for this long to a reachable scheduler: one that is away may have
 granted the claim, and only the withdrawal gives it back."""
 NUM_BUCKETS = 50
@@ -154,8 +155,9 @@ class _Batches:
 
 
 class Claims:
-    def __init__(self, pipeline_id: str) -> None:
+    def __init__(self, pipeline_id: str, withdraw_timeout_s: float = WITHDRAW_TIMEOUT_S) -> None:
         self.pipeline_id = pipeline_id
+        self._withdraw_timeout_s = withdraw_timeout_s
         self._open: dict[str, _OpenClaim] = {}
         self._streams: dict[str, _ProgressStream] = {}
         self._scheduler = ""
@@ -264,7 +266,7 @@ class Claims:
                 actions += self._warn(waiting, now_s)
             elif self._is_silent:
                 waiting.withdrawn_s = now_s
-            elif now_s - waiting.withdrawn_s >= PATIENCE_S:
+            elif now_s - waiting.withdrawn_s >= self._withdraw_timeout_s:
                 del self._open[key]
                 actions.append(ClaimSettled(key, TicketState.WITHDRAWN))
         return actions + self._send_all(now_s)

@@ -19,15 +19,16 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.core.config import EngineConfig
 from rollmesh.core.errors import AddressError, EngineError, EngineRefused, LocalShortage
 from rollmesh.core.model_folders import find_probe, newest_adapter, newest_published
 from rollmesh.engine.backend import (
-    DEFAULT_BACKEND,
     UNBOUNDED_S,
     BackendFactory,
     EngineBackend,
     MemoryState,
     backend_factory,
+    configured_backend,
     memory_state_of,
     policy_version_of,
     weights_name,
@@ -215,11 +216,11 @@ class EngineOps:
         http: HttpClient,
         weights: Path,
         on_done: Callable[[EngineOpDone], None],
-        backend: str = DEFAULT_BACKEND,
+        engine: EngineConfig | None = None,
     ) -> None:
         """`weights` is where the run publishes; `on_done` gets the results of the newest calls."""
         self._http = http
-        self._connect = backend_factory(backend)
+        self._connect = configured_backend(engine or EngineConfig())
         self._weights = weights
         self._on_done = on_done
         self._newest: dict[str, _PendingOp] = {}

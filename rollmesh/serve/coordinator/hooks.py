@@ -27,6 +27,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.core.share import read_token
 from rollmesh.core.share import token_file as find_token_file
 from rollmesh.serve.coordinator.claims import (
+    WITHDRAW_TIMEOUT_S,
     ClaimAction,
     ClaimEvent,
     Claims,
@@ -123,7 +124,12 @@ class GpuTicket:
 
 class PipelineHooks:
     def __init__(
-        self, scheduler: str, pipeline_id: str, keys: Keys | None = None, token_file: str = ""
+        self,
+        scheduler: str,
+        pipeline_id: str,
+        keys: Keys | None = None,
+        token_file: str = "",
+        withdraw_timeout_s: float = WITHDRAW_TIMEOUT_S,
     ) -> None:
         """Dial the scheduler and report that this pipeline's rollouts will send progress.
 
@@ -138,7 +144,7 @@ class PipelineHooks:
         self._refusal = ""
         self._incarnation = new_id("h")
         """Makes keys unique across restarts of a program."""
-        self._claims = Claims(pipeline_id)
+        self._claims = Claims(pipeline_id, withdraw_timeout_s)
         self._dialer = Dialer(scheduler, f"hooks-{pipeline_id}-{self._incarnation}", keys)
         self._bell = WakeSignal()
         self._lock = threading.Lock()

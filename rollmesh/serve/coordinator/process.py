@@ -16,10 +16,10 @@ import msgspec
 import uvloop
 
 from rollmesh.core.clock import Clock, SystemClock
+from rollmesh.core.config import EngineConfig
 from rollmesh.core.ids import new_id
 from rollmesh.core.logs import get_logger, setup
 from rollmesh.core.process import OK, Ready, announce, stop_event
-from rollmesh.engine.backend import DEFAULT_BACKEND
 from rollmesh.engine.http import HttpClient
 from rollmesh.serve.coordinator.engine_ops import EngineOps
 from rollmesh.serve.coordinator.machine import Coordinator
@@ -42,8 +42,8 @@ class CoordinatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     router: str
     weights: Path
     """Where the run publishes; may be missing at first."""
-    backend: str = DEFAULT_BACKEND
-    """Protocol of the engines: the value of `engine.backend`."""
+    engine: EngineConfig = EngineConfig()
+    """Protocol of the engines, and time limits of calls to them."""
     run_folder: Path | None = None
     """Folder of the log; None logs to stderr."""
     ready_fd: int | None = None
@@ -90,8 +90,8 @@ class CoordinatorShell:
         self._clock = clock or SystemClock()
         started_s = self._clock.unix_s()
         self.machine = Coordinator(msgspec.structs.replace(ask.settings, started_s=started_s))
-        self._http = HttpClient(keepalive=True)
-        self._engine_ops = EngineOps(self._http, ask.weights, self._step, ask.backend)
+        self._http = HttpClient(keepalive=True, connect_timeout_s=ask.engine.connect_timeout_s)
+        self._engine_ops = EngineOps(self._http, ask.weights, self._step, ask.engine)
         self._incarnations = {SCHEDULER: "", ROUTER: ""}
         self._is_announced = False
         self._refusal = ""

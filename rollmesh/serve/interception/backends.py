@@ -158,7 +158,10 @@ class RelayBackend:
         """Create the backend; `key` is the provider's, '' if it needs none."""
         self._config = config
         self._clock = SystemClock()
-        self._client = HttpClient(shortage_wait_s=config.interception.engine_wait_s)
+        self._client = HttpClient(
+            connect_timeout_s=config.engine.connect_timeout_s,
+            shortage_wait_s=config.interception.engine_wait_s,
+        )
         self._upstreams = UpstreamPool(
             urls, key, self._client, self._clock, config.interception.upstream_cool_down_s
         )

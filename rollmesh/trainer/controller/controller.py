@@ -248,6 +248,7 @@ class TrainController:
                 device=plan.device,
                 num_threads=plan.num_threads,
                 plane=plan.plane,
+                start_s=plan.settings.start_s,
                 beat_s=plan.settings.beat_s,
                 silence_s=plan.settings.silence_s,
                 folder=plan.folder,

@@ -49,8 +49,8 @@ log = get_logger()
 
 TICK_S = 0.1
 SECRET_BYTES = 16
-END_S = 10.0
-"""Time for ranks to end by themselves."""
+KILL_S = 10.0
+"""Time for killed ranks to end."""
 
 Bodies = tuple[Buffer, ...]
 SpecOf = Callable[[str], Sequence[RankSpec]]
@@ -70,6 +70,7 @@ class RankHub:
             for spec in specs(self._hub.peer_address)
         ]
         routes = [route_of(spec).encode() for spec in self._specs]
+        self._exit_s = settings.exit_s
         self._group = RankGroup(routes, settings, time.monotonic())
         self._has_logged_foreign = False
         self._events: deque[Event] = deque()
@@ -156,10 +157,10 @@ class RankHub:
 
     def _end_ranks(self, reason: str) -> None:
         self._enqueue(EndRequested(reason))
-        if not self._processes.wait(END_S):
-            log.warning("ranks.killed", why=f"they did not end in {END_S:.0f} s")
+        if not self._processes.wait(self._exit_s):
+            log.warning("ranks.killed", why=f"they did not end in {self._exit_s:g} s")
             self._processes.kill()
-            self._processes.wait(END_S)
+            self._processes.wait(KILL_S)
 
     def _enqueue(self, event: Event) -> None:
         self._events.append(event)

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
+from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import CallFailed, RankError, RankGone
 from rollmesh.wire.frames import Buffer
 from rollmesh.wire.machine import Received, Ticked
@@ -180,11 +181,16 @@ NO_STEP = -1
 """Before the first step has ended."""
 
 
+_TRAINER = TrainerConfig()
+
+
 class RankGroupSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Timeouts of a controller."""
 
-    start_s: float = 120.0
+    start_s: float = _TRAINER.rank_start_timeout_s
     """Time until all ranks are ready."""
+    exit_s: float = _TRAINER.rank_exit_timeout_s
+    """Time for ranks to end by themselves."""
     beat_s: float = 0.5
     silence_s: float = 30.0
     """A rank that is silent for this time is lost."""

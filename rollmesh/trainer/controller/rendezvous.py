@@ -33,7 +33,6 @@ from rollmesh.trainer.controller.answers import decode_values, fill_handles, han
 from rollmesh.trainer.controller.spec import RankSpec, RoleSpec, Topology
 from rollmesh.trainer.models.device import resolve_device
 
-JOIN_S = 120.0
 COLLECTIVE_S = 24 * 3600.0
 """A rank may compute for long; the controller detects ranks that are stuck or gone."""
 LOOPBACK = "lo"
@@ -94,14 +93,14 @@ class Rendezvous:
             port,
             self._spec.topology.num_ranks,
             is_master=True,
-            timeout=datetime.timedelta(seconds=JOIN_S),
+            timeout=datetime.timedelta(seconds=self._spec.start_s),
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
 
     def _dial(self, address: str) -> TCPStore:
         host, _, port = address.rpartition(":")
-        timeout = datetime.timedelta(seconds=JOIN_S)
+        timeout = datetime.timedelta(seconds=self._spec.start_s)
         return TCPStore(host, int(port), self._spec.topology.num_ranks, timeout=timeout)
 
 

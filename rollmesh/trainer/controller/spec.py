@@ -77,6 +77,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     meet_at: str = "127.0.0.1"
     """Interface between the ranks. Collectives have no keys, so it must be a private network."""
     plane: PlaneSpec = PlaneSpec()
+    start_s: float = 120.0
+    """Time for the ranks to meet."""
     beat_s: float = 0.5
     silence_s: float = 30.0
     """A rank ends if its controller is silent for this time."""

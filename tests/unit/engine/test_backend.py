@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from rollmesh.core.config import Config
-from rollmesh.core.errors import ConfigError
+from rollmesh.core.config import Config, EngineConfig
+from rollmesh.core.errors import ConfigError, EngineUnavailable
 from rollmesh.core.types import SamplingParams
 from rollmesh.engine.backend import (
     UNVERSIONED,
@@ -21,6 +21,7 @@ from rollmesh.engine.backend import (
     TokenChunk,
     TokenReceiver,
     backend_factory,
+    configured_backend,
     memory_state_of,
     policy_version_of,
     register_backend,
@@ -32,6 +33,7 @@ from rollmesh.engine.view import FleetView
 from rollmesh.runtime.generation.events import GenerationRequest
 from rollmesh.runtime.generation.sampler import Sampler, SamplerDeps
 from rollmesh.wire.fleet import EnginePhase, EngineRow, FleetChanged
+from tests.unit.engine.http_peer import Wire, serving
 
 URL = "toy://one"
 
@@ -55,7 +57,13 @@ class ToyBackend:
     """Samples the successor of each token, in this process."""
 
     def __init__(
-        self, url: str, http: HttpClient, *, vocab_size: int = 2**31, key: str | None = None
+        self,
+        url: str,
+        http: HttpClient,
+        *,
+        vocab_size: int = 2**31,
+        key: str | None = None,
+        control_timeout_s: float = 1.0,
     ) -> None:
         self.url = url
         self.vocab_size = vocab_size
@@ -87,11 +95,13 @@ class ToyBackend:
     async def flush(self) -> None:
         pass
 
-    async def command(self, path: str, body: dict[str, Any], timeout_s: float = 1.0) -> None:
+    async def command(
+        self, path: str, body: dict[str, Any], timeout_s: float | None = None
+    ) -> None:
         raise NotImplementedError
 
     async def update_from_disk(
-        self, path: Path, policy_version: int, timeout_s: float = 1.0
+        self, path: Path, policy_version: int, timeout_s: float | None = None
     ) -> None:
         raise NotImplementedError
 
@@ -134,6 +144,13 @@ async def test_a_registered_backend_samples_a_turn() -> None:
     await sampler.close()
     assert list(generation.token_ids) == [7, 8, 9, 10]
     assert generation.engines == [URL]
+
+
+async def test_an_engine_that_does_not_pause_in_time_is_unavailable() -> None:
+    connect = configured_backend(EngineConfig(control_timeout_s=0.05))
+    async with serving(Wire.gone) as server, HttpClient() as http:
+        with pytest.raises(EngineUnavailable, match=r"no answer within 0.05 s"):
+            await connect(server.url, http).pause()
 
 
 def test_a_backend_is_found_by_module_and_attribute() -> None:

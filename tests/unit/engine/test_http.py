@@ -210,6 +210,12 @@ async def test_refused_connection_is_unavailable(client: HttpClient) -> None:
         await get(client, server.url)
 
 
+async def test_a_connection_that_does_not_open_in_time_is_unavailable() -> None:
+    async with serving(Wire.gone) as server, HttpClient(connect_timeout_s=0.05) as client:
+        with pytest.raises(EngineUnavailable, match="cannot connect: TimeoutError"):
+            await get(client, server.url.replace("http:", "https:"))  # waits for TLS
+
+
 # targets
 
 

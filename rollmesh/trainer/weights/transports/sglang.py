@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from rollmesh.core.errors import EngineError, EngineRefused
-from rollmesh.engine.backend import CONTROL_TIMEOUT_S, READ_TIMEOUT_S, EngineBackend
+from rollmesh.engine.backend import READ_TIMEOUT_S, EngineBackend
 from rollmesh.engine.members import ADAPTER_PREFIX, adapter_name
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -82,7 +82,7 @@ async def begin_update(client: EngineBackend) -> None:
         await client.command("/begin_weight_update", {})
 
 
-async def end_update(client: EngineBackend, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+async def end_update(client: EngineBackend, timeout_s: float | None = None) -> None:
     """End the session; EngineRefused if there is none, or if the weights received are not a whole
     model."""
     await client.command("/end_weight_update", {}, timeout_s)

@@ -6,9 +6,9 @@ import pytest
 
 from rollmesh.serve.coordinator.claims import (
     NUM_CLEARS,
-    PATIENCE_S,
     SILENT_S,
     WARN_S,
+    WITHDRAW_TIMEOUT_S,
     ClaimAction,
     Claims,
     ClaimSettled,
@@ -196,8 +196,8 @@ def test_an_unanswered_withdrawal_is_not_repeated_forever(program: Program) -> N
     program.do(TRAIN)
     program.do(WithdrawRequest("k1"))
     for _ in range(3):
-        program.receive(SchedulerHello("s1"), PATIENCE_S / 4)
-    assert ClaimSettled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), PATIENCE_S / 4)
+        program.receive(SchedulerHello("s1"), WITHDRAW_TIMEOUT_S / 4)
+    assert ClaimSettled("k1", TicketState.WITHDRAWN) in program.do(Ticked(), WITHDRAW_TIMEOUT_S / 4)
     assert program.send(Ticked(), 1.0) == [WIRED]
 
 
@@ -212,7 +212,7 @@ def test_a_withdrawal_during_an_outage_is_sent_to_the_next_scheduler(
     program.do(Ticked(), SILENT_S)
     program.do(WithdrawRequest("k1"))
     for _ in range(10):
-        assert program.do(Ticked(), PATIENCE_S) == [Send(ROUTER, WIRED)]
+        assert program.do(Ticked(), WITHDRAW_TIMEOUT_S) == [Send(ROUTER, WIRED)]
     assert sent_messages(program.receive(SchedulerHello("s2"))) == [WIRED, WithdrawRequest("k1")]
 
 
