@@ -39,18 +39,57 @@ class _Place(ctypes.Structure):
     )
 
 
+class _Usage(ctypes.Structure):
+    """mallinfo of malloc.h. Its counters wrap at 4 GiB; mallinfo2 needs glibc 2.33."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+_PROBE_BYTES = 64 * 2**20
+"""More than other threads allocate or free during the probe. Its pages are never touched. glibc
+adapts its thresholds to freed blocks of up to 32 MiB only.
+"""
+_NEAR_PROBE_BYTES = range(_PROBE_BYTES // 2, 2 * _PROBE_BYTES)
+
+
 def this_process() -> Any:
-    """Return the libraries of this process; OSError if the system does not list them."""
-    return its_own(ctypes.CDLL(None))
+    """Return the libraries of this process; OSError if the system does not list them or `its_own`
+    refuses them.
+    """
+    libraries = ctypes.CDLL(None)
+    libraries.malloc.restype, libraries.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libraries.free.restype, libraries.free.argtypes = None, [ctypes.c_void_p]
+    libraries.mallinfo.restype = _Usage
+    return its_own(libraries)
 
 
 def its_own(libraries: Any) -> Any:
-    """Return `libraries` if `malloc` belongs to the library whose heap can be trimmed; OSError
-    otherwise.
+    """Return `libraries` if `malloc` allocates from the heap that can be trimmed; OSError if not.
+
+    The address of `malloc` does not show its library. If an executable is not position-independent
+    and stores a pointer to malloc (python3 of Debian), dlsym returns an entry of the executable's
+    own jump table. Therefore a block is allocated, and must appear in the statistics of that heap.
     """
-    if _base_of(libraries, "malloc") != _base_of(libraries, "malloc_trim"):
+    if _base_of(libraries, "mallinfo") != _base_of(libraries, "malloc_trim"):
+        raise OSError("the statistics of the heap belong to another library")
+    before = libraries.mallinfo()
+    block = libraries.malloc(_PROBE_BYTES)
+    after = libraries.mallinfo()
+    libraries.free(block)
+    if (_used_bytes(after) - _used_bytes(before)) % 2**32 not in _NEAR_PROBE_BYTES:
         raise OSError("malloc belongs to another library")
     return libraries
+
+
+def _used_bytes(usage: Any) -> int:
+    used: int = usage.uordblks + usage.hblkhd
+    return used
 
 
 def _base_of(libraries: Any, name: str) -> int | None:
@@ -65,8 +104,12 @@ class Heap:
     """The heap of a process; `load` returns the C library's functions by name."""
 
     def __init__(self, load: Callable[[], Any] = this_process) -> None:
-        self._mallopt = _symbol(load, "mallopt")
-        self._malloc_trim = _symbol(load, "malloc_trim")
+        try:
+            libraries = load()
+        except (OSError, AttributeError):
+            libraries = None
+        self._mallopt = getattr(libraries, "mallopt", None)
+        self._malloc_trim = getattr(libraries, "malloc_trim", None)
 
     @property
     def can_trim(self) -> bool:
@@ -94,13 +137,6 @@ class Heap:
         begun_s = time.perf_counter()
         self._malloc_trim(ctypes.c_size_t(0))
         return time.perf_counter() - begun_s
-
-
-def _symbol(load: Callable[[], Any], name: str) -> Any:
-    try:
-        return getattr(load(), name)
-    except (OSError, AttributeError):
-        return None
 
 
 SOME_FREED_BYTES = 2**20

@@ -4,7 +4,7 @@
     DUE --MIN_INTERVAL_S after the last trim--> trimmed --> QUIET
 
 A trim holds the arena's lock for milliseconds, so it never runs on the event loop. TrimPlan decides
-and is pure. If the heap cannot be trimmed, one warning is logged, and blobs are still spilled.
+and is pure. If the heap cannot be trimmed, one line is logged, and blobs are still spilled.
 """
 
 import threading

@@ -4,13 +4,16 @@ import ctypes
 import subprocess
 import sys
 import time
+from ctypes import CFUNCTYPE, addressof, c_size_t, c_void_p
 from typing import Any
 
 import pytest
 
-from rollmesh.core.heap import Heap, freed_bytes, its_own, note_freed
+from rollmesh.core.heap import Heap, freed_bytes, its_own, note_freed, this_process
 
-HAS_GLIBC = hasattr(ctypes.CDLL(None), "malloc_trim")
+needs_glibc = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim"
+)
 
 
 class Musl:
@@ -36,18 +39,46 @@ def test_heap_without_the_symbols_cannot_trim_or_settle(load: Any) -> None:
     assert heap.trim() is None
 
 
-@pytest.mark.skipif(not HAS_GLIBC, reason="the C library has no malloc_trim")
+MALLOC, FREE = CFUNCTYPE(c_void_p, c_size_t), CFUNCTYPE(None, c_void_p)
+OTHER_BLOCK = ctypes.create_string_buffer(64)
+"""A block of another allocator."""
+
+
+class Variant:
+    """The libraries of this process, with some functions replaced."""
+
+    def __init__(self, **replaced: Any) -> None:
+        self._libraries = this_process()
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._libraries, name)
+
+
+@needs_glibc
 def test_heap_is_off_where_another_allocator_was_preloaded() -> None:
-    libraries = ctypes.CDLL(None)
-
-    class Preloaded:
-        malloc = ctypes.CDLL("libm.so.6").cos
-        malloc_trim, mallopt, dladdr = libraries.malloc_trim, libraries.mallopt, libraries.dladdr
-
-    assert Heap(lambda: its_own(libraries)).can_trim
-    heap = Heap(lambda: its_own(Preloaded))
+    preloaded = Variant(malloc=MALLOC(lambda _: addressof(OTHER_BLOCK)), free=FREE(lambda _: None))
+    heap = Heap(lambda: its_own(preloaded))
     assert not heap.can_trim
     assert not heap.settle()
+
+
+@needs_glibc
+def test_heap_is_off_where_the_statistics_are_those_of_another_allocator() -> None:
+    assert not Heap(lambda: its_own(Variant(mallinfo=ctypes.CDLL("libm.so.6").cos))).can_trim
+
+
+@needs_glibc
+def test_heap_is_on_where_malloc_is_an_entry_of_the_executables_jump_table() -> None:
+    libraries = this_process()
+    executable = Variant(malloc=MALLOC(libraries.malloc), free=FREE(libraries.free))
+    assert Heap(lambda: its_own(executable)).can_trim
+
+
+@needs_glibc
+def test_heap_of_this_interpreter_is_on() -> None:
+    """Interpreters differ: python3 of Debian is not position-independent."""
+    assert Heap().can_trim
 
 
 def test_layout_that_the_library_refuses_is_reported() -> None:
@@ -107,7 +138,7 @@ print(peak, rss_bytes() - before)
 """
 
 
-@pytest.mark.skipif(not HAS_GLIBC, reason="the C library has no malloc_trim")
+@needs_glibc
 def test_memory_freed_between_small_blocks_returns_to_the_system() -> None:
     def run(how: str) -> tuple[int, int]:
         argv = [sys.executable, "-c", GROWS, how]
