@@ -21,16 +21,19 @@ from rollmesh.envs.program import Command, run_program
 from rollmesh.envs.scratch import new_scratch
 from rollmesh.envs.spawning import ENDED
 from rollmesh.serve.client.arrivals import Finished
+from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.upstreams import ChatAnswer, ChatEndpoint
 from rollmesh.wire.keys import KEYS_VARIABLE, new_keys, read_keys
 from tests.flow.test_without_mesh import rollmesh
-from tests.flow.worker_mesh import ask, leaves, open_mesh, take
+from tests.flow.worker_mesh import Mesh, ask, leaves, open_mesh, take
 from tests.house.skips import needs_shared_python
 from tests.house.source import ROOT
 
 ADMIN_TOKEN = "open-sesame"
 ENGINE_KEY = "the-key-of-the-engines"
 LEFTOVER = "left-behind-by-an-agent"
+MAX_TOKENS = 3
+"""Of each call by ATTACK."""
 SYSTEM_PYTHON = shutil.which("python3", path="/usr/local/bin:/usr/bin") or ""
 NAMESPACES = ("--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/")
 
@@ -86,6 +89,7 @@ chat = root + "/v1/chat/completions"
 body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 libc = ctypes.CDLL(None, use_errno=True)
 own = os.environ["OPENAI_API_KEY"].encode()
+call(own.decode())
 found = set()
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if int(pid) == os.getpid():
@@ -269,24 +273,16 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
     monkeypatch.setenv("ROLLMESH_ENGINE_KEY", ENGINE_KEY)
     keys = read_keys()
     async with open_mesh(tmp_path) as mesh:
-        mesh.engine.api_key = ENGINE_KEY
-        told = {
-            "keys": str(tmp_path / "mesh.json"),
-            "folder": str(tmp_path),
-            "engine": mesh.engine.url,
-            "router": mesh.router.ready.address,
-            "token": ADMIN_TOKEN,
-            "leftover": LEFTOVER,
-            "is_in_namespace": mode == "bwrap",
-        }
-        env = mesh.write_env("attack", ENV.format(told=told, python=SYSTEM_PYTHON, attack=ATTACK))
+        env = write_attack(mesh, is_in_namespace=mode == "bwrap")
         if mode == "spawner":
             mesh.confined_worker("w1", env, isolation="uid")
             mode = "uid"
         else:
             mesh.worker("w1", env, isolation=mode)
         client = mesh.client(keys)
+        mesh.engine.hold()
         ask(client, num_samples=2, env=env)
+        await run_together(mesh.engine)
         [arrival] = await take(client)
         assert isinstance(arrival, Finished), arrival
         rollouts = arrival.record.rollouts
@@ -301,6 +297,46 @@ async def test_a_program_that_tries_everything_reaches_nothing_and_scores_zero(
             assert (rollout.reward, rollout.metrics) == (0.0, expected)
         assert not processes_named(LEFTOVER)
         await mesh.until(lambda: mesh.worker_status("w1")["isolation"] == mode)
+
+
+def write_attack(mesh: Mesh, *, is_in_namespace: bool) -> str:
+    """Write the environment whose programs are ATTACK, and let the engine require its key."""
+    mesh.engine.api_key = ENGINE_KEY
+    told = {
+        "keys": str(mesh.folder / "mesh.json"),
+        "folder": str(mesh.folder),
+        "engine": mesh.engine.url,
+        "router": mesh.router.ready.address,
+        "token": ADMIN_TOKEN,
+        "leftover": LEFTOVER,
+        "is_in_namespace": is_in_namespace,
+    }
+    return mesh.write_env("attack", ENV.format(told=told, python=SYSTEM_PYTHON, attack=ATTACK))
+
+
+async def run_together(engine: ScriptedEngine) -> None:
+    """Let two attacks begin once both have called the held model, and end once both call again."""
+    await engine.until(lambda: engine.num_live == 2)
+    await engine.allow(2 * MAX_TOKENS)
+    await engine.until(lambda: engine.num_sampled == 2 * MAX_TOKENS and engine.num_live == 2)
+    await engine.release()
+
+
+async def test_without_isolation_a_program_calls_the_model_as_its_sibling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLMESH_ENGINE_KEY", ENGINE_KEY)
+    async with open_mesh(tmp_path) as mesh:
+        env = write_attack(mesh, is_in_namespace=False)
+        mesh.worker("w1", env, isolation="none")
+        mesh.engine.hold()
+        client = mesh.client()
+        ask(client, num_samples=2, env=env)
+        await run_together(mesh.engine)
+        [arrival] = await take(client)
+        assert isinstance(arrival, Finished), arrival
+        for rollout in arrival.record.rollouts:
+            assert {"environ", "sibling", "call_as_sibling"} <= set(rollout.metrics)
 
 
 async def test_a_program_that_joins_as_a_worker_gets_no_group_and_sets_no_reward(
