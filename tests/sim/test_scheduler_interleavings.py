@@ -22,35 +22,35 @@ from rollmesh.wire.scheduling import (
     WorkerPhase,
     WorkerTruth,
 )
-from tests.unit.scheduler.service.stage import TRAIN, Stage
+from tests.unit.scheduler.service.harness import TRAIN, SchedulerHarness
 
 GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState.RELEASED
 
 
-def generating(num_gpus: int = 1) -> Stage:
+def generating(num_gpus: int = 1) -> SchedulerHarness:
     """Pipeline a has all engines awake."""
-    stage = Stage(num_gpus)
-    stage.pipeline("a", train=(), generation=range(num_gpus))
-    stage.generate("a", "g")
-    stage.act()
-    assert stage.awake("a") == list(range(num_gpus))
-    return stage
+    harness = SchedulerHarness(num_gpus)
+    harness.pipeline("a", train=(), generation=range(num_gpus))
+    harness.generate("a", "g")
+    harness.act()
+    assert harness.awake("a") == list(range(num_gpus))
+    return harness
 
 
 # news of a coordinator
 
 
 def test_a_hello_is_answered_with_its_incarnation() -> None:
-    stage = Stage(1)
-    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    harness = SchedulerHarness(1)
+    coordinator = harness.pipeline("a", train=(), generation=(0,))
     hello = coordinator.hello()
-    assert answer(stage, hello) == SchedulerHello("s1", newest_s=coordinator.started_s)
-    assert answer(stage, msgspec.structs.replace(hello, pipeline_id="z")) == SchedulerHello("s1")
+    assert answer(harness, hello) == SchedulerHello("s1", newest_s=coordinator.started_s)
+    assert answer(harness, msgspec.structs.replace(hello, pipeline_id="z")) == SchedulerHello("s1")
 
 
-def answer(stage: Stage, hello: CoordinatorHello) -> AnyMessage:
+def answer(harness: SchedulerHarness, hello: CoordinatorHello) -> AnyMessage:
     """Answers to that hello."""
-    actions = stage.scheduler.step(Received(b"c", hello), stage.now_s)
+    actions = harness.scheduler.step(Received(b"c", hello), harness.now_s)
     [text] = [each.message for each in actions if isinstance(each, Send) and each.route == b"c"]
     return text
 
@@ -76,101 +76,101 @@ def test_an_active_coordinator_keeps_its_place_before_one_of_an_earlier_clock(
     kind: type[FleetScheduler], is_safe: bool
 ) -> None:
     """Only when the current process is silent may another be its next incarnation."""
-    stage = Stage(1, kind)
-    coordinator = stage.pipeline("a", train=(), generation=(0,))
+    harness = SchedulerHarness(1, kind)
+    coordinator = harness.pipeline("a", train=(), generation=(0,))
     coordinator.started_s = 5000.0
-    stage.beat()
+    harness.beat()
     earlier = msgspec.structs.replace(coordinator.hello(), started_s=4000.0)
-    assert (answer(stage, earlier) == SchedulerHello("s1")) is is_safe
+    assert (answer(harness, earlier) == SchedulerHello("s1")) is is_safe
     coordinator.is_silent = True
-    stage.run(LIVE_S + 1.0)
-    assert answer(stage, earlier) == SchedulerHello("s1", newest_s=5000.0)
+    harness.run(LIVE_S + 1.0)
+    assert answer(harness, earlier) == SchedulerHello("s1", newest_s=5000.0)
 
 
 def test_a_hello_of_a_time_before_does_not_end_a_sleep() -> None:
     """An engine that slept once is awake now and must sleep for another pipeline: its earlier
     report of sleep must not free its GPU.
     """
-    stage = Stage(1)
-    coordinator = stage.pipeline("a", train=(), generation=(0,))
-    stage.pipeline("b", generation=())
+    harness = SchedulerHarness(1)
+    coordinator = harness.pipeline("a", train=(), generation=(0,))
+    harness.pipeline("b", generation=())
     asleep = coordinator.hello()
-    stage.generate("a", "g")
-    stage.act()
+    harness.generate("a", "g")
+    harness.act()
     coordinator.is_hung = True
-    stage.train("b", "t")
-    stage.send(asleep, coordinator.route)
-    state = stage.scheduler.state
+    harness.train("b", "t")
+    harness.send(asleep, coordinator.route)
+    state = harness.scheduler.state
     assert state.occupants[0] == Owner("a", GENERATION_CLUSTER, 0)
-    assert stage.state("t") is QUEUED
+    assert harness.state("t") is QUEUED
     coordinator.is_hung = False
-    stage.act()
-    assert stage.state("t") is GRANTED
+    harness.act()
+    assert harness.state("t") is GRANTED
     assert state.occupants[0] == Owner("b", TRAIN, FIXED)
 
 
 def test_a_hello_of_a_time_before_does_not_end_a_wake() -> None:
-    stage = generating()
-    coordinator = stage.coordinators["a"]
+    harness = generating()
+    coordinator = harness.coordinators["a"]
     awake = coordinator.hello()
-    stage.release("a", "r", GENERATION_CLUSTER)
-    stage.act()
+    harness.release("a", "r", GENERATION_CLUSTER)
+    harness.act()
     coordinator.is_hung = True
-    assert stage.generate("a", "g2", step=1) is QUEUED
-    stage.send(awake, coordinator.route)
-    assert stage.state("g2") is QUEUED
-    assert stage.of("a").workers[0].phase is WorkerPhase.WAKING
+    assert harness.generate("a", "g2", step=1) is QUEUED
+    harness.send(awake, coordinator.route)
+    assert harness.state("g2") is QUEUED
+    assert harness.of("a").workers[0].phase is WorkerPhase.WAKING
 
 
 def test_a_sleep_that_establishes_the_state_is_sent_once() -> None:
     """A newer epoch each second would overtake the one before, and none would ever complete."""
-    stage = generating(2)
-    coordinator = stage.coordinators["a"]
+    harness = generating(2)
+    coordinator = harness.coordinators["a"]
     coordinator.move(0, WorkerPhase.LOST)
-    stage.beat()
+    harness.beat()
     coordinator.is_hung = True
-    stage.run(1)
+    harness.run(1)
     assert [[c.rank for c in each.changes] for each in coordinator.pending_resizes] == [[1]]
     epoch = coordinator.pending_resizes[0].changes[0].epoch
-    stage.run(5)
+    harness.run(5)
     assert [each.changes[0].epoch for each in coordinator.pending_resizes] == [epoch]
 
 
 def test_what_was_late_and_is_done_after_all_lets_its_pipeline_in() -> None:
-    stage = generating()
-    coordinator = stage.coordinators["a"]
+    harness = generating()
+    coordinator = harness.coordinators["a"]
     coordinator.is_hung = True
-    stage.release("a", "r", GENERATION_CLUSTER)
-    stage.run(stage.settings.resize_deadline_s + stage.settings.slack_s + 1)
-    assert stage.of("a").phase is PipelinePhase.QUARANTINED
-    num_resizes = stage.scheduler.state.counts["resizes"]
+    harness.release("a", "r", GENERATION_CLUSTER)
+    harness.run(harness.settings.resize_deadline_s + harness.settings.slack_s + 1)
+    assert harness.of("a").phase is PipelinePhase.QUARANTINED
+    num_resizes = harness.scheduler.state.counts["resizes"]
     coordinator.is_hung = False
-    stage.run(5)
-    assert stage.of("a").phase is PipelinePhase.ADMITTED
-    assert stage.state("r") is RELEASED
-    assert stage.scheduler.state.counts["resizes"] <= num_resizes + 1, (
+    harness.run(5)
+    assert harness.of("a").phase is PipelinePhase.ADMITTED
+    assert harness.state("r") is RELEASED
+    assert harness.scheduler.state.counts["resizes"] <= num_resizes + 1, (
         "it sleeps, and is left alone"
     )
 
 
 def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time() -> None:
     """That it was put to sleep in between is no sign that it is well."""
-    stage = generating(2)
-    coordinator = stage.coordinators["a"]
+    harness = generating(2)
+    coordinator = harness.coordinators["a"]
     for num_faults in range(1, 5):
         coordinator.move(0, WorkerPhase.LOST)
-        stage.beat()
-        assert stage.scheduler.state.pipeline_records["a"].num_faults == num_faults
+        harness.beat()
+        assert harness.scheduler.state.pipeline_records["a"].num_faults == num_faults
         coordinator.move(0, WorkerPhase.ASLEEP)
         coordinator.is_hung = True  # so that it does nothing but what lets it in
         for _ in range(100):
-            if stage.of("a").phase is PipelinePhase.ADMITTED:
+            if harness.of("a").phase is PipelinePhase.ADMITTED:
                 break
             coordinator.is_hung = False
-            stage.act()
+            harness.act()
             coordinator.is_hung = True
-            stage.run(0.25)
-        assert stage.of("a").phase is PipelinePhase.ADMITTED
+            harness.run(0.25)
+        assert harness.of("a").phase is PipelinePhase.ADMITTED
         coordinator.is_hung = False
 
 
@@ -179,53 +179,53 @@ def test_an_engine_that_is_lost_again_and_again_is_waited_for_longer_each_time()
 
 def test_nothing_is_sent_before_the_coordinators_state_is_known() -> None:
     """Its coordinator may know newer epochs, of a registration before, and would refuse all."""
-    stage = Stage(1)
-    coordinator = stage.pipeline("a", train=(), generation=(0,))
-    link = stage.scheduler.state.links["a"]
+    harness = SchedulerHarness(1)
+    coordinator = harness.pipeline("a", train=(), generation=(0,))
+    link = harness.scheduler.state.links["a"]
     link.is_known, link.route = False, b""
     coordinator.truths = [WorkerTruth(0, WorkerPhase.ASLEEP, 7)]
-    assert stage.generate("a", "g") is QUEUED
-    assert stage.scheduler.state.counts["resizes"] == 0
-    stage.beat()
-    stage.act()
-    assert stage.state("g") is GRANTED
-    assert stage.scheduler.state.counts["pipeline.quarantined"] == 0
+    assert harness.generate("a", "g") is QUEUED
+    assert harness.scheduler.state.counts["resizes"] == 0
+    harness.beat()
+    harness.act()
+    assert harness.state("g") is GRANTED
+    assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
 def test_a_leaving_pipeline_is_still_leaving_when_an_engine_of_it_fails() -> None:
-    stage = generating()
-    coordinator = stage.coordinators["a"]
-    stage.send(UnregisterPipeline("leave", "a"))
+    harness = generating()
+    coordinator = harness.coordinators["a"]
+    harness.send(UnregisterPipeline("leave", "a"))
     coordinator.move(0, WorkerPhase.LOST)
-    stage.beat()
-    assert stage.of("a").phase is PipelinePhase.LEAVING
+    harness.beat()
+    assert harness.of("a").phase is PipelinePhase.LEAVING
     coordinator.move(0, WorkerPhase.ASLEEP)
-    stage.run(5)
-    assert stage.answers["leave"].ok
-    assert not stage.scheduler.state.occupants
+    harness.run(5)
+    assert harness.answers["leave"].ok
+    assert not harness.scheduler.state.occupants
 
 
 def test_generation_is_given_up_though_a_node_of_it_is_down() -> None:
-    stage = Stage(1)
-    stage.send(JoinNode("n", "n1", 1))
-    coordinator = stage.pipeline("a", train=(), generation=(0, 1))
-    stage.send(NodeBeat("n1"))
-    stage.generate("a", "g")
-    stage.act()
-    assert stage.awake("a") == [0, 1]
+    harness = SchedulerHarness(1)
+    harness.send(JoinNode("n", "n1", 1))
+    coordinator = harness.pipeline("a", train=(), generation=(0, 1))
+    harness.send(NodeBeat("n1"))
+    harness.generate("a", "g")
+    harness.act()
+    assert harness.awake("a") == [0, 1]
     coordinator.move(1, WorkerPhase.LOST)
-    stage.run(stage.settings.node_grace_s + 2)
-    assert stage.of("a").workers[1].phase is WorkerPhase.LOST
-    stage.release("a", "r", GENERATION_CLUSTER)
-    stage.wait_for("r", RELEASED, 5)
+    harness.run(harness.settings.node_grace_s + 2)
+    assert harness.of("a").workers[1].phase is WorkerPhase.LOST
+    harness.release("a", "r", GENERATION_CLUSTER)
+    harness.wait_for("r", RELEASED, 5)
 
 
 def test_a_truth_of_workers_that_there_are_none_of_changes_nothing() -> None:
-    stage = generating()
-    coordinator = stage.coordinators["a"]
+    harness = generating()
+    coordinator = harness.coordinators["a"]
     stray = WorkerTruth(1, WorkerPhase.AWAKE, 9)
     hello = CoordinatorHello("a", (*coordinator.truths, stray), coordinator.started_s)
-    stage.send(hello, coordinator.route)
-    stage.send(msgspec.structs.replace(hello, pipeline_id="z"), coordinator.route)
-    assert stage.of("a").phase is PipelinePhase.ADMITTED
-    assert stage.awake("a") == [0]
+    harness.send(hello, coordinator.route)
+    harness.send(msgspec.structs.replace(hello, pipeline_id="z"), coordinator.route)
+    assert harness.of("a").phase is PipelinePhase.ADMITTED
+    assert harness.awake("a") == [0]

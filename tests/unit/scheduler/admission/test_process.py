@@ -1,4 +1,4 @@
-"""The admission process answers each request at its socket, and loses nothing by a crash."""
+"""Sockets of admission: its own, which only its user can open, and its requests to the scheduler."""
 
 import os
 import socket
@@ -23,8 +23,18 @@ from rollmesh.scheduler.admission.transport import (
     AdmissionSocket,
     SchedulerQuestion,
     ask_admission,
+    ask_scheduler,
 )
-from rollmesh.wire.scheduling import AdmitPipeline, DrainNode, PipelineSpec, RegisterPipeline
+from rollmesh.wire.frames import Packet
+from rollmesh.wire.scheduling import (
+    AdmitPipeline,
+    DrainNode,
+    PipelineSpec,
+    ReadScheduler,
+    RegisterPipeline,
+    SchedulerAnswered,
+)
+from rollmesh.wire.sockets import Hub, wait
 from tests.unit.scheduler.admission.fleet import Fleet
 
 PROMPT_S = 30.0
@@ -148,3 +158,31 @@ def test_no_admission_process_is_one_line_that_names_the_socket(tmp_path: Path) 
 def test_only_questions_to_admission_are_answered(serving: Serving, path: Path) -> None:
     with pytest.raises(AddressError, match="no answer"):
         ask_admission(path, DrainNode("k", "a"), b"", 0.5)  # type: ignore[arg-type]  # as a stranger
+
+
+def test_a_request_is_resent_with_its_key_until_it_is_answered() -> None:
+    hub, asked = Hub("tcp://127.0.0.1:0"), list[ReadScheduler]()
+
+    def answer_the_third() -> None:
+        while len(asked) < 3:
+            wait([hub], None, 0.1)
+            for route, packet in hub.receive():
+                assert isinstance(packet.message, ReadScheduler)
+                asked.append(packet.message)
+                key, body = ("another", b"") if len(asked) < 3 else (packet.message.key, b"seen")
+                hub.send(route, Packet(SchedulerAnswered(key, True), body=body))
+
+    answering = threading.Thread(target=answer_the_third, daemon=True)
+    answering.start()
+    answer = ask_scheduler(hub.address, ReadScheduler("k"), patience_s=PROMPT_S)
+    answering.join(PROMPT_S)
+    hub.close()
+    assert (answer.ok, bytes(answer.body)) == (True, b"seen")
+    assert set(asked) == {ReadScheduler("k")}
+
+
+def test_an_unreachable_scheduler_is_one_line_with_its_address() -> None:
+    hub = Hub("tcp://127.0.0.1:0")
+    hub.close()
+    with pytest.raises(AddressError, match=rf"{hub.address}: no answer within 0.2 s"):
+        ask_scheduler(hub.address, ReadScheduler("k"), patience_s=0.2)

@@ -20,7 +20,6 @@ from rollmesh.scheduler.planning.plan import (
 from rollmesh.scheduler.planning.planner import plan
 from rollmesh.scheduler.planning.state import FleetState, NodePhase, PipelinePhase
 from rollmesh.wire.scheduling import GpuPriority, WorkerPhase
-from tests.unit.scheduler.planning.executor import Executor
 from tests.unit.scheduler.planning.fleets import (
     TRAIN,
     Greedy,
@@ -34,7 +33,7 @@ from tests.unit.scheduler.planning.fleets import (
     trains,
     wake,
 )
-from tests.unit.scheduler.planning.histories import Churn
+from tests.unit.scheduler.planning.histories import Churn, Executor
 
 RESERVE_S = Idle.reserve_after_s
 

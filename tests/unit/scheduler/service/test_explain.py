@@ -33,7 +33,7 @@ from rollmesh.wire.scheduling import (
     UnregisterPipeline,
     WorkerPhase,
 )
-from tests.unit.scheduler.service.stage import QUICK, Stage
+from tests.unit.scheduler.service.harness import QUICK, SchedulerHarness
 
 
 @pytest.fixture
@@ -219,35 +219,37 @@ def test_a_view_goes_through_json_as_it_is(state: FleetState) -> None:
 # a whole scheduler, in each state that a pipeline may be in
 
 
-def lines(stage: Stage, name: str) -> list[str]:
-    return list(result(stage.scheduler.state.fleet, name, stage.scheduler.explain_context()).lines)
+def lines(harness: SchedulerHarness, name: str) -> list[str]:
+    return list(
+        result(harness.scheduler.state.fleet, name, harness.scheduler.explain_context()).lines
+    )
 
 
 def test_a_pipeline_that_is_there_and_wants_nothing() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
-    assert lines(stage, "a") == [
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    assert lines(harness, "a") == [
         "a: admitted",
         "wants no generation; 0 of 2 workers awake",
         "waits for nothing",
     ]
-    stage.coordinators["a"].is_silent = True
-    stage.run(5.0)
-    assert lines(stage, "a")[1] == "no run uses it: its coordinator is not connected"
+    harness.coordinators["a"].is_silent = True
+    harness.run(5.0)
+    assert lines(harness, "a")[1] == "no run uses it: its coordinator is not connected"
 
 
 def test_engines_that_have_not_reported_yet() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1)).is_silent = True
-    stage.begin()
-    stage.generate("a", "g")
-    stage.run(stage.settings.settle_s + 1.0)
-    text = lines(stage, "a")
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1)).is_silent = True
+    harness.begin()
+    harness.generate("a", "g")
+    harness.run(harness.settings.settle_s + 1.0)
+    text = lines(harness, "a")
     assert text[1] == "no run uses it: its coordinator is not connected"
     assert any(line.startswith("  until one of workers 0 1 has woken (planned") for line in text)
     assert not any("the next plan decides" in line for line in text), "it has"
-    stage.run(stage.settings.coordinator_grace_s)
-    text = lines(stage, "a")
+    harness.run(harness.settings.coordinator_grace_s)
+    text = lines(harness, "a")
     assert text[0].startswith("a: quarantined: its coordinator is silent for ")
     assert any(
         line.startswith("  until its coordinator reports all workers again") for line in text
@@ -255,139 +257,141 @@ def test_engines_that_have_not_reported_yet() -> None:
 
 
 def test_a_wake_waits_for_engines_that_go_to_sleep_there() -> None:
-    stage = Stage(2)
-    stage.pipeline("b", generation=(0, 1))
-    stage.generate("b", "g")
-    stage.act()
-    assert lines(stage, "b")[1] == (
+    harness = SchedulerHarness(2)
+    harness.pipeline("b", generation=(0, 1))
+    harness.generate("b", "g")
+    harness.act()
+    assert lines(harness, "b")[1] == (
         "generates 16 rollouts more on 2 of 2 workers (ranks 0 1), owed 0.0 GPU seconds"
     )
-    stage.coordinators["b"].is_hung = True
-    stage.pipeline("a", generation=(0, 1))
-    stage.generate("a", "g2", target=0)
-    stage.run(QUICK.hold_s + 5.0)
-    text = lines(stage, "a")
+    harness.coordinators["b"].is_hung = True
+    harness.pipeline("a", generation=(0, 1))
+    harness.generate("a", "g2", target=0)
+    harness.run(QUICK.hold_s + 5.0)
+    text = lines(harness, "a")
     limit = "at most 17.0 s more"
     assert text[1].startswith("generates an unknown number of rollouts more on 0 of 2 workers; ")
     assert "waits for actor_infer (generation) since 5.0 s" in text
     assert any(line.startswith("  until one of worker 0 has woken (planned") for line in text)
     gpu = "  GPU 0: b generation worker 0 goes to sleep (sent 5.0 s ago, " + limit + ")"
     assert gpu in text
-    assert f"; 0 goes to sleep (sent 5.0 s ago, {limit})" in lines(stage, "b")[1]
-    stage.coordinators["b"].is_hung = False
-    stage.run(1.0)
-    assert "waits for nothing" in lines(stage, "a")
+    assert f"; 0 goes to sleep (sent 5.0 s ago, {limit})" in lines(harness, "b")[1]
+    harness.coordinators["b"].is_hung = False
+    harness.run(1.0)
+    assert "waits for nothing" in lines(harness, "a")
 
 
 def test_a_quota_that_is_full() -> None:
-    stage = Stage(4)
-    stage.pipeline("a", max_gpus=2)
-    stage.generate("a", "g")
-    stage.act()
-    text = lines(stage, "a")
+    harness = SchedulerHarness(4)
+    harness.pipeline("a", max_gpus=2)
+    harness.generate("a", "g")
+    harness.act()
+    text = lines(harness, "a")
     assert text[1].startswith("generates 16 rollouts more on 2 of 4 workers (ranks ")
     assert text[1].endswith("; no more than max_gpus = 2")
     assert text[-1] == "waits for nothing"
 
 
 def test_a_quarantine_without_an_ask_says_until_what() -> None:
-    stage = Stage(2)
-    coordinator = stage.pipeline("a", generation=(0, 1))
+    harness = SchedulerHarness(2)
+    coordinator = harness.pipeline("a", generation=(0, 1))
     coordinator.move(0, WorkerPhase.LOST)
-    stage.beat()
-    text = lines(stage, "a")
+    harness.beat()
+    text = lines(harness, "a")
     assert text[0] == "a: quarantined: worker 0 is lost: unknown reason"
     assert text[-1] == (
         "gets no GPU until its coordinator reports all workers again; in 1.0 s or later"
     )
     coordinator.move(0, WorkerPhase.ASLEEP)
-    stage.run(3.0)
-    assert lines(stage, "a")[0] == "a: admitted"
+    harness.run(3.0)
+    assert lines(harness, "a")[0] == "a: admitted"
 
 
 def test_a_pipeline_that_leaves_says_what_its_trainer_still_has() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
-    stage.train("a", "t")
-    stage.send(UnregisterPipeline("u", "a"))
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.train("a", "t")
+    harness.send(UnregisterPipeline("u", "a"))
     result = "is removed when its workers are asleep, and actor_train is released"
-    assert lines(stage, "a")[-1] == result
+    assert lines(harness, "a")[-1] == result
 
 
 def test_a_pipeline_that_is_registered_or_leaves_says_until_what() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.send(UnregisterPipeline("u", "a"))
-    assert lines(stage, "a")[-1] == "is removed when its workers are asleep"
-    stage.pipeline("b", generation=(0, 1))
-    stage.send(KillPipeline("k", "b"))
-    assert lines(stage, "b")[-1] == ("gets no GPU until it is admitted: rollmesh scheduler admit")
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.send(UnregisterPipeline("u", "a"))
+    assert lines(harness, "a")[-1] == "is removed when its workers are asleep"
+    harness.pipeline("b", generation=(0, 1))
+    harness.send(KillPipeline("k", "b"))
+    assert lines(harness, "b")[-1] == ("gets no GPU until it is admitted: rollmesh scheduler admit")
 
 
 def test_generation_that_is_given_up_is_shown_until_all_sleep() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.release("a", "r", GENERATION_CLUSTER)
-    assert lines(stage, "a")[1].startswith("releases generation; 0 of 2 workers are still awake; 0")
-    stage.coordinators["a"].is_hung = False
-    stage.run(1.0)
-    assert lines(stage, "a")[1] == "wants no generation; 0 of 2 workers awake"
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.release("a", "r", GENERATION_CLUSTER)
+    assert lines(harness, "a")[1].startswith(
+        "releases generation; 0 of 2 workers are still awake; 0"
+    )
+    harness.coordinators["a"].is_hung = False
+    harness.run(1.0)
+    assert lines(harness, "a")[1] == "wants no generation; 0 of 2 workers awake"
 
 
 def test_the_next_expected_request_is_shown_for_a_known_demand_history() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
     for step, when in ((0, ""), (1, ", and is expected to in 60.0 s")):
-        stage.generate("a", f"g{step}", step=step)
-        stage.act()
-        stage.send(ClearProgress("a", "train", step))
-        assert lines(stage, "a")[1].startswith(f"wants no generation{when}; ")
-        stage.run(60.0)
+        harness.generate("a", f"g{step}", step=step)
+        harness.act()
+        harness.send(ClearProgress("a", "train", step))
+        assert lines(harness, "a")[1].startswith(f"wants no generation{when}; ")
+        harness.run(60.0)
 
 
 def test_a_node_that_drains_or_is_down_is_what_is_waited_for() -> None:
-    stage = Stage(0)
-    stage.send(JoinNode("j", "n1", 2))
-    stage.pipeline("a", generation=(0, 1))
-    stage.send(DrainNode("d", "n1"))
-    stage.train("a", "t")
-    stage.generate("a", "g")
+    harness = SchedulerHarness(0)
+    harness.send(JoinNode("j", "n1", 2))
+    harness.pipeline("a", generation=(0, 1))
+    harness.send(DrainNode("d", "n1"))
+    harness.train("a", "t")
+    harness.generate("a", "g")
     undo = "  until node n1 is used again (rollmesh scheduler drain n1 --undo)"
-    assert sum(line.startswith(undo) for line in lines(stage, "a")) == 2
-    assert lines(stage, "a").count("  GPU 0: its node n1 is draining") == 2
-    stage.run(stage.settings.node_grace_s + 1)
-    text = lines(stage, "a")
+    assert sum(line.startswith(undo) for line in lines(harness, "a")) == 2
+    assert lines(harness, "a").count("  GPU 0: its node n1 is draining") == 2
+    harness.run(harness.settings.node_grace_s + 1)
+    text = lines(harness, "a")
     assert sum(line.startswith("  until node n1 is up again") for line in text) == 2
-    stage.send(NodeBeat("n1"))
-    stage.send(UndrainNode("u", "n1"))
-    stage.act()
-    assert not any("its node" in line for line in lines(stage, "a"))
-    assert stage.state("t") is TicketState.GRANTED
+    harness.send(NodeBeat("n1"))
+    harness.send(UndrainNode("u", "n1"))
+    harness.act()
+    assert not any("its node" in line for line in lines(harness, "a"))
+    assert harness.state("t") is TicketState.GRANTED
 
 
 def test_a_cluster_that_waited_long_is_not_bypassed() -> None:
-    stage = Stage(2)
-    stage.pipeline("b", train=(0, 1), generation=())
-    stage.train("b", "t")
-    stage.act()
-    stage.pipeline("a", train=(0,), generation=())
-    stage.train("a", "t2")
-    assert lines(stage, "a")[2:] == [
+    harness = SchedulerHarness(2)
+    harness.pipeline("b", train=(0, 1), generation=())
+    harness.train("b", "t")
+    harness.act()
+    harness.pipeline("a", train=(0,), generation=())
+    harness.train("a", "t2")
+    assert lines(harness, "a")[2:] == [
         "waits for actor_train (actor_training) since 0.0 s",
         "  until their owners release them; after 8.0 s more no request may bypass it",
         "  GPU 0: b actor_train, for 0.0 s",
     ]
-    stage.run(9.0)
-    assert "  until their owners release them; no new request may bypass it" in lines(stage, "a")
-    stage.release("b", "r")
-    stage.act()
-    assert lines(stage, "a") == [
+    harness.run(9.0)
+    assert "  until their owners release them; no new request may bypass it" in lines(harness, "a")
+    harness.release("b", "r")
+    harness.act()
+    assert lines(harness, "a") == [
         "a: admitted",
         "has actor_train on GPU 0, 0.0 s",
         "wants no generation; 0 of 0 workers awake",

@@ -1,84 +1,89 @@
-"""Ops under way: promised, sent, done, called off."""
+"""Intents: their ends, their history, and the turns of resizes, so that a hung engine delays no other
+pipeline for longer than its turn.
+"""
+
+import msgspec
+import pytest
 
 from rollmesh.scheduler.planning.plan import Expand, Grant
-from rollmesh.scheduler.planning.state import FIXED, ClusterRequest, Owner
+from rollmesh.scheduler.planning.state import FIXED, ClusterRequest, Owner, PipelinePhase
 from rollmesh.scheduler.service.state import HistoryRow, IntentKind, IntentPhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhase
-from tests.unit.scheduler.service.stage import TRAIN, Stage
+from tests.unit.scheduler.service.harness import SETTINGS, TRAIN, SchedulerHarness
 
 
-def phases(stage: Stage) -> list[tuple[str, IntentKind, int, IntentPhase]]:
-    intents = stage.scheduler.state.intents.values()
+def phases(harness: SchedulerHarness) -> list[tuple[str, IntentKind, int, IntentPhase]]:
+    intents = harness.scheduler.state.intents.values()
     return [(each.pipeline_id, each.kind, each.rank, each.phase) for each in intents]
 
 
-def handing_over() -> Stage:
+def handing_over() -> SchedulerHarness:
     """Pipeline a must sleep for b's training, and hangs."""
-    stage = Stage(2)
-    stage.pipeline("a", train=(), generation=(0, 1))
-    stage.pipeline("b", train=(0,), generation=())
-    stage.generate("a", "g")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.train("b", "t")
-    return stage
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", train=(), generation=(0, 1))
+    harness.pipeline("b", train=(0,), generation=())
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.train("b", "t")
+    return harness
 
 
 def test_a_grant_waits_for_the_sleep_that_it_was_planned_with() -> None:
-    stage = handing_over()
-    assert phases(stage) == [
+    harness = handing_over()
+    assert phases(harness) == [
         ("a", IntentKind.SLEEP, 0, IntentPhase.SENT),
         ("b", IntentKind.GRANT, FIXED, IntentPhase.PLANNED),
     ]
-    state = stage.scheduler.state
+    state = harness.scheduler.state
     assert state.fleet.owners[0] == Owner("b", TRAIN, FIXED)
     assert state.occupants[0] == Owner("a", GENERATION_CLUSTER, 0)
-    stage.coordinators["a"].is_hung = False
-    stage.act()
-    assert phases(stage) == []
+    harness.coordinators["a"].is_hung = False
+    harness.act()
+    assert phases(harness) == []
     assert state.occupants[0] == Owner("b", TRAIN, FIXED)
-    assert stage.state("t") is TicketState.GRANTED
+    assert harness.state("t") is TicketState.GRANTED
 
 
 def test_each_intent_ends_in_one_of_two_ways_and_is_counted() -> None:
-    stage = handing_over()
-    stage.coordinators["a"].is_hung = False
-    stage.act()
-    num = stage.scheduler.state.counts
+    harness = handing_over()
+    harness.coordinators["a"].is_hung = False
+    harness.act()
+    num = harness.scheduler.state.counts
     assert (num["intents_committed"], num["intents_failed"], num["evictions"]) == (4, 0, 1)
-    assert stage.kept.tables["intents"] == {}
+    assert harness.kept.tables["intents"] == {}
 
 
 def test_what_pipelines_do_of_their_own_is_no_eviction() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", train=(), generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    stage.release("a", "r", GENERATION_CLUSTER)
-    stage.act()
-    assert stage.state("r") is TicketState.RELEASED
-    assert stage.scheduler.state.counts["evictions"] == 0
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", train=(), generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    harness.release("a", "r", GENERATION_CLUSTER)
+    harness.act()
+    assert harness.state("r") is TicketState.RELEASED
+    assert harness.scheduler.state.counts["evictions"] == 0
 
 
 def test_a_broken_promise_gives_back_the_place_and_its_age() -> None:
-    stage = handing_over()
-    request = next(i.request for i in stage.scheduler.state.intents.values() if i.request)
-    stage.run(3)
-    stage.coordinators["a"].move(0, WorkerPhase.LOST)
-    stage.beat()
-    assert stage.scheduler.state.fleet.requests == {"t": request}
+    harness = handing_over()
+    request = next(i.request for i in harness.scheduler.state.intents.values() if i.request)
+    harness.run(3)
+    harness.coordinators["a"].move(0, WorkerPhase.LOST)
+    harness.beat()
+    assert harness.scheduler.state.fleet.requests == {"t": request}
     assert isinstance(request, ClusterRequest)
-    assert request.asked_s < stage.now_s - 2
-    assert [kind for _, kind, _, _ in phases(stage)] == [IntentKind.SLEEP], "of what is not lost"
+    assert request.asked_s < harness.now_s - 2
+    assert [kind for _, kind, _, _ in phases(harness)] == [IntentKind.SLEEP], "of what is not lost"
 
 
 def test_the_history_shows_which_engine_was_where_and_when() -> None:
-    stage = handing_over()
-    stage.run(1)
-    stage.coordinators["a"].is_hung = False
-    stage.act()
-    stage.release("b", "r")
-    past = [row for row in stage.rows if isinstance(row, HistoryRow)]
+    harness = handing_over()
+    harness.run(1)
+    harness.coordinators["a"].is_hung = False
+    harness.act()
+    harness.release("b", "r")
+    past = [row for row in harness.rows if isinstance(row, HistoryRow)]
     result = [(row.pipeline_id, row.cluster, row.rank, row.phase) for row in past if row.gpu == 0]
     assert result[:5] == [
         ("a", GENERATION_CLUSTER, 0, "waking"),
@@ -92,36 +97,195 @@ def test_the_history_shows_which_engine_was_where_and_when() -> None:
 
 
 def test_plans_of_the_planner_are_promised_as_they_are() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    state, intents = stage.scheduler.state, stage.scheduler.intents
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    state, intents = harness.scheduler.state, harness.scheduler.intents
     state.fleet.requests["t"] = ClusterRequest(
         key="t", pipeline_id="a", cluster=TRAIN, priority=1, seq=1, asked_s=0.0
     )
     intents.promise(Grant("t"))
     intents.promise(Expand("a", 1))
-    assert [each[1:] for each in phases(stage)] == [
+    assert [each[1:] for each in phases(harness)] == [
         (IntentKind.GRANT, FIXED, IntentPhase.PLANNED),
         (IntentKind.WAKE, 1, IntentPhase.PLANNED),
     ]
     assert intents.is_promise("a", TRAIN)
     intents.call_off("a", "on second thoughts")
     intents.drop_promise("a", TRAIN)
-    assert phases(stage) == []
-    assert stage.of("a").workers[1].phase is WorkerPhase.ASLEEP
+    assert phases(harness) == []
+    assert harness.of("a").workers[1].phase is WorkerPhase.ASLEEP
 
 
 def test_two_that_keep_their_workers_train_in_turn_though_their_demand_stays_open() -> None:
-    stage = Stage()
+    harness = SchedulerHarness()
     for name, gpus in (("a", (0, 1)), ("b", (2, 3))):
-        stage.pipeline(name, train=gpus, is_preemptible=False)
-        stage.generate(name, f"{name}-g")
-    stage.run(5)
+        harness.pipeline(name, train=gpus, is_preemptible=False)
+        harness.generate(name, f"{name}-g")
+    harness.run(5)
     for name in ("a", "b"):
-        stage.train(name, f"{name}0")
+        harness.train(name, f"{name}0")
     for step in range(3):
         for name in ("a", "b"):
-            stage.wait_for(f"{name}{step}", TicketState.GRANTED)
-            stage.release(name, f"{name}-r{step}")
-            stage.train(name, f"{name}{step + 1}")
-            assert stage.ended[f"{name}{step}"] is TicketState.GRANTED
+            harness.wait_for(f"{name}{step}", TicketState.GRANTED)
+            harness.release(name, f"{name}-r{step}")
+            harness.train(name, f"{name}{step + 1}")
+            assert harness.ended[f"{name}{step}"] is TicketState.GRANTED
+
+
+SWITCH_S = 2.0
+"""The turn of an engine that does not hang, including its messages."""
+UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
+"""The fault: the next resize waits until the one before has ended."""
+
+
+def phases_of(harness: SchedulerHarness, pipeline_id: str) -> list[IntentPhase]:
+    intents = harness.scheduler.state.intents.values()
+    return [each.phase for each in intents if each.pipeline_id == pipeline_id]
+
+
+def shared() -> SchedulerHarness:
+    """`well` is awake on two of three GPUs, and `ill` will hang."""
+    harness = SchedulerHarness(3)
+    harness.pipeline("ill", train=(), generation=(0, 1, 2))
+    harness.pipeline("well", train=(), generation=(1, 2))
+    harness.generate("well", "first")
+    harness.act()
+    harness.coordinators["ill"].is_hung = True
+    return harness
+
+
+def hanging(harness: SchedulerHarness) -> SchedulerHarness:
+    """Engine 0 of `ill` hangs while it should go to sleep for one that trains; 1 and 2 serve."""
+    harness.pipeline("ill", train=(), generation=(0, 1, 2))
+    harness.pipeline("first", train=(0,), generation=())
+    harness.pipeline("second", train=(1,), generation=())
+    harness.generate("ill", "g")
+    harness.run(2)
+    assert harness.awake("ill") == [0, 1, 2]
+    harness.coordinators["ill"].hung = {0}
+    harness.train("first", "t1")
+    harness.run(1)
+    assert phases_of(harness, "ill") == [IntentPhase.SENT]
+    return harness
+
+
+def test_a_busy_engine_is_promised_nothing_more() -> None:
+    harness = shared()
+    harness.generate("ill", "g")
+    harness.release("well", "r", GENERATION_CLUSTER)
+    harness.beat()
+    assert phases_of(harness, "ill") == [IntentPhase.SENT]
+    harness.coordinators["ill"].is_hung = False
+    harness.wait_for("g", TicketState.GRANTED)
+    harness.run(5)
+    assert harness.awake("ill") == [0, 1, 2], "it is busy no more"
+
+
+def test_a_hung_engine_delays_requests_for_others_for_its_turn_only() -> None:
+    harness = hanging(SchedulerHarness(3))
+    harness.train("second", "t2")
+    harness.wait_for("t2", TicketState.GRANTED, SETTINGS.turn_s + SWITCH_S)
+    assert harness.state("t1") is TicketState.QUEUED
+    assert harness.of("ill").phase is PipelinePhase.ADMITTED
+    assert harness.awake("ill") == [0, 2]
+
+
+def test_without_turns_it_is_held_up_to_the_deadline() -> None:
+    harness = hanging(SchedulerHarness(3, settings=UNTURNED))
+    harness.train("second", "t2")
+    harness.run(SETTINGS.turn_s + SWITCH_S)
+    assert harness.state("t2") is TicketState.QUEUED
+
+
+def test_one_that_hangs_is_lost_in_the_end_and_its_gpus_alone_are_fenced() -> None:
+    harness = hanging(SchedulerHarness(3))
+    harness.train("second", "t2")
+    harness.run(SETTINGS.resize_deadline_s + SETTINGS.slack_s)
+    assert harness.of("ill").phase is PipelinePhase.QUARANTINED
+    assert harness.of("ill").workers[0].phase is WorkerPhase.LOST
+    assert harness.state("t1") is TicketState.QUEUED
+    harness.run(5)
+    assert harness.awake("ill") == [0]
+    harness.coordinators["ill"].hung = set()
+    harness.wait_for("t1", TicketState.GRANTED)
+
+
+def test_an_engine_that_is_slow_comes_up_after_its_turn_as_if_in_it() -> None:
+    harness = shared()
+    ill = harness.coordinators["ill"]
+    ill.is_hung, ill.hung = False, {0}
+    harness.generate("ill", "g")
+    harness.release("well", "r", GENERATION_CLUSTER)
+    harness.run(SETTINGS.turn_s + SWITCH_S)
+    assert harness.awake("ill") == [1, 2], "its GPUs are not kept from it meanwhile"
+    assert phases_of(harness, "ill") == [IntentPhase.SENT]
+    ill.hung = set()
+    harness.run(2)
+    assert harness.awake("ill") == [0, 1, 2]
+    assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
+
+
+@pytest.mark.parametrize(("wakes", "deadline_s"), [(False, 12.0), (True, 20.0)])
+def test_the_deadline_is_that_of_the_deed(wakes: bool, deadline_s: float) -> None:
+    harness = SchedulerHarness(1, settings=msgspec.structs.replace(SETTINGS, sleep_deadline_s=12.0))
+    coordinator = harness.pipeline("a", train=(), generation=(0,))
+    if not wakes:
+        harness.generate("a", "g")
+        harness.run(2)
+    coordinator.hung = {0}
+    if wakes:
+        harness.generate("a", "g")
+    else:
+        harness.release("a", "r", GENERATION_CLUSTER)
+    [resize] = coordinator.pending_resizes
+    assert resize.deadline_s == deadline_s
+    harness.run(deadline_s + SETTINGS.slack_s - 1.0)
+    assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
+    harness.run(2.0)
+    assert harness.scheduler.state.counts["pipeline.quarantined"] == 1
+
+
+def test_resizes_under_way_are_resent_to_coordinators_that_missed_them() -> None:
+    harness = hanging(SchedulerHarness(3))
+    harness.train("second", "t2")
+    ill = harness.coordinators["ill"]
+    ill.hung = {0, 1}
+    harness.run(SETTINGS.turn_s + 1.0)
+    result = {each.resize_id: each.changes for each in ill.pending_resizes}
+    assert len(result) == 2
+    ill.pending_resizes.clear()
+    for rank in (0, 1):  # it forgets: both were lost on the way
+        ill.truths[rank] = msgspec.structs.replace(ill.truths[rank], epoch=0)
+    harness.run(1.5)
+    assert {each.resize_id: each.changes for each in ill.pending_resizes} == result
+    ill.hung = set()
+    harness.wait_for("t1", TicketState.GRANTED)
+    harness.wait_for("t2", TicketState.GRANTED)
+    assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
+
+
+def test_of_two_resizes_under_way_what_was_not_answered_stays_in_doubt() -> None:
+    harness = hanging(SchedulerHarness(3))
+    harness.train("second", "t2")
+    ill = harness.coordinators["ill"]
+    ill.hung = {0, 1}
+    harness.run(SETTINGS.turn_s + 1.0)
+    assert phases_of(harness, "ill") == [IntentPhase.SENT, IntentPhase.SENT]
+    ill.hung, ill.error = {0}, "http://e:1 does not answer"
+    harness.act()
+    assert harness.of("ill").phase is PipelinePhase.QUARANTINED
+    assert harness.scheduler.state.pipeline_records["ill"].unsure == [0]
+
+
+def test_in_quarantine_too_one_that_hangs_keeps_only_its_own_gpus() -> None:
+    harness = hanging(SchedulerHarness(3))
+    ill = harness.coordinators["ill"]
+    ill.move(2, WorkerPhase.LOST)
+    harness.beat()
+    ill.hung = {0, 1}  # of what is told from now on, too: 0 and 1 are to sleep
+    harness.run(2)
+    ill.move(2, WorkerPhase.ASLEEP)
+    harness.pipeline("third", train=(2,), generation=())
+    harness.train("third", "t3")
+    harness.wait_for("t3", TicketState.GRANTED, 5)
+    assert harness.of("ill").phase is PipelinePhase.QUARANTINED

@@ -1,27 +1,52 @@
-"""The journal stores all rows of a step or none, and names what is wrong with a file that it cannot
-use."""
+"""Journal: the SQLite file, the rows of a step, and the state that a restarted scheduler restores."""
 
 import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollmesh.core.errors import ConfigError, JournalDamaged, JournalError
+from rollmesh.scheduler.planning.state import Owner, PipelinePhase
 from rollmesh.scheduler.service.journal import FILE_NAME, SqliteJournal
+from rollmesh.scheduler.service.scheduler import FleetScheduler
 from rollmesh.scheduler.service.state import (
+    FREE,
+    HELD,
+    MAX_ENDED,
+    MAX_PROBLEMS,
+    MAX_RECENT_LINES,
+    AnswerRecord,
     CounterRecord,
     DropRow,
     HistoryRow,
     Intent,
     IntentKind,
+    IntentPhase,
     JournalTables,
+    LogLine,
     PutRow,
+    SchedulerSettings,
+    SchedulerState,
     TicketRecord,
+    WriteRows,
+    describe_recent,
+    record_ended,
 )
-from rollmesh.wire.scheduling import TicketState
+from rollmesh.wire.machine import Send
+from rollmesh.wire.scheduling import (
+    GENERATION_CLUSTER,
+    ReportProgress,
+    SchedulerHello,
+    TicketState,
+    WorkerPhase,
+)
 from tests.disks import full_disk
+from tests.unit.scheduler.service.harness import Program, SchedulerHarness, run_all
 
 
 def history(folder: Path) -> list[tuple[object, ...]]:
@@ -180,3 +205,305 @@ def test_an_intent_that_is_not_sent_is_never_late() -> None:
         intent_id=1, kind=IntentKind.WAKE, pipeline_id="a", cluster="actor_infer", planned_s=0.0
     )
     assert intent.until_s == float("inf")
+
+
+A, B = Owner("a", "actor_train", -1), Owner("b", "actor_train", -1)
+
+
+@pytest.fixture
+def state() -> SchedulerState:
+    return SchedulerState(SchedulerSettings(), "s1")
+
+
+def test_a_step_that_changes_nothing_leaves_nothing(state: SchedulerState) -> None:
+    assert state.take_actions() == []
+
+
+def test_rows_come_first_and_once_as_they_are_at_the_end(state: SchedulerState) -> None:
+    state.send(b"r", SchedulerHello("s1"))
+    state.mark("answers", "k")
+    state.answers["k"] = AnswerRecord(key="k", ok=False, at_s=1.0)
+    state.mark("answers", "k")
+    state.answers["k"].ok = True
+    state.log("a.b", "", "why")
+    write, send, note = state.take_actions()
+    assert isinstance(write, WriteRows)
+    assert [type(row) for row in write.rows] == [PutRow, PutRow]
+    first, last = write.rows
+    assert isinstance(first, PutRow)
+    assert msgspec.msgpack.decode(first.raw, type=AnswerRecord).ok
+    assert isinstance(last, PutRow)
+    assert last.table == "numbers"
+    assert isinstance(send, Send)
+    assert isinstance(note, LogLine)
+    assert state.take_actions() == []
+
+
+def test_what_is_gone_is_dropped(state: SchedulerState) -> None:
+    state.mark("tickets", "k")
+    (write,) = state.take_actions()
+    assert isinstance(write, WriteRows)
+    assert write.rows[0] == DropRow("tickets", "k")
+
+
+def test_a_row_does_not_change_with_what_it_was_taken_from(state: SchedulerState) -> None:
+    state.now_s = 5.0
+    state.mark("numbers", "1")
+    (write,) = state.take_actions()
+    state.numbers.seq = 99
+    assert isinstance(write, WriteRows)
+    row = write.rows[-1]
+    assert isinstance(row, PutRow)
+    assert msgspec.msgpack.decode(row.raw, type=CounterRecord) == CounterRecord(now_s=5.0)
+
+
+def test_two_never_stand_on_one_gpu(state: SchedulerState) -> None:
+    state.occupy(A, (0, 1), HELD)
+    with pytest.raises(AssertionError, match="GPU 1 is "):
+        state.occupy(B, (1, 2), HELD)
+    state.clear(B, (0, 1))
+    assert not state.is_clear((0,))
+    state.clear(A, (0, 1))
+    assert state.is_clear((0, 1))
+    (write,) = state.take_actions()
+    assert isinstance(write, WriteRows)
+    result = [row.phase for row in write.rows if isinstance(row, HistoryRow) and row.gpu == 0]
+    assert result == [HELD, FREE]
+
+
+def test_messages_without_a_route_are_dropped(state: SchedulerState) -> None:
+    state.send(b"", SchedulerHello("s1"))
+    assert state.take_actions() == []
+
+
+def test_troubles_are_bounded_and_the_newest_is_last(state: SchedulerState) -> None:
+    for number in range(MAX_PROBLEMS + 5):
+        state.report_problem(f"no {number}")
+    assert len(state.problems) == MAX_PROBLEMS
+    assert state.problems[-1] == f"no {MAX_PROBLEMS + 4}"
+
+
+WAKE = Intent(
+    intent_id=1, kind=IntentKind.WAKE, pipeline_id="a", cluster=GENERATION_CLUSTER, planned_s=1.0
+)
+
+
+def test_the_result_of_a_resize_is_returned_also_after_a_death() -> None:
+    harness = SchedulerHarness(2)
+    coordinator = harness.pipeline("a", generation=(0, 1))
+    coordinator.error = "it is out of memory"
+    harness.generate("a", "g")
+    harness.run(1)
+    for _ in range(2):
+        lines = describe_recent(harness.scheduler.state.ended.values(), harness.now_s)["a"]
+        assert any("wake of worker 0 failed" in each for each in lines), lines
+        assert any("it is out of memory" in each for each in lines), lines
+        assert len(lines) <= MAX_RECENT_LINES
+        harness.begin()
+
+
+def test_no_more_than_the_newest_are_kept() -> None:
+    harness = SchedulerHarness(1)
+    for number in range(1, 2 * MAX_ENDED):
+        done = msgspec.structs.replace(WAKE, intent_id=number, phase=IntentPhase.COMMITTED)
+        record_ended(harness.scheduler.state, done)
+        harness.run(0.25)
+    assert list(harness.scheduler.state.ended) == list(range(MAX_ENDED, 2 * MAX_ENDED))
+    assert len(harness.kept.tables["ended"]) == MAX_ENDED
+    harness.begin()
+    assert list(harness.scheduler.state.ended) == list(range(MAX_ENDED, 2 * MAX_ENDED))
+
+
+def two_pipelines(kind: type[FleetScheduler] = FleetScheduler) -> SchedulerHarness:
+    """Both generate on all of four GPUs, and train on two each."""
+    harness = SchedulerHarness(4, kind=kind)
+    harness.pipeline("a", train=(0, 1))
+    harness.pipeline("b", train=(2, 3))
+    return harness
+
+
+def story(harness: SchedulerHarness) -> dict[str, TicketState]:
+    """Both do two rollouts; return how each request has ended."""
+    run_all(harness, [Program("a", 2), Program("b", 2, generates_s=3.0)])
+    harness.run(5)
+    state = harness.scheduler.state
+    assert state.fleet.owners == state.occupants == {}
+    assert state.intents == {}
+    assert not state.problems
+    return harness.ended
+
+
+def test_the_rows_tell_all_that_the_machine_knows_after_each_step() -> None:
+    harness = two_pipelines()
+    harness.checks_rows_each = 1
+    story(harness)
+    harness.generate("a", "g", target=0, step=9)
+    harness.send(ReportProgress("a", "train", 1, 100, 10))
+    harness.send(ReportProgress("a", "eval/x", 1, 100, 10))
+    harness.coordinators["a"].error = "an engine does not answer"
+    harness.train("b", "t")
+    harness.run(10)
+    harness.coordinators["a"].error = ""
+    harness.release("a", "r", GENERATION_CLUSTER)
+    harness.run(10)
+    assert harness.state("r") is TicketState.RELEASED
+
+
+@pytest.mark.parametrize("when", ["before its rows are kept", "before it sends"])
+def test_it_may_be_killed_at_every_step(when: str) -> None:
+    harness = two_pipelines()
+    first = harness.num_steps
+    ends = story(harness)
+    last = harness.num_steps
+    for step in range(first, last):
+        killed = two_pipelines()
+        struck = frozenset({step, step + 3, step + 50} if step % 3 == 0 else {step})
+        if when == "before it sends":
+            killed.cut_steps = struck
+        else:
+            killed.lost_steps = struck
+        assert story(killed) == ends, f"killed at step {step} of {last}"
+
+
+fates = st.tuples(
+    st.sampled_from(["hang", "error", "silent", "none"]),
+    st.sampled_from("abc"),
+    st.integers(1, 40),
+    st.integers(1, 30),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=3, max_size=3),
+    faults=st.lists(fates, max_size=3),
+    lost=st.frozensets(st.integers(20, 600), max_size=5),
+    cut=st.frozensets(st.integers(20, 600), max_size=5),
+)
+def test_random_histories_come_to_the_same_end(
+    shapes: list[tuple[int, int]],
+    faults: list[tuple[str, str, int, int]],
+    lost: frozenset[int],
+    cut: frozenset[int],
+) -> None:
+    harness = SchedulerHarness(4)
+    for name, train in (("a", (0, 1)), ("b", (1, 2, 3)), ("c", (3,))):
+        harness.pipeline(name, train=train)
+    harness.lost_steps, harness.cut_steps, harness.checks_rows_each = lost, cut, 7
+    programs = [
+        Program(name, 2, float(generates_s), float(trains_s))
+        for name, (generates_s, trains_s) in zip("abc", shapes, strict=True)
+    ]
+    for each in programs:
+        each.poll(harness)
+    for fault, name, after_s, for_s in faults:
+        _advance(harness, programs, after_s)
+        _strike(harness, fault, name, is_on=True)
+        _advance(harness, programs, for_s)
+        _strike(harness, fault, name, is_on=False)
+    run_all(harness, programs)
+    harness.run(5)
+    state = harness.scheduler.state
+    assert state.fleet.owners == state.occupants == {}
+    assert state.intents == {}
+    assert not state.fleet.requests
+    assert not state.problems
+    assert {each.phase for each in state.fleet.pipelines.values()} == {PipelinePhase.ADMITTED}
+    assert set(harness.ended.values()) == {TicketState.GRANTED, TicketState.RELEASED}
+
+
+def _advance(harness: SchedulerHarness, programs: list[Program], seconds: int) -> None:
+    for _ in range(seconds * 4):
+        for each in programs:
+            each.poll(harness)
+        harness.run(0.25)
+
+
+def _strike(harness: SchedulerHarness, fault: str, name: str, is_on: bool) -> None:
+    coordinator = harness.coordinators[name]
+    if fault == "hang":
+        coordinator.is_hung = is_on
+    elif fault == "silent":
+        coordinator.is_silent = is_on
+    elif fault == "error":
+        coordinator.error = "an engine does not answer" if is_on else ""
+
+
+class Amnesiac(FleetScheduler):
+    """The fault: a restart begins without the kept rows."""
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        kept = [each for each in arguments if not isinstance(each, JournalTables)]
+        if len(kept) < len(arguments):
+            kept.insert(2, None)
+        super().__init__(*kept, **named)  # type: ignore[arg-type]  # what it was given
+
+
+def test_without_its_journal_a_restart_loses_all() -> None:
+    harness = two_pipelines(Amnesiac)
+    harness.train("a", "t")
+    harness.begin()
+    harness.run(5)
+    assert harness.train("a", "t2") is TicketState.REFUSED
+    kept = two_pipelines()
+    kept.train("a", "t")
+    kept.begin()
+    kept.run(5)
+    assert kept.train("a", "t2") is TicketState.GRANTED
+
+
+def test_nothing_is_planned_before_all_coordinators_are_heard_or_time_is_up() -> None:
+    harness = two_pipelines()
+    harness.coordinators["b"].is_silent = True
+    harness.train("a", "t")
+    harness.begin()
+    harness.beat()
+    harness.generate("a", "g")
+    assert harness.of("a").workers[2].phase is WorkerPhase.ASLEEP
+    harness.run(harness.settings.settle_s + 0.5)
+    assert harness.of("a").workers[2].phase is WorkerPhase.AWAKE
+
+
+def test_a_wake_that_completed_while_the_scheduler_was_down_counts() -> None:
+    harness = two_pipelines()
+    harness.coordinators["b"].is_silent = True
+    coordinator = harness.coordinators["a"]
+    harness.generate("a", "g")
+    coordinator.pending_resizes.clear()
+    for rank in range(4):
+        coordinator.move(rank, WorkerPhase.AWAKE)
+    harness.begin()
+    num_received = coordinator.num_received
+    harness.beat()
+    assert harness.state("g") is TicketState.GRANTED
+    assert coordinator.num_received == num_received
+
+
+def test_an_unconfirmed_wake_is_resent_with_its_epoch() -> None:
+    harness = two_pipelines()
+    coordinator = harness.coordinators["a"]
+    harness.cut_steps = frozenset({harness.num_steps + 1})
+    harness.generate("a", "g")
+    assert not coordinator.num_received
+    harness.run(3)
+    assert harness.state("g") is TicketState.GRANTED
+    assert {truth.epoch for truth in coordinator.truths} == {1}
+
+
+def test_workers_that_are_to_sleep_are_no_answer_though_no_plan_can_be_made_yet() -> None:
+    harness = two_pipelines()
+    harness.coordinators["b"].is_silent = True
+    coordinator = harness.coordinators["a"]
+    harness.generate("a", "g1")
+    harness.release("a", "r", GENERATION_CLUSTER)
+    harness.generate("a", "g2", step=1)
+    coordinator.pending_resizes.clear()
+    for rank in range(4):
+        coordinator.move(rank, WorkerPhase.AWAKE)
+    harness.begin()
+    harness.beat()
+    assert harness.of("a").workers[0].phase is WorkerPhase.AWAKE
+    assert harness.state("r") is harness.state("g2") is TicketState.QUEUED
+    harness.run(harness.settings.settle_s + 3)
+    assert harness.state("r") is TicketState.RELEASED
+    assert harness.state("g2") is TicketState.GRANTED

@@ -1,16 +1,28 @@
-"""The process's loop keeps rows before it sends messages, over real sockets and a real disk."""
+"""Scheduler process: journal before messages, over real sockets, and its status over HTTP."""
 
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
 from rollmesh.core.errors import AddressError, ConfigError, JournalError
+from rollmesh.core.process import http_address, listen
 from rollmesh.scheduler.planning.policies.fair import Fair
+from rollmesh.scheduler.service.explain import FleetExplanation, explain_fleet
 from rollmesh.scheduler.service.journal import SqliteJournal
-from rollmesh.scheduler.service.process import ServiceLoop, ServiceOptions, open_hub, snapshots_of
+from rollmesh.scheduler.service.process import (
+    ServiceLoop,
+    ServiceOptions,
+    figures_of,
+    open_hub,
+    snapshots_of,
+    status_app_of,
+    status_of,
+)
 from rollmesh.scheduler.service.state import Row
 from rollmesh.testing.clock import FakeClock
 from rollmesh.wire.frames import Packet
@@ -31,6 +43,7 @@ from rollmesh.wire.scheduling import (
     TicketState,
 )
 from rollmesh.wire.sockets import Dialer, Hub, wait
+from tests.unit.scheduler.service.harness import SchedulerHarness
 
 NODE = JoinNode("file-n0", "n0", 2, (), beats=False)
 SPEC = PipelineSpec(pipeline_id="a", clusters={"actor_train": (0,)}, generation=())
@@ -169,3 +182,72 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
     text = pytest.raises(AddressError, match=r"bind = tcp://127\.0\.0\.1")
     with closing(Hub("tcp://127.0.0.1:0")) as hub, text:
         open_hub(hub.address)
+
+
+def test_a_snapshot_tells_phases_waits_and_faults() -> None:
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.pipeline("b", train=(0,), generation=())
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].error = "no"
+    harness.train("b", "t")
+    harness.act()
+    harness.run(3)
+    status = status_of(harness.scheduler, {"malformed": 7})
+    assert status.num_waiting == 1
+    assert status.wait_s["0.5"] == 0.0
+    figures = {
+        (each.name, *sorted(each.labels.values())): each.value for each in figures_of(status)
+    }
+    assert figures["scheduler_workers", "a", "lost"] + figures.get(
+        ("scheduler_workers", "a", "awake"), 0
+    ) in (1, 2)
+    assert figures["scheduler_events_total", "malformed"] == 7
+    assert figures["scheduler_events_total", "pipeline.quarantined"] >= 1
+    assert figures["scheduler_nodes", "up"] == 1
+    assert figures["scheduler_waiting_seconds", "b"] > 0
+
+
+def test_a_scheduler_without_requests_shows_no_waits() -> None:
+    status = status_of(SchedulerHarness(2).scheduler, {})
+    assert status.wait_s == {}
+    assert status.fleet.num_free == 2
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    bound = listen("127.0.0.1:0")
+    yield bound
+    bound.close()
+
+
+def test_it_explains_a_pipeline_as_the_verb_does(listening: socket.socket) -> None:
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.pipeline("b", generation=(0, 1))
+    harness.train("a", "t")
+    harness.act()
+    harness.train("b", "t2")
+    snapshots = snapshots_of(FakeClock())
+    status_app = status_app_of(listening, snapshots)
+    status_app.start()
+    with httpx.Client(base_url=http_address(listening), timeout=30.0) as client:
+        assert client.get("/explain/b").status_code == 503
+        snapshots.publish(status_of(harness.scheduler, {}))
+        verbs = explain_fleet(
+            harness.scheduler.state.fleet, harness.scheduler.explain_context(), "b"
+        )
+        result = msgspec.json.decode(client.get("/explain/b").content, type=FleetExplanation)
+        assert result == verbs
+        (b,) = result.pipelines
+        assert b.waits[0].missing == {0: "a actor_train, for 0.0 s"}
+        text = client.get("/explain/b?text")
+        assert text.headers["Content-Type"].startswith("text/plain")
+        assert text.text.splitlines() == list(b.lines)
+        unknown = client.get("/explain/c")
+        assert (unknown.status_code, unknown.text) == (404, "no pipeline 'c'; a, b known\n")
+        assert client.get("/explain/%0A%2F..").status_code == 404
+        assert client.get("/status").json()["fleet"]["num_free"] == 1
+        assert "rollmesh_scheduler_gpus_free 1.0" in client.get("/metrics").text
+    status_app.close()

@@ -23,7 +23,7 @@ from rollmesh.wire.scheduling import (
     UnregisterPipeline,
     WorkerPhase,
 )
-from tests.unit.scheduler.service.stage import TRAIN, Stage
+from tests.unit.scheduler.service.harness import TRAIN, SchedulerHarness
 
 
 def spec(name: str = "a", **fields: object) -> PipelineSpec:
@@ -35,26 +35,26 @@ def spec(name: str = "a", **fields: object) -> PipelineSpec:
 
 
 def test_a_repeated_registration_changes_nothing() -> None:
-    stage = Stage()
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.train("a", "t")
-    rows = {table: dict(rows) for table, rows in stage.kept.tables.items()}
-    stage.send(RegisterPipeline("again", stage.of("a").spec))
-    assert stage.answers["again"].ok
-    assert stage.of("a").phase is PipelinePhase.ADMITTED
-    changed = {table for table, kept in stage.kept.tables.items() if kept != rows[table]}
+    harness = SchedulerHarness()
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.train("a", "t")
+    rows = {table: dict(rows) for table, rows in harness.kept.tables.items()}
+    harness.send(RegisterPipeline("again", harness.of("a").spec))
+    assert harness.answers["again"].ok
+    assert harness.of("a").phase is PipelinePhase.ADMITTED
+    changed = {table for table, kept in harness.kept.tables.items() if kept != rows[table]}
     assert changed == {"answers"}
-    assert stage.train("a", "t2") is TicketState.GRANTED
+    assert harness.train("a", "t2") is TicketState.GRANTED
 
 
 def test_another_spec_under_the_same_name_is_refused_in_one_line() -> None:
-    stage = Stage()
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.send(RegisterPipeline("other", spec(weight=2.0)))
-    answer = stage.answers["other"]
+    harness = SchedulerHarness()
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.send(RegisterPipeline("other", spec(weight=2.0)))
+    answer = harness.answers["other"]
     assert not answer.ok
     assert answer.error == "a is registered with another spec (weight); unregister it first"
-    assert stage.of("a").spec.weight == 1.0
+    assert harness.of("a").spec.weight == 1.0
 
 
 class BeginsAnew(PipelineRegistry):
@@ -75,10 +75,10 @@ class Forgetful(FleetScheduler):
 
 
 def test_were_admission_reset_by_it_requests_would_be_refused() -> None:
-    stage = Stage(kind=Forgetful)
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.send(RegisterPipeline("again", stage.of("a").spec))
-    assert stage.train("a", "t") is TicketState.REFUSED
+    harness = SchedulerHarness(kind=Forgetful)
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.send(RegisterPipeline("again", harness.of("a").spec))
+    assert harness.train("a", "t") is TicketState.REFUSED
 
 
 # joining
@@ -93,57 +93,57 @@ def test_were_admission_reset_by_it_requests_would_be_refused() -> None:
     ],
 )
 def test_a_spec_that_cannot_be_is_refused_in_one_line(wrong: PipelineSpec, text: str) -> None:
-    stage = Stage()
-    stage.send(RegisterPipeline("r", wrong))
-    assert not stage.answers["r"].ok
-    assert text in stage.answers["r"].error
-    assert "\n" not in stage.answers["r"].error
-    assert not stage.scheduler.state.pipeline_records
+    harness = SchedulerHarness()
+    harness.send(RegisterPipeline("r", wrong))
+    assert not harness.answers["r"].ok
+    assert text in harness.answers["r"].error
+    assert "\n" not in harness.answers["r"].error
+    assert not harness.scheduler.state.pipeline_records
 
 
 def test_a_repeated_request_is_done_once_and_answered_each_time() -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    stage.send(KillPipeline("k", "a"))
-    stage.send(AdmitPipeline("again", "a"))
-    stage.send(KillPipeline("k", "a"))
-    assert stage.of("a").phase is PipelinePhase.ADMITTED
-    stage.answers.clear()
-    stage.send(KillPipeline("k", "a"))
-    assert stage.answers["k"].ok
+    harness = SchedulerHarness()
+    harness.pipeline("a")
+    harness.send(KillPipeline("k", "a"))
+    harness.send(AdmitPipeline("again", "a"))
+    harness.send(KillPipeline("k", "a"))
+    assert harness.of("a").phase is PipelinePhase.ADMITTED
+    harness.answers.clear()
+    harness.send(KillPipeline("k", "a"))
+    assert harness.answers["k"].ok
 
 
 @pytest.mark.parametrize("ask", [AdmitPipeline, KillPipeline, UnregisterPipeline])
 def test_what_is_asked_of_an_unknown_pipeline_is_refused(ask: type) -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    stage.send(ask("k", "x"))
-    assert not stage.answers["k"].ok
-    assert stage.answers["k"].error == "no pipeline 'x'; a registered"
+    harness = SchedulerHarness()
+    harness.pipeline("a")
+    harness.send(ask("k", "x"))
+    assert not harness.answers["k"].ok
+    assert harness.answers["k"].error == "no pipeline 'x'; a registered"
 
 
 # leaving
 
 
 def test_a_leaving_pipeline_sleeps_first_and_then_nothing_is_left_of_it() -> None:
-    stage = Stage()
-    stage.pipeline("a", train=(0,))
-    stage.train("a", "t")
-    stage.generate("a", "g")
-    stage.act()
-    stage.send(UnregisterPipeline("u", "a"))
-    assert "u" not in stage.answers
-    assert stage.train("a", "t2") is TicketState.REFUSED
-    stage.act()
-    assert stage.awake("a") == []
-    assert "u" not in stage.answers, "its trainer has not given up its GPUs"
-    stage.release("a", "r")
-    assert stage.answers["u"].ok
-    state = stage.scheduler.state
+    harness = SchedulerHarness()
+    harness.pipeline("a", train=(0,))
+    harness.train("a", "t")
+    harness.generate("a", "g")
+    harness.act()
+    harness.send(UnregisterPipeline("u", "a"))
+    assert "u" not in harness.answers
+    assert harness.train("a", "t2") is TicketState.REFUSED
+    harness.act()
+    assert harness.awake("a") == []
+    assert "u" not in harness.answers, "its trainer has not given up its GPUs"
+    harness.release("a", "r")
+    assert harness.answers["u"].ok
+    state = harness.scheduler.state
     assert state.fleet.owners == state.occupants == {}
     assert state.fleet.pipelines == {}
     assert state.intents == {}
-    kept = {table for table, rows in stage.kept.tables.items() if rows}
+    kept = {table for table, rows in harness.kept.tables.items() if rows}
     assert kept == {"nodes", "answers", "tickets", "ended", "credits", "numbers"}
 
 
@@ -162,247 +162,247 @@ class LeavesAtOnce(FleetScheduler):
     REGISTRY = HurriedTenants
 
 
-def left_while_training(kind: type[FleetScheduler]) -> Stage:
+def left_while_training(kind: type[FleetScheduler]) -> SchedulerHarness:
     """Pipeline a trains while it is unregistered; b waits for a GPU of it."""
-    stage = Stage(2, kind=kind)
-    stage.pipeline("a", train=(0, 1), generation=())
-    stage.pipeline("b", train=(1,), generation=())
-    stage.train("a", "ta")
-    stage.train("b", "tb")
-    stage.send(UnregisterPipeline("u", "a"))
-    return stage
+    harness = SchedulerHarness(2, kind=kind)
+    harness.pipeline("a", train=(0, 1), generation=())
+    harness.pipeline("b", train=(1,), generation=())
+    harness.train("a", "ta")
+    harness.train("b", "tb")
+    harness.send(UnregisterPipeline("u", "a"))
+    return harness
 
 
 def test_a_trainer_whose_pipeline_leaves_keeps_its_gpus_until_it_releases_them() -> None:
-    stage = left_while_training(FleetScheduler)
-    stage.run(1)
-    stage.begin()  # also in the scheduler's next life
-    stage.run(30)
-    assert stage.state("tb") is TicketState.QUEUED
-    stage.release("a", "r")
-    stage.wait_for("tb", TicketState.GRANTED, 5)
-    assert list(stage.scheduler.state.fleet.pipelines) == ["b"]
+    harness = left_while_training(FleetScheduler)
+    harness.run(1)
+    harness.begin()  # also in the scheduler's next life
+    harness.run(30)
+    assert harness.state("tb") is TicketState.QUEUED
+    harness.release("a", "r")
+    harness.wait_for("tb", TicketState.GRANTED, 5)
+    assert list(harness.scheduler.state.fleet.pipelines) == ["b"]
 
 
 def test_a_pipeline_that_leaves_with_an_untaken_offer_has_nothing() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", train=(0, 1), generation=())
-    stage.send(RequestGpus("ta", "a", TRAIN, GpuPriority.ACTOR_TRAINING))
-    offered = stage.moved["ta"]
-    stage.send(UnregisterPipeline("u", "a"))
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", train=(0, 1), generation=())
+    harness.send(RequestGpus("ta", "a", TRAIN, GpuPriority.ACTOR_TRAINING))
+    offered = harness.moved["ta"]
+    harness.send(UnregisterPipeline("u", "a"))
     assert offered.state is TicketState.OFFERED
-    assert stage.state("ta") is TicketState.REFUSED
-    assert stage.answers["u"].ok
-    stage.send(TakeGpus("ta", offered.offer))  # it was on its way
-    assert stage.state("ta") is TicketState.REFUSED
-    assert stage.scheduler.state.occupants == {}
+    assert harness.state("ta") is TicketState.REFUSED
+    assert harness.answers["u"].ok
+    harness.send(TakeGpus("ta", offered.offer))  # it was on its way
+    assert harness.state("ta") is TicketState.REFUSED
+    assert harness.scheduler.state.occupants == {}
 
 
 def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
-    stage = left_while_training(LeavesAtOnce)
-    assert stage.state("tb") is TicketState.GRANTED, "and a's trainer has received nothing"
+    harness = left_while_training(LeavesAtOnce)
+    assert harness.state("tb") is TicketState.GRANTED, "and a's trainer has received nothing"
 
 
 def test_a_leaving_pipeline_that_is_killed_is_forgotten_whatever_it_held() -> None:
-    stage = left_while_training(FleetScheduler)
-    stage.send(KillPipeline("k", "a"))
-    assert stage.answers["u"].ok
-    assert stage.state("tb") is TicketState.GRANTED
+    harness = left_while_training(FleetScheduler)
+    harness.send(KillPipeline("k", "a"))
+    assert harness.answers["u"].ok
+    assert harness.state("tb") is TicketState.GRANTED
 
 
 def test_a_pipeline_that_leaves_its_promised_gpus_leaves_all_idle() -> None:
-    stage = Stage()
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.pipeline("b", train=(0, 1), generation=())
-    stage.generate("a", "g")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.train("b", "b1")  # promised, while a's workers go to sleep
-    stage.send(UnregisterPipeline("ub", "b"))
-    stage.send(UnregisterPipeline("ua", "a"))
-    stage.coordinators["a"].is_hung = False
-    stage.act()
-    assert stage.answers["ua"].ok
-    assert stage.answers["ub"].ok
-    assert stage.state("b1") is TicketState.REFUSED
-    assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
+    harness = SchedulerHarness()
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.pipeline("b", train=(0, 1), generation=())
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.train("b", "b1")  # promised, while a's workers go to sleep
+    harness.send(UnregisterPipeline("ub", "b"))
+    harness.send(UnregisterPipeline("ua", "a"))
+    harness.coordinators["a"].is_hung = False
+    harness.act()
+    assert harness.answers["ua"].ok
+    assert harness.answers["ub"].ok
+    assert harness.state("b1") is TicketState.REFUSED
+    assert harness.scheduler.state.fleet.owners == harness.scheduler.state.occupants == {}
 
 
 def test_a_promised_wake_is_not_sent_for_a_pipeline_that_has_left() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", train=(0, 1), generation=(0, 1))
-    coordinator = stage.pipeline("b", generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.generate("b", "g2")
-    stage.run(8)
-    assert stage.scheduler.state.intents
-    stage.send(UnregisterPipeline("u", "b"))
-    assert stage.answers["u"].ok
-    stage.coordinators["a"].is_hung = False
-    stage.run(3)
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", train=(0, 1), generation=(0, 1))
+    coordinator = harness.pipeline("b", generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.generate("b", "g2")
+    harness.run(8)
+    assert harness.scheduler.state.intents
+    harness.send(UnregisterPipeline("u", "b"))
+    assert harness.answers["u"].ok
+    harness.coordinators["a"].is_hung = False
+    harness.run(3)
     assert not coordinator.num_received
-    assert stage.awake("a") == [0, 1]
+    assert harness.awake("a") == [0, 1]
 
 
 def test_a_killed_pipeline_has_nothing_whatever_its_coordinator_sent_last() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    coordinator = stage.coordinators.pop("a")
-    stage.run(stage.settings.coordinator_grace_s + 2)
-    assert stage.of("a").phase is PipelinePhase.QUARANTINED
-    assert set(stage.scheduler.state.occupants) == {0, 1}
-    stage.send(KillPipeline("k", "a"))
-    assert stage.of("a").phase is PipelinePhase.REGISTERED
-    assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    coordinator = harness.coordinators.pop("a")
+    harness.run(harness.settings.coordinator_grace_s + 2)
+    assert harness.of("a").phase is PipelinePhase.QUARANTINED
+    assert set(harness.scheduler.state.occupants) == {0, 1}
+    harness.send(KillPipeline("k", "a"))
+    assert harness.of("a").phase is PipelinePhase.REGISTERED
+    assert harness.scheduler.state.fleet.owners == harness.scheduler.state.occupants == {}
     assert coordinator.num_received == 1
-    stage.send(coordinator.hello(), coordinator.route)
-    assert stage.scheduler.state.fleet.owners == stage.scheduler.state.occupants == {}
+    harness.send(coordinator.hello(), coordinator.route)
+    assert harness.scheduler.state.fleet.owners == harness.scheduler.state.occupants == {}
 
 
 def test_a_repeated_unregister_after_a_restart_is_answered() -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    stage.generate("a", "g")
-    stage.act()
-    stage.send(UnregisterPipeline("u", "a"))
-    stage.begin()
-    stage.run(4)
-    stage.send(UnregisterPipeline("u", "a"))
-    assert stage.answers["u"].ok
+    harness = SchedulerHarness()
+    harness.pipeline("a")
+    harness.generate("a", "g")
+    harness.act()
+    harness.send(UnregisterPipeline("u", "a"))
+    harness.begin()
+    harness.run(4)
+    harness.send(UnregisterPipeline("u", "a"))
+    assert harness.answers["u"].ok
 
 
 # nodes
 
 
 def test_a_node_that_comes_back_has_its_gpu_numbers_again() -> None:
-    stage = Stage(2)
-    stage.send(JoinNode("n1", "n1", 2))
-    stage.send(JoinNode("n2", "n2", 4))
-    stage.run(stage.settings.node_grace_s + 1)
-    state = stage.scheduler.state.fleet
+    harness = SchedulerHarness(2)
+    harness.send(JoinNode("n1", "n1", 2))
+    harness.send(JoinNode("n2", "n2", 4))
+    harness.run(harness.settings.node_grace_s + 1)
+    state = harness.scheduler.state.fleet
     assert {name: node.phase for name, node in state.nodes.items()} == {
         "n0": NodePhase.UP,
         "n1": NodePhase.DOWN,
         "n2": NodePhase.DOWN,
     }
-    stage.send(JoinNode("n2-again", "n2", 4, ("big",)))
+    harness.send(JoinNode("n2-again", "n2", 4, ("big",)))
     assert state.nodes["n2"] == GpuNode(name="n2", gpus=(4, 5, 6, 7), labels=("big",))
-    stage.send(NodeBeat("n1"))
+    harness.send(NodeBeat("n1"))
     assert state.nodes["n1"].phase is NodePhase.UP
-    assert stage.scheduler.state.counts["node.returned"] == 1
+    assert harness.scheduler.state.counts["node.returned"] == 1
 
 
 def test_a_node_that_has_changed_is_refused() -> None:
-    stage = Stage(2)
-    stage.send(JoinNode("again", "n0", 3))
-    assert stage.answers["again"].error == "node 'n0' had 2 GPUs and comes back with 3; rename it"
+    harness = SchedulerHarness(2)
+    harness.send(JoinNode("again", "n0", 3))
+    assert harness.answers["again"].error == "node 'n0' had 2 GPUs and comes back with 3; rename it"
     for number, num_gpus in enumerate((0, -1, 2**62)):
-        stage.send(JoinNode(f"none-{number}", "n1", num_gpus))
-        assert "use 1 to 1024" in stage.answers[f"none-{number}"].error
+        harness.send(JoinNode(f"none-{number}", "n1", num_gpus))
+        assert "use 1 to 1024" in harness.answers[f"none-{number}"].error
     for number, name in enumerate(("", "a b", "a/b", "a\n")):
-        stage.send(JoinNode(f"name-{number}", name, 2))
-        assert "one word" in stage.answers[f"name-{number}"].error
+        harness.send(JoinNode(f"name-{number}", name, 2))
+        assert "one word" in harness.answers[f"name-{number}"].error
 
 
 def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    stage.send(DrainNode("d", "n0"))
-    stage.act()
-    assert not stage.awake("a")
-    assert stage.train("a", "t") is TicketState.QUEUED
-    stage.send(DrainNode("d2", "nowhere"))
-    assert not stage.answers["d2"].ok
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    harness.send(DrainNode("d", "n0"))
+    harness.act()
+    assert not harness.awake("a")
+    assert harness.train("a", "t") is TicketState.QUEUED
+    harness.send(DrainNode("d2", "nowhere"))
+    assert not harness.answers["d2"].ok
 
 
 def test_a_ticket_outlives_a_leave_that_has_its_key() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
-    stage.train("a", "same")
-    stage.send(UnregisterPipeline("same", "a"))
-    stage.release("a", "r")
-    assert stage.answers["same"].ok
-    stage.run(2 * stage.settings.memory_s)
-    assert not stage.scheduler.state.reply_targets
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.train("a", "same")
+    harness.send(UnregisterPipeline("same", "a"))
+    harness.release("a", "r")
+    assert harness.answers["same"].ok
+    harness.run(2 * harness.settings.memory_s)
+    assert not harness.scheduler.state.reply_targets
 
 
 def test_a_drain_that_is_undone_wakes_what_waits() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", generation=(0, 1))
-    stage.send(DrainNode("d", "n0"))
-    stage.generate("a", "g")
-    stage.run(1.0)
-    assert not stage.awake("a")
-    stage.send(UndrainNode("u", "n0"))
-    stage.act()
-    assert stage.awake("a") == [0, 1]
-    stage.send(UndrainNode("u2", "nowhere"))
-    assert "no node 'nowhere'; n0 known" in stage.answers["u2"].error
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", generation=(0, 1))
+    harness.send(DrainNode("d", "n0"))
+    harness.generate("a", "g")
+    harness.run(1.0)
+    assert not harness.awake("a")
+    harness.send(UndrainNode("u", "n0"))
+    harness.act()
+    assert harness.awake("a") == [0, 1]
+    harness.send(UndrainNode("u2", "nowhere"))
+    assert "no node 'nowhere'; n0 known" in harness.answers["u2"].error
 
 
-def phase_of(stage: Stage, name: str) -> NodePhase:
-    return stage.scheduler.state.fleet.nodes[name].phase
+def phase_of(harness: SchedulerHarness, name: str) -> NodePhase:
+    return harness.scheduler.state.fleet.nodes[name].phase
 
 
 def test_a_drained_node_that_was_but_silent_is_still_drained() -> None:
-    stage = Stage(0)
+    harness = SchedulerHarness(0)
     join = JoinNode("n1", "n1", 2)
-    stage.send(join)
-    stage.send(DrainNode("d", "n1"))
-    stage.run(stage.settings.node_grace_s + 1)
-    assert phase_of(stage, "n1") is NodePhase.DOWN
-    stage.begin()
-    stage.send(NodeBeat("n1"))
-    assert phase_of(stage, "n1") is NodePhase.DRAINING
-    stage.run(stage.settings.memory_s + stage.settings.node_grace_s)
-    stage.send(join)
-    assert phase_of(stage, "n1") is NodePhase.DRAINING
-    stage.send(JoinNode("anew", "n1", 2))
-    assert phase_of(stage, "n1") is NodePhase.UP
+    harness.send(join)
+    harness.send(DrainNode("d", "n1"))
+    harness.run(harness.settings.node_grace_s + 1)
+    assert phase_of(harness, "n1") is NodePhase.DOWN
+    harness.begin()
+    harness.send(NodeBeat("n1"))
+    assert phase_of(harness, "n1") is NodePhase.DRAINING
+    harness.run(harness.settings.memory_s + harness.settings.node_grace_s)
+    harness.send(join)
+    assert phase_of(harness, "n1") is NodePhase.DRAINING
+    harness.send(JoinNode("anew", "n1", 2))
+    assert phase_of(harness, "n1") is NodePhase.UP
 
 
 def test_a_node_that_is_down_is_drained_or_used_when_it_is_back() -> None:
-    stage = Stage(0)
-    stage.send(JoinNode("n1", "n1", 2))
+    harness = SchedulerHarness(0)
+    harness.send(JoinNode("n1", "n1", 2))
     for ask, phase in (
         (DrainNode("d", "n1"), NodePhase.DRAINING),
         (UndrainNode("u", "n1"), NodePhase.UP),
     ):
-        stage.run(stage.settings.node_grace_s + 1)
-        stage.send(ask)
-        assert phase_of(stage, "n1") is NodePhase.DOWN
-        stage.send(NodeBeat("n1"))
-        assert phase_of(stage, "n1") is phase
+        harness.run(harness.settings.node_grace_s + 1)
+        harness.send(ask)
+        assert phase_of(harness, "n1") is NodePhase.DOWN
+        harness.send(NodeBeat("n1"))
+        assert phase_of(harness, "n1") is phase
 
 
 def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
-    stage = Stage(0)
-    stage.send(JoinNode("n1", "n1", 2))
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.train("a", "t")
-    stage.run(stage.settings.node_grace_s + 1)
-    assert not stage.of("a").holds
-    assert list(stage.scheduler.state.fleet.requests) == ["t"]
-    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.LOST}
-    stage.coordinators["a"].is_hung = False
+    harness = SchedulerHarness(0)
+    harness.send(JoinNode("n1", "n1", 2))
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.train("a", "t")
+    harness.run(harness.settings.node_grace_s + 1)
+    assert not harness.of("a").holds
+    assert list(harness.scheduler.state.fleet.requests) == ["t"]
+    assert {worker.phase for worker in harness.of("a").workers} == {WorkerPhase.LOST}
+    harness.coordinators["a"].is_hung = False
     for _ in range(16):
-        stage.send(NodeBeat("n1"))
-        stage.run(0.5)
-    assert stage.state("t") is TicketState.GRANTED
+        harness.send(NodeBeat("n1"))
+        harness.run(0.5)
+    assert harness.state("t") is TicketState.GRANTED
 
 
 def test_names_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_NODES", 1)
-    stage = Stage()  # it has a node
+    harness = SchedulerHarness()  # it has a node
     asks = [
         JoinNode("long", "n" * 129, 1),
         JoinNode("label", "n0", 1, ("x" * 129,)),
@@ -410,6 +410,6 @@ def test_names_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch)
         JoinNode("many", "another", 1),
     ]
     for ask in asks:
-        stage.send(ask)
-        assert not stage.answers[ask.key].ok
-    assert len(stage.scheduler.state.node_records) == 1
+        harness.send(ask)
+        assert not harness.answers[ask.key].ok
+    assert len(harness.scheduler.state.node_records) == 1

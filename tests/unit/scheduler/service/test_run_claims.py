@@ -1,78 +1,104 @@
-"""Only one run at a time has a pipeline's name, and the next finds nothing of a dead one."""
+"""Run claims: one run at a time has a pipeline's name, and only messages with its token or the
+operator's change the pipeline.
+"""
 
 import msgspec
+import pytest
 
+from rollmesh.core.secret_files import hash_token
+from rollmesh.scheduler.planning.policies.fair import Fair
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.scheduler.service.coordinators import LIVE_S
 from rollmesh.scheduler.service.registry import PipelineRegistry, RunClaims
 from rollmesh.scheduler.service.scheduler import FleetScheduler
+from rollmesh.scheduler.service.state import JournalTables, SchedulerSettings, WriteRows
+from rollmesh.wire.machine import Received, Send
+from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.scheduling import (
     AdmitPipeline,
     CheckKill,
     ClaimPipeline,
+    ClearProgress,
+    CoordinatorHello,
     HooksWired,
+    JoinNode,
     KillPipeline,
+    NotifyReleaseGpus,
+    NotifyReleaseThenRequestGpus,
+    PipelineSpec,
+    RegisterPipeline,
+    ReportPreempt,
+    ReportProgress,
+    RequestGpus,
     RunClaim,
+    SchedulerAnswered,
+    SchedulerHello,
+    TakeGpus,
+    TicketMoved,
     TicketState,
+    UnregisterPipeline,
+    WithdrawRequest,
     WorkerPhase,
+    WorkersResized,
     WorkerTruth,
+    signed,
 )
-from tests.unit.scheduler.service.stage import SETTINGS, TRAIN, Coordinator, Stage
+from tests.unit.scheduler.service.harness import SETTINGS, TRAIN, Coordinator, SchedulerHarness
 
 
-def unclaimed(**fields: object) -> Stage:
+def unclaimed(**fields: object) -> SchedulerHarness:
     """Pipeline `a`, which no run uses."""
-    stage = Stage(**fields)  # type: ignore[arg-type]  # of the stage
-    stage.pipeline("a", train=(0,), generation=(0, 1)).is_silent = True
-    stage.run(LIVE_S)
-    return stage
+    harness = SchedulerHarness(**fields)  # type: ignore[arg-type]  # of the harness
+    harness.pipeline("a", train=(0,), generation=(0, 1)).is_silent = True
+    harness.run(LIVE_S)
+    return harness
 
 
-def begin(stage: Stage, started_s: float) -> None:
+def begin(harness: SchedulerHarness, started_s: float) -> None:
     """A run's coordinator and hooks."""
-    coordinator = stage.coordinators["a"] = Coordinator("a", 2, started_s)
-    stage.send(coordinator.hello(), coordinator.route)
-    stage.send(HooksWired("a"))
+    coordinator = harness.coordinators["a"] = Coordinator("a", 2, started_s)
+    harness.send(coordinator.hello(), coordinator.route)
+    harness.send(HooksWired("a"))
 
 
 def run_of(run_id: str, **fields: object) -> RunClaim:
     return RunClaim(run_id, "h", 7, **fields)  # type: ignore[arg-type]  # of the claim
 
 
-def claim(stage: Stage, run: RunClaim | None, after: str = "") -> str:
+def claim(harness: SchedulerHarness, run: RunClaim | None, after: str = "") -> str:
     """The reason of the refusal, or ''."""
-    key = f"claim-{len(stage.answers)}"
-    stage.send(ClaimPipeline(key, "a", run, after))
-    return stage.answers[key].error
+    key = f"claim-{len(harness.answers)}"
+    harness.send(ClaimPipeline(key, "a", run, after))
+    return harness.answers[key].error
 
 
 def test_of_two_runs_that_take_a_name_in_the_same_moment_one_is_refused() -> None:
-    stage = unclaimed()
-    assert claim(stage, run_of("one")) == ""
-    assert claim(stage, run_of("two")) == "another run has that name and is active"
-    assert stage.scheduler.explain_context().runs == {"a": run_of("one")}
-    stage.begin()
-    assert claim(stage, run_of("two")) == "another run has that name and is active", (
+    harness = unclaimed()
+    assert claim(harness, run_of("one")) == ""
+    assert claim(harness, run_of("two")) == "another run has that name and is active"
+    assert harness.scheduler.explain_context().runs == {"a": run_of("one")}
+    harness.begin()
+    assert claim(harness, run_of("two")) == "another run has that name and is active", (
         "it is journalled"
     )
 
 
 def test_a_run_without_a_claim_keeps_its_name_as_the_scheduler_is_started_again() -> None:
-    stage = Stage()
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.begin()  # and that run is not heard yet
-    assert claim(stage, run_of("one")) == "another run has that name and is active"
-    stage.coordinators["a"].is_silent = True
-    stage.run(LIVE_S)
-    assert claim(stage, run_of("one")) == ""
+    harness = SchedulerHarness()
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.begin()  # and that run is not heard yet
+    assert claim(harness, run_of("one")) == "another run has that name and is active"
+    harness.coordinators["a"].is_silent = True
+    harness.run(LIVE_S)
+    assert claim(harness, run_of("one")) == ""
 
 
 def test_of_two_that_follow_a_dead_run_one_is_refused() -> None:
-    stage = unclaimed()
-    assert claim(stage, run_of("dead")) == ""
-    assert claim(stage, run_of("one"), after="dead") == ""
-    assert claim(stage, run_of("two"), after="dead") == "another run has that name and is active"
-    assert stage.scheduler.explain_context().runs["a"].run_id == "one"
+    harness = unclaimed()
+    assert claim(harness, run_of("dead")) == ""
+    assert claim(harness, run_of("one"), after="dead") == ""
+    assert claim(harness, run_of("two"), after="dead") == "another run has that name and is active"
+    assert harness.scheduler.explain_context().runs["a"].run_id == "one"
 
 
 class LastWins(RunClaims):
@@ -89,92 +115,215 @@ class Careless(FleetScheduler):
 
 
 def test_were_names_not_compared_two_runs_would_have_one() -> None:
-    stage = unclaimed(kind=Careless)
-    assert claim(stage, run_of("one")) == claim(stage, run_of("two")) == ""
+    harness = unclaimed(kind=Careless)
+    assert claim(harness, run_of("one")) == claim(harness, run_of("two")) == ""
 
 
 def test_a_run_that_follows_a_dead_one_finds_nothing_of_it() -> None:
-    stage = unclaimed()
-    claim(stage, run_of("dead"))
-    begin(stage, started_s=2.0)
-    stage.generate("a", "g")
-    stage.act()
-    stage.train("a", "t")
-    stage.act()
-    old = stage.coordinators["a"]
+    harness = unclaimed()
+    claim(harness, run_of("dead"))
+    begin(harness, started_s=2.0)
+    harness.generate("a", "g")
+    harness.act()
+    harness.train("a", "t")
+    harness.act()
+    old = harness.coordinators["a"]
     old.is_silent = True
-    stage.run(SETTINGS.coordinator_grace_s + 1.0)
-    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    harness.run(SETTINGS.coordinator_grace_s + 1.0)
+    assert harness.of("a").phase is PipelinePhase.QUARANTINED
     old.truths = [WorkerTruth(rank, WorkerPhase.ASLEEP, 0) for rank in range(2)]
-    assert claim(stage, run_of("next"), after="dead") == ""
-    pipeline = stage.of("a")
+    assert claim(harness, run_of("next"), after="dead") == ""
+    pipeline = harness.of("a")
     assert (pipeline.phase, pipeline.holds, pipeline.demand) == (PipelinePhase.ADMITTED, {}, None)
     assert {each.phase for each in pipeline.workers} == {WorkerPhase.ASLEEP}
-    assert stage.scheduler.state.fleet.owners == {}
-    begin(stage, started_s=3.0)
-    assert stage.train("a", "t2") is TicketState.GRANTED
+    assert harness.scheduler.state.fleet.owners == {}
+    begin(harness, started_s=3.0)
+    assert harness.train("a", "t2") is TicketState.GRANTED
 
 
 def test_engines_that_are_not_a_runs_own_outlive_it_and_stay_fenced() -> None:
-    stage = unclaimed()
-    claim(stage, run_of("dead", owns_engines=False))
-    begin(stage, started_s=2.0)
-    stage.generate("a", "g")
-    stage.act()
-    assert stage.awake("a") == [0, 1]
-    stage.coordinators["a"].is_silent = True
-    assert claim(stage, None, after="dead") == ""
-    pipeline = stage.of("a")
+    harness = unclaimed()
+    claim(harness, run_of("dead", owns_engines=False))
+    begin(harness, started_s=2.0)
+    harness.generate("a", "g")
+    harness.act()
+    assert harness.awake("a") == [0, 1]
+    harness.coordinators["a"].is_silent = True
+    assert claim(harness, None, after="dead") == ""
+    pipeline = harness.of("a")
     assert (pipeline.holds, pipeline.demand) == ({}, None)
-    assert stage.awake("a") == [0, 1], "no resize has put them to sleep"
+    assert harness.awake("a") == [0, 1], "no resize has put them to sleep"
 
 
 def test_a_run_that_ends_after_another_has_its_name_takes_nothing_from_it() -> None:
-    stage = unclaimed()
-    claim(stage, run_of("dead"))
-    claim(stage, run_of("next"), after="dead")
-    begin(stage, started_s=2.0)
-    stage.train("a", "t")
-    stage.act()
-    assert claim(stage, None, after="dead") == ""
-    assert stage.scheduler.explain_context().runs["a"].run_id == "next"
-    assert list(stage.of("a").holds) == [TRAIN]
+    harness = unclaimed()
+    claim(harness, run_of("dead"))
+    claim(harness, run_of("next"), after="dead")
+    begin(harness, started_s=2.0)
+    harness.train("a", "t")
+    harness.act()
+    assert claim(harness, None, after="dead") == ""
+    assert harness.scheduler.explain_context().runs["a"].run_id == "next"
+    assert list(harness.of("a").holds) == [TRAIN]
 
 
 def test_an_active_or_unadmitted_pipeline_cannot_be_claimed() -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    assert claim(stage, run_of("one")) == "another run has that name and is active"
-    stage.send(KillPipeline("k", "a"))
-    assert claim(stage, run_of("one")) == "a is registered, and not admitted"
+    harness = SchedulerHarness()
+    harness.pipeline("a")
+    assert claim(harness, run_of("one")) == "another run has that name and is active"
+    harness.send(KillPipeline("k", "a"))
+    assert claim(harness, run_of("one")) == "a is registered, and not admitted"
 
 
 def test_a_killed_pipeline_is_unclaimed() -> None:
-    stage = unclaimed()
-    claim(stage, run_of("one"))
-    stage.send(KillPipeline("k", "a"))
-    stage.send(AdmitPipeline("again", "a"))
-    assert stage.scheduler.explain_context().runs == {}
-    stage.coordinators["a"].is_silent = True
-    assert claim(stage, run_of("two")) == ""
+    harness = unclaimed()
+    claim(harness, run_of("one"))
+    harness.send(KillPipeline("k", "a"))
+    harness.send(AdmitPipeline("again", "a"))
+    assert harness.scheduler.explain_context().runs == {}
+    harness.coordinators["a"].is_silent = True
+    assert claim(harness, run_of("two")) == ""
 
 
 def test_processes_may_be_ended_only_of_the_run_that_has_the_name() -> None:
-    stage = unclaimed()
-    stage.send(CheckKill("1", "a"))
-    claim(stage, run_of("one"))
+    harness = unclaimed()
+    harness.send(CheckKill("1", "a"))
+    claim(harness, run_of("one"))
     for number, ask in enumerate((CheckKill("2", "a", "one"), CheckKill("3", "a", "two")), 2):
-        stage.send(ask)
-        assert stage.answers[str(number)].ok is (number == 2)
-    stage.send(CheckKill("4", "nope", ""))
-    result = [stage.answers[key].error for key in ("1", "3", "4")]
+        harness.send(ask)
+        assert harness.answers[str(number)].ok is (number == 2)
+    harness.send(CheckKill("4", "nope", ""))
+    result = [harness.answers[key].error for key in ("1", "3", "4")]
     assert result == ["", "another run has the name a", "no pipeline 'nope'; a registered"]
 
 
 def test_a_kill_that_comes_after_the_next_run_has_the_name_frees_nothing() -> None:
-    stage = unclaimed()
-    claim(stage, run_of("one"))
-    claim(stage, run_of("two"), after="one")
-    stage.send(KillPipeline("k", "a", "one"))
-    assert stage.answers["k"].error == "another run has the name a"
-    assert stage.scheduler.explain_context().runs["a"].run_id == "two"
+    harness = unclaimed()
+    claim(harness, run_of("one"))
+    claim(harness, run_of("two"), after="one")
+    harness.send(KillPipeline("k", "a", "one"))
+    assert harness.answers["k"].error == "another run has the name a"
+    assert harness.scheduler.explain_context().runs["a"].run_id == "two"
+
+
+SPEC = PipelineSpec(pipeline_id="a", clusters={"actor_train": (0,)}, generation=(0,))
+TRUTH = (WorkerTruth(0, WorkerPhase.ASLEEP, 0),)
+REFUSED = TicketState.REFUSED
+CHANGES: tuple[AnyMessage, ...] = (
+    HooksWired("a"),
+    RequestGpus("new", "a", "actor_train", 1),
+    NotifyReleaseGpus("new", "a", "actor_train"),
+    NotifyReleaseThenRequestGpus("new", "a", "actor_train", "actor_infer", 6),
+    TakeGpus("t", 1),
+    WithdrawRequest("t"),
+    ReportProgress("a", "train", 1, 8, 3),
+    ClearProgress("a", "train", 1),
+    ReportPreempt("a", 0, "http://e:1"),
+    CoordinatorHello("a", TRUTH, 2.0),
+    WorkersResized("a", 1, TRUTH),
+    AdmitPipeline("new", "a"),
+    CheckKill("new", "a"),
+    KillPipeline("new", "a"),
+    UnregisterPipeline("new", "a"),
+    ClaimPipeline("new", "a", RunClaim("r", "h", 7)),
+)
+
+
+class Fleet:
+    """A scheduler with an operator, and pipeline `a` with a token, which requests GPUs."""
+
+    def __init__(self) -> None:
+        self.disk = JournalTables()
+        self.now_s = 0.0
+        self.begin(None)
+        self.send(JoinNode("n", "n0", 1, beats=False))
+        self.send(RegisterPipeline("r", SPEC, "operator", hash_token("of a")))
+        self.send(AdmitPipeline("ad", "a", "operator"))
+        self.send(HooksWired("a", "of a"))
+        self.send(CoordinatorHello("a", TRUTH, 1.0, "of a"))
+        assert self.send(RequestGpus("t", "a", "actor_train", 1, token="of a"))
+
+    def begin(self, revived: JournalTables | None) -> None:
+        operator_hash = hash_token("operator")
+        self.scheduler = FleetScheduler(SchedulerSettings(), Fair(), revived, "s", operator_hash)
+
+    def send(self, message: AnyMessage) -> list[AnyMessage]:
+        """Its answers."""
+        self.now_s += 0.1
+        actions = self.scheduler.step(Received(b"peer", message), self.now_s)
+        for each in actions:
+            if isinstance(each, WriteRows):
+                self.disk.keep(each.rows)
+        return [each.message for each in actions if isinstance(each, Send)]
+
+    def rows(self) -> dict[str, dict[str, bytes]]:
+        """Kept rows of pipelines, without the time of the last write."""
+        tables = self.disk.tables
+        return {name: dict(tables[name]) for name in tables if name not in ("numbers", "answers")}
+
+
+@pytest.mark.parametrize("token", ["", "of b"])
+@pytest.mark.parametrize("message", CHANGES, ids=lambda each: type(each).__name__)
+def test_a_request_without_the_pipelines_token_is_refused_and_changes_nothing(
+    message: AnyMessage, token: str
+) -> None:
+    fleet = Fleet()
+    before = fleet.rows()
+    result = fleet.send(signed(message, token))
+    assert fleet.rows() == before
+    whys = [
+        getattr(each, "error", "") or getattr(each, "reason", "")
+        for each in result
+        if isinstance(each, SchedulerAnswered | SchedulerHello | TicketMoved)
+    ]
+    silent = isinstance(message, ReportProgress | ClearProgress | ReportPreempt | WorkersResized)
+    line = f"the token of a is {'wrong' if token else 'missing'}: `rollmesh scheduler register`"
+    assert [why.startswith(line) for why in whys] == [True] * (not silent)
+
+
+@pytest.mark.parametrize("token", ["of a", "operator"])
+@pytest.mark.parametrize("message", CHANGES, ids=lambda each: type(each).__name__)
+def test_with_its_token_or_the_operators_a_message_is_carried_out(
+    message: AnyMessage, token: str
+) -> None:
+    result = Fleet().send(signed(message, token))
+    assert "token of a" not in repr(result)
+
+
+def test_only_the_operator_registers() -> None:
+    fleet = Fleet()
+    other = msgspec.structs.replace(SPEC, pipeline_id="b")
+    for token in ("", "of a"):
+        [result] = fleet.send(RegisterPipeline(f"b-{token}", other, token, hash_token("x")))
+        assert isinstance(result, SchedulerAnswered)
+        assert result.error == "only the admission process of this scheduler registers pipelines"
+    assert set(fleet.scheduler.state.pipeline_records) == {"a"}
+
+
+def test_a_token_outlives_the_scheduler_and_is_in_no_row() -> None:
+    fleet = Fleet()
+    fleet.begin(fleet.disk)
+    assert fleet.scheduler.state.fleet.pipelines["a"].phase is PipelinePhase.ADMITTED
+    assert not any(b"of a" in raw for rows in fleet.rows().values() for raw in rows.values())
+    [result] = fleet.send(KillPipeline("k", "a"))
+    assert isinstance(result, SchedulerAnswered)
+    assert not result.ok
+    assert fleet.send(KillPipeline("k2", "a", token="of a")) == [SchedulerAnswered("k2", True)]
+
+
+def test_a_token_that_was_lost_is_replaced_by_registering_again() -> None:
+    fleet = Fleet()
+    fleet.send(RegisterPipeline("again", SPEC, "operator", hash_token("new")))
+    [result] = fleet.send(CheckKill("old", "a", token="of a"))
+    assert isinstance(result, SchedulerAnswered)
+    assert not result.ok
+    assert fleet.send(CheckKill("new", "a", token="new")) == [SchedulerAnswered("new", True)]
+
+
+def test_a_pipeline_that_was_registered_without_a_token_is_the_operators_alone() -> None:
+    fleet = Fleet()
+    fleet.scheduler.state.pipeline_records["a"].token_hash = ""
+    [result] = fleet.send(KillPipeline("k", "a", token="of a"))
+    assert result == SchedulerAnswered(
+        "k", False, "a was registered without a token; register it again"
+    )

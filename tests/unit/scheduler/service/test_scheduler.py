@@ -26,8 +26,7 @@ from rollmesh.wire.scheduling import (
     WorkerPhase,
     WorkersResized,
 )
-from tests.unit.scheduler.service.programs import Program, run_all
-from tests.unit.scheduler.service.stage import QUICK, TRAIN, Stage
+from tests.unit.scheduler.service.harness import QUICK, TRAIN, Program, SchedulerHarness, run_all
 
 GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState.RELEASED
 MANY = 100
@@ -36,20 +35,20 @@ MANY = 100
 # W1: many waiters never block a release
 
 
-def contested(kind: type[FleetScheduler], num_pipelines: int = MANY) -> Stage:
+def contested(kind: type[FleetScheduler], num_pipelines: int = MANY) -> SchedulerHarness:
     """One pipeline holds the GPUs that all the others wait for."""
-    stage = Stage(1, kind=kind)
+    harness = SchedulerHarness(1, kind=kind)
     for number in range(num_pipelines):
-        stage.pipeline(f"p{number}", train=(0,), generation=())
-        stage.train(f"p{number}", f"k{number}")
-    return stage
+        harness.pipeline(f"p{number}", train=(0,), generation=())
+        harness.train(f"p{number}", f"k{number}")
+    return harness
 
 
 def test_a_hundred_that_wait_do_not_keep_one_from_releasing() -> None:
-    stage = contested(FleetScheduler)
+    harness = contested(FleetScheduler)
     for number in range(MANY):
-        assert stage.state(f"k{number}") is GRANTED
-        assert stage.release(f"p{number}", f"r{number}") is RELEASED
+        assert harness.state(f"k{number}") is GRANTED
+        assert harness.release(f"p{number}", f"r{number}") is RELEASED
 
 
 class FourAtATime(FleetScheduler):
@@ -67,10 +66,10 @@ class FourAtATime(FleetScheduler):
 
 
 def test_with_four_places_for_waiters_a_release_is_never_served() -> None:
-    stage = contested(FourAtATime, 6)
-    assert stage.release("p0", "r0") is QUEUED
-    stage.run(stage.settings.patience_s / 2)
-    assert stage.state("r0") is QUEUED
+    harness = contested(FourAtATime, 6)
+    assert harness.release("p0", "r0") is QUEUED
+    harness.run(harness.settings.patience_s / 2)
+    assert harness.state("r0") is QUEUED
 
 
 # W2: an error in a cycle ends nothing
@@ -96,34 +95,34 @@ class EndsWithItsFirstError(FleetScheduler):
 
 
 def test_a_plan_that_fails_is_logged_and_the_next_event_plans_again() -> None:
-    stage = Stage(policy=FailsOnce(QUICK))
-    stage.pipeline("a")
-    stage.run(1)
-    assert stage.generate("a", "g") is QUEUED
-    stage.run(1)
-    assert stage.state("g") is GRANTED
-    assert stage.scheduler.state.problems == [
+    harness = SchedulerHarness(policy=FailsOnce(QUICK))
+    harness.pipeline("a")
+    harness.run(1)
+    assert harness.generate("a", "g") is QUEUED
+    harness.run(1)
+    assert harness.state("g") is GRANTED
+    assert harness.scheduler.state.problems == [
         "no plan of generation: ZeroDivisionError: of nothing"
     ]
-    assert any("of nothing" in note.detail for note in stage.notes)
-    stage.send(ReadScheduler("read"))
-    assert stage.answers["read"].ok
+    assert any("of nothing" in note.detail for note in harness.notes)
+    harness.send(ReadScheduler("read"))
+    assert harness.answers["read"].ok
 
 
 def test_where_the_policy_fails_for_ever_fixed_clusters_go_on() -> None:
-    stage = Stage(policy=FailsOnce(QUICK))
-    stage.policy.num_left = -1  # type: ignore[attr-defined]  # of this policy
-    stage.pipeline("a", train=(0, 1))
-    assert stage.train("a", "a1") is GRANTED
-    assert len(stage.scheduler.state.problems) == 1, "logged once, not with each plan"
+    harness = SchedulerHarness(policy=FailsOnce(QUICK))
+    harness.policy.num_left = -1  # type: ignore[attr-defined]  # of this policy
+    harness.pipeline("a", train=(0, 1))
+    assert harness.train("a", "a1") is GRANTED
+    assert len(harness.scheduler.state.problems) == 1, "logged once, not with each plan"
 
 
 def test_a_loop_that_ends_with_its_first_error_answers_no_further_request() -> None:
-    stage = Stage(policy=FailsOnce(QUICK), kind=EndsWithItsFirstError)
-    stage.pipeline("a")
-    stage.generate("a", "g")
-    stage.run(30)
-    assert stage.state("g") is QUEUED
+    harness = SchedulerHarness(policy=FailsOnce(QUICK), kind=EndsWithItsFirstError)
+    harness.pipeline("a")
+    harness.generate("a", "g")
+    harness.run(30)
+    assert harness.state("g") is QUEUED
 
 
 # W3, W4: a pipeline's fault is its own
@@ -141,36 +140,36 @@ class Unfenced(FleetScheduler):
     COORDINATORS = BlamesAll
 
 
-def faulty(kind: type[FleetScheduler]) -> Stage:
+def faulty(kind: type[FleetScheduler]) -> SchedulerHarness:
     """Pipeline a cannot put its engines to sleep; c trains; b waits for GPUs of c, then of a."""
-    stage = Stage(4, kind=kind)
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.pipeline("b", train=(2, 3), generation=(2, 3))
-    stage.generate("a", "ga")
-    stage.generate("b", "gb")
-    stage.act()
-    stage.coordinators["a"].error = "http://e:1 does not answer"
-    stage.train("a", "ta")
-    stage.act()
-    return stage
+    harness = SchedulerHarness(4, kind=kind)
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.pipeline("b", train=(2, 3), generation=(2, 3))
+    harness.generate("a", "ga")
+    harness.generate("b", "gb")
+    harness.act()
+    harness.coordinators["a"].error = "http://e:1 does not answer"
+    harness.train("a", "ta")
+    harness.act()
+    return harness
 
 
 def test_a_resize_that_fails_touches_no_other_pipeline() -> None:
-    stage = faulty(FleetScheduler)
-    assert stage.of("a").phase is PipelinePhase.QUARANTINED
-    assert stage.of("b").phase is PipelinePhase.ADMITTED
-    assert stage.awake("b") == [0, 1]
-    assert stage.train("b", "tb") is QUEUED
-    stage.act()
-    assert stage.state("tb") is GRANTED
+    harness = faulty(FleetScheduler)
+    assert harness.of("a").phase is PipelinePhase.QUARANTINED
+    assert harness.of("b").phase is PipelinePhase.ADMITTED
+    assert harness.awake("b") == [0, 1]
+    assert harness.train("b", "tb") is QUEUED
+    harness.act()
+    assert harness.state("tb") is GRANTED
 
 
 def test_were_all_to_blame_none_would_go_on() -> None:
-    stage = faulty(Unfenced)
-    assert stage.of("b").phase is PipelinePhase.QUARANTINED
-    assert stage.train("b", "tb") is QUEUED
-    stage.act()
-    assert stage.state("tb") is QUEUED
+    harness = faulty(Unfenced)
+    assert harness.of("b").phase is PipelinePhase.QUARANTINED
+    assert harness.train("b", "tb") is QUEUED
+    harness.act()
+    assert harness.state("tb") is QUEUED
 
 
 class WaitsForAll(FleetScheduler):
@@ -185,34 +184,34 @@ class WaitsForAll(FleetScheduler):
         return super().step(event, now_s, is_last)
 
 
-def hung(kind: type[FleetScheduler]) -> Stage:
+def hung(kind: type[FleetScheduler]) -> SchedulerHarness:
     """Pipeline a hangs with all it has; b and c want to continue, d waits for GPUs that a must
     release.
     """
-    stage = Stage(4, kind=kind)
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.pipeline("b", train=(2,), generation=(2, 3))
-    stage.pipeline("d", train=(0, 2), generation=())
-    stage.generate("a", "ga")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.train("a", "ta")
-    return stage
+    harness = SchedulerHarness(4, kind=kind)
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.pipeline("b", train=(2,), generation=(2, 3))
+    harness.pipeline("d", train=(0, 2), generation=())
+    harness.generate("a", "ga")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.train("a", "ta")
+    return harness
 
 
 def test_an_engine_that_hangs_holds_up_its_own_pipeline_alone() -> None:
-    stage = hung(FleetScheduler)
-    run_all(stage, [Program("b", 5)])
-    stage.run(stage.settings.resize_deadline_s + stage.settings.slack_s)
-    assert stage.of("a").phase is PipelinePhase.QUARANTINED
-    assert stage.state("ta") is QUEUED
+    harness = hung(FleetScheduler)
+    run_all(harness, [Program("b", 5)])
+    harness.run(harness.settings.resize_deadline_s + harness.settings.slack_s)
+    assert harness.of("a").phase is PipelinePhase.QUARANTINED
+    assert harness.state("ta") is QUEUED
 
 
 def test_without_a_deadline_one_engine_would_hold_up_everybody() -> None:
-    stage = hung(WaitsForAll)
-    Program("b", 1).poll(stage)
-    stage.run(60)
-    assert stage.state("b-0") is QUEUED
+    harness = hung(WaitsForAll)
+    Program("b", 1).poll(harness)
+    harness.run(60)
+    assert harness.state("b-0") is QUEUED
 
 
 # W6: a release that comes while resizes are under way is not lost
@@ -235,79 +234,79 @@ class LosesReleases(FleetScheduler):
     TICKETS = AcksAtOnce
 
 
-def released_while_waking(kind: type[FleetScheduler]) -> Stage:
-    stage = Stage(2, kind=kind)
-    stage.pipeline("a", generation=(0, 1))
-    stage.generate("a", "g")
-    assert stage.release("a", "r", GENERATION_CLUSTER) in (QUEUED, RELEASED)
-    stage.act()
-    return stage
+def released_while_waking(kind: type[FleetScheduler]) -> SchedulerHarness:
+    harness = SchedulerHarness(2, kind=kind)
+    harness.pipeline("a", generation=(0, 1))
+    harness.generate("a", "g")
+    assert harness.release("a", "r", GENERATION_CLUSTER) in (QUEUED, RELEASED)
+    harness.act()
+    return harness
 
 
 def test_a_release_while_workers_wake_is_done_when_they_have_gone_to_sleep_again() -> None:
-    stage = released_while_waking(FleetScheduler)
-    assert stage.awake("a") == [0, 1]
-    assert stage.state("r") is QUEUED
-    stage.act()
-    assert stage.state("r") is RELEASED
-    assert stage.awake("a") == []
+    harness = released_while_waking(FleetScheduler)
+    assert harness.awake("a") == [0, 1]
+    assert harness.state("r") is QUEUED
+    harness.act()
+    assert harness.state("r") is RELEASED
+    assert harness.awake("a") == []
 
 
 def test_a_release_that_is_acknowledged_with_the_next_commit_leaves_engines_awake() -> None:
-    stage = released_while_waking(LosesReleases)
-    assert stage.state("r") is RELEASED
-    stage.run(20)
-    assert stage.awake("a") == [0, 1]
+    harness = released_while_waking(LosesReleases)
+    assert harness.state("r") is RELEASED
+    harness.run(20)
+    assert harness.awake("a") == [0, 1]
 
 
 # the cycle
 
 
 def test_training_goes_through_a_full_cycle() -> None:
-    stage = Stage()
-    stage.pipeline("a", train=(0, 1), generation=())
-    assert stage.train("a", "k") is GRANTED
-    assert set(stage.scheduler.state.occupants) == {0, 1}
-    assert stage.release("a", "r") is RELEASED
-    assert stage.scheduler.state.occupants == {}
+    harness = SchedulerHarness()
+    harness.pipeline("a", train=(0, 1), generation=())
+    assert harness.train("a", "k") is GRANTED
+    assert set(harness.scheduler.state.occupants) == {0, 1}
+    assert harness.release("a", "r") is RELEASED
+    assert harness.scheduler.state.occupants == {}
 
 
 def test_generation_goes_through_a_full_cycle() -> None:
-    stage = Stage(2)
-    coordinator = stage.pipeline("a", generation=(0, 1))
-    assert stage.generate("a", "g") is QUEUED
+    harness = SchedulerHarness(2)
+    coordinator = harness.pipeline("a", generation=(0, 1))
+    assert harness.generate("a", "g") is QUEUED
     (resize,) = coordinator.pending_resizes
     assert {(c.rank, c.wakes, c.epoch) for c in resize.changes} == {(0, True, 1), (1, True, 1)}
-    assert resize.deadline_s == stage.settings.resize_deadline_s
-    stage.act()
-    assert stage.state("g") is GRANTED
-    assert {worker.phase for worker in stage.of("a").workers} == {WorkerPhase.AWAKE}
+    assert resize.deadline_s == harness.settings.resize_deadline_s
+    harness.act()
+    assert harness.state("g") is GRANTED
+    assert {worker.phase for worker in harness.of("a").workers} == {WorkerPhase.AWAKE}
 
 
 @pytest.mark.parametrize("num_pipelines", [2, 5, 8])
 def test_pipelines_that_share_all_gpus_come_to_their_end(num_pipelines: int) -> None:
-    stage = Stage(4)
+    harness = SchedulerHarness(4)
     names = [f"p{number}" for number in range(num_pipelines)]
     for number, name in enumerate(names):
         first = 2 * (number % 2)
-        stage.pipeline(name, train=(first, first + 1))
-    run_all(stage, [Program(name, 5) for name in names], limit_s=2000.0)
-    stage.run(5)
-    assert stage.scheduler.state.fleet.owners == {}
+        harness.pipeline(name, train=(first, first + 1))
+    run_all(harness, [Program(name, 5) for name in names], limit_s=2000.0)
+    harness.run(5)
+    assert harness.scheduler.state.fleet.owners == {}
 
 
 @pytest.mark.parametrize("gap_s", [0.0, 1.0, 6.0])
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_after_training_took_all_engines_both_generate_again(order: str, gap_s: float) -> None:
-    stage = Stage(4)
-    stage.pipeline("a", train=(0, 1))
-    stage.pipeline("b", train=(2, 3))
+    harness = SchedulerHarness(4)
+    harness.pipeline("a", train=(0, 1))
+    harness.pipeline("b", train=(2, 3))
     for rollout in range(5):
         for name in "ab":
-            stage.train(name, f"{name}-t{rollout}")
+            harness.train(name, f"{name}-t{rollout}")
         for name in "ab":
-            stage.wait_for(f"{name}-t{rollout}", GRANTED)
-        assert stage.awake("a") == stage.awake("b") == []
+            harness.wait_for(f"{name}-t{rollout}", GRANTED)
+        assert harness.awake("a") == harness.awake("b") == []
         for name in order:
             ask = NotifyReleaseThenRequestGpus(
                 f"{name}-g{rollout}",
@@ -319,34 +318,34 @@ def test_after_training_took_all_engines_both_generate_again(order: str, gap_s: 
                 rollout,
                 16,
             )
-            stage.ask(ask)
-            stage.run(gap_s)
+            harness.ask(ask)
+            harness.run(gap_s)
         for name in order:
-            stage.wait_for(f"{name}-g{rollout}", GRANTED)
+            harness.wait_for(f"{name}-g{rollout}", GRANTED)
 
 
 def test_a_pipeline_that_ends_early_blocks_no_other() -> None:
-    stage = Stage(4)
-    stage.pipeline("a", train=(0, 1))
-    stage.pipeline("b", train=(2, 3))
-    run_all(stage, [Program("a", 1), Program("b", 5)])
-    assert stage.awake("a") == []
+    harness = SchedulerHarness(4)
+    harness.pipeline("a", train=(0, 1))
+    harness.pipeline("b", train=(2, 3))
+    run_all(harness, [Program("a", 1), Program("b", 5)])
+    assert harness.awake("a") == []
 
 
 # what a step costs, and who is told what
 
 
 def test_of_what_has_come_at_once_the_last_makes_the_plan() -> None:
-    stage = Stage(2)
+    harness = SchedulerHarness(2)
     for name in ("a", "b"):
-        stage.pipeline(name, train=(0,), generation=())
-    state, now_s = stage.scheduler.state, stage.now_s
+        harness.pipeline(name, train=(0,), generation=())
+    state, now_s = harness.scheduler.state, harness.now_s
     num_plans = state.counts["plans"]
     first = RequestGpus("ka", "a", TRAIN, GpuPriority.ACTOR_TRAINING)
     second = RequestGpus("kb", "b", TRAIN, GpuPriority.ACTOR_TRAINING)
-    stage.scheduler.step(Received(b"a", first), now_s, is_last=False)
+    harness.scheduler.step(Received(b"a", first), now_s, is_last=False)
     assert state.counts["plans"] == num_plans
-    actions = stage.scheduler.step(Received(b"b", second), now_s)
+    actions = harness.scheduler.step(Received(b"b", second), now_s)
     assert state.counts["plans"] == num_plans + 1
     text = [each.message for each in actions if isinstance(each, Send)]
     result = {each.key: each.state for each in text if isinstance(each, TicketMoved)}
@@ -354,53 +353,53 @@ def test_of_what_has_come_at_once_the_last_makes_the_plan() -> None:
 
 
 def test_a_step_that_changes_nothing_writes_nothing_and_plans_nothing() -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    stage.generate("a", "g")
-    stage.run(3)
-    stage.send(ReportProgress("a", "train", 1, 100, 50))
-    stage.run(1)
-    num_rows, num_plans = len(stage.rows), stage.scheduler.state.counts["plans"]
-    stage.send(ReportProgress("a", "train", 1, 100, 50))
-    stage.beat()
-    assert len(stage.rows) == num_rows
-    assert stage.scheduler.state.counts["plans"] == num_plans
+    harness = SchedulerHarness()
+    harness.pipeline("a")
+    harness.generate("a", "g")
+    harness.run(3)
+    harness.send(ReportProgress("a", "train", 1, 100, 50))
+    harness.run(1)
+    num_rows, num_plans = len(harness.rows), harness.scheduler.state.counts["plans"]
+    harness.send(ReportProgress("a", "train", 1, 100, 50))
+    harness.beat()
+    assert len(harness.rows) == num_rows
+    assert harness.scheduler.state.counts["plans"] == num_plans
 
 
 def test_time_does_not_run_back() -> None:
-    stage = Stage()
-    stage.pipeline("a")
-    stage.run(5)
-    at_s = stage.scheduler.state.now_s
-    stage.now_s -= 3
-    stage.train("a", "t")
-    assert stage.scheduler.state.tickets["t"].asked_s == at_s
+    harness = SchedulerHarness()
+    harness.pipeline("a")
+    harness.run(5)
+    at_s = harness.scheduler.state.now_s
+    harness.now_s -= 3
+    harness.train("a", "t")
+    assert harness.scheduler.state.tickets["t"].asked_s == at_s
 
 
 def test_a_scheduler_that_was_delayed_fences_no_process() -> None:
-    stage = Stage(2)
-    stage.pipeline("a", train=(0,), generation=(0, 1))
-    stage.generate("a", "g")
-    stage.act()
-    stage.coordinators["a"].is_hung = True
-    stage.train("a", "t")
-    stage.now_s += 1000.0
-    stage.run(0.25)
-    assert stage.of("a").phase is PipelinePhase.ADMITTED
-    stage.coordinators["a"].is_hung = False
-    stage.run(2)
-    assert stage.state("t") is GRANTED
-    stage.coordinators["a"].is_silent = True
-    stage.run(stage.settings.coordinator_grace_s + 1)
-    assert stage.of("a").phase is PipelinePhase.QUARANTINED
+    harness = SchedulerHarness(2)
+    harness.pipeline("a", train=(0,), generation=(0, 1))
+    harness.generate("a", "g")
+    harness.act()
+    harness.coordinators["a"].is_hung = True
+    harness.train("a", "t")
+    harness.now_s += 1000.0
+    harness.run(0.25)
+    assert harness.of("a").phase is PipelinePhase.ADMITTED
+    harness.coordinators["a"].is_hung = False
+    harness.run(2)
+    assert harness.state("t") is GRANTED
+    harness.coordinators["a"].is_silent = True
+    harness.run(harness.settings.coordinator_grace_s + 1)
+    assert harness.of("a").phase is PipelinePhase.QUARANTINED
 
 
 def test_what_is_foreign_changes_nothing() -> None:
-    stage = Stage()
-    num_rows = len(stage.rows)
-    stage.send(NotifyReleaseGpus("r", "nobody", "nothing"))
-    stage.send(WorkersResized("nobody", 1, ()))
-    stage.send(ReportProgress("nobody", "train", 1, 1, 1))
-    assert stage.state("r") is TicketState.REFUSED
-    assert len(stage.rows) == num_rows + 2  # the ticket, and when
-    assert not [note for note in stage.notes if note.is_warning]
+    harness = SchedulerHarness()
+    num_rows = len(harness.rows)
+    harness.send(NotifyReleaseGpus("r", "nobody", "nothing"))
+    harness.send(WorkersResized("nobody", 1, ()))
+    harness.send(ReportProgress("nobody", "train", 1, 1, 1))
+    assert harness.state("r") is TicketState.REFUSED
+    assert len(harness.rows) == num_rows + 2  # the ticket, and when
+    assert not [note for note in harness.notes if note.is_warning]

@@ -1,16 +1,100 @@
-"""Plans of every policy are valid on any fleet, and a trade leaves all pipelines as well off."""
+"""All policies: their registration by name, their plans on random fleets, and the partition of
+`static`.
+"""
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import pytest
 
-from rollmesh.scheduler.planning.plan import Expand, Shrink
-from rollmesh.scheduler.planning.planner import plan
-from rollmesh.scheduler.planning.policies import make_policy, policy_names
+from rollmesh.cli.main import main
+from rollmesh.core.errors import ConfigError
+from rollmesh.scheduler.admission.fleet_file import policy_of, read_fleet
+from rollmesh.scheduler.planning import policies
+from rollmesh.scheduler.planning.plan import Expand, PlanBuilder, Shrink
+from rollmesh.scheduler.planning.planner import PolicyResult, plan
+from rollmesh.scheduler.planning.policies import make_policy, policy_names, register_policy
 from rollmesh.scheduler.planning.policies.fair import Fair, FairSettings
+from rollmesh.scheduler.planning.policies.static import Static, partition
 from rollmesh.scheduler.planning.state import FleetState, NodePhase, PipelinePhase, StreamProgress
 from rollmesh.wire.scheduling import WorkerPhase
-from tests.unit.scheduler.planning.fleets import TRAIN, add, ask, carry_out, demand, fleet, wake
+from tests.unit.scheduler.planning.fleets import (
+    TRAIN,
+    add,
+    ask,
+    carry_out,
+    demand,
+    fleet,
+    settle,
+    wake,
+)
+
+
+class LazySettings(msgspec.Struct, frozen=True):
+    pause_s: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 1.0
+
+
+@pytest.fixture
+def lazy_policy() -> Iterator[None]:
+    class Lazy:
+        name = "lazy"
+        Settings = LazySettings
+        reserve_after_s = 60.0
+
+        def __init__(self, settings: LazySettings | None = None) -> None:
+            self.settings = settings or LazySettings()
+
+        def generate(self, builder: PlanBuilder) -> PolicyResult:
+            return Static().generate(builder)
+
+    register_policy(Lazy)
+    yield
+    del policies._policies["lazy"]  # noqa: SLF001 - policies are never unregistered elsewhere
+
+
+@pytest.mark.usefixtures("lazy_policy")
+def test_a_fleet_file_names_it_with_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.write_text('policy = "lazy"\n[lazy]\npause_s = 3\n')
+    policy = policy_of(read_fleet(path), str(path))
+    assert policy.name == "lazy"
+    assert policy.settings == LazySettings(pause_s=3)  # type: ignore[attr-defined]
+    path.write_text("[lazy]\npause_s = 30\n")
+    with pytest.raises(ConfigError, match=r"\[lazy\]\.pause_s: 30 "):
+        policy_of(read_fleet(path), str(path))
+    path.write_text('policy = "lazie"\n')
+    with pytest.raises(ConfigError, match="did you mean 'lazy'"):
+        read_fleet(path)
+
+
+@pytest.mark.usefixtures("lazy_policy")
+def test_a_table_of_a_policy_without_settings_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.toml"
+    path.write_text("[static]\npause_s = 3\n")
+    with pytest.raises(ConfigError, match="unknown key 'static'"):
+        read_fleet(path)
+
+
+@pytest.mark.usefixtures("lazy_policy")
+def test_the_simulator_compares_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scheduler", "simulate", "--policy", "lazy"]) == 0
+    assert "lazy" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("lazy_policy")
+def test_init_lists_it(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.toml"
+    assert main(["scheduler", "init", str(path)]) == 0
+    assert "# one of: fair, gap-ratio, lazy, static" in path.read_text()
+
+
+@pytest.mark.usefixtures("lazy_policy")
+def test_every_registered_policy_is_made_by_its_name() -> None:
+    assert [make_policy(name).name for name in policy_names()] == [*policy_names()]
+
 
 NUM_HISTORIES, NUM_CYCLES = 12, 25
 NODES = (8, 4, 8)
@@ -128,3 +212,49 @@ def test_a_failed_trade_leaves_nothing() -> None:
     demand(state, "d", 1)
     wake(state, "d", 0)
     assert plan(state, Fair(FairSettings(quantum_s=1e6, hold_s=10.0))).ops == ()
+
+
+def test_each_pipeline_has_its_training_gpus_and_no_gpu_has_two_owners() -> None:
+    state = fleet(4)
+    add(state, "a", range(4), train=[2, 3])
+    add(state, "b", range(4), train=[0, 1])
+    assert partition(state) == {"a": {2, 3}, "b": {0, 1}}
+
+
+def test_the_rest_is_dealt_in_turn() -> None:
+    state = fleet(8)
+    add(state, "a", range(8), tp=2)
+    add(state, "b", range(8))
+    add(state, "c", range(4))
+    assert partition(state) == {"a": {0, 2}, "b": {2, 6, 7}, "c": {3}}
+
+
+def test_a_pipeline_wakes_only_its_own_part_while_it_has_demand() -> None:
+    state = fleet(4)
+    for name in ("a", "b"):
+        add(state, name, range(4))
+    demand(state, "a", 1000)
+    made = carry_out(state, Static())
+    settle(state)
+    assert len(made.ops) == 2
+    state.now_s = 1000.0
+    assert plan(state, Static()).ops == ()
+    demand(state, "b", 1)
+    assert len(plan(state, Static()).ops) == 1, "it can fill no more than one"
+
+
+def test_a_later_pipeline_gets_its_part_from_the_earlier_owner() -> None:
+    state = fleet(4)
+    add(state, "a", range(4))
+    demand(state, "a", 1000)
+    carry_out(state, Static())
+    settle(state)
+    add(state, "b", range(4))
+    demand(state, "b", 1000)
+    carry_out(state, Static())
+    settle(state)
+    awake = {name: partition(state)[name] for name in ("a", "b")}
+    assert awake == {"a": {0, 2}, "b": {1, 3}}
+    assert {gpu: owner.pipeline_id for gpu, owner in state.owners.items()} == {
+        0: "a", 1: "b", 2: "a", 3: "b",
+    }  # fmt: skip

@@ -1,7 +1,9 @@
-"""A scheduler machine with coordinators and clients around it, on a clock that the test moves.
+"""Scheduler machine with coordinators and clients around it, on a clock that the test moves.
 
 - Tracks the actual user of each GPU: a coordinator that wakes an engine where another is awake or a
   cluster is held fails the test at once.
+- A Program models a pipeline that generates and trains in turn. It proceeds only on messages that
+  it received, as hooks do.
 """
 
 from collections.abc import Sequence
@@ -100,7 +102,7 @@ class Coordinator:
         return CoordinatorHello(self.name, tuple(self.truths), self.started_s)
 
 
-class Stage:
+class SchedulerHarness:
     def __init__(
         self,
         num_gpus: int = 4,
@@ -349,3 +351,76 @@ class Stage:
             k for k, m in self._held.items() if (m.pipeline_id, m.cluster) == (name, cluster)
         ]:
             del self._held[key]
+
+
+class Program:
+    """`num_rollouts` times: generate for `generates_s`, train for `trains_s`."""
+
+    def __init__(
+        self, name: str, num_rollouts: int, generates_s: float = 2.0, trains_s: float = 1.0
+    ) -> None:
+        self.name = name
+        self._asks = list(_asks(name, num_rollouts))
+        self._works_s = {GENERATION_CLUSTER: generates_s, TRAIN: trains_s}
+        self._now: Asked | None = None
+        self._until_s: float | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return not self._asks and self._now is None
+
+    def poll(self, harness: SchedulerHarness) -> None:
+        """Request the next cluster once the last was held for long enough."""
+        if self._now is not None:
+            state = harness.state(self._now.key)
+            if state in (TicketState.QUEUED, TicketState.OFFERED):
+                return
+            releases = isinstance(self._now, NotifyReleaseGpus)
+            expected = TicketState.RELEASED if releases else TicketState.GRANTED
+            assert state is expected, harness.moved[self._now.key]
+            works_s = 0.0 if releases else self._works_s[self._now.cluster]
+            if self._until_s is None:
+                self._until_s = harness.now_s + works_s
+            if harness.now_s < self._until_s:
+                return
+        self._now, self._until_s = (self._asks.pop(0) if self._asks else None), None
+        if self._now:
+            harness.ask(self._now)
+
+
+def _asks(name: str, num_rollouts: int) -> list[Asked]:
+    first = RequestGpus(f"{name}-0", name, TRAIN, GpuPriority.INITIALIZATION)
+    asks: list[Asked] = [first]
+    for step in range(num_rollouts):
+        generates = NotifyReleaseThenRequestGpus(
+            f"{name}-{step}-generate",
+            name,
+            TRAIN,
+            GENERATION_CLUSTER,
+            GpuPriority.GENERATION,
+            step - 1,
+            step,
+            16,
+        )
+        trains = NotifyReleaseThenRequestGpus(
+            f"{name}-{step}-train",
+            name,
+            GENERATION_CLUSTER,
+            TRAIN,
+            GpuPriority.ACTOR_TRAINING,
+            step,
+            step,
+        )
+        asks += [generates, trains]
+    return [*asks, NotifyReleaseGpus(f"{name}-end", name, TRAIN, num_rollouts)]
+
+
+def run_all(harness: SchedulerHarness, programs: list[Program], limit_s: float = 600.0) -> None:
+    """Run until all are done; fail the test if they are late."""
+    end_s = harness.now_s + limit_s
+    while not all(each.is_done for each in programs):
+        for each in programs:
+            each.poll(harness)
+        harness.run(0.25)
+        left = [each.name for each in programs if not each.is_done]
+        assert harness.now_s < end_s, f"{left} are not done: {harness.open}"
