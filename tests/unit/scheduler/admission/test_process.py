@@ -1,4 +1,4 @@
-"""Sockets of admission: its own, which only its user can open, and its requests to the scheduler."""
+"""Sockets of admission: its own, which only its user can open, and requests to the scheduler."""
 
 import os
 import socket

@@ -1,5 +1,5 @@
-"""Random fleets: events from outside, as the service would apply them to the planner's state, and an
-executor that carries plans out in random order.
+"""Random fleets: events from outside, as the service would apply them to the planner's state, and
+an executor that carries plans out in random order.
 
 - One cycle of the executor is a second; randomness comes from a seed.
 - Everything that the executor grants is released eventually, and no pipeline waits for GPUs that

@@ -1,5 +1,5 @@
-"""State of the planner: GPU ownership as workers move and nodes fail and return, the demand history,
-and the index, which equals one that is computed from scratch.
+"""State of the planner: GPU ownership as workers move and nodes fail and return, the demand
+history, and the index, which equals one that is computed from scratch.
 """
 
 import copy

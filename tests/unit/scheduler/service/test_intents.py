@@ -1,5 +1,5 @@
-"""Intents: their ends, their history, and the turns of resizes, so that a hung engine delays no other
-pipeline for longer than its turn.
+"""Intents: their ends, their history, and the turns of resizes, so that a hung engine delays no
+other pipeline for longer than its turn.
 """
 
 import msgspec

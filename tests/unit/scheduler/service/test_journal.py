@@ -1,4 +1,4 @@
-"""Journal: the SQLite file, the rows of a step, and the state that a restarted scheduler restores."""
+"""Journal: the SQLite file, the rows of a step, and the state that a restart restores."""
 
 import os
 import sqlite3

@@ -1,5 +1,5 @@
-"""Tickets: requests and releases, repeated, lost and late, and requests that are refused in one line
-without effect.
+"""Tickets: requests and releases, repeated, lost and late, and requests that are refused in one
+line without effect.
 """
 
 import pytest
