@@ -50,7 +50,7 @@ def end_next(router: FakeRouter, how: str) -> None:
     """End the next group that is asked for, as `how` says."""
     route, ask, _ = router.expect(AskGroup)
     if how == "failed":
-        router.say(route, GroupFailed(ask.group_id, "env_failed: no such module"))
+        router.send(route, GroupFailed(ask.group_id, "env_failed: no such module"))
         return
     record = result_of(ask.group_id, task_id=MARK.decode())
     worker = Dialer(ask.sink, "w1")

@@ -55,14 +55,14 @@ class FakeRouter:
         for route, packet in self.hub.receive():
             match packet.message:
                 case ClientHello():
-                    self.say(route, RouterHello(0.1))
+                    self.send(route, RouterHello(0.1))
                 case AskGroup(group_id):
                     self.routes[group_id] = route
                     self.asks[group_id] = packet.message, decode_ask(packet.body).is_eval
-                    self.say(route, GroupMoved(group_id, GroupState.QUEUED, 0, ""))
+                    self.send(route, GroupMoved(group_id, GroupState.QUEUED, 0, ""))
             self.packets.append((route, packet))
 
-    def say(self, route: bytes, message: AnyMessage) -> None:
+    def send(self, route: bytes, message: AnyMessage) -> None:
         self.hub.send(route, Packet(message, "i1"))
 
     @classmethod

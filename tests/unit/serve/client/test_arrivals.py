@@ -61,7 +61,7 @@ def raw(
     return RawResult(GroupId("r1", 1), 2, "w1", complete, body, buffers, 99)
 
 
-def test_result_comes_with_its_record_and_arrays() -> None:
+def test_a_result_contains_its_record_and_arrays() -> None:
     finished = open_result(raw(encode_record(record())))
     assert isinstance(finished, Finished)
     assert finished.token_ids.tolist() == [7, 8, 9]
@@ -70,15 +70,15 @@ def test_result_comes_with_its_record_and_arrays() -> None:
     assert bytes(finished.record.rollouts[0].messages).startswith(b'[{"role":"user"')
 
 
-def test_incomplete_result_is_dropped_with_the_workers_reason() -> None:
+def test_an_incomplete_result_is_dropped_with_the_workers_reason() -> None:
     dropped = open_result(raw(encode_record(record("infra_error: gone")), complete=False))
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "infra_error: gone"
     assert dropped.record is not None
 
 
-def test_the_place_of_an_error_reaches_the_drop_log() -> None:
-    """That of a rollout's own error, or else of the error in scoring its group."""
+def test_the_location_of_an_error_reaches_the_drop_log() -> None:
+    """The location of a rollout's own error, or else of the error in scoring its group."""
     came, place = record("infra_error: score_group"), ErrorPlace("KeyError", "/h/e.py", 9, "score")
     come = structs.replace(came, place=place)
     dropped = open_result(raw(encode_record(come), complete=False))
@@ -108,7 +108,7 @@ def test_the_place_of_an_error_reaches_the_drop_log() -> None:
         (encode_record(record()), (IDS[:4], LOGPROBS)),
     ],
 )
-def test_malformed_result_is_dropped_with_its_reason(
+def test_a_malformed_result_is_dropped_with_its_reason(
     body: bytes, buffers: tuple[bytes, ...]
 ) -> None:
     dropped = open_result(raw(body, buffers))
@@ -134,7 +134,9 @@ GROUP = GroupId("r1", 3)
         ("a reason of tomorrow", GroupError),
     ],
 )
-def test_reason_is_raised_as_its_kind(reason: str, kind: type[GroupError]) -> None:
+def test_a_drop_reason_selects_the_error_that_is_raised(
+    reason: str, kind: type[GroupError]
+) -> None:
     record = GroupRecord(task=Task(id="t"))
     error = error_of(Dropped(GROUP, reason, record))
     assert type(error) is kind
@@ -143,7 +145,7 @@ def test_reason_is_raised_as_its_kind(reason: str, kind: type[GroupError]) -> No
     assert isinstance(error, RollmeshError)
 
 
-def test_overload_says_when_to_come_back() -> None:
+def test_an_overload_error_has_a_retry_time() -> None:
     error = error_of(Dropped(GROUP, "overloaded: 9 groups wait", retry_after_s=1.5))
     assert isinstance(error, Overloaded)
     assert error.retry_after_s == 1.5
@@ -173,7 +175,7 @@ def finished(seq: int, task_id: str = "t", num_samples: int = 2) -> Finished:
     )
 
 
-def test_row_says_what_its_rollout_came_to() -> None:
+def test_a_row_describes_the_result_of_its_rollout() -> None:
     first, second = rows_of(finished(4, "t"), "t", 2)
     assert first == Row(
         task_id="t",
@@ -191,7 +193,7 @@ def test_row_says_what_its_rollout_came_to() -> None:
     assert (second.index, second.reward) == (1, 1.0)
 
 
-def test_group_without_a_result_has_a_row_for_each_rollout_and_says_why() -> None:
+def test_a_group_without_a_result_has_a_row_with_the_reason_for_each_rollout() -> None:
     rows = rows_of(Dropped(GroupId("r1", 5), "quarantined: w1 and w2 died"), "t", 3)
     assert [row.index for row in rows] == [0, 1, 2]
     assert {(row.outcome, row.error) for row in rows} == {
@@ -200,7 +202,7 @@ def test_group_without_a_result_has_a_row_for_each_rollout_and_says_why() -> Non
     assert not any(row.has_result for row in rows)
 
 
-def test_incomplete_group_shows_what_there_is() -> None:
+def test_an_incomplete_group_has_the_results_of_its_finished_rollouts() -> None:
     record = GroupRecord(
         task=Task(id="t"),
         rollouts=[RolloutRecord(index=1, outcome=Outcome.COMPLETED, reward=1.0)],
@@ -210,7 +212,7 @@ def test_incomplete_group_shows_what_there_is() -> None:
     assert (second.outcome, second.reward, second.has_result) == ("completed", 1.0, False)
 
 
-def test_opening_again_keeps_whole_groups_that_came_to_a_result(tmp_path: Path) -> None:
+def test_a_reopened_file_keeps_only_whole_groups_with_a_result(tmp_path: Path) -> None:
     with Results(tmp_path) as results:
         results.add(rows_of(finished(0), "t", 2))
         results.add(rows_of(Dropped(GroupId("r1", 1), "env_failed: no"), "u", 2))
@@ -228,7 +230,7 @@ def test_opening_again_keeps_whole_groups_that_came_to_a_result(tmp_path: Path) 
         assert last.num_groups() == {"t": 1, "v": 1}
 
 
-def test_full_disk_is_one_line_and_cuts_no_other_group(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error_and_damages_no_other_group(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Results(tmp_path) as results:
         results.add(rows_of(finished(0), "t", 2))
@@ -247,7 +249,7 @@ def test_full_disk_is_one_line_and_cuts_no_other_group(tmp_path: Path) -> None:
     assert len((tmp_path / RESULTS).read_bytes().splitlines()) == 4
 
 
-def test_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="name another --out"):
         Results(tmp_path / "file" / "folder")

@@ -42,7 +42,9 @@ def new_asks(keep: bool = False) -> AskMachine:
 def met_asks() -> AskMachine:
     asks = new_asks()
     receive(asks, RouterHello(1.0), now_s=0.0)
-    receive(asks, RouterHello(1.0), now_s=0.0)  # the answer to the hello that followed
+    receive(
+        asks, RouterHello(1.0), now_s=0.0
+    )  # the answer to the greeting that the RouterHello caused
     asks.step(Ticked(), 0.0)
     return asks
 
@@ -61,7 +63,7 @@ def messages_in(actions: list[Action]) -> list[AnyMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 
-def test_each_ask_has_a_ticket_of_its_own_and_repeats_it() -> None:
+def test_each_request_has_its_own_ticket_and_repeats_it() -> None:
     asks = met_asks()
     [first], [second] = messages_in(ask(asks, ONE)), messages_in(ask(asks, TWO))
     assert isinstance(first, AskGroup)
@@ -75,7 +77,7 @@ def test_each_ask_has_a_ticket_of_its_own_and_repeats_it() -> None:
     }
 
 
-def test_a_refused_result_of_an_open_ask_is_reported_to_the_router() -> None:
+def test_a_refused_result_of_an_open_request_is_reported_to_the_router() -> None:
     asks = met_asks()
     ask(asks, ONE)
     assert messages_in(asks.step(ResultFailed(ONE, 1, "w1", "malformed"), 0.0)) == [
@@ -84,7 +86,7 @@ def test_a_refused_result_of_an_open_ask_is_reported_to_the_router() -> None:
     assert asks.step(ResultFailed(TWO, 1, "w1", "malformed"), 0.0) == []
 
 
-def test_nothing_is_asked_before_a_router_answers_the_hello() -> None:
+def test_nothing_is_requested_before_a_router_answers_the_hello() -> None:
     asks = new_asks()
     assert ask(asks, ONE) == []
     assert messages_in(asks.step(Ticked(), 0.0)) == [ClientHello("c1")]
@@ -95,7 +97,7 @@ def test_nothing_is_asked_before_a_router_answers_the_hello() -> None:
     assert asks.beat_s == 0.5
 
 
-def test_attempts_of_kept_asks_are_to_be_written_down_from_the_second_on() -> None:
+def test_attempts_of_kept_requests_are_journaled_from_the_second_on() -> None:
     asks = new_asks(keep=True)
     ask(asks, ONE)
     receive(asks, RouterHello(1.0), now_s=0.0)
@@ -113,38 +115,38 @@ def test_attempts_of_kept_asks_are_to_be_written_down_from_the_second_on() -> No
     assert (message.attempts, message.excused) == (3, 1)
 
 
-def test_attempts_of_asks_that_end_with_their_client_are_not_written_down() -> None:
+def test_attempts_of_requests_that_end_with_their_client_are_not_journaled() -> None:
     asks = met_asks()
     ask(asks, ONE)
     assert receive(asks, GroupMoved(ONE, GroupState.RUNNING, 2, "w1"), now_s=1.0) == []
 
 
-def test_ask_carries_its_body_unopened() -> None:
+def test_a_request_carries_its_body_unchanged() -> None:
     [send] = ask(met_asks(), ONE)
     assert isinstance(send, Send)
     assert send.body == b"task"
 
 
-def test_asking_twice_is_asking_once() -> None:
+def test_a_repeated_request_is_one_request() -> None:
     asks = met_asks()
     ask(asks, ONE)
     assert ask(asks, ONE) == []
 
 
-def test_client_beats_once_per_beat() -> None:
+def test_a_client_sends_one_heartbeat_per_interval() -> None:
     asks = met_asks()
     assert messages_in(asks.step(Ticked(), 0.5)) == []
     assert messages_in(asks.step(Ticked(), 1.0)) == [ClientBeat("c1", 0)]
 
 
-def test_unconfirmed_ask_is_said_again() -> None:
+def test_an_unconfirmed_request_is_repeated() -> None:
     asks = met_asks()
     ask(asks, ONE)
     assert not any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 3.9)))
     assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 4.0)))
 
 
-def test_confirmed_ask_is_said_again_only_after_a_long_silence() -> None:
+def test_a_confirmed_request_is_repeated_only_after_a_long_silence() -> None:
     asks = met_asks()
     ask(asks, ONE)
     receive(asks, GroupMoved(ONE, GroupState.QUEUED, 0, ""), 1.0)
@@ -152,7 +154,7 @@ def test_confirmed_ask_is_said_again_only_after_a_long_silence() -> None:
     assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 41.0)))
 
 
-def test_new_router_hears_of_every_open_ask_with_its_attempts() -> None:
+def test_a_new_router_receives_every_open_request_with_its_attempts() -> None:
     asks = met_asks()
     ask(asks, ONE)
     ask(asks, TWO)
@@ -162,15 +164,15 @@ def test_new_router_hears_of_every_open_ask_with_its_attempts() -> None:
     assert attempts == {ONE: (2, 1), TWO: (0, 0)}
 
 
-def test_why_a_group_waits_reaches_the_program() -> None:
+def test_the_reason_why_a_group_waits_reaches_the_program() -> None:
     asks = met_asks()
     ask(asks, ONE)
-    told = GroupMoved(ONE, GroupState.QUEUED, 0, "", reason="no worker")
-    assert receive(asks, told, 1.0) == [Waits("no worker")]
+    moved = GroupMoved(ONE, GroupState.QUEUED, 0, "", reason="no worker")
+    assert receive(asks, moved, 1.0) == [Waits("no worker")]
     assert ONE in asks.open
 
 
-def test_router_that_has_forgotten_us_hears_of_every_open_ask() -> None:
+def test_a_router_that_forgot_the_client_receives_every_open_request() -> None:
     asks = met_asks()
     ask(asks, ONE)
     hello, again = messages_in(receive(asks, RouterHello(1.0), 2.0))
@@ -178,7 +180,7 @@ def test_router_that_has_forgotten_us_hears_of_every_open_ask() -> None:
     assert messages_in(receive(asks, RouterHello(1.0), 2.1)) == []
 
 
-def test_finished_group_is_forgotten() -> None:
+def test_a_finished_group_is_forgotten() -> None:
     asks = met_asks()
     ask(asks, ONE)
     asks.step(Arrived(ONE), 1.0)
@@ -186,7 +188,7 @@ def test_finished_group_is_forgotten() -> None:
     assert messages_in(receive(asks, RouterHello(1.0), 2.0, router="i2")) == [ClientHello("c1")]
 
 
-def test_failed_group_ends_once_with_its_reason() -> None:
+def test_a_failed_group_ends_once_with_its_reason() -> None:
     asks = met_asks()
     ask(asks, ONE)
     assert receive(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == [
@@ -195,14 +197,14 @@ def test_failed_group_ends_once_with_its_reason() -> None:
     assert receive(asks, GroupFailed(ONE, "env_failed: no"), 1.0) == []
 
 
-def test_group_that_the_router_cancels_ends() -> None:
+def test_a_group_that_the_router_cancels_ends() -> None:
     asks = met_asks()
     ask(asks, ONE)
     [ended] = receive(asks, GroupMoved(ONE, GroupState.CANCELLED, 1, ""), 1.0)
     assert isinstance(ended, AskEnded)
 
 
-def test_refused_ask_comes_back_when_the_router_said() -> None:
+def test_a_refused_request_is_repeated_at_the_routers_retry_time() -> None:
     asks = met_asks()
     ask(asks, ONE)
     receive(asks, AskRefused(ONE, "full", 9.0), 0.0)
@@ -210,7 +212,7 @@ def test_refused_ask_comes_back_when_the_router_said() -> None:
     assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 9.0)))
 
 
-def test_refused_ask_takes_the_place_of_one_that_has_ended() -> None:
+def test_a_refused_request_takes_the_place_of_an_ended_one() -> None:
     asks = met_asks()
     ask(asks, ONE)
     ask(asks, TWO)
@@ -224,7 +226,7 @@ def test_refused_ask_takes_the_place_of_one_that_has_ended() -> None:
     assert messages_in(asks.step(Arrived(THREE), 2.0)) == []
 
 
-def test_open_ask_whose_group_the_router_calls_done_is_said_again() -> None:
+def test_an_open_request_that_the_router_reports_as_done_is_repeated() -> None:
     asks = met_asks()
     ask(asks, ONE)
     receive(asks, GroupMoved(ONE, GroupState.RUNNING, 1, "w1"), 0.0)
@@ -232,15 +234,15 @@ def test_open_ask_whose_group_the_router_calls_done_is_said_again() -> None:
     assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 5.0)))
 
 
-def test_cancel_is_said_until_confirmed_and_a_bounded_number_of_times() -> None:
+def test_a_cancellation_is_repeated_until_confirmed_at_most_a_few_times() -> None:
     asks = met_asks()
     [asked] = [m for m in messages_in(ask(asks, ONE)) if isinstance(m, AskGroup)]
     ended, cancel = asks.step(Cancelled(ONE, "stale"), 0.0)
     assert ended == AskEnded(ONE, "stale")
-    said_first = CancelGroup(ONE, "stale", asked.ticket)
-    assert cancel == Send(ROUTER, said_first)
+    cancel_sent = CancelGroup(ONE, "stale", asked.ticket)
+    assert cancel == Send(ROUTER, cancel_sent)
     again = [m for t in range(1, 30) for m in messages_in(asks.step(Ticked(), t))]
-    assert [m for m in again if isinstance(m, CancelGroup)] == [said_first] * 2
+    assert [m for m in again if isinstance(m, CancelGroup)] == [cancel_sent] * 2
     assert asks.num_cancels == 0
     ask(asks, TWO)
     asks.step(Cancelled(TWO, "stale"), 30.0)
@@ -248,7 +250,7 @@ def test_cancel_is_said_until_confirmed_and_a_bounded_number_of_times() -> None:
     assert asks.num_cancels == 0
 
 
-def test_of_groups_that_no_router_has_heard_of_nothing_is_left() -> None:
+def test_cancelled_groups_that_no_router_received_leave_nothing() -> None:
     asks = new_asks()
     for seq in range(1000):
         ask(asks, GroupId("r1", seq))
@@ -259,14 +261,14 @@ def test_of_groups_that_no_router_has_heard_of_nothing_is_left() -> None:
     asks.step(Cancelled(ONE, "stale"), 0.0)
     assert (
         asks.num_cancels == 1
-    )  # an earlier process may have sent a request to a router that is away
+    )  # An earlier process may have sent its request to a router that is away.
 
 
-def test_cancelling_what_is_not_open_says_nothing() -> None:
+def test_cancelling_a_group_that_is_not_open_sends_nothing() -> None:
     assert met_asks().step(Cancelled(ONE, "stale"), 0.0) == []
 
 
-def test_late_ask_ends_and_its_group_is_cancelled() -> None:
+def test_a_request_past_its_deadline_ends_and_its_group_is_cancelled() -> None:
     asks = met_asks()
     asked = Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=5.0)
     asks.step(asked, 0.0)
@@ -278,7 +280,7 @@ def test_late_ask_ends_and_its_group_is_cancelled() -> None:
     assert not asks.open
 
 
-def test_router_hears_what_is_left_of_the_deadline_each_time() -> None:
+def test_each_repetition_carries_the_rest_of_the_deadline() -> None:
     asks = met_asks()
     [first] = messages_in(
         asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=10.0), 0.0)
@@ -291,15 +293,16 @@ def test_router_hears_what_is_left_of_the_deadline_each_time() -> None:
     assert no_limit.deadline_s == 0.0
 
 
-def test_deadline_comes_even_where_no_router_answers() -> None:
+def test_a_deadline_ends_a_request_even_if_no_router_answers() -> None:
     asks = new_asks()
     asks.step(Asked(group_id=ONE, env="guess", num_samples=4, deadline_s=5.0), 0.0)
     assert AskEnded(ONE, "deadline: no result within 5 s") in asks.step(Ticked(), 5.0)
 
 
 def refused_waits(asks: AskMachine, num_refusals: int) -> list[float]:
-    """Return how long a request waits after each refusal of a router that always says one
-    second."""
+    """Return how long a request waits after each refusal by a router that always names one
+    second.
+    """
     waits: list[float] = []
     now_s = 0.0
     for _ in range(num_refusals):
@@ -311,13 +314,13 @@ def refused_waits(asks: AskMachine, num_refusals: int) -> list[float]:
     return waits
 
 
-def test_refused_ask_waits_longer_each_time_up_to_a_bound() -> None:
+def test_a_refused_request_waits_longer_each_time_up_to_a_limit() -> None:
     asks = met_asks()
     ask(asks, ONE)
     assert refused_waits(asks, 6) == [1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
 
 
-def test_ask_that_was_queued_in_between_begins_its_patience_anew() -> None:
+def test_a_queued_request_resets_its_patience() -> None:
     asks = met_asks()
     ask(asks, ONE)
     refused_waits(asks, 3)
@@ -326,7 +329,7 @@ def test_ask_that_was_queued_in_between_begins_its_patience_anew() -> None:
     assert any(isinstance(m, AskGroup) for m in messages_in(asks.step(Ticked(), 9.0)))
 
 
-def test_refusals_past_the_patience_end_the_ask_with_what_the_router_said() -> None:
+def test_refusals_past_the_patience_end_the_request_with_the_routers_reason() -> None:
     asks = met_asks()
     asks.step(Asked(group_id=ONE, env="guess", num_samples=4, patience_s=3.0), 0.0)
     assert receive(asks, AskRefused(ONE, "overloaded: full", 2.0), 0.0) == []
@@ -335,7 +338,7 @@ def test_refusals_past_the_patience_end_the_ask_with_what_the_router_said() -> N
     assert not asks.open
 
 
-def test_every_open_ask_is_said_on_time_though_others_come_and_go() -> None:
+def test_open_requests_are_repeated_on_time_while_others_come_and_go() -> None:
     rng = random.Random(7)
     asks, due, now_s = met_asks(), dict[GroupId, float](), 0.0
     for turn in range(4000):
@@ -359,7 +362,7 @@ def test_every_open_ask_is_said_on_time_though_others_come_and_go() -> None:
     assert len(due) > 50
 
 
-def test_kept_client_leaves_without_a_word() -> None:
+def test_a_kept_client_leaves_without_a_message() -> None:
     settings = AskSettings(client_id="c1", sink="tcp://sink", beat_s=1.0, keep=True, weight=2)
     asks = AskMachine(settings)
     assert messages_in(asks.step(Ticked(), 0.0)) == [ClientHello("c1", 2, True)]
@@ -367,5 +370,5 @@ def test_kept_client_leaves_without_a_word() -> None:
     assert messages_in(asks.step(Closed(for_good=True), 1.0)) == [ClientLeft("c1")]
 
 
-def test_leaving_is_said() -> None:
+def test_a_client_without_keep_leaves_with_a_message() -> None:
     assert messages_in(met_asks().step(Closed(), 0.0)) == [ClientLeft("c1")]

@@ -66,11 +66,11 @@ async def finish(ask: AskGroup) -> None:
 async def fail(router: FakeRouter, reason: str) -> GroupId:
     """End the next requested group without a result."""
     route, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
-    router.say(route, GroupFailed(ask.group_id, reason))
+    router.send(route, GroupFailed(ask.group_id, reason))
     return ask.group_id
 
 
-async def test_run_returns_what_its_group_brought(
+async def test_run_returns_the_result_of_its_group(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env="guess", priority=3, deadline_s=60.0))
@@ -83,7 +83,7 @@ async def test_run_returns_what_its_group_brought(
     assert (finished.group_id, finished.record.task) == (ask.group_id, TASK)
 
 
-async def test_many_tasks_share_a_client_and_each_gets_its_own(
+async def test_many_tasks_share_a_client_and_each_gets_its_own_result(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     running = {
@@ -97,7 +97,7 @@ async def test_many_tasks_share_a_client_and_each_gets_its_own(
         assert (await running[ask.num_samples]).group_id == ask.group_id
 
 
-async def test_sampling_is_that_of_training_or_of_evaluation_and_seeds_differ(
+async def test_sampling_depends_on_training_or_evaluation_and_seeds_differ(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     async def asked(**options: Any) -> Any:
@@ -113,20 +113,20 @@ async def test_sampling_is_that_of_training_or_of_evaluation_and_seeds_differ(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"env": "guess", "deadline": 5.0}, "no such option of a call: deadline; it has env, "),
         ({}, "env"),
     ],
 )
-async def test_mistyped_option_is_no_silence(
-    client: AsyncRolloutClient, options: dict[str, Any], told: str
+async def test_an_option_of_a_wrong_type_raises(
+    client: AsyncRolloutClient, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TypeError, match=told):
+    with pytest.raises(TypeError, match=message):
         await client.run(TASK, **options)
 
 
-async def test_failed_group_is_raised_where_it_is_awaited(
+async def test_a_failed_group_raises_where_it_is_awaited(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env="guess"))
@@ -136,7 +136,7 @@ async def test_failed_group_is_raised_where_it_is_awaited(
     assert raised.value.group_id == group_id
 
 
-async def test_late_group_raises_and_is_cancelled_in_the_mesh(
+async def test_a_late_group_raises_and_is_cancelled_in_the_mesh(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env="guess", deadline_s=0.2))
@@ -159,30 +159,30 @@ async def test_cancelling_the_coroutine_cancels_the_group(
     assert cancel.group_id == ask.group_id
 
 
-async def test_overload_is_raised_at_once_where_the_caller_has_no_patience(
+async def test_an_overload_raises_at_once_for_a_caller_without_patience(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env="guess", patience_s=0.0))
     route, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
-    router.say(route, AskRefused(ask.group_id, "overloaded: 9 groups wait", 1.5))
+    router.send(route, AskRefused(ask.group_id, "overloaded: 9 groups wait", 1.5))
     with pytest.raises(Overloaded) as raised:
         await running
     assert raised.value.retry_after_s == 1.5
 
 
-async def test_patient_call_outlives_a_refusal(
+async def test_a_call_with_patience_survives_a_refusal(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env="guess"))
     route, ask, _ = await asyncio.to_thread(router.expect, AskGroup)
-    router.say(route, AskRefused(ask.group_id, "overloaded: 9 groups wait", 0.1))
+    router.send(route, AskRefused(ask.group_id, "overloaded: 9 groups wait", 0.1))
     again = await next_ask(router)
     assert again.group_id == ask.group_id
     await finish(again)
     await running
 
 
-async def test_calls_past_the_bound_wait_for_room(
+async def test_calls_past_the_limit_wait_for_room(
     router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_client, "MAX_CALLS", 1)
@@ -198,7 +198,7 @@ async def test_calls_past_the_bound_wait_for_room(
         await second
 
 
-async def test_stream_brings_what_was_asked_as_it_ends_and_ends_with_it(
+async def test_a_stream_yields_results_as_they_end_and_ends_with_the_last(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     asked = [await client.ask(TASK, 2, env="guess") for _ in range(3)]
@@ -213,18 +213,18 @@ async def test_stream_brings_what_was_asked_as_it_ends_and_ends_with_it(
     assert await anext(stream, None) is None
 
 
-async def test_streams_share_what_ends_and_end_together(
+async def test_concurrent_streams_share_results_and_end_together(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
-    async def listen() -> list[GroupId]:
+    async def collect() -> list[GroupId]:
         return [arrival.group_id async for arrival in client.stream()]
 
     asked = {await client.ask(TASK, 2, env="guess") for _ in range(6)}
-    listening = [asyncio.create_task(listen()) for _ in range(2)]
+    listening = [asyncio.create_task(collect()) for _ in range(2)]
     for _ in asked:
         await finish(await next_ask(router))
-    heard = [group_id for each in listening for group_id in await each]
-    assert sorted(heard) == sorted(asked)
+    received = [group_id for each in listening for group_id in await each]
+    assert sorted(received) == sorted(asked)
 
 
 async def test_leaving_notifies_the_router_and_waiting_callers(router: FakeRouter) -> None:
@@ -237,7 +237,7 @@ async def test_leaving_notifies_the_router_and_waiting_callers(router: FakeRoute
         await asyncio.to_thread(router.expect, ClientLeft)
 
 
-async def test_closed_client_is_no_hang(
+async def test_calls_of_a_closed_client_raise_instead_of_hanging(
     router: FakeRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_client, "MAX_CALLS", 1)
@@ -253,7 +253,7 @@ async def test_closed_client_is_no_hang(
             await client.run(TASK, env="guess")
 
 
-async def test_next_client_on_the_folder_streams_what_the_last_one_left(
+async def test_the_next_client_of_a_folder_streams_the_results_that_the_last_one_left(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     async with asyncio.timeout(PATIENCE_S):
@@ -305,24 +305,24 @@ async def test_unstreamed_results_wait_in_the_journal(
         await asyncio.to_thread(deliver, last.sink, last.group_id, 1, "x" * num_bytes)
         while client.num_ended < 1:  # noqa: ASYNC110 - without an event
             await asyncio.sleep(0)
-        # The streamed results have freed capacity.
+        # The streamed results have released their capacity.
         assert [each for each in gc.get_objects() if isinstance(each, RawResult)]
     assert [arrival.group_id for arrival in streamed] == [ask.group_id for ask in asks]
     assert all(isinstance(each, Finished) for each in streamed)
 
 
-async def test_client_that_keeps_without_a_folder_is_refused() -> None:
+async def test_a_client_with_keep_and_without_a_folder_is_refused() -> None:
     with pytest.raises(ConfigError, match="keep: name a folder"):
         AsyncRolloutClient("tcp://127.0.0.1:1", keep=True)
 
 
-async def test_folder_of_a_living_client_is_refused(router: FakeRouter, tmp_path: Path) -> None:
+async def test_the_folder_of_a_live_client_is_refused(router: FakeRouter, tmp_path: Path) -> None:
     async with AsyncRolloutClient(router.hub.address, tmp_path, journal=JournalConfig()):
         with pytest.raises(JournalError, match="another process"):
             AsyncRolloutClient(router.hub.address, tmp_path)
 
 
-async def test_keys_are_those_of_the_file_that_the_environment_names(
+async def test_keys_are_read_from_the_file_that_the_environment_variable_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new_keys(tmp_path / "keys.json")
@@ -338,7 +338,7 @@ async def test_keys_are_those_of_the_file_that_the_environment_names(
     guarded.hub.close()
 
 
-async def test_router_of_another_machine_wants_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_on_another_machine_requires_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ROLLMESH_KEYS", raising=False)
     with pytest.raises(AddressError, match="set ROLLMESH_KEYS to the mesh's key file"):
         AsyncRolloutClient("tcp://192.0.2.7:5555")
@@ -352,7 +352,7 @@ os._exit(9)
 """
 
 
-async def test_scratch_of_a_killed_client_goes_when_the_next_begins_and_no_living_ones(
+async def test_a_new_client_removes_scratch_folders_of_killed_clients_only(
     router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

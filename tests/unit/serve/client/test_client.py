@@ -22,6 +22,8 @@ from rollmesh.serve.client.client import (
     facing,
     listen,
 )
+from rollmesh.serve.client.journal import History
+from rollmesh.serve.client.journal_entries import Published, StateSaved, StepTaken
 from rollmesh.wire.frames import decode_ask
 from rollmesh.wire.messages import (
     AskGroup,
@@ -61,7 +63,7 @@ def ask(client: RolloutClient, num_drawn: int = 0) -> GroupId:
     )
 
 
-def test_ask_reaches_the_router_and_its_result_is_acked_and_taken(
+def test_a_request_reaches_the_router_and_its_result_is_acked_and_taken(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path)
@@ -80,7 +82,7 @@ def test_ask_reaches_the_router_and_its_result_is_acked_and_taken(
     router.expect(ClientLeft)
 
 
-def test_cancelled_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: Path) -> None:
+def test_a_cancelled_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     group_id = ask(client)
     router.expect(AskGroup)
@@ -92,11 +94,11 @@ def test_cancelled_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: 
     client.close()
 
 
-def test_failed_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: Path) -> None:
+def test_a_failed_group_is_handed_out_as_dropped(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     group_id = ask(client)
     route, _, _ = router.expect(AskGroup)
-    router.say(route, GroupFailed(group_id, "env_failed: no such module"))
+    router.send(route, GroupFailed(group_id, "env_failed: no such module"))
     assert client.take(timeout_s=60) == [Dropped(group_id, "env_failed: no such module")]
     client.close()
 
@@ -119,11 +121,11 @@ def test_untaken_results_are_handed_out_again_after_a_restart(
     again.close()
 
 
-def test_asks_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path) -> None:
+def test_requests_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path) -> None:
     client = RolloutClient(router.hub.address, JournalConfig(max_bytes=1), tmp_path)
     client.start()
     group_id = ask(client)
-    client.note_step(0, [])  # by now the earlier request has been carried out
+    client.note_step(0, [])  # the earlier request has been carried out by now
     router.expect(ClientHello)
     client.cancel(group_id, "gave up")
     assert client.take(timeout_s=60) == [Dropped(group_id, "cancelled: gave up")]
@@ -132,13 +134,13 @@ def test_asks_wait_while_the_journal_is_full(router: FakeRouter, tmp_path: Path)
     assert not any(isinstance(packet.message, AskGroup) for _, packet in router.packets)
 
 
-def test_take_comes_back_empty_after_its_time(router: FakeRouter, tmp_path: Path) -> None:
+def test_take_returns_nothing_after_its_timeout(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     assert client.take(timeout_s=0.01) == []
     client.close()
 
 
-def test_bad_address_is_one_clear_line(router: FakeRouter, tmp_path: Path) -> None:
+def test_an_invalid_address_is_a_one_line_error(router: FakeRouter, tmp_path: Path) -> None:
     with pytest.raises(AddressError, match="nonsense"):
         RolloutClient("nonsense", CONFIG, tmp_path / "a")
     with pytest.raises(AddressError, match="cannot listen"):
@@ -152,14 +154,14 @@ def test_two_clients_do_not_share_a_journal(router: FakeRouter, tmp_path: Path) 
     client.close()
 
 
-def test_a_sink_that_workers_could_not_dial_is_refused(tmp_path: Path) -> None:
+def test_a_sink_address_that_workers_cannot_reach_is_refused(tmp_path: Path) -> None:
     for bind in ("tcp://0.0.0.0:0", "tcp://*:5556", "tcp://[::]:5556"):
         with pytest.raises(AddressError, match="peers receive this address and cannot dial it"):
             RolloutClient("tcp://127.0.0.1:1", CONFIG, tmp_path, bind=bind)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_weight_and_keep_are_said_in_the_hello(router: FakeRouter, tmp_path: Path) -> None:
+def test_weight_and_keep_are_sent_in_the_hello(router: FakeRouter, tmp_path: Path) -> None:
     client = RolloutClient(router.hub.address, CONFIG, tmp_path, weight=3, keep=True)
     client.start()
     _, hello, _ = router.expect(ClientHello)
@@ -167,14 +169,14 @@ def test_weight_and_keep_are_said_in_the_hello(router: FakeRouter, tmp_path: Pat
     client.close()
 
 
-def test_weight_that_is_none_is_one_line(router: FakeRouter, tmp_path: Path) -> None:
+def test_an_invalid_weight_is_a_one_line_error(router: FakeRouter, tmp_path: Path) -> None:
     for weight in (0, -1, 2**70):
         with pytest.raises(ConfigError, match="weight = "):
             RolloutClient(router.hub.address, CONFIG, tmp_path, weight=weight)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
+def test_the_next_client_of_a_folder_continues_kept_groups(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path, keep=True)
@@ -189,11 +191,15 @@ def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
     again = open_client(router, tmp_path, keep=True)
     assert again.address == address
     assert again.reopened == {still_open: Task(id="t", data={"n": 1})}
-    said, packet = first, None
-    while said.attempts == 0:  # the first message may still be on its way
-        _, said, packet = router.expect(AskGroup)
-    assert (said.group_id, said.client_id, said.sink) == (still_open, first.client_id, address)
-    assert said.attempts == 1
+    request, packet = first, None
+    while request.attempts == 0:  # the first message may still be on its way
+        _, request, packet = router.expect(AskGroup)
+    assert (request.group_id, request.client_id, request.sink) == (
+        still_open,
+        first.client_id,
+        address,
+    )
+    assert request.attempts == 1
     assert packet
     assert decode_ask(packet.body).seed == 5
     [restored] = again.take(timeout_s=60)
@@ -207,7 +213,7 @@ def test_kept_groups_are_gone_on_with_by_the_next_client_on_the_folder(
     assert not any(isinstance(packet.message, ClientLeft) for _, packet in router.packets)
 
 
-def test_kept_group_goes_to_a_new_address_where_the_old_one_is_taken(
+def test_a_kept_group_gets_a_new_address_when_the_old_one_is_in_use(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path, keep=True)
@@ -217,15 +223,15 @@ def test_kept_group_goes_to_a_new_address_where_the_old_one_is_taken(
     squatter = listen("tcp://127.0.0.1:0", address, None)
     assert squatter.address == address
     again = open_client(router, tmp_path, keep=True)
-    _, said, _ = router.expect(AskGroup)
-    assert (said.group_id, said.sink) == (group_id, again.address)
+    _, request, _ = router.expect(AskGroup)
+    assert (request.group_id, request.sink) == (group_id, again.address)
     assert again.address != address
     again.close()
     squatter.close()
 
 
 @pytest.mark.parametrize("for_good", [True, False])
-def test_a_client_that_keeps_its_groups_leaves_for_good_when_it_says_so(
+def test_a_client_with_keep_can_leave_for_good(
     router: FakeRouter, tmp_path: Path, for_good: bool
 ) -> None:
     client = open_client(router, tmp_path, keep=True)
@@ -235,12 +241,12 @@ def test_a_client_that_keeps_its_groups_leaves_for_good_when_it_says_so(
     other = open_client(router, tmp_path / "other")
     ask(other)
     router.expect(AskGroup)
-    other.close()  # which retains nothing
+    other.close()  # the folder retains nothing
     _, left, _ = router.expect(ClientLeft)
     assert (left.client_id == asked.client_id) is for_good
 
 
-def test_kept_groups_end_where_the_next_client_does_not_keep(
+def test_kept_groups_end_when_the_next_client_does_not_keep(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path, keep=True)
@@ -253,9 +259,7 @@ def test_kept_groups_end_where_the_next_client_does_not_keep(
     again.close()
 
 
-def test_results_that_are_done_with_are_not_handed_out_again(
-    router: FakeRouter, tmp_path: Path
-) -> None:
+def test_released_results_are_not_handed_out_again(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     done, waiting = ask(client), ask(client)
     for group_id in (done, waiting):
@@ -267,7 +271,7 @@ def test_results_that_are_done_with_are_not_handed_out_again(
     again.close()
 
 
-def test_ask_past_the_bound_is_refused_until_something_is_taken(
+def test_a_request_past_the_limit_is_refused_until_a_result_is_taken(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path)
@@ -282,7 +286,7 @@ def test_ask_past_the_bound_is_refused_until_something_is_taken(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"priority": 2**70}, "priority"),
         ({"priority": "high"}, "priority"),
@@ -291,19 +295,19 @@ def test_ask_past_the_bound_is_refused_until_something_is_taken(
         ({"env": "g\ud800ess"}, "surrogates"),
     ],
 )
-def test_ask_that_no_router_could_read_is_refused_and_harms_no_other(
-    router: FakeRouter, tmp_path: Path, wrong: dict[str, Any], told: str
+def test_an_invalid_request_is_refused_and_affects_no_other(
+    router: FakeRouter, tmp_path: Path, wrong: dict[str, Any], message: str
 ) -> None:
     client = open_client(router, tmp_path)
     good: dict[str, Any] = {"env": "guess", "num_samples": 2}
-    with pytest.raises(WireError, match=told):
+    with pytest.raises(WireError, match=message):
         client.ask(Task(id="t"), sampling=SamplingPolicy(), seed=5, **{**good, **wrong})
     ask(client)
     assert router.expect(AskGroup)[1].num_samples == 2
     client.close()
 
 
-def test_deadline_that_has_passed_is_not_no_deadline(router: FakeRouter, tmp_path: Path) -> None:
+def test_a_negative_deadline_has_passed(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     client.ask(
         Task(id="t"), env="guess", num_samples=2, sampling=SamplingPolicy(), seed=5, deadline_s=-3.0
@@ -314,19 +318,21 @@ def test_deadline_that_has_passed_is_not_no_deadline(router: FakeRouter, tmp_pat
     client.close()
 
 
-def test_ask_without_patience_ends_at_the_first_refusal(router: FakeRouter, tmp_path: Path) -> None:
+def test_a_request_without_patience_ends_at_the_first_refusal(
+    router: FakeRouter, tmp_path: Path
+) -> None:
     client = open_client(router, tmp_path)
     task = Task(id="t")
     group_id = client.ask(
         task, env="guess", num_samples=2, sampling=SamplingPolicy(), seed=5, patience_s=0.0
     )
     route, _, _ = router.expect(AskGroup)
-    router.say(route, AskRefused(group_id, "overloaded: 9 groups wait", 1.5))
+    router.send(route, AskRefused(group_id, "overloaded: 9 groups wait", 1.5))
     assert client.take(5) == [Dropped(group_id, "overloaded: 9 groups wait", retry_after_s=1.5)]
     client.close()
 
 
-def test_watcher_is_called_once_for_what_arrives_until_it_is_taken(
+def test_a_watcher_is_called_once_until_the_results_are_taken(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path)
@@ -348,13 +354,13 @@ def test_watcher_is_called_once_for_what_arrives_until_it_is_taken(
     client.close()
 
 
-def test_sink_listens_where_the_router_can_see_it() -> None:
+def test_the_sink_listens_on_an_address_that_the_router_can_reach() -> None:
     assert facing("tcp://127.0.0.1:5555") == "127.0.0.1"
-    assert facing("tcp://[::1]:5555") in ("[::1]", "127.0.0.1")  # without IPv6: loopback
+    assert facing("tcp://[::1]:5555") in ("[::1]", "127.0.0.1")  # without IPv6 only loopback
     assert facing("tcp://no such host:5555") == "127.0.0.1"
 
 
-def test_client_that_is_closed_twice_leaves_files_opened_since_alone(
+def test_closing_a_client_twice_closes_no_file_opened_since(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path)
@@ -363,7 +369,7 @@ def test_client_that_is_closed_twice_leaves_files_opened_since_alone(
     freed = before - set(os.listdir("/proc/self/fd"))
     with ExitStack() as stack:
         files: dict[str, FileIO] = {}
-        while freed - files.keys():  # the system hands out the lowest free number
+        while freed - files.keys():  # the system assigns the lowest free descriptor
             file = stack.enter_context((tmp_path / f"file{len(files)}").open("w+b", buffering=0))
             files[str(file.fileno())] = file
         client.close()
@@ -371,3 +377,65 @@ def test_client_that_is_closed_twice_leaves_files_opened_since_alone(
         client.close(for_good=True)
         for file in files.values():
             assert os.fstat(file.fileno()).st_size == 0
+
+
+def trainers_client(router: FakeRouter, folder: Path, max_bytes: int = 2**30) -> RolloutClient:
+    config = JournalConfig(segment_bytes=2**16, max_bytes=max_bytes)
+    return RolloutClient(router.hub.address, config, folder, keep=True)
+
+
+def test_the_next_trainer_gets_all_events_that_no_checkpoint_covers(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = trainers_client(router, tmp_path)
+    client.start(StateSaved())
+    assert client.history == History()
+    trained, waiting, still_open, failed = (ask(client, num_drawn=n) for n in range(1, 5))
+    deliver(client.address, trained)
+    deliver(client.address, waiting)
+    client.cancel(failed, "of no use")
+    client.note_step(0, [trained])
+    client.note_published(3, 1)
+    client.done_with([trained, waiting])  # only a checkpoint releases them
+    client.close()
+
+    again = trainers_client(router, tmp_path)
+    history = again.history
+    assert history.steps == (StepTaken(0, (trained,), 0),)
+    assert history.published == (Published(3, 1),)
+    assert [each.group_id for each in history.results] == [trained, waiting]
+    assert [each.reason for each in history.drops] == ["cancelled: of no use"]
+    [open_ask] = history.open_asks
+    assert (open_ask.group_id, open_ask.task.data) == (still_open, {"n": 1})
+    assert (history.num_asked, history.num_drawn) == (4, 4)
+    again.start(StateSaved())
+    assert [each.group_id for each in again.take(timeout_s=60)] == [waiting]
+    opened = again.open(history.results[0])
+    assert isinstance(opened, Finished)
+    assert opened.group_id == trained
+    again.close()
+
+
+def test_a_checkpoint_releases_the_events_that_it_covers(
+    router: FakeRouter, tmp_path: Path
+) -> None:
+    client = trainers_client(router, tmp_path, max_bytes=1)
+    client.start(StateSaved())
+    group_id = ask(client)
+    deliver(client.address, group_id)
+    client.note_step(0, [group_id])
+    full = [client.is_journal_full]
+    saved = StateSaved(1, 7, {group_id.run_id: [(0, 1)]})
+    client.note_saved(saved)
+    client.note_published(8, 1)  # the earlier operations are done by now
+    full.append(client.is_journal_full)
+    client.close()
+    again = trainers_client(router, tmp_path)
+    history = again.history
+    assert full == [True, False]
+    assert history.saved == saved
+    assert (history.steps, history.results, history.drops) == ((), (), ())
+    assert history.published == (Published(8, 1),)
+    again.start(saved)
+    assert deliver(again.address, group_id).duplicate
+    again.close()

@@ -40,42 +40,41 @@ def router() -> Iterator[FakeRouter]:
     router.hub.close()
 
 
-def test_result_that_cannot_be_written_is_not_acked_until_it_can(
-    router: FakeRouter, tmp_path: Path
-) -> None:
+def test_a_result_is_not_acked_until_it_can_be_written(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     unwritten, foreign = ask(client), GroupId("another-run", 0)
     worker = Dialer(client.address, "w1")
-    with capture_logs() as said:
+    with capture_logs() as logs:
         with full_disk(2**20):
             for _ in range(3):
                 send_result(worker, unwritten, task_id="too long for the disk" * 2**16)
             worker.send(Packet(GroupFinished(foreign, 1, "w1", True)))
-            # Refused at once: the answer shows that the sink has read everything before it.
+            # This one is refused at once: the answer shows that the sink has read all messages
+            # before it.
             assert next_answer(worker).group_id == foreign
         assert client.take(timeout_s=0) == []
         send_result(worker, unwritten)
         assert next_ack(worker) == GroupAcked(unwritten, 1, duplicate=False)
-    said = [each for each in said if each["event"] != "result.refused"]
-    assert [each["event"] for each in said] == ["journal.failed", "journal.writes_again"]
-    assert f"{tmp_path}/journal/" in said[0]["error"]
+    logs = [each for each in logs if each["event"] != "result.refused"]
+    assert [each["event"] for each in logs] == ["journal.failed", "journal.writes_again"]
+    assert f"{tmp_path}/journal/" in logs[0]["error"]
     assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [unwritten]
     worker.close()
     client.close()
 
 
-def test_results_that_nobody_takes_stay_with_their_workers(
+def test_untaken_results_stay_with_their_workers(
     router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
     client = open_client(router, tmp_path)
     first, second = ask(client), ask(client)
     router.expect(AskGroup)
-    deliver(client.address, first)  # more bytes than the limit: nothing is read after it
+    deliver(client.address, first)  # These bytes exceed the limit: nothing is read after them.
     worker = Dialer(client.address, "w2")
     send_result(worker, second)
     client.note_step(0, [])
-    client.note_step(0, [])  # the intake has run a whole turn and left the result unread
+    client.note_step(0, [])  # The intake has run a whole turn and left the result unread.
     assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [first]
     assert next_ack(worker).group_id == second
     assert [arrival.group_id for arrival in client.take(timeout_s=60)] == [second]
@@ -83,10 +82,10 @@ def test_results_that_nobody_takes_stay_with_their_workers(
     client.close()
 
 
-def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
+def test_a_full_sink_reads_only_a_few_results(
     router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Messages queued in zmq are in our memory too, and are sent repeatedly."""
+    """Messages queued in zmq use the client's memory too, and are sent repeatedly."""
     monkeypatch.setattr(intake, "MAX_UNTAKEN_BYTES", 10)
     client = open_client(router, tmp_path)
     first, second = ask(client), ask(client)
@@ -106,7 +105,7 @@ def test_sink_that_is_full_takes_in_no_more_than_a_few_results(
     client.close()
 
 
-def test_results_on_the_disk_are_taken_a_few_at_a_time(
+def test_results_on_disk_are_loaded_a_few_at_a_time(
     router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = open_client(router, tmp_path)
@@ -116,17 +115,17 @@ def test_results_on_the_disk_are_taken_a_few_at_a_time(
     client.close()
     monkeypatch.setattr(client_module, "MAX_FILED_BYTES", 0)
     again = open_client(router, tmp_path)
-    told: list[None] = []
-    again.watch(lambda: told.append(None))
+    calls: list[None] = []
+    again.watch(lambda: calls.append(None))
     taken = []
-    while told:
-        told.clear()
+    while calls:
+        calls.clear()
         taken.append([arrival.group_id for arrival in again.take(timeout_s=0)])
     assert taken == [[group_id] for group_id in asked]
     again.close()
 
 
-def test_a_result_that_is_gone_from_the_disk_is_dropped(router: FakeRouter, tmp_path: Path) -> None:
+def test_a_result_that_is_missing_on_disk_is_dropped(router: FakeRouter, tmp_path: Path) -> None:
     client = open_client(router, tmp_path)
     group_id = ask(client)
     deliver(client.address, group_id)
@@ -142,7 +141,7 @@ def test_a_result_that_is_gone_from_the_disk_is_dropped(router: FakeRouter, tmp_
 
 
 @pytest.mark.usefixtures("young_heap")
-def test_a_client_that_has_failed_keeps_neither_its_callers_nor_their_commands(
+def test_a_failed_client_retains_neither_its_callers_nor_their_commands(
     router: FakeRouter, tmp_path: Path
 ) -> None:
     client = open_client(router, tmp_path)
@@ -161,7 +160,7 @@ def test_a_client_that_has_failed_keeps_neither_its_callers_nor_their_commands(
 
 
 class Local:
-    """A lock that a caller holds."""
+    """A local object of a caller."""
 
 
 def take_in_vain(client: RolloutClient) -> "weakref.ref[Local]":
@@ -171,12 +170,12 @@ def take_in_vain(client: RolloutClient) -> "weakref.ref[Local]":
     return weakref.ref(local)
 
 
-def test_note_that_the_disk_refuses_is_written_when_there_is_room(
+def test_a_note_that_the_disk_refused_is_written_when_there_is_room(
     router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = RolloutClient(router.hub.address, JournalConfig(), tmp_path, keep=True)
     client.start(StateSaved())
-    with capture_logs() as said, ExitStack() as full:
+    with capture_logs() as logs, ExitStack() as full:
         full.enter_context(small_disk(monkeypatch, tmp_path / "journal", 0))
         with pytest.raises(JournalError, match="No space left"):
             client.note_step(0, [])
@@ -189,18 +188,18 @@ def test_note_that_the_disk_refuses_is_written_when_there_is_room(
         full.enter_context(small_disk(monkeypatch, tmp_path / "journal", 0))
         with pytest.raises(JournalError, match="No space left"):
             client.note_step(1, [], again=lambda: False)
-    assert [each["event"] for each in said] == ["journal.failed"]
+    assert [each["event"] for each in logs] == ["journal.failed"]
     client.close()
     again = RolloutClient(router.hub.address, JournalConfig(), tmp_path, keep=True)
     assert (again.history.steps, again.history.published) == ((), (Published(1, 0),))
     again.close()
 
 
-def test_asks_that_the_disk_refuses_are_made_in_order_when_there_is_room(
+def test_requests_that_the_disk_refused_are_sent_in_order_when_there_is_room(
     router: FakeRouter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = open_client(router, tmp_path, keep=True)
-    with capture_logs() as said, ExitStack() as full:
+    with capture_logs() as logs, ExitStack() as full:
         full.enter_context(small_disk(monkeypatch, tmp_path / "journal", 0))
         first, unwanted, last = (ask(client) for _ in range(3))
         client.cancel(unwanted, "of no use")
@@ -208,7 +207,7 @@ def test_asks_that_the_disk_refuses_are_made_in_order_when_there_is_room(
         assert cancelled == Dropped(unwanted, "cancelled: of no use")
         full.close()
         assert [router.expect(AskGroup)[1].group_id for _ in range(2)] == [first, last]
-    assert [each["event"] for each in said] == ["journal.failed"]
+    assert [each["event"] for each in logs] == ["journal.failed"]
     assert client.take(timeout_s=0) == []
     client.close()
     again = RolloutClient(router.hub.address, JournalConfig(), tmp_path, keep=True)

@@ -1,4 +1,4 @@
-"""State that a restarted client needs is on disk before it is acted upon."""
+"""The state that a restarted client needs is on disk before the client acts on it."""
 
 import random
 from pathlib import Path
@@ -45,7 +45,7 @@ def keep(client_journal: ClientJournal, seq: int, complete: bool = True) -> int:
     return client_journal.keep(message, Packet(message, "", b"record", (b"ids!", b"lps!"))).position
 
 
-def test_results_that_no_step_took_are_restored_once(tmp_path: Path) -> None:
+def test_results_that_no_step_used_are_restored_once(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), None)
     for seq in range(4):
@@ -64,7 +64,7 @@ def test_results_that_no_step_took_are_restored_once(tmp_path: Path) -> None:
     again.close()
 
 
-def test_incomplete_result_leaves_a_line_and_is_not_restored(tmp_path: Path) -> None:
+def test_an_incomplete_result_leaves_an_entry_and_is_not_restored(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     keep(client_journal, 5, complete=False)
     client_journal.close()
@@ -74,7 +74,7 @@ def test_incomplete_result_leaves_a_line_and_is_not_restored(tmp_path: Path) -> 
     again.close()
 
 
-def test_freed_segments_leave_what_has_ended(tmp_path: Path) -> None:
+def test_freed_segments_leave_the_set_of_ended_groups(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), None)
     for seq in range(20):
@@ -103,7 +103,7 @@ def asked(seq: int, deadline_s: float = 0.0) -> Asked:
     )
 
 
-def test_open_asks_outlive_the_process_and_ended_ones_do_not(tmp_path: Path) -> None:
+def test_open_requests_survive_the_process_and_ended_ones_do_not(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1", "c1", "tcp://sink"), None)
     for seq in range(4):
@@ -155,7 +155,7 @@ def test_taken_results_free_their_segments_and_are_not_restored(
     again.close()
 
 
-def test_taking_keeps_what_others_need(tmp_path: Path) -> None:
+def test_taking_a_result_keeps_open_requests_and_other_results(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), None)
     client_journal.ask(asked(0))
@@ -171,7 +171,7 @@ def test_taking_keeps_what_others_need(tmp_path: Path) -> None:
     again.close()
 
 
-def test_an_ask_that_stays_open_does_not_keep_what_came_after_it(tmp_path: Path) -> None:
+def test_an_open_request_does_not_retain_later_entries(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), None)
     client_journal.ask(asked(1000, deadline_s=600.0))
@@ -221,7 +221,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_reopened_journal_knows_what_is_needed_whatever_happened(
+def test_a_reopened_journal_has_all_needed_state_after_any_operations(
     tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -252,7 +252,7 @@ def test_a_reopened_journal_knows_what_is_needed_whatever_happened(
     client_journal.close()
 
 
-def test_what_a_full_disk_does_not_take_is_written_before_anything_else(tmp_path: Path) -> None:
+def test_entries_that_a_full_disk_refused_are_written_before_any_other(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1", "c1", "tcp://sink"), None)
     client_journal.ask(asked(0))
@@ -276,7 +276,7 @@ def test_what_a_full_disk_does_not_take_is_written_before_anything_else(tmp_path
     again.close()
 
 
-def test_results_that_were_taken_while_the_disk_was_full_free_their_segments(
+def test_results_taken_while_the_disk_was_full_free_their_segments(
     tmp_path: Path,
 ) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
@@ -298,7 +298,9 @@ def test_results_that_were_taken_while_the_disk_was_full_free_their_segments(
     again.close()
 
 
-def test_nothing_is_let_go_of_before_the_checkpoint_that_frees_it_is_told(tmp_path: Path) -> None:
+def test_no_segment_is_freed_before_the_checkpoint_that_covers_it_is_recorded(
+    tmp_path: Path,
+) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), StateSaved())
     for seq in range(20):
@@ -308,18 +310,18 @@ def test_nothing_is_let_go_of_before_the_checkpoint_that_frees_it_is_told(tmp_pa
     before = client_journal.size_bytes
     saved = StateSaved(1, 1, {"r1": [(0, 20)]})
     client_journal.cover(saved)
-    assert client_journal.size_bytes == before  # it may become damaged, and there is no other
+    assert client_journal.size_bytes == before  # The only checkpoint may become damaged.
     with full_disk(0), pytest.raises(JournalError):
         client_journal.cover(StateSaved(2, 2, {"r1": [(0, 20)]}))
     assert client_journal.size_bytes == before
-    client_journal.note(Published(2, 1))  # pending entries are written before it
+    client_journal.note(Published(2, 1))  # pending entries are written before this one
     client_journal.cover(StateSaved(3, 3, {"r1": [(0, 20)]}))
     assert client_journal.size_bytes < before
     assert client_journal.history().saved == StateSaved(2, 2, {"r1": [(0, 20)]})
     client_journal.close()
 
 
-def test_over_the_budget_the_newest_checkpoint_frees_alone(tmp_path: Path) -> None:
+def test_over_budget_the_newest_checkpoint_alone_frees_segments(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, JournalConfig(segment_bytes=200, max_bytes=4000))
     client_journal.begin(RunBegan("r1"), StateSaved())
     sizes = []
@@ -338,7 +340,7 @@ def test_over_the_budget_the_newest_checkpoint_frees_alone(tmp_path: Path) -> No
     again.close()
 
 
-def test_asks_are_not_held_where_the_newest_checkpoint_frees_the_journal(
+def test_requests_are_not_held_back_when_the_newest_checkpoint_can_free_the_journal(
     tmp_path: Path,
 ) -> None:
     client_journal = open_journal(tmp_path, JournalConfig(segment_bytes=200, max_bytes=4000))
@@ -355,7 +357,7 @@ def test_asks_are_not_held_where_the_newest_checkpoint_frees_the_journal(
     client_journal.close()
 
 
-def test_result_that_makes_room_has_ended_though_its_sink_has_not_said_so(tmp_path: Path) -> None:
+def test_a_result_whose_entry_frees_segments_counts_as_ended(tmp_path: Path) -> None:
     config = JournalConfig(segment_bytes=200, max_bytes=4000)
     client_journal = open_journal(tmp_path, config)
     client_journal.begin(BEGAN, StateSaved())
@@ -374,7 +376,7 @@ def test_result_that_makes_room_has_ended_though_its_sink_has_not_said_so(tmp_pa
     again.close()
 
 
-def test_disk_full_of_results_is_emptied_by_taking_them(
+def test_taking_results_frees_a_disk_that_is_full_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
@@ -398,7 +400,7 @@ def test_disk_full_of_results_is_emptied_by_taking_them(
     again.close()
 
 
-def test_book_over_its_budget_says_so(tmp_path: Path) -> None:
+def test_a_journal_over_its_budget_is_full(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, JournalConfig(segment_bytes=200, max_bytes=120))
     client_journal.begin(BEGAN, None)
     full = [client_journal.is_full]
@@ -409,7 +411,7 @@ def test_book_over_its_budget_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frames", [[], [b"\xc1"], [msgspec.msgpack.encode(["later", 1])]])
-def test_unknown_entry_is_an_error_and_gives_the_journal_back(
+def test_an_unknown_entry_is_an_error_and_releases_the_journal(
     tmp_path: Path, frames: list[bytes]
 ) -> None:
     journal = Journal(tmp_path / "journal", 200)

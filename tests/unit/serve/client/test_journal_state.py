@@ -1,4 +1,4 @@
-"""A trainer's journal yields one history, at whatever byte a kill cuts it."""
+"""A trainer's journal yields one consistent history at whatever byte a kill cuts it."""
 
 import shutil
 import tempfile
@@ -53,7 +53,7 @@ ACTS = (
     "save",
     "copy",
     "tell",
-    "rise",
+    "restart",
 )
 acts = st.tuples(st.sampled_from(ACTS), st.integers(0, 7))
 
@@ -65,7 +65,7 @@ def scratch() -> Iterator[Path]:
 
 
 def check(plan: RecoveryPlan, trainer: Trainer) -> None:
-    """Every open group is in exactly one place, and no ended one is named."""
+    """Assert that every open group is in exactly one place and that no ended group is named."""
     in_steps = [group_id for step in plan.redo for group_id in step.group_ids]
     ready = [each.group_id for each in plan.ready]
     dropped = [each.group_id for each in plan.drops]
@@ -79,14 +79,14 @@ def check(plan: RecoveryPlan, trainer: Trainer) -> None:
     assert plan.lines == ()
 
 
-def essence(plan: RecoveryPlan) -> RecoveryPlan:
-    """Without the order of requests, which are rewritten now and then."""
+def in_fixed_order(plan: RecoveryPlan) -> RecoveryPlan:
+    """Return the plan with sorted requests, because they are rewritten now and then."""
     return msgspec.structs.replace(plan, open_asks=tuple(sorted(plan.open_asks, key=str)))
 
 
 @settings(max_examples=50, deadline=None)
 @given(before=st.lists(acts, max_size=50), last=acts, data=st.data())
-def test_kill_at_any_byte_leaves_the_history_before_the_act_or_after_it(
+def test_a_kill_at_any_byte_leaves_the_history_before_or_after_the_operation(
     before: list[tuple[str, int]], last: tuple[str, int], data: st.DataObject
 ) -> None:
     with scratch() as folder:
@@ -94,17 +94,17 @@ def test_kill_at_any_byte_leaves_the_history_before_the_act_or_after_it(
         for act in before:
             trainer.do(*act)
         if last[0] == "save":
-            trainer.make_checkpoint()  # durable, but the process may be killed before it says so
+            trainer.make_checkpoint()  # durable, but not yet reported
         plans = [plan_now(trainer)]
         shutil.copytree(folder / "run", folder / "killed")
         if last[0] == "save":
-            trainer.tell_of_checkpoint()
+            trainer.report_checkpoint()
         else:
             trainer.do(*last)
         plans.append(plan_now(trainer))
         cut(folder, data)
         client_journal = open_journal(folder / "killed", CONFIG)
-        plan = essence(plan_recovery(trainer.saved, client_journal.history()))
+        plan = in_fixed_order(plan_recovery(trainer.saved, client_journal.history()))
         client_journal.close()
         trainer.client_journal.close()
     check(plan, trainer)
@@ -112,11 +112,11 @@ def test_kill_at_any_byte_leaves_the_history_before_the_act_or_after_it(
 
 
 def plan_now(trainer: Trainer) -> RecoveryPlan:
-    return essence(plan_recovery(trainer.saved, trainer.client_journal.history()))
+    return in_fixed_order(plan_recovery(trainer.saved, trainer.client_journal.history()))
 
 
 def cut(folder: Path, data: st.DataObject) -> None:
-    """Give `killed` what was written up to some byte of the last operation."""
+    """Give the folder `killed` all bytes up to some byte of the last operation."""
     old = {path.name: path for path in (folder / "killed/journal").glob("*.journal")}
     new = sorted((folder / "run/journal").glob("*.journal"))
     first = end_of(sorted(old.values())[-1])
@@ -133,7 +133,7 @@ def end_of(segment: Path) -> int:
 
 @settings(max_examples=40, deadline=None)
 @given(done=st.lists(acts, max_size=60))
-def test_next_life_knows_what_the_last_one_knew(done: list[tuple[str, int]]) -> None:
+def test_a_restarted_process_has_the_history_of_the_last_one(done: list[tuple[str, int]]) -> None:
     with scratch() as folder:
         trainer = Trainer(folder)
         for act in done:
@@ -175,7 +175,7 @@ def ids_in(groups: Groups) -> set[GroupId]:
 
 def test_checkpoints_keep_the_journal_small_however_long_the_run(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
-    trainer.do("ask", 0)  # it stays open to the end
+    trainer.do("ask", 0)  # this request stays open to the end
     for _ in range(200):
         for act in ("ask", "ask"):
             trainer.do(act, 1)
@@ -189,7 +189,7 @@ def test_checkpoints_keep_the_journal_small_however_long_the_run(tmp_path: Path)
     trainer.client_journal.close()
 
 
-def test_results_of_steps_are_not_handed_out_but_can_be_read(tmp_path: Path) -> None:
+def test_results_used_by_steps_are_not_handed_out_but_can_be_read(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     for act in ("ask", "ask", "ask", "keep", "keep", "keep", "step"):
         trainer.do(act, 0)
@@ -203,7 +203,7 @@ def test_results_of_steps_are_not_handed_out_but_can_be_read(tmp_path: Path) -> 
     client_journal.close()
 
 
-def test_ends_without_a_result_are_told_with_their_reasons(tmp_path: Path) -> None:
+def test_ends_without_a_result_are_in_the_history_with_their_reasons(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     for act in ("ask", "ask", "fail", "drop"):
         trainer.do(act, 0)
@@ -221,7 +221,7 @@ def test_journal_is_full_only_while_a_checkpoint_would_free_some_of_it(tmp_path:
         trainer.do("keep", 0)
     full = [
         trainer.client_journal.is_full
-    ]  # all of it waits for its step, for which more may be requested
+    ]  # all results wait for their step, for which more may be requested
     trainer.do("step", 0)
     full.append(trainer.client_journal.is_full)
     trainer.do("save", 0)
@@ -231,10 +231,10 @@ def test_journal_is_full_only_while_a_checkpoint_would_free_some_of_it(tmp_path:
 
 
 @pytest.mark.parametrize("num_segments", [1, 3])
-def test_ends_that_the_journal_has_lost_are_those_that_the_checkpoint_knows(
+def test_ends_that_the_journal_has_lost_are_taken_from_the_checkpoint(
     tmp_path: Path, num_segments: int
 ) -> None:
-    """As if a full disk took the segments' end before their summary was written."""
+    """The segments are gone as if a full disk had kept their summary from being written."""
     trainer = Trainer(tmp_path)
     for _ in range(20):
         for act in ("ask", "keep", "step"):
@@ -262,23 +262,23 @@ def test_entries_of_older_journals_are_read() -> None:
     ]
     for written, meant in older:
         assert decode_entry([msgspec.msgpack.encode(written)]) == meant
-    told = JournalState()
+    journal_state = JournalState()
     for at, (_, meant) in enumerate(older):
-        told.replay(meant, JournalPosition(at, 0))
-    assert (told.num_asked, told.ended["r1"].intervals()) == ({"r1": 7}, [(0, 7)])
+        journal_state.replay(meant, JournalPosition(at, 0))
+    assert (journal_state.num_asked, journal_state.ended["r1"].intervals()) == ({"r1": 7}, [(0, 7)])
 
 
 @pytest.mark.parametrize("num_steps", [4, 9])
-def test_checkpoint_that_is_older_than_the_last_one_told_takes_nothing_back(num_steps: int) -> None:
-    told = JournalState()
+def test_an_older_checkpoint_does_not_replace_a_newer_one(num_steps: int) -> None:
+    journal_state = JournalState()
     newer, older = StateSaved(9, 9, {"r1": [(0, 30)]}), StateSaved(num_steps, 4, {"r1": [(0, 12)]})
     for at, entry in enumerate((newer, older)):
-        told.replay(entry, JournalPosition(at, 0))
-    assert told.saved == newer
-    assert told.ended["r1"].intervals() == [(0, 30)]
+        journal_state.replay(entry, JournalPosition(at, 0))
+    assert journal_state.saved == newer
+    assert journal_state.ended["r1"].intervals() == [(0, 30)]
 
 
-def test_journals_of_programs_without_checkpoints_forget_drops_and_steps(tmp_path: Path) -> None:
+def test_journals_without_checkpoints_retain_no_drops_and_steps(tmp_path: Path) -> None:
     client_journal = open_journal(tmp_path, CONFIG)
     client_journal.begin(RunBegan("r1"), None)
     client_journal.ended["r1"].add(0)
@@ -297,15 +297,17 @@ def test_journals_of_programs_without_checkpoints_forget_drops_and_steps(tmp_pat
     journal.close()
 
 
-def test_versions_that_were_named_after_the_checkpoint_was_copied_stay(tmp_path: Path) -> None:
+def test_versions_published_after_the_checkpoint_was_copied_stay(tmp_path: Path) -> None:
     client_journal = open_journal(
         tmp_path, JournalConfig(segment_bytes=1)
-    )  # each record has its own
+    )  # each record has its own segment
     client_journal.begin(RunBegan("r1"), StateSaved())
     client_journal.note(Published(1, 0))
     client_journal.note(Published(2, 1))
     client_journal.cover(StateSaved(1, 1, {}))
-    client_journal.cover(StateSaved(2, 2, {}))  # it may become damaged, so the one before frees
+    client_journal.cover(
+        StateSaved(2, 2, {})
+    )  # The newest may become damaged, so the one before it frees segments.
     client_journal.close()
     again = open_journal(tmp_path, CONFIG)
     assert again.history().published == (Published(2, 1),)
@@ -313,10 +315,10 @@ def test_versions_that_were_named_after_the_checkpoint_was_copied_stay(tmp_path:
     again.close()
 
 
-def test_whose_task_a_group_asks_for_again_is_known_until_it_has_left(tmp_path: Path) -> None:
+def test_the_origin_of_a_repeated_request_is_known_until_its_group_has_left(tmp_path: Path) -> None:
     client_journal = open_journal(
         tmp_path, JournalConfig(segment_bytes=1)
-    )  # each record has its own
+    )  # each record has its own segment
     client_journal.begin(RunBegan("r1"), StateSaved())
     again = Again(GroupId("r1", 4), 2)
     body = encode_ask(GroupAsk(task=Task(id="t"), sampling=SamplingPolicy(), seed=0))
@@ -334,7 +336,7 @@ def test_whose_task_a_group_asks_for_again_is_known_until_it_has_left(tmp_path: 
     client_journal.close()
 
 
-def test_results_that_no_step_will_take_are_a_reason_for_a_checkpoint(tmp_path: Path) -> None:
+def test_results_that_no_step_will_use_require_a_checkpoint(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path)
     while trainer.client_journal.size_bytes <= CONFIG.max_bytes:
         trainer.do("ask", 0)
@@ -344,43 +346,43 @@ def test_results_that_no_step_will_take_are_a_reason_for_a_checkpoint(tmp_path: 
     trainer.client_journal.take((stale,))
     full.append(trainer.client_journal.is_full)
     assert full == [False, True]
-    # Until a checkpoint knows that it has left, a restarted client has it again.
+    # Until a checkpoint covers its removal, a restarted client gets it again.
     assert stale in [each.group_id for each in trainer.client_journal.history().results]
     trainer.client_journal.close()
 
 
-def trainer_whose_newest_checkpoint_has_broken(folder: Path, config: JournalConfig) -> Trainer:
+def trainer_with_a_broken_newest_checkpoint(folder: Path, config: JournalConfig) -> Trainer:
     trainer = Trainer(folder, config)
     for _ in range(3):
         before = trainer.saved
         for act in ("ask", "ask", "keep", "keep", "step", "publish", "save"):
             trainer.do(act, 0)
-    for act in ("ask", "keep"):  # by the version that only the damaged one has
+    for act in ("ask", "keep"):  # generated by the version that only the damaged checkpoint has
         trainer.do(act, 0)
     trainer.saved = before
     return trainer
 
 
-def test_nothing_is_lost_where_the_newest_checkpoint_has_broken(tmp_path: Path) -> None:
-    trainer = trainer_whose_newest_checkpoint_has_broken(tmp_path, CONFIG)
+def test_nothing_is_lost_when_the_newest_checkpoint_is_broken(tmp_path: Path) -> None:
+    trainer = trainer_with_a_broken_newest_checkpoint(tmp_path, CONFIG)
     for _ in range(2):
-        trainer.do("rise", 0)
+        trainer.do("restart", 0)
         check(trainer.plan, trainer)
         assert [each.step for each in trainer.plan.redo] == [2]
         assert [each.group_id for each in trainer.plan.ready] == trainer.ready
         assert trainer.plan.step_of_version == {0: 0, 1: 1, 2: 2, 3: 3}
-    # It was freed all the same, by the one before.
+    # The checkpoint before it freed segments all the same.
     assert trainer.client_journal.history().saved.num_steps == 2
     trainer.client_journal.close()
 
 
-def test_versions_of_results_are_known_where_one_has_broken_that_freed_alone(
+def test_versions_of_results_are_known_when_the_broken_checkpoint_had_freed_segments(
     tmp_path: Path,
 ) -> None:
     tight = msgspec.structs.replace(CONFIG, max_bytes=1)
-    trainer = trainer_whose_newest_checkpoint_has_broken(tmp_path, tight)
+    trainer = trainer_with_a_broken_newest_checkpoint(tmp_path, tight)
     for _ in range(2):
-        trainer.do("rise", 0)
+        trainer.do("restart", 0)
         [line] = trainer.plan.lines
         assert line.startswith("steps 2 to 2 are not in the weights: the checkpoint that freed")
         assert (trainer.plan.num_steps, trainer.plan.next_step) == (2, 3)

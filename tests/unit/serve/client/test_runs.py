@@ -63,7 +63,7 @@ def test_a_turn_over_two_engines_and_versions_has_a_run_for_each() -> None:
     )
 
 
-def test_turns_of_one_origin_are_one_run_and_dialects_part_them() -> None:
+def test_turns_of_one_origin_are_one_run_per_dialect() -> None:
     nodes = [context(-1), turn(0, VersionRun(3, 2, 0)), context(1), turn(2, VersionRun(3, 4, 0))]
     nodes += [context(3), turn(4, VersionRun(3, 1, 0), dialect="responses")]
     [sample] = samples_of(nodes)
@@ -73,22 +73,22 @@ def test_turns_of_one_origin_are_one_run_and_dialects_part_them() -> None:
     )
 
 
-def test_a_token_has_the_cause_of_the_nearest_fork_above_it() -> None:
-    nodes = [context(-1), turn(0, VersionRun(3, 1, 0))]  # before any fork
+def test_a_token_has_the_cause_of_the_nearest_fork_before_it() -> None:
+    nodes = [context(-1), turn(0, VersionRun(3, 1, 0))]  # above any fork
     nodes += [context(-1), turn(2, VersionRun(3, 2, 0)), context(3), turn(4, VersionRun(3, 3, 0))]
-    nodes += [context(3), turn(6, VersionRun(3, 4, 0))]  # forks from an earlier fork
+    nodes += [context(3), turn(6, VersionRun(3, 4, 0))]  # nodes that fork from an earlier fork
     plain, *forked = samples_of(nodes, (2, "compaction"), (6, "rewind"))
     assert [run.cause for run in plain.runs] == [""]
-    told = sorted([(run.cause, run.num_tokens) for run in each.runs] for each in forked)
-    assert told == [[("compaction", 2), ("rewind", 4)], [("compaction", 3)]]
+    runs = sorted([(run.cause, run.num_tokens) for run in each.runs] for each in forked)
+    assert runs == [[("compaction", 2), ("rewind", 4)], [("compaction", 3)]]
 
 
-def test_records_of_before_have_runs_without_names() -> None:
+def test_records_of_older_releases_have_runs_without_names() -> None:
     [sample] = samples_of([context(-1), turn(0, VersionRun(3, 2), dialect="")])
     assert sample.runs == (SampledRun(2, 3),)
 
 
-def test_a_run_of_an_engine_that_the_record_does_not_name_is_refused() -> None:
+def test_a_run_of_an_engine_missing_in_the_record_is_refused() -> None:
     with pytest.raises(WireError):
         samples_of([turn(-1, VersionRun(3, 2, 2))])
 
@@ -109,9 +109,7 @@ def tables(draw: st.DrawFn) -> list[NodeRow]:
 
 
 @given(tables(), st.lists(st.integers(0, 9), max_size=3))
-def test_runs_cover_the_trained_tokens_in_their_order(
-    nodes: list[NodeRow], forked: list[int]
-) -> None:
+def test_runs_cover_the_trained_tokens_in_order(nodes: list[NodeRow], forked: list[int]) -> None:
     for sample in samples_of(nodes, *((row, f"cause {row}") for row in forked)):
         versions = [run.policy_version for run in sample.runs for _ in range(run.num_tokens)]
         assert versions == sample.policy_versions[sample.loss_mask].tolist()

@@ -66,7 +66,7 @@ def turn(
 def cut_rollouts(
     *tables: list[NodeRow], branches: tuple[Branch, ...] = MAIN, lay: Lay = lay_plainly
 ) -> Cut:
-    """Token k of the group is 100 + k, its log-prob -(k + 1) / 8: all values are distinct."""
+    """Token k of the group is 100 + k and its log-prob is -(k + 1) / 8: all values are distinct."""
     rollouts = [
         RolloutRecord(
             index=index,
@@ -110,7 +110,7 @@ class DirtyMemory:
         return laid
 
 
-def test_linear_rollout_is_one_sample_with_its_exact_tokens() -> None:
+def test_a_linear_rollout_is_one_sample_with_its_exact_tokens() -> None:
     [sample] = cut_rollouts([context(-1, 2), turn(0, 2), context(1, 1), turn(2, 1)]).samples
     assert sample.token_ids.tolist() == [100, 101, 102, 103, 104, 105]
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
@@ -123,7 +123,7 @@ def test_linear_rollout_is_one_sample_with_its_exact_tokens() -> None:
     assert sample.group_id == GROUP
 
 
-def test_a_group_is_laid_at_once_where_the_taker_wants_it() -> None:
+def test_a_group_is_written_directly_to_the_memory_that_the_caller_provides() -> None:
     tables = [context(-1, 2), turn(0, 3), turn(0, 2)], [context(-1, 1), turn(0, 1)]
     plain = cut_rollouts(*tables).samples
     dirty = DirtyMemory()
@@ -139,13 +139,13 @@ def test_a_group_is_laid_at_once_where_the_taker_wants_it() -> None:
     assert [sample.handle for sample in plain] == [None] * 3
 
 
-def test_a_group_in_which_nothing_trains_asks_for_no_memory() -> None:
+def test_a_group_in_which_nothing_trains_requests_no_memory() -> None:
     dirty = DirtyMemory()
     assert cut_rollouts([context(-1, 2)], lay=dirty.lay).samples == []
     assert dirty.asked == []
 
 
-def test_what_memory_refuses_is_told() -> None:
+def test_an_error_of_the_memory_is_raised() -> None:
     def refuse(lengths: Sequence[int], fill: Fill) -> list[Laid]:
         raise StoreFull(sum(lengths), 0, 0)
 
@@ -158,13 +158,13 @@ def test_context_after_the_last_turn_is_not_in_the_sample() -> None:
     assert len(sample.token_ids) == 4
 
 
-def test_version_runs_are_spread_over_their_tokens() -> None:
+def test_version_runs_are_expanded_to_their_tokens() -> None:
     node = NodeRow(-1, 3, True, (VersionRun(4, 1), VersionRun(5, 2)))
     [sample] = cut_rollouts([node]).samples
     assert sample.policy_versions.tolist() == [4, 5, 5]
 
 
-def test_fork_trains_its_shared_prefix_once_and_weights_add_up() -> None:
+def test_a_fork_trains_its_shared_prefix_once_and_weights_add_up() -> None:
     nodes = [context(-1, 2), turn(0, 3), context(1, 1), turn(2, 1), context(1, 1), turn(4, 4)]
     first, second = cut_rollouts(nodes).samples
     assert first.loss_mask.sum() == 1
@@ -172,28 +172,28 @@ def test_fork_trains_its_shared_prefix_once_and_weights_add_up() -> None:
     assert (first.weight, second.weight) == (1 / 8, 7 / 8)
 
 
-def test_superseded_childless_turn_is_dropped_with_its_reason() -> None:
+def test_a_superseded_childless_turn_is_dropped_with_its_reason() -> None:
     result = cut_rollouts([context(-1, 1), turn(0, 4, superseded=True), turn(0, 2)])
     [sample] = result.samples
     assert sample.token_ids.tolist() == [100, 105, 106]
     assert [(unused.num_tokens, unused.reason) for unused in result.unused] == [(4, "superseded")]
 
 
-def test_superseded_turn_that_was_built_upon_trains() -> None:
+def test_a_superseded_turn_with_children_trains() -> None:
     nodes = [context(-1, 1), turn(0, 2, superseded=True), context(1, 1), turn(2, 1)]
     result = cut_rollouts(nodes)
     assert result.samples[0].loss_mask.sum() == 3
     assert not result.unused
 
 
-def test_void_turn_never_trains_and_stays_context_where_something_stands_on_it() -> None:
+def test_a_void_turn_never_trains_and_remains_context_of_its_children() -> None:
     result = cut_rollouts([turn(-1, 2, finish_reason="void"), context(0, 1), turn(1, 1)])
     [sample] = result.samples
     assert sample.loss_mask.tolist() == [False, False, False, True]
     assert result.unused[0].reason == "void"
 
 
-def test_branches_outside_the_setting_do_not_train() -> None:
+def test_branches_that_the_setting_excludes_do_not_train() -> None:
     nodes = [context(-1, 1), turn(0, 2), context(-1, 1), turn(2, 3, branch="side")]
     result = cut_rollouts(nodes)
     assert [sample.branch for sample in result.samples] == ["main"]
@@ -201,7 +201,7 @@ def test_branches_outside_the_setting_do_not_train() -> None:
 
 
 @pytest.mark.parametrize("outcome", [Outcome.AGENT_ERROR, Outcome.INFRA_ERROR, Outcome.CANCELLED])
-def test_rollout_without_a_trained_outcome_gives_no_sample(outcome: Outcome) -> None:
+def test_a_rollout_without_a_trained_outcome_gives_no_sample(outcome: Outcome) -> None:
     rollout = RolloutRecord(
         index=0, outcome=outcome, reward=0.0, nodes=[turn(-1, 2)], num_tokens=2, num_logprobs=2
     )
@@ -210,14 +210,14 @@ def test_rollout_without_a_trained_outcome_gives_no_sample(outcome: Outcome) -> 
     assert result.unused[0].reason == f"outcome: {outcome.value}"
 
 
-def test_truncated_rollout_without_a_reward_gives_no_sample() -> None:
+def test_a_truncated_rollout_without_a_reward_gives_no_sample() -> None:
     rollout = RolloutRecord(
         index=0, outcome=Outcome.TRUNCATED, nodes=[turn(-1, 2)], num_tokens=2, num_logprobs=2
     )
     assert cut_record([rollout]).unused[0].reason == "no reward"
 
 
-def test_turns_of_other_temperatures_train_in_samples_of_their_own() -> None:
+def test_turns_of_other_temperatures_train_in_separate_samples() -> None:
     nodes = [turn(-1, 1, temperature=0.5), turn(0, 2), turn(1, 1)]
     cold, warm = cut_rollouts(nodes).samples
     assert (cold.temperature, cold.loss_mask.tolist()) == (0.5, [True])
@@ -227,18 +227,18 @@ def test_turns_of_other_temperatures_train_in_samples_of_their_own() -> None:
 @pytest.mark.parametrize(
     "nodes",
     [
-        [NodeRow(0, 1, False)],  # its own parent
+        [NodeRow(0, 1, False)],  # the node is its own parent
         [NodeRow(-2, 1, False)],
-        [NodeRow(-1, 2, True, (VersionRun(1, 1),))],  # a token that was not sampled
+        [NodeRow(-1, 2, True, (VersionRun(1, 1),))],  # the mask counts a token that was not sampled
         [NodeRow(-1, 3, False), NodeRow(0, -1, False)],
     ],
 )
-def test_table_that_does_not_add_up_is_refused(nodes: list[NodeRow]) -> None:
+def test_an_inconsistent_node_table_is_refused(nodes: list[NodeRow]) -> None:
     with pytest.raises(WireError):
         cut_rollouts(nodes)
 
 
-def test_buffers_of_another_length_are_refused() -> None:
+def test_buffers_of_a_wrong_length_are_refused() -> None:
     record = GroupRecord(task=Task(id="t"), rollouts=[])
     with pytest.raises(WireError):
         cut(GROUP, record, np.zeros(1, np.int32), np.zeros(0, np.float32), MAIN)
@@ -271,7 +271,7 @@ def tables(draw: st.DrawFn) -> list[NodeRow]:
 
 
 @given(st.lists(tables(), max_size=3))
-def test_each_sampled_token_trains_in_exactly_one_sample_or_has_a_reason(
+def test_each_sampled_token_trains_in_one_sample_or_has_a_drop_reason(
     group: list[list[NodeRow]],
 ) -> None:
     result = cut_rollouts(*group)
@@ -284,7 +284,7 @@ def test_each_sampled_token_trains_in_exactly_one_sample_or_has_a_reason(
 
 
 @given(tables())
-def test_weights_of_a_rollout_add_up_to_one(nodes: list[NodeRow]) -> None:
+def test_the_weights_of_a_rollout_add_up_to_one(nodes: list[NodeRow]) -> None:
     samples = cut_rollouts(nodes).samples
     if samples:
         assert sum(sample.weight for sample in samples) == pytest.approx(1)
@@ -319,7 +319,7 @@ def test_a_sample_names_the_images_of_its_path_in_order() -> None:
     ]
 
 
-def test_each_sample_knows_the_rewards_of_all_siblings_that_ended_well() -> None:
+def test_each_sample_has_the_rewards_of_all_successful_siblings() -> None:
     prompt = context(-1, 2)
     rollouts = [
         RolloutRecord(index=0, outcome=Outcome.COMPLETED, reward=1.0, nodes=[prompt, turn(0, 1)]),
@@ -358,7 +358,7 @@ DTYPES = SampleArrays(np.int32, np.float32, np.int32, np.bool_)  # type: ignore[
 
 
 @given(num_tokens=st.integers(0, 100), offset=st.integers(0, 4))
-def test_every_byte_of_a_piece_is_of_one_array(num_tokens: int, offset: int) -> None:
+def test_every_byte_of_a_piece_belongs_to_one_array(num_tokens: int, offset: int) -> None:
     memory = np.zeros(BYTES_PER_TOKEN * num_tokens + 64 * offset, np.uint8)[64 * offset :]
     for array, dtype in zip(arrays_in(memory), DTYPES, strict=True):
         assert (array.dtype, array.shape) == (np.dtype(dtype), (num_tokens,))
@@ -366,13 +366,13 @@ def test_every_byte_of_a_piece_is_of_one_array(num_tokens: int, offset: int) -> 
     assert memory.tolist() == [1] * len(memory)
 
 
-def test_who_may_only_look_at_a_piece_may_only_look_at_its_arrays() -> None:
+def test_the_arrays_of_a_read_only_piece_are_read_only() -> None:
     memory = np.zeros(BYTES_PER_TOKEN * 4, np.uint8)
     memory.flags.writeable = False
     assert not any(array.flags.writeable for array in arrays_in(memory))
 
 
-def test_plain_memory_is_no_other_samples() -> None:
+def test_plain_memory_is_not_shared_with_other_samples() -> None:
     def fill(arrays: list[SampleArrays]) -> None:
         for number, each in enumerate(arrays):
             for array in each:

@@ -30,8 +30,8 @@ def row(task_id: str, outcome: str = "completed", **more: object) -> Row:
     return Row(task_id=task_id, outcome=outcome, **(fields | more))  # type: ignore[arg-type]
 
 
-def ends(estimate: Estimate | None) -> tuple[float, float]:
-    """Return the ends of its interval."""
+def interval_ends(estimate: Estimate | None) -> tuple[float, float]:
+    """Return the interval_ends of its interval."""
     assert estimate is not None
     assert estimate.low is not None
     assert estimate.high is not None
@@ -47,7 +47,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_success(num_successes: int, k: i
 
 
 def test_pass_at_k_is_unbiased() -> None:
-    """Its mean over all outcomes of n rollouts, weighted by probability, is 1 - (1 - p)^k."""
+    """Over all outcomes of n rollouts, weighted by probability, the mean is 1 - (1 - p)^k."""
     p, n, k = 0.3, 6, 4
     mean = sum(
         math.comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1)
@@ -55,7 +55,7 @@ def test_pass_at_k_is_unbiased() -> None:
     assert mean == pytest.approx(1 - (1 - p) ** k)
 
 
-def test_faults_of_the_mesh_count_nowhere_and_broken_agents_as_lost() -> None:
+def test_infrastructure_faults_are_excluded_and_agent_errors_are_failures() -> None:
     rows = [
         row("a", reward=1.0),
         row("a", outcome="truncated", reward=0.0),
@@ -85,15 +85,15 @@ def test_faults_of_the_mesh_count_nowhere_and_broken_agents_as_lost() -> None:
     ]
 
 
-def test_what_was_said_most_of_a_cause_is_told_and_the_rest_counted() -> None:
-    said = ["a", "b", "b", "c", "c", "c", "d", "d", "d", "d", "e"]
-    rows = [row("t", outcome=Outcome.INFRA_ERROR, error=error) for error in said]
+def test_the_most_frequent_errors_of_a_cause_are_listed_and_the_others_counted() -> None:
+    errors = ["a", "b", "b", "c", "c", "c", "d", "d", "d", "d", "e"]
+    rows = [row("t", outcome=Outcome.INFRA_ERROR, error=error) for error in errors]
     assert report_of(rows).failures == {
         "infra_error": Failure(11, {"d": 4, "c": 3, "b": 2}, 2, dict.fromkeys("bcd", "t"))
     }
 
 
-def test_success_is_the_environments_word_before_the_rewards() -> None:
+def test_the_success_that_the_environment_reports_goes_before_the_rewards() -> None:
     report = report_of([row("a", reward=0.5, metrics={"success": 0.0}), row("b", reward=0.5)])
     assert report.success is not None
     assert report.success.mean == 0.0, "the environment reports success, and did not for b"
@@ -105,11 +105,11 @@ def test_rewards_that_are_not_0_or_1_give_no_success_and_no_pass_at_k() -> None:
     assert report.reward is not None
     assert report.reward.mean == pytest.approx(0.155)
     assert (report.success, report.pass_at) == (None, {})
-    told = msgspec.json.decode(msgspec.json.encode(report), type=dict[str, Any])
-    assert not {"success", "pass_at"} & told.keys(), "absent, not 0"
+    report_fields = msgspec.json.decode(msgspec.json.encode(report), type=dict[str, Any])
+    assert not {"success", "pass_at"} & report_fields.keys(), "absent, not 0"
 
 
-def test_a_threshold_decides_where_nothing_else_does() -> None:
+def test_a_threshold_defines_success_if_nothing_else_does() -> None:
     rows = [row("t", reward=reward, num_samples=2) for reward in (0.2, 0.9)]
     report = report_of(rows, pass_threshold=0.5)
     assert report.success is not None
@@ -117,7 +117,7 @@ def test_a_threshold_decides_where_nothing_else_does() -> None:
     assert report.pass_at[2].mean == 1.0
 
 
-def test_metrics_of_the_environment_have_means_over_the_rollouts_that_have_them() -> None:
+def test_environment_metrics_have_means_over_the_rollouts_that_have_them() -> None:
     rows = [
         row("a", metrics={"turns": 2.0}),
         row("a", metrics={"turns": 4.0, "tests": 1.0}),
@@ -142,7 +142,7 @@ def test_pass_at_1_is_the_success_rate_and_grows_with_k() -> None:
     assert means == sorted(means)
 
 
-def test_pass_at_k_is_of_the_tasks_that_have_so_many_rollouts_and_says_how_many() -> None:
+def test_pass_at_k_counts_the_tasks_with_at_least_k_rollouts() -> None:
     rows = [row(task, num_samples=4, reward=float(task == "a")) for task in "aaaabbb"]
     pass_at = report_of(rows).pass_at
     assert {k: each.num_tasks for k, each in pass_at.items()} == {1: 2, 2: 2, 4: 1}
@@ -152,29 +152,29 @@ def test_pass_at_k_is_of_the_tasks_that_have_so_many_rollouts_and_says_how_many(
     assert list(report_of([row(task, num_samples=4) for task in "aab"]).pass_at) == [1, 2]
 
 
-def test_nothing_counted_is_no_figure() -> None:
+def test_a_score_of_no_rollouts_is_none() -> None:
     report = report_of([row("a", outcome="env_failed", has_result=False)])
     assert (report.success, report.reward, report.s_per_rollout) == (None, None, None)
     assert report.pass_at == {}
 
 
-def test_interval_is_wilsons_where_rollouts_are_independent() -> None:
+def test_the_interval_is_wilsons_for_independent_rollouts() -> None:
     n, c = 40, 12
     estimate = share([Cluster(1, float(number < c)) for number in range(n)])
     assert estimate is not None
-    # By the formula for fewer than n: the sample's variance and Student's quantile.
+    # By the formula for fewer than n: sample variance and Student's quantile.
     z, p, t = NormalDist().inv_cdf(0.975), c / n, 2.02269
     m = (n - 1) * (z / t) ** 2
     half = z * math.sqrt(p * (1 - p) / m + z**2 / (4 * m**2)) / (1 + z**2 / m)
-    low, high = ends(estimate)
+    low, high = interval_ends(estimate)
     assert high - low == pytest.approx(2 * half, rel=1e-4)
 
 
-def test_interval_of_unanimous_rollouts_is_not_empty() -> None:
+def test_the_interval_of_unanimous_rollouts_is_not_empty() -> None:
     estimate = share([Cluster(4, 1.0)] * 10)
     assert estimate is not None
     assert estimate.mean == estimate.high == 1.0
-    assert 0.6 < ends(estimate)[0] < 0.9
+    assert 0.6 < interval_ends(estimate)[0] < 0.9
 
 
 def coverage(num_tasks: int, num_samples: int) -> float:
@@ -187,32 +187,34 @@ def coverage(num_tasks: int, num_samples: int) -> float:
             chance = rng.betavariate(2.0, 2.0)  # half of them succeed in the long run
             wins = sum(rng.random() < chance for _ in range(num_samples))
             clusters.append(Cluster(num_samples, wins / num_samples))
-        low, high = ends(share(clusters))
+        low, high = interval_ends(share(clusters))
         held += low <= 0.5 <= high
     return held / 400
 
 
 @pytest.mark.parametrize(("num_tasks", "num_samples"), [(6, 8), (20, 1), (20, 8), (60, 4)])
-def test_intervals_hold_the_truth_as_often_as_they_say(num_tasks: int, num_samples: int) -> None:
+def test_intervals_contain_the_true_value_at_their_nominal_rate(
+    num_tasks: int, num_samples: int
+) -> None:
     assert 0.91 < coverage(num_tasks, num_samples) < 0.99
 
 
-def test_reward_may_be_any_number() -> None:
+def test_rewards_may_be_any_number() -> None:
     estimate = average([Cluster(1, -3.0), Cluster(1, 5.0)])
     assert estimate is not None
     assert estimate.mean == 1.0
-    # Student's quantile for two is 12.706, and the standard error is 4.
+    # Student's quantile for two tasks is 12.706, and the standard error is 4.
     assert estimate.low == pytest.approx(1.0 - 4 * 12.7062, rel=1e-5)
     assert estimate.high == pytest.approx(1.0 + 4 * 12.7062, rel=1e-5)
 
 
-def test_single_task_tells_no_interval_of_its_reward() -> None:
+def test_a_single_task_has_no_reward_interval() -> None:
     report = report_of([row("a", reward=0.25), row("a", reward=0.75)])
     assert report.reward is not None
     assert (report.reward.mean, report.reward.low, report.reward.high) == (0.5, None, None)
 
 
-def test_rewards_that_are_successes_have_the_interval_of_those() -> None:
+def test_rewards_of_0_and_1_have_the_interval_of_successes() -> None:
     report = report_of([row(task, reward=float(task < "c")) for task in "aabbcddd"])
     assert report.reward == report.success
     mixed = report_of([row(task, reward=0.5 * (task < "c")) for task in "aabbcddd"])
@@ -223,18 +225,18 @@ def test_rewards_that_are_successes_have_the_interval_of_those() -> None:
     ("num_tasks", "quantile"),
     [(2, 12.7062), (3, 4.30265), (4, 3.18245), (5, 2.77645), (11, 2.22814), (1001, 1.96234)],
 )
-def test_interval_is_students(num_tasks: int, quantile: float) -> None:
-    """Against the tables, for values with a standard error of 1."""
+def test_the_interval_is_students(num_tasks: int, quantile: float) -> None:
+    """Compared with tables, for values with a standard error of 1."""
     values = [float(number) for number in range(num_tasks)]
     error = stdev(values) / math.sqrt(num_tasks)
     estimate = average([Cluster(1, value / error) for value in values])
     assert estimate is not None
-    assert ends(estimate)[1] - estimate.mean == pytest.approx(quantile, rel=0.01)
+    assert interval_ends(estimate)[1] - estimate.mean == pytest.approx(quantile, rel=0.01)
 
 
 @pytest.mark.parametrize("num_tasks", range(1, 40))
-def test_interval_of_all_or_none_touches_its_end(num_tasks: int) -> None:
-    every, none = (ends(share([Cluster(3, value)] * num_tasks)) for value in (1.0, 0.0))
+def test_the_interval_of_all_or_no_successes_reaches_1_or_0(num_tasks: int) -> None:
+    every, none = (interval_ends(share([Cluster(3, value)] * num_tasks)) for value in (1.0, 0.0))
     assert (every[1], none[0]) == (1.0, 0.0)
     assert every[0] < 1.0
     assert none[1] > 0.0
@@ -252,7 +254,7 @@ def successes(seen: Seen, pass_threshold: float | None = None) -> list[float | N
     return found
 
 
-def test_a_small_positive_reward_is_no_success() -> None:
+def test_a_small_positive_reward_is_no_success_by_itself() -> None:
     assert successes([(0.155, {}), (0.0, {})]) == [None, None]
 
 
@@ -265,16 +267,16 @@ def test_any_other_reward_of_the_environment_makes_success_unknown(other: float)
     assert successes([(1.0, {}), (other, {})]) == [None, None]
 
 
-def test_with_a_threshold_rewards_that_reach_it_are_successes() -> None:
+def test_rewards_that_reach_the_threshold_are_successes() -> None:
     assert successes([(0.155, {}), (0.5, {}), (0.9, {})], 0.5) == [0.0, 1.0, 1.0]
 
 
-def test_what_the_environment_reports_goes_before_threshold_and_rewards() -> None:
+def test_the_environments_report_goes_before_threshold_and_rewards() -> None:
     seen: Seen = [(0.155, {"success": 0.0}), (0.2, {"success": 1.0}), (1.0, {})]
     assert successes(seen, pass_threshold=0.1) == [0.0, 1.0, 0.0]
 
 
-def test_a_rollout_without_a_reward_says_nothing_of_the_environment() -> None:
+def test_a_rollout_without_a_reward_is_ignored_when_success_is_inferred() -> None:
     rule = SuccessRule()
     rule.see(None, {})
     assert rule.success_of(1.0, {}) == 1.0

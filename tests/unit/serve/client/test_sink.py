@@ -40,7 +40,7 @@ def arrive(
     return sink.step(Received(route, message, b"record"), 0.0)
 
 
-def test_result_is_acked_only_after_it_was_kept() -> None:
+def test_a_result_is_acked_only_after_it_was_stored() -> None:
     sink = new_sink()
     [keep] = arrive(sink)
     assert isinstance(keep, Keep)
@@ -50,14 +50,14 @@ def test_result_is_acked_only_after_it_was_kept() -> None:
     assert sink.has_ended(ONE)
 
 
-def test_result_that_could_not_be_kept_is_asked_for_again() -> None:
+def test_a_result_that_could_not_be_stored_is_requested_again() -> None:
     sink = new_sink()
     arrive(sink)
     [again] = arrive(sink)
     assert isinstance(again, Keep)
 
 
-def test_later_attempt_is_acked_as_a_duplicate_and_not_kept() -> None:
+def test_a_later_attempt_is_acked_as_a_duplicate_and_not_stored() -> None:
     sink = new_sink()
     [keep] = arrive(sink)
     assert isinstance(keep, Keep)
@@ -67,7 +67,7 @@ def test_later_attempt_is_acked_as_a_duplicate_and_not_kept() -> None:
     assert sink.num_duplicates == 1
 
 
-def test_result_without_the_ticket_of_its_group_is_refused() -> None:
+def test_a_result_without_the_ticket_of_its_group_is_refused() -> None:
     sink = new_sink()
     for ticket in (b"", ASKED.ticket[:-1], bytes(16)):
         refused = Send(b"w1", ResultRefused(ONE, 1, NO_TICKET))
@@ -76,7 +76,7 @@ def test_result_without_the_ticket_of_its_group_is_refused() -> None:
     assert not sink.has_ended(ONE)
 
 
-def test_result_that_was_never_asked_for_is_refused() -> None:
+def test_a_result_that_was_never_requested_is_refused() -> None:
     sink = new_sink()
     for group_id in (GroupId("r1", 2**62), GroupId("another-run", 0)):
         refused = Send(b"w1", ResultRefused(group_id, 1, NOT_ASKED))
@@ -84,7 +84,7 @@ def test_result_that_was_never_asked_for_is_refused() -> None:
         assert not sink.has_ended(group_id)
 
 
-def test_malformed_result_is_refused_and_the_next_attempts_is_kept() -> None:
+def test_a_malformed_result_is_refused_and_the_next_attempts_is_stored() -> None:
     sink = new_sink()
     [keep] = arrive(sink)
     assert isinstance(keep, Keep)
@@ -95,19 +95,19 @@ def test_malformed_result_is_refused_and_the_next_attempts_is_kept() -> None:
     assert isinstance(again, Keep)
 
 
-def test_late_copy_of_what_was_taken_needs_no_ticket_to_be_freed() -> None:
+def test_a_late_copy_of_a_taken_result_is_acked_without_a_ticket() -> None:
     sink = ResultSink({"r1": IntervalSet([(0, 2)])}, nothing_asked)
     assert arrive(sink, ticket=b"") == [Send(b"w1", GroupAcked(ONE, 1, duplicate=True))]
 
 
-def test_drop_is_booked_once_and_its_late_result_is_a_duplicate() -> None:
+def test_a_drop_is_recorded_once_and_its_late_result_is_a_duplicate() -> None:
     sink = new_sink()
     assert sink.step(AskEnded(ONE, "stale"), 0.0) == [RecordDrop(ONE, "stale")]
     assert sink.step(AskEnded(ONE, "stale"), 0.0) == []
     assert arrive(sink) == [Send(b"w1", GroupAcked(ONE, 1, duplicate=True))]
 
 
-def test_drop_of_a_kept_group_is_not_booked() -> None:
+def test_a_drop_of_a_stored_group_is_not_recorded() -> None:
     sink = new_sink()
     [keep] = arrive(sink)
     assert isinstance(keep, Keep)
@@ -115,9 +115,9 @@ def test_drop_of_a_kept_group_is_not_booked() -> None:
     assert sink.step(AskEnded(ONE, "stale"), 0.0) == []
 
 
-def test_what_a_journal_remembers_has_ended() -> None:
+def test_groups_that_ended_in_the_journal_have_ended() -> None:
     assert ResultSink({"r1": IntervalSet([(0, 2)])}, nothing_asked).has_ended(ONE)
 
 
-def test_messages_of_others_are_ignored() -> None:
+def test_other_messages_are_ignored() -> None:
     assert new_sink().step(Received(b"x", RouterHello(1.0)), 0.0) == []

@@ -45,7 +45,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, whatever earlier tests installed."""
+    """Make SIGINT raise KeyboardInterrupt, whatever handler earlier tests installed."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -55,7 +55,7 @@ def next_ask(router: FakeRouter) -> AskGroup:
     return router.expect(AskGroup)[1]
 
 
-def test_threads_share_a_client_and_each_gets_its_own(
+def test_threads_share_a_client_and_each_gets_its_own_result(
     router: FakeRouter, client: SyncRolloutClient, pool: ThreadPoolExecutor
 ) -> None:
     running = {n: pool.submit(client.run_group, TASK, n, env="guess") for n in range(1, 5)}
@@ -68,17 +68,17 @@ def test_threads_share_a_client_and_each_gets_its_own(
         assert finished.group_id == ask.group_id
 
 
-def test_failed_group_is_raised_where_it_is_waited_for(
+def test_a_failed_group_raises_where_it_is_waited_for(
     router: FakeRouter, client: SyncRolloutClient, pool: ThreadPoolExecutor
 ) -> None:
     running = pool.submit(client.run, TASK, env="guess", deadline_s=60.0)
     route, ask, _ = router.expect(AskGroup)
-    router.say(route, GroupFailed(ask.group_id, "env_failed: no module named guess"))
+    router.send(route, GroupFailed(ask.group_id, "env_failed: no module named guess"))
     with pytest.raises(EnvFailedError, match="no module named guess"):
         running.result(PATIENCE_S)
 
 
-def test_stream_brings_what_was_asked_and_ends_with_it(
+def test_a_stream_yields_all_results_and_ends_with_the_last(
     router: FakeRouter, client: SyncRolloutClient
 ) -> None:
     asked = [client.ask(TASK, 2, env="guess") for _ in range(3)]
@@ -92,7 +92,7 @@ def test_stream_brings_what_was_asked_and_ends_with_it(
     assert [arrival.group_id for arrival in stream] == [asked[1]]
 
 
-async def test_client_works_where_a_loop_runs_as_in_a_notebook(router: FakeRouter) -> None:
+async def test_the_client_works_inside_a_running_loop_as_in_a_notebook(router: FakeRouter) -> None:
     async with asyncio.timeout(PATIENCE_S):
         with SyncRolloutClient(router.hub.address) as client:
             asked = client.ask(TASK, 1, env="guess")
@@ -121,9 +121,7 @@ def test_ctrl_c_in_a_waiting_call_cancels_its_group_and_no_other(
     assert other.result(PATIENCE_S).group_id == others_ask.group_id
 
 
-def test_closing_ends_what_waits_and_whoever_comes_later(
-    router: FakeRouter, pool: ThreadPoolExecutor
-) -> None:
+def test_closing_ends_waiting_and_later_calls(router: FakeRouter, pool: ThreadPoolExecutor) -> None:
     client = SyncRolloutClient(router.hub.address)
     running = pool.submit(client.run, TASK, env="guess")
     next_ask(router)
@@ -136,7 +134,7 @@ def test_closing_ends_what_waits_and_whoever_comes_later(
     router.expect(ClientLeft)
 
 
-def test_leaving_a_stream_is_having_had_what_it_brought(
+def test_results_of_an_abandoned_stream_count_as_taken(
     router: FakeRouter, client: SyncRolloutClient
 ) -> None:
     for _ in range(2):
@@ -147,7 +145,7 @@ def test_leaving_a_stream_is_having_had_what_it_brought(
     assert [arrival.group_id for arrival in client.stream()] != had
 
 
-def told_in_a_fork(call: Callable[[], object]) -> str:
+def error_in_a_fork(call: Callable[[], object]) -> str:
     """Return the ClientClosed that `call` raises in a forked process."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -159,20 +157,20 @@ def told_in_a_fork(call: Callable[[], object]) -> str:
         finally:
             os._exit(0)
     os.close(writing)
-    told = os.read(reading, 1000)
+    message = os.read(reading, 1000)
     os.close(reading)
     os.waitpid(child, 0)
-    return told.decode()
+    return message.decode()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_forked_process_is_told_and_does_not_wait(
+def test_calls_in_a_forked_process_raise_at_once(
     router: FakeRouter, client: SyncRolloutClient, tmp_path: Path
 ) -> None:
     why = f"this client is that of process {os.getpid()}: open another"
-    assert told_in_a_fork(lambda: client.run(TASK, env="guess")) == why
+    assert error_in_a_fork(lambda: client.run(TASK, env="guess")) == why
     with closing(RolloutClient(router.hub.address, JournalConfig(), tmp_path)) as plain:
         plain.start()
-        assert told_in_a_fork(lambda: plain.take(60.0)) == why
+        assert error_in_a_fork(lambda: plain.take(60.0)) == why
         ask = {"env": "guess", "num_samples": 1, "sampling": SamplingPolicy(), "seed": 0}
-        assert told_in_a_fork(lambda: plain.ask(TASK, **ask)) == why  # type: ignore[arg-type]
+        assert error_in_a_fork(lambda: plain.ask(TASK, **ask)) == why  # type: ignore[arg-type]

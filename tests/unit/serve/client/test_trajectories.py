@@ -70,7 +70,7 @@ def test_a_group_with_a_result_leaves_messages_samples_and_errors(tmp_path: Path
     assert broke["place"] == msgspec.to_builtins(PLACE)
 
 
-def test_a_group_without_a_result_leaves_what_came_of_it(tmp_path: Path) -> None:
+def test_a_group_without_a_result_leaves_its_finished_rollouts(tmp_path: Path) -> None:
     with Trajectories(tmp_path) as trajectories:
         trajectories.add(Dropped(GROUP, "infra_error: 1 of 2", record()))
         trajectories.add(Dropped(GROUP, "env_failed: none"))
@@ -79,7 +79,9 @@ def test_a_group_without_a_result_leaves_what_came_of_it(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"rollout_id": "r1', b"x" * (BLOCK_BYTES + 7)])
-def test_what_a_crash_has_torn_is_cut_before_more_is_written(tmp_path: Path, torn: bytes) -> None:
+def test_a_row_torn_by_a_crash_is_removed_before_more_is_written(
+    tmp_path: Path, torn: bytes
+) -> None:
     with Trajectories(tmp_path) as trajectories:
         trajectories.add(finished())
     path = tmp_path / TRAJECTORIES
@@ -89,12 +91,12 @@ def test_what_a_crash_has_torn_is_cut_before_more_is_written(tmp_path: Path, tor
     assert len(rows(tmp_path)) == 4
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none/trajectories\.jsonl: .*; name another --out"):
         Trajectories(tmp_path / "none")
 
 
-def test_a_full_disk_is_one_line_and_costs_no_earlier_row(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_one_line_error_and_damages_no_earlier_row(tmp_path: Path) -> None:
     with Trajectories(tmp_path) as trajectories:
         trajectories.add(finished())
         size = (tmp_path / TRAJECTORIES).stat().st_size

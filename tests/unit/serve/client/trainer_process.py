@@ -26,11 +26,11 @@ from rollmesh.wire.messages import GroupAsk, GroupFinished
 CONFIG = JournalConfig(segment_bytes=600, max_bytes=10_000)
 BATCH = 2
 EVAL_PERIOD = 5
-"""One request of so many is of an evaluation, whose fate the journal ignores."""
+"""One request in so many belongs to an evaluation; the journal does not track its outcome."""
 
 
 class Trainer:
-    """A trainer's use of its journal, without a mesh: which groups exist, and where."""
+    """A trainer's use of its journal: which groups exist, and where."""
 
     def __init__(self, folder: Path, config: JournalConfig = CONFIG) -> None:
         self.folder = folder
@@ -41,23 +41,23 @@ class Trainer:
         self.ready: list[GroupId] = []
         self.evals: set[GroupId] = set()
         self.again: dict[GroupId, Again] = {}
-        """Repeated requests, whatever became of them."""
+        """Repeated requests, whatever their outcome."""
         self.waiting: list[Again] = []
         """Requests to repeat."""
         self.trained: dict[int, tuple[GroupId, ...]] = {}
         self.gone: dict[str, IntervalSet] = {}
         self.step_of_version = {0: 0}
-        self.num_lives = self.num_asked = self.num_steps = self.policy_version = 0
+        self.num_starts = self.num_asked = self.num_steps = self.policy_version = 0
         self.client_journal: ClientJournal
-        self.rise()
+        self.restart()
 
-    def rise(self) -> None:
+    def restart(self) -> None:
         """Restart; the process before may have been killed."""
         self.client_journal = open_journal(self.folder, self._config)
         self.plan = plan_recovery(self.saved, self.client_journal.history())
-        self.num_lives += 1
+        self.num_starts += 1
         self.client_journal.begin(
-            RunBegan(f"r{self.num_lives}", "c1", "tcp://sink"), self.plan.saved
+            RunBegan(f"r{self.num_starts}", "c1", "tcp://sink"), self.plan.saved
         )
 
     def do(self, act: str, pick: int) -> None:
@@ -79,15 +79,15 @@ class Trainer:
                 self.client_journal.note(Published(self.policy_version, self.num_steps))
             case "copy" | "tell" | "save":
                 self._save(act)
-            case "rise":
+            case "restart":
                 self.client_journal.close()
-                self.rise()
+                self.restart()
 
     def _save(self, act: str) -> None:
         if act != "tell":
             self.make_checkpoint()
         if act != "copy":
-            self.tell_of_checkpoint()
+            self.report_checkpoint()
 
     def make_checkpoint(self) -> None:
         self.saved = LoopState(
@@ -99,12 +99,12 @@ class Trainer:
             ended={run: each.intervals() for run, each in self.gone.items()},
         )
 
-    def tell_of_checkpoint(self) -> None:
+    def report_checkpoint(self) -> None:
         if self.saved:
             self.client_journal.cover(self.saved.to_journal())
 
     def _ask(self) -> None:
-        group_id = GroupId(f"r{self.num_lives}", self.num_asked)
+        group_id = GroupId(f"r{self.num_starts}", self.num_asked)
         self.num_asked += 1
         again = self.waiting.pop(0) if self.waiting else None
         if again:
