@@ -22,7 +22,7 @@ from benchmarks.lib.report import Goal, parser, report
 from benchmarks.packing import SETTINGS, demo_batch, made_up
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState
 from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy

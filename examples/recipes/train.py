@@ -16,7 +16,7 @@ from pathlib import Path
 from examples.recipes.data import batch
 from rollmesh.core.config import TrainerConfig
 from rollmesh.tensors.plane import Plane, use
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState
 from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TensorUsage, TrainController
 from rollmesh.trainer.controller.dispatch import DispatchRule

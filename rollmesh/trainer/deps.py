@@ -17,7 +17,7 @@ from rollmesh.trainer.checkpoints.store import Checkpointable, CheckpointStore
 from rollmesh.trainer.gpu_lease import ExclusiveGpus, GpuLease, Offloadable
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.ready_queue import SampleAllocator
-from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.reports.exactness import FenceRequested
 from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.weights.folder import PublishFn, WeightVersions

@@ -32,11 +32,14 @@ from rollmesh.trainer.algorithms.optimizer import MAX_SKIPPED, skipped_too_often
 from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.deps import TrainerDeps
-from rollmesh.trainer.pacing.accounting import step_means
-from rollmesh.trainer.pacing.pacer import Batch
-from rollmesh.trainer.pacing.versions import spans_versions
-from rollmesh.trainer.reports.exactness import FaultyEngineDetector, GapFindings, find_gaps
-from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.pacing.lifecycle import spans_versions
+from rollmesh.trainer.pacing.pacer import Batch, step_means
+from rollmesh.trainer.reports.exactness import (
+    FaultyEngineDetector,
+    FenceRequested,
+    GapFindings,
+    find_gaps,
+)
 from rollmesh.trainer.reports.records import restarts_of
 from rollmesh.trainer.reports.summary import share, write_summary
 from rollmesh.trainer.saver import CheckpointSaver

@@ -42,7 +42,7 @@ from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.requester import RequestSettings, endless_tasks
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.reports.fencing import FenceRequested
+from rollmesh.trainer.reports.exactness import FenceRequested
 from rollmesh.trainer.reports.learning_curve import draw_learning
 from rollmesh.trainer.reports.records import RunRecords, restarts_of
 from rollmesh.trainer.reports.summary import Tally, write_summary

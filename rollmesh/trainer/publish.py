@@ -18,7 +18,7 @@ from rollmesh.core.model_folders import WeightsProbe, leave_probe
 from rollmesh.engine.backend import UNVERSIONED, EngineBackend, configured_backend
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.trainer.reports.fencing import FenceRequested, FenceResult, Fencing
+from rollmesh.trainer.reports.exactness import FenceRequested, FenceResult, Fencing
 from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.publisher import (
     Accepted,

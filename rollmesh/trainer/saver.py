@@ -11,7 +11,7 @@ import msgspec
 
 from rollmesh.core.errors import UserError
 from rollmesh.serve.client.journal_entries import StateSaved, num_in
-from rollmesh.trainer.checkpoints.state import CheckpointSchedule, LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import CheckpointSchedule, LoopState
 from rollmesh.trainer.checkpoints.store import MODEL_FOLDER, SavedCheckpoint
 from rollmesh.trainer.deps import TrainerDeps
 

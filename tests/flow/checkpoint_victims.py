@@ -26,7 +26,7 @@ import msgspec
 
 from rollmesh.trainer import checkpoints
 from rollmesh.trainer.checkpoints.manifest import verify
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState
 from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.models import folders
 from tests.unit.trainer.checkpoints.trained import Trained, same

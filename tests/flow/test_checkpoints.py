@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from rollmesh.core.errors import CallFailed, CheckpointError
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState
 from rollmesh.trainer.checkpoints.store import Checkpointable, CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy

@@ -29,8 +29,12 @@ from rollmesh.serve.client.journal_entries import (
 from rollmesh.serve.router.group_scheduler import GroupScheduler
 from rollmesh.testing.mesh_sim.machines import StepMachines
 from rollmesh.testing.mesh_sim.requesting_client import FORGED
-from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
-from rollmesh.trainer.checkpoints.state import CheckpointSchedule, LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import (
+    CheckpointSchedule,
+    LoopState,
+    RecoveryPlan,
+    plan_recovery,
+)
 from rollmesh.trainer.pacing.lifecycle import Action as CourseAction
 from rollmesh.trainer.pacing.lifecycle import Event as CourseEvent
 from rollmesh.trainer.pacing.lifecycle import (

@@ -15,8 +15,12 @@ from rollmesh.runtime.generation.generation import GenerationMachine
 from rollmesh.serve.client.arrivals import ResultSink
 from rollmesh.serve.client.journal import ClientJournal, History
 from rollmesh.serve.router.group_scheduler import GroupScheduler
-from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
-from rollmesh.trainer.checkpoints.state import CheckpointSchedule, LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import (
+    CheckpointSchedule,
+    LoopState,
+    RecoveryPlan,
+    plan_recovery,
+)
 from rollmesh.trainer.pacing.lifecycle import GroupLifecycle
 from rollmesh.trainer.staleness import StalenessManager
 

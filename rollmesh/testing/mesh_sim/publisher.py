@@ -12,7 +12,7 @@ from rollmesh.engine.backend import UNVERSIONED
 from rollmesh.testing.mesh_sim.engine import SimEngine
 from rollmesh.testing.mesh_sim.kernel import Kernel, Node
 from rollmesh.testing.mesh_sim.network import Network
-from rollmesh.trainer.reports.fencing import FenceRequested, FenceResult, Fencing
+from rollmesh.trainer.reports.exactness import FenceRequested, FenceResult, Fencing
 from rollmesh.trainer.weights.publisher import (
     Accepted,
     Action,

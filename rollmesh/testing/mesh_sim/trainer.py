@@ -28,8 +28,7 @@ from rollmesh.testing.mesh_sim.network import Network
 from rollmesh.testing.mesh_sim.publisher import SimPublisher
 from rollmesh.testing.mesh_sim.requesting_client import TICK_S
 from rollmesh.testing.mesh_sim.training_history import TrainingHistory
-from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState, RecoveryPlan, plan_recovery
 from rollmesh.trainer.pacing.lifecycle import (
     Action,
     DropReplayed,

@@ -33,8 +33,8 @@ from rollmesh.trainer.checkpoints.manifest import (
     verify,
     write_file,
 )
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState
 from rollmesh.trainer.checkpoints.snapshot import MODEL
-from rollmesh.trainer.checkpoints.state import LoopState
 from rollmesh.trainer.models.folders import begin_folder, end_folder
 
 log = get_logger()

@@ -1,4 +1,4 @@
-"""The life cycle of each group in a run: open, waiting, in a step, gone.
+"""The life cycle of each group in a run, and the train step that made each policy version.
 
     OPEN --ResultMissing-----------------------------> gone (failed, unmeasured)
       |----ResultArrived: of an evaluation-----------> gone (measured)
@@ -11,21 +11,21 @@
   now, and no step is taken before all results that they left have been read.
 - A step's groups are named before it trains, and gone once they are in the weights.
 - Ages and admission are decided by the StalenessManager, which only this machine steps.
-- Pure: it knows the policy versions of samples, not the samples.
+- Pure: it knows the policy versions of samples, not the samples. Only as many versions are kept as
+  ages need; a version that is missing is not of this run, or very old.
 """
 
 import collections
 import enum
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
 from rollmesh.core.ids import GroupId, IntervalSet
 from rollmesh.core.types import Task
 from rollmesh.serve.client.journal_entries import NOT_NOTED, Again, GroupParted, Groups, StepTaken
-from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, admitted_groups
-from rollmesh.trainer.checkpoints.state import PendingTask
-from rollmesh.trainer.pacing.versions import VersionSteps
+from rollmesh.serve.client.samples import Sample
+from rollmesh.trainer.checkpoints.recovery_plan import PendingTask, RecoveryPlan, admitted_groups
 from rollmesh.trainer.staleness import (
     BatchTaken,
     GroupAdmitted,
@@ -37,6 +37,71 @@ from rollmesh.trainer.staleness import (
     StepRetaken,
     TakeBatch,
 )
+
+SPARE_VERSIONS = 1000
+"""Versions kept beyond those that the age bound needs."""
+
+
+class VersionSteps:
+    """Train steps by policy version."""
+
+    def __init__(self, max_staleness: int) -> None:
+        self._max_known = max_staleness + SPARE_VERSIONS
+        self._steps = {0: 0}
+
+    @property
+    def steps(self) -> Mapping[int, int]:
+        """Train steps by version, oldest first."""
+        return self._steps
+
+    def add(self, steps: Mapping[int, int]) -> None:
+        """Add versions."""
+        self._steps |= steps
+        while len(self._steps) > self._max_known:
+            del self._steps[next(iter(self._steps))]
+
+    def named(self, step: int) -> int | None:
+        """The newest version made after `step` steps; None if there is none."""
+        return next((each for each, made in reversed(self._steps.items()) if made == step), None)
+
+    def made_before(self, step: int) -> frozenset[int]:
+        """Versions made before `step`."""
+        return frozenset(each for each, made in self._steps.items() if made < step)
+
+    def foreign(self, policy_versions: Collection[int]) -> set[int]:
+        """Versions among these that are not of this run."""
+        return set(policy_versions) - self._steps.keys()
+
+    def oldest_step(self, policy_versions: Collection[int]) -> int:
+        """The train step of the oldest of these versions."""
+        return min(self._steps[each] for each in policy_versions)
+
+    def newest_step(self, policy_versions: Collection[int]) -> int:
+        """The train step of the newest of these versions."""
+        return max(self._steps[each] for each in policy_versions)
+
+    def age(self, samples: Iterable[Sample], step: int) -> int:
+        """Train steps from the weights of the oldest trained token to `step`."""
+        return step - self.oldest_step(versions_of(samples))
+
+    def age_of(self, policy_versions: Iterable[int], step: int) -> int | None:
+        """Train steps from the oldest of these versions to `step`; None if none is known."""
+        made = map(self._steps.get, policy_versions)
+        known = [each for each in made if each is not None]
+        return step - min(known) if known else None
+
+
+def versions_of(samples: Iterable[Sample]) -> frozenset[int]:
+    """The policy versions of the trained tokens."""
+    trained = (set(s.policy_versions[s.loss_mask].tolist()) for s in samples)
+    return frozenset[int]().union(*trained)
+
+
+def spans_versions(sample: Sample) -> bool:
+    """Whether more than one policy version sampled the trained tokens."""
+    versions = sample.policy_versions[sample.loss_mask]
+    return bool(versions.min() != versions.max())
+
 
 UNKNOWN = Task(id="")
 """Task of a group that ended between two processes; its record, if any, has the task."""
@@ -131,7 +196,7 @@ Event = (
 
 
 class GroupOutcome(enum.StrEnum):
-    """How a group leaves; the values are in journals. accounting.py records it."""
+    """How a group leaves; the values are in journals. The pacer records it."""
 
     TRAINED = "trained"
     STALE = "stale"

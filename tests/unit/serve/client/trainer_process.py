@@ -18,8 +18,7 @@ from rollmesh.serve.client.journal_entries import (
     RunBegan,
     StepTaken,
 )
-from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
-from rollmesh.trainer.checkpoints.state import LoopState, PendingTask
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState, PendingTask, plan_recovery
 from rollmesh.wire.frames import Packet, encode_ask, encode_record
 from rollmesh.wire.messages import GroupAsk, GroupFinished
 

@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollmesh.core.errors import CheckpointError
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.trainer.checkpoints.host_buffer import (
+from rollmesh.trainer.checkpoints.manifest import record_pieces, seal, verify, write_pieces
+from rollmesh.trainer.checkpoints.snapshot import (
     ALIGN,
     HostBuffer,
     TensorRows,
     read_rows,
     rows_of_rank,
 )
-from rollmesh.trainer.checkpoints.manifest import record_pieces, seal, verify, write_pieces
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.models.safetensors_layout import TensorSpec
 from rollmesh.trainer.ranks import ShardedRanks, SingleRank

@@ -18,8 +18,7 @@ from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateS
 from rollmesh.testing.client import ScriptedClient
 from rollmesh.trainer.checkpoints import recovery
 from rollmesh.trainer.checkpoints.recovery import ResumePoint
-from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState, plan_recovery
 from rollmesh.trainer.checkpoints.store import CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.reports.records import RunRecords, read_recoveries, restarts_of

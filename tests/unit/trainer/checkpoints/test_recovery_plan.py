@@ -11,8 +11,7 @@ from rollmesh.core.types import Outcome, Task
 from rollmesh.serve.client.arrivals import StoredResult
 from rollmesh.serve.client.journal import History, OpenAsk
 from rollmesh.serve.client.journal_entries import GroupBooked, Published, StateSaved, StepTaken
-from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState, plan_recovery
 from rollmesh.trainer.pacing.lifecycle import (
     GroupLifecycle,
     GroupRequest,

@@ -1,6 +1,6 @@
 """Checkpoints are due by steps, or forced by a full journal, and retried with a delay."""
 
-from rollmesh.trainer.checkpoints.state import FORCED_RETRY_S, CheckpointSchedule
+from rollmesh.trainer.checkpoints.recovery_plan import FORCED_RETRY_S, CheckpointSchedule
 
 
 def begins(

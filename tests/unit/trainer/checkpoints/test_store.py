@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import CheckpointError
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState
 from rollmesh.trainer.checkpoints.store import Checkpointable, CheckpointStore, SavedCheckpoint
 from rollmesh.trainer.policy import Policy
 from tests.disks import full_disk

@@ -17,9 +17,9 @@ from rollmesh.serve.client.journal_entries import GroupBooked, SeenRollout
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import rollout
 from rollmesh.testing.clock import FakeClock
-from rollmesh.trainer.pacing.accounting import NUM_ALIKE, FirstFailures, GroupAccounting
+from rollmesh.trainer.pacing.lifecycle import VersionSteps
+from rollmesh.trainer.pacing.pacer import NUM_ALIKE, FirstFailures, GroupAccounting
 from rollmesh.trainer.pacing.ready_queue import ReadyGroup
-from rollmesh.trainer.pacing.versions import VersionSteps
 from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.reports.summary import Tally
 from tests.unit.trainer.pacing.test_ready_queue import sampled_by

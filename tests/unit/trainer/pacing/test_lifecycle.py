@@ -15,8 +15,12 @@ from rollmesh.serve.client.journal_entries import (
     StepTaken,
     decode_entry,
 )
-from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan, plan_recovery
-from rollmesh.trainer.checkpoints.state import LoopState, PendingTask
+from rollmesh.trainer.checkpoints.recovery_plan import (
+    LoopState,
+    PendingTask,
+    RecoveryPlan,
+    plan_recovery,
+)
 from rollmesh.trainer.pacing.lifecycle import (
     MAX_REQUEUES,
     UNKNOWN,

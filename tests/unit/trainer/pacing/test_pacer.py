@@ -12,10 +12,9 @@ from rollmesh.serve.client.arrivals import Arrival
 from rollmesh.serve.client.journal import History
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.testing.client import ScriptedClient
-from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState, plan_recovery
 from rollmesh.trainer.pacing import pacer
-from rollmesh.trainer.pacing.versions import SPARE_VERSIONS
+from rollmesh.trainer.pacing.lifecycle import SPARE_VERSIONS
 from tests.unit.trainer.pacing.pacer_stage import MANY, Stage
 
 

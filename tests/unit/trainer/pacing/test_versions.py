@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollmesh.trainer.pacing.versions import (
+from rollmesh.trainer.pacing.lifecycle import (
     SPARE_VERSIONS,
     VersionSteps,
     spans_versions,

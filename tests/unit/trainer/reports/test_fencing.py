@@ -1,6 +1,6 @@
 """Requests to fence an engine are repeated, answered once, and given up."""
 
-from rollmesh.trainer.reports.fencing import (
+from rollmesh.trainer.reports.exactness import (
     GIVE_UP_S,
     REPEAT_S,
     FenceRequested,

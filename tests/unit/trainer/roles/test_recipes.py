@@ -13,7 +13,7 @@ import torch
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import CheckpointError, ConfigError
-from rollmesh.trainer.checkpoints.state import LoopState
+from rollmesh.trainer.checkpoints.recovery_plan import LoopState
 from rollmesh.trainer.checkpoints.store import CheckpointStore
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall
 from rollmesh.trainer.controller.rendezvous import RankContext
