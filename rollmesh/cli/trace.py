@@ -17,7 +17,7 @@ from rollmesh.cli.options import parser
 from rollmesh.core.process import OK
 from rollmesh.launch.screen import Terminal, ignore_closed_output
 from rollmesh.trainer.reports.selection_bias import (
-    FateComparison,
+    OutcomeComparison,
     SelectionBias,
     SelectionSlice,
     selection_bias,
@@ -27,7 +27,7 @@ PIPE_WIDTH = 200
 """Width without a terminal, so that lines are not cut."""
 SMALL_P = 0.01
 """A difference with a smaller p-value is reported."""
-SHOWN_FATES = ("trained", "masked", "requeued")
+SHOWN_OUTCOMES = ("trained", "masked", "requeued")
 """Outcomes with a column of their own; all others are dropped."""
 COMPARED = {"length": ("longer", "shorter", "tokens"), "difficulty": ("easier", "harder", "reward")}
 """By quantity: the words for larger and smaller values, and its unit."""
@@ -63,7 +63,7 @@ def show(bias: SelectionBias) -> None:
 
 
 def _parts(bias: SelectionBias) -> Iterator[RenderableType]:
-    yield Text(f"{bias.num_ended:,} rollouts ended{_counts(bias.fates)}", style="bold")
+    yield Text(f"{bias.num_ended:,} rollouts ended{_counts(bias.outcomes)}", style="bold")
     if bias.unseen:
         num = sum(bias.unseen.values())
         yield Text(
@@ -87,7 +87,7 @@ def _parts(bias: SelectionBias) -> Iterator[RenderableType]:
         yield Text("no lengths: the run was made by an older release", style="yellow")
     yield Text()
     for verdict in bias.verdicts:
-        yield Text(sentence(verdict, bias.mean_age.get(verdict.fate)))
+        yield Text(sentence(verdict, bias.mean_age.get(verdict.outcome)))
     if any(each.test for each in bias.verdicts):
         yield Text(f"({TEST}; a difference is reported if p < {SMALL_P:g})", style="dim")
     if not bias.verdicts:
@@ -102,21 +102,21 @@ def _counts(nums: dict[str, int]) -> str:
 def _table(title: str, parts: Sequence[SelectionSlice]) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column(title)
-    for head in ("rollouts", *SHOWN_FATES, "dropped"):
+    for head in ("rollouts", *SHOWN_OUTCOMES, "dropped"):
         table.add_column(head, justify="right")
     for part in parts:
-        shares = [part.shares.get(fate, 0.0) for fate in SHOWN_FATES]
+        shares = [part.shares.get(outcome, 0.0) for outcome in SHOWN_OUTCOMES]
         others = sum(part.shares.values()) - sum(shares)
         table.add_row(Text(part.name), f"{part.num:,}", *(f"{s:.1%}" for s in (*shares, others)))
     return table
 
 
-def sentence(verdict: FateComparison, mean_age: float | None) -> str:
+def sentence(verdict: OutcomeComparison, mean_age: float | None) -> str:
     """Return one comparison as a sentence."""
     groups = f"{verdict.num:,} group{'s' * (verdict.num != 1)}"
     if verdict.by == "length" and mean_age is not None:
         groups += f", {mean_age:.1f} steps old on average"
-    groups = f"{verdict.fate} ({groups})"
+    groups = f"{verdict.outcome} ({groups})"
     test = verdict.test
     if test is None or verdict.median is None or verdict.median_trained is None:
         return f"{groups}: too few to compare by {verdict.by}"

@@ -1,6 +1,6 @@
 """Selection bias of a run: untrained rollouts by length, difficulty and environment.
 
-    fate        trained, masked (some or all of its tokens), requeued, or the code of its drop
+    outcome     trained, masked (some or all of its tokens), requeued, or the code of its drop
     length      sampled tokens
     difficulty  mean reward of the other rollouts of the same task; the lower, the harder
     verdict     a rank-sum test over groups, since rollouts of one group are not independent
@@ -104,7 +104,7 @@ class EndedRollout(msgspec.Struct):
     """One rollout that ended."""
 
     group_id: str
-    fate: str
+    outcome: str
     task_id: str
     env: str
     length: int | None
@@ -119,13 +119,13 @@ class SelectionSlice(msgspec.Struct, frozen=True):
     name: str
     num: int
     shares: dict[str, float]
-    """By fate; they add up to 1."""
+    """By outcome; they add up to 1."""
 
 
-class FateComparison(msgspec.Struct, frozen=True):
-    """Compare the rollouts of one fate with those that trained completely."""
+class OutcomeComparison(msgspec.Struct, frozen=True):
+    """Compare the rollouts of one outcome with those that trained completely."""
 
-    fate: str
+    outcome: str
     by: str
     """`length` or `difficulty`."""
     num: int
@@ -141,15 +141,15 @@ class SelectionBias(msgspec.Struct, frozen=True):
     """The complete report."""
 
     num_ended: int
-    fates: dict[str, int]
+    outcomes: dict[str, int]
     unseen: dict[str, int]
     """Rollouts that never arrived, by the code of their drop."""
     mean_age: dict[str, float]
-    """Mean age of dropped rollouts, by fate."""
+    """Mean age of dropped rollouts, by outcome."""
     by_length: list[SelectionSlice]
     by_difficulty: list[SelectionSlice]
     by_env: list[SelectionSlice]
-    verdicts: list[FateComparison]
+    verdicts: list[OutcomeComparison]
     num_unread: int
     """Malformed lines."""
 
@@ -161,10 +161,10 @@ def selection_bias(folder: Path) -> SelectionBias:
     trajectories = _rows(folder / "trajectories.jsonl", TrajectoryLine, unread)
     ended = _ended(trajectories, drops)
     _add_difficulty(ended)
-    fates = collections.Counter(each.fate for each in ended)
+    outcomes = collections.Counter(each.outcome for each in ended)
     return SelectionBias(
         num_ended=len(ended),
-        fates=dict(fates.most_common()),
+        outcomes=dict(outcomes.most_common()),
         unseen=_unseen(drops),
         mean_age=_mean_ages(ended),
         by_length=_slices(ended, lambda each: each.length),
@@ -196,11 +196,17 @@ def _ended(trajectories: Iterator[TrajectoryLine], drops: Sequence[DropLine]) ->
         drop = dropped.pop(row.rollout_id, None)
         if row.is_eval or (row.step is None and drop is None):
             continue
-        fate = drop.code if drop else ("masked" if row.num_masked else "trained")
+        outcome = drop.code if drop else ("masked" if row.num_masked else "trained")
         age = drop.age if drop else None
         ended.append(
             EndedRollout(
-                _group_of(row.rollout_id), fate, row.task_id, row.env, row.length, row.reward, age
+                _group_of(row.rollout_id),
+                outcome,
+                row.task_id,
+                row.env,
+                row.length,
+                row.reward,
+                age,
             )
         )
     return ended + [
@@ -235,8 +241,8 @@ def _mean_ages(ended: Sequence[EndedRollout]) -> dict[str, float]:
     ages = collections.defaultdict[str, list[int]](list)
     for each in ended:
         if each.age is not None:
-            ages[each.fate].append(each.age)
-    return {fate: statistics.fmean(values) for fate, values in ages.items()}
+            ages[each.outcome].append(each.age)
+    return {outcome: statistics.fmean(values) for outcome, values in ages.items()}
 
 
 def _slices(
@@ -261,9 +267,9 @@ def _slices_by_env(ended: Sequence[EndedRollout]) -> list[SelectionSlice]:
 
 
 def _slice(name: str, inside: Sequence[tuple[float, EndedRollout]]) -> SelectionSlice:
-    fates = collections.Counter(each.fate for _, each in inside)
+    outcomes = collections.Counter(each.outcome for _, each in inside)
     return SelectionSlice(
-        name, len(inside), {fate: num / len(inside) for fate, num in fates.items()}
+        name, len(inside), {outcome: num / len(inside) for outcome, num in outcomes.items()}
     )
 
 
@@ -275,13 +281,13 @@ def _format_range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _comparisons(ended: Sequence[EndedRollout]) -> Iterator[FateComparison]:
-    for fate in sorted({each.fate for each in ended} - {"trained"}):
+def _comparisons(ended: Sequence[EndedRollout]) -> Iterator[OutcomeComparison]:
+    for outcome in sorted({each.outcome for each in ended} - {"trained"}):
         for by in ("length", "difficulty"):
-            own, trained = _values(ended, fate, by), _values(ended, "trained", by)
+            own, trained = _values(ended, outcome, by), _values(ended, "trained", by)
             is_enough = min(len(own), len(trained)) >= MIN_GROUPS
-            yield FateComparison(
-                fate=fate,
+            yield OutcomeComparison(
+                outcome=outcome,
                 by=by,
                 num=len(own),
                 num_trained=len(trained),
@@ -291,12 +297,12 @@ def _comparisons(ended: Sequence[EndedRollout]) -> Iterator[FateComparison]:
             )
 
 
-def _values(ended: Sequence[EndedRollout], fate: str, by: str) -> list[float]:
+def _values(ended: Sequence[EndedRollout], outcome: str, by: str) -> list[float]:
     """Return the mean of each group."""
     groups = collections.defaultdict[str, list[float]](list)
     for each in ended:
         value = getattr(each, by)
-        if each.fate == fate and value is not None:
+        if each.outcome == outcome and value is not None:
             groups[each.group_id].append(value)
     return [statistics.fmean(values) for values in groups.values()]
 

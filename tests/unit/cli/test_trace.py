@@ -8,7 +8,7 @@ import pytest
 from rollmesh.cli.trace import main, sentence
 from rollmesh.core.errors import UserError
 from rollmesh.testing.run_folder import FakeRun
-from rollmesh.trainer.reports.selection_bias import FateComparison, RankSum
+from rollmesh.trainer.reports.selection_bias import OutcomeComparison, RankSum
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_the_report_has_shares_and_conclusions(
 def test_json_output_is_one_line(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bias", "--json", str(run.folder)]) == 0
     report = msgspec.json.decode(capsys.readouterr().out)
-    assert report["fates"] == {"trained": 160, "stale": 10}
+    assert report["outcomes"] == {"trained": 160, "stale": 10}
 
 
 def test_a_run_that_lost_nothing_has_no_bias(
@@ -73,10 +73,10 @@ def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_difference_is_reported_only_if_significant(share: float, p: float, text: str) -> None:
-    verdict = FateComparison("stale", "length", 10, 20, 90, 50, RankSum(share, p))
+    verdict = OutcomeComparison("stale", "length", 10, 20, 90, 50, RankSum(share, p))
     assert f"stale (10 groups): {text}" in sentence(verdict, None)
 
 
 def test_too_few_groups_are_not_compared() -> None:
-    verdict = FateComparison("stale", "difficulty", 3, 20, 0.5, 0.4, None)
+    verdict = OutcomeComparison("stale", "difficulty", 3, 20, 0.5, 0.4, None)
     assert sentence(verdict, 2.0) == "stale (3 groups): too few to compare by difficulty"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.trainer.reports.selection_bias import (
-    FateComparison,
+    OutcomeComparison,
     SelectionBias,
     rank_sum,
     selection_bias,
@@ -51,9 +51,9 @@ class Left:
             row = {"rollout_id": f"{group_id}/{index}", "reward": reward, "length": length}
             self.append("trajectories.jsonl", row | of | {"step": step} | more)
 
-    def verdict(self, fate: str, by: str) -> FateComparison:
+    def verdict(self, outcome: str, by: str) -> OutcomeComparison:
         bias = selection_bias(self.folder)
-        [found] = [each for each in bias.verdicts if (each.fate, each.by) == (fate, by)]
+        [found] = [each for each in bias.verdicts if (each.outcome, each.by) == (outcome, by)]
         return found
 
 
@@ -77,7 +77,7 @@ def test_dropping_longer_and_harder_rollouts_is_found(left: Left) -> None:
     assert reward.test is not None
     assert (reward.median, reward.test.share_larger) == (0.0, 0.0)
     bias = selection_bias(left.folder)
-    assert (bias.num_ended, bias.fates) == (60, {"trained": 40, "stale": 20})
+    assert (bias.num_ended, bias.outcomes) == (60, {"trained": 40, "stale": 20})
     assert bias.mean_age == {"stale": 3.0}
     assert bias.by_length[0].shares == {"trained": 1.0}
     assert bias.by_length[-1].shares == {"stale": 1.0}
@@ -108,7 +108,7 @@ def test_masked_samples_are_reported_separately(left: Left) -> None:
     left.group("t0", [5, 6], [1.0, 0.0])
     left.group("t1", [50, 60], [1.0, 0.0], num_masked=7)
     left.group("t2", [70], [1.0], "masked: no token of it is within the age bound")
-    assert selection_bias(left.folder).fates == {"masked": 3, "trained": 2}
+    assert selection_bias(left.folder).outcomes == {"masked": 3, "trained": 2}
     assert left.verdict("masked", "length").test is None, "too few"
 
 
