@@ -1,8 +1,7 @@
-"""A client of a mesh in trouble: asks for its tasks, and asks again when it was killed itself.
+"""Client process for test_chaos.py: requests its tasks and resumes from its journal after a kill.
 
-Owns a folder with its journal; all that it knows after a kill -9 stands there. Invariant: it prints
-a line per group that has ended and exits with 0 when every task has. Driven by test_chaos.py, with
-the router's address, its folder, the number of tasks, and `keep` or `leave`.
+Arguments: the router's address, its folder, the number of tasks, and `keep` or `leave`. It prints a
+line for each group that ends, and exits with 0 when every task has ended.
 """
 
 import sys
@@ -23,7 +22,7 @@ JOURNAL = msgspec.msgpack.Decoder(AnyEntry)
 
 
 class Tasks:
-    """Which task each group is of, and which have ended."""
+    """The task of each group, and the tasks that have ended."""
 
     def __init__(self, num_tasks: int) -> None:
         self.wanted = [f"t{number}" for number in range(num_tasks)]
@@ -31,7 +30,7 @@ class Tasks:
         self.of_group: dict[GroupId, str] = {}
 
     def take(self, arrival: Arrival) -> None:
-        """A group has ended."""
+        """Record that a group has ended."""
         task_id = self.of_group.pop(arrival.group_id, "")
         if isinstance(arrival, Finished):
             task_id = arrival.record.task.id
@@ -48,7 +47,7 @@ def main(router: str, folder: Path, num_tasks: int, *, keep: bool) -> None:
     client.start()
     tasks = Tasks(num_tasks)
     tasks.of_group = {group_id: task.id for group_id, task in client.reopened.items()}
-    for arrival in client.take(0.0):  # what the journal has kept
+    for arrival in client.take(0.0):  # groups that the journal has kept
         tasks.take(arrival)
     under_way = {*tasks.of_group.values(), *tasks.ended}
     for task_id in tasks.wanted:
@@ -61,7 +60,7 @@ def main(router: str, folder: Path, num_tasks: int, *, keep: bool) -> None:
 
 
 def ask(client: RolloutClient, task_id: str) -> GroupId:
-    """A group of rollouts that take a while."""
+    """Request a group of rollouts that take a while."""
     task = Task(id=task_id, data={"text_seed": int(task_id[1:])})
     return client.ask(
         task, env="storm:Storm", num_samples=GROUP_SIZE, sampling=SamplingPolicy(), seed=7
@@ -69,19 +68,19 @@ def ask(client: RolloutClient, task_id: str) -> GroupId:
 
 
 def check_journal(folder: Path) -> None:
-    """Every group that was asked for ended exactly once at its sink."""
-    asked: set[GroupId] = set()
+    """Check that every requested group ended exactly once at its sink."""
+    requested: set[GroupId] = set()
     ends: Counter[GroupId] = Counter()
     journal = Journal(folder / "journal", 2**20, fsync=False)
     for _, frames in journal.replay():
         match JOURNAL.decode(frames[0]):
             case GroupAsked(group_id):
-                asked.add(group_id)
+                requested.add(group_id)
             case GroupKept(group_id) | GroupBooked(group_id):
                 ends[group_id] += 1
     journal.close()
     assert set(ends.values()) == {1}
-    assert asked <= set(ends)
+    assert requested <= set(ends)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A process that goes on from a checkpoint: python -m tests.flow.checkpoint_run RUN MODEL N FOLDER
+"""Continue training from a checkpoint: python -m tests.flow.checkpoint_run RUN MODEL N FOLDER
 
 Restores the newest checkpoint of RUN in a policy on one rank, trains up to N steps in all, saves
-the model as FOLDER, and prints what each step reported.
+the model as FOLDER, and prints the figures of each step.
 """
 
 import sys
@@ -15,7 +15,6 @@ from tests.flow.test_ranked import SETTINGS, batch
 
 
 def figures_of(policy: Policy, first: int, num_steps: int) -> list[dict[str, object]]:
-    """The reported figures of each step."""
     return [policy.step(batch(step), step).figures() for step in range(first, num_steps)]
 
 

@@ -1,11 +1,11 @@
-"""Lives that kill -9 ends in mid-checkpoint: python -m tests.flow.checkpoint_victims FOLDER
+"""Kill processes during a checkpoint: python -m tests.flow.checkpoint_victims FOLDER
 
-A life finds two checkpoints, begins a third and is killed just before it runs a certain line of
-checkpoints/ or checkpoint.py, on whichever thread that is. Then another life looks: it finds the
-second checkpoint or the third, whole, restores that, and saves once more. There is a pair of lives
-for each state in which the disk is on the way, by names and sizes: where the first line runs that
-finds it so, the first of them ends. Prints a row for each pair: the line, the step that was found,
-and what is wrong, if anything is. Lives are forks of this process, which never starts a thread.
+A first process finds two checkpoints, begins a third and is killed just before it runs a certain
+line of checkpoints/ or checkpoint.py, on any thread. A second process must find the second or third
+checkpoint intact, restore it, and save once more. There is one pair of processes for each
+intermediate state of the disk (names and sizes); the first process is killed at the first line that
+runs in that state. Prints a row for each pair: the line, the restored step, and the fault, if any.
+The processes are forks of this one, which never starts a thread.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ WAIT_S = 60.0
 
 Line = tuple[str, int]
 Moment = tuple[str, int, int]
-"""A line, and how often it ran before."""
+"""A line, and the number of times that it ran before."""
 
 
 class Row(msgspec.Struct):
@@ -146,20 +146,20 @@ def look(run: Path, expected: dict[int, Any]) -> int:
     return num_steps
 
 
-def in_a_fork(life: Callable[[], object]) -> tuple[int, bytes]:
+def in_a_fork(work: Callable[[], object]) -> tuple[int, bytes]:
     """Run in a fork; return its wait status, and its result or exception."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            told = msgspec.json.encode(life())
-        except BaseException:  # noqa: BLE001 - door: a fork tells all
-            told = msgspec.json.encode("".join(traceback.format_exc(limit=-2)))
-        os.write(writing, told)
+            result = msgspec.json.encode(work())
+        except BaseException:  # noqa: BLE001 - door: a fork reports every error
+            result = msgspec.json.encode("".join(traceback.format_exc(limit=-2)))
+        os.write(writing, result)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = pipe.read()
-    return os.waitpid(pid, 0)[1], told
+        result = pipe.read()
+    return os.waitpid(pid, 0)[1], result
 
 
 def main() -> None:
@@ -186,13 +186,13 @@ def main() -> None:
         run = new(str(number))
         status, _ = in_a_fork(functools.partial(victim, run, moment))
         _, answer = in_a_fork(functools.partial(look, run, expected))
-        told = msgspec.json.decode(answer)
-        is_good = isinstance(told, int)
+        result = msgspec.json.decode(answer)
+        is_good = isinstance(result, int)
         row = Row(
             line=f"{Path(moment[0]).name}:{moment[1]}, {moment[2]} times before",
             was_killed=os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
-            found_step=told if is_good else 0,
-            fault="" if is_good else told,
+            found_step=result if is_good else 0,
+            fault="" if is_good else result,
         )
         sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
         sys.stdout.flush()

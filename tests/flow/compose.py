@@ -1,8 +1,7 @@
-"""Reads docker/*.yaml as Compose does: anchors, variables, `extends`; and says what they hold.
+"""Read docker/*.yaml as Compose does: anchors, variables, `extends`.
 
-Owns what we use of the format. Invariant: a service's words, variables and mounts are those that a
-container would get; what the format allows beside them is the schema's matter. Driven by
-test_docker.py.
+A service's command, variables and mounts are those that a container would get. The JSON schema
+checks the rest of the format.
 """
 
 import re
@@ -19,36 +18,32 @@ _VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<rest>[^}]*))?\}"
 
 
 class Build(msgspec.Struct, frozen=True):
-    """What an image is built from."""
-
     context: str
     dockerfile: str
     target: str
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """What a service waits for, of another."""
+    """Condition on another service that a service waits for."""
 
     condition: str
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A file of `configs`, and where a container sees it."""
+    """A file of `configs`, and its path in the container."""
 
     source: str
     target: str
 
 
 class Health(msgspec.Struct, frozen=True):
-    """A service's own question, in place of its image's."""
+    """A service's own health check, which replaces that of its image."""
 
     test: list[str] = []
     disable: bool = False
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of container."""
-
     image: str
     command: list[str]
     build: Build | None = None
@@ -74,16 +69,16 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     stop_grace_period: str = "10s"
 
     def grace_s(self) -> int:
-        """Between SIGTERM and SIGKILL."""
+        """Seconds between SIGTERM and SIGKILL."""
         return int(self.stop_grace_period[:-1]) * {"s": 1, "m": 60}[self.stop_grace_period[-1]]
 
     def target(self) -> str:
-        """The stage of the Dockerfile that makes its image."""
+        """The stage of the Dockerfile that builds its image."""
         assert self.build is not None
         return self.build.target
 
     def mounts(self) -> dict[str, str]:
-        """The volume, or folder of the host, by the path where the container sees it."""
+        """The volume, or host folder, by its path in the container."""
         parts = [each.split(":") for each in self.volumes]
         return {target: volume for volume, target, *_ in parts}
 
@@ -93,7 +88,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """Where a file of `configs` stands, from the compose file's folder."""
+    """Path of a file of `configs`, relative to the compose file's folder."""
 
     file: str
 
@@ -105,8 +100,6 @@ class Network(msgspec.Struct, frozen=True):
 
 
 class Compose(msgspec.Struct, frozen=True):
-    """A compose file."""
-
     name: str
     services: dict[str, Service]
     configs: dict[str, ConfigFile]
@@ -115,7 +108,7 @@ class Compose(msgspec.Struct, frozen=True):
 
 
 def read_compose(name: str, variables: Mapping[str, str] | None = None) -> Compose:
-    """docker/`name` under these variables; KeyError for one that it needs."""
+    """Read docker/`name` with these variables; KeyError for a missing one."""
     return msgspec.convert(_tree(name, variables or {}), Compose)
 
 
@@ -143,7 +136,7 @@ def _filled(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _extend(service: dict[str, Any], base: dict[str, Any]) -> None:
-    """Put below `service` what `base` says: tables are merged, volumes by their target."""
+    """Merge `base` below `service`: tables are merged, volumes by their target."""
     for key, value in base.items():
         if key not in service:
             service[key] = value

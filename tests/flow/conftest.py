@@ -1,4 +1,4 @@
-"""A router as a process of its own, and peers of it by hand."""
+"""A router in a process of its own, and scripted peers."""
 
 from collections.abc import Iterator
 from pathlib import Path

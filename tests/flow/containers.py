@@ -1,9 +1,9 @@
-"""Runs the services of a compose file as plain processes, each with a loopback address of its own.
+"""Run the services of a compose file as plain processes, each with its own loopback address.
 
-What a container would isolate is written into the process's words instead: its volumes are folders
-below one folder, the names of other services are their addresses, and its own loopback, wildcard
-and eth0 are its own address (all of 127/8 is this machine, so ports stay as they are). Invariant: a
-path that a service does not mount stays as it is, and so does not exist. Driven by test_docker.py.
+- Container isolation is replaced by rewriting the process's arguments: volumes are folders below
+  one folder, names of other services are their addresses, and a service's loopback, wildcard and
+  eth0 are its own address (all of 127/8 is this machine, so ports stay as they are).
+- A path that a service does not mount is not rewritten, and so does not exist.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tests.house.leaks import MARK_VARIABLE
 RETRIES = 3
 QUIET_PORTS = 10000
 LOOK_S = 0.1
-"""Between two looks at one that is not healthy yet."""
+"""Interval between health checks of a container that is not healthy yet."""
 
 
 class Container:
@@ -39,12 +39,12 @@ class Container:
         self.process: subprocess.Popen[bytes]
 
     def log(self) -> str:
-        """What it said."""
+        """Return its output."""
         return (self.folder / "log").read_text()
 
 
 class Containers:
-    """`start` in the order that the file asks for; `stop` ends all that still run."""
+    """Start services in the order of their dependencies; stop all that still run."""
 
     def __init__(self, compose: Compose, folder: Path, images: Mapping[str, Path]) -> None:
         """`images` names the bin folder of each target of the Dockerfile."""
@@ -54,13 +54,13 @@ class Containers:
         self._stages = Stages(DOCKER / "Dockerfile")
         self._folder = folder
         self._images = images
-        # A net of our own, so that runs beside each other do not meet.
+        # A network for each run, so that concurrent runs use different addresses.
         self._net = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
         self._host_port = quiet_port()
 
     def start(self, *names: str, patience_s: float) -> None:
-        """Start services whose dependencies are there, a container for each name, and wait until
-        others may depend on them."""
+        """Start services whose dependencies are running, and wait until others may depend on
+        them."""
         for name in dict.fromkeys(names):
             self._check_dependencies(self.compose.services[name])
         started = [self._start(name) for name in names]
@@ -75,12 +75,12 @@ class Containers:
         container = Container(service, self.address(name, len(own)), folder)
         own.append(container)
         # The image's user does not exist on this machine.
-        command = [word for word in service.command if word != "--user=rollmesh"]
-        words = [*self._entry(service), *command]
+        command = [part for part in service.command if part != "--user=rollmesh"]
+        command_line = [*self._entry(service), *command]
         container.environment = self._environment(container)
         with (folder / "log").open("wb") as log:
             container.process = subprocess.Popen(
-                [self._local(word, container) for word in words],
+                [self._local(part, container) for part in command_line],
                 env=container.environment,
                 cwd=folder,
                 stdout=log,
@@ -90,18 +90,18 @@ class Containers:
         return container
 
     def address(self, name: str, number: int = 0) -> str:
-        """Of the nth container of a service."""
+        """Address of the nth container of a service."""
         return f"{self._net}.{10 + 20 * list(self.compose.services).index(name) + number}"
 
     def is_healthy(self, container: Container) -> bool:
-        """Ask as its image's health check does, and as often as Docker does before it says no."""
-        words = self._health_words(container.service)
-        return any(self.execute(container, *words)[0] == 0 for _ in range(RETRIES))
+        """Run its image's health check, with as many retries as Docker allows."""
+        check = self._health_command(container.service)
+        return any(self.execute(container, *check)[0] == 0 for _ in range(RETRIES))
 
-    def execute(self, container: Container, *words: str) -> tuple[int, str]:
-        """Run this in the container; its exit code and what it said."""
+    def execute(self, container: Container, *args: str) -> tuple[int, str]:
+        """Run a command in the container; return its exit code and output."""
         done = subprocess.run(
-            [self._local(word, container) for word in words],
+            [self._local(part, container) for part in args],
             env=container.environment,
             cwd=container.folder,
             capture_output=True,
@@ -111,19 +111,19 @@ class Containers:
         return done.returncode, done.stdout + done.stderr
 
     def stop(self, name: str, patience_s: float) -> list[int]:
-        """SIGTERM to all containers of a service; their exit codes."""
+        """Send SIGTERM to all containers of a service; return their exit codes."""
         containers = self.running.pop(name, [])
         for container in containers:
             container.process.send_signal(signal.SIGTERM)
         return [container.process.wait(patience_s) for container in containers]
 
     def kill(self) -> None:
-        """End what still runs."""
+        """Kill what still runs."""
         for container in (each for own in self.running.values() for each in own):
             container.process.kill()
             container.process.wait()
 
-    # how a container differs from a process
+    # differences between a container and a process
 
     def _check_dependencies(self, service: Service) -> None:
         for name, condition in service.depends_on.items():
@@ -139,7 +139,7 @@ class Containers:
             code = container.process.wait(max(0.0, deadline_s - time.monotonic()))
             assert code == 0, container.log()
             return
-        # To ask as the image does costs a process, so we look ourselves when it is time for that.
+        # The image's health check costs a process, so run it only when the address answers.
         where = split(container.environment[HEALTH_VARIABLE])
         while fault(where) or not self.is_healthy(container):
             assert time.monotonic() < deadline_s, container.log()
@@ -151,11 +151,11 @@ class Containers:
 
     def _entry(self, service: Service) -> list[str]:
         assert not service.entrypoint
-        return self._stages.last(service.target(), "ENTRYPOINT").words()
+        return self._stages.last(service.target(), "ENTRYPOINT").argv()
 
-    def _health_words(self, service: Service) -> list[str]:
+    def _health_command(self, service: Service) -> list[str]:
         assert not service.healthcheck.test
-        return self._stages.last(service.target(), "HEALTHCHECK").words()
+        return self._stages.last(service.target(), "HEALTHCHECK").argv()
 
     def _environment(self, container: Container) -> dict[str, str]:
         service = container.service
@@ -167,7 +167,7 @@ class Containers:
         return self._stages.environment(service.target()) | mine | own
 
     def _local(self, text: str, container: Container) -> str:
-        """`text` as this container would understand it, for a process of this machine."""
+        """Return `text` with the container's paths and addresses translated to this machine's."""
         if text == "rollmesh":
             return str(self._images[container.service.target()] / text)
         for target, path in self._mounts(container).items():
@@ -183,7 +183,7 @@ class Containers:
         return text
 
     def _mounts(self, container: Container) -> dict[str, str]:
-        """Where the container's paths stand on this machine."""
+        """Paths on this machine, by their paths in the container."""
         paths = {}
         for target, volume in container.service.mounts().items():
             folder = self.volumes / volume.lstrip("/")
@@ -196,15 +196,16 @@ class Containers:
         return paths
 
     def _write_settings(self, source: str, path: Path, container: Container) -> None:
-        """A file of `configs`, which names paths and addresses too."""
+        """Write a file of `configs` with its paths and addresses translated."""
         text = (DOCKER / self.compose.configs[source].file).read_text()
         path.touch()
         path.write_text(self._local(text, container))
 
 
 def quiet_port() -> int:
-    """A port of this machine that nobody listens on, below those that the kernel deals out
-    (ip_local_port_range), so that nobody has it by chance before its container binds it."""
+    """Find a port without a listener, below the range that the kernel assigns
+    (ip_local_port_range), so that it stays free until its container binds it.
+    """
     for port in range(QUIET_PORTS + os.getpid() % 5000, QUIET_PORTS + 10000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

@@ -1,8 +1,6 @@
-"""`rollmesh demo`, made short, for tests of the whole.
+"""Start a short `rollmesh demo`, or the same run of an existing model, and read its results.
 
-Owns how a test starts it, or the same run of a model that is there, and reads what it leaves.
-Invariant: it is the real command in a process of its own; the one who starts it ends it. Driven by
-test_run.py, test_resume.py, test_adapters.py and test_page.py.
+The command runs in its own process, and the caller must end it.
 """
 
 import subprocess
@@ -25,28 +23,30 @@ SHORT = {
 
 
 class Running(subprocess.Popen[str]):
-    """As a context it is waited for; where the test fails it is ended, since it may never end."""
+    """A context that waits for the command, and kills it if the test fails, since it may never
+    end.
+    """
 
     def __exit__(self, kind: type[BaseException] | None, *about: Any) -> None:
         if kind is not None:
-            self.kill()  # all that it started ends with it
+            self.kill()  # and all processes that it started
         super().__exit__(kind, *about)
 
 
 def start(folder: Path, *more: str, **settings: object) -> Running:
-    """`rollmesh demo` in `folder`, with `more` words and these settings."""
+    """Run `rollmesh demo` in `folder` with additional arguments and these settings."""
     return _started(folder, "demo", "--seed", "1", *more, **settings)
 
 
 def start_with(model: Path, folder: Path, *more: str, **settings: object) -> Running:
-    """The same run of a model that is there: to make one takes as long as all that follows."""
+    """Run the same on an existing model, since making a model takes as long as the run."""
     (folder / "mesh.json").write_bytes(msgspec.json.encode(SETTINGS))
     fixed = {"model.path": model, "run.seed": 1}
     return _started(folder, "up", "mesh.json", *more, **fixed, **settings)
 
 
-def _started(folder: Path, *words: str, **settings: object) -> Running:
-    argv = [sys.executable, "-m", "rollmesh.cli.main", *words, "--no-live"]
+def _started(folder: Path, *args: str, **settings: object) -> Running:
+    argv = [sys.executable, "-m", "rollmesh.cli.main", *args, "--no-live"]
     for key, value in (SHORT | settings).items():
         argv += ["--set", f"{key}={value}"]
     return Running(
@@ -60,9 +60,9 @@ def _started(folder: Path, *words: str, **settings: object) -> Running:
 
 
 def follow(path: Path) -> Generator[dict[str, Any], None, None]:
-    """Rows of a file that is being written."""
-    words = ["tail", "-n", "+1", "-F", str(path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
+    """Yield rows of a file while it is written."""
+    command = ["tail", "-n", "+1", "-F", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tail:
         assert tail.stdout
         try:
             for line in tail.stdout:

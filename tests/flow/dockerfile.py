@@ -1,7 +1,6 @@
-"""Reads docker/Dockerfile: its stages, what each copies, and what its images run.
+"""Read docker/Dockerfile: its stages, the files that each copies, and the commands of its images.
 
-Owns what we use of the format. Invariant: a stage says what it inherits too, as an image does.
-Driven by test_docker.py.
+A stage includes what it inherits, as an image does.
 """
 
 import json
@@ -12,65 +11,65 @@ import msgspec
 
 
 class Instruction(NamedTuple):
-    """One of a stage, its continued lines joined."""
+    """One instruction of a stage, with its continued lines joined."""
 
-    word: str
+    keyword: str
     rest: str
 
-    def words(self) -> list[str]:
-        """The list of an instruction in exec form."""
+    def argv(self) -> list[str]:
+        """Return the argument list of an instruction in exec form."""
         return msgspec.convert(json.loads(self.rest[self.rest.index("[") :]), list[str])
 
 
 class Stages:
-    """All stages of a Dockerfile by name."""
+    """All stages of a Dockerfile, by name."""
 
     def __init__(self, path: Path) -> None:
         self._base: dict[str, str] = {}
         self._own: dict[str, list[Instruction]] = {}
         name = ""
-        for word, rest in _instructions(path.read_text()):
-            if word == "FROM":
+        for keyword, rest in _instructions(path.read_text()):
+            if keyword == "FROM":
                 base, _, name = rest.partition(" AS ")
                 self._base[name], self._own[name] = base, []
             elif name:
-                self._own[name].append(Instruction(word, rest))
+                self._own[name].append(Instruction(keyword, rest))
 
     def names(self) -> list[str]:
-        """In the order of the file; the last is built where none is named."""
+        """Names in the order of the file; a build without a target builds the last one."""
         return list(self._own)
 
-    def last(self, stage: str, word: str) -> Instruction:
-        """The instruction of this word that holds in an image of `stage`."""
+    def last(self, stage: str, keyword: str) -> Instruction:
+        """Return the instruction with this keyword that applies in an image of `stage`."""
         while stage in self._own:
             for instruction in reversed(self._own[stage]):
-                if instruction.word == word:
+                if instruction.keyword == keyword:
                     return instruction
             stage = self._base[stage]
-        raise KeyError(word)
+        raise KeyError(keyword)
 
     def environment(self, stage: str) -> dict[str, str]:
-        """The variables of an image of `stage`."""
-        own = [i.rest for i in self._own.get(stage, []) if i.word == "ENV"]
+        """Variables of an image of `stage`."""
+        own = [i.rest for i in self._own.get(stage, []) if i.keyword == "ENV"]
         pairs = [pair.split("=", 1) for rest in own for pair in rest.split()]
         below = self.environment(self._base[stage]) if stage in self._base else {}
         return below | dict(pairs)
 
     def context_files(self) -> list[str]:
-        """What the build copies out of the repository."""
-        copies = [i.rest.split() for own in self._own.values() for i in own if i.word == "COPY"]
-        return [each for words in copies if "--from" not in words[0] for each in words[:-1]]
+        """Files that the build copies out of the repository."""
+        copies = [i.rest.split() for own in self._own.values() for i in own if i.keyword == "COPY"]
+        return [each for parts in copies if "--from" not in parts[0] for each in parts[:-1]]
 
     def copied_from(self, stage: str) -> list[str]:
-        """The stages whose files `stage` takes over."""
-        copies = [i.rest.split()[0] for i in self._own[stage] if i.word == "COPY"]
+        """Stages from which `stage` copies files."""
+        copies = [i.rest.split()[0] for i in self._own[stage] if i.keyword == "COPY"]
         return [each.removeprefix("--from=") for each in copies if each.startswith("--from=")]
 
     def runs(self, stage: str) -> str:
-        """All that is run to make `stage`."""
+        """All commands that are run to build `stage`."""
         text = ""
         while stage in self._own:
-            text += "\n".join(i.rest for i in self._own[stage] if i.word == "RUN")
+            text += "\n".join(i.rest for i in self._own[stage] if i.keyword == "RUN")
             stage = self._base[stage]
         return text
 

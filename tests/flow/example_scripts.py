@@ -1,7 +1,6 @@
-"""What a model would have to say in the examples: scripts that read what they are told, and win.
+"""Scripts that replace the model in the examples: they read the conversation and win.
 
-Each is a Script of rollmesh/testing/engine.py. Driven by test_envs.py and by the test of
-mini-swe-agent in tests/clients.
+Each is a Script of rollmesh/testing/engine.py.
 """
 
 import json
@@ -19,18 +18,18 @@ ANSWERS = {
     "desserts": "stressed",
 }
 PATH = ("down", "down", "right", "right", "down", "right")
-"""Over the lake, around its holes."""
+"""The way around the holes of the lake."""
 
 
 def quiz(scene: AgentContext) -> AgentReply:
-    """The answer to the question."""
-    question = said(scene, "user")[-1]
-    return AgentReply(next(answer for words, answer in ANSWERS.items() if words in question))
+    """Answer the question."""
+    question = messages_of(scene, "user")[-1]
+    return AgentReply(next(answer for clue, answer in ANSWERS.items() if clue in question))
 
 
 def bank(scene: AgentContext) -> AgentReply:
-    """Ask what the others have, move that, and say so."""
-    question = said(scene, "user")[0]
+    """Query the balances, transfer them, and confirm."""
+    question = messages_of(scene, "user")[0]
     heir, others = re.findall(r"(\w+) inherits all that ([\w ]+) have", question)[0]
     owners = others.split(" and ")
     if scene.num_called == 0:
@@ -38,10 +37,10 @@ def bank(scene: AgentContext) -> AgentReply:
             uses=tuple(ToolUse("balance", json.dumps({"account": each})) for each in owners)
         )
     if scene.num_called == 1:
-        told = re.findall(r"\d+", " ".join(results(scene)))
+        balances = re.findall(r"\d+", " ".join(results(scene)))
         moves = (
             {"source": owner, "target": heir, "cents": int(cents)}
-            for owner, cents in zip(owners, told, strict=True)
+            for owner, cents in zip(owners, balances, strict=True)
         )
         return AgentReply(
             "Now I move it.", uses=tuple(ToolUse("transfer", json.dumps(m)) for m in moves)
@@ -51,22 +50,22 @@ def bank(scene: AgentContext) -> AgentReply:
 
 
 def lake(scene: AgentContext) -> AgentReply:
-    """The next step of the path."""
-    return AgentReply(PATH[len(said(scene, "assistant"))])
+    """Return the next step of the path."""
+    return AgentReply(PATH[len(messages_of(scene, "assistant"))])
 
 
 def words(scene: AgentContext) -> AgentReply:
-    """A word that fits all that was told."""
-    guesses = said(scene, "assistant")
-    told = [text.split()[0] for text in said(scene, "user")[1:]]
-    pairs = [*zip(guesses, told, strict=True)]
+    """Return a word that fits the feedback so far."""
+    guesses = messages_of(scene, "assistant")
+    feedback = [text.split()[0] for text in messages_of(scene, "user")[1:]]
+    pairs = [*zip(guesses, feedback, strict=True)]
     return AgentReply(
         next(w for w in WORDS if all(marks(guess, w) == mark for guess, mark in pairs))
     )
 
 
 def bugs(scene: AgentContext) -> AgentReply:
-    """Look at the file, write it anew, and say so."""
+    """Read the file, rewrite it, and confirm."""
     name = _function_name(scene)
     if scene.num_called == 0:
         return AgentReply("I look.", uses=(_bash(f"cat {name}.py"),))
@@ -77,24 +76,24 @@ def bugs(scene: AgentContext) -> AgentReply:
 
 
 def mini(scene: AgentContext) -> AgentReply:
-    """The same in the way of mini-swe-agent, which ends by a command."""
+    """Do the same as `bugs`, but finish with the command that mini-swe-agent expects."""
     if scene.num_called < 2:
         return bugs(scene)
     return AgentReply("Done.", uses=(_bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),))
 
 
-def said(scene: AgentContext, role: str) -> list[str]:
-    """What one side has said, results of tools apart."""
+def messages_of(scene: AgentContext, role: str) -> list[str]:
+    """Messages of one role, without results of tools."""
     return [t.strip() for r, t in scene.turns if r == role and "<tool_response>" not in t]
 
 
 def results(scene: AgentContext) -> list[str]:
-    """What the tools have said, turn by turn."""
+    """Results of tools, in order."""
     return [text for _, text in scene.turns if "<tool_response>" in text]
 
 
 def _function_name(scene: AgentContext) -> str:
-    found = re.search(r"The function in (\w+)\.py", " ".join(said(scene, "user")))
+    found = re.search(r"The function in (\w+)\.py", " ".join(messages_of(scene, "user")))
     assert found
     return found[1]
 

@@ -1,4 +1,4 @@
-"""A running `rollmesh gateway` and its admin's side, for the flow tests."""
+"""A running `rollmesh gateway` and its admin client, for the flow tests."""
 
 import asyncio
 import os
@@ -20,17 +20,17 @@ PATIENCE_S = 60.0
 CONTEXT_TOKENS = 200
 
 
-def argv_of(*words: str) -> list[str]:
-    return [sys.executable, "-m", "rollmesh.cli.main", "gateway", *words]
+def argv_of(*args: str) -> list[str]:
+    return [sys.executable, "-m", "rollmesh.cli.main", "gateway", *args]
 
 
 def next_token(policy_version: int, context: Sequence[int]) -> int:
-    """Never ends a turn, and never leaves the test's vocabulary of bytes."""
+    """Sample a byte of the test's vocabulary; never end the turn."""
     return endless_token(policy_version, context) % 250
 
 
 class Gateway:
-    """A running one, and its admin's side."""
+    """A running gateway and its admin client."""
 
     def __init__(self, process: asyncio.subprocess.Process, address: str, token: str) -> None:
         self.process = process
@@ -59,26 +59,26 @@ class Gateway:
             return response.status, orjson.loads(await response.read())
 
     async def until_ready(self) -> None:
-        """Until some engine is; the gateway is asked again and again, since nothing is told."""
+        """Poll until an engine is ready."""
         async with asyncio.timeout(PATIENCE_S):
             while (await self.admin("GET", "/healthz"))[1]["status"] != "ok":
                 pass
 
 
 @asynccontextmanager
-async def serving(folder: Path, *words: str) -> AsyncIterator[Gateway]:
+async def serving(folder: Path, *args: str) -> AsyncIterator[Gateway]:
     reading, writing = os.pipe()
     token_file = folder / "token"
     fixed = ["--port", "0", "--admin-token-file", str(token_file), "--ready-fd", str(writing)]
     settings = ["--set", f"run.folder={folder}"]
-    argv = argv_of(*words, *fixed, *settings)
+    argv = argv_of(*args, *fixed, *settings)
     process = await asyncio.create_subprocess_exec(
         *argv, pass_fds=[writing], stdout=asyncio.subprocess.PIPE
     )
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        told = await asyncio.to_thread(pipe.readline)
-    address = msgspec.json.decode(told, type=Ready).address
+        line = await asyncio.to_thread(pipe.readline)
+    address = msgspec.json.decode(line, type=Ready).address
     assert process.stdout
     assert (await process.stdout.readline()).startswith(f"rollmesh gateway: {address} ".encode())
     gateway = Gateway(process, address, token_file.read_text().strip())
@@ -100,18 +100,18 @@ async def sampling(
     settings = orjson.loads((model / "config.json").read_bytes())
     settings["max_position_embeddings"] = CONTEXT_TOKENS
     (model / "config.json").write_bytes(orjson.dumps(settings))
-    words = ["--model-dir", str(model)]
+    args = ["--model-dir", str(model)]
     for engine in engines:
-        words += ["--engine", engine.url]
-    words += ["--set", "sampling.max_tokens=8"]
-    words += ["--set", f"interception.engine_wait_s={engine_wait_s}"]
-    async with serving(folder, *words) as gateway:
+        args += ["--engine", engine.url]
+    args += ["--set", "sampling.max_tokens=8"]
+    args += ["--set", f"interception.engine_wait_s={engine_wait_s}"]
+    async with serving(folder, *args) as gateway:
         await gateway.until_ready()
         yield gateway
 
 
-async def say(gateway: Gateway, opened: dict[str, str], body: Any) -> dict[str, str]:
-    """The message that a call is answered with, plain or streamed."""
+async def chat(gateway: Gateway, opened: dict[str, str], body: Any) -> dict[str, str]:
+    """Return the assistant message that answers a call, plain or streamed."""
     auth = {"Authorization": f"Bearer {opened['api_key']}"}
     url = opened["base_url"] + "/chat/completions"
     async with gateway.client.post(url, data=orjson.dumps(body), headers=auth) as response:

@@ -1,4 +1,6 @@
-"""A role for tests of the intake, made in rank processes: it says where in memory its rows lie."""
+"""A role for tests of the intake, made in rank processes: it returns the memory location of its
+rows.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +12,7 @@ from rollmesh.trainer.controller.rendezvous import RankContext
 
 
 class Witness:
-    """Changes nothing."""
+    """Return memory locations of rows; change nothing."""
 
     def __init__(self, place: RankContext) -> None:
         self._rank = place.rank
@@ -18,13 +20,15 @@ class Witness:
     def look(
         self, rows: Sequence[dict[str, Tensor]], row_weights: Sequence[float] = ()
     ) -> list[dict[str, Any]]:
-        """Of each row, who looked, and the file and the offset that he looked at."""
+        """For each row: the rank, and the file and offset of its memory."""
         del row_weights
         return [{"rank": self._rank, "lies": where(row["arrays"].data_ptr())} for row in rows]
 
 
 def where(address: int) -> list[Any]:
-    """The file that is mapped to an address of this process, and where in it; proc_pid_maps(5)."""
+    """Return the file that is mapped at an address of this process, and the offset;
+    proc_pid_maps(5).
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, _, offset, _, _, *path = line.split(maxsplit=5)
         start, stop = (int(bound, 16) for bound in bounds.split("-"))

@@ -1,4 +1,4 @@
-"""A gateway that is killed and started again on one socket, as a supervisor does it."""
+"""A gateway that is killed and restarted on one socket, as a supervisor does it."""
 
 import asyncio
 import contextlib
@@ -23,18 +23,20 @@ LOOK_S = 0.001
 
 
 class LastingGateway:
-    """`start` and `kill` as often as wanted; clients meanwhile wait in the socket's backlog."""
+    """`start` and `kill` may be called repeatedly; meanwhile clients wait in the socket's
+    backlog.
+    """
 
-    def __init__(self, folder: Path, words: list[str]) -> None:
+    def __init__(self, folder: Path, args: list[str]) -> None:
         self.folder = folder
         self.listening: socket.socket = listen("127.0.0.1:0")
-        self.lives: list[Gateway] = []
-        self._words = words
+        self.gateways: list[Gateway] = []
+        self._args = args
 
     @property
     def gateway(self) -> Gateway:
-        """The one that lives."""
-        return self.lives[-1]
+        """The running gateway."""
+        return self.gateways[-1]
 
     @property
     def journal(self) -> Path:
@@ -43,7 +45,7 @@ class LastingGateway:
     async def start(self) -> None:
         reading, writing = os.pipe()
         fds = [writing, self.listening.fileno()]
-        argv = argv_of(*self._words, "--admin-token-file", str(self.folder / "token"))
+        argv = argv_of(*self._args, "--admin-token-file", str(self.folder / "token"))
         argv += ["--listen-fd", str(fds[1]), "--ready-fd", str(writing)]
         argv += ["--set", f"run.folder={self.folder}"]
         process = await asyncio.create_subprocess_exec(
@@ -52,13 +54,13 @@ class LastingGateway:
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
             try:
-                told = await asyncio.to_thread(pipe.readline)
-            except asyncio.CancelledError:  # a test that fails leaves nothing
+                line = await asyncio.to_thread(pipe.readline)
+            except asyncio.CancelledError:  # so that a failing test leaves no process
                 process.kill()
                 await process.wait()
                 raise
-        address = msgspec.json.decode(told, type=Ready).address
-        self.lives.append(Gateway(process, address, (self.folder / "token").read_text().strip()))
+        address = msgspec.json.decode(line, type=Ready).address
+        self.gateways.append(Gateway(process, address, (self.folder / "token").read_text().strip()))
 
     async def kill(self) -> None:
         process = self.gateway.process
@@ -72,24 +74,24 @@ class LastingGateway:
     def num_journal_bytes(self) -> int:
         total = 0
         for each in self.journal.glob("*.journal"):
-            with contextlib.suppress(FileNotFoundError):  # it has just been let go of
+            with contextlib.suppress(FileNotFoundError):  # the file was just removed
                 total += each.stat().st_size
         return total
 
     def wait_for_growth(self, num_bytes: int, tasks: Sequence[asyncio.Task[None]] = ()) -> None:
-        """Until the journal has more than so many, or one of `tasks`, that make it grow, is done;
-        looked at again and again, as nothing tells."""
+        """Poll until the journal is larger than `num_bytes` or one of the tasks that write to
+        it is done."""
         while self.num_journal_bytes() <= num_bytes and not any(task.done() for task in tasks):
             threading.Event().wait(LOOK_S)
 
     def recovered(self) -> dict[str, Any]:
-        """What the newest life said of that."""
+        """The recovery report of the newest gateway."""
         lines = (self.folder / "mesh/logs/gateway.log").read_bytes().splitlines()
         events = [orjson.loads(line) for line in lines]
         return [dict(each) for each in events if each["event"] == "gateway.recovered"][-1]
 
     async def close(self) -> None:
-        for each in self.lives:
+        for each in self.gateways:
             await each.client.close()
         if self.gateway.process.returncode is None:
             self.gateway.process.terminate()
@@ -99,9 +101,9 @@ class LastingGateway:
 
 
 @asynccontextmanager
-async def lasting(folder: Path, *words: str) -> AsyncIterator[LastingGateway]:
+async def lasting(folder: Path, *args: str) -> AsyncIterator[LastingGateway]:
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
-    gateway = LastingGateway(folder, list(words))
+    gateway = LastingGateway(folder, list(args))
     await gateway.start()
     try:
         yield gateway
@@ -109,8 +111,8 @@ async def lasting(folder: Path, *words: str) -> AsyncIterator[LastingGateway]:
         await gateway.close()
 
 
-def sampling_words(folder: Path, engine: ScriptedEngine) -> list[str]:
-    """For a gateway that samples at `engine`."""
+def sampling_args(folder: Path, engine: ScriptedEngine) -> list[str]:
+    """Arguments of a gateway that samples at `engine`."""
     model = write_model_folder(folder / "model")
-    words = ["--model-dir", str(model), "--engine", engine.url, "--set", "sampling.max_tokens=8"]
-    return [*words, "--set", "model.max_context_tokens=4096"]
+    args = ["--model-dir", str(model), "--engine", engine.url, "--set", "sampling.max_tokens=8"]
+    return [*args, "--set", "model.max_context_tokens=4096"]

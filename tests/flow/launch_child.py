@@ -1,7 +1,7 @@
-"""A child of a supervisor that behaves as a test says.
+"""A child of a supervisor that behaves as a test specifies.
 
-Owns the behaviours. Invariant: it keeps to the protocol of core/process.py, and writes its role to
-a FIFO when it has reported, so that tests need not poll. Driven by test_launch.py.
+It follows the protocol of core/process.py, and writes its role to a FIFO after its Ready report, so
+that tests need not poll.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rollmesh.core.process import (
 
 
 def serves(_: argparse.Namespace) -> None:
-    """Ends when told to."""
+    """Run until stopped."""
 
 
 def done(_: argparse.Namespace) -> None:
@@ -37,24 +37,24 @@ def breaks(_: argparse.Namespace) -> None:
 
 
 def hungry(_: argparse.Namespace) -> None:
-    """Wants more memory than its limit allows."""
+    """Allocate more memory than its limit allows."""
     resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
     bytearray(2**31)
 
 
 def deaf(options: argparse.Namespace) -> None:
-    """Hears that it shall end, says so, and goes on."""
+    """Acknowledge the stop signal and continue."""
     signal.signal(signal.SIGTERM, lambda *_: mark(options, f"{options.role} heard"))
 
 
 def busy(_: argparse.Namespace) -> None:
-    """Computes until told to end, as a long train step does."""
+    """Compute until stopped, as a long train step does."""
     while True:
         sum(range(10_000))
 
 
 def saves(options: argparse.Namespace) -> None:
-    """Writes a file when told to stop."""
+    """Write a file when stopped."""
 
     def save(*_: object) -> None:
         options.path.write_text("saved")
@@ -64,7 +64,7 @@ def saves(options: argparse.Namespace) -> None:
 
 
 def forsaken(options: argparse.Namespace) -> None:
-    """Starts a daemon, as tmux does: it leaves its group, its session and its parent."""
+    """Start a daemon, as tmux does: it leaves its group, its session and its parent."""
     code = (
         "import os, signal as s; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0)"
     )
@@ -75,7 +75,7 @@ def forsaken(options: argparse.Namespace) -> None:
 
 
 def parent(options: argparse.Namespace) -> None:
-    """Starts a process that leaves its session, has no mark and does not hear SIGTERM."""
+    """Start a process that leaves its session, has no mark and ignores SIGTERM."""
     code = "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print(flush=True); s.pause()"
     child = subprocess.Popen(
         [sys.executable, "-c", code], env={}, start_new_session=True, stdout=subprocess.PIPE
@@ -86,7 +86,7 @@ def parent(options: argparse.Namespace) -> None:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """The router's /status, as small as can be."""
+    """A minimal implementation of the router's /status."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -94,11 +94,11 @@ class Answer(BaseHTTPRequestHandler):
         self.wfile.write(b'{"workers": [], "num_done": 3}')
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Behave, report, and wait for the end."""
+    """Behave as specified, report, and wait for the end."""
     if options.behaviour == "mistaken":
         sys.stderr.write("noise\nrollmesh: the key is wrong; mend it\n")
         sys.exit(2)
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def mark(options: argparse.Namespace, line: str) -> None:
-    """Tell the test."""
+    """Write a line to the test's FIFO."""
     with open(options.fifo, "w") as fifo:
         fifo.write(f"{line}\n")
 

@@ -1,7 +1,7 @@
-"""A supervisor over the children that a test describes; run as a process of its own.
+"""Run a supervisor over the children that a test describes, as a process.
 
-argv names a run folder, a JSON file of plans and one of settings. The last line that it prints is
-the run's end as JSON. It is a process because a supervisor ends every process below it.
+Arguments: a run folder, a JSON file of plans and one of settings. The last line of output is the
+run's end as JSON. It is a separate process because a supervisor ends every process below it.
 """
 
 import asyncio

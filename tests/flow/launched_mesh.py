@@ -1,7 +1,6 @@
-"""A router and workers under a real supervisor, beside an engine of the test.
+"""A router and workers under a real supervisor, with an engine of the test.
 
-Owns the processes from `start` to `end`. Invariant: what a test waits for is an event in launch's
-log, or a process's end. Driven by test_status.py and test_chaos.py.
+Tests wait for events in launch's log or for the end of a process.
 """
 
 import subprocess
@@ -23,10 +22,10 @@ ENDS_WITHIN_S = 60.0
 
 
 class LaunchedMesh:
-    """`folder/run` is its run folder; modules in `folder` may be its environment."""
+    """A mesh whose run folder is `folder/run`; environments may be modules in `folder`."""
 
     def __init__(self, folder: Path, engine_url: str, **sections: Any) -> None:
-        """`sections` are settings, each section as a dict, `env` as a string."""
+        """`sections` are settings: a dict for each section, and `env` as a string."""
         self.folder = folder
         self.run = folder / "run"
         write_model_folder(folder / "model")
@@ -41,16 +40,16 @@ class LaunchedMesh:
         plans = plan_serving(load_config(settings), ("--config", str(settings)))
         described = folder / "plans.json"
         described.write_bytes(msgspec.json.encode(plans))
-        words = [str(HERE / "launch_program.py"), str(self.run), str(described), str(settings)]
+        args = [str(HERE / "launch_program.py"), str(self.run), str(described), str(settings)]
         self.process = subprocess.Popen(
-            [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, start_new_session=True
+            [sys.executable, *args], cwd=folder, stdout=subprocess.PIPE, start_new_session=True
         )
         tail = ["tail", "-n", "+1", "-F", str(self.run / "logs" / "launch.log")]
         self._tail = subprocess.Popen(tail, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         self._events = self._read()
 
     def until_ready(self, *roles: str) -> None:
-        """Until all of these have reported."""
+        """Wait until all of these have reported."""
         waiting = set(roles)
         while waiting:
             event = next(self._events)
@@ -58,27 +57,27 @@ class LaunchedMesh:
                 waiting.discard(event["child"])
 
     def until(self, event: str, child: str, **more: object) -> dict[str, Any]:
-        """The next such event in launch's log, waited for; those before it are passed over."""
+        """Wait for the next such event in launch's log; skip events before it."""
         wanted = {"event": event, "child": child, **more}
         return next(each for each in self._events if wanted.items() <= each.items())
 
     def router(self) -> Ready:
-        """Where it serves."""
+        """Address of the router."""
         return read_addresses(self.run)["router"]
 
     def pids(self) -> dict[str, int]:
-        """The latest process of each role."""
+        """The newest process of each role."""
         return {row.role: row.pid for row in read_pids(self.run)}
 
     def end(self) -> dict[str, Any]:
-        """Stop it in order; what it said of its end."""
+        """Stop it in order; return its result."""
         self.process.terminate()
         out, _ = self.process.communicate(timeout=ENDS_WITHIN_S)
-        told: dict[str, Any] = msgspec.json.decode(out)
-        return told
+        result: dict[str, Any] = msgspec.json.decode(out)
+        return result
 
     def close(self) -> None:
-        """Whatever happened, leave nothing."""
+        """Kill all processes that are left."""
         with self._tail:  # closes its pipe and waits
             self._tail.kill()
         if self.process.returncode is None:

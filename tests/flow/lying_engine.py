@@ -1,9 +1,9 @@
-"""Engines that do wrong what engines in the field do wrong: an embedded one behind a proxy.
+"""Faulty engines: an embedded engine behind a proxy that reproduces faults seen in the field.
 
 - `running`: a kernel, a cache or a dtype is wrong. Tokens, weights and scores of prompts are right,
-  so that every probe is passed, and only the log-probs of what is sampled are off.
-- `ignoring`: an update loads nothing. The engine takes the new version's number and keeps the
-  weights that it has.
+  so that every probe passes, and only log-probs of sampled tokens are off.
+- `ignoring`: an update loads nothing. The engine takes the new version's number and keeps its
+  weights.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from rollmesh.core.process import Ready, listen
 ENDS_WITHIN_S = 60.0
 LOAD, RENAME = "/update_weights_from_disk", "/update_weight_version"
 Lie = Callable[[int], float]
-"""How far off the log-probs of an answer are, by the number of prompt tokens."""
+"""Error of an answer's log-probs, by the number of prompt tokens."""
 
 
 def honest(num_prompt_tokens: int) -> float:
@@ -35,10 +35,10 @@ def honest(num_prompt_tokens: int) -> float:
 
 @contextlib.contextmanager
 def embedded(model: Path, *options: str) -> Any:
-    """Start an engine process that serves `model`; yields its address."""
+    """Start an engine process that serves `model`; yield its address."""
     reading, writing = os.pipe()
-    words = ["--model-dir", str(model), "--ready-fd", str(writing), *options]
-    command = [sys.executable, "-m", "rollmesh.engine.embedded", *words]
+    args = ["--model-dir", str(model), "--ready-fd", str(writing), *options]
+    command = [sys.executable, "-m", "rollmesh.engine.embedded", *args]
     process = subprocess.Popen(command, pass_fds=[writing])
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -52,7 +52,7 @@ def embedded(model: Path, *options: str) -> Any:
 
 @contextlib.asynccontextmanager
 async def running(model: Path, lie: Lie) -> AsyncIterator[str]:
-    """Start one that records wrongly; yields its address, which is the proxy's."""
+    """Start an engine that records wrong log-probs; yield the proxy's address."""
     with embedded(model) as upstream:
         async with aiohttp.ClientSession() as client, _serving(_app(client, upstream, lie)) as url:
             yield url
@@ -60,7 +60,7 @@ async def running(model: Path, lie: Lie) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def ignoring(model: Path, *options: str, num_loads: int = 1) -> AsyncIterator[str]:
-    """Start one that ignores updates after `num_loads`; yields the proxy's address."""
+    """Start an engine that ignores updates after `num_loads`; yield the proxy's address."""
     with embedded(model, *options) as upstream:
         async with aiohttp.ClientSession() as client:
             app = _app(client, upstream, honest, num_loads)
@@ -93,18 +93,20 @@ def _app(
             named = {"new_version": orjson.loads(body)["weight_version"]}
             url, body = upstream + RENAME, orjson.dumps(named | {"abort_all_requests": False})
         async with client.request(request.method, url, data=body, headers=kind) as answer:
-            told = await answer.read()
+            body_of_answer = await answer.read()
             if request.path == "/generate" and answer.status == 200:
-                told = _bent(told, lie(len(orjson.loads(body)["input_ids"])))
-            return web.Response(body=told, status=answer.status, content_type=answer.content_type)
+                body_of_answer = _bent(body_of_answer, lie(len(orjson.loads(body)["input_ids"])))
+            return web.Response(
+                body=body_of_answer, status=answer.status, content_type=answer.content_type
+            )
 
     app = web.Application(client_max_size=2**26)
     app.router.add_route("*", "/{path:.*}", forward)
     return app
 
 
-def _bent(told: bytes, off: float) -> bytes:
-    answer = orjson.loads(told)
+def _bent(body: bytes, off: float) -> bytes:
+    answer = orjson.loads(body)
     recorded = answer["meta_info"].get("output_token_logprobs", [])
     answer["meta_info"]["output_token_logprobs"] = [[p - off, *rest] for p, *rest in recorded]
     return orjson.dumps(answer)

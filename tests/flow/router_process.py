@@ -1,4 +1,4 @@
-"""A real router process, and peers on real sockets that say what a test wants them to say."""
+"""A real router process, and scripted peers on real sockets."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ from rollmesh.wire.sockets import Dialer, wait
 BEAT_S = 0.5
 MISSED_BEATS = 5
 PATIENCE_S = 60.0
-"""How long a test waits for what must come; only a broken router makes it wait so long."""
+"""Timeout of a wait; only a broken router makes a test wait so long."""
 
 FAKE_WORKER = """
 import os, socket, sys
@@ -52,7 +52,7 @@ while True:
 
 
 class RouterProcess:
-    """`with RouterProcess() as router:` a router that serves, until the block ends."""
+    """`with RouterProcess() as router:` runs a router until the block ends."""
 
     def __init__(
         self,
@@ -65,8 +65,12 @@ class RouterProcess:
         **more: object,
     ) -> None:
         values = {"bind": bind, "beat_s": beat_s, "missed_beats": MISSED_BEATS, **more}
-        words = [f"run.folder={folder}", *(f"router.{k}={v}" for k, v in values.items()), *settings]
-        self._settings = [each for word in words for each in ("--set", word)]
+        settings_args = [
+            f"run.folder={folder}",
+            *(f"router.{k}={v}" for k, v in values.items()),
+            *settings,
+        ]
+        self._settings = [each for setting in settings_args for each in ("--set", setting)]
         self._settings += ["--engine", engine] if engine else []
         self.ready: Ready
 
@@ -94,34 +98,35 @@ class RouterProcess:
         return status
 
     def causes(self) -> list[str]:
-        """Why groups wait in vain."""
+        """Why groups are blocked."""
         return list(self.status()["causes"])
 
     def worker(self, name: str) -> dict[str, Any]:
-        """Its row in the status; empty where it is not known."""
+        """The worker's row in the status; empty if the router does not know it."""
         rows = self.status()["workers"]
         return next((row for row in rows if row["worker_id"] == name), {})
 
 
 class Peer:
-    """A dialer that keeps everything it hears; while it waits it beats, if it has a beat."""
+    """A dialer that keeps every message that it receives, and sends its heartbeat while it
+    waits."""
 
     def __init__(self, address: str, name: str, beat: AnyMessage | None = None) -> None:
         self.dialer = Dialer(address, name)
-        self.heard: list[Packet] = []
+        self.received: list[Packet] = []
         self.beat = beat
 
-    def says(self, message: AnyMessage, body: bytes = b"") -> None:
+    def send(self, message: AnyMessage, body: bytes = b"") -> None:
         assert self.dialer.send(Packet(message, body=body))
 
     def poll(self) -> None:
         wait([self.dialer], None, 0.05)
-        self.heard += self.dialer.receive()
+        self.received += self.dialer.receive()
         if self.beat:
-            self.says(self.beat)
+            self.send(self.beat)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [packet.message for packet in self.heard if isinstance(packet.message, kind)]
+        return [packet.message for packet in self.received if isinstance(packet.message, kind)]
 
 
 def until(condition: Callable[[], object], *peers: Peer) -> None:
@@ -134,7 +139,7 @@ def until(condition: Callable[[], object], *peers: Peer) -> None:
 
 
 class Town:
-    """All peers of a test, and the processes of workers; gone at its end."""
+    """All peers and worker processes of a test; closed at its end."""
 
     def __init__(self) -> None:
         self.peers: list[Peer] = []
@@ -146,16 +151,18 @@ class Town:
 
     def worker(self, address: str, name: str) -> Peer:
         peer = self.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
-        peer.says(WorkerHello(name, "guess", 8, 1, "here"))
+        peer.send(WorkerHello(name, "guess", 8, 1, "here"))
         return peer
 
     def client(self, address: str) -> Peer:
         peer = self.peer(address, "c", ClientBeat("c", 0))
-        peer.says(ClientHello("c"))
+        peer.send(ClientHello("c"))
         return peer
 
     def process(self, address: str, name: str, host: str = "") -> "subprocess.Popen[bytes]":
-        """A worker that runs what it gets and never ends it; of this machine, unless `host`."""
+        """Start a worker that starts its groups and never ends them; of this machine, unless
+        `host`.
+        """
         argv = [sys.executable, "-c", FAKE_WORKER, address, name, host]
         self._processes.append(subprocess.Popen(argv, stdout=subprocess.PIPE))
         return self._processes[-1]
@@ -171,7 +178,7 @@ class Town:
 
 
 def has_started(process: "subprocess.Popen[bytes]") -> None:
-    """Returns when the worker's process has begun one more group."""
+    """Return when the worker's process has started one more group."""
     assert process.stdout is not None
     assert process.stdout.readline() == b"started\n"
 

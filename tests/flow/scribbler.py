@@ -1,4 +1,4 @@
-"""A role that writes to what it fetched in a way that torch asks nobody about."""
+"""A role that writes to fetched rows in a way that torch cannot prevent."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,10 +8,8 @@ from torch import nn
 
 
 class Scribbler:
-    """See the module."""
-
     def __init__(self, place: Any) -> None:
-        """Anywhere."""
+        """Accept any context."""
 
     def scribble(self, rows: Sequence[torch.Tensor]) -> None:
         """Train the first row itself, as if it were a parameter."""

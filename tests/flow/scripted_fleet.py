@@ -1,7 +1,7 @@
 """A scheduler on this machine, and scripted pipelines that share its four slots.
 
-Owns the processes; what the pipelines tell comes in one stream of lines. Invariant: whoever was
-started is ended, whatever happened. Driven by test_fleet_sharing.py.
+The pipelines' messages arrive in one stream of lines. Every started process is ended, also after an
+error.
 """
 
 import os
@@ -51,7 +51,7 @@ generation = [0, 1, 2, 3]
 
 
 class ScriptedFleet:
-    """`rollmesh scheduler up`, and pipelines that were begun on it."""
+    """`rollmesh scheduler up`, and the pipelines that were started on it."""
 
     def __init__(self, folder: Path, trains_on: dict[str, list[int]]) -> None:
         ports = free_ports(2)
@@ -63,17 +63,17 @@ class ScriptedFleet:
         reading, self._writing = os.pipe()
         self._lines = os.fdopen(reading, "rb")
         self._processes: list[subprocess.Popen[bytes]] = []
-        words = ("scheduler", "up", "--no-keys", str(file))
-        command = [sys.executable, "-m", "rollmesh.cli.main", *words]
+        args = ("scheduler", "up", "--no-keys", str(file))
+        command = [sys.executable, "-m", "rollmesh.cli.main", *args]
         self._up = self._start(command, subprocess.PIPE)
         assert self._up.stdout
-        self._up.stdout.readline()  # all pipelines are let in by then
+        self._up.stdout.readline()  # all pipelines are registered by then
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End all that runs; nothing is left of what was killed."""
+        """End all processes; clean up after killed ones."""
         for process in reversed(self._processes):
             if process.poll() is None:
                 process.terminate()
@@ -86,27 +86,27 @@ class ScriptedFleet:
         self._up.stdout.close()
         self._lines.close()
 
-    def begin(self, pipeline: str, *words: str) -> subprocess.Popen[bytes]:
-        """One of them, with these options."""
+    def begin(self, pipeline: str, *args: str) -> subprocess.Popen[bytes]:
+        """Start one pipeline with these options."""
         command = [sys.executable, "-m", "rollmesh.testing.pipeline", "--pipeline", pipeline]
         share = ("--scheduler", self.address, "--pipeline-token", str(self._tokens / pipeline))
-        return self._start([*command, *share, *words], self._writing)
+        return self._start([*command, *share, *args], self._writing)
 
     def lines(self) -> Iterator[StepDone | Ended]:
-        """What the pipelines tell, until all have ended; begin them before."""
+        """Yield the pipelines' lines until all have ended; start them before."""
         os.close(self._writing)
         for line in self._lines:
             yield msgspec.json.decode(line, type=StepDone | Ended)
 
     def kill_scheduler(self) -> None:
-        """-9, once it serves; who started it starts it again."""
+        """Kill the scheduler (-9) once it serves; its parent restarts it."""
         self.view()
         for child in psutil.Process(self._up.pid).children():
             if "serve" in child.cmdline():
                 os.kill(child.pid, signal.SIGKILL)
 
     def view(self) -> FleetExplanation:
-        """How the scheduler says that it stands."""
+        """The scheduler's explanation of the fleet."""
         answer = ask_scheduler(
             self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S
         )

@@ -1,7 +1,7 @@
 """A scheduler on this machine with four slots, and runs of two real pipelines that share them.
 
-Owns the processes; who stood on which slot is read from the scheduler's journal. Invariant: whoever
-was started is ended, whatever happened. Driven by test_pipelines.py.
+The owners of each slot are read from the scheduler's journal. Every started process is ended, also
+after an error.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ RUN: dict[str, Any] = {
 
 
 class SharedFleet:
-    """`rollmesh scheduler up` and the runs that were begun on it."""
+    """`rollmesh scheduler up` and the runs that were started on it."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
@@ -73,12 +73,12 @@ class SharedFleet:
         file.write_text(FLEET.format(*ports, folder / "scheduler"))
         self._up = self._start("scheduler", "up", str(file))
         assert self._up.stdout
-        self.told = self._up.stdout.readline()  # all pipelines are let in by then
+        self.first_line = self._up.stdout.readline()  # all pipelines are registered by then
         self._runs: list[subprocess.Popen[str]] = []
 
     def begin(self, pipeline: str, name: str = "", **sections: Any) -> subprocess.Popen[str]:
-        """`rollmesh up` of a run that has this part of the fleet, and a folder of this `name`;
-        `sections` of its settings are others."""
+        """Start `rollmesh up` with this share of the fleet, in a folder named `name`; `sections`
+        replace its settings."""
         name = name or pipeline
         settings = self.folder / f"{name}.json"
         model = {"path": str(self.model), "max_context_tokens": 512}
@@ -90,21 +90,21 @@ class SharedFleet:
         return self._runs[-1]
 
     def kill_scheduler(self) -> None:
-        """-9; who started it starts it again."""
+        """Kill the scheduler (-9); its parent restarts it."""
         for child in psutil.Process(self._up.pid).children():
             if "serve" in child.cmdline():
                 os.kill(child.pid, signal.SIGKILL)
 
     def view(self) -> FleetExplanation:
-        """How the scheduler says that it stands."""
-        with contextlib.chdir(self.folder):  # scheduler.toml is there, by which keys are found
+        """The scheduler's explanation of the fleet."""
+        with contextlib.chdir(self.folder):  # scheduler.toml names the keys
             answer = ask_scheduler(
                 self.address, ReadScheduler(new_id("read")), patience_s=ENDS_WITHIN_S
             )
         return msgspec.json.decode(answer.body, type=FleetExplanation)
 
-    def stood(self) -> dict[int, list[tuple[str, str, int, str]]]:
-        """By slot, who stood there and how: (pipeline, cluster, rank, phase), '' for nobody."""
+    def slot_history(self) -> dict[int, list[tuple[str, str, int, str]]]:
+        """Owners of each slot, in order: (pipeline, cluster, rank, phase), '' for none."""
         database = sqlite3.connect(self.folder / "scheduler" / "scheduler.sqlite")
         with contextlib.closing(database):
             rows = database.execute(
@@ -116,7 +116,7 @@ class SharedFleet:
         return slots
 
     def close(self) -> None:
-        """End all that runs; nothing is left of what was killed."""
+        """End all processes; clean up after killed ones."""
         for process in (*self._runs, self._up):
             with process:
                 if process.poll() is None:
@@ -126,20 +126,20 @@ class SharedFleet:
                 except subprocess.TimeoutExpired:
                     os.killpg(process.pid, signal.SIGKILL)
 
-    def _start(self, *words: str) -> subprocess.Popen[str]:
+    def _start(self, *args: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "rollmesh.cli.main", *words],
+            [sys.executable, "-m", "rollmesh.cli.main", *args],
             cwd=self.folder,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if words[0] == "up" else None,
+            stderr=subprocess.STDOUT if args[0] == "up" else None,
             text=True,
             start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
 
 
-def handed_over(stood: list[tuple[str, str, int, str]]) -> Iterator[tuple[str, str]]:
-    """From whom to whom a slot went without having been free in between."""
-    for before, after in itertools.pairwise(stood):
+def direct_handovers(owners: list[tuple[str, str, int, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of owners between which a slot passed without having been free."""
+    for before, after in itertools.pairwise(owners):
         if before[:3] != after[:3] and before[0] and after[0]:
             yield str(before), str(after)

@@ -1,7 +1,6 @@
-"""A router and a coordinator as real processes, over engines that begin asleep.
+"""A router and a coordinator as real processes, over engines that start asleep.
 
-The scheduler is in the test's hand. Invariant: a wait ends by what it waits for, or after
-WAIT_S. Driven by test_coordinator.py.
+The test is the scheduler. A wait ends when its condition holds, or after WAIT_S.
 """
 
 import asyncio
@@ -34,26 +33,26 @@ WAIT_S = 60.0
 
 
 class Scheduler:
-    """Hears the coordinator, and tells it what to do."""
+    """Receives the coordinator's messages, and sends it resizes."""
 
     def __init__(self) -> None:
         self.hub = Hub("tcp://127.0.0.1:0")
-        self.heard: list[Received] = []
+        self.received: list[Received] = []
         self._num_resizes = 0
 
     async def until(self, is_so: Callable[[], object]) -> None:
-        """Listen until `is_so`."""
+        """Receive until `is_so`."""
         async with asyncio.timeout(WAIT_S):
             while not is_so():
                 for route, packet in self.hub.receive():
-                    self.heard.append(Received(route, packet.message))
+                    self.received.append(Received(route, packet.message))
                 await asyncio.to_thread(wait, [self.hub], None, LOOK_S)
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [each.message for each in self.heard if isinstance(each.message, kind)]
+        return [each.message for each in self.received if isinstance(each.message, kind)]
 
     async def next_hello(self) -> CoordinatorHello:
-        """The next truth that the coordinator says."""
+        """Wait for the next state that the coordinator reports."""
         num = len(self.of(CoordinatorHello))
         await self.until(lambda: len(self.of(CoordinatorHello)) > num)
         return self.of_last()
@@ -62,17 +61,17 @@ class Scheduler:
         return [worker.phase for worker in (await self.next_hello()).workers]
 
     def of_last(self) -> CoordinatorHello:
-        """The truth that was said last."""
+        """The state that was reported last."""
         hello: CoordinatorHello = self.of(CoordinatorHello)[-1]
         return hello
 
-    def tell(self, wakes: bool, *ranks: int, deadline_s: float = DEADLINE_S) -> int:
-        """Tell the coordinator that was heard last; the number of the resize."""
+    def send_resize(self, wakes: bool, *ranks: int, deadline_s: float = DEADLINE_S) -> int:
+        """Send a resize to the coordinator of the last message; return its number."""
         self._num_resizes += 1
         number = self._num_resizes
         changes = tuple(WorkerChange(rank, wakes, number) for rank in ranks)
         resize = ResizeWorkers(PIPELINE, number, changes, deadline_s)
-        assert self.hub.send(self.heard[-1].route, Packet(resize))
+        assert self.hub.send(self.received[-1].route, Packet(resize))
         return number
 
     async def answer(self, number: int) -> WorkersResized:
@@ -83,20 +82,20 @@ class Scheduler:
         return found()[0]
 
     async def resize(self, wakes: bool, *ranks: int) -> None:
-        """Returns when it is done."""
+        """Resize, and wait until it is done."""
         await self.next_hello()
-        assert not (await self.answer(self.tell(wakes, *ranks))).error
+        assert not (await self.answer(self.send_resize(wakes, *ranks))).error
 
 
 class SleepingMesh:
-    """See the module. `weights` is where a trainer would publish."""
+    """`weights` is the folder in which a trainer would publish."""
 
     def __init__(self, engines: Sequence[str], folder: Path) -> None:
         self.engines = engines
         self.weights = folder / "weights"
         self.scheduler = Scheduler()
         self._folder = folder
-        self._named = [word for url in engines for word in ("--engine", url)]
+        self._named = [arg for url in engines for arg in ("--engine", url)]
         settings = ("--set", f"run.folder={folder}", "--set", "router.beat_s=0.1")
         router = Process("rollmesh.cli.main", "router", *settings, *self._named, "--asleep")
         self._processes = [router]
@@ -104,26 +103,26 @@ class SleepingMesh:
         self.start_coordinator()
 
     def start_coordinator(self) -> None:
-        """One more life of it, of whose truth nobody has heard yet."""
-        self.scheduler.heard.clear()
+        """Start another incarnation of it, whose state has not been received yet."""
+        self.scheduler.received.clear()
         reading, writing = os.pipe()
-        words = [
+        argv = [
             *(sys.executable, "-m", "rollmesh.cli.main", "coordinator"),
             *("--set", f"run.folder={self._folder}", "--pipeline", PIPELINE),
             *("--scheduler", self.scheduler.hub.address, "--router", self.router),
             *(*self._named, "--weights", str(self.weights), "--ready-fd", str(writing)),
         ]
-        self.coordinator = subprocess.Popen(words, pass_fds=[writing])
+        self.coordinator = subprocess.Popen(argv, pass_fds=[writing])
         os.close(writing)
         self._ready = reading
 
     async def until_ready(self) -> None:
-        """It knows how the engines are."""
+        """Wait until it knows the state of the engines."""
         with os.fdopen(self._ready, "rb") as pipe:
             assert await asyncio.to_thread(pipe.readline)
 
     def kill_coordinator(self) -> None:
-        """As by kill -9."""
+        """Kill it (-9)."""
         self.coordinator.kill()
         self.coordinator.wait(PATIENCE_S)
 

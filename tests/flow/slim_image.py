@@ -1,7 +1,7 @@
 """The slim image without Docker: a Python that sees the base install's libraries and no others.
 
-Owns the folder. Invariant: what can be imported is rollmesh and what its base install requires,
-directly or not, as `pip install .` would bring it; nothing is downloaded. Driven by test_docker.py.
+Only rollmesh and the direct and indirect requirements of its base install can be imported, as after
+`pip install .`. Nothing is downloaded.
 """
 
 import sys
@@ -23,7 +23,7 @@ sys.exit(main())
 
 
 def make_slim(folder: Path) -> Path:
-    """An environment in `folder`; its bin folder, with `rollmesh` and `python`."""
+    """Make an environment in `folder`; return its bin folder, with `rollmesh` and `python`."""
     venv.create(folder, with_pip=False, symlinks=True)
     [packages] = folder.glob("lib/python*/site-packages")
     for each in base_distributions():
@@ -36,13 +36,13 @@ def make_slim(folder: Path) -> Path:
 
 
 def make_full(folder: Path) -> Path:
-    """A bin folder with `rollmesh` of the full image: the tests' own Python."""
+    """Make a bin folder with `rollmesh` of the full image, which uses the tests' own Python."""
     folder.mkdir()
     return make_script(folder, sys.executable)
 
 
 def make_script(folder: Path, python: str = "") -> Path:
-    """Put `rollmesh` into `folder`, as pip does."""
+    """Write the script `rollmesh` into `folder`, as pip does."""
     script = folder / "rollmesh"
     script.write_text(SCRIPT.format(python=python or folder / "python"))
     script.chmod(0o755)
@@ -50,7 +50,7 @@ def make_script(folder: Path, python: str = "") -> Path:
 
 
 def base_distributions() -> list[Distribution]:
-    """What the base install requires, directly or not."""
+    """Direct and indirect requirements of the base install."""
     found: dict[str, Distribution] = {}
     waiting = list(required_by(distribution("rollmesh"), ""))
     while waiting:
@@ -72,6 +72,6 @@ def required_by(each: Distribution, extra: str) -> Iterator[tuple[str, str]]:
 
 
 def top_names(each: Distribution) -> set[str]:
-    """The packages and modules that `each` brings, by their names in site-packages."""
+    """Packages and modules of `each`, by their names in site-packages."""
     names = {file.parts[0] for file in each.files or []}
     return {name for name in names if name not in ("..", "__pycache__") and ".pth" not in name}

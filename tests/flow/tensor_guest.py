@@ -1,9 +1,9 @@
-"""A consumer among others that looks at shards for a while, and says whether they are whole.
+"""A consumer that checks shards and reports whether they are intact.
 
-A whole shard is full of its own length, see `filling_of`. Each line on stdin, a pack of handles in
-hex, is answered by one: how many shards it sees, or `broken` where one of them is not whole. Of the
-handles it fetches some, and of what it has seen it keeps some, by the seed that is its argument; at
-an empty pack it lets go of all. Driven by test_tensor_crowd.py.
+An intact shard is full of the byte of its own length, see `filling_of`. Each line on stdin, a pack
+of handles in hex, is answered by one line: the number of shards that it sees, or `broken` if one is
+not intact. The seed in its argument decides which handles it fetches and which shards it keeps; an
+empty pack releases all. Used by test_tensor_crowd.py.
 """
 
 import random
@@ -16,17 +16,17 @@ from rollmesh.tensors.peers import Peers
 
 
 def filling_of(num_bytes: int) -> int:
-    """What a shard of this length is full of."""
+    """The byte that fills a shard of this length."""
     return num_bytes % 251
 
 
 def is_whole(content: Content) -> bool:
-    """Whether nothing else was written there."""
+    """Whether the content is unchanged."""
     return bool((content.data == filling_of(content.data.nbytes)).all())
 
 
 def main() -> None:
-    """Until there are no more lines."""
+    """Answer lines until stdin ends."""
     chance, seen = random.Random(int(sys.argv[1])), list[Content]()
     with closing(Peers()) as peers:
         for line in sys.stdin:
@@ -36,10 +36,10 @@ def main() -> None:
             try:
                 if some:
                     seen += peers.fetch(some[0].owner, some)
-            except ShardMissing:  # it was freed on our way
+            except ShardMissing:  # freed by its owner before the fetch
                 pass
-            told = str(len(seen)) if all(map(is_whole, seen)) else "broken"
-            sys.stdout.write(f"{told}\n")
+            answer = str(len(seen)) if all(map(is_whole, seen)) else "broken"
+            sys.stdout.write(f"{answer}\n")
             sys.stdout.flush()
 
 

@@ -1,7 +1,6 @@
-"""An owner of tensors that does what a test says, one line at a time.
+"""An owner of tensors that runs a test's commands, one line at a time.
 
-Owns one store, in the folder that is its argument. Invariant: each line it reads is answered by one
-line. Driven by test_tensor_memory.py.
+Owns one store, in the folder of its argument. Each line that it reads is answered by one line.
 """
 
 import os
@@ -22,7 +21,7 @@ MAX_BYTES = 2**22
 
 
 def put(store: OwnerStore) -> str:
-    """Where 100,000 bytes of 7 lie."""
+    """Store 100,000 bytes of 7; return their range."""
     data = np.full(100_000, 7, np.uint8)
     (handle,) = store.put([Content("uint8", (100_000,), data)])
     (place,) = store.pins.places([handle.shard_id], "test")
@@ -30,7 +29,7 @@ def put(store: OwnerStore) -> str:
 
 
 def fork(store: OwnerStore) -> str:
-    """What a child says that puts, closes the store and ends as any program does."""
+    """Return the output of a forked child that stores, closes the store and exits normally."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:
@@ -42,34 +41,36 @@ def fork(store: OwnerStore) -> str:
         sys.exit(0)
     os.close(writing)
     os.waitpid(pid, 0)
-    with open(reading) as told:
-        return told.read()
+    with open(reading) as output:
+        return output.read()
 
 
 def linger(_: OwnerStore) -> str:
-    """What a child says that stays until there are no more lines, whatever becomes of us."""
+    """Return the output of a forked child that runs until stdin ends, even if its parent has
+    ended.
+    """
     reading, writing = os.pipe()
     if not os.fork():
         os.write(writing, b"it lingers")
         sys.stdin.read()
         os._exit(0)
     os.close(writing)
-    with open(reading) as told:
-        return told.read(10)
+    with open(reading) as output:
+        return output.read(10)
 
 
 def main() -> None:
-    """Until there are no more lines."""
+    """Answer lines until stdin ends."""
     settings = StoreSettings(max_bytes=MAX_BYTES)
     store = OwnerStore(settings, SystemClock(), Arena(MAX_BYTES, Path(sys.argv[1])))
-    deeds = {"put": put, "fork": fork, "linger": linger}
+    commands = {"put": put, "fork": fork, "linger": linger}
     for line in sys.stdin:
-        sys.stdout.write(deeds[line.strip()](store) + "\n")
+        sys.stdout.write(commands[line.strip()](store) + "\n")
         sys.stdout.flush()
 
 
 def range_of(line: str) -> SharedRange:
-    """What `put` said."""
+    """Parse the answer of `put`."""
     return msgspec.json.decode(line, type=SharedRange)
 
 

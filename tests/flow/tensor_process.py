@@ -1,15 +1,14 @@
-"""An owner or a consumer of tensors as a process of its own, to be stopped and killed.
+"""An owner or a consumer of tensors in its own process, which tests stop and kill.
 
     tensor_process.py owner shared|private NUM_BYTES            serves one shard of 0, 1, 2...
-    tensor_process.py consumer                                  fetches what its stdin names
+    tensor_process.py consumer                                  fetches the handles on its stdin
     tensor_process.py carrier                                   the same, and lends it to neighbours
     tensor_process.py crowd SEED                                the same, line after line
 
-An owner tells its handle as hex and the path of its memory, a consumer the sum of what it sees;
-then both wait for the end of their stdin, as does the child that an owner has once it is told to
-fork. One of a crowd tells of each line how many it fetched, keeps some of them, looks at those
-again and again, and tells at the end how often it saw what it should not. Driven by
-test_tensors.py.
+An owner prints its handle as hex and the path of its memory, a consumer the sum of its shard; then
+both wait until their stdin ends, as does the child of an owner that received `fork`. A crowd
+process prints for each line how many handles it fetched, keeps some of the shards, checks them
+repeatedly, and at the end prints the number of wrong reads.
 """
 
 import os
@@ -35,7 +34,7 @@ MAX_BYTES = 2**28
 
 
 def own(kind: str, num_bytes: int) -> None:
-    """Serve until told to end."""
+    """Serve until stdin ends."""
     folder = SHARED_MEMORY if kind == "shared" else Path("/nowhere")
     arena = Arena(MAX_BYTES, folder)
     store = OwnerStore(StoreSettings(max_bytes=MAX_BYTES), SystemClock(), arena)
@@ -43,30 +42,30 @@ def own(kind: str, num_bytes: int) -> None:
     server.start()
     data = np.arange(num_bytes).astype(np.uint8)
     handles = store.put([Content("uint8", (num_bytes,), data)])
-    tell(pack(handles).hex())
-    tell(str(arena.path))
+    report(pack(handles).hex())
+    report(str(arena.path))
     if sys.stdin.readline().strip() == "fork":
         if os.fork() == 0:
             sys.stdin.read()
             os._exit(0)
-        tell("forked")
+        report("forked")
         sys.stdin.read()
     server.stop()
     store.close()
 
 
 def consume() -> None:
-    """Look at a shard until told to end."""
+    """Look at a shard until stdin ends."""
     (handle,) = unpack(bytes.fromhex(sys.stdin.readline()))
     with closing(Peers()) as peers:
         (content,) = peers.fetch(handle.owner, [handle])
-        tell(str(int(content.data.sum())))
+        report(str(int(content.data.sum())))
         sys.stdin.read()
-        tell(str(int(content.data.sum())))
+        report(str(int(content.data.sum())))
 
 
 def carry() -> None:
-    """Look at a shard, and let neighbours look, until told to end."""
+    """Look at a shard, and lend it to neighbours, until stdin ends."""
     (handle,) = unpack(bytes.fromhex(sys.stdin.readline()))
     with closing(Peers(landing_bytes=MAX_BYTES, is_shared=True)) as peers:
         store = OwnerStore(StoreSettings(max_bytes=2**20), SystemClock())
@@ -74,7 +73,7 @@ def carry() -> None:
         server = TensorServer(store, "tcp://127.0.0.1:0", relay=relay)
         peers.lend_at(server.start())
         (content,) = peers.fetch(handle.owner, [handle])
-        tell(str(int(content.data.sum())))
+        report(str(int(content.data.sum())))
         sys.stdin.read()
         server.stop()
         store.close()
@@ -92,16 +91,16 @@ def crowd(seed: int) -> None:
                 contents = peers.fetch(handles[0].owner, handles)
             except ShardMissing:
                 contents = []
-            tell(str(len(contents)))
+            report(str(len(contents)))
             kept += zip([each.shard_id & 0xFF for each in handles], contents, strict=False)
             rng.shuffle(kept)
             del kept[rng.randrange(20) :]
             num_wrong += sum(not (content.data == byte).all() for byte, content in kept)
-    tell(str(num_wrong))
+    report(str(num_wrong))
 
 
-def tell(line: str) -> None:
-    """To who started us."""
+def report(line: str) -> None:
+    """Print a line for the parent process."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

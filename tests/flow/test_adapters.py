@@ -1,4 +1,4 @@
-"""A run that trains adapters: what samples is what has trained, and a whole model is left."""
+"""A run that trains adapters samples with the trained weights and saves a whole model."""
 
 from pathlib import Path
 
@@ -11,21 +11,25 @@ from tests.flow.demo import read, start
 
 RANK = 4
 EXACT = 1e-3
-"""As for whole weights: float32 on both sides is within 1e-5."""
+"""The bound for whole weights: float32 on both sides is within 1e-5."""
 
 
 @pytest.mark.slow
 def test_a_run_of_adapters_samples_what_it_trained_and_leaves_a_whole_model(tmp_path: Path) -> None:
     settings = {"trainer.lora_rank": RANK, "trainer.num_steps": 3, "trainer.learning_rate": 0.02}
-    process = start(tmp_path, **settings, **{"trainer.max_staleness": 0})  # so all is exact
+    process = start(
+        tmp_path, **settings, **{"trainer.max_staleness": 0}
+    )  # float32, so that log-probs are exact
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 0, out
     run = tmp_path / "runs" / "demo"
     summary = read(run / "summary.json")
     assert (summary["num_steps"], summary["num_lost"]) == (3, 0)
     assert all(row["max_gap"] < EXACT for row in summary["exactness"])
-    told = [msgspec.json.decode(each) for each in (run / "metrics.jsonl").read_bytes().splitlines()]
-    rows = [row for step in told for row in step.get("exactness", ())]
+    steps = [
+        msgspec.json.decode(each) for each in (run / "metrics.jsonl").read_bytes().splitlines()
+    ]
+    rows = [row for step in steps for row in step.get("exactness", ())]
     assert [(row["kind"], row["policy_version"]) for row in rows] == [
         ("exact", policy_version) for policy_version in (1, 2, 3)
     ]

@@ -41,7 +41,7 @@ async def test_the_bug_fails_and_the_fixed_function_passes(env: BugsEnv) -> None
 @pytest.mark.parametrize(
     "source", ["", "def clamp(", "import sys; sys.exit(0)", "import os; os._exit(0)", "clamp = 1"]
 )
-async def test_what_is_no_function_earns_nothing(env: BugsEnv, source: str) -> None:
+async def test_a_file_without_a_function_earns_nothing(env: BugsEnv, source: str) -> None:
     assert await reward(env, "clamp-0", source) == 0.0
 
 
@@ -54,11 +54,11 @@ def test_tasks_show_the_bug_and_hide_the_checks(env: BugsEnv) -> None:
     assert len([*endless]) == 2 * len(BUGS)
 
 
-def test_a_file_that_is_gone_is_an_empty_one(env: BugsEnv, tmp_path: Path) -> None:
+def test_a_missing_file_is_scored_as_an_empty_one(env: BugsEnv, tmp_path: Path) -> None:
     assert env.collect(Task("clamp-0"), tmp_path) == {"source": ""}
 
 
-def test_a_link_in_its_place_is_not_followed(env: BugsEnv, tmp_path: Path) -> None:
+def test_a_symbolic_link_instead_of_the_file_is_not_followed(env: BugsEnv, tmp_path: Path) -> None:
     (tmp_path / "clamp.py").symlink_to("/etc/hostname")
     assert env.collect(Task("clamp-0"), tmp_path) == {"source": ""}
 

@@ -1,9 +1,9 @@
-"""Rollouts on a mesh whose processes are killed and stopped at random: all end exactly once.
+"""Rollouts on a mesh whose processes are killed and stopped at random all end exactly once.
 
-The simulator has proved the machines; this proves the processes around them. Three workers, the
-router and two clients are killed (-9) or stopped for a while, one after another, in an order that a
-seed decides; launch starts the former again, the test the clients. One client's groups outlive it,
-the other's are cancelled and asked for anew.
+The simulator tests the state machines; this tests the processes around them. Three workers, the
+router and two clients are killed (-9) or stopped for a while, in an order that a seed determines.
+Launch restarts the workers and the router, the test restarts the clients. One client's groups
+survive it; the other's are cancelled and requested again.
 """
 
 import asyncio
@@ -41,37 +41,37 @@ SECTIONS = {
     "launch": {"max_restarts": 1000},
 }
 CLIENTS = {"client-0": "keep", "client-1": "leave"}
-BLOWS: tuple[str, ...] = (
+FAULTS: tuple[str, ...] = (
     ("kill worker",) * 4 + ("stop worker",) * 3 + ("kill router", "stop router")
 )
-BLOWS += ("kill client",) * 2 + ("stop client",)
+FAULTS += ("kill client",) * 2 + ("stop client",)
 LONGEST_STOP_S = 2.5
 LONGEST_LULL_S = 2.0
-"""Between two blows, if nothing ends meanwhile."""
+"""Longest pause between two faults if no group ends meanwhile."""
 
 
 class Client:
-    """A client process, started again after each kill."""
+    """A client process, restarted after each kill."""
 
     def __init__(self, mesh: LaunchedMesh, name: str, num_tasks: int) -> None:
         self.folder = mesh.folder / name
         self.ends: Counter[str] = Counter()
-        self._words = [mesh.router().address, str(self.folder), str(num_tasks), CLIENTS[name]]
+        self._args = [mesh.router().address, str(self.folder), str(num_tasks), CLIENTS[name]]
         self._process: asyncio.subprocess.Process | None = None
 
     @property
     def pid(self) -> int:
-        """0 when it is done."""
+        """0 when the client is done."""
         running = self._process and self._process.returncode is None
         return self._process.pid if self._process and running else 0
 
     async def run(self, ended: asyncio.Condition) -> None:
-        """Until every task has ended; `ended` hears of each."""
+        """Run until every task has ended; notify `ended` of each."""
         while True:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 str(HERE / "chaos_client.py"),
-                *self._words,
+                *self._args,
                 stdout=asyncio.subprocess.PIPE,
             )
             self.ends.clear()
@@ -94,32 +94,32 @@ class Client:
                 ended.notify_all()
 
 
-class Storm:
-    """Blows that fall while rollouts end."""
+class FaultInjector:
+    """Kills and stops random processes while rollouts end."""
 
     def __init__(self, mesh: LaunchedMesh, clients: dict[str, Client], seed: int) -> None:
-        self.told: list[str] = []
+        self.faults: list[str] = []
         self.ended = asyncio.Condition()
         self._mesh = mesh
         self._clients = clients
         self._random = random.Random(seed)
 
-    async def blow(self, num_blows: int, num_between: int) -> None:
-        """A blow whenever `num_between` groups have ended, or after a lull."""
+    async def inject(self, num_faults: int, num_between: int) -> None:
+        """Inject a fault whenever `num_between` groups have ended, or after a pause."""
         async with asyncio.TaskGroup() as stops:
-            for what in self._random.choices(BLOWS, k=num_blows):
+            for what in self._random.choices(FAULTS, k=num_faults):
                 await self._wait_for_ends(num_between)
                 how, role = what.split()
                 if found := self._find(role):
                     name, pid = self._random.choice(found)
-                    self.told.append(f"{how} {name}")
+                    self.faults.append(f"{how} {name}")
                     if how == "kill":
                         send(pid, signal.SIGKILL)
                     else:
                         send(pid, signal.SIGSTOP)
-                        stops.create_task(self._go_on(pid))
+                        stops.create_task(self._resume(pid))
 
-    async def _go_on(self, pid: int) -> None:
+    async def _resume(self, pid: int) -> None:
         try:
             async with asyncio.timeout(self._random.uniform(0.2, LONGEST_STOP_S)):
                 await asyncio.Event().wait()
@@ -135,7 +135,7 @@ class Storm:
             return
 
     def _find(self, role: str) -> list[tuple[str, int]]:
-        """Name and pid of what has that role and is alive."""
+        """Names and pids of running processes with that role."""
         if role == "client":
             return [(name, each.pid) for name, each in self._clients.items() if each.pid]
         pids = self._mesh.pids().items()
@@ -166,17 +166,19 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LaunchedMesh]:
             mesh.close()
 
 
-async def weather(mesh: LaunchedMesh, seed: int, num_rollouts: int, num_blows: int) -> None:
-    """Run the rollouts through the storm; all end exactly once, and no process is left."""
+async def run_under_faults(
+    mesh: LaunchedMesh, seed: int, num_rollouts: int, num_faults: int
+) -> None:
+    """Run the rollouts under faults; check that all end exactly once and no process is left."""
     num_groups = num_rollouts // GROUP_SIZE
     num_tasks = num_groups // len(CLIENTS)
     clients = {name: Client(mesh, name, num_tasks) for name in CLIENTS}
-    storm = Storm(mesh, clients, seed)
+    injector = FaultInjector(mesh, clients, seed)
     async with asyncio.TaskGroup() as tasks:
         for each in clients.values():
-            tasks.create_task(each.run(storm.ended))
-        tasks.create_task(storm.blow(num_blows, num_groups // (num_blows + 2)))
-    sys.stdout.write(f"seed {seed}: {', '.join(storm.told)}\n")
+            tasks.create_task(each.run(injector.ended))
+        tasks.create_task(injector.inject(num_faults, num_groups // (num_faults + 2)))
+    sys.stdout.write(f"seed {seed}: {', '.join(injector.faults)}\n")
     for name, client in clients.items():
         sys.stdout.write(f"{name}: {dict(client.ends)}\n")
         assert client.ends.total() == num_tasks
@@ -193,13 +195,13 @@ async def weather(mesh: LaunchedMesh, seed: int, num_rollouts: int, num_blows: i
 async def test_every_rollout_ends_once_whatever_is_killed_or_stopped(
     mesh: LaunchedMesh, seed: int
 ) -> None:
-    await weather(mesh, seed, num_rollouts=500, num_blows=10)
+    await run_under_faults(mesh, seed, num_rollouts=500, num_faults=10)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [2, 3])
-async def test_thousands_of_rollouts_end_once_in_a_long_storm(
+async def test_thousands_of_rollouts_end_once_under_many_faults(
     mesh: LaunchedMesh, seed: int
 ) -> None:
-    await weather(mesh, seed, num_rollouts=2500, num_blows=60)
+    await run_under_faults(mesh, seed, num_rollouts=2500, num_faults=60)

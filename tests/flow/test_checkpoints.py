@@ -33,8 +33,9 @@ FIRST, ALL = 2, 4
 NUM_RANKS = 3
 """A number that divides the rows of no weight."""
 ALIKE = 1e-6
-"""Bound between different numbers of ranks, which sum in another order: these steps were within
-6e-8 by weight."""
+"""Bound between different numbers of ranks, which sum in another order; these steps were within
+6e-8 by weight.
+"""
 
 numbers = itertools.count()
 
@@ -100,14 +101,14 @@ def test_new_process_continues_bit_by_bit(model_folder: Path, tmp_path: Path) ->
     save(tmp_path, policy)
     expected = figures_of(policy, FIRST, ALL)
     policy.save(tmp_path / "straight")
-    words = [str(tmp_path), str(model_folder), str(ALL), str(tmp_path / "resumed")]
-    told = subprocess.run(
-        [sys.executable, "-m", "tests.flow.checkpoint_run", *words],
+    args = [str(tmp_path), str(model_folder), str(ALL), str(tmp_path / "resumed")]
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.flow.checkpoint_run", *args],
         cwd=ROOT,
         check=True,
         capture_output=True,
     ).stdout
-    assert msgspec.json.decode(told) == msgspec.to_builtins(expected, str_keys=True)
+    assert msgspec.json.decode(output) == msgspec.to_builtins(expected, str_keys=True)
     assert furthest(weights_in(tmp_path / "resumed"), weights_in(tmp_path / "straight")) == 0.0
 
 
@@ -115,13 +116,13 @@ def test_kill_9_at_any_stage_leaves_the_checkpoint_before_or_after() -> None:
     with tempfile.TemporaryDirectory(
         dir=SHARED_MEMORY
     ) as folder:  # a memory folder, where a sync is free
-        told = subprocess.run(
+        output = subprocess.run(
             [sys.executable, "-m", "tests.flow.checkpoint_victims", folder],
             cwd=ROOT,
             check=True,
             stdout=subprocess.PIPE,
         ).stdout
-    rows = [msgspec.json.decode(line, type=Row) for line in told.splitlines()]
+    rows = [msgspec.json.decode(line, type=Row) for line in output.splitlines()]
     assert [row for row in rows if row.fault or not row.was_killed] == []
     steps = [row.found_step for row in rows]
     assert steps == sorted(steps), "once it is sealed, it is the newest for good"
@@ -129,7 +130,7 @@ def test_kill_9_at_any_stage_leaves_the_checkpoint_before_or_after() -> None:
     assert steps.count(LATER) > 5
 
 
-def test_ranks_continue_bit_by_bit_and_a_single_one_almost(
+def test_ranks_continue_bit_by_bit_and_a_single_rank_within_rounding(
     three: RankedPolicy, model_folder: Path, tmp_path: Path
 ) -> None:
     saved = save(tmp_path, three)
@@ -146,7 +147,7 @@ def test_ranks_continue_bit_by_bit_and_a_single_one_almost(
     assert 0.0 < furthest(weights_in(tmp_path / "alone"), straight) <= ALIKE
 
 
-def test_ranks_continue_from_a_single_one(
+def test_ranks_continue_from_a_single_ranks_checkpoint(
     three: RankedPolicy, model_folder: Path, tmp_path: Path
 ) -> None:
     alone = Policy(str(model_folder), SETTINGS)
@@ -162,10 +163,10 @@ def test_ranks_continue_from_a_single_one(
 def test_ranks_write_a_model_folder_without_gathering(three: RankedPolicy, tmp_path: Path) -> None:
     three.save(tmp_path / "gathered")
     save(tmp_path, three)
-    told = weights_in(tmp_path / "checkpoint")
-    assert furthest(told, weights_in(tmp_path / "gathered")) == 0.0
+    written = weights_in(tmp_path / "checkpoint")
+    assert furthest(written, weights_in(tmp_path / "gathered")) == 0.0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint")
-    assert model.num_parameters() == sum(each.numel() for each in told.values())
+    assert model.num_parameters() == sum(each.numel() for each in written.values())
 
 
 def test_rank_that_cannot_write_is_named_and_training_continues(

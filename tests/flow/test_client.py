@@ -1,4 +1,6 @@
-"""Client processes that are killed: nobody else notices, and what is kept is found again."""
+"""Client processes that are killed: other clients are unaffected, and kept groups are found
+again.
+"""
 
 import asyncio
 import random
@@ -39,13 +41,13 @@ while True:
 
 
 class Victim:
-    """A client in a process of its own."""
+    """A client in its own process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def says(self, num_lines: int) -> list[str]:
-        """Its next lines."""
+    async def read_lines(self, num_lines: int) -> list[str]:
+        """Read its next lines."""
         assert self._process.stdout
         async with asyncio.timeout(PATIENCE_S):
             lines = [await self._process.stdout.readline() for _ in range(num_lines)]
@@ -55,17 +57,17 @@ class Victim:
         if self._process.returncode is None:
             self._process.kill()
         await self._process.wait()
-        # Its pipe's transport is closed by the loop when the pipe's end was read.
+        # The loop closes its pipe's transport once it has read the end of the pipe.
         assert self._process.stdout
         await self._process.stdout.read()
 
 
 @asynccontextmanager
 async def victim(mesh: Mesh, folder: Path, keep: str, num_groups: int) -> AsyncIterator[Victim]:
-    words = [mesh.router.ready.address, str(folder), keep, str(num_groups)]
+    args = [mesh.router.ready.address, str(folder), keep, str(num_groups)]
     found = Victim(
         await asyncio.create_subprocess_exec(
-            sys.executable, "-c", PROGRAM, *words, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-c", PROGRAM, *args, stdout=asyncio.subprocess.PIPE
         )
     )
     try:
@@ -95,7 +97,7 @@ async def test_groups_of_a_killed_client_are_cancelled_and_no_others(
         )
         await mesh.engine.until(lambda: mesh.engine.num_live == 3)
         async with victim(mesh, tmp_path / "victim", "leave", num_groups=4) as doomed:
-            await doomed.says(1)
+            await doomed.read_lines(1)
             await mesh.engine.until(lambda: mesh.engine.num_live == 3 + 8)
             await doomed.kill()
             async with asyncio.timeout(PATIENCE_S):
@@ -108,17 +110,18 @@ async def test_groups_of_a_killed_client_are_cancelled_and_no_others(
     assert mesh.status()["queue"] == {"queued": 0, "assigned": 0, "running": 0}
 
 
-async def test_kept_groups_of_a_killed_client_reach_the_next_one_and_run_once(
+async def test_kept_groups_of_a_killed_client_reach_its_successor_and_run_once(
     mesh: Mesh, tmp_path: Path
 ) -> None:
     mesh.engine.hold()
     async with victim(mesh, tmp_path / "victim", "keep", num_groups=4) as doomed:
-        await doomed.says(1)
+        await doomed.read_lines(1)
         await mesh.engine.until(lambda: mesh.engine.num_live == 8)
         await doomed.kill()
-    # The grace time passes, as another one that dies later shows; then they end, to nobody.
+    # The grace time passes: the groups of another client that is killed later end first. Then the
+    # groups of the first end without a recipient.
     async with victim(mesh, tmp_path / "another", "leave", num_groups=1) as doomed:
-        await doomed.says(1)
+        await doomed.read_lines(1)
         await mesh.engine.until(lambda: mesh.engine.num_live == 8 + 2)
         await doomed.kill()
         await mesh.engine.until(lambda: mesh.engine.num_live == 8)
@@ -140,29 +143,29 @@ async def test_kept_groups_of_a_killed_client_reach_the_next_one_and_run_once(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_clients_killed_at_any_moment_cost_nobody_else_anything(
+async def test_clients_killed_at_any_moment_do_not_affect_others(
     mesh: Mesh, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
     async with AsyncRolloutClient(mesh.router.ready.address) as bystander:
-        asked = await ask_all(bystander, 12)
+        requested = await ask_all(bystander, 12)
         for number in range(3):
             num_lines = rng.randrange(4)
             async with victim(mesh, tmp_path / f"victim-{number}", "leave", 3) as doomed:
-                await doomed.says(num_lines)
+                await doomed.read_lines(num_lines)
         async with asyncio.timeout(PATIENCE_S):
             arrivals = [arrival async for arrival in bystander.stream()]
-            # Behind it comes nothing more of the last victim.
+            # No message about the last victim follows it.
             await bystander.run(Task(id="b-last", data={"text_seed": 12}), env="echo")
-        # Before it leaves: what the router has not heard the end of is cancelled then.
-        await mesh.until(lambda: mesh.status()["num_done"] > len(asked))
-    assert {arrival.group_id for arrival in arrivals} == asked
+        # Wait before the client leaves, since then the router cancels groups without a known end.
+        await mesh.until(lambda: mesh.status()["num_done"] > len(requested))
+    assert {arrival.group_id for arrival in arrivals} == requested
     assert {type(arrival) for arrival in arrivals} == {Finished}
     await mesh.until(lambda: not any(mesh.status()["queue"].values()) and not in_flight(mesh))
     assert mesh.status()["num_failed"] == 0
 
 
-async def test_full_router_is_raised_as_overload_or_waited_for(tmp_path: Path) -> None:
+async def test_a_full_router_raises_overload_or_is_waited_for(tmp_path: Path) -> None:
     task = Task(id="t", data={"text_seed": 1})
     async with (
         asyncio.timeout(PATIENCE_S),
@@ -187,12 +190,12 @@ async def ask_all(client: AsyncRolloutClient, num_groups: int) -> set[GroupId]:
     return {await client.ask(task, 2, env="echo") for task in tasks}
 
 
-async def test_example_client_tells_what_becomes_of_each_task(mesh: Mesh, tmp_path: Path) -> None:
+async def test_example_client_prints_the_outcome_of_each_task(mesh: Mesh, tmp_path: Path) -> None:
     settings = tmp_path / "ask.json"
     settings.write_bytes(msgspec.json.encode({"env": "echo", "env_settings": TURNS}))
-    words = [mesh.router.ready.address, str(settings), "-n", "2", "--num-tasks", "3"]
+    args = [mesh.router.ready.address, str(settings), "-n", "2", "--num-tasks", "3"]
     program = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "examples.ask", *words), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "examples.ask", *args), stdout=asyncio.subprocess.PIPE
     )
     async with asyncio.timeout(PATIENCE_S):
         out, _ = await program.communicate()

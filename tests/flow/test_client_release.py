@@ -1,4 +1,4 @@
-"""Of what a client has handed out nothing is reachable in it, however its groups ended."""
+"""A client keeps no reference to what it has handed out, however its groups ended."""
 
 import asyncio
 import gc
@@ -47,7 +47,7 @@ async def client(router: FakeRouter, young_heap: None) -> AsyncIterator[AsyncRol
 
 
 def end_next(router: FakeRouter, how: str) -> None:
-    """End the next group that is asked for, as `how` says."""
+    """End the next requested group in the way that `how` names."""
     route, ask, _ = router.expect(AskGroup)
     if how == "failed":
         router.send(route, GroupFailed(ask.group_id, "env_failed: no such module"))
@@ -61,7 +61,7 @@ def end_next(router: FakeRouter, how: str) -> None:
     worker.close()
 
 
-async def test_what_was_awaited_is_not_held(router: FakeRouter, client: AsyncRolloutClient) -> None:
+async def test_awaited_results_are_not_kept(router: FakeRouter, client: AsyncRolloutClient) -> None:
     errors = {"failed": EnvFailedError, "incomplete": GroupIncomplete}
     for how in ("good", "failed", "incomplete", "twice"):
         running = asyncio.create_task(client.run(TASK, env=ENV))
@@ -76,7 +76,7 @@ async def test_what_was_awaited_is_not_held(router: FakeRouter, client: AsyncRol
     assert_none_left(Asked)
 
 
-async def test_what_nobody_awaits_any_more_is_not_held(
+async def test_results_of_cancelled_calls_are_not_kept(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     running = asyncio.create_task(client.run(TASK, env=ENV))
@@ -93,7 +93,7 @@ async def test_what_nobody_awaits_any_more_is_not_held(
     assert_none_left(Asked)
 
 
-async def test_a_stream_that_waits_holds_nothing_of_what_it_gave(
+async def test_a_waiting_stream_keeps_no_earlier_results(
     router: FakeRouter, client: AsyncRolloutClient
 ) -> None:
     ways = ("good", "failed", "incomplete", "twice")
@@ -111,7 +111,7 @@ async def test_a_stream_that_waits_holds_nothing_of_what_it_gave(
     await waiting
 
 
-def test_a_stream_of_a_client_without_a_loop_holds_nothing_either(
+def test_a_stream_of_the_synchronous_client_keeps_no_earlier_results(
     router: FakeRouter, young_heap: None
 ) -> None:
     del young_heap
@@ -131,7 +131,7 @@ def test_a_stream_of_a_client_without_a_loop_holds_nothing_either(
 
 
 class Local:
-    """What somebody holds while he calls."""
+    """An object that a caller holds during a call."""
 
 
 def call_in_vain(client: SyncRolloutClient) -> "weakref.ref[Local]":
@@ -141,7 +141,7 @@ def call_in_vain(client: SyncRolloutClient) -> "weakref.ref[Local]":
     return weakref.ref(local)
 
 
-def test_an_error_does_not_hold_itself_and_with_it_what_its_caller_has(
+def test_an_error_holds_no_cycle_that_keeps_its_callers_locals(
     router: FakeRouter, young_heap: None
 ) -> None:
     del young_heap
@@ -155,7 +155,7 @@ def test_an_error_does_not_hold_itself_and_with_it_what_its_caller_has(
             gc.enable()
 
 
-async def test_what_an_earlier_client_asked_for_is_not_held_once_it_has_come(
+async def test_groups_of_an_earlier_client_are_not_kept_after_arrival(
     router: FakeRouter, tmp_path: Path, young_heap: None
 ) -> None:
     del young_heap

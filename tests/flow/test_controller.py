@@ -21,7 +21,7 @@ from rollmesh.trainer.controller.answers import Reduce
 from rollmesh.trainer.controller.controller import RoleCall, TensorUsage, TrainController
 from rollmesh.trainer.controller.dispatch import DispatchRule
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
-from tests.flow.rank_crew import household, plan
+from tests.flow.rank_group import plan, serving_runtime
 
 GONE_S = 60.0
 DOUBLE = RoleCall(
@@ -32,13 +32,13 @@ DOUBLE = RoleCall(
 
 
 def of_step(step: int) -> RoleCall:
-    """The same, its answer the step's."""
+    """A call, with results tagged with `step`."""
     return msgspec.structs.replace(DOUBLE, step=step)
 
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[TensorRuntime]:
-    with household() as own:
+    with serving_runtime() as own:
         yield own
 
 
@@ -55,33 +55,33 @@ def controller(home: TensorRuntime) -> Iterator[TrainController]:
 
 
 def rows(plane: Plane, *lengths: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
-    """Row n holds `lengths[n]` times the number n, as handles."""
+    """Row n, as a handle, is the number n repeated `lengths[n]` times."""
     tensors = [{"x": torch.full((length,), n, dtype=dtype)} for n, length in enumerate(lengths)]
     stored: list[dict[str, Any]] = plane.remotize(tensors)
     return stored
 
 
 def shared_memory(process: psutil.Process) -> set[Path]:
-    """The files of its own that it has mapped."""
+    """Its own shared-memory files that it has mapped."""
     mapped = {Path(each.path) for each in process.memory_maps()}
     return {path for path in mapped if path.name.startswith("rollmesh-")}
 
 
 def total_bytes(held: TensorUsage) -> dict[int, int]:
-    """By process: all that is stored, retained or buffered."""
+    """Bytes stored, retained or buffered, by process."""
     return {
         each.rank: each.stored.total_bytes + each.stored.retained_bytes + each.buffered.total_bytes
         for each in held.processes
     }
 
 
-def told(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
-    """What was said of tensors."""
+def tensor_log(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """Log messages about tensors."""
     records = [each for each in caplog.records if each.levelno == level]
     return [each.getMessage() for each in records if each.getMessage().startswith("tensors.")]
 
 
-def test_rows_come_back_in_order_and_every_heads_numbers_count(
+def test_rows_return_in_order_and_the_numbers_of_every_head_count(
     plane: Plane, controller: TrainController
 ) -> None:
     batch = controller.take(rows(plane, 5, 1, 4, 2, 3, dtype=torch.bfloat16), step=1)
@@ -107,7 +107,7 @@ def test_when_a_step_ends_nothing_of_it_is_left_anywhere(
     assert answer["num_rows"] == 2
 
 
-def test_what_a_role_goes_on_looking_at_is_told_as_a_leak_of_its_rank(
+def test_rows_that_a_role_keeps_are_reported_as_a_leak_of_its_rank(
     plane: Plane, controller: TrainController, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = [row["x"] for row in rows(plane, 8, 8)]
@@ -115,10 +115,10 @@ def test_what_a_role_goes_on_looking_at_is_told_as_a_leak_of_its_rank(
     controller.call("sums.keep", twice)
     with caplog.at_level(logging.INFO):
         held = controller.end_step(3)
-    # Of its own store's rows a rank keeps what it answered with itself.
+    # A rank keeps rows of its own store that it returned itself.
     assert {(leak.rank, leak.tag) for leak in held.leaks} <= {(0, "retained"), (1, "retained")}
     assert held.leaks
-    assert told(caplog, logging.WARNING) == [
+    assert tensor_log(caplog, logging.WARNING) == [
         f"tensors.leaked rank={each.rank} tag={each.tag} bytes={each.num_bytes}"
         for each in held.leaks
     ]
@@ -126,7 +126,7 @@ def test_what_a_role_goes_on_looking_at_is_told_as_a_leak_of_its_rank(
     controller.call("sums.forget")
     with caplog.at_level(logging.INFO):
         held = controller.clear_batches(batch)
-    assert told(caplog, logging.WARNING) == []
+    assert tensor_log(caplog, logging.WARNING) == []
     assert held.num_cleared == 2
     assert held.leaks == ()
     assert total_bytes(held) == {-1: 0, 0: 0, 1: 0}
@@ -146,13 +146,13 @@ def test_a_shard_that_is_gone_fails_its_call_before_any_rank_has_run_it(
 def test_an_owner_that_was_killed_fails_its_call_by_name_and_no_other(
     plane: Plane, controller: TrainController
 ) -> None:
-    argv = [sys.executable, "-m", "tests.flow.rank_crew", "owner"]
+    argv = [sys.executable, "-m", "tests.flow.rank_group", "owner"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         handles = unpack(bytes.fromhex(owner.stdout.readline().decode()))
         batch = [{"x": each} for each in handles]
         assert controller.call(DOUBLE, batch)["num_rows"] == 2
-        controller.end_step(4)  # so that nobody has a copy
+        controller.end_step(4)  # so that no process has a copy
         owner.kill()
     with pytest.raises(
         CallFailed, match=f"sums.double failed at rank .: {handles[0].owner} is gone"
@@ -163,7 +163,7 @@ def test_an_owner_that_was_killed_fails_its_call_by_name_and_no_other(
     assert (held.num_cleared, held.leaks) == (0, ())
 
 
-def test_a_method_that_raises_at_one_rank_is_a_typed_error_and_no_end(
+def test_a_method_that_raises_at_one_rank_is_a_typed_error_and_ranks_continue(
     controller: TrainController,
 ) -> None:
     with pytest.raises(CallFailed) as caught:
@@ -173,7 +173,7 @@ def test_a_method_that_raises_at_one_rank_is_a_typed_error_and_no_end(
 
 
 @pytest.mark.parametrize(
-    ("method", "args", "said"),
+    ("method", "args", "error"),
     [
         ("sums.nothing", (), "no sums.nothing here: sums"),
         ("critic.train", (), "no critic.train here: sums"),
@@ -181,28 +181,26 @@ def test_a_method_that_raises_at_one_rank_is_a_typed_error_and_no_end(
         ("sums.all_of", (1, 2, 3), "sums.all_of: too many positional arguments"),
     ],
 )
-def test_what_cannot_be_called_is_named_and_run_by_nobody(
-    controller: TrainController, method: str, args: tuple[Any, ...], said: str
+def test_a_wrong_call_is_named_and_runs_on_no_rank(
+    controller: TrainController, method: str, args: tuple[Any, ...], error: str
 ) -> None:
-    with pytest.raises(CallFailed, match=said):
+    with pytest.raises(CallFailed, match=error):
         controller.call(method, *args)
 
 
-def test_calls_that_are_begun_together_run_in_their_order(
-    plane: Plane, controller: TrainController
-) -> None:
+def test_calls_that_begin_together_run_in_order(plane: Plane, controller: TrainController) -> None:
     batch = rows(plane, 2, 2)
     begun = [controller.begin(DOUBLE, batch), controller.begin("sums.all_of", 1.0)]
     assert [each.result()["total"] for each in begun] == [2.0, 3.0]
     controller.clear_batches(batch, begun[0].result())
 
 
-def test_a_role_has_the_settings_it_was_named_with(controller: TrainController) -> None:
+def test_a_role_gets_its_settings(controller: TrainController) -> None:
     assert controller.call("sums.setting", "colour") == "blue"
 
 
-def test_ranks_listen_on_loopback_alone(controller: TrainController) -> None:
-    controller.call("sums.all_of", 1.0)  # so that whoever listens for a collective does
+def test_ranks_listen_on_loopback_only(controller: TrainController) -> None:
+    controller.call("sums.all_of", 1.0)  # so that collectives listen there too
     listening = [
         each.laddr.ip
         for pid in controller.pids()
@@ -213,9 +211,7 @@ def test_ranks_listen_on_loopback_alone(controller: TrainController) -> None:
     assert set(listening) == {"127.0.0.1"}
 
 
-def test_ranks_beside_a_head_compute_on_what_it_was_given(
-    home: TensorRuntime, plane: Plane
-) -> None:
+def test_ranks_beside_a_head_compute_on_its_arguments(home: TensorRuntime, plane: Plane) -> None:
     tensors = [torch.arange(5, dtype=torch.bfloat16), torch.ones(0), torch.tensor(3.5)]
     handles = plane.remotize(tensors)
     with TrainController(plan(2, width=2), home) as controller:
@@ -246,7 +242,7 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_and_all_ranks(
     assert not [path for path in memory if path.exists()]
 
 
-def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: TensorRuntime) -> None:
+def test_a_rank_stuck_in_a_collective_is_not_waited_for(home: TensorRuntime) -> None:
     with (
         TrainController(plan(2), home) as controller,
         pytest.raises(
@@ -256,14 +252,14 @@ def test_a_rank_that_stays_in_a_collective_is_not_waited_for(home: TensorRuntime
         controller.call("sums.fail_and_leave_alone", 1)
 
 
-def test_a_role_that_cannot_be_made_ends_the_start_with_its_reason(home: TensorRuntime) -> None:
+def test_a_role_that_cannot_be_made_fails_the_start_with_its_reason(home: TensorRuntime) -> None:
     broken = TrainController(plan(1, make="tests.flow.rank_roles:Broken"), home)
     with pytest.raises(RankGone, match="RuntimeError: rank 0 has no such model"):
         broken.start()
 
 
 def test_ranks_end_when_their_controller_is_killed() -> None:
-    argv = [sys.executable, "-m", "tests.flow.rank_crew"]
+    argv = [sys.executable, "-m", "tests.flow.rank_group"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         ranks = [psutil.Process(int(pid)) for pid in program.stdout.readline().split()]

@@ -1,4 +1,4 @@
-"""Whoever owns a shard: a step's batch takes it, and the step's end frees it there."""
+"""A step's batch takes shards of any owner, and the step's end frees them at their owner."""
 
 import logging
 import subprocess
@@ -15,12 +15,12 @@ from rollmesh.tensors.handles import UNTAGGED, RTensor, unpack
 from rollmesh.tensors.plane import Plane
 from rollmesh.trainer.controller.controller import RoleCall, TensorUsage, TrainController
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
-from tests.flow.rank_crew import household, plan
+from tests.flow.rank_group import plan, serving_runtime
 
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[TensorRuntime]:
-    with household() as own:
+    with serving_runtime() as own:
         yield own
 
 
@@ -37,8 +37,8 @@ def controller(home: TensorRuntime) -> Iterator[TrainController]:
 
 @contextmanager
 def other_owner() -> Iterator[tuple["subprocess.Popen[bytes]", list[RTensor]]]:
-    """A process that is no rank and no controller, and what it owns."""
-    argv = [sys.executable, "-m", "tests.flow.rank_crew", "owner"]
+    """A process that is neither rank nor controller, and its handles."""
+    argv = [sys.executable, "-m", "tests.flow.rank_group", "owner"]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         try:
@@ -48,18 +48,16 @@ def other_owner() -> Iterator[tuple["subprocess.Popen[bytes]", list[RTensor]]]:
 
 
 def tags(held: TensorUsage) -> set[int]:
-    """Of all that is stored anywhere."""
+    """Tags of all stored shards."""
     return {step for each in held.processes for step, _ in each.stored.bytes_by_step}
 
 
 def bytes_of_ranks(held: TensorUsage) -> int:
-    """What ranks own."""
+    """Bytes that ranks own."""
     return sum(each.stored.total_bytes for each in held.processes if each.rank >= 0)
 
 
-def test_what_ranks_answered_is_taken_at_the_ranks(
-    plane: Plane, controller: TrainController
-) -> None:
+def test_results_of_ranks_are_taken_at_the_ranks(plane: Plane, controller: TrainController) -> None:
     rows = plane.remotize([torch.ones(4), torch.ones(4)])
     answer = controller.call(RoleCall("sums.echo", UNTAGGED), rows)
     assert tags(controller.clear_batches()) == {UNTAGGED}
@@ -70,7 +68,7 @@ def test_what_ranks_answered_is_taken_at_the_ranks(
     assert (tags(held), held.leaks) == (set(), ())
 
 
-def test_what_another_process_owns_is_freed_there_when_the_step_ends(
+def test_shards_of_another_process_are_freed_there_when_the_step_ends(
     plane: Plane, controller: TrainController
 ) -> None:
     with other_owner() as (_, handles):
@@ -78,12 +76,12 @@ def test_what_another_process_owns_is_freed_there_when_the_step_ends(
         controller.end_step(2)
         with pytest.raises(ShardMissing, match="cleared"):
             plane.localize(taken)
-        assert torch.equal(plane.localize(handles[1]), torch.ones(3)), "nobody took that"
+        assert torch.equal(plane.localize(handles[1]), torch.ones(3)), "it was not taken"
         with pytest.raises(TensorError, match="step 2 has ended"):
             controller.take(handles[1], step=2)
 
 
-def test_a_shard_that_is_gone_cannot_be_taken_wherever_it_was(
+def test_a_missing_shard_cannot_be_taken_whichever_process_owned_it(
     plane: Plane, controller: TrainController
 ) -> None:
     with other_owner() as (owner, handles):
@@ -96,7 +94,7 @@ def test_a_shard_that_is_gone_cannot_be_taken_wherever_it_was(
             controller.take(handles[1], step=3)
 
 
-def test_an_owner_that_does_not_hear_of_the_end_is_named_and_stops_nobody(
+def test_an_owner_that_misses_the_end_of_a_step_is_named_and_blocks_nothing(
     controller: TrainController, caplog: pytest.LogCaptureFixture
 ) -> None:
     with other_owner() as (owner, handles):
@@ -106,13 +104,13 @@ def test_an_owner_that_does_not_hear_of_the_end_is_named_and_stops_nobody(
     with caplog.at_level(logging.WARNING):
         held = [controller.end_step(step) for step in range(4, 9)]
     assert [each.missing for each in held] == [()] * 5
-    said = f"tensors.not_ended owner={handles[0].owner} step="
-    told = [each.getMessage() for each in caplog.records]
-    steps = [each.removeprefix(said)[:1] for each in told if each.startswith(said)]
+    prefix = f"tensors.not_ended owner={handles[0].owner} step="
+    messages = [each.getMessage() for each in caplog.records]
+    steps = [each.removeprefix(prefix)[:1] for each in messages if each.startswith(prefix)]
     assert steps == ["4", "5", "6"], "and then it is given up"
 
 
-def test_what_a_rank_answers_as_it_came_is_not_stored_anew(
+def test_arguments_that_a_rank_returns_are_not_stored_again(
     plane: Plane, controller: TrainController
 ) -> None:
     rows = controller.take(plane.remotize([torch.ones(4), torch.zeros(4)]), step=10)
@@ -122,13 +120,13 @@ def test_what_a_rank_answers_as_it_came_is_not_stored_anew(
     assert controller.end_step(10).leaks == ()
 
 
-def test_what_outlives_its_call_otherwise_than_its_argument_is_stored_anew(
+def test_a_returned_argument_is_stored_again_if_it_outlives_the_argument(
     plane: Plane, controller: TrainController
 ) -> None:
     rows = plane.remotize([torch.ones(4), torch.zeros(4)])
     of_step = controller.call(RoleCall("sums.echo", 11), rows)
     controller.end_step(11)
-    assert torch.equal(plane.localize(rows[0]), torch.ones(4)), "nobody took the argument"
+    assert torch.equal(plane.localize(rows[0]), torch.ones(4)), "the argument was not taken"
     assert not {each["same"].shard_id for each in of_step} & {each.shard_id for each in rows}
     taken = controller.take(rows, step=12)
     kept = controller.call(RoleCall("sums.echo", UNTAGGED), taken)
@@ -137,7 +135,7 @@ def test_what_outlives_its_call_otherwise_than_its_argument_is_stored_anew(
     assert tags(controller.clear_batches(kept)) == set()
 
 
-def test_an_answer_is_of_the_newest_step_of_its_arguments_unless_that_is_said(
+def test_a_result_has_the_newest_step_of_its_arguments_by_default(
     plane: Plane, controller: TrainController
 ) -> None:
     old = controller.take(plane.remotize(torch.ones(2)), step=20)
@@ -152,7 +150,7 @@ def test_an_answer_is_of_the_newest_step_of_its_arguments_unless_that_is_said(
 
 
 @pytest.mark.slow
-def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_word(
+def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_message(
     home: TensorRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TrainController(plan(2, report_timeout_s=0.5), home) as controller:
@@ -164,15 +162,15 @@ def test_a_rank_that_missed_the_end_of_a_step_is_named_and_frees_at_its_next_wor
             assert controller.end_step(30).missing == (1,)
         assert "tensors.unreported rank=1" in caplog.text
         late.resume()
-        controller.call("sums.all_of", 1.0)  # which names the step too
+        controller.call("sums.all_of", 1.0)  # the call's message names the step too
         held = controller.clear_batches()
         assert (tags(held) & {30}, held.leaks, held.missing) == (set(), (), ())
         with pytest.raises(CallFailed, match="step 30 has ended"):
             controller.call(RoleCall("sums.echo", 30), home.plane.remotize([torch.ones(4)] * 2))
 
 
-def test_a_living_controllers_shards_are_not_leased() -> None:
-    with household(lease_s=0.0) as home, TrainController(plan(1), home) as controller:
+def test_shards_of_a_running_controller_have_no_lease() -> None:
+    with serving_runtime(lease_s=0.0) as home, TrainController(plan(1), home) as controller:
         rows = home.plane.remotize([torch.ones(4)])
         assert controller.clear_batches().processes[0].stored.num_tensors == 1
         assert controller.call("sums.echo", rows)[0]["new"].num_bytes == 16

@@ -1,7 +1,7 @@
-"""Engines that go to sleep and wake under running turns: a real router, a real coordinator.
+"""Engines that sleep and wake during turns: a real router and a real coordinator.
 
-What a turn recorded is checked against the engine's own word on it, so that no token was lost,
-doubled or sampled from weights that were not there.
+Each recorded turn is compared with the engine's own scores, so that no token is lost, doubled or
+sampled from missing weights.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ async def scripted() -> AsyncIterator[list[ScriptedEngine]]:
 async def script_mesh(
     scripted: list[ScriptedEngine], tmp_path: Path
 ) -> AsyncIterator[SleepingMesh]:
-    """Their processes are awaited beside the engines, which serve from this very loop."""
+    """The processes are awaited in a thread, since the engines serve from this loop."""
     mesh = SleepingMesh([engine.url for engine in scripted], tmp_path)
     await mesh.until_ready()
     yield mesh
@@ -67,7 +67,7 @@ async def script_mesh(
 
 @pytest.fixture
 def torch_engines(models: list[Path]) -> Iterator[list[Process]]:
-    """Two embedded ones with the first weights, or rather without."""
+    """Two embedded engines, which start with the first weights released."""
     begin = ("--model-dir", str(models[0]), "--weight-version", "0", "--asleep")
     processes = [Process("rollmesh.engine.embedded", *begin) for _ in range(2)]
     yield processes
@@ -89,19 +89,19 @@ async def ended(turn: Generation, num_tokens: int) -> None:
 
 
 def small_token(policy_version: int, context: Sequence[int]) -> int:
-    """One that the worker's model has."""
+    """A token of the worker's model."""
     return 1 + endless_token(policy_version, context) % (VOCAB_SIZE - 1)
 
 
 def expected(num_tokens: int) -> list[int]:
-    """What the scripted engines sample behind the prompt."""
+    """Tokens that the scripted engines sample after the prompt."""
     context = list(PROMPT)
     for _ in range(num_tokens):
         context.append(small_token(0, context))
     return context[len(PROMPT) :]
 
 
-async def test_turns_begun_while_all_sleep_go_on_over_every_sleep_with_exact_tokens(
+async def test_turns_begun_while_all_engines_sleep_survive_every_sleep_with_exact_tokens(
     script_mesh: SleepingMesh, scripted: list[ScriptedEngine]
 ) -> None:
     scheduler, (first, second) = script_mesh.scheduler, scripted
@@ -130,7 +130,7 @@ async def test_turns_begun_while_all_sleep_go_on_over_every_sleep_with_exact_tok
     await worker.close()
 
 
-async def test_a_killed_coordinator_comes_back_with_the_truth_and_turns_do_not_notice(
+async def test_a_restarted_coordinator_reports_the_true_state_and_turns_are_unaffected(
     script_mesh: SleepingMesh, scripted: list[ScriptedEngine]
 ) -> None:
     scheduler, (first, second) = script_mesh.scheduler, scripted
@@ -144,8 +144,8 @@ async def test_a_killed_coordinator_comes_back_with_the_truth_and_turns_do_not_n
     await script_mesh.until_ready()
     assert await scheduler.phases() == [AWAKE, ASLEEP]
     assert turn.machine.num_legs == first.num_live == 1
-    # Killed again in mid-resize: what it had begun is found out, and done or undone.
-    scheduler.tell(False, 0)
+    # Kill it again during a resize: its successor finds out the state and completes or reverts it.
+    scheduler.send_resize(False, 0)
     script_mesh.kill_coordinator()
     script_mesh.start_coordinator()
     await script_mesh.until_ready()
@@ -159,7 +159,7 @@ async def test_a_killed_coordinator_comes_back_with_the_truth_and_turns_do_not_n
 
 
 @pytest.mark.slow
-async def test_a_woken_engine_alone_loads_the_newest_weights_and_proves_them(
+async def test_only_a_woken_engine_loads_the_newest_weights_and_is_probed(
     torch_mesh: SleepingMesh, models: list[Path]
 ) -> None:
     scheduler, weights = torch_mesh.scheduler, torch_mesh.weights
@@ -171,30 +171,30 @@ async def test_a_woken_engine_alone_loads_the_newest_weights_and_proves_them(
     await check_part(torch_mesh.engines[0], turn, 0, 0, 100)
     folder = shutil.copytree(models[1], weights / "v000007")
     await scheduler.resize(True, 1)
-    told = [(await torch_mesh.info(rank))["weight_version"] for rank in (0, 1)]
-    assert told == ["0", "7"]
+    versions = [(await torch_mesh.info(rank))["weight_version"] for rank in (0, 1)]
+    assert versions == ["0", "7"]
     await scheduler.resize(False, 0)
     assert (await torch_mesh.info(0))["memory_occupation"] == "released"
     newer = worker.start("t", stream=False, num_tokens=100)
     await ended(newer, 100)
     assert [run.policy_version for run in newer.policy_versions] == [7]
     await check_part(torch_mesh.engines[1], newer, 7, 0, 100)
-    said = await scores(torch_mesh.engines[1], PROMPT, "7")
-    wrong = tuple(each - 1.0 for each in said)
+    logprobs = await scores(torch_mesh.engines[1], PROMPT, "7")
+    wrong = tuple(each - 1.0 for each in logprobs)
     leave_probe(folder, WeightsProbe(token_ids=PROMPT, logprobs=wrong, tolerance=0.1))
-    number = scheduler.tell(True, 0)
+    number = scheduler.send_resize(True, 0)
     await scheduler.until(lambda: "log-probs differ" in scheduler.of_last().workers[0].detail)
     await worker.watch.row(torch_mesh.engines[0], lambda row: row.phase is EnginePhase.ASLEEP)
-    leave_probe(folder, WeightsProbe(token_ids=PROMPT, logprobs=tuple(said), tolerance=0.1))
+    leave_probe(folder, WeightsProbe(token_ids=PROMPT, logprobs=tuple(logprobs), tolerance=0.1))
     assert not (await scheduler.answer(number)).error
     assert (await torch_mesh.info(0))["weight_version"] == "7"
     await worker.close()
 
 
-async def test_an_engine_wakes_with_the_adapter_over_its_weights_before_it_serves(
+async def test_an_engine_wakes_with_its_adapter_before_it_serves(
     torch_mesh: SleepingMesh, models: list[Path]
 ) -> None:
-    """There is no publisher: what it serves is what its coordinator has brought."""
+    """There is no publisher: the engine serves what its coordinator has loaded."""
     scheduler, weights = torch_mesh.scheduler, torch_mesh.weights
     worker, base = Worker(torch_mesh.router), await scores_of_base(torch_mesh)
     for policy_version in (1, 2):
@@ -208,15 +208,17 @@ async def test_an_engine_wakes_with_the_adapter_over_its_weights_before_it_serve
             name = adapter_name(policy_version)
             assert await client.adapters() == [name], "that of before is gone"
             whole = [*PROMPT, *turn.token_ids]
-            told = await client.score(whole, str(policy_version), name)
-        assert list(turn.logprobs) == pytest.approx(told[len(PROMPT) - 1 :], abs=1e-3)
-        assert told[: len(PROMPT) - 1] != pytest.approx(base, abs=1e-3), "it changes what is said"
+            scored = await client.score(whole, str(policy_version), name)
+        assert list(turn.logprobs) == pytest.approx(scored[len(PROMPT) - 1 :], abs=1e-3)
+        assert scored[: len(PROMPT) - 1] != pytest.approx(base, abs=1e-3), (
+            "the adapter changes the scores"
+        )
         await scheduler.resize(False, 0)
     await worker.close()
 
 
 async def scores_of_base(mesh: SleepingMesh) -> list[float]:
-    """Of the prompt, by the weights alone."""
+    """Scores of the prompt by the base weights alone."""
     await mesh.scheduler.resize(True, 1)
     base = await scores(mesh.engines[1], PROMPT, "0")
     await mesh.scheduler.resize(False, 1)
@@ -224,14 +226,14 @@ async def scores_of_base(mesh: SleepingMesh) -> list[float]:
 
 
 @pytest.mark.slow
-async def test_a_hung_engine_is_lost_alone_and_sleeps_when_it_is_back(
+async def test_only_a_hung_engine_is_lost_and_it_sleeps_when_it_is_back(
     torch_mesh: SleepingMesh, torch_engines: list[Process]
 ) -> None:
     scheduler = torch_mesh.scheduler
     worker = Worker(torch_mesh.router)
     await scheduler.resize(True, 0, 1)
     torch_engines[0].popen.send_signal(signal.SIGSTOP)
-    answer = await scheduler.answer(scheduler.tell(False, 0, deadline_s=3.0))
+    answer = await scheduler.answer(scheduler.send_resize(False, 0, deadline_s=3.0))
     assert answer.error
     assert answer.workers[0].phase is WorkerPhase.LOST
     await ended(worker.start("t", stream=True, num_tokens=100), 100)

@@ -1,4 +1,4 @@
-"""Hundreds of connections that do not get on, and one client that does."""
+"""Hundreds of stalled connections, and one client that works normally."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,13 +19,13 @@ TAKER = "takes nothing"
 NUM_TAKERS = 20
 """Fewer, since the kernel holds some megabytes for each."""
 MAX_TIMES = 2.0
-"""What a call may cost beside a crowd, against what it costs alone; 1.0 to 1.2 were seen."""
+"""Largest cost of a call beside the crowd, relative to its cost alone; 1.0 to 1.2 were measured."""
 
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def stuck(api_key: str) -> dict[str, bytes]:
-    """What each kind of hostile client sends before it falls silent."""
+    """The bytes that each kind of hostile client sends before it stalls."""
     key = f"x-api-key: {api_key}\r\n".encode()
     post = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n" + key
     return {
@@ -50,7 +50,7 @@ async def crowd_of(
 
 
 async def cpu_s_of(gateway: Gateway, opened: dict[str, str], num_calls: int) -> float:
-    """What so many good calls, one after the other, cost the gateway."""
+    """CPU seconds of the gateway for this many sequential good calls."""
     process = psutil.Process(gateway.process.pid)
     before = process.cpu_times()
     for _ in range(num_calls):
@@ -59,7 +59,7 @@ async def cpu_s_of(gateway: Gateway, opened: dict[str, str], num_calls: int) -> 
     return after.user + after.system - before.user - before.system
 
 
-async def test_a_crowd_that_does_not_get_on_takes_nothing_from_a_good_client(
+async def test_a_stalled_crowd_does_not_slow_a_good_client(
     tmp_path: Path,
 ) -> None:
     async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
@@ -86,7 +86,7 @@ async def test_a_crowd_that_does_not_get_on_takes_nothing_from_a_good_client(
 
 
 async def read_soon(request: HttpRequest) -> None:
-    """Refuses a body that stops coming, and answers with more than a client takes unread."""
+    """Refuses a body that stalls, and answers with more than a client reads."""
     try:
         await request.read(1000, 0.1)
     except SessionError as error:
@@ -102,7 +102,7 @@ def num_served() -> int:
 def test_a_crowd_is_closed_by_its_deadline_while_a_good_client_is_answered(
     runner: asyncio.Runner,  # noqa: F811 - the fixture
 ) -> None:
-    # Longer than this process may be kept from its CPU: who is late is cut for what it never said.
+    # Longer than this process may be kept from its CPU: a late client would be cut off.
     limits = ConnectionLimits(idle_s=2.0, head_s=2.0, linger_s=0.5)
 
     async def main() -> None:
@@ -111,12 +111,12 @@ def test_a_crowd_is_closed_by_its_deadline_while_a_good_client_is_answered(
             good = await place.client()
             del crowd[TAKER]
             readers = [client for each in crowd.values() for client in each]
-            told = asyncio.gather(*(client.rest() for client in readers))
-            # Who takes nothing is not asked, since that would be to take.
-            while num_served() != 1 or not told.done():
+            answers = asyncio.gather(*(client.rest() for client in readers))
+            # A client that reads nothing is not checked, since the check would read.
+            while num_served() != 1 or not answers.done():
                 good.send(GET)
                 assert await good.answer() == (200, b"good")
-            statuses = [status_of(answer) if answer else 0 for answer in await told]
+            statuses = [status_of(answer) if answer else 0 for answer in await answers]
             for at, expected in enumerate((0, 408, 408, 408)):
                 assert statuses[at * NUM_EACH :][:NUM_EACH] == [expected] * NUM_EACH
 

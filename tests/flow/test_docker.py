@@ -1,5 +1,6 @@
-"""docker/ without Docker: others than us can read its files, what they name exists, and the mesh
-that they start trains, as plain processes: with its services' own words, settings and checks."""
+"""docker/ without Docker: other users can read its files, what they name exists, and the mesh that
+they start trains as plain processes, with its services' own commands, settings and checks.
+"""
 
 import json
 import os
@@ -36,7 +37,7 @@ FILES = ("compose.yaml", "compose.gpu.yaml")
 STAGES = Stages(DOCKER / "Dockerfile")
 SETTINGS = load_config(DOCKER / "mesh.toml")
 PATIENCE_S = 90.0
-"""A process may take so long, on a machine that has other things to do."""
+"""Timeout of a process on a busy machine."""
 STOPS_WITHIN_S = 60.0
 PODMAN = """#!{python}
 import json, os, sys
@@ -54,19 +55,19 @@ def compose(request: pytest.FixtureRequest) -> Compose:
 
 
 def ours(compose: Compose) -> dict[str, Service]:
-    """The services that run an image of ours."""
+    """The services that run one of this repository's images."""
     return {name: each for name, each in compose.services.items() if each.build}
 
 
-def called(tool: str, *words: str | Path, path: str = os.defpath) -> tuple[int, str]:
-    """Exit code and words of a tool of this environment."""
-    argv = [str(Path(sys.executable).with_name(tool)), *map(str, words)]
+def called(tool: str, *args: str | Path, path: str = os.defpath) -> tuple[int, str]:
+    """Run a tool of this environment; return its exit code and output."""
+    argv = [str(Path(sys.executable).with_name(tool)), *map(str, args)]
     variables = {"PATH": path, **MODEL}
     done = subprocess.run(argv, capture_output=True, text=True, env=variables, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
-# the files, by others
+# the files, checked by other tools
 
 
 def checked(file: Path) -> tuple[int, str]:
@@ -75,45 +76,47 @@ def checked(file: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_compose_file_keeps_to_the_schema(name: str, tmp_path: Path) -> None:
-    code, said = checked(DOCKER / name)
-    assert code == 0, said
+    code, output = checked(DOCKER / name)
+    assert code == 0, output
     wrong = tmp_path / name
     wrong.write_text((DOCKER / name).read_text().replace("volumes:", "volume:"))
-    code, said = checked(wrong)
+    code, output = checked(wrong)
     assert code == 1
-    assert "volume" in said
+    assert "volume" in output
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_another_compose_reads_the_files_as_these_tests_do(name: str, tmp_path: Path) -> None:
+def test_podman_compose_reads_the_files_as_these_tests_do(name: str, tmp_path: Path) -> None:
     created = created_by_podman(name, tmp_path)
     compose = read_compose(name, MODEL)
     assert created.keys() == compose.services.keys()
-    for service, words in created.items():
+    for service, argv in created.items():
         wanted = compose.services[service]
-        assert words[-1 - len(wanted.command) :] == [wanted.image, *wanted.command]
-        variables = [text for flag, text in pairwise(words) if flag == "-e"]
+        assert argv[-1 - len(wanted.command) :] == [wanted.image, *wanted.command]
+        variables = [text for flag, text in pairwise(argv) if flag == "-e"]
         assert dict(text.split("=", 1) for text in variables) == wanted.environment
-        assert all(any(target in word for word in words) for target in wanted.mounts())
-        assert ("--cap-drop" in words) == bool(wanted.cap_drop)
+        assert all(any(target in part for part in argv) for target in wanted.mounts())
+        assert ("--cap-drop" in argv) == bool(wanted.cap_drop)
 
 
 def created_by_podman(name: str, folder: Path) -> dict[str, list[str]]:
-    """The `podman create` that podman-compose makes of each service; podman itself only listens."""
+    """Arguments of the `podman create` that podman-compose makes for each service; podman itself is
+    a stub that records them.
+    """
     podman, calls = folder / "podman", folder / "calls"
     podman.write_text(PODMAN.format(python=sys.executable, calls=str(calls)))
     podman.chmod(0o755)
-    words = ("-f", DOCKER / name, "up", "--no-build", "--no-start")
-    code, said = called("podman-compose", *words, path=f"{folder}:{os.defpath}")
-    assert code == 0, said
+    args = ("-f", DOCKER / name, "up", "--no-build", "--no-start")
+    code, output = called("podman-compose", *args, path=f"{folder}:{os.defpath}")
+    assert code == 0, output
     label = "com.docker.compose.service="
     argvs = map(json.loads, calls.read_text().splitlines())
     return {
-        word.removeprefix(label): argv for argv in argvs for word in argv if word.startswith(label)
+        part.removeprefix(label): argv for argv in argvs for part in argv if part.startswith(label)
     }
 
 
-# the files, against the program
+# the files, compared with the program
 
 
 def test_every_image_is_a_stage_that_runs_without_rights(compose: Compose) -> None:
@@ -121,8 +124,8 @@ def test_every_image_is_a_stage_that_runs_without_rights(compose: Compose) -> No
         stage = service.target()
         assert service.image == f"rollmesh:{stage}"
         assert int(STAGES.last(stage, "USER").rest.partition(":")[0]) > 0
-        assert STAGES.last(stage, "ENTRYPOINT").words() == ["rollmesh"]
-        verb = STAGES.last(stage, "HEALTHCHECK").words()
+        assert STAGES.last(stage, "ENTRYPOINT").argv() == ["rollmesh"]
+        verb = STAGES.last(stage, "HEALTHCHECK").argv()
         assert (verb[0], verb[1] in VERBS) == ("rollmesh", True)
         assert service.build
         assert (DOCKER / service.build.context).resolve() == ROOT
@@ -180,7 +183,7 @@ def test_a_volume_is_written_by_its_maker_alone(compose: Compose) -> None:
             assert service.is_read_only(target) or name == makers[target]
 
 
-def test_who_is_stopped_has_the_time_to_end_in_order(compose: Compose) -> None:
+def test_a_stopped_service_has_time_to_end_in_order(compose: Compose) -> None:
     services = ours(compose)
     takes_s = SETTINGS.worker.drain_timeout_s + SETTINGS.worker.farewell_timeout_s
     assert services["worker"].grace_s() >= 2 * takes_s
@@ -188,7 +191,7 @@ def test_who_is_stopped_has_the_time_to_end_in_order(compose: Compose) -> None:
     assert gpu.grace_s() > plain.grace_s() >= services["router"].grace_s()
 
 
-def test_a_trainer_that_dies_is_started_again_and_goes_on(compose: Compose) -> None:
+def test_a_trainer_that_dies_is_restarted_and_resumes(compose: Compose) -> None:
     trainer = compose.services["trainer"]
     assert trainer.restart.partition(":")[0] == "on-failure"
     assert "--go-on" in trainer.command
@@ -232,7 +235,7 @@ def test_every_container_of_ours_is_confined_and_bounded(compose: Compose) -> No
 
 
 @pytest.mark.parametrize("bind", [SETTINGS.router.bind, SETTINGS.trainer.bind])
-def test_what_other_containers_reach_is_refused_without_keys(bind: str) -> None:
+def test_ports_that_other_containers_reach_refuse_clients_without_keys(bind: str) -> None:
     with pytest.raises(AddressError, match="ROLLMESH_KEYS"):
         check_bind(bind, None)
 
@@ -255,7 +258,7 @@ def test_the_engine_with_a_gpu_is_the_sglang_of_the_contract() -> None:
     [pin] = re.findall(r"^sglang==(.+)$", pins, re.MULTILINE)
     assert engine.image == f"lmsysorg/sglang:v{pin}"
     ours = read_compose("compose.yaml").services["engine"].command[1:]
-    flags = {word.replace("--model-path", "--model-dir") for word in engine.command}
+    flags = {part.replace("--model-path", "--model-dir") for part in engine.command}
     assert flags | {"--skip-tokenizer-init", "--no-api-key"} == set(ours)
 
 
@@ -288,12 +291,12 @@ def test_the_slim_image_has_nothing_but_the_base_install(
 def test_the_gateway_of_the_docs_serves_and_stops(tmp_path: Path, images: dict[str, Path]) -> None:
     text = (ROOT / "docs/howto/containers.md").read_text()
     [run] = re.findall(r"^docker run (.*?)^```", text, re.MULTILINE | re.DOTALL)
-    words = shlex.split(run.replace("\\\n", " "))
-    at = words.index("rollmesh:slim")
-    flags = list(pairwise(words[:at]))
+    argv = shlex.split(run.replace("\\\n", " "))
+    at = argv.index("rollmesh:slim")
+    flags = list(pairwise(argv[:at]))
     service = Service(
-        image=words[at],
-        command=words[at + 1 :],
+        image=argv[at],
+        command=argv[at + 1 :],
         build=Build("..", "docker/Dockerfile", "slim"),
         environment=dict(value.split("=", 1) for flag, value in flags if flag == "-e"),
         volumes=[value for flag, value in flags if flag == "-v"],
@@ -310,7 +313,7 @@ def test_the_gateway_of_the_docs_serves_and_stops(tmp_path: Path, images: dict[s
 
 @pytest.fixture
 def mesh(tmp_path: Path, images: dict[str, Path]) -> Iterator[Containers]:
-    """The services of compose.yaml, whose model is made already and whose run has no end."""
+    """The services of compose.yaml, with an existing model and a run without end."""
     settings = tmp_path / "mesh.toml"
     text = (DOCKER / "mesh.toml").read_text()
     text = re.sub(
@@ -327,7 +330,7 @@ def mesh(tmp_path: Path, images: dict[str, Path]) -> Iterator[Containers]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> None:
+def test_the_mesh_trains_twice_and_stops_on_request(mesh: Containers) -> None:
     run = mesh.volumes / "runs" / "mesh"
     for names in (("keys", "make-model"), ("engine", "router"), ("worker", "worker")):
         mesh.start(*names, patience_s=PATIENCE_S)
@@ -353,19 +356,19 @@ def test_the_mesh_trains_trains_again_and_stops_when_told(mesh: Containers) -> N
 
 
 def drain_one_worker(mesh: Containers) -> None:
-    """As docs/howto/containers.md does it; its process ends by itself."""
+    """Drain as in docs/howto/containers.md; the worker's process ends by itself."""
     [router], (first, _) = mesh.running["router"], mesh.running["worker"]
-    words = ["rollmesh", "status", "--json", "--router", "http://127.0.0.1:8080"]
-    code, said = mesh.execute(router, *words)
-    assert code == 0, said
+    command = ["rollmesh", "status", "--json", "--router", "http://127.0.0.1:8080"]
+    code, output = mesh.execute(router, *command)
+    assert code == 0, output
     [name] = [
         worker["worker_id"]
-        for worker in json.loads(said)["router"]["workers"]
+        for worker in json.loads(output)["router"]["workers"]
         if worker["pid"] == first.process.pid
     ]
-    words = ["rollmesh", "drain", name, "--router", "tcp://127.0.0.1:5555"]
-    code, said = mesh.execute(router, *words)
-    assert code == 0, said
+    command = ["rollmesh", "drain", name, "--router", "tcp://127.0.0.1:5555"]
+    code, output = mesh.execute(router, *command)
+    assert code == 0, output
     assert first.process.wait(PATIENCE_S) == 0
 
 
@@ -375,7 +378,7 @@ def await_row(path: Path, is_it: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def is_whole(router: dict[str, Any] | None) -> bool:
-    """Whether the page would show both workers and an engine that serves."""
+    """Whether the status shows both workers and an engine that serves."""
     if router is None:
         return False
     workers = {worker["worker_id"] for worker in router["workers"]}
@@ -383,6 +386,6 @@ def is_whole(router: dict[str, Any] | None) -> bool:
 
 
 def served(mesh: Containers) -> list[Container]:
-    """Those that have a health check."""
+    """The services that have a health check."""
     running = [each for own in mesh.running.values() for each in own]
     return [each for each in running if not each.service.healthcheck.disable]

@@ -43,13 +43,13 @@ SMALL = ("env_settings.agent=small",)
 
 
 class Example(NamedTuple):
-    """An example and what its model says."""
+    """An example and the script of its model."""
 
     name: str
     script: AgentScript
     overrides: tuple[str, ...] = ()
     num_calls: int = 0
-    """Of its first task; 0: as many as it takes."""
+    """Number of turns of its first task; 0: any."""
 
 
 EXAMPLES = [
@@ -62,7 +62,7 @@ EXAMPLES = [
 
 
 class Desk:
-    """Sessions over a real edge and a scripted engine; the test is the worker."""
+    """Sessions over a real agent server and a scripted engine; the test acts as the worker."""
 
     def __init__(self, runtime: Runtime, base_url: str) -> None:
         self._runtime = runtime
@@ -70,7 +70,7 @@ class Desk:
         self._indices = itertools.count()
 
     def open(self) -> tuple[Endpoint, Callable[[], SessionRecord]]:
-        """Where the next rollout's agent finds its model, and what ends it."""
+        """Open a session; return its agent's endpoint and the function that ends it."""
         rollout_id = RolloutId(GROUP, next(self._indices))
         opened = self._runtime.register_trajectory(rollout_id, SamplingPolicy(), seed=1)
 
@@ -81,7 +81,7 @@ class Desk:
         return Endpoint(self._base_url, opened.api_key, "policy"), finish
 
     async def play(self, env: Env, number: int) -> tuple[Score, SessionRecord]:
-        """One rollout of the env's task of that number."""
+        """Run the env's task of that number once."""
         task = next(itertools.islice(env.tasks("eval", 0), number, None))
         agent, finish = self.open()
         transcript = await env.run(task, agent)
@@ -116,7 +116,7 @@ async def open_desk(
 
 @contextlib.asynccontextmanager
 async def game_server(example: Example) -> AsyncIterator[tuple[str, ...]]:
-    """The settings of the example; with the address of a server where it needs one."""
+    """Settings of the example, with the address of a server if it needs one."""
     if example.name != "words":
         yield example.overrides
         return
@@ -173,7 +173,9 @@ async def test_a_conversation_past_the_context_is_truncated_and_scored(tmp_path:
 
 async def test_a_mesh_runs_command_line_agents_and_leaves_nothing_of_them(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
-    (folder / "model.safetensors").touch()  # for the check; the engine is scripted
+    (
+        folder / "model.safetensors"
+    ).touch()  # the command checks that the file exists; the engine is scripted
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     agent = ScriptedAgent(load_tokenizer(folder), scripts.bugs)
@@ -185,15 +187,15 @@ async def test_a_mesh_runs_command_line_agents_and_leaves_nothing_of_them(tmp_pa
             *with_set((*SMALL, f"model.max_context_tokens={MAX_CONTEXT_TOKENS}")),
             TMPDIR=str(scratch),
         )
-        said, _ = await process.communicate()
-    assert process.returncode == 0, said.decode()
+        output, _ = await process.communicate()
+    assert process.returncode == 0, output.decode()
     lines = await asyncio.to_thread((tmp_path / "out" / RESULTS).read_bytes)
     rows = [msgspec.json.decode(line, type=Row) for line in lines.splitlines()]
     assert [(row.outcome, row.reward, row.num_calls) for row in rows] == [("completed", 1.0, 3)] * 6
     assert os.listdir(scratch) == []
 
 
-async def test_the_word_games_server_starts_as_its_readme_says() -> None:
+async def test_the_word_games_server_starts_by_its_readmes_command() -> None:
     readme = (REPO / "examples/words/README.md").read_text()
     (command,) = re.findall(r"python (-m examples\.words\.server) --port 8765 &", readme)
     process = await start(*command.split(), "--port", "0")
@@ -207,23 +209,23 @@ async def test_the_word_games_server_starts_as_its_readme_says() -> None:
 
 
 def with_set(overrides: tuple[str, ...]) -> list[str]:
-    """As the command line takes them."""
-    return [word for override in overrides for word in ("--set", override)]
+    """The overrides as command-line arguments."""
+    return [arg for override in overrides for arg in ("--set", override)]
 
 
 async def printed(agent: Endpoint, command: str, *more: str) -> str:
     """Output of a `rollmesh` command whose endpoint is the agent's."""
-    words = ("-m", "rollmesh.cli.main", *command.split(), "--model", agent.model, *more)
-    process = await start(*words, ROLLMESH_UPSTREAM_KEY=agent.api_key)
-    said, _ = await process.communicate()
-    return said.decode()
+    args = ("-m", "rollmesh.cli.main", *command.split(), "--model", agent.model, *more)
+    process = await start(*args, ROLLMESH_UPSTREAM_KEY=agent.api_key)
+    output, _ = await process.communicate()
+    return output.decode()
 
 
-async def start(*words: str, **variables: str) -> asyncio.subprocess.Process:
-    """Python in the root of the repository."""
+async def start(*args: str, **variables: str) -> asyncio.subprocess.Process:
+    """Run Python in the root of the repository."""
     kept = {name: os.environ[name] for name in ("PATH", MARK_VARIABLE)}
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, *words),
+        *(sys.executable, *args),
         cwd=REPO,
         env={**kept, **variables},
         stdout=asyncio.subprocess.PIPE,

@@ -1,7 +1,8 @@
 """Recorded log-probs are those of the recorded weights, across turns and a weight update.
 
-A real engine process, the real edge over real sockets, and stock transformers as the judge: every
-sampled token of every sample is teacher-forced through the checkpoint of its policy version.
+A real engine process, the real agent server over real sockets, and stock transformers as the
+reference: every sampled token of every sample is teacher-forced through the checkpoint of its
+policy version.
 """
 
 import asyncio
@@ -49,7 +50,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two sets of weights of one shape; wide, so that the model says all sorts of things."""
+    """Two sets of weights of one shape; wide, so that the model samples many different tokens."""
     folders = [tmp_path_factory.mktemp("model") / f"v{seed}" for seed in range(2)]
     for seed, folder in enumerate(folders):
         write_tiny_model(folder, TEXTS, TinyShape(init_std=0.2, max_positions=4096), seed)
@@ -60,8 +61,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def engine(models: list[Path]) -> Iterator[str]:
     """The address of an engine that serves the first weights as version 0."""
     reading, writing = os.pipe()
-    words = ["--model-dir", str(models[0]), "--weight-version", "0", "--ready-fd", str(writing)]
-    command = [sys.executable, "-m", "rollmesh.engine.embedded", *words]
+    args = ["--model-dir", str(models[0]), "--weight-version", "0", "--ready-fd", str(writing)]
+    command = [sys.executable, "-m", "rollmesh.engine.embedded", *args]
     process = subprocess.Popen([*command, "--incremental-streaming-output"], pass_fds=[writing])
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -72,7 +73,7 @@ def engine(models: list[Path]) -> Iterator[str]:
 
 
 class Bench:
-    """A worker's half of the mesh, with the test as router and publisher."""
+    """The worker's half of the mesh; the test acts as router and publisher."""
 
     def __init__(self, engine: str, folder: Path) -> None:
         tokenizer = load_tokenizer(folder)
@@ -92,19 +93,19 @@ class Bench:
         self.client = aiohttp.ClientSession()
         self.base = ""
         self.streaming = asyncio.Event()
-        """Set when a stream has brought some text."""
+        """Set when a stream has delivered some text."""
 
     async def start(self) -> None:
         self.base = await self.server.start(listen("127.0.0.1:0"))
 
     def table(self, phase: EnginePhase, policy_version: int) -> None:
-        """What the router would push."""
+        """The engine table that the router would push."""
         self.epoch += 1
         row = EngineRow(self.engine, "i0", phase, policy_version)
         self.view.update(FleetChanged(self.epoch, (row,)), "router")
 
     async def update(self, folder: Path, old: int, new: int) -> None:
-        """What the publisher would do: abort, flush, load, go on."""
+        """Update the weights as the publisher does: abort, flush, load, continue."""
         self.table(EnginePhase.UPDATING, old)
         async with HttpClient() as http:
             client = SglangBackend(self.engine, http)
@@ -115,14 +116,14 @@ class Bench:
         self.table(EnginePhase.READY, new)
 
     async def ask(self, opened: OpenSession, messages: list[Any], **fields: object) -> Any:
-        """One plain call; the assistant message."""
+        """Make one plain call; return the assistant message."""
         async with self.post(opened, {"messages": messages, **fields}) as response:
             answer = msgspec.json.decode(await response.read())
             assert response.status == 200, answer
             return answer["choices"][0]["message"]
 
     async def stream(self, opened: OpenSession, messages: list[Any], **fields: object) -> Any:
-        """One streamed call; the deltas folded to the assistant message."""
+        """Make one streamed call; return the deltas merged into the assistant message."""
         content = ""
         async with self.post(opened, {"messages": messages, "stream": True, **fields}) as response:
             assert response.status == 200
@@ -160,7 +161,7 @@ async def bench(engine: str, models: list[Path]) -> AsyncIterator[Bench]:
 
 
 def samples_of(record: SessionRecord) -> list[Sample]:
-    """What the intake would cut from a rollout's record."""
+    """The samples that the intake would cut from a rollout's record."""
     rollout = RolloutRecord(
         index=0,
         outcome=Outcome.COMPLETED,
@@ -190,7 +191,9 @@ def forced_logprobs(folder: Path, token_ids: Any) -> Any:
 
 
 def assert_exact(sample: Sample, models: list[Path]) -> int:
-    """Every sampled token has the log-prob that its version's checkpoint gives; how many."""
+    """Check that every sampled token has the log-prob of its version's checkpoint; return how
+    many.
+    """
     for policy_version, folder in enumerate(models):
         mask = sample.loss_mask & (sample.policy_versions == policy_version)
         forced = np.concatenate([[0.0], forced_logprobs(folder, sample.token_ids)])
@@ -198,7 +201,7 @@ def assert_exact(sample: Sample, models: list[Path]) -> int:
     return int(sample.loss_mask.sum())
 
 
-async def test_a_rollout_is_token_exact_across_turns_and_a_weight_update_in_mid_turn(
+async def test_a_rollout_is_token_exact_across_turns_and_a_weight_update_during_a_turn(
     bench: Bench, models: list[Path]
 ) -> None:
     opened = bench.runtime.register_trajectory(RolloutId(GROUP, 0), SamplingPolicy(), seed=1)
@@ -222,8 +225,8 @@ async def test_a_rollout_is_token_exact_across_turns_and_a_weight_update_in_mid_
     assert set(sample.policy_versions[sample.loss_mask].tolist()) == {0, 1}
     num_sampled = assert_exact(sample, models)
     assert num_sampled == len(array("f", bytes(record.logprobs)))
-    told = [m["content"] for m in msgspec.json.decode(record.messages)]
-    assert told == [m["content"] for m in messages]
+    contents = [m["content"] for m in msgspec.json.decode(record.messages)]
+    assert contents == [m["content"] for m in messages]
 
 
 async def test_forks_tools_and_retries_are_token_exact_too(

@@ -1,4 +1,6 @@
-"""A fleet over an address that others can reach: who has the keys is in, nobody else is heard."""
+"""A fleet on an address that other hosts can reach: members with the keys connect, others do
+not.
+"""
 
 import os
 import signal
@@ -42,9 +44,9 @@ generation = [0, 1, 2, 3]
 
 
 def own_address() -> str:
-    """Of this machine, not loopback where it has another."""
-    told = [each for card in psutil.net_if_addrs().values() for each in card]
-    found = [each.address for each in told if each.family is socket.AF_INET]
+    """An address of this machine; not loopback if it has another."""
+    addresses = [each for card in psutil.net_if_addrs().values() for each in card]
+    found = [each.address for each in addresses if each.family is socket.AF_INET]
     return next((each for each in found if not each.startswith("127.")), "127.0.0.1")
 
 
@@ -66,7 +68,9 @@ class KeyedFleet:
         file.write_text(FLEET.format(*self._ports, host=self.host, folder=self.folder))
         self._up = self.start(*CLI, "scheduler", "up", str(file))
         assert self._up.stdout
-        assert b"math: " in self._up.stdout.readline()  # it is let in, by admission and the service
+        assert (
+            b"math: " in self._up.stdout.readline()
+        )  # it is registered, by admission and the service
 
     def down(self) -> None:
         assert self._up
@@ -104,10 +108,10 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeyedFlee
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_who_has_the_keys_is_in(fleet: KeyedFleet) -> None:
-    """Service, admission, agent, coordinator and hooks."""
-    words = ("--scheduler", fleet.address, "--name", "b", "--gpus", "2")
-    fleet.start(*CLI, "scheduler", "agent", *words)
+def test_members_with_the_keys_are_admitted(fleet: KeyedFleet) -> None:
+    """Service, admission, agent, coordinator and hooks all accept the keys."""
+    args = ("--scheduler", fleet.address, "--name", "b", "--gpus", "2")
+    fleet.start(*CLI, "scheduler", "agent", *args)
     command = (sys.executable, "-m", "rollmesh.testing.pipeline", "--pipeline", "math")
     token = str(fleet.folder / "scheduler" / "tokens" / "math")
     run = fleet.start(
@@ -122,7 +126,7 @@ def test_who_has_the_keys_is_in(fleet: KeyedFleet) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_who_has_other_keys_or_none_is_told_so(
+def test_other_keys_or_none_are_reported_as_an_error(
     fleet: KeyedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fleet.seen()
@@ -146,7 +150,7 @@ def test_who_has_other_keys_or_none_is_told_so(
 
 
 @pytest.mark.timeout(300)
-def test_keys_that_were_replaced_are_those_of_the_next_life(
+def test_replaced_keys_apply_after_a_restart(
     fleet: KeyedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, old = fleet.seen(), fleet.folder / "old"

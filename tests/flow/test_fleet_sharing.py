@@ -1,5 +1,5 @@
-"""Scripted pipelines as real processes on four slots: more of them than slots, a scheduler that is
-killed again and again, an engine that hangs.
+"""Scripted pipelines as real processes on four slots: more pipelines than slots, a scheduler that
+is killed repeatedly, an engine that hangs.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ TWO = {"ill": [0, 1], "well": [2, 3]}
 
 
 def check_given_back(fleet: ScriptedFleet) -> None:
-    """Soon nobody holds or wants anything, and all may ask again."""
+    """Check that soon no pipeline holds or requests anything, and all may request again."""
 
     def are_at_rest() -> bool:
         return all(
@@ -35,10 +35,8 @@ def check_given_back(fleet: ScriptedFleet) -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("num_kills", [0, 3])
-def test_eight_pipelines_on_four_slots_all_come_to_their_end(
-    tmp_path: Path, num_kills: int
-) -> None:
-    """With three kills also: between steps that somebody has done, wherever the others are."""
+def test_eight_pipelines_on_four_slots_all_finish(tmp_path: Path, num_kills: int) -> None:
+    """With three kills also: each after a step of one pipeline, at any point of the others."""
     with ScriptedFleet(tmp_path, EIGHT) as fleet:
         runs = [fleet.begin(name, "--steps", str(NUM_STEPS)) for name in EIGHT]
         steps: Counter[str] = Counter()
@@ -59,17 +57,17 @@ def test_eight_pipelines_on_four_slots_all_come_to_their_end(
 
 
 @pytest.mark.timeout(240)
-def test_pipeline_whose_engine_hangs_is_fenced_and_the_other_ends(tmp_path: Path) -> None:
+def test_a_pipeline_with_a_hung_engine_is_fenced_and_the_other_finishes(tmp_path: Path) -> None:
     with ScriptedFleet(tmp_path, TWO) as fleet:
         ill = fleet.begin("ill", "--steps", "50", "--hang-at", "1")
         well = fleet.begin("well", "--steps", "5")
-        told = []
+        messages = []
         for line in fleet.lines():
-            told += [line] if line.pipeline == "well" else []
+            messages += [line] if line.pipeline == "well" else []
             if isinstance(line, Ended):
                 break
-        assert [each.step for each in told if isinstance(each, StepDone)] == list(range(5))
-        assert isinstance(told[-1], Ended)
+        assert [each.step for each in messages if isinstance(each, StepDone)] == list(range(5))
+        assert isinstance(messages[-1], Ended)
         assert well.wait(ENDS_WITHIN_S) == 0
         views = {view.pipeline_id: view for view in fleet.view().pipelines}
         assert views["well"].phase is PipelinePhase.ADMITTED

@@ -1,4 +1,4 @@
-"""Garbage at a client's sink and from a router: it is ignored, and the work continues."""
+"""Garbage at a client's sink and from a router is ignored, and the work continues."""
 
 import asyncio
 import errno
@@ -47,7 +47,7 @@ def send_garbage_to(address: str) -> None:
             socket.send_multipart(frames)
 
 
-async def test_garbage_at_a_sink_costs_no_result(mesh: Mesh) -> None:
+async def test_garbage_at_a_sink_loses_no_result(mesh: Mesh) -> None:
     await asyncio.to_thread(mesh.worker, "worker-0")
     client = mesh.client()
     asked = {ask(client) for _ in range(10)}
@@ -125,8 +125,8 @@ def test_garbage_from_a_router_does_not_stop_a_worker(tmp_path: Path) -> None:
     (tmp_path / "mesh.json").write_bytes(msgspec.json.encode(settings))
     body = encode_ask(GroupAsk(task=Task(id="t"), sampling=SamplingPolicy(), seed=0))
     with closing(GarbageRouter()) as router:
-        words = ["worker", "--config", "mesh.json", "--router", router.hub.address]
-        with running(tmp_path, *words, "--worker-id", "w0"):
+        args = ["worker", "--config", "mesh.json", "--router", router.hub.address]
+        with running(tmp_path, *args, "--worker-id", "w0"):
             router.until(WorkerHello, WorkerBeat)
             router.send_garbage()
             router.hub.send(router.worker(), Packet(RouterHello(0.1), "i1"))

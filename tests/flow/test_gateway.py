@@ -1,4 +1,4 @@
-"""A real gateway process between real sockets: driven as its README section drives it."""
+"""A real gateway process between real sockets, used as in its README section."""
 
 import asyncio
 import signal
@@ -56,17 +56,17 @@ async def test_a_session_in_tokens_trains_on_exactly_what_was_sampled(tmp_path: 
     assert 'rollmesh_engines{phase="ready"} 1.0' in figures
 
 
-async def test_the_context_is_as_long_as_the_models_folder_says(tmp_path: Path) -> None:
+async def test_the_context_length_is_that_of_the_model_folder(tmp_path: Path) -> None:
     async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
         opened = await gateway.open()
         body = {"messages": [{"role": "user", "content": "x " * CONTEXT_TOKENS}]}
-        status, told = await gateway.call(opened, body)
-    assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+        status, answer = await gateway.call(opened, body)
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     line = f"This model's maximum context length is {CONTEXT_TOKENS} tokens."
-    assert told["error"]["message"].startswith(line)
+    assert answer["error"]["message"].startswith(line)
 
 
-async def test_an_engine_that_is_gone_is_503_and_taken_again_when_it_is_back(
+async def test_a_lost_engine_is_503_and_is_used_again_when_it_is_back(
     tmp_path: Path,
 ) -> None:
     async with ScriptedEngine(next_token) as engine, sampling(tmp_path, engine) as gateway:
@@ -78,18 +78,18 @@ async def test_an_engine_that_is_gone_is_503_and_taken_again_when_it_is_back(
         ) as response:
             assert response.status == 503
             assert int(response.headers["Retry-After"]) >= 1
-            told = orjson.loads(await response.read())["error"]["message"]
-            assert f"(last: {engine.url}: " in told
+            message = orjson.loads(await response.read())["error"]["message"]
+            assert f"(last: {engine.url}: " in message
         await engine.restart()
         await gateway.until_ready()
         assert (await gateway.call(opened, body))[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("token", "is_stream", "said"), [(None, False, "HTTP 500: "), (10**6, True, "sent token ids")]
+    ("token", "is_stream", "cause"), [(None, False, "HTTP 500: "), (10**6, True, "sent token ids")]
 )
-async def test_a_lone_engine_that_fails_at_every_try_is_told_at_once(
-    tmp_path: Path, token: int | None, is_stream: bool, said: str
+async def test_a_single_engine_that_fails_at_every_try_is_reported_at_once(
+    tmp_path: Path, token: int | None, is_stream: bool, cause: str
 ) -> None:
     async with (
         ScriptedEngine(lambda _, __: token or 1) as engine,
@@ -99,10 +99,10 @@ async def test_a_lone_engine_that_fails_at_every_try_is_told_at_once(
         engine.faults.extend([] if token else [Fault.ERROR] * 1000)
         body = {"messages": [{"role": "user", "content": "guess"}], "stream": is_stream}
         async with asyncio.timeout(PATIENCE_S):
-            status, told = await gateway.call(opened, body)
-    assert (status, told["error"]["code"]) == (503, "engine_unavailable")
-    assert f"(last: {engine.url}: {said}" in told["error"]["message"]
-    assert "/healthz" in told["error"]["message"]
+            status, answer = await gateway.call(opened, body)
+    assert (status, answer["error"]["code"]) == (503, "engine_unavailable")
+    assert f"(last: {engine.url}: {cause}" in answer["error"]["message"]
+    assert "/healthz" in answer["error"]["message"]
 
 
 async def test_the_first_sigterm_lets_running_calls_end(tmp_path: Path) -> None:
@@ -135,7 +135,9 @@ async def test_the_second_sigterm_ends_it_at_once(tmp_path: Path) -> None:
 
 
 async def _until_refused(address: str) -> None:
-    """Until nobody listens there any more: what a terminated gateway does first."""
+    """Poll until the port refuses connections, which is the first thing that a terminated gateway
+    does.
+    """
     host, _, port = address.removeprefix("http://").rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -143,7 +145,7 @@ async def _until_refused(address: str) -> None:
                 _, writer = await asyncio.open_connection(host, int(port))
             except ConnectionRefusedError:
                 return
-            except ConnectionResetError:  # closed while our connection was in its backlog
+            except ConnectionResetError:  # closed while this connection was in its backlog
                 continue
             writer.close()
             await asyncio.wait([asyncio.ensure_future(_closed(writer))])
@@ -157,7 +159,7 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("args", "message"),
     [
         (["--capture", "relay"], "--engine URL: name at least one engine"),
         (["--engine", "localhost:30000"], "--engine localhost:30000: not an http://"),
@@ -178,20 +180,20 @@ async def _closed(writer: asyncio.StreamWriter) -> None:
          "--port 0: excluded by --listen-fd; leave one out"),
     ],
 )  # fmt: skip
-async def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], told: str) -> None:
+async def test_a_mistake_is_a_one_line_error(tmp_path: Path, args: list[str], message: str) -> None:
     with listen("127.0.0.1:0") as taken:
         port = str(taken.getsockname()[1])
-        argv = argv_of("--admin-token-file", "token", *(word.format(port=port) for word in words))
+        argv = argv_of("--admin-token-file", "token", *(arg.format(port=port) for arg in args))
         process = await asyncio.create_subprocess_exec(
             *argv, cwd=tmp_path, stderr=asyncio.subprocess.PIPE
         )
         _, raw = await process.communicate()
     assert (process.returncode, raw.count(b"\n")) == (2, 1)
     assert raw.decode().startswith("rollmesh: ")
-    assert told in raw.decode()
+    assert message in raw.decode()
 
 
-async def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+async def test_a_token_file_that_other_users_can_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("t\n")
     (tmp_path / "token").chmod(0o644)
     argv = argv_of("--engine", "http://h", "--capture", "relay", "--admin-token-file", "token")

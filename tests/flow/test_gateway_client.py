@@ -35,31 +35,31 @@ async def test_a_program_opens_rewards_and_finishes_a_session(tmp_path: Path) ->
     assert [sample["reward"] for sample in finished["samples"]] == [0.5]
 
 
-def test_an_address_where_no_gateway_serves_is_one_line(tmp_path: Path) -> None:
+def test_an_address_without_a_gateway_is_a_one_line_error(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(0o600)
     with listen("127.0.0.1:0") as closed:
         port = closed.getsockname()[1]
-    told = rf"127\.0\.0\.1:{port}: no answer \("
+    message = rf"127\.0\.0\.1:{port}: no answer \("
     with (
         Gateway(f"http://127.0.0.1:{port}", token) as gateway,
-        pytest.raises(AddressError, match=told) as error,
+        pytest.raises(AddressError, match=message) as error,
     ):
         gateway.open()
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "told"),
+    ("status", "body", "message"),
     [
         (200, b"<html>hello</html>", "HTTP 200: not a rollmesh gateway"),
         (404, b'{"error": "no such page"}', "HTTP 404: no such page"),
         (502, b"bad gateway", "HTTP 502: not a rollmesh gateway"),
     ],
 )
-async def test_an_address_where_another_program_serves_is_one_line(
-    tmp_path: Path, status: int, body: bytes, told: str
+async def test_an_address_of_another_program_is_a_one_line_error(
+    tmp_path: Path, status: int, body: bytes, message: str
 ) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
@@ -73,7 +73,7 @@ async def test_an_address_where_another_program_serves_is_one_line(
     async with TestServer(app) as server:
         with (
             Gateway(str(server.make_url("")), token) as gateway,
-            pytest.raises(AddressError, match=told),
+            pytest.raises(AddressError, match=message),
         ):
             await asyncio.to_thread(gateway.open)
 

@@ -1,4 +1,6 @@
-"""Sessions outlive their gateway: kill -9 in mid-trajectory, and what agents and accounts see."""
+"""Sessions survive a restart of their gateway: kill -9 during trajectories, seen by agents and in
+accounts.
+"""
 
 import asyncio
 import random
@@ -15,7 +17,7 @@ from openai import AsyncOpenAI
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.upstreams import ProviderRequest, ProviderResponse, ScriptedProvider, events
 from tests.flow.gateway_process import PATIENCE_S, argv_of, finish, next_token
-from tests.flow.lasting_gateway import LastingGateway, lasting, sampling_words
+from tests.flow.lasting_gateway import LastingGateway, lasting, sampling_args
 from tests.unit.serve.interception.relay.test_account import ask, tell
 from tests.unit.serve.interception.relay.test_routes import CHUNK
 
@@ -35,7 +37,7 @@ async def turn_by_chat(client: AsyncOpenAI, talk: list[Any]) -> str:
 
 
 async def undisturbed(gateway: LastingGateway, seed: int) -> tuple[Any, list[str]]:
-    """The account of a talk that nothing happens to, and the ids of its answers."""
+    """The account of an undisturbed talk, and the ids of its answers."""
     opened = await gateway.gateway.open(seed=seed)
     talk: list[Any] = [{"role": "user", "content": "guess"}]
     async with openai_of(opened) as client:
@@ -43,21 +45,21 @@ async def undisturbed(gateway: LastingGateway, seed: int) -> tuple[Any, list[str
     return await finish(gateway.gateway, opened), [each.rpartition("-")[2] for each in ids]
 
 
-def told(account: Any) -> dict[str, Any]:
+def comparable(account: Any) -> dict[str, Any]:
     return {name: account[name] for name in ACCOUNTED}
 
 
-async def test_an_openai_agent_does_not_see_that_its_gateway_was_killed(tmp_path: Path) -> None:
+async def test_an_openai_agent_does_not_notice_a_restart_of_its_gateway(tmp_path: Path) -> None:
     async with (
         ScriptedEngine(next_token) as engine,
-        lasting(tmp_path, *sampling_words(tmp_path, engine)) as gateway,
+        lasting(tmp_path, *sampling_args(tmp_path, engine)) as gateway,
     ):
         calm, calm_ids = await undisturbed(gateway, 5)
         opened = await gateway.gateway.open(seed=5)
         talk: list[Any] = [{"role": "user", "content": "guess"}]
         async with openai_of(opened) as client:
             ids = [await turn_by_chat(client, talk)]
-            # Killed while its second turn is sampled: the SDK's own retry goes on.
+            # Killed while its second turn is sampled: the SDK's own retry continues.
             engine.hold()
             num_seen = engine.num_seen("/generate")
             running = asyncio.ensure_future(turn_by_chat(client, talk))
@@ -71,18 +73,18 @@ async def test_an_openai_agent_does_not_see_that_its_gateway_was_killed(tmp_path
             ids.append(await turn_by_chat(client, talk))
         await gateway.restart()
         account = await finish(gateway.gateway, opened)
-        assert told(account) == told(calm)
+        assert comparable(account) == comparable(calm)
         assert [each.rpartition("-")[2] for each in ids] == calm_ids
     prompts = [each.body["input_ids"] for each in engine.seen if each.path == "/generate"]
     lost = prompts[NUM_TURNS + 1]
-    assert prompts[NUM_TURNS + 2] == lost, "sampled anew after the same tokens"
+    assert prompts[NUM_TURNS + 2] == lost, "sampled again after the same tokens"
     assert prompts[:NUM_TURNS] == [each for n, each in enumerate(prompts[NUM_TURNS:]) if n != 1]
 
 
-async def test_an_answer_that_was_written_and_not_read_is_given_again(tmp_path: Path) -> None:
+async def test_an_answer_that_was_written_and_not_read_is_sent_again(tmp_path: Path) -> None:
     async with (
         ScriptedEngine(next_token) as engine,
-        lasting(tmp_path, *sampling_words(tmp_path, engine)) as gateway,
+        lasting(tmp_path, *sampling_args(tmp_path, engine)) as gateway,
     ):
         opened = await gateway.gateway.open(seed=5)
         body = {"messages": [{"role": "user", "content": "guess"}]}
@@ -109,10 +111,10 @@ async def test_an_answer_that_was_written_and_not_read_is_given_again(tmp_path: 
     assert (account["num_calls"], len(account["samples"])) == (1, 1)
 
 
-async def test_an_anthropic_stream_goes_on_where_its_history_was(tmp_path: Path) -> None:
+async def test_an_anthropic_stream_resumes_from_its_history(tmp_path: Path) -> None:
     async with (
         ScriptedEngine(next_token) as engine,
-        lasting(tmp_path, *sampling_words(tmp_path, engine)) as gateway,
+        lasting(tmp_path, *sampling_args(tmp_path, engine)) as gateway,
     ):
         opened = await gateway.gateway.open(seed=5)
         base = opened["path_url"].removesuffix("/v1")
@@ -123,10 +125,8 @@ async def test_an_anthropic_stream_goes_on_where_its_history_was(tmp_path: Path)
                     model="m", max_tokens=8, system="Be brief.", messages=talk
                 ) as stream:
                     message = await stream.get_final_message()
-                told_back = [
-                    block.model_dump(include={"type", "text"}) for block in message.content
-                ]
-                talk.append({"role": "assistant", "content": told_back})
+                resent = [block.model_dump(include={"type", "text"}) for block in message.content]
+                talk.append({"role": "assistant", "content": resent})
                 talk.append({"role": "user", "content": "higher"})
                 await gateway.restart()
         account = await finish(gateway.gateway, opened)
@@ -138,10 +138,10 @@ async def test_an_anthropic_stream_goes_on_where_its_history_was(tmp_path: Path)
             assert sample["token_ids"][at] == next_token(0, sample["token_ids"][:at])
 
 
-async def test_the_book_stands_as_it_stood(tmp_path: Path) -> None:
+async def test_sessions_are_the_same_after_a_restart(tmp_path: Path) -> None:
     async with (
         ScriptedEngine(next_token) as engine,
-        lasting(tmp_path, *sampling_words(tmp_path, engine)) as gateway,
+        lasting(tmp_path, *sampling_args(tmp_path, engine)) as gateway,
     ):
         talks = []
         for number in range(3):
@@ -177,7 +177,7 @@ async def test_the_book_stands_as_it_stood(tmp_path: Path) -> None:
 async def test_nothing_in_the_journal_opens_a_session(tmp_path: Path) -> None:
     async with (
         ScriptedEngine(next_token) as engine,
-        lasting(tmp_path, *sampling_words(tmp_path, engine)) as gateway,
+        lasting(tmp_path, *sampling_args(tmp_path, engine)) as gateway,
     ):
         opened = await gateway.gateway.open()
         assert (
@@ -192,12 +192,12 @@ async def test_nothing_in_the_journal_opens_a_session(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_torn", [True, False])
-async def test_a_torn_record_is_told_and_what_stands_before_it_is_there(
+async def test_a_torn_record_is_reported_and_records_before_it_are_recovered(
     tmp_path: Path, is_torn: bool
 ) -> None:
     async with (
         ScriptedEngine(next_token) as engine,
-        lasting(tmp_path, *sampling_words(tmp_path, engine)) as gateway,
+        lasting(tmp_path, *sampling_args(tmp_path, engine)) as gateway,
     ):
         opened = await gateway.gateway.open(seed=5)
         body = {"messages": [{"role": "user", "content": "guess"}]}
@@ -213,15 +213,15 @@ async def test_a_torn_record_is_told_and_what_stands_before_it_is_there(
     assert account["num_calls"] == (0 if is_torn else 1)
 
 
-def relay_told(seen: ProviderRequest) -> ProviderResponse:
-    """An answer that tells of its question alone, with tokens."""
+def answer_relayed(seen: ProviderRequest) -> ProviderResponse:
+    """An answer that depends on its question only, with tokens."""
     texts = [each["content"] for each in orjson.loads(seen.body)["messages"]]
     prompt = [1 + n for n in range(2 * len(texts) - 1)]
     return tell("b", prompt, [len(prompt) + 1], id=f"chatcmpl-{len(texts)}")
 
 
 def relayed(account: Any) -> dict[str, Any]:
-    """Less when calls were made."""
+    """The account without the times of its calls."""
     calls = [{**call, "asked_s": 0} for call in account["calls"]]
     return {
         **{name: account[name] for name in ("samples", "messages", "forks", "outcome")},
@@ -236,7 +236,7 @@ async def test_a_relayed_session_has_the_same_account_after_a_kill(
     talks = [["a" * num_chars], ["a" * num_chars, "b", "c"], ["other"]]
     accounts = []
     async with (
-        ScriptedProvider(relay_told) as provider,
+        ScriptedProvider(answer_relayed) as provider,
         lasting(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         for is_shaken in (False, True):
@@ -258,9 +258,9 @@ async def test_a_relayed_session_has_the_same_account_after_a_kill(
     assert (recovered["num_finished"], recovered["set_aside"]) == (2, [])
 
 
-async def test_a_relayed_call_that_ran_at_the_kill_is_made_anew(tmp_path: Path) -> None:
+async def test_a_relayed_call_that_ran_during_the_kill_is_made_again(tmp_path: Path) -> None:
     async with (
-        ScriptedProvider(relay_told) as provider,
+        ScriptedProvider(answer_relayed) as provider,
         lasting(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         opened = await gateway.gateway.open()
@@ -278,11 +278,13 @@ async def test_a_relayed_call_that_ran_at_the_kill_is_made_anew(tmp_path: Path) 
 
 
 async def test_a_relayed_stream_has_no_end_before_it_is_written(tmp_path: Path) -> None:
-    """Killed when the endpoint's last event has come in, and the end of its answer has not."""
+    """The gateway is killed when the endpoint's last event has arrived and the end of its answer
+    has not.
+    """
     whole = events(CHUNK, CHUNK, b"[DONE]")
-    told = msgspec.structs.replace(whole, pieces=(*whole.pieces, b""))
+    response = msgspec.structs.replace(whole, pieces=(*whole.pieces, b""))
     async with (
-        ScriptedProvider(lambda _: told) as provider,
+        ScriptedProvider(lambda _: response) as provider,
         lasting(tmp_path, "--capture", "relay", "--engine", provider.url) as gateway,
     ):
         opened = await gateway.gateway.open()
@@ -329,37 +331,37 @@ async def test_a_relayed_stream_has_no_end_before_it_is_written(tmp_path: Path) 
 
 async def test_a_journal_of_another_capture_or_model_is_refused(tmp_path: Path) -> None:
     async with ScriptedEngine(next_token) as engine:
-        words = sampling_words(tmp_path, engine)
-        async with lasting(tmp_path, *words):
+        args = sampling_args(tmp_path, engine)
+        async with lasting(tmp_path, *args):
             pass
         argv = argv_of("--capture", "relay", "--engine", engine.url, "--port", "0")
         refused = await asyncio.create_subprocess_exec(
             *argv, "--admin-token-file", str(tmp_path / "token"), stderr=asyncio.subprocess.PIPE
         )
-        _, said = await refused.communicate()
+        _, output = await refused.communicate()
     assert refused.returncode == 2
-    assert said.decode().count("\n") == 1
-    assert f"--journal {tmp_path / 'token.journal'}: its sessions have " in said.decode()
-    assert "name another folder" in said.decode()
+    assert output.decode().count("\n") == 1
+    assert f"--journal {tmp_path / 'token.journal'}: its sessions have " in output.decode()
+    assert "name another folder" in output.decode()
 
 
-async def test_two_gateways_do_not_share_a_journal_and_without_one_nothing_is_left(
+async def test_two_gateways_do_not_share_a_journal_and_without_one_nothing_is_stored(
     tmp_path: Path,
 ) -> None:
     token = str(tmp_path / "token")
     async with (
-        ScriptedProvider(relay_told) as provider,
+        ScriptedProvider(answer_relayed) as provider,
         lasting(tmp_path, "--capture", "relay", "--engine", provider.url),
     ):
         argv = argv_of("--capture", "relay", "--engine", provider.url, "--port", "0")
         second = await asyncio.create_subprocess_exec(
             *argv, "--admin-token-file", token, stderr=asyncio.subprocess.PIPE
         )
-        _, said = await second.communicate()
-        assert (second.returncode, said.decode().count("\n")) == (2, 1)
-        assert "another process writes this journal" in said.decode()
+        _, output = await second.communicate()
+        assert (second.returncode, output.decode().count("\n")) == (2, 1)
+        assert "another process writes this journal" in output.decode()
     async with (
-        ScriptedProvider(relay_told) as provider,
+        ScriptedProvider(answer_relayed) as provider,
         lasting(
             tmp_path / "other", "--capture", "relay", "--engine", provider.url, "--no-journal"
         ) as gateway,
@@ -370,20 +372,22 @@ async def test_two_gateways_do_not_share_a_journal_and_without_one_nothing_is_le
         assert not gateway.journal.exists()
 
 
-async def test_a_crowd_of_agents_goes_on_over_kills_at_any_moment(tmp_path: Path) -> None:
-    """Each kill comes when the journal has grown by so much: between, within and behind calls."""
+async def test_many_agents_survive_kills_at_any_moment(tmp_path: Path) -> None:
+    """Each kill follows growth of the journal by a random amount: between, during and after
+    calls.
+    """
     chance = random.Random(7)
     async with (
         ScriptedEngine(next_token) as engine,
-        lasting(tmp_path, *sampling_words(tmp_path, engine)) as gateway,
+        lasting(tmp_path, *sampling_args(tmp_path, engine)) as gateway,
     ):
         crowd = [await gateway.gateway.open(seed=number) for number in range(8)]
 
         async def talk(opened: dict[str, str]) -> None:
-            said: list[Any] = [{"role": "user", "content": opened["session_id"]}]
+            messages: list[Any] = [{"role": "user", "content": opened["session_id"]}]
             async with openai_of(opened) as client:
                 for _ in range(2 * NUM_TURNS):
-                    await turn_by_chat(client, said)
+                    await turn_by_chat(client, messages)
 
         async with asyncio.timeout(2 * PATIENCE_S), asyncio.TaskGroup() as group:
             talks = [group.create_task(talk(opened)) for opened in crowd]

@@ -1,4 +1,6 @@
-"""What an agent's program started ends with its worker and with launch, wherever it has gone."""
+"""Processes that an agent's program started end with its worker and with launch, wherever they
+moved.
+"""
 
 import asyncio
 import os
@@ -48,13 +50,13 @@ class TheEnv(HarnessEnv):
         return Score(reward=1.0)
 """
 ALONE = {"num_workers": 1, "isolation": "none"}
-"""Without a pid namespace, so that the programs know their pids here."""
+"""Without a pid namespace, so that programs see the host's pids."""
 NUM_PROCESSES = 4
-"""Two rollouts, each with its program and a daemon of that."""
+"""Two rollouts, each with its program and a daemon."""
 
 
 async def begun(folder: Path) -> list[psutil.Process]:
-    """All processes of the agents, once they are there."""
+    """All processes of the agents, once they have started."""
     pids = folder / "pids"
 
     def are_there() -> bool:
@@ -92,7 +94,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LaunchedMesh]:
 
 
 @pytest.mark.parametrize("role", ["worker-0", "launch"])
-async def test_agents_daemons_end_with_whoever_is_killed_above_them(
+async def test_agents_daemons_end_when_a_process_above_them_is_killed(
     mesh: LaunchedMesh, role: str
 ) -> None:
     client = RolloutClient(mesh.router().address, JournalConfig(), mesh.folder / "client")

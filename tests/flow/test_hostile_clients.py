@@ -1,7 +1,7 @@
 """Hostile clients: garbled bodies, headers and paths, early closes, slow senders.
 
-A canary session is asked the same thing before and after: its answer must stay byte for byte the
-same, and nothing of the hostile session may show in its record.
+A canary session makes the same calls before and after: its answers must stay byte-identical, and
+nothing of the hostile session may appear in its record.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ known = st.sampled_from(
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> bytes:
-    """A good body with keys replaced, then perhaps with bytes changed."""
+    """A good body with keys replaced, and perhaps with bytes changed."""
     body = dict(ASKS.get(path, ASKS["/v1/messages"]))
     body |= draw(st.dictionaries(known, values, max_size=3))
     raw = bytearray(json.dumps(body).encode("utf-8", "surrogatepass"))
@@ -120,7 +120,7 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
 
 
 class Canary:
-    """Another session of the same edge, and what it was first told."""
+    """Another session of the same server, and its first answers."""
 
     def __init__(self, agent: AgentSession) -> None:
         self.agent = agent
@@ -130,18 +130,18 @@ class Canary:
         self.first: list[bytes] = []
 
     async def ask(self) -> list[bytes]:
-        """One answer of each dialect, plain and streamed."""
+        """One answer in each dialect, plain and streamed."""
         key = {"Authorization": f"Bearer {self.opened.api_key}", "x-stainless-retry-count": "1"}
-        said = []
+        answers = []
         for path, ask in ASKS.items():
             for stream in (False, True):
                 async with self.agent.post({**ask, "stream": stream}, path, key) as response:
                     assert response.status == 200
-                    said.append(await response.read())
-        return said
+                    answers.append(await response.read())
+        return answers
 
     async def assert_unharmed(self) -> None:
-        """Its answers are what they were, and nobody else's calls are its."""
+        """Check that its answers are unchanged and its record has its own calls only."""
         num_calls = self.opened.session.num_calls
         assert await self.ask() == self.first
         assert self.opened.session.num_calls == num_calls == 2 * len(ASKS)
@@ -157,7 +157,9 @@ async def canary(start_agent: StartAgent) -> Canary:  # noqa: F811 - the fixture
 
 
 def send(agent: AgentSession, *pieces: bytes, closes: bool = False) -> bytes:
-    """Send raw bytes and read until the server hangs up or has answered; b"" if cut off."""
+    """Send raw bytes and read until the server closes the connection or has answered; b"" if cut
+    off.
+    """
     host, _, port = agent.base.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
         try:
@@ -175,7 +177,7 @@ def send(agent: AgentSession, *pieces: bytes, closes: bool = False) -> bytes:
 
 
 def status_of(answer: bytes) -> int:
-    """The status of a raw answer; 0 if there is none."""
+    """Status of a raw answer; 0 if there is none."""
     return int(answer.split(None, 2)[1]) if answer.startswith(b"HTTP/1.") else 0
 
 
@@ -202,7 +204,7 @@ async def test_garbled_bodies_are_answered(canary: Canary, path: str) -> None:
     @fuzzed
     @hypothesis.given(body=bodies(path))
     def garble(body: bytes) -> None:
-        # Half-closing is hanging up, so the whole answer is awaited instead.
+        # The server treats a half-close as a disconnect, so wait for the complete answer instead.
         status = asyncio.run_coroutine_threadsafe(agent.answer(body, path), loop).result()[0]
         assert status in (200, 400), body
         seen.add(status)

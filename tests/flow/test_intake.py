@@ -24,7 +24,7 @@ from rollmesh.trainer.reports.records import RunRecords
 from rollmesh.trainer.reports.summary import Tally
 from rollmesh.trainer.staleness import StalenessManager, StalenessSettings
 from tests.flow.intake_roles import where
-from tests.flow.rank_crew import household, plan
+from tests.flow.rank_group import plan, serving_runtime
 
 GROUPS, SAMPLES = 3, 4
 PACE = StalenessSettings(batch=GROUPS * SAMPLES, max_staleness=1, max_concurrent=400)
@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_two_ranks_look_at_the_very_bytes_that_the_intake_wrote(folder: Path) -> None:
-    with household() as home:
+    with serving_runtime() as home:
         assert home.plane.store is not None
         intake = Intake(folder, StoreAllocator(home.plane.store), StalenessManager(PACE))
         with TrainController(plan(2, make="tests.flow.intake_roles:Witness"), home) as controller:

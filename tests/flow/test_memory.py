@@ -173,7 +173,7 @@ async def test_groups_wait_while_a_worker_is_over_its_budget_and_are_told_why(me
 
 async def test_a_session_over_its_budget_ends_as_truncated_with_its_reason(mesh: Mesh) -> None:
     env = mesh.write_env("grows", GROWS)
-    words = mesh.worker_words("worker-0", env)
+    words = mesh.worker_args("worker-0", env)
     limit = ["--set", "interception.max_session_bytes=40000"]
     with running(mesh.folder, *words, *limit):
         ask(client := mesh.client(), num_samples=1, env=env)
@@ -190,7 +190,7 @@ async def test_a_worker_counts_finished_groups_within_a_quarter_of_what_is_resid
 ) -> None:
     async with open_mesh(tmp_path, next_token=lambda *_: 7) as mesh:
         env = mesh.write_env("heavy", HEAVY)
-        words = mesh.worker_words("worker-0", env, max_unacked_bytes=2**30, max_rollouts=1)
+        words = mesh.worker_args("worker-0", env, max_unacked_bytes=2**30, max_rollouts=1)
         room = ["--set", f"model.max_context_tokens={2 * HEAVY_TOKENS}"]
         with running(mesh.folder, *words, *room) as worker:
             await outbox_is_counted(mesh, worker, env)

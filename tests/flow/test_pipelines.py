@@ -18,7 +18,7 @@ from rollmesh.launch.folder import read_pids
 from rollmesh.scheduler.planning.state import PipelinePhase
 from rollmesh.wire.scheduling import GENERATION_CLUSTER, WorkerPhase
 from tests.flow.demo import follow, read
-from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, handed_over
+from tests.flow.shared_fleet import RUN, TRAINS_ON, SharedFleet, direct_handovers
 from tests.flow.test_update import Process
 from tests.flow.trained_mesh import RunHistory
 from tests.flow.trained_mesh import model as model  # the fixture
@@ -78,8 +78,8 @@ def until(fleet: SharedFleet, pipeline: str, step: int) -> None:
 
 def check_slots(fleet: SharedFleet) -> None:
     """Each had its trainer on its own two, and engines on others, one after the other."""
-    stood = fleet.stood()
-    assert [each for rows in stood.values() for each in handed_over(rows)] == []
+    stood = fleet.slot_history()
+    assert [each for rows in stood.values() for each in direct_handovers(rows)] == []
     for pipeline, trains_on in TRAINS_ON.items():
         was_there = {
             (gpu, cluster)
@@ -153,7 +153,7 @@ def test_a_launch_that_is_killed_is_followed_by_the_next_of_its_pipeline_and_nob
     assert [pid for pid in before if psutil.pid_exists(pid)] == [killed.pid], "it is not reaped yet"
     check_trained(fleet, "math", FEW["num_steps"])
     check_given_back(fleet)
-    assert [each for rows in fleet.stood().values() for each in handed_over(rows)] == []
+    assert [each for rows in fleet.slot_history().values() for each in direct_handovers(rows)] == []
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.controller.torchrun import PlainRank
-from tests.flow.rank_crew import plan
+from tests.flow.rank_group import plan
 
 pytestmark = pytest.mark.slow
 

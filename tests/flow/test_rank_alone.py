@@ -23,7 +23,7 @@ from rollmesh.wire.ranks import (
     StageCall,
 )
 from rollmesh.wire.sockets import Hub, wait
-from tests.flow.rank_crew import ROLE, SMALL
+from tests.flow.rank_group import ROLE, SMALL
 
 WAIT_S = 60.0
 SUM = encode_values(((1.0,), {}, None))

@@ -16,7 +16,7 @@ from rollmesh.trainer.controller.dispatch import DispatchRule
 from rollmesh.trainer.controller.spec import Topology
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.roles.recipes import RECIPES, Report, role_specs
-from tests.flow.rank_crew import SMALL, household
+from tests.flow.rank_group import SMALL, serving_runtime
 from tests.unit.trainer.roles.rows import drawn
 from tests.unit.trainer.roles.stock import one_by_one, write_soft_capped
 
@@ -47,7 +47,7 @@ def courses(folder: Path, num_ranks: int) -> dict[str, Course]:
     specs = role_specs(ROLES, str(folder), TRAINER, LOSSES)
     plan = RankPlan(topology=Topology(num_ranks), roles=specs, plane=SMALL)
     told = {}
-    with household() as home, TrainController(plan, home) as controller:
+    with serving_runtime() as home, TrainController(plan, home) as controller:
         for at, name in enumerate(ORDER):
             reports, held, turned = [], [], at % 2 == 1
             before = share_correct(controller, home.plane, name, turned)
@@ -117,7 +117,7 @@ def test_a_model_that_cannot_be_packed_makes_as_many_forward_passes_at_each_rank
     told = [*zip(rows, one_by_one(tmp_path, rows), strict=True)]
     specs = role_specs(RECIPES["dpo"].roles, str(tmp_path), TRAINER)
     plan = RankPlan(topology=Topology(2), roles=specs, plane=SMALL)
-    with household() as home, TrainController(plan, home) as controller:
+    with serving_runtime() as home, TrainController(plan, home) as controller:
         batch = controller.take(home.plane.remotize(rows), 0)
         # Three pairs for two ranks: one has two of its own, the other one and padding.
         preferred = RECIPES["dpo"].step(controller, batch, 0)

@@ -17,10 +17,10 @@ from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider
 from tests.flow.gateway_process import (
     PATIENCE_S,
     Gateway,
+    chat,
     finish,
     next_token,
     sampling,
-    say,
     serving,
 )
 from tests.unit.serve.interception.relay.test_account import ask, tell
@@ -93,7 +93,7 @@ async def test_a_relay_before_a_gateway_keeps_the_same_samples(
             messages: list[Any] = [{"role": "user", "content": "guess"}]
             asked = {"stream": is_stream, "logprobs": True, "return_token_ids": True}
             for word in ("higher", "lower"):
-                said = await say(outer, relayed, {"messages": messages, **asked})
+                said = await chat(outer, relayed, {"messages": messages, **asked})
                 messages = [*messages, said, {"role": "user", "content": word}]
             kept = await finish(outer, relayed)
         exact = await finish(inner, opened)

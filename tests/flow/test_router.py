@@ -24,14 +24,14 @@ from tests.flow.router_process import Peer, RouterProcess, Town, ask, until
 
 def test_a_group_goes_to_a_worker_and_its_body_unchanged(router: RouterProcess, town: Town) -> None:
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
-    asker.says(ask(1), body=b"\x00 not for routers \xff")
+    asker.send(ask(1), body=b"\x00 not for routers \xff")
     until(lambda: runner.of(RunGroup) and asker.of(GroupMoved), runner, asker)
-    [packet] = [p for p in runner.heard if isinstance(p.message, RunGroup)]
+    [packet] = [p for p in runner.received if isinstance(p.message, RunGroup)]
     assert bytes(packet.body) == b"\x00 not for routers \xff"
     assert packet.router == router.status()["incarnation"]
-    runner.says(GroupStarted(GroupId("r1", 1), 1))
+    runner.send(GroupStarted(GroupId("r1", 1), 1))
     until(lambda: asker.of(GroupMoved)[-1].state is GroupState.RUNNING, asker)
-    runner.says(GroupDelivered(GroupId("r1", 1), 1))
+    runner.send(GroupDelivered(GroupId("r1", 1), 1))
     until(lambda: asker.of(GroupMoved)[-1].state is GroupState.DONE, asker)
     states = [moved.state for moved in asker.of(GroupMoved)]
     assert states[-3:] == [GroupState.ASSIGNED, GroupState.RUNNING, GroupState.DONE]
@@ -54,7 +54,7 @@ def test_garbage_on_the_wire_is_counted_and_survived(router: RouterProcess, town
         vandal.socket.send_multipart(frames)
     until(lambda: router.status()["counts"]["malformed"] == 4)
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
-    asker.says(ask(1))
+    asker.send(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
     assert router.status()["counts"]["packets_failed"] == 0
 
@@ -62,12 +62,12 @@ def test_garbage_on_the_wire_is_counted_and_survived(router: RouterProcess, town
 def test_clients_that_ask_and_leave_harm_nobody(router: RouterProcess, town: Town) -> None:
     for number in range(20):
         passer = town.peer(router.ready.address, f"p{number}")
-        passer.says(ClientHello(f"p{number}"))
-        passer.says(AskGroup(GroupId(f"p{number}", 0), f"p{number}", "none", 4, "tcp://x"))
+        passer.send(ClientHello(f"p{number}"))
+        passer.send(AskGroup(GroupId(f"p{number}", 0), f"p{number}", "none", 4, "tcp://x"))
         passer.dialer.close()
     until(lambda: router.status()["num_clients"] >= 1)
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
-    asker.says(ask(1))
+    asker.send(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
     assert router.process.poll() is None
 
@@ -78,7 +78,7 @@ def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Tow
         town.peer(router.ready.address, "sleeper"),
     )
     for number in range(20):
-        starter.says(JoinEngine(number, f"http://127.0.0.1:1/{'long' * 50}{number}"))
+        starter.send(JoinEngine(number, f"http://127.0.0.1:1/{'long' * 50}{number}"))
     until(lambda: len(starter.of(FleetAnswered)) == 20, starter)
 
     def has_overflowed() -> bool:
@@ -89,7 +89,7 @@ def test_a_peer_that_does_not_read_stops_nobody(router: RouterProcess, town: Tow
 
     until(has_overflowed)
     asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
-    asker.says(ask(1))
+    asker.send(ask(1))
     until(lambda: runner.of(RunGroup), runner, asker)
     assert runner.of(RunGroup)[0].group_id == GroupId("r1", 1)
 
@@ -100,33 +100,33 @@ def test_a_restarted_router_learns_what_runs_and_runs_nothing_twice(
     with RouterProcess(tmp_path) as first:
         address = first.ready.address
         asker, runner = town.client(address), town.worker(address, "w0")
-        asker.says(ask(1))
+        asker.send(ask(1))
         until(lambda: runner.of(RunGroup), asker, runner)
-        runner.says(GroupStarted(GroupId("r1", 1), 1))
+        runner.send(GroupStarted(GroupId("r1", 1), 1))
         until(lambda: first.status()["queue"]["running"], asker, runner)
         first.process.kill()
         first.process.wait()
-    before = runner.heard[-1].router
+    before = runner.received[-1].router
     # Slow beats leave the peers plenty of time for their claims, however busy the machine is.
     with RouterProcess(tmp_path, bind=address, beat_s=2.0):
         idle = town.worker(address, "w1")
         # Their beats go on; the answer tells them that the router is another one.
         for peer in (asker, runner, idle):
             until(partial(has_met_another, peer, before), asker, runner, idle)
-        asker.says(ask(1, attempts=1))
+        asker.send(ask(1, attempts=1))
         until(lambda: asker.of(GroupMoved)[-1].state is GroupState.QUEUED, asker, runner, idle)
         held = HeldGroup(GroupId("r1", 1), 1, False)
-        runner.says(WorkerHello("w0", "guess", 8, 1, "here", (held,)))
+        runner.send(WorkerHello("w0", "guess", 8, 1, "here", (held,)))
         until(lambda: asker.of(GroupMoved)[-1].state is GroupState.RUNNING, asker, runner, idle)
         assert asker.of(GroupMoved)[-1].worker_id == "w0"
-        runner.says(GroupDelivered(GroupId("r1", 1), 1))
+        runner.send(GroupDelivered(GroupId("r1", 1), 1))
         until(lambda: asker.of(GroupMoved)[-1].state is GroupState.DONE, asker, runner, idle)
     assert [run.attempt for run in runner.of(RunGroup)] == [1]
     assert idle.of(RunGroup) == []
 
 
 def has_met_another(peer: Peer, router: str) -> bool:
-    return bool(peer.heard) and peer.heard[-1].router != router
+    return bool(peer.received) and peer.received[-1].router != router
 
 
 def test_an_engine_of_an_allowed_host_joins_by_an_ask_and_the_table_reaches_the_workers(
@@ -137,7 +137,7 @@ def test_an_engine_of_an_allowed_host_joins_by_an_ask_and_the_table_reaches_the_
             town.worker(router.ready.address, "w0"),
             town.peer(router.ready.address, "launch"),
         )
-        starter.says(JoinEngine(7, "http://127.0.0.1:1"))
+        starter.send(JoinEngine(7, "http://127.0.0.1:1"))
         until(lambda: starter.of(FleetAnswered), starter)
         [answer] = starter.of(FleetAnswered)
         assert (answer.ask_id, answer.ok) == (7, True)

@@ -51,9 +51,9 @@ def serves(router: RouterProcess, town: Town, seq: int = 1000) -> None:
     """A client of its own asks, and a worker of its own gets it."""
     address, name = router.ready.address, f"honest-{seq}"
     runner = town.peer(address, name, WorkerBeat(name, 0, True, 0, 0.0, 0, 0, 0, 0))
-    runner.says(WorkerHello(name, f"env-{seq}", 8, 1, "here"))
+    runner.send(WorkerHello(name, f"env-{seq}", 8, 1, "here"))
     asker = town.peer(address, f"client-{seq}", ClientBeat(f"client-{seq}", 1))
-    asker.says(AskGroup(GroupId("honest", seq), f"client-{seq}", f"env-{seq}", 1, "tcp://sink"))
+    asker.send(AskGroup(GroupId("honest", seq), f"client-{seq}", f"env-{seq}", 1, "tcp://sink"))
     until(lambda: runner.of(RunGroup), runner, asker)
 
 
@@ -64,7 +64,7 @@ def test_a_killed_local_worker_is_noticed_without_its_silence(tmp_path: Path, to
     # It is its process that is seen to be gone.
     with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
         asker = town.client(router.ready.address)
-        asker.says(ask(1))
+        asker.send(ask(1))
         doomed = town.process(router.ready.address, "doomed")
         has_started(doomed)
         runner = town.worker(router.ready.address, "w1")
@@ -79,7 +79,7 @@ def test_a_killed_remote_worker_is_noticed_by_its_missed_beats(
     router: RouterProcess, town: Town
 ) -> None:
     asker = town.client(router.ready.address)
-    asker.says(ask(1))
+    asker.send(ask(1))
     doomed = town.process(router.ready.address, "doomed", host="far-away")
     has_started(doomed)
     runner = town.worker(router.ready.address, "w1")
@@ -99,9 +99,9 @@ def test_a_stopped_worker_delays_nobody_though_its_silence_is_not_noticed(
     with RouterProcess(tmp_path, missed_beats=NEVER_MISSED) as router:
         asker, stopped, runner = beside_a_stopped_worker(router, town)
         for seq in range(1, 30):
-            asker.says(ask(seq), body=bytes(10**6))
+            asker.send(ask(seq), body=bytes(10**6))
             until(partial(has_run_or_waits, runner, asker, seq), runner, asker)
-            runner.says(GroupDelivered(GroupId("r1", seq), 1))
+            runner.send(GroupDelivered(GroupId("r1", seq), 1))
         assert router.worker("stopped")["state"] == "live"
         stopped.kill()
 
@@ -114,7 +114,7 @@ def beside_a_stopped_worker(
     asker = town.client(address)
     stopped = town.process(address, "stopped", host="far-away")
     until(lambda: router.worker("stopped"), asker)
-    asker.says(ask(0), body=bytes(10**6))
+    asker.send(ask(0), body=bytes(10**6))
     has_started(stopped)
     stopped.send_signal(signal.SIGSTOP)
     runner = town.worker(address, "w1")
@@ -130,7 +130,7 @@ def test_what_a_stopped_worker_and_its_heir_ran_counts_once(
     until(lambda: has_run(runner, 0), runner, asker)
     stopped.send_signal(signal.SIGCONT)
     until(lambda: router.worker("stopped")["state"] == "live", runner, asker)
-    runner.says(GroupDelivered(GroupId("r1", 0), 2))
+    runner.send(GroupDelivered(GroupId("r1", 0), 2))
     until(lambda: router.status()["queue"] == dict.fromkeys(OPEN, 0), runner, asker)
     done = [m for m in asker.of(GroupMoved) if m.state is GroupState.DONE]
     assert len({moved.group_id for moved in done}) == len(done)
@@ -152,7 +152,7 @@ def has_run_or_waits(runner: Peer, asker: Peer, seq: int) -> bool:
 def test_a_held_loop_is_shown_and_given_up_only_past_its_limit(tmp_path: Path, town: Town) -> None:
     with RouterProcess(tmp_path, max_lag_s=5.0) as router:
         asker, busy = town.client(router.ready.address), town.worker(router.ready.address, "busy")
-        asker.says(ask(1))
+        asker.send(ask(1))
         until(lambda: busy.of(RunGroup), busy, asker)
         idle = town.worker(router.ready.address, "idle")
         busy.beat = WorkerBeat("busy", 4, True, 0, 4.0, 0, 0, 0, 0, "run (my_env.py:7)")
@@ -175,12 +175,12 @@ def test_an_env_that_does_not_load_is_told_at_once_to_all_who_wait(
 ) -> None:
     asker = town.client(router.ready.address)
     for seq in range(3):
-        asker.says(ask(seq))
+        asker.send(ask(seq))
     until(lambda: router.status()["queue"]["queued"] == 3, asker)
     failing = town.peer(router.ready.address, "w0")
-    failing.says(EnvFailed("w0", "guess", "no module named x"))
+    failing.send(EnvFailed("w0", "guess", "no module named x"))
     until(lambda: len(asker.of(GroupFailed)) == 3, asker)
-    asker.says(ask(3))
+    asker.send(ask(3))
     until(lambda: len(asker.of(GroupFailed)) == 4, asker)
     assert {failed.reason for failed in asker.of(GroupFailed)} == {"env_failed: no module named x"}
 
@@ -190,7 +190,7 @@ def test_who_asks_for_an_env_that_nobody_serves_is_told_and_waits_on(
 ) -> None:
     with RouterProcess(tmp_path, beat_s=0.1, missed_beats=50) as router:
         asker, runner = town.client(router.ready.address), town.worker(router.ready.address, "w0")
-        asker.says(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
+        asker.send(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
         until(lambda: asker.of(GroupMoved) and asker.of(GroupMoved)[-1].reason, asker, runner)
         [moved] = [each for each in asker.of(GroupMoved) if each.reason]
         assert moved.state is GroupState.QUEUED
@@ -198,7 +198,7 @@ def test_who_asks_for_an_env_that_nobody_serves_is_told_and_waits_on(
         assert moved.reason.endswith("; there are workers of guess")
         until(router.causes, asker, runner)
         late = town.peer(router.ready.address, "w1")
-        late.says(WorkerHello("w1", "typo", 8, 1, "here"))
+        late.send(WorkerHello("w1", "typo", 8, 1, "here"))
         until(lambda: late.of(RunGroup), late, asker, runner)
         until(lambda: not router.causes(), late, asker, runner)
 
@@ -210,7 +210,7 @@ def test_who_waits_while_the_engine_is_dead_is_told_of_the_engine_and_not_of_wor
         url = f"http://127.0.0.1:{refusing.getsockname()[1]}"
     with RouterProcess(tmp_path, beat_s=0.1, missed_beats=50, engine=url) as router:
         asker = town.client(router.ready.address)
-        asker.says(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
+        asker.send(AskGroup(GroupId("r1", 1), "c", "typo", 4, "tcp://sink"))
         until(lambda: asker.of(GroupMoved) and asker.of(GroupMoved)[-1].reason, asker)
         until(router.causes, asker)
         reasons = [moved.reason for moved in asker.of(GroupMoved) if moved.reason]
@@ -225,8 +225,8 @@ def test_a_drain_reaches_its_worker_and_one_of_nobody_is_answered(
     runner = town.worker(router.ready.address, "w0")
     until(lambda: router.worker("w0"), runner)
     typist = town.peer(router.ready.address, "cli")
-    typist.says(AskDrain(1, "w9", ""))
-    typist.says(AskDrain(2, "w0", "an update"))
+    typist.send(AskDrain(1, "w9", ""))
+    typist.send(AskDrain(2, "w0", "an update"))
     until(lambda: len(typist.of(DrainAnswered)) == 2, typist, runner)
     until(lambda: runner.of(DrainWorker), runner)
     unknown, known = typist.of(DrainAnswered)
@@ -240,13 +240,13 @@ def test_overload_is_answered_with_a_time_to_come_back(tmp_path: Path, town: Tow
     with RouterProcess(tmp_path, max_queued_groups=2) as router:
         asker = town.client(router.ready.address)
         for seq in range(5):
-            asker.says(ask(seq))
+            asker.send(ask(seq))
         until(lambda: len(asker.of(AskRefused)) == 3, asker)
         assert all(refused.retry_after_s > 0 for refused in asker.of(AskRefused))
         assert all(refused.reason.startswith("overloaded: ") for refused in asker.of(AskRefused))
         runner = town.worker(router.ready.address, "w0")
         until(lambda: len(runner.of(RunGroup)) == 2, asker, runner)
-        asker.says(ask(4))
+        asker.send(ask(4))
         until(lambda: has_run(runner, 4), asker, runner)
 
 
@@ -269,11 +269,11 @@ def passes_by(router: RouterProcess, town: Town, runner: Peer, stage: int) -> No
     name, group_id = f"passer-{stage}", GroupId("passer", stage)
     passer = town.peer(router.ready.address, name)
     steps: list[Callable[[], None]] = [
-        lambda: passer.says(ClientHello(name)),
-        lambda: passer.says(AskGroup(group_id, name, "guess", 1, "tcp://x")),
+        lambda: passer.send(ClientHello(name)),
+        lambda: passer.send(AskGroup(group_id, name, "guess", 1, "tcp://x")),
         lambda: until(lambda: group_id in [run.group_id for run in runner.of(RunGroup)], runner),
-        lambda: runner.says(GroupDelivered(group_id, 1)),
-        lambda: passer.says(ClientLeft(name)),
+        lambda: runner.send(GroupDelivered(group_id, 1)),
+        lambda: passer.send(ClientLeft(name)),
     ]
     for step in steps[: stage + 1]:
         step()

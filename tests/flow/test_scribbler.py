@@ -8,7 +8,7 @@ import torch
 
 from rollmesh.core.errors import RankGone
 from rollmesh.trainer.controller.controller import RoleCall, TrainController
-from tests.flow.rank_crew import household, plan
+from tests.flow.rank_group import plan, serving_runtime
 
 
 def test_a_rank_that_scribbles_ends_and_names_the_line_and_nobody_else_sees_it(
@@ -17,7 +17,7 @@ def test_a_rank_that_scribbles_ends_and_names_the_line_and_nobody_else_sees_it(
     crew = msgspec.structs.replace(
         plan(1, make="tests.flow.scribbler:Scribbler"), folder=str(tmp_path)
     )
-    with household() as home:
+    with serving_runtime() as home:
         row = home.plane.remotize(torch.ones(1000))
         with TrainController(crew, home) as controller, pytest.raises(RankGone, match="signal 11"):
             controller.call(RoleCall("sums.scribble"), [row])

@@ -136,7 +136,7 @@ async def test_without_a_model_the_tiny_one_is_made_and_played(tmp_path: Path) -
         ),
     ],
 )
-async def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], told: str) -> None:
+async def test_a_mistake_is_a_one_line_error(tmp_path: Path, words: list[str], told: str) -> None:
     code, _, err = await rollmesh(tmp_path, *words)
     assert (code, err.count("\n")) == (2, 1)
     assert told in err

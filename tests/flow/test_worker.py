@@ -121,10 +121,10 @@ async def test_group_outlives_its_router_and_runs_once(mesh: Mesh) -> None:
     assert_exact(finished)
     assert mesh.engine.num_seen("/generate") == 4
     # Each says in one line what it found again.
-    await mesh.until(lambda: mesh.told("router", "router.recovered"))
-    [row] = mesh.told("router", "router.recovered")
+    await mesh.until(lambda: mesh.logged("router", "router.recovered"))
+    [row] = mesh.logged("router", "router.recovered")
     assert {key: row[key] for key in row if key.startswith("num_") and row[key]} == {"num_kept": 1}
-    [row] = mesh.told("worker-0", "worker.reasserted")
+    [row] = mesh.logged("worker-0", "worker.reasserted")
     assert (row["num_running"], row["num_undelivered"]) == (1, 0)
     client.cancel(waiting_id, "enough")
     assert await take(client) == [Dropped(waiting_id, "cancelled: enough")]

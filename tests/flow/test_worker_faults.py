@@ -280,7 +280,7 @@ class TheEnv(Plain):
 
 async def test_groups_of_a_worker_whose_tasks_are_cancelled_run_elsewhere(mesh: Mesh) -> None:
     env = mesh.write_env("cancels", CANCELS_ALL)
-    falling = asyncio.ensure_future(ended(mesh.worker_words("worker-0", env), mesh.folder))
+    falling = asyncio.ensure_future(ended(mesh.worker_args("worker-0", env), mesh.folder))
     client = mesh.client()
     ask(client, env=env, how="well")
     await mesh.until(lambda: mesh.worker_status("worker-0").get("in_flight") == 2)

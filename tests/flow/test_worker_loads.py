@@ -47,7 +47,7 @@ async def test_environment_that_fails_to_load_is_told_to_its_clients_at_once(mes
         env = mesh.write_env(how, FAILS_TO_LOAD[how])
         early[ask(client, env=env)] = how
         limit_s = LIMIT_S if "hangs" in how else PATIENCE_S
-        code, err = await ended(mesh.worker_words(how, env, load_timeout_s=limit_s), mesh.folder)
+        code, err = await ended(mesh.worker_args(how, env, load_timeout_s=limit_s), mesh.folder)
         assert code == 2
         [line] = err.splitlines()
         assert line.startswith(f'rollmesh: env = "{env}"')
@@ -71,7 +71,7 @@ async def test_environment_that_fails_to_load_is_told_to_its_clients_at_once(mes
 async def test_failed_environment_is_told_to_a_router_that_was_away(mesh: Mesh) -> None:
     env = mesh.write_env("raises", FAILS_TO_LOAD["raises"])
     address = mesh.router.ready.address
-    words = mesh.worker_words("worker-0", env)
+    words = mesh.worker_args("worker-0", env)
     await asyncio.to_thread(mesh.router.kill)
     failing = asyncio.ensure_future(ended(words, mesh.folder))
     mesh.router = await asyncio.to_thread(mesh.start_router, address)
@@ -97,7 +97,7 @@ async def test_crash_in_a_load_is_told_to_clients_at_once(mesh: Mesh, how: str) 
     env = mesh.write_env(how, NO_CORE + source)
     client = mesh.client()
     ask(client, env=env)
-    assert (await ended(mesh.worker_words("worker-0", env), mesh.folder))[0] == code
+    assert (await ended(mesh.worker_args("worker-0", env), mesh.folder))[0] == code
     early = await take(client)
     ask(client, env=env)
     for dropped in [*early, *await take(client)]:
@@ -122,7 +122,7 @@ async def test_nobody_gives_up_an_environment_that_another_worker_still_loads(me
     ask(client, env=env)
     loading = asyncio.ensure_future(asyncio.to_thread(mesh.worker, "worker-0", env))
     await mesh.until(lambda: mesh.worker_status("worker-0").get("state") == "loading")
-    assert (await ended(mesh.worker_words("crasher", env), mesh.folder))[0] == 3
+    assert (await ended(mesh.worker_args("crasher", env), mesh.folder))[0] == 3
     await mesh.until(lambda: not mesh.worker_status("crasher"))
     (mesh.folder / "go").touch()
     await loading

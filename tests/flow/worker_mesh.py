@@ -1,4 +1,4 @@
-"""A router and workers as real processes, a scripted engine, clients: the flow tests' mesh."""
+"""The flow tests' mesh: a router and workers as real processes, a scripted engine, and clients."""
 
 import asyncio
 import os
@@ -39,9 +39,11 @@ from rollmesh.wire.sockets import Dialer, Hub, wait
 
 PATIENCE_S = 60.0
 BEAT_S, MISSED_BEATS = 0.1, 30
-"""Who is silent for 3 s is lost: longer than a busy machine keeps a process from its CPU."""
+"""A process that is silent for 3 s is considered lost: longer than a busy machine keeps a process
+from its CPU.
+"""
 LOOK_S = 0.02
-"""How often another process's state is looked at: it tells nobody when it changes."""
+"""Poll interval for the state of other processes."""
 TURNS = {"num_turns": 2, "prompt_chars": 20, "turn_chars": 10, "max_tokens": 3}
 
 
@@ -67,7 +69,7 @@ class Plain(Env):
 
 
 def byte_token(policy_version: int, context: Sequence[int]) -> int:
-    """As chain_token, but only ids of the folder's vocabulary, and never a stop."""
+    """Like chain_token, but only ids of the folder's vocabulary, and never a stop."""
     return 1 + zlib.crc32(repr((policy_version, list(context))).encode()) % 200
 
 
@@ -79,7 +81,7 @@ CONFINED = (
 
 
 class Process:
-    """One `rollmesh VERB` that has said Ready."""
+    """A `rollmesh VERB` process that has reported Ready."""
 
     def __init__(self, popen: "subprocess.Popen[bytes]", ready: Ready) -> None:
         self.popen = popen
@@ -91,9 +93,9 @@ class Process:
 
 
 @contextmanager
-def running(folder: Path, *words: str, before: tuple[str, ...] = ()) -> Iterator[Process]:
+def running(folder: Path, *args: str, before: tuple[str, ...] = ()) -> Iterator[Process]:
     reading, writing = os.pipe()
-    argv = [*before, sys.executable, "-m", "rollmesh.cli.main", *words, "--ready-fd", str(writing)]
+    argv = [*before, sys.executable, "-m", "rollmesh.cli.main", *args, "--ready-fd", str(writing)]
     popen = subprocess.Popen(argv, pass_fds=[writing], cwd=folder)
     os.close(writing)
     try:
@@ -105,7 +107,7 @@ def running(folder: Path, *words: str, before: tuple[str, ...] = ()) -> Iterator
 
 
 class Mesh:
-    """A router and a folder; workers on demand."""
+    """A router and a run folder; tests start workers on it."""
 
     def __init__(
         self, folder: Path, engine: ScriptedEngine, stack: ExitStack, **router: object
@@ -119,9 +121,9 @@ class Mesh:
         self.router = self.start_router()
 
     def start_router(self, bind: str = "tcp://127.0.0.1:0") -> Process:
-        words = ["router", *self.settings(), "--set", f"router.bind={bind}"]
-        words += ["--engine", self.engine.url]
-        return self._stack.enter_context(running(self.folder, *words))
+        args = ["router", *self.settings(), "--set", f"router.bind={bind}"]
+        args += ["--engine", self.engine.url]
+        return self._stack.enter_context(running(self.folder, *args))
 
     def settings(self, env: str = "echo", **env_settings: object) -> list[str]:
         values = {
@@ -135,52 +137,52 @@ class Mesh:
         path.write_bytes(msgspec.json.encode(values))
         return ["--config", str(path)]
 
-    def worker_words(self, worker_id: str, env: str = "echo", **worker: object) -> list[str]:
-        """Of a worker that serves `env`; `worker` are settings of that section."""
-        words = ["worker", *self.settings(env), "--router", self.router.ready.address]
-        words += ["--worker-id", worker_id]
+    def worker_args(self, worker_id: str, env: str = "echo", **worker: object) -> list[str]:
+        """Arguments of a worker that serves `env`; `worker` are settings of that section."""
+        args = ["worker", *self.settings(env), "--router", self.router.ready.address]
+        args += ["--worker-id", worker_id]
         for key, value in worker.items():
-            words += ["--set", f"worker.{key}={value}"]
-        return words
+            args += ["--set", f"worker.{key}={value}"]
+        return args
 
     def worker(self, worker_id: str, env: str = "echo", **worker: object) -> Process:
-        words = self.worker_words(worker_id, env, **worker)
-        return self._stack.enter_context(running(self.folder, *words))
+        args = self.worker_args(worker_id, env, **worker)
+        return self._stack.enter_context(running(self.folder, *args))
 
     def confined_worker(self, worker_id: str, env: str, **worker: object) -> Process:
-        """A worker of user 65534 that was started with CAP_SETUID and CAP_SETGID only."""
-        words = (*self.worker_words(worker_id, env, **worker), "--user=65534")
-        return self._stack.enter_context(running(self.folder, *words, before=CONFINED))
+        """Start a worker as user 65534 with CAP_SETUID and CAP_SETGID only."""
+        args = (*self.worker_args(worker_id, env, **worker), "--user=65534")
+        return self._stack.enter_context(running(self.folder, *args, before=CONFINED))
 
     def write_env(self, name: str, source: str) -> str:
-        """Write the module of an environment with the class TheEnv; what a setting calls it."""
+        """Write the module of an environment with the class TheEnv; return its name in settings."""
         (self.folder / f"{name}.py").write_text(ENV_HEAD + source)
         return f"{name}:TheEnv"
 
     def status(self) -> dict[str, Any]:
-        """What the router says of itself."""
+        """The router's /status."""
         url = f"{self.router.ready.http_address}/status"
         with urllib.request.urlopen(url, timeout=PATIENCE_S) as reply:
             status: dict[str, Any] = msgspec.json.decode(reply.read())
         return status
 
-    def told(self, role: str, event: str) -> list[dict[str, Any]]:
-        """What the log of `role` has of that event."""
+    def logged(self, role: str, event: str) -> list[dict[str, Any]]:
+        """Entries of this event in the log of `role`."""
         [path] = self.folder.rglob(f"logs/{role}.log")
         rows = map(msgspec.json.decode, path.read_bytes().splitlines())
         return [row for row in rows if row["event"] == event]
 
     def worker_status(self, worker_id: str) -> dict[str, Any]:
-        """Its line there; empty where the router does not know it."""
+        """The worker's row in the status; empty if the router does not know it."""
         lines = self.status()["workers"]
         return next((line for line in lines if line["worker_id"] == worker_id), {})
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Look again and again, from a thread, until `condition` holds."""
+        """Poll from a thread until `condition` holds."""
         await asyncio.to_thread(look_until, condition)
 
     def last_reason(self, worker_id: str) -> str:
-        """Why it left, as it has logged."""
+        """The reason with which the worker left, from its log."""
         return last_reason(self.folder / "mesh" / "logs" / f"{worker_id}.log")
 
     def client(self, keys: Keys | None = None) -> RolloutClient:
@@ -192,7 +194,7 @@ class Mesh:
 
 
 def last_reason(log: Path) -> str:
-    """Why a worker left, by its log."""
+    """The reason with which a worker left, from its log."""
     events = [msgspec.json.decode(line) for line in log.read_bytes().splitlines()]
     return str([each for each in events if each["event"] == "worker.left"][-1]["reason"])
 
@@ -208,7 +210,7 @@ def look_until(condition: Callable[[], object]) -> None:
 async def open_mesh(
     folder: Path, next_token: NextToken = byte_token, **router: object
 ) -> AsyncIterator[Mesh]:
-    """A router that serves, with its engine; all processes end with the block."""
+    """Run a router with its engine; all processes end with the block."""
     async with ScriptedEngine(next_token) as engine:
         with ExitStack() as stack:
             yield await asyncio.to_thread(lambda: Mesh(folder, engine, stack, **router))
@@ -229,10 +231,10 @@ async def take(client: RolloutClient, num_groups: int = 1) -> list[Arrival]:
 
 
 async def ended(argv: list[str], folder: Path) -> tuple[int, str]:
-    """Exit code and stderr of `rollmesh ARGV`."""
-    words = [sys.executable, "-m", "rollmesh.cli.main", *argv]
+    """Run `rollmesh ARGV`; return its exit code and stderr."""
+    command = [sys.executable, "-m", "rollmesh.cli.main", *argv]
     done = await asyncio.to_thread(
-        subprocess.run, words, capture_output=True, cwd=folder, timeout=PATIENCE_S, check=False
+        subprocess.run, command, capture_output=True, cwd=folder, timeout=PATIENCE_S, check=False
     )
     return done.returncode, done.stderr.decode()
 
@@ -242,7 +244,7 @@ async def leaves(process: Process) -> int:
 
 
 class SlowSink:
-    """A client by hand: a sink that acks when the test says so."""
+    """A scripted client: a sink that acks when the test calls `ack`."""
 
     def __init__(self, router: str) -> None:
         self.hub = Hub("tcp://127.0.0.1:0")
@@ -266,7 +268,7 @@ class SlowSink:
         self.dialer.send(Packet(message, body=body))
 
     def has(self, group_id: GroupId) -> bool:
-        """Whether it has come, at least once."""
+        """Whether the group has arrived at least once."""
         return any(message.group_id == group_id for _, message in self.finished)
 
     def ack(self, route: bytes, message: GroupFinished) -> None:

@@ -54,8 +54,8 @@ def internal(request: pytest.FixtureRequest) -> Iterator[Internal]:
 
 
 def answer_to(peer: Peer, ask: JoinEngine | SleepEngine | ReadFleet) -> FleetAnswered:
-    peer.heard.clear()
-    peer.says(ask)
+    peer.received.clear()
+    peer.send(ask)
     until(lambda: peer.of(FleetAnswered), peer)
     answer = peer.of(FleetAnswered)[0]
     assert isinstance(answer, FleetAnswered)

@@ -1,6 +1,6 @@
-"""A train controller from its start to its end, whoever ends it, and calls that go wrong in groups.
+"""A train controller's start and end, and calls that fail in tensor-parallel groups.
 
-Ranks of a tensor-parallel group are four here, two heads with one beside each.
+The groups have four ranks here: two heads with one rank beside each.
 """
 
 import gc
@@ -23,7 +23,7 @@ from rollmesh.trainer.controller.hub import RankHub
 from rollmesh.trainer.controller.rank_group import NO_STEP, RankGroupSettings
 from rollmesh.trainer.controller.spec import PlaneSpec, RankSpec, Topology
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
-from tests.flow.rank_crew import SMALL, household, plan
+from tests.flow.rank_group import SMALL, plan, serving_runtime
 
 GONE_S = 60.0
 ALL = Reduce(default="sum")
@@ -31,7 +31,7 @@ ALL = Reduce(default="sum")
 
 @pytest.fixture(scope="module")
 def home() -> Iterator[TensorRuntime]:
-    with household() as own:
+    with serving_runtime() as own:
         yield own
 
 
@@ -42,7 +42,7 @@ def plane(home: TensorRuntime) -> Plane:
 
 @pytest.fixture(scope="module")
 def pairs(home: TensorRuntime) -> Iterator[TrainController]:
-    """Two heads, and a rank beside each."""
+    """A controller with two heads and one rank beside each."""
     with TrainController(plan(4, width=2), home) as started:
         yield started
 
@@ -52,7 +52,7 @@ def processes_of(controller: TrainController) -> list[psutil.Process]:
 
 
 def pipes(folder: Path) -> tuple[Path, Path]:
-    """By which a role says that it has begun, and waits to be let go on."""
+    """Pipes by which a role reports that it has begun, and waits for permission to continue."""
     flag, gate = folder / "flag", folder / "gate"
     os.mkfifo(flag)
     os.mkfifo(gate)
@@ -63,7 +63,7 @@ def have_ended(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=GONE_S)[1]
 
 
-def test_ranks_beside_both_heads_compute_on_what_their_own_head_was_given(
+def test_ranks_beside_both_heads_compute_on_the_arguments_of_their_own_head(
     plane: Plane, pairs: TrainController
 ) -> None:
     rows = pairs.take(plane.remotize([torch.full((3,), float(n)) for n in (1, 2, 3, 4)]), 1)
@@ -90,12 +90,12 @@ def test_calls_of_several_threads_run_in_one_order_at_all_ranks(
 
     with ThreadPoolExecutor(6) as threads:
         answers = list(threads.map(ask, range(24)))
-    # Two kinds of collective, of all ranks and of a pair: out of order they would hang, or mix.
+    # Collectives of all ranks and of a pair: out of order they would hang or mix.
     assert answers == [4.0 * n + 6 if n % 2 else 4.0 * n for n in range(24)]
     pairs.clear_batches(rows)
 
 
-def test_what_cannot_be_staged_at_one_head_is_run_by_no_rank_of_any_group(
+def test_a_call_that_cannot_be_staged_at_one_head_runs_on_no_rank(
     plane: Plane, pairs: TrainController
 ) -> None:
     good, bad = plane.remotize([torch.ones(2), torch.ones(2)])
@@ -117,9 +117,9 @@ def test_arguments_are_fetched_while_an_earlier_call_runs(
     assert flag.read_bytes() == b"here"
     rows = pairs.take(plane.remotize([torch.ones(2), torch.ones(2)]), 2)
     waiting = pairs.begin(RoleCall("sums.digest", reduce=ALL), rows, scale=1.0)
-    heads = (1, 3)  # after this process's own: ranks 0 and 2
+    heads = (1, 3)  # after the arguments of this process's own ranks, 0 and 2
     while not all(pairs.clear_batches().processes[at].buffered.num_tensors for at in heads):
-        """Its step thread waits for us, so what is fetched is fetched beside it."""
+        """Its step thread waits for the test, so the fetch runs concurrently."""
     gate.write_bytes(b"go on")
     running.result()
     assert waiting.result() == (4.0, 4.0)
@@ -162,7 +162,7 @@ def test_a_rank_that_is_killed_beside_a_head_ends_the_call_and_all_ranks(
         assert have_ended(processes)
 
 
-def test_a_controller_is_closed_once_and_answers_nobody_later(home: TensorRuntime) -> None:
+def test_a_controller_closes_once_and_answers_no_later_call(home: TensorRuntime) -> None:
     controller = TrainController(plan(1), home)
     controller.start()
     processes = processes_of(controller)
@@ -175,7 +175,7 @@ def test_a_controller_is_closed_once_and_answers_nobody_later(home: TensorRuntim
     assert (held.missing, held.leaks) == ((0,), ())
 
 
-def test_a_rank_that_cannot_clear_says_why_and_hears_the_next() -> None:
+def test_a_rank_that_cannot_clear_reports_why_and_handles_the_next_query() -> None:
     def alone(address: str) -> list[RankSpec]:
         one = RankSpec(controller=address, rank=0, topology=Topology(1), roles={}, plane=SMALL)
         return [one]
@@ -184,8 +184,8 @@ def test_a_rank_that_cannot_clear_says_why_and_hears_the_next() -> None:
     hub.start()
     hub.formed.result()
     for ids, error in ((b"no ids", "6 bytes are not a list of ids"), (b"", "")):
-        told = hub.query_tensors(NO_STEP, ids).result()
-        assert [(each.rank, each.error) for each in told.reports] == [(0, error)]
+        held = hub.query_tensors(NO_STEP, ids).result()
+        assert [(each.rank, each.error) for each in held.reports] == [(0, error)]
     hub.close("done")
 
 
@@ -196,9 +196,7 @@ def test_a_controller_that_never_started_can_be_closed(home: TensorRuntime) -> N
         controller.start()
 
 
-def test_a_close_in_mid_call_fails_that_call_and_waits_for_nobody_who_waits(
-    home: TensorRuntime, tmp_path: Path
-) -> None:
+def test_a_close_during_a_call_fails_the_call_at_once(home: TensorRuntime, tmp_path: Path) -> None:
     flag, gate = pipes(tmp_path)
     controller = TrainController(plan(1), home)
     controller.start()
@@ -215,14 +213,14 @@ def test_a_close_in_mid_call_fails_that_call_and_waits_for_nobody_who_waits(
     assert have_ended(processes)
 
 
-def test_a_controller_that_nobody_has_any_more_ends_its_ranks(home: TensorRuntime) -> None:
+def test_a_garbage_collected_controller_ends_its_ranks(home: TensorRuntime) -> None:
     controller = TrainController(plan(1), home)
     controller.start()
     processes = processes_of(controller)
     begun = controller.begin("sums.all_of", 2.0)
     del controller
     gc.collect()
-    assert begun.result() == {"total": 2.0}, "who waits for a call still has it"
+    assert begun.result() == {"total": 2.0}, "the pending call still has its result"
     del begun
     gc.collect()
     assert have_ended(processes)
@@ -231,51 +229,51 @@ def test_a_controller_that_nobody_has_any_more_ends_its_ranks(home: TensorRuntim
 def test_what_a_role_prints_goes_to_the_runs_folder(
     home: TensorRuntime, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told = msgspec.structs.replace(plan(1), folder=str(tmp_path))
-    with TrainController(told, home) as controller:
-        controller.call("sums.say", "so far, so good")
+    with_folder = msgspec.structs.replace(plan(1), folder=str(tmp_path))
+    with TrainController(with_folder, home) as controller:
+        controller.call("sums.log", "so far, so good")
     assert (tmp_path / "logs/rank-0.out").read_text() == "so far, so good\n"
     assert "so far" not in capfd.readouterr().out
 
 
-def failing_start(told: RankPlan, home: TensorRuntime) -> str:
-    """The line that it ends with."""
-    with pytest.raises(RankGone) as caught, TrainController(told, home):
+def failing_start(rank_plan: RankPlan, home: TensorRuntime) -> str:
+    """Return the line of the error with which the start fails."""
+    with pytest.raises(RankGone) as caught, TrainController(rank_plan, home):
         raise AssertionError("it has begun")
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "error"),
     [
         ("no_such_package:Actor", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("tests.flow.rank_roles:Actor", "'tests.flow.rank_roles:Actor' is not a callable"),
     ],
 )
-def test_a_role_that_cannot_be_imported_is_one_line(
-    home: TensorRuntime, make: str, said: str
+def test_a_role_that_cannot_be_imported_is_a_one_line_error(
+    home: TensorRuntime, make: str, error: str
 ) -> None:
     line = failing_start(plan(1, make=make), home)
-    assert line.startswith(f"rank 0 is gone: {said}")
+    assert line.startswith(f"rank 0 is gone: {error}")
     assert "\n" not in line
 
 
-def test_an_address_that_is_taken_is_one_line(home: TensorRuntime) -> None:
+def test_an_address_in_use_is_a_one_line_error(home: TensorRuntime) -> None:
     bind = home.address
     line = failing_start(msgspec.structs.replace(plan(1), plane=PlaneSpec(bind=bind)), home)
     taken = f"{bind.removeprefix('tcp://')}: cannot listen there: address already in use"
     assert line.startswith(f"rank 0 is gone: {taken}")
 
 
-def test_a_device_that_is_not_there_is_one_line(
+def test_a_missing_device_is_a_one_line_error(
     home: TensorRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as its rank is started with
-    told = msgspec.structs.replace(plan(1), device="cuda")
-    assert 'device = "cuda": torch finds no GPU' in failing_start(told, home)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the device with which its rank starts
+    with_gpu = msgspec.structs.replace(plan(1), device="cuda")
+    assert 'device = "cuda": torch finds no GPU' in failing_start(with_gpu, home)
 
 
-def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: TensorRuntime) -> None:
+def test_an_invalid_plan_is_refused_before_any_process_starts(home: TensorRuntime) -> None:
     for num_ranks, width in ((0, 1), (4, 3), (2, 0)):
         with pytest.raises(ConfigError, match=f"{num_ranks} ranks do not divide into groups"):
             plan(num_ranks, width)
@@ -284,7 +282,7 @@ def test_a_plan_that_cannot_be_is_refused_before_any_process_starts(home: Tensor
         TrainController(open_plane, home)
 
 
-def test_rows_that_are_released_shortly_after_a_call_are_no_leak(
+def test_rows_released_shortly_after_a_call_are_no_leak(
     plane: Plane, pairs: TrainController
 ) -> None:
     rows = pairs.take(plane.remotize([torch.ones(8), torch.ones(8)]), 90)

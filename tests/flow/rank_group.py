@@ -1,6 +1,6 @@
 """A train controller with ranks of tests/flow/rank_roles.py, for tests and as a program.
 
-python -m tests.flow.rank_crew     starts two ranks, prints their pids, and waits to be killed
+python -m tests.flow.rank_group     starts two ranks, prints their pids, and waits to be killed
 """
 
 import contextlib
@@ -25,7 +25,7 @@ ROLE = "tests.flow.rank_roles:Arithmetic"
 def plan(
     num_ranks: int, width: int = 1, make: str = ROLE, report_timeout_s: float = 10.0
 ) -> RankPlan:
-    """Ranks that have one role, `sums`, made with one setting."""
+    """Plan ranks with one role, `sums`, made with one setting."""
     return RankPlan(
         topology=Topology(num_ranks, width),
         roles={"sums": RoleSpec(make=make, settings={"colour": "blue"} if make == ROLE else {})},
@@ -41,8 +41,8 @@ def plan(
 
 
 @contextlib.contextmanager
-def household(lease_s: float = SMALL.lease_s) -> Iterator[TensorRuntime]:
-    """This process's own plane, served to others."""
+def serving_runtime(lease_s: float = SMALL.lease_s) -> Iterator[TensorRuntime]:
+    """This process's tensor runtime, which serves other processes."""
     home = TensorRuntime(msgspec.structs.replace(SMALL, lease_s=lease_s), None)
     before = use(home.plane)
     try:
@@ -53,17 +53,16 @@ def household(lease_s: float = SMALL.lease_s) -> Iterator[TensorRuntime]:
 
 
 def main() -> None:
-    """See the module."""
-    with household() as home:
+    with serving_runtime() as home:
         if sys.argv[1:] == ["owner"]:
-            say(pack(home.plane.remotize([torch.ones(3), torch.ones(3)])).hex())
+            print_and_wait(pack(home.plane.remotize([torch.ones(3), torch.ones(3)])).hex())
         else:
             with TrainController(plan(2), home) as controller:
-                say(" ".join(map(str, controller.pids())))
+                print_and_wait(" ".join(map(str, controller.pids())))
 
 
-def say(line: str) -> None:
-    """Print it, and wait for the end."""
+def print_and_wait(line: str) -> None:
+    """Print a line, and wait to be killed."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
     threading.Event().wait()

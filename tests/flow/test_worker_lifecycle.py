@@ -155,7 +155,7 @@ class TheEnv(Plain):
 @pytest.mark.parametrize("is_held", [False, True])
 async def test_worker_ends_at_the_second_signal_whatever_it_runs(mesh: Mesh, is_held: bool) -> None:
     env = mesh.write_env("holds", HOLDS_THE_LOOP) if is_held else "echo"
-    words = mesh.worker_words("worker-0", env, drain_timeout_s=600.0)
+    words = mesh.worker_args("worker-0", env, drain_timeout_s=600.0)
     argv = [sys.executable, "-m", "rollmesh.cli.main", *words]
     worker = await asyncio.create_subprocess_exec(*argv, cwd=mesh.folder)
     client = mesh.client()

@@ -15,7 +15,7 @@ from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import CallEnded, RankBeat, RankHello, RankLeft, RankReady
 from rollmesh.wire.scheduling import ReportPreempt
 from rollmesh.wire.sockets import Dialer
-from tests.flow.rank_crew import ROLE, SMALL
+from tests.flow.rank_group import ROLE, SMALL
 
 WAIT_S = 60.0
 SETTINGS = RankGroupSettings(start_s=WAIT_S, beat_s=0.1, silence_s=WAIT_S)
