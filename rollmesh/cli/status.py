@@ -5,6 +5,7 @@
 - Text that others wrote (an error, a name) is shown as it is and never parsed as markup.
 """
 
+import argparse
 import contextlib
 import datetime
 import sys
@@ -57,9 +58,8 @@ PIPE_WIDTH = 200
 ReadReport = Callable[[], MeshReport]
 
 
-def status(argv: list[str]) -> int:
-    """`rollmesh status [RUN_FOLDER | --router ADDRESS]`: show a mesh, once or until Ctrl-C."""
-    arguments = parser("status", "Show a run: its progress, workers, queue and engines.")
+def _add_mesh(arguments: argparse.ArgumentParser) -> None:
+    """Add the run folder or router of the mesh."""
     where = arguments.add_mutually_exclusive_group()
     where.add_argument(
         "run_folder", type=Path, nargs="?", help="run folder (default: the newest in runs/)"
@@ -70,6 +70,12 @@ def status(argv: list[str]) -> int:
         help="address of a router: tcp://host:port or http://host:port",
     )
     add_run(arguments)
+
+
+def status(argv: list[str]) -> int:
+    """`rollmesh status [RUN_FOLDER | --router ADDRESS]`: show a mesh, once or until Ctrl-C."""
+    arguments = parser("status", "Show a run: its progress, workers, queue and engines.")
+    _add_mesh(arguments)
     arguments.add_argument("--watch", action="store_true", help="refresh each second until Ctrl-C")
     arguments.add_argument(
         "--json", dest="is_json", action="store_true", help="print one JSON line"
@@ -283,16 +289,7 @@ def drain(argv: list[str]) -> int:
     """
     arguments = parser("drain", "Let a worker finish its rollouts, then stop its process.")
     arguments.add_argument("worker", help="id of the worker; `rollmesh status` lists them")
-    where = arguments.add_mutually_exclusive_group()
-    where.add_argument(
-        "run_folder", type=Path, nargs="?", help="run folder (default: the newest in runs/)"
-    )
-    where.add_argument(
-        "--router",
-        metavar="ADDRESS",
-        help="address of the router: tcp://host:port or http://host:port",
-    )
-    add_run(arguments)
+    _add_mesh(arguments)
     options = arguments.parse_args(argv)
     run = options.run
     if options.router:

@@ -23,7 +23,7 @@ from rollmesh.trainer.algorithms.loss import TokenTerms, token_logprobs
 from rollmesh.trainer.algorithms.registry import find_loss
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.models.folders import load_model
-from rollmesh.trainer.roles.learner import Learner, Row, RowBatch, Terms
+from rollmesh.trainer.roles.learner import LearnedModel, Learner, Row, RowBatch, Terms
 from rollmesh.trainer.roles.losses import (
     NO_LOSS,
     Estimate,
@@ -50,7 +50,7 @@ class LanguageTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(NO_LOSS)
 
 
-class LanguageModel:
+class LanguageModel(LearnedModel):
     """One language model on all ranks; its methods are those above."""
 
     def __init__(
@@ -68,7 +68,7 @@ class LanguageModel:
         unknown or refused field, ConfigError for an unknown loss.
         """
         self._terms = msgspec.convert(losses or {}, LanguageTerms)
-        self._learner = Learner(context, load_model(Path(path)), Path(path), trainer)
+        super().__init__(Learner(context, load_model(Path(path)), Path(path), trainer))
         self._settings = self._learner.settings
         self._loss = find_loss(self._settings.loss)
 
@@ -96,22 +96,6 @@ class LanguageModel:
         """Do a step of PPO or GRPO. Columns: `advantages`, and optionally `proximal` (as the train
         step began), `logprobs` (as recorded when sampled) and `reference`."""
         return self._learner.train(rows, row_weights, step, self._policy)
-
-    def snapshot(self, folder: str) -> None:
-        """Copy the training state, and write it in the background."""
-        self._learner.snapshot(Path(folder))
-
-    def is_snapshot_written(self) -> bool:
-        """Whether all ranks have written it."""
-        return self._learner.is_snapshot_written()
-
-    def restore(self, folder: str) -> None:
-        """Read this rank's rows; any number of ranks may have written them."""
-        self._learner.restore(Path(folder))
-
-    def save(self, folder: str) -> None:
-        """Write the model folder."""
-        self._learner.save(Path(folder))
 
     def _logprobs(self, batch: RowBatch) -> tuple[Tensor, Tensor]:
         """(log-probs [N], entropies [N])."""

@@ -282,3 +282,26 @@ class Learner:
         batches = [*pack_rows(rows, row_weights, group_size, self._max_tokens, self._device)]
         num_missing = max(1, int(self._ranks.max(len(batches)))) - len(batches)
         return batches + [blank_batch(group_size, self._device)] * num_missing
+
+
+class LearnedModel:
+    """The methods of a role that save and restore its learner."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+
+    def snapshot(self, folder: str) -> None:
+        """Copy the training state, and write it in the background."""
+        self._learner.snapshot(Path(folder))
+
+    def is_snapshot_written(self) -> bool:
+        """Whether all ranks have written it."""
+        return self._learner.is_snapshot_written()
+
+    def restore(self, folder: str) -> None:
+        """Read this rank's rows; any number of ranks may have written them."""
+        self._learner.restore(Path(folder))
+
+    def save(self, folder: str) -> None:
+        """Write the model folder."""
+        self._learner.save(Path(folder))

@@ -23,7 +23,7 @@ from torch import Tensor
 from rollmesh.core.types import Json
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.models.folders import load_scorer
-from rollmesh.trainer.roles.learner import Learner, Row, RowBatch, Terms
+from rollmesh.trainer.roles.learner import LearnedModel, Learner, Row, RowBatch, Terms
 from rollmesh.trainer.roles.losses import (
     Returns,
     divergence,
@@ -49,7 +49,7 @@ class ScalarTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Penalty of a nat of divergence from the reference, in rewards (default: 0)."""
 
 
-class ScalarModel:
+class ScalarModel(LearnedModel):
     """One scalar model on all ranks; its methods are those above."""
 
     def __init__(
@@ -66,7 +66,7 @@ class ScalarModel:
         """
         self._terms = msgspec.convert(losses or {}, ScalarTerms)
         model, is_new = load_scorer(Path(path))
-        self._learner = Learner(context, model, Path(path), trainer)
+        super().__init__(Learner(context, model, Path(path), trainer))
         if is_new:
             # After Learner: with a head that always returns 0, packing could not be tested.
             torch.nn.init.zeros_(model.score.weight)
@@ -111,22 +111,6 @@ class ScalarModel:
     ) -> dict[str, float]:
         """Do a step of the reward model; `won` is the share of pairs that it orders correctly."""
         return self._learner.train(rows, row_weights, step, self._duel_terms, group_size=2)
-
-    def snapshot(self, folder: str) -> None:
-        """Copy the training state, and write it in the background."""
-        self._learner.snapshot(Path(folder))
-
-    def is_snapshot_written(self) -> bool:
-        """Whether all ranks have written it."""
-        return self._learner.is_snapshot_written()
-
-    def restore(self, folder: str) -> None:
-        """Read this rank's rows; any number of ranks may have written them."""
-        self._learner.restore(Path(folder))
-
-    def save(self, folder: str) -> None:
-        """Write the model folder."""
-        self._learner.save(Path(folder))
 
     def _returns(self, row: Row, values_N: Tensor) -> Returns:
         kl_N = torch.zeros_like(values_N)

@@ -21,11 +21,7 @@ class Static:
     name = "static"
 
     def __init__(self, reserve_after_s: float = 60.0) -> None:
-        self._reserve_after_s = reserve_after_s
-
-    @property
-    def reserve_after_s(self) -> float:
-        return self._reserve_after_s
+        self.reserve_after_s = reserve_after_s
 
     def generate(self, builder: PlanBuilder) -> PolicyResult:
         parts = partition(builder.state)

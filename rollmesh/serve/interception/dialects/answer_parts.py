@@ -27,11 +27,6 @@ def openai_error(error: SessionError) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
-def openai_error_body(error: SessionError) -> bytes:
-    """The body of a failed answer."""
-    return orjson.dumps(openai_error(error))
-
-
 def sse_event(data: dict[str, Any]) -> bytes:
     """Encode an event without a name."""
     return b"data: " + orjson.dumps(data) + b"\n\n"
@@ -58,6 +53,21 @@ COUNTS_SCHEMA = object_schema(input_tokens=NUMBER_SCHEMA, output_tokens=NUMBER_S
 
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of Chat and Completions."""
+
+
+class OpenAIDialect:
+    """The parts of Dialect that OpenAI's APIs share."""
+
+    count_route = ""
+    end_events = frozenset[str]()
+    error_events = frozenset[str]()
+    prefers_x_api_key = False
+
+    def error(self, error: SessionError) -> bytes:
+        return orjson.dumps(openai_error(error))
+
+    def error_event(self, error: SessionError) -> bytes:
+        return sse_event(openai_error(error))
 
 
 class TextPiece(msgspec.Struct, frozen=True):

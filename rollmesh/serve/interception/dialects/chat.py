@@ -34,8 +34,8 @@ from rollmesh.serve.interception.dialects.answer_parts import (
     NUMBER_SCHEMA,
     OPENAI_ERROR,
     TEXT_SCHEMA,
+    OpenAIDialect,
     openai_error,
-    openai_error_body,
     sse_event,
 )
 from rollmesh.serve.interception.dialects.dialect import (
@@ -99,16 +99,12 @@ def completion_schema(kind: str) -> Json:
     )
 
 
-class ChatDialect:
+class ChatDialect(OpenAIDialect):
     """Implements Dialect."""
 
     name: DialectName = "chat"
     route = "/chat/completions"
-    count_route = ""
     history_key = "messages"
-    end_events = frozenset[str]()
-    error_events = frozenset[str]()
-    prefers_x_api_key = False
     schema = ApiSchema(
         "ChatCompletion",
         ChatBody,
@@ -140,12 +136,6 @@ class ChatDialect:
             dialect=self.name,
         )
         return ChatRequest(turn, is_legacy)
-
-    def error(self, error: SessionError) -> bytes:
-        return openai_error_body(error)
-
-    def error_event(self, error: SessionError) -> bytes:
-        return sse_event(openai_error(error))
 
     def read_answer(self, events: Sequence[Json]) -> list[UpstreamChoice]:
         return read_chat_choices(events)

@@ -20,8 +20,8 @@ from rollmesh.runtime.chat import Delta, Turn
 from rollmesh.serve.interception.dialects.answer_parts import (
     DONE,
     OPENAI_ERROR,
+    OpenAIDialect,
     openai_error,
-    openai_error_body,
     sse_event,
 )
 from rollmesh.serve.interception.dialects.chat import completion_schema, read_chat_choices, usage
@@ -69,16 +69,12 @@ _ids = msgspec.json.Decoder(Ids)
 _batch = msgspec.json.Decoder(Annotated[list[Ids], _A_BATCH])
 
 
-class CompletionsDialect:
+class CompletionsDialect(OpenAIDialect):
     """Implements Dialect."""
 
     name: DialectName = "completions"
     route = "/completions"
-    count_route = ""
     history_key = "prompt"
-    end_events = frozenset[str]()
-    error_events = frozenset[str]()
-    prefers_x_api_key = False
     schema = ApiSchema(
         "Completion",
         CompletionBody,
@@ -96,12 +92,6 @@ class CompletionsDialect:
         prompts = read_prompts(bytes(body.prompt))
         turns = tuple(_turn(body, request, n, prompt) for n, prompt in enumerate(prompts))
         return CompletionRequest(turns, bool(body.echo))
-
-    def error(self, error: SessionError) -> bytes:
-        return openai_error_body(error)
-
-    def error_event(self, error: SessionError) -> bytes:
-        return sse_event(openai_error(error))
 
     def read_answer(self, events: Sequence[Json]) -> list[UpstreamChoice]:
         return read_chat_choices(events)

@@ -17,16 +17,13 @@ from typing import Any
 import msgspec
 import orjson
 
-from rollmesh.core.errors import SessionError
 from rollmesh.core.types import DialectName, OutputGrammar
 from rollmesh.runtime.chat import ChatMessage, FindAnswer, RequestedSampling, Turn, read_message
 from rollmesh.serve.interception.dialects.answer_parts import (
     COUNTS_SCHEMA,
     OPENAI_ERROR,
     TEXT_SCHEMA,
-    openai_error,
-    openai_error_body,
-    sse_event,
+    OpenAIDialect,
 )
 from rollmesh.serve.interception.dialects.dialect import (
     ApiSchema,
@@ -162,16 +159,14 @@ _ANSWER = object_schema(
 )
 
 
-class ResponsesDialect:
+class ResponsesDialect(OpenAIDialect):
     """Implements Dialect."""
 
     name: DialectName = "responses"
     route = "/responses"
-    count_route = ""
     history_key = "input"
     end_events = frozenset({"response.completed", "response.incomplete", "response.failed"})
     error_events = frozenset({"response.failed", "response.error"})
-    prefers_x_api_key = False
     schema = ApiSchema("Response", ResponsesBody, _ANSWER, "OpenAIError", OPENAI_ERROR)
 
     def decode(self, request: RequestBody) -> DecodedRequest:
@@ -203,12 +198,6 @@ class ResponsesDialect:
             dialect=self.name,
         )
         return ResponsesRequest(turn, _echo(body, raw_tools, include))
-
-    def error(self, error: SessionError) -> bytes:
-        return openai_error_body(error)
-
-    def error_event(self, error: SessionError) -> bytes:
-        return sse_event(openai_error(error))
 
     def read_answer(self, events: Sequence[Json]) -> list[UpstreamChoice]:
         return read_response(events)
