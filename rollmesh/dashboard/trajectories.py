@@ -14,7 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from rollmesh.core.files import FileLine, FileTail
+from rollmesh.core.logs import get_logger
 from rollmesh.dashboard.rows import StoredTrajectory, TrajectorySummary
+
+log = get_logger()
 
 
 class TokenText:
@@ -42,10 +45,11 @@ class TokenText:
 
 
 def load_tokenizer(file: Path) -> Tokenizer | None:
-    """Load a tokenizer; None if the file is broken."""
+    """Load a tokenizer; log it and return None if the file is broken."""
     try:
         return Tokenizer.from_file(str(file))
-    except Exception:  # noqa: BLE001 - door: the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001 - door: the library raises nothing narrower
+        log.warning("tokenizer.not_loaded", path=str(file), why=str(error))
         return None
 
 

@@ -81,17 +81,20 @@ def _serve(worker: socket.socket, uids: range, children: dict[int, int], used: s
     status = descriptors[1] if len(descriptors) > 1 else -1
     try:
         if not stat.S_ISREG(os.fstat(descriptors[0]).st_mode):  # reading a pipe may block
-            raise ValueError
+            raise ValueError("its first descriptor is no file")
         request = json.loads(os.pread(descriptors[0], MAX_REQUEST_BYTES, 0))
         uid, action = int(request["uid"]), str(request["do"])
         if uid not in uids or action not in ("run", "end", "share"):
-            raise ValueError
+            raise ValueError(f"{action[:8]!a} as user {uid}")
         if (action == "run") != (len(descriptors) == MAX_DESCRIPTORS):
-            raise ValueError
+            raise ValueError(f"{len(descriptors)} descriptors")
         used.add(uid)
         pid = _fork(uid, len(uids), request, tuple(descriptors[2:]))
         children[pid] = os.dup(status)
-    except Exception:  # noqa: BLE001 - door: JSON raises more than ValueError
+    except Exception as error:  # noqa: BLE001 - door: a request may be any bytes
+        line = f"spawner: request refused: {type(error).__name__}: {error}"[:200] + "\n"
+        with contextlib.suppress(OSError):  # the log of its worker may be closed
+            os.write(sys.stderr.fileno(), line.encode(errors="replace"))
         if status >= 0:
             _report(os.dup(status), NOT_STARTED)
     finally:

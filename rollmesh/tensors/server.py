@@ -98,7 +98,7 @@ class ConsumerConnection:
                 self._answer(decode_request(self._framed.receive()))
         except (OSError, WireError) as error:
             log.info("consumer.lost", consumer=self.name, why=loss_reason(error))
-        except Exception:  # door: what one consumer asks must not end its owner's thread unsaid
+        except Exception:  # door: one consumer's request must not end the thread unlogged
             log.exception("consumer.failed", consumer=self.name)
         finally:
             self._clean_up()
@@ -217,7 +217,7 @@ class PageRequest:
             answer_page(self._framed, self._store, self._token)
         except (OSError, WireError) as error:
             log.info("page.lost", why=loss_reason(error))
-        except Exception:  # door: a page must not end its owner's thread without a log framed
+        except Exception:  # door: one page must not end the thread unlogged
             log.exception("page.failed")
         finally:
             self._framed.close()

@@ -354,7 +354,7 @@ def choose_family(folder: Path, name: str, tokenizer: Tokenizer) -> Family:
             if name == "qwen3"
             else library.create_renderer(tokenizer, config)
         )
-    except Exception as error:  # noqa: BLE001 - door: some families fetch files
+    except Exception as error:  # noqa: BLE001 - door: some families fetch files, which may fail in any way
         raise ModelError(
             f"{folder}: the renderer {name!r} cannot be created for its tokenizer: {error}; "
             'set model.renderer = "template"'

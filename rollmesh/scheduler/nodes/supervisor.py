@@ -65,7 +65,7 @@ class ServiceSupervisor:
                 self._start()
             if self.ready:
                 self._check(self.ready.address)
-        except Exception as error:  # noqa: BLE001 - door: the service lives as long as this loop
+        except Exception as error:  # noqa: BLE001 - door: the service ends with this loop
             if not self._is_failing:
                 why = f"{type(error).__name__}: {error}".strip().splitlines()[0]
                 log.warning("supervisor.failed", why=why, fix="it is retried")

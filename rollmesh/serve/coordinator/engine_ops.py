@@ -63,7 +63,7 @@ async def run_engine_op(
     except (AddressError, EngineError, TimeoutError) as error:
         detail = str(error) or "timed out"
         return _failed(call, detail)
-    except Exception as error:  # noqa: BLE001 - door: every call needs a result
+    except Exception as error:  # noqa: BLE001 - door: the failure is the call's result
         return _failed(call, f"{type(error).__name__}: {error}")
     return done
 

@@ -258,7 +258,7 @@ class HeartbeatThread:
     def _try(self, do: Callable[[], None]) -> None:
         try:
             do()
-        except Exception as error:  # door: a worker that lives must not be lost for one fault here
+        except Exception as error:  # door: one fault here must not make a worker count as lost
             if str(error) != self._last_fault:
                 self._last_fault = str(error)
                 log.exception("beat.failed")

@@ -292,7 +292,7 @@ class RankProcess:
             error = ""
             try:
                 self._staged[message.call_id] = self._stage(message, body)
-            except Exception as failure:  # noqa: BLE001 - door: a call that cannot be staged
+            except Exception as failure:  # noqa: BLE001 - door: the failure is sent to the controller
                 error = _one_line(failure)
             self._channel.send(CallStaged(self._spec.rank, message.call_id, error))
 
@@ -320,7 +320,7 @@ class RankProcess:
         try:
             num_cleared = self._cleared(body)
             self._tensor_runtime.settle()
-        except Exception as failure:  # noqa: BLE001 - door: the failure is reported
+        except Exception as failure:  # noqa: BLE001 - door: the failure is sent to the controller
             error = _one_line(failure)
         rank, (stored, buffered) = self._spec.rank, held_tensors(self._plane)
         return TensorsTold(

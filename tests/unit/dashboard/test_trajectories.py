@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollmesh.dashboard.trajectories import TokenText, TrajectoryIndex, search_backwards
 from rollmesh.testing.run_folder import FakeRun, byte_tokenizer
@@ -126,6 +127,8 @@ def test_without_a_tokenizer_the_ids_are_shown(tmp_path: Path) -> None:
     assert TokenText([tmp_path / "none"]).pieces([5, 6]) == ["<5>", "<6>"]
 
 
-def test_a_broken_tokenizer_shows_the_ids(tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_logged_and_the_ids_are_shown(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert TokenText([tmp_path]).pieces([5]) == ["<5>"]
+    with capture_logs() as logged:
+        assert TokenText([tmp_path]).pieces([5]) == ["<5>"]
+    assert [each["event"] for each in logged] == ["tokenizer.not_loaded"]

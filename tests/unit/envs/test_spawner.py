@@ -84,11 +84,14 @@ def test_a_program_runs_as_its_slot_s_user_with_a_large_argv() -> None:
 
 
 @pytest.mark.parametrize("uid", [0, NOBODY, FIRST_UID - 1, FIRST_UID + NUM_UIDS])
-def test_a_user_outside_the_range_is_refused(uid: int) -> None:
+def test_a_user_outside_the_range_is_refused(uid: int, capfd: pytest.CaptureFixture[str]) -> None:
     with started(NOBODY, FIRST_UID, NUM_UIDS) as (connection, _, _):
         program = Program(connection, uid, FOREVER)
         assert program.exit_code() == spawner.NOT_STARTED
         assert program.output() == ""
+        assert (
+            f"spawner: request refused: ValueError: 'run' as user {uid}" in capfd.readouterr().err
+        )
         with pytest.raises(InfraError, match="could not be ended"):
             connection.end(uid)
 
