@@ -36,7 +36,7 @@ AGENT_TIMEOUT_S = 30.0
 
 
 def joined(agent: NodeMachine, now_s: float, *, ok: bool = True, error: str = "") -> JoinNode:
-    """Answer its first message."""
+    """Answer the agent's join, and return the join."""
     (send,) = agent.step(Ticked(), now_s)
     assert isinstance(send.message, JoinNode)
     answer = SchedulerAnswered(send.message.key, ok, error)
@@ -84,8 +84,8 @@ def test_a_refused_agent_sends_nothing_more() -> None:
     assert agent.step(Ticked(), 99.0) == []
 
 
-def live(scheduler: FleetScheduler, agent: NodeMachine, from_s: float, to_s: float) -> None:
-    """Both for that long, with no messages between them."""
+def run_both(scheduler: FleetScheduler, agent: NodeMachine, from_s: float, to_s: float) -> None:
+    """Run the scheduler and the agent for that time, with the messages between them."""
     for now_s in (from_s + step * BEAT_S for step in range(int((to_s - from_s) / BEAT_S))):
         for send in agent.step(Ticked(), now_s):
             for action in scheduler.step(Received(b"node", send.message), now_s):
@@ -98,25 +98,25 @@ def test_a_drained_node_stays_drained_until_its_agent_restarts() -> None:
     settings = SchedulerSettings(memory_s=30.0)
     scheduler = FleetScheduler(settings, make_policy("fair"))
     agent = NodeMachine("a", 4)
-    live(scheduler, agent, 0.0, 5.0)
+    run_both(scheduler, agent, 0.0, 5.0)
     scheduler.step(Received(b"cli", DrainNode("d", "a")), 5.0)
-    live(scheduler, agent, 6.0, 6.0 + 3 * settings.memory_s)
+    run_both(scheduler, agent, 6.0, 6.0 + 3 * settings.memory_s)
     node = scheduler.state.fleet.nodes["a"]
     assert node.phase is NodePhase.DRAINING
-    live(scheduler, NodeMachine("a", 4), 100.0, 105.0)
+    run_both(scheduler, NodeMachine("a", 4), 100.0, 105.0)
     assert (node.name, node.gpus) == ("a", (0, 1, 2, 3))
     assert scheduler.state.fleet.nodes["a"].phase is NodePhase.UP
 
 
-def test_a_node_is_down_while_its_agent_is_silent_and_has_its_gpus_again() -> None:
+def test_a_node_is_down_while_its_agent_is_silent_and_then_keeps_its_gpus() -> None:
     settings = SchedulerSettings()
     scheduler = FleetScheduler(settings, make_policy("fair"))
     agent = NodeMachine("a", 4)
-    live(scheduler, agent, 0.0, 5.0)
-    live(scheduler, NodeMachine("b", 2), 5.0, 6.0 + settings.node_grace_s)
+    run_both(scheduler, agent, 0.0, 5.0)
+    run_both(scheduler, NodeMachine("b", 2), 5.0, 6.0 + settings.node_grace_s)
     phases = {node.name: node.phase for node in scheduler.state.fleet.nodes.values()}
     assert phases == {"a": NodePhase.DOWN, "b": NodePhase.UP}
-    live(scheduler, agent, 25.0, 26.0)
+    run_both(scheduler, agent, 25.0, 26.0)
     assert scheduler.state.fleet.nodes["a"].phase is NodePhase.UP
     assert scheduler.state.fleet.nodes["a"].gpus == (0, 1, 2, 3)
 
@@ -135,8 +135,8 @@ def test_a_silent_scheduler_is_logged_once_until_it_answers_again(
     assert sum("scheduler.unheard" in line for line in caplog.messages) == 2
 
 
-class Answering(threading.Thread):
-    """A scheduler that answers one join as the test says."""
+class AnsweringScheduler(threading.Thread):
+    """A scheduler that answers each join with an error, or with success for ''."""
 
     def __init__(self, answer: str) -> None:
         super().__init__(daemon=True)
@@ -157,8 +157,8 @@ class Answering(threading.Thread):
                         return
 
 
-def test_over_a_socket_it_joins_and_beats_until_it_is_stopped() -> None:
-    scheduler, stop = Answering(""), threading.Event()
+def test_an_agent_joins_and_beats_over_a_socket_until_it_is_stopped() -> None:
+    scheduler, stop = AnsweringScheduler(""), threading.Event()
     scheduler.start()
     agent = NodeMachine("a", 4)
     serving = threading.Thread(target=serve, args=(scheduler.hub.address, agent, stop))
@@ -172,8 +172,8 @@ def test_over_a_socket_it_joins_and_beats_until_it_is_stopped() -> None:
     assert not serving.is_alive()
 
 
-def test_over_a_socket_a_refusal_ends_it_with_the_reason() -> None:
-    scheduler = Answering("a: it has 8 GPUs, and had 4")
+def test_a_refusal_over_a_socket_ends_the_agent_with_the_reason() -> None:
+    scheduler = AnsweringScheduler("a: it has 8 GPUs, and had 4")
     scheduler.start()
     with pytest.raises(UserError, match="it has 8 GPUs"):
         serve(scheduler.hub.address, NodeMachine("a", 8), threading.Event())
@@ -186,7 +186,7 @@ def test_another_machine_is_not_dialled_without_keys() -> None:
         serve("tcp://10.0.0.1:7070", NodeMachine("a", 4), threading.Event())
 
 
-def test_gpus_are_those_that_cuda_may_see() -> None:
+def test_gpus_are_those_that_cuda_can_see() -> None:
     assert num_gpus({"CUDA_VISIBLE_DEVICES": "0,3, 5"}) == 3
     listed = "GPU 0: H200 (UUID: x)\n  MIG 1g.18gb\nGPU 1: H200 (UUID: y)\n"
     assert num_gpus({}, lambda: listed) == 2
@@ -207,12 +207,12 @@ def test_a_machine_without_gpus_is_asked_for_their_number(environment: dict[str,
 SERVICE_TIMEOUT_S = 60.0
 SERVES = """
 import json, os, signal, sys
-told = {"role": "scheduler", "pid": os.getpid(), "address": os.getcwd(), "http_address": ""}
+ready = {"role": "scheduler", "pid": os.getpid(), "address": os.getcwd(), "http_address": ""}
 with os.fdopen(int(sys.argv[-1]), "w") as pipe:
-    print(json.dumps(told), file=pipe)
+    print(json.dumps(ready), file=pipe)
 signal.pause()
 """
-"""Its address is its working directory, for a test to see."""
+"""Reports its working directory as its address, which the tests read."""
 ENDS = """
 import pathlib, sys
 tries = pathlib.Path("tries")
@@ -222,33 +222,33 @@ if len(tries.read_text()) < 3:
 """
 
 
-class Tended:
-    """The supervised process, and its faults."""
+class Callback:
+    """The supervisor's callback, which records its calls and raises `fault`."""
 
     def __init__(self) -> None:
         self.addresses: list[str] = []
         self.fault: Exception | None = None
-        self.turned = threading.Event()
+        self.called = threading.Event()
         self.pid: Callable[[], int] = lambda: 0
         self.pids: list[int] = []
 
     def __call__(self, address: str) -> None:
         self.addresses.append(address)
         self.pids.append(self.pid())
-        self.turned.set()
+        self.called.set()
         if self.fault:
             raise self.fault
 
     def wait(self) -> None:
-        """Wait until it is supervised again."""
-        self.turned.clear()
-        assert self.turned.wait(SERVICE_TIMEOUT_S)
+        """Wait for the next call."""
+        self.called.clear()
+        assert self.called.wait(SERVICE_TIMEOUT_S)
 
 
 @contextmanager
-def kept(program: str, folder: Path, tended: Tended) -> Iterator[ServiceSupervisor]:
-    supervisor = ServiceSupervisor([sys.executable, "-c", program], folder, tended, check_s=0.05)
-    tended.pid = lambda: supervisor.ready.pid if supervisor.ready else 0
+def supervised(program: str, folder: Path, callback: Callback) -> Iterator[ServiceSupervisor]:
+    supervisor = ServiceSupervisor([sys.executable, "-c", program], folder, callback, check_s=0.05)
+    callback.pid = lambda: supervisor.ready.pid if supervisor.ready else 0
     stop = threading.Event()
     thread = threading.Thread(target=supervisor.run, args=(stop,))
     thread.start()
@@ -260,39 +260,39 @@ def kept(program: str, folder: Path, tended: Tended) -> Iterator[ServiceSupervis
     assert not thread.is_alive()
 
 
-def test_a_process_that_is_killed_is_started_again_in_its_folder(tmp_path: Path) -> None:
-    tended = Tended()
-    with kept(SERVES, tmp_path, tended) as supervisor:
+def test_a_killed_process_is_restarted_in_its_folder(tmp_path: Path) -> None:
+    callback = Callback()
+    with supervised(SERVES, tmp_path, callback) as supervisor:
         assert supervisor.serves.wait(SERVICE_TIMEOUT_S)
-        tended.wait()
-        first = tended.pids[-1]
+        callback.wait()
+        first = callback.pids[-1]
         os.kill(first, signal.SIGKILL)
-        while tended.pids[-1] in (0, first):
-            tended.wait()
-    assert set(tended.addresses) == {str(tmp_path)}
+        while callback.pids[-1] in (0, first):
+            callback.wait()
+    assert set(callback.addresses) == {str(tmp_path)}
     with pytest.raises(ProcessLookupError):
-        os.kill(tended.pids[-1], 0)  # it ends with its supervisor
+        os.kill(callback.pids[-1], 0)  # it ends with its supervisor
 
 
-def test_a_fault_of_what_is_tended_is_one_warning_and_ends_nothing(
+def test_a_fault_of_the_callback_is_one_warning_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tended = Tended()
-    tended.fault = RuntimeError("ray.nodes() is not to be had\nby a long way")
-    with kept(SERVES, tmp_path, tended) as supervisor:
+    callback = Callback()
+    callback.fault = RuntimeError("ray.nodes() failed\nsecond line")
+    with supervised(SERVES, tmp_path, callback) as supervisor:
         for _ in range(3):
-            tended.wait()
-        first = tended.pids[-1]
+            callback.wait()
+        first = callback.pids[-1]
         os.kill(first, signal.SIGKILL)
-        while tended.pids[-1] in (0, first):
-            tended.wait()
+        while callback.pids[-1] in (0, first):
+            callback.wait()
         assert supervisor.last_line == ""
-        tended.fault = None
-        tended.wait()
-        tended.wait()
-        tended.fault = OSError("another")
-        tended.wait()
-        tended.wait()
+        callback.fault = None
+        callback.wait()
+        callback.wait()
+        callback.fault = OSError("another")
+        callback.wait()
+        callback.wait()
     result = [line for line in caplog.messages if "supervisor.failed" in line]
     assert [("RuntimeError" in line, "OSError" in line) for line in result] == [
         (True, False),
@@ -301,18 +301,18 @@ def test_a_fault_of_what_is_tended_is_one_warning_and_ends_nothing(
 
 
 def test_a_service_that_fails_to_start_reports_why_and_is_restarted(tmp_path: Path) -> None:
-    tended = Tended()
-    with kept(ENDS + SERVES, tmp_path, tended) as supervisor:
+    callback = Callback()
+    with supervised(ENDS + SERVES, tmp_path, callback) as supervisor:
         assert supervisor.serves.wait(SERVICE_TIMEOUT_S)
         assert supervisor.last_line == "rollmesh: the address is taken"
-        tended.wait()
+        callback.wait()
     assert (tmp_path / "tries").read_text() == "xxx"
 
 
-def test_a_program_that_is_not_there_ends_nothing(tmp_path: Path) -> None:
-    tended = Tended()
+def test_a_missing_program_ends_nothing(tmp_path: Path) -> None:
+    callback = Callback()
     folder = tmp_path / "comes late"
-    with kept(SERVES, folder, tended):
+    with supervised(SERVES, folder, callback):
         folder.mkdir()
-        tended.wait()
-    assert set(tended.addresses) == {str(folder)}
+        callback.wait()
+    assert set(callback.addresses) == {str(folder)}

@@ -60,7 +60,7 @@ def fleet(text: str) -> FleetTables:
     return convert_fleet(tomllib.loads(text), "scheduler.toml")
 
 
-def test_what_the_file_says_is_read_and_the_rest_has_defaults(tmp_path: Path) -> None:
+def test_a_file_is_read_and_missing_keys_have_defaults(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.toml"
     path.write_text(WHOLE)
     read = read_fleet(path)
@@ -189,7 +189,7 @@ TIMES = [(kind, field.name) for kind in (FairSettings, SchedulerSettings) for fi
 
 
 @pytest.mark.parametrize(("kind", "key"), TIMES)
-def test_a_time_that_is_none_is_refused_by_its_key_and_range(
+def test_an_invalid_time_is_refused_with_its_key_and_range(
     kind: type[FairSettings | SchedulerSettings], key: str
 ) -> None:
     least_s, most_s = RANGES.get(key, (0, 1e6))

@@ -84,7 +84,7 @@ def question(name: str) -> RegisterPipeline:
     return RegisterPipeline(new_id("k"), PipelineSpec(pipeline_id=name, clusters={}, generation=()))
 
 
-def test_the_socket_is_its_users_alone(serving: Serving, path: Path) -> None:
+def test_only_its_user_can_open_the_socket(serving: Serving, path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
@@ -105,7 +105,7 @@ def test_a_mistake_is_answered_in_one_line(serving: Serving, path: Path) -> None
     assert "\n" not in answer.error
 
 
-def test_a_fault_of_ours_ends_nothing(serving: Serving, path: Path) -> None:
+def test_an_internal_error_does_not_end_the_server(serving: Serving, path: Path) -> None:
     serving.is_broken = True
     answer = ask_admission(path, AdmitPipeline("k1", "math"), b"", PROMPT_S)
     assert (answer.ok, answer.error) == (False, "admission failed: KeyError('k1')")
@@ -119,7 +119,7 @@ def test_a_fault_of_ours_ends_nothing(serving: Serving, path: Path) -> None:
     [b"", b"\0", b"\xff\xff\xff\xff", b"\0\0\0\1\xc1", b"\0\0\0\2\x91\1", b"\0\0\0\1\x90"],
     ids=repr,
 )
-def test_what_is_no_question_is_dropped_and_the_next_is_answered(
+def test_an_invalid_question_is_dropped_and_the_next_is_answered(
     raw: bytes, serving: Serving, path: Path
 ) -> None:
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -133,9 +133,7 @@ def test_what_is_no_question_is_dropped_and_the_next_is_answered(
     assert answer.error == "no pipeline 'math'"
 
 
-def test_a_socket_that_was_left_is_replaced_and_one_in_use_is_not(
-    serving: Serving, path: Path
-) -> None:
+def test_a_stale_socket_is_replaced_and_one_in_use_is_not(serving: Serving, path: Path) -> None:
     with pytest.raises(AddressError, match="another process listens there; name another"):
         AdmissionSocket(path)
     left = path.with_name("left.sock")
@@ -150,7 +148,7 @@ def test_a_socket_that_was_left_is_replaced_and_one_in_use_is_not(
         AdmissionSocket(left)
 
 
-def test_no_admission_process_is_one_line_that_names_the_socket(tmp_path: Path) -> None:
+def test_a_missing_admission_process_is_one_line_that_names_the_socket(tmp_path: Path) -> None:
     with pytest.raises(AddressError, match=r"none.sock: no answer of an admission process .* 0.3"):
         ask_admission(tmp_path / "none.sock", AdmitPipeline("k", "math"), b"", 0.3)
 

@@ -66,13 +66,13 @@ def test_sizes_are_placed_on_nodes_with_the_labels() -> None:
     assert (spec.tp, spec.weight) == (2, 3.0)
 
 
-def test_a_map_that_was_written_by_hand_is_kept() -> None:
+def test_a_device_map_written_by_hand_is_kept() -> None:
     table = PipelineTable(clusters={"actor_train": (0, 1)}, generation=(0, 1, 2, 3))
     spec = register(Fleet(), "math", table)
     assert (spec.clusters, spec.generation) == ({"actor_train": (0, 1)}, (0, 1, 2, 3))
 
 
-def test_a_pipeline_that_is_there_keeps_its_place() -> None:
+def test_a_registered_pipeline_keeps_its_place() -> None:
     fleet, table = Fleet(), PipelineTable(clusters={"actor_train": 2}, workers=4)
     before = register(fleet, "math", table)
     beside = PipelineTable(generation=before.generation)
@@ -101,7 +101,7 @@ def test_requests_that_do_not_fit_are_refused_before_the_scheduler_sees_them(
     assert not any(isinstance(each, RegisterPipeline) for each in fleet.asked)
 
 
-def test_a_body_that_is_none_of_ours_is_refused() -> None:
+def test_a_malformed_body_is_refused() -> None:
     unplaced = PipelineSpec(pipeline_id="math", clusters={}, generation=())
     with pytest.raises(ConfigError, match="malformed admission"):
         server(Fleet().ask).on(RegisterPipeline("k", unplaced), b"{'", US)
@@ -119,7 +119,7 @@ def test_the_other_questions_are_the_schedulers() -> None:
     assert not fleet.state.pipelines
 
 
-def test_gpus_are_called_free_only_when_the_processes_have_ended(tmp_path: Path) -> None:
+def test_gpus_are_reported_free_only_when_the_processes_have_ended(tmp_path: Path) -> None:
     fleet, seen = Fleet(), list[tuple[str, int | None]]()
     register(fleet, "math", PipelineTable(workers=2))
     with claimed_run(tmp_path) as run:
@@ -137,7 +137,7 @@ def test_gpus_are_called_free_only_when_the_processes_have_ended(tmp_path: Path)
     assert (killed.key, killed.run_id) == ("k", run.claimed.run_id)
 
 
-def test_nothing_is_ended_without_the_schedulers_agreement(tmp_path: Path) -> None:
+def test_no_process_is_killed_without_the_schedulers_agreement(tmp_path: Path) -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
     with claimed_run(tmp_path) as run:
@@ -158,7 +158,7 @@ def test_nothing_is_ended_without_the_schedulers_agreement(tmp_path: Path) -> No
     assert not any(isinstance(each, KillPipeline) for each in fleet.asked)
 
 
-def test_processes_that_may_not_be_ended_keep_their_gpus(tmp_path: Path) -> None:
+def test_processes_that_may_not_be_killed_keep_their_gpus(tmp_path: Path) -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
     with claimed_run(tmp_path) as run:
@@ -178,7 +178,7 @@ def test_without_a_claimed_run_only_a_users_confirmation_frees_the_gpus() -> Non
     assert not fleet.state.pipelines
 
 
-def test_the_desk_reads_what_the_service_says_of_itself() -> None:
+def test_admission_reads_the_fleet_from_the_services_explanation() -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(clusters={"actor_train": 1}, workers=2))
     answer = fleet.ask(fleet.asked[0])
@@ -193,10 +193,10 @@ def test_a_slow_leave_is_reported_and_a_failed_one_is_an_error() -> None:
 
     def ask(question: SchedulerQuestion, patience_s: float) -> AdmissionAnswer:
         if isinstance(question, UnregisterPipeline):
-            raise AddressError("nobody answers")
+            raise AddressError("no answer")
         return fleet.ask(question, patience_s)
 
-    with pytest.raises(AddressError, match="nobody answers"):
+    with pytest.raises(AddressError, match="no answer"):
         server(ask).on(UnregisterPipeline("k", "math"), b"", US)
     fleet.state.pipelines["math"].phase = PipelinePhase.LEAVING
     assert server(ask).on(UnregisterPipeline("k", "math"), b"", US) == AdmissionAnswer(
@@ -220,7 +220,7 @@ def test_a_registered_pipeline_has_a_token_of_its_own_that_only_admissions_user_
     assert list(modes.values()) == [0o600, 0o700]
 
 
-def test_what_admission_asks_carries_the_operators_token(journal: Path) -> None:
+def test_requests_of_admission_carry_the_operators_token(journal: Path) -> None:
     fleet = Fleet()
     register(fleet, "math", PipelineTable(workers=2))
     server(fleet.ask).on(AdmitPipeline("a", "math"), b"", US)
@@ -230,7 +230,7 @@ def test_what_admission_asks_carries_the_operators_token(journal: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../math", "a/b", "", " "])
-def test_a_name_that_is_no_word_makes_no_file(name: str, journal: Path) -> None:
+def test_an_invalid_name_creates_no_file(name: str, journal: Path) -> None:
     with pytest.raises(ConfigError, match="a name is one word"):
         register(Fleet(), name, PipelineTable(workers=2))
     assert not (journal / "tokens").exists()
@@ -247,7 +247,7 @@ def rewrite(run: ClaimedRun, **fields: object) -> None:
     run.record.write_bytes(msgspec.json.encode(message))
 
 
-def test_the_launch_and_all_that_carries_its_mark_end_and_nothing_else(run: ClaimedRun) -> None:
+def test_the_launch_and_all_processes_with_its_mark_end_and_no_other(run: ClaimedRun) -> None:
     role, agent = run.start(f"{run.mark}/router.1"), run.start(f"{run.mark}/worker.2/agent.1")
     neighbour, other = run.start(f"{run.mark}0/router.1"), run.start("")
     assert kill_run(run.claim, "math", US) == 3
@@ -255,7 +255,7 @@ def test_the_launch_and_all_that_carries_its_mark_end_and_nothing_else(run: Clai
     assert (neighbour.poll(), other.poll()) == (None, None)
 
 
-def test_a_pid_that_is_another_process_by_now_is_left(run: ClaimedRun) -> None:
+def test_a_pid_that_was_reused_is_not_killed(run: ClaimedRun) -> None:
     rewrite(run, life="1")
     role = run.start(f"{run.mark}/router.1")
     assert kill_run(run.claim, "math", US) == 1
@@ -263,7 +263,7 @@ def test_a_pid_that_is_another_process_by_now_is_left(run: ClaimedRun) -> None:
     assert run.launch.poll() is None
 
 
-def test_a_run_that_has_ended_already_is_no_fault(run: ClaimedRun) -> None:
+def test_killing_a_run_that_has_ended_is_no_error(run: ClaimedRun) -> None:
     run.launch.kill()
     run.launch.wait()
     assert kill_run(run.claim, "math", US) == 0
@@ -285,19 +285,19 @@ def test_the_record_of_another_pipelines_run_is_refused(run: ClaimedRun) -> None
     assert run.launch.poll() is None
 
 
-def test_another_users_run_is_not_ended(run: ClaimedRun) -> None:
+def test_another_users_run_is_not_killed(run: ClaimedRun) -> None:
     with pytest.raises(UserError, match=rf"is of user {US}: user 65534 may not end it"):
         kill_run(run.claim, "math", 65534)
     assert run.launch.poll() is None
 
 
-def test_admission_does_not_end_itself(run: ClaimedRun) -> None:
+def test_admission_does_not_kill_itself(run: ClaimedRun) -> None:
     rewrite(run, pid=os.getpid())
     with pytest.raises(UserError, match="not of a run of this machine"):
         kill_run(run.claim, "math", US)
 
 
-def test_processes_of_another_machine_are_not_ended(run: ClaimedRun) -> None:
+def test_processes_of_another_machine_are_not_killed(run: ClaimedRun) -> None:
     elsewhere = msgspec.structs.replace(run.claim, host="another-machine", place="x/1/0")
     with pytest.raises(UserError, match=r"is on another-machine.*--dead"):
         kill_run(elsewhere, "math", US)

@@ -76,7 +76,7 @@ def test_no_worker_is_evicted_while_another_blocks_the_request(phase: WorkerPhas
     assert served(state) == ()
 
 
-def test_what_is_not_preemptible_gives_way_to_its_own_clusters_alone() -> None:
+def test_a_pipeline_that_is_not_preemptible_gives_way_only_to_its_own_clusters() -> None:
     state = fleet(2)
     add(state, "p", train=(0, 1))
     add(state, "q", generation=(0, 1), train=(0, 1), is_preemptible=False)
@@ -88,7 +88,7 @@ def test_what_is_not_preemptible_gives_way_to_its_own_clusters_alone() -> None:
     assert set(served(state)) == {Shrink("q", 0, key), Shrink("q", 1, key), Grant(key)}
 
 
-def test_what_is_not_preemptible_gives_way_to_all_once_it_wants_no_more() -> None:
+def test_a_pipeline_that_is_not_preemptible_gives_way_to_all_without_demand() -> None:
     state = fleet(2)
     add(state, "p", train=(0, 1))
     add(state, "q", generation=(0, 1), is_preemptible=False)
@@ -125,7 +125,7 @@ def test_a_request_waits_for_its_node_and_blocks_no_other(phase: NodePhase) -> N
 # the line
 
 
-def test_the_line_is_by_priority_and_then_as_they_came() -> None:
+def test_the_queue_is_by_priority_and_then_by_arrival() -> None:
     state = fleet(1)
     for name in ("p", "q", "r", "s"):
         add(state, name, train=(0,))
@@ -250,14 +250,14 @@ def hand_offs(policy: Idle, num: int) -> int | None:
     return None
 
 
-def test_small_requests_do_not_pass_a_big_one_by_for_ever() -> None:
+def test_small_requests_do_not_bypass_a_big_one_forever() -> None:
     assert hand_offs(NeverReserves(), 200) is None
     waited = hand_offs(Idle(), 200)
     assert waited is not None
     assert RESERVE_S <= waited <= RESERVE_S + 2
 
 
-def test_until_it_is_old_a_request_may_be_passed_by() -> None:
+def test_a_request_may_be_bypassed_until_it_is_old() -> None:
     state = fleet(2)
     trains(state, "r", 0)
     add(state, "big", train=(0, 1))
@@ -272,7 +272,7 @@ def test_until_it_is_old_a_request_may_be_passed_by() -> None:
 # what is reserved
 
 
-def test_what_big_ones_wait_for_may_go_on_until_it_is_done() -> None:
+def test_holders_that_a_big_request_waits_for_may_continue() -> None:
     """Otherwise they would wait for each other: big for r, r for s, and s for a GPU of big."""
     state = fleet(4)
     add(state, "r", train=(0,)).spec.clusters["critic"] = (3,)
@@ -346,7 +346,7 @@ def test_while_something_settles_nothing_else_starts_there() -> None:
     assert carry_out(state, Greedy()).ops == (Shrink("q", 0, key), Grant(key))
 
 
-def test_generation_that_gives_way_uses_what_is_reserved_and_another_does_not() -> None:
+def test_preemptible_generation_uses_reserved_gpus_and_other_generation_does_not() -> None:
     state = fleet(2)
     trains(state, "r", 0)
     add(state, "big", train=(0, 1))
@@ -360,7 +360,7 @@ def test_generation_that_gives_way_uses_what_is_reserved_and_another_does_not() 
     assert plan(state, Greedy()).ops == (Expand("yields", 0),)
 
 
-def test_a_reservation_is_over_with_its_grant() -> None:
+def test_a_reservation_ends_with_its_grant() -> None:
     state = fleet(2)
     trains(state, "r", 0)
     add(state, "big", train=(0, 1))
@@ -400,6 +400,6 @@ def is_late(seed: int, builder_type: type[PlanBuilder]) -> bool:
     return executor.run(200) > executor.bound_s
 
 
-def test_the_bound_does_not_hold_where_those_that_are_waited_for_are_kept_waiting() -> None:
+def test_the_bound_does_not_hold_if_awaited_holders_are_kept_waiting() -> None:
     assert not any(is_late(seed, PlanBuilder) for seed in range(30))
     assert any(is_late(seed, MakesNoException) for seed in range(30))

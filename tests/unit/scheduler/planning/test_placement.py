@@ -60,14 +60,14 @@ def test_a_node_with_room_for_all_comes_before_emptier_ones_that_have_not() -> N
     )
 
 
-def test_the_clusters_of_a_pipeline_stand_apart_where_there_is_room() -> None:
+def test_the_clusters_of_a_pipeline_are_placed_apart_where_there_is_room() -> None:
     request = PlacementRequest(
         pipeline_id="p", clusters={"actor_train": 2, "critic": 2}, generation=4
     )
     assert spec_of(request, fleet(4)).clusters == {"actor_train": (0, 1), "critic": (2, 3)}
 
 
-def test_what_fits_no_node_is_spread_over_the_emptiest() -> None:
+def test_a_pipeline_that_fits_no_node_is_spread_over_the_emptiest() -> None:
     state = fleet(4, 4, 4)
     add(state, "old", generation=range(4, 8))
     assert spec_of(PlacementRequest(pipeline_id="p", generation=8), state).generation == (
@@ -96,7 +96,7 @@ def test_only_nodes_with_all_labels_that_are_up_are_used() -> None:
         place(PlacementRequest(pipeline_id="p", generation=3, labels=("h200",)), state)
 
 
-def test_a_cluster_larger_than_generation_has_all_of_it_and_more_beside() -> None:
+def test_a_cluster_larger_than_generation_has_all_of_its_gpus_and_others() -> None:
     state = fleet(4)
     request = PlacementRequest(
         pipeline_id="p", clusters={"actor_train": 3, "critic": 1}, generation=(2, 3)
@@ -142,7 +142,7 @@ def test_a_wrong_device_map_is_refused_in_one_line(spec: dict[str, object], line
     assert str(caught.value).startswith("pipeline p: ")
 
 
-def test_a_pipeline_that_is_placed_again_is_not_in_its_own_way() -> None:
+def test_placing_a_registered_pipeline_again_gives_the_same_gpus() -> None:
     state = fleet(4)
     request = PlacementRequest(pipeline_id="p", clusters={"actor_train": 2}, generation=2)
     assert settle_in(state, request) == spec_of(request, state)
@@ -157,7 +157,7 @@ WISHES = st.lists(
 
 
 @given(sizes=SIZES, wishes=WISHES)
-def test_what_is_placed_passes_the_check_and_what_is_not_cannot(
+def test_every_placement_passes_the_check_and_only_impossible_ones_are_refused(
     sizes: list[int], wishes: list[tuple[int, int, int, int]]
 ) -> None:
     state = fleet(*sizes)

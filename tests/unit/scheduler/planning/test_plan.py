@@ -71,7 +71,7 @@ def test_a_cluster_holds_its_gpus_from_its_grant_to_its_release() -> None:
     assert (pipeline.holds, pipeline.releasing, state.owners) == ({}, {}, {})
 
 
-def test_a_worker_is_called_by_its_pipeline_and_rank() -> None:
+def test_a_worker_is_named_by_its_pipeline_and_rank() -> None:
     assert worker_name("p", 3) == "p/3"
 
 
@@ -119,7 +119,7 @@ def test_operations_change_what_the_builder_sees_and_not_the_state() -> None:
     assert other.owner(1) == other.owner(3) == Owner("p", TRAIN, FIXED)
 
 
-def test_a_rollback_leaves_nothing() -> None:
+def test_a_rollback_undoes_every_operation() -> None:
     state = generating_and_training()
     key = ask(state, "p")
     sleeper, waker = state.pipelines["p"].workers
@@ -182,7 +182,7 @@ def test_nothing_starts_on_a_node_that_is_not_up(phase: NodePhase) -> None:
 
 
 @pytest.mark.parametrize("phase", sorted(set(PipelinePhase) - {PipelinePhase.ADMITTED}))
-def test_nothing_of_a_pipeline_starts_that_is_not_admitted(phase: PipelinePhase) -> None:
+def test_nothing_starts_of_a_pipeline_that_is_not_admitted(phase: PipelinePhase) -> None:
     state = generating_and_training()
     state.pipelines["p"].phase = phase
     assert not PlanBuilder(state).can_expand("p", state.pipelines["p"].workers[1])
@@ -208,7 +208,7 @@ def test_the_quota_counts_what_the_plan_has_done_already() -> None:
     assert builder.can_expand("p", third)
 
 
-def test_of_two_reservations_each_must_allow() -> None:
+def test_each_of_two_reservations_must_allow_a_start() -> None:
     builder = PlanBuilder(fleet(1))
     builder.reserve((0,), GpuReservation("a", is_settling=False, awaited=frozenset({"p", "q"})))
     builder.reserve((0,), GpuReservation("b", is_settling=False, awaited=frozenset({"p"})))
@@ -373,14 +373,14 @@ CASES: list[tuple[Invariant, Tamper, tuple[Op, ...]]] = [
 ]
 
 
-def test_the_plan_that_is_tampered_with_is_a_good_one() -> None:
+def test_the_plan_is_valid_before_it_is_tampered_with() -> None:
     validate(three_pipelines(), GOOD)
     validate(three_pipelines(), (ReleaseCluster("r", TRAIN),))
     validate(three_pipelines(), (Shrink("q", 0, "r/0"), Expand("r", 0)))
 
 
 @pytest.mark.parametrize(("invariant", "tamper", "ops"), CASES)
-def test_a_plan_that_violates_it_is_refused_by_its_name(
+def test_a_plan_that_violates_an_invariant_is_refused_by_its_name(
     invariant: Invariant, tamper: Tamper, ops: tuple[Op, ...]
 ) -> None:
     state = three_pipelines()
@@ -409,7 +409,7 @@ def test_a_shrink_without_a_beneficiary_is_valid_if_its_reason_applies(
     validate(state, (Shrink("q", 0, reason),))
 
 
-def test_a_worker_of_a_draining_node_and_one_too_many_may_go() -> None:
+def test_workers_on_a_draining_node_and_over_quota_may_sleep() -> None:
     state = three_pipelines()
     drain(state)
     validate(state, (Shrink("q", 0, ShrinkReason.DRAIN),))
@@ -432,7 +432,7 @@ def test_a_cluster_may_be_handed_over_to_itself() -> None:
     validate(state, (ReleaseCluster("r", TRAIN), Grant(key)))
 
 
-def test_what_the_planner_makes_is_proved() -> None:
+def test_the_planner_proves_its_plans() -> None:
     """A policy that returns an invalid plan is refused, whatever it is."""
 
     class TakesWhatIsTaken(Greedy):

@@ -91,7 +91,7 @@ def test_a_pipeline_outside_the_cycle_of_waiting_ones_is_not_evicted() -> None:
     assert not [op for op in ops if isinstance(op, Shrink) and op.pipeline_id == "p2"]
 
 
-def test_generation_that_is_given_up_goes_to_sleep_whole() -> None:
+def test_all_workers_of_given_up_generation_sleep() -> None:
     state = fleet(2)
     pipeline = add(state, "p", generation=(0, 1))
     wake(state, "p", 0, 1)
@@ -131,7 +131,7 @@ def test_a_leaving_pipeline_sleeps_and_another_gets_its_gpus_at_once() -> None:
     )
 
 
-def test_a_release_and_a_request_of_one_moment_leave_no_gap_for_others() -> None:
+def test_a_release_and_a_request_at_one_time_leave_no_gap_for_others() -> None:
     """The request with the higher priority gets the released GPUs, even where another waited
     before."""
     state = fleet(1)
@@ -210,7 +210,7 @@ def test_nothing_to_do_is_an_empty_plan() -> None:
 )
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_plans_of_random_histories_hold_and_are_the_same_each_time(
+def test_plans_of_random_histories_are_valid_and_deterministic(
     policy: SchedulingPolicy, seed: int
 ) -> None:
     """plan() proves each plan itself."""

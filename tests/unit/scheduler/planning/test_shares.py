@@ -50,7 +50,7 @@ def test_gpus_that_only_one_can_use_leave_the_others_more_of_the_rest() -> None:
     assert max_min(claims, [IndexedPool(4, (0,)), IndexedPool(4, (0, 1))]) == [4.0, 4.0]
 
 
-def test_what_one_cannot_fill_goes_to_the_others_by_weight() -> None:
+def test_gpus_that_one_claim_cannot_fill_go_to_the_others_by_weight() -> None:
     claims = [ShareBounds(1.0, 0.0, 1.0), ShareBounds(1.0, 0.0, 99.0), ShareBounds(3.0, 0.0, 99.0)]
     got = max_min(claims, [IndexedPool(9, (0, 1, 2))])
     assert got == pytest.approx([1.0, 2.0, 6.0], abs=NEAR_GPUS)
@@ -211,7 +211,7 @@ def test_unsettled_pools_continue_in_the_next_plan(monkeypatch: pytest.MonkeyPat
     assert market.settle(None) == rested
 
 
-def test_a_removed_claim_leaves_nothing() -> None:
+def test_a_removed_claim_leaves_no_shares() -> None:
     shares = {name: ShareBounds(1.0, 0.0, 99.0) for name in "ab"}
     before = update_shares(None, shares, {0: GpuPool(8, ("a", "b")), 8: GpuPool(8, ("b",))})
     del shares["b"]

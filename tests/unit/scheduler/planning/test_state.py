@@ -46,7 +46,7 @@ def phases(state: FleetState, pipeline_id: str) -> list[WorkerPhase]:
 
 
 @pytest.mark.parametrize("phase", WorkerPhase)
-def test_a_worker_owns_its_gpus_or_nothing_as_its_phase_has_it(phase: WorkerPhase) -> None:
+def test_the_phase_of_a_worker_decides_whether_it_owns_its_gpus(phase: WorkerPhase) -> None:
     state = fleet(4)
     add(state, "p", generation=range(4), tp=2)
     wake(state, "p", 1)
@@ -122,7 +122,7 @@ def two_nodes() -> FleetState:
     return state
 
 
-def test_a_node_that_drains_is_left_and_nothing_starts_there() -> None:
+def test_workers_leave_a_draining_node_and_nothing_starts_there() -> None:
     state = two_nodes()
     state.drain_node("a")
     asleep = [WorkerPhase.ASLEEP, WorkerPhase.ASLEEP]
@@ -134,7 +134,7 @@ def test_a_node_that_drains_is_left_and_nothing_starts_there() -> None:
     assert state.owners[3].pipeline_id == "r", "a held cluster stays until it is released"
 
 
-def test_what_was_awake_on_a_dead_node_is_lost_and_its_gpus_with_it() -> None:
+def test_workers_awake_on_a_dead_node_are_lost_with_their_gpus() -> None:
     state = two_nodes()
     state.move_worker("p", 1, WorkerPhase.SLEEPING)
     state.move_worker("q", 0, WorkerPhase.ASLEEP)
@@ -211,7 +211,7 @@ def test_the_newest_mark_predicts_as_in_the_last_step() -> None:
     )
 
 
-def test_nothing_is_expected_by_a_mark_that_is_new() -> None:
+def test_a_new_mark_predicts_nothing() -> None:
     demand_history = DemandHistory()
     assert demand_history.expected_s == math.inf
     demand_history.note_ended(0.0)
@@ -224,7 +224,7 @@ def test_nothing_is_expected_by_a_mark_that_is_new() -> None:
     assert demand_history.newest_mark_s is None
 
 
-def test_what_is_granted_while_it_generates_tells_nothing() -> None:
+def test_grants_during_generation_predict_nothing() -> None:
     demand_history = DemandHistory()
     demand_history.note_granted("c0", 1, 5.0)
     assert demand_history.marks == {}
@@ -300,12 +300,12 @@ def lead(history: History, num: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(15))
-def test_an_index_is_what_would_be_with_new_index(seed: int) -> None:
+def test_an_index_equals_one_computed_from_scratch(seed: int) -> None:
     lead(History(seed), 30)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_a_large_fleet_the_same_state_gives_the_same_plan_whatever_is_kept(seed: int) -> None:
+def test_in_a_large_fleet_a_kept_index_gives_the_same_plan_as_a_new_one(seed: int) -> None:
     history = WideHistory(seed)
     for name in list(history.state.pipelines)[::2]:
         demand(history.state, name)
@@ -322,7 +322,7 @@ class ForgetsNothing(FleetIndex):
 
 
 @pytest.mark.parametrize("index_type", [FleetIndex, ForgetsNothing])
-def test_held_gpus_are_not_for_generation_whatever_was_kept(
+def test_held_gpus_are_not_usable_for_generation_whatever_was_kept(
     index_type: type[FleetIndex],
 ) -> None:
     state = FleetState(index=index_type())
@@ -335,7 +335,7 @@ def test_held_gpus_are_not_for_generation_whatever_was_kept(
     assert (len(bundles) == 1) == (index_type is FleetIndex)
 
 
-def test_a_pipeline_that_comes_again_under_its_name_is_another() -> None:
+def test_a_pipeline_that_reuses_a_name_has_its_own_bundles() -> None:
     state = FleetState()
     state.add_node(GpuNode(name="a", gpus=(0, 1, 2, 3)))
     for gpus in ((0, 1), (2, 3)):

@@ -53,7 +53,7 @@ Asked = RequestGpus | NotifyReleaseGpus | NotifyReleaseThenRequestGpus
 
 
 class Coordinator:
-    """Carry out resizes at the next `act`, unless it hangs, or fails."""
+    """Carries out resizes at the next `act`, unless it hangs or fails."""
 
     def __init__(self, name: str, num_workers: int, started_s: float = 1.0) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class Coordinator:
             self.pending_resizes.append(resize)
 
     def take(self) -> list[ResizeWorkers]:
-        """The state that it reports now."""
+        """Remove and return the resizes that it carries out now."""
         result = [each for each in self.pending_resizes if not self._hangs(each)]
         self.pending_resizes = [each for each in self.pending_resizes if self._hangs(each)]
         return result
@@ -126,11 +126,11 @@ class SchedulerHarness:
         self._held: dict[str, Asked] = {}
         self.notes: list[LogLine] = []
         self.lost_steps: frozenset[int] = frozenset()
-        """Before the rows of these are kept, the scheduler is killed."""
+        """Steps in which the scheduler is killed before their rows are kept."""
         self.cut_steps: frozenset[int] = frozenset()
-        """After the rows of these are kept, the scheduler is killed and nothing is sent."""
+        """Steps in which the scheduler is killed after their rows are kept, before it sends."""
         self.checks_rows_each = 0
-        """Number of steps until it is killed, if any."""
+        """Number of steps after which the kept rows are compared with the state; 0: never."""
         self.begin()
         if num_gpus:
             self.send(JoinNode("node", "n0", num_gpus, (), False))
@@ -213,7 +213,7 @@ class SchedulerHarness:
                 self._resize(coordinator, resize)
 
     def beat(self) -> None:
-        """Send everything that is sent each second."""
+        """Send the messages that are repeated each second."""
         for coordinator in self.coordinators.values():
             if not coordinator.is_silent:
                 self.send(coordinator.hello(), coordinator.route)
@@ -232,7 +232,7 @@ class SchedulerHarness:
         answer = WorkersResized(coordinator.name, resize.resize_id, truths, coordinator.error)
         self.send(answer, coordinator.route)
 
-    # what is so
+    # views
 
     def state(self, key: str) -> TicketState:
         return self.moved[key].state if key in self.moved else TicketState.QUEUED
@@ -241,7 +241,7 @@ class SchedulerHarness:
         return self.scheduler.state.fleet.pipelines[name]
 
     def awake(self, name: str) -> list[int]:
-        """Ranks that really serve."""
+        """Ranks of the engines that are actually awake."""
         truths = self.coordinators[name].truths
         return [truth.rank for truth in truths if truth.phase is WorkerPhase.AWAKE]
 
@@ -271,7 +271,7 @@ class SchedulerHarness:
                 for gpu in moved.gpus:
                     assert users.setdefault(gpu, user) == user, f"GPU {gpu}: {users[gpu]}, {user}"
 
-    # the step
+    # one step
 
     def _step(self, event: Received | Ticked) -> None:
         self.num_steps += 1
@@ -328,7 +328,7 @@ class SchedulerHarness:
             state.numbers.num_incarnations,
         )
         for name, pipeline in again.fleet.pipelines.items():
-            # Not kept: read before each plan.
+            # Not kept: it is read before each plan.
             pipeline.is_resizing = state.fleet.pipelines[name].is_resizing
         assert again.fleet == state.fleet
         assert list(again.fleet.requests) == list(state.fleet.requests)
@@ -354,7 +354,7 @@ class SchedulerHarness:
 
 
 class Program:
-    """`num_rollouts` times: generate for `generates_s`, train for `trains_s`."""
+    """Generates for `generates_s` and trains for `trains_s`, `num_rollouts` times."""
 
     def __init__(
         self, name: str, num_rollouts: int, generates_s: float = 2.0, trains_s: float = 1.0

@@ -44,7 +44,7 @@ def test_a_lost_resize_is_resent_with_the_same_epoch() -> None:
     assert harness.scheduler.state.numbers.resize_id == first.resize_id
 
 
-def test_an_answer_that_was_lost_is_read_off_the_next_hello() -> None:
+def test_the_next_hello_replaces_a_lost_answer() -> None:
     harness = SchedulerHarness(2)
     coordinator = harness.pipeline("a", generation=(0, 1))
     harness.generate("a", "g")
@@ -56,7 +56,7 @@ def test_an_answer_that_was_lost_is_read_off_the_next_hello() -> None:
     assert not harness.scheduler.state.intents
 
 
-def test_resizes_of_a_pipeline_are_one_at_a_time_and_what_sleeps_goes_first() -> None:
+def test_resizes_of_a_pipeline_run_one_at_a_time_and_sleeps_first() -> None:
     harness = SchedulerHarness(3)
     coordinator = harness.pipeline("a", train=(0,), generation=(0, 1))
     harness.generate("a", "g")
@@ -71,12 +71,12 @@ def test_resizes_of_a_pipeline_are_one_at_a_time_and_what_sleeps_goes_first() ->
     assert [change.rank for change in coordinator.pending_resizes[0].changes] == [1]
 
 
-def test_an_engine_wakes_only_when_its_gpus_are_clear_in_truth() -> None:
+def test_an_engine_wakes_only_when_its_gpus_are_actually_clear() -> None:
     harness = generating()
     harness.pipeline("b", generation=(0, 1))
     harness.coordinators["a"].is_hung = True
     harness.generate("b", "g2")
-    harness.run(8)  # a has more than its share by now, and was told
+    harness.run(8)  # a has more than its share by now, and its sleep was ordered
     assert harness.scheduler.state.counts["resizes"] == 2
     assert not harness.coordinators["b"].num_received
     harness.coordinators["a"].is_hung = False
@@ -85,7 +85,7 @@ def test_an_engine_wakes_only_when_its_gpus_are_clear_in_truth() -> None:
 
 
 @pytest.mark.parametrize("fault", ["error", "late", "lost"])
-def test_what_fails_quarantines_its_pipeline_and_fences_its_gpus(fault: str) -> None:
+def test_a_failed_resize_quarantines_its_pipeline_and_fences_its_gpus(fault: str) -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     harness.train("a", "t")
@@ -111,7 +111,7 @@ def _resent(harness: SchedulerHarness, key: str) -> str:
     return harness.moved[key].reason
 
 
-def test_a_coordinator_that_tells_the_truth_again_is_let_in_after_a_while() -> None:
+def test_a_pipeline_is_readmitted_a_while_after_its_fault_is_gone() -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     coordinator.error = "an engine does not answer"
@@ -126,7 +126,7 @@ def test_a_coordinator_that_tells_the_truth_again_is_let_in_after_a_while() -> N
     assert harness.awake("a") == [1]
 
 
-def test_each_fault_doubles_the_time_until_it_is_let_in_again() -> None:
+def test_each_fault_doubles_the_time_until_a_pipeline_is_readmitted() -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     coordinator.error = "an engine does not answer"
@@ -176,7 +176,7 @@ def test_one_lost_engine_fences_its_own_gpus_alone_once_the_others_are_known() -
     assert harness.of("a").phase is PipelinePhase.QUARANTINED
 
 
-def test_a_silent_coordinator_is_fenced_and_the_others_go_on() -> None:
+def test_a_silent_coordinator_is_fenced_and_the_others_continue() -> None:
     harness = generating()
     harness.coordinators["a"].is_silent = True
     harness.run(harness.settings.coordinator_grace_s + 2)
@@ -200,7 +200,7 @@ def test_a_pipeline_whose_coordinator_never_reported_evicts_no_other() -> None:
     harness.wait_for("b1", TicketState.GRANTED)
 
 
-def test_old_news_is_not_believed() -> None:
+def test_outdated_reports_are_ignored() -> None:
     harness = generating()
     coordinator = harness.coordinators["a"]
     before = coordinator.hello()
@@ -213,11 +213,11 @@ def test_old_news_is_not_believed() -> None:
     assert harness.of("a").phase is ADMITTED
 
 
-def test_a_coordinator_that_was_started_again_is_believed_and_its_past_is_not() -> None:
+def test_a_restarted_coordinator_is_trusted_and_earlier_reports_are_not() -> None:
     harness = generating()
     before = harness.coordinators["a"].hello()
     again = Coordinator("a", 2, started_s=2.0)
-    again.move(1, WorkerPhase.AWAKE)  # the other engine was put to sleep by hand
+    again.move(1, WorkerPhase.AWAKE)  # the user put the other engine to sleep
     harness.coordinators["a"] = again
     harness.send(again.hello(), again.route)
     phases = [WorkerPhase.WAKING, WorkerPhase.AWAKE]
@@ -238,13 +238,13 @@ def test_a_coordinator_that_restarts_during_a_resize_receives_it_again() -> None
     harness.send(before, again.route)
     harness.act()
     assert harness.state("g") is TicketState.GRANTED
-    harness.send(before, again.route)  # said before it had heard anything
+    harness.send(before, again.route)  # sent before it received the resize
     assert {worker.phase for worker in harness.of("a").workers} == {WorkerPhase.AWAKE}
 
 
-def test_an_engine_that_lost_its_resize_sleeps_before_it_is_let_in() -> None:
+def test_an_engine_that_lost_its_resize_sleeps_before_its_pipeline_is_readmitted() -> None:
     harness = generating()
-    again = Coordinator("a", 2)  # no clock of its own: nobody can tell it from its past
+    again = Coordinator("a", 2)  # with the same start time, so that the restart is not visible
     again.move(0, WorkerPhase.AWAKE)
     harness.coordinators["a"] = again
     harness.run(harness.settings.slack_s + 8)
@@ -260,7 +260,7 @@ def test_gpus_of_an_engine_that_should_sleep_are_not_promised() -> None:
     harness.run(2)
     harness.release("a", "r", GENERATION_CLUSTER)
     harness.run(2)
-    coordinator.truths[0] = WorkerTruth(0, WorkerPhase.AWAKE, 0)  # it forgot what it was told
+    coordinator.truths[0] = WorkerTruth(0, WorkerPhase.AWAKE, 0)  # it forgot its last resize
     coordinator.is_hung = True
     harness.run(harness.settings.slack_s + 3)
     harness.pipeline("b", train=(), generation=(0, 1), max_gpus=1)
@@ -303,7 +303,7 @@ def test_an_engine_that_is_awake_from_the_start_stays_awake_on_its_own_gpus() ->
     assert harness.generate("a", "g") is TicketState.GRANTED
 
 
-def test_an_engine_that_is_awake_where_another_is_must_go_to_sleep() -> None:
+def test_an_engine_that_is_awake_on_gpus_of_another_must_sleep() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(0,), generation=())
     harness.train("a", "t")
@@ -316,7 +316,7 @@ def test_an_engine_that_is_awake_where_another_is_must_go_to_sleep() -> None:
     assert harness.of("b").phase is ADMITTED
 
 
-def test_workers_of_a_dead_node_are_lost_and_their_pipeline_goes_on_elsewhere() -> None:
+def test_workers_of_a_dead_node_are_lost_and_their_pipeline_continues_elsewhere() -> None:
     harness = SchedulerHarness(2)
     harness.send(JoinNode("n", "n1", 2))
     harness.pipeline("a", generation=(0, 1, 2, 3))
@@ -338,7 +338,7 @@ def test_workers_of_a_dead_node_are_lost_and_their_pipeline_goes_on_elsewhere() 
     assert harness.awake("a") == [0, 1, 2, 3]
 
 
-def test_a_run_drives_its_pipeline_while_its_coordinator_is_heard() -> None:
+def test_a_run_is_active_while_its_coordinator_reports() -> None:
     harness = generating()
     assert harness.scheduler.explain_context().live_coordinators == {"a"}
     harness.coordinators["a"].is_silent = True
@@ -352,7 +352,7 @@ def test_a_run_drives_its_pipeline_while_its_coordinator_is_heard() -> None:
 
 
 @pytest.mark.parametrize("started_s", [float("inf"), float("-inf"), float("nan"), 1e300, -1.0])
-def test_a_coordinator_that_began_at_no_time_is_refused_and_blocks_no_later_one(
+def test_a_coordinator_with_an_invalid_start_time_is_refused_and_blocks_no_later_one(
     started_s: float,
 ) -> None:
     harness = SchedulerHarness()

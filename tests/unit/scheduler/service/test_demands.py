@@ -70,7 +70,7 @@ def test_a_stream_whose_report_was_lost_can_be_retired() -> None:
     assert demand(harness) is None
 
 
-def test_news_that_comes_late_changes_nothing() -> None:
+def test_late_messages_change_nothing() -> None:
     harness = wanting()
     harness.send(ReportProgress("a", "train", 2, 100, 30))
     for late in (
@@ -82,7 +82,7 @@ def test_news_that_comes_late_changes_nothing() -> None:
         assert harness.of("a").remaining == 70
 
 
-def test_what_comes_late_of_a_rollout_does_not_close_the_next_ones_demand() -> None:
+def test_late_progress_of_a_rollout_does_not_close_the_next_demand() -> None:
     harness = wanting()
     harness.send(ReportProgress("a", "train", 1, 100, 90))
     harness.generate("a", "g1", target=64, step=1)
@@ -94,7 +94,7 @@ def test_what_comes_late_of_a_rollout_does_not_close_the_next_ones_demand() -> N
     assert harness.of("a").remaining == 54
 
 
-def test_a_second_ask_of_the_same_rollout_leaves_its_progress() -> None:
+def test_a_second_request_for_the_same_rollout_keeps_its_progress() -> None:
     harness = wanting()
     harness.send(ReportProgress("a", "train", 1, 128, 28))
     harness.generate("a", "g0-again", target=128, step=0)
@@ -130,7 +130,7 @@ def test_a_demand_without_an_estimate_gets_a_worker() -> None:
 
 
 class PlansOfNothing(DemandTracker):
-    """The fault: a demand without a number is ignored (W11)."""
+    """The fault: a demand without an estimate is ignored (W11)."""
 
     def open(self, pipeline: PipelineState, key: str, estimate: int, step: int) -> None:
         if estimate > 0:
@@ -180,7 +180,7 @@ def test_a_stalled_rollout_is_logged_once_with_the_holders_of_its_gpus() -> None
     assert len([note for note in harness.notes if note.event == "rollout.stalled"]) == 2
 
 
-def test_pipeline_without_any_progress_since_it_asked_is_logged_once() -> None:
+def test_a_pipeline_without_progress_since_its_request_is_logged_once() -> None:
     harness = wanting()
     harness.run(harness.settings.stall_s - 2)
     assert not [note for note in harness.notes if note.event == "rollout.stalled"]
@@ -191,7 +191,7 @@ def test_pipeline_without_any_progress_since_it_asked_is_logged_once() -> None:
     assert "a/actor_infer on 0, 1, 2, 3" in result.detail
 
 
-def test_time_before_a_restart_of_the_scheduler_is_no_stall() -> None:
+def test_time_before_a_restart_of_the_scheduler_counts_for_no_stall() -> None:
     harness = wanting()
     harness.run(harness.settings.stall_s - 2)
     harness.begin()
@@ -201,7 +201,7 @@ def test_time_before_a_restart_of_the_scheduler_is_no_stall() -> None:
     assert [note for note in harness.notes if note.event == "rollout.stalled"]
 
 
-def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None:
+def test_the_time_to_the_next_request_is_learned_and_survives_a_restart() -> None:
     harness = wanting()
     harness.send(ClearProgress("a", "train", 1))
     harness.run(10.0)
@@ -217,7 +217,7 @@ def test_when_a_pipeline_asks_again_is_learned_and_known_after_a_death() -> None
     assert harness.of("a").demand_history == learned
 
 
-def test_of_a_dead_run_nothing_is_forecast() -> None:
+def test_nothing_is_forecast_for_a_dead_run() -> None:
     harness = wanting()
     harness.send(ClearProgress("a", "train", 1))
     assert harness.of("a").demand_history.marks
@@ -225,7 +225,7 @@ def test_of_a_dead_run_nothing_is_forecast() -> None:
     assert not harness.of("a").demand_history.marks
 
 
-def test_a_pipeline_that_gives_generation_up_is_not_expected_to_ask_again() -> None:
+def test_a_pipeline_that_gives_up_generation_is_not_expected_to_request_it_again() -> None:
     harness = wanting()
     harness.send(ClearProgress("a", "train", 1))
     assert harness.of("a").demand_history.marks
@@ -245,4 +245,4 @@ def test_a_connected_hook_reports_the_newest_batch_of_any_incarnation() -> None:
     actions = harness.scheduler.step(Received(b"hooks", HooksWired("a")), harness.now_s)
     text = [each.message for each in actions if isinstance(each, Send)]
     assert SchedulerHello("s2", newest_batch=5000) in text
-    assert harness.scheduler.demands.newest_batch("nobody") == 0
+    assert harness.scheduler.demands.newest_batch("unknown") == 0

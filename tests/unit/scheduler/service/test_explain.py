@@ -114,7 +114,7 @@ def test_earlier_requests_are_named_only_where_they_want_the_same_gpus(state: Fl
     assert "code" not in until
 
 
-def test_the_queue_is_shown_as_the_planner_has_it(state: FleetState) -> None:
+def test_the_queue_is_shown_in_the_planners_order(state: FleetState) -> None:
     spec = PipelineSpec(pipeline_id="third", clusters={"reference": (0, 1)}, generation=())
     state.add_pipeline(spec).phase = PipelinePhase.ADMITTED
     ask(state, "third", 1, "reference", GpuPriority.REF_LOG_PROBS)
@@ -210,7 +210,7 @@ def test_the_whole_fleet_is_explained_and_an_unknown_name_is_refused(state: Flee
     )
 
 
-def test_a_view_goes_through_json_as_it_is(state: FleetState) -> None:
+def test_a_view_survives_json_unchanged(state: FleetState) -> None:
     ask(state, "math", 1)
     seen = explain_fleet(state, ExplainContext())
     assert msgspec.json.decode(msgspec.json.encode(seen), type=FleetExplanation) == seen
@@ -225,7 +225,7 @@ def lines(harness: SchedulerHarness, name: str) -> list[str]:
     )
 
 
-def test_a_pipeline_that_is_there_and_wants_nothing() -> None:
+def test_an_idle_pipeline_waits_for_nothing() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1))
     assert lines(harness, "a") == [
@@ -238,7 +238,7 @@ def test_a_pipeline_that_is_there_and_wants_nothing() -> None:
     assert lines(harness, "a")[1] == "no run uses it: its coordinator is not connected"
 
 
-def test_engines_that_have_not_reported_yet() -> None:
+def test_engines_that_have_not_reported_are_explained() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1)).is_silent = True
     harness.begin()
@@ -281,7 +281,7 @@ def test_a_wake_waits_for_engines_that_go_to_sleep_there() -> None:
     assert "waits for nothing" in lines(harness, "a")
 
 
-def test_a_quota_that_is_full() -> None:
+def test_a_full_quota_is_explained() -> None:
     harness = SchedulerHarness(4)
     harness.pipeline("a", max_gpus=2)
     harness.generate("a", "g")
@@ -292,7 +292,7 @@ def test_a_quota_that_is_full() -> None:
     assert text[-1] == "waits for nothing"
 
 
-def test_a_quarantine_without_an_ask_says_until_what() -> None:
+def test_a_quarantine_without_a_request_shows_its_end() -> None:
     harness = SchedulerHarness(2)
     coordinator = harness.pipeline("a", generation=(0, 1))
     coordinator.move(0, WorkerPhase.LOST)
@@ -307,7 +307,7 @@ def test_a_quarantine_without_an_ask_says_until_what() -> None:
     assert lines(harness, "a")[0] == "a: admitted"
 
 
-def test_a_pipeline_that_leaves_says_what_its_trainer_still_has() -> None:
+def test_a_leaving_pipeline_shows_what_its_trainer_still_holds() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1))
     harness.train("a", "t")
@@ -316,7 +316,7 @@ def test_a_pipeline_that_leaves_says_what_its_trainer_still_has() -> None:
     assert lines(harness, "a")[-1] == result
 
 
-def test_a_pipeline_that_is_registered_or_leaves_says_until_what() -> None:
+def test_a_registered_or_leaving_pipeline_shows_what_it_waits_for() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1))
     harness.generate("a", "g")
@@ -355,7 +355,7 @@ def test_the_next_expected_request_is_shown_for_a_known_demand_history() -> None
         harness.run(60.0)
 
 
-def test_a_node_that_drains_or_is_down_is_what_is_waited_for() -> None:
+def test_a_draining_or_down_node_is_the_reason_to_wait() -> None:
     harness = SchedulerHarness(0)
     harness.send(JoinNode("j", "n1", 2))
     harness.pipeline("a", generation=(0, 1))

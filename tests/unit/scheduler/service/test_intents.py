@@ -12,7 +12,7 @@ from rollmesh.wire.scheduling import GENERATION_CLUSTER, TicketState, WorkerPhas
 from tests.unit.scheduler.service.harness import SETTINGS, TRAIN, SchedulerHarness
 
 
-def phases(harness: SchedulerHarness) -> list[tuple[str, IntentKind, int, IntentPhase]]:
+def intents_of(harness: SchedulerHarness) -> list[tuple[str, IntentKind, int, IntentPhase]]:
     intents = harness.scheduler.state.intents.values()
     return [(each.pipeline_id, each.kind, each.rank, each.phase) for each in intents]
 
@@ -31,7 +31,7 @@ def handing_over() -> SchedulerHarness:
 
 def test_a_grant_waits_for_the_sleep_that_it_was_planned_with() -> None:
     harness = handing_over()
-    assert phases(harness) == [
+    assert intents_of(harness) == [
         ("a", IntentKind.SLEEP, 0, IntentPhase.SENT),
         ("b", IntentKind.GRANT, FIXED, IntentPhase.PLANNED),
     ]
@@ -40,12 +40,12 @@ def test_a_grant_waits_for_the_sleep_that_it_was_planned_with() -> None:
     assert state.occupants[0] == Owner("a", GENERATION_CLUSTER, 0)
     harness.coordinators["a"].is_hung = False
     harness.act()
-    assert phases(harness) == []
+    assert intents_of(harness) == []
     assert state.occupants[0] == Owner("b", TRAIN, FIXED)
     assert harness.state("t") is TicketState.GRANTED
 
 
-def test_each_intent_ends_in_one_of_two_ways_and_is_counted() -> None:
+def test_each_ended_intent_is_counted_as_committed_or_failed() -> None:
     harness = handing_over()
     harness.coordinators["a"].is_hung = False
     harness.act()
@@ -54,7 +54,7 @@ def test_each_intent_ends_in_one_of_two_ways_and_is_counted() -> None:
     assert harness.kept.tables["intents"] == {}
 
 
-def test_what_pipelines_do_of_their_own_is_no_eviction() -> None:
+def test_a_release_by_the_pipeline_itself_is_no_eviction() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(), generation=(0, 1))
     harness.generate("a", "g")
@@ -65,7 +65,7 @@ def test_what_pipelines_do_of_their_own_is_no_eviction() -> None:
     assert harness.scheduler.state.counts["evictions"] == 0
 
 
-def test_a_broken_promise_gives_back_the_place_and_its_age() -> None:
+def test_a_broken_promise_restores_the_place_and_age_of_its_request() -> None:
     harness = handing_over()
     request = next(i.request for i in harness.scheduler.state.intents.values() if i.request)
     harness.run(3)
@@ -74,7 +74,9 @@ def test_a_broken_promise_gives_back_the_place_and_its_age() -> None:
     assert harness.scheduler.state.fleet.requests == {"t": request}
     assert isinstance(request, ClusterRequest)
     assert request.asked_s < harness.now_s - 2
-    assert [kind for _, kind, _, _ in phases(harness)] == [IntentKind.SLEEP], "of what is not lost"
+    assert [kind for _, kind, _, _ in intents_of(harness)] == [IntentKind.SLEEP], (
+        "for the worker that is not lost"
+    )
 
 
 def test_the_history_shows_which_engine_was_where_and_when() -> None:
@@ -96,7 +98,7 @@ def test_the_history_shows_which_engine_was_where_and_when() -> None:
     assert times == sorted(times)
 
 
-def test_plans_of_the_planner_are_promised_as_they_are() -> None:
+def test_planned_operations_are_promised_unchanged() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(0,), generation=(0, 1))
     state, intents = harness.scheduler.state, harness.scheduler.intents
@@ -105,18 +107,18 @@ def test_plans_of_the_planner_are_promised_as_they_are() -> None:
     )
     intents.promise(Grant("t"))
     intents.promise(Expand("a", 1))
-    assert [each[1:] for each in phases(harness)] == [
+    assert [each[1:] for each in intents_of(harness)] == [
         (IntentKind.GRANT, FIXED, IntentPhase.PLANNED),
         (IntentKind.WAKE, 1, IntentPhase.PLANNED),
     ]
     assert intents.is_promise("a", TRAIN)
-    intents.call_off("a", "on second thoughts")
+    intents.call_off("a", "the pipeline leaves")
     intents.drop_promise("a", TRAIN)
-    assert phases(harness) == []
+    assert intents_of(harness) == []
     assert harness.of("a").workers[1].phase is WorkerPhase.ASLEEP
 
 
-def test_two_that_keep_their_workers_train_in_turn_though_their_demand_stays_open() -> None:
+def test_two_pipelines_that_keep_their_workers_train_in_turn_while_demand_stays_open() -> None:
     harness = SchedulerHarness()
     for name, gpus in (("a", (0, 1)), ("b", (2, 3))):
         harness.pipeline(name, train=gpus, is_preemptible=False)
@@ -134,7 +136,7 @@ def test_two_that_keep_their_workers_train_in_turn_though_their_demand_stays_ope
 
 SWITCH_S = 2.0
 """The turn of an engine that does not hang, including its messages."""
-UNTURNED = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
+WITHOUT_TURNS = msgspec.structs.replace(SETTINGS, turn_s=SETTINGS.resize_deadline_s)
 """The fault: the next resize waits until the one before has ended."""
 
 
@@ -178,7 +180,7 @@ def test_a_busy_engine_is_promised_nothing_more() -> None:
     harness.coordinators["ill"].is_hung = False
     harness.wait_for("g", TicketState.GRANTED)
     harness.run(5)
-    assert harness.awake("ill") == [0, 1, 2], "it is busy no more"
+    assert harness.awake("ill") == [0, 1, 2], "it is no longer busy"
 
 
 def test_a_hung_engine_delays_requests_for_others_for_its_turn_only() -> None:
@@ -190,14 +192,14 @@ def test_a_hung_engine_delays_requests_for_others_for_its_turn_only() -> None:
     assert harness.awake("ill") == [0, 2]
 
 
-def test_without_turns_it_is_held_up_to_the_deadline() -> None:
-    harness = hanging(SchedulerHarness(3, settings=UNTURNED))
+def test_without_turns_a_hung_engine_delays_requests_until_the_deadline() -> None:
+    harness = hanging(SchedulerHarness(3, settings=WITHOUT_TURNS))
     harness.train("second", "t2")
     harness.run(SETTINGS.turn_s + SWITCH_S)
     assert harness.state("t2") is TicketState.QUEUED
 
 
-def test_one_that_hangs_is_lost_in_the_end_and_its_gpus_alone_are_fenced() -> None:
+def test_a_hung_engine_is_finally_lost_and_only_its_gpus_are_fenced() -> None:
     harness = hanging(SchedulerHarness(3))
     harness.train("second", "t2")
     harness.run(SETTINGS.resize_deadline_s + SETTINGS.slack_s)
@@ -210,7 +212,7 @@ def test_one_that_hangs_is_lost_in_the_end_and_its_gpus_alone_are_fenced() -> No
     harness.wait_for("t1", TicketState.GRANTED)
 
 
-def test_an_engine_that_is_slow_comes_up_after_its_turn_as_if_in_it() -> None:
+def test_a_slow_engine_may_wake_after_its_turn_without_a_fault() -> None:
     harness = shared()
     ill = harness.coordinators["ill"]
     ill.is_hung, ill.hung = False, {0}
@@ -226,7 +228,7 @@ def test_an_engine_that_is_slow_comes_up_after_its_turn_as_if_in_it() -> None:
 
 
 @pytest.mark.parametrize(("wakes", "deadline_s"), [(False, 12.0), (True, 20.0)])
-def test_the_deadline_is_that_of_the_deed(wakes: bool, deadline_s: float) -> None:
+def test_sleeps_and_wakes_have_their_own_deadlines(wakes: bool, deadline_s: float) -> None:
     harness = SchedulerHarness(1, settings=msgspec.structs.replace(SETTINGS, sleep_deadline_s=12.0))
     coordinator = harness.pipeline("a", train=(), generation=(0,))
     if not wakes:
@@ -245,7 +247,7 @@ def test_the_deadline_is_that_of_the_deed(wakes: bool, deadline_s: float) -> Non
     assert harness.scheduler.state.counts["pipeline.quarantined"] == 1
 
 
-def test_resizes_under_way_are_resent_to_coordinators_that_missed_them() -> None:
+def test_resizes_in_progress_are_resent_to_coordinators_that_missed_them() -> None:
     harness = hanging(SchedulerHarness(3))
     harness.train("second", "t2")
     ill = harness.coordinators["ill"]
@@ -254,7 +256,7 @@ def test_resizes_under_way_are_resent_to_coordinators_that_missed_them() -> None
     result = {each.resize_id: each.changes for each in ill.pending_resizes}
     assert len(result) == 2
     ill.pending_resizes.clear()
-    for rank in (0, 1):  # it forgets: both were lost on the way
+    for rank in (0, 1):  # both resizes were lost
         ill.truths[rank] = msgspec.structs.replace(ill.truths[rank], epoch=0)
     harness.run(1.5)
     assert {each.resize_id: each.changes for each in ill.pending_resizes} == result
@@ -264,7 +266,7 @@ def test_resizes_under_way_are_resent_to_coordinators_that_missed_them() -> None
     assert harness.scheduler.state.counts["pipeline.quarantined"] == 0
 
 
-def test_of_two_resizes_under_way_what_was_not_answered_stays_in_doubt() -> None:
+def test_after_a_fault_only_workers_of_the_unanswered_resize_are_in_doubt() -> None:
     harness = hanging(SchedulerHarness(3))
     harness.train("second", "t2")
     ill = harness.coordinators["ill"]
@@ -277,12 +279,12 @@ def test_of_two_resizes_under_way_what_was_not_answered_stays_in_doubt() -> None
     assert harness.scheduler.state.pipeline_records["ill"].unsure == [0]
 
 
-def test_in_quarantine_too_one_that_hangs_keeps_only_its_own_gpus() -> None:
+def test_a_hung_engine_of_a_quarantined_pipeline_blocks_only_its_own_gpus() -> None:
     harness = hanging(SchedulerHarness(3))
     ill = harness.coordinators["ill"]
     ill.move(2, WorkerPhase.LOST)
     harness.beat()
-    ill.hung = {0, 1}  # of what is told from now on, too: 0 and 1 are to sleep
+    ill.hung = {0, 1}  # also for later resizes: 0 and 1 must sleep
     harness.run(2)
     ill.move(2, WorkerPhase.ASLEEP)
     harness.pipeline("third", train=(2,), generation=())

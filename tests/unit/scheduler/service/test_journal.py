@@ -57,7 +57,7 @@ def history(folder: Path) -> list[tuple[object, ...]]:
     return found
 
 
-def test_what_was_kept_is_found_and_what_was_dropped_is_not(tmp_path: Path) -> None:
+def test_a_reopened_journal_has_the_kept_rows_and_not_the_dropped(tmp_path: Path) -> None:
     journal = SqliteJournal(tmp_path / "new" / "folder")
     assert journal.load() is None
     journal.keep([PutRow("tickets", "k1", b"one"), PutRow("tickets", "k2", b"two")])
@@ -95,7 +95,7 @@ def test_a_journal_has_one_owner_and_any_number_of_readers(tmp_path: Path) -> No
     SqliteJournal(tmp_path).close()
 
 
-def test_the_past_is_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
+def test_the_history_is_bounded_and_its_newest_rows_are_kept(tmp_path: Path) -> None:
     journal = SqliteJournal(tmp_path, max_history=10)
     for number in range(100):
         journal.keep([HistoryRow(float(number), 0, "", "", -1, "free")])
@@ -105,7 +105,7 @@ def test_the_past_is_bounded_and_the_newest_is_kept(tmp_path: Path) -> None:
     assert kept[-1] == 99.0
 
 
-def test_what_is_no_journal_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"not a database" * 100)
     with pytest.raises(JournalDamaged, match="is not a scheduler's journal"):
         SqliteJournal(tmp_path)
@@ -124,8 +124,8 @@ def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None
         SqliteJournal(tmp_path / "file")
 
 
-def test_a_page_that_was_scribbled_over_is_found_when_it_is_opened(tmp_path: Path) -> None:
-    """Otherwise nothing could be written later, and no request would ever complete."""
+def test_a_damaged_page_is_found_when_the_journal_is_opened(tmp_path: Path) -> None:
+    """If it were opened, later writes would fail, and no request would ever complete."""
     rows = [HistoryRow(float(at), 0, "a", "c", 0, "awake") for at in range(2000)]
     with closing(SqliteJournal(tmp_path)) as journal:
         journal.keep(rows)
@@ -136,12 +136,12 @@ def test_a_page_that_was_scribbled_over_is_found_when_it_is_opened(tmp_path: Pat
         SqliteJournal(tmp_path)
 
 
-def test_a_folder_where_its_file_should_be_is_named(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_the_journals_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(JournalDamaged, match="is not a scheduler's journal"):
         SqliteJournal(tmp_path)
     (tmp_path / FILE_NAME).rmdir()
-    SqliteJournal(tmp_path).close()  # nobody has its lock
+    SqliteJournal(tmp_path).close()  # the lock is free
 
 
 def test_a_full_disk_and_a_damaged_journal_are_different_errors(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_full_disk_and_a_damaged_journal_are_different_errors(tmp_path: Path) 
     assert not isinstance(caught.value, JournalDamaged)
 
 
-def test_journal_that_is_closed_twice_leaves_a_file_opened_since_alone(tmp_path: Path) -> None:
+def test_closing_a_journal_twice_closes_no_other_file(tmp_path: Path) -> None:
     journal = SqliteJournal(tmp_path / "journal")
     journal.close()
     with (tmp_path / "other").open("wb") as other:
@@ -158,7 +158,7 @@ def test_journal_that_is_closed_twice_leaves_a_file_opened_since_alone(tmp_path:
         assert os.fstat(other.fileno())
 
 
-def test_a_journal_is_its_users_alone_also_one_that_was_open_to_others(tmp_path: Path) -> None:
+def test_a_journal_is_private_even_if_it_was_open_to_others(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     for _ in range(2):
         before = os.umask(0o022)
@@ -175,7 +175,7 @@ def test_a_journal_is_its_users_alone_also_one_that_was_open_to_others(tmp_path:
         (folder / FILE_NAME).chmod(0o644)
 
 
-def test_rows_are_kept_as_a_journal_keeps_them() -> None:
+def test_journal_tables_keep_rows_like_a_journal() -> None:
     kept = JournalTables()
     kept.keep([PutRow("tickets", "a", b"1"), HistoryRow(1.0, 0, "", "", -1, "free")])
     kept.keep([PutRow("tickets", "a", b"2"), PutRow("nodes", "n", b"3"), DropRow("tickets", "b")])
@@ -184,7 +184,7 @@ def test_rows_are_kept_as_a_journal_keeps_them() -> None:
     assert kept.tables["tickets"] == {}
 
 
-def test_a_record_that_is_none_is_named() -> None:
+def test_an_unreadable_record_is_refused_with_its_table() -> None:
     with pytest.raises(JournalDamaged, match="table tickets cannot be read"):
         JournalTables({"tickets": {"a": b"\xc1"}}).read("tickets", TicketRecord)
     assert JournalTables().read("numbers", CounterRecord) == []
@@ -215,11 +215,11 @@ def state() -> SchedulerState:
     return SchedulerState(SchedulerSettings(), "s1")
 
 
-def test_a_step_that_changes_nothing_leaves_nothing(state: SchedulerState) -> None:
+def test_a_step_without_changes_has_no_actions(state: SchedulerState) -> None:
     assert state.take_actions() == []
 
 
-def test_rows_come_first_and_once_as_they_are_at_the_end(state: SchedulerState) -> None:
+def test_rows_come_first_and_each_once_with_its_final_value(state: SchedulerState) -> None:
     state.send(b"r", SchedulerHello("s1"))
     state.mark("answers", "k")
     state.answers["k"] = AnswerRecord(key="k", ok=False, at_s=1.0)
@@ -239,14 +239,14 @@ def test_rows_come_first_and_once_as_they_are_at_the_end(state: SchedulerState) 
     assert state.take_actions() == []
 
 
-def test_what_is_gone_is_dropped(state: SchedulerState) -> None:
+def test_the_row_of_a_removed_record_is_dropped(state: SchedulerState) -> None:
     state.mark("tickets", "k")
     (write,) = state.take_actions()
     assert isinstance(write, WriteRows)
     assert write.rows[0] == DropRow("tickets", "k")
 
 
-def test_a_row_does_not_change_with_what_it_was_taken_from(state: SchedulerState) -> None:
+def test_later_changes_of_a_record_do_not_change_its_row(state: SchedulerState) -> None:
     state.now_s = 5.0
     state.mark("numbers", "1")
     (write,) = state.take_actions()
@@ -257,7 +257,7 @@ def test_a_row_does_not_change_with_what_it_was_taken_from(state: SchedulerState
     assert msgspec.msgpack.decode(row.raw, type=CounterRecord) == CounterRecord(now_s=5.0)
 
 
-def test_two_never_stand_on_one_gpu(state: SchedulerState) -> None:
+def test_two_owners_never_occupy_one_gpu(state: SchedulerState) -> None:
     state.occupy(A, (0, 1), HELD)
     with pytest.raises(AssertionError, match="GPU 1 is "):
         state.occupy(B, (1, 2), HELD)
@@ -276,7 +276,7 @@ def test_messages_without_a_route_are_dropped(state: SchedulerState) -> None:
     assert state.take_actions() == []
 
 
-def test_troubles_are_bounded_and_the_newest_is_last(state: SchedulerState) -> None:
+def test_problems_are_bounded_and_the_newest_is_last(state: SchedulerState) -> None:
     for number in range(MAX_PROBLEMS + 5):
         state.report_problem(f"no {number}")
     assert len(state.problems) == MAX_PROBLEMS
@@ -288,7 +288,7 @@ WAKE = Intent(
 )
 
 
-def test_the_result_of_a_resize_is_returned_also_after_a_death() -> None:
+def test_the_result_of_a_resize_is_known_after_a_restart() -> None:
     harness = SchedulerHarness(2)
     coordinator = harness.pipeline("a", generation=(0, 1))
     coordinator.error = "it is out of memory"
@@ -302,7 +302,7 @@ def test_the_result_of_a_resize_is_returned_also_after_a_death() -> None:
         harness.begin()
 
 
-def test_no_more_than_the_newest_are_kept() -> None:
+def test_only_the_newest_ended_intents_are_kept() -> None:
     harness = SchedulerHarness(1)
     for number in range(1, 2 * MAX_ENDED):
         done = msgspec.structs.replace(WAKE, intent_id=number, phase=IntentPhase.COMMITTED)
@@ -315,15 +315,15 @@ def test_no_more_than_the_newest_are_kept() -> None:
 
 
 def two_pipelines(kind: type[FleetScheduler] = FleetScheduler) -> SchedulerHarness:
-    """Both generate on all of four GPUs, and train on two each."""
+    """Pipelines a and b generate on all of four GPUs, and train on two each."""
     harness = SchedulerHarness(4, kind=kind)
     harness.pipeline("a", train=(0, 1))
     harness.pipeline("b", train=(2, 3))
     return harness
 
 
-def story(harness: SchedulerHarness) -> dict[str, TicketState]:
-    """Both do two rollouts; return how each request has ended."""
+def run_two_rollouts(harness: SchedulerHarness) -> dict[str, TicketState]:
+    """Run two rollouts of each pipeline; return the final state of each request."""
     run_all(harness, [Program("a", 2), Program("b", 2, generates_s=3.0)])
     harness.run(5)
     state = harness.scheduler.state
@@ -333,10 +333,10 @@ def story(harness: SchedulerHarness) -> dict[str, TicketState]:
     return harness.ended
 
 
-def test_the_rows_tell_all_that_the_machine_knows_after_each_step() -> None:
+def test_the_rows_contain_the_whole_state_after_each_step() -> None:
     harness = two_pipelines()
     harness.checks_rows_each = 1
-    story(harness)
+    run_two_rollouts(harness)
     harness.generate("a", "g", target=0, step=9)
     harness.send(ReportProgress("a", "train", 1, 100, 10))
     harness.send(ReportProgress("a", "eval/x", 1, 100, 10))
@@ -350,22 +350,22 @@ def test_the_rows_tell_all_that_the_machine_knows_after_each_step() -> None:
 
 
 @pytest.mark.parametrize("when", ["before its rows are kept", "before it sends"])
-def test_it_may_be_killed_at_every_step(when: str) -> None:
+def test_a_scheduler_killed_at_any_step_ends_every_request_alike(when: str) -> None:
     harness = two_pipelines()
     first = harness.num_steps
-    ends = story(harness)
+    ends = run_two_rollouts(harness)
     last = harness.num_steps
     for step in range(first, last):
         killed = two_pipelines()
-        struck = frozenset({step, step + 3, step + 50} if step % 3 == 0 else {step})
+        kill_steps = frozenset({step, step + 3, step + 50} if step % 3 == 0 else {step})
         if when == "before it sends":
-            killed.cut_steps = struck
+            killed.cut_steps = kill_steps
         else:
-            killed.lost_steps = struck
-        assert story(killed) == ends, f"killed at step {step} of {last}"
+            killed.lost_steps = kill_steps
+        assert run_two_rollouts(killed) == ends, f"killed at step {step} of {last}"
 
 
-fates = st.tuples(
+fault_periods = st.tuples(
     st.sampled_from(["hang", "error", "silent", "none"]),
     st.sampled_from("abc"),
     st.integers(1, 40),
@@ -376,11 +376,11 @@ fates = st.tuples(
 @settings(max_examples=30, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=3, max_size=3),
-    faults=st.lists(fates, max_size=3),
+    faults=st.lists(fault_periods, max_size=3),
     lost=st.frozensets(st.integers(20, 600), max_size=5),
     cut=st.frozensets(st.integers(20, 600), max_size=5),
 )
-def test_random_histories_come_to_the_same_end(
+def test_random_faults_and_kills_leave_no_request_open(
     shapes: list[tuple[int, int]],
     faults: list[tuple[str, str, int, int]],
     lost: frozenset[int],
@@ -398,9 +398,9 @@ def test_random_histories_come_to_the_same_end(
         each.poll(harness)
     for fault, name, after_s, for_s in faults:
         _advance(harness, programs, after_s)
-        _strike(harness, fault, name, is_on=True)
+        _set_fault(harness, fault, name, is_on=True)
         _advance(harness, programs, for_s)
-        _strike(harness, fault, name, is_on=False)
+        _set_fault(harness, fault, name, is_on=False)
     run_all(harness, programs)
     harness.run(5)
     state = harness.scheduler.state
@@ -419,7 +419,7 @@ def _advance(harness: SchedulerHarness, programs: list[Program], seconds: int) -
         harness.run(0.25)
 
 
-def _strike(harness: SchedulerHarness, fault: str, name: str, is_on: bool) -> None:
+def _set_fault(harness: SchedulerHarness, fault: str, name: str, is_on: bool) -> None:
     coordinator = harness.coordinators[name]
     if fault == "hang":
         coordinator.is_hung = is_on
@@ -429,18 +429,18 @@ def _strike(harness: SchedulerHarness, fault: str, name: str, is_on: bool) -> No
         coordinator.error = "an engine does not answer" if is_on else ""
 
 
-class Amnesiac(FleetScheduler):
+class ForgetsItsJournal(FleetScheduler):
     """The fault: a restart begins without the kept rows."""
 
     def __init__(self, *arguments: object, **named: object) -> None:
         kept = [each for each in arguments if not isinstance(each, JournalTables)]
         if len(kept) < len(arguments):
             kept.insert(2, None)
-        super().__init__(*kept, **named)  # type: ignore[arg-type]  # what it was given
+        super().__init__(*kept, **named)  # type: ignore[arg-type]  # passed on unchanged
 
 
-def test_without_its_journal_a_restart_loses_all() -> None:
-    harness = two_pipelines(Amnesiac)
+def test_a_restart_without_its_journal_forgets_all_pipelines() -> None:
+    harness = two_pipelines(ForgetsItsJournal)
     harness.train("a", "t")
     harness.begin()
     harness.run(5)
@@ -452,7 +452,7 @@ def test_without_its_journal_a_restart_loses_all() -> None:
     assert kept.train("a", "t2") is TicketState.GRANTED
 
 
-def test_nothing_is_planned_before_all_coordinators_are_heard_or_time_is_up() -> None:
+def test_nothing_is_planned_before_all_coordinators_report_or_settle_s_is_over() -> None:
     harness = two_pipelines()
     harness.coordinators["b"].is_silent = True
     harness.train("a", "t")
@@ -490,7 +490,7 @@ def test_an_unconfirmed_wake_is_resent_with_its_epoch() -> None:
     assert {truth.epoch for truth in coordinator.truths} == {1}
 
 
-def test_workers_that_are_to_sleep_are_no_answer_though_no_plan_can_be_made_yet() -> None:
+def test_workers_that_must_sleep_grant_nothing_before_the_first_plan() -> None:
     harness = two_pipelines()
     harness.coordinators["b"].is_silent = True
     coordinator = harness.coordinators["a"]

@@ -60,8 +60,8 @@ class FullDisk(SqliteJournal):
         super().keep(rows)
 
 
-class Life:
-    """A scheduler as in its process, in a thread."""
+class RunningService:
+    """The scheduler's loop with its sockets and journal, turned by the test."""
 
     def __init__(self, folder: Path, clock: FakeClock) -> None:
         ask = ServiceOptions(
@@ -76,9 +76,9 @@ class Life:
     def ask(self, message: AnyMessage, kind: type[AnyMessage]) -> AnyMessage:
         """Send a message; return the next answer of that kind."""
         self.dialer.send(Packet(message))
-        return next(each for each in self.heard() if isinstance(each, kind))
+        return next(each for each in self.received() if isinstance(each, kind))
 
-    def heard(self) -> Iterator[AnyMessage]:
+    def received(self) -> Iterator[AnyMessage]:
         while True:
             wait([self.hub], None, 0.05)
             self.loop.turn()
@@ -91,100 +91,100 @@ class Life:
         self.journal.close()
 
 
-def begin(folder: Path, now_s: float = 0.0) -> Life:
-    life = Life(folder, FakeClock(now_s))
-    life.loop.join((NODE,))
-    life.loop.turn()
-    return life
+def start(folder: Path, now_s: float = 0.0) -> RunningService:
+    service = RunningService(folder, FakeClock(now_s))
+    service.loop.join((NODE,))
+    service.loop.turn()
+    return service
 
 
-def granted(life: Life, key: str) -> TicketMoved:
-    moved = life.ask(RequestGpus(key, "a", "actor_train", 1), TicketMoved)
+def granted(service: RunningService, key: str) -> TicketMoved:
+    moved = service.ask(RequestGpus(key, "a", "actor_train", 1), TicketMoved)
     assert isinstance(moved, TicketMoved)
     if moved.state is TicketState.OFFERED:
-        moved = life.ask(TakeGpus(key, moved.offer), TicketMoved)
+        moved = service.ask(TakeGpus(key, moved.offer), TicketMoved)
         assert isinstance(moved, TicketMoved)
     return moved
 
 
-def test_grants_are_held_over_restarts(tmp_path: Path) -> None:
-    with closing(begin(tmp_path)) as life:
+def test_grants_survive_restarts(tmp_path: Path) -> None:
+    with closing(start(tmp_path)) as service:
         for message in (RegisterPipeline("r", SPEC), AdmitPipeline("ad", "a")):
-            answer = life.ask(message, SchedulerAnswered)
+            answer = service.ask(message, SchedulerAnswered)
             assert isinstance(answer, SchedulerAnswered)
             assert answer.ok, answer.error
-        first = life.ask(HooksWired("a"), SchedulerHello)
-        assert granted(life, "k").gpus == (0,)
-    with closing(begin(tmp_path)) as life:
-        second = life.ask(HooksWired("a"), SchedulerHello)
+        first = service.ask(HooksWired("a"), SchedulerHello)
+        assert granted(service, "k").gpus == (0,)
+    with closing(start(tmp_path)) as service:
+        second = service.ask(HooksWired("a"), SchedulerHello)
         assert first != second
-        assert granted(life, "k").state is TicketState.GRANTED
-        assert life.loop.scheduler.state.numbers.num_incarnations == 2
+        assert granted(service, "k").state is TicketState.GRANTED
+        assert service.loop.scheduler.state.numbers.num_incarnations == 2
 
 
-def test_it_does_not_spin_while_it_may_not_plan_yet(tmp_path: Path) -> None:
-    """Progress triggers a plan at once, and there is none before the coordinator reports."""
+def test_the_loop_does_not_spin_before_it_may_plan(tmp_path: Path) -> None:
+    """Progress requests a plan at once, and none is made before the coordinator reports."""
     spec = msgspec.structs.replace(SPEC, generation=(0,))
-    with closing(begin(tmp_path)) as life:
+    with closing(start(tmp_path)) as service:
         for message in (RegisterPipeline("r", spec), AdmitPipeline("ad", "a")):
-            life.ask(message, SchedulerAnswered)
-        life.ask(HooksWired("a"), SchedulerHello)
-        life.ask(RequestGpus("g", "a", GENERATION_CLUSTER, 6, 0, 8), TicketMoved)
-    with closing(begin(tmp_path)) as life:
-        life.dialer.send(Packet(ReportProgress("a", "train", 1, 8, 4)))
-        life.ask(HooksWired("a"), SchedulerHello)
-        life.loop.turn()
-        assert life.loop.scheduler.state.again_s <= life.loop.scheduler.state.now_s
-        assert life.loop.idle_s() > 0.0
+            service.ask(message, SchedulerAnswered)
+        service.ask(HooksWired("a"), SchedulerHello)
+        service.ask(RequestGpus("g", "a", GENERATION_CLUSTER, 6, 0, 8), TicketMoved)
+    with closing(start(tmp_path)) as service:
+        service.dialer.send(Packet(ReportProgress("a", "train", 1, 8, 4)))
+        service.ask(HooksWired("a"), SchedulerHello)
+        service.loop.turn()
+        assert service.loop.scheduler.state.again_s <= service.loop.scheduler.state.now_s
+        assert service.loop.idle_s() > 0.0
 
 
-def test_its_time_does_not_run_back_over_restarts(tmp_path: Path) -> None:
-    with closing(begin(tmp_path, now_s=1000.0)) as life:
-        life.loop.turn()
-        before_s = life.loop.scheduler.state.now_s
-    with closing(begin(tmp_path, now_s=10.0)) as life:
-        life.loop.turn()
-        assert life.loop.scheduler.state.now_s >= before_s
-        life.clock.advance(5.0)
-        life.loop.turn()
-        assert life.loop.scheduler.state.now_s >= before_s + 5.0
+def test_the_schedulers_time_does_not_run_back_over_restarts(tmp_path: Path) -> None:
+    with closing(start(tmp_path, now_s=1000.0)) as service:
+        service.loop.turn()
+        before_s = service.loop.scheduler.state.now_s
+    with closing(start(tmp_path, now_s=10.0)) as service:
+        service.loop.turn()
+        assert service.loop.scheduler.state.now_s >= before_s
+        service.clock.advance(5.0)
+        service.loop.turn()
+        assert service.loop.scheduler.state.now_s >= before_s + 5.0
 
 
 def test_nothing_is_sent_before_its_rows_are_on_the_disk(tmp_path: Path) -> None:
-    with closing(begin(tmp_path)) as life:
-        life.ask(RegisterPipeline("r", SPEC), SchedulerAnswered)
-        life.journal.is_full = True
-        life.dialer.send(Packet(AdmitPipeline("ad", "a")))
-        while not life.loop.scheduler.state.answers.get("ad"):
-            wait([life.hub], None, 0.05)
-            life.loop.turn()
-        life.dialer.send(Packet(HooksWired("a")))
-        wait([life.dialer], None, 0.2)
-        life.loop.turn()
-        assert not list(life.dialer.receive())
-        assert life.loop.idle_s() > 0.0
-        assert life.loop.poll_hubs() == []  # or it would spin on what waits to be heard
-        life.journal.is_full = False
-        result = life.heard()
+    with closing(start(tmp_path)) as service:
+        service.ask(RegisterPipeline("r", SPEC), SchedulerAnswered)
+        service.journal.is_full = True
+        service.dialer.send(Packet(AdmitPipeline("ad", "a")))
+        while not service.loop.scheduler.state.answers.get("ad"):
+            wait([service.hub], None, 0.05)
+            service.loop.turn()
+        service.dialer.send(Packet(HooksWired("a")))
+        wait([service.dialer], None, 0.2)
+        service.loop.turn()
+        assert not list(service.dialer.receive())
+        assert service.loop.idle_s() > 0.0
+        assert service.loop.poll_hubs() == []  # it would spin on unread messages
+        service.journal.is_full = False
+        result = service.received()
         assert next(result) == SchedulerAnswered("ad", True)
         assert isinstance(next(result), SchedulerHello)
-        assert life.loop.poll_hubs() == [life.hub]
+        assert service.loop.poll_hubs() == [service.hub]
 
 
-def test_a_node_that_has_changed_is_named_at_the_start(tmp_path: Path) -> None:
-    begin(tmp_path).close()
+def test_a_changed_node_is_refused_at_the_start(tmp_path: Path) -> None:
+    start(tmp_path).close()
     text = pytest.raises(ConfigError, match="'n0' had 2 GPUs and comes back with 3")
-    with closing(Life(tmp_path, FakeClock())) as life, text:
-        life.loop.join((JoinNode("file-n0", "n0", 3, (), beats=False),))
+    with closing(RunningService(tmp_path, FakeClock())) as service, text:
+        service.loop.join((JoinNode("file-n0", "n0", 3, (), beats=False),))
 
 
-def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_an_address_in_use_is_refused(tmp_path: Path) -> None:
     text = pytest.raises(AddressError, match=r"bind = tcp://127\.0\.0\.1")
     with closing(Hub("tcp://127.0.0.1:0")) as hub, text:
         open_hub(hub.address)
 
 
-def test_a_snapshot_tells_phases_waits_and_faults() -> None:
+def test_a_snapshot_shows_phases_waits_and_faults() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1))
     harness.pipeline("b", train=(0,), generation=())
@@ -222,7 +222,7 @@ def listening() -> Iterator[socket.socket]:
     bound.close()
 
 
-def test_it_explains_a_pipeline_as_the_verb_does(listening: socket.socket) -> None:
+def test_the_status_app_explains_a_pipeline_like_the_command_line(listening: socket.socket) -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1))
     harness.pipeline("b", generation=(0, 1))

@@ -1,4 +1,4 @@
-"""Pipelines and nodes that join and leave."""
+"""Registry: pipelines and nodes that join and leave."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def spec(name: str = "a", **fields: object) -> PipelineSpec:
     return PipelineSpec(pipeline_id=name, **given)  # type: ignore[arg-type]  # of the spec
 
 
-# W15
+# W15: a registration that is repeated
 
 
 def test_a_repeated_registration_changes_nothing() -> None:
@@ -57,7 +57,7 @@ def test_another_spec_under_the_same_name_is_refused_in_one_line() -> None:
     assert harness.of("a").spec.weight == 1.0
 
 
-class BeginsAnew(PipelineRegistry):
+class ResetsAdmission(PipelineRegistry):
     """The fault: a repeated registration removes the admission."""
 
     def on_ask(self, route: bytes, ask: object) -> None:
@@ -67,15 +67,15 @@ class BeginsAnew(PipelineRegistry):
         ):
             name = ask.spec.pipeline_id
             self._state.fleet.pipelines[name].phase = PipelinePhase.REGISTERED
-        super().on_ask(route, ask)  # type: ignore[arg-type]  # what it is given
+        super().on_ask(route, ask)  # type: ignore[arg-type]  # passed on unchanged
 
 
-class Forgetful(FleetScheduler):
-    REGISTRY = BeginsAnew
+class ResettingScheduler(FleetScheduler):
+    REGISTRY = ResetsAdmission
 
 
-def test_were_admission_reset_by_it_requests_would_be_refused() -> None:
-    harness = SchedulerHarness(kind=Forgetful)
+def test_if_registration_reset_admission_requests_would_be_refused() -> None:
+    harness = SchedulerHarness(kind=ResettingScheduler)
     harness.pipeline("a", train=(0,), generation=(0, 1))
     harness.send(RegisterPipeline("again", harness.of("a").spec))
     assert harness.train("a", "t") is TicketState.REFUSED
@@ -92,7 +92,7 @@ def test_were_admission_reset_by_it_requests_would_be_refused() -> None:
         (spec(generation=(0, 99)), "99"),
     ],
 )
-def test_a_spec_that_cannot_be_is_refused_in_one_line(wrong: PipelineSpec, text: str) -> None:
+def test_an_invalid_spec_is_refused_in_one_line(wrong: PipelineSpec, text: str) -> None:
     harness = SchedulerHarness()
     harness.send(RegisterPipeline("r", wrong))
     assert not harness.answers["r"].ok
@@ -101,7 +101,7 @@ def test_a_spec_that_cannot_be_is_refused_in_one_line(wrong: PipelineSpec, text:
     assert not harness.scheduler.state.pipeline_records
 
 
-def test_a_repeated_request_is_done_once_and_answered_each_time() -> None:
+def test_a_repeated_request_is_carried_out_once_and_answered_each_time() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.send(KillPipeline("k", "a"))
@@ -114,7 +114,7 @@ def test_a_repeated_request_is_done_once_and_answered_each_time() -> None:
 
 
 @pytest.mark.parametrize("ask", [AdmitPipeline, KillPipeline, UnregisterPipeline])
-def test_what_is_asked_of_an_unknown_pipeline_is_refused(ask: type) -> None:
+def test_requests_about_an_unknown_pipeline_are_refused(ask: type) -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.send(ask("k", "x"))
@@ -125,7 +125,7 @@ def test_what_is_asked_of_an_unknown_pipeline_is_refused(ask: type) -> None:
 # leaving
 
 
-def test_a_leaving_pipeline_sleeps_first_and_then_nothing_is_left_of_it() -> None:
+def test_a_leaving_pipeline_sleeps_first_and_leaves_no_state() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a", train=(0,))
     harness.train("a", "t")
@@ -147,23 +147,23 @@ def test_a_leaving_pipeline_sleeps_first_and_then_nothing_is_left_of_it() -> Non
     assert kept == {"nodes", "answers", "tickets", "ended", "credits", "numbers"}
 
 
-class Hurried(RunClaims):
-    """The fault: a leaving pipeline has nothing from then on, even where an engine is awake."""
+class ReleasesAtOnce(RunClaims):
+    """The fault: a leaving pipeline holds nothing from then on, even if an engine is awake."""
 
     def release_all(self, pipeline: PipelineState, why: str, *, with_trainer: bool = True) -> None:
         super().release_all(pipeline, why, with_trainer=True)
 
 
-class HurriedTenants(PipelineRegistry):
-    RUN_CLAIMS = Hurried
+class HurriedRegistry(PipelineRegistry):
+    RUN_CLAIMS = ReleasesAtOnce
 
 
 class LeavesAtOnce(FleetScheduler):
-    REGISTRY = HurriedTenants
+    REGISTRY = HurriedRegistry
 
 
 def left_while_training(kind: type[FleetScheduler]) -> SchedulerHarness:
-    """Pipeline a trains while it is unregistered; b waits for a GPU of it."""
+    """Pipeline a trains while it is unregistered; b waits for one of its GPUs."""
     harness = SchedulerHarness(2, kind=kind)
     harness.pipeline("a", train=(0, 1), generation=())
     harness.pipeline("b", train=(1,), generation=())
@@ -176,7 +176,7 @@ def left_while_training(kind: type[FleetScheduler]) -> SchedulerHarness:
 def test_a_trainer_whose_pipeline_leaves_keeps_its_gpus_until_it_releases_them() -> None:
     harness = left_while_training(FleetScheduler)
     harness.run(1)
-    harness.begin()  # also in the scheduler's next life
+    harness.begin()  # also after a restart of the scheduler
     harness.run(30)
     assert harness.state("tb") is TicketState.QUEUED
     harness.release("a", "r")
@@ -184,7 +184,7 @@ def test_a_trainer_whose_pipeline_leaves_keeps_its_gpus_until_it_releases_them()
     assert list(harness.scheduler.state.fleet.pipelines) == ["b"]
 
 
-def test_a_pipeline_that_leaves_with_an_untaken_offer_has_nothing() -> None:
+def test_a_pipeline_that_leaves_with_an_untaken_offer_holds_nothing() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(0, 1), generation=())
     harness.send(RequestGpus("ta", "a", TRAIN, GpuPriority.ACTOR_TRAINING))
@@ -193,12 +193,12 @@ def test_a_pipeline_that_leaves_with_an_untaken_offer_has_nothing() -> None:
     assert offered.state is TicketState.OFFERED
     assert harness.state("ta") is TicketState.REFUSED
     assert harness.answers["u"].ok
-    harness.send(TakeGpus("ta", offered.offer))  # it was on its way
+    harness.send(TakeGpus("ta", offered.offer))  # sent before the refusal arrived
     assert harness.state("ta") is TicketState.REFUSED
     assert harness.scheduler.state.occupants == {}
 
 
-def test_were_it_forgotten_at_once_two_would_stand_on_its_gpus() -> None:
+def test_if_a_leaving_pipeline_were_forgotten_at_once_two_would_use_its_gpus() -> None:
     harness = left_while_training(LeavesAtOnce)
     assert harness.state("tb") is TicketState.GRANTED, "and a's trainer has received nothing"
 
@@ -210,14 +210,14 @@ def test_a_leaving_pipeline_that_is_killed_is_forgotten_whatever_it_held() -> No
     assert harness.state("tb") is TicketState.GRANTED
 
 
-def test_a_pipeline_that_leaves_its_promised_gpus_leaves_all_idle() -> None:
+def test_leaving_pipelines_free_their_promised_gpus() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a", train=(0,), generation=(0, 1))
     harness.pipeline("b", train=(0, 1), generation=())
     harness.generate("a", "g")
     harness.act()
     harness.coordinators["a"].is_hung = True
-    harness.train("b", "b1")  # promised, while a's workers go to sleep
+    harness.train("b", "b1")  # promised while a's workers go to sleep
     harness.send(UnregisterPipeline("ub", "b"))
     harness.send(UnregisterPipeline("ua", "a"))
     harness.coordinators["a"].is_hung = False
@@ -246,7 +246,7 @@ def test_a_promised_wake_is_not_sent_for_a_pipeline_that_has_left() -> None:
     assert harness.awake("a") == [0, 1]
 
 
-def test_a_killed_pipeline_has_nothing_whatever_its_coordinator_sent_last() -> None:
+def test_a_killed_pipeline_holds_nothing_whatever_its_coordinator_sent_last() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(0,), generation=(0, 1))
     harness.generate("a", "g")
@@ -278,7 +278,7 @@ def test_a_repeated_unregister_after_a_restart_is_answered() -> None:
 # nodes
 
 
-def test_a_node_that_comes_back_has_its_gpu_numbers_again() -> None:
+def test_a_node_that_returns_keeps_its_gpu_numbers() -> None:
     harness = SchedulerHarness(2)
     harness.send(JoinNode("n1", "n1", 2))
     harness.send(JoinNode("n2", "n2", 4))
@@ -321,7 +321,7 @@ def test_a_node_that_drains_puts_its_workers_to_sleep() -> None:
     assert not harness.answers["d2"].ok
 
 
-def test_a_ticket_outlives_a_leave_that_has_its_key() -> None:
+def test_a_ticket_and_an_unregister_with_the_same_key_are_both_answered() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1))
     harness.train("a", "same")
@@ -332,7 +332,7 @@ def test_a_ticket_outlives_a_leave_that_has_its_key() -> None:
     assert not harness.scheduler.state.reply_targets
 
 
-def test_a_drain_that_is_undone_wakes_what_waits() -> None:
+def test_undraining_a_node_wakes_waiting_workers() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", generation=(0, 1))
     harness.send(DrainNode("d", "n0"))
@@ -350,7 +350,7 @@ def phase_of(harness: SchedulerHarness, name: str) -> NodePhase:
     return harness.scheduler.state.fleet.nodes[name].phase
 
 
-def test_a_drained_node_that_was_but_silent_is_still_drained() -> None:
+def test_a_drained_node_stays_drained_after_a_silence() -> None:
     harness = SchedulerHarness(0)
     join = JoinNode("n1", "n1", 2)
     harness.send(join)
@@ -363,11 +363,11 @@ def test_a_drained_node_that_was_but_silent_is_still_drained() -> None:
     harness.run(harness.settings.memory_s + harness.settings.node_grace_s)
     harness.send(join)
     assert phase_of(harness, "n1") is NodePhase.DRAINING
-    harness.send(JoinNode("anew", "n1", 2))
+    harness.send(JoinNode("later", "n1", 2))
     assert phase_of(harness, "n1") is NodePhase.UP
 
 
-def test_a_node_that_is_down_is_drained_or_used_when_it_is_back() -> None:
+def test_a_node_that_is_down_is_drained_or_used_when_it_returns() -> None:
     harness = SchedulerHarness(0)
     harness.send(JoinNode("n1", "n1", 2))
     for ask, phase in (
@@ -381,7 +381,7 @@ def test_a_node_that_is_down_is_drained_or_used_when_it_is_back() -> None:
         assert phase_of(harness, "n1") is phase
 
 
-def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
+def test_a_request_for_gpus_of_a_dead_node_waits_for_it() -> None:
     harness = SchedulerHarness(0)
     harness.send(JoinNode("n1", "n1", 2))
     harness.pipeline("a", train=(0,), generation=(0, 1))
@@ -402,7 +402,7 @@ def test_what_was_promised_on_a_node_that_dies_waits_for_it() -> None:
 
 def test_names_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_NODES", 1)
-    harness = SchedulerHarness()  # it has a node
+    harness = SchedulerHarness()  # the harness has added a node
     asks = [
         JoinNode("long", "n" * 129, 1),
         JoinNode("label", "n0", 1, ("x" * 129,)),

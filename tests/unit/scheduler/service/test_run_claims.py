@@ -55,7 +55,7 @@ def unclaimed(**fields: object) -> SchedulerHarness:
 
 
 def begin(harness: SchedulerHarness, started_s: float) -> None:
-    """A run's coordinator and hooks."""
+    """Connect a run's coordinator and hooks."""
     coordinator = harness.coordinators["a"] = Coordinator("a", 2, started_s)
     harness.send(coordinator.hello(), coordinator.route)
     harness.send(HooksWired("a"))
@@ -66,13 +66,13 @@ def run_of(run_id: str, **fields: object) -> RunClaim:
 
 
 def claim(harness: SchedulerHarness, run: RunClaim | None, after: str = "") -> str:
-    """The reason of the refusal, or ''."""
+    """Claim the name; return the reason of the refusal, or ''."""
     key = f"claim-{len(harness.answers)}"
     harness.send(ClaimPipeline(key, "a", run, after))
     return harness.answers[key].error
 
 
-def test_of_two_runs_that_take_a_name_in_the_same_moment_one_is_refused() -> None:
+def test_if_two_runs_claim_a_name_at_once_one_is_refused() -> None:
     harness = unclaimed()
     assert claim(harness, run_of("one")) == ""
     assert claim(harness, run_of("two")) == "another run has that name and is active"
@@ -83,17 +83,17 @@ def test_of_two_runs_that_take_a_name_in_the_same_moment_one_is_refused() -> Non
     )
 
 
-def test_a_run_without_a_claim_keeps_its_name_as_the_scheduler_is_started_again() -> None:
+def test_a_run_without_a_claim_keeps_its_name_over_a_scheduler_restart() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a", train=(0,), generation=(0, 1))
-    harness.begin()  # and that run is not heard yet
+    harness.begin()  # no report of that run has arrived yet
     assert claim(harness, run_of("one")) == "another run has that name and is active"
     harness.coordinators["a"].is_silent = True
     harness.run(LIVE_S)
     assert claim(harness, run_of("one")) == ""
 
 
-def test_of_two_that_follow_a_dead_run_one_is_refused() -> None:
+def test_if_two_runs_follow_a_dead_one_one_is_refused() -> None:
     harness = unclaimed()
     assert claim(harness, run_of("dead")) == ""
     assert claim(harness, run_of("one"), after="dead") == ""
@@ -109,17 +109,17 @@ class LastWins(RunClaims):
         return super().on_claim(msgspec.structs.replace(ask, after=run.run_id if run else ""))
 
 
-class Careless(FleetScheduler):
+class SharesNames(FleetScheduler):
     class REGISTRY(PipelineRegistry):
         RUN_CLAIMS = LastWins
 
 
-def test_were_names_not_compared_two_runs_would_have_one() -> None:
-    harness = unclaimed(kind=Careless)
+def test_if_names_were_not_compared_two_runs_would_share_one() -> None:
+    harness = unclaimed(kind=SharesNames)
     assert claim(harness, run_of("one")) == claim(harness, run_of("two")) == ""
 
 
-def test_a_run_that_follows_a_dead_one_finds_nothing_of_it() -> None:
+def test_a_run_that_follows_a_dead_one_starts_without_its_state() -> None:
     harness = unclaimed()
     claim(harness, run_of("dead"))
     begin(harness, started_s=2.0)
@@ -141,7 +141,7 @@ def test_a_run_that_follows_a_dead_one_finds_nothing_of_it() -> None:
     assert harness.train("a", "t2") is TicketState.GRANTED
 
 
-def test_engines_that_are_not_a_runs_own_outlive_it_and_stay_fenced() -> None:
+def test_engines_that_a_run_does_not_own_survive_it_and_stay_fenced() -> None:
     harness = unclaimed()
     claim(harness, run_of("dead", owns_engines=False))
     begin(harness, started_s=2.0)
@@ -155,7 +155,7 @@ def test_engines_that_are_not_a_runs_own_outlive_it_and_stay_fenced() -> None:
     assert harness.awake("a") == [0, 1], "no resize has put them to sleep"
 
 
-def test_a_run_that_ends_after_another_has_its_name_takes_nothing_from_it() -> None:
+def test_a_run_that_ends_late_takes_nothing_from_its_successor() -> None:
     harness = unclaimed()
     claim(harness, run_of("dead"))
     claim(harness, run_of("next"), after="dead")
@@ -185,7 +185,7 @@ def test_a_killed_pipeline_is_unclaimed() -> None:
     assert claim(harness, run_of("two")) == ""
 
 
-def test_processes_may_be_ended_only_of_the_run_that_has_the_name() -> None:
+def test_only_the_run_that_has_the_name_may_be_killed() -> None:
     harness = unclaimed()
     harness.send(CheckKill("1", "a"))
     claim(harness, run_of("one"))
@@ -197,7 +197,7 @@ def test_processes_may_be_ended_only_of_the_run_that_has_the_name() -> None:
     assert result == ["", "another run has the name a", "no pipeline 'nope'; a registered"]
 
 
-def test_a_kill_that_comes_after_the_next_run_has_the_name_frees_nothing() -> None:
+def test_a_late_kill_of_a_run_frees_nothing_of_its_successor() -> None:
     harness = unclaimed()
     claim(harness, run_of("one"))
     claim(harness, run_of("two"), after="one")
@@ -248,7 +248,7 @@ class Fleet:
         self.scheduler = FleetScheduler(SchedulerSettings(), Fair(), revived, "s", operator_hash)
 
     def send(self, message: AnyMessage) -> list[AnyMessage]:
-        """Its answers."""
+        """Send a message; return the answers."""
         self.now_s += 0.1
         actions = self.scheduler.step(Received(b"peer", message), self.now_s)
         for each in actions:
@@ -283,14 +283,14 @@ def test_a_request_without_the_pipelines_token_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize("token", ["of a", "operator"])
 @pytest.mark.parametrize("message", CHANGES, ids=lambda each: type(each).__name__)
-def test_with_its_token_or_the_operators_a_message_is_carried_out(
+def test_a_message_with_the_pipelines_or_the_operators_token_is_carried_out(
     message: AnyMessage, token: str
 ) -> None:
     result = Fleet().send(signed(message, token))
     assert "token of a" not in repr(result)
 
 
-def test_only_the_operator_registers() -> None:
+def test_only_the_operator_registers_pipelines() -> None:
     fleet = Fleet()
     other = msgspec.structs.replace(SPEC, pipeline_id="b")
     for token in ("", "of a"):
@@ -300,7 +300,7 @@ def test_only_the_operator_registers() -> None:
     assert set(fleet.scheduler.state.pipeline_records) == {"a"}
 
 
-def test_a_token_outlives_the_scheduler_and_is_in_no_row() -> None:
+def test_a_token_survives_a_restart_and_is_stored_in_no_row() -> None:
     fleet = Fleet()
     fleet.begin(fleet.disk)
     assert fleet.scheduler.state.fleet.pipelines["a"].phase is PipelinePhase.ADMITTED
@@ -311,7 +311,7 @@ def test_a_token_outlives_the_scheduler_and_is_in_no_row() -> None:
     assert fleet.send(KillPipeline("k2", "a", token="of a")) == [SchedulerAnswered("k2", True)]
 
 
-def test_a_token_that_was_lost_is_replaced_by_registering_again() -> None:
+def test_a_lost_token_is_replaced_by_registering_again() -> None:
     fleet = Fleet()
     fleet.send(RegisterPipeline("again", SPEC, "operator", hash_token("new")))
     [result] = fleet.send(CheckKill("old", "a", token="of a"))
@@ -320,7 +320,7 @@ def test_a_token_that_was_lost_is_replaced_by_registering_again() -> None:
     assert fleet.send(CheckKill("new", "a", token="new")) == [SchedulerAnswered("new", True)]
 
 
-def test_a_pipeline_that_was_registered_without_a_token_is_the_operators_alone() -> None:
+def test_a_pipeline_registered_without_a_token_accepts_only_the_operators() -> None:
     fleet = Fleet()
     fleet.scheduler.state.pipeline_records["a"].token_hash = ""
     [result] = fleet.send(KillPipeline("k", "a", token="of a"))

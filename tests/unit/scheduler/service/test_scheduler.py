@@ -32,7 +32,7 @@ GRANTED, QUEUED, RELEASED = TicketState.GRANTED, TicketState.QUEUED, TicketState
 MANY = 100
 
 
-# W1: many waiters never block a release
+# W1: many waiting requests never block a release
 
 
 def contested(kind: type[FleetScheduler], num_pipelines: int = MANY) -> SchedulerHarness:
@@ -44,7 +44,7 @@ def contested(kind: type[FleetScheduler], num_pipelines: int = MANY) -> Schedule
     return harness
 
 
-def test_a_hundred_that_wait_do_not_keep_one_from_releasing() -> None:
+def test_a_hundred_waiting_requests_do_not_block_a_release() -> None:
     harness = contested(FleetScheduler)
     for number in range(MANY):
         assert harness.state(f"k{number}") is GRANTED
@@ -76,19 +76,19 @@ def test_with_four_places_for_waiters_a_release_is_never_served() -> None:
 
 
 class FailsOnce(Fair):
-    """A policy that fails now and then."""
+    """A policy whose first plan fails."""
 
     num_left = 1
 
     def generate(self, builder: PlanBuilder) -> PolicyResult:
         if self.num_left:
             self.num_left -= 1
-            raise ZeroDivisionError("of nothing")
+            raise ZeroDivisionError("division by zero")
         return super().generate(builder)
 
 
 class EndsWithItsFirstError(FleetScheduler):
-    """The fault: the loop ends with a cycle's error, and the rest runs on."""
+    """The fault: after an error no further plan is made, and the process continues."""
 
     def _may_plan(self) -> bool:
         return not self.state.problems and super()._may_plan()
@@ -102,14 +102,14 @@ def test_a_plan_that_fails_is_logged_and_the_next_event_plans_again() -> None:
     harness.run(1)
     assert harness.state("g") is GRANTED
     assert harness.scheduler.state.problems == [
-        "no plan of generation: ZeroDivisionError: of nothing"
+        "no plan of generation: ZeroDivisionError: division by zero"
     ]
-    assert any("of nothing" in note.detail for note in harness.notes)
+    assert any("division by zero" in note.detail for note in harness.notes)
     harness.send(ReadScheduler("read"))
     assert harness.answers["read"].ok
 
 
-def test_where_the_policy_fails_for_ever_fixed_clusters_go_on() -> None:
+def test_if_the_policy_always_fails_fixed_clusters_are_still_granted() -> None:
     harness = SchedulerHarness(policy=FailsOnce(QUICK))
     harness.policy.num_left = -1  # type: ignore[attr-defined]  # of this policy
     harness.pipeline("a", train=(0, 1))
@@ -129,7 +129,7 @@ def test_a_loop_that_ends_with_its_first_error_answers_no_further_request() -> N
 
 
 class BlamesAll(CoordinatorTracker):
-    """The fault: one that fails fails all."""
+    """The fault: a pipeline that fails quarantines all pipelines."""
 
     def quarantine(self, name: str, why: str, answered: int = 0) -> None:
         for each in self._state.pipeline_records:
@@ -141,7 +141,7 @@ class Unfenced(FleetScheduler):
 
 
 def faulty(kind: type[FleetScheduler]) -> SchedulerHarness:
-    """Pipeline a cannot put its engines to sleep; c trains; b waits for GPUs of c, then of a."""
+    """Pipeline a fails to put its engines to sleep; b generates on other GPUs."""
     harness = SchedulerHarness(4, kind=kind)
     harness.pipeline("a", train=(0,), generation=(0, 1))
     harness.pipeline("b", train=(2, 3), generation=(2, 3))
@@ -154,7 +154,7 @@ def faulty(kind: type[FleetScheduler]) -> SchedulerHarness:
     return harness
 
 
-def test_a_resize_that_fails_touches_no_other_pipeline() -> None:
+def test_a_failed_resize_affects_no_other_pipeline() -> None:
     harness = faulty(FleetScheduler)
     assert harness.of("a").phase is PipelinePhase.QUARANTINED
     assert harness.of("b").phase is PipelinePhase.ADMITTED
@@ -164,7 +164,7 @@ def test_a_resize_that_fails_touches_no_other_pipeline() -> None:
     assert harness.state("tb") is GRANTED
 
 
-def test_were_all_to_blame_none_would_go_on() -> None:
+def test_if_a_fault_quarantined_all_pipelines_none_would_continue() -> None:
     harness = faulty(Unfenced)
     assert harness.of("b").phase is PipelinePhase.QUARANTINED
     assert harness.train("b", "tb") is QUEUED
@@ -185,9 +185,7 @@ class WaitsForAll(FleetScheduler):
 
 
 def hung(kind: type[FleetScheduler]) -> SchedulerHarness:
-    """Pipeline a hangs with all it has; b and c want to continue, d waits for GPUs that a must
-    release.
-    """
+    """Pipeline a hangs with all its engines; b can continue; d waits for GPUs of a and b."""
     harness = SchedulerHarness(4, kind=kind)
     harness.pipeline("a", train=(0,), generation=(0, 1))
     harness.pipeline("b", train=(2,), generation=(2, 3))
@@ -199,7 +197,7 @@ def hung(kind: type[FleetScheduler]) -> SchedulerHarness:
     return harness
 
 
-def test_an_engine_that_hangs_holds_up_its_own_pipeline_alone() -> None:
+def test_a_hung_engine_delays_only_its_own_pipeline() -> None:
     harness = hung(FleetScheduler)
     run_all(harness, [Program("b", 5)])
     harness.run(harness.settings.resize_deadline_s + harness.settings.slack_s)
@@ -207,7 +205,7 @@ def test_an_engine_that_hangs_holds_up_its_own_pipeline_alone() -> None:
     assert harness.state("ta") is QUEUED
 
 
-def test_without_a_deadline_one_engine_would_hold_up_everybody() -> None:
+def test_without_a_deadline_one_hung_engine_would_block_all_pipelines() -> None:
     harness = hung(WaitsForAll)
     Program("b", 1).poll(harness)
     harness.run(60)
@@ -243,7 +241,7 @@ def released_while_waking(kind: type[FleetScheduler]) -> SchedulerHarness:
     return harness
 
 
-def test_a_release_while_workers_wake_is_done_when_they_have_gone_to_sleep_again() -> None:
+def test_a_release_while_workers_wake_completes_when_they_sleep_again() -> None:
     harness = released_while_waking(FleetScheduler)
     assert harness.awake("a") == [0, 1]
     assert harness.state("r") is QUEUED
@@ -284,7 +282,7 @@ def test_generation_goes_through_a_full_cycle() -> None:
 
 
 @pytest.mark.parametrize("num_pipelines", [2, 5, 8])
-def test_pipelines_that_share_all_gpus_come_to_their_end(num_pipelines: int) -> None:
+def test_pipelines_that_share_all_gpus_complete(num_pipelines: int) -> None:
     harness = SchedulerHarness(4)
     names = [f"p{number}" for number in range(num_pipelines)]
     for number, name in enumerate(names):
@@ -332,10 +330,10 @@ def test_a_pipeline_that_ends_early_blocks_no_other() -> None:
     assert harness.awake("a") == []
 
 
-# what a step costs, and who is told what
+# steps: plans, rows and messages
 
 
-def test_of_what_has_come_at_once_the_last_makes_the_plan() -> None:
+def test_events_that_arrive_together_make_one_plan() -> None:
     harness = SchedulerHarness(2)
     for name in ("a", "b"):
         harness.pipeline(name, train=(0,), generation=())
@@ -394,12 +392,12 @@ def test_a_scheduler_that_was_delayed_fences_no_process() -> None:
     assert harness.of("a").phase is PipelinePhase.QUARANTINED
 
 
-def test_what_is_foreign_changes_nothing() -> None:
+def test_messages_about_unknown_pipelines_change_nothing() -> None:
     harness = SchedulerHarness()
     num_rows = len(harness.rows)
-    harness.send(NotifyReleaseGpus("r", "nobody", "nothing"))
-    harness.send(WorkersResized("nobody", 1, ()))
-    harness.send(ReportProgress("nobody", "train", 1, 1, 1))
+    harness.send(NotifyReleaseGpus("r", "unknown", "nothing"))
+    harness.send(WorkersResized("unknown", 1, ()))
+    harness.send(ReportProgress("unknown", "train", 1, 1, 1))
     assert harness.state("r") is TicketState.REFUSED
-    assert len(harness.rows) == num_rows + 2  # the ticket, and when
+    assert len(harness.rows) == num_rows + 2  # the ticket and the numbers
     assert not [note for note in harness.notes if note.is_warning]

@@ -44,7 +44,7 @@ def test_a_resent_request_is_answered_again_and_done_once() -> None:
     assert harness.scheduler.state.counts["asks"] == 1
 
 
-def test_a_second_key_for_what_is_held_has_it_at_once() -> None:
+def test_a_second_key_for_a_held_cluster_is_granted_at_once() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.train("a", "k1")
@@ -52,7 +52,7 @@ def test_a_second_key_for_what_is_held_has_it_at_once() -> None:
     assert harness.moved["k2"].gpus == (0,)
 
 
-def test_a_second_key_for_what_is_queued_shares_its_place() -> None:
+def test_a_second_key_for_a_queued_cluster_shares_its_place() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a", train=(0, 1))
     harness.pipeline("b", train=(1, 2))
@@ -118,38 +118,36 @@ def test_a_queued_request_that_is_not_renewed_leaves_nothing() -> None:
 
 
 def test_a_trainer_delayed_for_long_waits_again_and_its_grant_does_not_end() -> None:
-    """A waiting trainer would take the end of its request for a grant, and train on another's
-    GPUs.
-    """
+    """A trainer takes the end of its request for a grant, and would train on another's GPUs."""
     harness = SchedulerHarness()
     harness.pipeline("a", train=(0, 1))
     harness.pipeline("b", train=(1, 2))
     harness.train("a", "a1")
     harness.train("b", "b1")
-    held_up = harness.open.pop("b1")
+    delayed = harness.open.pop("b1")
     harness.run(harness.settings.patience_s + 1)
     assert harness.state("b1") is QUEUED
     assert not harness.scheduler.state.fleet.requests
-    assert harness.ask(held_up) is QUEUED
+    assert harness.ask(delayed) is QUEUED
     harness.begin()
     harness.run(harness.settings.settle_s + 1)
     assert harness.release("a", "a2") is RELEASED
     assert harness.state("b1") is GRANTED
 
 
-def test_what_is_withdrawn_after_it_was_expiren_is_not_taken_up() -> None:
+def test_a_request_that_is_withdrawn_after_it_expired_is_not_renewed() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a", train=(0, 1))
     harness.pipeline("b", train=(1, 2))
     harness.train("a", "a1")
     harness.train("b", "b1")
-    held_up = harness.open.pop("b1")
+    delayed = harness.open.pop("b1")
     harness.run(harness.settings.patience_s + 1)
     harness.send(WithdrawRequest("b1"))
-    assert harness.ask(held_up) is WITHDRAWN
+    assert harness.ask(delayed) is WITHDRAWN
 
 
-def test_a_withdrawal_takes_nothing_from_another_request_that_has_joined_it() -> None:
+def test_a_withdrawal_takes_nothing_from_a_request_that_joined_it() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.train("a", "k1")
@@ -190,7 +188,7 @@ def test_a_withdrawal_that_comes_after_the_grant_gives_it_back() -> None:
     assert not harness.scheduler.state.fleet.owners
 
 
-def test_a_withdrawal_that_overtakes_its_ask_counts() -> None:
+def test_a_withdrawal_that_overtakes_its_request_counts() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.send(WithdrawRequest("k"))
@@ -227,7 +225,7 @@ def test_generation_is_released_when_its_workers_are_asleep() -> None:
     assert not harness.awake("a")
 
 
-def test_what_is_asked_while_a_release_is_under_way_is_served_after_it() -> None:
+def test_a_request_during_a_release_is_served_after_it() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.generate("a", "g1")
@@ -240,11 +238,11 @@ def test_what_is_asked_while_a_release_is_under_way_is_served_after_it() -> None
     assert harness.state("g2") is GRANTED
 
 
-def test_workers_that_are_about_to_go_to_sleep_again_are_no_answer() -> None:
+def test_workers_that_must_sleep_again_grant_nothing() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.generate("a", "g1")
-    harness.release("a", "r", GENERATION_CLUSTER)  # while they wake
+    harness.release("a", "r", GENERATION_CLUSTER)  # while the workers wake
     harness.generate("a", "g2", step=1)
     harness.act()
     assert harness.awake("a")
@@ -255,7 +253,7 @@ def test_workers_that_are_about_to_go_to_sleep_again_are_no_answer() -> None:
     assert harness.state("g2") is GRANTED
 
 
-def test_a_release_calls_off_what_was_not_begun() -> None:
+def test_a_release_cancels_wakes_that_have_not_begun() -> None:
     harness = SchedulerHarness(2)
     harness.pipeline("a", train=(), generation=(0, 1))
     coordinator = harness.pipeline("b", train=(), generation=(0, 1))
@@ -323,15 +321,15 @@ def test_gpus_offered_to_a_dead_trainer_are_free_after_its_patience() -> None:
 
 def test_a_trainer_delayed_past_its_offer_waits_again_and_an_old_reply_takes_nothing() -> None:
     harness = queue_of_two()
-    held_up = harness.open.pop("b1")
+    delayed = harness.open.pop("b1")
     harness.release("a", "a2")
     first = harness.moved["b1"].offer
     harness.train("a", "a3")
     harness.run(harness.settings.patience_s + 1)
     harness.send(TakeGpus("b1", first))
     assert harness.state("b1") is OFFERED
-    harness.open["b1"] = held_up
-    harness.send(held_up)
+    harness.open["b1"] = delayed
+    harness.send(delayed)
     assert harness.state("b1") is QUEUED
     del harness.open["b1"]
     harness.release("a", "a4")
@@ -342,7 +340,7 @@ def test_a_trainer_delayed_past_its_offer_waits_again_and_an_old_reply_takes_not
     assert harness.state("b1") is GRANTED
 
 
-def test_what_was_taken_never_lapses() -> None:
+def test_a_taken_offer_never_expires() -> None:
     harness = queue_of_two()
     harness.open.clear()
     harness.run(harness.settings.memory_s + harness.settings.patience_s)
@@ -351,7 +349,7 @@ def test_what_was_taken_never_lapses() -> None:
     assert TRAIN in harness.of("a").holds
 
 
-def test_an_offer_outlives_the_scheduler_and_not_its_requester() -> None:
+def test_an_offer_survives_the_scheduler_and_not_its_requester() -> None:
     harness = queue_of_two()
     del harness.open["b1"]
     harness.release("a", "a2")
@@ -362,16 +360,16 @@ def test_an_offer_outlives_the_scheduler_and_not_its_requester() -> None:
     harness.run(2)
     assert not harness.of("b").holds
     again = queue_of_two()
-    held_up = again.open.pop("b1")
+    delayed = again.open.pop("b1")
     again.release("a", "a2")
     again.begin()
-    again.send(held_up)
+    again.send(delayed)
     assert again.moved["b1"].offer == offer
     again.send(TakeGpus("b1", offer))
     assert again.state("b1") is GRANTED
 
 
-def test_what_is_withdrawn_while_it_is_offered_is_given_back() -> None:
+def test_an_offered_request_that_is_withdrawn_returns_its_gpus() -> None:
     harness = queue_of_two()
     del harness.open["b1"]
     harness.release("a", "a2")
@@ -380,11 +378,11 @@ def test_what_is_withdrawn_while_it_is_offered_is_given_back() -> None:
     assert not harness.scheduler.state.fleet.owners
     harness.send(TakeGpus("b1", harness.moved["b1"].offer))
     assert harness.state("b1") is WITHDRAWN
-    harness.send(TakeGpus("nobody", 1))
-    assert "nobody" not in harness.moved
+    harness.send(TakeGpus("unknown", 1))
+    assert "unknown" not in harness.moved
 
 
-def test_a_lapsed_offer_takes_nothing_from_a_request_that_took_it() -> None:
+def test_an_expired_offer_takes_nothing_from_the_request_that_holds_its_gpus() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.train("a", "k1")
@@ -406,7 +404,9 @@ def test_a_lapsed_offer_takes_nothing_from_a_request_that_took_it() -> None:
         (TRAIN, -1, "cannot be requested with priority -1"),
     ],
 )
-def test_what_can_never_be_is_refused_in_one_line(cluster: str, priority: int, text: str) -> None:
+def test_an_impossible_request_is_refused_in_one_line(
+    cluster: str, priority: int, text: str
+) -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     assert harness.ask(RequestGpus("k", "a", cluster, priority)) is REFUSED
@@ -454,7 +454,7 @@ def test_a_pipeline_without_hooks_is_refused_generation_and_not_training() -> No
     assert harness.train("a", "k2") is GRANTED
 
 
-def test_a_hand_over_whose_second_half_is_refused_releases_nothing() -> None:
+def test_a_release_then_request_whose_request_is_refused_releases_nothing() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.train("a", "a1")
@@ -463,7 +463,7 @@ def test_a_hand_over_whose_second_half_is_refused_releases_nothing() -> None:
     assert TRAIN in harness.of("a").holds
 
 
-def test_of_a_hand_over_the_first_half_counts_though_its_pipeline_is_leaving() -> None:
+def test_a_release_then_request_of_a_leaving_pipeline_still_releases() -> None:
     harness = SchedulerHarness()
     harness.pipeline("a")
     harness.train("a", "a1")
@@ -471,5 +471,5 @@ def test_of_a_hand_over_the_first_half_counts_though_its_pipeline_is_leaving() -
     priority = GpuPriority.GENERATION
     ask = NotifyReleaseThenRequestGpus("a2", "a", TRAIN, GENERATION_CLUSTER, priority)
     assert harness.ask(ask) is REFUSED
-    assert harness.answers["u"].ok, "else it is waited for until it is killed"
+    assert harness.answers["u"].ok, "otherwise it would leave only when it is killed"
     assert not harness.scheduler.state.fleet.owners

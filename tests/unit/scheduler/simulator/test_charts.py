@@ -47,7 +47,7 @@ def test_each_activity_has_its_own_span() -> None:
     ]
 
 
-def test_a_second_on_a_gpu_is_a_fault() -> None:
+def test_a_second_user_of_a_gpu_is_an_error() -> None:
     spans = SpanRecorder()
     spans.enter((0,), "a", "engine 0", GpuUse.SERVE, 0.0)
     assert not spans.is_clear((0, 1))
@@ -98,7 +98,7 @@ def test_the_page_holds_the_spans_and_loads_nothing_else() -> None:
     assert not re.search(r"\b(src|href)\s*=|https?://|@import|fetch\(", html)
 
 
-def test_no_name_ends_the_script() -> None:
+def test_no_name_ends_the_script_of_the_page() -> None:
     spans = [Span(0, "</script><b>", "engine 0", GpuUse.SERVE, 0.0, 1.0)]
     html = html_page([Chart(title="<!--", gpus=(0,), spans=spans, end_s=1.0)])
     assert html.count("</script>") == 1
@@ -128,7 +128,7 @@ ROWS = [
 ]
 
 
-def test_a_row_holds_until_the_next_of_its_gpu() -> None:
+def test_a_row_is_valid_until_the_next_of_its_gpu() -> None:
     assert occupancy_spans(ROWS) == [
         Span(0, "a", "engine 1", GpuUse.WAKE, 10.0, 12.0),
         Span(0, "a", "engine 1", GpuUse.SERVE, 12.0, 18.0),
@@ -145,7 +145,7 @@ def _journal(folder: Path, rows: list[OccupancyRow]) -> Path:
     return folder / FILE_NAME
 
 
-def test_a_live_scheduler_does_not_mind(tmp_path: Path) -> None:
+def test_the_journal_of_a_running_scheduler_is_readable(tmp_path: Path) -> None:
     journal = SqliteJournal(tmp_path)
     journal.keep([HistoryRow(*row) for row in ROWS])
     assert journal_chart(tmp_path).spans == occupancy_spans(ROWS)
@@ -161,7 +161,7 @@ def test_a_journal_is_given_by_its_file_or_its_folder(tmp_path: Path) -> None:
     assert drawn.spans == occupancy_spans(ROWS) == journal_chart(tmp_path).spans
 
 
-def test_what_is_no_journal_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not exist"):
         journal_chart(tmp_path / "none")
     (tmp_path / "text").write_text("no database at all, but a text that is long enough" * 9)
@@ -175,7 +175,7 @@ SPANS = [Span(0, "a", "engine 0", GpuUse.SERVE, 0.0, 5.0), Span(1, "b", "t", Gpu
 CHART = Chart(title="two", gpus=(0, 1), spans=SPANS, end_s=6.0)
 
 
-def test_it_is_a_png_where_matplotlib_is_installed() -> None:
+def test_matplotlib_draws_a_png() -> None:
     pytest.importorskip("matplotlib")
     picture = png_picture([CHART, CHART])
     assert picture is not None

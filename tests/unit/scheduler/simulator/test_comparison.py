@@ -42,7 +42,7 @@ def _pipeline(name: str, train: tuple[int, ...], tp: int = 1) -> TracePipeline:
     )
 
 
-def test_each_has_its_share_around_where_it_trains() -> None:
+def test_each_part_is_around_the_training_gpus_of_its_pipeline() -> None:
     pipelines = (_pipeline("a", (2, 3)), _pipeline("b", (0, 1)))
     parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=pipelines))
     assert [each.generation for each in parts.pipelines] == [(2, 3), (0, 1)]
@@ -55,13 +55,13 @@ def test_parts_are_whole_blocks_of_the_published_traces() -> None:
             assert pipeline.generation == tuple(range(8 * number, 8 * number + 8))
 
 
-def test_bundles_stay_whole_and_what_another_trains_on_is_left_to_it() -> None:
+def test_bundles_stay_whole_and_exclude_the_training_gpus_of_others() -> None:
     pipelines = (_pipeline("a", (0,), tp=2), _pipeline("b", (3,), tp=1))
     parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=pipelines))
     assert [each.generation for each in parts.pipelines] == [(0, 1), (2, 3)]
 
 
-def test_where_it_trains_comes_first_and_where_another_does_never() -> None:
+def test_parts_prefer_own_training_gpus_and_exclude_those_of_others() -> None:
     halves = (_pipeline("a", (1,), tp=2), _pipeline("b", (3,), tp=2))
     parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=halves))
     assert [each.generation for each in parts.pipelines] == [(0, 1), (2, 3)]
@@ -70,7 +70,7 @@ def test_where_it_trains_comes_first_and_where_another_does_never() -> None:
     assert [each.generation for each in parts.pipelines] == [(0, 3), (1, 2)]
 
 
-def test_more_pipelines_than_gpus_share_after_all() -> None:
+def test_pipelines_without_a_part_share_the_whole_fleet() -> None:
     pipelines = tuple(_pipeline(f"p{number}", (0,)) for number in range(6))
     parts = partition_trace(Trace(name="x", nodes=(4,), pipelines=pipelines))
     alone = [each.generation for each in parts.pipelines if len(each.generation) == 1]
@@ -131,7 +131,7 @@ def test_the_bound_is_the_slowest_alone_or_the_work_whichever_is_more() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_policy_passes_the_bound(seed: int) -> None:
+def test_no_policy_exceeds_the_bound(seed: int) -> None:
     comparison = Comparison(generate_trace(TINY, 3, seed))
     bound = comparison.bound()
     for policy in compared_policies():
@@ -140,7 +140,7 @@ def test_no_policy_passes_the_bound(seed: int) -> None:
         assert 0 < result.utilisation < 1
 
 
-def test_jain_is_one_where_all_are_slowed_alike_and_less_else() -> None:
+def test_jain_is_one_for_equal_slowdowns_and_less_otherwise() -> None:
     assert RESULT.jain == pytest.approx(16 / (2 * 10))
     alike = msgspec.structs.replace(RESULT, slowdowns=(2.5, 2.5, 2.5))
     assert alike.jain == pytest.approx(1.0)
@@ -148,7 +148,7 @@ def test_jain_is_one_where_all_are_slowed_alike_and_less_else() -> None:
     assert starved.jain == 0.0
 
 
-def test_means_are_of_traces_and_waits_of_all_steps() -> None:
+def test_means_are_over_traces_and_waits_over_all_steps() -> None:
     other = msgspec.structs.replace(
         RESULT, steps_per_h_gpu=4.0, slowdowns=(2.0, 2.0), waits_s=tuple(map(float, range(20, 118)))
     )
@@ -161,7 +161,7 @@ def test_means_are_of_traces_and_waits_of_all_steps() -> None:
     assert figures.wait_next_p99_s == 0.0
 
 
-def test_the_first_wait_of_a_pipeline_is_no_next_one() -> None:
+def test_wait_next_excludes_the_first_step_of_a_pipeline() -> None:
     done = Comparison(trace := generate_trace(TINY, 2, 0)).run("fair")
     result = Comparison(trace).result("fair", done)
     assert len(result.waits_s) - len(result.next_waits_s) == 2
@@ -225,7 +225,7 @@ def test_figures_are_printed_as_json_for_the_requested_policies(
     assert output["bound_steps_per_h_gpu"] >= output["policies"]["fair"]["steps_per_h_gpu"]
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--pipelines 0"):
         simulate(["--pipelines", "0"])
     with pytest.raises(UserError, match="does not exist"):

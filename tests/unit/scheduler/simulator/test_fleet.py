@@ -16,7 +16,7 @@ from rollmesh.scheduler.simulator.trace import SwitchCosts, Trace, TracePipeline
 from rollmesh.wire.scheduling import WorkerPhase
 
 
-def test_moments_come_in_order_and_what_is_last_after_all_else_of_its_moment() -> None:
+def test_events_run_in_order_of_time_and_last_ones_at_the_end_of_their_moment() -> None:
     events, seen = EventQueue(), list[str]()
     events.at(2.0, lambda: seen.append("plan"), last=True)
     events.at(2.0, lambda: events.at(2.0, lambda: seen.append("later")))
@@ -27,7 +27,7 @@ def test_moments_come_in_order_and_what_is_last_after_all_else_of_its_moment() -
     assert events.now_s == 2.0
 
 
-def test_what_is_after_the_end_does_not_happen() -> None:
+def test_events_after_the_end_do_not_run() -> None:
     events, seen = EventQueue(), list[str]()
     events.at(3.0, lambda: seen.append("a"))
     events.run(2.9)
@@ -39,7 +39,7 @@ def test_what_is_after_the_end_does_not_happen() -> None:
 WAKING, SLEEPING = WorkerPhase.WAKING, WorkerPhase.SLEEPING
 
 
-class Stage:
+class ResizeHarness:
     """A fleet with one GPU per worker; events are recorded with their times."""
 
     def __init__(self) -> None:
@@ -75,13 +75,13 @@ class Stage:
         self.events.at(self.events.now_s, self.resizes.drive, last=True)
 
 
-def test_all_that_sleep_do_so_at_once_and_what_wakes_comes_after() -> None:
-    stage = Stage()
-    stage.promise("a", 0, WAKING)
+def test_sleeps_run_together_and_wakes_after_them() -> None:
+    harness = ResizeHarness()
+    harness.promise("a", 0, WAKING)
     for gpu in (1, 2):
-        stage.promise("a", gpu, SLEEPING)
-    stage.run(60.0)
-    assert stage.result == [
+        harness.promise("a", gpu, SLEEPING)
+    harness.run(60.0)
+    assert harness.result == [
         (0.0, "sleeps", "a1"),
         (0.0, "sleeps", "a2"),
         (5.0, "done", "a1"),
@@ -90,25 +90,25 @@ def test_all_that_sleep_do_so_at_once_and_what_wakes_comes_after() -> None:
     ]
 
 
-def test_what_is_to_sleep_serves_until_the_resize_before_has_had_its_turn() -> None:
-    stage = Stage()
-    stage.promise("a", 0, WAKING)
-    stage.run(1.0)
-    assert stage.resizes.busy == {"a"}
-    stage.promise("a", 1, SLEEPING)
-    stage.run(60.0)
-    assert stage.result == [(TURN_S, "sleeps", "a1"), (15.0, "done", "a0"), (15.0, "done", "a1")]
-    assert stage.resizes.busy == set()
+def test_a_worker_that_is_to_sleep_serves_until_its_resize_begins() -> None:
+    harness = ResizeHarness()
+    harness.promise("a", 0, WAKING)
+    harness.run(1.0)
+    assert harness.resizes.busy == {"a"}
+    harness.promise("a", 1, SLEEPING)
+    harness.run(60.0)
+    assert harness.result == [(TURN_S, "sleeps", "a1"), (15.0, "done", "a0"), (15.0, "done", "a1")]
+    assert harness.resizes.busy == set()
 
 
 def test_a_worker_wakes_on_free_gpus_and_pipelines_do_not_wait_for_each_other() -> None:
-    stage = Stage()
-    stage.promise("a", 0, SLEEPING)
-    stage.promise("b", 0, WAKING)
-    stage.promise("b", 1, WAKING)
-    stage.run(60.0)
-    # b0 waits for a's sleep, and then for the turn of b1, which could begin before
-    assert stage.result == [
+    harness = ResizeHarness()
+    harness.promise("a", 0, SLEEPING)
+    harness.promise("b", 0, WAKING)
+    harness.promise("b", 1, WAKING)
+    harness.run(60.0)
+    # b0 waits for a's sleep, and then for the turn of b1, which began earlier
+    assert harness.result == [
         (0.0, "sleeps", "a0"),
         (5.0, "done", "a0"),
         (15.0, "done", "b1"),
@@ -125,10 +125,10 @@ ROLLS = TracePipeline(
 )
 
 
-class Sees:
-    """Wake all workers, and record the given states."""
+class RecordingPolicy:
+    """Wakes the first worker of each pipeline, and records the states that it plans for."""
 
-    name = "sees"
+    name = "recording"
     reserve_after_s = 60.0
 
     def __init__(self, again_s: tuple[float, ...] = ()) -> None:
@@ -165,66 +165,68 @@ def _ask(fleet: SimulatedFleet) -> None:
     fleet.open_demand("a", 1)
 
 
-def test_time_alone_is_reason_to_plan_where_the_policy_says_so() -> None:
-    sees = Sees(again_s=(7.0, 9.5))
-    simulate_trace(_trace(ROLLS), sees)
-    assert sees.asked_s[:3] == [0.0, 7.0, 9.5]
+def test_a_plan_is_made_at_the_time_that_the_policy_names() -> None:
+    policy = RecordingPolicy(again_s=(7.0, 9.5))
+    simulate_trace(_trace(ROLLS), policy)
+    assert policy.asked_s[:3] == [0.0, 7.0, 9.5]
 
 
-def test_an_older_wish_to_plan_again_is_forgotten() -> None:
-    sees = Sees(again_s=(7.0, float("inf")))
+def test_a_newer_time_to_plan_replaces_an_older() -> None:
+    policy = RecordingPolicy(again_s=(7.0, float("inf")))
     events = EventQueue()
-    fleet = SimulatedFleet(_trace(ROLLS), sees, events)
+    fleet = SimulatedFleet(_trace(ROLLS), policy, events)
 
-    class Nobody:
+    class IdlePipeline:
+        """A pipeline without rollouts or requests."""
+
         def woke(self, rank: int) -> None:
-            """A program without rollouts."""
+            pass
 
         def sleeps(self, rank: int) -> int:
             return 0
 
         def granted(self) -> None:
-            """A policy that requests nothing."""
+            pass
 
         def kv_tokens(self, rank: int) -> int:
             return 0
 
-    events.at(0.0, lambda: fleet.join(ROLLS.spec(), Nobody()))
+    events.at(0.0, lambda: fleet.join(ROLLS.spec(), IdlePipeline()))
     events.at(0.0, lambda: _ask(fleet))
     events.at(3.0, lambda: _ask(fleet))
     events.run(9.0)
-    assert sees.asked_s == [0.0, 3.0]
+    assert policy.asked_s == [0.0, 3.0]
 
 
-def test_progress_is_reason_to_plan_some_fifty_times_a_step() -> None:
-    sees = Sees()
-    simulate_trace(_trace(ROLLS), sees)
-    seen = [each for each in sees.remaining if each]
+def test_progress_triggers_about_fifty_plans_per_step() -> None:
+    policy = RecordingPolicy()
+    simulate_trace(_trace(ROLLS), policy)
+    seen = [each for each in policy.remaining if each]
     assert PROGRESS_BUCKETS <= len(seen) <= PROGRESS_BUCKETS + 3
     assert seen == sorted(seen, reverse=True)
-    assert sees.remaining[-1] == 0
+    assert policy.remaining[-1] == 0
 
 
-def test_the_planner_sees_what_a_sleep_would_lose_and_its_own_credits() -> None:
-    sees = Sees()
-    simulate_trace(_trace(ROLLS), sees)
+def test_the_planner_receives_kv_tokens_and_its_own_credits() -> None:
+    policy = RecordingPolicy()
+    simulate_trace(_trace(ROLLS), policy)
     # four rollouts of 1 to 4 s began at 15 s; at 19 s those of 5, 6 and 7 s have run 3, 2 and 1 s
-    assert sees.kv_tokens[sees.asked_s.index(19.0)] == 60
-    before_s = sees.asked_s[3]
-    assert sees.credits[4] == (before_s + 1.0, before_s)
+    assert policy.kv_tokens[policy.asked_s.index(19.0)] == 60
+    before_s = policy.asked_s[3]
+    assert policy.credits[4] == (before_s + 1.0, before_s)
 
 
 def test_a_pipeline_that_has_left_is_forgotten_once_its_engines_are_asleep() -> None:
-    sees = Sees()
+    policy = RecordingPolicy()
     short = TracePipeline(
         pipeline_id="b", clusters={}, generation=(0,), rollouts_s=((1.0,),), arrival_s=9000.0
     )
-    simulate_trace(_trace(ROLLS, short), sees)
-    assert sees.num_pipelines == 1
+    simulate_trace(_trace(ROLLS, short), policy)
+    assert policy.num_pipelines == 1
 
 
-def test_an_engine_with_a_resize_under_way_is_busy_for_its_turn() -> None:
-    sees = Sees(again_s=(7.0, 9.5))
-    simulate_trace(_trace(ROLLS), sees)
-    assert sees.asked_s[:5] == [0.0, 7.0, 9.5, TURN_S, 15.0]
-    assert sees.busy[:5] == [False, True, True, False, False]
+def test_an_engine_with_a_resize_in_progress_is_busy_for_its_turn() -> None:
+    policy = RecordingPolicy(again_s=(7.0, 9.5))
+    simulate_trace(_trace(ROLLS), policy)
+    assert policy.asked_s[:5] == [0.0, 7.0, 9.5, TURN_S, 15.0]
+    assert policy.busy[:5] == [False, True, True, False, False]

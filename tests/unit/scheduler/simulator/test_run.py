@@ -50,7 +50,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert trace.rollouts(GOOD, 1) == (3.0,)
 
 
-def test_a_spec_says_what_the_trace_says() -> None:
+def test_a_pipeline_spec_equals_its_trace() -> None:
     spec = msgspec.structs.replace(GOOD, tp=2, weight=2.5, min_gpus=2).spec()
     assert (spec.pipeline_id, spec.tp, spec.weight, spec.min_gpus) == ("a", 2, 2.5, 2)
     assert spec.clusters == {"actor_train": (0,)}
@@ -66,7 +66,7 @@ def test_a_spec_says_what_the_trace_says() -> None:
         ({"phases": (StepPhase("critic", 1.0),)}, "cluster critic"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(
+def test_a_trace_that_cannot_run_is_refused_in_one_line(
     tmp_path: Path, changes: dict[str, object], output: str
 ) -> None:
     with pytest.raises(UserError, match=output) as refused:
@@ -75,7 +75,7 @@ def test_what_cannot_run_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_names_that_stand_twice_and_files_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_duplicate_names_and_invalid_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two pipelines are called a"):
         read_trace(_write(tmp_path, GOOD, GOOD))
     with pytest.raises(UserError, match="cannot read"):
@@ -85,7 +85,7 @@ def test_names_that_stand_twice_and_files_that_are_none_are_refused(tmp_path: Pa
         read_trace(tmp_path / "trace.json")
 
 
-def test_the_example_is_a_trace() -> None:
+def test_the_example_is_a_valid_trace() -> None:
     assert [each.steps for each in read_trace(EXAMPLE).pipelines] == [6, 4]
 
 
@@ -147,7 +147,7 @@ class _Step:
         self.events.run(until_s)
 
 
-def test_the_least_loaded_worker_gets_the_next() -> None:
+def test_the_least_loaded_worker_gets_the_next_rollout() -> None:
     step = _Step(per_worker=2)
     step.rollouts.woke(0)
     step.rollouts.woke(1)
@@ -158,7 +158,7 @@ def test_the_least_loaded_worker_gets_the_next() -> None:
     assert (step.rollouts.kv_tokens(0), step.rollouts.kv_tokens(1)) == (50, 50)
 
 
-def test_rollouts_wait_for_a_place_and_for_the_first_worker() -> None:
+def test_rollouts_wait_for_a_free_slot_and_for_the_first_worker() -> None:
     step = _Step(per_worker=1)
     step.rollouts.start((10.0, 20.0, 30.0))
     step.run(100.0)
@@ -168,7 +168,7 @@ def test_rollouts_wait_for_a_place_and_for_the_first_worker() -> None:
     assert step.ends_s == [10.0, 30.0, 60.0]
 
 
-def test_those_of_a_worker_that_sleeps_go_on_first_and_end_once() -> None:
+def test_rollouts_of_a_worker_that_sleeps_resume_first_and_end_once() -> None:
     step = _Step(per_worker=1)
     step.rollouts.woke(0)
     step.rollouts.start((10.0, 50.0))
@@ -180,7 +180,7 @@ def test_those_of_a_worker_that_sleeps_go_on_first_and_end_once() -> None:
     assert step.rollouts.served_s == 10.0 + 50.0 + 3.0
 
 
-def test_what_lost_its_place_is_before_what_never_had_one() -> None:
+def test_evicted_rollouts_precede_new_ones() -> None:
     step = _Step(per_worker=1)
     step.rollouts.woke(0)
     step.rollouts.start((10.0, 50.0))
@@ -190,7 +190,7 @@ def test_what_lost_its_place_is_before_what_never_had_one() -> None:
     assert step.ends_s == [-1, 14.0, 64.0]
 
 
-def test_what_has_ended_is_no_loss() -> None:
+def test_an_ended_rollout_is_not_lost() -> None:
     step = _Step(per_worker=2)
     step.events.at(2.0, lambda: step.rollouts.woke(0))
     step.events.at(2.0, lambda: step.rollouts.start((4.0, 50.0, 50.0)))
@@ -199,7 +199,7 @@ def test_what_has_ended_is_no_loss() -> None:
     assert step.ends_s == [6.0, (8.0 + 4.0) * 10]
 
 
-def test_an_idle_worker_loses_nothing_by_its_sleep() -> None:
+def test_an_idle_worker_loses_nothing_when_it_sleeps() -> None:
     step = _Step(per_worker=4)
     step.rollouts.woke(0)
     assert step.rollouts.kv_tokens(0) == 0
@@ -247,7 +247,7 @@ def _trace(*pipelines: TracePipeline, num_gpus: int = 2) -> Trace:
     return Trace(name="x", nodes=(num_gpus,), pipelines=pipelines, costs=costs)
 
 
-def test_two_steps_of_one_pipeline_are_reckoned_to_the_second() -> None:
+def test_two_steps_of_one_pipeline_are_exact_to_the_second() -> None:
     # 0-15 both wake; 15-25 and 25-55 on engine 0, 15-35 on engine 1; 55-60 engine 0 goes to sleep;
     # 60-100 trains; 100-108 on engine 1, which is awake; from 100 to 115 engine 0 wakes, for
     # nothing, and is waited for; 115-120 it goes to sleep; 120-160 trains.
@@ -270,7 +270,7 @@ def test_two_steps_of_one_pipeline_are_reckoned_to_the_second() -> None:
     assert done.switch_gpu_s == 3 * 15.0 + 3 * 5.0
 
 
-def test_an_evicted_rollout_goes_on_elsewhere_and_pays_for_its_kv() -> None:
+def test_an_evicted_rollout_resumes_elsewhere_and_recomputes_its_kv() -> None:
     rolls = msgspec.structs.replace(_alone(), rollouts_s=((100.0,),), phases=())
     trains = TracePipeline(
         pipeline_id="b",
@@ -309,7 +309,7 @@ def test_every_pipeline_does_all_its_steps_under_every_policy(
         assert all(len(outcome.waits_s) == outcome.num_steps for outcome in done.outcomes)
 
 
-def test_work_is_neither_lost_nor_made(runs: list[tuple[Trace, str, SimulatedRun]]) -> None:
+def test_work_is_neither_lost_nor_added(runs: list[tuple[Trace, str, SimulatedRun]]) -> None:
     for trace, _, done in runs:
         work_gpu_s = sum(trace.work_gpu_s(each, each.steps) for each in trace.pipelines)
         again_gpu_s = done.served_gpu_s - work_gpu_s
@@ -320,7 +320,7 @@ def test_work_is_neither_lost_nor_made(runs: list[tuple[Trace, str, SimulatedRun
         assert fixed_s == pytest.approx(sum(p.fixed_gpu_s * p.steps for p in trace.pipelines))
 
 
-def test_no_gpu_has_two_at_once(runs: list[tuple[Trace, str, SimulatedRun]]) -> None:
+def test_no_gpu_has_two_users_at_once(runs: list[tuple[Trace, str, SimulatedRun]]) -> None:
     for _, _, done in runs:
         for _, group in itertools.groupby(done.spans, key=lambda span: span.gpu):
             for one, then in itertools.pairwise(group):

@@ -346,7 +346,7 @@ def test_a_pipeline_that_can_move_elsewhere_makes_room() -> None:
     assert (run.awake("a"), run.awake("b"), len(run.awake("c"))) == ({1}, {0}, 1)
 
 
-def test_nothing_left_to_do_is_given_nothing() -> None:
+def test_a_pipeline_without_rollouts_left_gets_nothing() -> None:
     state = fleet(2)
     add(state, "a", [0, 1])
     demand(state, "a", 4)
@@ -366,7 +366,7 @@ def test_no_worker_moves_where_all_have_their_share() -> None:
         assert plan(state, Fair(QUICK)).ops == ()
 
 
-def test_plans_are_the_same_each_time() -> None:
+def test_plans_are_deterministic() -> None:
     state = fleet(8)
     for number in range(12):
         add(state, f"p{number}", range(8), tp=(1, 2)[number % 2])
@@ -416,7 +416,7 @@ def awake(state: FleetState, name: str) -> int:
 
 
 @pytest.mark.parametrize("policy", [Fair(QUICK), SeesNothing(QUICK)], ids=["sees", "sees-nothing"])
-def test_an_engine_is_awake_when_a_foreseen_signal_comes(policy: Fair) -> None:
+def test_an_engine_is_awake_when_a_forecast_demand_arrives(policy: Fair) -> None:
     state = two()
     run = GeneratingFleet(state, policy, switch_s=1.0)
     run.run(1096.0)
@@ -425,7 +425,7 @@ def test_an_engine_is_awake_when_a_foreseen_signal_comes(policy: Fair) -> None:
     assert (awake(state, "a") > 0) == (not isinstance(policy, SeesNothing))
 
 
-def test_the_policy_reports_when_to_plan_for_it() -> None:
+def test_the_policy_reports_when_to_plan_for_a_forecast() -> None:
     state = two()
     assert plan(state, Fair(QUICK)).again_s == 1097.0
     assert forecast_demand(state, 3.0).rollouts == {}
@@ -433,7 +433,7 @@ def test_the_policy_reports_when_to_plan_for_it() -> None:
     assert forecast_demand(state, 3.0) == ({"a": 8}, 1103.0)
 
 
-def test_engines_of_a_demand_that_does_not_come_are_given_back() -> None:
+def test_engines_of_a_demand_that_does_not_arrive_are_released() -> None:
     state = two()
     run = GeneratingFleet(state, Fair(QUICK))
     run.run(1102.0)

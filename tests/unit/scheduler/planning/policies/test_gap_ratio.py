@@ -33,7 +33,7 @@ def after(state: FleetState, policy: GapRatio | None = None) -> dict[str, list[i
     }
 
 
-def test_idle_gpus_are_all_given_to_the_only_one() -> None:
+def test_all_idle_gpus_go_to_the_only_pipeline() -> None:
     state = fleet(4)
     add(state, "a", range(4))
     demand(state, "a")
@@ -73,7 +73,7 @@ def test_a_demand_without_an_estimate_gets_the_floor() -> None:
     assert {name: len(ranks) for name, ranks in after(state).items()} == {"a": 3, "b": 1}
 
 
-def test_a_pipeline_above_its_share_gives() -> None:
+def test_a_pipeline_above_its_share_gives_way() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4))

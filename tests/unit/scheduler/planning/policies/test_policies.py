@@ -56,7 +56,7 @@ def lazy_policy() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("lazy_policy")
-def test_a_fleet_file_names_it_with_its_settings(tmp_path: Path) -> None:
+def test_a_fleet_file_selects_a_registered_policy_with_its_settings(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.toml"
     path.write_text('policy = "lazy"\n[lazy]\npause_s = 3\n')
     policy = policy_of(read_fleet(path), str(path))
@@ -79,13 +79,13 @@ def test_a_table_of_a_policy_without_settings_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("lazy_policy")
-def test_the_simulator_compares_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_simulator_compares_a_registered_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scheduler", "simulate", "--policy", "lazy"]) == 0
     assert "lazy" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("lazy_policy")
-def test_init_lists_it(tmp_path: Path) -> None:
+def test_init_lists_a_registered_policy(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.toml"
     assert main(["scheduler", "init", str(path)]) == 0
     assert "# one of: fair, gap-ratio, lazy, static" in path.read_text()
@@ -193,7 +193,7 @@ def in_the_way() -> FleetState:
     return state
 
 
-def test_two_pipelines_step_aside_for_one_with_a_single_bundle() -> None:
+def test_two_pipelines_move_for_one_with_a_single_bundle() -> None:
     ops = plan(in_the_way(), Fair(FairSettings(hold_s=10.0))).ops
     assert {op for op in ops if isinstance(op, Expand)} == {
         Expand("b", 0),
@@ -206,7 +206,7 @@ def test_two_pipelines_step_aside_for_one_with_a_single_bundle() -> None:
     }
 
 
-def test_a_failed_trade_leaves_nothing() -> None:
+def test_a_failed_trade_leaves_no_operation() -> None:
     state = in_the_way()
     add(state, "d", [2])
     demand(state, "d", 1)
@@ -214,14 +214,14 @@ def test_a_failed_trade_leaves_nothing() -> None:
     assert plan(state, Fair(FairSettings(quantum_s=1e6, hold_s=10.0))).ops == ()
 
 
-def test_each_pipeline_has_its_training_gpus_and_no_gpu_has_two_owners() -> None:
+def test_static_gives_each_pipeline_its_training_gpus_and_no_gpu_two_owners() -> None:
     state = fleet(4)
     add(state, "a", range(4), train=[2, 3])
     add(state, "b", range(4), train=[0, 1])
     assert partition(state) == {"a": {2, 3}, "b": {0, 1}}
 
 
-def test_the_rest_is_dealt_in_turn() -> None:
+def test_static_deals_the_other_gpus_in_turn() -> None:
     state = fleet(8)
     add(state, "a", range(8), tp=2)
     add(state, "b", range(8))
@@ -229,7 +229,7 @@ def test_the_rest_is_dealt_in_turn() -> None:
     assert partition(state) == {"a": {0, 2}, "b": {2, 6, 7}, "c": {3}}
 
 
-def test_a_pipeline_wakes_only_its_own_part_while_it_has_demand() -> None:
+def test_static_wakes_only_the_own_part_of_a_pipeline_with_demand() -> None:
     state = fleet(4)
     for name in ("a", "b"):
         add(state, name, range(4))
@@ -243,7 +243,7 @@ def test_a_pipeline_wakes_only_its_own_part_while_it_has_demand() -> None:
     assert len(plan(state, Static()).ops) == 1, "it can fill no more than one"
 
 
-def test_a_later_pipeline_gets_its_part_from_the_earlier_owner() -> None:
+def test_static_gives_a_later_pipeline_its_part_of_the_earlier_owners() -> None:
     state = fleet(4)
     add(state, "a", range(4))
     demand(state, "a", 1000)
