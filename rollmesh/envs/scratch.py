@@ -46,14 +46,26 @@ class ScratchFolders(msgspec.Struct, frozen=True):
 @contextlib.asynccontextmanager
 async def new_scratch() -> AsyncIterator[ScratchFolders]:
     """Provide a scratch folder while the block runs; InfraError if it cannot be created."""
+    making = asyncio.create_task(asyncio.to_thread(_make))
     try:
-        scratch, lock = await asyncio.to_thread(_make)
-    except OSError as error:
-        raise InfraError(f"{tempfile.gettempdir()}: no scratch folder: {error.strerror}") from None
-    try:
+        try:
+            scratch, _ = await asyncio.shield(making)
+        except OSError as error:
+            where = tempfile.gettempdir()
+            raise InfraError(f"{where}: no scratch folder: {error.strerror}") from None
         yield scratch
     finally:
-        await asyncio.shield(asyncio.to_thread(_unmake, scratch, lock))
+        await asyncio.shield(asyncio.create_task(_unmake(making)))
+
+
+async def _unmake(making: asyncio.Task[tuple[ScratchFolders, int]]) -> None:
+    """Remove the folder, also one that was being created when its rollout was cancelled."""
+    with contextlib.suppress(OSError):
+        scratch, lock = await making
+        try:
+            await asyncio.to_thread(_empty_and_remove, scratch.home.parent)
+        finally:
+            os.close(lock)
 
 
 def sweep() -> int:
@@ -65,14 +77,18 @@ def sweep() -> int:
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         lock = _lock_of_ours(root)
         if lock is not None:
-            remove(root)
+            _empty_and_remove(root)
             os.close(lock)
             num_removed += 1
     return num_removed
 
 
 def _lock_of_ours(root: Path) -> int | None:
-    """Take the lock of `root`, if it is a folder of our user and no worker holds the lock."""
+    """Take the lock of `root`, if it is a folder of our user and no worker holds the lock.
+
+    An empty folder is removed here: its worker was killed just before or just after the lock file
+    was there. A worker that lives creates another one (`_make`).
+    """
     try:
         folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -80,54 +96,55 @@ def _lock_of_ours(root: Path) -> int | None:
     try:
         if os.fstat(folder).st_uid != os.geteuid():
             return None
-        return _lock(LOCK, folder)
+        with contextlib.suppress(OSError):
+            root.rmdir()
+        return _lock(LOCK, os.O_RDWR, folder)
+    except OSError:
+        return None
     finally:
         os.close(folder)
 
 
 def _make() -> tuple[ScratchFolders, int]:
     """Create the folders; return them and the descriptor that holds their lock."""
-    root = Path(tempfile.mkdtemp(prefix=PREFIX))
-    try:
-        return _fill(root)
-    except OSError:
-        remove(root)
-        raise
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=PREFIX))
+        scratch = ScratchFolders(root / "home", root / "work")
+        try:
+            lock = _lock(root / LOCK, os.O_RDWR | os.O_CREAT)
+            if lock is not None:
+                scratch.home.mkdir()
+                scratch.work.mkdir()
+                return scratch, lock
+        except FileNotFoundError:
+            pass  # as when the lock is taken: another worker's sweep came before it
+        except OSError:
+            remove(root)
+            raise
 
 
-def _fill(root: Path) -> tuple[ScratchFolders, int]:
-    # Locked before it has its name, so that no process finds an unlocked one.
-    unnamed = root / f"{LOCK}.new"
-    unnamed.touch()
-    lock = _lock(unnamed)
-    assert lock is not None
-    unnamed.rename(root / LOCK)
-    scratch = ScratchFolders(root / "home", root / "work")
-    for folder in (scratch.home, scratch.work):
-        folder.mkdir()
-    return scratch, lock
+def _empty_and_remove(root: Path) -> None:
+    """Remove a scratch folder, its lock file last: if we are killed, `sweep` still finds it."""
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if path.name != LOCK:
+                remove(path)
+    remove(root)
 
 
-def _unmake(scratch: ScratchFolders, lock: int) -> None:
-    try:
-        remove(scratch.home.parent)
-    finally:
-        os.close(lock)
-
-
-def _lock(path: str | Path, folder: int | None = None) -> int | None:
-    """Return a descriptor that holds the file's lock; None if another process holds it, or there is
-    no file."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except OSError:
-        return None
+def _lock(path: str | Path, flags: int, folder: int | None = None) -> int | None:
+    """Return a descriptor that holds the file's lock; None if another process holds it, or has
+    removed the file."""
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, stat.S_IRUSR | stat.S_IWUSR, dir_fd=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None
 
 
 def remove(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -337,6 +338,8 @@ async def test_without_isolation_a_program_calls_the_model_as_its_sibling(
         assert isinstance(arrival, Finished), arrival
         for rollout in arrival.record.rollouts:
             assert {"environ", "sibling", "call_as_sibling"} <= set(rollout.metrics)
+    for pid in processes_named(LEFTOVER):
+        os.kill(pid, signal.SIGKILL)
 
 
 async def test_a_program_that_joins_as_a_worker_gets_no_group_and_sets_no_reward(
@@ -383,7 +386,7 @@ async def test_a_worker_whose_spawner_was_killed_leaves(
         assert ENDED in capfd.readouterr().err
 
 
-def processes_named(word: str) -> list[str]:
+def processes_named(word: str) -> list[int]:
     """The processes of this machine with `word` as an argument."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -392,7 +395,7 @@ def processes_named(word: str) -> list[str]:
         except OSError:
             continue
         if word.encode() in words:
-            found.append(path.parent.name)
+            found.append(int(path.parent.name))
     return found
 
 

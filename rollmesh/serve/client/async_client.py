@@ -102,8 +102,7 @@ class CallOptions(TypedDict, total=False):
 
 
 def leave_sweepable(folder: Path) -> None:
-    # If this process is killed, the journal's lock is free and `sweep` removes the folder.
-    """Should we be killed, the lock that the journal holds is free, and `sweep` finds it so."""
+    """Link the journal's lock, so that `sweep` removes `folder` if this process is killed."""
     with suppress(OSError):  # this file system has no links: the folder stays
         os.link(folder / "journal" / LOCK, folder / LOCK)
 

@@ -4,7 +4,9 @@ import asyncio
 import errno
 import os
 import stat
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,9 @@ async def test_what_a_killed_worker_left_is_swept_and_what_is_in_use_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "rollmesh-of-somebody-else").mkdir()
+    other = tmp_path / "rollmesh-without-a-lock" / "file"
+    other.parent.mkdir()
+    other.touch()
     async with new_scratch() as mine:
         argv = [sys.executable, "-c", DIES]
         died = await asyncio.create_subprocess_exec(*argv, env={"TMPDIR": str(tmp_path)})
@@ -57,7 +61,60 @@ async def test_what_a_killed_worker_left_is_swept_and_what_is_in_use_is_not(
         assert len(os.listdir(tmp_path)) == 3
         assert sweep() == 1
         assert mine.work.exists()
-    assert os.listdir(tmp_path) == ["rollmesh-of-somebody-else"]
+    assert os.listdir(tmp_path) == [other.parent.name]
+
+
+CREATES_AND_REMOVES = """import asyncio
+from rollmesh.envs.scratch import new_scratch
+async def main():
+    print(flush=True)
+    while True:
+        async with new_scratch() as scratch:
+            (scratch.work / "file").write_text("x")
+asyncio.run(main())
+"""
+
+
+def test_a_worker_may_be_killed_at_any_moment_of_creation_and_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    argv = [sys.executable, "-c", CREATES_AND_REMOVES]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    for milliseconds in range(0, 8, 2):
+        with subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE) as worker:
+            assert worker.stdout
+            assert worker.stdout.readline()
+            time.sleep(milliseconds / 1000)
+            sweep()
+            worker.kill()
+        sweep()
+        assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_folder_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "rollmesh-x").mkdir()
+    sweep()
+    assert os.listdir(tmp_path) == []
+
+
+async def test_nothing_is_left_of_a_rollout_that_is_cancelled_while_its_folder_is_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    async def roll_out() -> None:
+        async with new_scratch():
+            await asyncio.Event().wait()
+
+    for _ in range(50):
+        rollout = asyncio.create_task(roll_out())
+        await asyncio.sleep(0)
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+    assert os.listdir(tmp_path) == []
 
 
 async def test_no_room_for_one_is_the_infrastructures_fault(
@@ -76,7 +133,7 @@ async def test_no_room_in_one_leaves_nothing_of_it(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(Path, "touch", is_full)
+    monkeypatch.setattr(Path, "mkdir", is_full)
     with pytest.raises(InfraError, match="no scratch folder: No space left on device"):
         async with new_scratch():
             raise AssertionError
