@@ -46,10 +46,10 @@ def joined(agent: NodeMachine, now_s: float, *, ok: bool = True, error: str = ""
 
 def test_a_join_is_resent_with_its_key_until_it_is_answered() -> None:
     agent = NodeMachine("a", 4, ("h200",))
-    text = [send.message for at in range(5) for send in agent.step(Ticked(), at * BEAT_S / 2)]
-    assert len(text) == 3
-    assert len(set(text)) == 1
-    join = text[0]
+    messages = [send.message for at in range(5) for send in agent.step(Ticked(), at * BEAT_S / 2)]
+    assert len(messages) == 3
+    assert len(set(messages)) == 1
+    join = messages[0]
     assert isinstance(join, JoinNode)
     assert (join.name, join.num_gpus, join.labels, join.beats) == ("a", 4, ("h200",), True)
 
@@ -59,15 +59,15 @@ def test_a_joined_agent_beats_each_second() -> None:
     joined(agent, 0.0)
     assert agent.phase is AgentPhase.JOINED
     times = [at / 4 for at in range(1, 4 * int(REJOIN_S))]
-    text = [(at, send.message) for at in times for send in agent.step(Ticked(), at)]
-    assert text == [(float(at), NodeBeat("a")) for at in range(1, int(REJOIN_S))]
+    messages = [(at, send.message) for at in times for send in agent.step(Ticked(), at)]
+    assert messages == [(float(at), NodeBeat("a")) for at in range(1, int(REJOIN_S))]
 
 
 def test_a_scheduler_that_lost_its_journal_receives_the_node_again() -> None:
     agent = NodeMachine("a", 4)
     join = joined(agent, 0.0)
-    text = [send.message for send in agent.step(Ticked(), REJOIN_S)]
-    assert text == [NodeBeat("a"), join]
+    messages = [send.message for send in agent.step(Ticked(), REJOIN_S)]
+    assert messages == [NodeBeat("a"), join]
 
 
 def test_an_answer_to_another_agent_is_ignored() -> None:

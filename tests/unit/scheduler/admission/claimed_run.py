@@ -1,6 +1,6 @@
 """A claimed run of real processes: a launch that waits, and processes with its mark.
 
-Every process that was started is ended, whatever happened.
+All processes are ended after the test.
 """
 
 import os
@@ -46,7 +46,7 @@ class ClaimedRun:
 
     @property
     def marked(self) -> list[subprocess.Popen[bytes]]:
-        """All started processes except the launch."""
+        """Started processes, without the launch."""
         return self._started[1:]
 
     def start(self, mark: str) -> subprocess.Popen[bytes]:

@@ -53,7 +53,7 @@ RANGES = {
     "tick_s": (0.01, 10),
     "quantum_s": (0.1, 1e6),
 }
-"""Times that may not be 0: a heartbeat of each second must not be missed before two."""
+"""Times that may not be 0, since heartbeats are sent each second."""
 
 
 def fleet(text: str) -> FleetTables:

@@ -159,7 +159,7 @@ class History:
                 self._rest(pipeline_id, worker)
 
     def lose(self) -> None:
-        """A worker stops answering."""
+        """Mark a worker as lost."""
         moving = self.workers(*MOVING, WorkerPhase.AWAKE)
         if moving:
             pipeline_id, worker = self.rng.choice(moving)
@@ -167,7 +167,7 @@ class History:
             self.state.pipelines[pipeline_id].phase = PipelinePhase.QUARANTINED
 
     def find(self) -> None:
-        """Lost workers are reported."""
+        """Report lost workers."""
         for pipeline_id, worker in self.workers(WorkerPhase.LOST):
             owner = Owner(pipeline_id, GENERATION_CLUSTER, worker.rank)
             is_owner = all(self.state.owners.get(gpu) == owner for gpu in worker.gpus)
@@ -195,7 +195,7 @@ class History:
         else:
             self.state.lose_node(node.name)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Repair everything, settle all moves, and release all holds."""
         self.state.now_s += 1.0
         for node in list(self.state.nodes.values()):

@@ -97,7 +97,7 @@ def test_a_pipeline_that_is_not_preemptible_gives_way_to_all_without_demand() ->
     assert set(served(state)) == {Shrink("q", 0, key), Shrink("q", 1, key), Grant(key)}
 
 
-def test_a_pipeline_in_quarantine_is_left_alone_and_gets_nothing() -> None:
+def test_a_quarantined_pipeline_is_neither_preempted_nor_granted_a_cluster() -> None:
     state = fleet(2)
     add(state, "p", train=(0,))
     add(state, "q", generation=(0,), train=(1,))
@@ -122,7 +122,7 @@ def test_a_request_waits_for_its_node_and_blocks_no_other(phase: NodePhase) -> N
     assert served(state) == (Grant(mine),)
 
 
-# the line
+# the queue
 
 
 def test_the_queue_is_by_priority_and_then_by_arrival() -> None:
@@ -133,13 +133,13 @@ def test_the_queue_is_by_priority_and_then_by_arrival() -> None:
     first = ask(state, "q", priority=GpuPriority.ACTOR_TRAINING)
     second = ask(state, "r", priority=GpuPriority.ACTOR_TRAINING)
     top = ask(state, "s", priority=GpuPriority.INITIALIZATION)
-    line = []
+    order = []
     while state.requests:
         (grant,) = served(state)
         assert isinstance(grant, Grant)
-        line.append(grant.key)
+        order.append(grant.key)
         del state.requests[grant.key]
-    assert line == [top, first, second, low]
+    assert order == [top, first, second, low]
 
 
 def test_a_request_that_waited_long_precedes_a_higher_priority() -> None:
@@ -226,8 +226,9 @@ class NeverReserves(Idle):
 
 
 def hand_offs(policy: Idle, num: int) -> int | None:
-    """Return after how many hand-offs of GPUs 0 and 1 between small requests a big one has both; a
-    second each, and never are both free at once.
+    """Return the hand-offs between small requests, each on GPU 0 or 1, until a big one has both.
+
+    A hand-off takes a second. The two GPUs are never free at once.
     """
     state = fleet(2)
     add(state, "big", train=(0, 1))
@@ -269,7 +270,7 @@ def test_a_request_may_be_bypassed_until_it_is_old() -> None:
     assert served(state) == ()
 
 
-# what is reserved
+# reservations
 
 
 def test_holders_that_a_big_request_waits_for_may_continue() -> None:
@@ -291,7 +292,7 @@ def test_holders_that_a_big_request_waits_for_may_continue() -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "quarantine", "node"])
 def test_a_request_that_may_wait_forever_blocks_no_other(fault: str) -> None:
-    """A fault of f blocks big, which waits for it or for r, which does; small is not blocked."""
+    """A fault of f blocks big, directly or through r, which waits for f; small is granted."""
     state = fleet(3, 1)
     add(state, "big", train=(0, 1))
     add(state, "small", train=(1,))
@@ -317,22 +318,22 @@ def test_a_request_that_may_wait_forever_blocks_no_other(fault: str) -> None:
 def test_a_request_that_waits_for_its_own_pipeline_blocks_no_other() -> None:
     """p requests more while it holds: GPUs that it holds itself, or GPUs of q that waits for p."""
     state = fleet(4)
-    asker = add(state, "p", train=(0,))
-    asker.spec.clusters["critic"] = (0, 1)
+    requester = add(state, "p", train=(0,))
+    requester.spec.clusters["critic"] = (0, 1)
     add(state, "small", train=(1,))
     apply(state, Grant(ask(state, "p")))
     ask(state, "p", "critic")
     state.now_s = RESERVE_S
     key = ask(state, "small")
     assert served(state) == (Grant(key),)
-    asker.spec.clusters["critic"] = (1, 2)
+    requester.spec.clusters["critic"] = (1, 2)
     add(state, "q", train=(2,)).spec.clusters["critic"] = (0,)
     apply(state, Grant(ask(state, "q")))
     ask(state, "q", "critic")
     assert served(state) == (Grant(key),)
 
 
-def test_while_something_settles_nothing_else_starts_there() -> None:
+def test_nothing_starts_on_gpus_that_settle_for_a_request() -> None:
     state = fleet(2)
     add(state, "p", train=(0, 1))
     add(state, "q", generation=(0, 1))
@@ -389,7 +390,7 @@ def test_every_feasible_request_is_granted_within_the_bound(seed: int, churns: b
 
 
 class MakesNoException(PlanBuilder):
-    """The fault: holders that a reserved request waits for are kept waiting as well."""
+    """The fault: reservations also block the holders that a request waits for."""
 
     def may_start(self, pipeline_id: str, gpu: int, gives_way: bool) -> bool:
         return super().may_start("", gpu, gives_way)

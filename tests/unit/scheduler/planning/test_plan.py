@@ -351,8 +351,8 @@ CASES: list[tuple[Invariant, Tamper, tuple[Op, ...]]] = [
     (Invariant.FREES_ITS_OWN, promise_elsewhere, GOOD),
     (Invariant.FREES_ITS_OWN, forget_hold, (ReleaseCluster("r", TRAIN),)),
     (Invariant.ONE_OWNER, nothing, (*GOOD, Expand("r", 1))),
-    (Invariant.EXISTS, nothing, (Grant("nobody's"),)),
-    (Invariant.EXISTS, nothing, (Expand("nobody", 0),)),
+    (Invariant.EXISTS, nothing, (Grant("unknown-key"),)),
+    (Invariant.EXISTS, nothing, (Expand("unknown", 0),)),
     (Invariant.EXISTS, nothing, (ReleaseCluster("p", TRAIN),)),
     (Invariant.ELASTIC_IS_GENERATION, ask_for_generation, (Grant(ASKED),)),
     (Invariant.EXISTS, ask_for_another, (Grant(ASKED),)),
@@ -433,7 +433,7 @@ def test_a_cluster_may_be_handed_over_to_itself() -> None:
 
 
 def test_the_planner_proves_its_plans() -> None:
-    """A policy that returns an invalid plan is refused, whatever it is."""
+    """plan() refuses an invalid plan, whichever policy made it."""
 
     class TakesWhatIsTaken(Greedy):
         def generate(self, builder):  # type: ignore[no-untyped-def]

@@ -233,7 +233,7 @@ def test_plans_of_random_histories_are_valid_and_deterministic(
 def test_once_all_faults_are_repaired_every_request_is_granted(
     policy: SchedulingPolicy, seed: int
 ) -> None:
-    """Each request takes a hold, and a wake or two."""
+    """Each request needs a hold, and at most two wakes, before it is granted."""
     history = History(seed)
     for _ in range(40):
         history.happen()
@@ -241,7 +241,7 @@ def test_once_all_faults_are_repaired_every_request_is_granted(
     leaving = {k for k, each in history.state.pipelines.items() if each.phase == "leaving"}
     keys = {k for k, each in history.state.requests.items() if each.pipeline_id not in leaving}
     for _ in range(3 + 3 * len(keys)):
-        history.mend()
+        history.repair()
         carry_out(history.state, policy)
     assert keys.isdisjoint(history.state.requests)
     assert leaving.isdisjoint(history.state.pipelines)

@@ -90,7 +90,7 @@ def test_no_claims_or_no_pools_give_no_gpus() -> None:
 
 NUM_POOLS, POOL_GPUS = 60, 8
 MAX_MEAN_ERROR = 0.1
-"""Fraction of the GPUs that the claims have."""
+"""As a fraction of the GPUs that the claims have."""
 
 
 class Market:
@@ -98,14 +98,14 @@ class Market:
 
     def __init__(self, seed: int, num_claims: int = 30) -> None:
         self._chance = random.Random(seed)
-        self._num_come = 0
+        self._num_added = 0
         self.shares: dict[str, ShareBounds] = {}
         self.places: dict[str, list[int]] = {}
         for _ in range(num_claims):
-            self.come()
+            self.add()
 
-    def come(self) -> None:
-        name, self._num_come = f"p{self._num_come}", self._num_come + 1
+    def add(self) -> None:
+        name, self._num_added = f"p{self._num_added}", self._num_added + 1
         self.places[name] = self._chance.sample(range(NUM_POOLS), 8)
         self.change(name)
 
@@ -113,11 +113,11 @@ class Market:
         cap = float(self._chance.choice((8, 16, 64)))
         self.shares[name] = ShareBounds(self._chance.choice((1.0, 1.0, 2.0)), 0.0, cap)
 
-    def happen(self) -> None:
+    def change_claims(self) -> None:
         """Remove one claim, add one, change one."""
         gone = self._chance.choice(list(self.shares))
         del self.shares[gone], self.places[gone]
-        self.come()
+        self.add()
         self.change(self._chance.choice(list(self.shares)))
 
     def pools(self) -> dict[int, GpuPool]:
@@ -153,7 +153,7 @@ def test_after_many_changes_updated_shares_are_near_the_exact_ones(
     market = Market(seed)
     fair_shares = market.settle(None)
     for _ in range(40):
-        market.happen()
+        market.change_claims()
         fair_shares = market.settle(fair_shares)
         check_bounds(fair_shares)
     monkeypatch.setattr(module, "UPDATE_TOLERANCE", 1e-7)
@@ -197,7 +197,7 @@ def test_shares_of_the_last_plan_are_not_modified() -> None:
     market = Market(1)
     old = update_shares(None, dict(market.shares), market.pools())
     before = copy.deepcopy(old)
-    market.happen()
+    market.change_claims()
     update_shares(old, dict(market.shares), market.pools())
     assert old == before
 

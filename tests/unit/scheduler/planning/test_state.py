@@ -189,7 +189,7 @@ def test_progress_corrects_the_estimate_and_is_not_added_to_it() -> None:
 
 
 def step(demand_history: DemandHistory, begun_s: float, phases: tuple[float, ...]) -> None:
-    """The demand ends, is granted after each of these times, and returns 100 s after its end."""
+    """End the demand, grant a cluster after each of these times, and open it again after 100 s."""
     demand_history.note_ended(begun_s)
     for number, after_s in enumerate(phases):
         demand_history.note_granted(f"c{number}", 1, begun_s + after_s)
@@ -260,7 +260,7 @@ def check_index(state: FleetState) -> None:
 
 
 class WideHistory(History):
-    """Enough nodes that shares continue from those of the last plan."""
+    """A fleet so large that shares continue from those of the last plan."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -284,7 +284,7 @@ class WideHistory(History):
             ask(self.state, pipeline.pipeline_id)
 
 
-def lead(history: History, num: int) -> None:
+def run_events(history: History, num: int) -> None:
     """Apply `num` events; after each, the plan equals that with a new index."""
     state, policy = history.state, make_policy("fair")
     for _ in range(num):
@@ -301,7 +301,7 @@ def lead(history: History, num: int) -> None:
 
 @pytest.mark.parametrize("seed", range(15))
 def test_an_index_equals_one_computed_from_scratch(seed: int) -> None:
-    lead(History(seed), 30)
+    run_events(History(seed), 30)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -310,7 +310,7 @@ def test_in_a_large_fleet_a_kept_index_gives_the_same_plan_as_a_new_one(seed: in
     for name in list(history.state.pipelines)[::2]:
         demand(history.state, name)
     assert plan(history.state, make_policy("fair")).fair_shares is not None
-    lead(history, 25)
+    run_events(history, 25)
 
 
 class ForgetsNothing(FleetIndex):

@@ -172,9 +172,9 @@ def test_a_stalled_rollout_is_logged_once_with_the_holders_of_its_gpus() -> None
     harness.pipeline("b", train=(0,))
     harness.send(ReportProgress("a", "train", 1, 100, 3))
     harness.run(harness.settings.stall_s + 2)
-    result = [note for note in harness.notes if note.event == "rollout.stalled"]
-    assert [note.pipeline_id for note in result] == ["a"]
-    assert "a/actor_infer on 0, 1, 2, 3" in result[0].detail
+    notes = [note for note in harness.notes if note.event == "rollout.stalled"]
+    assert [note.pipeline_id for note in notes] == ["a"]
+    assert "a/actor_infer on 0, 1, 2, 3" in notes[0].detail
     harness.send(ReportProgress("a", "train", 1, 100, 4))
     harness.run(harness.settings.stall_s + 2)
     assert len([note for note in harness.notes if note.event == "rollout.stalled"]) == 2
@@ -243,6 +243,6 @@ def test_a_connected_hook_reports_the_newest_batch_of_any_incarnation() -> None:
     harness.act()
     harness.begin()
     actions = harness.scheduler.step(Received(b"hooks", HooksWired("a")), harness.now_s)
-    text = [each.message for each in actions if isinstance(each, Send)]
-    assert SchedulerHello("s2", newest_batch=5000) in text
+    messages = [each.message for each in actions if isinstance(each, Send)]
+    assert SchedulerHello("s2", newest_batch=5000) in messages
     assert harness.scheduler.demands.newest_batch("unknown") == 0

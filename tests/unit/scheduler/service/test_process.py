@@ -173,14 +173,14 @@ def test_nothing_is_sent_before_its_rows_are_on_the_disk(tmp_path: Path) -> None
 
 def test_a_changed_node_is_refused_at_the_start(tmp_path: Path) -> None:
     start(tmp_path).close()
-    text = pytest.raises(ConfigError, match="'n0' had 2 GPUs and comes back with 3")
-    with closing(RunningService(tmp_path, FakeClock())) as service, text:
+    refused = pytest.raises(ConfigError, match="'n0' had 2 GPUs and comes back with 3")
+    with closing(RunningService(tmp_path, FakeClock())) as service, refused:
         service.loop.join((JoinNode("file-n0", "n0", 3, (), beats=False),))
 
 
 def test_an_address_in_use_is_refused(tmp_path: Path) -> None:
-    text = pytest.raises(AddressError, match=r"bind = tcp://127\.0\.0\.1")
-    with closing(Hub("tcp://127.0.0.1:0")) as hub, text:
+    refused = pytest.raises(AddressError, match=r"bind = tcp://127\.0\.0\.1")
+    with closing(Hub("tcp://127.0.0.1:0")) as hub, refused:
         open_hub(hub.address)
 
 
@@ -235,16 +235,16 @@ def test_the_status_app_explains_a_pipeline_like_the_command_line(listening: soc
     with httpx.Client(base_url=http_address(listening), timeout=30.0) as client:
         assert client.get("/explain/b").status_code == 503
         snapshots.publish(status_of(harness.scheduler, {}))
-        verbs = explain_fleet(
+        expected = explain_fleet(
             harness.scheduler.state.fleet, harness.scheduler.explain_context(), "b"
         )
         result = msgspec.json.decode(client.get("/explain/b").content, type=FleetExplanation)
-        assert result == verbs
+        assert result == expected
         (b,) = result.pipelines
         assert b.waits[0].missing == {0: "a actor_train, for 0.0 s"}
-        text = client.get("/explain/b?text")
-        assert text.headers["Content-Type"].startswith("text/plain")
-        assert text.text.splitlines() == list(b.lines)
+        plain = client.get("/explain/b?text")
+        assert plain.headers["Content-Type"].startswith("text/plain")
+        assert plain.text.splitlines() == list(b.lines)
         unknown = client.get("/explain/c")
         assert (unknown.status_code, unknown.text) == (404, "no pipeline 'c'; a, b known\n")
         assert client.get("/explain/%0A%2F..").status_code == 404

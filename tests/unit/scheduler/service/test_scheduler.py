@@ -345,9 +345,9 @@ def test_events_that_arrive_together_make_one_plan() -> None:
     assert state.counts["plans"] == num_plans
     actions = harness.scheduler.step(Received(b"b", second), now_s)
     assert state.counts["plans"] == num_plans + 1
-    text = [each.message for each in actions if isinstance(each, Send)]
-    result = {each.key: each.state for each in text if isinstance(each, TicketMoved)}
-    assert result == {"ka": TicketState.OFFERED, "kb": QUEUED}
+    messages = [each.message for each in actions if isinstance(each, Send)]
+    states = {each.key: each.state for each in messages if isinstance(each, TicketMoved)}
+    assert states == {"ka": TicketState.OFFERED, "kb": QUEUED}
 
 
 def test_a_step_that_changes_nothing_writes_nothing_and_plans_nothing() -> None:

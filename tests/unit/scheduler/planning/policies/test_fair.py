@@ -37,8 +37,8 @@ def sharing(
 
 
 def progress(state: FleetState, pipeline_id: str, target: int, completed: int) -> None:
-    news = StreamProgress(batch=0, target=target, completed=completed)
-    state.pipelines[pipeline_id].progress = {"train": news}
+    stream = StreamProgress(batch=0, target=target, completed=completed)
+    state.pipelines[pipeline_id].progress = {"train": stream}
 
 
 def num_awake(state: FleetState) -> dict[str, int]:
@@ -118,7 +118,7 @@ class CountsIdleGpus(Fair):
 
 
 class CapsWakes(Fair):
-    """Fault W8: fails for many wakes in one plan."""
+    """Fault W8: a plan with many wakes fails."""
 
     def generate(self, builder: PlanBuilder) -> PolicyResult:
         result = super().generate(builder)
@@ -329,7 +329,7 @@ def test_a_pipeline_that_is_not_preemptible_keeps_what_it_has() -> None:
 
 
 def test_a_pipeline_that_can_move_elsewhere_makes_room() -> None:
-    """b can use only GPU 0, which a has; c has what a could also use, and 3 is open."""
+    """b can use only GPU 0, which a has; c has a GPU that a could also use; GPU 3 is open."""
     state = fleet(4)
     add(state, "a", [0, 1])
     add(state, "c", [1, 2, 3], rollouts_per_worker=8)

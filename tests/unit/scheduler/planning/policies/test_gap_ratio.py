@@ -19,8 +19,8 @@ class CountsIdleGpus(GapRatio):
 
 
 def progress(state: FleetState, pipeline_id: str, target: int, completed: int) -> None:
-    news = StreamProgress(batch=0, target=target, completed=completed)
-    state.pipelines[pipeline_id].progress = {"train": news}
+    stream = StreamProgress(batch=0, target=target, completed=completed)
+    state.pipelines[pipeline_id].progress = {"train": stream}
 
 
 def after(state: FleetState, policy: GapRatio | None = None) -> dict[str, list[int]]:
