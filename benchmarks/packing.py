@@ -34,9 +34,9 @@ from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.runtime.tokens.tokenizer import load_tokenizer
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.advantages import sample_advantages
-from rollmesh.trainer.algorithms.batches import pack
 from rollmesh.trainer.algorithms.loss import TokenTerms, ppo_loss, token_logprobs
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.algorithms.packing import pack
 from rollmesh.trainer.algorithms.registry import find_advantage
 from rollmesh.trainer.models.folders import load_model
 from rollmesh.trainer.models.tiny import (

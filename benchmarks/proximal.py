@@ -27,9 +27,8 @@ from benchmarks.packing import demo_batch
 from rollmesh.core.config import ProximalRule, TrainerConfig
 from rollmesh.envs.guess import GuessEnv
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.algorithms.attention import enable_packing, packed_logits
-from rollmesh.trainer.algorithms.batches import pack
 from rollmesh.trainer.algorithms.loss import ProximalInputs, proximal_logprobs, token_logprobs
+from rollmesh.trainer.algorithms.packing import enable_packing, pack, packed_logits
 from rollmesh.trainer.models.folders import load_model
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy

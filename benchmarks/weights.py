@@ -35,8 +35,7 @@ from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import transport_for
 from rollmesh.trainer.ranks import named_weights
-from rollmesh.trainer.weights.payload import Payload
-from rollmesh.trainer.weights.transfer import Transfer
+from rollmesh.trainer.weights.transfer import Payload, Transfer
 
 MODES: tuple[PublishMode, ...] = ("disk", "tensor", "distributed")
 SHAPES = {

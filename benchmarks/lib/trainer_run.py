@@ -41,8 +41,7 @@ from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer.checkpoints.recovery import restored_staleness
 from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
 from rollmesh.trainer.checkpoints.store import CheckpointStore
-from rollmesh.trainer.deps import TrainerDeps
-from rollmesh.trainer.loop import TrainLoop
+from rollmesh.trainer.loop import TrainerDeps, TrainLoop
 from rollmesh.trainer.models.tiny import TinyShape, write_tiny_model
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.policy import Policy

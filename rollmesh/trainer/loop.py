@@ -8,6 +8,7 @@
   during a step, since requests are made before it.
 - A step ends when the loop holds nothing of its batch; freed memory is then returned to the system
   while the loop waits for the next batch.
+- The loop waits only for the last checkpoint, and for one before an evaluation.
 """
 
 import collections
@@ -16,34 +17,186 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import msgspec
 
 from rollmesh.core.config import Config
 from rollmesh.core.errors import JournalError, NoRoom, RankGone, UserError, kind_and_place
 from rollmesh.core.heap import Heap
 from rollmesh.core.logs import get_logger
 from rollmesh.engine.shared_memory import SharedSegment
-from rollmesh.serve.client.journal_entries import NOT_COUNTED, StepTaken
-from rollmesh.serve.client.samples import sibling_rewards
+from rollmesh.serve.client.client import RolloutClient
+from rollmesh.serve.client.journal_entries import NOT_COUNTED, StateSaved, StepTaken, num_in
+from rollmesh.serve.client.samples import Sample, sibling_rewards
 from rollmesh.trainer.algorithms.advantages import rewards_equal
 from rollmesh.trainer.algorithms.optimizer import MAX_SKIPPED, skipped_too_often
 from rollmesh.trainer.algorithms.step_report import StepReport
-from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
-from rollmesh.trainer.deps import TrainerDeps
+from rollmesh.trainer.checkpoints.recovery_plan import CheckpointSchedule, LoopState, RecoveryPlan
+from rollmesh.trainer.checkpoints.store import (
+    MODEL_FOLDER,
+    Checkpointable,
+    CheckpointStore,
+    SavedCheckpoint,
+)
+from rollmesh.trainer.gpu_lease import ExclusiveGpus, GpuLease, Offloadable
 from rollmesh.trainer.pacing.lifecycle import spans_versions
-from rollmesh.trainer.pacing.pacer import Batch, step_means
+from rollmesh.trainer.pacing.pacer import Batch, Pacer, step_means
+from rollmesh.trainer.pacing.ready_queue import SampleAllocator
 from rollmesh.trainer.reports.exactness import (
     FaultyEngineDetector,
     FenceRequested,
     GapFindings,
     find_gaps,
 )
-from rollmesh.trainer.reports.records import restarts_of
-from rollmesh.trainer.reports.summary import share, write_summary
-from rollmesh.trainer.saver import CheckpointSaver
-from rollmesh.trainer.weights.folder import RefusalMonitor
+from rollmesh.trainer.reports.records import RunRecords, restarts_of
+from rollmesh.trainer.reports.summary import Tally, share, write_summary
+from rollmesh.trainer.weights.folder import PublishFn, RefusalMonitor, WeightVersions
+from rollmesh.trainer.weights.verdicts import Probe
+
+
+class TrainablePolicy(Checkpointable, Offloadable, Protocol):
+    """A policy in this process, or on ranks."""
+
+    @property
+    def allocator(self) -> SampleAllocator:
+        """Allocates samples where the policy reads them."""
+
+    def step(
+        self, samples: Sequence[Sample], step: int, *, step_of_version: Mapping[int, int]
+    ) -> StepReport:
+        """Train once on a batch, whose samples stay allocated until `end_step`. `step_of_version`
+        has the number of train steps after which each policy version was made."""
+
+    def end_step(self, step: int) -> None:
+        """Free the samples of `step` everywhere; the caller no longer reads them."""
+
+    def save(self, folder: Path) -> None:
+        """Write the weights."""
+
+    def export(self, folder: Path, policy_version: int) -> tuple[SharedSegment, ...]:
+        """Copy the weights, `policy_version` from now on, to memory that transports can read until
+        the next call; return nothing if they are in `folder` already. Raises NoRoom if the disk is
+        full; the call may be repeated."""
+
+    def set_policy_version(self, policy_version: int | None) -> None:
+        """Set the version under which the weights held now were published, or None."""
+
+    def probe(self) -> Probe:
+        """Score a fixed text by the weights held now."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+class TrainerDeps(msgspec.Struct):
+    """Components of the train loop."""
+
+    client: RolloutClient
+    pacer: Pacer
+    policy: TrainablePolicy
+    weights: WeightVersions
+    bring: PublishFn
+    records: RunRecords
+    tally: Tally
+    checkpoints: CheckpointStore
+    fence: Callable[[FenceRequested], None]
+    """Fence an engine, without waiting."""
+    gpu_lease: GpuLease = ExclusiveGpus()
+
+
+WAIT_S = 1.0
+"""Interval between polls while waiting for a checkpoint."""
+
+
+class CheckpointSaver:
+    """Makes checkpoints when they are due, and lets the journal release what they cover.
+
+    - A checkpoint is of one moment between two steps; no moment is saved twice at the end of a run.
+    - The journal keeps everything that only a checkpoint covers which is not durable yet.
+    """
+
+    def __init__(self, deps: TrainerDeps, period_steps: int) -> None:
+        self._deps = deps
+        self._period_steps = period_steps
+        self._schedule = CheckpointSchedule(period_steps, 0)
+        self._newest: SavedCheckpoint | None = None
+
+    def resume_from(self, saved: StateSaved) -> None:
+        """Start from this checkpoint: groups that have left since may justify another."""
+        self._schedule = CheckpointSchedule(self._period_steps, num_in(saved.gone))
+
+    def after_step(self, num_steps: int) -> None:
+        """Record that `num_steps` steps are done, and poll."""
+        self._schedule.stepped(num_steps)
+        self.poll(num_steps)
+
+    def poll(self, num_steps: int) -> None:
+        """Between two steps: begin a checkpoint if one is due and none is being written."""
+        self.settle()
+        if self._is_due() and not self._deps.checkpoints.is_writing:
+            self._begin(num_steps)
+
+    def settle(self, timeout_s: float = 0.0) -> None:
+        """Process the checkpoint being written: once durable, the journal releases what it covers;
+        if it failed, it is removed. Both free disk space."""
+        saved = self._deps.checkpoints.settled(timeout_s)
+        if saved is None:
+            return
+        self._newest, state = saved, saved.state
+        self._schedule.settled(num_in(state.ended))
+        self._deps.client.note_saved(state.to_journal())
+
+    def save(self, num_steps: int) -> None:
+        """Save now; return when the checkpoint is durable or has failed."""
+        self._wait()
+        self._newest = None
+        self._begin(num_steps)
+        self._wait()
+
+    def finish(self, num_steps: int) -> None:
+        """End the run with these weights, also as a model folder for users; UserError if the disk
+        refuses."""
+        self._wait()
+        if self._newest is None or self._newest.state != self._state(num_steps):
+            self.save(num_steps)
+        folder = self._deps.records.folder
+        if self._newest is None:
+            raise UserError(
+                f"{folder}: the last checkpoint could not be written; logs/trainer.log says why; "
+                "fix the cause, then use --resume"
+            )
+        if self._newest.model is None:
+            self._deps.policy.save(folder / MODEL_FOLDER)
+
+    def _is_due(self) -> bool:
+        num_gone, is_full = self._deps.pacer.lifecycle.num_gone, self._deps.client.is_journal_full
+        return self._schedule.is_now(num_gone, time.monotonic(), is_full=is_full)
+
+    def _begin(self, num_steps: int) -> None:
+        self._schedule.begun(time.monotonic())
+        self._deps.checkpoints.begin(self._state(num_steps), self._deps.policy)
+
+    def _wait(self) -> None:
+        while self._deps.checkpoints.is_writing:
+            self.settle(WAIT_S)
+
+    def _state(self, num_steps: int) -> LoopState:
+        deps = self._deps
+        return LoopState(
+            num_steps=num_steps,
+            policy_version=deps.weights.policy_version,
+            step_of_version=dict(deps.pacer.lifecycle.versions.steps),
+            num_tasks=deps.pacer.requester.num_drawn,
+            ended=deps.pacer.lifecycle.gone,
+            waiting=deps.pacer.lifecycle.to_ask_again,
+            staleness=msgspec.to_builtins(deps.pacer.pacing, str_keys=True),
+            tally=deps.tally.state(),
+            offsets=deps.records.offsets(),
+        )
+
 
 log = get_logger()
 

@@ -28,14 +28,6 @@ from rollmesh.core.config import TrainerConfig
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.serve.client.samples import Sample
 from rollmesh.trainer.algorithms.advantages import sample_advantages
-from rollmesh.trainer.algorithms.attention import PROBE_STRIDE, enable_packing, packed_logits
-from rollmesh.trainer.algorithms.batches import (
-    TokenBatch,
-    assign_minibatches,
-    empty_batch,
-    pack,
-    token_weights,
-)
 from rollmesh.trainer.algorithms.lora import LoraAdapters
 from rollmesh.trainer.algorithms.loss import (
     ProximalInputs,
@@ -45,10 +37,19 @@ from rollmesh.trainer.algorithms.loss import (
     token_logprobs,
 )
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.algorithms.packing import (
+    PROBE_STRIDE,
+    TokenBatch,
+    assign_minibatches,
+    empty_batch,
+    enable_packing,
+    pack,
+    packed_logits,
+    token_weights,
+)
 from rollmesh.trainer.algorithms.registry import find_advantage, find_loss
 from rollmesh.trainer.algorithms.step_report import StepMeter, StepReport, TokenAges
 from rollmesh.trainer.checkpoints.snapshot import RankSnapshot
-from rollmesh.trainer.models.device import resolve_device
 from rollmesh.trainer.models.folders import (
     begin_without_weights,
     disk_errors,
@@ -58,8 +59,15 @@ from rollmesh.trainer.models.folders import (
     write_config_files,
 )
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator
-from rollmesh.trainer.ranks import Ranks, SingleRank, check_finite, is_finite, named_weights
-from rollmesh.trainer.weights.payload import WeightBuffer
+from rollmesh.trainer.ranks import (
+    Ranks,
+    SingleRank,
+    check_finite,
+    is_finite,
+    named_weights,
+    resolve_device,
+)
+from rollmesh.trainer.weights.transfer import WeightBuffer
 from rollmesh.trainer.weights.verdicts import Probe
 
 PROBE_TOKENS = 32

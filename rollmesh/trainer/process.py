@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -33,15 +34,14 @@ from rollmesh.trainer.checkpoints.recovery import (
 )
 from rollmesh.trainer.checkpoints.recovery_plan import RecoveryPlan
 from rollmesh.trainer.checkpoints.store import CheckpointStore
-from rollmesh.trainer.deps import TrainablePolicy, TrainerDeps
 from rollmesh.trainer.gpu_lease import STOP_SHARE, GpuLease, gpu_lease_of
-from rollmesh.trainer.loop import TrainLoop
-from rollmesh.trainer.models.device import SettingsWarning, resolve_device, settings_warnings
+from rollmesh.trainer.loop import TrainablePolicy, TrainerDeps, TrainLoop
 from rollmesh.trainer.models.folders import num_parameters_in
 from rollmesh.trainer.pacing.pacer import Pacer
 from rollmesh.trainer.pacing.requester import RequestSettings, endless_tasks
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.ranks import resolve_device
 from rollmesh.trainer.reports.exactness import FenceRequested
 from rollmesh.trainer.reports.learning_curve import draw_learning
 from rollmesh.trainer.reports.records import RunRecords, restarts_of
@@ -51,6 +51,11 @@ from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.wire.keys import Role, read_keys
 
 log = get_logger()
+
+LARGE = 100_000_000
+"""Parameters of a model that is more than a toy."""
+HIGH_RATE = 1e-4
+"""From this learning rate on, a pretrained model of that size forgets what it knew."""
 
 
 def run(config: Config, router: str, ready_fd: int | None, share: Share | None = None) -> int:
@@ -228,10 +233,41 @@ def with_device(config: Config) -> Config:
     return msgspec.structs.replace(config, trainer=msgspec.structs.replace(trainer, device=device))
 
 
+class SettingsWarning(NamedTuple):
+    """A warning about settings that do not fit the model: an event, the reason, the remedy."""
+
+    event: str
+    why: str
+    fix: str
+
+
 def warnings_of(config: Config) -> list[SettingsWarning]:
     """Return the warnings about a device or a learning rate that does not fit the model."""
     num_parameters = num_parameters_in(Path(config.model.path))
     return settings_warnings(config, torch.device(config.trainer.device), num_parameters)
+
+
+def settings_warnings(
+    config: Config, device: torch.device, num_parameters: int
+) -> list[SettingsWarning]:
+    """Return the warnings for a model of `num_parameters` that trains on `device`."""
+    if num_parameters < LARGE:
+        return []
+    trainer, size = config.trainer, f"{num_parameters / 1e6:,.0f} M parameters"
+    found = []
+    if trainer.learning_rate >= HIGH_RATE and not trainer.lora_rank:
+        why = f"trainer.learning_rate = {trainer.learning_rate:g} for {size}, all of which train"
+        fix = "1e-6 to 1e-5 is usual; or set trainer.lora_rank"
+        found.append(SettingsWarning("trainer.high_rate", why, fix))
+    if device.type == "cpu":
+        why = f'a model of {size} trains on the CPU (trainer.device = "{trainer.device}")'
+        fix = "install a torch with CUDA, or expect minutes per step"
+        found.append(SettingsWarning("trainer.on_cpu", why, fix))
+    if not config.engine.urls:
+        why = f"the embedded engine samples a model of {size} on the CPU"
+        fix = "name SGLang servers in engine.urls"
+        found.append(SettingsWarning("engine.on_cpu", why, fix))
+    return found
 
 
 def stop_by_signal() -> threading.Event:

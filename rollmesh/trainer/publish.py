@@ -19,7 +19,6 @@ from rollmesh.engine.backend import UNVERSIONED, EngineBackend, configured_backe
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.trainer.reports.exactness import FenceRequested, FenceResult, Fencing
-from rollmesh.trainer.weights.payload import Payload
 from rollmesh.trainer.weights.publisher import (
     Accepted,
     Action,
@@ -36,7 +35,7 @@ from rollmesh.trainer.weights.publisher import (
     Superseded,
     UpdatePhase,
 )
-from rollmesh.trainer.weights.transfer import Transfer, WeightTransport
+from rollmesh.trainer.weights.transfer import Payload, Transfer, WeightTransport
 from rollmesh.trainer.weights.transports.distributed import DistributedTransport
 from rollmesh.trainer.weights.transports.sglang import adapter_in, drop_adapters, swap_adapter
 from rollmesh.trainer.weights.transports.tensor import TensorTransport

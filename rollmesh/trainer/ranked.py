@@ -25,7 +25,7 @@ from rollmesh.serve.client.samples import Sample, SampledRun, arrays_in
 from rollmesh.tensors.handles import RTensor
 from rollmesh.tensors.plane import use
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.trainer.algorithms.batches import assign_minibatches
+from rollmesh.trainer.algorithms.packing import assign_minibatches
 from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.controller.controller import RankPlan, RoleCall, TrainController
 from rollmesh.trainer.controller.dispatch import DispatchRule
@@ -33,10 +33,9 @@ from rollmesh.trainer.controller.rank_group import RankGroupSettings
 from rollmesh.trainer.controller.rendezvous import RankContext, gather
 from rollmesh.trainer.controller.spec import PlaneSpec, RoleSpec, Topology
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime
-from rollmesh.trainer.models.device import resolve_device
 from rollmesh.trainer.pacing.ready_queue import StoreAllocator, copy_samples
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.ranks import ShardedRanks, not_finite_error
+from rollmesh.trainer.ranks import ShardedRanks, not_finite_error, resolve_device
 from rollmesh.trainer.staleness import Staleness
 from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.keys import Keys

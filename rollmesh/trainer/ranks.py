@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rollmesh.core.errors import NotFinite
+from rollmesh.core.errors import ConfigError, NotFinite
 
 
 class Ranks(Protocol):
@@ -173,3 +173,22 @@ def check_finite(model: PreTrainedModel, ranks: Ranks, what: object) -> None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor; a collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+AUTO = "auto"
+
+
+def resolve_device(name: str, num_ranks: int = 1) -> torch.device:
+    """Return the device called `name`; `auto` is cuda if there is a GPU for each rank.
+
+    Raises ConfigError if there is no such device.
+    """
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f'device = "{name}": {str(error).splitlines()[0]}') from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f'device = "{name}": torch finds no GPU; "cpu" always works')
+    return device

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
 from rollmesh.engine.shared_memory import LOAD_FORMAT, SharedSegment, TensorPiece, encode_parts
-from rollmesh.trainer.weights.payload import Payload, WeightBuffer
+from rollmesh.trainer.weights.transfer import Payload, WeightBuffer
 from rollmesh.trainer.weights.transports.sglang import update_session
 from rollmesh.trainer.weights.transports.tensor import TensorTransport
 from tests.contract.engines import LONG, WAIT_S

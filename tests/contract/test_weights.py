@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
-from rollmesh.trainer.weights.payload import Payload, WeightBuffer
+from rollmesh.trainer.weights.transfer import Payload, WeightBuffer
 from rollmesh.trainer.weights.transports.distributed import GATHER_S, DistributedTransport
 from rollmesh.trainer.weights.transports.sglang import update_session
 from rollmesh.trainer.weights.transports.tensor import TensorTransport

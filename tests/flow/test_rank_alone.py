@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 
 from rollmesh.core.process import FAILED
 from rollmesh.trainer.controller.answers import encode_values
-from rollmesh.trainer.controller.processes import MODULE
+from rollmesh.trainer.controller.hub import MODULE
 from rollmesh.trainer.controller.spec import RankSpec, RoleSpec, Topology, to_argument
 from rollmesh.wire.frames import Packet
 from rollmesh.wire.messages import AnyMessage

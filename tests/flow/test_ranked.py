@@ -17,7 +17,7 @@ from rollmesh.trainer.algorithms.step_report import StepReport
 from rollmesh.trainer.models.tiny import TinyShape, texts_of, write_tiny_model
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranked import RankedPolicy
-from rollmesh.trainer.weights.payload import Payload, write_folder
+from rollmesh.trainer.weights.transfer import Payload, write_folder
 from tests.unit.trainer.samples import new_sample
 
 SETTINGS = TrainerConfig(

@@ -22,8 +22,7 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
 from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.trainer.models.folders import partial_path
-from rollmesh.trainer.weights.payload import Payload, WeightBuffer
-from rollmesh.trainer.weights.transfer import Transfer
+from rollmesh.trainer.weights.transfer import Payload, Transfer, WeightBuffer
 from rollmesh.trainer.weights.transports import distributed
 from rollmesh.trainer.weights.transports.distributed import GATHER_S, DistributedTransport
 from rollmesh.trainer.weights.transports.sender import JoinGroup, OpenGroup, WeightSender

@@ -13,7 +13,7 @@ from pathlib import Path
 from rollmesh.core.config import TrainerConfig
 from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.weights.payload import Payload, write_folder, write_shards
+from rollmesh.trainer.weights.transfer import Payload, write_folder, write_shards
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.roles.language import LanguageTerms
 from rollmesh.trainer.roles.losses import (
     Estimate,
     divergence,
@@ -23,6 +22,7 @@ from rollmesh.trainer.roles.losses import (
     token_rewards,
     value_loss,
 )
+from rollmesh.trainer.roles.models import LanguageTerms
 from rollmesh.trainer.roles.recipes import role_specs
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("roles.json").read_text())

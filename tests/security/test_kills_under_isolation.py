@@ -22,7 +22,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from rollmesh.launch.folder import read_pids
-from rollmesh.trainer.controller.processes import MODULE
+from rollmesh.trainer.controller.hub import MODULE
 from tests.flow.demo import Running, follow, read
 from tests.flow.test_run import kept, logprob_gaps
 from tests.flow.trained_mesh import RunHistory

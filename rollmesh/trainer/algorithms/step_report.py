@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rollmesh.core.config import TrainerConfig
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.algorithms.batches import TokenBatch
 from rollmesh.trainer.algorithms.loss import LossResult, TokenTerms
+from rollmesh.trainer.algorithms.packing import TokenBatch
 from rollmesh.trainer.ranks import Ranks
 from rollmesh.trainer.reports.exactness import Gaps, GapStats, exact_gap, is_masked, measure
 

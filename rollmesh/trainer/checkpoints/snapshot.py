@@ -35,13 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 from rollmesh.core.errors import CheckpointError
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
 from rollmesh.trainer.checkpoints.manifest import Buffer, record_pieces, write_pieces
-from rollmesh.trainer.models.safetensors_layout import (
-    DTYPE_NAMES,
-    INDEX,
-    SUFFIX,
-    TensorSpec,
-    plan_layout,
-)
+from rollmesh.trainer.models.folders import DTYPE_NAMES, INDEX, SUFFIX, TensorSpec, plan_layout
 from rollmesh.trainer.ranks import Ranks
 
 

@@ -15,22 +15,27 @@
   message that it cannot handle.
 """
 
+import argparse
+import faulthandler
 import gc
 import os
 import queue
+import sys
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import msgspec
 import torch
 
 from rollmesh.core.errors import RollmeshError, WireError
-from rollmesh.core.logs import get_logger
-from rollmesh.core.process import FAILED, OK
+from rollmesh.core.logs import get_logger, setup
+from rollmesh.core.process import FAILED, OK, die_with_parent
+from rollmesh.core.redaction import redact_output
 from rollmesh.tensors.handles import UNTAGGED, RTensor, transform
 from rollmesh.tensors.plane import use
 from rollmesh.trainer.controller.answers import (
@@ -49,10 +54,10 @@ from rollmesh.trainer.controller.rendezvous import (
     broadcast_arguments,
     receive_arguments,
 )
-from rollmesh.trainer.controller.spec import RankSpec, route_of
+from rollmesh.trainer.controller.spec import RankSpec, from_argument, route_of
 from rollmesh.trainer.controller.tensor_runtime import TensorRuntime, held_tensors
 from rollmesh.wire.frames import Buffer, Packet
-from rollmesh.wire.keys import Keys
+from rollmesh.wire.keys import Keys, Role, read_keys
 from rollmesh.wire.messages import AnyMessage
 from rollmesh.wire.ranks import (
     CallEnded,
@@ -401,3 +406,21 @@ def _one_line(failure: Exception) -> str:
         if isinstance(failure, RollmeshError) and first
         else f"{type(failure).__name__}: {first}"
     )
+
+
+def main() -> int:
+    """Run the rank; return its exit code."""
+    redact_output(with_stdout=True)
+    die_with_parent()
+    faulthandler.enable()  # a write to fetched, read-only memory is reported with its line
+    parser = argparse.ArgumentParser(prog="rollmesh.trainer.controller.rank")
+    parser.add_argument("--spec", required=True)
+    spec = from_argument(parser.parse_args().spec)
+    if spec.reads_secret:
+        spec = msgspec.structs.replace(spec, secret=sys.stdin.readline().strip())
+    setup(f"rank-{spec.rank}", Path(spec.folder) if spec.folder else None)
+    return RankProcess(spec, read_keys(role=Role.PUBLISHER)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -31,7 +31,7 @@ from rollmesh.core.process import listen
 from rollmesh.tensors.handles import RTensor
 from rollmesh.trainer.controller.answers import decode_values, fill_handles, handles_of
 from rollmesh.trainer.controller.spec import RankSpec, RoleSpec, Topology
-from rollmesh.trainer.models.device import resolve_device
+from rollmesh.trainer.ranks import resolve_device
 
 COLLECTIVE_S = 24 * 3600.0
 """A rank may compute for long; the controller detects ranks that are stuck or gone."""

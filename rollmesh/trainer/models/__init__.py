@@ -1,1 +1,1 @@
-"""Model folders: reading, writing and their file layout; the device; the demo's tiny model."""
+"""Model folders: reading, writing and their file layout; the demo's tiny model."""

@@ -1,7 +1,7 @@
 """Roles of common recipes for the train controller: PPO, GRPO, DPO, SFT and reward models.
 
     recipes.py                  one step of each recipe, as a few calls of roles
-    language.py, scalar.py      the two roles: log-probs, and a number for each token or row
+    models.py                   the two roles: log-probs, and a number for each token or row
     learner.py                  their common base: one sharded model, rows packed without padding
     losses.py                   pure formulas with their sources
 

@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from rollmesh.core.config import TrainerConfig
 from rollmesh.core.errors import ConfigError
 from rollmesh.core.types import Json
-from rollmesh.trainer.algorithms.attention import enable_packing, packed_logits
 from rollmesh.trainer.algorithms.optimizer import ModelOptimizer
+from rollmesh.trainer.algorithms.packing import enable_packing, packed_logits
 from rollmesh.trainer.checkpoints.snapshot import RankSnapshot
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.models.folders import save_model

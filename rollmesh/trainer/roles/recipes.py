@@ -32,8 +32,8 @@ from rollmesh.trainer.roles.losses import NO_LOSS
 Rows = Sequence[Row]
 Report = dict[str, float]
 
-LANGUAGE = "rollmesh.trainer.roles.language:LanguageModel"
-SCALAR = "rollmesh.trainer.roles.scalar:ScalarModel"
+LANGUAGE = "rollmesh.trainer.roles.models:LanguageModel"
+SCALAR = "rollmesh.trainer.roles.models:ScalarModel"
 SCALARS = ("critic", "scorer")
 PPO_EPOCHS = 2
 """Optimiser steps on one batch."""

@@ -25,12 +25,11 @@ from rollmesh.core.types import GroupRecord, Outcome, Task
 from rollmesh.serve.client.client import RolloutClient
 from rollmesh.serve.client.samples import Sample
 from rollmesh.testing.client import ANSWER, PROMPT, rollout
-from rollmesh.trainer.algorithms.batches import TokenBatch
+from rollmesh.trainer.algorithms.packing import TokenBatch
 from rollmesh.trainer.checkpoints.recovery import restored_staleness
 from rollmesh.trainer.checkpoints.recovery_plan import plan_recovery
 from rollmesh.trainer.checkpoints.store import CheckpointStore
-from rollmesh.trainer.deps import TrainerDeps
-from rollmesh.trainer.loop import TrainLoop
+from rollmesh.trainer.loop import TrainerDeps, TrainLoop
 from rollmesh.trainer.pacing import pacer
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator, ReadyGroup

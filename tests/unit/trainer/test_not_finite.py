@@ -18,7 +18,7 @@ from rollmesh.testing.client import rollout
 from rollmesh.trainer.algorithms.optimizer import MAX_SKIPPED
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.roles.language import LanguageModel
+from rollmesh.trainer.roles.models import LanguageModel
 from tests.unit.trainer.exact import SETTINGS, pair, two_groups
 from tests.unit.trainer.roles.rows import drawn
 from tests.unit.trainer.trainer_incarnations import TrainerIncarnation, TrainerIncarnations

@@ -17,7 +17,7 @@ from rollmesh.core.ids import GroupId, RolloutId
 from rollmesh.serve.client.samples import SampledRun
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.ranks import SingleRank
-from rollmesh.trainer.weights.payload import Payload, write_folder
+from rollmesh.trainer.weights.transfer import Payload, write_folder
 from tests.disks import no_new_folders
 from tests.unit.trainer.exact import LONG, SETTINGS, forwards, pair, recorded, two_groups
 from tests.unit.trainer.samples import new_sample

@@ -19,8 +19,7 @@ from rollmesh.engine.http import HttpClient
 from rollmesh.testing.engine import ScriptedEngine, logprob_of
 from rollmesh.trainer.models.folders import partial_path
 from rollmesh.trainer.publish import PublishShell
-from rollmesh.trainer.weights.payload import Payload, WeightBuffer
-from rollmesh.trainer.weights.transfer import Transfer
+from rollmesh.trainer.weights.transfer import Payload, Transfer, WeightBuffer
 from rollmesh.trainer.weights.verdicts import Probe
 from rollmesh.wire.fleet import EnginePhase, JoinEngine
 from rollmesh.wire.frames import Packet

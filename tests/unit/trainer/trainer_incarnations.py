@@ -28,14 +28,12 @@ from rollmesh.trainer.checkpoints.recovery import (
     restored_tally,
 )
 from rollmesh.trainer.checkpoints.store import CheckpointStore, SavedCheckpoint
-from rollmesh.trainer.deps import TrainerDeps
-from rollmesh.trainer.loop import TrainLoop
+from rollmesh.trainer.loop import CheckpointSaver, TrainerDeps, TrainLoop
 from rollmesh.trainer.pacing.pacer import Batch, Pacer
 from rollmesh.trainer.pacing.ready_queue import LocalAllocator
 from rollmesh.trainer.policy import Policy
 from rollmesh.trainer.process import request_settings
 from rollmesh.trainer.reports.records import RunRecords
-from rollmesh.trainer.saver import CheckpointSaver
 from rollmesh.trainer.weights.folder import BackgroundLoop, WeightVersions
 from rollmesh.trainer.weights.publisher import PublishReport
 from rollmesh.trainer.weights.verdicts import Probe

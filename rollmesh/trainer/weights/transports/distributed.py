@@ -27,7 +27,7 @@ from rollmesh.core.logs import get_logger
 from rollmesh.engine.backend import READ_TIMEOUT_S, EngineBackend
 from rollmesh.engine.embedded.weight_group import local_address_towards
 from rollmesh.engine.shared_memory import SharedSegment, TensorPiece
-from rollmesh.trainer.weights.payload import Payload
+from rollmesh.trainer.weights.transfer import Payload
 from rollmesh.trainer.weights.transports.sender import (
     BroadcastParts,
     JoinGroup,

@@ -25,7 +25,7 @@ from rollmesh.core.errors import EngineError, EngineRefused, EngineUnavailable
 from rollmesh.engine.backend import EngineBackend
 from rollmesh.engine.shared_memory import LOAD_FORMAT, encode_parts
 from rollmesh.tensors.segment import SHARED_MEMORY
-from rollmesh.trainer.weights.payload import Payload
+from rollmesh.trainer.weights.transfer import Payload
 from rollmesh.trainer.weights.transports.sender import ShareParts, WeightSender
 from rollmesh.trainer.weights.transports.sglang import update_session
 

@@ -24,7 +24,7 @@ from rollmesh.engine.embedded.model import Model
 from rollmesh.engine.embedded.weight_loading import DROPPED, Staging
 from rollmesh.engine.embedded.weight_routes import WeightRoutes
 from rollmesh.engine.shared_memory import LOAD_FORMAT, SharedSegment, encode_parts
-from rollmesh.trainer.weights.payload import WeightBuffer
+from rollmesh.trainer.weights.transfer import WeightBuffer
 from tests.unit.engine.embedded.driving import make_engine
 
 Client = TestClient[web.Request, web.Application]

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rollmesh.trainer.algorithms.attention import PACKED, enable_packing, packed_logits
+from rollmesh.trainer.algorithms.packing import PACKED, enable_packing, packed_logits
 
 VOCAB = 50
 SMALL = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rollmesh.core.config import LossWeight
 from rollmesh.core.errors import ConfigError
 from rollmesh.serve.client.samples import Sample
-from rollmesh.trainer.algorithms.batches import (
+from rollmesh.trainer.algorithms.packing import (
     TokenBatch,
     assign_minibatches,
     empty_batch,

@@ -13,7 +13,7 @@ from rollmesh.trainer.algorithms.loss import LossResult, TokenTerms, ppo_loss
 from rollmesh.trainer.algorithms.registry import ADVANTAGES, LOSSES, find_advantage, find_loss
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.policy import Policy
-from rollmesh.trainer.roles.language import LanguageModel
+from rollmesh.trainer.roles.models import LanguageModel
 from tests.unit.trainer.exact import SETTINGS, pair
 from tests.unit.trainer.roles.rows import drawn
 

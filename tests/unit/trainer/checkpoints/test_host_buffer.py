@@ -24,7 +24,7 @@ from rollmesh.trainer.checkpoints.snapshot import (
     rows_of_rank,
 )
 from rollmesh.trainer.controller.rendezvous import RankContext
-from rollmesh.trainer.models.safetensors_layout import TensorSpec
+from rollmesh.trainer.models.folders import TensorSpec
 from rollmesh.trainer.ranks import ShardedRanks, SingleRank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]

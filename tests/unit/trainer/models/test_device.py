@@ -5,7 +5,8 @@ import torch
 
 from rollmesh.core.config import Config, EngineConfig, TrainerConfig
 from rollmesh.core.errors import ConfigError
-from rollmesh.trainer.models.device import resolve_device, settings_warnings
+from rollmesh.trainer.process import settings_warnings
+from rollmesh.trainer.ranks import resolve_device
 
 
 def test_what_is_there_is_given() -> None:

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from rollmesh.trainer.models.safetensors_layout import (
-    DTYPE_NAMES,
-    FolderLayout,
-    TensorSpec,
-    plan_layout,
-)
+from rollmesh.trainer.models.folders import DTYPE_NAMES, FolderLayout, TensorSpec, plan_layout
 
 wholes = st.lists(
     st.builds(

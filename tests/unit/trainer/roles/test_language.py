@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.controller.rendezvous import RankContext
-from rollmesh.trainer.roles.language import LanguageModel
+from rollmesh.trainer.roles.models import LanguageModel
 from tests.unit.trainer.roles.rows import drawn, row
 from tests.unit.trainer.roles.stock import one_by_one, write_soft_capped
 

@@ -19,9 +19,8 @@ from rollmesh.trainer.controller.controller import RankPlan, RoleCall
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.controller.spec import Topology
 from rollmesh.trainer.controller.torchrun import PlainRank
-from rollmesh.trainer.roles.language import LanguageModel
+from rollmesh.trainer.roles.models import LanguageModel, ScalarModel
 from rollmesh.trainer.roles.recipes import PPO_EPOCHS, RECIPES, SavedRoles, role_specs
-from rollmesh.trainer.roles.scalar import ScalarModel
 from tests.unit.trainer.roles.rows import drawn
 
 LENGTHS = (5, 12, 12, 7, 9, 4)

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rollmesh.core.errors import ConfigError
 from rollmesh.trainer.controller.rendezvous import RankContext
 from rollmesh.trainer.roles.losses import gae
-from rollmesh.trainer.roles.scalar import ScalarModel
+from rollmesh.trainer.roles.models import ScalarModel
 from tests.unit.trainer.roles.rows import drawn
 
 LENGTHS = (5, 12, 12, 7, 9, 4)

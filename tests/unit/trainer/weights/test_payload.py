@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from rollmesh.engine.shared_memory import SharedSegment
 from rollmesh.tensors.segment import SHARED_MEMORY, AttachedSegment
-from rollmesh.trainer.weights.payload import ALIGNMENT, WeightBuffer, write_shards
+from rollmesh.trainer.weights.transfer import ALIGNMENT, WeightBuffer, write_shards
 from tests.unit.trainer.weights.random_weights import random_weights, read
 
 

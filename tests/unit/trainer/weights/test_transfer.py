@@ -17,8 +17,7 @@ from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.trainer.models.folders import begin_without_weights, load_model, partial_path
 from rollmesh.trainer.ranks import named_weights
 from rollmesh.trainer.weights import transfer as transfer_module
-from rollmesh.trainer.weights.payload import Payload, WeightBuffer
-from rollmesh.trainer.weights.transfer import Transfer
+from rollmesh.trainer.weights.transfer import Payload, Transfer, WeightBuffer
 
 TIMEOUT_S = 10.0
 

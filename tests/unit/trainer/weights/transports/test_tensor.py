@@ -12,7 +12,7 @@ from rollmesh.core.errors import EngineRefused
 from rollmesh.engine.http import HttpClient
 from rollmesh.engine.sglang import SglangBackend
 from rollmesh.testing.engine import ScriptedEngine
-from rollmesh.trainer.weights.payload import Payload
+from rollmesh.trainer.weights.transfer import Payload
 from rollmesh.trainer.weights.transports.tensor import (
     TensorTransport,
     is_on_this_host,
@@ -97,7 +97,7 @@ async def test_engine_of_another_host_is_not_called() -> None:
 
 
 async def test_engine_without_update_sessions_gets_no_weights() -> None:
-    """SGLang before 0.5.21; transfer.py then loads the file."""
+    """SGLang before 0.5.21; the file is loaded then."""
     async with ScriptedEngine() as engine, HttpClient() as http:
         transport = TensorTransport(can_share=lambda _: True)
         with pytest.raises(EngineRefused, match="404"):
