@@ -252,8 +252,8 @@ def packed_logits(
 
 
 def _boundaries(starts: Sequence[int], device: torch.device, attention: str) -> dict[str, Any]:
-    """The boundaries of the sequences as transformers' own keywords, which its flash attention takes
-    too."""
+    """The boundaries of the sequences by transformers' own keywords, which its flash attention
+    reads."""
     starts_S1 = torch.tensor(starts, dtype=torch.int32)
     lengths_S = starts_S1.diff()
     longest = int(lengths_S.max())

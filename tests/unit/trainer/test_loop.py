@@ -171,7 +171,7 @@ class Site:
         route, ask = self.next_ask()
         group_id, num_samples = ask.group_id, ask.num_samples
         if how == "failed":
-            self.router.say(route, GroupFailed(group_id, "env_failed: no such module"))
+            self.router.send(route, GroupFailed(group_id, "env_failed: no such module"))
             return
         newest = self.tally.num_steps + 1
         policy_version = {"foreign": 99, "old": 1}.get(how, newest)
@@ -183,7 +183,7 @@ class Site:
             assert isinstance(next_answer(self.worker), ResultRefused)
             _, failed, _ = self.router.expect(AttemptFailed)
             reason = f"attempts_exhausted: 3 have begun; {failed.reason}"
-            self.router.say(route, GroupFailed(group_id, reason))
+            self.router.send(route, GroupFailed(group_id, reason))
             return
         if how == "stranger's":
             unasked = GroupFinished(GroupId("another-run", 0), 1, "w1", True)

@@ -1,6 +1,4 @@
-"""A trainer's process reports itself before it reads checkpoints, and exits despite late
-threads.
-"""
+"""The trainer process: its device, its warnings, its first report, and its exit."""
 
 import errno
 import os
@@ -9,15 +7,22 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
-from rollmesh.core.config import Config, JournalConfig, RunConfig
-from rollmesh.core.errors import UserError
+from rollmesh.core.config import Config, EngineConfig, JournalConfig, RunConfig, TrainerConfig
+from rollmesh.core.errors import ConfigError, UserError
 from rollmesh.core.process import Ready
 from rollmesh.serve.client.journal_entries import StateSaved
 from rollmesh.trainer import process
 from rollmesh.trainer.checkpoints.recovery import open_client
-from rollmesh.trainer.process import CloseTimeouts, close_publisher, write_results
+from rollmesh.trainer.process import (
+    CloseTimeouts,
+    close_publisher,
+    settings_warnings,
+    write_results,
+)
 from rollmesh.trainer.publish import PublishShell
+from rollmesh.trainer.ranks import resolve_device
 from rollmesh.trainer.weights.folder import BackgroundLoop
 from tests.disks import small_disk
 from tests.unit.trainer.trainer_incarnations import TrainerIncarnations
@@ -91,3 +96,63 @@ def test_books_that_the_disk_refuses_are_a_line_and_hide_no_error_of_before(
     write_results(incarnation.folder, incarnation.tally, incarnation.pacer)
     assert "results.not_written" in caplog.text
     assert "No space left on device" in caplog.text
+
+
+def test_what_is_there_is_given() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_there", "line"),
+    [
+        ("cuda", False, 'device = "cuda": torch finds no GPU'),
+        ("cuda:1", False, 'device = "cuda:1": torch finds no GPU'),
+        ("gpu", True, 'device = "gpu": Expected one of cpu, cuda'),
+        ("", True, 'device = "": '),
+    ],
+)
+def test_what_is_not_there_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_there: bool, line: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+    with pytest.raises(ConfigError) as caught:
+        resolve_device(name)
+    assert str(caught.value).startswith(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "device"),
+    [(0, 1, "cpu"), (1, 1, "cuda"), (1, 2, "cpu"), (2, 2, "cuda")],
+)
+def test_auto_is_cuda_where_each_rank_has_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, num_ranks: int, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert TrainerConfig().device == "auto"
+    assert resolve_device("auto", num_ranks) == torch.device(device)
+
+
+def warned(num_parameters: int, device: str, **trainer: object) -> list[str]:
+    """Events of the warnings for a model of this size."""
+    config = Config(
+        trainer=TrainerConfig(**trainer),  # type: ignore[arg-type] # spelled out by the tests
+        engine=EngineConfig(urls=("http://a",)),
+    )
+    return [each.event for each in settings_warnings(config, torch.device(device), num_parameters)]
+
+
+def test_a_large_model_with_a_high_learning_rate_is_warned_about() -> None:
+    assert warned(100_000_000, "cuda", learning_rate=1e-4) == ["trainer.high_rate"]
+    assert warned(99_000_000, "cuda", learning_rate=1e-3) == []
+    assert warned(100_000_000, "cuda", learning_rate=9e-5) == []
+    assert warned(100_000_000, "cuda", learning_rate=1e-3, lora_rank=8) == []
+    assert warned(10**9, "cuda") == [], "the default rate suits a pretrained model"
+
+
+def test_a_large_model_on_a_cpu_is_warned_about() -> None:
+    assert warned(10**9, "cpu") == ["trainer.on_cpu"]
+    assert warned(10**5, "cpu") == []
+    embedded = settings_warnings(Config(), torch.device("cuda"), 10**9)
+    assert [each.event for each in embedded] == ["engine.on_cpu"]
+    assert "engine.urls" in embedded[0].fix

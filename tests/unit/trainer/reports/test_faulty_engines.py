@@ -1,16 +1,26 @@
-"""Engines are at fault beside a witness, with enough samples, summed over steps with few each."""
+"""An engine is at fault if its gaps are large and another engine's are not, over enough samples.
+
+A request to fence an engine is repeated until the router answers, or given up.
+"""
 
 import pytest
 
 from rollmesh.serve.client.samples import SampledRun
 from rollmesh.trainer.reports.exactness import (
+    GIVE_UP_S,
     MEMORY_STEPS,
     MIN_SAMPLES,
+    REPEAT_S,
     FaultyEngineDetector,
+    FenceRequested,
+    FenceResult,
+    Fencing,
     GapFindings,
     RunGap,
     find_gaps,
 )
+from rollmesh.wire.fleet import FenceEngine, FleetAnswered
+from rollmesh.wire.machine import ROUTER, Received, Send, Ticked
 from tests.unit.trainer.samples import new_sample
 
 A, B, C = "http://a", "http://b", "http://c"
@@ -113,3 +123,41 @@ def test_old_evidence_is_no_witness() -> None:
         for _ in range(num_between):
             suspicion.judge(found())
         assert bool(suspicion.judge(found(*[(run(B), 0.5)] * 4))) == is_known
+
+
+ASKED = FenceRequested("http://a", 3, "off by 0.5")
+
+
+def answer(ask_id: int, error: str = "") -> Received:
+    return Received(ROUTER, FleetAnswered(ask_id, not error, error, 1, ()))
+
+
+def test_request_is_repeated_until_the_router_answers_and_reported_once() -> None:
+    fencing = Fencing()
+    sent = [Send(ROUTER, FenceEngine(-1, "http://a", 3, "off by 0.5"))]
+    assert fencing.step(ASKED, 0.0) == sent
+    assert fencing.step(Ticked(), REPEAT_S / 2) == []
+    assert fencing.step(Ticked(), REPEAT_S) == sent
+    assert fencing.step(Ticked(), REPEAT_S * 1.5) == []
+    assert fencing.step(answer(-1, "the last engine"), 1.0) == [
+        FenceResult(ASKED, "the last engine")
+    ]
+    assert fencing.step(answer(-1), 1.1) == []
+    assert fencing.step(Ticked(), 2.0) == []
+
+
+def test_answers_to_the_publisher_are_ignored() -> None:
+    fencing = Fencing()
+    fencing.step(ASKED, 0.0)
+    assert fencing.step(answer(1), 0.1) == []
+    assert fencing.step(answer(-1), 0.2) == [FenceResult(ASKED, "")]
+
+
+def test_request_is_given_up_if_the_router_never_answers() -> None:
+    fencing = Fencing()
+    fencing.step(ASKED, 0.0)
+    fencing.step(FenceRequested("http://b", 3, "too"), 5.0)
+    assert fencing.step(Ticked(), GIVE_UP_S)[0] == FenceResult(ASKED, "the router did not answer")
+    [again] = fencing.step(Ticked(), GIVE_UP_S + REPEAT_S)
+    assert isinstance(again, Send)
+    assert again.message == FenceEngine(-2, "http://b", 3, "too")
