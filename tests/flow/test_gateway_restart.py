@@ -18,7 +18,7 @@ from rollmesh.testing.engine import ScriptedEngine
 from rollmesh.testing.upstreams import ProviderRequest, ProviderResponse, ScriptedProvider, events
 from tests.flow.gateway_process import PATIENCE_S, argv_of, finish, next_token
 from tests.flow.lasting_gateway import LastingGateway, lasting, sampling_args
-from tests.unit.serve.interception.relay.test_account import ask, tell
+from tests.unit.serve.interception.relay.test_account import ask, provider_answer
 from tests.unit.serve.interception.relay.test_routes import CHUNK
 
 NUM_TURNS = 4
@@ -217,7 +217,7 @@ def answer_relayed(seen: ProviderRequest) -> ProviderResponse:
     """An answer that depends on its question only, with tokens."""
     texts = [each["content"] for each in orjson.loads(seen.body)["messages"]]
     prompt = [1 + n for n in range(2 * len(texts) - 1)]
-    return tell("b", prompt, [len(prompt) + 1], id=f"chatcmpl-{len(texts)}")
+    return provider_answer("b", prompt, [len(prompt) + 1], id=f"chatcmpl-{len(texts)}")
 
 
 def relayed(account: Any) -> dict[str, Any]:

@@ -23,15 +23,15 @@ from tests.flow.gateway_process import (
     sampling,
     serving,
 )
-from tests.unit.serve.interception.relay.test_account import ask, tell
+from tests.unit.serve.interception.relay.test_account import ask, provider_answer
 
 ANSWER = b'{"choices":[{"message":{"content":"4"}}]}'
 
 
 async def test_a_relayed_session_from_its_opening_to_its_deletion(tmp_path: Path) -> None:
     told = [
-        tell("b", [1, 2], [3, 4], id="chatcmpl-1"),
-        tell("d", [1, 2, 3, 4, 5], [6], id="chatcmpl-2"),
+        provider_answer("b", [1, 2], [3, 4], id="chatcmpl-1"),
+        provider_answer("d", [1, 2, 3, 4, 5], [6], id="chatcmpl-2"),
     ]
     async with (
         ScriptedProvider(told) as provider,
@@ -76,7 +76,7 @@ async def test_a_relayed_session_from_its_opening_to_its_deletion(tmp_path: Path
 async def test_a_relay_before_a_gateway_keeps_the_same_samples(
     tmp_path: Path, is_stream: bool
 ) -> None:
-    """What engines tell in their chat routes and what we know of the tokens are one."""
+    """What engines provider_answer in their chat routes and what we know of the tokens are one."""
     (tmp_path / "outer").mkdir()
     key_file = tmp_path / "key"
     async with (

@@ -158,7 +158,7 @@ async def test_a_session_past_its_turns_gets_429_in_its_dialect(
     await other.send(b"Content-Length: %d" % len(raw), body=raw)
     await until_begun(agent, 5)
     for at in range(5):
-        agent.say("I guess 4", at)
+        agent.finish("I guess 4", at)
     assert (await running)[0] == 200
     await other.close()
 

@@ -128,8 +128,8 @@ async def test_a_gateway_s_journal_is_read_or_refused(
     gateway = GatewayProcess(folder, prompts, ids)
     for number in range(4):
         opened = gateway.open()
-        await gateway.say(opened, "hello", "again")
-        await gateway.say(opened, "hello " * 300)
+        await gateway.run_call(opened, "hello", "again")
+        await gateway.run_call(opened, "hello " * 300)
         if number % 2:
             gateway.report(opened)
     gateway.journal.close_journal()

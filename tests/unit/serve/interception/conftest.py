@@ -62,7 +62,7 @@ class AgentSession:
         """Return the tokens of `text`."""
         return self.tokenizer.encode(text)
 
-    def say(self, text: str, at: int = -1) -> None:
+    def finish(self, text: str, at: int = -1) -> None:
         """End a held generation with `text`."""
         self.sampler.generations[at].end(*self.ids(text + "<|im_end|>"))
 
@@ -112,17 +112,20 @@ StartAgent = Callable[..., Any]
 
 @pytest.fixture
 async def start_agent(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[StartAgent]:
-    """Create a desk: `await make_desk("text", ...)` scripts the replies; `always` repeats one;
-    otherwise generations are held."""
+    """Start agent servers: `await start_agent("text", ...)` scripts the replies, `always`
+    repeats one; without either, generations are held.
+    """
     agents: list[AgentSession] = []
 
     async def make(
-        *said: str,
+        *replies: str,
         always: str = "",
         config: InterceptionConfig = InterceptionConfig(),  # noqa: B008 - frozen
         max_context_tokens: int = 4096,
     ) -> AgentSession:
-        script: Any = [tokenizer.encode(text + "<|im_end|>") for text in said] if said else None
+        script: Any = (
+            [tokenizer.encode(text + "<|im_end|>") for text in replies] if replies else None
+        )
         if always:
             script = repeat(tokenizer.encode(always + "<|im_end|>"))
         clock = FakeClock()
@@ -146,7 +149,7 @@ async def start_agent(tokenizer: Tokenizer, prompts: Prompts) -> AsyncIterator[S
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def runner(request: pytest.FixtureRequest) -> Iterator[asyncio.Runner]:
-    """uvloop's transports do not derive from asyncio's, so each promise is tested on both loops."""
+    """Run on both loops, because uvloop's transports do not derive from asyncio's."""
     with asyncio.Runner(loop_factory=request.param) as runner:
         yield runner
         assert not asyncio.all_tasks(runner.get_loop())

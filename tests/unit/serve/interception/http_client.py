@@ -1,4 +1,4 @@
-"""A server with a handler of the test, and clients that send raw bytes."""
+"""An HTTP server with a handler of the test, and clients that send raw bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -47,7 +47,7 @@ class Client:
         self.writer.transport.abort()
 
 
-class Place:
+class RunningServer:
     """A running server."""
 
     def __init__(self, server: HttpServer, port: int, clients: list[Client]) -> None:
@@ -71,13 +71,13 @@ async def serving(
     drain_s: float = 0.1,
     limits: ConnectionLimits | None = None,
     bodies: BodyBudget | None = None,
-) -> AsyncIterator[Place]:
+) -> AsyncIterator[RunningServer]:
     async with asyncio.timeout(PATIENCE_S):
         server = HttpServer(handle, drain_s, limits, bodies)
         address = await server.start(listen("127.0.0.1:0"))
         clients: list[Client] = []
         try:
-            yield Place(server, int(address.rpartition(":")[2]), clients)
+            yield RunningServer(server, int(address.rpartition(":")[2]), clients)
         finally:
             await server.stop()
             for client in clients:
@@ -93,8 +93,8 @@ async def echo(request: HttpRequest) -> None:
         request.answer(200, request.header_lines(JSON), body)
 
 
-class Held:
-    """A handler that waits until it is released, and records how it ended."""
+class HeldHandler:
+    """A handler that waits until it is released, and records whether it was cancelled."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()

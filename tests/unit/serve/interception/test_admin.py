@@ -68,19 +68,19 @@ class AdminUnderTest:
         async with self.client.request(
             method, url, data=raw, headers={**auth, **named}
         ) as response:
-            told = await response.read()
+            answer = await response.read()
             is_json = response.content_type == "application/json"
-            return response.status, msgspec.json.decode(told) if is_json else told
+            return response.status, msgspec.json.decode(answer) if is_json else answer
 
 
 @pytest.fixture
-async def office(prompts: Prompts) -> AsyncIterator[AdminUnderTest]:
+async def admin(prompts: Prompts) -> AsyncIterator[AdminUnderTest]:
     sampler = ScriptedSampler(None)
-    office = AdminUnderTest(RecordingCapture(Runtime(sampler, prompts, 4096, sampler.clock)))
-    office.base = await office.server.start(listen("127.0.0.1:0"))
-    yield office
-    await office.client.close()
-    await office.server.stop()
+    admin = AdminUnderTest(RecordingCapture(Runtime(sampler, prompts, 4096, sampler.clock)))
+    admin.base = await admin.server.start(listen("127.0.0.1:0"))
+    yield admin
+    await admin.client.close()
+    await admin.server.stop()
 
 
 Route = tuple[str, str]
@@ -97,33 +97,33 @@ GUARDED: list[Route] = [
 
 
 @pytest.mark.parametrize("route", GUARDED)
-@pytest.mark.parametrize("said", ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer \xe9"])
+@pytest.mark.parametrize("header", ["", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer \xe9"])
 async def test_every_route_but_health_needs_the_token(
-    office: AdminUnderTest, route: Route, said: str
+    admin: AdminUnderTest, route: Route, header: str
 ) -> None:
-    status, told = await office.ask(*route, Authorization=said)
-    assert (status, told["error"]["code"]) == (401, "invalid_admin_token")
-    assert office.capture.seen == []
+    status, answer = await admin.ask(*route, Authorization=header)
+    assert (status, answer["error"]["code"]) == (401, "invalid_admin_token")
+    assert admin.capture.seen == []
 
 
-async def test_health_is_open_and_other_paths_are_not_ours(office: AdminUnderTest) -> None:
-    assert await office.ask("GET", "/healthz", Authorization="") == (200, {"status": "ok"})
-    assert (await office.ask("POST", "/v1/chat/completions"))[0] == 299
-    assert (await office.ask("POST", "/administer"))[0] == 299
+async def test_health_needs_no_token_and_other_paths_are_not_handled(admin: AdminUnderTest) -> None:
+    assert await admin.ask("GET", "/healthz", Authorization="") == (200, {"status": "ok"})
+    assert (await admin.ask("POST", "/v1/chat/completions"))[0] == 299
+    assert (await admin.ask("POST", "/administer"))[0] == 299
 
 
-async def test_an_opened_session_is_found_by_both_of_its_secrets(office: AdminUnderTest) -> None:
-    status, told = await office.ask("POST", "/admin/sessions", {"metadata": [1, {"a": None}]})
+async def test_an_opened_session_is_found_by_either_of_its_secrets(admin: AdminUnderTest) -> None:
+    status, answer = await admin.ask("POST", "/admin/sessions", {"metadata": [1, {"a": None}]})
     assert status == 201
-    assert told["base_url"] == f"{office.base}/v1"
-    secret = told["path_url"].removeprefix(f"{office.base}/s/").removesuffix("/v1")
-    runtime = office.capture.runtime
-    assert runtime.find(told["api_key"]) is runtime.find(secret)
-    assert runtime.find(secret).session_id == told["session_id"]
-    status, row = await office.ask("GET", f"/admin/sessions/{told['session_id']}")
+    assert answer["base_url"] == f"{admin.base}/v1"
+    secret = answer["path_url"].removeprefix(f"{admin.base}/s/").removesuffix("/v1")
+    runtime = admin.capture.runtime
+    assert runtime.find(answer["api_key"]) is runtime.find(secret)
+    assert runtime.find(secret).session_id == answer["session_id"]
+    status, row = await admin.ask("GET", f"/admin/sessions/{answer['session_id']}")
     assert row["metadata"] == [1, {"a": None}]
-    assert told["api_key"] not in repr(row)
-    status, listed = await office.ask("GET", "/admin/sessions")
+    assert answer["api_key"] not in repr(row)
+    status, listed = await admin.ask("GET", "/admin/sessions")
     assert listed == {"sessions": [row]}
 
 
@@ -134,21 +134,21 @@ async def test_an_opened_session_is_found_by_both_of_its_secrets(office: AdminUn
         ({"Host": "[::1]:81", "X_Forwarded_Proto": "https"}, "https://[::1]:81"),
     ],
 )
-async def test_addresses_are_as_the_opener_reached_us(
-    office: AdminUnderTest, headers: dict[str, str], base: str
+async def test_addresses_are_those_that_the_client_used(
+    admin: AdminUnderTest, headers: dict[str, str], base: str
 ) -> None:
-    _, told = await office.ask("POST", "/admin/sessions", {}, **headers)
-    assert told["base_url"] == f"{base}/v1"
-    assert (await office.ask("POST", "/admin/sessions", {}, Host="a b"))[0] == 400
+    _, answer = await admin.ask("POST", "/admin/sessions", {}, **headers)
+    assert answer["base_url"] == f"{base}/v1"
+    assert (await admin.ask("POST", "/admin/sessions", {}, Host="a b"))[0] == 400
 
 
-async def test_a_session_is_sampled_by_trainings_rules_unless_it_brings_others(
-    office: AdminUnderTest,
+async def test_a_session_uses_the_training_settings_unless_it_names_others(
+    admin: AdminUnderTest,
 ) -> None:
     top_k = {"policy": "default", "value": 3}
     for sampling in (None, "train", "eval", {"top_k": top_k}):
-        await office.ask("POST", "/admin/sessions", {"sampling": sampling, "seed": 5})
-    plain, train, evaluation, own = office.capture.seen
+        await admin.ask("POST", "/admin/sessions", {"sampling": sampling, "seed": 5})
+    plain, train, evaluation, own = admin.capture.seen
     assert (plain.sampling, train.sampling, evaluation.sampling) == (None, TRAINING, EVAL_SAMPLING)
     assert own.sampling == msgspec.structs.replace(
         TRAINING, top_k=SamplingRule(FieldPolicy.DEFAULT, 3)
@@ -193,30 +193,30 @@ BAD: list[Bad] = [
 
 
 @pytest.mark.parametrize("bad", BAD)
-async def test_an_invalid_request_is_refused_in_one_line_and_changes_nothing(
-    office: AdminUnderTest, bad: Bad
+async def test_an_invalid_request_is_a_one_line_error_and_changes_nothing(
+    admin: AdminUnderTest, bad: Bad
 ) -> None:
     path, body, expected, line = bad
-    _, told = await office.ask("POST", "/admin/sessions", {})
-    path = path.replace("ID", told["session_id"])
-    before = await office.ask("GET", "/admin/sessions")
-    status, refusal = await office.ask("POST", f"/admin/sessions{path}", body)
+    _, answer = await admin.ask("POST", "/admin/sessions", {})
+    path = path.replace("ID", answer["session_id"])
+    before = await admin.ask("GET", "/admin/sessions")
+    status, refusal = await admin.ask("POST", f"/admin/sessions{path}", body)
     assert (status, "\n" in refusal["error"]["message"]) == (expected, False)
     assert line in refusal["error"]["message"]
-    assert await office.ask("GET", "/admin/sessions") == before
+    assert await admin.ask("GET", "/admin/sessions") == before
 
 
-async def test_finish_may_be_asked_again_until_the_session_is_deleted(
-    office: AdminUnderTest,
+async def test_finish_can_be_repeated_until_the_session_is_deleted(
+    admin: AdminUnderTest,
 ) -> None:
-    _, told = await office.ask("POST", "/admin/sessions", {})
-    path = f"/admin/sessions/{told['session_id']}"
-    status, report = await office.ask("POST", f"{path}/finish")
+    _, answer = await admin.ask("POST", "/admin/sessions", {})
+    path = f"/admin/sessions/{answer['session_id']}"
+    status, report = await admin.ask("POST", f"{path}/finish")
     assert (status, report["samples"], report["messages"]) == (200, [], [])
-    assert await office.ask("POST", f"{path}/finish", {"outcome": "stale"}) == (200, report)
-    deleted = {"session_id": told["session_id"], "deleted": True}
-    assert await office.ask("DELETE", path) == (200, deleted)
-    assert [(await office.ask(*route))[0] for route in _after(path)] == [404, 404, 404]
+    assert await admin.ask("POST", f"{path}/finish", {"outcome": "stale"}) == (200, report)
+    deleted = {"session_id": answer["session_id"], "deleted": True}
+    assert await admin.ask("DELETE", path) == (200, deleted)
+    assert [(await admin.ask(*route))[0] for route in _after(path)] == [404, 404, 404]
 
 
 def _after(path: str) -> list[Route]:
@@ -224,13 +224,13 @@ def _after(path: str) -> list[Route]:
 
 
 async def test_a_session_that_is_set_aside_is_409_and_can_be_deleted(
-    office: AdminUnderTest,
+    admin: AdminUnderTest,
 ) -> None:
-    office.registry.set_aside("s7", "DecodeError: no such deed")
+    admin.registry.set_aside("s7", "DecodeError: no such event")
     path = "/admin/sessions/s7"
     for route in (("GET", path), ("POST", f"{path}/finish")):
-        status, told = await office.ask(*route)
-        assert (status, told["error"]["code"]) == (409, "session_set_aside")
-        assert "(DecodeError: no such deed); DELETE removes it" in told["error"]["message"]
-    assert await office.ask("DELETE", path) == (200, {"session_id": "s7", "deleted": True})
-    assert (await office.ask("GET", path))[0] == 404
+        status, answer = await admin.ask(*route)
+        assert (status, answer["error"]["code"]) == (409, "session_set_aside")
+        assert "(DecodeError: no such event); DELETE removes it" in answer["error"]["message"]
+    assert await admin.ask("DELETE", path) == (200, {"session_id": "s7", "deleted": True})
+    assert (await admin.ask("GET", path))[0] == 404

@@ -14,7 +14,7 @@ ASK = {"messages": [{"role": "user", "content": "guess"}]}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/a/b/v1/chat/completions?x=1"])
-async def test_any_prefix_may_stand_before_v1(start_agent: StartAgent, path: str) -> None:
+async def test_any_prefix_is_allowed_before_v1(start_agent: StartAgent, path: str) -> None:
     agent = await start_agent("4")
     status, answer = await agent.answer(ASK, path)
     assert status == 200
@@ -70,7 +70,7 @@ async def test_a_body_over_the_limit_is_413_before_it_is_read(start_agent: Start
         assert response.status == 413
 
 
-async def test_an_exchange_is_in_the_table_while_it_runs_and_gone_at_any_end(
+async def test_an_exchange_is_in_flight_until_it_ends_in_any_way(
     start_agent: StartAgent,
 ) -> None:
     agent = await start_agent()
@@ -81,7 +81,7 @@ async def test_an_exchange_is_in_the_table_while_it_runs_and_gone_at_any_end(
         assert server.num_open == 1
 
     ends: list[tuple[ExchangeState, Callable[[asyncio.Task[Any]], object]]] = [
-        (ExchangeState.DELIVERED, lambda _: agent.say("4")),
+        (ExchangeState.DELIVERED, lambda _: agent.finish("4")),
         (ExchangeState.FAILED, lambda _: made[-1].seal("the engine is on fire")),
         (ExchangeState.ABANDONED, lambda task: task.cancel()),
         (ExchangeState.SEALED, lambda _: agent.opened.session.seal("the rollout ended")),

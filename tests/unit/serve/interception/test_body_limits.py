@@ -1,4 +1,4 @@
-"""Bodies are limited by the bytes that have arrived, each wait ends, and long work takes turns."""
+"""Bodies are limited by the bytes that have arrived, every wait ends, and long work takes turns."""
 
 import asyncio
 import gzip
@@ -18,17 +18,17 @@ from rollmesh.serve.interception.body_limits import (
     SendDeadline,
 )
 from rollmesh.serve.interception.request import ANY_INFLATION_BYTES, JSON, HttpRequest
-from tests.unit.serve.interception.http_client import Client, Place, serving, sized
+from tests.unit.serve.interception.http_client import Client, RunningServer, serving, sized
 
 MIB = 2**20
 LIMIT = 4 * MIB
 MAX_BODY = 3 * MIB
 MAX_AHEAD_BYTES = 400_000
-"""Bytes that two reads return before a connection is paused."""
+"""Most bytes that two reads return before a connection is paused."""
 
 
 class Counter:
-    """Answers with the length of the body, once `go` is set."""
+    """A handler that answers with the length of the body, once `go` is set."""
 
     def __init__(self, bodies: BodyBudget, silence_s: float = 10.0) -> None:
         self.go = asyncio.Event()
@@ -52,14 +52,14 @@ class Counter:
         request.answer(200, request.header_lines(JSON), b"%d" % len(body))
 
 
-class Ground:
+class BodyLimitServer:
     """A server whose bodies share LIMIT."""
 
-    def __init__(self, place: Place, bodies: BodyBudget, handler: Counter) -> None:
-        self.place, self.bodies, self.handler = place, bodies, handler
+    def __init__(self, running: RunningServer, bodies: BodyBudget, handler: Counter) -> None:
+        self.place, self.bodies, self.handler = running, bodies, handler
 
     async def until(self, **wanted: int) -> None:
-        """Wait until the counts are as given."""
+        """Wait until the counts have these values."""
         counts = {"num_read": self.handler, "num_waiting": self.bodies, "num_held": self.bodies}
         while any(  # noqa: ASYNC110 - counts have no event
             getattr(counts[name], name) != number for name, number in wanted.items()
@@ -72,12 +72,12 @@ class Ground:
         return client
 
 
-def on_ground(runner: asyncio.Runner, main: object, silence_s: float = 10.0) -> None:
+def with_server(runner: asyncio.Runner, main: object, silence_s: float = 10.0) -> None:
     async def run() -> None:
         bodies = BodyBudget(LIMIT)
         handler = Counter(bodies, silence_s)
-        async with serving(handler, bodies=bodies) as place:
-            await main(Ground(place, bodies, handler))  # type: ignore[operator]
+        async with serving(handler, bodies=bodies) as running:
+            await main(BodyLimitServer(running, bodies, handler))  # type: ignore[operator]
         assert (bodies.held_bytes, bodies.num_held, bodies.num_waiting) == (0, 0, 0)
         assert not bodies.readers
 
@@ -94,75 +94,75 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 def test_a_body_that_does_not_fit_is_not_read_until_another_is_answered(
     runner: asyncio.Runner,
 ) -> None:
-    async def main(ground: Ground) -> None:
+    async def main(limited: BodyLimitServer) -> None:
         large = b"x" * (3 * MIB - 1000)
-        first = await ground.sender(sized(large))
-        await ground.until(num_read=1)
-        second = await ground.sender(sized(large))
+        first = await limited.sender(sized(large))
+        await limited.until(num_read=1)
+        second = await limited.sender(sized(large))
         # The oldest incomplete body may exceed the limit; the next may not.
-        await ground.until(num_read=2)
-        third = await ground.sender(sized(large))
-        await ground.until(num_waiting=1)
-        for _ in range(200):  # by then the kernel's buffer would have been read
+        await limited.until(num_read=2)
+        third = await limited.sender(sized(large))
+        await limited.until(num_waiting=1)
+        for _ in range(200):  # The kernel's buffer would have been read by now.
             await asyncio.sleep(0)
-        num_read = ground.handler.requests[-1].num_bytes
+        num_read = limited.handler.requests[-1].num_bytes
         assert num_read < MAX_AHEAD_BYTES, "its body was read though it had no place"
-        assert ground.handler.peak_bytes <= LIMIT + MAX_BODY
-        ground.handler.go.set()
+        assert limited.handler.peak_bytes <= LIMIT + MAX_BODY
+        limited.handler.go.set()
         for client in (first, second, third):
             assert await client.answer() == (200, b"%d" % len(large))
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
 def test_bodies_in_chunks_that_hold_half_the_limit_each_do_not_block_each_other(
     runner: asyncio.Runner,
 ) -> None:
-    async def main(ground: Ground) -> None:
-        ground.handler.go.set()
-        senders = [await ground.sender(CHUNKED) for _ in range(4)]
+    async def main(limited: BodyLimitServer) -> None:
+        limited.handler.go.set()
+        senders = [await limited.sender(CHUNKED) for _ in range(4)]
         for client in senders:
             client.send(chunk(b"x" * MIB))
         half_way = LIMIT - 4 * STEP_BYTES
-        while ground.bodies.held_bytes < half_way:  # noqa: ASYNC110 - counts have no event
+        while limited.bodies.held_bytes < half_way:  # noqa: ASYNC110 - counts have no event
             await asyncio.sleep(0)
         for client in senders:
             client.send(chunk(b"x" * MIB) + b"0\r\n\r\n")
         for client in senders:
             assert await client.answer() == (200, b"%d" % (2 * MIB))
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
-def test_compressed_bodies_have_a_place_for_what_they_become(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
+def test_compressed_bodies_reserve_their_decompressed_size(runner: asyncio.Runner) -> None:
+    async def main(limited: BodyLimitServer) -> None:
         rng = random.Random(1)
         blocks = [rng.randbytes(1000) + b"x" * 29_000 for _ in range(100)]
         small = gzip.compress(b"".join(blocks))
-        senders = [await ground.sender(sized(small, b"Content-Encoding: gzip")) for _ in range(6)]
-        await ground.until(num_read=2, num_waiting=4)
-        assert ground.handler.peak_bytes <= LIMIT + MAX_BODY
-        ground.handler.go.set()
+        senders = [await limited.sender(sized(small, b"Content-Encoding: gzip")) for _ in range(6)]
+        await limited.until(num_read=2, num_waiting=4)
+        assert limited.handler.peak_bytes <= LIMIT + MAX_BODY
+        limited.handler.go.set()
         for client in senders:
             assert await client.answer() == (200, b"3000000")
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
 def test_a_compression_bomb_is_refused_at_a_hundred_times_its_size(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
+    async def main(limited: BodyLimitServer) -> None:
         bomb = gzip.compress(b"x" * (3 * MIB - 1000))
-        client = await ground.sender(sized(bomb, b"Content-Encoding: gzip"))
+        client = await limited.sender(sized(bomb, b"Content-Encoding: gzip"))
         assert await client.answer() == (413, b"body_too_large")
-        assert ground.handler.num_read == 0
-        assert ground.handler.peak_bytes <= ANY_INFLATION_BYTES + STEP_BYTES
+        assert limited.handler.num_read == 0
+        assert limited.handler.peak_bytes <= ANY_INFLATION_BYTES + STEP_BYTES
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
-def test_the_loop_turns_between_two_steps_of_a_decompression(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
-        ground.handler.go.set()
+def test_the_loop_runs_between_two_steps_of_a_decompression(runner: asyncio.Runner) -> None:
+    async def main(limited: BodyLimitServer) -> None:
+        limited.handler.go.set()
         turns = 0
 
         def turn() -> None:
@@ -172,97 +172,97 @@ def test_the_loop_turns_between_two_steps_of_a_decompression(runner: asyncio.Run
 
         loop = asyncio.get_running_loop()
         blocks = gzip.compress(random.Random(1).randbytes(20_000) * 150)
-        client = await ground.sender(sized(blocks, b"Content-Encoding: gzip"))
-        await ground.until(num_held=1)
+        client = await limited.sender(sized(blocks, b"Content-Encoding: gzip"))
+        await limited.until(num_held=1)
         loop.call_soon(turn)
         assert await client.answer() == (200, b"3000000")
         assert turns >= 3_000_000 // STEP_BYTES
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
 def test_a_client_that_disconnects_while_it_waits_delays_no_other(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
+    async def main(limited: BodyLimitServer) -> None:
         large = b"x" * (3 * MIB - 1000)
-        senders = [await ground.sender(sized(large)) for _ in range(2)]
-        await ground.until(num_read=2)
-        gone = await ground.sender(sized(large))
-        await ground.until(num_waiting=1)
-        small = await ground.sender(sized(b"y" * 300_000))
-        await ground.until(num_waiting=2)
-        gone.reset()  # noticed when the body is read again, in its turn
-        ground.handler.go.set()
+        senders = [await limited.sender(sized(large)) for _ in range(2)]
+        await limited.until(num_read=2)
+        gone = await limited.sender(sized(large))
+        await limited.until(num_waiting=1)
+        small = await limited.sender(sized(b"y" * 300_000))
+        await limited.until(num_waiting=2)
+        gone.reset()  # The server notices it when it reads the body again, in its turn.
+        limited.handler.go.set()
         for client in senders:
             assert (await client.answer())[0] == 200
         assert await small.answer() == (200, b"300000")
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
-def test_silent_announcers_take_no_room(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
-        ground.handler.go.set()
+def test_an_announced_body_that_does_not_arrive_takes_no_room(runner: asyncio.Runner) -> None:
+    async def main(limited: BodyLimitServer) -> None:
+        limited.handler.go.set()
         head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
-        silent = [await ground.sender(head + b"x") for _ in range(20)]
-        await ground.until(num_held=20)
-        late = await ground.sender(sized(b"y" * 2 * MIB))
+        silent = [await limited.sender(head + b"x") for _ in range(20)]
+        await limited.until(num_held=20)
+        late = await limited.sender(sized(b"y" * 2 * MIB))
         assert await late.answer() == (200, b"%d" % (2 * MIB))
-        assert ground.bodies.num_waits == 0
-        assert ground.bodies.num_held == 20, "a silent sender was cut though nothing waited for it"
+        assert limited.bodies.num_waits == 0
+        assert limited.bodies.num_held == 20, "a silent sender was cut though nothing waited for it"
         for client in silent:
             client.reset()
-        await ground.until(num_held=0)
+        await limited.until(num_held=0)
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
-def test_a_silent_sender_is_cut_soon_while_another_waits_for_its_room(
+def test_a_silent_sender_is_cut_soon_while_another_waits_for_room(
     runner: asyncio.Runner,
 ) -> None:
-    async def main(ground: Ground) -> None:
-        ground.handler.go.set()
+    async def main(limited: BodyLimitServer) -> None:
+        limited.handler.go.set()
         num_sent = 3 * MIB - 1000
         head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (3 * MIB)
-        silent = await ground.sender(head + b"x" * num_sent)
-        while ground.bodies.held_bytes < num_sent:  # noqa: ASYNC110 - counts have no event
+        silent = await limited.sender(head + b"x" * num_sent)
+        while limited.bodies.held_bytes < num_sent:  # noqa: ASYNC110 - counts have no event
             await asyncio.sleep(0)
-        late = await ground.sender(sized(b"y" * 2 * MIB))
-        await ground.until(num_waiting=1)
+        late = await limited.sender(sized(b"y" * 2 * MIB))
+        await limited.until(num_waiting=1)
         # Only the contended deadline can end it, because silence is allowed for an hour.
         assert await silent.answer() == (408, b"body_timeout")
         assert await late.answer() == (200, b"%d" % (2 * MIB))
 
-    on_ground(runner, main, silence_s=3600.0)
+    with_server(runner, main, silence_s=3600.0)
 
 
-def test_a_session_takes_a_quarter_of_the_room_at_most(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
-        ground.handler.go.set()
+def test_a_session_takes_at_most_a_quarter_of_the_room(runner: asyncio.Runner) -> None:
+    async def main(limited: BodyLimitServer) -> None:
+        limited.handler.go.set()
         head = b"POST / HTTP/1.1\r\nHost: x\r\nX-API-Key: greedy\r\nContent-Length: %d\r\n\r\n" % (
             3 * MIB
         )
-        greedy = [await ground.sender(head + b"x" * 900_000) for _ in range(8)]
-        await ground.until(num_held=8)
-        while not ground.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event
+        greedy = [await limited.sender(head + b"x" * 900_000) for _ in range(8)]
+        await limited.until(num_held=8)
+        while not limited.bodies.num_waiting:  # noqa: ASYNC110 - counts have no event
             await asyncio.sleep(0)
-        assert ground.bodies.held_bytes <= LIMIT // 4
-        other = await ground.sender(sized(b"y" * 2 * MIB, b"X-API-Key: modest"))
+        assert limited.bodies.held_bytes <= LIMIT // 4
+        other = await limited.sender(sized(b"y" * 2 * MIB, b"X-API-Key: modest"))
         assert await other.answer() == (200, b"%d" % (2 * MIB))
         for client in greedy:
             client.reset()
 
-    on_ground(runner, main, silence_s=3600.0)
+    with_server(runner, main, silence_s=3600.0)
 
 
 def test_the_bodies_of_one_session_do_not_block_each_other(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
-        ground.handler.go.set()
+    async def main(limited: BodyLimitServer) -> None:
+        limited.handler.go.set()
         line = b"X-API-Key: one"
-        senders = [await ground.sender(sized(b"x" * 2 * MIB, line)) for _ in range(6)]
+        senders = [await limited.sender(sized(b"x" * 2 * MIB, line)) for _ in range(6)]
         for client in senders:
             assert await client.answer() == (200, b"%d" % (2 * MIB))
 
-    on_ground(runner, main, silence_s=3600.0)
+    with_server(runner, main, silence_s=3600.0)
 
 
 def test_a_sender_may_be_silent_unless_others_wait_for_room() -> None:
@@ -277,7 +277,7 @@ def test_a_sender_may_be_silent_unless_others_wait_for_room() -> None:
     assert hurried.check(110.0 + CONTENDED_SILENCE_S, 1000, is_contended=True)[1]
 
 
-def test_a_sender_that_drips_is_cut_while_others_wait_whatever_it_sent_before() -> None:
+def test_a_slow_sender_is_cut_while_others_wait_whatever_it_sent_before() -> None:
     pace = SendDeadline(now_s=0.0, num_bytes=0, silence_s=15.0)
     num_bytes, now_s = 60 * MIB, 1.0
     while not pace.check(now_s, num_bytes, is_contended=True)[1]:
@@ -286,32 +286,32 @@ def test_a_sender_that_drips_is_cut_while_others_wait_whatever_it_sent_before() 
 
 
 def test_a_small_body_never_waits(runner: asyncio.Runner) -> None:
-    async def main(ground: Ground) -> None:
+    async def main(limited: BodyLimitServer) -> None:
         large = b"x" * (3 * MIB - 1000)
-        senders = [await ground.sender(sized(large)) for _ in range(2)]
-        await ground.until(num_read=2)
-        blocked = await ground.sender(sized(large))
-        await ground.until(num_waiting=1)
-        small = await ground.sender(sized(b"y" * 20_000))
-        await ground.until(num_read=3, num_held=4)
-        ground.handler.go.set()
+        senders = [await limited.sender(sized(large)) for _ in range(2)]
+        await limited.until(num_read=2)
+        blocked = await limited.sender(sized(large))
+        await limited.until(num_waiting=1)
+        small = await limited.sender(sized(b"y" * 20_000))
+        await limited.until(num_read=3, num_held=4)
+        limited.handler.go.set()
         for client in (*senders, blocked, small):
             assert (await client.answer())[0] == 200
 
-    on_ground(runner, main)
+    with_server(runner, main)
 
 
-# only the rule decides
+# Only the rule decides here.
 
 
 class Sender:
-    """A body that arrives in steps, is used for a while, and is released."""
+    """A body that arrives in steps, is used for a while and is then released."""
 
     def __init__(self, bodies: BodyBudget, rng: random.Random, owner: str | None = None) -> None:
         self.num_bytes = rng.choice([10, 60, 100])
         self.owner = owner
         self.final_bytes = rng.choice([self.num_bytes, 100])
-        """The announced length, or the limit."""
+        """The announced length or the limit."""
         self.reservation: BodyReservation | None = None
         self._bodies = bodies
         self._rng = rng
@@ -346,7 +346,7 @@ class Sender:
 async def run_senders(
     senders: Sequence[Sender], bodies: BodyBudget, rng: random.Random, check: Callable[[], None]
 ) -> None:
-    """Run all senders to their end and cancel a tenth of them; `check` must hold at each step."""
+    """Run all senders to their end and cancel a tenth of them; call `check` at each step."""
     tasks: list[asyncio.Task[None]] = []
     for sender in senders:
         tasks.append(asyncio.create_task(sender.run()))
@@ -390,7 +390,7 @@ async def test_an_owner_holds_a_quarter_or_one_body_and_each_of_its_bodies_ends(
     await run_senders(senders, bodies, rng, check)
 
 
-def test_places_are_given_in_the_order_of_arrival() -> None:
+def test_room_is_assigned_in_the_order_of_arrival() -> None:
     async def main() -> None:
         bodies = BodyBudget(100)
         whole = bodies.hold(150)
@@ -413,7 +413,7 @@ def test_places_are_given_in_the_order_of_arrival() -> None:
     asyncio.run(main())
 
 
-async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None:
+async def test_the_loop_serves_other_tasks_between_two_long_pieces() -> None:
     decode_gate, done = DecodeGate(), list[str]()
 
     async def long(name: str) -> None:
@@ -428,8 +428,8 @@ async def test_between_two_long_pieces_the_loop_serves_everything_else() -> None
     tasks = [asyncio.create_task(long(name)) for name in "abcd"]
     await asyncio.gather(other(), *tasks)
     assert [each for each in done if each != "-"] == list("abcd")
-    told = "".join(done)
-    assert all(f"{one}{two}" not in told for one in "abcd" for two in "abcd"), told
+    order = "".join(done)
+    assert all(f"{one}{two}" not in order for one in "abcd" for two in "abcd"), order
     assert len(decode_gate) == 0
 
 
@@ -437,14 +437,14 @@ async def test_a_single_body_never_waits() -> None:
     decode_gate = DecodeGate()
     for _ in range(2):
         passing = decode_gate.pass_through(LONG_BYTES)
-        with pytest.raises(StopIteration):  # it has ended without waiting
+        with pytest.raises(StopIteration):  # It has ended without waiting.
             passing.send(None)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert len(decode_gate) == 0
 
 
-async def test_a_short_piece_of_work_passes_by_those_in_the_line() -> None:
+async def test_a_short_piece_of_work_overtakes_waiting_ones() -> None:
     decode_gate = DecodeGate()
     tasks = [asyncio.create_task(decode_gate.pass_through(LONG_BYTES)) for _ in range(3)]
     await asyncio.sleep(0)
@@ -479,7 +479,7 @@ async def test_a_waiter_that_is_cancelled_after_admission_delays_no_other() -> N
     assert (first.cancelled(), len(decode_gate)) == (True, 0)
 
 
-async def test_sessions_take_turns_whatever_one_of_them_has_in_the_line() -> None:
+async def test_sessions_take_turns_however_much_work_one_of_them_queues() -> None:
     decode_gate, done = DecodeGate(), list[str]()
 
     async def long(owner: str) -> None:

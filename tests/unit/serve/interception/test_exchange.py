@@ -26,7 +26,7 @@ from rollmesh.serve.interception.request import HttpRequest
 from tests.disks import lose_files, no_room_in_memory
 from tests.unit.runtime.event_writer_world import ListEventWriter
 from tests.unit.serve.interception.conftest import AgentSession, StartAgent
-from tests.unit.serve.interception.http_client import GET, LAST_GET, Held, serving
+from tests.unit.serve.interception.http_client import GET, LAST_GET, HeldHandler, serving
 
 USER = {"role": "user", "content": "guess"}
 ASK: dict[str, Any] = {"messages": [USER]}
@@ -49,7 +49,7 @@ async def events(response: aiohttp.ClientResponse) -> list[Any]:
     return found
 
 
-async def test_a_stream_folds_to_the_plain_answer(start_agent: StartAgent) -> None:
+async def test_a_stream_adds_up_to_the_plain_answer(start_agent: StartAgent) -> None:
     agent = await start_agent("I guess 4", "I guess 4")
     async with agent.post(STREAM) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
@@ -66,7 +66,7 @@ async def test_a_stream_folds_to_the_plain_answer(start_agent: StartAgent) -> No
     assert len({chunk["id"] for chunk in [*chunks, last, usage]}) == 1
 
 
-async def test_tokens_are_streamed_as_they_come(start_agent: StartAgent) -> None:
+async def test_tokens_are_streamed_as_they_are_sampled(start_agent: StartAgent) -> None:
     agent = await start_agent()
     async with asyncio.TaskGroup() as group:
         opening = group.create_task(agent.post(STREAM).__aenter__())
@@ -80,7 +80,7 @@ async def test_tokens_are_streamed_as_they_come(start_agent: StartAgent) -> None
         generation.show(*agent.ids(" guess"))
         second = await response.content.readuntil(b"\n\n")
         assert b'"content":" guess"' in second
-        agent.say(" 4")
+        agent.finish(" 4")
         rest = await events(response)
         assert rest[0]["choices"][0]["delta"]["content"] == " 4"
         response.release()
@@ -90,7 +90,7 @@ async def test_an_idle_stream_is_kept_alive_by_comments(start_agent: StartAgent)
     agent = await start_agent(config=InterceptionConfig(keepalive_s=0.01))
     async with agent.post(STREAM) as response:
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
-        agent.say("4")
+        agent.finish("4")
         assert (await events(response))[-1] is None
 
 
@@ -109,7 +109,7 @@ async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes
         assert generation.num_aborts == 1
         again = group.create_task(_read(agent, ask))
         await started(agent)
-        agent.say(" 4")
+        agent.finish(" 4")
     assert b"I guess" in again.result()
     assert len(agent.sampler.generations) == 1
     assert generation.state is GenerationState.COMMITTED
@@ -123,7 +123,7 @@ async def _read(agent: AgentSession, ask: dict[str, Any], **headers: str) -> byt
 
 @pytest.mark.parametrize("mark", ["x_stainless_retry_count", "Idempotency_Key"])
 @pytest.mark.parametrize("ask", [ASK, STREAM])
-async def test_a_marked_retry_is_answered_again_byte_for_byte(
+async def test_a_marked_retry_gets_the_same_answer(
     start_agent: StartAgent, mark: str, ask: dict[str, Any]
 ) -> None:
     agent = await start_agent("<think>hm</think>4", "5")
@@ -133,12 +133,12 @@ async def test_a_marked_retry_is_answered_again_byte_for_byte(
     if ask is ASK:
         assert again == first
     else:
-        # A stream is split where tokens arrived; its content is the same.
-        assert _said(again) == _said(first)
+        # A stream is split where tokens arrived, so only its content is the same.
+        assert _text_in_stream(again) == _text_in_stream(first)
     assert agent.runtime.num_calls == 1
 
 
-def _said(stream: bytes) -> list[str]:
+def _text_in_stream(stream: bytes) -> list[str]:
     chunks = [msgspec.json.decode(p[6:]) for p in stream.split(b"\n\n") if p.startswith(b"data: {")]
     texts = [c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"]]
     return [chunks[0]["id"], str(chunks[0]["created"]), "".join(texts)]
@@ -159,15 +159,15 @@ async def test_a_sealed_session_wakes_its_waiters_with_410(
 
 
 @pytest.mark.parametrize("ask", [ASK, STREAM])
-async def test_a_sealed_session_wakes_a_call_whose_client_takes_nothing(
+async def test_a_sealed_session_ends_a_call_whose_client_does_not_read(
     start_agent: StartAgent, monkeypatch: pytest.MonkeyPatch, ask: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(request, "DRAIN_CHECK_S", 0.01)
     agent = await start_agent(max_context_tokens=10**7)
     client = await narrow_client(agent, {**ask, "max_tokens": 10**6})
     await started(agent)
-    # Six bytes of JSON each, so more than the kernel buffers. The generation ends: only the client
-    # delays the exchange.
+    # Each token takes six bytes of JSON, so the answer exceeds the kernel's buffers. The generation
+    # ends: only the client delays the exchange.
     agent.sampler.generations[0].end(*agent.ids("\x01") * 10**6)
     await asyncio.get_running_loop().sock_recv(client, 1)
     assert agent.server.num_open
@@ -217,7 +217,7 @@ async def test_an_engine_that_fails_gives_503_with_retry_after(start_agent: Star
         response.release()
 
 
-async def test_a_history_that_the_disk_has_lost_gives_503_and_is_no_fault_of_the_agents(
+async def test_a_lost_history_is_a_503_and_no_fault_of_the_agent(
     start_agent: StartAgent, tmp_path: Path
 ) -> None:
     agent = await start_agent("4", "5", max_context_tokens=2 * LONG_BYTES)
@@ -256,9 +256,7 @@ async def test_a_context_overflow_is_a_400_that_agents_understand(start_agent: S
         b'{"messages":[' + b"[" * 10_000,
     ],
 )
-async def test_a_malformed_body_is_a_400_and_nothing_worse(
-    start_agent: StartAgent, body: bytes
-) -> None:
+async def test_a_malformed_body_is_a_400(start_agent: StartAgent, body: bytes) -> None:
     agent = await start_agent("4")
     status, answer = await agent.answer(body)
     assert status == 400, answer
@@ -274,22 +272,22 @@ async def test_a_stop_string_ends_the_answer(start_agent: StartAgent) -> None:
 
 
 @pytest.mark.parametrize("ask", [ASK, STREAM], ids=["whole", "stream"])
-async def test_an_answer_that_is_not_written_is_not_given_whole(
+async def test_an_answer_that_was_not_journaled_is_not_completed(
     start_agent: StartAgent, ask: dict[str, Any]
 ) -> None:
     agent, scribe = await start_agent(), ListEventWriter()
     agent.opened.session.recorder = EventRecorder(scribe)
-    asking = asyncio.ensure_future(told(agent, ask))
+    asking = asyncio.ensure_future(text_of(agent, ask))
     await started(agent)
     scribe.is_full = True
-    agent.say("four")
+    agent.finish("four")
     text = await asking
     assert "journal_full" in text
     assert "four" not in text
     assert "[DONE]" not in text
 
 
-async def told(agent: AgentSession, ask: dict[str, Any]) -> str:
+async def text_of(agent: AgentSession, ask: dict[str, Any]) -> str:
     async with agent.post(ask) as response:
         return str(await response.text())
 
@@ -310,8 +308,8 @@ ENDS: list[tuple[Callable[[], Exception], ExchangeState, int]] = [
 ]
 
 
-class Odd:
-    """An exchange that fails where the test wants."""
+class ScriptedExchange:
+    """An exchange whose work the test defines."""
 
     def __init__(
         self, request: HttpRequest, work: Callable[[HttpRequest], Awaitable[None]]
@@ -331,19 +329,19 @@ class Odd:
 
 
 async def ended(work: Callable[[HttpRequest], Awaitable[None]]) -> tuple[bytes, ExchangeState]:
-    """Return the client's answer and the exchange's last state."""
+    """Return the client's answer and the last state of the exchange."""
     states: list[ExchangeState] = []
 
     async def handle(request: HttpRequest) -> None:
-        exchange = Odd(request, work)
+        exchange = ScriptedExchange(request, work)
         try:
             await exchange.run()
         finally:
             states.append(exchange.state)
 
-    async with serving(handle) as place:
-        told = await place.ask(LAST_GET)
-    return told, states[0]
+    async with serving(handle) as running:
+        answer = await running.ask(LAST_GET)
+    return answer, states[0]
 
 
 @pytest.mark.parametrize(("error", "state", "status"), ENDS, ids=["busy", "sealed", "full", "odd"])
@@ -354,14 +352,14 @@ async def test_an_error_before_the_first_byte_has_its_true_status(
         request.open(200, b"")
         raise error()
 
-    told, last = await ended(work)
-    head, _, body = told.partition(b"\r\n\r\n")
+    answer, last = await ended(work)
+    head, _, body = answer.partition(b"\r\n\r\n")
     assert (int(head.split(b" ")[1]), last) == (status, state)
     assert body.startswith(b"[")
     waits = {503: b"\r\nRetry-After: 1\r\n", 429: b"\r\nRetry-After: 3\r\n"}
     assert waits.get(status, b"Content-Length") in head
     assert (b"Retry-After" in head) == (status in waits)
-    assert b"rk-secret" not in told
+    assert b"rk-secret" not in answer
 
 
 @pytest.mark.parametrize(("error", "state", "status"), ENDS, ids=["busy", "sealed", "full", "odd"])
@@ -373,10 +371,10 @@ async def test_an_error_in_a_stream_is_its_last_event(
         request.send(b"first")
         raise error()
 
-    told, last = await ended(work)
-    assert told.startswith(b"HTTP/1.1 200 ")
-    assert b"event " in told.partition(b"first")[2]
-    assert told.endswith(b"\r\n0\r\n\r\n")
+    answer, last = await ended(work)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b"event " in answer.partition(b"first")[2]
+    assert answer.endswith(b"\r\n0\r\n\r\n")
     assert last is state
 
 
@@ -385,51 +383,51 @@ async def test_an_error_after_the_last_byte_is_not_sent() -> None:
         request.answer(200, b"", b"whole")
         raise sealed()
 
-    told, last = await ended(work)
-    assert told.endswith(b"\r\n\r\nwhole")
+    answer, last = await ended(work)
+    assert answer.endswith(b"\r\n\r\nwhole")
     assert last is ExchangeState.SEALED
 
 
 async def test_a_disconnected_client_gets_nothing_and_its_exchange_is_abandoned() -> None:
-    held, states = Held(), []
+    held, states = HeldHandler(), []
 
     async def handle(request: HttpRequest) -> None:
-        exchange = Odd(request, held)
+        exchange = ScriptedExchange(request, held)
         try:
             await exchange.run()
         finally:
             states.append(exchange.state)
 
-    async with serving(handle) as place:
-        client = await place.client()
+    async with serving(handle) as running:
+        client = await running.client()
         client.send(GET)
         await held.begun.wait()
         client.reset()
         await held.cancelled.wait()
-        await place.server.stop()
+        await running.server.stop()
     assert states == [ExchangeState.ABANDONED]
 
 
-async def test_a_client_that_is_gone_when_it_is_refused_abandons() -> None:
+async def test_an_error_after_the_client_disconnected_is_an_abandoned_exchange() -> None:
     begun, states = asyncio.Event(), []
 
     async def work(request: HttpRequest) -> None:
         begun.set()
-        # When it is cancelled because its client is lost, it ends by an error of its own.
+        # Cancelled because the client has disconnected, the work raises an error of its own.
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             raise busy() from None
 
     async def handle(request: HttpRequest) -> None:
-        exchange = Odd(request, work)
+        exchange = ScriptedExchange(request, work)
         try:
             await exchange.run()
         finally:
             states.append(exchange.state)
 
-    async with serving(handle) as place:
-        client = await place.client()
+    async with serving(handle) as running:
+        client = await running.client()
         client.send(GET)
         await begun.wait()
         client.reset()

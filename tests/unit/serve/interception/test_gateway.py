@@ -1,4 +1,4 @@
-"""Metrics of the gateway: event loop lag, and sessions by state."""
+"""Metrics of the gateway: event loop lag and sessions by state."""
 
 import asyncio
 
@@ -35,16 +35,16 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
     registry.open(CaptureOptions(), b"{}")
     registry.finish(registry.find(one.session_id), Outcome.COMPLETED)
     registry.delete(registry.find(other.session_id))
-    registry.set_aside("s7", "its deeds are of another time")
-    told = {
+    registry.set_aside("s7", "its events are of another release")
+    values = {
         (figure.name, *figure.labels.values()): figure.value
         for figure in gateway_figures(registry, backend, lag)
     }
-    assert told["sessions", "open"] == told["sessions", "finished"] == 1
-    assert told["sessions", "set_aside"] == 1
-    assert told["sessions_opened_total",] == 3
-    assert told["engines", "ready"] == told["engine_ready", "http://127.0.0.1:9"] == 1
-    assert (told["calls_total",], told["live_legs",]) == (0, 0)
+    assert values["sessions", "open"] == values["sessions", "finished"] == 1
+    assert values["sessions", "set_aside"] == 1
+    assert values["sessions_opened_total",] == 3
+    assert values["engines", "ready"] == values["engine_ready", "http://127.0.0.1:9"] == 1
+    assert (values["calls_total",], values["live_legs",]) == (0, 0)
     lag.close()
     await backend.close()
 
@@ -52,7 +52,7 @@ async def test_sessions_are_counted_by_state_and_forks_by_cause() -> None:
 async def test_a_gateway_counts_its_sessions() -> None:
     backend = RelayBackend(Config(), ("http://127.0.0.1:9",), "")
     registry, inventory = SessionRegistry(backend.capture, SystemClock(), 100.0), Inventory()
-    backend.serve(nobody)
+    backend.serve(answer_nothing)
     backend.count_in(inventory, registry)
     at_rest = [(figure.name, *figure.labels.values()) for figure in inventory.figures()]
     assert ("entries", "sessions") in at_rest
@@ -60,13 +60,15 @@ async def test_a_gateway_counts_its_sessions() -> None:
     open_one, finished = (registry.open(CaptureOptions(), b"{}").captured for _ in range(2))
     registry.finish(registry.find(finished.session_id), Outcome.COMPLETED)
     assert inventory.held()["accounts"] == registry.find(finished.session_id).held_bytes > 0
-    told = {(figure.name, *figure.labels.values()): figure.value for figure in inventory.figures()}
-    assert (told["entries", "sessions"], told["entries", "doors"]) == (2, 4)
+    values = {
+        (figure.name, *figure.labels.values()): figure.value for figure in inventory.figures()
+    }
+    assert (values["entries", "sessions"], values["entries", "doors"]) == (2, 4)
     for captured in (open_one, finished):
         registry.delete(registry.find(captured.session_id))
     assert not any(figure.value for figure in inventory.figures())
     await backend.close()
 
 
-async def nobody(request: HttpRequest, path: str) -> bool:
+async def answer_nothing(request: HttpRequest, path: str) -> bool:
     return False

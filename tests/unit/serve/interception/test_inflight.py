@@ -1,4 +1,6 @@
-"""Requests in flight are found by rollout, woken from any wait when it ends, and then removed."""
+"""Requests in flight are found by rollout, woken from any wait when the rollout ends, and then
+removed.
+"""
 
 import asyncio
 import gc
@@ -28,7 +30,7 @@ async def until_empty(agent: AgentSession) -> set[ExchangeState]:
 
 
 async def connected(agent: AgentSession, sent: bytes) -> socket.socket:
-    """Return a client that has sent this and reads little at a time."""
+    """Return a client that has sent these bytes and reads little at a time."""
     host, _, port = agent.base.removeprefix("http://").partition(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -46,15 +48,15 @@ def head(agent: AgentSession, num_bytes: int) -> bytes:
 
 async def answer_of(client: socket.socket) -> tuple[int, Any]:
     """Return the status and body of the next answer."""
-    told = b""
+    received = b""
     async with asyncio.timeout(60):
-        while b"}}" not in told:
-            told += await asyncio.get_running_loop().sock_recv(client, 65536)
-    top, _, body = told.partition(b"\r\n\r\n")
+        while b"}}" not in received:
+            received += await asyncio.get_running_loop().sock_recv(client, 65536)
+    top, _, body = received.partition(b"\r\n\r\n")
     return int(top.split(b" ")[1]), msgspec.json.decode(body)
 
 
-async def test_a_request_that_still_reads_its_body_ends_with_its_rollout(
+async def test_a_request_whose_body_is_still_arriving_ends_with_its_rollout(
     start_agent: StartAgent,
 ) -> None:
     agent = await start_agent("4")
@@ -68,12 +70,12 @@ async def test_a_request_that_still_reads_its_body_ends_with_its_rollout(
     assert await until_empty(agent) == {ExchangeState.SEALED}
 
 
-async def test_what_a_client_does_not_take_goes_with_its_rollout(start_agent: StartAgent) -> None:
+async def test_an_unread_answer_is_dropped_with_its_rollout(start_agent: StartAgent) -> None:
     agent = await start_agent(max_context_tokens=10**7)
     body = msgspec.json.encode({**ASK, "max_tokens": 10**6})
     client = await connected(agent, head(agent, len(body)) + body)
     await agent.sampler.until(lambda: len(agent.sampler.generations) == 1)
-    # Six bytes of JSON each, so more than the kernel buffers.
+    # Six bytes of JSON per token, so more than the kernel's buffers.
     agent.sampler.generations[0].end(*agent.ids("\x01") * 10**6)
     await asyncio.get_running_loop().sock_recv(client, 1)
     assert len(agent.server.inflight) == 1
@@ -106,7 +108,7 @@ async def test_the_connection_of_a_woken_request_serves_the_next(start_agent: St
 
 
 async def test_only_requests_of_sealed_sessions_are_woken(start_agent: StartAgent) -> None:
-    """A child of the same rollout continues, and so do other rollouts."""
+    """Other rollouts continue, and so does a child of the same rollout."""
     agent = await start_agent()
     other = agent.runtime.register_trajectory(
         RolloutId(GroupId("r", 1), 0), SamplingPolicy(), seed=7
@@ -131,7 +133,7 @@ async def test_only_requests_of_sealed_sessions_are_woken(start_agent: StartAgen
     assert await until_empty(agent) == {ExchangeState.SEALED, ExchangeState.DELIVERED}
 
 
-async def test_a_request_whose_client_vanished_is_gone(start_agent: StartAgent) -> None:
+async def test_a_request_whose_client_vanished_is_removed(start_agent: StartAgent) -> None:
     agent = await start_agent()
     body = msgspec.json.encode(ASK)
     client = await connected(agent, head(agent, len(body)) + body)
@@ -142,7 +144,7 @@ async def test_a_request_whose_client_vanished_is_gone(start_agent: StartAgent) 
     agent.server.inflight.unregister_rollout(ROLLOUT)
 
 
-async def test_no_table_knows_a_rollout_that_has_ended(start_agent: StartAgent) -> None:
+async def test_no_table_retains_an_ended_rollout(start_agent: StartAgent) -> None:
     agent = await start_agent("4")
     rollout_id = RolloutId(GroupId("r", 1), 0)
     opened = agent.runtime.register_trajectory(rollout_id, SamplingPolicy(), seed=7)
@@ -156,8 +158,9 @@ async def test_no_table_knows_a_rollout_that_has_ended(start_agent: StartAgent) 
 async def test_a_vanished_client_leaves_nothing_to_the_garbage_collector(
     start_agent: StartAgent, young_heap: None, is_stream: bool
 ) -> None:
-    """A worker collects garbage seldom: a cycle of a task, its error and its frames would hold
-    images."""
+    """A worker runs the garbage collector rarely: a cycle of a task, its error and its frames
+    would retain images.
+    """
     agent = await start_agent()
     body = msgspec.json.encode(ASK | {"stream": is_stream})
     gc.disable()
@@ -173,7 +176,7 @@ async def test_a_vanished_client_leaves_nothing_to_the_garbage_collector(
 
 
 def large(mark: bytes, least: int = MB) -> list[bytes | str]:
-    """Return all texts of at least so many bytes that contain this, wherever they are."""
+    """Return all texts of at least `least` bytes that contain `mark`, in any object."""
     found: dict[int, bytes | str] = {}
     for owner in gc.get_objects():
         for each in gc.get_referents(owner):
@@ -192,20 +195,22 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("path", PLACES)
-async def test_no_body_is_held_while_the_engine_is_slow(start_agent: StartAgent, path: str) -> None:
-    """Of eight requests of 5 MB only the one message that they share remains."""
+async def test_no_body_is_retained_while_the_engine_is_slow(
+    start_agent: StartAgent, path: str
+) -> None:
+    """Eight requests of 5 MB leave only the one message that they share in memory."""
     agent = await start_agent(max_context_tokens=10**8)
     text = "seen once " * (MB // 10 + 1)
     ask = {"messages": [{"role": "user", "content": text}], **PLACES[path]}
 
-    async def slowly(body: bytes) -> AsyncIterator[bytes]:
+    async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
         for at in range(0, len(body), MB):
             yield body[at : at + MB]
 
     def asked(number: int) -> Any:
         body = msgspec.json.encode({**ask, "user": str(number), "pad": "never seen " * (MB // 3)})
         key = {"x-api-key": agent.opened.api_key}
-        return agent.client.post(agent.base + path, data=slowly(body), headers=key)
+        return agent.client.post(agent.base + path, data=in_pieces(body), headers=key)
 
     made = agent.sampler.generations
     async with asyncio.TaskGroup() as group:
@@ -218,7 +223,7 @@ async def test_no_body_is_held_while_the_engine_is_slow(start_agent: StartAgent,
         del ask["messages"]
         text = ""
         async with asyncio.timeout(60):
-            # A call that has just begun may still run its first step.
+            # A new call may still run its first step.
             while large(b"never seen never") or len(large(b"seen once seen once")) > 1:  # noqa: ASYNC110 - memory has no event
                 await asyncio.sleep(0)
         for generation in made:
@@ -228,7 +233,9 @@ async def test_no_body_is_held_while_the_engine_is_slow(start_agent: StartAgent,
 
 
 @pytest.mark.usefixtures("young_heap")
-async def test_a_body_that_came_at_once_is_not_held_either(start_agent: StartAgent) -> None:
+async def test_a_body_that_arrived_in_one_read_is_not_retained_either(
+    start_agent: StartAgent,
+) -> None:
     agent = await start_agent()
     body = msgspec.json.encode({**ASK, "pad": "never seen " * 2000})
     client = await connected(agent, head(agent, len(body)) + body)

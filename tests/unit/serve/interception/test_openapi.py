@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.unit.serve.interception.conftest import AgentSession, StartAgent
 
 NUM_EXAMPLES = 25
-"""Examples per route; all of them take some ten seconds."""
+"""Examples per route; all of them take about ten seconds."""
 CHECKS = (
     schemathesis.checks.not_a_server_error,
     status_code_conformance,

@@ -13,7 +13,7 @@ from rollmesh.serve.interception.request import JSON, HttpRequest
 from tests.unit.serve.interception.http_client import (
     GET,
     MAX_BYTES,
-    Held,
+    HeldHandler,
     echo,
     serving,
     sized,
@@ -21,7 +21,7 @@ from tests.unit.serve.interception.http_client import (
 )
 
 
-def test_a_request_is_parsed_as_it_was_sent(runner: asyncio.Runner) -> None:
+def test_a_request_is_parsed_with_its_headers_in_order(runner: asyncio.Runner) -> None:
     seen: list[HttpRequest] = []
 
     async def handle(request: HttpRequest) -> None:
@@ -29,19 +29,19 @@ def test_a_request_is_parsed_as_it_was_sent(runner: asyncio.Runner) -> None:
         await echo(request)
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client()
+        async with serving(handle) as running:
+            client = await running.client()
             client.send(sized(b"abc", b"X-Key: one", b"x-key: two", b"X-Key:"))
             assert await client.answer() == (200, b"abc")
 
     runner.run(main())
     assert (seen[0].method, seen[0].path) == ("POST", "/p?q")
     assert seen[0].headers == {b"host": b"x", b"content-length": b"3", b"x-key": b"one"}
-    told = [(b"Content-Length", b"3"), (b"X-Key", b"one"), (b"x-key", b"two"), (b"X-Key", b"")]
-    assert seen[0].raw_headers == [(b"Host", b"x"), *told]
+    headers = [(b"Content-Length", b"3"), (b"X-Key", b"one"), (b"x-key", b"two"), (b"X-Key", b"")]
+    assert seen[0].raw_headers == [(b"Host", b"x"), *headers]
 
 
-def test_what_is_asked_for_by_its_whole_address_is_found_by_its_path(
+def test_an_absolute_request_target_is_reduced_to_its_path(
     runner: asyncio.Runner,
 ) -> None:
     seen: list[str] = []
@@ -51,8 +51,8 @@ def test_what_is_asked_for_by_its_whole_address_is_found_by_its_path(
         await echo(request)
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client()
+        async with serving(handle) as running:
+            client = await running.client()
             for target in (b"http://h:80/healthz?a", b"HTTP://u@h?b", b"http://h", b"/http://h/c"):
                 client.send(b"GET " + target + b" HTTP/1.1\r\nHost: h\r\n\r\n")
                 assert await client.answer() == (200, b"")
@@ -61,7 +61,7 @@ def test_what_is_asked_for_by_its_whole_address_is_found_by_its_path(
     assert seen == ["/healthz?a", "/?b", "/", "/http://h/c"]
 
 
-def test_requests_that_come_byte_by_byte_are_answered_on_one_connection(
+def test_requests_that_arrive_byte_by_byte_are_answered_on_one_connection(
     runner: asyncio.Runner,
 ) -> None:
     chunked = (
@@ -70,8 +70,8 @@ def test_requests_that_come_byte_by_byte_are_answered_on_one_connection(
     chunked += b"0\r\nTrailer: x\r\n\r\n"
 
     async def main() -> None:
-        async with serving(echo) as place:
-            client = await place.client()
+        async with serving(echo) as running:
+            client = await running.client()
             for request, body in ((sized(b"abc"), b"abc"), (chunked, b"def")):
                 for byte in request:
                     client.send(bytes([byte]))
@@ -82,7 +82,7 @@ def test_requests_that_come_byte_by_byte_are_answered_on_one_connection(
     runner.run(main())
 
 
-def test_pipelined_requests_are_answered_one_after_the_other(runner: asyncio.Runner) -> None:
+def test_pipelined_requests_are_answered_in_order(runner: asyncio.Runner) -> None:
     running: list[HttpRequest] = []
 
     async def handle(request: HttpRequest) -> None:
@@ -93,8 +93,8 @@ def test_pipelined_requests_are_answered_one_after_the_other(runner: asyncio.Run
         running.clear()
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client()
+        async with serving(handle) as running:
+            client = await running.client()
             bodies = [b"%d" % number * 5000 for number in range(MAX_PIPELINED)]
             client.send(b"".join(map(sized, bodies)))
             assert [await client.answer() for _ in bodies] == [(200, body) for body in bodies]
@@ -102,32 +102,32 @@ def test_pipelined_requests_are_answered_one_after_the_other(runner: asyncio.Run
     runner.run(main())
 
 
-def test_too_many_pipelined_requests_end_the_connection_behind_those_before(
+def test_too_many_pipelined_requests_end_the_connection_after_the_earlier_answers(
     runner: asyncio.Runner,
 ) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
-            told = await place.ask(GET * 1000)
-            assert told.count(b"HTTP/1.1 200 ") == MAX_PIPELINED + 1
-            assert told.count(b"HTTP/1.1 400 ") == 1
-            assert told.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 ")
+        async with serving(echo) as running:
+            answers = await running.ask(GET * 1000)
+            assert answers.count(b"HTTP/1.1 200 ") == MAX_PIPELINED + 1
+            assert answers.count(b"HTTP/1.1 400 ") == 1
+            assert answers.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 ")
 
     runner.run(main())
 
 
 def test_unrequested_data_is_not_read(runner: asyncio.Runner) -> None:
-    held = Held()
+    held = HeldHandler()
 
     async def handle(request: HttpRequest) -> None:
         await (held(request) if request.path == "/held" else echo(request))
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client()
+        async with serving(handle) as running:
+            client = await running.client()
             client.send(b"POST /held HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n")
             await held.begun.wait()
             client.send(b"x" * 60_000_000)
-            other = await place.client()
+            other = await running.client()
             for _ in range(500):
                 other.send(sized(b"x"))
                 assert await other.answer() == (200, b"x")
@@ -136,7 +136,7 @@ def test_unrequested_data_is_not_read(runner: asyncio.Runner) -> None:
     runner.run(main())
 
 
-def test_unread_answers_do_not_pile_up(runner: asyncio.Runner) -> None:
+def test_unread_answers_do_not_accumulate(runner: asyncio.Runner) -> None:
     num_answered = 0
 
     async def handle(request: HttpRequest) -> None:
@@ -145,15 +145,15 @@ def test_unread_answers_do_not_pile_up(runner: asyncio.Runner) -> None:
         request.answer(200, request.header_lines(JSON), b"x" * 100_000)
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client, other = await place.client(limit=1), await place.client()
+        async with serving(handle) as running:
+            client, other = await running.client(limit=1), await running.client()
             for _ in range(200):
                 client.send(b"GET /many HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
                 other.send(GET)
                 assert (await other.answer())[0] == 200
 
     runner.run(main())
-    # More than the kernel buffers for both sides.
+    # These bytes exceed the kernel's buffers of both sides.
     assert 0 < num_answered < 200
 
 
@@ -161,8 +161,8 @@ def test_expect_continue_is_answered_only_if_the_body_is_wanted(
     runner: asyncio.Runner,
 ) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
-            client = await place.client()
+        async with serving(echo) as running:
+            client = await running.client()
             head, _, _ = sized(b"abc", b"Expect: 100-continue").partition(b"abc")
             client.send(head)
             assert await client.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -184,26 +184,26 @@ def test_expect_continue_is_answered_only_if_the_body_is_wanted(
     [b"Content-Length: 900000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\ndbba0\r\n"],
     ids=["sized", "chunked"],
 )
-def test_a_body_over_the_limit_is_refused_though_its_sender_goes_on(
+def test_a_body_over_the_limit_is_refused_while_its_sender_continues(
     runner: asyncio.Runner, head: bytes
 ) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
-            told = await place.ask(b"POST / HTTP/1.1\r\nHost: x\r\n" + head + b"x" * 900_000)
-            assert told.startswith(b"HTTP/1.1 413 ")
-            assert b"Connection: close\r\n" in told
+        async with serving(echo) as running:
+            answer = await running.ask(b"POST / HTTP/1.1\r\nHost: x\r\n" + head + b"x" * 900_000)
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b"Connection: close\r\n" in answer
 
     runner.run(main())
 
 
-def test_a_length_of_many_digits_is_a_length(runner: asyncio.Runner) -> None:
+def test_a_content_length_of_many_digits_is_accepted(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
-            client = await place.client()
+        async with serving(echo) as running:
+            client = await running.client()
             client.send(
                 b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"0" * 5000 + b"3\r\n\r\n"
             )
-            for _ in range(20):  # so that the server reads each part separately
+            for _ in range(20):  # The server reads each part separately.
                 await asyncio.sleep(0)
             client.send(b"abc")
             assert await client.answer() == (200, b"abc")
@@ -211,7 +211,7 @@ def test_a_length_of_many_digits_is_a_length(runner: asyncio.Runner) -> None:
     runner.run(main())
 
 
-def test_a_body_that_only_drips_is_refused(
+def test_a_body_that_arrives_too_slowly_is_refused(
     runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "SLOWEST_BYTES_PER_S", 1e12)
@@ -222,8 +222,8 @@ def test_a_body_that_only_drips_is_refused(
         request.answer(refused.value.status, b"", b"")
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client()
+        async with serving(handle) as running:
+            client = await running.client()
             client.send(sized(b"x" * MAX_BYTES)[:100])
             answer = asyncio.create_task(client.answer())
             while not answer.done():
@@ -234,12 +234,12 @@ def test_a_body_that_only_drips_is_refused(
     runner.run(main())
 
 
-def test_encoded_bodies_are_inflated_within_the_limit(runner: asyncio.Runner) -> None:
+def test_compressed_bodies_are_decompressed_within_the_limit(runner: asyncio.Runner) -> None:
     gzipped = b"Content-Encoding: gzip"
 
     async def main() -> None:
-        async with serving(echo) as place:
-            client = await place.client()
+        async with serving(echo) as running:
+            client = await running.client()
             for raw, coding, answer in (
                 (gzip.compress(b"abc" * 1000), gzipped, (200, b"abc" * 1000)),
                 (gzip.compress(b"x" * (MAX_BYTES + 1)), gzipped, (413, b"body_too_large")),
@@ -255,18 +255,16 @@ def test_encoded_bodies_are_inflated_within_the_limit(runner: asyncio.Runner) ->
 
 
 @pytest.mark.parametrize("wish", [b"h2c", b"websocket"])
-def test_another_protocol_is_declined_and_hides_no_body(
-    runner: asyncio.Runner, wish: bytes
-) -> None:
+def test_an_upgrade_is_declined_and_hides_no_body(runner: asyncio.Runner, wish: bytes) -> None:
     inner = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
 
     async def main() -> None:
-        async with serving(echo) as place:
-            client = await place.client()
+        async with serving(echo) as running:
+            client = await running.client()
             upgrade = sized(inner, b"Connection: Upgrade", b"Upgrade: " + wish)
             for cut in (len(upgrade), len(upgrade) - 5, 20):
                 client.send(upgrade[:cut])
-                for _ in range(5):  # so that the server reads each part separately
+                for _ in range(5):  # The server reads each part separately.
                     await asyncio.sleep(0)
                 client.send(upgrade[cut:] + sized(b"next"))
                 assert await client.answer() == (200, inner)
@@ -314,11 +312,11 @@ def test_invalid_http_is_answered_once_and_closes_the_connection(
     runner: asyncio.Runner, garbage: bytes
 ) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
-            told = await place.ask(sized(b"before") + garbage)
-            assert told.count(b"HTTP/1.1 ") == 2
-            assert b"\r\n\r\nbeforeHTTP/1.1 40" in told or b"beforeHTTP/1.1 501 " in told
-            head, _, body = told.rpartition(b"\r\n\r\n")
+        async with serving(echo) as running:
+            answers = await running.ask(sized(b"before") + garbage)
+            assert answers.count(b"HTTP/1.1 ") == 2
+            assert b"\r\n\r\nbeforeHTTP/1.1 40" in answers or b"beforeHTTP/1.1 501 " in answers
+            head, _, body = answers.rpartition(b"\r\n\r\n")
             assert b"\r\nConnection: close" in head
             assert b"\n" not in body
 
@@ -333,21 +331,21 @@ def test_invalid_http_is_answered_once_and_closes_the_connection(
         b"GET / HTTP/1.1\r\nHost: x\r\nCookie: secret\r\nA: b\r\n" * 1,
     ],
 )
-def test_a_head_without_end_is_refused(runner: asyncio.Runner, endless: bytes) -> None:
+def test_an_endless_head_is_refused(runner: asyncio.Runner, endless: bytes) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
+        async with serving(echo) as running:
             more = b"x" if not endless.endswith(b"\n") else b"A: b\r\n"
-            told = await place.ask(endless + more * (2 * MAX_OVERHEAD_BYTES))
-            assert status_of(told) == 431
-            assert b"secret" not in told
+            answer = await running.ask(endless + more * (2 * MAX_OVERHEAD_BYTES))
+            assert status_of(answer) == 431
+            assert b"secret" not in answer
 
     runner.run(main())
 
 
-def test_chunk_extensions_without_end_are_refused(runner: asyncio.Runner) -> None:
+def test_endless_chunk_extensions_are_refused(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
+        async with serving(echo) as running:
             head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;"
-            assert status_of(await place.ask(head + b"x" * (4 * MAX_OVERHEAD_BYTES))) == 400
+            assert status_of(await running.ask(head + b"x" * (4 * MAX_OVERHEAD_BYTES))) == 400
 
     runner.run(main())

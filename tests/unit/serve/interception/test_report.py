@@ -28,7 +28,7 @@ def render(account: SessionReport, *rewards: Any) -> dict[str, Any]:
     return read
 
 
-def test_a_samples_reward_is_that_of_the_newest_rewarded_turn_on_its_path() -> None:
+def test_a_samples_reward_is_that_of_the_newest_rewarded_turn_of_its_path() -> None:
     writer = ReportWriter()
     paths = [(0, 1, 2, 3), (0, 1, 2, 4)]
     writer.rows(
@@ -46,7 +46,7 @@ def test_a_samples_reward_is_that_of_the_newest_rewarded_turn_on_its_path() -> N
     assert [sample["reward"] for sample in render(account)["samples"]] == [None, None]
 
 
-def test_long_parts_are_never_joined_and_a_report_is_small_beside_them() -> None:
+def test_long_parts_are_not_copied_into_a_report() -> None:
     image, writer = hold(LONG), ReportWriter()
     writer.listed("messages", [(b'{"n":"', image, b'"}'), (b"7",)])
     writer.named("images", [("d", (b'"', image, b'"')), ("e", (b"null",))])
@@ -106,14 +106,14 @@ def test_each_sampled_token_trains_in_exactly_one_sample() -> None:
     assert other["sampling"] == SamplingParams(max_tokens=9)
 
 
-def test_turns_that_train_nowhere_are_named() -> None:
+def test_turns_that_do_not_train_are_listed_with_reasons() -> None:
     assert unused_turns(NODES) == [
         {"node": 5, "num_tokens": 1, "reason": "void"},
         {"node": 6, "num_tokens": 1, "reason": "superseded"},
     ]
 
 
-def test_whatever_is_cut_is_the_same_again() -> None:
+def test_pieces_of_a_text_join_to_the_same_text() -> None:
     quotes = b'"x' * MIN_BLOB_BYTES
     for raw in (
         b"",

@@ -1,4 +1,4 @@
-"""Answers on the wire, and what a request's headers mean: secrets, the admin token, retries."""
+"""Answers on the wire, and the meaning of request headers: secrets, the admin token, retries."""
 
 import asyncio
 import weakref
@@ -19,7 +19,7 @@ from tests.unit.serve.interception.http_client import MAX_BYTES, PATIENCE_S, ser
 ASK = {"messages": [{"role": "user", "content": "guess"}]}
 
 
-async def spoken(
+async def raw_answer(
     agent: AgentSession, protocol: str, *headers: str, stream: bool
 ) -> tuple[bytes, bytes]:
     """Return the head and body of a raw answer, read until the server closes; fail if it does
@@ -46,7 +46,7 @@ async def test_http_1_0_is_answered_without_chunks_and_closed(
     start_agent: StartAgent, stream: bool
 ) -> None:
     agent = await start_agent("I guess 4")
-    head, body = await spoken(agent, "1.0", stream=stream)
+    head, body = await raw_answer(agent, "1.0", stream=stream)
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
     assert body.endswith(b"data: [DONE]\n\n" if stream else b"}")
@@ -55,10 +55,10 @@ async def test_http_1_0_is_answered_without_chunks_and_closed(
 
 async def test_a_connection_is_closed_on_the_clients_request(start_agent: StartAgent) -> None:
     agent = await start_agent("4", "5")
-    head, body = await spoken(agent, "1.1", "Connection: close", stream=False)
+    head, body = await raw_answer(agent, "1.1", "Connection: close", stream=False)
     assert b"content-length: %d" % len(body) in head
     assert b"connection: close" in head
-    head, body = await spoken(agent, "1.1", "Connection: close", stream=True)
+    head, body = await raw_answer(agent, "1.1", "Connection: close", stream=True)
     assert b"transfer-encoding: chunked" in head
     assert body.endswith(b"\r\n0\r\n\r\n")
 
@@ -85,11 +85,11 @@ async def test_a_connection_is_kept_and_pipelined_requests_are_answered_in_order
 
 
 class Pieces(list[bytes]):
-    """A list that can be referenced weakly."""
+    """A list that can be weakly referenced."""
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_a_request_does_not_hold_whom_it_gave_its_body(at_once: bool) -> None:
+async def test_a_request_does_not_retain_the_receiver_of_its_body(at_once: bool) -> None:
     async def handle(request: HttpRequest) -> None:
         assert request.is_whole is at_once
         pieces = Pieces()
@@ -103,8 +103,8 @@ async def test_a_request_does_not_hold_whom_it_gave_its_body(at_once: bool) -> N
         request.answer(200, request.header_lines(JSON), b"gone" if held() is None else b"held")
 
     body = b"x" * 1000
-    async with serving(handle) as place:
-        client = await place.client()
+    async with serving(handle) as running:
+        client = await running.client()
         sent = sized(body)
         client.send(sent if at_once else sent[:-1])
         assert await client.answer() == (200, b"gone")
@@ -128,7 +128,7 @@ def test_a_secret_is_found(path: str, headers: dict[bytes, bytes], secret: str) 
 
 
 @pytest.mark.parametrize(
-    ("token", "said", "is_good"),
+    ("token", "header", "is_good"),
     [
         (b"k", b"Bearer k", True),
         (b"k", b"bearer  k ", True),
@@ -141,9 +141,9 @@ def test_a_secret_is_found(path: str, headers: dict[bytes, bytes], secret: str) 
     ],
 )
 def test_the_token_is_a_bearer_and_an_empty_one_never_matches(
-    token: bytes, said: bytes, is_good: bool
+    token: bytes, header: bytes, is_good: bool
 ) -> None:
-    assert has_bearer(token, {b"authorization": said}) == is_good
+    assert has_bearer(token, {b"authorization": header}) == is_good
     assert not has_bearer(token, {b"x-api-key": token})
 
 
@@ -163,7 +163,7 @@ KEY, COUNT = b"idempotency-key", b"x-stainless-retry-count"
         ({KEY: b"", COUNT: b"2"}, b"", True),
     ],
 )
-def test_a_key_or_a_count_marks_a_resend_and_an_empty_one_does_not(
+def test_a_nonempty_key_or_count_marks_a_retry(
     headers: dict[bytes, bytes], key: bytes, is_resent: bool
 ) -> None:
     assert read_retry_mark(headers) == (key, is_resent)

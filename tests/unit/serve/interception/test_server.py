@@ -1,4 +1,4 @@
-"""How connections end: silence, disconnects, streams and `stop`, on both event loops."""
+"""The end of connections: silence, disconnects, streams and `stop`, on both event loops."""
 
 import asyncio
 import gc
@@ -15,7 +15,7 @@ from tests.unit.serve.interception.http_client import (
     GET,
     LAST_GET,
     PATIENCE_S,
-    Held,
+    HeldHandler,
     echo,
     serving,
     sized,
@@ -24,10 +24,10 @@ from tests.unit.serve.interception.http_client import (
 # silent clients, and clients that disconnect
 
 
-def test_a_head_that_stops_coming_is_408_though_bytes_trickle(runner: asyncio.Runner) -> None:
+def test_a_slow_head_is_a_408(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(echo, limits=ConnectionLimits(head_s=0.05)) as place:
-            client = await place.client()
+        async with serving(echo, limits=ConnectionLimits(head_s=0.05)) as running:
+            client = await running.client()
             client.send(GET)
             assert (await client.answer())[0] == 200
             client.send(b"GET / HTTP/1.1\r\nHost: x\r\nA: ")
@@ -41,12 +41,12 @@ def test_a_head_that_stops_coming_is_408_though_bytes_trickle(runner: asyncio.Ru
     runner.run(main())
 
 
-def test_half_a_head_behind_an_answer_has_no_more_time_than_another(
+def test_half_a_head_after_an_answer_has_the_same_time_limit(
     runner: asyncio.Runner,
 ) -> None:
     async def main() -> None:
-        async with serving(echo, limits=ConnectionLimits(head_s=0.05)) as place:
-            client = await place.client()
+        async with serving(echo, limits=ConnectionLimits(head_s=0.05)) as running:
+            client = await running.client()
             client.send(GET + b"GET / HT")
             assert (await client.answer())[0] == 200
             assert (await client.answer())[0] == 408
@@ -54,10 +54,10 @@ def test_half_a_head_behind_an_answer_has_no_more_time_than_another(
     runner.run(main())
 
 
-def test_idle_connections_are_closed_without_a_word(runner: asyncio.Runner) -> None:
+def test_idle_connections_are_closed_without_an_answer(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(echo, limits=ConnectionLimits(idle_s=0.05)) as place:
-            fresh, kept = await place.client(), await place.client()
+        async with serving(echo, limits=ConnectionLimits(idle_s=0.05)) as running:
+            fresh, kept = await running.client(), await running.client()
             kept.send(GET)
             assert (await kept.answer())[0] == 200
             assert await fresh.rest() == await kept.rest() == b""
@@ -67,11 +67,11 @@ def test_idle_connections_are_closed_without_a_word(runner: asyncio.Runner) -> N
 
 def test_a_running_handler_is_not_idle(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        held = Held()
+        held = HeldHandler()
         async with serving(
             held, limits=ConnectionLimits(idle_s=0.01, head_s=0.01, linger_s=0.01)
-        ) as place:
-            client, fresh = await place.client(), await place.client()
+        ) as running:
+            client, fresh = await running.client(), await running.client()
             client.send(GET)
             await held.begun.wait()
             assert await fresh.rest() == b""
@@ -82,11 +82,13 @@ def test_a_running_handler_is_not_idle(runner: asyncio.Runner) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["reset", "half"])
-def test_handler_is_cancelled_when_its_client_hangs_up(runner: asyncio.Runner, half: bool) -> None:
+def test_a_handler_is_cancelled_when_its_client_disconnects(
+    runner: asyncio.Runner, half: bool
+) -> None:
     async def main() -> None:
-        held = Held()
-        async with serving(held) as place:
-            client = await place.client()
+        held = HeldHandler()
+        async with serving(held) as running:
+            client = await running.client()
             client.send(GET)
             await held.begun.wait()
             if half:
@@ -98,7 +100,7 @@ def test_handler_is_cancelled_when_its_client_hangs_up(runner: asyncio.Runner, h
     runner.run(main())
 
 
-def test_a_body_that_its_sender_leaves_cancels_its_handler(runner: asyncio.Runner) -> None:
+def test_a_handler_is_cancelled_when_its_body_ends_early(runner: asyncio.Runner) -> None:
     reading = asyncio.Event()
     left = asyncio.Event()
 
@@ -111,8 +113,8 @@ def test_a_body_that_its_sender_leaves_cancels_its_handler(runner: asyncio.Runne
             raise
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client()
+        async with serving(handle) as running:
+            client = await running.client()
             client.send(sized(b"abc")[:-1])
             await reading.wait()
             client.reset()
@@ -121,11 +123,13 @@ def test_a_body_that_its_sender_leaves_cancels_its_handler(runner: asyncio.Runne
     runner.run(main())
 
 
-def to_the_end() -> None:
-    """A writer that sends for as long as its client is connected."""
+def send_until_disconnected() -> None:
+    """Send for as long as the client is connected."""
 
 
-def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asyncio.Runner) -> None:
+def test_a_client_that_does_not_read_blocks_its_writer_and_is_then_cut(
+    runner: asyncio.Runner,
+) -> None:
     num_sent = 0
     ended = asyncio.Event()
 
@@ -136,13 +140,13 @@ def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asynci
             while True:
                 request.send(b"x" * 65536)
                 num_sent += 1
-                await request.drain(to_the_end)
+                await request.drain(send_until_disconnected)
         finally:
             ended.set()
 
     async def main() -> None:
-        async with serving(handle, limits=ConnectionLimits(idle_s=0.2)) as place:
-            client = await place.client(limit=1)
+        async with serving(handle, limits=ConnectionLimits(idle_s=0.2)) as running:
+            client = await running.client(limit=1)
             client.send(GET)
             await ended.wait()
 
@@ -150,7 +154,7 @@ def test_a_client_that_takes_nothing_holds_its_writer_then_is_cut(runner: asynci
     assert num_sent < 1000
 
 
-def test_a_client_that_takes_nothing_and_half_hangs_up_is_cut_at_once(
+def test_a_client_that_does_not_read_and_half_closes_is_cut_at_once(
     runner: asyncio.Runner,
 ) -> None:
     clogged, cancelled = asyncio.Event(), asyncio.Event()
@@ -161,14 +165,14 @@ def test_a_client_that_takes_nothing_and_half_hangs_up_is_cut_at_once(
             while not request.is_write_paused:
                 request.send(b"x" * 65536)
             clogged.set()
-            await request.drain(to_the_end)
+            await request.drain(send_until_disconnected)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client(limit=1)
+        async with serving(handle) as running:
+            client = await running.client(limit=1)
             client.send(GET)
             await clogged.wait()
             client.writer.write_eof()
@@ -182,12 +186,12 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(
     runner: asyncio.Runner,
 ) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
+        async with serving(echo) as running:
             gc.collect()
             gc.disable()
             try:
-                assert b" 200 " in await place.ask(LAST_GET)
-                kept = await place.client()
+                assert b" 200 " in await running.ask(LAST_GET)
+                kept = await running.client()
                 kept.send(GET + sized(b"abc")[:-1])
                 assert (await kept.answer())[0] == 200
                 kept.reset()
@@ -200,17 +204,17 @@ def test_a_lost_connection_leaves_nothing_to_the_garbage_collector(
     runner.run(main())
 
 
-def test_a_clogged_writer_goes_on_when_its_client_reads_again(runner: asyncio.Runner) -> None:
+def test_a_blocked_writer_continues_when_its_client_reads_again(runner: asyncio.Runner) -> None:
     whole = b"x" * 20_000_000
 
     async def handle(request: HttpRequest) -> None:
         request.answer(200, b"", whole)
         assert request.is_write_paused
-        await request.drain(to_the_end)
+        await request.drain(send_until_disconnected)
 
     async def main() -> None:
-        async with serving(handle) as place:
-            client = await place.client()
+        async with serving(handle) as running:
+            client = await running.client()
             client.send(GET)
             assert await client.answer() == (200, whole)
             client.send(LAST_GET)
@@ -224,21 +228,21 @@ def test_a_clogged_writer_goes_on_when_its_client_reads_again(runner: asyncio.Ru
 
 def test_connections_are_kept_or_closed_as_the_client_requests(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(echo) as place:
-            client = await place.client()
+        async with serving(echo) as running:
+            client = await running.client()
             client.send(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
             assert b"\r\nConnection: keep-alive\r\n" in await client.head()
             client.send(b"GET / HTTP/1.0\r\n\r\n")
             assert b"\r\nConnection: close\r\n" in await client.head()
             assert await client.rest() == b""
-            told = await place.ask(LAST_GET + GET)
-            assert told.count(b"HTTP/1.1 200 OK\r\n") == 1
-            assert b"\r\nConnection: close\r\n" in told
+            answers = await running.ask(LAST_GET + GET)
+            assert answers.count(b"HTTP/1.1 200 OK\r\n") == 1
+            assert b"\r\nConnection: close\r\n" in answers
 
     runner.run(main())
 
 
-async def tell(request: HttpRequest) -> None:
+async def send_events(request: HttpRequest) -> None:
     request.open(200, request.header_lines(b"text/event-stream"))
     for _ in range(2):
         request.send(b"data: 1\n\n")
@@ -248,8 +252,8 @@ async def tell(request: HttpRequest) -> None:
 
 def test_streams_are_chunked_or_end_with_their_connection(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        async with serving(tell) as place:
-            client = await place.client()
+        async with serving(send_events) as running:
+            client = await running.client()
             chunk = b"9\r\ndata: 1\n\n\r\n"
             client.send(GET)
             assert b"\r\nTransfer-Encoding: chunked\r\n" in await client.head()
@@ -257,7 +261,7 @@ def test_streams_are_chunked_or_end_with_their_connection(runner: asyncio.Runner
             client.send(b"GET /last HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             body = (await client.rest()).partition(b"\r\n\r\n")[2]
             assert body == 2 * chunk + chunk.replace(b"1\n", b"2\n") + b"0\r\n\r\n"
-            old = await place.ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+            old = await running.ask(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
             head, _, body = old.partition(b"\r\n\r\n")
             assert body == b"data: 1\n\n" * 2
             assert b"Transfer-Encoding" not in head
@@ -271,10 +275,10 @@ def test_head_is_answered_without_a_body(runner: asyncio.Runner) -> None:
         request.answer(200, request.header_lines(JSON), b"body")
 
     async def main() -> None:
-        async with serving(handle) as place:
-            told = await place.ask(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n" + LAST_GET)
-            assert told.count(b"Content-Length: 4\r\n") == 2
-            assert told.count(b"body") == 1
+        async with serving(handle) as running:
+            answers = await running.ask(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n" + LAST_GET)
+            assert answers.count(b"Content-Length: 4\r\n") == 2
+            assert answers.count(b"body") == 1
 
     runner.run(main())
 
@@ -293,13 +297,13 @@ def test_a_broken_handler_ends_its_own_connection_only(
         raise ValueError("broken")
 
     async def main() -> None:
-        async with serving(handle) as place:
-            other = await place.client()
-            client = await place.client()
+        async with serving(handle) as running:
+            other = await running.client()
+            client = await running.client()
             client.send(sized(b"", b"x-api-key: rk-secret"))
-            told = await client.rest()
-            assert told[:13] in ((b"", b"HTTP/1.1 200 ") if begins else (b"HTTP/1.1 500 ",))
-            assert not told.endswith(b"0\r\n\r\n")
+            answer = await client.rest()
+            assert answer[:13] in ((b"", b"HTTP/1.1 200 ") if begins else (b"HTTP/1.1 500 ",))
+            assert not answer.endswith(b"0\r\n\r\n")
             other.send(GET)
             assert (await other.answer())[0] == 200
 
@@ -315,34 +319,34 @@ def test_stop_closes_idle_connections_and_lets_a_running_handler_end(
     runner: asyncio.Runner,
 ) -> None:
     async def main() -> None:
-        held = Held()
-        async with serving(held, drain_s=PATIENCE_S) as place:
-            idle, partial, busy = [await place.client() for _ in range(3)]
+        held = HeldHandler()
+        async with serving(held, drain_s=PATIENCE_S) as running:
+            idle, partial, busy = [await running.client() for _ in range(3)]
             partial.send(b"GET / HT")
             busy.send(GET + GET)
             await held.begun.wait()
-            stopping = asyncio.create_task(place.server.stop())
+            stopping = asyncio.create_task(running.server.stop())
             assert await idle.rest() == await partial.rest() == b""
             with pytest.raises(OSError):  # noqa: PT011 - the message depends on the event loop
-                await place.client()
+                await running.client()
             assert not stopping.done()
             held.go.set()
-            told = await busy.rest()
-            assert told.count(b"HTTP/1.1 200 OK\r\n") == 1
-            assert b"\r\nConnection: close\r\n" in told
+            answer = await busy.rest()
+            assert answer.count(b"HTTP/1.1 200 OK\r\n") == 1
+            assert b"\r\nConnection: close\r\n" in answer
             await stopping
 
     runner.run(main())
 
 
-def test_stop_ends_what_does_not_end(runner: asyncio.Runner) -> None:
+def test_stop_cancels_handlers_that_do_not_end(runner: asyncio.Runner) -> None:
     async def main() -> None:
-        held = Held()
-        async with serving(held, drain_s=0.01) as place:
-            client = await place.client()
+        held = HeldHandler()
+        async with serving(held, drain_s=0.01) as running:
+            client = await running.client()
             client.send(GET)
             await held.begun.wait()
-            await place.server.stop()
+            await running.server.stop()
             assert held.cancelled.is_set()
 
     runner.run(main())

@@ -62,7 +62,7 @@ class Session:
         self.healed = Counter()
 
 
-class Scene:
+class SessionsUnderTest:
     """A registry of such sessions."""
 
     def __init__(self, max_bytes: int = 2**40) -> None:
@@ -82,15 +82,15 @@ class Scene:
         return self.sessions[-1]
 
     def finish(self, entry: RegisteredSession, outcome: Outcome | None) -> dict[str, Any]:
-        told: dict[str, Any] = msgspec.json.decode(joined(self.registry.finish(entry, outcome)))
-        return told
+        report: dict[str, Any] = msgspec.json.decode(joined(self.registry.finish(entry, outcome)))
+        return report
 
     def ids(self) -> list[str]:
         return [entry.captured.session_id for entry in self.registry.entries()]
 
 
-def test_finish_seals_once_and_repeats_its_answer() -> None:
-    scene = Scene()
+def test_finish_seals_once_and_repeats_its_report() -> None:
+    scene = SessionsUnderTest()
     session = scene.add()
     entry = scene.registry.find("s0")
     scene.registry.reward(entry, 1.0, None)
@@ -107,8 +107,8 @@ def test_finish_seals_once_and_repeats_its_answer() -> None:
     assert session.is_forgotten
 
 
-def test_a_reward_that_comes_late_is_in_the_next_answer() -> None:
-    scene = Scene()
+def test_a_late_reward_is_in_the_next_report() -> None:
+    scene = SessionsUnderTest()
     scene.add()
     entry = scene.registry.find("s0")
     assert scene.finish(entry, None)["samples"] == [{"reward": None}] * 2
@@ -131,27 +131,27 @@ def test_a_reward_that_comes_late_is_in_the_next_answer() -> None:
         ("no engine", Outcome.TRUNCATED, Outcome.TRUNCATED),
     ],
 )
-def test_the_outcome_is_that_of_finish_or_else_of_the_last_call(
+def test_the_outcome_is_that_of_finish_or_otherwise_of_the_last_call(
     fault: str, asked: Outcome | None, outcome: Outcome
 ) -> None:
-    scene = Scene()
+    scene = SessionsUnderTest()
     scene.add().fault = fault
     assert scene.finish(scene.registry.find("s0"), asked)["outcome"] == outcome
 
 
 @pytest.mark.parametrize("asked", [None, Outcome.COMPLETED, Outcome.AGENT_ERROR])
-def test_a_session_that_a_limit_ended_is_truncated_whatever_finish_names(
+def test_a_session_ended_by_a_limit_is_truncated_whatever_finish_names(
     asked: Outcome | None,
 ) -> None:
-    scene = Scene()
+    scene = SessionsUnderTest()
     scene.add().spent_because = "it holds too much"
-    told = scene.finish(scene.registry.find("s0"), asked)
-    assert (told["outcome"], told["spent_because"]) == ("truncated", "it holds too much")
+    report = scene.finish(scene.registry.find("s0"), asked)
+    assert (report["outcome"], report["spent_because"]) == ("truncated", "it holds too much")
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
-    scene = Scene()
+    scene = SessionsUnderTest()
     scene.add()
     with pytest.raises(SessionError, match="no finite number"):
         scene.registry.reward(scene.registry.find("s0"), reward, None)
@@ -159,7 +159,7 @@ def test_a_reward_that_is_no_number_is_refused(reward: float) -> None:
 
 @pytest.mark.parametrize("reward", [1e308, -1.1e30])
 def test_a_reward_that_is_too_large_to_train_on_is_refused(reward: float) -> None:
-    scene = Scene()
+    scene = SessionsUnderTest()
     scene.add()
     with pytest.raises(SessionError, match="is larger than 1e\\+30") as caught:
         scene.registry.reward(scene.registry.find("s0"), reward, None)
@@ -168,8 +168,8 @@ def test_a_reward_that_is_too_large_to_train_on_is_refused(reward: float) -> Non
 
 
 @pytest.mark.parametrize("node", [0, 2, "r4"])
-def test_a_reward_for_nothing_that_was_sampled_is_refused(node: int | str) -> None:
-    scene = Scene()
+def test_a_reward_for_an_unsampled_node_is_refused(node: int | str) -> None:
+    scene = SessionsUnderTest()
     scene.add()
     entry = scene.registry.find("s0")
     with pytest.raises(SessionError, match="neither a sampled node nor a response"):
@@ -178,7 +178,7 @@ def test_a_reward_for_nothing_that_was_sampled_is_refused(node: int | str) -> No
 
 
 def test_unused_sessions_expire_after_the_retention_time() -> None:
-    scene = Scene()
+    scene = SessionsUnderTest()
     idle, asked, called, running = (scene.add() for _ in range(4))
     scene.clock.advance(RETENTION_S / 2)
     scene.registry.find(asked.session_id)
@@ -197,8 +197,8 @@ def test_unused_sessions_expire_after_the_retention_time() -> None:
         scene.registry.find("s0")
 
 
-def test_a_process_that_holds_too_much_opens_no_session_until_some_is_gone() -> None:
-    scene = Scene(max_bytes=100)
+def test_over_the_memory_limit_no_session_opens_until_another_is_deleted() -> None:
+    scene = SessionsUnderTest(max_bytes=100)
     scene.registry.set_held_bytes(101)
     kept = scene.add()
     scene.registry.finish(scene.registry.find(kept.session_id), None)
@@ -214,8 +214,8 @@ def test_a_process_that_holds_too_much_opens_no_session_until_some_is_gone() -> 
     scene.add()
 
 
-def test_counts_of_forks_outlive_their_sessions() -> None:
-    scene = Scene()
+def test_fork_counts_survive_their_sessions() -> None:
+    scene = SessionsUnderTest()
     for cause in ("restart", "restart", "template"):
         scene.add().forks[cause] += 1
     scene.sessions[0].healed["white_space"] += 2

@@ -10,6 +10,7 @@ from rollmesh.core.types import OutputGrammar
 from rollmesh.runtime.chat import ToolChoice
 from rollmesh.serve.interception.dialects.chat import ChatDialect
 from rollmesh.serve.interception.dialects.dialect import RequestBody
+from rollmesh.serve.interception.dialects.token_listing import TokenListing
 from tests.unit.serve.interception.conftest import StartAgent
 
 USER = {"role": "user", "content": "guess"}
@@ -59,7 +60,7 @@ def test_every_form_of_tool_choice_is_read(choice: object, meant: ToolChoice) ->
     assert decode(tools=[TOOL], tool_choice=choice).tool_choice == meant
 
 
-def test_functions_of_old_are_tools_and_a_call_ends_the_turn() -> None:
+def test_deprecated_functions_are_tools_and_a_call_ends_the_turn() -> None:
     turn = decode(functions=[TOOL["function"]], function_call={"name": "f"})
     assert msgspec.json.decode(turn.tools) == [TOOL]
     assert turn.tool_choice == ToolChoice("named", "f")
@@ -114,13 +115,13 @@ def test_every_constraint_becomes_a_grammar(
         ({"guided_json": "{"}, "guided_json: expected a JSON schema"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(fields: dict[str, object], why: str) -> None:
+def test_settings_that_cannot_be_honoured_are_refused(fields: dict[str, object], why: str) -> None:
     with pytest.raises(SessionError, match=why) as caught:
         decode(**fields)
     assert caught.value.status == 400
 
 
-async def test_tool_calls_come_whole_with_stable_ids(start_agent: StartAgent) -> None:
+async def test_tool_calls_are_complete_with_stable_ids(start_agent: StartAgent) -> None:
     agent = await start_agent(f"I call {CALL}{CALL}")
     _, answer = await agent.answer({"messages": [USER], "tools": [TOOL], "model": "mine"})
     (choice,) = answer["choices"]
@@ -150,7 +151,7 @@ async def test_streamed_tool_calls_are_indexed(start_agent: StartAgent) -> None:
     assert len({piece["id"] for piece in named}) == 2
 
 
-async def test_every_chunk_has_what_clients_insist_on(start_agent: StartAgent) -> None:
+async def test_every_chunk_has_the_fields_that_clients_require(start_agent: StartAgent) -> None:
     agent = await start_agent(f"<think>so</think>I call {CALL}{CALL}")
     asked = {"messages": [USER], "tools": [TOOL], "stream": True}
     *chunks, done = [data for _, data in await agent.events(asked)]
@@ -167,7 +168,9 @@ async def test_every_chunk_has_what_clients_insist_on(start_agent: StartAgent) -
     assert (text, reasoning) == ("I call", "so")
 
 
-async def test_a_function_call_of_old_is_known_again(start_agent: StartAgent) -> None:
+async def test_a_deprecated_function_call_is_recognised_in_the_next_request(
+    start_agent: StartAgent,
+) -> None:
     agent = await start_agent(CALL, "done")
     asked = {"messages": [USER], "functions": [TOOL["function"]]}
     _, first = await agent.answer(asked)
@@ -179,7 +182,9 @@ async def test_a_function_call_of_old_is_known_again(start_agent: StartAgent) ->
     assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
 
 
-async def test_functions_of_old_get_a_function_call(start_agent: StartAgent) -> None:
+async def test_deprecated_functions_are_answered_with_a_function_call(
+    start_agent: StartAgent,
+) -> None:
     agent = await start_agent(CALL, CALL)
     asked = {"messages": [USER], "functions": [TOOL["function"]]}
     _, answer = await agent.answer(asked)
@@ -194,7 +199,7 @@ async def test_functions_of_old_get_a_function_call(start_agent: StartAgent) -> 
     assert [call["name"] for call in calls if "name" in call] == ["f"]
 
 
-async def test_token_ids_and_logprobs_are_returned_when_asked(start_agent: StartAgent) -> None:
+async def test_token_ids_and_logprobs_are_returned_on_request(start_agent: StartAgent) -> None:
     agent = await start_agent("I guess 4", "I guess 4")
     asked = {"messages": [USER], "logprobs": True, "return_token_ids": True}
     _, answer = await agent.answer(asked)
@@ -213,9 +218,36 @@ async def test_token_ids_and_logprobs_are_returned_when_asked(start_agent: Start
     assert streamed == content
 
 
-async def test_neither_is_returned_unasked(start_agent: StartAgent) -> None:
+async def test_token_ids_and_logprobs_are_absent_without_request(start_agent: StartAgent) -> None:
     agent = await start_agent("4")
     _, answer = await agent.answer({"messages": [USER]})
     assert "prompt_token_ids" not in answer
     assert answer["choices"][0]["logprobs"] is None
     assert "token_ids" not in answer["choices"][0]
+
+
+PIECES = {1: b"a", 2: "\u00e9".encode()[:1], 3: b'"'}
+
+
+def rows(*args: object) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = msgspec.json.decode(TokenListing().rows(*args))  # type: ignore[arg-type] # spelled out by the tests
+    return found
+
+
+def test_a_token_that_is_part_of_a_character_has_its_true_bytes() -> None:
+    (row,) = rows(PIECES.__getitem__, [2], [-0.25], ())
+    assert row == {"token": "\ufffd", "logprob": -0.25, "bytes": [0xC3], "top_logprobs": []}
+
+
+def test_alternatives_are_listed_token_by_token() -> None:
+    tops = [[(-0.5, 1), (-1.5, 3)], []]
+    first, second = rows(PIECES.__getitem__, [1, 3], [-0.5, -2.0], tops)
+    assert first["top_logprobs"] == [
+        {"token": "a", "logprob": -0.5, "bytes": [97]},
+        {"token": '"', "logprob": -1.5, "bytes": [34]},
+    ]
+    assert (second["token"], second["top_logprobs"]) == ('"', [])
+
+
+def test_no_tokens_are_an_empty_list() -> None:
+    assert rows(PIECES.__getitem__, [], [], ()) == []

@@ -39,12 +39,12 @@ def test_other_prompts_are_refused(prompt: object) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"suffix": "x"}, {"best_of": 3}, {"logprobs": 21}, {"n": 0}])
-def test_what_cannot_be_honoured_is_refused(fields: dict[str, object]) -> None:
+def test_settings_that_cannot_be_honoured_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(SessionError):
         decode(**fields)
 
 
-def test_a_batch_is_several_turns_that_are_told_apart() -> None:
+def test_a_batch_is_several_distinct_turns() -> None:
     turns = decode(prompt=["a", "a"], n=2, logprobs=3)
     assert [turn.prompt_text for turn in turns] == ["a", "a"]
     assert {turn.num_choices for turn in turns} == {2}
@@ -53,7 +53,7 @@ def test_a_batch_is_several_turns_that_are_told_apart() -> None:
     assert decode()[0].sampling.max_tokens == 16, "as OpenAI's reference has it"
 
 
-async def test_a_raw_prompt_is_gone_on_from(start_agent: StartAgent) -> None:
+async def test_the_next_raw_prompt_continues_the_last_one(start_agent: StartAgent) -> None:
     agent = await start_agent(" on")
     status, answer = await agent.answer({"prompt": "go", "model": "mine"}, PATH)
     assert status == 200
@@ -70,7 +70,7 @@ async def test_a_raw_prompt_is_gone_on_from(start_agent: StartAgent) -> None:
     }
 
 
-async def test_echo_and_logprobs_list_the_prompt_without_figures(start_agent: StartAgent) -> None:
+async def test_echo_and_logprobs_list_the_prompt_without_log_probs(start_agent: StartAgent) -> None:
     agent = await start_agent(" on")
     asked = {"prompt": agent.ids("go"), "echo": True, "logprobs": 0, "return_token_ids": True}
     _, answer = await agent.answer(asked, PATH)
@@ -86,9 +86,11 @@ async def test_echo_and_logprobs_list_the_prompt_without_figures(start_agent: St
     assert choice["prompt_token_ids"] == agent.ids("go")
 
 
-async def test_streamed_choices_of_a_batch_fold_to_the_plain_ones(start_agent: StartAgent) -> None:
-    said = [" one", " two", " three", " four"]
-    agent = await start_agent(*said, *said)
+async def test_streamed_choices_of_a_batch_add_up_to_the_plain_ones(
+    start_agent: StartAgent,
+) -> None:
+    replies = [" one", " two", " three", " four"]
+    agent = await start_agent(*replies, *replies)
     asked = {"prompt": ["a", "b"], "n": 2, "echo": True}
     _, plain = await agent.answer(asked, PATH)
     assert [each["index"] for each in plain["choices"]] == [0, 1, 2, 3]

@@ -56,7 +56,7 @@ async def test_errors_have_their_true_status(start_agent: StartAgent, path: str)
 
 @every_dialect
 @pytest.mark.parametrize("at", ["content", "extra", "tool", "unknown"])
-async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
+async def test_invalid_utf8_is_refused_anywhere_in_a_body(
     start_agent: StartAgent, path: str, at: str
 ) -> None:
     """Most of a body is stored without decoding: invalid text would reach the session's record."""
@@ -79,7 +79,7 @@ async def test_bytes_that_are_no_text_are_refused_wherever_they_stand(
 
 
 @every_dialect
-async def test_a_node_says_in_which_dialect_it_was_asked_for(
+async def test_a_node_records_the_dialect_of_its_request(
     start_agent: StartAgent, path: str
 ) -> None:
     agent = await start_agent("4")
@@ -90,7 +90,7 @@ async def test_a_node_says_in_which_dialect_it_was_asked_for(
 
 
 @every_dialect
-async def test_a_context_overflow_says_what_agents_look_for(
+async def test_a_context_overflow_has_the_text_that_agents_search_for(
     start_agent: StartAgent, path: str
 ) -> None:
     agent = await start_agent("4", max_context_tokens=2)
@@ -114,7 +114,7 @@ async def test_a_seal_wakes_every_waiter(start_agent: StartAgent, path: str, str
 
 
 @every_dialect
-async def test_a_seal_in_mid_stream_is_an_error_event(start_agent: StartAgent, path: str) -> None:
+async def test_a_seal_during_a_stream_is_an_error_event(start_agent: StartAgent, path: str) -> None:
     agent = await start_agent()
     async with asyncio.TaskGroup() as group:
         opening = group.create_task(agent.post({**ASKS[path], "stream": True}, path).__aenter__())
@@ -153,7 +153,7 @@ async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes
         assert generation.num_aborts == 1
         again = group.create_task(_read(agent, ask, path))
         await started(agent)
-        agent.say(" 4")
+        agent.finish(" 4")
     assert b"I guess" in again.result()
     assert len(agent.sampler.generations) == 1
     assert generation.state is GenerationState.COMMITTED
@@ -161,7 +161,7 @@ async def test_a_client_that_hangs_up_parks_the_generation_and_its_retry_resumes
 
 @every_dialect
 @plain_and_streamed
-async def test_a_marked_retry_says_the_same(
+async def test_a_marked_retry_returns_the_same_answer(
     start_agent: StartAgent, path: str, stream: bool
 ) -> None:
     agent = await start_agent("I guess 4", "5")
@@ -181,13 +181,13 @@ async def _read(
 
 
 @every_dialect
-async def test_no_byte_leaves_before_the_first_token_or_the_keep_alive(
+async def test_no_byte_is_sent_before_the_first_token_or_the_keep_alive(
     start_agent: StartAgent, path: str
 ) -> None:
     agent = await start_agent(config=InterceptionConfig(keepalive_s=0.02))
     async with agent.post({**ASKS[path], "stream": True}, path) as response:
         assert await response.content.readuntil(b"\n\n") == b": keep-alive\n\n"
-        agent.say("4")
+        agent.finish("4")
         assert b"4" in await response.read()
 
 
@@ -210,9 +210,7 @@ async def test_an_early_failure_keeps_its_status(
 
 @every_dialect
 @plain_and_streamed
-async def test_engines_that_stay_full_are_a_429(
-    start_agent: StartAgent, path: str, stream: bool
-) -> None:
+async def test_lasting_overload_is_a_429(start_agent: StartAgent, path: str, stream: bool) -> None:
     agent = await start_agent()
     async with asyncio.TaskGroup() as group:
         opening = group.create_task(agent.post({**ASKS[path], "stream": stream}, path).__aenter__())
@@ -240,12 +238,14 @@ async def test_unknown_keys_nulls_and_queries_are_accepted(
 
 
 @every_dialect
-async def test_what_was_used_is_told_on_request(start_agent: StartAgent, path: str) -> None:
+async def test_the_sampling_settings_are_returned_on_request(
+    start_agent: StartAgent, path: str
+) -> None:
     agent = await start_agent("4", "5")
     ask = {**ASKS[path], "temperature": 0.3}
     async with agent.post(ask, path, {"x-rollmesh-sampling": "1"}) as response:
-        told = msgspec.json.decode(response.headers["x-rollmesh-sampling"])
-    assert (told["temperature"], told["forced"]) == (1.0, ["temperature"])
+        sampling = msgspec.json.decode(response.headers["x-rollmesh-sampling"])
+    assert (sampling["temperature"], sampling["forced"]) == (1.0, ["temperature"])
     async with agent.post(ask, path) as response:
         assert "x-rollmesh-sampling" not in response.headers
 
@@ -274,8 +274,8 @@ async def test_choices_are_streamed_together(start_agent: StartAgent) -> None:
 async def test_plain_choices_are_numbered(start_agent: StartAgent) -> None:
     agent = await start_agent("4", "5", "6")
     _, answer = await agent.answer({"messages": [USER], "n": 3})
-    told = [(each["index"], each["message"]["content"]) for each in answer["choices"]]
-    assert told == [(0, "4"), (1, "5"), (2, "6")]
+    choices = [(each["index"], each["message"]["content"]) for each in answer["choices"]]
+    assert choices == [(0, "4"), (1, "5"), (2, "6")]
 
 
 SCHEMA = {"type": "object"}
@@ -288,7 +288,7 @@ SYSTEM = "be brief"
 
 
 def as_messages(call_id: str) -> list[dict[str, Any]]:
-    """A turn with a tool call, in Anthropic's shape."""
+    """Return a turn with a tool call in Anthropic's shape."""
     use = {"type": "tool_use", "id": call_id, "name": "f", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": call_id, "content": "42"}
     return [
@@ -299,7 +299,7 @@ def as_messages(call_id: str) -> list[dict[str, Any]]:
 
 
 def as_items(call_id: str) -> list[dict[str, Any]]:
-    """The chat of `as_messages` with one more turn, as the items of a response."""
+    """Return the chat of `as_messages` with one more turn as the items of a response."""
     go, four = ([{"type": "output_text", "text": text}] for text in ("go", "four"))
     return [
         {"type": "message", "role": "developer", "content": SYSTEM},
@@ -312,7 +312,7 @@ def as_items(call_id: str) -> list[dict[str, Any]]:
     ]
 
 
-async def test_a_talk_may_change_its_dialect_at_every_turn(start_agent: StartAgent) -> None:
+async def test_a_conversation_may_change_its_dialect_at_every_turn(start_agent: StartAgent) -> None:
     """Tool calls, results and reasoning mean the same messages in Chat, Messages and Responses."""
     agent = await start_agent(CALLED, "four", "five", "six")
     chat = [{"role": "system", "content": SYSTEM}, USER]

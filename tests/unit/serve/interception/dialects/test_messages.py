@@ -18,7 +18,7 @@ USER = {"role": "user", "content": "guess"}
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 ASK: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [USER]}
-SAID = f"<think>so</think>I call{CALL}"
+ANSWERED = f"<think>so</think>I call{CALL}"
 
 
 def decode(**fields: object) -> Turn:
@@ -43,7 +43,7 @@ def test_the_system_text_is_the_first_unit() -> None:
     assert read_unit(decode(system="x").messages[0], 0)[0].text() == "x"
 
 
-def test_tool_results_are_messages_of_their_own() -> None:
+def test_each_tool_result_is_a_separate_message() -> None:
     content = [
         {"type": "tool_result", "tool_use_id": "a", "content": "1", "is_error": True},
         {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "2"}]},
@@ -74,7 +74,7 @@ def test_an_assistants_blocks_are_one_message() -> None:
     ]
 
 
-def test_images_are_images_and_documents_of_text_are_text() -> None:
+def test_images_stay_images_and_text_documents_become_text() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "aGk="}
     (message,) = _units({"role": "user", "content": [{"type": "image", "source": source}]})
     assert [image.text() for image in message.images()] == ["data:image/png;base64,aGk="]
@@ -91,13 +91,13 @@ def test_images_are_images_and_documents_of_text_are_text() -> None:
         ({"a": 1}, "messages.3."),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_its_place(content: object, why: str) -> None:
+def test_unreadable_parts_are_refused_with_their_position(content: object, why: str) -> None:
     with pytest.raises(SessionError, match=why) as caught:
         _units({"role": "user", "content": content})
     assert caught.value.status == 400
 
 
-def test_the_choice_of_tools_is_read_in_every_form() -> None:
+def test_every_form_of_tool_choice_is_read() -> None:
     server_tool = {"type": "web_search_20250305", "name": "web_search"}
     turn = decode(tools=[TOOL, server_tool], tool_choice={"type": "any"})
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
@@ -122,7 +122,7 @@ def test_sampling_fields_are_read() -> None:
 
 
 async def test_a_plain_answer_has_blocks_and_usage(start_agent: StartAgent) -> None:
-    agent = await start_agent(SAID)
+    agent = await start_agent(ANSWERED)
     status, answer = await agent.answer({**ASK, "tools": [TOOL]}, PATH)
     assert status == 200
     session_id = agent.opened.session_id
@@ -134,13 +134,13 @@ async def test_a_plain_answer_has_blocks_and_usage(start_agent: StartAgent) -> N
     assert use == {"type": "tool_use", "id": call_id, "name": "f", "input": {"a": 1}}
     assert (answer["id"], answer["type"]) == (f"msg_{session_id}-0", "message")
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
-    num_sampled = len(agent.ids(SAID + "<|im_end|>"))
+    num_sampled = len(agent.ids(ANSWERED + "<|im_end|>"))
     assert answer["usage"]["output_tokens"] == num_sampled
     assert answer["usage"]["input_tokens"] == len(agent.sampler.requests[0].prompt_ids)
 
 
 def folded(events: list[Event]) -> dict[str, Any]:
-    """The message that a client builds from the events."""
+    """Return the message that a client builds from the events."""
     assert all(name == data["type"] for name, data in events)
     assert events[0][0] == "message_start"
     assert [name for name, _ in events[-2:]] == ["message_delta", "message_stop"]
@@ -168,9 +168,9 @@ def folded(events: list[Event]) -> dict[str, Any]:
     return dict(message)
 
 
-@pytest.mark.parametrize("said", [SAID, "4", "", f"{CALL}{CALL}", "<think>only</think>"])
-async def test_events_fold_to_the_plain_answer(start_agent: StartAgent, said: str) -> None:
-    agent = await start_agent(said, said)
+@pytest.mark.parametrize("reply", [ANSWERED, "4", "", f"{CALL}{CALL}", "<think>only</think>"])
+async def test_events_add_up_to_the_plain_answer(start_agent: StartAgent, reply: str) -> None:
+    agent = await start_agent(reply, reply)
     asked = {**ASK, "tools": [TOOL]}
     whole = folded(await agent.events({**asked, "stream": True}, PATH))
     _, plain = await agent.answer(asked, PATH)
@@ -182,7 +182,7 @@ async def test_events_fold_to_the_plain_answer(start_agent: StartAgent, said: st
     assert whole == plain
 
 
-async def test_blocks_are_told_while_they_are_said(start_agent: StartAgent) -> None:
+async def test_blocks_are_streamed_while_they_are_generated(start_agent: StartAgent) -> None:
     agent = await start_agent()
     ask = {**ASK, "tools": [TOOL], "stream": True}
     async with asyncio.TaskGroup() as group:
@@ -191,8 +191,10 @@ async def test_blocks_are_told_while_they_are_said(start_agent: StartAgent) -> N
         await agent.sampler.until(lambda: len(made) == 1 and made[0].machine.num_readers > 0)
         made[0].show(*agent.ids("<think>so it"))
         response = await opening
-        told = await response.content.readuntil(b'"thinking_delta","thinking":"so it"}}\n\n')
-        assert told.startswith(b"event: message_start\n")
+        first_events = await response.content.readuntil(
+            b'"thinking_delta","thinking":"so it"}}\n\n'
+        )
+        assert first_events.startswith(b"event: message_start\n")
         made[0].show(*agent.ids('</think>\n<tool_call>\n{"name": "f", "arguments": {"a"'))
         await response.content.readuntil(b'"partial_json":"{\\"a\\""}}\n\n')
         made[0].end(*agent.ids(": 1}}\n</tool_call><|im_end|>"))
@@ -202,7 +204,7 @@ async def test_blocks_are_told_while_they_are_said(start_agent: StartAgent) -> N
         response.release()
 
 
-async def test_why_it_stopped_is_told_in_the_apis_words(start_agent: StartAgent) -> None:
+async def test_the_stop_reason_is_in_the_apis_terms(start_agent: StartAgent) -> None:
     agent = await start_agent("4", "go on STOP x", "too long")
     assert (await agent.answer(ASK, PATH))[1]["stop_reason"] == "end_turn"
     stopped = {**ASK, "stop_sequences": ["STOP"]}
@@ -220,8 +222,8 @@ async def test_tokens_are_counted_without_sampling(start_agent: StartAgent) -> N
     assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
 
 
-async def test_the_next_turn_extends_what_was_sampled(start_agent: StartAgent) -> None:
-    agent = await start_agent(SAID, "done")
+async def test_the_next_turn_extends_the_sampled_tokens(start_agent: StartAgent) -> None:
+    agent = await start_agent(ANSWERED, "done")
     asked = {**ASK, "tools": [TOOL], "system": "be brief"}
     _, first = await agent.answer(asked, PATH)
     use = first["content"][-1]
@@ -230,7 +232,7 @@ async def test_the_next_turn_extends_what_was_sampled(start_agent: StartAgent) -
     history.append({"role": "user", "content": [result]})
     status, _ = await agent.answer({**asked, "messages": history}, PATH)
     assert status == 200
-    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(SAID + "<|im_end|>")]
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(ANSWERED + "<|im_end|>")]
     assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
     assert not agent.opened.session.fork_report().forks
 
@@ -248,6 +250,6 @@ async def test_the_next_turn_extends_what_was_sampled(start_agent: StartAgent) -
         (503, "overloaded_error"),
     ],
 )
-def test_failures_are_told_in_anthropics_shape(status: int, kind: str) -> None:
-    told = msgspec.json.decode(MessagesDialect().error(SessionError(status, "c", "why")))
-    assert told == {"type": "error", "error": {"type": kind, "message": "why", "code": "c"}}
+def test_errors_have_anthropics_shape(status: int, kind: str) -> None:
+    error = msgspec.json.decode(MessagesDialect().error(SessionError(status, "c", "why")))
+    assert error == {"type": "error", "error": {"type": kind, "message": "why", "code": "c"}}

@@ -17,7 +17,7 @@ PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 ASK: dict[str, Any] = {"model": "m", "input": "guess"}
-SAID = f"<think>so</think>I call{CALL}"
+ANSWERED = f"<think>so</think>I call{CALL}"
 
 
 def decode(**fields: object) -> Turn:
@@ -38,8 +38,8 @@ def test_a_text_is_a_user_message_and_instructions_come_first() -> None:
     ]
 
 
-def test_a_resend_is_known_whatever_order_its_client_metadata_comes_in() -> None:
-    # codex changes their order each time, and sends a turn up to six times
+def test_a_resend_is_recognised_for_any_order_of_its_client_metadata() -> None:
+    # codex changes their order each time, and sends a turn up to six times.
     first = decode(client_metadata={"turn_id": "t", "window": 0})
     assert decode(client_metadata={"window": 0, "turn_id": "t"}).digest == first.digest
     assert decode(client_metadata={"turn_id": "t"}, input="other").digest != first.digest
@@ -91,7 +91,7 @@ def test_images_are_images() -> None:
     assert message.text() == "?"
 
 
-def test_a_units_bytes_stay_when_the_history_grows() -> None:
+def test_the_bytes_of_a_unit_do_not_change_as_the_history_grows() -> None:
     history = [
         {"role": "user", "content": "a"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
@@ -110,7 +110,7 @@ def test_a_units_bytes_stay_when_the_history_grows() -> None:
         ({"role": "user", "content": [7]}, "must be objects"),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_its_place(item: object, why: str) -> None:
+def test_unreadable_items_are_refused_with_their_position(item: object, why: str) -> None:
     with pytest.raises(SessionError, match=why) as caught:
         read(decode(input=[item]))
     assert caught.value.status == 400
@@ -123,7 +123,7 @@ def test_a_body_without_input_is_refused(body: object) -> None:
         ResponsesDialect().decode(RequestBody(msgspec.json.encode(body)))
 
 
-def test_tools_that_only_openais_servers_have_are_left_out() -> None:
+def test_tools_that_only_openais_servers_have_are_omitted() -> None:
     others: list[object] = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
     function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
     assert msgspec.json.decode(decode(tools=[*others, TOOL]).tools) == [
@@ -134,7 +134,7 @@ def test_tools_that_only_openais_servers_have_are_left_out() -> None:
     assert (named.tool_choice.kind, named.tool_choice.name) == ("named", "f")
 
 
-def test_formats_are_grammars_and_what_came_before_is_named() -> None:
+def test_formats_become_grammars_and_the_previous_response_is_named() -> None:
     form = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     turn = decode(text={"format": form}, previous_response_id="resp_s-3", max_output_tokens=9)
     assert turn.sampling.grammar == OutputGrammar("json_schema", '{"type":"object"}')
@@ -144,7 +144,7 @@ def test_formats_are_grammars_and_what_came_before_is_named() -> None:
 
 
 async def test_a_plain_response_has_items_and_usage(start_agent: StartAgent) -> None:
-    agent = await start_agent(SAID)
+    agent = await start_agent(ANSWERED)
     include = ["reasoning.encrypted_content"]
     asked = {**ASK, "tools": [TOOL], "instructions": "be brief", "include": include}
     status, answer = await agent.answer(asked, PATH)
@@ -163,12 +163,12 @@ async def test_a_plain_response_has_items_and_usage(start_agent: StartAgent) -> 
     assert answer["tools"] == [TOOL]
     usage = answer["usage"]
     assert usage["input_tokens"] == len(agent.sampler.requests[0].prompt_ids)
-    assert usage["output_tokens"] == len(agent.ids(SAID + "<|im_end|>"))
+    assert usage["output_tokens"] == len(agent.ids(ANSWERED + "<|im_end|>"))
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
 def folded(events: list[Event]) -> dict[str, Any]:
-    """The response that a client builds from the events; checks their sequence."""
+    """Return the response that a client builds from the events; check their sequence."""
     assert all(name == data["type"] for name, data in events)
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]
@@ -199,9 +199,9 @@ def folded(events: list[Event]) -> dict[str, Any]:
     return dict(response)
 
 
-@pytest.mark.parametrize("said", [SAID, "4", "", f"{CALL}{CALL}", "<think>only</think>"])
-async def test_events_fold_to_the_plain_response(start_agent: StartAgent, said: str) -> None:
-    agent = await start_agent(said, said)
+@pytest.mark.parametrize("reply", [ANSWERED, "4", "", f"{CALL}{CALL}", "<think>only</think>"])
+async def test_events_add_up_to_the_plain_response(start_agent: StartAgent, reply: str) -> None:
+    agent = await start_agent(reply, reply)
     asked = {**ASK, "tools": [TOOL]}
     whole = folded(await agent.events({**asked, "stream": True}, PATH))
     _, plain = await agent.answer(asked, PATH)
@@ -225,7 +225,7 @@ async def test_a_cut_response_is_incomplete(start_agent: StartAgent) -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
-async def test_pieces_are_told_while_they_are_said(start_agent: StartAgent) -> None:
+async def test_parts_are_streamed_while_they_are_generated(start_agent: StartAgent) -> None:
     agent = await start_agent()
     ask = {**ASK, "tools": [TOOL], "stream": True}
     async with asyncio.TaskGroup() as group:
@@ -254,14 +254,14 @@ async def test_a_failure_after_the_first_byte_fails_the_response(start_agent: St
         agent.opened.session.seal("the rollout ended")
         events = read_events(raw + await response.read())
         response.release()
-    (_, told), (name, failed) = events[-2:]
-    assert (told["type"], told["code"]) == ("error", "session_sealed")
+    (_, error), (name, failed) = events[-2:]
+    assert (error["type"], error["code"]) == ("error", "session_sealed")
     assert name == "response.failed"
     assert failed["response"]["error"]["code"] == "session_sealed"
     assert failed["response"]["id"] == events[0][1]["response"]["id"]
 
 
-async def test_a_response_is_gone_on_from_by_its_id(start_agent: StartAgent) -> None:
+async def test_a_response_is_continued_by_its_id(start_agent: StartAgent) -> None:
     agent = await start_agent("4", "5")
     _, first = await agent.answer({**ASK, "instructions": "be brief"}, PATH)
     more = {"input": "and now?", "previous_response_id": first["id"]}
@@ -275,8 +275,8 @@ async def test_a_response_is_gone_on_from_by_its_id(start_agent: StartAgent) -> 
     assert (status, answer["error"]["code"]) == (400, "previous_response_not_found")
 
 
-async def test_the_next_turn_extends_what_was_sampled(start_agent: StartAgent) -> None:
-    agent = await start_agent(SAID, "done", "more")
+async def test_the_next_turn_extends_the_sampled_tokens(start_agent: StartAgent) -> None:
+    agent = await start_agent(ANSWERED, "done", "more")
     asked = {**ASK, "tools": [TOOL], "instructions": "be brief"}
     _, first = await agent.answer(asked, PATH)
     call_id = first["output"][-1]["call_id"]
@@ -284,7 +284,7 @@ async def test_the_next_turn_extends_what_was_sampled(start_agent: StartAgent) -
     history = [{"role": "user", "content": "guess"}, *first["output"], result]
     status, second = await agent.answer({**asked, "input": history}, PATH)
     assert status == 200
-    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(SAID + "<|im_end|>")]
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(ANSWERED + "<|im_end|>")]
     assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
     more = {**asked, "input": "and now?", "previous_response_id": second["id"]}
     assert (await agent.answer(more, PATH))[0] == 200
@@ -301,13 +301,15 @@ TWO_CALLS = f"<think>so</think>I call{CALL}{CALL.replace('1', '2')}"
 LATE_TEXT = f"{CALL}and so{CALL.replace('1', '2')}"
 
 
-@pytest.mark.parametrize("said", [SAID, TWO_CALLS, LATE_TEXT, CALL, "only text", f"I call{CALL}"])
+@pytest.mark.parametrize(
+    "reply", [ANSWERED, TWO_CALLS, LATE_TEXT, CALL, "only text", f"I call{CALL}"]
+)
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_items_that_are_named_by_id_are_those_that_were_given_out(
-    start_agent: StartAgent, said: str, is_stream: bool
+async def test_items_referenced_by_id_are_those_that_were_returned(
+    start_agent: StartAgent, reply: str, is_stream: bool
 ) -> None:
-    """As Vercel's AI SDK 6 sends its second step: all of the model's items by reference."""
-    agent = await start_agent(said, "done")
+    """Reference all items of the model by id, as Vercel's AI SDK 6 does in its second step."""
+    agent = await start_agent(reply, "done")
     asked = {**ASK, "tools": [TOOL], "store": True, "stream": is_stream}
     task = {"role": "user", "content": [{"type": "input_text", "text": "guess"}]}
     asked["input"] = [{"role": "system", "content": "be brief"}, task]
@@ -324,13 +326,13 @@ async def test_items_that_are_named_by_id_are_those_that_were_given_out(
     history = [*asked["input"], *map(named, output), *results]
     status, _ = await agent.answer({**asked, "input": history, "stream": False}, PATH)
     assert status == 200
-    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(said + "<|im_end|>")]
+    before = [*agent.sampler.requests[0].prompt_ids, *agent.ids(reply + "<|im_end|>")]
     assert list(agent.sampler.requests[1].prompt_ids)[: len(before)] == before
     assert agent.opened.session.fork_report().forks == []
     assert agent.opened.session.fork_report().healed == {}
 
 
-async def test_each_call_can_be_named_alone(start_agent: StartAgent) -> None:
+async def test_each_call_can_be_referenced_alone(start_agent: StartAgent) -> None:
     agent = await start_agent(TWO_CALLS, "done")
     _, first = await agent.answer({**ASK, "tools": [TOOL]}, PATH)
     second_call = first["output"][-1]
@@ -343,7 +345,7 @@ async def test_each_call_can_be_named_alone(start_agent: StartAgent) -> None:
     assert '"a": 1' not in asked
 
 
-async def test_a_name_that_no_response_of_the_session_gave_out_is_a_clear_400(
+async def test_an_unknown_item_id_is_a_clear_400(
     start_agent: StartAgent,
 ) -> None:
     agent = await start_agent("4")

@@ -55,7 +55,7 @@ class GatewayProcess:
     def entry(self, opened: OpenedSession) -> RegisteredSession:
         return self.registry.find(opened.captured.session_id)
 
-    async def say(self, opened: OpenedSession, *texts: str, tools: bytes = b"") -> None:
+    async def run_call(self, opened: OpenedSession, *texts: str, tools: bytes = b"") -> None:
         """Run one call whose history has these texts, each followed by its answer."""
         captured = self.entry(opened).captured
         assert isinstance(captured, TokenSession)
@@ -67,6 +67,6 @@ class GatewayProcess:
         await call(captured.session, Turn(messages=raws, digest=hash(texts), tools=tools))
 
     def report(self, opened: OpenedSession) -> dict[str, Any]:
-        told = joined(self.registry.finish(self.entry(opened), Outcome.COMPLETED))
-        report: dict[str, Any] = msgspec.json.decode(told)
+        encoded = joined(self.registry.finish(self.entry(opened), Outcome.COMPLETED))
+        report: dict[str, Any] = msgspec.json.decode(encoded)
         return report

@@ -32,20 +32,20 @@ def begin(tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer) -> Begin:
     return lambda: GatewayProcess(tmp_path / "journal", prompts, ids)
 
 
-async def talk_for_ever(gateway: GatewayProcess, opened: OpenedSession) -> None:
+async def fill_segments(gateway: GatewayProcess, opened: OpenedSession) -> None:
     for number in itertools.count():
-        await gateway.say(opened, f"{number} " + "hello " * 300)
+        await gateway.run_call(opened, f"{number} " + "hello " * 300)
 
 
 def num_files(gateway: GatewayProcess) -> int:
     return len(list(gateway.journal.folder.glob("*.journal")))
 
 
-async def test_sessions_that_are_deleted_leave_nothing_but_some_segments(begin: Begin) -> None:
+async def test_deleted_sessions_leave_only_a_few_segments(begin: Begin) -> None:
     gateway = begin()
     for _ in range(400):
         opened = gateway.open()
-        await gateway.say(opened, "hello " * 20)
+        await gateway.run_call(opened, "hello " * 20)
         gateway.report(opened)
         gateway.registry.delete(gateway.entry(opened))
     assert gateway.journal.live_bytes == 0
@@ -59,12 +59,12 @@ async def test_a_dead_segment_is_removed_without_being_read(begin: Begin) -> Non
     lasting, first = None, min(gateway.journal.folder.glob("*.journal"))
     while first.exists():
         opened = gateway.open()
-        await gateway.say(opened, "hello " * 20)
+        await gateway.run_call(opened, "hello " * 20)
         gateway.registry.delete(gateway.entry(opened))
         if lasting is None and gateway.journal.journal.end > SEGMENT_BYTES:
-            first.write_bytes(b"\0" * first.stat().st_size)  # a reader finds damage
+            first.write_bytes(b"\0" * first.stat().st_size)  # a reader would find damage
             lasting = gateway.open()
-            await gateway.say(lasting, "a")
+            await gateway.run_call(lasting, "a")
         assert gateway.journal.journal.end < 10 * SEGMENT_BYTES
     assert lasting is not None
     gateway.journal.close_journal()
@@ -72,18 +72,18 @@ async def test_a_dead_segment_is_removed_without_being_read(begin: Begin) -> Non
     assert (after.recovered.num_open, after.recovered.set_aside) == (1, [])
 
 
-async def test_a_session_that_stays_open_for_days_does_not_hold_the_journal(begin: Begin) -> None:
+async def test_a_session_that_stays_open_for_days_does_not_retain_the_journal(begin: Begin) -> None:
     gateway = begin()
     lasting = gateway.open()
     texts = ["first"]
-    await gateway.say(lasting, *texts)
+    await gateway.run_call(lasting, *texts)
     for number in range(300):
         opened = gateway.open()
-        await gateway.say(opened, "hello " * 20)
+        await gateway.run_call(opened, "hello " * 20)
         gateway.registry.delete(gateway.entry(opened))
         if number % 30 == 0:
             texts.append(f"more {number}")
-            await gateway.say(lasting, *texts)
+            await gateway.run_call(lasting, *texts)
     assert gateway.journal.journal.size_bytes <= 2 * gateway.journal.live_bytes + 4 * SEGMENT_BYTES
     gateway.journal.close_journal()
     after = begin()
@@ -95,7 +95,7 @@ async def test_a_session_that_stays_open_for_days_does_not_hold_the_journal(begi
     assert (len(report["samples"]), report["forks"]) == (1, [])
 
 
-async def test_a_long_text_is_written_once_and_dies_with_its_last_session(
+async def test_a_long_text_is_written_once_and_removed_with_its_last_session(
     begin: Begin,
 ) -> None:
     gateway = begin()
@@ -103,7 +103,7 @@ async def test_a_long_text_is_written_once_and_dies_with_its_last_session(
     sizes = []
     for opened in (one, other):
         before = gateway.journal.journal.end
-        await gateway.say(opened, LONG)
+        await gateway.run_call(opened, LONG)
         sizes.append(gateway.journal.journal.end - before)
     assert sizes[0] - sizes[1] == pytest.approx(len(LONG), abs=200)
     gateway.journal.close_journal()
@@ -114,24 +114,24 @@ async def test_a_long_text_is_written_once_and_dies_with_its_last_session(
     assert after.journal.live_bytes == 0
 
 
-async def test_what_a_full_disk_refuses_is_no_answer_and_is_written_when_it_is_asked_again(
+async def test_an_answer_that_a_full_disk_refused_is_written_and_returned_on_a_retry(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, "one")
+    await gateway.run_call(opened, "one")
     size = sum(path.stat().st_size for path in gateway.journal.folder.iterdir())
     with small_disk(monkeypatch, gateway.journal.folder, size):
         for _ in range(2):
             with pytest.raises(SessionError, match=r"No space left") as refused:
-                await gateway.say(opened, "one", "two")
+                await gateway.run_call(opened, "one", "two")
             assert (refused.value.status, refused.value.code) == (507, "journal_full")
         with pytest.raises(SessionError, match=r"No space left"):
             gateway.open()
         with pytest.raises(SessionError, match=r"No space left"):
             gateway.registry.reward(gateway.entry(opened), 1.0, None)
         assert len(gateway.registry) == 1
-    await gateway.say(opened, "one", "two")
+    await gateway.run_call(opened, "one", "two")
     assert len(gateway.sampler.generations) == 2, "the answer that could not be written is given"
     gateway.registry.reward(gateway.entry(opened), 1.0, None)
     gateway.journal.close_journal()
@@ -142,25 +142,25 @@ async def test_what_a_full_disk_refuses_is_no_answer_and_is_written_when_it_is_a
     assert report["samples"][0]["reward"] == 1.0
 
 
-async def test_past_the_budget_no_call_begins_and_a_deletion_makes_room(
+async def test_no_call_begins_over_budget_until_a_deletion_makes_room(
     tmp_path: Path, prompts: Prompts, tokenizer: Tokenizer
 ) -> None:
     ids = [*tokenizer.encode("a"), *tokenizer.encode("<|im_end|>")]
     gateway = GatewayProcess(tmp_path / "journal", prompts, ids, max_bytes=6 * SEGMENT_BYTES)
     kept, large = gateway.open(), gateway.open()
-    await gateway.say(kept, "one")
+    await gateway.run_call(kept, "one")
     with pytest.raises(SessionError, match=r"journal\.max_bytes") as refused:
-        await talk_for_ever(gateway, large)
+        await fill_segments(gateway, large)
     assert (refused.value.status, refused.value.code) == (503, "journal_full")
     assert refused.value.retry_after_s
     with pytest.raises(SessionError, match=r"delete finished sessions"):
         gateway.open()
     gateway.registry.delete(gateway.entry(large))
-    await gateway.say(kept, "one", "two")
+    await gateway.run_call(kept, "one", "two")
     assert gateway.journal.journal.size_bytes <= 6 * SEGMENT_BYTES
 
 
-def test_a_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_other_users_can_read_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     folder.mkdir(mode=0o755)
     with pytest.raises(ConfigError, match=r"other users can read it; chmod 700"):
@@ -169,27 +169,29 @@ def test_a_folder_that_others_can_look_into_is_refused(tmp_path: Path) -> None:
         GatewayJournal(Path("/proc/here"), JournalConfig())
 
 
-def test_a_file_is_no_folder_for_a_journal(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_journal_folder_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.touch()
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         GatewayJournal(file, JournalConfig())
-    assert str(told.value) == f"--journal {file}: is a file; name a folder, or --no-journal"
+    assert str(caught.value) == f"--journal {file}: is a file; name a folder, or --no-journal"
 
 
-async def test_tools_are_written_once_for_all_sessions_and_die_with_the_last(begin: Begin) -> None:
+async def test_tools_are_written_once_for_all_sessions_and_removed_with_the_last(
+    begin: Begin,
+) -> None:
     gateway = begin()
     opened = [gateway.open() for _ in range(3)]
     before = num_blobs()
     for each in opened:
         for texts in (["one"], ["one", "two"]):
-            await gateway.say(each, *texts, tools=TOOLS)
+            await gateway.run_call(each, *texts, tools=TOOLS)
     records = b"".join(b"".join(frames) for _, frames in gateway.journal.journal.replay())
     assert records.count(TOOLS) == 1
     assert num_blobs() == before, "they are no blobs, which would lie on disk page by page"
     gateway.journal.close_journal()
     after = begin()
-    await after.say(opened[0], "one", "two", "three", tools=TOOLS)
+    await after.run_call(opened[0], "one", "two", "three", tools=TOOLS)
     records = b"".join(b"".join(frames) for _, frames in after.journal.journal.replay())
     assert records.count(TOOLS) == 1
     for each in opened:
@@ -198,58 +200,58 @@ async def test_tools_are_written_once_for_all_sessions_and_die_with_the_last(beg
 
 
 async def test_compaction_starts_only_after_recovery(begin: Begin) -> None:
-    """Recovery has noted the positions of contents."""
+    """Recovery has to note the positions of contents first."""
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, LONG)
+    await gateway.run_call(opened, LONG)
     gateway.journal.close_journal()
     journal = GatewayJournal(gateway.journal.folder, JournalConfig(segment_bytes=1024))
 
-    def pass_by() -> None:
+    def write_records() -> None:
         for number in range(200):
             journal.usage["s"] = SessionUsage(contents=set())
             journal.reward("s", number, None)
             journal.close("s")
 
-    pass_by()
+    write_records()
     assert journal.journal.size_bytes == journal.journal.end
     journal.drop_unreferenced()
-    pass_by()
+    write_records()
     assert journal.journal.size_bytes < journal.journal.end
     journal.close_journal()
 
 
-def test_a_folder_that_another_gateway_writes_is_refused_though_a_segment_goes_meanwhile(
+def test_a_folder_of_another_gateway_is_refused_even_if_a_segment_vanishes_meanwhile(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "journal"
     other = GatewayJournal(folder, JournalConfig())
-    # Listed, but removed when it is examined.
+    # The segment is listed, but has gone when it is examined.
     (folder / "00000000000000000000.journal").symlink_to(folder / "gone")
     with pytest.raises(ConfigError, match="another process writes this journal"):
         GatewayJournal(folder, JournalConfig())
     other.close_journal()
 
 
-async def test_while_the_disk_takes_nothing_no_call_begins(
+async def test_no_call_begins_while_the_disk_is_full(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, "one")
+    await gateway.run_call(opened, "one")
     size = sum(path.stat().st_size for path in gateway.journal.folder.iterdir())
     with small_disk(monkeypatch, gateway.journal.folder, size):
         for text in ("two", "three", "four"):
             with pytest.raises(SessionError, match=r"No space left") as refused:
-                await gateway.say(opened, "one", text)
+                await gateway.run_call(opened, "one", text)
             assert (refused.value.status, refused.value.code) == (507, "journal_full")
         assert len(gateway.sampler.generations) == 2, "what cannot be written is not sampled"
-    await gateway.say(opened, "one", "three")
+    await gateway.run_call(opened, "one", "three")
     assert len(gateway.sampler.generations) == 3
 
 
-async def test_texts_that_never_come_again_are_not_held(begin: Begin) -> None:
-    """For example settings that differ with each call."""
+async def test_texts_that_never_recur_are_not_retained(begin: Begin) -> None:
+    """Settings that differ with each call are such texts."""
     gateway = begin()
     opened = gateway.open()
     session_id = opened.captured.session_id
@@ -283,7 +285,7 @@ async def test_each_byte_that_is_written_is_counted_once(begin: Begin) -> None:
     session_id = naming.captured.session_id
     before = (
         gateway.journal.live_bytes - gateway.journal.journal.end
-    )  # equal while everything is live
+    )  # both are equal while everything is live
     texts = SessionTexts(gateway.journal, session_id)
     for record in range(3):
         texts.text(b"%d" % record + LONG.encode())
@@ -297,7 +299,7 @@ async def test_each_byte_that_is_written_is_counted_once(begin: Begin) -> None:
     assert after == pytest.approx(before - 3 * len(LONG), abs=200), "an account names no text of it"
 
 
-async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
+async def test_lost_contents_affect_only_the_sessions_that_use_them(
     begin: Begin, tmp_path: Path
 ) -> None:
     gateway, spilled = begin(), tmp_path / "spilled"
@@ -307,7 +309,7 @@ async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
     with no_room_in_memory(spilled):
         assert spill_over() >= len(LONG)
         lose_files(spilled)
-        said = [gateway.say(opened, "one") for opened in (losing, other)]
+        said = [gateway.run_call(opened, "one") for opened in (losing, other)]
         [failure, told] = await asyncio.gather(*said, return_exceptions=True)
         assert told is None
         assert isinstance(failure, ContentLost)
@@ -323,10 +325,10 @@ async def test_what_memory_and_disk_have_lost_holds_up_its_own_sessions_alone(
     assert after.recovered.set_aside == []
 
 
-async def test_a_report_is_written_after_earlier_due_events(begin: Begin) -> None:
+async def test_a_report_is_written_after_earlier_pending_events(begin: Begin) -> None:
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, "one")
+    await gateway.run_call(opened, "one")
     captured = gateway.entry(opened).captured
     assert isinstance(captured, TokenSession)
     captured.session.end_early("a limit of ours")
@@ -339,12 +341,12 @@ async def test_a_report_is_written_after_earlier_due_events(begin: Begin) -> Non
 
 async def test_a_segment_that_cannot_be_compacted_delays_no_write(begin: Begin) -> None:
     gateway = begin()
-    await gateway.say(gateway.open(), "one")
+    await gateway.run_call(gateway.open(), "one")
     gateway.journal.journal.append([b"no entry"])
     opened = gateway.open()
     while gateway.journal.journal.end < 8 * SEGMENT_BYTES:
-        await gateway.say(opened, "hello " * 300)
+        await gateway.run_call(opened, "hello " * 300)
         gateway.registry.delete(gateway.entry(opened))
         opened = gateway.open()
-    await gateway.say(opened, "one")
+    await gateway.run_call(opened, "one")
     assert gateway.journal.journal.segments[0] == 0, "where it stands"

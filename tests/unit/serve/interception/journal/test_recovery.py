@@ -1,4 +1,4 @@
-"""Restoring a registry from its journal: which sessions return, and which are set aside by name."""
+"""Restore a registry from its journal: which sessions return, and which are set aside by name."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +8,10 @@ import pytest
 
 from rollmesh.core.errors import ConfigError, SessionError
 from rollmesh.core.journal import Journal
+from rollmesh.runtime.session_deps import locks_of
 from rollmesh.runtime.tokens.prompts import Prompts
 from rollmesh.runtime.tokens.tokenizer import Tokenizer
+from rollmesh.serve.interception.capture import JournaledSession
 from rollmesh.serve.interception.journal.entries import (
     FORMAT,
     ContentStored,
@@ -19,6 +21,8 @@ from rollmesh.serve.interception.journal.entries import (
     SessionOpened,
     decode,
 )
+from rollmesh.serve.interception.journal.session_writer import SessionEventWriter
+from rollmesh.serve.interception.token_capture import TokenSessionRestore
 from tests.unit.serve.interception.journal.gateway_process import (
     RETENTION_S,
     SEGMENT_BYTES,
@@ -51,15 +55,15 @@ def rewrite(
     journal.close()
 
 
-async def test_entries_come_back_in_their_order_wherever_they_stand(begin: Begin) -> None:
+async def test_entries_are_restored_in_order_wherever_compaction_moved_them(begin: Begin) -> None:
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, "one")
+    await gateway.run_call(opened, "one")
     gateway.registry.reward(gateway.entry(opened), 0.25, None)
-    await gateway.say(opened, "one", "two")
+    await gateway.run_call(opened, "one", "two")
     gateway.registry.reward(gateway.entry(opened), 0.5, None)
-    await gateway.say(opened, "one", "two", "three")
-    # As if all but the newest record had been moved behind it, some of them twice.
+    await gateway.run_call(opened, "one", "two", "three")
+    # All but the newest record are moved behind it, some of them twice.
     rewrite(gateway, lambda records: [records[0], records[-1], *records[1:-1], *records[1:3]])
     after = begin()
     report = after.report(opened)
@@ -68,12 +72,12 @@ async def test_entries_come_back_in_their_order_wherever_they_stand(begin: Begin
     assert report["samples"][0]["reward"] == 0.5
 
 
-async def test_a_session_without_all_of_its_records_is_set_aside_alone(begin: Begin) -> None:
+async def test_only_the_session_with_missing_records_is_set_aside(begin: Begin) -> None:
     gateway = begin()
     lost, kept = gateway.open(), gateway.open()
     for opened in (lost, kept):
-        await gateway.say(opened, "one")
-        await gateway.say(opened, "one", "two")
+        await gateway.run_call(opened, "one")
+        await gateway.run_call(opened, "one", "two")
     lost_id = lost.captured.session_id
 
     def without_first_call(records: list[list[bytes]]) -> list[list[bytes]]:
@@ -100,26 +104,26 @@ async def test_a_session_with_invalid_events_affects_no_other(begin: Begin) -> N
     gateway = begin()
     lost, kept = gateway.open(), gateway.open()
     for opened in (lost, kept):
-        await gateway.say(opened, "one")
+        await gateway.run_call(opened, "one")
     lost_id = lost.captured.session_id
 
-    def garbled(records: list[list[bytes]]) -> list[list[bytes]]:
+    def corrupted(records: list[list[bytes]]) -> list[list[bytes]]:
         wrong = SessionGrew(lost_id, 1)
         return [[each[0], b"\xc1"] if decode(each[0]) == wrong else each for each in records]
 
-    rewrite(gateway, garbled)
+    rewrite(gateway, corrupted)
     after = begin()
     [why] = after.recovered.set_aside
     assert why.startswith(f"{lost_id}: DecodeError: ")
     assert after.report(kept)["num_calls"] == 1
 
 
-async def test_a_finished_session_is_restored_as_its_report_though_its_events_are_gone(
+async def test_a_finished_session_is_restored_from_its_report_without_its_events(
     begin: Begin,
 ) -> None:
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, "one " * 5000)
+    await gateway.run_call(opened, "one " * 5000)
     report = gateway.report(opened)
     gateway.registry.reward(gateway.entry(opened), 0.5, None)
     rewrite(
@@ -127,15 +131,15 @@ async def test_a_finished_session_is_restored_as_its_report_though_its_events_ar
     )
     after = begin()
     assert after.recovered.num_finished == 1
-    told = after.report(opened)
-    assert told.pop("samples")[0]["reward"] == 0.5
-    assert told == {name: value for name, value in report.items() if name != "samples"}
+    report_fields = after.report(opened)
+    assert report_fields.pop("samples")[0]["reward"] == 0.5
+    assert report_fields == {name: value for name, value in report.items() if name != "samples"}
 
 
-async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin: Begin) -> None:
+async def test_damage_in_the_middle_is_a_one_line_error_with_file_and_offset(begin: Begin) -> None:
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, "one")
+    await gateway.run_call(opened, "one")
     gateway.journal.close_journal()
     [file] = gateway.journal.folder.glob("*.journal")
     raw = bytearray(file.read_bytes())
@@ -146,7 +150,7 @@ async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin
 
 
 @pytest.mark.parametrize(
-    ("began", "said"),
+    ("began", "message"),
     [
         (
             JournalHeader("tokens", "n", "q", FORMAT),
@@ -162,18 +166,18 @@ async def test_damage_in_the_middle_is_one_line_that_names_file_and_offset(begin
         ),
     ],
 )
-async def test_what_is_made_again_is_made_by_what_made_it(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, began: JournalHeader, said: str
+async def test_a_journal_of_another_model_or_configuration_is_refused(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, began: JournalHeader, message: str
 ) -> None:
     gateway = begin()
     gateway.journal.close_journal()
     monkeypatch.setattr("tests.unit.serve.interception.journal.gateway_process.HEADER", began)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         begin()
 
 
 @pytest.mark.parametrize("frames", [[b"\xc1"], [msgspec.msgpack.encode(["grown", "s", 1])], []])
-async def test_records_of_another_release_are_refused_in_a_line(
+async def test_records_of_another_release_are_refused_in_one_line(
     begin: Begin, frames: list[bytes]
 ) -> None:
     gateway = begin()
@@ -182,11 +186,11 @@ async def test_records_of_another_release_are_refused_in_a_line(
         begin()
 
 
-async def test_a_session_whose_texts_are_gone_is_named_with_the_text(begin: Begin) -> None:
+async def test_a_session_with_a_lost_text_is_named_together_with_the_text(begin: Begin) -> None:
     gateway = begin()
     lost, kept = gateway.open(), gateway.open()
-    await gateway.say(lost, "x" * 20_000)
-    await gateway.say(kept, "one")
+    await gateway.run_call(lost, "x" * 20_000)
+    await gateway.run_call(kept, "one")
     rewrite(
         gateway, lambda records: [r for r in records if not isinstance(decode(r[0]), ContentStored)]
     )
@@ -197,23 +201,23 @@ async def test_a_session_whose_texts_are_gone_is_named_with_the_text(begin: Begi
 
 
 @pytest.mark.parametrize("missing", [ContentStored, SessionOpened])
-async def test_a_finished_session_that_lacks_something_takes_no_other_along(
+async def test_a_finished_session_with_lost_contents_affects_no_other(
     begin: Begin, missing: type
 ) -> None:
     gateway = begin()
     lost, kept = gateway.open(), gateway.open()
     lost_id = lost.captured.session_id
-    await gateway.say(lost, "one " * 5000)
-    await gateway.say(kept, "one")
+    await gateway.run_call(lost, "one " * 5000)
+    await gateway.run_call(kept, "one")
     for opened in (lost, kept):
         gateway.report(opened)
 
-    def is_there(frames: list[bytes]) -> bool:
+    def is_kept(frames: list[bytes]) -> bool:
         entry = decode(frames[0])
         is_other = isinstance(entry, SessionEntry) and entry.session_id != lost_id
         return is_other or not isinstance(entry, missing)
 
-    rewrite(gateway, lambda records: [each for each in records if is_there(each)])
+    rewrite(gateway, lambda records: [each for each in records if is_kept(each)])
     after = begin()
     [why] = after.recovered.set_aside
     what = "its text or image" if missing is ContentStored else "its opening record"
@@ -224,43 +228,47 @@ async def test_a_finished_session_that_lacks_something_takes_no_other_along(
     assert refused.value.status == 401, "no door leads to what is not in the book"
 
 
-async def test_what_could_not_be_done_again_is_there_for_a_release_that_can(begin: Begin) -> None:
-    """With its contents, though other sessions that shared them are gone, and after compaction."""
+async def test_a_session_that_was_set_aside_can_be_restored_by_a_later_release(
+    begin: Begin,
+) -> None:
+    """Its contents survive compaction, even if other sessions that shared them are deleted."""
     gateway = begin()
     lost, other = gateway.open(), gateway.open()
     for opened in (lost, other):
-        await gateway.say(opened, "one " * 5000)
+        await gateway.run_call(opened, "one " * 5000)
     right = SessionGrew(lost.captured.session_id, 1)
-    deeds: list[bytes] = []
+    event_frames: list[bytes] = []
 
-    def garbled(records: list[list[bytes]]) -> list[list[bytes]]:
-        deeds.extend(each[1] for each in records if decode(each[0]) == right)
+    def corrupted(records: list[list[bytes]]) -> list[list[bytes]]:
+        event_frames.extend(each[1] for each in records if decode(each[0]) == right)
         return [[each[0], b"\xc1"] if decode(each[0]) == right else each for each in records]
 
-    rewrite(gateway, garbled)
+    rewrite(gateway, corrupted)
     after = begin()
     assert after.recovered.num_set_aside == 1
     after.registry.delete(after.entry(other))
     for _ in range(200):
         passing = after.open()
-        await after.say(passing, "hello " * 20)
+        await after.run_call(passing, "hello " * 20)
         after.registry.delete(after.entry(passing))
     assert after.journal.journal.end > 8 * SEGMENT_BYTES
 
-    def mended(records: list[list[bytes]]) -> list[list[bytes]]:
-        return [[each[0], deeds[0]] if decode(each[0]) == right else each for each in records]
+    def restored(records: list[list[bytes]]) -> list[list[bytes]]:
+        return [
+            [each[0], event_frames[0]] if decode(each[0]) == right else each for each in records
+        ]
 
-    rewrite(after, mended)
+    rewrite(after, restored)
     again = begin()
     assert again.recovered.set_aside == []
-    [told] = [each for each in again.report(lost)["messages"] if each["role"] == "user"]
-    assert told["content"] == "one " * 5000
+    [message] = [each for each in again.report(lost)["messages"] if each["role"] == "user"]
+    assert message["content"] == "one " * 5000
 
 
-async def test_what_is_set_aside_is_freed_when_its_time_is_over(begin: Begin) -> None:
+async def test_a_session_that_was_set_aside_is_removed_when_its_time_is_over(begin: Begin) -> None:
     gateway = begin()
     opened = gateway.open()
-    await gateway.say(opened, "one")
+    await gateway.run_call(opened, "one")
     rewrite(
         gateway, lambda records: [r for r in records if not isinstance(decode(r[0]), SessionOpened)]
     )
@@ -274,3 +282,22 @@ async def test_what_is_set_aside_is_freed_when_its_time_is_over(begin: Begin) ->
     assert (after.journal.live_bytes, after.registry.num_expired) == (0, 1)
     after.journal.close_journal()
     assert begin().recovered.num_set_aside == 0
+
+
+async def test_the_set_of_sent_images_is_never_changed_in_place(
+    tmp_path: Path, prompts: Prompts
+) -> None:
+    gateway = GatewayProcess(tmp_path / "journal", prompts, [])
+
+    def read(number: int) -> bytes:
+        raise LookupError(number)
+
+    journaled = JournaledSession("s", locks_of("key", "secret"), None, 7, read)
+    writer = SessionEventWriter(gateway.journal, "s")
+    restore = TokenSessionRestore(gateway.capture, journaled, writer)
+    before = writer.shown
+    restore.end()
+    writer.shown |= {"a digest"}
+    assert isinstance(writer.shown, frozenset)
+    assert before == frozenset()
+    gateway.journal.close_journal()

@@ -22,7 +22,7 @@ SEGMENT_BYTES = 512
 NUM_ACTS = 120
 
 
-class Crowd:
+class RandomSessions:
     """Sessions that are opened, called and closed, with the expected contents of each."""
 
     def __init__(self, folder: Path, seed: int) -> None:
@@ -33,7 +33,7 @@ class Crowd:
 
     def act(self) -> None:
         names = list(self.journal.usage)
-        acts = [self._speak, self._reward, self._finish, self._close]
+        acts = [self._run_call, self._reward, self._finish, self._close]
         if len(names) < 2 or self.rng.random() < 0.2:
             self._open()
         else:
@@ -44,7 +44,7 @@ class Crowd:
         name = f"s{self.num_opened}"
         self.journal.open(SessionOpened(name, 0, 0.0, locks_of(name, name), b"{}", 7, None))
 
-    def _speak(self, name: str) -> None:
+    def _run_call(self, name: str) -> None:
         if self.rng.random() < 0.4:
             self.journal.name(name, b"%d" % self.rng.randrange(6) * self.rng.choice([80, 300]))
         page = WriteBuffer(name, self.journal.flush_queue)
@@ -69,7 +69,9 @@ class Crowd:
         self.journal.close(name)
 
     def check(self) -> None:
-        """Live records exist, and the oldest segment is dead exactly if no record in it is live."""
+        """Assert that live records exist and that the oldest segment is dead exactly if no
+        record in it is live.
+        """
         usage, journal = self.journal.usage, self.journal.journal
         numbers: dict[str, set[int]] = defaultdict(set)
         kept: set[int] = set()
@@ -97,10 +99,10 @@ class Crowd:
             self.num_dead_seen += tenants.is_oldest_dead
 
 
-async def test_live_records_are_never_lost_and_dead_segments_are_known(tmp_path: Path) -> None:
+async def test_live_records_are_never_lost_and_dead_segments_are_found(tmp_path: Path) -> None:
     num_dead_seen = 0
     for seed in range(4):
-        crowd = Crowd(tmp_path / str(seed), seed)
+        crowd = RandomSessions(tmp_path / str(seed), seed)
         for _ in range(NUM_ACTS):
             crowd.act()
             crowd.check()

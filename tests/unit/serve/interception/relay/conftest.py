@@ -51,7 +51,7 @@ class Relay:
         return self.client.post(self.base + path, data=raw, headers={**auth, **named})
 
     async def read(self, body: object, path: str = "/v1/chat/completions", **headers: str) -> Any:
-        """Status and bytes of one request."""
+        """Return status and bytes of one request."""
         async with self.post(body, path, **headers) as response:
             return response.status, await response.read()
 
@@ -66,10 +66,10 @@ class Relay:
         return int(session.held()["answers"] - CALL_BYTES * session.num_calls)
 
     def account(self, **rewards: Any) -> dict[str, Any]:
-        """The report of the sealed session, decoded from its JSON."""
+        """Return the report of the sealed session, decoded from its JSON."""
         self.session.seal("the test is over")
-        told = self.session.report().render(SessionRewards(**rewards))
-        account: dict[str, Any] = msgspec.json.decode(joined(told))
+        report = self.session.report().render(SessionRewards(**rewards))
+        account: dict[str, Any] = msgspec.json.decode(joined(report))
         return account
 
 
@@ -78,7 +78,7 @@ MakeRelay = Callable[..., Any]
 
 @pytest.fixture
 async def make_relay() -> AsyncIterator[MakeRelay]:
-    """`await make_relay(provider, ...)`; a provider may also be a URL."""
+    """Start a relay: `await make_relay(provider, ...)`; a provider may also be a URL."""
     async with AsyncExitStack() as stack:
 
         async def make(

@@ -19,8 +19,10 @@ def ask(*texts: str, **settings: Any) -> dict[str, Any]:
     return {"model": "m", "messages": messages, **settings}
 
 
-def tell(text: str, prompt: list[int], ids: list[int], **more: Any) -> ProviderResponse:
-    """An answer as vLLM and SGLang send it; the log-prob of a token is minus its id over 8."""
+def provider_answer(text: str, prompt: list[int], ids: list[int], **more: Any) -> ProviderResponse:
+    """Return an answer as vLLM and SGLang send it; the log-prob of a token is minus its id over
+    8.
+    """
     choice = {
         "message": {"role": "assistant", "content": text},
         "finish_reason": "stop",
@@ -34,12 +36,12 @@ def tell(text: str, prompt: list[int], ids: list[int], **more: Any) -> ProviderR
 async def test_a_conversation_is_one_sample_in_which_each_token_trains_once(
     make_relay: MakeRelay,
 ) -> None:
-    told = [
-        tell("b", [1, 2], [3, 4], metadata={"weight_version": "7"}),
-        tell("d", [1, 2, 3, 4, 5], [6], metadata={"weight_version": "8"}),
-        tell("z", [1, 9], [2]),
+    answers = [
+        provider_answer("b", [1, 2], [3, 4], metadata={"weight_version": "7"}),
+        provider_answer("d", [1, 2, 3, 4, 5], [6], metadata={"weight_version": "8"}),
+        provider_answer("z", [1, 9], [2]),
     ]
-    async with ScriptedProvider(told) as provider:
+    async with ScriptedProvider(answers) as provider:
         relay = await make_relay(provider)
         await relay.read(ask("a", temperature=0.5))
         await relay.read(ask("a", "b", "c", temperature=0.5))
@@ -63,7 +65,7 @@ async def test_a_conversation_is_one_sample_in_which_each_token_trains_once(
     assert account["calls"][0]["settings"] == {"model": "m", "temperature": 0.5}
 
 
-async def test_what_an_engine_does_not_tell_is_named_and_the_text_is_kept(
+async def test_data_that_an_engine_does_not_return_is_named_and_the_text_is_kept(
     make_relay: MakeRelay,
 ) -> None:
     answers = {
@@ -91,13 +93,13 @@ async def test_what_an_engine_does_not_tell_is_named_and_the_text_is_kept(
     ]
 
 
-async def test_calls_that_failed_are_told_and_train_nowhere(make_relay: MakeRelay) -> None:
-    told = [
-        tell("b", [1], [2]),
+async def test_failed_calls_are_in_the_report_and_do_not_train(make_relay: MakeRelay) -> None:
+    answers = [
+        provider_answer("b", [1], [2]),
         ProviderResponse((b"{}",), 429),
         ProviderResponse((b"{",), is_cut=True),
     ]
-    async with ScriptedProvider(told) as provider:
+    async with ScriptedProvider(answers) as provider:
         relay: Relay = await make_relay(provider)
         for text in "abc":
             await relay.read(ask(text))
@@ -127,10 +129,12 @@ ODD_SETTINGS = [
 
 
 @pytest.mark.parametrize("odd", ODD_SETTINGS)
-async def test_whatever_an_agent_sent_its_session_can_be_told(
+async def test_a_session_has_a_report_whatever_its_agent_sent(
     make_relay: MakeRelay, odd: bytes
 ) -> None:
-    async with ScriptedProvider([tell("b", [1], [2]), tell("d", [3], [4])]) as provider:
+    async with ScriptedProvider(
+        [provider_answer("b", [1], [2]), provider_answer("d", [3], [4])]
+    ) as provider:
         relay = await make_relay(provider)
         assert (await relay.read(b'{"messages":[{"role":"user","content":"a"}],%b}' % odd))[
             0
@@ -141,11 +145,14 @@ async def test_whatever_an_agent_sent_its_session_can_be_told(
     assert account["num_calls"] == 2
 
 
-async def test_a_reward_finds_its_call_by_number_or_by_the_responses_id(
+async def test_a_reward_names_its_call_by_number_or_by_response_id(
     make_relay: MakeRelay,
 ) -> None:
-    told = [tell("b", [1], [2], id="chatcmpl-x"), tell("d", [3], [4], id="chatcmpl-y")]
-    async with ScriptedProvider(told) as provider:
+    answers = [
+        provider_answer("b", [1], [2], id="chatcmpl-x"),
+        provider_answer("d", [3], [4], id="chatcmpl-y"),
+    ]
+    async with ScriptedProvider(answers) as provider:
         relay: Relay = await make_relay(provider)
         await relay.read(ask("a"))
         await relay.read(ask("c"))
@@ -164,10 +171,12 @@ TOOLS = [{"name": "task", "input_schema": {}}, {"name": "read", "input_schema": 
 HELPER_TOOLS = [{"name": "read", "input_schema": {}}]
 
 
-async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
+async def test_claude_codes_main_conversation_is_main_beside_four_busier_subagents(
     make_relay: MakeRelay,
 ) -> None:
-    """Answers have exact tokens, as a proxy before vLLM adds them; here they are those of chat."""
+    """Answers have exact tokens, as a proxy in front of vLLM adds them; this test uses those of
+    chat.
+    """
     seen: list[int] = []
 
     def script(asked: ProviderRequest) -> ProviderResponse:
@@ -176,7 +185,7 @@ async def test_claude_codes_main_line_is_main_beside_four_busier_sub_agents(
         prompt = [hash(text) % 1000 for text in (str(body.get("system", ""))[-20:], *texts)]
         num_tokens = 100 if "helper" in str(body.get("system")) else 1
         seen.append(num_tokens)
-        return tell("b", prompt, [7] * num_tokens, id=f"r{len(seen)}")
+        return provider_answer("b", prompt, [7] * num_tokens, id=f"r{len(seen)}")
 
     def settings(text: str, tools: Any) -> dict[str, Any]:
         billing = f"x-anthropic-billing-header: cch={len(seen)}\n"
@@ -216,7 +225,7 @@ async def test_a_fork_row_shows_the_message_that_differs_with_its_calls(
 
     task, result = {"role": "user", "content": "a"}, {"role": "tool", "content": "4"}
     more = {"role": "user", "content": "more"}
-    async with ScriptedProvider([tell("b", [n], [n]) for n in range(4)]) as provider:
+    async with ScriptedProvider([provider_answer("b", [n], [n]) for n in range(4)]) as provider:
         relay = await make_relay(provider)
         for line in ([task], [task, call(1), result], [task, call(2), result, more]):
             await relay.read({"messages": line})

@@ -1,4 +1,4 @@
-"""Failed answers: what the agent gets, what is recorded, and what a retry does."""
+"""Failed answers: what the agent receives, what is recorded, and what a retry does."""
 
 import asyncio
 from pathlib import Path
@@ -23,7 +23,7 @@ RETRY = {"x_stainless_retry_count": "1"}
 
 
 def chunk(text: str, finish_reason: str | None, number: int = 3) -> bytes:
-    """A chunk of a chat with one exact token."""
+    """Return a chunk of a chat with one exact token."""
     choice = {
         "index": 0,
         "delta": {"role": "assistant", "content": text},
@@ -35,7 +35,7 @@ def chunk(text: str, finish_reason: str | None, number: int = 3) -> bytes:
 
 
 def named(**data: Any) -> bytes:
-    """A named event, as the newer APIs send it."""
+    """Return a named event, as the newer APIs send it."""
     return orjson.dumps(data)
 
 
@@ -69,32 +69,32 @@ ROUTES = [*BEGUN]
 
 
 def raw(data: bytes) -> ProviderResponse:
-    """A stream of these bytes."""
+    """Return a stream of these bytes."""
     return ProviderResponse((data,), headers=(("Content-Type", "text/event-stream"),))
 
 
 def outcome_of(relay: Relay) -> Outcome:
-    """The outcome of its session if the finisher names none."""
+    """Return the outcome of a session whose finisher names none."""
     outcome: Outcome = relay.session.natural_outcome
     return outcome
 
 
 async def answered(
-    make_relay: MakeRelay, told: ProviderResponse, route: str = "/chat/completions"
+    make_relay: MakeRelay, sent: ProviderResponse, route: str = "/chat/completions"
 ) -> tuple[Relay, bytes]:
-    """A relay whose only call got this answer, and the bytes that the agent got."""
-    async with ScriptedProvider([told]) as provider:
+    """Return a relay whose only call got this answer, and the bytes that the agent received."""
+    async with ScriptedProvider([sent]) as provider:
         relay: Relay = await make_relay(provider)
         _, body = await relay.read({**ASK, "stream": True}, f"/v1{route}")
     return relay, body
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_stream_that_ends_without_its_end_is_cut_and_its_retry_is_a_new_call(
+async def test_a_stream_without_its_end_event_is_cut_and_its_retry_is_a_new_call(
     make_relay: MakeRelay, route: str
 ) -> None:
-    told = [events(*BEGUN[route]), events(*WHOLE[route])]
-    async with ScriptedProvider(told) as provider:
+    sent = [events(*BEGUN[route]), events(*WHOLE[route])]
+    async with ScriptedProvider(sent) as provider:
         relay = await make_relay(provider)
         _, body = await relay.read({**ASK, "stream": True}, f"/v1{route}")
         last = orjson.loads(body.rpartition(b"data: ")[2])
@@ -102,7 +102,7 @@ async def test_a_stream_that_ends_without_its_end_is_cut_and_its_retry_is_a_new_
         assert "ended without its end event" in relay.session.fault
         assert outcome_of(relay) is Outcome.INFRA_ERROR
         again = await relay.read({**ASK, "stream": True}, f"/v1{route}", **RETRY)
-        assert again == (200, b"".join(told[1].pieces))
+        assert again == (200, b"".join(sent[1].pieces))
         assert outcome_of(relay) is Outcome.COMPLETED
     assert len(provider.seen) == 2
     account = relay.account()
@@ -113,12 +113,12 @@ async def test_a_stream_that_ends_without_its_end_is_cut_and_its_retry_is_a_new_
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_missing_end_event_behind_a_finish_reason_leaves_an_answer_whole(
+async def test_an_answer_with_a_finish_reason_is_whole_without_an_end_event(
     make_relay: MakeRelay, route: str
 ) -> None:
-    told = events(*FINISHED[route])
-    relay, body = await answered(make_relay, told, route)
-    assert body == b"".join(told.pieces)
+    sent = events(*FINISHED[route])
+    relay, body = await answered(make_relay, sent, route)
+    assert body == b"".join(sent.pieces)
     assert outcome_of(relay) is Outcome.COMPLETED
     account = relay.account()
     assert account["calls"][0]["state"] == "whole"
@@ -165,16 +165,16 @@ FAILED_STREAMS = {
 
 
 @pytest.mark.parametrize("kind", FAILED_STREAMS)
-async def test_a_stream_with_an_error_event_passes_as_it_came_and_is_no_answer(
+async def test_a_stream_with_an_error_event_is_forwarded_unchanged_and_is_no_answer(
     make_relay: MakeRelay, kind: str
 ) -> None:
     route, event, has_done = FAILED_STREAMS[kind]
     begun = b"".join([b"data: %b\n\n" % each for each in BEGUN[route]])
-    told = raw(begun + event + (b"data: [DONE]\n\n" if has_done else b""))
-    async with ScriptedProvider([told, events(*WHOLE[route])]) as provider:
+    sent = raw(begun + event + (b"data: [DONE]\n\n" if has_done else b""))
+    async with ScriptedProvider([sent, events(*WHOLE[route])]) as provider:
         relay = await make_relay(provider)
         answer = await relay.read({**ASK, "stream": True}, f"/v1{route}")
-        assert answer == (200, b"".join(told.pieces))
+        assert answer == (200, b"".join(sent.pieces))
         assert "abort" in relay.session.fault or "boom" in relay.session.fault
         assert outcome_of(relay) is Outcome.INFRA_ERROR
         await relay.read({**ASK, "stream": True}, f"/v1{route}", **RETRY)
@@ -195,7 +195,7 @@ FAILED_BODIES = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_an_error_object_with_status_200_is_no_answer(
+async def test_an_error_object_with_status_200_is_a_failed_call(
     make_relay: MakeRelay, route: str
 ) -> None:
     async with ScriptedProvider(lambda _: ProviderResponse((FAILED_BODIES[route],))) as provider:
@@ -230,11 +230,11 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("kind", UNREAD)
-async def test_what_cannot_be_read_with_status_200_is_recorded_with_the_reason(
+async def test_an_unreadable_answer_with_status_200_is_recorded_with_the_reason(
     make_relay: MakeRelay, kind: str
 ) -> None:
-    told, reason = UNREAD[kind]
-    relay, _ = await answered(make_relay, told)
+    sent, reason = UNREAD[kind]
+    relay, _ = await answered(make_relay, sent)
     assert outcome_of(relay) is Outcome.INFRA_ERROR
     [call] = relay.account()["calls"]
     assert call["state"] == "unread"
@@ -246,7 +246,9 @@ async def test_what_cannot_be_read_with_status_200_is_recorded_with_the_reason(
 async def test_one_unreadable_line_does_not_lose_the_answer(
     make_relay: MakeRelay, bad: bytes
 ) -> None:
-    """Its text is kept; it trains only if the engine's count shows that the line had no token."""
+    """Its text is kept; it trains only if the engine's token count shows that the line had no
+    token.
+    """
     used = named(choices=[], usage={"completion_tokens": 2})
     for num_tokens, more in ((1, [used]), (1, []), (2, [used])):
         good = (
@@ -254,9 +256,9 @@ async def test_one_unreadable_line_does_not_lose_the_answer(
             if num_tokens == 2
             else [chunk("ab", "stop")]
         )
-        told = events(good[0], bad, *good[1:], *more, b"[DONE]")
-        relay, body = await answered(make_relay, told)
-        assert body == b"".join(told.pieces)
+        sent = events(good[0], bad, *good[1:], *more, b"[DONE]")
+        relay, body = await answered(make_relay, sent)
+        assert body == b"".join(sent.pieces)
         assert outcome_of(relay) is Outcome.COMPLETED
         account = relay.account()
         [call] = account["calls"]
@@ -269,7 +271,7 @@ async def test_one_unreadable_line_does_not_lose_the_answer(
 
 
 @pytest.mark.parametrize("status", [401, 402, 403, 408, 409, 425, 429, 500, 503, 304])
-async def test_a_last_call_that_the_provider_could_not_serve_is_an_infra_error(
+async def test_a_last_call_that_the_provider_failed_to_serve_is_an_infra_error(
     make_relay: MakeRelay, status: int
 ) -> None:
     async with ScriptedProvider(
@@ -304,7 +306,7 @@ async def test_a_404_blames_the_agent_only_if_the_api_itself_answered_it(
 async def test_a_refused_request_leaves_the_outcome_to_the_finisher(
     make_relay: MakeRelay, status: int
 ) -> None:
-    """An agent that filled the model's context has ended by itself."""
+    """The agent may have ended by itself because the model's context was full."""
     async with ScriptedProvider(
         [ProviderResponse((b'{"error":{"message":"no"}}',), status)]
     ) as provider:
@@ -359,10 +361,12 @@ async def test_a_redirect_to_another_origin_is_refused_and_gets_neither_key_nor_
 
 
 @pytest.mark.parametrize(
-    "told", [moved("https://other.example/v1"), moved("ftp://h/"), moved(""), moved("/x", 303)]
+    "sent", [moved("https://other.example/v1"), moved("ftp://h/"), moved(""), moved("/x", 303)]
 )
-async def test_other_redirects_are_refused(make_relay: MakeRelay, told: ProviderResponse) -> None:
-    async with ScriptedProvider(lambda _: told) as provider:
+async def test_redirects_to_other_schemes_or_methods_are_refused(
+    make_relay: MakeRelay, sent: ProviderResponse
+) -> None:
+    async with ScriptedProvider(lambda _: sent) as provider:
         relay = await make_relay(provider)
         status, body = await relay.read(ASK)
     assert (status, len(provider.seen)) == (503, 1)
@@ -387,7 +391,7 @@ SENT = target("POST", "http://host:8000/v1/chat/completions")
         ("/with space", ""),
     ],
 )
-def test_a_redirect_may_stay_on_its_origin_or_go_to_https_on_its_host(
+def test_a_redirect_is_allowed_on_its_origin_or_to_https_on_its_host(
     place: str, origin: str
 ) -> None:
     forwarded = ForwardedRequest(b"POST", b"/chat/completions", b"Authorization: Bearer k\r\n")
@@ -401,7 +405,7 @@ def test_a_redirect_may_stay_on_its_origin_or_go_to_https_on_its_host(
         assert redirected(secure, forwarded, "http://host/v1") is None
 
 
-async def test_a_circle_of_redirects_ends(make_relay: MakeRelay) -> None:
+async def test_a_redirect_loop_ends(make_relay: MakeRelay) -> None:
     async with ScriptedProvider(lambda _: moved("/v1/chat/completions")) as provider:
         relay = await make_relay(provider)
         status, body = await relay.read(ASK)
@@ -409,7 +413,7 @@ async def test_a_circle_of_redirects_ends(make_relay: MakeRelay) -> None:
     assert b"redirects more than" in body
 
 
-async def test_a_redirect_that_is_refused_is_tried_at_another_upstream(
+async def test_after_a_refused_redirect_another_upstream_is_tried(
     make_relay: MakeRelay,
 ) -> None:
     async with (
@@ -448,7 +452,7 @@ async def test_an_upstream_that_sends_nothing_until_the_agent_gives_up_is_an_inf
 
 
 @pytest.mark.parametrize("silence_s", [0.0, 20.0])
-async def test_an_agent_that_leaves_a_stream_is_an_infra_error_only_if_it_had_stalled(
+async def test_leaving_a_stream_is_an_infra_error_only_if_the_stream_had_stalled(
     make_relay: MakeRelay, silence_s: float
 ) -> None:
     clock = FakeClock()
@@ -465,13 +469,13 @@ async def test_an_agent_that_leaves_a_stream_is_an_infra_error_only_if_it_had_st
 
 
 @pytest.mark.parametrize(
-    "told", [ProviderResponse((b"<html>",)), raw(b'data: {"error":"boom"}\n\n')]
+    "sent", [ProviderResponse((b"<html>",)), raw(b'data: {"error":"boom"}\n\n')]
 )
-async def test_a_failed_answer_is_one_after_a_restart_of_the_gateway_too(
-    make_relay: MakeRelay, tmp_path: Path, told: ProviderResponse
+async def test_a_failed_answer_stays_failed_after_a_restart_of_the_gateway(
+    make_relay: MakeRelay, tmp_path: Path, sent: ProviderResponse
 ) -> None:
     archive = GatewayJournal(tmp_path / "journal", JournalConfig())
-    async with ScriptedProvider(lambda _: told) as provider:
+    async with ScriptedProvider(lambda _: sent) as provider:
         relay = await make_relay(provider, archive=archive)
         await relay.read(ASK)
     replay = RelayReplay(lambda _: b"", 2**20)

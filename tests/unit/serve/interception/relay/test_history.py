@@ -20,7 +20,7 @@ from rollmesh.serve.interception.relay.history import (
 
 IMAGE_BYTES = 100_000
 READ_BYTES = 20_000
-"""Bytes that arrive at once."""
+"""Size of one read."""
 
 
 def hold(
@@ -49,28 +49,31 @@ def body(*messages: object, **settings: object) -> bytes:
     return msgspec.json.encode({"model": "m", "messages": list(messages), **settings})
 
 
-def said(text: str, role: str = "user") -> dict[str, str]:
+def message_of(text: str, role: str = "user") -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def test_a_growing_history_is_kept_once_and_told_again() -> None:
+def test_a_growing_history_is_stored_once_and_restored() -> None:
     history = HistoryStore(min_prefix_bytes=0)
-    messages: list[Any] = [said("rules " * 50, "system")]
-    told = []
+    messages: list[Any] = [message_of("rules " * 50, "system")]
+    requests = []
     for turn in range(40):
-        messages += [said(f"answer {turn} " * 30, "assistant"), said(f"result {turn} " * 30)]
+        messages += [
+            message_of(f"answer {turn} " * 30, "assistant"),
+            message_of(f"result {turn} " * 30),
+        ]
         request = hold(history, body(*messages))
         assert request is not None
         assert request.fork == ""
-        told.append((request, list(messages)))
-    for request, sent in told:
+        requests.append((request, list(messages)))
+    for request, sent in requests:
         assert [msgspec.json.decode(raw) for raw in messages_of(request)] == sent
-    # Its text, and once more as the prefix that matches the next request.
+    # The text is stored, and once more as the prefix that matches the next request.
     assert history.num_bytes - 81 * NODE_BYTES < 2.05 * len(body(*messages))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_histories_is_told_again(seed: int) -> None:
+def test_histories_in_any_order_are_restored(seed: int) -> None:
     chance = random.Random(seed)
     history = HistoryStore(min_prefix_bytes=0)
     line: list[Any] = []
@@ -79,10 +82,10 @@ def test_any_order_of_histories_is_told_again(seed: int) -> None:
             case 0:
                 line = line[: chance.randrange(len(line) + 1)]
             case 1 if line:
-                line[chance.randrange(len(line))] = said(f"edit {chance.random()}")
+                line[chance.randrange(len(line))] = message_of(f"edit {chance.random()}")
             case _:
                 texts = ["a", 'quote "]', "b" * 30_000, "\u00e9,]", 'x"' * 9_000]
-                line.append(said(chance.choice(texts)))
+                line.append(message_of(chance.choice(texts)))
         raw = body(*line)
         if chance.randrange(2):
             raw = msgspec.json.format(raw, indent=2)
@@ -91,12 +94,12 @@ def test_any_order_of_histories_is_told_again(seed: int) -> None:
         assert [msgspec.json.decode(each) for each in messages_of(request)] == line
 
 
-def test_the_same_request_is_known_whatever_its_white_space() -> None:
+def test_the_same_request_is_recognised_with_any_white_space() -> None:
     history = HistoryStore(min_prefix_bytes=0)
-    one = hold(history, body(said("a"), temperature=0))
-    spaced = hold(history, msgspec.json.format(body(said("a"), temperature=0)))
-    warmer = hold(history, body(said("a"), temperature=1))
-    other = hold(history, body(said("b"), temperature=0))
+    one = hold(history, body(message_of("a"), temperature=0))
+    spaced = hold(history, msgspec.json.format(body(message_of("a"), temperature=0)))
+    warmer = hold(history, body(message_of("a"), temperature=1))
+    other = hold(history, body(message_of("b"), temperature=0))
     assert one
     assert [one.is_same(each) for each in (one, warmer, other) if each] == [
         True,
@@ -107,7 +110,7 @@ def test_the_same_request_is_known_whatever_its_white_space() -> None:
     assert one.settings == spaced.settings
 
 
-def test_an_image_is_kept_once_though_its_message_changes() -> None:
+def test_an_image_is_stored_once_even_if_its_message_changes() -> None:
     image = "data:image/png;base64," + "QUJD" * 10_000
 
     def shown(marker: bool) -> dict[str, Any]:
@@ -116,7 +119,7 @@ def test_an_image_is_kept_once_though_its_message_changes() -> None:
 
     history = HistoryStore(min_prefix_bytes=0)
     first = hold(history, body(shown(True)))
-    again = hold(history, body(shown(False), said("ok", "assistant"), shown(True)))
+    again = hold(history, body(shown(False), message_of("ok", "assistant"), shown(True)))
     assert first
     assert again
     assert msgspec.json.decode(messages_of(again)[0]) == shown(False)
@@ -125,7 +128,7 @@ def test_an_image_is_kept_once_though_its_message_changes() -> None:
     assert history.num_bytes < 10_000
 
 
-def test_of_a_long_history_only_what_is_new_is_kept_while_it_comes_in() -> None:
+def test_while_a_long_history_is_received_only_its_new_part_is_buffered() -> None:
     history = HistoryStore(min_prefix_bytes=0)
     shown: list[Any] = []
     for number in range(6):
@@ -140,25 +143,28 @@ def test_of_a_long_history_only_what_is_new_is_kept_while_it_comes_in() -> None:
         assert sum(len(piece) for piece in forwarded if isinstance(piece, bytes)) < 2000
         assert request
         assert request.fork == ""
-        shown.append(said("click", "assistant"))
+        shown.append(message_of("click", "assistant"))
 
 
-def test_an_agent_that_shows_the_last_images_alone_has_each_kept_once() -> None:
+def test_an_agent_that_sends_only_the_last_images_has_each_stored_once() -> None:
     history = HistoryStore(min_prefix_bytes=0)
     messages: list[Any] = []
     for number in range(8):
         messages.append(screenshot(number))
-        old = [said("(an old screenshot)") if each["role"] == "user" else each for each in messages]
+        old = [
+            message_of("(an old screenshot)") if each["role"] == "user" else each
+            for each in messages
+        ]
         request = hold(history, body(*old[:-5], *messages[-5:]), num_reads=9)
         assert request
-        messages.append(said("click", "assistant"))
+        messages.append(message_of("click", "assistant"))
     assert history.num_blob_bytes == 8 * IMAGE_BYTES
     assert history.num_bytes < 100_000
 
 
-def test_sessions_that_show_the_same_share_its_bytes() -> None:
+def test_sessions_with_equal_contents_share_their_bytes() -> None:
     one, other = HistoryStore(min_prefix_bytes=0), HistoryStore(min_prefix_bytes=0)
-    text = said("a long text " * 3000)
+    text = message_of("a long text " * 3000)
     first, second = hold(one, body(screenshot(1), text)), hold(other, body(text, screenshot(1)))
     assert first
     assert second
@@ -168,7 +174,7 @@ def test_sessions_that_show_the_same_share_its_bytes() -> None:
     assert shared[1] is image
 
 
-def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) -> None:
+def test_spilled_contents_are_still_matched_and_forwarded(tmp_path: Path) -> None:
     history = HistoryStore(min_prefix_bytes=0)
     first = body(screenshot(1))
     assert hold(history, first)
@@ -177,7 +183,7 @@ def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) ->
         assert blobs.spill_over() >= IMAGE_BYTES
     finally:
         blobs.settle(sys.maxsize, None)
-    raw = body(screenshot(1), said("click", "assistant"), screenshot(2))
+    raw = body(screenshot(1), message_of("click", "assistant"), screenshot(2))
     coming = history.follow()
     for at in range(0, len(raw), READ_BYTES):
         coming.append(raw[at : at + READ_BYTES])
@@ -197,7 +203,7 @@ def test_what_was_spilled_is_known_and_forwarded_all_the_same(tmp_path: Path) ->
         (b'{"prompt":[1,2]}', b'{"prompt":[1,2', None),
     ],
 )
-def test_a_body_that_begins_as_another_is_read_as_if_nothing_were_held(
+def test_a_body_that_shares_a_prefix_is_parsed_like_a_new_one(
     one: bytes, other: bytes, messages: list[bytes] | None
 ) -> None:
     history = HistoryStore(min_prefix_bytes=0)
@@ -216,7 +222,7 @@ def test_a_body_that_begins_as_another_is_read_as_if_nothing_were_held(
         ("messages", b"{}", []),
     ],
 )
-def test_the_history_is_under_the_key_of_the_dialect(
+def test_the_history_is_read_from_the_dialects_key(
     key: str, raw: bytes, messages: list[bytes]
 ) -> None:
     request = hold(HistoryStore(min_prefix_bytes=0), raw, key=key)
@@ -225,13 +231,13 @@ def test_the_history_is_under_the_key_of_the_dialect(
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"{", b'{"messages":[}', b"\xff", b"[" * 5000])
-def test_what_is_no_request_is_none(raw: bytes) -> None:
+def test_an_invalid_body_is_no_request(raw: bytes) -> None:
     assert hold(HistoryStore(min_prefix_bytes=0), raw) is None
 
 
-def test_a_fork_has_a_cause_of_the_documentation() -> None:
+def test_a_fork_has_one_of_the_documented_causes() -> None:
     history = HistoryStore(min_prefix_bytes=0)
-    a, b, c = said("a"), said("b", "assistant"), said("c")
+    a, b, c = message_of("a"), message_of("b", "assistant"), message_of("c")
     tools = [{"type": "function"}]
 
     def fork(*messages: object, **settings: object) -> str:
@@ -244,23 +250,23 @@ def test_a_fork_has_a_cause_of_the_documentation() -> None:
     assert fork(a, b, c) == ""
     assert fork(a) == ""
     assert fork(a, b, c, b, c) == ""
-    assert fork(a, b, said("edited")) == "rewind"
-    assert fork(said("edited"), b) == "edited_history"
-    assert fork(said("edited"), b, c) == ""
-    assert fork(a, b, c, b, said("x"), b) == "rewind"
-    assert fork(said("another task")) == "restart"
-    assert fork(a, said("answers dropped")) == "compaction"
-    assert fork(a, said("in short"), b, c) == "compaction"
+    assert fork(a, b, message_of("edited")) == "rewind"
+    assert fork(message_of("edited"), b) == "edited_history"
+    assert fork(message_of("edited"), b, c) == ""
+    assert fork(a, b, c, b, message_of("x"), b) == "rewind"
+    assert fork(message_of("another task")) == "restart"
+    assert fork(a, message_of("answers dropped")) == "compaction"
+    assert fork(a, message_of("in short"), b, c) == "compaction"
     assert fork(a, b, c, tools=tools) == "changed_tools"
     assert fork(a, b, c, tools=tools) == ""
     assert fork(a, b, c, tools=tools, system="s") == "changed_system_text"
-    assert fork(said("look"), tools=[], system="helper") == "subagent_or_side_call"
+    assert fork(message_of("look"), tools=[], system="helper") == "subagent_or_side_call"
 
 
-def test_a_system_message_is_the_system_text_of_a_chat() -> None:
+def test_a_first_system_message_is_the_system_text_of_a_chat() -> None:
     history = HistoryStore(min_prefix_bytes=0)
-    one, other, title = (said(text, "system") for text in ("one", "other", "title"))
-    task, answer = said("task"), said("4", "assistant")
+    one, other, title = (message_of(text, "system") for text in ("one", "other", "title"))
+    task, answer = message_of("task"), message_of("4", "assistant")
 
     def fork(*messages: object) -> str:
         request = hold(history, body(*messages))
@@ -268,25 +274,37 @@ def test_a_system_message_is_the_system_text_of_a_chat() -> None:
         return request.fork
 
     assert fork(one, task) == ""
-    assert fork(one, task, answer, said("more")) == ""
-    assert fork(other, task, answer, said("more")) == "changed_system_text"
-    assert fork(title, said("what is it about?")) == "subagent_or_side_call"
-    assert fork(one, said("another task")) == "restart"
-    assert fork(one, said("edited"), answer, said("more")) == "edited_history"
-    longer = one, task, answer, said("more"), said("5", "assistant"), said("go on")
+    assert fork(one, task, answer, message_of("more")) == ""
+    assert fork(other, task, answer, message_of("more")) == "changed_system_text"
+    assert fork(title, message_of("what is it about?")) == "subagent_or_side_call"
+    assert fork(one, message_of("another task")) == "restart"
+    assert fork(one, message_of("edited"), answer, message_of("more")) == "edited_history"
+    longer = (
+        one,
+        task,
+        answer,
+        message_of("more"),
+        message_of("5", "assistant"),
+        message_of("go on"),
+    )
     assert fork(*longer) == ""
-    assert fork(one, said("summary"), said("5", "assistant"), said("go on")) == "compaction"
+    assert (
+        fork(one, message_of("summary"), message_of("5", "assistant"), message_of("go on"))
+        == "compaction"
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_short_bodies_are_kept_as_others_are(seed: int) -> None:
+def test_short_bodies_are_stored_like_others(seed: int) -> None:
     chance = random.Random(seed)
     short, prefixed = HistoryStore(), HistoryStore(min_prefix_bytes=0)
     messages: list[dict[str, str]] = []
     for turn in range(30):
         if chance.random() < 0.3:
             del messages[chance.randrange(len(messages) + 1) :]
-        messages += [said(f"result {turn} " * 8), said("ok", "assistant")][: chance.randint(1, 2)]
+        messages += [message_of(f"result {turn} " * 8), message_of("ok", "assistant")][
+            : chance.randint(1, 2)
+        ]
         raw = body(*messages, temperature=chance.choice((0, 1)))
         one, other = hold(short, raw), hold(prefixed, raw)
         assert one

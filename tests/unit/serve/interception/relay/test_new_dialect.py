@@ -29,7 +29,7 @@ EVENTS = b'data: {"piece":"I guess"}\n\n', b'data: {"piece":" 4"}\n\n', b'data: 
 
 
 class ToyRequest:
-    """Implements DecodedRequest."""
+    """A decoded request of the toy dialect."""
 
     def __init__(self, turn: Turn) -> None:
         self.turns: tuple[Turn, ...] = (turn,)
@@ -43,7 +43,7 @@ class ToyRequest:
 
 
 class ToyStream:
-    """Implements AnswerStream."""
+    """An answer stream of the toy dialect."""
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         return sse_event({"piece": delta.content})
@@ -59,7 +59,7 @@ class ToyStream:
 
 
 class ToyBody(msgspec.Struct):
-    """The request body."""
+    """The request body of the toy dialect."""
 
     lines: list[str]
     stream: bool = False
@@ -69,7 +69,7 @@ TOY_SCHEMA = ApiSchema("ToyAnswer", ToyBody, object_schema(text={}), "ToyError",
 
 
 class ToyDialect:
-    """Implements Dialect."""
+    """A minimal dialect."""
 
     name: DialectName = "toy"
     route = "/toy"
@@ -104,7 +104,7 @@ def _toy() -> Iterator[None]:
     del DIALECTS["/toy"], COUNT_DIALECTS["/toy/count"]
 
 
-async def test_the_gateway_samples_streams_counts_and_refuses_in_it(
+async def test_the_gateway_serves_streams_counts_and_refuses_in_a_new_dialect(
     start_agent: StartAgent,
 ) -> None:
     agent = await start_agent("4", "5")
@@ -122,7 +122,7 @@ async def test_the_gateway_samples_streams_counts_and_refuses_in_it(
     assert {node.dialect for node in nodes if node.dialect} == {"toy"}
 
 
-async def test_the_openapi_document_has_it(start_agent: StartAgent) -> None:
+async def test_the_openapi_document_has_a_new_dialect(start_agent: StartAgent) -> None:
     agent = await start_agent()
     async with agent.client.get(agent.base + "/openapi.json") as response:
         document = await response.json()
@@ -130,7 +130,7 @@ async def test_the_openapi_document_has_it(start_agent: StartAgent) -> None:
     assert {"ToyBody", "ToyAnswer", "ToyError"} <= set(document["components"]["schemas"])
 
 
-async def test_the_relay_forwards_and_records_it(make_relay: MakeRelay) -> None:
+async def test_the_relay_forwards_and_records_a_new_dialect(make_relay: MakeRelay) -> None:
     ask = {"lines": ["guess"], "temperature": 0.5}
     async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider)
@@ -145,7 +145,7 @@ async def test_the_relay_forwards_and_records_it(make_relay: MakeRelay) -> None:
     assert account["forks"] == []
 
 
-async def test_the_relay_finds_the_end_of_its_streams(make_relay: MakeRelay) -> None:
+async def test_the_relay_finds_the_end_of_a_new_dialects_streams(make_relay: MakeRelay) -> None:
     kind = (("Content-Type", "text/event-stream"),)
     async with ScriptedProvider(lambda _: ProviderResponse(EVENTS, headers=kind)) as provider:
         relay = await make_relay(provider)
@@ -155,7 +155,7 @@ async def test_the_relay_finds_the_end_of_its_streams(make_relay: MakeRelay) -> 
     assert account["calls"][0]["state"] == "whole"
 
 
-async def test_the_relay_reports_its_own_errors_in_it(make_relay: MakeRelay) -> None:
+async def test_the_relay_reports_its_own_errors_in_a_new_dialect(make_relay: MakeRelay) -> None:
     async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider)
         relay.session.seal("the test is over")

@@ -1,4 +1,6 @@
-"""The relay over real sockets: what it forwards and refuses, and which reader gets what."""
+"""The relay over real sockets: what it forwards, what it refuses, and which reader gets which
+answer.
+"""
 
 import asyncio
 import gzip
@@ -27,13 +29,13 @@ LAST = {
 ROUTES = [*LAST]
 
 
-async def test_an_answer_passes_byte_for_byte_with_its_status_and_headers(
+async def test_an_answer_is_forwarded_byte_for_byte_with_status_and_headers(
     make_relay: MakeRelay,
 ) -> None:
-    told = ProviderResponse(
+    sent = ProviderResponse(
         (ANSWER,), 200, (("Content-Type", "application/json"), ("X-Request-Id", "q7"))
     )
-    async with ScriptedProvider([told]) as provider:
+    async with ScriptedProvider([sent]) as provider:
         relay = await make_relay(provider)
         body = msgspec.json.format(msgspec.json.encode(ASK), indent=3)
         async with relay.post(body, "/a/v1/chat/completions?beta=true", X_Own="1") as response:
@@ -50,12 +52,14 @@ async def test_an_answer_passes_byte_for_byte_with_its_status_and_headers(
 
 
 def secrets_in(seen: ProviderRequest, *secrets: str) -> list[str]:
-    told = repr((seen.path, seen.headers, seen.body))
-    return [secret for secret in secrets if secret in told]
+    text = repr((seen.path, seen.headers, seen.body))
+    return [secret for secret in secrets if secret in text]
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_the_providers_key_takes_the_place_of_ours(make_relay: MakeRelay, route: str) -> None:
+async def test_the_providers_key_replaces_the_sessions_key(
+    make_relay: MakeRelay, route: str
+) -> None:
     async with ScriptedProvider(lambda _: ProviderResponse()) as provider:
         relay = await make_relay(provider)
         key, path = relay.opened.api_key, relay.opened.path_secret
@@ -80,13 +84,13 @@ async def test_without_a_providers_key_none_is_sent(make_relay: MakeRelay) -> No
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_a_streams_pieces_pass_before_the_next_is_sent_and_its_end_when_the_answer_is_whole(
+async def test_stream_pieces_are_forwarded_at_once_and_the_end_when_the_answer_is_whole(
     make_relay: MakeRelay, route: str
 ) -> None:
     first, second, last = b'data: {"n":1}\n\n', b'data: {"n":2}\n\n', LAST[route]
-    # After the last event comes only the end of the answer, which is held, too.
-    told = msgspec.structs.replace(events(), pieces=(first, second, last, b""))
-    async with ScriptedProvider([told]) as provider:
+    # The last event is followed only by the end of the answer, which is held too.
+    sent = msgspec.structs.replace(events(), pieces=(first, second, last, b""))
+    async with ScriptedProvider([sent]) as provider:
         provider.holds = True
         relay = await make_relay(provider)
         async with relay.post({**ASK, "stream": True}, f"/v1{route}") as response:
@@ -96,7 +100,7 @@ async def test_a_streams_pieces_pass_before_the_next_is_sent_and_its_end_when_th
             assert await response.content.readexactly(len(second)) == second
             await provider.release()
             await relay.until_received(len(first + second + last))
-            for _ in range(20):  # until then, all written bytes have arrived
+            for _ in range(20):  # all written bytes have arrived after a few iterations
                 await asyncio.sleep(0)
             assert response.content.read_nowait() == b""
             await provider.release()
@@ -106,7 +110,7 @@ async def test_a_streams_pieces_pass_before_the_next_is_sent_and_its_end_when_th
 
 
 @pytest.mark.parametrize("held", ["head", "stream"])
-async def test_an_agent_that_hangs_up_leaves_the_upstream_at_once(
+async def test_when_an_agent_disconnects_its_upstream_call_ends_at_once(
     make_relay: MakeRelay, held: str
 ) -> None:
     async with ScriptedProvider(lambda _: events(CHUNK, b"[DONE]")) as provider:
@@ -126,15 +130,15 @@ async def test_an_agent_that_hangs_up_leaves_the_upstream_at_once(
 
 
 @pytest.mark.parametrize("mark", [{"x_stainless_retry_count": "1"}, {"Idempotency_Key": "k"}])
-@pytest.mark.parametrize("told", [ProviderResponse((ANSWER,)), events(CHUNK, b"[DONE]")])
-async def test_a_marked_retry_is_answered_again_byte_for_byte(
-    make_relay: MakeRelay, mark: dict[str, str], told: ProviderResponse
+@pytest.mark.parametrize("sent", [ProviderResponse((ANSWER,)), events(CHUNK, b"[DONE]")])
+async def test_a_marked_retry_gets_the_same_bytes(
+    make_relay: MakeRelay, mark: dict[str, str], sent: ProviderResponse
 ) -> None:
-    async with ScriptedProvider(lambda _: told) as provider:
+    async with ScriptedProvider(lambda _: sent) as provider:
         relay = await make_relay(provider)
         first = mark if "Idempotency_Key" in mark else {}
         one = await relay.read(ASK, **first)
-        assert await relay.read(ASK, **mark) == one == (200, b"".join(told.pieces))
+        assert await relay.read(ASK, **mark) == one == (200, b"".join(sent.pieces))
         assert len(provider.seen) == 1
         await relay.read(ASK)
         await relay.read({**ASK, "seed": 1}, **mark)
@@ -143,21 +147,21 @@ async def test_a_marked_retry_is_answered_again_byte_for_byte(
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 529])
-async def test_an_upstreams_errors_pass_with_their_true_status(
+async def test_upstream_errors_are_forwarded_with_their_status(
     make_relay: MakeRelay, status: int
 ) -> None:
-    told = ProviderResponse((b'{"error":{"message":"no"}}',), status, (("Retry-After", "7"),))
-    async with ScriptedProvider([told]) as provider:
+    sent = ProviderResponse((b'{"error":{"message":"no"}}',), status, (("Retry-After", "7"),))
+    async with ScriptedProvider([sent]) as provider:
         relay = await make_relay(provider)
         async with relay.post(ASK) as response:
             assert response.status == status
             assert response.headers["Retry-After"] == "7"
-            assert await response.read() == told.pieces[0]
+            assert await response.read() == sent.pieces[0]
     assert bool(relay.session.fault) == (status not in (400, 404))
 
 
 @pytest.mark.parametrize("route", ROUTES)
-async def test_an_upstream_that_is_down_is_503_in_the_agents_dialect(
+async def test_an_unreachable_upstream_is_a_503_in_the_agents_dialect(
     make_relay: MakeRelay, route: str
 ) -> None:
     with listen("127.0.0.1:0") as unused:
@@ -166,13 +170,13 @@ async def test_an_upstream_that_is_down_is_503_in_the_agents_dialect(
     async with relay.post(ASK, f"/v1{route}") as response:
         assert response.status == 503
         assert response.headers["Retry-After"] == "1"
-        told = msgspec.json.decode(await response.read())
-    assert "cannot connect" in told["error"]["message"]
-    assert (told.get("type") == "error") == (route == "/messages")
+        error = msgspec.json.decode(await response.read())
+    assert "cannot connect" in error["error"]["message"]
+    assert (error.get("type") == "error") == (route == "/messages")
     assert "cannot connect" in relay.session.fault
 
 
-async def test_another_upstream_takes_over_what_was_not_begun_to_answer(
+async def test_another_upstream_takes_over_calls_whose_answer_has_not_begun(
     make_relay: MakeRelay,
 ) -> None:
     with listen("127.0.0.1:0") as unused:
@@ -190,8 +194,8 @@ async def test_another_upstream_takes_over_what_was_not_begun_to_answer(
 async def test_a_stream_that_the_upstream_cuts_ends_with_an_error_event(
     make_relay: MakeRelay, route: str
 ) -> None:
-    told = msgspec.structs.replace(events(b'{"n":1}', b"2"), is_cut=True)
-    async with ScriptedProvider([told]) as provider:
+    sent = msgspec.structs.replace(events(b'{"n":1}', b"2"), is_cut=True)
+    async with ScriptedProvider([sent]) as provider:
         provider.holds = True
         relay = await make_relay(provider)
         async with relay.post({**ASK, "stream": True}, f"/v1{route}") as response:
@@ -206,10 +210,10 @@ async def test_a_stream_that_the_upstream_cuts_ends_with_an_error_event(
     assert relay.account()["calls"][0]["state"] == "cut"
 
 
-async def test_a_stream_of_which_nothing_came_is_sent_to_the_other_upstream(
+async def test_a_stream_without_any_body_byte_is_retried_at_the_other_upstream(
     make_relay: MakeRelay,
 ) -> None:
-    """With another upstream left, an answer's head alone does not begin it."""
+    """While another upstream is left, the head of an answer alone does not begin it."""
     cut = msgspec.structs.replace(events(b""), pieces=(b"",), is_cut=True)
     good = events(CHUNK, b"[DONE]")
     async with ScriptedProvider([cut]) as one, ScriptedProvider([good]) as two:
@@ -219,35 +223,37 @@ async def test_a_stream_of_which_nothing_came_is_sent_to_the_other_upstream(
     assert (len(one.seen), len(two.seen)) == (1, 1)
 
 
-async def test_with_one_upstream_the_head_of_a_stream_passes_before_its_body(
+async def test_with_one_upstream_the_head_of_a_stream_is_forwarded_before_its_body(
     make_relay: MakeRelay,
 ) -> None:
-    told = events(CHUNK, b"[DONE]")
-    told = msgspec.structs.replace(told, pieces=(b"", *told.pieces))
-    async with ScriptedProvider([told]) as provider:
+    sent = events(CHUNK, b"[DONE]")
+    sent = msgspec.structs.replace(sent, pieces=(b"", *sent.pieces))
+    async with ScriptedProvider([sent]) as provider:
         provider.holds = True
         relay = await make_relay(provider)
         async with relay.post({**ASK, "stream": True}) as response:
-            # No body byte was sent yet, and the agent has status and headers.
+            # The agent has status and headers before any body byte was sent.
             assert response.status == 200
             assert response.headers["Content-Type"] == "text/event-stream"
             await provider.release(2)
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_gzipped_request_is_forwarded_plain_and_not_said_to_be_gzipped(
+async def test_a_gzipped_request_is_forwarded_uncompressed_without_its_encoding_header(
     make_relay: MakeRelay,
 ) -> None:
     plain = msgspec.json.encode(ASK)
     async with ScriptedProvider([ProviderResponse()]) as provider:
         relay = await make_relay(provider)
-        told = await relay.read(gzip.compress(plain), Content_Encoding="gzip")
-        assert told == (200, b"{}")
+        answer = await relay.read(gzip.compress(plain), Content_Encoding="gzip")
+        assert answer == (200, b"{}")
         assert provider.seen[0].body == plain
         assert "content-encoding" not in dict(provider.seen[0].headers)
 
 
-async def test_what_asks_for_no_sampling_passes_by_and_is_not_kept(make_relay: MakeRelay) -> None:
+async def test_requests_without_sampling_are_forwarded_and_not_recorded(
+    make_relay: MakeRelay,
+) -> None:
     async with ScriptedProvider(lambda _: ProviderResponse((b'{"input_tokens":3}',))) as provider:
         relay = await make_relay(provider)
         counted = await relay.read(ASK, "/v1/messages/count_tokens?beta=true")
@@ -262,21 +268,23 @@ async def test_what_asks_for_no_sampling_passes_by_and_is_not_kept(make_relay: M
     assert relay.session.num_calls == 0
 
 
-async def test_nothing_else_is_forwarded(make_relay: MakeRelay) -> None:
+async def test_other_routes_keys_and_too_large_bodies_are_not_forwarded(
+    make_relay: MakeRelay,
+) -> None:
     async with ScriptedProvider([]) as provider:
         relay = await make_relay(provider, config=InterceptionConfig(max_body_bytes=1000))
-        told = [
+        answers = [
             await relay.read(ASK, "/v1/files"),
             await relay.read(ASK, "/v1/chat/completions/../../admin"),
             await relay.read(ASK, Authorization="Bearer sk-wrong"),
             await relay.read(ASK, "/s/wrong/v1/messages"),
             await relay.read(b"x" * 1001),
         ]
-    assert [status for status, _ in told] == [404, 404, 401, 401, 413]
+    assert [status for status, _ in answers] == [404, 404, 401, 401, 413]
     assert provider.seen == []
 
 
-async def test_what_is_no_json_passes_too_and_is_kept_whole(make_relay: MakeRelay) -> None:
+async def test_a_body_that_is_no_json_is_forwarded_and_recorded(make_relay: MakeRelay) -> None:
     async with ScriptedProvider([ProviderResponse((b"what?",), 400)]) as provider:
         relay = await make_relay(provider)
         assert await relay.read(b"{nonsense") == (400, b"what?")
@@ -284,15 +292,17 @@ async def test_what_is_no_json_passes_too_and_is_kept_whole(make_relay: MakeRela
     assert relay.account()["calls"][0]["body"] == "{nonsense"
 
 
-async def test_an_answer_without_end_is_cut(make_relay: MakeRelay) -> None:
+async def test_an_answer_over_the_size_limit_is_cut(make_relay: MakeRelay) -> None:
     async with ScriptedProvider([ProviderResponse((b"x" * 900, b"x" * 900))]) as provider:
         relay = await make_relay(provider, config=InterceptionConfig(max_body_bytes=1000))
-        status, told = await relay.read(ASK)
+        status, body = await relay.read(ASK)
     assert status == 502
-    assert b"longer than 1000 bytes" in told
+    assert b"longer than 1000 bytes" in body
 
 
-async def test_a_compressed_answer_passes_as_it_is_and_is_read_later(make_relay: MakeRelay) -> None:
+async def test_a_compressed_answer_is_forwarded_unchanged_and_decoded_later(
+    make_relay: MakeRelay,
+) -> None:
     packed = zlib.compress(ANSWER, wbits=31)
     headers = (("Content-Type", "application/json"), ("Content-Encoding", "gzip"))
     async with ScriptedProvider([ProviderResponse((packed,), headers=headers)]) as provider:
@@ -302,9 +312,12 @@ async def test_a_compressed_answer_passes_as_it_is_and_is_read_later(make_relay:
     assert relay.account()["messages"][-1]["content"] == "4"
 
 
-async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: MakeRelay) -> None:
-    """Raw bytes, broken off, wrong lengths, wrong encodings: a canary session is answered
-    throughout."""
+async def test_garbage_affects_neither_the_server_nor_another_session(
+    make_relay: MakeRelay,
+) -> None:
+    """Send broken-off bytes, wrong lengths and wrong encodings; another session is answered
+    throughout.
+    """
     chance = random.Random(3)
     async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         relay = await make_relay(provider)
@@ -343,12 +356,12 @@ async def test_garbage_harms_neither_the_server_nor_another_session(make_relay: 
 
 
 @pytest.mark.parametrize(
-    "told", [ProviderResponse((ANSWER,)), events(b"1", b'{"type":"message_stop"}')]
+    "sent", [ProviderResponse((ANSWER,)), events(b"1", b'{"type":"message_stop"}')]
 )
 async def test_an_agent_of_http_1_0_gets_the_same_bytes(
-    make_relay: MakeRelay, told: ProviderResponse
+    make_relay: MakeRelay, sent: ProviderResponse
 ) -> None:
-    async with ScriptedProvider([told]) as provider:
+    async with ScriptedProvider([sent]) as provider:
         relay = await make_relay(provider)
         host, _, port = relay.base.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -357,8 +370,8 @@ async def test_an_agent_of_http_1_0_gets_the_same_bytes(
         writer.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
         answer = await reader.read()
         writer.close()
-    lines, _, said = answer.partition(b"\r\n\r\n")
+    lines, _, body = answer.partition(b"\r\n\r\n")
     assert lines.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"Connection: close" in lines
     assert b"chunked" not in lines
-    assert said == b"".join(told.pieces)
+    assert body == b"".join(sent.pieces)

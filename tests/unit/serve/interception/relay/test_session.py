@@ -1,17 +1,23 @@
 """One relayed session: retries, its limit, and its end."""
 
 import asyncio
+import contextlib
+import weakref
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rollmesh.core.config import InterceptionConfig, JournalConfig
+from rollmesh.core.errors import EngineUnavailable, SessionError
+from rollmesh.engine.connection import Headers
 from rollmesh.runtime import blobs
 from rollmesh.runtime.session_log import DeliveryChanged
 from rollmesh.serve.interception import request
 from rollmesh.serve.interception.journal.gateway_journal import GatewayJournal
+from rollmesh.serve.interception.relay.call import CallRequest, RelayCall
 from rollmesh.serve.interception.relay.events import CallCompleted, decode
+from rollmesh.testing.clock import FakeClock
 from rollmesh.testing.upstreams import ProviderResponse, ScriptedProvider, events
 from tests.disks import lose_files, no_room_in_memory, small_disk
 from tests.unit.serve.interception.relay.conftest import MakeRelay
@@ -34,7 +40,7 @@ async def test_a_marked_retry_of_a_failed_call_is_sent_again(
     assert len(provider.seen) == 2
 
 
-async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRelay) -> None:
+async def test_a_marked_retry_joins_its_running_call(make_relay: MakeRelay) -> None:
     async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
         provider.holds = provider.holds_first = True
         relay = await make_relay(provider)
@@ -49,7 +55,7 @@ async def test_a_marked_retry_joins_the_call_that_still_runs(make_relay: MakeRel
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_sealing_wakes_who_waits_and_refuses_who_comes(
+async def test_sealing_ends_waiting_calls_and_refuses_new_ones(
     make_relay: MakeRelay, is_stream: bool
 ) -> None:
     async with ScriptedProvider(lambda _: events(b"1", b"2", b"3")) as provider:
@@ -71,7 +77,7 @@ async def test_sealing_wakes_who_waits_and_refuses_who_comes(
     assert states == {"sealed"}
 
 
-async def test_sealing_wakes_a_call_whose_body_is_still_coming(make_relay: MakeRelay) -> None:
+async def test_sealing_ends_a_call_whose_body_is_still_arriving(make_relay: MakeRelay) -> None:
     async with ScriptedProvider([]) as provider:
         relay = await make_relay(provider)
         host, _, port = relay.base.removeprefix("http://").rpartition(":")
@@ -87,7 +93,7 @@ async def test_sealing_wakes_a_call_whose_body_is_still_coming(make_relay: MakeR
     assert provider.seen == []
 
 
-async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
+async def test_sealing_ends_a_call_whose_agent_does_not_read(
     make_relay: MakeRelay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request, "DRAIN_CHECK_S", 0.01)
@@ -102,7 +108,7 @@ async def test_sealing_wakes_a_call_whose_agent_takes_nothing(
     assert {state for _, state in relay.routes.num_exchanges} == {"sealed"}
 
 
-async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(
+async def test_a_session_over_its_memory_limit_accepts_no_more_calls(
     make_relay: MakeRelay,
 ) -> None:
     config = InterceptionConfig(max_session_bytes=50_000)
@@ -112,15 +118,15 @@ async def test_a_session_that_holds_more_than_it_may_has_no_more_calls(
         assert (await relay.read(ASK))[0] == 200
         for body in (long, ASK):
             status, raw = await relay.read(body)
-            told = msgspec.json.decode(raw)["error"]
-            assert (status, told["code"]) == (400, "session_over_limit")
-            assert "interception.max_session_bytes = 50000" in told["message"]
+            error = msgspec.json.decode(raw)["error"]
+            assert (status, error["code"]) == (400, "session_over_limit")
+            assert "interception.max_session_bytes = 50000" in error["message"]
     assert len(provider.seen) == 1
     assert relay.session.spent_because
     assert relay.account()["num_calls"] == 1
 
 
-async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
+async def test_lost_contents_are_a_503_that_blames_no_upstream(
     make_relay: MakeRelay, tmp_path: Path
 ) -> None:
     async with ScriptedProvider(lambda _: ProviderResponse((ANSWER,))) as provider:
@@ -130,36 +136,37 @@ async def test_what_the_disk_has_lost_gives_503_and_no_upstream_is_blamed(
             assert (await relay.read({"model": "m", "messages": [long]}))[0] == 200
             assert blobs.spill_over() >= 500_000
             lose_files(tmp_path)
-            # One request continues from the lost content, one has it elsewhere in its history.
+            # One request continues from the lost content; the other has it elsewhere in its
+            # history.
             for messages in ([long, USER], [USER, long]):
                 status, raw = await relay.read({"model": "m", "messages": messages})
-                told = msgspec.json.decode(raw)["error"]
-                assert (status, told["code"]) == (503, "content_lost")
-                assert relay.session.fault == told["message"]
+                error = msgspec.json.decode(raw)["error"]
+                assert (status, error["code"]) == (503, "content_lost")
+                assert relay.session.fault == error["message"]
         assert relay.upstreams.all[0].fault == ""
 
 
-@pytest.mark.parametrize("told", [ProviderResponse((ANSWER,)), events(CHUNK, CHUNK, b"[DONE]")])
-async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_written(
-    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: ProviderResponse
+@pytest.mark.parametrize("sent", [ProviderResponse((ANSWER,)), events(CHUNK, CHUNK, b"[DONE]")])
+async def test_an_answer_that_a_full_disk_refused_is_completed_once_it_is_written(
+    make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: ProviderResponse
 ) -> None:
     archive = GatewayJournal(tmp_path / "journal", JournalConfig())
-    async with ScriptedProvider(lambda _: told) as provider:
+    async with ScriptedProvider(lambda _: sent) as provider:
         relay = await make_relay(provider, archive=archive)
         with small_disk(monkeypatch, archive.folder, archive.journal.size_bytes):
             _, body = await relay.read(ASK)
             assert b"No space left" in body
-            assert not body.endswith(told.pieces[-1])
+            assert not body.endswith(sent.pieces[-1])
             assert relay.session.fault
             status, body = await relay.read(ASK, x_stainless_retry_count="1")
             assert (status, msgspec.json.decode(body)["error"]["code"]) == (507, "journal_full")
         for _ in range(2):
             again = await relay.read(ASK, x_stainless_retry_count="2")
-            assert again == (200, b"".join(told.pieces))
+            assert again == (200, b"".join(sent.pieces))
         assert (len(provider.seen), relay.session.fault) == (1, "")
     [call] = relay.account()["calls"]
     assert (call["state"], call["delivered"]) == ("whole", True)
-    # Another process would know one call, which was delivered in the end.
+    # Another process would restore one call, which was delivered in the end.
     records = [frames for _, frames in archive.journal.replay()]
     events = [event for frames in records if len(frames) > 1 for event in decode(frames[1])]
     assert isinstance(events[0], CallCompleted)
@@ -170,7 +177,7 @@ async def test_what_a_full_disk_refuses_has_no_end_and_is_given_when_it_is_writt
     archive.close_journal()
 
 
-async def test_an_answer_that_was_never_written_is_told_as_such(
+async def test_an_answer_that_was_never_written_is_reported_as_unwritten(
     make_relay: MakeRelay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = GatewayJournal(tmp_path / "journal", JournalConfig())
@@ -182,3 +189,37 @@ async def test_an_answer_that_was_never_written_is_told_as_such(
     assert (call["state"], call["delivered"], call["choices"]) == ("unwritten", False, [])
     assert "No space left" in call["error"]
     archive.close_journal()
+
+
+class OnlyUpstream:
+    """A transport without another upstream."""
+
+    url = "http://upstream"
+    has_other = False
+
+    def redirect(self, status: int, headers: Headers) -> str:
+        return "no"
+
+    def fail(self, error: EngineUnavailable, retries: bool) -> bool:
+        return False
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+async def test_the_failure_of_a_call_retains_no_reader() -> None:
+    call = RelayCall(CallRequest(0, "/messages", None, (), "", 0.0), 10, lambda _: None)
+    call.send_on(OnlyUpstream())
+    call.on_error(EngineUnavailable("http://upstream: down: very"))
+
+    async def ask() -> "weakref.ref[FakeClock]":
+        request = FakeClock()  # any object that the reader references
+        with contextlib.suppress(SessionError):
+            await call.wait(0)
+        return weakref.ref(request)
+
+    assert (await ask())() is None
+    with pytest.raises(SessionError, match="down") as caught:
+        await call.wait_for_head()
+    assert (caught.value.status, caught.value.retry_after_s) == (503, 1.0)

@@ -15,7 +15,7 @@ from rollmesh.serve.interception.pieces import joined
 from rollmesh.serve.interception.relay.account import account_of
 from rollmesh.serve.interception.relay.call import CallRequest, ForwardState, RelayCall
 from rollmesh.serve.interception.relay.history import HistoryStore
-from rollmesh.serve.interception.relay.upstream_answer import read_answer
+from rollmesh.serve.interception.relay.upstream_answer import StreamEndDetector, read_answer
 from rollmesh.serve.interception.report import SessionRewards
 
 JSON = b"content-type: application/json\r\n"
@@ -32,7 +32,7 @@ def stream(route: str, *chunks: Any) -> list[UpstreamChoice]:
     return read_answer(DIALECTS[route], SSE, raw + b"data: [DONE]\n\n").choices
 
 
-def test_sglangs_plain_chat_tells_tokens_log_probs_and_versions() -> None:
+def test_sglangs_plain_chat_has_tokens_log_probs_and_versions() -> None:
     choice = {
         "message": {"role": "assistant", "content": None, "tool_calls": [CALL]},
         "finish_reason": "tool_calls",
@@ -50,7 +50,7 @@ def test_sglangs_plain_chat_tells_tokens_log_probs_and_versions() -> None:
     assert answer.finish_reason == "tool_calls"
 
 
-def test_sglangs_stream_tells_tokens_in_a_chunk_without_choices() -> None:
+def test_sglangs_stream_has_tokens_in_a_chunk_without_choices() -> None:
     [answer] = stream(
         "/chat/completions",
         {"choices": [{"index": 0, "delta": {"role": "assistant", "reasoning_content": "hm"}}]},
@@ -63,7 +63,7 @@ def test_sglangs_stream_tells_tokens_in_a_chunk_without_choices() -> None:
     assert (answer.prompt_ids, answer.token_ids, answer.logprobs) == ([1, 2], [3, 4], None)
 
 
-def test_vllms_stream_tells_tokens_chunk_by_chunk() -> None:
+def test_vllms_stream_has_tokens_in_each_chunk() -> None:
     def chunk(text: str, ids: list[int], logprobs: list[float], **more: Any) -> Any:
         content = [{"token": "", "logprob": each} for each in logprobs]
         choice = {"index": 0, "delta": {"content": text}, "token_ids": ids}
@@ -79,7 +79,7 @@ def test_vllms_stream_tells_tokens_chunk_by_chunk() -> None:
     assert answer.logprobs == [-0.5, -0.25, -0.125]
 
 
-def test_streamed_tool_calls_add_up_and_choices_stay_apart() -> None:
+def test_streamed_tool_calls_add_up_and_choices_stay_separate() -> None:
     def chunk(index: int, **delta: Any) -> Any:
         return {"choices": [{"index": index, "delta": delta}]}
 
@@ -102,7 +102,7 @@ def test_streamed_tool_calls_add_up_and_choices_stay_apart() -> None:
     assert second.message["content"] == "xy"
 
 
-def test_older_completions_have_their_own_shape() -> None:
+def test_completions_of_older_servers_are_read() -> None:
     choice = {
         "text": "four",
         "token_ids": [3],
@@ -114,7 +114,7 @@ def test_older_completions_have_their_own_shape() -> None:
     assert (answer.prompt_ids, answer.token_ids, answer.logprobs) == ([1], [3], [-0.5])
 
 
-def test_a_response_is_its_output_plain_and_streamed() -> None:
+def test_a_response_is_read_from_its_output_plain_or_streamed() -> None:
     part = {"type": "output_text", "text": "4", "logprobs": [{"token": "4", "logprob": -0.5}]}
     whole = {"status": "completed", "output": [{"type": "message", "content": [part]}]}
     [one] = plain("/responses", whole)
@@ -129,7 +129,7 @@ def test_a_response_is_its_output_plain_and_streamed() -> None:
     assert (one.finish_reason, one.logprobs, one.token_ids) == ("completed", [-0.5], None)
 
 
-def test_a_message_is_built_of_its_blocks_plain_and_streamed() -> None:
+def test_a_message_is_built_from_its_blocks_plain_or_streamed() -> None:
     blocks = [
         {"type": "thinking", "thinking": "hm", "signature": "s"},
         {"type": "text", "text": "I guess"},
@@ -142,8 +142,8 @@ def test_a_message_is_built_of_its_blocks_plain_and_streamed() -> None:
         return {"type": "content_block_start", "index": index, "content_block": block}
 
     def delta(index: int, kind: str, **fields: str) -> Any:
-        told = {"type": kind, **fields}
-        return {"type": "content_block_delta", "index": index, "delta": told}
+        delta_fields = {"type": kind, **fields}
+        return {"type": "content_block_delta", "index": index, "delta": delta_fields}
 
     [two] = stream(
         "/messages",
@@ -181,21 +181,21 @@ def test_a_message_is_built_of_its_blocks_plain_and_streamed() -> None:
         b'data: {"type": "content_block_delta", "index": 3, "delta": {}}\n\n',
     ],
 )
-def test_what_is_no_answer_is_no_choice(route: str, raw: bytes) -> None:
+def test_an_invalid_answer_has_no_choice(route: str, raw: bytes) -> None:
     answer = read_answer(DIALECTS[route], SSE if raw.startswith(b"data") else JSON, raw)
     assert answer.choices == []
     assert answer.failure
 
 
 @pytest.mark.parametrize("ids", [["3"], [-1], [2**31], [0.5], "34", {"a": 1}])
-def test_tokens_that_are_none_count_as_not_told(ids: Any) -> None:
+def test_invalid_token_ids_count_as_missing(ids: Any) -> None:
     choice = {"message": {"content": "4"}, "token_ids": ids}
     [answer] = plain("/chat/completions", {"choices": [choice]})
     assert answer.message["content"] == "4"
     assert answer.token_ids is None
 
 
-def test_a_broken_compression_is_no_choice() -> None:
+def test_an_answer_with_broken_compression_has_no_choice() -> None:
     answer = read_answer(DIALECTS["/messages"], b"Content-Encoding: gzip\r\n", b"not gzip")
     assert answer.choices == []
     assert "cannot be inflated" in answer.unread
@@ -245,7 +245,7 @@ STRANGE: list[Any] = [None, True, -1, 0.5, 2**40, "", "x", [], {}, [[]], [None],
 
 
 def mutated(chance: random.Random, value: Any) -> Any:
-    """`value` with random changes."""
+    """Return `value` with random changes."""
     if chance.random() < 0.04:
         return chance.choice(STRANGE)
     if isinstance(value, dict):
@@ -258,14 +258,14 @@ def mutated(chance: random.Random, value: Any) -> Any:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bool) -> None:
+def test_any_upstream_answer_gives_a_consistent_report(seed: int, is_stream: bool) -> None:
     chance = random.Random(seed)
     num_samples = 0
     for _ in range(400):
         route, template = chance.choice(TEMPLATES)
         chunks = [mutated(chance, chunk) for chunk in template]
-        told = account_of("s", [answered(route, is_stream, chunks)]).render(SessionRewards(1.0))
-        account = msgspec.json.decode(joined(told))
+        rendered = account_of("s", [answered(route, is_stream, chunks)]).render(SessionRewards(1.0))
+        account = msgspec.json.decode(joined(rendered))
         for sample in account["samples"]:
             num_samples += 1
             assert len(sample["token_ids"]) == len(sample["logprobs"]) == len(sample["loss_mask"])
@@ -274,7 +274,7 @@ def test_whatever_is_told_makes_an_account_that_adds_up(seed: int, is_stream: bo
 
 
 def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
-    """A delivered call with this answer."""
+    """Return a delivered call with this answer."""
     history = HistoryStore()
     body = history.follow()
     body.append(b'{"messages":[{"role":"user"}]}')
@@ -283,9 +283,9 @@ def answered(route: str, is_stream: bool, chunks: list[Any]) -> RelayCall:
     call.send_on(NullTransport())
     kind = b"text/event-stream" if is_stream else b"application/json"
     call.on_head(200, [(b"Content-Type", kind)])
-    told = [b"data: %b\n\n" % orjson.dumps(each) for each in chunks] if is_stream else []
-    told += [b"data: [DONE]\n\n"] if is_stream else []
-    for piece in told or [orjson.dumps(chunks[0])]:
+    pieces = [b"data: %b\n\n" % orjson.dumps(each) for each in chunks] if is_stream else []
+    pieces += [b"data: [DONE]\n\n"] if is_stream else []
+    for piece in pieces or [orjson.dumps(chunks[0])]:
         call.on_data(piece)
     call.on_end()
     call.move(ForwardState.WHOLE)
@@ -310,3 +310,39 @@ class NullTransport:
 
     def close(self) -> None:
         return None
+
+
+BEFORE = (
+    b'event: ping\r\ndata: {"text":"data: [DONE]\\nevent: message_stop\\nresponse.failed"}\r\n\r\n'
+)
+ENDS = {
+    "/chat/completions": [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n"],
+    "/completions": [b"data: [DONE]\n\n"],
+    "/messages": [b"event: message_stop\ndata: {}\n\n", b'data: {"type":"message_stop"}\n\n'],
+    "/responses": [
+        b"event: response.completed\ndata: {}\n\n",
+        b"event:response.failed\ndata: {}\n\n",
+        b'data: {"type": "response.incomplete"}\n\n',
+    ],
+}
+
+
+@pytest.mark.parametrize(("route", "end"), [(r, end) for r, ends in ENDS.items() for end in ends])
+@pytest.mark.parametrize("num_bytes", [1, 7, 1000])
+def test_the_end_of_a_stream_is_detected_in_its_first_line_however_it_is_split(
+    route: str, end: bytes, num_bytes: int
+) -> None:
+    stream = StreamEndDetector(DIALECTS[route])
+    assert not any(stream.is_in(piece) for piece in pieces(BEFORE * 3, num_bytes))
+    seen = [stream.is_in(piece) for piece in pieces(end, num_bytes)]
+    shown = b"".join(pieces(end, num_bytes)[: seen.index(True)])
+    assert b"\n" not in shown, "of its first line"
+
+
+@pytest.mark.parametrize("route", ENDS)
+def test_a_stream_may_consist_of_its_end_only(route: str) -> None:
+    assert StreamEndDetector(DIALECTS[route]).is_in(ENDS[route][0])
+
+
+def pieces(data: bytes, num_bytes: int) -> list[bytes]:
+    return [data[at : at + num_bytes] for at in range(0, len(data), num_bytes)]
