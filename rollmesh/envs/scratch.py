@@ -1,6 +1,6 @@
 """Scratch folders of rollouts, and reading their files without following links out of them.
 
-    rollmesh-x1y2/  home/  work/  lock       held while the rollout runs and its worker lives
+    rollmesh-x1y2/  home/  work/  lock       held while the rollout and its worker run
 
 - A scratch folder is readable by our user only, below TMPDIR, and removed whatever its program did
   to permissions; `sweep` removes those of killed workers.

@@ -79,7 +79,7 @@ class Content(msgspec.Struct, frozen=True, eq=False, gc=False):
     dtype: str
     shape: tuple[int, ...]
     data: np.ndarray
-    """uint8 [num_bytes], contiguous. Its memory is kept as long as this very array lives: arrays
+    """uint8 [num_bytes], contiguous. Its memory is kept as long as this very array exists: arrays
     derived from it refer to it."""
 
 

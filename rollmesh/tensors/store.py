@@ -384,7 +384,7 @@ class OwnerStore:
 
     def read(self, shard_id: int) -> Content:
         """Return the content, read-only and not copied; ShardMissing. The shard is in use as long
-        as the array, or one derived from it, lives."""
+        as the array, or one derived from it, exists."""
         return self._shards.read(shard_id)
 
     def end_step(self, step: int) -> int:

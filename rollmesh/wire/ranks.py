@@ -2,7 +2,7 @@
 
     rank -> controller   RankHello RankReady RankBeat RankLeft
                          CallStaged CallEnded   (a CallEnded's body: the answer)
-                         TensorsTold
+                         TensorsReported
     controller -> rank   FormGroup ControllerBeat EndRank
                          StageCall RunCall DropCall (a StageCall's body: the arguments)
                          ReadTensors                (body: ids to be cleared, 8 bytes each)
@@ -122,7 +122,7 @@ class ReadTensors(Message, frozen=True, tag="read_tensors"):
     ask_id: int
 
 
-class TensorsTold(Message, frozen=True, tag="tensors_told"):
+class TensorsReported(Message, frozen=True, tag="tensors_told"):
     rank: int
     ask_id: int
     ended_step: int
@@ -147,5 +147,5 @@ RankMessage = (
     | CallStaged
     | CallEnded
     | ReadTensors
-    | TensorsTold
+    | TensorsReported
 )

@@ -124,7 +124,7 @@ SAMPLES: tuple[m.AnyMessage, ...] = (
     r.CallStaged(3, 5, "shard 1 is cleared"),
     r.CallEnded(3, 5, "ValueError: no"),
     r.ReadTensors(17, 6),
-    r.TensorsTold(3, 6, 17, 2, HELD, HELD, "owner gone"),
+    r.TensorsReported(3, 6, 17, 2, HELD, HELD, "owner gone"),
     s.HooksWired("p1", "t"),
     s.RequestGpus("k1", "p1", "actor_train", 1, 5, 128, "t"),
     s.NotifyReleaseGpus("k1", "p1", "actor_train", 5, "t"),

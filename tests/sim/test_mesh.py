@@ -205,7 +205,7 @@ def seen() -> SimReport:
         num_kills=0,
         num_trained=0,
         num_steps=0,
-        num_lives=0,
+        num_incarnations=0,
         num_redone=0,
         faults=collections.Counter(),
         transitions=collections.Counter(),
@@ -220,7 +220,7 @@ def cores() -> Iterator[Cores]:
 
 def test_a_perfect_network_loses_and_ages_nothing() -> None:
     report = simulate(seed=1, faults=FaultChances())
-    assert report.num_lives == 1
+    assert report.num_incarnations == 1
     assert report.num_groups == report.num_results
     assert report.faults["left_stale"] == 0
     assert report.num_trained >= report.num_groups - 1
@@ -283,7 +283,7 @@ def test_drains_end_while_a_client_is_away_and_cost_it_nothing() -> None:
 
 def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None:
     """With a kill at one in six of its writes and no other fault, the witness's checks hold."""
-    num_lives = num_redone = 0
+    num_incarnations = num_redone = 0
     for seed in range(40):
         report = simulate(
             seed, faults=FaultChances(killed_before_write=0.08, killed_after_write=0.08)
@@ -292,9 +292,9 @@ def test_trainer_that_is_killed_again_and_again_trains_every_step_once() -> None
         others = ("left_stale", "left_requeued", "left_measured")
         num_left = sum(report.faults[each] for each in others)
         assert report.num_trained + num_left >= report.num_groups - 1
-        num_lives += report.num_lives
+        num_incarnations += report.num_incarnations
         num_redone += report.num_redone
-    assert num_lives > 100
+    assert num_incarnations > 100
     assert num_redone > 40
 
 

@@ -108,7 +108,7 @@ class Crashing(Managed):
         self._arrived: dict[GroupId, Group] = {}
         self._steps: dict[int, list[GroupId]] = {}
         self._published = 0
-        self.num_lives = 1
+        self.num_incarnations = 1
 
     def asked(self, group: Group) -> None:
         super().asked(group)
@@ -140,7 +140,7 @@ class Crashing(Managed):
     def _crash(self) -> None:
         if self._chance.random() > 1 / 8:
             return
-        self.num_lives += 1
+        self.num_incarnations += 1
         was = self._manager
         results = StalenessState(consumed=was.consumed)
         self._manager = StalenessManager(was.settings, self._published, restored=results)
@@ -167,7 +167,7 @@ def test_a_trainer_that_rises_from_its_journal_has_the_room_that_it_had(
 ) -> None:
     arm = Crashing(policy, shape, seed)
     outcome = World(shape, arm, seed).run(20)
-    assert arm.num_lives > 1
+    assert arm.num_incarnations > 1
     assert max(outcome.ages) <= shape.max_staleness
     assert outcome.num_trained + outcome.num_dropped == outcome.num_asked
     assert policy == "drop" or not outcome.num_dropped

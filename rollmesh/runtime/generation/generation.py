@@ -321,10 +321,13 @@ class GenerationMachine:
 
     def _on_fault(self, attempt: EngineAttempt, detail: str) -> list[Action]:
         """The engine failed the attempt, and is avoided for a moment."""
-        is_fruitful, life = len(self.sampled) > attempt.offset, (attempt.url, attempt.incarnation)
+        is_fruitful, incarnation = (
+            len(self.sampled) > attempt.offset,
+            (attempt.url, attempt.incarnation),
+        )
         end = None
         if not is_fruitful and self.state is GenerationState.RUNNING:
-            end = self._patience.on_fault(life, detail, self._clock_s)
+            end = self._patience.on_fault(incarnation, detail, self._clock_s)
         report = ReportFault(attempt.url, attempt.incarnation, detail)
         return [report, *self._on_cut(is_fruitful, end)]
 

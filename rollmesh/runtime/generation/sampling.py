@@ -201,14 +201,16 @@ class RetryState:
         why = f"engines fail at this request, which has images; can they reach them? {detail}"
         return EngineBroke(why)
 
-    def on_fault(self, life: EngineIncarnation, detail: str, now_s: float) -> EngineError | None:
+    def on_fault(
+        self, incarnation: EngineIncarnation, detail: str, now_s: float
+    ) -> EngineError | None:
         """The engine failed without a token, and the request is not known to be the cause."""
         self._num_full_queues = 0
         self._last_failure = detail[:MAX_QUOTED_CHARS]
         if not self._faulted:
             self._sick_since_s = now_s
-        is_again = life in self._faulted
-        self._faulted.add(life)
+        is_again = incarnation in self._faulted
+        self._faulted.add(incarnation)
         if is_again and now_s - self._sick_since_s >= self._settings.sick_s:
             return self._unavailable("the engine fails at every attempt, and there is no other")
         return None

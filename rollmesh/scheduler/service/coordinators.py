@@ -31,7 +31,7 @@ from rollmesh.wire.scheduling import (
 
 _SETTLED = frozenset({WorkerPhase.ASLEEP, WorkerPhase.AWAKE})
 LIVE_S = 3.0
-"""A coordinator is live if it was heard this recently; it sends each second."""
+"""A coordinator is live if it sent a message this recently; it sends one each second."""
 _DONE = {IntentKind.SLEEP: WorkerPhase.ASLEEP, IntentKind.WAKE: WorkerPhase.AWAKE}
 
 MAX_STARTED_S = 1e11

@@ -59,7 +59,7 @@ class ExplainContext(msgspec.Struct, frozen=True, kw_only=True):
     """When the plan may change without an event."""
     in_progress: tuple[OpInProgress, ...] = ()
     live_coordinators: frozenset[str] = frozenset()
-    """Pipelines whose coordinator was heard recently."""
+    """Pipelines whose coordinator has sent a message recently."""
     runs: Mapping[str, RunClaim] = {}
     """By pipeline, the run that has its name."""
     faults: Mapping[str, str] = {}

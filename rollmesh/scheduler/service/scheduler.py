@@ -294,7 +294,7 @@ class FleetScheduler:
         self.state.mark("intents", intent.intent_id)
 
     def _forgive(self, gap_s: float) -> None:
-        """Excuse a gap in which no peer could be heard."""
+        """Excuse a gap in which no message could be received."""
         state, now_s = self.state, self.state.now_s
         for asker in state.reply_targets.values():
             asker.last_seen_s = min(now_s, asker.last_seen_s + gap_s)

@@ -168,7 +168,7 @@ def share(clusters: Sequence[Cluster]) -> Estimate | None:
     if not clusters:
         return None
     mean, variance = _moments(clusters)
-    # Without any variance, rollouts of a task cannot be told apart: each task counts for one.
+    # Without any variance, rollouts of a task cannot be distinguished: each task counts for one.
     num = mean * (1 - mean) / variance if variance > 0 else float(len(clusters))
     num = max(num * (Z / _quantile(len(clusters))) ** 2, 1.0)
     middle = (mean + Z**2 / (2 * num)) / (1 + Z**2 / num)

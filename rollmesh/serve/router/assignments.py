@@ -36,8 +36,8 @@ def record_death(
 
 
 def withdraw_death(group: Group, incarnation: Incarnation) -> bool:
-    """The process lives after all, or left in order; return whether it had been held against
-    `group`.
+    """Forget a death, since the process runs or left in order; return whether `group` had recorded
+    it.
     """
     before = group.deaths
     group.deaths = tuple(each for each in before if each.incarnation != incarnation)

@@ -312,7 +312,7 @@ class GroupScheduler:
             error = f"no worker {ask.worker_id!r}; there are: {known}"
         elif worker.state is WorkerHealth.LOST:
             silent_s = self.table.now_s - worker.last_message_s
-            error = f"{ask.worker_id} has not been heard for {silent_s:.0f} s"
+            error = f"{ask.worker_id} has sent nothing for {silent_s:.0f} s"
         else:
             self.membership.drain(worker, ask.reason)
         self.table.send(route, DrainAnswered(ask.ask_id, not error, error))

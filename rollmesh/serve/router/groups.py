@@ -66,7 +66,7 @@ class EndedIncarnations:
     def add(
         self, incarnation: Incarnation, group_ids: tuple[GroupId, ...], now_s: float
     ) -> IncarnationEnd:
-        """`life` has ended, with these groups."""
+        """Record that an incarnation has ended, with these groups."""
         end = IncarnationEnd(incarnation, group_ids, now_s + self._remember_s)
         self._ends[incarnation.worker_id, incarnation.pid] = end
         if len(self._ends) > MAX_ENDS:
@@ -79,8 +79,8 @@ class EndedIncarnations:
         return end if end and end.incarnation.may_be(incarnation) else None
 
     def cover(self, incarnation: Incarnation, now_s: float) -> bool:
-        """Return whether a message of `life` was sent before its end: the recorded end is of it or
-        later.
+        """Return whether a message of `incarnation` was sent before its end: the recorded end is
+        of it or later.
         """
         end = self._ends.get((incarnation.worker_id, incarnation.pid))
         if end is None or now_s >= end.until_s:

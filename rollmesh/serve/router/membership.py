@@ -180,7 +180,7 @@ class WorkerMembership:
             self._revive(worker)
 
     def find(self, incarnation: Incarnation) -> WorkerEntry | None:
-        """Return the worker whose process is `life`."""
+        """Return the worker of this incarnation."""
         worker = self.workers.get(incarnation.worker_id)
         return worker if worker and worker.incarnation.may_be(incarnation) else None
 

@@ -65,7 +65,7 @@ class SimClient(RequestingClient):
 
     @property
     def run_id(self) -> str:
-        return f"run-{self.life}"
+        return f"run-{self.num_crashes}"
 
     def open_book(self) -> History:
         """State that earlier incarnations have left."""

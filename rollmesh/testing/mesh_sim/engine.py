@@ -45,7 +45,7 @@ class _Request(msgspec.Struct):
     is_bound: bool
     """Whether its turn cannot be resumed elsewhere."""
     is_slow: bool
-    life: int
+    num_crashes: int
     """Incarnation of the caller: an answer to an earlier one is dropped."""
 
     @property
@@ -75,12 +75,12 @@ class SimEngine(Node):
 
     @property
     def incarnation(self) -> str:
-        return f"{self.name}.{self.life}"
+        return f"{self.name}.{self.num_crashes}"
 
     def crash(self) -> None:
         """Break every open connection; callers are informed."""
-        for caller, life, hang_up in self._hangups:
-            self._network.answer(caller, life, hang_up)
+        for caller, num_crashes, hang_up in self._hangups:
+            self._network.answer(caller, num_crashes, hang_up)
         self.running.clear()
         self._held.clear()
         self._hangups.clear()
@@ -104,16 +104,18 @@ class SimEngine(Node):
         is slow); call `hang_up` if the connection breaks.
         """
         context, num_left, is_bound, is_slow = request
-        life = caller.life
+        num_crashes = caller.num_crashes
 
         def arrive() -> None:
             if not self.alive or self._network.strikes("call_error"):
-                self._network.answer(caller, life, hang_up)
+                self._network.answer(caller, num_crashes, hang_up)
                 return
-            if caller.life != life:
+            if caller.num_crashes != num_crashes:
                 return
-            entry = _Request(list(context), num_left, answer, caller, is_bound, is_slow, life)
-            self._hangups.append((caller, life, hang_up))
+            entry = _Request(
+                list(context), num_left, answer, caller, is_bound, is_slow, num_crashes
+            )
+            self._hangups.append((caller, num_crashes, hang_up))
             if self.paused:
                 self._held.append((rid, entry))
             else:
@@ -173,4 +175,4 @@ class SimEngine(Node):
 
     def _answer(self, entry: _Request, chunk: EngineChunk) -> None:
         # A stream keeps its order: every chunk takes the same time.
-        self._kernel.after(0.001, lambda: entry.answer(chunk), entry.caller, entry.life)
+        self._kernel.after(0.001, lambda: entry.answer(chunk), entry.caller, entry.num_crashes)

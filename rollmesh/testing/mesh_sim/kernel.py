@@ -17,8 +17,8 @@ class Node:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.life = 0
-        """Incarnation; calls for an earlier one are dropped."""
+        self.num_crashes = 0
+        """Calls from before a crash are dropped."""
         self.alive = True
         self.frozen_until_s = 0.0
         self.ahead_s = 0.0
@@ -33,7 +33,7 @@ class Node:
 
     def crash(self) -> None:
         """Crash: lose everything that is not on disk."""
-        self.life += 1
+        self.num_crashes += 1
         self.alive = False
         self.frozen_until_s = 0.0
 
@@ -76,17 +76,17 @@ class Kernel:
         delay_s: float,
         call: Callable[[], None],
         node: Node | None = None,
-        life: int | None = None,
+        num_crashes: int | None = None,
     ) -> None:
-        """Run `call` in `delay_s` if `node` is then in incarnation `life`, by default its current
-        one.
+        """Run `call` in `delay_s` unless `node` crashes before; `num_crashes` (default: as now) are
+        those that it has had.
         """
-        if life is None:
-            life = node.life if node else 0
+        if num_crashes is None:
+            num_crashes = node.num_crashes if node else 0
         # The count keeps calls of one instant in the order in which they were put here.
         self._count += 1
         due_s = self.time_s + delay_s
-        heapq.heappush(self._timers, (due_s, due_s, self._count, node, life, call))
+        heapq.heappush(self._timers, (due_s, due_s, self._count, node, num_crashes, call))
 
     def run(self, max_events: int, until_s: float) -> None:
         """Run until `max_events` have run or `until_s` is reached, to which the clock is then
@@ -94,12 +94,12 @@ class Kernel:
         """
         timers, last = self._timers, self.num_events + max_events
         while timers and self.num_events < last and timers[0][0] <= until_s:
-            self.time_s, due_s, count, node, life, call = heapq.heappop(timers)
+            self.time_s, due_s, count, node, num_crashes, call = heapq.heappop(timers)
             if node:
-                if node.life != life:
+                if node.num_crashes != num_crashes:
                     continue
                 if node.frozen_until_s > self.time_s:
-                    entry = (node.frozen_until_s, due_s, count, node, life, call)
+                    entry = (node.frozen_until_s, due_s, count, node, num_crashes, call)
                     heapq.heappush(timers, entry)
                     continue
             self.num_events += 1

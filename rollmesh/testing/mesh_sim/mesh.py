@@ -58,7 +58,7 @@ SHORT, LONG = (600, 8), (3000, 30)
 """Least number of events with faults, and of groups of the trainer."""
 LONG_DIGIT = 5
 """Events of seeds with a long phase of faults."""
-FATE_S = 0.25
+FAULTS_S = 0.25
 """Interval at which faults of nodes are drawn."""
 CALM_S = 120.0
 """Virtual time after the faults in which everything must come to rest."""
@@ -85,7 +85,7 @@ class SimReport(msgspec.Struct):
     num_kills: int
     num_trained: int
     num_steps: int
-    num_lives: int
+    num_incarnations: int
     num_redone: int
     """Steps of all incarnations of the trainer."""
     faults: collections.Counter[str]
@@ -124,7 +124,7 @@ class SimMesh:
 
     def chaos(self, num_events: int) -> None:
         """Run `num_events` events with faults."""
-        self._fate()
+        self._inject_faults()
         self.kernel.run(num_events, float("inf"))
 
     def calm(self) -> None:
@@ -177,36 +177,36 @@ class SimMesh:
     def _mortals(self) -> Sequence[Node]:
         return [self.router, self.client, *self.workers, *self.engines.values()]
 
-    def _fate(self) -> None:
+    def _inject_faults(self) -> None:
         network, rng = self.network, self.kernel.rng
         for node in [*self._mortals(), *self.visitors]:
             if not node.alive:
                 continue
-            if network.strikes("freeze", FATE_S):
+            if network.strikes("freeze", FAULTS_S):
                 node.freeze(self.kernel.now_s() + rng.expovariate(0.7))
-            elif network.strikes("jump", FATE_S):
+            elif network.strikes("jump", FAULTS_S):
                 node.ahead_s += JUMP_S
-            elif network.strikes("crash", FATE_S):
+            elif network.strikes("crash", FAULTS_S):
                 self._crash(node)
         for worker in self.workers:
             if worker.alive:
                 self._trouble(worker)
-        if network.strikes("nonsense", FATE_S):
+        if network.strikes("nonsense", FAULTS_S):
             names = [self.router.name, self.client.name]
             self._vandal.act([*names, *(each.name for each in self.workers)])
-        self._forger.act([self.client, *self.visitors], FATE_S)
-        self.kernel.after(FATE_S, self._fate)
+        self._forger.act([self.client, *self.visitors], FAULTS_S)
+        self.kernel.after(FAULTS_S, self._inject_faults)
 
     def _trouble(self, worker: SimWorker) -> None:
-        if self.network.strikes("stall", FATE_S):
+        if self.network.strikes("stall", FAULTS_S):
             worker.stall(self.kernel.now_s() + self.kernel.rng.expovariate(0.7))
-        elif self.network.strikes("recycle", FATE_S):
+        elif self.network.strikes("recycle", FAULTS_S):
             worker.wear_out()
-        elif self.network.strikes("full", FATE_S):
+        elif self.network.strikes("full", FAULTS_S):
             worker.full_until_s = self.kernel.now_s() + self.kernel.rng.expovariate(0.5)
-        elif self.network.strikes("drain", FATE_S):
+        elif self.network.strikes("drain", FAULTS_S):
             self.launch.drain(worker)
-        elif self.network.strikes("stop", FATE_S):
+        elif self.network.strikes("stop", FAULTS_S):
             worker.stop()
 
     def _crash(self, node: Node) -> None:
@@ -264,7 +264,7 @@ def simulate(seed: int, faults: FaultChances = CHAOS, machines: StepMachines = R
         num_kills=sum(sum(worker.kills.values()) for worker in mesh.workers),
         num_trained=client.witness.num_trained,
         num_steps=len(client.witness.steps),
-        num_lives=client.life + 1,
+        num_incarnations=client.num_crashes + 1,
         num_redone=client.witness.num_redone,
         faults=mesh.network.num,
         transitions=mesh.network.transitions.num,

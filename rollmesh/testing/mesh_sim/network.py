@@ -30,7 +30,7 @@ class FaultChances(msgspec.Struct, frozen=True, kw_only=True):
     slow: float = 0.0
     """A message that takes long, so that later ones overtake it."""
     call_error: float = 0.0
-    """A call that fails although the engine lives."""
+    """A call that fails although the engine runs."""
     crash: float = 0.0
     """Per second and node."""
     freeze: float = 0.0
@@ -84,7 +84,7 @@ class FaultChances(msgspec.Struct, frozen=True, kw_only=True):
     save_failed: float = 0.0
     """Per checkpoint: it cannot be written."""
     save_broke: float = 0.0
-    """Per life of the trainer: the newest checkpoint is no longer whole."""
+    """Per incarnation of the trainer: the newest checkpoint is no longer whole."""
     zombie: float = 0.0
     """Per death of the trainer: its publisher is frozen for a while, and then continues."""
 
@@ -113,8 +113,8 @@ class Network:
         if known is None:
             self.num["no_such_peer"] += 1
             return
-        fate = self._fate_of_message()
-        if fate == "drop":
+        fault = self._fault_of_message()
+        if fault == "drop":
             return
         if self._is_on_wire:
             try:
@@ -123,9 +123,9 @@ class Network:
                 self.num["malformed_frame"] += 1
                 return
         rng, (node, receive) = self.kernel.rng, known
-        for _ in range(2 if fate == "duplicate" else 1):
+        for _ in range(2 if fault == "duplicate" else 1):
             delay_s = 0.0005 + 0.0025 * rng.random()
-            if fate == "slow":
+            if fault == "slow":
                 delay_s += rng.expovariate(2.0)
             arrive = partial(_arrive, node, receive, source.name, packet)
             self.kernel.after(delay_s, arrive, node)
@@ -142,9 +142,9 @@ class Network:
             return False
         return self.strikes("malformed")
 
-    def answer(self, caller: Node, life: int, answer: Callable[[], None]) -> None:
+    def answer(self, caller: Node, num_crashes: int, answer: Callable[[], None]) -> None:
         """Return an answer to `caller` if it is still in the incarnation that called."""
-        self.kernel.after(self.kernel.rng.uniform(0.001, 0.01), answer, caller, life)
+        self.kernel.after(self.kernel.rng.uniform(0.001, 0.01), answer, caller, num_crashes)
 
     def strikes(self, fault: str, seconds: float = 1.0) -> bool:
         """Return whether this fault happens now, or within `seconds`; count it if it does."""
@@ -154,7 +154,7 @@ class Network:
         self.num[fault] += 1
         return True
 
-    def _fate_of_message(self) -> str:
+    def _fault_of_message(self) -> str:
         """Draw `drop`, `duplicate`, `slow` or none of them."""
         left, faults = self.kernel.rng.random(), self.faults
         if left >= faults.drop + faults.duplicate + faults.slow:

@@ -149,7 +149,7 @@ class SimPublisher(Node):
             self._network.num["leases_renewed"] += 1
 
     def _call(self, call: RunPhase) -> None:
-        engine, life = self._engines[call.url], self.life
+        engine, num_crashes = self._engines[call.url], self.num_crashes
         if call.phase is UpdatePhase.PAUSING:
             self._check_drain(engine)
         elif call.phase is UpdatePhase.DRAINING:
@@ -168,7 +168,7 @@ class SimPublisher(Node):
             called = PhaseResult(call.url, call.serial, ok, why, logprobs, num_requests)
             if ok and call.phase is UpdatePhase.DRAINING and call.url in self._drains:
                 self._drains[call.url] = (self._drains[call.url][0], not num_requests)
-            self._network.answer(self, life, lambda: self._give(called))
+            self._network.answer(self, num_crashes, lambda: self._give(called))
 
         self._kernel.after(call.after_s + self._kernel.rng.uniform(0.001, 0.05), arrive)
 

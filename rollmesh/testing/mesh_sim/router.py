@@ -86,7 +86,7 @@ class SimRouter(Node):
 
     @property
     def incarnation(self) -> str:
-        return f"router.{self.life}"
+        return f"router.{self.num_crashes}"
 
     def start(self) -> None:
         for url in self._engines:
@@ -169,7 +169,7 @@ class SimRouter(Node):
                 self._begun[each.group_id].add(each.attempt)
                 self._unconfirmed.discard((each.group_id, each.attempt))
         elif isinstance(message, WorkerLeft):
-            # Also of those that run elsewhere by now: its end may have been heard of before.
+            # Also of those that run elsewhere by now: its end may be known already.
             self._excuses.update(self._given[message.worker_id].keys())
 
     def _do(self, sends: list[Send]) -> None:
@@ -201,7 +201,7 @@ class SimRouter(Node):
                     self._probe(url, serial, resume=True)
 
     def _probe(self, url: str, serial: int, *, resume: bool) -> None:
-        engine, life = self._engines[url], self.life
+        engine, num_crashes = self._engines[url], self.num_crashes
 
         def arrive() -> None:
             ok = engine.alive and not self._network.strikes("call_error")
@@ -216,7 +216,7 @@ class SimRouter(Node):
                 num_running=len(engine.running) if ok else 0,
                 detail="" if ok else "does not answer",
             )
-            self._network.answer(self, life, lambda: self._probed(probed))
+            self._network.answer(self, num_crashes, lambda: self._probed(probed))
 
         self._kernel.after(self._kernel.rng.uniform(0.001, 0.02), arrive)
 

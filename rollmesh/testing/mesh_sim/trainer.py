@@ -108,7 +108,7 @@ class SimTrainer(SimClient):
         self._engines = engines
         self._num_to_ask = num_groups
         # One without a name takes nothing over: leases alone free what its dead one held. One with
-        # a name has the word of its journal's lock that the life before is dead.
+        # a name knows by its journal's lock that the incarnation before is dead.
         self._run = self.name if kernel.seed % 2 else ""
         self._save_steps = SAVE_STEPS[kernel.seed // 3 % len(SAVE_STEPS)]
         self._publish_steps = PUBLISH_STEPS[kernel.seed // 8 % len(PUBLISH_STEPS)]
@@ -129,7 +129,7 @@ class SimTrainer(SimClient):
         is_before = not self._is_admitting or self._is_measuring
         return bool(self._redo or self.arrivals or self._is_training or is_before)
 
-    # lives
+    # start and crash
 
     def start(self) -> None:
         """Start, for the first time or again."""
@@ -145,11 +145,11 @@ class SimTrainer(SimClient):
         self.begin(plan.saved)
         assert {each.group_id for each in self.arrivals} >= {each.group_id for each in plan.ready}
         self.publisher = SimPublisher(
-            f"publisher-{self.life}",
+            f"publisher-{self.num_crashes}",
             self._kernel,
             self._network,
             self._engines,
-            partial(self._published, self.life),
+            partial(self._published, self.num_crashes),
             run=self._run,
         )
         self.publisher.start()
@@ -348,8 +348,8 @@ class SimTrainer(SimClient):
         self.publisher.publish(self._policy_version)
         and_then()
 
-    def _published(self, life: int, policy_version: int) -> None:
-        if life != self.life or not self.alive:
+    def _published(self, num_crashes: int, policy_version: int) -> None:
+        if num_crashes != self.num_crashes or not self.alive:
             return  # its publisher has outlived it
         self.course.step(VersionPublished(self.course.versions.steps[policy_version]))
         if not self._is_admitting:
@@ -383,6 +383,6 @@ class SimTrainer(SimClient):
             return
         self._due.settled(num_in(save.state.ended))
         self._shelf = [*self._shelf, save][-NUM_SAVES:]
-        # It is whole now; whether its maker lives to say so is another matter.
+        # It is whole now; the trainer may crash before it reports that.
         delay_s = self._kernel.rng.uniform(0.0, 0.1)
         self._kernel.after(delay_s, lambda: self.note_saved(save.state.to_journal()), self)

@@ -48,7 +48,7 @@ class TrainingHistory:
         self.endings = GroupEnds()
         self.steps: dict[int, tuple[GroupId, ...]] = {}
         self.step_of_version = {0: 0}
-        self.num_lives = 0
+        self.num_incarnations = 0
         self.num_redone = 0
         self._num_samples = num_samples
         self._num_drawn = 0
@@ -96,7 +96,7 @@ class TrainingHistory:
 
     def recovered(self, history: History, plan: RecoveryPlan) -> None:
         """Check the plan of a restarted trainer."""
-        self.num_lives += 1
+        self.num_incarnations += 1
         self._lost_steps |= set(range(plan.num_steps, history.saved.num_steps)) & self.steps.keys()
         redone = {each.step: each.group_ids for each in plan.redo}
         later = {step: ids for step, ids in self.steps.items() if step >= plan.num_steps}
@@ -178,7 +178,7 @@ class TrainingHistory:
             return {GroupOutcome.TRAINED}
         # With `wait`, a group is too old only if it was sampled by older weights than it was asked
         # for: an earlier incarnation of the trainer asked for it.
-        if self.settings.policy == "wait" and self.num_lives == 1:
+        if self.settings.policy == "wait" and self.num_incarnations == 1:
             return set()
         return (
             {GroupOutcome.STALE, GroupOutcome.REQUEUED}

@@ -127,7 +127,7 @@ class SimWorker(Node):
         super().restart()
         self.beater.restart()
         if not self.is_local and self._network.strikes("moved"):
-            self._host = f"there-{self.life}"
+            self._host = f"there-{self.num_crashes}"
         self._forget_all()
         if self._network.strikes("env_failed"):
             failed = EnvFailed(
@@ -173,7 +173,7 @@ class SimWorker(Node):
 
     @property
     def _pid(self) -> int:
-        return self.life + 1
+        return self.num_crashes + 1
 
     def _forget_all(self) -> None:
         self.view = FleetView()

@@ -72,13 +72,13 @@ class SharedEngine(Node):
 
     @property
     def incarnation(self) -> str:
-        return f"{self.name}.{self.life}"
+        return f"{self.name}.{self.num_crashes}"
 
     def call(self, caller: Node, op: EngineOp, answer: Answer) -> None:
         """Carry out a call; `answer` is called with whether it was done, or not at all."""
-        life, rng = caller.life, self._kernel.rng
+        num_crashes, rng = caller.num_crashes, self._kernel.rng
         if not self.alive or self._network.strikes("call_error"):
-            self._network.answer(caller, life, lambda: answer(False, self._seen()))
+            self._network.answer(caller, num_crashes, lambda: answer(False, self._seen()))
             return
         takes_s = rng.uniform(*TAKES_S.get(op, OTHER_S))
         starts_s = max(self._kernel.time_s + rng.uniform(0.001, 0.005), self._free_at_s)
@@ -100,7 +100,7 @@ class SharedEngine(Node):
             elif op is EngineOp.RELEASE:
                 self._let_go()
             seen = self._seen()
-            self._network.answer(caller, life, lambda: answer(True, seen))
+            self._network.answer(caller, num_crashes, lambda: answer(True, seen))
 
         self._kernel.after(starts_s - self._kernel.time_s, begin, self)
 

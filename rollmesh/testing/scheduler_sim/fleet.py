@@ -150,7 +150,7 @@ class SimPipeline:
                 node.crash()
 
 
-FATE_S = 0.5
+FAULTS_S = 0.5
 CHAOS_S = 40.0
 CALM_S = 400.0
 REST_S = 3.0
@@ -210,7 +210,7 @@ class SharedFleet:
     def run(self, chaos_s: float) -> None:
         """Run all of it; an AssertionError says what does not hold."""
         self._start()
-        self._fate()
+        self._inject_faults()
         self.kernel.run(10**9, chaos_s)
         self._hush()
         self._calm()
@@ -237,35 +237,35 @@ class SharedFleet:
                 self._granted.add(key)
                 self.num_granted_asleep += not tenancy.router.num_serving()
 
-    # fate
+    # faults
 
-    def _fate(self) -> None:
+    def _inject_faults(self) -> None:
         network, rng = self.network, self.kernel.rng
         for node in self._mortals():
             if not node.alive:
                 continue
-            if network.strikes("freeze", FATE_S):
+            if network.strikes("freeze", FAULTS_S):
                 node.freeze(self.kernel.now_s() + rng.expovariate(0.5))
-            elif network.strikes("crash", FATE_S):
+            elif network.strikes("crash", FAULTS_S):
                 self._crash(node)
-            elif network.strikes("jump", FATE_S):
+            elif network.strikes("jump", FAULTS_S):
                 node.ahead_s += rng.uniform(*JUMP_S)
         for tenancy in self.tenancies:
             self._trouble(tenancy)
         for agent in self.agents:
             self._trouble_node(agent)
-        self.kernel.after(FATE_S, self._fate)
+        self.kernel.after(FAULTS_S, self._inject_faults)
 
     def _mortals(self) -> list[Node]:
         processes = [node for each in self.tenancies for node in each.processes()]
         return [self.scheduler, *processes]
 
     def _trouble_node(self, agent: SimAgent) -> None:
-        if agent.has_joined and not agent.num_waiting and self.network.strikes("drained", FATE_S):
+        if agent.has_joined and not agent.num_waiting and self.network.strikes("drained", FAULTS_S):
             self._drain(agent)
-        if self.network.strikes("silent", FATE_S):
+        if self.network.strikes("silent", FAULTS_S):
             agent.freeze(self.kernel.now_s() + self.kernel.rng.uniform(*SILENT_S))
-        elif self.network.strikes("node_lost", FATE_S):
+        elif self.network.strikes("node_lost", FAULTS_S):
             self._lose(agent)
 
     def _drain(self, agent: SimAgent) -> None:
@@ -276,30 +276,30 @@ class SharedFleet:
 
     def _trouble(self, tenancy: SimPipeline) -> None:
         network, clerk = self.network, tenancy.clerk
-        if clerk.alive and clerk.num_waiting and network.strikes("verb_killed", FATE_S):
+        if clerk.alive and clerk.num_waiting and network.strikes("verb_killed", FAULTS_S):
             self._crash(clerk)
         if not tenancy.processes() or tenancy.stage is not PipelineStage.AT_WORK:
             return
-        if tenancy.coordinator.alive and network.strikes("killed", FATE_S):
+        if tenancy.coordinator.alive and network.strikes("killed", FAULTS_S):
             tenancy.kill()
             return
-        if network.strikes("left", FATE_S):
+        if network.strikes("left", FAULTS_S):
             tenancy.leave()
             return
         self._lose_trainer(tenancy)
         for engine in tenancy.engines:
-            if engine.alive and network.strikes("engine_hang", FATE_S):
+            if engine.alive and network.strikes("engine_hang", FAULTS_S):
                 until_s = self.kernel.now_s() + self.kernel.rng.uniform(*HANG_S)
                 engine.freeze(until_s)
-            elif engine.alive and network.strikes("engine_crash", FATE_S):
+            elif engine.alive and network.strikes("engine_crash", FAULTS_S):
                 self._crash(engine)
 
     def _lose_trainer(self, tenancy: SimPipeline) -> None:
         """Cut it off for a while, or kill it."""
         trainer = tenancy.tenant
-        if self.network.strikes("cut", FATE_S):
+        if self.network.strikes("cut", FAULTS_S):
             trainer.cut_until_s = self.kernel.now_s() + CUT_S
-        if trainer.alive and self.network.strikes("lost", FATE_S):
+        if trainer.alive and self.network.strikes("lost", FAULTS_S):
             tenancy.is_lost = True
             trainer.crash()
 
@@ -398,7 +398,7 @@ def simulate(
         seed=seed,
         num_events=fleet.kernel.num_events,
         num_steps=sum(each.num_done for each in tenants),
-        num_incarnations=fleet.scheduler.life + 1,
+        num_incarnations=fleet.scheduler.num_crashes + 1,
         ended_s=max(each.ended_s for each in tenants),
         waits_s={
             kind: max(each.waits_s.get(kind, 0.0) for each in tenants)

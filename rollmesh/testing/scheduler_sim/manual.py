@@ -183,8 +183,8 @@ class ManualScheduler:
             )
         if fails:
             error = "it did not work"
-        told = tuple(each.workers[change.rank] for change in resize.changes)
-        self.tell(f"c-{name}", WorkersResized(name, resize_id, told, error))
+        resized = tuple(each.workers[change.rank] for change in resize.changes)
+        self.tell(f"c-{name}", WorkersResized(name, resize_id, resized, error))
 
     def mend(self, name: str) -> None:
         """Put the lost engines to sleep; the coordinator reports it."""

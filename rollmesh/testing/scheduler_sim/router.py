@@ -69,7 +69,7 @@ class PipelineRouter(Node):
         for action in actions:
             match action:
                 case Send() if action.route:
-                    packet = Packet(action.message, f"{self.name}.{self.life}")
+                    packet = Packet(action.message, f"{self.name}.{self.num_crashes}")
                     self._network.send(self, action.route.decode(), packet)
                 case ProbeEngine(url, serial) | ContinueEngine(url, serial):
                     self._probe(self._engines[url], serial)
@@ -87,5 +87,7 @@ class PipelineRouter(Node):
             num_running=0,
             detail="" if is_there else "does not answer",
         )
-        life = self.life
-        self._network.answer(self, life, lambda: self._do(self._fleet.step(probed, self._now_s())))
+        num_crashes = self.num_crashes
+        self._network.answer(
+            self, num_crashes, lambda: self._do(self._fleet.step(probed, self._now_s()))
+        )

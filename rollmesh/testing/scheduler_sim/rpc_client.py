@@ -57,7 +57,7 @@ class RpcClient(Node):
 
     def key(self) -> str:
         self._num_keys += 1
-        return f"{self.name}.{self.life}.{self._num_keys}"
+        return f"{self.name}.{self.num_crashes}.{self._num_keys}"
 
     def ask(self, ask: Ask, then: Callable[[], None] = lambda: None) -> None:
         self._waiting.append((ask, then))

@@ -128,7 +128,7 @@ class SimScheduler(Node):
     def _begin_life(self) -> None:
         policy = self._parts.policy(self._policy)
         self.machine = self._parts.scheduler(
-            self._parts.settings, policy, self.disk.load(), f"scheduler.{self.life}"
+            self._parts.settings, policy, self.disk.load(), f"scheduler.{self.num_crashes}"
         )
         self._watched = checks.EvictionChecks(self.machine.state.fleet)
         self._arrived: list[Received | Ticked] = []
@@ -158,7 +158,7 @@ class SimScheduler(Node):
         self._turn(arrived)
 
     def _turn(self, events: Sequence[Received | Ticked]) -> None:
-        if self._unkept:  # nothing is heard while nothing can be written
+        if self._unkept:  # nothing is received while nothing can be written
             self._unheard += events
             return
         actions: list[Action] = []

@@ -48,9 +48,9 @@ AGAIN_S = 1.0
 LOOK_S = 0.2
 """Interval of progress of rollouts."""
 STREAM = "train"
-LIFE_BATCHES = 1000
+CRASH_BATCHES = 1000
 """Batches of a later incarnation come after those of an earlier one, by its clock."""
-HOUR_BATCHES = 100 * LIFE_BATCHES
+HOUR_BATCHES = 100 * CRASH_BATCHES
 CLOCK_BATCHES = 100 * HOUR_BATCHES
 
 Wait = Callable[[Callable[[], None]], None]
@@ -119,7 +119,7 @@ class PipelineTrainer(Node):
     def start(self) -> None:
         if self._network.strikes("set_back"):
             self._clock_batches -= HOUR_BATCHES
-        self._batch = self._clock_batches + self.life * LIFE_BATCHES
+        self._batch = self._clock_batches + self.num_crashes * CRASH_BATCHES
         self._script = self._work()
         self._hooks = self._claims(self.pipeline_id)
         self._tick()
@@ -140,7 +140,7 @@ class PipelineTrainer(Node):
 
     def _work(self) -> Iterator[Wait]:
         for cluster in (*self.plan.spec.clusters, GENERATION_CLUSTER):
-            if self.life:
+            if self.num_crashes:
                 yield self._ask(self._release(cluster))
         signalled = False
         while self.num_done < self.plan.num_steps:
@@ -260,7 +260,7 @@ class PipelineTrainer(Node):
 
     def _key(self) -> str:
         self._num_keys += 1
-        return f"{self.pipeline_id}.{self.life}.{self._num_keys}"
+        return f"{self.pipeline_id}.{self.num_crashes}.{self._num_keys}"
 
     def _ask(self, ask: GpuClaim) -> Wait:
         def begin(then: Callable[[], None]) -> None:

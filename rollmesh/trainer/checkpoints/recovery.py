@@ -125,7 +125,7 @@ def report_resume(resume: ResumePoint, records: RunRecords) -> None:
     if resume.is_first:
         return
     earlier = read_recoveries(records.folder)
-    row = resume_row(resume, life=len(earlier) + 2)
+    row = resume_row(resume, incarnation=len(earlier) + 2)
     stuck = itertools.takewhile(lambda each: _made_no_progress(each, row), reversed(earlier))
     is_giving_up = len(list(stuck)) >= MAX_INCARNATIONS
     log.info("trainer.recovered", **row)
@@ -144,14 +144,14 @@ def _made_no_progress(earlier: dict[str, Any], row: dict[str, Any]) -> bool:
     return not earlier["gave_up"] and all(earlier[name] == row[name] for name in names)
 
 
-def resume_row(resume: ResumePoint, life: int) -> dict[str, Any]:
+def resume_row(resume: ResumePoint, incarnation: int) -> dict[str, Any]:
     """Return the row of recoveries.jsonl, also used by the summary."""
     recovery = resume.recovery
     parted = [each for each in recovery.parted if not recovery.is_eval(each.group_id)]
     dropped = [each.reason for each in recovery.drops] + [each.reason for each in parted]
     reasons = collections.Counter(reason.partition(":")[0] for reason in dropped)
     return {
-        "life": life,
+        "life": incarnation,
         "savepoint": resume.saved.folder.name if resume.saved else "",
         "num_steps": recovery.num_steps,
         "redone_steps": [each.step for each in recovery.redo],

@@ -74,7 +74,7 @@ from rollmesh.wire.ranks import (
     ReadTensors,
     RunCall,
     StageCall,
-    TensorsTold,
+    TensorsReported,
 )
 from rollmesh.wire.sockets import Dialer, WakeSignal, wait
 
@@ -320,7 +320,7 @@ class RankProcess:
             message, body = self._to_read.get()
             self._channel.send(self._report_tensors(message, body))
 
-    def _report_tensors(self, message: ReadTensors, body: bytes) -> TensorsTold:
+    def _report_tensors(self, message: ReadTensors, body: bytes) -> TensorsReported:
         error, num_cleared = "", 0
         try:
             num_cleared = self._cleared(body)
@@ -328,7 +328,7 @@ class RankProcess:
         except Exception as failure:  # noqa: BLE001 - door: the failure is sent to the controller
             error = _one_line(failure)
         rank, (stored, buffered) = self._spec.rank, held_tensors(self._plane)
-        return TensorsTold(
+        return TensorsReported(
             rank, message.ask_id, message.ended_step, num_cleared, stored, buffered, error
         )
 

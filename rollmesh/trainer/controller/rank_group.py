@@ -37,7 +37,7 @@ from rollmesh.wire.ranks import (
     ReadTensors,
     RunCall,
     StageCall,
-    TensorsTold,
+    TensorsReported,
 )
 
 
@@ -256,7 +256,7 @@ class TensorReport(msgspec.Struct, frozen=True):
     """Action: the result of a query of tensors; ranks in `missing` sent no report."""
 
     ask_id: int
-    reports: tuple[TensorsTold, ...]
+    reports: tuple[TensorsReported, ...]
     missing: tuple[int, ...]
 
 
@@ -282,7 +282,7 @@ class _Rank(msgspec.Struct):
 
 class _TensorQuery(msgspec.Struct):
     until_s: float
-    reports: dict[int, TensorsTold] = msgspec.field(default_factory=dict)
+    reports: dict[int, TensorsReported] = msgspec.field(default_factory=dict)
 
 
 class RankGroup:
@@ -350,7 +350,7 @@ class RankGroup:
                 yield from self._send_actions(self._calls.staged(message, self.ended_step))
             case CallEnded():
                 yield from self._send_actions(self._calls.ended(message, body, now_s))
-            case TensorsTold():
+            case TensorsReported():
                 yield from self._report(message)
 
     # states of ranks
@@ -434,7 +434,7 @@ class RankGroup:
         else:
             yield self._end_query(ask.ask_id)
 
-    def _report(self, message: TensorsTold) -> Iterator[Action]:
+    def _report(self, message: TensorsReported) -> Iterator[Action]:
         ask = self._queries.get(message.ask_id)
         if ask is not None:
             ask.reports[message.rank] = message

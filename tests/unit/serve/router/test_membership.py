@@ -418,7 +418,7 @@ def test_a_drain_of_a_lost_worker_is_refused_as_lost(router: ScriptedRouter) -> 
     router.worker("w0")
     router.advance(4)
     [answer] = only(router.receive("cli", AskDrain(7, "w0", "")), DrainAnswered)
-    assert answer.error == "w0 has not been heard for 4 s"
+    assert answer.error == "w0 has sent nothing for 4 s"
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ from rollmesh.wire.ranks import (
     ReadTensors,
     RunCall,
     StageCall,
-    TensorsTold,
+    TensorsReported,
 )
 
 BEAT_S = 1.0
@@ -115,7 +115,7 @@ class SimRank:
                 self.staged = [each for each in self.staged if each != call_id]
             case ReadTensors(ended_step=step, ask_id=ask_id):
                 nothing = HeldTensors()
-                self.say(TensorsTold(self.number, ask_id, step, 0, nothing, nothing))
+                self.say(TensorsReported(self.number, ask_id, step, 0, nothing, nothing))
 
     def _leave(self, why: str) -> None:
         self.say(RankLeft(self.number, why))

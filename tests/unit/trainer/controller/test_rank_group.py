@@ -47,7 +47,7 @@ from rollmesh.wire.ranks import (
     ReadTensors,
     RunCall,
     StageCall,
-    TensorsTold,
+    TensorsReported,
 )
 from tests.unit.trainer.controller.rank_group_sim import GIVE_UP_S, Sim
 
@@ -198,7 +198,7 @@ def test_all_ranks_report_tensors_and_receive_ended_steps() -> None:
         (b"rank-0", ReadTensors(7, 5)),
         (b"rank-1", ReadTensors(7, 5)),
     ]
-    answers = [TensorsTold(rank, 5, 7, 0, HELD, HELD) for rank in (1, 0)]
+    answers = [TensorsReported(rank, 5, 7, 0, HELD, HELD) for rank in (1, 0)]
     assert received(group, answers[0]) == []
     assert received(group, answers[1]) == [TensorReport(5, (answers[1], answers[0]), ())]
 
@@ -213,11 +213,11 @@ def test_an_ended_step_is_never_taken_back() -> None:
 def test_a_rank_that_says_nothing_of_tensors_is_missing_and_breaks_nothing() -> None:
     group = ready_crew()
     group.step(TensorsQueried(5, 7), 0.0)
-    answer = TensorsTold(0, 5, 7, 0, HELD, HELD)
+    answer = TensorsReported(0, 5, 7, 0, HELD, HELD)
     received(group, answer)
     assert TensorReport(5, (answer,), (1,)) in group.step(Ticked(), 3.0)
     assert group.state is RankGroupState.READY
-    assert received(group, TensorsTold(1, 5, 7, 0, HELD, HELD), now_s=3.1) == []
+    assert received(group, TensorsReported(1, 5, 7, 0, HELD, HELD), now_s=3.1) == []
 
 
 def test_ranks_end_in_reverse_and_the_first_when_the_others_have() -> None:

@@ -27,7 +27,7 @@ from rollmesh.trainer.controller.tensor_runtime import (
     find_leaks,
     held_tensors,
 )
-from rollmesh.wire.ranks import HeldTensors, TensorsTold
+from rollmesh.wire.ranks import HeldTensors, TensorsReported
 
 RANK_0 = "tcp://127.0.0.1:7000"
 ELSEWHERE = "tcp://127.0.0.1:7009"
@@ -37,8 +37,8 @@ def handle(number: int, owner: str) -> RTensor:
     return RTensor(number, owner, UNTAGGED, "int32", (1,), 4)
 
 
-def told_by(rank: int, num_cleared: int = 0, error: str = "") -> TensorsTold:
-    return TensorsTold(rank, 1, 0, num_cleared, HeldTensors(), HeldTensors(), error)
+def told_by(rank: int, num_cleared: int = 0, error: str = "") -> TensorsReported:
+    return TensorsReported(rank, 1, 0, num_cleared, HeldTensors(), HeldTensors(), error)
 
 
 class Ranks:
